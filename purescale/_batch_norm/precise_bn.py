@@ -105,7 +105,7 @@ def precise_bn(
     agree_on_all_ranks(
         group,
         check,
-        lambda: [f"{key}={value!r}" for key, value in settings.items()],
+        lambda _: [f"{key}={value!r}" for key, value in settings.items()],
         sync=group is not None and on_cpu(check_group(group)),
     )
     sequential = normalize == "sequential"

@@ -135,7 +135,7 @@ def all_reduce_grads(
         leaves, structure = agree_on_all_ranks(
             group,
             checked_leaves,
-            lambda: [f"{bucket_size_mb=}", *describe_leaves("grads", grads, with_strides=False)],
+            lambda _: [f"{bucket_size_mb=}", *describe_leaves("grads", grads, with_strides=False)],
             sync=check and not traced(),
         )
         size = float(bucket_size_mb) * 2**20
@@ -193,18 +193,18 @@ def _describe_metadata(dtype: Any, shape: Any, strides: Any, layout: Any, device
 
 
 def agree_on_all_ranks(
-    group: Group | None, check: Callable[[], T], describe: Callable[[], list[str]], *, sync: bool
+    group: Group | None, check: Callable[[], T], describe: Callable[[T], list[str]], *, sync: bool
 ) -> T:
     """Return the result of `check`. With `sync`, raise on every rank of `group` if `check` raises
-    on one of them, or if the lines of `describe` differ between ranks. Syncs with the host if
-    `sync`.
+    on one of them, or if the lines of `describe(result)` differ between ranks. Syncs with the
+    host if `sync`.
     """
     if not sync:
         return check()
     refusal: Exception | None = None
     try:
         result = check()
-        lines = describe()
+        lines = describe(result)
     except Exception as error:  # any, because the other ranks wait for an answer
         refusal, lines = error, [f"{type(error).__name__}: {error}"]
     fingerprint = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()

@@ -87,7 +87,7 @@ class CalledOptimizer:
     wide_grads = may_add_slots = False
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+        self.optimizer = self.summary = optimizer
         self.differentiable = getattr(optimizer, "differentiable", Updater.differentiable)
         self.elementwise = getattr(optimizer, "elementwise", Updater.elementwise)
 

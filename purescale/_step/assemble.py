@@ -113,8 +113,8 @@ def _next_scaler(
         before.tree, updated_scaler, "state.scaler", _FROM_RULE, flat=before
     )[1]
     if outcome.keeps_scale is False:  # a rule may return its arguments
-        given = [*before.leaves, overflow, *([] if amax is None else [amax])]
-        new = _tree.leaves_apart(new, given)
+        arguments = [*before.leaves, overflow, *([] if amax is None else [amax])]
+        new = _tree.leaves_apart(new, arguments)
     else:
         # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard.
         # A lower scale at which a retry was finite is kept too.

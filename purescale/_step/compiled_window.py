@@ -54,8 +54,8 @@ def can_repeat(
     # A region returns tensors only, and the momenta of batch norms are numbers.
     if options.bn_update == "window" or options.group is not None:
         return False
-    given = [*value_and_grad.inputs, *buffers, value_and_grad.scale]
-    return _tree.are_tensors(given) and not any([tensor.requires_grad for tensor in given])
+    arguments = [*value_and_grad.inputs, *buffers, value_and_grad.scale]
+    return _tree.are_tensors(arguments) and not any([t.requires_grad for t in arguments])
 
 
 def keep_buffers_if_dropped(counts: bool | Tensor, before: Leaves, after: Leaves) -> Leaves:
@@ -81,8 +81,8 @@ class RegionCaller:
         leaves, structure = private.pytree.tree_flatten(microbatch)
         weighed = mean.weights.of(index)
         weights = [value.clone() for value in weighed if isinstance(value, Tensor)]
-        given = (value_and_grad.inputs, [value_and_grad.scale], carried, mean.state, weights)
-        sizes = [len(tensors) for tensors in given]
+        parts = (value_and_grad.inputs, [value_and_grad.scale], carried, mean.state, weights)
+        sizes = [len(tensors) for tensors in parts]
 
         def one(tensors: Sequence[Tensor]) -> list[Tensor]:
             rest = list(tensors)
@@ -97,7 +97,7 @@ class RegionCaller:
             return [out.loss, *after, *with_it.state, *with_it.overflows]
 
         # The inputs of a region must not share memory, and microbatches often do.
-        tensors = [tensor for part in given for tensor in part] + [leaf.clone() for leaf in leaves]
+        tensors = [tensor for part in parts for tensor in part] + [leaf.clone() for leaf in leaves]
         key, symbolic = self._key_of(structure, tensors), _symbolic_sizes(tensors)
         _active.append(one)
         loss, *rest = _region(key, *tensors)

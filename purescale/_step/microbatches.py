@@ -110,10 +110,11 @@ def accumulate_microbatches(
     arguments = loss_and_stats, flat, microbatches, memory, buffers.leaves
     window = _accumulate(engine, options, *arguments)
     carried, stats = carrying.structure.unflatten(window.buffers)
-    known: Mapping[str, float | Tensor] = momenta
+    momentum_of: Mapping[str, float | Tensor] = momenta
     if options.group is not None:
-        stats, known = reduce_stats_and_momenta(stats, momenta, options.group)
-    return window._replace(buffers=_tree.flatten(update_running_stats(carried, stats, known))[0])
+        stats, momentum_of = reduce_stats_and_momenta(stats, momenta, options.group)
+    updated = update_running_stats(carried, stats, momentum_of)
+    return window._replace(buffers=_tree.flatten(updated)[0])
 
 
 def _accumulate(
@@ -166,8 +167,8 @@ def _accumulate(
         del out  # so that the next gradients reuse its memory
     check_unwritten(memory.microbatches, before)
     grads = mean.mean() if reduction is None else as_gradients([], scale, owned=True)
-    facts = _summary(weights, losses, mean.overflows, options, scale)
-    return WindowGrads(grads=grads, buffers=carried, aux=aux, reduction=reduction, **facts)
+    loss, flags, divisor = _summary(weights, losses, mean.overflows, options, scale)
+    return WindowGrads(grads, loss, carried, aux, flags, divisor, reduction)
 
 
 class _Mean:
@@ -308,11 +309,11 @@ def _sender(
     nan = sent_for_nan(options, last + 1)
 
     def send(place: int, gradient: Tensor) -> None:
-        made = as_gradients([gradient])
+        new = as_gradients([gradient])
         before = None if mean.sums is None else [mean.sums[place]]
-        sums = mean.with_share(before, made.tensors, last)
-        tensors = [torch.zeros_like(t) for t in made.tensors] if sums is None else sums
-        gradient = made.restore(tensors)[0]
+        sums = mean.with_share(before, new.tensors, last)
+        tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums
+        gradient = new.restore(tensors)[0]
         reduction.put(value_and_grad.present[place], gradient, own=True, nan=nan)
 
     return send
@@ -360,9 +361,9 @@ def _weights(
         if options.group is not None or not (number == 1 or looks_once):
             vector = torch.ones(number, dtype=widest_float(scale.device), device=scale.device)
         return _Weights(vector, [1 / number] * number, [True] * number)
-    given = [weight_fn(microbatch) for microbatch in microbatches]
-    vector = torch.stack([as_weight("weight_fn returned", weight, scale) for weight in given])
-    numbers = as_floats(given)
+    returned = [weight_fn(microbatch) for microbatch in microbatches]
+    vector = torch.stack([as_weight("weight_fn returned", weight, scale) for weight in returned])
+    numbers = as_floats(returned)
     if numbers is not None:
         total = sum(numbers) or 1.0
         return _Weights(vector, [n / total for n in numbers], [n > 0 for n in numbers])
@@ -380,15 +381,27 @@ def check_weights(
         as_weight("weight_fn returned", weight_fn(microbatch), scale)
 
 
+class _Sums(NamedTuple):
+    """Sums over the microbatches of a window, or bools of whether they are above 0."""
+
+    good_weight: Tensor  # the weight of those that count and did not overflow
+    weight: Tensor  # of those that count
+    good: Tensor
+    invalid: Tensor
+    overflowed: Tensor
+    finite_overflowed: Tensor  # overflowed, with a finite loss
+    diverged: Tensor  # with a loss that is not finite
+
+
 def _summary(
     weights: _Weights,
     losses: list[Tensor],
     overflows: list[Tensor | bool],
     options: StepOptions,
     scale: Tensor,
-) -> dict[str, Any]:
-    """Return the loss and the flags of a window, from those of its microbatches. With a group they
-    are over all its ranks, and `divisor` is returned too.
+) -> tuple[Tensor, MicrobatchFlags | None, Tensor | None]:
+    """Return loss, flags and divisor of a window, as in `WindowGrads`, from its microbatches. With
+    a group they are over all its ranks.
     """
     weight, group = weights.vector, options.group
     if weight is None:  # equal weights, of which only the mean is measured
@@ -396,7 +409,7 @@ def _summary(
         mean = losses[0]
         if len(losses) > 1:
             mean = torch.stack(losses).mean(dtype=wide).to(mean.dtype)
-        return {"loss": mean, "flags": None}
+        return mean, None, None
     loss = torch.stack(losses)
     overflow = torch.zeros((), dtype=torch.bool, device=scale.device)
     if overflows:
@@ -405,36 +418,33 @@ def _summary(
     counts = ~invalid & (weight > 0)
     overflow = overflow & counts
     good, finite = counts & ~overflow, torch.isfinite(loss)
-    # If all were dropped, the loss of all of them shows why.
-    means = torch.stack([_mean(loss, weight, some) for some in (good, counts)])
-    weight_of = [torch.where(some, weight, 0).sum() for some in (good, counts)]
     flags = (good, invalid, overflow, overflow & finite, counts & ~finite)
-    facts = torch.stack([*weight_of, *(flag.sum().to(weight.dtype) for flag in flags)])
-    local = facts[:2]
+    weight_of = [torch.where(some, weight, 0).sum() for some in (good, counts)]
+    sums = torch.stack([*weight_of, *(flag.sum().to(weight.dtype) for flag in flags)])
+    local = sums[:2]
+    means = torch.stack([_mean(loss, weight, some) for some in (good, counts)])
     if group is not None:
         weighted = torch.where(local > 0, local * means, 0)
-        facts = all_reduce(torch.cat([facts, weighted]), "sum", group)
-        total = facts[:2]
-        means = facts[-2:] / torch.where(total > 0, total, 1)
-    any_good, any_invalid, any_overflow, overflow_of_finite, not_finite = (facts[2:7] > 0).unbind()
-    curable = ~not_finite & ~any_invalid
+        reduced = all_reduce(torch.cat([sums, weighted]), "sum", group)
+        sums, weighted = reduced[:-2], reduced[-2:]
+        means = weighted / torch.where(sums[:2] > 0, sums[:2], 1)
+    total, some = _Sums(*sums.unbind()), _Sums(*(sums > 0).unbind())
+    curable = ~some.diverged & ~some.invalid
     drops_one = options.on_nonfinite == "drop_microbatch"
     if drops_one:
-        skip, retryable = ~any_good, overflow_of_finite
-        mean = torch.where(any_good, means[0], means[1])
+        skip, retryable = ~some.good, some.finite_overflowed
+        # If all were dropped, the loss of all of them shows why.
+        mean = torch.where(some.good, means[0], means[1])
     else:
-        skip, retryable = any_invalid | any_overflow | ~any_good, any_overflow & curable
-        mean = means[1]
-    number = facts[4].to(torch.int64)
-    flags_of_window = WindowFlags(any_overflow, retryable, number, skip)
-    summary = {
-        "loss": mean.to(loss.dtype),
-        "flags": MicrobatchFlags(flags_of_window, facts[1] > 0, curable),
-    }
+        skip = some.invalid | some.overflowed | ~some.good
+        retryable, mean = some.overflowed & curable, means[1]
+    number = total.overflowed.to(torch.int64)
+    of_window = WindowFlags(some.overflowed, retryable, number, skip)
+    divisor = None
     if group is not None:
-        which = 0 if drops_one else 1
-        summary["divisor"] = mean_divisor(local[which], facts[which])
-    return summary
+        own, all_ranks = (local[0], total.good_weight) if drops_one else (local[1], total.weight)
+        divisor = mean_divisor(own, all_ranks)
+    return mean.to(loss.dtype), MicrobatchFlags(of_window, some.weight, curable), divisor
 
 
 def _mean(loss: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,6 @@ from .._torch.dtypes import wide_dtype
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.tree import Leaves, Tree
-
-T = TypeVar("T")
 
 
 def reduce_window(
@@ -99,25 +98,27 @@ def _largest_integers(before: Leaves, after: Leaves, group: Group | None) -> Lea
 
 
 def check_on_all_ranks(
-    group: Group | None, check: Callable[[], T], settings: dict[str, Any], state: Any
-) -> tuple[T, Group | None]:
-    """Return the result of `check`, and the group, None for one of a single rank. If the ranks meet
-    on a CPU, an error or a difference on one rank raises on every rank; otherwise nothing is
+    group: Group | None, check: Callable[[], tuple[FlatState, StepOptions]], state: Any
+) -> tuple[FlatState, StepOptions]:
+    """Return the result of `check`, where the group of a single rank becomes None. If the ranks
+    meet on a CPU, an error or a difference on one rank raises on every rank; otherwise nothing is
     compared.
     """
     if group is None:
-        return check(), None
+        return check()
     group = check_group(group)
 
-    def check_all() -> T:
-        found = check()
+    def check_all() -> tuple[FlatState, StepOptions]:
+        checked = check()
         _refuse_dtensors({name: getattr(state, name) for name in ("params", "buffers", "scaler")})
-        return found
+        return checked
 
-    found = agree_on_all_ranks(
-        group, check_all, lambda: _all_that_must_agree(settings, state), sync=on_cpu(group)
-    )
-    return found, group if dist.get_world_size(group) > 1 else None
+    def describe(checked: tuple[FlatState, StepOptions]) -> list[str]:
+        return _all_that_must_agree(checked[1].compared(), state)
+
+    flat, options = agree_on_all_ranks(group, check_all, describe, sync=on_cpu(group))
+    several = dist.get_world_size(group) > 1
+    return flat, dataclasses.replace(options, group=group if several else None)
 
 
 def _all_that_must_agree(settings: dict[str, Any], state: Any) -> list[str]:

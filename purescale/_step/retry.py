@@ -47,8 +47,8 @@ def first_finite(
     """
     scaler, device = flat.scaler, flat.scaler.tree.scale.device
     if not options.max_retries:
-        found, next_rng = _drawing_from(rng, device, attempt, scaler)
-        return FinalTry(*found, scaler, next_rng, 0)
+        result, next_rng = _drawing_from(rng, device, attempt, scaler)
+        return FinalTry(*result, scaler, next_rng, 0)
     if any_dtensor(flat.params.leaves):
         raise ValueError(
             f"max_retries={options.max_retries} with parameters that are DTensors: each rank would "
@@ -59,10 +59,10 @@ def first_finite(
     retries = 0
     with _in_turn(_generators(device)) as states:
         while True:
-            found, next_rng = _drawing_from(rng, device, attempt, scaler)
-            flags = found[2]
+            result, next_rng = _drawing_from(rng, device, attempt, scaler)
+            flags = result[2]
             if best is None or bool(flags.num_overflowed < best.flags.num_overflowed):
-                best = FinalTry(*found, scaler, next_rng, retries)
+                best = FinalTry(*result, scaler, next_rng, retries)
             lower = None
             if retries < options.max_retries and bool(flags.retryable):
                 lower = _backed_off(options.rule, scaler.tree)

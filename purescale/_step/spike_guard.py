@@ -134,15 +134,15 @@ class SpikeGuard:
                 "`guard.update(train_state.guard, loss, grad_norm)`."
             )
         numbers = (loss, grad_norm) if isinstance(grad_norm, Tensor) else (loss,)
-        known = (state.loss, state.grad_norm)
-        pairs = [(stats, x.to(stats.mean.dtype)) for stats, x in zip(known, numbers, strict=False)]
+        learnt = (state.loss, state.grad_norm)
+        pairs = [(stats, x.to(stats.mean.dtype)) for stats, x in zip(learnt, numbers, strict=False)]
         spike = torch.stack([self._is_spike(stats, x) for stats, x in pairs]).any()
         rejections = state.consecutive_rejections
         gives_in = spike & (rejections >= self.patience)
         bad = spike & ~gives_in
         learn = ~bad & torch.isfinite(torch.stack([x for _, x in pairs])).all()
         new = [self._learnt(_forgotten(stats, gives_in), x, learn) for stats, x in pairs]
-        new += [_forgotten(stats, gives_in) for stats in known[len(pairs) :]]
+        new += [_forgotten(stats, gives_in) for stats in learnt[len(pairs) :]]
         # A step whose gradients are all 0 moves nothing, so it must not end the row.
         ends = gives_in | (learn & (pairs[-1][1] != 0))
         rejections = torch.where(ends, 0, counted(rejections, bad))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
-from .._grads.clip import Clip
-from .._loss_scale.rule_protocol import Rule
+from .._grads.clip import Clip, check_clip
+from .._loss_scale.rule_protocol import Rule, takes_amax
 from .._loss_scale.rules import StaticScale
-from .._optim.protocol import Updater
+from .._optim.protocol import Optimizer, Updater, as_updater
 from .._step.spike_guard import Guard
+from .._step.train_state import check_parts
 from .._step.value_and_grad import LossFn
 from .._torch.tracing import refuse_in_a_trace
 from .._tree.scalars import is_whole, short_repr
@@ -34,7 +35,9 @@ class FlatState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepOptions:
-    """The arguments of `train_step` besides its state and its microbatches."""
+    """The arguments of `train_step` besides its state and its microbatches, checked by
+    `step_options`.
+    """
 
     loss_fn: LossFn
     optimizer: Updater
@@ -50,15 +53,47 @@ class StepOptions:
     guard: Guard[Any] | None = None
     unroll: bool = True  # False: the microbatches of a compiled window share their code
 
+    def compared(self) -> dict[str, Any]:
+        """Return by name what all ranks of a group must have alike."""
+        names = ("optimizer", "rule", "guard", "on_nonfinite", "bn_update", "max_retries", "unroll")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "max_norm": self.clip.max_norm,
+            "clip_value": self.clip.value,
+            "norm_type": self.clip.norm_type,
+            # Its values may be of a rank's data, so only whether there is one must agree.
+            "weight_fn": None if self.weight_fn is None else "a function",
+        }
 
-def check_options(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that are out of range or do not go together."""
-    rule, max_retries = settings["rule"], settings["max_retries"]
-    check_on_nonfinite(settings["on_nonfinite"])
-    if settings["bn_update"] not in ("each", "window"):
-        raise ValueError(f"bn_update must be 'each' or 'window', got {settings['bn_update']!r}.")
-    if not isinstance(settings["unroll"], bool):
-        raise TypeError(f"unroll must be True or False, got {short_repr(settings['unroll'])}.")
+
+def step_options(
+    optimizer: Optimizer,
+    rule: Rule[Any],
+    max_norm: float | Tensor | None,
+    clip_value: float | Tensor | None,
+    norm_type: float,
+    **settings: Any,
+) -> StepOptions:
+    """Return the settings of a step. Refuse those that are out of range or do not go together."""
+    check_parts(optimizer, rule)
+    options = StepOptions(
+        optimizer=as_updater(optimizer),
+        rule=rule,
+        clip=check_clip(max_norm, clip_value, norm_type),
+        takes_amax=takes_amax(rule),
+        **settings,
+    )
+    _check(options)
+    return options
+
+
+def _check(options: StepOptions) -> None:
+    rule, max_retries = options.rule, options.max_retries
+    check_on_nonfinite(options.on_nonfinite)
+    if options.bn_update not in ("each", "window"):
+        raise ValueError(f"bn_update must be 'each' or 'window', got {options.bn_update!r}.")
+    if not isinstance(options.unroll, bool):
+        raise TypeError(f"unroll must be True or False, got {short_repr(options.unroll)}.")
     if not is_whole(max_retries) or max_retries < 0:
         raise ValueError(
             f"max_retries must be a whole number, 0 or more, got {short_repr(max_retries)}."

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
-from .._grads.clip import Clip, check_clip, check_ordered, factor_dtype
+from .._grads.clip import check_ordered, factor_dtype
 from .._grads.measure import GradStats, Want
-from .._loss_scale.rule_protocol import Rule, takes_amax
+from .._loss_scale.rule_protocol import Rule
 from .._loss_scale.scaling import check_device
-from .._optim.protocol import Optimizer, as_updater
+from .._optim.protocol import Optimizer
 from .._optim.step_inputs import flatten_step, flatten_together
 from .._step.assemble import assemble, next_numbers
 from .._step.masked import WindowFlags
@@ -29,8 +29,8 @@ from .._step.reduce import check_on_all_ranks, reduce_window
 from .._step.retry import first_finite
 from .._step.spike_guard import Guard, check_guarded, judge
 from .._step.step_info import StepInfo
-from .._step.step_options import BNUpdate, FlatState, StepOptions, check_options
-from .._step.train_state import TrainState, check_parts
+from .._step.step_options import BNUpdate, FlatState, StepOptions, step_options
+from .._step.train_state import TrainState
 from .._step.value_and_grad import LossFn
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
@@ -138,33 +138,27 @@ def train_step(
         >>> state.params, info.loss, info.scale, state.scaler.scale
         ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
-    shared: Any = {
-        "rule": rule,
-        "guard": guard,
-        "on_nonfinite": on_nonfinite,
-        "bn_update": bn_update,
-        "max_retries": max_retries,
-        "unroll": unroll,
-    }
-    clipping = {"max_norm": max_norm, "clip_value": clip_value, "norm_type": norm_type}
-    settings = {**shared, **clipping, "optimizer": optimizer}
-    # Over a group a wrong weight must raise before the other ranks wait for a reduction.
-    asked = weight_fn if group is not None else None
-    # Its values may be of this rank's data, so only whether there is one must agree.
-    compared = {**settings, "weight_fn": None if weight_fn is None else "a function"}
-    (flat, clip), group = check_on_all_ranks(
-        group, lambda: _check_call(state, microbatches, settings, asked), compared, state
-    )
-    options = StepOptions(
-        loss_fn=loss_fn,
-        optimizer=as_updater(optimizer),
-        clip=clip,
-        weight_fn=weight_fn,
-        group=group,
-        donate=donate,
-        takes_amax=takes_amax(rule),
-        **shared,
-    )
+
+    def check() -> tuple[FlatState, StepOptions]:
+        options = step_options(
+            optimizer,
+            rule,
+            max_norm,
+            clip_value,
+            norm_type,
+            loss_fn=loss_fn,
+            weight_fn=weight_fn,
+            on_nonfinite=on_nonfinite,
+            bn_update=bn_update,
+            group=group,
+            max_retries=max_retries,
+            donate=donate,
+            guard=guard,
+            unroll=unroll,
+        )
+        return _check_call(state, microbatches, options), options
+
+    flat, options = check_on_all_ranks(group, check, state)
     new_state, info = _stages(options, state, flat, microbatches)
     if donate:
         _tree.poison(state, keep=(new_state, info, microbatches, max_norm, clip_value))
@@ -185,8 +179,8 @@ def _stages(
     want = Want(options.clip.norm_type, options.takes_amax, of_sum=len(microbatches) > 1)
 
     def attempt(scaler: FlatTree) -> tuple[WindowGrads, GradStats, WindowFlags]:
-        given = flat if scaler is flat.scaler else flat._replace(scaler=scaler)
-        window = accumulate_microbatches(engine, options, given, microbatches, memory)
+        scaled = flat if scaler is flat.scaler else flat._replace(scaler=scaler)
+        window = accumulate_microbatches(engine, options, scaled, microbatches, memory)
         if options.group is not None:
             window = reduce_window(options, window, flat, len(microbatches))
         stats = engine.measure(window.grads, scaler.tree.scale, want)
@@ -206,32 +200,23 @@ def _stages(
     return assemble(engine, state, flat, memory, tried, outcome, updated, numbers)
 
 
-def _check_call(
-    state: TrainState,
-    microbatches: Any,
-    settings: dict[str, Any],
-    weight_fn: Callable[[Any], float | Tensor] | None,
-) -> tuple[FlatState, Clip]:
-    """Check everything; return the state, flat, and the bounds of the step."""
-    rule = settings["rule"]
+def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> FlatState:
+    """Check the state and the microbatches, and return the state, flat."""
     if not isinstance(state, TrainState):
         raise TypeError(
             f"train_step takes a TrainState, got {type(state).__name__}. "
             f"Fix: `state = init_train_state(params, buffers, optimizer, rule)`."
         )
-    check_parts(settings["optimizer"], rule)
     _check_microbatches(microbatches)
-    clip = check_clip(settings["max_norm"], settings["clip_value"], settings["norm_type"])
     trees = state.params, state.buffers, state.scaler
     flat = FlatState(*flatten_together(*trees, opt_state=state.opt_state))
-    leaves = flat.params.leaves
+    leaves, scale = flat.params.leaves, state.scaler.scale
     _tree.check_parameters(flat.params, "state.params")
-    check_device(state.scaler.scale, state.params, leaves, "state.params", flat.params.metadata)
-    if settings["guard"] is not None or state.guard != ():
-        check_guarded(settings["guard"], state.guard)
-    if clip.value is not None:
+    check_device(scale, state.params, leaves, "state.params", flat.params.metadata)
+    if options.guard is not None or state.guard != ():
+        check_guarded(options.guard, state.guard)
+    if options.clip.value is not None:
         check_ordered(state.params, leaves, "params")
-    check_options(settings)
     if not isinstance(state.rng, tuple):
         refuse_in_a_trace(
             "a step with rng in its state cannot be traced: torch.compile and torch.func do not "
@@ -239,9 +224,10 @@ def _check_call(
             "state._replace(rng=()), torch.manual_seed before the step, and for vmap "
             "randomness='different'.",
         )
-    if weight_fn is not None:
-        check_weights(microbatches, weight_fn, state.scaler.scale)
-    return flat, clip
+    # Over a group a wrong weight must raise before the other ranks wait for a reduction.
+    if options.weight_fn is not None and options.group is not None:
+        check_weights(microbatches, options.weight_fn, scale)
+    return flat
 
 
 def _check_microbatches(microbatches: Any) -> None:

@@ -119,10 +119,10 @@ def _value_and_grad(
     batch = _tree.all_tensors(microbatch)
     lists = [*(tree.leaves for tree in flat), batch]
     pointers = donation.pointers_of_each(lists)
-    given = {None, *itertools.chain.from_iterable(pointers)} if pointers else None
+    arguments = {None, *itertools.chain.from_iterable(pointers)} if pointers else None
     watched = batch if pointers else []
     before = versions(watched)
-    out = ValueAndGrad(*flat, loss_fn, given)(flat_buffers.leaves, microbatch)
+    out = ValueAndGrad(*flat, loss_fn, arguments)(flat_buffers.leaves, microbatch)
     check_unwritten(watched, before)
     new_buffers = flat_buffers.structure.unflatten(out.buffers)
     return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
@@ -173,7 +173,7 @@ _ENABLED = contextlib.nullcontext()  # a fifth of the cost of torch.enable_grad(
 class ValueAndGrad:
     """The loss, the gradients and the new buffers of each microbatch of a step.
 
-    Work that is the same for all microbatches is done once. `given`: the storages of all that a
+    Work that is the same for all microbatches is done once. `storages` are those of all that a
     result must be apart from; None if they are unknown. `differentiable`: a `.backward()` shall go
     through the gradients too.
     """
@@ -184,7 +184,7 @@ class ValueAndGrad:
         buffers: FlatTree,
         scaler: FlatTree,
         loss_fn: LossFn,
-        given: Set[int | None] | None = None,
+        storages: Set[int | None] | None = None,
         *,
         differentiable: bool = False,
     ) -> None:
@@ -197,7 +197,7 @@ class ValueAndGrad:
         self.sharded = not params.metadata.dense_off_graph and dtensor.any_dtensor(self.inputs)
         # If so, the gradients may be on a graph, and are not owned.
         self.by_func = by_torch_func(self.inputs, differentiable=differentiable)
-        self.given = None if self.by_func else given
+        self.storages = None if self.by_func else storages
         # make_fx does not see that a subclass is made, and would take parameters for constants.
         self.is_recorded = not self.by_func and recorded_by_make_fx()
         recordable = params.metadata.dense_off_graph and scaler.metadata.dense_off_graph
@@ -212,8 +212,8 @@ class ValueAndGrad:
 
     def names(self) -> list[str]:
         """Return the dotted names of the parameters that are tensors."""
-        every = _tree.names(self.params.tree)
-        return [every[index] for index in self.present]
+        names = _tree.names(self.params.tree)
+        return [names[index] for index in self.present]
 
     def _leaves(self, tensors: list[Any]) -> Leaves:
         """Return one leaf for each of the parameters, None where they are None."""
@@ -243,13 +243,13 @@ class ValueAndGrad:
         inputs, loss, outputs = self.graph(buffers, microbatch)
         grads: list[Tensor] = []
         if on_grad is not None:
-            _backward(loss, inputs, on_grad)
+            _backward_by_hooks(loss, inputs, on_grad)
         else:
-            found: list[Any] = _gradients(loss, inputs)
-            for index, gradient in enumerate(found):
+            raw: list[Any] = _backward(loss, inputs)
+            for index, gradient in enumerate(raw):
                 if gradient is None:  # the loss does not use it
-                    found[index] = torch.zeros_like(inputs[index].detach())
-            grads = donation.take_ownership(found) if owned else list(map(Tensor.detach, found))
+                    raw[index] = torch.zeros_like(inputs[index].detach())
+            grads = donation.take_ownership(raw) if owned else list(map(Tensor.detach, raw))
             if self.sharded:
                 pairs = zip(grads, inputs, strict=True)
                 grads = [dtensor.redistribute_like(*pair) for pair in pairs]
@@ -273,20 +273,21 @@ class ValueAndGrad:
             apart.extend((structure, others))
             return loss, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-        found, (_, tensors) = torch.func.grad_and_value(scaled, has_aux=True)(inputs)
+        grads, (_, tensors) = torch.func.grad_and_value(scaled, has_aux=True)(inputs)
         structure, others = apart
         leaves = [tensors.pop(0) if other is None else other[0] for other in others]
-        return self._result(list(found), private.pytree.tree_unflatten(leaves, structure))
+        return self._result(list(grads), private.pytree.tree_unflatten(leaves, structure))
 
     def _result(self, grads: Leaves, outputs: tuple[Tensor, Leaves, list[Any]]) -> MicrobatchResult:
-        given = self.given
-        found = _tree.detach_unaliased([outputs[0], *outputs[1]], given)
-        loss, buffers = found[0], found[1:]  # Dynamo of torch 2.11 makes no list of a starred rest
+        taken = self.storages
+        detached = _tree.detach_unaliased([outputs[0], *outputs[1]], taken)
+        # Dynamo of torch 2.11 makes no list of a starred rest.
+        loss, buffers = detached[0], detached[1:]
         aux = outputs[2]
         if aux:
             leaves, structure = _tree.flatten(aux)
-            given = None if given is None else {*given, *donation.storage_pointers(found)}
-            aux = structure.unflatten(_tree.detach_unaliased(leaves, given))
+            taken = None if taken is None else {*taken, *donation.storage_pointers(detached)}
+            aux = structure.unflatten(_tree.detach_unaliased(leaves, taken))
         if grads and not self.are_all_present:
             grads = self._leaves(grads)
         return MicrobatchResult(grads, loss, buffers, aux)
@@ -341,8 +342,8 @@ class ValueAndGrad:
         # Without the call where it would do nothing, because this is run for each microbatch.
         leaves = inputs if self.are_all_present else self._leaves(inputs)
         params = self.structure.unflatten(leaves)
-        given = self.buffers.structure.unflatten(buffers)
-        loss, new_buffers, aux = self._checked(self.loss_fn(params, given, microbatch))
+        carried = self.buffers.structure.unflatten(buffers)
+        loss, new_buffers, aux = self._checked(self.loss_fn(params, carried, microbatch))
         wide = wide_loss(loss, scale)
         wide = wide.reshape(()) if wide.ndim else wide
         return wide * scale, (wide, new_buffers, aux)
@@ -404,7 +405,7 @@ def _parameters(tensors: Leaves, *, as_plain: bool) -> Leaves:
     ]
 
 
-def _gradients(loss: Tensor, inputs: Leaves) -> list[Tensor | None]:
+def _backward(loss: Tensor, inputs: Leaves) -> list[Tensor | None]:
     """`torch.autograd.grad(loss, inputs, allow_unused=True)` without checking each input, with what
     a custom backward adds to `.grad`, as those of reversible layers do.
     """
@@ -427,7 +428,9 @@ def _forget(inputs: Leaves) -> None:
             leaf.grad = None
 
 
-def _backward(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], None]) -> None:
+def _backward_by_hooks(
+    loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], None]
+) -> None:
     """Hand over each gradient as the backward makes it; zeros for an unused input."""
     taken: set[int] = set()
 

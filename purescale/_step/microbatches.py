@@ -157,9 +157,7 @@ def _accumulate(
             out = repeated(index, carried, microbatch)
             carried = out.buffers
         else:
-            # The first gradients of a sum become the sum; others are only read.
-            first = mean.is_summed and mean.sums is None
-            out = value_and_grad(carried, microbatch, owned=first)
+            out = value_and_grad(carried, microbatch)
             counts = mean.add(index, as_gradients(out.grads, scale))
             carried = keep_buffers_if_dropped(counts, carried, out.buffers)
         losses.append(out.loss)

@@ -132,6 +132,48 @@ def test_a_derivative_comes_through_init_train_state(count, settings, which):
     torch.testing.assert_close(total, difference(of, at_, 1e-6), rtol=1e-4, atol=1e-6)
 
 
+def loss_with_overflow(params, buffers, factor):
+    """A loss whose gradient is inf or NaN where its factor is, and its second derivative is not."""
+    loss = (params["w"] * GRAD).sum() * factor + params["w"].square().sum()
+    return loss + params["empty"].sum(), buffers
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("factor", [float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*EVERY.items(), ("Muon", {}), ("Adafactor", {"foreach": False}), ("Adam", {"by": "backward"})],
+)
+def test_a_skipped_step_is_left_out_of_the_derivative(name, settings, factor, max_norm):
+    """It was NaN, as for `torch.where` over numbers that are not finite."""
+    settings = dict(settings)
+    by_backward = settings.pop("by", "") == "backward"
+    settings |= {"differentiable": True} if by_backward else {}
+    optimizer = ps.from_torch(getattr(OPTIM, name), lr=0.1, **settings)
+    begun = ps.init_train_state({"w": WEIGHT, "empty": torch.zeros(0, 3)}, {}, optimizer, RULE)
+
+    def end(weight, factors):
+        state = begun._replace(params={**begun.params, "w": weight})
+        for one in factors:
+            state, _ = ps.train_step(
+                state,
+                [torch.tensor(one).double()],
+                loss_fn=loss_with_overflow,
+                optimizer=optimizer,
+                rule=ps.StaticScale(2.0),
+                max_norm=max_norm,
+            )
+        return (state.params["w"] * GRAD).sum()
+
+    def derivative(factors):
+        if not by_backward:
+            return torch.func.grad(end)(WEIGHT, factors)
+        weight = WEIGHT.clone().requires_grad_()
+        return torch.autograd.grad(end(weight, factors), weight)[0]
+
+    torch.testing.assert_close(derivative((1.0, factor, 1.0)), derivative((1.0, 1.0)))
+
+
 def accumulated(grad):
     accum = ps.init_accum({"w": grad})
     accum = ps.accumulate_grads(accum, {"w": grad})

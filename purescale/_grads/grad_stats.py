@@ -151,6 +151,9 @@ def _inline_stats(
     amaxes = [torch.stack([top for own, top in tops if own is dtype]).amax() for dtype in dtypes]
     if p is None:
         return amaxes
+    # In the derivative of a step that is skipped, 0 * inf would be NaN.
+    finite = torch.stack([torch.isfinite(amax) for amax in amaxes]).all()
+    tensors = [torch.where(finite, tensor, tensor.detach()) for tensor in tensors]
     return [*amaxes, norm_of_norms([_vector_norm(t, p, divisor) for t in tensors], p)]
 
 
@@ -197,7 +200,7 @@ def _vector_norm(values: Tensor, p: float, divisor: Tensor) -> Tensor:
     """
     wide = widest_float(values.device)
     values = _at_least_float32(values)
-    unit = _unit(values.abs().amax())
+    unit = _unit(values.detach().abs().amax())  # the norm does not depend on it
     norm: Tensor = torch.linalg.vector_norm(values / unit, p, dtype=wide)
     return norm * (unit / divisor)
 

@@ -194,7 +194,7 @@ def adafactor(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     """Shazeer and Stern, Adafactor (2018), without momentum, as torch has it."""
     t = state["step"] + 1
     eps = torch.finfo(p.dtype).eps if h.eps[0] is None else h.eps[0]
-    size, beta = p.numel() ** 0.5, 1 - t**h.beta2_decay
+    size, beta = max(p.numel(), 1) ** 0.5, 1 - t**h.beta2_decay
     rate = torch.clamp(_root((p * p).sum()) / size, min=h.eps[1])
     rate = rate * torch.clamp(t**-0.5, max=h.lr)
     if not _is_zero(h.weight_decay):

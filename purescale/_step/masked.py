@@ -24,7 +24,7 @@ from .._optim.wrapper import Wrapper, off_graph
 from .._step.memory import Memory
 from .._step.spike_guard import Verdict
 from .._torch.foreach import weighted_sum
-from .._torch.tracing import traced
+from .._torch.tracing import traced, under_transform
 from .._tree import select
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
@@ -114,6 +114,8 @@ class Masked:
         scale = decision.scale
         if norm is None or is_unbounded(clip):
             return decision._replace(divisor=scale)
+        # In the derivative of a step that is skipped, 0 * NaN would be NaN.
+        exact = torch.where(decision.skip, 1.0, exact)  # type: ignore[arg-type]
         wide = clip_factor(exact, clip.max_norm)  # type: ignore[arg-type]
         factor, one = wide.to(norm.dtype), torch.ones_like(norm)
         unscaling = one if scale is None else scale.to(norm.dtype)
@@ -200,6 +202,9 @@ class Masked:
         old = inputs.params_tree(inputs.params), inputs.opt_state
         new = prepared
         if not optimizer.calls_step:
+            if optimizer.differentiable or under_transform():
+                # `where` sends a derivative of 0 into what it does not choose: 0 * inf is NaN.
+                inputs = inputs._replace(grads=inputs.grads.zeroed(decision.skip))  # type: ignore[arg-type]
             own = unscaled(inputs, decision, wide=optimizer.wide_grads)
             new = optimizer.applied(own, prepared=prepared)
         if optimizer.may_add_slots:

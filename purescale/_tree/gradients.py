@@ -54,6 +54,10 @@ class Gradients(NamedTuple):
         """Return them clamped to plus and minus `bound`."""
         return self._owning(foreach.clamp(self.tensors, bound, in_place=self.owned))
 
+    def zeroed(self, skip: Tensor) -> Gradients:
+        """Return zeros in their place if `skip`, a 0-d bool tensor."""
+        return self._owning([torch.where(skip, 0.0, tensor) for tensor in self.tensors])
+
     def _owning(self, tensors: list[Tensor]) -> Gradients:
         return Gradients(Metadata(tensors), self.likes, self.dense_real, self.scale, owned=True)
 

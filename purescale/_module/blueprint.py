@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._module.plan import STORES, Links, Plan, built, empty, fill
-from .._module.recorder import HOOKS, Recorder
+from .._module.recorder import Recorder
 from .._torch import private
 
 Hook = Callable[[Tensor], Any]  # on the gradient of a parameter
@@ -196,33 +196,16 @@ class Blueprint:
 
     @private.only_inlined
     def take_back(self) -> list[tuple[int, str, str]]:
-        """Leave the shared containers that a forward has filled to its call, whose backward may run
-        a part of it again. From now on each call makes them anew for those modules. Return what was
-        registered in them: the number of the module, the store, the name.
+        """Leave the shared containers to a call whose forward has filled one, as its backward may
+        run a part of it again; later calls make all of them anew. Return what was registered in
+        them: the number of the module, the store, the name.
         """
         plan = self.plans[0]
         if not any(plan.empty):
             return []
-        filled = [row for row in zip(plan.owners, plan.empty, strict=True) if row[1]]
-        registered = [(*owner, next(iter(store))) for owner, store in filled if owner[1] in STORES]
-        fresh = [
-            (number, key, type(value))
-            for number in {number for (number, key), _ in filled if key not in STORES}
-            for key, value in plan.attributes[number].items()
-            if key in HOOKS and value is not None
-        ]
-        new = {id(container): type(container)() for _, container in filled}
-        self.plans = [
-            plan._replace(
-                attributes=[
-                    {key: new.get(id(value), value) for key, value in attributes.items()}
-                    for attributes in plan.attributes
-                ],
-                empty=[new.get(id(container), container) for container in plan.empty],
-                fresh=plan.fresh + fresh,
-            )
-            for plan in self.plans
-        ]
+        rows = zip(plan.owners, plan.empty, strict=True)
+        registered = [(*owner, next(iter(x))) for owner, x in rows if x and owner[1] in STORES]
+        self.plans = [_without_shared(plan) for plan in self.plans]
         return registered
 
     def _hooks(self, things: list[Any]) -> dict[str, tuple[Any, ...]]:
@@ -256,6 +239,24 @@ def _recorded(
     blueprint = Blueprint(root, names, hooks)
     blueprint.set_modes(*modes)
     return blueprint
+
+
+def _without_shared(plan: Plan) -> Plan:
+    shared = set(map(id, plan.empty))
+    return plan._replace(
+        attributes=[
+            {key: value for key, value in attributes.items() if id(value) not in shared}
+            for attributes in plan.attributes
+        ],
+        empty=[],
+        owners=[],
+        fresh=[
+            (number, key, type(value))
+            for number, attributes in enumerate(plan.attributes)
+            for key, value in attributes.items()
+            if id(value) in shared
+        ],
+    )
 
 
 def _in_mode(plan: Plan, modules: tuple[int, ...], mode: list[bool]) -> Plan:

@@ -76,10 +76,11 @@ class Plan(NamedTuple):
     early: list[Immutable]  # those without tensors of the call
     late: list[Immutable]  # those with such tensors
     # Empty containers of torch in a module, such as its dicts of hooks, are shared by all calls, as
-    # hardly any forward fills one: the containers, and the number and attribute of each.
+    # hardly any forward fills one: the containers, and the number and attribute of each. Once one
+    # was filled, each call makes all of them: the number, the attribute, the class of each.
     empty: list[Any]
     owners: list[tuple[int, str]]
-    fresh: list[tuple[int, str, type]]  # those that a forward has filled, which calls make anew
+    fresh: list[tuple[int, str, type]]
 
 
 # ---- objects that are made one by one ------------------------------------------------------------

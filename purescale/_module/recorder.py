@@ -45,7 +45,7 @@ _CONTAINERS: tuple[type, ...] = (
 )
 # The containers of torch's own that each module has.
 _TORCHS = frozenset(key for key, value in vars(nn.Module()).items() if type(value) in _CONTAINERS)
-HOOKS = frozenset(key for key in _TORCHS if "_hooks" in key)
+_HOOKS = frozenset(key for key in _TORCHS if "_hooks" in key)
 # Those of which each module needs an empty one. Of the others, such as the numbers of hooks that
 # take keywords, all modules may have the same.
 _OF_ITS_OWN = frozenset(
@@ -194,7 +194,7 @@ class Recorder:
                 attributes[key] = None
             elif key in _TORCHS and (not value or key in _NOT_FOR_FORWARD):
                 attributes[key] = self._shared_container(number, key, type(value))
-            elif key in HOOKS:
+            elif key in _HOOKS:
                 # Numbers that are the same for all models that are alike.
                 hooks = type(value)((self._hook_number(old), hook) for old, hook in value.items())
                 self._inner(number, key, value, hooks, _join(path, key))

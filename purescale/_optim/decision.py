@@ -7,7 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .._optim.step_inputs import StepInputs
-from .._torch import foreach
+from .._torch.metadata import Metadata
+from .._tree.gradients import Gradients
 
 
 class Decision(NamedTuple):
@@ -32,16 +33,8 @@ def unscaled(inputs: StepInputs, decision: Decision, *, wide: bool) -> StepInput
     """Return the inputs with the gradients for the update, unscaled and clipped. float16 becomes
     float32, and all half gradients if `wide`: in half precision they would lose bits.
     """
-    grads = inputs.grads
-    if wide:
-        grads = grads.widened()
-    if decision.scale is not None:
-        grads = grads.divided(decision.scale)
-    if decision.factor is not None:
-        grads = grads.multiplied(decision.factor)
-    if decision.clip_value is not None:
-        grads = grads.clamped(decision.clip_value)
-    return inputs._replace(grads=grads)
+    grads = inputs.grads.widened() if wide else inputs.grads
+    return inputs._replace(grads=_unscaled_and_clipped(grads, decision))
 
 
 def unscale_and_clip(
@@ -50,13 +43,15 @@ def unscale_and_clip(
     """Return the gradients for the update, unscaled and clipped, with float16 in float32.
     `in_place` allows overwriting `grads`.
     """
-    made_here = in_place
+    gradients = Gradients(Metadata(grads), grads, dense_real=True, owned=in_place)
+    return _unscaled_and_clipped(gradients, decision).tensors
+
+
+def _unscaled_and_clipped(grads: Gradients, decision: Decision) -> Gradients:
     if decision.scale is not None:
-        grads = foreach.divide(grads, decision.scale, in_place=in_place)
-        made_here = True
+        grads = grads.divided(decision.scale)
     if decision.factor is not None:
-        grads = foreach.multiply(grads, decision.factor, in_place=made_here)
-        made_here = True
+        grads = grads.multiplied(decision.factor)
     if decision.clip_value is not None:
-        grads = foreach.clamp(grads, decision.clip_value, in_place=made_here)
+        grads = grads.clamped(decision.clip_value)
     return grads

@@ -259,24 +259,27 @@ class OptimizerSettings:
         """Return torch's parameter groups with the current settings, as in its state dicts: Python
         numbers, except a rate that was given as a tensor.
         """
-        names, lr = tuple(opt_state.slots), opt_state.lr
-        rates = self.rates(opt_state.applied, lr)
+        count, lr = opt_state.applied, opt_state.lr
         rates = [
-            float(rate) if moves else rate for rate, moves in zip(rates, self.moves, strict=True)
+            float(rate) if moves else rate
+            for rate, moves in zip(self.rates(count, lr), self.moves, strict=True)
         ]
-        first = self.rates(torch.zeros_like(opt_state.applied), lr)
-        groups = self.torch_groups(
-            names, rates, each_number(float, opt_state.hyper) if self.hyper else ()
-        )
-        indices = self.torch_groups(names, range(len(rates)))
-        for (_, group), (_, of) in zip(groups, indices, strict=True):
-            index = of["lr"]
-            if index == 0 and initial_lr is not None:
-                group["initial_lr"] = float(initial_lr)
-            elif index == 0 and self.lr_in_state and callable(self._lr):
-                group["initial_lr"] = float(lr)
-            elif callable(self.lrs[index]):
-                group["initial_lr"] = max(float(first[index]), rates[index])
+        first = self.rates(torch.zeros_like(count), lr)
+        initial = [
+            max(float(start), rate) if callable(schedule) else None
+            for schedule, start, rate in zip(self.lrs, first, rates, strict=True)
+        ]
+        if self.lr_in_state and callable(self._lr):
+            initial[0] = float(lr)
+        if initial_lr is not None:
+            initial[0] = float(initial_lr)
+        hyper = each_number(float, opt_state.hyper) if self.hyper else ()
+        pairs = list(zip(rates, initial, strict=True))
+        groups = self.torch_groups(tuple(opt_state.slots), pairs, hyper)
+        for _, group in groups:
+            group["lr"], start = group["lr"]
+            if start is not None:
+                group["initial_lr"] = start
         return groups
 
     def settings_per_slot(self) -> dict[str, Any]:

@@ -30,24 +30,30 @@ NAME_THEM = (
 
 def state_dict(slots: Slots, groups: list[tuple[list[str], dict[str, Any]]]) -> dict[str, Any]:
     """Return `torch.optim.Optimizer.state_dict()` of these slots, with copied tensors."""
-    slots = {name: {} if slot.get(FIRST, False) else slot for name, slot in slots.items()}
     state: dict[int, dict[str, Tensor]] = {}
     listed = []
     for names, group in groups:
-        indices = [len(state) + offset for offset in range(len(names))]
-        # torch keeps step counts on the CPU, and moves them itself if an implementation needs it.
-        for index, name in zip(indices, names, strict=True):
-            state[index] = {
-                k: v.cpu().clone() if k == "step" else v.clone()
-                for k, v in slots[name].items()
-                if k != FIRST
-            }
+        start = len(state)
+        state.update(enumerate([_saved(slots[name]) for name in names], start))
         lr = group["lr"]
         lr = lr.clone() if isinstance(lr, Tensor) else lr
+        indices = list(range(start, len(state)))
         listed.append({**group, "lr": lr, "params": indices, "param_names": list(names)})
     return {
         "state": {index: slot for index, slot in state.items() if slot},
         "param_groups": listed,
+    }
+
+
+def _saved(slot: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of the slots of a parameter, none if they are still as `init` made them."""
+    if slot.get(FIRST, False):
+        return {}
+    # torch keeps step counts on the CPU, and moves them itself if an implementation needs it.
+    return {
+        key: (value.cpu() if key == "step" else value).clone()
+        for key, value in slot.items()
+        if key != FIRST
     }
 
 
@@ -76,20 +82,16 @@ def in_the_form_of(like: Any, sd: dict[str, Any], groups: Groups, slots: Slots) 
                     "model.get_parameter(n)) for n in group['param_names']]} for group in "
                     "sd['param_groups']])`."
                 )
-        kept = {name: saved[name] for name in ("params", "param_names", *FLAGS) if name in saved}
-        written.append({**saved, **settings, **kept})
-        if "param_names" not in saved:
-            written[-1].pop("param_names", None)
-    names = {place.key: name for name, place in places.items()}
-    state = {}
-    for key in [key for group in saved_groups for key in group["params"]]:
-        if key in names:
-            slot = sd["state"].get(own[names[key]][1])
-        else:
-            slot = copy.deepcopy(states.get(key))
-        if slot:
-            state[key] = slot
-    return {"state": state, "param_groups": written}
+        kept = {"params", "param_names", *(saved.keys() & FLAGS)}
+        changed = {name: value for name, value in settings.items() if name not in kept}
+        written.append({**saved, **changed})
+    new = {place.key: sd["state"].get(own[name][1]) for name, place in places.items()}
+    state = {
+        key: new[key] if key in new else copy.deepcopy(states.get(key))
+        for group in saved_groups
+        for key in group["params"]
+    }
+    return {"state": {key: slot for key, slot in state.items() if slot}, "param_groups": written}
 
 
 # ---- read ----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from .._grads.measure import measure
 from .._torch import donation, dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
-from .._torch.dtypes import real_dtype, wide_dtype, widest_float
+from .._torch.dtypes import on_device, real_dtype, wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
@@ -378,7 +378,7 @@ def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
                 f"{what} a tensor of shape {tuple(weight.shape)}, {weight.dtype}; a weight is one "
                 "number. Fix: `mask.sum()`."
             )
-        return weight.to(like.device, dtype)
+        return on_device(weight, like.device, dtype)
     number = as_float(weight)
     if number is None:
         raise TypeError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._optim.opt_state import Slots, values_of
 from .._optim.param_groups import OptimizerSettings
 from .._torch import foreach
-from .._torch.dtypes import wide_dtype, widest_float
+from .._torch.dtypes import on_device, wide_dtype, widest_float
 
 Weights = dict[str, Tensor]
 
@@ -136,10 +136,10 @@ class FormulaStep:
         device = weights[0].device
         if (sizes, device) in self._sizes:
             return self._sizes[sizes, device]
-        on_device = torch.tensor(sizes, device="cpu").to(device, non_blocking=True)
-        if type(on_device) is Tensor:  # a fake one has no values for the next step
-            self._sizes[sizes, device] = on_device
-        return on_device
+        vector = on_device(torch.tensor(sizes, device="cpu"), device)
+        if type(vector) is Tensor:  # a fake one has no values for the next step
+            self._sizes[sizes, device] = vector
+        return vector
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from .._optim.in_state import agreed, check_hyper, check_setting, each_number, f
 from .._optim.opt_state import OptState, SlotLayout, Slots, described, each_of
 from .._optim.schedule import check_rate
 from .._torch import private
-from .._torch.dtypes import widest_float
+from .._torch.dtypes import on_device, widest_float
 from .._torch.tracing import (
     NoReads,
     ReadError,
@@ -28,7 +28,6 @@ from .._torch.tracing import (
     traced,
 )
 from .._tree import tree as _tree
-from .._tree.scalars import as_float
 
 Schedule = Callable[[Tensor], "Tensor | float"]
 Pattern = str | tuple[str, ...]  # a dotted name or a glob, or several
@@ -68,12 +67,12 @@ class OptimizerSettings:
         self.template, slots = self._probed("from_torch", {**settings, "lr": self._lr})
         self.defaults: dict[str, Any] = {"lr": self._lr, **self.template.defaults}
         for pattern, extra in overrides.items():
-            overridden = {**settings, "lr": self._lr, **extra}
-            slots |= self._probed(f"overrides[{pattern!r}]", overridden)[1]
+            every = {**settings, "lr": self._lr, **extra}
+            slots |= self._probed(f"overrides[{pattern!r}]", every)[1]
         # Ranks compare all settings, including defaults.
-        complete = {**self.defaults, **settings, "lr": self._lr}
+        told = {**self.defaults, **settings, "lr": self._lr}
         patterns = dict(zip(self._patterns, self._overrides, strict=True))
-        self.summary = cls, dict(sorted(complete.items())), patterns, tuple(in_state)
+        self.summary = cls, dict(sorted(told.items())), patterns, tuple(in_state)
         self.differentiable = bool(settings.get("differentiable"))
         self.lrs = tuple(
             rate.clone() if isinstance(rate, Tensor) else rate
@@ -91,7 +90,7 @@ class OptimizerSettings:
         self.moves = (callable(self._lr) or self.lr_in_state, *map(callable, self.lrs[1:]))
         # A setting in the state may become nonzero, so it counts as nonzero here.
         self.layout = SlotLayout(
-            cls, self.formula, slots, (*self.named_settings, dict.fromkeys(self.hyper, True))
+            cls, self.formula, slots, (*self.every, dict.fromkeys(self.hyper, True))
         )
 
     def __repr__(self) -> str:
@@ -105,20 +104,20 @@ class OptimizerSettings:
         return f"from_torch({self.cls.__name__}, {settings})"
 
     @property
-    def named_settings(self) -> tuple[dict[str, Any], ...]:
-        """The settings named for all parameters, then those of each override."""
+    def every(self) -> tuple[dict[str, Any], ...]:
+        """The settings given for all parameters, then those of each override."""
         return (self.settings, *self._overrides)
 
     def key(self) -> str:
         """Return as text all settings that a step reads. Rates that are tensors or schedules are
         left out, because they reach the formula as arguments.
         """
-        cls, complete, overrides, in_state = self.summary
-        constant = [
+        cls, told, overrides, in_state = self.summary
+        plain = [
             {k: v for k, v in settings.items() if not (isinstance(v, Tensor) or callable(v))}
-            for settings in (complete, *overrides.values())
+            for settings in (told, *overrides.values())
         ]
-        return repr((cls, id(cls), list(overrides), constant, in_state))
+        return repr((cls, id(cls), list(overrides), plain, in_state))
 
     def torch_groups(
         self, names: tuple[str, ...], lrs: Sequence[Any], hyper: Mapping[str, Any] | tuple[()] = ()
@@ -129,7 +128,7 @@ class OptimizerSettings:
         defaults = {**self.defaults, **hyper} if hyper else self.defaults
         if not self._patterns:
             return [(list(names), {**defaults, "lr": lrs[0]})] if names else []
-        matches, _ = _matching(names, self._patterns)
+        matches = _matching(names, self._patterns)
         canonical = {matching: self._canonical(matching) for matching in set(matches)}
         members: dict[tuple[int, ...], list[str]] = {}
         for name, matching in zip(names, matches, strict=True):
@@ -161,10 +160,12 @@ class OptimizerSettings:
 
     def check_names(self, names: tuple[str, ...]) -> None:
         """Refuse a pattern that matches none of the names of all parameters."""
-        unmatched = _matching(names, self._patterns)[1] if self._patterns else None
-        if unmatched is not None:
+        if not self._patterns:
+            return
+        pattern = _unmatched(names, self._patterns)
+        if pattern is not None:
             raise ValueError(
-                f"overrides: {unmatched!r} matches no parameter. The names are: "
+                f"overrides: {pattern!r} matches no parameter. The names are: "
                 f"{_tree.join_names(list(names), 20)}. A glob is '*.bias'."
             )
 
@@ -198,7 +199,7 @@ class OptimizerSettings:
                 rate = lr * rate if callable(self._lr) else lr
             if isinstance(rate, Tensor) and rate.requires_grad:
                 self._refuse_graph("the learning rate")
-            rates.append(rate.to(count.device) if isinstance(rate, Tensor) else rate)
+            rates.append(on_device(rate, count.device) if isinstance(rate, Tensor) else rate)
         return rates
 
     def _refuse_graph(self, what: str) -> None:
@@ -311,38 +312,35 @@ class OptimizerSettings:
         """
         if not self.in_state:
             return fresh.lr, fresh.hyper
-        # A setting that a group takes from the state is None here.
-        rates = [None if self.lr_in_state else 0, *range(1, len(self.lrs))]
-        groups = self.torch_groups(tuple(group_of), rates, dict.fromkeys(self.hyper))
+        numbers = range(len(self.lrs)), dict.fromkeys(self.hyper)
         pairs = [
             (group, saved_groups[index])
-            for names, group in groups
+            for names, group in self.torch_groups(tuple(group_of), *numbers)
             for index in dict.fromkeys(group_of[name] for name in names)
         ]
         scheduled, device = callable(self._lr), fresh.applied.device
         lr, hyper = fresh.lr, dict(fresh.hyper)
-        for name in self.in_state:
-            key = "initial_lr" if name == "lr" and scheduled else name
-            taken = [saved for group, saved in pairs if group[name] is None]
-            if key == "initial_lr" and not all(key in saved for saved in taken):
+        if self.lr_in_state:
+            key = "initial_lr" if scheduled else "lr"
+            taken = [saved for group, saved in pairs if group["lr"] == 0]
+            if scheduled and not all(key in saved for saved in taken):
                 raise ValueError(
                     "the state dict has no initial_lr, the rate in the state that the schedule "
                     "multiplies. Likely cause: the state dict of an optimizer without a scheduler. "
                     "Fix: `group['initial_lr'] = 1e-3` for its param_groups."
                 )
-            value = agreed(key, taken)
-            if value is None:
-                continue
-            if name == "lr":
-                lr = float32(value, device)
-                continue
-            if isinstance(value, tuple) != isinstance(hyper[name], tuple):
-                raise ValueError(
-                    f"the state dict has {name} = {value}; expected what {self.cls.__name__} has "
-                    f"there, such as {self.hyper[name]}. Likely cause: the state dict of another "
-                    "class."
-                )
-            hyper |= each_number(lambda number: float32(number, device), {name: value})
+            rate = agreed(key, taken)
+            lr = lr if rate is None else float32(rate, device)
+        for name, value in hyper.items():
+            found = agreed(name, [saved for group, saved in pairs if group[name] is None])
+            if found is not None:
+                hyper |= each_number(lambda number: float32(number, device), {name: found})
+                if isinstance(value, tuple) != isinstance(found, tuple):
+                    raise ValueError(
+                        f"the state dict has {name} = {found}; expected what "
+                        f"{self.cls.__name__} has there, such as {self.hyper[name]}. Likely cause: "
+                        "the state dict of another class."
+                    )
         return lr, hyper or ()
 
     def check(self, opt_state: OptState) -> None:
@@ -463,9 +461,10 @@ def _may_be_parameters(lr: Any) -> bool:
 
 
 def _check_scheduled(rate: Any) -> None:
-    number = rate.detach() if is_number(rate) else as_float(rate)
-    if number is not None or isinstance(rate, torch.SymFloat):
-        if isinstance(number, float) or (number is not None and host_can_read([number])):
+    plain = isinstance(rate, (numbers.Real, torch.SymFloat)) and not isinstance(rate, bool)
+    if plain or is_number(rate):
+        number = rate.detach() if isinstance(rate, Tensor) else rate
+        if host_can_read([number]) if isinstance(rate, Tensor) else isinstance(rate, numbers.Real):
             check_rate(float(number), "the rate that the schedule lr returned")
         return
     what = f"a tensor {rate.dtype} {tuple(rate.shape)}" if isinstance(rate, Tensor) else repr(rate)
@@ -480,28 +479,45 @@ def _check_scheduled(rate: Any) -> None:
 
 
 @constant_while_compiling  # Dynamo need not trace it
-def _matching(
-    names: tuple[str, ...], patterns: tuple[Pattern, ...]
-) -> tuple[tuple[tuple[int, ...], ...], str | None]:
-    """Return for each name the indices of the patterns that match it, and the first name or glob in
-    them that matches none.
-    """
+def _matching(names: tuple[str, ...], patterns: tuple[Pattern, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return for each name the patterns that match it."""
     return _cached_matching(names, patterns)
+
+
+@constant_while_compiling
+def _unmatched(names: tuple[str, ...], patterns: tuple[Pattern, ...]) -> str | None:
+    """Return the first name or glob that matches none of the names."""
+    return _cached_unmatched(names, patterns)
 
 
 @functools.lru_cache(maxsize=64)
 def _cached_matching(
     names: tuple[str, ...], patterns: tuple[Pattern, ...]
-) -> tuple[tuple[tuple[int, ...], ...], str | None]:
-    matches: dict[str, list[int]] = {name: [] for name in names}
-    unmatched = None
-    for index, pattern in enumerate(patterns):
-        for text in (pattern,) if isinstance(pattern, str) else pattern:
-            matching = [text] if text in matches else []
-            if re.search(r"[*?[]", text):
-                matching = [name for name in names if fnmatch.fnmatchcase(name, text)]
-            if not matching and unmatched is None:
-                unmatched = text
-            for name in matching:
-                matches[name].append(index)
-    return tuple([tuple(dict.fromkeys(indices)) for indices in matches.values()]), unmatched
+) -> tuple[tuple[int, ...], ...]:
+    parts = list(map(_parts, patterns))
+    return tuple(
+        tuple(i for i, (plain, globs) in enumerate(parts) if name in plain or _match(name, globs))
+        for name in names
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_unmatched(names: tuple[str, ...], patterns: tuple[Pattern, ...]) -> str | None:
+    known = frozenset(names)
+    for plain, globs in map(_parts, patterns):
+        missing = [one for one in plain if one not in known]
+        missing += [one for one in globs if not any(_match(name, [one]) for name in names)]
+        if missing:
+            return missing[0]
+    return None
+
+
+def _parts(pattern: Pattern) -> tuple[dict[str, None], list[str]]:
+    """Return the names in a pattern, as a dict for fast lookup, and its globs."""
+    every = (pattern,) if isinstance(pattern, str) else pattern
+    plain = dict.fromkeys(one for one in every if not re.search(r"[*?[]", one))
+    return plain, [one for one in every if one not in plain]
+
+
+def _match(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, one) for one in globs)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._reports.printing import Row, bar_panels, leaf_names, read_rows, table
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
-from .._torch.dtypes import real_dtype, wide_dtype
+from .._torch.dtypes import on_device, real_dtype, wide_dtype
 from .._torch.tracing import traced
 from .._tree import scalars
 from .._tree import tree as _tree
@@ -158,14 +158,14 @@ def _columns_of(leaves: Sequence[Tensor], dtype: torch.dtype, sample: int) -> li
         tests = (magnitude == 0, (magnitude > 0) & (magnitude < tiny), ~(magnitude < torch.inf))
         row_counts = torch.stack([test.sum(1, dtype=torch.int32) for test in tests], 1)
         leaf_of_row = torch.repeat_interleave(
-            torch.tensor([index for index, _ in part], device=device),
-            torch.tensor(lengths, device=device),
+            on_device(torch.tensor([index for index, _ in part], device="cpu"), device),
+            on_device(torch.tensor(lengths, device="cpu"), device),
             output_size=sum(lengths),
         )
         amax = amax.scatter_reduce(0, leaf_of_row, magnitude.amax(1).to(amax.dtype), "amax")
         counts = counts.index_add(0, leaf_of_row, row_counts.to(torch.int64))
     zeros, subnormal, nonfinite = counts.unbind(1)
-    size = torch.tensor(sizes, device=device).clamp(min=1).to(torch.float32)
+    size = on_device(torch.tensor(sizes, device="cpu"), device).clamp(min=1).to(torch.float32)
     amax = torch.where(amax.isnan(), torch.nan, amax)  # the same bits for every NaN
     return [amax, zeros.to(size.dtype) / size, subnormal.to(size.dtype) / size, nonfinite]
 

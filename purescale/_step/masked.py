@@ -23,6 +23,7 @@ from .._optim.torch_optim import TorchOptimizer
 from .._optim.wrapper import Wrapper, off_graph
 from .._step.memory import Memory
 from .._step.spike_guard import Verdict
+from .._torch.dtypes import on_device
 from .._torch.foreach import weighted_sum
 from .._torch.tracing import traced, under_transform
 from .._tree import select
@@ -88,7 +89,7 @@ class Masked:
         """
         failed = stats.nonfinite
         for bound in clip.tensor_bounds:
-            failed = failed | ~(bound.to(failed.device) > 0)
+            failed = failed | ~(on_device(bound, failed.device) > 0)
         if flags is not None and flags.must_skip is not None:
             failed = failed | flags.must_skip
         skip = failed if verdict is None else failed | verdict.bad

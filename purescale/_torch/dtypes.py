@@ -39,6 +39,13 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
+def on_device(number: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a few numbers on a device. The host does not wait for one that it sends; for one that
+    it gets it must.
+    """
+    return number.to(device, dtype, non_blocking=number.is_cpu)
+
+
 def unscaled_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of an unscaled gradient: float32 for float16, whose range is too small.
     bfloat16 has the range of float32 and stays.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._torch import private
-from .._torch.dtypes import largest_within, saturating, unscaled_dtype, wide_dtype
+from .._torch.dtypes import largest_within, on_device, saturating, unscaled_dtype, wide_dtype
 from .._torch.private import listops
 from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 
@@ -231,7 +231,7 @@ def _clamped_list(
 ) -> Sequence[Tensor]:
     if isinstance(bound, Tensor):
         # A list of 0-d tensors would take one launch each.
-        limit = bound.to(tensors[0])
+        limit = on_device(bound, tensors[0].device, tensors[0].dtype)
         low: Any = _filled_like(tensors, -limit)
         high: Any = _filled_like(tensors, limit)
     else:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.dtypes import wide_dtype
+from .._torch.dtypes import on_device, wide_dtype
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.leaves import are_equal_constants
@@ -126,7 +126,9 @@ def member(states: TreeT, i: int | Tensor) -> TreeT:
             )
         row = torch.where(i < 0, i + size, i).to(torch.int64).reshape(1)
         picked = [
-            leaf.index_select(0, row.to(leaf.device))[0] if isinstance(leaf, Tensor) else leaf
+            leaf.index_select(0, on_device(row, leaf.device))[0]
+            if isinstance(leaf, Tensor)
+            else leaf
             for leaf in leaves
         ]
         return structure.unflatten(picked)

@@ -401,7 +401,8 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
             )
         return found_inf if found_inf.dtype is torch.bool else found_inf != 0
     if isinstance(found_inf, bool):
-        return torch.tensor(found_inf, device=None if like is None else like.device)
+        # Not `torch.tensor`, whose copy to a device the host waits for.
+        return torch.full((), found_inf, device=None if like is None else like.device)
     raise TypeError(
         f"found_inf must be a 0-d bool tensor (True = bad), got {found_inf!r}. Fix: "
         "`torch.tensor(found_inf)`."

@@ -1,0 +1,526 @@
+"""What stands around a step, on the second device: what may wait and what may not, a tensor on the
+wrong device, files, live torch objects, reports, statistics, models that checkpoint themselves.
+"""
+
+import inspect
+
+import pytest
+import sim
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, clone, cross_entropy_of, same_bits, small_net, tensors
+from jobs import ADAMW, JOBS, RULE, images, job, mlp, to, vectors
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import purescale as ps
+
+SIM, FAR = "sim:0", "sim:1"
+
+
+def agree(found, expected, tolerance=1e-6):
+    assert_close(to("cpu", found), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def on_both(body):
+    """What `body(device)` returns on the CPU and on the device, where nothing may wait."""
+    expected = body("cpu")
+    found = body(SIM)
+    agree(found, expected)
+    return found
+
+
+def steps_only():
+    return sim.waiting(refused=True)
+
+
+# ---- a tensor on the wrong device ----------------------------------------------------------------
+
+
+def moved(state, *fields):
+    return state._replace(**{name: to(FAR, getattr(state, name)) for name in fields})
+
+
+@pytest.mark.parametrize("field", ["params", "buffers", "opt_state", "scaler", "step"])
+def test_a_step_refuses_a_part_of_the_state_on_another_device(field):
+    made = job(SIM, net=small_net, data=images)
+    state = moved(made.state, field)
+    before = clone(state)
+    with pytest.raises((ValueError, TypeError, RuntimeError), match="sim:1"):
+        made.step(state, made.windows[0], donate=True)
+    assert same_bits(to("cpu", state), to("cpu", before))
+
+
+def test_a_step_refuses_a_batch_on_another_device():
+    made = job(SIM)
+    with pytest.raises(RuntimeError, match="sim:1"):
+        made.step(made.state, to(FAR, made.windows[0]))
+
+
+@pytest.mark.parametrize("device", ["cpu", FAR])
+def test_a_scaler_on_another_device_is_refused_with_the_cure(device):
+    params = {"w": torch.ones(3, device=SIM)}
+    with pytest.raises((ValueError, TypeError), match="init"):
+        ps.unscale_and_check(RULE.init(device), params)
+    with pytest.raises((ValueError, TypeError), match="init"):
+        ps.unscale_and_step(ADAMW, RULE.init(device), params, params, ADAMW.init(params))
+
+
+@pytest.mark.parametrize("device", ["cpu", FAR])
+def test_a_donated_optimizer_step_with_a_gradient_elsewhere_changes_nothing(device):
+    params = {"w": torch.ones(3, device=SIM), "b": torch.ones(2, device=SIM)}
+    grads = {"w": torch.ones(3, device=SIM), "b": torch.ones(2, device=device)}
+    state = ADAMW.init(params)
+    bad = torch.tensor(False, device=SIM)
+    before = to("cpu", (params, state))
+    with pytest.raises((ValueError, RuntimeError)):
+        ps.maybe_step(ADAMW, params, grads, state, bad, donate=True)
+    assert same_bits(to("cpu", (params, state)), before)
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+CLASSES = ("AdamW", "SGD", "Adagrad", "RMSprop", "NAdam")
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_launches_do_not_grow_with_the_number_of_tensors(name):
+    optimizer = ps.from_torch(getattr(torch.optim, name), lr=1e-2)
+    launches = []
+    for number in (10, 300):
+        params = {str(i): torch.randn(64, device=SIM) for i in range(number)}
+        state, scaler = optimizer.init(params), RULE.init(SIM)
+        arguments = [clone((params, params, state)) for _ in range(2)]
+        ps.unscale_and_step(optimizer, scaler, *arguments[0], 1.0, donate=True)
+        with sim.counted() as counts, steps_only():
+            ps.unscale_and_step(optimizer, scaler, *arguments[1], 1.0, donate=True)
+        launches.append(counts.launches)
+    assert launches[1] < 2 * launches[0]
+
+
+def test_a_step_made_anew_and_the_init_of_a_state_do_not_wait():
+    params = to(SIM, dict(mlp().named_parameters()))
+    params = {name: leaf.detach() for name, leaf in params.items()}
+    with steps_only():
+        for name in CLASSES:
+            optimizer = ps.from_torch(getattr(torch.optim, name), lr=1e-2)
+            ps.init_train_state(params, {}, optimizer, RULE)
+
+
+# ---- files, and live objects of torch ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["AdamW, `max_norm`", "masters of bfloat16", "`SpikeGuard`"])
+@pytest.mark.parametrize(("here", "there"), [(SIM, "cpu"), ("cpu", SIM), (SIM, FAR)])
+def test_a_saved_state_goes_on_on_another_device(name, here, there, tmp_path):
+    state, step, windows = JOBS[name](here)
+    state, _ = step(state, windows[0])
+    ps.save(tmp_path / "state.pt", state)
+    like, go_on, elsewhere = JOBS[name](there)
+    loaded = ps.load(tmp_path / "state.pt", like=like)
+    assert {tensor.device for tensor in tensors(loaded)} == {torch.device(there)}
+    assert same_bits(to("cpu", loaded), to("cpu", state))
+    for window, other in zip(windows[1:], elsewhere[1:], strict=True):
+        state, _ = step(state, window)
+        loaded, _ = go_on(loaded, other)
+    agree(loaded.params, to("cpu", state.params))
+
+
+def test_a_dict_of_a_state_keeps_the_tensors_of_the_device():
+    state = JOBS["AdamW, `max_norm`"](SIM).state
+    d = ps.to_state_dict(state)
+    assert {t.data_ptr() for t in tensors(d) if t.device.type == "sim"} >= {
+        t.data_ptr() for t in tensors(state.params)
+    }
+    again = ps.from_state_dict(d, like=state)
+    assert same_bits(to("cpu", again), to("cpu", state))
+
+
+def live(device):
+    torch.manual_seed(0)
+    model = mlp().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2)
+    return model, optimizer, scaler
+
+
+def torchs_step(model, optimizer, scaler, batch):
+    x, y = batch
+    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+def test_a_running_job_is_taken_over_and_given_back_on_the_device():
+    batches = to(SIM, [vectors(index) for index in range(6)])
+    objects, stayed = live("sim"), live("sim")
+    for batch in batches[:2]:
+        torchs_step(*objects, batch)
+    apply, optimizer, rule, state = ps.interop.torch_amp.take_over(*objects)
+    loss_fn = cross_entropy_of(apply)
+    with steps_only():
+        for batch in batches[2:4]:
+            state, _ = ps.train_step(
+                state, [batch], loss_fn=loss_fn, optimizer=optimizer, rule=rule
+            )
+    model, torch_optimizer, scaler = objects
+    ps.interop.torch_amp.give_back(state, optimizer, rule, model, torch_optimizer, scaler)
+    for batch in batches[4:]:
+        torchs_step(*objects, batch)
+    for batch in batches:
+        torchs_step(*stayed, batch)
+    agree(dict(model.named_parameters()), to("cpu", dict(stayed[0].named_parameters())))
+    assert scaler.get_scale() == stayed[2].get_scale()
+
+
+def test_a_state_is_loaded_into_a_model_on_another_device():
+    state, step, windows = JOBS["float16, batch norm"](SIM)
+    state, _ = step(state, windows[0])
+    for device in ("cpu", FAR):
+        model = small_net().to(device)
+        ps.load_into(model, state.params, state.buffers)
+        assert {t.device for t in model.state_dict().values()} == {torch.device(device)}
+        agree(dict(model.named_parameters()), to("cpu", state.params))
+
+
+# ---- what waits, as its docstring says -----------------------------------------------------------
+
+
+def waits(function, *args, **kwargs):
+    with sim.counted() as counts:
+        function(*args, **kwargs)
+    return counts.reads + counts.to_host + counts.waits > 0
+
+
+def net_and_batch(device):
+    apply, params, buffers = to(device, ps.make_functional(small_net()))
+    return apply, params, buffers, to(device, images(0))
+
+
+def probe():
+    apply, params, buffers, batch = net_and_batch(SIM)
+    ps.probe_scales(cross_entropy_of(apply), params, buffers, batch, exponents=(0, 8))
+
+
+def precise():
+    apply, params, buffers, (x, _) = net_and_batch(SIM)
+    ps.precise_bn(apply, params, buffers, [x, x], num_samples=16)
+
+
+def guard():
+    ps.check_guard(ps.SpikeGuard().init(SIM), max_rejections=3)
+
+
+def printed():
+    made = JOBS["AdamW, `max_norm`"](SIM)
+    str(ps.grad_report(made.state.params))
+
+
+def loaded():
+    state = JOBS["AdamW, `max_norm`"](SIM).state
+    ps.from_state_dict(ps.to_state_dict(state), like=state)
+
+
+def for_torch():
+    rule = ps.interop.torch_amp.rule()
+    ps.interop.torch_amp.to_state_dict(rule, rule.init(SIM))
+
+
+SYNCING = {
+    ps.check_scaler: lambda: ps.check_scaler(RULE.init(SIM), RULE),
+    ps.check_guard: guard,
+    ps.check_grad_norm: lambda: ps.check_grad_norm(torch.ones((), device=SIM)),
+    ps.probe_scales: probe,
+    ps.precise_bn: precise,
+    ps.from_state_dict: loaded,
+    ps.GradReport: printed,
+    ps.interop.torch_amp.to_state_dict: for_torch,
+}
+
+
+@pytest.mark.parametrize("function", SYNCING, ids=lambda function: function.__name__)
+def test_what_waits_says_so_first(function):
+    assert waits(SYNCING[function])
+    assert "sync" in inspect.getdoc(function).split("\n\n")[0].lower()
+
+
+def reports():
+    apply, params, buffers, (x, y) = net_and_batch(SIM)
+    opt_state = ADAMW.init(params)
+    with steps_only():
+        (_, _), grads = ps.value_and_grad(cross_entropy_of(apply))(params, buffers, (x, y))
+        new, _ = ADAMW.step(params, grads, opt_state)
+        wanted = ps.wanted_update(ADAMW, params, grads, opt_state)
+        return {
+            "grad_report": ps.grad_report(grads),
+            "forward_report": ps.forward_report(apply, params, buffers, x),
+            "update_report": ps.update_report(params, new, wanted),
+            "grad_amax": ps.grad_amax(grads),
+        }
+
+
+def test_reports_are_made_without_a_wait_and_printed_with_one():
+    made = reports()
+    for name in ("grad_report", "forward_report", "update_report"):
+        with steps_only(), pytest.raises(RuntimeError, match="the host waits"):
+            str(made[name])
+        assert waits(str, made[name])
+
+
+def report_of(device):
+    apply, params, buffers, (x, y) = net_and_batch(device)
+    _, grads = ps.value_and_grad(cross_entropy_of(apply))(params, buffers, (x, y))
+    text = [str(ps.grad_report(grads)), str(ps.forward_report(apply, params, buffers, x))]
+    return text
+
+
+def test_reports_print_what_they_print_on_the_cpu():
+    assert report_of(SIM) == report_of("cpu")
+
+
+def test_a_probe_finds_what_it_finds_on_the_cpu():
+    found = []
+    for device in ("cpu", SIM):
+        apply, params, buffers, batch = net_and_batch(device)
+        half = ps.with_policy(apply, "params=float32,compute=float16,output=float32")
+        found.append(
+            ps.probe_scales(
+                cross_entropy_of(half), params, buffers, batch, exponents=range(0, 25, 8)
+            )
+        )
+    assert found[0].low == found[1].low
+    assert found[0].high == found[1].high
+
+
+# ---- numbers of the host -------------------------------------------------------------------------
+
+
+def weights_and_gradients():
+    params = {"w": torch.ones(3, device=SIM), "b": torch.ones(2, device=SIM)}
+    return params, clone(params), ADAMW.init(params)
+
+
+def by_a_rate(lr):
+    made = job(SIM, ps.from_torch(torch.optim.AdamW, lr=lr))
+    return lambda: made.step(made.state, made.windows[0])
+
+
+def in_a_step(**settings):
+    made = job(SIM, microbatches=2)
+    return lambda: made.step(made.state, made.windows[0], **settings)
+
+
+def a_flag_of_python():
+    params, grads, state = weights_and_gradients()
+
+    def call():
+        for flag in (True, False):
+            ps.maybe_step(ADAMW, params, grads, state, flag)
+            RULE.update(RULE.init(SIM), flag)
+            ps.select(flag, params, params)
+
+    return call
+
+
+def settings_of_a_state():
+    optimizer = ps.from_torch(torch.optim.AdamW, lr=1e-2, in_state=("lr", "betas"))
+    state = optimizer.init(weights_and_gradients()[0])
+
+    def call():
+        ps.replace_settings(state, lr=0.1, betas=(0.8, 0.9))
+        ps.replace_settings(state, lr=torch.tensor(0.1))
+
+    return call
+
+
+def a_table_of_rates():
+    def make(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    return by_a_rate(ps.schedule_from_torch(make, 1e-2, 10))
+
+
+def a_mean():
+    params, _, _ = weights_and_gradients()
+    return lambda: [ps.ema(params, params, decay) for decay in (0.9, torch.tensor(0.9))]
+
+
+def an_index():
+    stacked = ps.stack_states([weights_and_gradients()[0]] * 2)
+    return lambda: [ps.member(stacked, index) for index in (1, torch.tensor(1))]
+
+
+FROM_THE_HOST = {
+    "a flag": a_flag_of_python,
+    "a rate": lambda: by_a_rate(torch.tensor(1e-2)),
+    "a table of rates": a_table_of_rates,
+    "settings of a state": settings_of_a_state,
+    "a weight": lambda: in_a_step(weight_fn=lambda batch: torch.tensor(8.0)),
+    "a bound of values": lambda: in_a_step(clip_value=torch.tensor(0.1)),
+    "a bound of the norm": lambda: in_a_step(max_norm=torch.tensor(0.1)),
+    "a decay": a_mean,
+    "an index": an_index,
+}
+
+
+@pytest.mark.parametrize("name", FROM_THE_HOST)
+def test_the_host_does_not_wait_for_a_number_that_it_sends(name):
+    call = FROM_THE_HOST[name]()
+    with steps_only():
+        call()
+
+
+# ---- batch norm ----------------------------------------------------------------------------------
+
+
+def statistics(device):
+    apply, params, buffers, _ = net_and_batch(device)
+    stats = ps.init_bn_stats(buffers)
+    batches = to(device, [images(index)[0] for index in range(3)])
+    with steps_only():
+        for x in batches:
+            stats = ps.accumulate_bn_stats(stats, apply, params, buffers, x)
+        merged = ps.merge_bn_stats(stats, stats)
+        return ps.bn_buffers(stats, buffers), ps.bn_buffers(merged, buffers, estimator="within")
+
+
+def test_statistics_of_batch_norms_do_not_wait():
+    on_both(statistics)
+
+
+@pytest.mark.parametrize("normalize", ["batch", "sequential"])
+@pytest.mark.parametrize("estimator", ["pooled", "within"])
+def test_precise_bn_has_the_statistics_of_the_cpu(estimator, normalize):
+    def body(device):
+        apply, params, buffers, _ = net_and_batch(device)
+        loader = [images(index)[0] for index in range(3)]  # of the CPU
+        return ps.precise_bn(
+            apply,
+            params,
+            buffers,
+            loader,
+            num_samples=24,
+            estimator=estimator,
+            normalize=normalize,
+            call=lambda forward, x: forward(x.to(device)),
+        )
+
+    on_both(body)
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, checkpoints):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Dropout(0.3)) for _ in range(3)
+        )
+        self.checkpoints = checkpoints
+
+    def forward(self, x):
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=False) if self.checkpoints else part(x)
+        return x
+
+
+@pytest.mark.parametrize("device", [SIM, FAR])
+@pytest.mark.parametrize("policy", ["compute=float32", "compute=float16,output=float32"])
+def test_a_model_that_checkpoints_itself_has_the_gradients_of_one_that_does_not(policy, device):
+    results = []
+    for checkpoints in (False, True):
+        apply, params, buffers = ps.make_functional(Checkpointed(checkpoints).to(device))
+        apply = ps.with_policy(apply, f"params=float32,{policy}")
+
+        def loss_fn(params, buffers, x, apply=apply):
+            out, buffers = apply(params, buffers, x)
+            return out.float().square().mean(), buffers
+
+        torch.manual_seed(1)
+        x = torch.randn(33, 6, device=device)
+        with steps_only():
+            results.append(ps.value_and_grad(loss_fn)(params, buffers, x))
+    assert same_bits(*to("cpu", results))
+
+
+def dropout_job(device):
+    return job(
+        device,
+        net=lambda: nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.5), nn.Linear(9, 3)),
+        seeded=True,
+    )
+
+
+@pytest.mark.parametrize("device", [SIM, FAR])
+def test_dropout_replays_from_the_state_and_leaves_the_generator_of_the_device_alone(device):
+    made = dropout_job(device)
+    before = torch.sim.get_rng_state(device)
+    with steps_only():
+        first, again = [made.step(made.state, made.windows[0]) for _ in range(2)]
+        second = made.step(first[0], made.windows[0])
+    assert same_bits(*to("cpu", (first, again)))
+    assert not same_bits(*to("cpu", (first[1].loss, second[1].loss)))
+    assert torch.equal(torch.sim.get_rng_state(device), before)
+
+
+def test_no_call_holds_memory_of_the_device_when_its_results_are_gone():
+    apply, params, buffers, (x, _) = net_and_batch(SIM)
+    apply(params, buffers, x)
+    with sim.counted() as counts:
+        apply(params, buffers, x)
+    assert counts.blocks == 0
+
+
+# ---- transforms ----------------------------------------------------------------------------------
+
+
+def test_an_ensemble_has_the_bits_of_a_loop_over_its_members():
+    made = JOBS["an ensemble, by vmap"](SIM)
+    single = job(SIM, JOBS["settings in the state"](SIM).step.keywords["optimizer"])
+    stacked = made.state
+    members = [ps.member(stacked, index) for index in range(2)]
+    with steps_only():
+        for window in made.windows:
+            stacked, _ = made.step(stacked, window)
+            members = [single.step(member, window)[0] for member in members]
+    for index, member in enumerate(members):
+        agree(ps.member(stacked, index).params, to("cpu", member.params))
+
+
+def test_a_step_is_differentiated_without_a_wait():
+    optimizer = ps.from_torch(torch.optim.SGD, lr_in_state=True, lr=0.1)
+
+    def body(device):
+        made = job(device, optimizer, rule=ps.StaticScale(8.0))
+        loss_fn = made.step.keywords["loss_fn"]
+
+        def final(rate):
+            state = ps.replace_settings(made.state, lr=rate)
+            for window in made.windows[2:]:
+                state, _ = made.step(state, window)
+            return loss_fn(state.params, state.buffers, made.windows[0][0])[0]
+
+        rate = torch.full((), 0.1, device=device)
+        with steps_only():
+            return torch.func.grad(final)(rate)
+
+    on_both(body)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["AdamW, `max_norm`", "float16, batch norm", "Muon and AdamW, a partition"]
+)
+def test_a_compiled_step_is_one_graph_that_does_not_wait(name):
+    state, step, windows = JOBS[name](SIM)
+    expected = state
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    compiled(state, windows[0])
+    for window in windows:
+        expected, _ = step(expected, window)
+        with steps_only():
+            state, _ = compiled(state, window)
+    agree(state.params, to("cpu", expected.params), 1e-5)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,24 @@ class Call(NamedTuple):
     momentum: float
 
 
-_STATISTICS, _AFFINE = ("running_mean", "running_var"), ("weight", "bias")
-_REST = ("training", "momentum", "eps")
-_SIGNATURES: dict[Any, tuple[str, ...]] = {
-    F.batch_norm: ("input", *_STATISTICS, *_AFFINE, *_REST),
-    torch.batch_norm: ("input", *_AFFINE, *_STATISTICS, *_REST, "cudnn_enabled"),
-}
+class _Arguments(NamedTuple):
+    """The arguments of `torch.nn.functional.batch_norm`."""
 
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+
+_ATEN = "input weight bias running_mean running_var training momentum eps cudnn_enabled"
+_SIGNATURES: dict[Any, Sequence[str]] = {
+    F.batch_norm: _Arguments._fields,
+    torch.batch_norm: _ATEN.split(),
+}
 
 # Functions that draw random numbers in training: the position and name of the argument that decides
 # it, and its value in eval mode.
@@ -54,23 +65,19 @@ _COPIES = {Tensor.clone, private.clone_list, *_INTO}
 
 
 class CaptureBatchNorm(TorchFunctionMode):
-    """A mode that records each call of a batch norm in train mode in `calls`.
-
-    `evaluating`: the statistics are for use in eval mode. Running statistics are not updated, half
-    inputs are computed in float32, dropout is off, one value per channel is accepted, SyncBatchNorm
-    is local, and the first `num_final` calls normalise with their running statistics. Otherwise the
-    mode does not change what the forward computes.
+    """A mode that records each call of a batch norm in train mode in `calls`. It does not change
+    what the forward computes.
     """
 
-    def __init__(self, evaluating: bool, num_final: int = 0) -> None:
+    local_statistics = False  # SyncBatchNorm of `norms.py` reads this
+    evaluating = False
+
+    def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
-        self.local_statistics = evaluating
-        self.evaluating = evaluating
-        self.num_final = num_final
 
-    def __enter__(self) -> CaptureBatchNorm:
+    def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -84,17 +91,15 @@ class CaptureBatchNorm(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _COPIES and len(args) > (func is Tensor.copy_):
             return self._copied(func, args, kwargs)
-        if self.evaluating and func in _RANDOM:
-            position, name, off = _RANDOM[func]
-            if len(args) > position:
-                args = (*args[:position], off, *args[position + 1 :])
-            else:
-                kwargs = {**kwargs, name: off}
         if func not in _SIGNATURES:
-            return func(*args, **kwargs)
+            return self._call(func, args, kwargs)
         arguments = {**dict(zip(_SIGNATURES[func], args, strict=False)), **kwargs}
         arguments.pop("cudnn_enabled", None)
-        return self._batch_norm(**arguments)
+        return self._batch_norm(_Arguments(**arguments))
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function that is not a batch norm."""
+        return func(*args, **kwargs)
 
     def _copied(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Copy, and record that a copy of running statistics belongs to the same layer: a policy
@@ -110,65 +115,89 @@ class CaptureBatchNorm(TorchFunctionMode):
         ]
         return out
 
-    def _batch_norm(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if input.numel() == 0 and self.evaluating:
-            return input.clone()
-        stats_dtype = running_mean.dtype if running_mean is not None else input.dtype
-        wide = torch.promote_types(input.dtype, torch.float32)
-        if self.evaluating:
-            stats_dtype, x, w, b = wide, input.to(wide), _to(weight, wide), _to(bias, wide)
-            running = _to(running_mean, wide), _to(running_var, wide)
-        else:
-            x, w, b, running = input, weight, bias, (running_mean, running_var)
-        if training and not self.evaluating and input.numel() == input.shape[1]:
+    def _batch_norm(self, a: _Arguments) -> Tensor:
+        if a.training and a.input.numel() == a.input.shape[1]:
             raise ValueError(  # as torch does
                 "batch norm got one value per channel in training, an input of shape "
-                f"{tuple(input.shape)}, which has no variance. Likely cause: a batch of one. "
+                f"{tuple(a.input.shape)}, which has no variance. Likely cause: a batch of one. "
                 "Fix: larger microbatches, or drop_last=True in the loader."
             )
-        if not training or running_mean is None or running_var is None:
-            return _normalized(x, w, b, *running, training, momentum, eps).to(input.dtype)
+        affine = a.weight, a.bias
+        if not a.training or a.running_mean is None or a.running_var is None:
+            running = a.running_mean, a.running_var
+            return _normalized(a.input, affine, running, a.training, a.momentum, a.eps)
+        mean, var = torch.zeros_like(a.running_mean), torch.zeros_like(a.running_var)
+        out = _normalized_by_batch(a.input, affine, mean, var, a.eps)
+        for average, new in ((a.running_mean, mean), (a.running_var, var)):
+            average.mul_(1 - a.momentum).add_(new * a.momentum)
+        values = a.input.numel() // a.input.shape[1]
+        self.calls.append(Call(a.running_mean, mean, var, values, a.momentum))
+        return out
 
-        values = input.numel() // input.shape[1]
-        mean, var = (
-            torch.zeros_like(running_mean, dtype=stats_dtype),
-            torch.zeros_like(running_var, dtype=stats_dtype),
-        )
+
+class CaptureForEval(CaptureBatchNorm):
+    """A mode that records statistics for use in eval mode, in a forward in train mode. Running
+    statistics are not updated, half inputs are computed in float32, dropout is off, one value per
+    channel is accepted, SyncBatchNorm is local, and the first `num_final` calls normalise with
+    their running statistics.
+    """
+
+    local_statistics = evaluating = True
+
+    def __init__(self, num_final: int) -> None:
+        super().__init__()
+        self.num_final = num_final
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function as in eval mode, if it draws random numbers."""
+        if func in _RANDOM:
+            position, name, off = _RANDOM[func]
+            if len(args) > position:
+                args = (*args[:position], off, *args[position + 1 :])
+            else:
+                kwargs = {**kwargs, name: off}
+        return func(*args, **kwargs)
+
+    def _batch_norm(self, a: _Arguments) -> Tensor:
+        if not a.input.numel():
+            return a.input.clone()
+        wide = torch.promote_types(a.input.dtype, torch.float32)
+        x, affine = a.input.to(wide), (_to(a.weight, wide), _to(a.bias, wide))
+        running = _to(a.running_mean, wide), _to(a.running_var, wide)
+        if not a.training or a.running_mean is None or a.running_var is None:
+            out = _normalized(x, affine, running, a.training, a.momentum, a.eps)
+            return out.to(a.input.dtype)
+
+        values = a.input.numel() // a.input.shape[1]
+        mean, var = (torch.zeros_like(t, dtype=wide) for t in (a.running_mean, a.running_var))
         if len(self.calls) < self.num_final:
             mean, var = torch.aminmax(x.detach())  # only to check that the input is finite
-            out = _normalized(x, w, b, *running, False, momentum, eps)
-        elif values == 1 and self.evaluating:
+            out = _normalized(x, affine, running, False, a.momentum, a.eps)
+        elif values == 1:
             mean = x.detach().reshape(-1).clone()
-            out = _normalized(x, w, b, mean, var, False, momentum, eps)
+            out = _normalized(x, affine, (mean, var), False, a.momentum, a.eps)
         else:
-            # With a momentum of 1 the kernel stores the statistics of this batch, at no extra cost.
-            out = _normalized(x, w, b, mean, var, True, 1.0, eps)
-        if not self.evaluating:
-            for average, new in ((running_mean, mean), (running_var, var)):
-                average.mul_(1 - momentum).add_(new * momentum)
-        self.calls.append(Call(running_mean, mean, var, values, momentum))
-        return out.to(input.dtype)
+            out = _normalized_by_batch(x, affine, mean, var, a.eps)
+        self.calls.append(Call(a.running_mean, mean, var, values, a.momentum))
+        return out.to(a.input.dtype)
 
 
 def _normalized(
-    x: Tensor, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+    x: Tensor, affine: Any, statistics: Any, training: bool, momentum: float, eps: float
 ) -> Tensor:
     # Not a function in `_SIGNATURES`, because a forward compiled by the backend "eager" runs this
     # while the mode is still on.
     out: Tensor = torch.ops.aten.batch_norm.default(
-        x, w, b, mean, var, training, momentum, eps, torch.backends.cudnn.enabled
+        x, *affine, *statistics, training, momentum, eps, torch.backends.cudnn.enabled
     )
     return out
+
+
+def _normalized_by_batch(x: Tensor, affine: Any, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    """Normalise with the statistics of this batch, and write them into `mean` and `var`, which are
+    0: with a momentum of 1 the kernel stores them at no extra cost.
+    """
+    return _normalized(x, affine, (mean, var), True, 1.0, eps)
 
 
 def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -181,7 +210,7 @@ def calls_of(
     """Run one forward for statistics to be used in eval mode. Return its output, and the calls of
     its batch norms with the names of their layers.
     """
-    with torch.no_grad(), CaptureBatchNorm(evaluating=True, num_final=num_final) as capture:
+    with torch.no_grad(), CaptureForEval(num_final) as capture:
         returned = apply(params, buffers, *args, **kwargs)
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise TypeError(
@@ -194,8 +223,8 @@ def calls_of(
 def named_calls(capture: CaptureBatchNorm, new_buffers: Tensors) -> list[tuple[str, Call]]:
     """Return each call with the name of its layer, known by the identity of its running mean.
 
-    A call without a name raises if `evaluating`. In training it is left out: the statistics of that
-    batch norm are not among the buffers.
+    A call without a name raises in `CaptureForEval`. In training it is left out: the statistics of
+    that batch norm are not among the buffers.
     """
     named = []
     layers = [(name, new_buffers[key_of(name, "running_mean")]) for name in layers_of(new_buffers)]

@@ -89,7 +89,7 @@ def accumulate_microbatches(
 
     def loss_and_stats(params: Tree, carried: Tree, microbatch: Any) -> Any:
         buffers, stats = carried
-        with CaptureBatchNorm(evaluating=False) as caught:
+        with CaptureBatchNorm() as caught:
             returned = options.loss_fn(params, buffers, microbatch)
         several = isinstance(returned, tuple) and len(returned) > 1
         if not (several and isinstance(returned[1], dict)):

@@ -624,7 +624,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     const auto op = dispatcher.findSchema(name);
     const auto begins = [&](const char* with) { return name.name.rfind(with, 0) == 0; };
     if (op && begins("aten::") &&
-        (op->hasKernelForDispatchKey(c10::DispatchKey::CPU) || begins("aten::_foreach_")) &&
+        (op->hasKernelForDispatchKey(c10::DispatchKey::CPU) || begins("aten::_foreach_") ||
+         begins("aten::ldexp")) && // which torch 2.11 wants of each device
         !op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
       const auto overload = name.overload_name.empty() ? "" : "." + name.overload_name;
       m.impl((name.name + overload).c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());

@@ -151,9 +151,9 @@ def count_up(net, x):
 
 
 def reorder(net, x):
-    for held in (net.dict, net.order):
-        key = next(iter(held))
-        held[key] = held.pop(key)
+    for ordered in (net.dict, net.order):
+        key = next(iter(ordered))
+        ordered[key] = ordered.pop(key)
 
 
 def replace_keys(net, x):
@@ -213,30 +213,30 @@ EAGER = (
 )
 
 
-def picture(held, seen=None):
+def picture(thing, seen=None):
     """What can be reached from an object, and in which order: the same objects are the same ids."""
     seen = set() if seen is None else seen
-    if id(held) in seen or isinstance(held, torch.Tensor):
-        return id(held)
-    seen.add(id(held))
+    if id(thing) in seen or isinstance(thing, torch.Tensor):
+        return id(thing)
+    seen.add(id(thing))
     parts = []
-    if isinstance(held, dict):
-        parts = [(key, picture(value, seen)) for key, value in held.items()]
-    elif isinstance(held, (list, tuple, collections.deque)):
-        parts = [picture(value, seen) for value in held]
-    elif isinstance(held, set):
-        parts = sorted(held)
-    elif isinstance(held, functools.partial):
-        parts = picture(held.args, seen)
-    if isinstance(held, (nn.Module, Cache, types.SimpleNamespace)):
-        parts = [(key, picture(value, seen)) for key, value in sorted(vars(held).items())]
-    if isinstance(held, Slotted):
-        parts = [held.value, hasattr(held, "later")]
-    return id(held), parts
+    if isinstance(thing, dict):
+        parts = [(key, picture(value, seen)) for key, value in thing.items()]
+    elif isinstance(thing, (list, tuple, collections.deque)):
+        parts = [picture(value, seen) for value in thing]
+    elif isinstance(thing, set):
+        parts = sorted(thing)
+    elif isinstance(thing, functools.partial):
+        parts = picture(thing.args, seen)
+    if isinstance(thing, (nn.Module, Cache, types.SimpleNamespace)):
+        parts = [(key, picture(value, seen)) for key, value in sorted(vars(thing).items())]
+    if isinstance(thing, Slotted):
+        parts = [thing.value, hasattr(thing, "later")]
+    return id(thing), parts
 
 
 def functional():
-    """A net, its `apply` with one skeleton that has been called, and arguments."""
+    """A net, its `apply` after one call, and arguments."""
     net, x = Net(), torch.arange(6.0).reshape(2, 3)
     apply, params, buffers = ps.make_functional(net)
     apply(params, buffers, x)
@@ -289,24 +289,24 @@ def test_any_sequence_of_changes_leaves_all_as_before(names, mapped):
 @pytest.mark.parametrize("name", EAGER)
 def test_nothing_that_a_forward_keeps_of_its_arguments_stays_alive(name):
     _, apply, (params, buffers, x) = functional()
-    given = x.clone()
-    seen = weakref.ref(given)
-    apply(params, buffers, given, [EAGER[name]])
-    del given
+    batch = x.clone()
+    seen = weakref.ref(batch)
+    apply(params, buffers, batch, [EAGER[name]])
+    del batch
     gc.collect()
     assert seen() is None
 
 
 def test_a_backward_hook_that_a_forward_installs_is_there_for_the_backward_of_that_call():
     net, apply, (params, buffers, x) = functional()
-    found = []
+    grads = []
     for call in (net, *[functools.partial(apply, params, buffers)] * 3):
-        given = x.clone().requires_grad_()
-        out = call(given, [HOOKS["backward"]])
+        batch = x.clone().requires_grad_()
+        out = call(batch, [HOOKS["backward"]])
         (out if call is net else out[0]).sum().backward()
-        found.append(given.grad)
-    for grad in found[1:]:
-        torch.testing.assert_close(grad, found[0])
+        grads.append(batch.grad)
+    for grad in grads[1:]:
+        torch.testing.assert_close(grad, grads[0])
 
 
 def test_what_a_module_shares_with_others_is_left_alone():

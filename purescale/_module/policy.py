@@ -246,9 +246,7 @@ def with_policy(
         if not rules.autocast:
             args, kwargs = cast((args, kwargs), rules.compute_dtype)
         device = next((weight.device.type for weight in params.values()), "cpu")
-        norm_dtype = rules.norm_dtype
-        if norm_dtype is None and under_transform():
-            norm_dtype = torch.float32
+        norm_dtype = rules.norm_dtype or (torch.float32 if under_transform() else None)
         norms = (
             nullcontext()
             if norm_dtype is None or {rules.compute_dtype, norm_dtype} == {torch.float32}

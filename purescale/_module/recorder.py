@@ -266,15 +266,16 @@ class Recorder:
         for key, value in attributes.items():
             record.attributes[key] = self._wrapped(value, f"{path}.{key}")
         elements: list[Any] = []
+        paths: list[Any] = []
         if issubclass(base, dict):
             elements = list(base.items(thing))
-            for key, value in elements:
-                at = f"a key of {path}", f"{path}[{key!r}]"
-                record.elements.append((self._wrapped(key, at[0]), self._wrapped(value, at[1])))
+            paths = [(f"a key of {path}", f"{path}[{key!r}]") for key, _ in elements]
         elif base in _CONTAINERS:
             elements = [(value,) for value in base.__iter__(thing)]  # type: ignore[attr-defined]
-            for index, (value,) in enumerate(elements):
-                record.elements.append((self._wrapped(value, f"{path}[{index}]"),))
+            paths = [(f"{path}[{index}]",) for index in range(len(elements))]
+        for element, at in zip(elements, paths, strict=True):
+            record.elements.append(tuple(map(self._wrapped, element, at)))
+        # torch.compile cannot make a container of a user's class.
         if base is not object and type(thing) not in (*_CONTAINERS, collections.Counter):
             reached = references(thing, path, set())
             if not any(isinstance(reference.value, (Tensor, nn.Module)) for reference in reached):

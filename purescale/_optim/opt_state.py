@@ -37,8 +37,8 @@ def values_of(slots: Slots) -> list[Tensor]:
 
 def slots_like(slots: Slots, values: Iterable[Tensor]) -> Slots:
     """Return slots of these names with the next of these values, the inverse of `values_of`."""
-    found = iter(values)
-    return {name: dict(zip(slot, found, strict=False)) for name, slot in slots.items()}
+    remaining = iter(values)
+    return {name: dict(zip(slot, remaining, strict=False)) for name, slot in slots.items()}
 
 
 def is_wrapped(state: Tree) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._optim.opt_state import described, numbers_of
 from .._optim.protocol import Optimizer, Updater, as_updater
-from .._optim.step_inputs import Known, StepInputs, flatten_step
+from .._optim.step_inputs import StepInputs, StepMetadata, flatten_step
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
 from .._torch.metadata import Metadata
@@ -165,8 +165,8 @@ class PartitionOptimizer:
                 "Likely cause: the state of one optimizer alone, or of another partition. Fix: "
                 "`opt_state = optimizer.init(params)`, or what the last step returned."
             )
-        known = inputs.known
-        of_params = None if known is None else known.params
+        metadata = inputs.metadata
+        of_params = None if metadata is None else metadata.params
         members = members or self._members(inputs.names, inputs.params, of_params)
         leaves = () if inputs.dense_off_graph else (*inputs.params, *inputs.grads.likes)
         if any_dtensor(leaves):
@@ -174,7 +174,7 @@ class PartitionOptimizer:
                 Part(key, part, _part_of_dtensors(inputs, members[key], part, opt_state[key]))
                 for key, part in self._parts.items()
             ]
-        slots = _slots(inputs) if known is not None and known.old is not None else {}
+        slots = _slots(inputs) if metadata is not None and metadata.old is not None else {}
         return [
             Part(key, part, _part(inputs, members[key], opt_state[key], slots.get(key)))
             for key, part in self._parts.items()
@@ -257,13 +257,13 @@ def _part(inputs: StepInputs, members: Members, opt_state: Tree, slots: range | 
     range of its slots in `inputs.old`.
     """
     names, indices = members.names, members.indices
-    params, known = list(map(inputs.params.__getitem__, indices)), None
-    if inputs.known is not None:
-        of_params = inputs.known.params.picked(indices, members)
+    params, metadata = list(map(inputs.params.__getitem__, indices)), None
+    if inputs.metadata is not None:
+        of_params = inputs.metadata.params.picked(indices, members)
         old = None
-        if inputs.known.old is not None and slots is not None:
-            old = inputs.known.old.picked((*indices, *slots), (members, slots))
-        known = Known(of_params, old)
+        if inputs.metadata.old is not None and slots is not None:
+            old = inputs.metadata.old.picked((*indices, *slots), (members, slots))
+        metadata = StepMetadata(of_params, old)
     return StepInputs(
         FlatDict(names),
         list(names),
@@ -272,7 +272,7 @@ def _part(inputs: StepInputs, members: Members, opt_state: Tree, slots: range | 
         opt_state,
         dict(zip(names, params, strict=True)),
         inputs.dense_off_graph,
-        known=known,
+        metadata=metadata,
     )
 
 

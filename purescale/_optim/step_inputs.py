@@ -37,7 +37,7 @@ class Place(NamedTuple):
     dtensor: Any  # the DTensor that this rank has a part of, or None
 
 
-class Known(NamedTuple):
+class StepMetadata(NamedTuple):
     """The metadata of parameters and state, recognised together."""
 
     params: Metadata
@@ -59,7 +59,7 @@ class StepInputs(NamedTuple):
     dtensors: tuple[Leaves, Leaves] | None = (
         None  # the leaves of params and of the state before they were local, if sharded
     )
-    known: Known | None = None  # if all leaves are dense and off graph
+    metadata: StepMetadata | None = None  # if all leaves are dense and off graph
     places: dict[str, Place] | None = (
         None  # a `Place` by name, if the inputs are a piece of a larger step
     )
@@ -68,14 +68,16 @@ class StepInputs(NamedTuple):
     def weights(self) -> Metadata:
         """The parameters that are tensors."""
         return (
-            Metadata(list(self.named_params.values())) if self.known is None else self.known.params
+            Metadata(list(self.named_params.values()))
+            if self.metadata is None
+            else self.metadata.params
         )
 
     @property
     def old(self) -> Metadata:
         """The tensors that a step of a class of torch updates: parameters, then slots."""
-        if self.known is not None and self.known.old is not None:
-            return self.known.old
+        if self.metadata is not None and self.metadata.old is not None:
+            return self.metadata.old
         return Metadata([*self.named_params.values(), *values_of(self.opt_state.slots)])
 
     @property
@@ -83,10 +85,10 @@ class StepInputs(NamedTuple):
         """The tensors of this rank that a step replaces: parameters and slots, and the rest of the
         state.
         """
-        if self.known is not None and self.known.old is not None:
+        if self.metadata is not None and self.metadata.old is not None:
             state = self.opt_state
             rest = [state.applied, *numbers_of(state)] if isinstance(state, OptState) else []
-            return self.known.old, Metadata(rest, dense_off_graph=True)
+            return self.metadata.old, Metadata(rest, dense_off_graph=True)
         leaves = [*self.params, *_tree.flatten(self.opt_state)[0]]
         shards = [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
         return Metadata(shards, dense_off_graph=self.dense_off_graph), NOTHING
@@ -174,10 +176,17 @@ def flatten_step(
     if not sharded or optimizer.elementwise is None:
         dense = of_grads.dense_off_graph
         dense_grads = Gradients(of_grads, gradients, True) if dense else as_gradients(gradients)
-        known = _known(of_params, of_state, opt_state) if dense_off_graph else None
+        metadata = _step_metadata(of_params, of_state, opt_state) if dense_off_graph else None
         named = present(names, weights)
         return StepInputs(
-            structure, names, weights, dense_grads, opt_state, named, dense_off_graph, known=known
+            structure,
+            names,
+            weights,
+            dense_grads,
+            opt_state,
+            named,
+            dense_off_graph,
+            metadata=metadata,
         )
     gradients = gradients or [None] * len(weights)
     for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
@@ -202,11 +211,11 @@ def flatten_step(
     )
 
 
-def _known(of_params: Metadata, of_state: Metadata, opt_state: Tree) -> Known:
+def _step_metadata(of_params: Metadata, of_state: Metadata, opt_state: Tree) -> StepMetadata:
     if isinstance(opt_state, OptState):
         end = len(of_state.tensors) - len(numbers_of(opt_state))
-        return Known(of_params, of_params.joined(of_state.part(1, end)))
-    return Known(of_params, of_params.joined(of_state) if are_parts(opt_state) else None)
+        return StepMetadata(of_params, of_params.joined(of_state.part(1, end)))
+    return StepMetadata(of_params, of_params.joined(of_state) if are_parts(opt_state) else None)
 
 
 def flatten_together(*trees: Tree, opt_state: Tree = ()) -> list[FlatTree]:

@@ -208,7 +208,7 @@ class TorchOptimizer:
                 f"params has {_tree.join_names(inputs.names)}. Fix: "
                 "`opt_state = optimizer.init(params)` for these params."
             )
-        self._layout.check(opt_state.slots, weights, inputs.old if inputs.known else None)
+        self._layout.check(opt_state.slots, weights, inputs.old if inputs.metadata else None)
         self._groups.check(opt_state)
         self._groups.check_names(tuple(weights))
 
@@ -219,8 +219,8 @@ class TorchOptimizer:
             self._groups.refuse_graphs(opt_state)
         rates = self._groups.rates(opt_state.applied, opt_state.lr)
         if in_place:  # a rate that is not in the state may share memory with a parameter
-            known = opt_state.lr
-            return [r.clone() if isinstance(r, Tensor) and r is not known else r for r in rates]
+            lr = opt_state.lr
+            return [r.clone() if isinstance(r, Tensor) and r is not lr else r for r in rates]
         return rates
 
     def applied(
@@ -324,8 +324,9 @@ class TorchOptimizer:
             targets = inputs.weights if written else Metadata(list(weights.values()))
             hyper = inputs.opt_state.hyper
             hyper = each_number(Tensor.item, hyper) if hyper else ()
+            groups = self._groups.torch_groups(tuple(weights), lrs, hyper)
             lists, owned = (targets, inputs.grads.metadata), inputs.grads.owned
-            self._update_in_place(weights, slots, grads, decision, lrs, hyper, lists, owned=owned)
+            self._update_in_place(groups, weights, grads, slots, lists, decision, owned=owned)
         return weights, slots
 
     def _traced_update(
@@ -339,18 +340,18 @@ class TorchOptimizer:
     ) -> None:
         """Call `_update_in_place` from a compiled step, which is guarded by `key`."""
         lists = Metadata(list(weights.values())), Metadata(list(grads.values()))
-        settings = Decision(*decision), lrs, ()
-        self._update_in_place(weights, slots, grads, *settings, lists, owned=False)
+        groups = self._groups.torch_groups(tuple(weights), lrs)
+        trees = weights, grads, slots
+        self._update_in_place(groups, *trees, lists, Decision(*decision), owned=False)
 
     def _update_in_place(
         self,
+        groups: list[tuple[list[str], dict[str, Any]]],
         weights: dict[str, Tensor],
-        slots: Slots,
         grads: dict[str, Tensor],
-        decision: Decision,
-        lrs: list[Any],
-        hyper: Any,
+        slots: Slots,
         lists: tuple[Metadata, Metadata],
+        decision: Decision,
         *,
         owned: bool,
     ) -> None:
@@ -358,7 +359,7 @@ class TorchOptimizer:
         all weights and all gradients.
         """
         kernel: Any = self._kernel
-        for names, settings in self._groups.torch_groups(tuple(weights), lrs, hyper):
+        for names, settings in groups:
             keys = kernel.slots(settings)
             present = [name for name in names if name in grads]
             is_whole = len(present) == len(weights)
@@ -477,7 +478,7 @@ class TorchOptimizer:
                 state; if a schedule needs a count and `sd` has none.
         """
         saved_groups, states = checked_state_dict(sd)
-        known = None if applied is None else _whole_count(applied)
+        number = None if applied is None else _whole_count(applied)
         fresh = self.init(params)
         names = tuple(fresh.slots)
         fixed = self._groups.fixed_groups(names)
@@ -491,14 +492,14 @@ class TorchOptimizer:
                 "the state dict has a step count that is inf or NaN. Likely cause: a damaged "
                 "file, or a step that was taken with such a count. Fix: an older state dict."
             )
-        if known is None and not steps and any(map(callable, self._groups.lrs)):
+        if number is None and not steps and any(map(callable, self._groups.lrs)):
             raise ValueError(
                 f"the rate is a schedule, and {self._groups.cls.__name__}'s state dict has no step "
                 "count to go on from. Fix: `optimizer.from_state_dict(sd, params, "
                 "applied=scheduler.last_epoch)`, the number of steps made so far."
             )
-        if known is not None:
-            count = torch.full_like(fresh.applied, known)
+        if number is not None:
+            count = torch.full_like(fresh.applied, number)
         elif steps:
             count = torch.stack(steps).max().to(torch.int64)
         else:

@@ -65,14 +65,14 @@ def outside_autocast(*called: str) -> Callable[[Callable[P, T]], Callable[P, T]]
             entries = _entries()
             if not entries:
                 return function(*args, **kwargs)
-            given = [
+            positional = [
                 _under(entries, arg) if place in places else arg for place, arg in enumerate(args)
             ]
             named = {
                 name: _under(entries, arg) if name in called else arg
                 for name, arg in kwargs.items()
             }
-            returned: T = _call(entries, False, function, given, named)
+            returned: T = _call(entries, False, function, positional, named)
             return returned
 
         return outside

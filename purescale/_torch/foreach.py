@@ -92,8 +92,8 @@ def clone_listed(tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(private.clone_list(list(tensors)))
     copies = list(tensors)
     for indices in by_kind(tensors):
-        made = private.clone_list([tensors[index] for index in indices])
-        for index, copy in zip(indices, made, strict=True):
+        cloned = private.clone_list([tensors[index] for index in indices])
+        for index, copy in zip(indices, cloned, strict=True):
             copies[index] = copy
     return copies
 
@@ -149,8 +149,8 @@ def divide(tensors: Sequence[Tensor], divisor: Tensor, *, in_place: bool = False
     if all([unscaled_dtype(t.dtype) is t.dtype for t in tensors]):
         return _with_operand(*ops, tensors, divisor, in_place=in_place)
     wide = cast(tensors, [unscaled_dtype(tensor.dtype) for tensor in tensors])
-    made_here = all(new is not old for new, old in zip(wide, tensors, strict=True))
-    return _with_operand(*ops, wide, divisor, in_place=in_place or (made_here and not traced()))
+    is_fresh = all(new is not old for new, old in zip(wide, tensors, strict=True))
+    return _with_operand(*ops, wide, divisor, in_place=in_place or (is_fresh and not traced()))
 
 
 def multiply(tensors: Sequence[Tensor], factor: Tensor, *, in_place: bool = False) -> list[Tensor]:
@@ -288,13 +288,13 @@ def cast(
             kinds.setdefault((tensor.device, tensor.dtype, dtype), []).append(index)
     with torch.no_grad():
         for (_, old, new), indices in kinds.items():
-            given = [
+            sources = [
                 tensors[i] if is_gapless(tensors[i]) else tensors[i].contiguous() for i in indices
             ]
-            wanted = [torch.empty_like(tensor, dtype=new) for tensor in given]
-            listops.copy_(wanted, _bounded(given, old, new) if bounded else given)
-            for index, made in zip(indices, wanted, strict=True):
-                results[index] = made
+            wanted = [torch.empty_like(tensor, dtype=new) for tensor in sources]
+            listops.copy_(wanted, _bounded(sources, old, new) if bounded else sources)
+            for index, tensor in zip(indices, wanted, strict=True):
+                results[index] = tensor
     return results
 
 

@@ -22,7 +22,7 @@ from .._torch.private import constant_while_compiling
 def kernels() -> dict[Any, Any]:
     """Return the kernel of each operator that needs one."""
     aten = torch.ops.aten
-    found: dict[Any, Any] = {
+    by_operator: dict[Any, Any] = {
         operator: operator.decompose
         for operator in (aten.linear.default, aten.index_select_backward.default)
         if hasattr(operator, "decompose")
@@ -30,9 +30,9 @@ def kernels() -> dict[Any, Any]:
     for by_channel, alpha in ((False, False), (True, False), (False, True), (True, True)):
         name = f"{'feature_' * by_channel}{'alpha_' * alpha}dropout"
         kernel = functools.partial(_dropout, by_channel=by_channel, alpha=alpha)
-        found[getattr(aten, name).default] = kernel
-        found[getattr(aten, f"{name}_").default] = functools.partial(kernel, in_place=True)
-    return found
+        by_operator[getattr(aten, name).default] = kernel
+        by_operator[getattr(aten, f"{name}_").default] = functools.partial(kernel, in_place=True)
+    return by_operator
 
 
 @constant_while_compiling

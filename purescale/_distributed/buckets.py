@@ -120,9 +120,10 @@ class Reduction:
         like = self.like[index]
         same_dtype = values.dtype is like.dtype is wide_dtype(like.dtype)
         same_layout = self.keep_strides and values.stride() == like.stride() and is_gapless(values)
-        # Two tensors that share a storage may be owned, and collectives run beside each other.
-        is_whole = values.untyped_storage().nbytes() == values.nbytes
-        return same_dtype and same_layout and is_whole
+        memory = values.untyped_storage()
+        # Two uses: the tensor, and the variable `memory`.
+        unshared = memory.resizable() and private.storage_uses(memory._cdata) == 2
+        return same_dtype and same_layout and unshared and memory.nbytes() == values.nbytes
 
     def _copy(
         self, index: int, values: Tensor, dtype: torch.dtype, divisor: Tensor | float

@@ -157,7 +157,9 @@ def _accumulate(
             out = repeated(index, carried, microbatch)
             carried = out.buffers
         else:
-            out = value_and_grad(carried, microbatch)
+            # The first gradients of a sum become the sum; others are only read.
+            first = mean.is_summed and mean.sums is None
+            out = value_and_grad(carried, microbatch, owned=first)
             counts = mean.add(index, as_gradients(out.grads, scale))
             carried = keep_buffers_if_dropped(counts, carried, out.buffers)
         losses.append(out.loss)

@@ -228,10 +228,13 @@ class ValueAndGrad:
         self,
         buffers: Leaves,
         microbatch: Any,
+        *,
+        owned: bool = True,
         on_grad: Callable[[int, Tensor], None] | None = None,
     ) -> MicrobatchResult:
         """Return the result of one microbatch. If `on_grad(index, gradient)` is given, it takes
-        each gradient as the backward makes it, and the result has none.
+        each gradient as the backward makes it, and the result has none. Unless `owned`, a custom
+        backward or a hook may still hold the gradients, so they must only be read.
         """
         if self.by_func:
             return self.by_func_of(self.inputs, self.scale, buffers, microbatch)
@@ -240,9 +243,13 @@ class ValueAndGrad:
         inputs, loss, outputs = self.graph(buffers, microbatch)
         grads: list[Tensor] = []
         if on_grad is not None:
-            _backward(loss, inputs, on_grad, self.storages)
+            _backward_by_hooks(loss, inputs, on_grad)
         else:
-            grads = donation.take_ownership(_gradients(loss, inputs), self.storages)
+            raw: list[Any] = _backward(loss, inputs)
+            for index, gradient in enumerate(raw):
+                if gradient is None:  # the loss does not use it
+                    raw[index] = torch.zeros_like(inputs[index].detach())
+            grads = donation.take_ownership(raw) if owned else list(map(Tensor.detach, raw))
             if self.sharded:
                 pairs = zip(grads, inputs, strict=True)
                 grads = [dtensor.redistribute_like(*pair) for pair in pairs]
@@ -398,19 +405,19 @@ def _parameters(tensors: Leaves, *, as_plain: bool) -> Leaves:
     ]
 
 
-def _gradients(loss: Tensor, inputs: Leaves) -> list[Tensor]:
-    """Return the gradients that `loss.backward(inputs=inputs)` leaves in `.grad`, zeros for an
-    unused input. torch's AccumulateGrad copies what a hook or a custom backward still holds.
+def _backward(loss: Tensor, inputs: Leaves) -> list[Tensor | None]:
+    """`torch.autograd.grad(loss, inputs, allow_unused=True)` without checking each input, with what
+    a custom backward adds to `.grad`, as those of reversible layers do.
     """
     _forget(inputs)
-    seed, unreachable = (torch.ones_like(loss),), True
-    private.run_backward(
-        (loss,), seed, False, False, tuple(inputs), unreachable, accumulate_grad=True
+    seed, once = (torch.ones_like(loss),), (False, False)
+    gradients: list[Tensor | None] = list(
+        private.run_backward((loss,), seed, *once, tuple(inputs), True, accumulate_grad=False)
     )
-    gradients = [
-        torch.zeros_like(leaf.detach()) if leaf.grad is None else leaf.grad for leaf in inputs
-    ]
-    _forget(inputs)  # loss_fn may hold the leaves
+    for index, leaf in enumerate(inputs):
+        if (added := leaf.grad) is not None:
+            gradient = gradients[index]
+            gradients[index] = added if gradient is None else gradient + added
     return gradients
 
 
@@ -421,11 +428,8 @@ def _forget(inputs: Leaves) -> None:
             leaf.grad = None
 
 
-def _backward(
-    loss: Tensor,
-    inputs: Leaves,
-    on_grad: Callable[[int, Tensor], None],
-    storages: Set[int | None] | None,
+def _backward_by_hooks(
+    loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], None]
 ) -> None:
     """Hand over each gradient as the backward makes it; zeros for an unused input."""
     taken: set[int] = set()
@@ -440,9 +444,10 @@ def _backward(
                 "`.backward()` itself, as those of reversible layers do. Fix: several microbatches "
                 "to a step, or all_reduce_grads by hand after value_and_grad."
             )
-        gradient, leaf.grad = leaf.grad, None
+        gradient = [leaf.grad]
+        leaf.grad = None
         taken.add(index)
-        on_grad(index, donation.take_ownership([gradient], storages)[0])
+        on_grad(index, donation.take_ownership(gradient)[0])
 
     _forget(inputs)
     for index, leaf in enumerate(inputs):

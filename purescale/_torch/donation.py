@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ DEBUG = os.environ.get("PURESCALE_DEBUG_DONATION", "0") not in ("", "0")
 
 
 _layout = operator.attrgetter("layout")
-_grad_fn = operator.attrgetter("grad_fn")
+_grad_fn, _cdata = operator.attrgetter("grad_fn"), operator.attrgetter("_cdata")
 
 
 def storage_pointers(leaves: Sequence[Any]) -> list[int | None]:
@@ -53,16 +53,6 @@ def storage_pointer(leaf: Any) -> int | None:
 def pointers_of_each(lists: Sequence[Sequence[Any]]) -> list[list[int | None]]:
     """Return the storage pointers of each list; none in a trace, where they cannot be compared."""
     return [] if traced() else list(map(storage_pointers, lists))
-
-
-def repeated(pointers: list[int | None], taken: set[int | None]) -> list[int]:
-    """Return the indices of pointers that are in `taken` or occur earlier, and add all to it."""
-    indices = []
-    for index, pointer in enumerate(pointers):
-        if pointer in taken:
-            indices.append(index)
-        taken.add(pointer)
-    return indices
 
 
 def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
@@ -141,25 +131,31 @@ def _of_values(metadata: Metadata, pointers: list[int | None]) -> list[int | Non
 # ---- gradients -----------------------------------------------------------------------------------
 
 
-def take_ownership(
-    gradients: list[Tensor], arguments: Set[int | None] | None = None
-) -> list[Tensor]:
-    """Return gradients that `.backward()` has left in `.grad`, in memory that they share neither
-    with each other nor with the storages of `arguments`.
-
-    AccumulateGrad has copied what a hook or a custom backward still held. What is left are views:
-    of one tensor by a backward of torch's own, or of an argument by a custom one.
+def take_ownership(gradients: list[Tensor]) -> list[Tensor]:
+    """Return the gradients of a backward, off the graph, in memory that nobody else can see. A
+    gradient that a custom backward or a hook may have kept is copied. Empties `gradients`, because
+    its references would count as uses.
     """
     if set(map(type, gradients)) != {Tensor} or set(map(_layout, gradients)) != {torch.strided}:
-        return [gradient.detach().clone() for gradient in gradients]
-    pointers = storage_pointers(gradients)
-    if len(set(pointers)) == len(pointers) and (not arguments or arguments.isdisjoint(pointers)):
-        return gradients
-    owned, shared = list(gradients), repeated(pointers, {*(arguments or ())})
-    copies = clone_listed([gradients[index] for index in shared])
+        copies = [gradient.detach().clone() for gradient in gradients]
+        gradients.clear()
+        return copies
+    # A result of torch's own backward can be a view of a tensor that only the view keeps alive.
+    detached = list(map(Tensor.detach, gradients))
+    gradients.clear()
+    storages = list(map(Tensor.untyped_storage, detached))
+    # Two uses: the tensor, and its place in `storages`. Memory from outside cannot be resized.
+    uses = list(map(private.storage_uses, map(_cdata, storages)))
+    resizable = list(map(torch.UntypedStorage.resizable, storages))
+    gapless = list(map(Tensor.is_contiguous, detached))
+    if not all(gapless):
+        gapless = list(map(is_gapless, detached))
+    facts = enumerate(zip(uses, resizable, gapless, strict=True))
+    shared = [i for i, (count, ours, whole) in facts if count != 2 or not ours or not whole]
+    copies = clone_listed([detached[index] for index in shared]) if shared else []
     for index, copy in zip(shared, copies, strict=True):
-        owned[index] = copy
-    return owned
+        detached[index] = copy
+    return detached
 
 
 # ---- debugging -----------------------------------------------------------------------------------

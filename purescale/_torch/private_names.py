@@ -68,8 +68,8 @@ def lacks(what: str, feature: str) -> ImportError:
 
 def _run_backward(
     tensors: Any, grad_tensors: Any, retain: bool, create: bool, inputs: Any, *_: Any, **__: Any
-) -> None:
-    torch.autograd.backward(tensors, grad_tensors, retain, create, inputs=inputs)
+) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(tensors, inputs, grad_tensors, retain, create, allow_unused=True)
 
 
 # The same for dicts, lists and tuples. A container that was registered with torch is a leaf.
@@ -152,7 +152,6 @@ NAMES = {
     ),
     # trees, gradients, ranks, modules
     "pytree": Name("torch.utils._pytree", "a container that is registered with torch", _trees),
-    # The public function makes four calls more for each parameter.
     "run_backward": Name("torch.autograd.graph._engine_run_backward", "a backward", _run_backward),
     "all_reduce": Name(
         "torch.distributed._functional_collectives.all_reduce", "a process group or a DTensor"
@@ -162,6 +161,7 @@ NAMES = {
     ),
     # tensors; without a count of uses memory counts as shared, and without versions or hooks no
     # write and no hook is noticed
+    "storage_uses": Name("torch._C._storage_Use_Count", "gradients in place", lambda cdata: 0),
     "version": Name(
         "torch.Tensor._version", "a write", lambda tensor: 0, lambda version: version.__get__
     ),

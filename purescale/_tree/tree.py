@@ -154,12 +154,22 @@ def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
         # Some are shared if a loss returns the buffers that it was given.
         if apart or _leaf.are_dense_real(leaves):
             detached = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
-            shared = [] if apart else donation.repeated(storages, seen)
+            shared = [] if apart else _repeated(storages, seen)
             copies = foreach.clone([detached[index] for index in shared]) if shared else []
             for index, copy in zip(shared, copies, strict=True):
                 detached[index] = copy
             return detached
     return [private.pytree.tree_map(detach, leaf) for leaf in leaves]
+
+
+def _repeated(storages: list[int | None], seen: set[int | None]) -> list[int]:
+    """Return the indices of storages that are in `seen` or occur earlier, and add all to `seen`."""
+    repeated = []
+    for index, storage in enumerate(storages):
+        if storage in seen:
+            repeated.append(index)
+        seen.add(storage)
+    return repeated
 
 
 def copy_aliased(tree: Tree, inputs: Tree) -> Tree:

@@ -79,7 +79,8 @@ def accumulate_microbatches(
     reduced.
     """
     buffers = flat.buffers
-    once = options.bn_update == "window" and bool(buffers.tree)
+    any_buffer = buffers.tree is not None and len(buffers.leaves) > 0
+    once = options.bn_update == "window" and any_buffer
     if once:
         check_flat_buffers(buffers.tree)
     if not (once and layers_of(buffers.tree)):

@@ -1,13 +1,16 @@
 """The state of an optimizer: states that do not fit."""
 
+import contextlib
 import subprocess
 import sys
 
 import pytest
 import torch
+from helpers import Untouched
 from test_torch_optim import OPTIM
 
 import purescale as ps
+from purescale._torch import tracing
 
 
 def test_no_kernel_is_called_with_a_slot_that_is_not_its_parameters():
@@ -75,3 +78,44 @@ def test_the_state_of_a_0_d_parameter_is_not_that_of_a_longer_one():
         ValueError, match=r"exp_avg of s is torch.float32 \(\), the parameter torch.float32 \(8,\)"
     ):
         ps.maybe_step(adamw, {"s": torch.ones(8)}, {"s": torch.ones(8)}, state, False, donate=True)
+
+
+def in_a_partition(optimizer):
+    sgd = ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9)
+    return ps.partition(
+        {"sgd": sgd, "own": optimizer}, lambda name, _: "own" if "b" in name else "sgd"
+    )
+
+
+def slots_of(state):
+    return (
+        slots_of(state["own"]) if isinstance(state, dict) else getattr(state, "inner", state).slots
+    )
+
+
+AROUND = {
+    "alone": lambda optimizer: optimizer,
+    "in a partition": in_a_partition,
+    "under masters": ps.with_master_weights,
+}
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "RMSprop", "NAdam", "Rprop", "Adafactor"])
+def test_a_step_whose_state_lacks_a_slot_changes_nothing(name, around, forced):
+    """Also if the slot is that of a later group, part or piece."""
+    settings = {"lr": 0.1, "overrides": {"last b": {"lr": 0.01}}}
+    optimizer = AROUND[around](ps.from_torch(getattr(OPTIM, name), **settings))
+    shapes = {"first": (5,), "b": (33,), "last b": (3, 11)}
+    params = {key: torch.ones(shape, dtype=torch.bfloat16) for key, shape in shapes.items()}
+    if around != "under masters":
+        params = {key: leaf.float() for key, leaf in params.items()}
+    state = optimizer.init(params)
+    slot = slots_of(state)["last b"]
+    missing = [key for key in slot if key != "step"][-1]
+    del slot[missing]
+    grads = {name: torch.ones_like(p) for name, p in params.items()}
+    mode = tracing.as_on_an_accelerator() if forced else contextlib.nullcontext()
+    with mode, Untouched((params, state)), pytest.raises(ValueError, match=f"has no {missing}"):
+        ps.maybe_step(optimizer, params, grads, state, torch.tensor(False), donate=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +11,13 @@ from torch import Tensor
 
 from .._optim.formulas import FIRST, Formula
 from .._torch.metadata import Metadata
+from .._torch.tracing import traced
 from .._tree.leaves import are_dense_real
 from .._tree.tree import Tree
 
 Slots = dict[str, dict[str, Tensor]]
+# torch's parameter groups: the names of each, and its complete settings
+Groups = list[tuple[list[str], dict[str, Any]]]
 
 
 class OptState(NamedTuple):
@@ -196,26 +199,32 @@ class SlotLayout:
         self,
         slots: Slots,
         weights: Mapping[str, Tensor],
+        groups: Callable[[Mapping[str, Tensor]], Groups],
         old: Metadata | None = None,
     ) -> None:
-        """Refuse slots that differ from those that `new` makes for these parameters, because
-        torch's kernels do not check what they read. `old` is the metadata of weights and then
-        slots, if all are dense and off graph.
+        """Refuse slots that differ from those that `new` makes for these parameters in `groups`,
+        because torch's kernels do not check what they read. `old` is the metadata of weights and
+        then slots, if all are dense and off graph.
         """
         if self._formula is None:  # a user's class, whose slots nobody knows
             return
+
+        def fit() -> bool:
+            return self._fit(slots, weights) and self._check_keys(slots, weights, groups)
+
         in_order = old is not None and list(slots) == list(weights)
         keys = set(map(tuple, slots.values())) if in_order else set()
         if old is not None and len(keys) == 1:
-            fit = old.remember((self._question, *keys), lambda: self._fit(slots, weights))
+            fits = old.remember((self._question, *keys, *weights), fit)
         else:
-            fit = self._fit(slots, weights)
-        if fit:
+            fits = fit()
+        if fits:
             return
         for name, slot in slots.items():
             for key, value in slot.items():
                 if not self._fits(key, value, weights[name]):
                     raise self._misfit_error(key, value, name, weights[name])
+        self._check_keys(slots, weights, groups)
 
     def _fit(self, slots: Slots, weights: Mapping[str, Tensor]) -> bool:
         """Return True if all slots fit. It avoids calls, which a compiler traces slowly."""
@@ -244,6 +253,29 @@ class SlotLayout:
             return True
         alike = value.shape == weight.shape and value.dtype is weight.dtype
         return alike and value.device == weight.device and value.layout is torch.strided
+
+    def _check_keys(
+        self,
+        slots: Slots,
+        weights: Mapping[str, Tensor],
+        groups: Callable[[Mapping[str, Tensor]], Groups],
+    ) -> bool:
+        """Refuse slots that lack one of those that `new` makes with the settings of their group.
+        Return True.
+        """
+        if traced():  # where a step that raises later has changed nothing
+            return True
+        formula: Any = self._formula
+        for names, settings in groups(weights):
+            needed: dict[int, list[str]] = {}
+            for name in names:
+                ndim = weights[name].ndim
+                if ndim not in needed:
+                    needed[ndim] = list(formula.slots(torch.empty([1] * ndim), settings))
+                for key in needed[ndim]:
+                    if key not in slots[name]:
+                        raise self.foreign(key)
+        return True
 
     def foreign(self, missing: str) -> ValueError:
         return ValueError(

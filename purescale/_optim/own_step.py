@@ -87,7 +87,7 @@ class OwnStep:
             present = self._groups.stepped_names(names, weights, gradients)
             if self._formula is not None:
                 group.update((name, value) for name, value in flags.items() if name in group)
-                self._prepare([slots[name] for name in present], group, moves=moves)
+                self._start([slots[name] for name in present], group["lr"], moves=moves)
             optimizer.param_groups.append({**group, "params": [weights[name] for name in present]})
         try:
             for name, gradient in gradients.items():
@@ -97,7 +97,7 @@ class OwnStep:
                     slot = with_numbers(slot, weights[name])
                 optimizer.state[weights[name]] = slot
             self._step(optimizer)
-        except KeyError as error:
+        except KeyError as error:  # of a class of a user's, whose slots nobody knows
             raise self._layout.foreign(str(error)) from None
         finally:
             for name in gradients:
@@ -122,22 +122,12 @@ class OwnStep:
             flags = dict.fromkeys(FLAGS, False)
         return flags
 
-    def _prepare(
-        self, slots: list[dict[str, Tensor]], group: dict[str, Any], *, moves: bool
-    ) -> None:
-        """Refuse missing slots, which torch would create, and fill those that start as the rate of
-        the first step.
-        """
-        formula: Any = self._formula
-        needs = "momentum_buffer" if group.get("momentum") else ""
-        has_slots = bool(needs) or not issubclass(self._groups.cls, torch.optim.SGD)
-        for slot in slots:
-            if has_slots and not slot:
-                raise self._layout.foreign("state")
-            if needs and needs not in slot:
-                raise self._layout.foreign(needs)
-            if formula.from_rate and moves and slot["step"] == 0:
-                slot[formula.from_rate].copy_(filled_like(slot[formula.from_rate], group["lr"]))
+    def _start(self, slots: list[dict[str, Tensor]], rate: Any, *, moves: bool) -> None:
+        """Fill the slots that start as the rate of the first step."""
+        key = self._formula.from_rate if self._formula is not None else ""
+        for slot in slots if key and moves else []:
+            if slot["step"] == 0:
+                slot[key].copy_(filled_like(slot[key], rate))
 
 
 class _FactorsOnHost(TorchFunctionMode):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._optim.formulas import Formula, formula_of
 from .._optim.in_state import agreed, check_hyper, check_setting, each_number, float32, is_number
-from .._optim.opt_state import OptState, SlotLayout, Slots, described, each_of
+from .._optim.opt_state import Groups, OptState, SlotLayout, Slots, described, each_of
 from .._optim.schedule import check_rate
 from .._torch import private
 from .._torch.dtypes import on_device, widest_float
@@ -121,7 +121,7 @@ class OptimizerSettings:
 
     def torch_groups(
         self, names: tuple[str, ...], lrs: Sequence[Any], hyper: Mapping[str, Any] | tuple[()] = ()
-    ) -> list[tuple[list[str], dict[str, Any]]]:
+    ) -> Groups:
         """Return torch's parameter groups: the names of each with its complete settings, in which
         `hyper` replaces those that are in the state.
         """
@@ -254,9 +254,7 @@ class OptimizerSettings:
         lr = start(1.0 if callable(self._lr) else self.lrs[0]) if self.lr_in_state else ()
         return lr, each_number(start, self.hyper) or ()
 
-    def saved_groups(
-        self, opt_state: OptState, initial_lr: float | None
-    ) -> list[tuple[list[str], dict[str, Any]]]:
+    def saved_groups(self, opt_state: OptState, initial_lr: float | None) -> Groups:
         """Return torch's parameter groups with the current settings, as in its state dicts: Python
         numbers, except a rate that was given as a tensor.
         """
@@ -286,6 +284,10 @@ class OptimizerSettings:
     def settings_per_slot(self) -> dict[str, Any]:
         """Return settings with which a state has all slots that a later value needs."""
         return {"momentum": 0.5} if "momentum" in self.hyper else {}
+
+    def slot_groups(self, weights: Mapping[str, Tensor]) -> Groups:
+        """Return the groups with the settings from which slots are made; rates are numbered."""
+        return self.torch_groups(tuple(weights), range(len(self.lrs)), self.settings_per_slot())
 
     def new_slots(self, named: Mapping[str, Tensor], rates: Sequence[Any]) -> Slots:
         """Return the slots of these parameters before their first step."""

@@ -14,6 +14,7 @@ from .._optim.formula_step import FormulaStep
 from .._optim.fused import Columns, can_launch, fused_update, kernel_of
 from .._optim.in_state import each_number, names_in_state
 from .._optim.opt_state import (
+    Groups,
     OptState,
     SlotLayout,
     Slots,
@@ -208,7 +209,8 @@ class TorchOptimizer:
                 f"params has {_tree.join_names(inputs.names)}. Fix: "
                 "`opt_state = optimizer.init(params)` for these params."
             )
-        self._layout.check(opt_state.slots, weights, inputs.old if inputs.metadata else None)
+        old = inputs.old if inputs.metadata else None
+        self._layout.check(opt_state.slots, weights, self._groups.slot_groups, old)
         self._groups.check(opt_state)
         self._groups.check_names(tuple(weights))
 
@@ -346,7 +348,7 @@ class TorchOptimizer:
 
     def _update_in_place(
         self,
-        groups: list[tuple[list[str], dict[str, Any]]],
+        groups: Groups,
         weights: dict[str, Tensor],
         grads: dict[str, Tensor],
         slots: Slots,

@@ -26,7 +26,7 @@ def forget(monkeypatch):
     """As if nothing were ever remembered."""
     monkeypatch.setattr(
         metadata,
-        "recognised",
+        "lookup",
         lambda tensors, are_dense: Metadata(tensors, dense_off_graph=are_dense(tensors)),
     )
 
@@ -34,7 +34,7 @@ def forget(monkeypatch):
 def is_known(tensors):
     """Return True if answers about an earlier list are taken for this one."""
     entries = metadata._entries.get(len(tensors), ())
-    return metadata_of(tensors).answers in [entry.answers for entry in entries]
+    return metadata_of(tensors).cache in [entry.cache for entry in entries]
 
 
 def inference_tensor():
@@ -131,7 +131,7 @@ def test_a_question_is_asked_once_of_lists_alike():
 
     def ask(tensors, other=None):
         answer = lambda: asked.append(len(tensors.tensors)) or len(tensors.tensors)  # noqa: E731
-        return tensors.remember("numbers", answer, other)
+        return tensors.cached("numbers", answer, other)
 
     for _ in range(3):
         first = metadata_of([torch.zeros(2)])
@@ -177,10 +177,10 @@ def test_memory_is_bounded():
         for size in range(9):
             tensors = metadata_of([torch.zeros(size)] * count)
     for question in range(500):
-        tensors.remember(question, lambda: True)
+        tensors.cached(question, lambda: True)
     assert len(metadata._entries) == 16
     assert max(map(len, metadata._entries.values())) == 4
-    assert len(tensors.answers.by_question) < 100
+    assert len(tensors.cache.values) < 100
 
 
 # ---- whole steps ---------------------------------------------------------------------------------

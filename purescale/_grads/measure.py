@@ -72,7 +72,7 @@ def stats_by_masks(grads: Gradients, scale: Tensor, want: Want = FINITE) -> Grad
     norm = stats.norm
     if norm is not None:
         if want.norm_type == 2 and _is_one_part(grads, want):
-            norm = _with_the_bits_of_the_host(grads, norm, divisor)
+            norm = _match_host_rounding(grads, norm, divisor)
         if want.of_sum:
             norm = norm.nan_to_num(math.inf, math.inf)
     return GradStats(nonfinite, norm, _amax(stats, divisor, want.group) if want.amax else None)
@@ -156,7 +156,7 @@ def _smallest_reliable_sum(grads: Gradients) -> float:
     return float(sum(grads.metadata.elements) * 2.0**-100)
 
 
-def _with_the_bits_of_the_host(grads: Gradients, exact: Tensor, divisor: Tensor) -> Tensor:
+def _match_host_rounding(grads: Gradients, exact: Tensor, divisor: Tensor) -> Tensor:
     """Return the norm that a host computes, on a CPU: from the sum of squares, if that is
     conclusive.
     """

@@ -234,7 +234,8 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
       method. If `model` is in train mode, its modules in eval mode stay in eval mode.
     - A parameter with `requires_grad=False` is in `buffers`, unless no parameter requires a
       gradient.
-    - Buffers, persistent or not, are returned as new ones. Other changes made by `forward`
+    - Buffers, persistent or not, are returned as new ones, except what is not a dense tensor: it
+      is returned as it is. Other changes made by `forward`
       (attributes, tensors in them, hooks, lists, dicts, sets, helper objects) end with the call, so
       a cache is made anew in each call. A region that torch.utils.checkpoint runs again in the
       backward still sees them.

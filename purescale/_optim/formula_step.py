@@ -72,17 +72,17 @@ class FormulaStep:
     def _stepped(self, rows: list[Row], h: Any, *, one_by_one: bool) -> list[Any]:
         """Return the new parameter and slots of each row."""
         if one_by_one or not self._formula.elementwise:
-            return [self._alone(row, h) for row in rows]
+            return [self._step_leaf(row, h) for row in rows]
         stepped: list[Any] = [None] * len(rows)
         kinds = [(row.weight.device, row.weight.dtype, tuple(row.slot)) for row in rows]
         for indices in foreach.pieces([row.weight for row in rows], kinds):
             piece = [rows[index] for index in indices]
-            new = self._joined(piece, h) if len(piece) > 1 else [self._alone(piece[0], h)]
+            new = self._step_joined(piece, h) if len(piece) > 1 else [self._step_leaf(piece[0], h)]
             for index, result in zip(indices, new, strict=True):
                 stepped[index] = result
         return stepped
 
-    def _alone(self, row: Row, h: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _step_leaf(self, row: Row, h: Any) -> tuple[Tensor, dict[str, Tensor]]:
         weight, gradient, slot = row
         p = _wide(weight)
         state = {
@@ -90,12 +90,12 @@ class FormulaStep:
             for key, value in slot.items()
         }
         h.spread = lambda number: _of_dtype(number, p.dtype)
-        new_p, new = self._formula.step(p, _downhill(_wide(gradient), h), state, h)
+        new_p, new = self._formula.step(p, _negated_if_maximize(_wide(gradient), h), state, h)
         return _narrow(new_p, weight), {
             key: _narrow(new[key], old) if key in new else old.clone() for key, old in slot.items()
         }
 
-    def _joined(self, rows: list[Row], h: Any) -> list[Any]:
+    def _step_joined(self, rows: list[Row], h: Any) -> list[Any]:
         """Step leaves of one kind as one leaf. Each count becomes a vector with a number for each
         leaf, which `spread` repeats for the elements of that leaf.
         """
@@ -115,10 +115,10 @@ class FormulaStep:
             return torch.repeat_interleave(numbers, sizes, output_size=p.numel())
 
         h.spread = spread
-        g = _downhill(_joined(gradients, weights), h)
+        g = _negated_if_maximize(_joined(gradients, weights), h)
         new_p, new = self._formula.step(p, g, state, h)
         new_columns = {
-            key: _apart(
+            key: _split_column(
                 new.get(key, state[key]), column, column if self._layout.is_count(key) else weights
             )
             for key, column in columns.items()
@@ -127,7 +127,7 @@ class FormulaStep:
             {key: column[index] for key, column in new_columns.items()}
             for index in range(len(rows))
         ]
-        return list(zip(_apart(new_p, weights, weights), new_slots, strict=True))
+        return list(zip(_split_column(new_p, weights, weights), new_slots, strict=True))
 
     def _sizes_of(self, weights: Sequence[Tensor]) -> Tensor:
         """Return the number of reals in each weight, on their device."""
@@ -169,13 +169,13 @@ def _joined(tensors: list[Tensor], likes: list[Tensor]) -> Tensor:
     return _wide(foreach.join(tensors, likes)).reshape(-1)
 
 
-def _apart(joined: Tensor, tensors: list[Tensor], likes: list[Tensor]) -> list[Tensor]:
+def _split_column(joined: Tensor, tensors: list[Tensor], likes: list[Tensor]) -> list[Tensor]:
     """Return the inverse of `_joined`, in the dtypes of `tensors`."""
     if tensors[0].is_complex():
         joined = torch.view_as_complex(joined.view(-1, 2))
     return foreach.split_like(joined, tensors, likes)
 
 
-def _downhill(gradient: Tensor, h: Any) -> Tensor:
+def _negated_if_maximize(gradient: Tensor, h: Any) -> Tensor:
     """Return the gradient of what is minimised."""
     return -gradient if getattr(h, "maximize", False) else gradient

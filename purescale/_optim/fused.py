@@ -114,7 +114,7 @@ def fused_update(
     """Update `columns` in place unless the step is skipped. Its gradients are still scaled. If they
     are owned, the kernel itself divides by the scale.
     """
-    columns, divisor = _ready(columns, decision)
+    columns, divisor = _prepare_columns(columns, decision)
     params = columns.params.tensors
     found_inf = None
     if isinstance(decision.skip, Tensor):
@@ -125,13 +125,13 @@ def fused_update(
         numbers = list(map(float, arguments.values()))
         rate, lr = (0.0, lr) if isinstance(lr, Tensor) else (float(lr), None)
         grads, name = columns.grads.tensors, kernel.function.__name__
-        _node(name, grads, columns.steps, targets, rate, lr, numbers, found_inf, divisor)
+        _fused_update_op(name, grads, columns.steps, targets, rate, lr, numbers, found_inf, divisor)
     else:
         with torch.no_grad():
             kernel.update(columns, lr, arguments, grad_scale=divisor, found_inf=found_inf)
 
 
-def _ready(columns: Columns, decision: Decision) -> tuple[Columns, Tensor | None]:
+def _prepare_columns(columns: Columns, decision: Decision) -> tuple[Columns, Tensor | None]:
     """Return the columns with gradients as the kernel takes them, and the divisor for the kernel or
     None.
 
@@ -162,7 +162,7 @@ def _laid_out_like(grad: Tensor, param: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("purescale::fused_update", mutates_args=("steps", "targets"))
-def _node(
+def _fused_update_op(
     kernel: str,
     grads: Sequence[Tensor],
     steps: Sequence[Tensor],

@@ -146,7 +146,8 @@ class SlotLayout:
         settings: Sequence[Mapping[str, Any]],
     ) -> None:
         self._cls, self._formula = cls, formula
-        self._question = object()  # as a cache key it keeps nothing else alive
+        self._cache_key = object()  # keeps nothing else alive
+        self._complete: set[Any] = set()  # the names of the last slots that lacked none
         self._counts = {key: value.dtype for key, value in probed.items() if value.ndim == 0}
         self._shaped = {key for key, value in probed.items() if value.shape == (2, 3)} | {
             "momentum_buffer"
@@ -215,7 +216,7 @@ class SlotLayout:
         in_order = old is not None and list(slots) == list(weights)
         keys = set(map(tuple, slots.values())) if in_order else set()
         if old is not None and len(keys) == 1:
-            fits = old.remember((self._question, *keys, *weights), fit)
+            fits = old.cached((self._cache_key, *keys, *weights), fit)
         else:
             fits = fit()
         if fits:
@@ -265,6 +266,9 @@ class SlotLayout:
         """
         if traced():  # where a step that raises later has changed nothing
             return True
+        names_of_slots = tuple((name, weights[name].ndim, *slot) for name, slot in slots.items())
+        if names_of_slots in self._complete:
+            return True
         formula: Any = self._formula
         for names, settings in groups(weights):
             needed: dict[int, list[str]] = {}
@@ -275,6 +279,7 @@ class SlotLayout:
                 for key in needed[ndim]:
                     if key not in slots[name]:
                         raise self.foreign(key)
+        self._complete = {names_of_slots}
         return True
 
     def foreign(self, missing: str) -> ValueError:

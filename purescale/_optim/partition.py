@@ -100,7 +100,7 @@ class PartitionOptimizer:
         self.calls_step = any(part.calls_step for part in self._parts.values())
         self.wide_grads = any(part.wide_grads for part in self._parts.values())
         self.may_add_slots = any(part.may_add_slots for part in self._parts.values())
-        self._question = object()  # as a cache key it keeps nothing else alive
+        self._cache_key = object()  # keeps nothing else alive
         # A part that is not differentiable would detach what is on a graph.
         self.differentiable = all(part.differentiable for part in self._parts.values())
         self.summary = self.optimizers, label
@@ -185,8 +185,8 @@ class PartitionOptimizer:
     ) -> dict[str, Members]:
         if metadata is None or not metadata.dense_off_graph:
             return self._labelled(names, leaves)
-        question = self._question, *names
-        return metadata.remember(question, lambda: self._labelled(names, leaves))
+        key = self._cache_key, *names
+        return metadata.cached(key, lambda: self._labelled(names, leaves))
 
     def _labelled(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
         _tree.check_names(names)

@@ -38,8 +38,8 @@ class Optimizer(Protocol):
 
 
 class Updater(Protocol):
-    """The methods that a step calls beyond `init` and `step`, with defaults for an optimizer that
-    lacks them. `as_updater` makes one of any optimizer.
+    """The methods that a step calls beyond `init` and `step`. `as_updater` takes an optimizer that
+    has `applied` for one, and makes one of any other. A class that inherits has the defaults.
 
     An updater makes applied steps from gradients that are unscaled and clipped. Whether a step is
     skipped is decided by the engines of a step, for all updaters alike.
@@ -60,11 +60,13 @@ class Updater(Protocol):
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse parameters and a state that do not belong together, before any work."""
+        return None
 
     def prepare(self, inputs: StepInputs, *, in_place: bool = False) -> Any:
         """Run the user's code for a step, such as schedules, and return its results for `applied`.
         Whatever may raise does so here, before anything is overwritten.
         """
+        return None
 
     def applied(
         self, inputs: StepInputs, *, in_place: bool = False, prepared: Any = None
@@ -80,11 +82,10 @@ def as_updater(optimizer: Any) -> Updater:
     return optimizer if hasattr(optimizer, "applied") else CalledOptimizer(optimizer)
 
 
-class CalledOptimizer:
-    """An `Updater` for an optimizer with `step` alone."""
+class CalledOptimizer(Updater):
+    """An `Updater` for an optimizer with `step` alone, which makes its own checks."""
 
     calls_step = True
-    wide_grads = may_add_slots = False
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = self.summary = optimizer
@@ -93,12 +94,6 @@ class CalledOptimizer:
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
-
-    def check(self, inputs: StepInputs) -> None:
-        """Do nothing: `step` makes its own checks."""
-
-    def prepare(self, inputs: StepInputs, *, in_place: bool = False) -> None:
-        """Do nothing."""
 
     def applied(
         self, inputs: StepInputs, *, in_place: bool = False, prepared: Any = None

@@ -67,9 +67,9 @@ def from_torch(
     lr_in_state: bool = False,
     **settings: Any,
 ) -> TorchOptimizer:
-    """Equal to `opt = cls(params, lr=lr, **settings); opt.step()` on copies of everything, bit for
-    bit. For half parameters it is equal to that step in float32, rounded to the dtypes that are
-    kept.
+    """Equal to `opt = cls(params, lr=lr, **settings); opt.step()` on copies of everything: bit for
+    bit where torch's own step or kernel runs, to 1e-6 where the class's formula does. For half
+    parameters it is equal to that step in float32, rounded to the dtypes that are kept.
 
     The result has `init(params)`, `step(params, grads, opt_state)`, `to_state_dict(opt_state)` and
     `from_state_dict(sd, params)`, in torch.optim's format, for any pytree of parameters. Step hooks

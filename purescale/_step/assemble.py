@@ -105,7 +105,7 @@ def _next_scaler(
 ) -> Tree:
     """Return the loss scale after the step."""
     used = tried.scaler.tree
-    overflow, amax = _told_to_rule(options, tried, outcome)
+    overflow, amax = _rule_arguments(options, tried, outcome)
     # If no try was finite, the scale ends as after one ordinary skip.
     start = used if used is before.tree else where(overflow, before.tree, used)
     updated_scaler = call_rule(options.rule, start, overflow, amax)
@@ -123,7 +123,7 @@ def _next_scaler(
     return before.structure.unflatten(new)
 
 
-def _told_to_rule(
+def _rule_arguments(
     options: StepOptions, tried: FinalTry, outcome: Outcome
 ) -> tuple[Tensor, Tensor | None]:
     """Return the flag and the largest gradient for `rule.update`.

@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 
 
 class Masked:
-    """The engine that reads nothing."""
+    """The engine that reads nothing, but for an optimizer whose first step may add to its state."""
 
     # A step that the host does not see may be captured in a CUDA graph, which needs all numbers of
     # a state at fixed addresses.
@@ -189,12 +189,12 @@ class Masked:
             with torch.no_grad():
                 inputs = off_graph(inputs, copy=not in_place)
                 for piece in optimizer.pieces(inputs):
-                    cls._made(optimizer, piece, decision, prepared, in_place=True)
+                    cls._step_and_choose(optimizer, piece, decision, prepared, in_place=True)
             return inputs.params_tree(inputs.params), inputs.opt_state
-        return cls._made(optimizer, inputs, decision, prepared, in_place=in_place)
+        return cls._step_and_choose(optimizer, inputs, decision, prepared, in_place=in_place)
 
     @staticmethod
-    def _made(
+    def _step_and_choose(
         optimizer: Updater, inputs: StepInputs, decision: Decision, prepared: Any, *, in_place: bool
     ) -> tuple[Tree, Tree]:
         """Return the old parameters and state if the step is skipped, else those of the applied

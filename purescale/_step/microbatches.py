@@ -47,10 +47,10 @@ class MicrobatchFlags(NamedTuple):
 
     of_window: WindowFlags
     counted: Tensor  # bool []: a microbatch has a weight
-    curable: Tensor  # bool []: an overflow of the mean is retryable
+    mean_is_retryable: Tensor  # bool []: an overflow of the mean is retryable
 
 
-class WindowGrads(NamedTuple):
+class WindowResult(NamedTuple):
     """The results of the microbatches of a step, on this rank or on all of a group."""
 
     grads: Gradients  # the mean
@@ -71,7 +71,7 @@ def accumulate_microbatches(
     flat: FlatState,
     microbatches: list[Any],
     memory: Memory,
-) -> WindowGrads:
+) -> WindowResult:
     """Return the weighted mean of the microbatches' gradients and losses, and the buffers after
     them.
 
@@ -126,7 +126,7 @@ def _accumulate(
     microbatches: list[Any],
     memory: Memory,
     sent_with: Leaves,
-) -> WindowGrads:
+) -> WindowResult:
     params, buffers, scaler = flat.params, flat.buffers, flat.scaler
     # gradients from other ranks have no graph
     differentiable = options.optimizer.differentiable and options.group is None
@@ -169,7 +169,7 @@ def _accumulate(
     check_unwritten(memory.microbatches, before)
     grads = mean.mean() if reduction is None else as_gradients([], scale, owned=True)
     loss, flags, divisor = _summary(weights, losses, mean.overflows, options, scale)
-    return WindowGrads(grads, loss, carried, aux, flags, divisor, reduction)
+    return WindowResult(grads, loss, carried, aux, flags, divisor, reduction)
 
 
 class _Mean:
@@ -247,9 +247,7 @@ class _Mean:
             scale=self.scale,
             owned=self.owned,
         )
-        if self.options.on_nonfinite != "drop_microbatch":
-            return counts
-        return counts & _tree.negated(nonfinite)
+        return counts & _tree.negated(nonfinite)  # it is dropped
 
     def with_share(
         self, sums: list[Tensor] | None, new: list[Tensor], index: int
@@ -278,7 +276,7 @@ class _Mean:
 
 
 def flags_with_mean(
-    window: WindowGrads, nonfinite: Tensor | bool, options: StepOptions
+    window: WindowResult, nonfinite: Tensor | bool, options: StepOptions
 ) -> WindowFlags:
     """Return the flags of a window whose mean was measured: its overflow counts as that of a
     microbatch. A running mean leaves out what overflows.
@@ -295,7 +293,7 @@ def flags_with_mean(
         return flags.of_window
     overflow, retryable, number, must_skip = flags.of_window
     nonfinite = nonfinite & flags.counted
-    retryable = retryable | (nonfinite & flags.curable)
+    retryable = retryable | (nonfinite & flags.mean_is_retryable)
     return WindowFlags(overflow | nonfinite, retryable, number + nonfinite, must_skip)
 
 
@@ -401,7 +399,7 @@ def _summary(
     options: StepOptions,
     scale: Tensor,
 ) -> tuple[Tensor, MicrobatchFlags | None, Tensor | None]:
-    """Return loss, flags and divisor of a window, as in `WindowGrads`, from its microbatches. With
+    """Return loss, flags and divisor of a window, as in `WindowResult`, from its microbatches. With
     a group they are over all its ranks.
     """
     weight, group = weights.vector, options.group
@@ -430,7 +428,7 @@ def _summary(
         sums, weighted = reduced[:-2], reduced[-2:]
         means = weighted / torch.where(sums[:2] > 0, sums[:2], 1)
     total, some = _Sums(*sums.unbind()), _Sums(*(sums > 0).unbind())
-    curable = ~some.diverged & ~some.invalid
+    mean_is_retryable = ~some.diverged & ~some.invalid
     drops_one = options.on_nonfinite == "drop_microbatch"
     if drops_one:
         skip, retryable = ~some.good, some.finite_overflowed
@@ -438,14 +436,14 @@ def _summary(
         mean = torch.where(some.good, means[0], means[1])
     else:
         skip = some.invalid | some.overflowed | ~some.good
-        retryable, mean = some.overflowed & curable, means[1]
+        retryable, mean = some.overflowed & mean_is_retryable, means[1]
     number = total.overflowed.to(torch.int64)
     of_window = WindowFlags(some.overflowed, retryable, number, skip)
     divisor = None
     if group is not None:
         own, all_ranks = (local[0], total.good_weight) if drops_one else (local[1], total.weight)
         divisor = mean_divisor(own, all_ranks)
-    return mean.to(loss.dtype), MicrobatchFlags(of_window, some.weight, curable), divisor
+    return mean.to(loss.dtype), MicrobatchFlags(of_window, some.weight, mean_is_retryable), divisor
 
 
 def _mean(loss: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from .._tree.tree import Leaves, Tree
 
 
 class OnHost(Masked):
-    """The engine that reads once. `skip` and all flags are bools, norm and amax are floats."""
+    """The engine that reads flags and norm. They are bools and floats, and so is `skip`."""
 
     may_be_captured = False
 
@@ -98,7 +98,7 @@ class OnHost(Masked):
         return inputs.restore(*old_or_new(True, old, old, overwrite=memory.optimizer))
 
     @staticmethod
-    def _made(
+    def _step_and_choose(
         optimizer: Updater, inputs: StepInputs, decision: Decision, prepared: Any, *, in_place: bool
     ) -> tuple[Tree, Tree]:
         if optimizer.calls_step:

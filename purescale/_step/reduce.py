@@ -15,7 +15,7 @@ from .._distributed.collectives import agree_on_all_ranks, describe_leaves, on_c
 from .._distributed.describe_settings import describe_setting
 from .._distributed.mesh import mesh_sizes
 from .._distributed.process_group import Group, all_reduce, check_group
-from .._step.microbatches import WindowGrads, sent_for_nan
+from .._step.microbatches import WindowResult, sent_for_nan
 from .._step.step_options import FlatState, StepOptions
 from .._torch import dtensor
 from .._torch.dtypes import wide_dtype
@@ -25,8 +25,8 @@ from .._tree.tree import Leaves, Tree
 
 
 def reduce_window(
-    options: StepOptions, window: WindowGrads, flat: FlatState, number: int
-) -> WindowGrads:
+    options: StepOptions, window: WindowResult, flat: FlatState, number: int
+) -> WindowResult:
     """Return one window for all ranks: the mean of their means by weight, and of the buffers after
     them.
 

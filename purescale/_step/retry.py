@@ -13,7 +13,7 @@ from torch import Tensor
 from .._grads.measure import GradStats, is_usable
 from .._loss_scale.rule_protocol import HasScale, Rule, call_rule
 from .._step.masked import WindowFlags
-from .._step.microbatches import WindowGrads
+from .._step.microbatches import WindowResult
 from .._step.step_options import FlatState, StepOptions
 from .._torch.dtensor import any_dtensor
 from .._tree import tree as _tree
@@ -25,7 +25,7 @@ T = TypeVar("T")
 class FinalTry(NamedTuple):
     """The window that the step uses."""
 
-    window: WindowGrads
+    window: WindowResult
     stats: GradStats
     flags: WindowFlags
     scaler: FlatTree  # the state that scaled it
@@ -37,7 +37,7 @@ def first_finite(
     options: StepOptions,
     flat: FlatState,
     rng: Any,
-    attempt: Callable[[FlatTree], tuple[WindowGrads, GradStats, WindowFlags]],
+    attempt: Callable[[FlatTree], tuple[WindowResult, GradStats, WindowFlags]],
 ) -> FinalTry:
     """Return the result of `attempt(scaler)` at the first scale at which the window is finite.
     Syncs with the host if `max_retries` is above 0.

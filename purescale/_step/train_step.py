@@ -19,7 +19,7 @@ from .._step.assemble import assemble, next_numbers
 from .._step.masked import WindowFlags
 from .._step.memory import memory_of_step
 from .._step.microbatches import (
-    WindowGrads,
+    WindowResult,
     accumulate_microbatches,
     check_weights,
     flags_with_mean,
@@ -59,7 +59,8 @@ def train_step(
     unroll: bool = True,
 ) -> tuple[TrainState, StepInfo]:
     """Equal, for one microbatch and `s = state`, to the code below. Syncs with the host only if
-    `max_retries` is above 0, or over a `group` whose ranks meet on a CPU.
+    `max_retries` is above 0, over a `group` whose ranks meet on a CPU, or on an accelerator with a
+    class of your own in `from_torch`, whose `step` is called.
 
         scaled = lambda params: scale_loss(s.scaler, loss_fn(params, s.buffers, microbatch)[0])
         out = unscale_and_step(optimizer, s.scaler, s.params, grad(scaled)(s.params),
@@ -178,7 +179,7 @@ def _stages(
     )
     want = Want(options.clip.norm_type, options.takes_amax, of_sum=len(microbatches) > 1)
 
-    def attempt(scaler: FlatTree) -> tuple[WindowGrads, GradStats, WindowFlags]:
+    def attempt(scaler: FlatTree) -> tuple[WindowResult, GradStats, WindowFlags]:
         scaled = flat if scaler is flat.scaler else flat._replace(scaler=scaler)
         window = accumulate_microbatches(engine, options, scaled, microbatches, memory)
         if options.group is not None:

@@ -243,9 +243,9 @@ class ValueAndGrad:
         inputs, loss, outputs = self.graph(buffers, microbatch)
         grads: list[Tensor] = []
         if on_grad is not None:
-            _backward_by_hooks(loss, inputs, on_grad)
+            _backward(loss, inputs, on_grad)
         else:
-            raw: list[Any] = _backward(loss, inputs)
+            raw: list[Any] = _gradients(loss, inputs)
             for index, gradient in enumerate(raw):
                 if gradient is None:  # the loss does not use it
                     raw[index] = torch.zeros_like(inputs[index].detach())
@@ -405,7 +405,7 @@ def _parameters(tensors: Leaves, *, as_plain: bool) -> Leaves:
     ]
 
 
-def _backward(loss: Tensor, inputs: Leaves) -> list[Tensor | None]:
+def _gradients(loss: Tensor, inputs: Leaves) -> list[Tensor | None]:
     """`torch.autograd.grad(loss, inputs, allow_unused=True)` without checking each input, with what
     a custom backward adds to `.grad`, as those of reversible layers do.
     """
@@ -428,9 +428,7 @@ def _forget(inputs: Leaves) -> None:
             leaf.grad = None
 
 
-def _backward_by_hooks(
-    loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], None]
-) -> None:
+def _backward(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], None]) -> None:
     """Hand over each gradient as the backward makes it; zeros for an unused input."""
     taken: set[int] = set()
 

@@ -1,9 +1,9 @@
 """What is known of a list of tensors besides their values and their memory.
 
-A list with the metadata of an earlier one is recognised by one comparison in C++, and the answers
-about the earlier one hold for it. This saves half of a step over 1000 small tensors on a CPU, and a
-third over 60 (benchmarks/README.md). Neither tensors nor values are kept, so no question may refer
-to an object of a user's.
+A list with the metadata of an earlier one is found by one comparison in C++, and what was computed
+from the earlier one holds for it. This saves half of a step over 1000 small tensors on a CPU, and a
+third over 60 (benchmarks/README.md). Neither tensors nor their values are kept, so a key must not
+refer to an object of a user's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Fact(Generic[T]):
-    """An attribute of `Metadata` that is computed when it is first asked for, then remembered."""
+    """An attribute of `Metadata` that is computed when it is first asked for, then cached."""
 
     def __init__(self, compute: Callable[[Metadata], T]) -> None:
         self.compute, self.name = compute, compute.__name__
@@ -39,34 +39,30 @@ class Fact(Generic[T]):
     def __get__(self, metadata: Metadata | None, owner: Any) -> Fact[T] | T:
         if metadata is None:
             return self
-        answers = metadata.answers.by_question
-        if self.name not in answers:
-            answers[self.name] = self.compute(metadata)
-        answer: T = answers[self.name]
-        return answer
+        values = metadata.cache.values
+        if self.name not in values:
+            values[self.name] = self.compute(metadata)
+        value: T = values[self.name]
+        return value
 
 
-class Answers:
-    """The answers about all lists with the same metadata, by question."""
+class Cache:
+    """What was computed from the metadata of a list. All lists alike share it."""
 
     def __init__(self) -> None:
-        self.by_question: dict[Hashable, Any] = {}
+        self.values: dict[Hashable, Any] = {}
 
 
 class Metadata:
-    """A list of tensors, with answers about its metadata."""
+    """A list of tensors, with what is known of it."""
 
-    __slots__ = ("answers", "dense_off_graph", "tensors")
+    __slots__ = ("cache", "dense_off_graph", "tensors")
 
     def __init__(
-        self,
-        tensors: list[Any],
-        answers: Answers | None = None,
-        *,
-        dense_off_graph: bool = False,
+        self, tensors: list[Any], cache: Cache | None = None, *, dense_off_graph: bool = False
     ) -> None:
         self.tensors = tensors
-        self.answers = Answers() if answers is None else answers
+        self.cache = Cache() if cache is None else cache
         self.dense_off_graph = dense_off_graph  # known to be so: see `are_dense_off_graph`
 
     @Fact
@@ -104,38 +100,35 @@ class Metadata:
         """Their values can be read without waiting, outside of a trace."""
         return are_on_a_cpu(self.tensors)
 
-    def remember(
-        self, question: Hashable, answer: Callable[[], T], other: Metadata | None = None
-    ) -> T:
-        """Return `answer()`, which must depend only on this metadata, the question and the metadata
-        of `other`. It is called once for all lists alike.
+    def cached(self, key: Hashable, compute: Callable[[], T], other: Metadata | None = None) -> T:
+        """Return `compute()`, which must depend only on the key, this metadata and that of `other`.
+        Lists alike share the result.
         """
+        values = self.cache.values
         if other is not None:
-            question = question, other.answers
-        answers = self.answers.by_question
-        if question not in answers:
-            if len(answers) > _ANSWERS:
-                answers.clear()
-            answers[question] = answer()
-        remembered: T = answers[question]
-        return remembered
+            key = key, other.cache
+        if key not in values:
+            if len(values) > _VALUES:
+                values.clear()
+            values[key] = compute()
+        value: T = values[key]
+        return value
 
     def part(self, start: int, stop: int) -> Metadata:
         """Return the metadata of `tensors[start:stop]`."""
-        answers = self.remember((start, stop), Answers)
-        return Metadata(self.tensors[start:stop], answers, dense_off_graph=self.dense_off_graph)
+        cache = self.cached((start, stop), Cache)
+        return Metadata(self.tensors[start:stop], cache, dense_off_graph=self.dense_off_graph)
 
-    def picked(self, indices: Sequence[int], question: Hashable) -> Metadata:
-        """Return the metadata of the tensors with these indices, which `question` stands for."""
+    def picked(self, indices: Sequence[int], key: Hashable) -> Metadata:
+        """Return the metadata of the tensors with these indices, for which `key` stands."""
         some = list(map(self.tensors.__getitem__, indices))
-        answers = self.remember(question, Answers)
-        return Metadata(some, answers, dense_off_graph=self.dense_off_graph)
+        return Metadata(some, self.cached(key, Cache), dense_off_graph=self.dense_off_graph)
 
     def joined(self, other: Metadata) -> Metadata:
         """Return the metadata of both lists in one."""
         return Metadata(
             [*self.tensors, *other.tensors],
-            self.remember("joined", Answers, other),
+            self.cached("joined", Cache, other),
             dense_off_graph=self.dense_off_graph and other.dense_off_graph,
         )
 
@@ -147,28 +140,26 @@ def have_one_order(some: Metadata, others: Metadata) -> bool:
     )
 
 
-# ---- recognised lists ----------------------------------------------------------------------------
+# ---- lists that are alike ------------------------------------------------------------------------
 
 
 class Entry:
-    """The metadata of a list that was seen, and the answers about it."""
+    """The guard that finds lists like an earlier one, and what they share."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.is_like = private.metadata_guard(*tensors)
         self.may_have_graph = any(map(_requires_grad, tensors))
-        self.answers = Answers()
+        self.cache = Cache()
 
 
 # At most `_LISTS` entries for each number of tensors, and `_LENGTHS` numbers.
-_LENGTHS, _LISTS, _ANSWERS = 16, 4, 64
+_LENGTHS, _LISTS, _VALUES = 16, 4, 64
 _entries: dict[int, tuple[Entry, ...]] = {}
 
 
-def recognised(
-    tensors: list[Any], are_dense_off_graph: Callable[[Sequence[Any]], bool]
-) -> Metadata:
-    """Return the metadata of a list, with the answers about an earlier list like it if all tensors
-    are dense and off graph.
+def lookup(tensors: list[Any], are_dense_off_graph: Callable[[Sequence[Any]], bool]) -> Metadata:
+    """Return the metadata of a list, with the cache of an earlier list like it if all tensors are
+    dense and off graph.
     """
     # In inference mode the guard cannot tell ordinary tensors from inference tensors.
     unknown = traced() or torch.is_inference_mode_enabled()
@@ -180,12 +171,12 @@ def recognised(
         for entry in entries:
             if entry.is_like(*tensors):
                 off_graph = not (entry.may_have_graph and any(map(_grad_fn, tensors)))
-                answers = entry.answers if off_graph else None
-                return Metadata(tensors, answers, dense_off_graph=off_graph)
+                cache = entry.cache if off_graph else None
+                return Metadata(tensors, cache, dense_off_graph=off_graph)
     if not are_dense_off_graph(tensors):
         return Metadata(tensors)
     if not entries and len(_entries) >= _LENGTHS:
         _entries.pop(next(iter(_entries)), None)
     entry = Entry(tensors)
     _entries[len(tensors)] = (entry, *entries[: _LISTS - 1])
-    return Metadata(tensors, entry.answers, dense_off_graph=True)
+    return Metadata(tensors, entry.cache, dense_off_graph=True)

@@ -63,7 +63,7 @@ def are_dense_off_graph(leaves: Sequence[Any]) -> bool:
 
 def metadata_of(leaves: list[Any]) -> Metadata:
     """Return the metadata of leaves, which says whether they are dense and off graph."""
-    return metadata.recognised(leaves, are_dense_off_graph)
+    return metadata.lookup(leaves, are_dense_off_graph)
 
 
 def are_real(dtypes: Set[torch.dtype]) -> bool:

@@ -288,7 +288,7 @@ def gradients_like(params: FlatTree, grads: Tree) -> FlatTree:
             devices = list(_map(_device, gradients)), list(_map(_device, weights))
             return shapes[0] == shapes[1] and devices[0] == devices[1]
 
-        if metadata.remember("fit", fit, of_params):
+        if metadata.cached("fit", fit, of_params):
             return flat
     check_gradients(params.tree, gradients)
     for index, (gradient, weight) in enumerate(zip(gradients, params.leaves, strict=True)):

@@ -131,7 +131,7 @@ def test_masters_have_the_bits_of_a_run_in_float32(name, way, monkeypatch):
         donated = ps.maybe_step(wrapped, *clone(donated)[:1], grads, clone(donated)[1], False, True)
         assert same_bits(donated, (params, state))
         with monkeypatch.context() as patched:
-            patched.setattr(wrapper, "PIECE", 64)
+            patched.setattr(wrapper, "PIECE_NUMEL", 64)
             cut = wrapped.step(cut[0], grads, cut[1])
             assert same_bits(cut, (params, state))
     for key, p in params.items():
@@ -171,7 +171,7 @@ def test_pieces_keep_the_settings_in_the_state(donate, way, monkeypatch):
         grads = grads_of(params, 100 * index)
         whole = wrapped.step(whole[0], grads, whole[1])
         with monkeypatch.context() as patched:
-            patched.setattr(wrapper, "PIECE", 64)
+            patched.setattr(wrapper, "PIECE_NUMEL", 64)
             given = clone(cut)
             cut = ps.maybe_step(wrapped, given[0], grads, given[1], False, donate)
         assert same_bits(cut, whole)
@@ -199,14 +199,14 @@ def test_pieces_keep_slots_whose_memory_is_in_another_order(
         given = clone((whole, cut))
         whole = ps.maybe_step(wrapped, given[0][0], grads, given[0][1], False, donate)
         with monkeypatch.context() as patched:
-            patched.setattr(wrapper, "PIECE", 64)
+            patched.setattr(wrapper, "PIECE_NUMEL", 64)
             cut = ps.maybe_step(wrapped, given[1][0], grads, given[1][1], False, donate)
         assert same_bits(cut, whole)
 
 
 def test_pieces_keep_overrides_counts_and_the_rest_of_the_tree(way, monkeypatch):
     """A nested tree with None, a schedule, a leaf that is cut, one gradient that is not there."""
-    monkeypatch.setattr(wrapper, "PIECE", 64)
+    monkeypatch.setattr(wrapper, "PIECE_NUMEL", 64)
     optimizer = made(
         "AdamW",
         lr=lambda applied: 1e-2 / (1 + applied),
@@ -232,7 +232,7 @@ class Layer(NamedTuple):
 @pytest.mark.parametrize("tree", [Layer, lambda weight, bias: weight, lambda *pair: list(pair)])
 def test_pieces_keep_every_structure_of_parameters(tree, way, monkeypatch):
     """A named tuple, whose masters are one too, and a tensor alone."""
-    monkeypatch.setattr(wrapper, "PIECE", 64)
+    monkeypatch.setattr(wrapper, "PIECE_NUMEL", 64)
     optimizer = made("AdamW")
     wrapped = ps.with_master_weights(optimizer)
     wide = tree(numbers((20, 15)), numbers(33))

@@ -777,7 +777,7 @@ def test_a_step_that_raises_leaves_all_that_was_donated_as_it_was(data):
     piece = data.draw(st.sampled_from([1, 8, 2**21]))
     with (
         tracing.as_on_an_accelerator() if forced else contextlib.nullcontext(),
-        mock.patch.object(wrapper, "PIECE", piece),
+        mock.patch.object(wrapper, "PIECE_NUMEL", piece),
     ):
         given_trees = clone((params, scaled, state))
         try:

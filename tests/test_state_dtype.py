@@ -70,7 +70,7 @@ def test_a_step_is_cast_up_stepped_and_cast_down(name, dtype, way, monkeypatch):
         assert same_bits((params, state), expected)
         assert same_bits(donated, expected)
         with monkeypatch.context() as patched:
-            patched.setattr(wrapper, "PIECE", 64)
+            patched.setattr(wrapper, "PIECE_NUMEL", 64)
             cut, pieces = narrow.step(cut, grads, pieces)
             assert same_bits((cut, pieces), expected)
 

@@ -169,7 +169,8 @@ class Blueprint:
         if torch.compiler.is_dynamo_compiling():
             for module, store in links.registers:
                 holders[module]["register_buffer"] = Register(holders[store])
-        objects = Objects()  # of arguments torch.compile would ask whether all in them is constant
+        # Attributes, because torch.compile would check arguments of the class for constants.
+        objects = Objects()
         objects.plan, objects.links, objects.things, objects.holders = plan, links, things, holders
         objects.stores = [holders[number] for number, _, _ in links.stores]
         objects.registered, objects.root = objects.in_stores(), things[self.root]

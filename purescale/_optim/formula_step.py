@@ -89,7 +89,7 @@ class FormulaStep:
             key: _number(value) if self._layout.is_count(key) else _wide(value)
             for key, value in slot.items()
         }
-        h.spread = lambda number: _of_dtype(number, p.dtype)
+        h.expand = lambda number: _of_dtype(number, p.dtype)
         new_p, new = self._formula.step(p, _negated_if_maximize(_wide(gradient), h), state, h)
         return _narrow(new_p, weight), {
             key: _narrow(new[key], old) if key in new else old.clone() for key, old in slot.items()
@@ -97,7 +97,7 @@ class FormulaStep:
 
     def _step_joined(self, rows: list[Row], h: Any) -> list[Any]:
         """Step leaves of one kind as one leaf. Each count becomes a vector with a number for each
-        leaf, which `spread` repeats for the elements of that leaf.
+        leaf, which `expand` repeats for the elements of that leaf.
         """
         weights, gradients = [row.weight for row in rows], [row.gradient for row in rows]
         columns = {key: [row.slot[key] for row in rows] for key in rows[0].slot}
@@ -110,11 +110,11 @@ class FormulaStep:
         }
         sizes = self._sizes_of(weights)
 
-        def spread(numbers: Any) -> Tensor:
+        def expand(numbers: Any) -> Tensor:
             numbers = _of_dtype(numbers, p.dtype)
             return torch.repeat_interleave(numbers, sizes, output_size=p.numel())
 
-        h.spread = spread
+        h.expand = expand
         g = _negated_if_maximize(_joined(gradients, weights), h)
         new_p, new = self._formula.step(p, g, state, h)
         new_columns = {

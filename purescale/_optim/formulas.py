@@ -5,7 +5,7 @@ torch's names, and hyperparameters. It reads no value and writes into nothing, s
 hyperparameter may be a tensor, and a step can be compiled, mapped and differentiated. Half leaves
 come in float32, complex ones as reals, counts in float64 where the device has it.
 
-A number that follows from a count, such as `1 - beta1**t`, goes through `h.spread` before it meets
+A number that follows from a count, such as `1 - beta1**t`, goes through `h.expand` before it meets
 the elements of a leaf, because several leaves can be stepped as one (`formula_step.py`).
 """
 
@@ -24,7 +24,7 @@ State = dict[str, Tensor]
 Step = tuple[Tensor, State]
 
 # An own slot of SGD: True while the momentum buffer of this parameter is still to be created.
-FIRST = "is_first_step"
+FIRST_STEP = "is_first_step"
 
 
 # ---- the formulas --------------------------------------------------------------------------------
@@ -42,9 +42,9 @@ def sgd(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     if isinstance(h.momentum, Tensor):  # without momentum there is no dampening
         dampening = dampening * (h.momentum != 0)
     m = h.momentum * state["momentum_buffer"] + (1 - dampening) * g
-    if FIRST in state:
-        m = torch.where(h.spread(state[FIRST]), g, m)
-        new[FIRST] = torch.zeros_like(state[FIRST])
+    if FIRST_STEP in state:
+        m = torch.where(h.expand(state[FIRST_STEP]), g, m)
+        new[FIRST_STEP] = torch.zeros_like(state[FIRST_STEP])
     direction = g + h.momentum * m if h.nesterov else m
     return p - h.lr * direction, {"momentum_buffer": m, **new}
 
@@ -61,15 +61,15 @@ def adam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     new = {"step": t, "exp_avg": m, "exp_avg_sq": v}
     if h.amsgrad:
         new["max_exp_avg_sq"] = v = torch.maximum(state["max_exp_avg_sq"], v)
-    denominator = _root(v) / h.spread((1 - beta2**t).sqrt()) + h.eps
-    return p - h.spread(h.lr / (1 - beta1**t)) * m / denominator, new
+    denominator = _root(v) / h.expand((1 - beta2**t).sqrt()) + h.eps
+    return p - h.expand(h.lr / (1 - beta1**t)) * m / denominator, new
 
 
 def adagrad(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     """Duchi et al., Adaptive subgradient methods (2011), with a rate that decays."""
     t, g = state["step"] + 1, _decayed(p, g, h)
     total = state["sum"] + g * g
-    rate = h.spread(h.lr / (1 + (t - 1) * h.lr_decay))
+    rate = h.expand(h.lr / (1 + (t - 1) * h.lr_decay))
     return p - rate * g / (_root(total) + h.eps), {"step": t, "sum": total}
 
 
@@ -103,7 +103,7 @@ def adamax(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     t, g = state["step"] + 1, _decayed(p, g, h)
     m = _average(state["exp_avg"], g, beta1)
     u = torch.maximum(beta2 * state["exp_inf"], g.abs() + h.eps)
-    return p - h.spread(h.lr / (1 - beta1**t)) * m / u, {"step": t, "exp_avg": m, "exp_inf": u}
+    return p - h.expand(h.lr / (1 - beta1**t)) * m / u, {"step": t, "exp_avg": m, "exp_inf": u}
 
 
 def nadam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
@@ -115,9 +115,9 @@ def nadam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     product = state["mu_product"] * mu
     m = _average(state["exp_avg"], g, beta1)
     v = _average_square(state["exp_avg_sq"], g, beta2)
-    denominator = _root(v / h.spread(1 - beta2**t)) + h.eps
-    of_g = h.spread(h.lr * (1 - mu) / (1 - product))
-    of_m = h.spread(h.lr * mu_next / (1 - product * mu_next))
+    denominator = _root(v / h.expand(1 - beta2**t)) + h.eps
+    of_g = h.expand(h.lr * (1 - mu) / (1 - product))
+    of_m = h.expand(h.lr * mu_next / (1 - product * mu_next))
     new = {"step": t, "mu_product": product, "exp_avg": m, "exp_avg_sq": v}
     return p - of_g * (g / denominator) - of_m * (m / denominator), new
 
@@ -136,8 +136,8 @@ def radam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     long = torch.where(late, length, 6.0)
     of_variance = (long - 4) * (long - 2) * limit / ((limit - 4) * (limit - 2) * long)
     rectified = (of_variance.abs() * (1 - beta2**t)).sqrt()
-    scale = torch.where(h.spread(late), h.spread(rectified) / (_root(v) + h.eps), 1.0)
-    step = h.spread(h.lr / (1 - beta1**t)) * m * scale
+    scale = torch.where(h.expand(late), h.expand(rectified) / (_root(v) + h.eps), 1.0)
+    step = h.expand(h.lr / (1 - beta1**t)) * m * scale
     return p - step, {"step": t, "exp_avg": m, "exp_avg_sq": v}
 
 
@@ -147,8 +147,8 @@ def asgd(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     eta, mu = state["eta"], state["mu"]
     if h.rate_moves:
         eta = torch.where(t == 1, h.lr, eta)
-    p = p * h.spread(1 - h.lambd * eta) - h.spread(eta) * g
-    ax = torch.where(h.spread(mu == 1), p, state["ax"] + h.spread(mu) * (p - state["ax"]))
+    p = p * h.expand(1 - h.lambd * eta) - h.expand(eta) * g
+    ax = torch.where(h.expand(mu == 1), p, state["ax"] + h.expand(mu) * (p - state["ax"]))
     eta = h.lr / (1 + h.lambd * h.lr * t) ** h.alpha
     mu = 1 / torch.clamp(t - h.t0, min=1)
     return p, {"step": t, "eta": eta, "mu": mu, "ax": ax}
@@ -158,7 +158,7 @@ def rprop(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     """Riedmiller and Braun, A direct adaptive method for faster backpropagation learning (1993)."""
     t, size = state["step"] + 1, state["step_size"]
     if h.rate_moves:
-        size = torch.where(h.spread(t == 1), torch.ones_like(size) * h.lr, size)
+        size = torch.where(h.expand(t == 1), torch.ones_like(size) * h.lr, size)
     shrink, grow = h.etas
     least, most = h.step_sizes
     turn = g * state["prev"]

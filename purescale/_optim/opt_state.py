@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.formulas import FIRST, Formula
+from .._optim.formulas import FIRST_STEP, Formula
 from .._torch.metadata import Metadata
 from .._torch.tracing import traced
 from .._tree.leaves import are_dense_real
@@ -157,7 +157,7 @@ class SlotLayout:
             extra.get("dampening") for extra in settings
         )
         if self.first_step_differs:
-            self._counts = {**self._counts, FIRST: torch.bool}
+            self._counts = {**self._counts, FIRST_STEP: torch.bool}
 
     def new(self, weight: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the slots of a parameter before its first step; none of a user's class, whose step
@@ -172,7 +172,7 @@ class SlotLayout:
             )
         slot = self._formula.slots(weight.detach(), settings)
         if self.first_step_differs and "momentum_buffer" in slot:
-            slot[FIRST] = torch.ones((), dtype=torch.bool, device=weight.device)
+            slot[FIRST_STEP] = torch.ones((), dtype=torch.bool, device=weight.device)
         return slot
 
     def is_count(self, key: str) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._optim.formulas import FIRST, filled_like
+from .._optim.formulas import FIRST_STEP, filled_like
 from .._optim.fused import can_launch
 from .._optim.in_state import each_number
 from .._optim.opt_state import Slots, as_tensors, with_numbers
@@ -49,13 +49,15 @@ class OwnStep:
         if any([weight.dtype.itemsize == 2 for weight in weights.values()]):
             weights, gradients = _widened(weights), _widened(gradients)
             slots = {name: self._widened_slot(slot) for name, slot in slots.items()}
-        first = {name: g for name, g in gradients.items() if bool(slots[name].get(FIRST, False))}
+        first = {
+            name: g for name, g in gradients.items() if bool(slots[name].get(FIRST_STEP, False))
+        }
         later = {name: g for name, g in gradients.items() if name not in first}
         with torch.no_grad(), _factors_on_host():
             new = self._run(weights, later, slots, lrs, hyper)
             if first:  # torch's SGD ignores dampening in the step that makes a momentum buffer
                 self._run(weights, first, slots, lrs, hyper, dampening=0)
-                private.listops.zero_([slots[name][FIRST] for name in first])
+                private.listops.zero_([slots[name][FIRST_STEP] for name in first])
             if weights is narrow[0]:
                 return new
             for target, wide in zip(narrow[0].values(), weights.values(), strict=True):
@@ -64,7 +66,7 @@ class OwnStep:
 
     def _widened_slot(self, slot: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
-            key: value if self._layout.is_count(key) else value.to(_wide(value))
+            key: value if self._layout.is_count(key) else value.to(_wide_dtype_of(value))
             for key, value in slot.items()
         }
 
@@ -153,13 +155,13 @@ def _factors_on_host() -> Any:
     return contextlib.nullcontext() if usual else _FactorsOnHost()
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def _wide_dtype_of(tensor: Tensor) -> torch.dtype:
     number = tensor.is_floating_point() or tensor.is_complex()
     return wide_dtype(tensor.dtype) if number else tensor.dtype
 
 
 def _widened(tensors: Weights) -> Weights:
-    dtypes = [_wide(tensor) for tensor in tensors.values()]
+    dtypes = [_wide_dtype_of(tensor) for tensor in tensors.values()]
     return dict(zip(tensors, foreach.cast(list(tensors.values()), dtypes), strict=True))
 
 

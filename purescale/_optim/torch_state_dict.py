@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.formulas import FIRST
+from .._optim.formulas import FIRST_STEP
 from .._optim.opt_state import Slots
 from .._optim.param_groups import FLAGS
 from .._tree import tree as _tree
@@ -47,13 +47,13 @@ def state_dict(slots: Slots, groups: list[tuple[list[str], dict[str, Any]]]) -> 
 
 def _saved(slot: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of the slots of a parameter, none if they are still as `init` made them."""
-    if slot.get(FIRST, False):
+    if slot.get(FIRST_STEP, False):
         return {}
     # torch keeps step counts on the CPU, and moves them itself if an implementation needs it.
     return {
         key: (value.cpu() if key == "step" else value).clone()
         for key, value in slot.items()
-        if key != FIRST
+        if key != FIRST_STEP
     }
 
 
@@ -284,7 +284,7 @@ def restored(name: str, saved: Mapping[str, Any], fresh: dict[str, Tensor]) -> d
     saved = {key: value for key, value in saved.items() if value is not None}
     if not saved:
         return fresh
-    kept = fresh.keys() - {FIRST}
+    kept = fresh.keys() - {FIRST_STEP}
     if saved.keys() != kept:
         raise ValueError(
             f"the state of {name} has {sorted(map(str, saved))}, this optimizer keeps "
@@ -294,7 +294,7 @@ def restored(name: str, saved: Mapping[str, Any], fresh: dict[str, Tensor]) -> d
         )
     restored = {}
     for key, like in fresh.items():
-        if key == FIRST:
+        if key == FIRST_STEP:
             restored[key] = torch.zeros_like(like)
             continue
         value = saved[key]

@@ -24,7 +24,7 @@ from .._tree.tree import FlatDict, Leaves, Tree
 
 # The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,
 # depending on class and wrapper: 12 to 52 MiB in all.
-PIECE = 2**21
+PIECE_NUMEL = 2**21
 
 
 class Wrapper:
@@ -169,11 +169,11 @@ class Wrapper:
         )
 
     def pieces(self, inputs: StepInputs) -> Iterator[StepInputs]:
-        """Yield a step that can be cut in pieces of at most `PIECE` elements, which share the
+        """Yield a step that can be cut in pieces of at most `PIECE_NUMEL` elements, which share the
         memory of `inputs`.
         """
         params, places = inputs.named_params, inputs.all_places
-        if sum([leaf.numel() for leaf in params.values()]) <= PIECE:
+        if sum([leaf.numel() for leaf in params.values()]) <= PIECE_NUMEL:
             yield inputs
             return
         grads = dict(zip(inputs.names, inputs.local_grads(inputs.grads.tensors), strict=True))
@@ -210,23 +210,23 @@ Cut = dict[str, slice]  # the elements of each parameter in a piece
 
 
 def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
-    """Return the elements of the parameters in each piece: whole parameters up to `PIECE` elements,
-    or a part of a larger one.
+    """Return the elements of the parameters in each piece: whole parameters up to `PIECE_NUMEL`
+    elements, or a part of a larger one.
     """
     # A part of a tensor in another memory order would be a copy, and writes into it lost.
     state = _tree.tensors(inputs.opt_state)
     whole_shapes = {leaf.shape for leaf in state if not leaf.is_contiguous()}
     cuts: list[Cut] = [{}]
-    room = PIECE
+    room = PIECE_NUMEL
     for name, leaf in inputs.named_params.items():
         count = max(leaf.numel(), 1)
         may_cut = cut_leaves and leaf.is_contiguous() and leaf.shape not in whole_shapes
-        size = PIECE if may_cut else count
+        size = PIECE_NUMEL if may_cut else count
         for start in range(0, count, size):
             stop = min(start + size, leaf.numel())
             if stop - start > room and cuts[-1]:
                 cuts.append({})
-                room = PIECE
+                room = PIECE_NUMEL
             cuts[-1][name] = slice(start, stop)
             room -= stop - start
     return cuts

@@ -154,18 +154,12 @@ class Masked:
         """Return parameters and state after the decided step, in the trees of the arguments."""
         if torch.compiler.is_compiling():  # which fuses; writing into gradients would only add work
             inputs = inputs._replace(grads=inputs.grads._replace(owned=False))
-        return cls._updated(optimizer, inputs, decision, memory)
-
-    @classmethod
-    def _updated(
-        cls, optimizer: Updater, inputs: StepInputs, decision: Decision, memory: Memory
-    ) -> tuple[Tree, Tree]:
         prepared = _prepared(optimizer, inputs, decision, in_place=memory.optimizer)
-        stepped = cls._stepped(optimizer, inputs, decision, prepared, in_place=memory.optimizer)
+        stepped = cls._step(optimizer, inputs, decision, prepared, in_place=memory.optimizer)
         return inputs.restore(*stepped)
 
     @classmethod
-    def _stepped(
+    def _step(
         cls,
         optimizer: Updater,
         inputs: StepInputs,
@@ -181,7 +175,7 @@ class Masked:
             results = {}
             for part, ready in prepared:
                 step = part.optimizer, part.inputs, decision, ready
-                results[part.key] = part.inputs.restore(*cls._stepped(*step, in_place=in_place))
+                results[part.key] = part.inputs.restore(*cls._step(*step, in_place=in_place))
             return optimizer.join(inputs, results)
         if isinstance(optimizer, TorchOptimizer) and optimizer.fuses(inputs):
             return optimizer.masked(inputs, decision, in_place=in_place, prepared=prepared)
@@ -209,7 +203,7 @@ class Masked:
             own = unscaled(inputs, decision, wide=optimizer.wide_grads)
             new = optimizer.applied(own, prepared=prepared)
         if optimizer.may_add_slots:
-            return old_or_new(bool(decision.skip), old, new, overwrite=in_place)
+            return unchanged(old, overwrite=in_place) if bool(decision.skip) else new
         keeps_graph = optimizer.differentiable or traced()
         with torch.set_grad_enabled(torch.is_grad_enabled() and keeps_graph):
             leaves, others, structure = _tree.matching_leaves(old, new, "old", "new")
@@ -217,12 +211,8 @@ class Masked:
             return structure.unflatten(chosen)
 
 
-def old_or_new(
-    skip: bool, old: tuple[Tree, Tree], new: tuple[Tree, Tree], *, overwrite: bool
-) -> tuple[Tree, Tree]:
-    """Return the old parameters and state if `skip`, copied unless `overwrite`, else the new."""
-    if not skip:
-        return new
+def unchanged(old: tuple[Tree, Tree], *, overwrite: bool) -> tuple[Tree, Tree]:
+    """Return the old parameters and state, copied unless `overwrite`."""
     return _tree.map(_off_graph, old) if overwrite else _tree.clone(old)
 
 

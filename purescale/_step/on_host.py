@@ -16,7 +16,7 @@ from .._grads.measure import FINITE, GradStats, Want, stats_on_host
 from .._optim.decision import Decision, unscaled
 from .._optim.protocol import Updater
 from .._optim.step_inputs import StepInputs
-from .._step.masked import Masked, Outcome, WindowFlags, is_unbounded, old_or_new
+from .._step.masked import Masked, Outcome, WindowFlags, is_unbounded, unchanged
 from .._step.memory import Memory
 from .._step.spike_guard import Verdict
 from .._torch.metadata import Metadata
@@ -93,9 +93,9 @@ class OnHost(Masked):
         cls, optimizer: Updater, inputs: StepInputs, decision: Decision, memory: Memory
     ) -> tuple[Tree, Tree]:
         if not decision.skip:
-            return cls._updated(optimizer, inputs, decision, memory)
+            return super().update(optimizer, inputs, decision, memory)
         old = inputs.params_tree(inputs.params), inputs.opt_state
-        return inputs.restore(*old_or_new(True, old, old, overwrite=memory.optimizer))
+        return inputs.restore(*unchanged(old, overwrite=memory.optimizer))
 
     @staticmethod
     def _step_and_choose(

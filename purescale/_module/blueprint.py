@@ -185,18 +185,18 @@ class Blueprint:
         """
         things += [tensor.clone() for tensor in plan.tensors]
         things += [empty(record) for record in plan.filled]
-        for record in plan.early:
+        for record in plan.without_tensors:
             things.append(built(record, things, tensors))
         if self.hooks and hooked:
             tensors = dict(tensors)
             for name, hooks in self._hooks(things).items():
                 tensors[name] = Hooked.apply(tensors[name], hooks)  # type: ignore[no-untyped-call]
-        for record in plan.late:
+        for record in plan.with_tensors:
             things.append(built(record, things, tensors))
         return tensors
 
     @private.only_inlined
-    def take_back(self) -> list[tuple[int, str, str]]:
+    def release_shared(self) -> list[tuple[int, str, str]]:
         """Leave the shared containers to a call whose forward has filled one, as its backward may
         run a part of it again; later calls make all of them anew. Return what was registered in
         them: the number of the module, the store, the name.

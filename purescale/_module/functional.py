@@ -101,7 +101,7 @@ class Apply:
                 explain(error)
             raise
         finally:
-            registered = blueprint.take_back()
+            registered = blueprint.release_shared()
             effects.restore_flags()
         if registered:
             number, store, name = registered[0]

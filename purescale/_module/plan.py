@@ -48,22 +48,31 @@ class Immutable(NamedTuple):
     parts: list[Any]
 
 
+# A part of an object, by numbers and names alone: the number of its holder, the key or attribute
+# there, and the name of the tensor or the number of the other object.
+TensorLink = tuple[int, Any, str]
+PartLink = tuple[int, Any, int]
+# A dict of parameters, buffers or modules: its number, that of its module, its attribute there.
+StoreLink = tuple[int, int, str]
+
+
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """The places of parts in other objects, by numbers and names alone."""
+    """The places of parts in other objects."""
 
-    tensors: tuple[tuple[int, Any, str], ...]  # number, key or attribute, name of a tensor
-    parts: tuple[tuple[int, Any, int], ...]  # number, key or attribute, number of another
+    tensors: tuple[TensorLink, ...]
+    parts: tuple[PartLink, ...]
     modules: tuple[int, ...]
-    stores: tuple[tuple[int, int, str], ...]  # dicts of parameters, buffers, modules; module, key
-    buffers: tuple[tuple[int, Any, str], ...]  # those of `tensors` that are registered buffers
+    stores: tuple[StoreLink, ...]
+    buffers: tuple[TensorLink, ...]  # those of `tensors` that are registered buffers
     registers: tuple[tuple[int, int], ...]  # modules with torch's own `register_buffer`, `_buffers`
     paths: tuple[str, ...]  # of `tensors`, in the model
 
 
 class Plan(NamedTuple):
     """The objects that a call makes, in this order: the number of an object is its position in
-    `kinds`, then in `containers`, `tensors`, `filled`, `early`, `late`.
+    `kinds`, then in `containers`, `tensors`, `filled`, `without_tensors`,
+    `with_tensors`.
     """
 
     size: int  # the number of all
@@ -73,8 +82,8 @@ class Plan(NamedTuple):
     tensors: list[Tensor]  # neither parameters nor buffers: each call has copies
     tensor_paths: list[str]  # of these, in the model
     filled: list[Filled]
-    early: list[Immutable]  # those without tensors of the call
-    late: list[Immutable]  # those with such tensors
+    without_tensors: list[Immutable]  # of the call; they are made before hooks run, which hold them
+    with_tensors: list[Immutable]
     # Empty containers of torch in a module, such as its dicts of hooks, are shared by all calls, as
     # hardly any forward fills one: the containers, and the number and attribute of each. Once one
     # was filled, each call makes all of them: the number, the attribute, the class of each.

@@ -62,7 +62,7 @@ _NOT_FOR_FORWARD = frozenset(
         *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
     }
 )
-_FIELDS = ("objects", "containers", "tensors", "filled", "early", "late")
+_FIELDS = ("objects", "containers", "tensors", "filled", "without_tensors", "with_tensors")
 
 
 class Node(NamedTuple):
@@ -139,7 +139,7 @@ class Recorder:
         elif is_array(thing) and not thing.dtype.hasobject:
             self._node(thing, "containers", thing.copy())
         elif kind is weakref.ref:
-            self.weak.append((self._node(thing, "early", None), thing))
+            self.weak.append((self._node(thing, "without_tensors", None), thing))
         elif kind is types.SimpleNamespace or (_is_helper(kind) and any(slots(thing))):
             self._filled(thing, kind if kind is types.SimpleNamespace else object, path)
         elif _is_helper(kind):
@@ -171,7 +171,9 @@ class Recorder:
                 self.nodes.append(Node("tensors", (memory, self.nodes[number].pattern[1]), []))
                 for index, tensor in tensors:
                     layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-                    self.nodes[index] = Node("early", Immutable(new_view, layout, [base]), [])
+                    self.nodes[index] = Node(
+                        "without_tensors", Immutable(new_view, layout, [base]), []
+                    )
 
     def _module(self, module: nn.Module, path: str) -> None:
         if type(module).__name__ == "OptimizedModule":  # by torch.compile: what it compiles
@@ -290,9 +292,8 @@ class Recorder:
         if all(new is part for new, part in zip(wrapped, parts, strict=True)):
             self.places[id(thing)] = None
             return
-        places = [part.place for part in wrapped if isinstance(part, Part)]
-        late = any(map(self._is_late, places))
-        self._node(thing, "late" if late else "early", Immutable(build, pattern, wrapped))
+        record = Immutable(build, pattern, wrapped)
+        self._node(thing, self._field_of(record), record)
 
     def _wrapped(self, value: Any, path: str) -> Any:
         if self._was_computed(value):
@@ -399,8 +400,8 @@ class Recorder:
                 )
                 for record in patterns["filled"]
             ],
-            early=list(map(self._numbered_parts, patterns["early"])),
-            late=list(map(self._numbered_parts, patterns["late"])),
+            without_tensors=list(map(self._numbered_parts, patterns["without_tensors"])),
+            with_tensors=list(map(self._numbered_parts, patterns["with_tensors"])),
             empty=[container for _, _, container in self.empty],
             owners=[(self.numbers[index], key) for index, key, _ in self.empty],
             fresh=[],
@@ -414,11 +415,15 @@ class Recorder:
             record = Immutable(unchanged, reference, [])
             if target is not None:
                 record = Immutable(new_reference, None, [Part(target)])
-            late = target is not None and self._is_late(target)
-            self.nodes[index] = Node("late" if late else "early", record, [])
+            self.nodes[index] = Node(self._field_of(record), record, [])
 
-    def _is_late(self, place: str | int) -> bool:
-        return isinstance(place, str) or self.nodes[place].field == "late"
+    def _field_of(self, record: Immutable) -> str:
+        """Return the field of the plan: a tensor of the call among its parts, or in one of them."""
+        places = [part.place for part in record.parts if isinstance(part, Part)]
+        has_tensors = any(
+            [isinstance(p, str) or self.nodes[p].field == "with_tensors" for p in places]
+        )
+        return "with_tensors" if has_tensors else "without_tensors"
 
     def _links(self, nodes: list[Node], kinds: list[Any]) -> Links:
         places = [(number, *part) for number, node in enumerate(nodes) for part in node.parts]

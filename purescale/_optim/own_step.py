@@ -115,14 +115,11 @@ class OwnStep:
         """Return the flags of torch's default implementation, or those that were named, where they
         are right: a fused kernel is not in half precision on a CPU.
         """
-        flags = {"capturable": False, "differentiable": False}
-        fused = self._groups.settings.get("fused")
-        if not self._groups.flag_named or (
-            fused
-            and not can_launch(Metadata(list(weights.values())), Metadata(list(gradients.values())))
-        ):
-            flags = dict.fromkeys(FLAGS, False)
-        return flags
+        lists = [Metadata(list(tensors.values())) for tensors in (weights, gradients)]
+        fits = not self._groups.settings.get("fused") or can_launch(*lists)
+        if self._groups.flag_named and fits:
+            return {"capturable": False, "differentiable": False}
+        return dict.fromkeys(FLAGS, False)
 
     def _start(self, slots: list[dict[str, Tensor]], rate: Any, *, moves: bool) -> None:
         """Fill the slots that start as the rate of the first step."""

@@ -367,9 +367,7 @@ def _weights(
         total = sum(numbers) or 1.0
         return _Weights(vector, [n / total for n in numbers], [n > 0 for n in numbers])
     counts = is_weight(vector) & (vector > 0)
-    shares = torch.where(counts, vector, 0)
-    shares = shares / torch.where(counts.any(), shares.sum(), 1)
-    return _Weights(vector, engine.read(shares), engine.read(counts))
+    return _Weights(vector, engine.read(_shares(vector, counts)), engine.read(counts))
 
 
 def check_weights(
@@ -447,6 +445,10 @@ def _summary(
 
 
 def _mean(loss: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    share = torch.where(counts, weight, 0)
-    share = share / torch.where(counts.any(), share.sum(), 1)
-    return (torch.where(counts, loss, 0) * share).sum()
+    return (torch.where(counts, loss, 0) * _shares(weight, counts)).sum()
+
+
+def _shares(weight: Tensor, counts: Tensor) -> Tensor:
+    """Return the weights of those that count over their sum, zeros if none does."""
+    shares = torch.where(counts, weight, 0)
+    return shares / torch.where(counts.any(), shares.sum(), 1)

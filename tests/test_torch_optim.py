@@ -1110,7 +1110,7 @@ def test_a_refused_state_leaves_no_gradient_on_donated_parameters():
     params = {"a": torch.ones(2), "b": torch.ones(2)}
     state, grads = sgd.init(params), {"a": torch.ones(2), "b": torch.ones(2)}
     state = state._replace(slots={"a": state.slots["a"], "b": {}})
-    with pytest.raises(ValueError, match="opt_state has no state that SGD keeps"):
+    with pytest.raises(ValueError, match="opt_state has no momentum_buffer that SGD keeps"):
         ps.maybe_step(sgd, params, grads, state, torch.tensor(False), donate=True)
     assert params["a"].grad is None
 

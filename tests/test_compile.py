@@ -184,10 +184,11 @@ def test_a_vmapped_ensemble_is_one_graph_with_no_loop_over_its_members(settings)
     assert all(tensor.isfinite().all() for tensor in tensors(expected.params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        {},
         {"weight_fn": lambda batch: batch[1].ge(0).sum(), "on_nonfinite": "drop_microbatch"},
     ],
 )

@@ -233,7 +233,7 @@ def _counted(rank, mesh, placements):
         assert found.get_total_counts() == count
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_facts_of_a_step_cost_one_reduction_a_mesh(ranks):
     run(_counted, ranks)
 
@@ -335,7 +335,7 @@ def _both(rank, mesh, placements):
     _sums(rank, mesh, placements)
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_goes_element_by_element_is_done_on_shards_and_sums_are_summed_first(ranks):
     run(_both, ranks)
 
@@ -459,7 +459,7 @@ def _fully_sharded(rank):
         close(dict(model.named_parameters()), dict(alone.named_parameters()))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_module_under_fsdp2_sees_the_donated_step(ranks):
     in_processes(_fully_sharded, ranks)
 

@@ -456,7 +456,7 @@ def test_a_parameter_in_a_step_is_a_parameter_and_what_comes_out_is_a_tensor():
 
 # dynamo's own look at an input
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_piece_inside_of_an_eager_forward_takes_its_parameters(backend):
     class Pieces(nn.Module):
         def __init__(self):

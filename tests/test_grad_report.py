@@ -194,7 +194,7 @@ def test_under_vmap_it_equals_a_loop(dtype):
     assert same_bits(unstack(loop, 1), ps.grad_report(members[1]))
 
 
-@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.parametrize("count", [1, pytest.param(40, marks=pytest.mark.slow)])
 def test_compiled_it_is_one_graph_and_the_same(count):
     grads = grads_with(inf, count)
     compiled = torch.compile(ps.grad_report, fullgraph=True, backend="aot_eager")

@@ -384,7 +384,7 @@ HOLDERS = {
 }
 
 
-@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("forced", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
 def test_a_model_is_freed_after_steps_with_any_setting_that_holds_it(holder, forced):
     def trained():

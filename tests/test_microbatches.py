@@ -319,7 +319,14 @@ def test_the_gradients_of_a_microbatch_are_let_go_before_the_next_are_made(polic
     assert len(made) == 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        pytest.param(torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(torch.complex64, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("on_nonfinite", ["drop_window", "drop_microbatch"])
 def test_from_its_second_microbatch_on_a_window_holds_parameters_and_mean_and_no_gradients(
     dtype, on_nonfinite
@@ -371,7 +378,9 @@ def test_a_window_that_may_be_tried_again_has_the_bits_of_one_that_may_not(how):
     assert same_bits(step(state, microbatches, max_retries=3), step(state, microbatches))
 
 
-@pytest.mark.parametrize("transform", ["vmap", "compile", "jvp"])
+@pytest.mark.parametrize(
+    "transform", ["vmap", pytest.param("compile", marks=pytest.mark.slow), "jvp"]
+)
 def test_weights_that_are_tensors_agree_however_a_window_is_run(transform):
     """To 1e-6: other kernels."""
     state, step = vector_job("equal", weight_fn=lambda m: m[1])
@@ -830,7 +839,7 @@ def test_a_skipped_step_has_no_finite_norm_and_one_that_was_taken_has_the_true_o
         assert info.grad_norm.item() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("how", ["vmap", "compile"])
+@pytest.mark.parametrize("how", ["vmap", pytest.param("compile", marks=pytest.mark.slow)])
 def test_a_skipped_step_has_no_finite_norm_however_it_is_run(how):
     state, step = mean_job(max_norm=1.0, on_nonfinite="drop_microbatch")
     windows = [numbers(2, 4), numbers(INF, 4), numbers(math.nan, INF)]

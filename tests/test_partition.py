@@ -352,6 +352,7 @@ def test_nothing_of_a_step_is_in_memory_that_was_given():
 # ---- compiled, mapped, derived, saved ------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_compiled_step_is_one_graph_and_equal_to_an_eager_one():
     optimizer = made(MUON, ps.with_master_weights(ADAMW))
     params = params_of()

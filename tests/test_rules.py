@@ -263,7 +263,10 @@ RULES = [
     ps.StaticScale(512.0),
     ps.NoScale(),
     ps.HeadroomScale(),
-    ps.HeadroomScale(8.0, margin=0, window=3, min_scale=2.0**-111, max_scale=2.0**127),
+    pytest.param(
+        ps.HeadroomScale(8.0, margin=0, window=3, min_scale=2.0**-111, max_scale=2.0**127),
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -145,6 +145,7 @@ def _not_there(folder, rank):
         ps.from_state_dict(d, other)
 
 
+@pytest.mark.slow
 def test_a_sharded_state_of_another_tree_is_refused_on_every_rank(tmp_path):
     in_processes(functools.partial(saved, str(tmp_path), True))
     in_processes(functools.partial(_not_there, str(tmp_path)), 3)

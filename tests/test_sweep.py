@@ -108,7 +108,8 @@ def test_one_compiled_function_serves_every_optimizer_with_its_own_settings(name
         agrees(compiled, optimizer, count)
 
 
-@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [FEW, MANY])
 def test_many_compiled_functions_over_one_body_keep_to_their_own_optimizers(count):
     def build(optimizer):
         return compile(lambda _, *arguments: ps.maybe_step(optimizer, *arguments), "eager")

@@ -61,6 +61,7 @@ def test_the_table_in_the_docs_is_that_of_these_jobs():
 # ---- other devices -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each
 def test_a_device_as_mps_has_the_same_numbers_without_float64_and_fused_kernels(name, monkeypatch):
     monkeypatch.setattr(fused, "MASKED_BY_KERNELS", ())
@@ -72,6 +73,7 @@ def test_a_device_as_mps_has_the_same_numbers_without_float64_and_fused_kernels(
     assert max(apart) <= TOLERANCE.get(name, 5e-6)  # powers of step counts are float32's
 
 
+@pytest.mark.slow
 @each
 def test_a_job_on_the_second_of_two_devices_stays_there(name):
     run = trained("sim:1", name)  # the current one is the first

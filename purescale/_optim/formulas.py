@@ -247,8 +247,8 @@ def _root(square: Tensor) -> Tensor:
     """
     if not (torch.is_grad_enabled() or under_transform()):
         return square.sqrt()
-    none = square == 0
-    return torch.where(none, square.detach(), torch.where(none, 1, square).sqrt())
+    is_zero = square == 0
+    return torch.where(is_zero, square.detach(), torch.where(is_zero, 1, square).sqrt())
 
 
 def _scaled_sum(beta: Any, x: Tensor, alpha: Any, a: Tensor, b: Tensor) -> Tensor:

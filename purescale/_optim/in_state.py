@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -52,8 +51,8 @@ def check_setting(cls: Any, name: Any, values: Mapping[str, Any], formula: Formu
             f"as data. Fix: leave {name} out of in_state, and make an optimizer for each value."
         )
     value = values[name]
-    every = value if isinstance(value, (tuple, list)) else (value,)
-    if not all(isinstance(one, numbers.Real) and not isinstance(one, bool) for one in every):
+    entries = value if isinstance(value, (tuple, list)) else (value,)
+    if any(as_float(entry) is None for entry in entries):
         raise TypeError(
             f"in_state: {name} of {cls.__name__} is {value!r}, expected a number or a tuple of "
             f"numbers. Fix: leave {name} out of in_state; {name}={value!r} stays a setting."
@@ -76,10 +75,11 @@ def check_hyper(hyper: Any, starts: Mapping[str, Any]) -> None:
             "optimizer.init(params)`."
         )
     for name, value in hyper.items():
-        leaves, start = each_of({name: value}), starts[name]
-        of_one_kind = isinstance(value, tuple) == isinstance(start, tuple)
-        sound = of_one_kind and len(leaves) == len(each_of({name: start}))
-        if not (sound and all(map(is_number, leaves))):
+        leaves = each_of({name: value})
+        length, expected_length = (
+            len(v) if isinstance(v, tuple) else None for v in (value, starts[name])
+        )
+        if length != expected_length or not all(map(is_number, leaves)):
             has = list(map(described, leaves))
             raise ValueError(
                 f"opt_state.hyper[{name!r}] is {', '.join(has)}; expected floating 0-d "
@@ -123,15 +123,15 @@ def each_number(change: Callable[[Any], Any], hyper: Mapping[str, Any]) -> dict[
 
 def agreed(name: str, groups: Sequence[Mapping[str, Any]]) -> Any:
     """Return the value that all these groups of a state dict share; None if no group has one."""
-    found = [each_number(float, {name: group[name]})[name] for group in groups if name in group]
-    if len(set(found)) > 1:
+    values = [each_number(float, {name: group[name]})[name] for group in groups if name in group]
+    if len(set(values)) > 1:
         what = "rates" if name == "lr" else f"values of {name}"
         raise ValueError(
-            f"the state dict has the {what} {found} in groups that take theirs from the state, "
+            f"the state dict has the {what} {values} in groups that take theirs from the state, "
             "which holds one. Likely cause: groups with a setting of their own. Fix: "
             f"`overrides={{pattern: {{{name!r}: ...}}}}` for all but one of them."
         )
-    return found[0] if found else None
+    return values[0] if values else None
 
 
 # ---- replaced ------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def replace_settings(state: S, **settings: Any) -> S:
     holders = list(_holders(state, ()))
     for name, value in settings.items():
         for key in value if isinstance(value, Mapping) else (None,):
-            if not any([name in held and key in (None, *keys) for keys, held in holders]):
+            if not any([name in names and key in (None, *keys) for keys, names in holders]):
                 raise _not_held(name, key, holders)
     return _replaced(state, settings)
 
@@ -182,7 +182,7 @@ class _Holder(NamedTuple):
     """A state of from_torch within another state."""
 
     keys: tuple[str, ...]  # the keys of the parts around it
-    held: tuple[str, ...]  # the settings that it holds
+    names: tuple[str, ...]  # of the settings that it holds
 
 
 def _inner(state: Any) -> str | None:
@@ -255,13 +255,13 @@ def _like(old: Any, new: Any, name: str) -> Any:
 
 
 def _not_held(name: str, key: str | None, holders: Sequence[_Holder]) -> ValueError:
-    held = [
+    listed = [
         f"{'.'.join(keys)}{': ' if keys else ''}{join_names(list(names), 20)}"
         for keys, names in holders
     ]
     where = "the state" if key is None else f"the part {key!r} of the state"
     return ValueError(
-        f"{where} holds no setting {name!r}. It holds: {'; '.join(held) or 'nothing'}. "
+        f"{where} holds no setting {name!r}. It holds: {'; '.join(listed) or 'nothing'}. "
         "Likely cause: a setting that in_state does not name. Fix: `new = from_torch(..., "
         f"in_state=({name!r},))`, with the names that are there already, and "
         f"{_MOVED.format(new='new', old='optimizer')}; or "

@@ -32,7 +32,7 @@ class OwnStep:
         self._step = groups.cls.step if self._formula is None else inspect.unwrap(groups.cls.step)
         # torch's SGD over lists adds the momentum to the gradients themselves.
         self._writes_gradients = bool(groups.settings.get("foreach")) and any(
-            extra.get("nesterov") for extra in groups.every
+            extra.get("nesterov") for extra in groups.named_settings
         )
 
     def __call__(

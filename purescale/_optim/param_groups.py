@@ -28,6 +28,7 @@ from .._torch.tracing import (
     traced,
 )
 from .._tree import tree as _tree
+from .._tree.scalars import as_float
 
 Schedule = Callable[[Tensor], "Tensor | float"]
 Pattern = str | tuple[str, ...]  # a dotted name or a glob, or several
@@ -67,12 +68,12 @@ class OptimizerSettings:
         self.template, slots = self._probed("from_torch", {**settings, "lr": self._lr})
         self.defaults: dict[str, Any] = {"lr": self._lr, **self.template.defaults}
         for pattern, extra in overrides.items():
-            every = {**settings, "lr": self._lr, **extra}
-            slots |= self._probed(f"overrides[{pattern!r}]", every)[1]
+            overridden = {**settings, "lr": self._lr, **extra}
+            slots |= self._probed(f"overrides[{pattern!r}]", overridden)[1]
         # Ranks compare all settings, including defaults.
-        told = {**self.defaults, **settings, "lr": self._lr}
+        complete = {**self.defaults, **settings, "lr": self._lr}
         patterns = dict(zip(self._patterns, self._overrides, strict=True))
-        self.summary = cls, dict(sorted(told.items())), patterns, tuple(in_state)
+        self.summary = cls, dict(sorted(complete.items())), patterns, tuple(in_state)
         self.differentiable = bool(settings.get("differentiable"))
         self.lrs = tuple(
             rate.clone() if isinstance(rate, Tensor) else rate
@@ -90,7 +91,7 @@ class OptimizerSettings:
         self.moves = (callable(self._lr) or self.lr_in_state, *map(callable, self.lrs[1:]))
         # A setting in the state may become nonzero, so it counts as nonzero here.
         self.layout = SlotLayout(
-            cls, self.formula, slots, (*self.every, dict.fromkeys(self.hyper, True))
+            cls, self.formula, slots, (*self.named_settings, dict.fromkeys(self.hyper, True))
         )
 
     def __repr__(self) -> str:
@@ -104,20 +105,20 @@ class OptimizerSettings:
         return f"from_torch({self.cls.__name__}, {settings})"
 
     @property
-    def every(self) -> tuple[dict[str, Any], ...]:
-        """The settings given for all parameters, then those of each override."""
+    def named_settings(self) -> tuple[dict[str, Any], ...]:
+        """The settings named for all parameters, then those of each override."""
         return (self.settings, *self._overrides)
 
     def key(self) -> str:
         """Return as text all settings that a step reads. Rates that are tensors or schedules are
         left out, because they reach the formula as arguments.
         """
-        cls, told, overrides, in_state = self.summary
-        plain = [
+        cls, complete, overrides, in_state = self.summary
+        constant = [
             {k: v for k, v in settings.items() if not (isinstance(v, Tensor) or callable(v))}
-            for settings in (told, *overrides.values())
+            for settings in (complete, *overrides.values())
         ]
-        return repr((cls, id(cls), list(overrides), plain, in_state))
+        return repr((cls, id(cls), list(overrides), constant, in_state))
 
     def torch_groups(
         self, names: tuple[str, ...], lrs: Sequence[Any], hyper: Mapping[str, Any] | tuple[()] = ()
@@ -128,7 +129,7 @@ class OptimizerSettings:
         defaults = {**self.defaults, **hyper} if hyper else self.defaults
         if not self._patterns:
             return [(list(names), {**defaults, "lr": lrs[0]})] if names else []
-        matches = _matching(names, self._patterns)
+        matches, _ = _matching(names, self._patterns)
         canonical = {matching: self._canonical(matching) for matching in set(matches)}
         members: dict[tuple[int, ...], list[str]] = {}
         for name, matching in zip(names, matches, strict=True):
@@ -160,12 +161,10 @@ class OptimizerSettings:
 
     def check_names(self, names: tuple[str, ...]) -> None:
         """Refuse a pattern that matches none of the names of all parameters."""
-        if not self._patterns:
-            return
-        pattern = _unmatched(names, self._patterns)
-        if pattern is not None:
+        unmatched = _matching(names, self._patterns)[1] if self._patterns else None
+        if unmatched is not None:
             raise ValueError(
-                f"overrides: {pattern!r} matches no parameter. The names are: "
+                f"overrides: {unmatched!r} matches no parameter. The names are: "
                 f"{_tree.join_names(list(names), 20)}. A glob is '*.bias'."
             )
 
@@ -314,35 +313,38 @@ class OptimizerSettings:
         """
         if not self.in_state:
             return fresh.lr, fresh.hyper
-        numbers = range(len(self.lrs)), dict.fromkeys(self.hyper)
+        # A setting that a group takes from the state is None here.
+        rates = [None if self.lr_in_state else 0, *range(1, len(self.lrs))]
+        groups = self.torch_groups(tuple(group_of), rates, dict.fromkeys(self.hyper))
         pairs = [
             (group, saved_groups[index])
-            for names, group in self.torch_groups(tuple(group_of), *numbers)
+            for names, group in groups
             for index in dict.fromkeys(group_of[name] for name in names)
         ]
         scheduled, device = callable(self._lr), fresh.applied.device
         lr, hyper = fresh.lr, dict(fresh.hyper)
-        if self.lr_in_state:
-            key = "initial_lr" if scheduled else "lr"
-            taken = [saved for group, saved in pairs if group["lr"] == 0]
-            if scheduled and not all(key in saved for saved in taken):
+        for name in self.in_state:
+            key = "initial_lr" if name == "lr" and scheduled else name
+            taken = [saved for group, saved in pairs if group[name] is None]
+            if key == "initial_lr" and not all(key in saved for saved in taken):
                 raise ValueError(
                     "the state dict has no initial_lr, the rate in the state that the schedule "
                     "multiplies. Likely cause: the state dict of an optimizer without a scheduler. "
                     "Fix: `group['initial_lr'] = 1e-3` for its param_groups."
                 )
-            rate = agreed(key, taken)
-            lr = lr if rate is None else float32(rate, device)
-        for name, value in hyper.items():
-            found = agreed(name, [saved for group, saved in pairs if group[name] is None])
-            if found is not None:
-                hyper |= each_number(lambda number: float32(number, device), {name: found})
-                if isinstance(value, tuple) != isinstance(found, tuple):
-                    raise ValueError(
-                        f"the state dict has {name} = {found}; expected what "
-                        f"{self.cls.__name__} has there, such as {self.hyper[name]}. Likely cause: "
-                        "the state dict of another class."
-                    )
+            value = agreed(key, taken)
+            if value is None:
+                continue
+            if name == "lr":
+                lr = float32(value, device)
+                continue
+            if isinstance(value, tuple) != isinstance(hyper[name], tuple):
+                raise ValueError(
+                    f"the state dict has {name} = {value}; expected what {self.cls.__name__} has "
+                    f"there, such as {self.hyper[name]}. Likely cause: the state dict of another "
+                    "class."
+                )
+            hyper |= each_number(lambda number: float32(number, device), {name: value})
         return lr, hyper or ()
 
     def check(self, opt_state: OptState) -> None:
@@ -463,10 +465,9 @@ def _may_be_parameters(lr: Any) -> bool:
 
 
 def _check_scheduled(rate: Any) -> None:
-    plain = isinstance(rate, (numbers.Real, torch.SymFloat)) and not isinstance(rate, bool)
-    if plain or is_number(rate):
-        number = rate.detach() if isinstance(rate, Tensor) else rate
-        if host_can_read([number]) if isinstance(rate, Tensor) else isinstance(rate, numbers.Real):
+    number = rate.detach() if is_number(rate) else as_float(rate)
+    if number is not None or isinstance(rate, torch.SymFloat):
+        if isinstance(number, float) or (number is not None and host_can_read([number])):
             check_rate(float(number), "the rate that the schedule lr returned")
         return
     what = f"a tensor {rate.dtype} {tuple(rate.shape)}" if isinstance(rate, Tensor) else repr(rate)
@@ -481,45 +482,28 @@ def _check_scheduled(rate: Any) -> None:
 
 
 @constant_while_compiling  # Dynamo need not trace it
-def _matching(names: tuple[str, ...], patterns: tuple[Pattern, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return for each name the patterns that match it."""
+def _matching(
+    names: tuple[str, ...], patterns: tuple[Pattern, ...]
+) -> tuple[tuple[tuple[int, ...], ...], str | None]:
+    """Return for each name the indices of the patterns that match it, and the first name or glob in
+    them that matches none.
+    """
     return _cached_matching(names, patterns)
-
-
-@constant_while_compiling
-def _unmatched(names: tuple[str, ...], patterns: tuple[Pattern, ...]) -> str | None:
-    """Return the first name or glob that matches none of the names."""
-    return _cached_unmatched(names, patterns)
 
 
 @functools.lru_cache(maxsize=64)
 def _cached_matching(
     names: tuple[str, ...], patterns: tuple[Pattern, ...]
-) -> tuple[tuple[int, ...], ...]:
-    parts = list(map(_parts, patterns))
-    return tuple(
-        tuple(i for i, (plain, globs) in enumerate(parts) if name in plain or _match(name, globs))
-        for name in names
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _cached_unmatched(names: tuple[str, ...], patterns: tuple[Pattern, ...]) -> str | None:
-    known = frozenset(names)
-    for plain, globs in map(_parts, patterns):
-        missing = [one for one in plain if one not in known]
-        missing += [one for one in globs if not any(_match(name, [one]) for name in names)]
-        if missing:
-            return missing[0]
-    return None
-
-
-def _parts(pattern: Pattern) -> tuple[dict[str, None], list[str]]:
-    """Return the names in a pattern, as a dict for fast lookup, and its globs."""
-    every = (pattern,) if isinstance(pattern, str) else pattern
-    plain = dict.fromkeys(one for one in every if not re.search(r"[*?[]", one))
-    return plain, [one for one in every if one not in plain]
-
-
-def _match(name: str, globs: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, one) for one in globs)
+) -> tuple[tuple[tuple[int, ...], ...], str | None]:
+    matches: dict[str, list[int]] = {name: [] for name in names}
+    unmatched = None
+    for index, pattern in enumerate(patterns):
+        for text in (pattern,) if isinstance(pattern, str) else pattern:
+            matching = [text] if text in matches else []
+            if re.search(r"[*?[]", text):
+                matching = [name for name in names if fnmatch.fnmatchcase(name, text)]
+            if not matching and unmatched is None:
+                unmatched = text
+            for name in matching:
+                matches[name].append(index)
+    return tuple([tuple(dict.fromkeys(indices)) for indices in matches.values()]), unmatched

@@ -102,11 +102,11 @@ class RateTable:
     def of(cls, rates: Sequence[float], start: int = 0) -> RateTable:
         """Return the table of these rates, rounded to float32."""
         rounded = array.array("f", rates)
-        for place, (rate, kept) in enumerate(zip(rates, rounded, strict=True), start):
-            check_rate(rate, f"the rate of step {place}")
-            if not math.isfinite(kept):
+        for step, (rate, in_table) in enumerate(zip(rates, rounded, strict=True), start):
+            check_rate(rate, f"the rate of step {step}")
+            if not math.isfinite(in_table):
                 raise ValueError(
-                    f"the rate of step {place} is {rate:g}, out of the range of float32, in which "
+                    f"the rate of step {step} is {rate:g}, out of the range of float32, in which "
                     "a table holds its rates. Likely cause: a schedule that grows without end. "
                     "Fix: a smaller lr, or fewer steps."
                 )
@@ -242,9 +242,9 @@ def rates_ahead(scheduler: LRScheduler, steps: int) -> list[list[float]]:
 def undone(scheduler: LRScheduler) -> Iterator[None]:
     """Undo the steps that a scheduler makes inside. What a function of the user's counts stays."""
     groups = scheduler.optimizer.param_groups
-    parts = [
-        (vars(part), {name: _copied(value) for name, value in vars(part).items()})
-        for part in _parts(scheduler)
+    attributes = [
+        (vars(each), {name: _copied(value) for name, value in vars(each).items()})
+        for each in _schedulers_in(scheduler)
     ]
     settings = [
         {
@@ -257,9 +257,9 @@ def undone(scheduler: LRScheduler) -> Iterator[None]:
     try:
         yield
     finally:
-        for attributes, before in parts:
-            attributes.clear()
-            attributes.update(before)
+        for current, before in attributes:
+            current.clear()
+            current.update(before)
         for group, before in zip(groups, settings, strict=True):
             for name, value in before.items():
                 if isinstance(value, Tensor):  # groups may share it
@@ -272,26 +272,21 @@ def _copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, (list, dict)) else value
 
 
-def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+def _schedulers_in(scheduler: LRScheduler) -> Iterator[LRScheduler]:
     """Yield a scheduler and those that it is made of."""
     yield scheduler
     for value in vars(scheduler).values():
-        for one in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(one, LRScheduler):
-                yield from _parts(one)
+        for entry in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(entry, LRScheduler):
+                yield from _schedulers_in(entry)
 
 
 def place_of(scheduler: Any) -> int:
     """Return how often a scheduler was stepped. A ChainedScheduler does not count, but its parts
     do.
     """
-    while not hasattr(scheduler, "last_epoch"):
-        scheduler = next(
-            value[0]
-            for value in vars(scheduler).values()
-            if isinstance(value, (list, tuple)) and value and isinstance(value[0], LRScheduler)
-        )
-    return int(scheduler.last_epoch)
+    counts = [vars(each).get("last_epoch") for each in _schedulers_in(scheduler)]
+    return int(next(count for count in counts if count is not None))
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -127,9 +127,9 @@ class Dice(NamedTuple):
     @classmethod
     def of(cls, seed: int, step: Tensor, leaves: int) -> Dice:
         """Return the dice of one step, an int64 tensor."""
-        begun = _hash(_hash(seed & _32_BITS) ^ ((seed >> 32) & _32_BITS))
-        begun = _hash(_hash(begun ^ (step & _32_BITS)) ^ ((step >> 32) & _32_BITS))
-        row = _hash((begun + torch.arange(leaves, device=begun.device)) & _32_BITS)
+        mixed = _hash(_hash(seed & _32_BITS) ^ ((seed >> 32) & _32_BITS))
+        mixed = _hash(_hash(mixed ^ (step & _32_BITS)) ^ ((step >> 32) & _32_BITS))
+        row = _hash((mixed + torch.arange(leaves, device=mixed.device)) & _32_BITS)
         factors = ((_hash(row ^ 1) & _31_BITS) | 1).to(torch.int32)
         return cls(factors.unbind(), (row & _31_BITS).to(torch.int32).unbind())
 
@@ -158,10 +158,10 @@ def _numbers(local: Tensor, place: Place) -> Tensor:
         if shape and first[0]:
             start += first[0] * shape[1:].numel()
         return _range(start, count, device)
-    found = torch.zeros((), dtype=torch.int32, device=device)
+    indices = torch.zeros((), dtype=torch.int32, device=device)
     for size, offset, full in zip(shape, first, whole.shape, strict=True):
-        found = found.unsqueeze(-1) * full + _range(offset, size, device)
-    return found.reshape(-1)[start : start + count]
+        indices = indices.unsqueeze(-1) * full + _range(offset, size, device)
+    return indices.reshape(-1)[start : start + count]
 
 
 def _range(start: int, count: int, device: torch.device) -> Tensor:

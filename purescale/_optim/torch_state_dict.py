@@ -73,10 +73,10 @@ def in_the_form_of(like: Any, sd: dict[str, Any], groups: Groups, slots: Slots) 
         members = [name for name, place in places.items() if place.group == index]
         settings = own[members[0]][0] if members else saved
         for name in members:
-            if misfit := _differing(settings, own[name][0]):
+            if mismatch := _setting_mismatch(settings, own[name][0]):
                 raise ValueError(
                     f"like: param_groups[{index}] has {members[0]} and {name}, which are in two "
-                    f"groups here: {name} {misfit}. Likely cause: overrides that the torch "
+                    f"groups here: {name} {mismatch}. Likely cause: overrides that the torch "
                     "optimizer does not have. Fix: a torch optimizer made from these groups, "
                     "`sd = optimizer.to_state_dict(opt_state)` and `cls([{'params': [(n, "
                     "model.get_parameter(n)) for n in group['param_names']]} for group in "
@@ -187,13 +187,14 @@ def _names_in(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
                 f"parameters of param_groups[{index}]. Fix: one name for each, in its order."
             )
         names.extend(listed)
-    unnamed = [name for name in names if not isinstance(name, str)]
-    if len(unnamed) < len(names) or len(set(names)) < len(names):
-        twice = [name for name in names if names.count(name) > 1]
-        if unnamed or twice:
-            what = f"{twice[0]!r} twice" if twice else "names for some of its parameters only"
-            raise ValueError(f"the state dict has {what}. Fix: a name of its own for each.")
-    return None if unnamed or not names else names
+    are_named = {isinstance(name, str) for name in names}
+    is_repeated = len(set(names)) < len(names)
+    if is_repeated or len(are_named) > 1:
+        what = "names for some of its parameters only"
+        if is_repeated:
+            what = f"{next(name for name in names if names.count(name) > 1)!r} twice"
+        raise ValueError(f"the state dict has {what}. Fix: a name of its own for each.")
+    return names if are_named == {True} else None
 
 
 def _order(
@@ -203,28 +204,31 @@ def _order(
     slots: Slots,
 ) -> list[int]:
     """Return which group of a state dict each group is, if shapes and settings leave one answer."""
-    misfits = [
+    mismatches = [
         {
-            index: _misfit(saved, states, *group, slots)
+            index: _group_mismatch(saved, states, *group, slots)
             for index, saved in enumerate(saved_groups)
             if saved["params"]
         }
         for group in groups
     ]
     left = {
-        own: [index for index, misfit in tried.items() if misfit is None]
-        for own, tried in enumerate(misfits)
+        own: [index for index, mismatch in saved.items() if mismatch is None]
+        for own, saved in enumerate(mismatches)
     }
     order: dict[int, int] = {}
     while left:
         # If there is one order only, some group fits in one place only.
-        own = min(left, key=lambda one: len(left[one]))
+        own = min(left, key=lambda index: len(left[index]))
         fitting, names = left.pop(own), _tree.join_names(groups[own][0])
         if not fitting:
-            why = [f"param_groups[{i}] {why or 'is another'}" for i, why in misfits[own].items()]
+            reasons = [
+                f"param_groups[{index}] {mismatch or 'is another'}"
+                for index, mismatch in mismatches[own].items()
+            ]
             raise ValueError(
                 f"the state dict has no names, and no group of it fits {names}: "
-                f"{'; '.join(why[:5])}. Likely cause: another order of parameters, or settings "
+                f"{'; '.join(reasons[:5])}. Likely cause: another order of parameters, or settings "
                 f"that were changed. {NAME_THEM}"
             )
         if len(fitting) > 1 and any(states.values()):
@@ -233,18 +237,20 @@ def _order(
                 f"settings of {names}, so parameters could exchange their state. {NAME_THEM}"
             )
         order[own] = fitting[0]
-        left = {one: [i for i in places if i != fitting[0]] for one, places in left.items()}
+        for indices in left.values():
+            if fitting[0] in indices:
+                indices.remove(fitting[0])
     return [order[own] for own in range(len(groups))]
 
 
-def _misfit(
+def _group_mismatch(
     saved: Mapping[str, Any],
     states: Mapping[Any, Mapping[str, Any]],
     names: list[str],
     settings: Mapping[str, Any],
     slots: Slots,
 ) -> str | None:
-    """Return why a group of a state dict is not this one."""
+    """Return why a group of a state dict is not this one, or None."""
     if len(saved["params"]) != len(names):
         return f"has {len(saved['params'])} parameters, expected {len(names)}"
     for name, key in zip(names, saved["params"], strict=True):
@@ -254,18 +260,18 @@ def _misfit(
                 return (
                     f"has {slot} of shape {tuple(value.shape)} where {name} has {tuple(like.shape)}"
                 )
-    return _differing(settings, saved)
+    return _setting_mismatch(settings, saved)
 
 
-def _differing(expected: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Return the first setting that two groups do not share. A scheduler moves lr and leaves
-    initial_lr.
+def _setting_mismatch(expected: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """Return the first setting that two groups do not share, or None. A scheduler moves lr and
+    leaves initial_lr.
     """
     for name, value in expected.items():
         if value is None or name in ("params", "param_names", *FLAGS) or name not in saved:
             continue
         values = [saved[name], saved.get("initial_lr")] if name == "lr" else [saved[name]]
-        if not any(_equal(value, one) for one in values):
+        if not any(_equal(value, other) for other in values):
             return f"has {name} = {saved[name]}, expected {value}"
     return None
 

@@ -1,4 +1,4 @@
-"""What is known of a list of tensors besides their values and their memory.
+"""The metadata of lists of tensors: what is known besides their values and their memory.
 
 A list with the metadata of an earlier one is found by one comparison in C++, and what was computed
 from the earlier one holds for it. This saves half of a step over 1000 small tensors on a CPU, and a
@@ -47,7 +47,7 @@ class Fact(Generic[T]):
 
 
 class Cache:
-    """What was computed from the metadata of a list. All lists alike share it."""
+    """The values that were computed from the metadata of a list. All lists alike share them."""
 
     def __init__(self) -> None:
         self.values: dict[Hashable, Any] = {}

@@ -97,8 +97,9 @@ def from_torch(
             rate is `opt_state.lr` (a factor that starts at 1 if `lr` is a schedule), the others are
             in `opt_state.hyper`; `replace_settings(state, lr=...)` changes them.
         lr_in_state: True for `in_state=("lr",)`.
-        settings: The settings of the class. A flag (`foreach`, `fused`, `capturable`,
-            `differentiable`) that is named here chooses torch's implementation on a CPU.
+        settings: The settings of the class. A flag (`foreach`, `fused`, `capturable`) that is named
+            here chooses torch's implementation on a CPU; with `differentiable=True` the formula
+            runs.
 
     Returns:
         An optimizer that holds settings and no state.

@@ -161,6 +161,7 @@ NAMES = {
     ),
     # tensors; without a count of uses memory counts as shared, and without versions or hooks no
     # write and no hook is noticed
+    # AccumulateGrad copies a gradient that is held, but not one of which a view is.
     "storage_uses": Name("torch._C._storage_Use_Count", "gradients in place", lambda cdata: 0),
     "version": Name(
         "torch.Tensor._version", "a write", lambda tensor: 0, lambda version: version.__get__

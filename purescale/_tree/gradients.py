@@ -1,4 +1,4 @@
-"""Gradients as dense, real tensors of this rank: one record from the backward to the kernel."""
+"""Gradients as dense, real tensors of this rank: one record from a window's mean to the update."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from hypothesis import settings
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
 from purescale._torch import tracing
@@ -28,6 +29,23 @@ from purescale.testing import shares_memory as shares_memory
 
 # The classes of torch.optim with a capturable implementation and without a fused kernel.
 CAPTURABLE = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+
+# Each class of torch.optim that has a formula, with the settings that give it the most slots.
+CLASSES: dict[str, dict[str, Any]] = {
+    "Adadelta": {},
+    "Adafactor": {"foreach": False},
+    "Adagrad": {},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "Adamax": {},
+    "ASGD": {},
+    "Muon": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9},
+}
 
 EXAMPLES = 50  # of a property, in the quick tests
 
@@ -150,6 +168,23 @@ class Keeps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return (ctx.kept.view(ctx.kept.shape) if ctx.view else ctx.kept), None, None
+
+
+class Checkpointed(nn.Module):
+    """Three parts with dropout, each in a checkpoint of its own if `checkpoints`."""
+
+    def __init__(self, checkpoints: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Dropout(0.3)) for _ in range(3)
+        )
+        self.checkpoints = checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=False) if self.checkpoints else part(x)
+        return x
 
 
 def small_net() -> nn.Module:

@@ -7,10 +7,9 @@ import functools
 
 import pytest
 import torch
-from helpers import assert_close, clone, cross_entropy_of, small_net, tensors
+from helpers import Checkpointed, assert_close, clone, cross_entropy_of, small_net, tensors
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
 
@@ -241,21 +240,6 @@ def test_a_guard_rejects_the_step_that_it_rejects_on_the_cpu(syncs_are_errors):
         with syncs_allowed():
             rejected.append([bool(verdict) for verdict in verdicts])
     assert rejected[0] == rejected[1] == [False, False, False, False, True, False]
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, checkpoints):
-        super().__init__()
-        torch.manual_seed(0)
-        self.parts = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Dropout(0.3)) for _ in range(3)
-        )
-        self.checkpoints = checkpoints
-
-    def forward(self, x):
-        for part in self.parts:
-            x = checkpoint(part, x, use_reentrant=False) if self.checkpoints else part(x)
-        return x
 
 
 @pytest.mark.parametrize("policy", ["compute=float32", "compute=float16,output=float32"])

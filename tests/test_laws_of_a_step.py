@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from helpers import (
+    CLASSES,
     Untouched,
     assert_close,
     by_parts,
@@ -33,27 +34,12 @@ from purescale._torch import foreach
 from purescale._torch.tracing import as_on_an_accelerator
 
 INF, NAN = math.inf, math.nan
-EVERY = {
-    "Adadelta": {},
-    "Adafactor": {"foreach": False},
-    "Adagrad": {},
-    "Adam": {"amsgrad": True},
-    "AdamW": {},
-    "Adamax": {},
-    "ASGD": {},
-    "Muon": {},
-    "NAdam": {},
-    "RAdam": {},
-    "RMSprop": {"momentum": 0.9, "centered": True},
-    "Rprop": {},
-    "SGD": {"momentum": 0.9},
-}
 FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
 SIZES = (5, 33, 70, 300)  # on both sides of what a processor takes at a time
 
 
 def made(name, lr=0.1, **extra):
-    return ps.from_torch(getattr(torch.optim, name), lr=lr, **{**EVERY[name], **extra})
+    return ps.from_torch(getattr(torch.optim, name), lr=lr, **{**CLASSES[name], **extra})
 
 
 def gradients_like(params, size=1.0, seed=0):
@@ -71,7 +57,7 @@ def test_every_class_that_is_taken_is_here():
     for name, cls in vars(torch.optim).items():
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
             continue
-        if name in EVERY or cls is torch.optim.Optimizer:
+        if name in CLASSES or cls is torch.optim.Optimizer:
             continue
         with pytest.raises((TypeError, ValueError)):
             ps.from_torch(cls, lr=0.1)
@@ -82,7 +68,7 @@ def test_every_class_that_is_taken_is_here():
 
 def torchs_steps(name, params, steps, **extra):
     real = [leaf.clone().requires_grad_() for leaf in params.values()]
-    theirs = getattr(torch.optim, name)(real, lr=0.1, **{**EVERY[name], **extra})
+    theirs = getattr(torch.optim, name)(real, lr=0.1, **{**CLASSES[name], **extra})
     for grads in steps:
         for leaf, grad in zip(real, grads.values(), strict=True):
             leaf.grad = grad.clone()
@@ -94,7 +80,7 @@ NEAR = {torch.float32: 1e-5, torch.float64: 1e-10, torch.float16: 4e-3, torch.bf
 
 
 @pytest.mark.parametrize("dtype", NEAR)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", CLASSES)
 def test_parameters_of_every_size_and_dtype_take_the_steps_of_torchs_default(name, dtype):
     params = {str(n): torch.ones(n, 1, dtype=dtype) for n in SIZES}
     steps = [gradients_like(params, seed=seed) for seed in range(3)]
@@ -139,7 +125,7 @@ def test_equal_steps_of_half_parameters_give_equal_bits(name, dtype):
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", CLASSES)
 def test_an_empty_parameter_stays_beside_others_that_move(name, shape):
     if name == "Muon" and len(shape) == 1:  # takes matrices only
         return
@@ -158,9 +144,9 @@ def test_an_empty_parameter_stays_beside_others_that_move(name, shape):
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
 WAYS = ("host", "accelerator", "formula", "lists", "vmap", "in_state", "differentiable")
 # Rprop's rate is what its step sizes start from, which have bounds of their own.
-RATED = [name for name in EVERY if name != "Rprop"]
+RATED = [name for name in CLASSES if name != "Rprop"]
 # AdamW as one more setting of Adam; the others have no second form.
-SETTINGS = {name: [settings] for name, settings in EVERY.items()}
+SETTINGS = {name: [settings] for name, settings in CLASSES.items()}
 SETTINGS["Adam"] += [{"maximize": True, "weight_decay": 0.1}]
 SETTINGS["AdamW"] += [{"amsgrad": True, "maximize": True}]
 SETTINGS["Adamax"] += [{"weight_decay": 0.1, "maximize": True}]
@@ -267,7 +253,7 @@ def test_a_rate_of_0_moves_nothing_in_any_way(name, way, dtype):
 def test_a_rate_of_0_moves_nothing_in_a_compiled_step(name, count):
     params, grads_at = a_table(torch.float32, count)
     for rate in ("state", "schedule"):
-        check_that_nothing_moves(name, "compiled", EVERY[name], rate, params, grads_at(0))
+        check_that_nothing_moves(name, "compiled", CLASSES[name], rate, params, grads_at(0))
 
 
 @pytest.mark.slow
@@ -276,7 +262,7 @@ def test_a_rate_of_0_moves_nothing_in_a_compiled_step(name, count):
 @pytest.mark.parametrize("name", ["AdamW", "Adamax"])
 def test_a_rate_of_0_moves_nothing_in_a_compiled_step_of_few_tensors(name, dtype, rate):
     params, grads_at = a_table(dtype)
-    check_that_nothing_moves(name, "compiled", EVERY[name], rate, params, grads_at(0))
+    check_that_nothing_moves(name, "compiled", CLASSES[name], rate, params, grads_at(0))
 
 
 def torchs_warm_up(name, settings, params, grads_at, count):
@@ -301,7 +287,7 @@ def torchs_warm_up(name, settings, params, grads_at, count):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", CLASSES)
 def test_a_warm_up_from_0_is_that_of_torchs_class(name, way, dtype):
     """To 2e-6 and in half precision to one unit in the last place; Muon under vmap to 1e-2 of the
     update.
@@ -350,7 +336,7 @@ def torchs_constant(name, count):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("way", ["accelerator", "formula", "lists", "vmap", "in_state"])
-@pytest.mark.parametrize("name", [name for name in EVERY if name != "Muon"])
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "Muon"])
 def test_the_first_updates_of_every_way_are_those_of_the_host(name, way, dtype):
     """To 1e-6 of the update, in float64 to 1e-9: bias corrections and ASGD's factors are not those
     of float32. NAdam keeps a product of all its momenta in float32.
@@ -363,12 +349,12 @@ def test_the_first_updates_of_every_way_are_those_of_the_host(name, way, dtype):
     rate = {"lr": torch.tensor(0.5, dtype=torch.float64)}
     if name in ("ASGD", "Rprop"):  # which keep what they make of it
         rate = {"lr": 0.5}
-    optimizer = optimizer_of(name, "host", EVERY[name], **rate)
+    optimizer = optimizer_of(name, "host", CLASSES[name], **rate)
     state = optimizer.init(begun)
     for index in range(3):
         expected, after = optimizer.step(begun, grads_at(index), state)
         with going(way):
-            other = optimizer_of(name, way, EVERY[name], **rate)
+            other = optimizer_of(name, way, CLASSES[name], **rate)
             given = state._replace(hyper=other.init(begun).hyper)
             found, _ = step_of(other, way)(begun, grads_at(index), given)
         tolerance = (1e-7 if name == "NAdam" else 1e-9) if wide else 1e-6
@@ -586,7 +572,7 @@ def check_one_story(before, new, info, number):
 
 @examples(300)
 @given(
-    name=st.sampled_from(sorted(EVERY)),
+    name=st.sampled_from(sorted(CLASSES)),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     size=st.sampled_from([0.0, 1e-30, 1.0, 1e15, 1e30, 1e35]),
     exponent=st.sampled_from([-24, 0, 8, 16]),
@@ -640,7 +626,7 @@ def test_applied_step_buffers_scale_and_found_inf_tell_the_same_story(
         (1e-30, 1.0, 1e35),
     ],
 )
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", CLASSES)
 def test_a_finite_bound_and_finite_gradients_make_the_clipped_step_of_the_parts(
     name, size, scale, max_norm, donate
 ):
@@ -659,7 +645,7 @@ def test_a_finite_bound_and_finite_gradients_make_the_clipped_step_of_the_parts(
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("bound", UNUSABLE)
 @pytest.mark.parametrize("which", ["max_norm", "clip_value"])
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", CLASSES)
 def test_a_tensor_that_is_no_bound_skips_the_whole_step_and_says_so(name, which, bound, donate):
     params = {str(n): torch.ones(n, 1) for n in SIZES}
     optimizer, scaler = made(name), ps.StaticScale(8.0).init()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from helpers import cross_entropy_of, small_net
+from helpers import CLASSES, cross_entropy_of, small_net
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,21 +21,6 @@ INF = float("inf")
 RULE = ps.DynamicScale(2.0**10, growth_interval=2)
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
 SGD = ps.from_torch(torch.optim.SGD, lr=0.05, momentum=0.9)
-CLASSES: dict[str, dict[str, Any]] = {
-    "Adadelta": {},
-    "Adafactor": {"foreach": False},
-    "Adagrad": {},
-    "Adam": {"amsgrad": True},
-    "AdamW": {},
-    "Adamax": {},
-    "ASGD": {},
-    "Muon": {},
-    "NAdam": {},
-    "RAdam": {},
-    "RMSprop": {"momentum": 0.9, "centered": True},
-    "Rprop": {},
-    "SGD": {"momentum": 0.9},
-}
 
 
 class Job(NamedTuple):

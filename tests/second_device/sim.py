@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,22 +142,21 @@ def counted() -> Iterator[Counts]:
 
 
 @contextlib.contextmanager
-def waiting(*, refused: bool) -> Iterator[None]:
-    before = torch.ops.sim.refuse_waiting(refused)
+def _switched(switch: Callable[[bool], bool], value: bool) -> Iterator[None]:
+    before = switch(value)
     try:
         yield
     finally:
-        torch.ops.sim.refuse_waiting(before)
+        switch(before)
 
 
-@contextlib.contextmanager
-def without_float64() -> Iterator[None]:
-    """The devices are like MPS, which has none."""
-    before = torch.ops.sim.refuse_float64(True)
-    try:
-        yield
-    finally:
-        torch.ops.sim.refuse_float64(before)
+def waiting(*, refused: bool) -> Any:
+    return _switched(torch.ops.sim.refuse_waiting, refused)
+
+
+def without_float64() -> Any:
+    """Make the devices like MPS, which has none."""
+    return _switched(torch.ops.sim.refuse_float64, True)
 
 
 @contextlib.contextmanager

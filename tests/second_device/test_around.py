@@ -8,10 +8,17 @@ import pytest
 import sim
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, clone, cross_entropy_of, same_bits, small_net, tensors
+from helpers import (
+    Checkpointed,
+    assert_close,
+    clone,
+    cross_entropy_of,
+    same_bits,
+    small_net,
+    tensors,
+)
 from jobs import ADAMW, JOBS, RULE, images, job, mlp, to, vectors
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
 
@@ -410,21 +417,6 @@ def test_precise_bn_has_the_statistics_of_the_cpu(estimator, normalize):
 
 
 # ---- models --------------------------------------------------------------------------------------
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, checkpoints):
-        super().__init__()
-        torch.manual_seed(0)
-        self.parts = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Dropout(0.3)) for _ in range(3)
-        )
-        self.checkpoints = checkpoints
-
-    def forward(self, x):
-        for part in self.parts:
-            x = checkpoint(part, x, use_reentrant=False) if self.checkpoints else part(x)
-        return x
 
 
 @pytest.mark.parametrize("device", [SIM, FAR])

@@ -43,7 +43,7 @@ class Kernel(NamedTuple):
         return {name: settings[name] for name in self.settings}
 
     def update(
-        self, columns: KernelArgs, lr: float | Tensor, arguments: dict[str, Any], **amp: Any
+        self, columns: Columns, lr: float | Tensor, arguments: dict[str, Any], **amp: Any
     ) -> None:
         """Update the parameters and slots in place."""
         params, slots = columns.params.tensors, list(columns.slots)
@@ -76,7 +76,7 @@ def kernel_of(formula: formulas.Formula | None) -> Kernel | None:
 # ---- one launch ----------------------------------------------------------------------------------
 
 
-class KernelArgs(NamedTuple):
+class Columns(NamedTuple):
     """The tensors of one device and dtype that one kernel reads and updates, in one order."""
 
     params: Metadata
@@ -109,7 +109,7 @@ def _are_floating(metadata: Metadata) -> bool:
 def fused_update(
     kernel: Kernel,
     settings: Settings,
-    columns: KernelArgs,
+    columns: Columns,
     decision: Decision,
 ) -> None:
     """Update `columns` in place unless the step is skipped. Its gradients are still scaled. If they
@@ -132,7 +132,7 @@ def fused_update(
             kernel.update(columns, lr, arguments, grad_scale=divisor, found_inf=found_inf)
 
 
-def _prepare_columns(columns: KernelArgs, decision: Decision) -> tuple[KernelArgs, Tensor | None]:
+def _prepare_columns(columns: Columns, decision: Decision) -> tuple[Columns, Tensor | None]:
     """Return the columns with gradients as the kernel takes them, and the divisor for the kernel or
     None.
 
@@ -186,6 +186,6 @@ def _fused_update_op(
         name: bool(number) if name in _FLAGS else number
         for name, number in zip(own.settings, numbers, strict=True)
     }
-    columns = KernelArgs(Metadata(params), Metadata(gradients), list(steps), slots)
+    columns = Columns(Metadata(params), Metadata(gradients), list(steps), slots)
     rate_or_lr = rate if lr is None else lr
     own.update(columns, rate_or_lr, arguments, grad_scale=divisor, found_inf=found_inf)

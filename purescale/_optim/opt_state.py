@@ -147,7 +147,7 @@ class SlotLayout:
     ) -> None:
         self._cls, self._formula = cls, formula
         self._cache_key = object()  # keeps nothing else alive
-        self._complete: set[Any] = set()  # the names of the last slots that lacked none
+        self._complete: Any = None  # the names of the last slots that lacked none
         self._counts = {key: value.dtype for key, value in probed.items() if value.ndim == 0}
         self._shaped = {key for key, value in probed.items() if value.shape == (2, 3)} | {
             "momentum_buffer"
@@ -267,7 +267,7 @@ class SlotLayout:
         if traced():  # where a step that raises later has changed nothing
             return True
         names_of_slots = tuple((name, weights[name].ndim, *slot) for name, slot in slots.items())
-        if names_of_slots in self._complete:
+        if names_of_slots == self._complete:
             return True
         formula: Any = self._formula
         for names, settings in groups(weights):
@@ -275,11 +275,13 @@ class SlotLayout:
             for name in names:
                 ndim = weights[name].ndim
                 if ndim not in needed:
-                    needed[ndim] = list(formula.slots(torch.empty([1] * ndim), settings))
+                    needed[ndim] = list(
+                        formula.slots(torch.empty([1] * ndim, device="meta"), settings)
+                    )
                 for key in needed[ndim]:
                     if key not in slots[name]:
                         raise self.foreign(key)
-        self._complete = {names_of_slots}
+        self._complete = names_of_slots
         return True
 
     def foreign(self, missing: str) -> ValueError:

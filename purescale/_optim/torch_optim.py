@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._optim.decision import APPLY, Decision
 from .._optim.formula_step import FormulaStep
-from .._optim.fused import KernelArgs, can_launch, fused_update, kernel_of
+from .._optim.fused import Columns, can_launch, fused_update, kernel_of
 from .._optim.in_state import each_number, names_in_state
 from .._optim.opt_state import (
     Groups,
@@ -377,7 +377,7 @@ class TorchOptimizer:
                 columns = [_column(slots, some, key, self._layout) for key in keys]
                 steps = [slots[name]["step"] for name in some if "step" in slots[name]]
                 fused_update(
-                    kernel, settings, KernelArgs(params, sources, steps, columns, owned), decision
+                    kernel, settings, Columns(params, sources, steps, columns, owned), decision
                 )
 
     # ---- the class's own step, or its formula

@@ -275,9 +275,8 @@ class SlotLayout:
             for name in names:
                 ndim = weights[name].ndim
                 if ndim not in needed:
-                    needed[ndim] = list(
-                        formula.slots(torch.empty([1] * ndim, device="meta"), settings)
-                    )
+                    like = torch.empty([1] * ndim, device="cpu")  # "meta" imports sympy
+                    needed[ndim] = list(formula.slots(like, settings))
                 for key in needed[ndim]:
                     if key not in slots[name]:
                         raise self.foreign(key)

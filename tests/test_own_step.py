@@ -107,6 +107,22 @@ def test_steps_and_skips_are_those_of_torchs_loop(way, cls, settings, skips, see
             assert number == state.slots[name][key].sum().item()
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_masters_of_a_class_whose_first_step_makes_its_state_make_its_steps(donate):
+    optimizer = ps.with_master_weights(ps.from_torch(Lion, lr=0.1))
+    params = {"w": torch.ones(4, dtype=torch.bfloat16)}
+    grads = {"w": torch.tensor([1.0, -2.0, 3.0, -4.0], dtype=torch.bfloat16)}
+    expected = torch.ones(4)
+    theirs, state = Lion([expected], lr=0.1), optimizer.init(params)
+    for _ in range(3):
+        expected.grad = grads["w"].float()
+        theirs.step()
+        params, state = ps.maybe_step(
+            optimizer, params, grads, state, torch.tensor(False), donate=donate
+        )
+    assert same_bits(ps.master_weights(params, state), {"w": expected.detach()})
+
+
 @each_class
 def test_a_step_is_pure(cls, settings, way):
     params, state, optimizer = by_purescale(cls, settings, 0, [False, False])

@@ -130,7 +130,8 @@ class Wrapper:
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after the step, as in `Updater`."""
         leaves = _tree.flatten((inputs.params, inputs.opt_state))[0]
-        in_place = in_place and not any_dtensor(leaves)  # list operators do not take shards
+        # Slots that a first step adds have no memory yet; list operators do not take shards.
+        in_place = in_place and not (self.may_add_slots or any_dtensor(leaves))
         if in_place:
             inputs = off_graph(inputs, copy=False)
         old = inputs.params, inputs.opt_state
@@ -163,7 +164,7 @@ class Wrapper:
     def can_be_cut(self, inputs: StepInputs) -> bool:
         """Return True if a step in pieces is that of the whole, and no piece can raise."""
         return (
-            not (self.calls_step or traced())
+            not (self.calls_step or self.may_add_slots or traced())
             and isinstance(without_wrappers(inputs.opt_state), OptState)
             and not any_dtensor(_tree.flatten((inputs.params, inputs.opt_state))[0])
         )

@@ -1,5 +1,6 @@
 """How much Python a warm eager step runs beside the loop that it replaces. Counts do not vary."""
 
+import gc
 import sys
 
 import pytest
@@ -85,6 +86,7 @@ def a_loop_by_hand():
 def calls(function):
     """The Python and C functions that the third call runs."""
     function(), function()
+    gc.collect()  # what torch calls when a module dies is not of the step
     count = 0
 
     def counted(frame, event, arg):
@@ -129,7 +131,7 @@ def test_a_step_without_a_guard_runs_nothing_of_one():
         sys.setprofile(None)
     assert ("train_step.py", "_stages") in called
     assert not {(file, name) for file, name in called if file == "spike_guard.py"}
-    assert not {name for _, name in called} & {"judge", "_next_guard"}
+    assert not {name for _, name in called} & {"call_guard", "_next_guard"}
 
 
 def operators(function):

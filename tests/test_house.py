@@ -150,7 +150,6 @@ def test_what_a_room_says_that_it_may_import_is_below_it_and_holds_what_it_impor
 AFTER_FLATTEN = [
     "_grads/grad_stats.py",
     "_grads/measure.py",
-    "_optim/decision.py",
     "_optim/fused.py",
     "_step/assemble.py",
     "_step/masked.py",
@@ -262,7 +261,6 @@ TESTED_WITH = {
     "_module/plan.py": "test_blueprint.py",
     "_module/recorder.py": "test_blueprint.py",
     "_module/references.py": "test_functional.py",
-    "_optim/decision.py": "test_optimizer_step.py",
     "_optim/fused.py": "test_laws_of_a_step.py",
     "_optim/step_inputs.py": "test_leaves.py",
     "_optim/formula_step.py": "test_formulas.py",

@@ -19,7 +19,6 @@ from hypothesis import given
 from test_train_step import ADAMW, OPTIM, RULE, SGD
 
 import purescale as ps
-from purescale._optim.decision import Decision, unscaled
 from purescale._optim.step_inputs import flatten_step
 
 
@@ -106,15 +105,12 @@ def test_the_masked_step_of_a_kernel_is_the_choice_of_the_old_state_or_the_appli
     scaled = {key: 4 * torch.cos(leaf) for key, leaf in params.items()}
     if overflow:
         scaled["33"][7] = float("inf")
-    scale = torch.tensor(4.0)
-    clipped = None if factor is None else torch.tensor(factor)
-    decision = Decision(
-        torch.tensor(overflow), scale, clipped, None, scale if factor is None else scale / clipped
-    )
     inputs = flatten_step(optimizer, params, scaled, state)
+    grads = inputs.grads._replace(scale=torch.tensor(4.0), factor=factor)
+    inputs = inputs._replace(grads=grads)
     assert optimizer.fuses(inputs)
-    found = optimizer.masked(inputs, decision)
-    applied = optimizer.applied(unscaled(inputs, decision, wide=False))
+    found = optimizer.masked(inputs, torch.tensor(overflow))
+    applied = optimizer.applied(inputs.unscaled())
     chosen = ps.select(overflow, (params, state), applied)
     if factor == 0.3:  # scale and factor are one division in the kernel
         assert_close(found, chosen, rtol=1e-6, atol=1e-7)

@@ -460,9 +460,8 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
             list(grads.values()),
             steps,
             targets,
-            0.1,
+            [0.1, *map(float, kernel.arguments(settings).values())],
             lr,
-            list(map(float, kernel.arguments(settings).values())),
             found_inf,
             divisor,
         )

@@ -1,6 +1,6 @@
 """Gradients as lists of dense, real tensors: measured, clipped, averaged.
 
-Gradients are measured in one read: whether they are finite, their norm, and the largest magnitude,
+Gradients are measured in one read: whether they overflow, their norm, and the largest magnitude,
 by masks, or on a CPU in eager mode as Python numbers.
 
 Entry: `measure.measure`, and for the two engines of a step `stats_by_masks` and `stats_on_host`;

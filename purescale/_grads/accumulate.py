@@ -137,7 +137,7 @@ def accumulate_grads(
     checked_weight = as_weight("weight is", weight, accum.weight)
     if found_inf is None:
         one = torch.ones((), dtype=torch.float32, device=accum.weight.device)
-        bad = measure(new, one).nonfinite
+        bad = measure(new, one).overflow
     else:
         bad = _tree.flag(found_inf, like=accum.weight)
     means = as_gradients(leaves)

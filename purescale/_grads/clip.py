@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._distributed.process_group import Group, object_device, resolve_group
-from .._grads.measure import Want, measure
+from .._grads.measure import StatsOptions, measure
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.metadata import Metadata
@@ -91,13 +91,6 @@ def clip_factor_on_host(norm: float, max_norm: float) -> float:
     return 1.0 if max_norm == math.inf else min(1.0, max_norm / (norm + 1e-6))
 
 
-def factor_dtype(grads: Gradients) -> torch.dtype:
-    """Return float64 if a gradient has it, else float32, because a float64 factor would take
-    float32 gradients through a slower kernel.
-    """
-    return torch.float64 if torch.float64 in grads.metadata.dtypes else torch.float32
-
-
 # ---- public --------------------------------------------------------------------------------------
 
 
@@ -154,9 +147,9 @@ def clip_by_global_norm(
             device = torch.device(object_device(group))
     one = torch.ones((), dtype=torch.float32, device=device)
     flat = as_gradients(leaves)
-    want = Want(norm_type, norm_group=group)
-    measured = measure(_magnitudes(flat, norm_type), one, want).norm
-    factor = clip_factor(measured, max_norm).to(factor_dtype(flat))
+    options = StatsOptions(norm_type, norm_group=group)
+    measured = measure(_magnitudes(flat, norm_type), one, options).norm
+    factor = clip_factor(measured, max_norm).to(flat.factor_dtype)
     flat = flat._replace(owned=donate and can_write(flat.tensors, [max_norm]))
     clipped = structure.unflatten(flat.multiplied(factor).leaves)
     norm = measured.to(factor.dtype)

@@ -18,8 +18,8 @@ from .._torch.tracing import host_can_read, is_eager_on_a_cpu, is_on_a_graph
 from .._tree.gradients import Gradients
 
 
-class Want(NamedTuple):
-    """The facts to measure besides whether gradients are finite."""
+class StatsOptions(NamedTuple):
+    """What to measure besides whether gradients overflow, and over which ranks."""
 
     norm_type: float | None = None  # the p of the norm; None for no norm
     amax: bool = False
@@ -31,7 +31,7 @@ class Want(NamedTuple):
     norm_group: Group | None = None  # the ranks that hold other parts of the model
 
 
-FINITE = Want()
+OVERFLOW_ONLY = StatsOptions()
 
 
 class GradStats(NamedTuple):
@@ -39,18 +39,18 @@ class GradStats(NamedTuple):
     Python numbers if the host has read them.
     """
 
-    nonfinite: Any  # bool: a gradient, or one over the scale, is not finite
+    overflow: Any  # bool: a gradient, or one over the scale, is not finite
     norm: Any  # of the unscaled gradients; None if not asked for
     amax: Any  # the largest unscaled magnitude; None if not asked for
 
 
-def measure(grads: Gradients, scale: Tensor, want: Want = FINITE) -> GradStats:
+def measure(grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY) -> GradStats:
     """Return `stats_by_masks`, from the fastest read, for a function that is called by hand."""
     stats, tensors = None, grads.tensors
-    if not want.amax and host_can_read([scale], tensors) and not is_on_a_graph(tensors):
-        stats = _from_squares(grads, scale, want)
+    if not options.amax and host_can_read([scale], tensors) and not is_on_a_graph(tensors):
+        stats = _from_squares(grads, scale, options)
     if stats is None:
-        return stats_by_masks(grads, scale, want)
+        return stats_by_masks(grads, scale, options)
     device = scale.device
     norm, dtype = stats.norm, widest_float(device)
     if norm is not None:
@@ -58,33 +58,37 @@ def measure(grads: Gradients, scale: Tensor, want: Want = FINITE) -> GradStats:
     return GradStats(torch.zeros((), dtype=torch.bool, device=device), norm, None)
 
 
-def stats_by_masks(grads: Gradients, scale: Tensor, want: Want = FINITE) -> GradStats:
+def stats_by_masks(
+    grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY
+) -> GradStats:
     """Return the stats of `grads` over their scale, and read nothing. `scale`: that of the loss,
     also if they are unscaled by now; gradients are not finite if it is 0, negative, inf or NaN.
     """
     divisor = _divisor(grads, scale)
-    stats = _exact_stats(grads, divisor, want.norm_type)
-    if want.norm_group is not None:
-        stats = stats_of_parts(stats, divisor, want.norm_type, want.norm_group)
-    nonfinite = ~stats.are_finite(divisor) | ~is_usable(scale)
-    if want.group is not None:
-        nonfinite = all_reduce_found_inf(nonfinite, want.group)
+    stats = _exact_stats(grads, divisor, options.norm_type)
+    if options.norm_group is not None:
+        stats = stats_of_parts(stats, divisor, options.norm_type, options.norm_group)
+    overflow = ~stats.are_finite(divisor) | ~is_usable(scale)
+    if options.group is not None:
+        overflow = all_reduce_found_inf(overflow, options.group)
     norm = stats.norm
     if norm is not None:
-        if want.norm_type == 2 and _is_one_part(grads, want):
+        if options.norm_type == 2 and _is_one_part(grads, options):
             norm = _match_host_rounding(grads, norm, divisor)
-        if want.of_sum:
+        if options.of_sum:
             norm = norm.nan_to_num(math.inf, math.inf)
-    return GradStats(nonfinite, norm, _amax(stats, divisor, want.group) if want.amax else None)
+    return GradStats(overflow, norm, _amax(stats, divisor, options.group) if options.amax else None)
 
 
-def stats_on_host(grads: Gradients, scale: Tensor, want: Want = FINITE) -> GradStats:
+def stats_on_host(
+    grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY
+) -> GradStats:
     """Return `stats_by_masks` as Python numbers, where a read does not wait. The sum of squares is
     read, and the exact way is taken only if that sum is not conclusive.
     """
-    stats = _from_squares(grads, scale, want)
+    stats = _from_squares(grads, scale, options)
     if stats is None:
-        stats = stats_by_masks(grads, scale, want)
+        stats = stats_by_masks(grads, scale, options)
         stats = GradStats(*[None if x is None else x.item() for x in stats])
     return stats
 
@@ -117,32 +121,32 @@ def _is_sharded(grads: Gradients) -> bool:
     return not grads.dense_real and any_dtensor(grads.likes)
 
 
-def _is_one_part(grads: Gradients, want: Want) -> bool:
+def _is_one_part(grads: Gradients, options: StatsOptions) -> bool:
     """Return True if these gradients are those of the whole model."""
-    return want.norm_group is None and not _is_sharded(grads)
+    return options.norm_group is None and not _is_sharded(grads)
 
 
 # ---- the sum of squares, the fastest read of a CPU -----------------------------------------------
 
 
-def _from_squares(grads: Gradients, scale: Tensor, want: Want) -> GradStats | None:
+def _from_squares(grads: Gradients, scale: Tensor, options: StatsOptions) -> GradStats | None:
     """Return the stats as Python numbers if the sum of squares shows them."""
-    wants_norm = want.norm_type is not None
-    enough = want.norm_type == 2 if wants_norm else not want.amax
+    has_norm = options.norm_type is not None
+    enough = options.norm_type == 2 if has_norm else not options.amax
     any_element = any(grads.metadata.elements)
-    if not (enough and any_element and want.group is None and _is_one_part(grads, want)):
+    if not (enough and any_element and options.group is None and _is_one_part(grads, options)):
         return None
     squares, loss_scale = sum_of_squares(grads.metadata).item(), scale.item()
     divisor = 1.0 if grads.scale is None else loss_scale
     root = math.sqrt(squares) if squares >= 0 else math.nan  # no element is larger
     if not (0 < loss_scale < math.inf and root / divisor < _SMALLEST_RANGE):
         return None
-    if wants_norm and squares < _smallest_reliable_sum(grads):
+    if has_norm and squares < _smallest_reliable_sum(grads):
         return None
     amax = None
-    if want.amax:
+    if options.amax:
         amax = measure_amax(grads, _divisor(grads, scale)).item()
-    return GradStats(False, root / divisor if wants_norm else None, amax)
+    return GradStats(False, root / divisor if has_norm else None, amax)
 
 
 # of bfloat16, whose largest number is a little below that of float32

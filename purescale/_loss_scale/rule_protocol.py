@@ -47,6 +47,9 @@ def call_rule(rule: Any, scaler: Any, found_inf: Tensor, amax: Any) -> Any:
 
 def check_rule(rule: Any) -> None:
     """Refuse an object that is not a rule, and an `update` that does not match `takes_amax`."""
+    wants_amax = takes_amax(rule)
+    if not torch.compiler.is_dynamo_compiling() and _CHECKED.get(type(rule)) is wants_amax:
+        return
     if isinstance(rule, type):
         raise TypeError(
             f"rule is the class {rule.__name__}; expected an instance. Fix: rule={rule.__name__}()."
@@ -60,8 +63,7 @@ def check_rule(rule: Any) -> None:
             "which returns the next. Fix: DynamicScale(), StaticScale(512.0) or NoScale(); "
             "docs/recipes.md has a rule of your own."
         )
-    wants_amax = takes_amax(rule)
-    if torch.compiler.is_dynamo_compiling() or _CHECKED.get(type(rule)) is wants_amax:
+    if torch.compiler.is_dynamo_compiling():
         return
     arguments = "scaler, found_inf, amax" if wants_amax else "scaler, found_inf"
     try:

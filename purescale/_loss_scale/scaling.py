@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from .._distributed.process_group import Group
-from .._grads.measure import Want, measure
+from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rule_protocol import HasScale
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
@@ -108,7 +108,7 @@ def unscale_and_check(
     flat = as_gradients(leaves)
     owned = donate and can_write(flat.tensors, _tree.tensors(scaler))
     unscaled = flat._replace(owned=owned).divided(scaler.scale)
-    found_inf = measure(unscaled, scaler.scale, Want(group=group)).nonfinite
+    found_inf = measure(unscaled, scaler.scale, StatsOptions(group=group)).overflow
     result = structure.unflatten(unscaled.leaves)
     if donate:
         _tree.poison(grads, keep=(result, found_inf, scaler))

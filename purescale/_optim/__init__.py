@@ -7,7 +7,7 @@ step (`fused.py`), the class's own `step` (`own_step.py`), or its formula (`form
 `formula_step.py`).
 
 Entry: `torch_optim.from_torch`, `protocol.from_transformation`; `step_inputs.flatten_step`.
-Takes: a `decision.Decision`, made by the caller.
+Takes: gradients that are still scaled, as `Gradients`, and the caller's `skip`.
 Hands on: `step_inputs.StepInputs`, checked lists of tensors; new parameters and an
 `opt_state.OptState`.
 May import: `_tree`, `_torch`.

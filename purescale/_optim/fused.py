@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import adagrad, adam, sgd
 
 from .._optim import formulas
-from .._optim.decision import Decision, unscale_and_clip
 from .._torch import foreach
 from .._torch.foreach import same_memory_order
 from .._torch.metadata import Metadata, have_one_order
+from .._tree.gradients import Gradients, as_gradients
 
 Settings = Mapping[str, Any]
 
@@ -80,10 +80,9 @@ class Columns(NamedTuple):
     """The tensors of one device and dtype that one kernel reads and updates, in one order."""
 
     params: Metadata
-    grads: Metadata
+    grads: Gradients  # with one divisor, `scale`
     steps: list[Tensor]  # one per parameter; empty if the kernel counts no steps
     slots: list[list[Tensor]]  # of each slot that the kernel names
-    owned: bool = False  # nobody else can see the gradients, so they may be overwritten
 
 
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
@@ -106,56 +105,62 @@ def _are_floating(metadata: Metadata) -> bool:
     return all([dtype.is_floating_point for dtype in metadata.dtypes])
 
 
-def fused_update(
-    kernel: Kernel,
-    settings: Settings,
-    columns: Columns,
-    decision: Decision,
-) -> None:
-    """Update `columns` in place unless the step is skipped. Its gradients are still scaled. If they
-    are owned, the kernel itself divides by the scale.
+def fused_update(kernel: Kernel, settings: Settings, columns: Columns, skip: Tensor | bool) -> None:
+    """Update `columns` in place unless the step is skipped. If its gradients are owned, the kernel
+    itself divides them.
     """
-    columns, divisor = _prepare_columns(columns, decision)
-    params = columns.params.tensors
-    found_inf = None
-    if isinstance(decision.skip, Tensor):
-        found_inf = decision.skip.to(params[0].device, torch.float32)
+    if not _divided_by_kernel(columns):
+        columns = columns._replace(grads=_as_the_kernel_takes_them(columns))
+    params, grads, found_inf = columns.params.tensors, columns.grads, None
+    if isinstance(skip, Tensor):
+        found_inf = skip.to(params[0].device, torch.float32)
     lr, arguments = settings["lr"], kernel.arguments(settings)
     if torch.compiler.is_compiling():
+        numbers = [0.0 if isinstance(lr, Tensor) else lr, *arguments.values()]
         targets = [target for column in (params, *columns.slots) for target in column]
-        numbers = list(map(float, arguments.values()))
-        rate, lr = (0.0, lr) if isinstance(lr, Tensor) else (float(lr), None)
-        grads, name = columns.grads.tensors, kernel.function.__name__
-        _fused_update_op(name, grads, columns.steps, targets, rate, lr, numbers, found_inf, divisor)
+        _fused_update_op(
+            kernel.function.__name__,
+            grads.tensors,
+            columns.steps,
+            targets,
+            list(map(float, numbers)),
+            lr if isinstance(lr, Tensor) else None,
+            found_inf,
+            grads.scale,
+        )
     else:
         with torch.no_grad():
-            kernel.update(columns, lr, arguments, grad_scale=divisor, found_inf=found_inf)
+            kernel.update(columns, lr, arguments, grad_scale=grads.scale, found_inf=found_inf)
 
 
-def _prepare_columns(columns: Columns, decision: Decision) -> tuple[Columns, Tensor | None]:
-    """Return the columns with gradients as the kernel takes them, and the divisor for the kernel or
-    None.
-
-    The kernel divides by a float32 number only, and overwrites the gradients with the result.
+def _divided_by_kernel(columns: Columns) -> bool:
+    """Return True if the kernel can divide: by a float32 number only, and it overwrites the
+    gradients with the result.
     """
-    params, grads, owned = columns.params, columns.grads, columns.owned
-    [dtype], divisor = params.dtypes, decision.divisor
-    if decision.prefactor is not None:
-        grads = Metadata(foreach.multiply(grads.tensors, decision.prefactor, in_place=owned))
-        owned = not torch.compiler.is_compiling()
-    by_kernel = divisor is not None and decision.clip_value is None and grads.dtypes == {dtype}
-    by_kernel = by_kernel and dtype.itemsize >= 4 and divisor.dtype is torch.float32  # type: ignore[union-attr]
-    if by_kernel and (owned or torch.compiler.is_compiling()) and have_one_order(grads, params):
-        return columns._replace(grads=grads), divisor
-    if divisor is not None and divisor is not decision.scale:  # one division, as in the kernel
-        decision = decision._replace(scale=divisor, factor=None)
+    grads, params = columns.grads, columns.params
+    [dtype], divisor = params.dtypes, grads.scale
+    return (
+        divisor is not None
+        and grads.clip_value is None
+        and grads.metadata.dtypes == {dtype}
+        and dtype.itemsize >= 4
+        and divisor.dtype is torch.float32
+        and (grads.owned or torch.compiler.is_compiling())
+        and have_one_order(grads.metadata, params)
+    )
+
+
+def _as_the_kernel_takes_them(columns: Columns) -> Gradients:
+    """Return the gradients unscaled and clipped, in the parameters' dtype and memory order."""
+    params = columns.params
+    [dtype] = params.dtypes
     with torch.no_grad():
-        unscaled = unscale_and_clip(grads.tensors, decision, in_place=owned)
-        grads = Metadata(foreach.cast(unscaled, dtype))
-    if not have_one_order(grads, params):
-        pairs = zip(grads.tensors, params.tensors, strict=True)
-        grads = Metadata([_laid_out_like(*pair) for pair in pairs])
-    return columns._replace(grads=grads), None
+        grads = columns.grads.unscaled()
+        own = Metadata(foreach.cast(grads.tensors, dtype))
+    if not have_one_order(own, params):
+        pairs = zip(own.tensors, params.tensors, strict=True)
+        own = Metadata([_laid_out_like(*pair) for pair in pairs])
+    return grads._replace(metadata=own)
 
 
 def _laid_out_like(grad: Tensor, param: Tensor) -> Tensor:
@@ -168,24 +173,23 @@ def _fused_update_op(
     grads: Sequence[Tensor],
     steps: Sequence[Tensor],
     targets: Sequence[Tensor],
-    rate: float,
-    lr: Tensor | None,
     numbers: Sequence[float],
+    lr: Tensor | None,
     found_inf: Tensor | None,
     divisor: Tensor | None,
 ) -> None:
     """Run `Kernel.update` as one node of a compiled graph. Traced operator by operator, a hundred
-    parameters would take minutes to compile.
+    parameters would take minutes to compile. `numbers`: the rate, unless it is the tensor `lr`,
+    then the other settings.
     """
     count, own = len(grads), _BY_NAME[kernel]
     params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
-    gradients = list(grads)
-    if divisor is not None:  # the kernel would overwrite the gradients
-        gradients, divisor = foreach.divide(gradients, divisor), None
+    # The kernel would overwrite the gradients.
+    gradients = as_gradients(grads, divisor).unscaled()
+    rate, *others = numbers
     arguments = {
         name: bool(number) if name in _FLAGS else number
-        for name, number in zip(own.settings, numbers, strict=True)
+        for name, number in zip(own.settings, others, strict=True)
     }
-    columns = Columns(Metadata(params), Metadata(gradients), list(steps), slots)
-    rate_or_lr = rate if lr is None else lr
-    own.update(columns, rate_or_lr, arguments, grad_scale=divisor, found_inf=found_inf)
+    columns = Columns(Metadata(params), gradients, list(steps), slots)
+    own.update(columns, rate if lr is None else lr, arguments, grad_scale=None, found_inf=found_inf)

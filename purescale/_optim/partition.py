@@ -297,4 +297,5 @@ def _part_of_dtensors(
     grads = None
     if inputs.grads.likes:
         grads = _by_name(members, inputs.grads.restore(inputs.grads.tensors))
-    return flatten_step(optimizer, _by_name(members, inputs.params), grads, opt_state)
+    own = flatten_step(optimizer, _by_name(members, inputs.params), grads, opt_state)
+    return own._replace(grads=inputs.grads.with_tensors_of(own.grads)._replace(owned=False))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._optim.opt_state import (
     OptState,
-    Slots,
     are_parts,
     is_of_torch,
     numbers_of,
@@ -131,6 +130,10 @@ class StepInputs(NamedTuple):
         leaves = self.grads.restore(tensors)
         return leaves if self.dtensors is None else list(map(dtensor.shard, leaves))
 
+    def unscaled(self, *, wide: bool = False) -> StepInputs:
+        """Return the inputs with gradients for an optimizer, as `Gradients.unscaled`."""
+        return self._replace(grads=self.grads.unscaled(wide=wide))
+
     def restore(self, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
         """Return the results of a step, as DTensors if the arguments were."""
         if self.dtensors is None:
@@ -155,7 +158,7 @@ def flatten_step(
     `grads=None` means that the gradients are still to be made.
     """
     if not isinstance(params, FlatTree):
-        params, opt_state = flatten_together(params, opt_state=opt_state)
+        params, opt_state = flatten_together([params], opt_state)
         _tree.check_parameters(params)
     flat_grads = NO_GRADS if grads is None else _tree.gradients_like(params, grads)
     flat_state, (tree, weights, structure, of_params) = opt_state, params
@@ -218,13 +221,13 @@ def _step_metadata(of_params: Metadata, of_state: Metadata, opt_state: Tree) -> 
     return StepMetadata(of_params, of_params.joined(of_state) if are_parts(opt_state) else None)
 
 
-def flatten_together(*trees: Tree, opt_state: Tree = ()) -> list[FlatTree]:
-    """Flatten each tree, the optimizer's state last, with one check of all leaves. The state of a
-    class of torch, and a dict of such states, has no structure: it is never rebuilt from its
+def flatten_together(trees: Sequence[Tree], *opt_states: Tree) -> list[FlatTree]:
+    """Flatten each tree and each state of an optimizer, with one check of all leaves. The state of
+    a class of torch, and a dict of such states, has no structure: it is never rebuilt from its
     leaves.
     """
-    pairs = [*map(_tree.flatten, trees), _flatten_state(opt_state)]
-    trees = *trees, opt_state
+    pairs = [*map(_tree.flatten, trees), *map(_flatten_state, opt_states)]
+    trees = *trees, *opt_states
     metadata = metadata_of([leaf for leaves, _ in pairs for leaf in leaves])
     flats, start = [], 0
     for tree, (leaves, structure) in zip(trees, pairs, strict=True):
@@ -283,29 +286,30 @@ def _check_state_placements(opt_state: Tree, weights: dict[str, Any]) -> None:
                 )
 
 
-def working_copies(
-    inputs: StepInputs, *, in_place: bool, any_order: bool = False
-) -> tuple[dict[str, Tensor], Slots]:
-    """Return parameters and slots that a kernel may write into: the given ones off the graph if
-    `in_place`, else copies. Slots get the memory order of their parameter unless `any_order` is
-    set.
+def working_copies(inputs: StepInputs, *, in_place: bool, any_order: bool = False) -> StepInputs:
+    """Return the inputs with parameters and slots that a kernel may write into: the given ones off
+    the graph if `in_place`, else copies. Slots get the memory order of their parameter unless
+    `any_order` is set.
     """
     weights, slots = inputs.named_params, inputs.opt_state.slots
-    old = inputs.old
-    new = old.tensors if in_place else foreach.clone(old.tensors)
+    old, metadata = inputs.old, inputs.metadata
     if in_place and not old.any_requires_grad:
         new_weights, new_slots = weights, {name: {**slot} for name, slot in slots.items()}
     else:
+        new = old.tensors if in_place else foreach.clone(old.tensors)
         working = iter([t.detach() if t.requires_grad else t for t in new])
         new_weights = dict(zip(weights, working, strict=False))
         new_slots = slots_like(slots, working)
+        metadata = StepMetadata(Metadata(list(new_weights.values())), None)
     if not any_order and not old.are_contiguous:
         for name, slot in new_slots.items():
             weight = new_weights[name]
             for key, value in slot.items():
                 if value.shape == weight.shape and not same_memory_order(value, weight):
                     slot[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-    return new_weights, new_slots
+    applied, _, *numbers = inputs.opt_state
+    opt_state = OptState(applied, new_slots, *numbers)
+    return inputs._replace(named_params=new_weights, opt_state=opt_state, metadata=metadata)
 
 
 def named_params(params: Tree) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from .._optim.decision import APPLY, Decision
 from .._optim.formula_step import FormulaStep
 from .._optim.fused import Columns, can_launch, fused_update, kernel_of
 from .._optim.in_state import each_number, names_in_state
@@ -37,8 +36,9 @@ from .._torch.foreach import MAX_INLINE_LEAVES
 from .._torch.metadata import Metadata
 from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 from .._tree import tree as _tree
+from .._tree.gradients import Gradients
 from .._tree.scalars import whole
-from .._tree.tree import Tree
+from .._tree.tree import FlatDict, Tree
 
 P = ParamSpec("P")
 
@@ -231,28 +231,51 @@ class TorchOptimizer:
     ) -> tuple[Tree, OptState]:
         """Return parameters and state after the step, as in `Updater`."""
         if self.fuses(inputs):
-            return self.masked(inputs, APPLY, in_place=in_place, prepared=prepared)
+            return self.masked(inputs, False, in_place=in_place, prepared=prepared)
         lrs = prepared or self.prepare(inputs, in_place=in_place)
-        return self._stepped(inputs, *self._applied_step(inputs, lrs, in_place=in_place), 1)
+        gradients = _cast(inputs)
+        weights, slots = inputs.named_params, inputs.opt_state.slots
+        hyper = inputs.opt_state.hyper
+        if self._formula is None or self._reads_on_host(inputs):
+            working = working_copies(inputs, in_place=in_place, any_order=True)
+            weights, slots = working.named_params, working.opt_state.slots
+            slots = self._own_step(weights, gradients, slots, lrs, hyper)
+            return self._stepped(inputs, weights, slots, 1)
+        run = self._opaque if torch.compiler.is_dynamo_compiling() else self._formula_step.make
+        moving = self._groups.moving(lrs, inputs.opt_state.applied)
+        numbers = self._groups.numbers(inputs.opt_state) if hyper else ()
+        one_by_one = self.differentiable or traced()
+        new = iter(run(self._key, weights, gradients, slots, moving, numbers, one_by_one))
+        weights = dict(zip(weights, new, strict=False))
+        return self._stepped(inputs, weights, slots_like(slots, new), 1)
 
     def masked(
         self,
         inputs: StepInputs,
-        decision: Decision,
+        skip: Tensor | bool,
         *,
         in_place: bool = False,
         prepared: Any = None,
     ) -> tuple[Tree, OptState]:
-        """Return parameters and state after the decided step by a fused kernel, which unscales and
-        skips itself. Equal to the choice of the old ones or of `applied`, for `inputs` of which
-        `fuses` is True.
+        """Return parameters and state after a step by a fused kernel, which unscales and skips
+        itself. Equal to the choice of the old ones or of `applied`, for `inputs` of which `fuses`
+        is True.
         """
         lrs = prepared or self.prepare(inputs, in_place=in_place)
-        new = self._fused_step(inputs, decision, lrs, in_place=in_place)
+        new = working_copies(inputs, in_place=in_place)
+        weights, slots, hyper = new.named_params, new.opt_state.slots, new.opt_state.hyper
+        if torch.compiler.is_dynamo_compiling() and _COMPILES_BEHIND_DYNAMO:
+            grads = inputs.grads
+            numbers = grads.scale, grads.factor, grads.clip_value, skip
+            self._opaque_update(self._key, weights, inputs.named_grads, slots, numbers, lrs)
+        else:
+            hyper = each_number(Tensor.item, hyper) if hyper else ()
+            groups = self._groups.torch_groups(tuple(weights), lrs, hyper)
+            self._update_in_place(groups, new, skip)
         # A captured CUDA graph needs its numbers at fixed addresses; the host captures nothing.
-        captured = in_place and decision.skip is not False
-        count = 1 if decision.skip is False else ~decision.skip
-        return self._stepped(inputs, *new, count, in_place=captured)
+        captured = in_place and skip is not False
+        count = 1 if skip is False else ~skip
+        return self._stepped(inputs, weights, slots, count, in_place=captured)
 
     def _stepped(
         self,
@@ -309,99 +332,52 @@ class TorchOptimizer:
             return False
         return can_launch(weights, grads)
 
-    def _fused_step(
-        self,
-        inputs: StepInputs,
-        decision: Decision,
-        lrs: list[Any],
-        *,
-        in_place: bool,
-    ) -> tuple[dict[str, Tensor], Slots]:
-        weights, slots = working_copies(inputs, in_place=in_place)
-        grads = inputs.named_grads
-        if torch.compiler.is_dynamo_compiling() and _COMPILES_BEHIND_DYNAMO:
-            self._opaque_update(self._key, weights, grads, slots, tuple(decision), lrs)
-        else:
-            # Dynamo of torch 2.11 cannot trace `is` between two dicts.
-            written = not torch.compiler.is_dynamo_compiling() and weights is inputs.named_params
-            targets = inputs.weights if written else Metadata(list(weights.values()))
-            hyper = inputs.opt_state.hyper
-            hyper = each_number(Tensor.item, hyper) if hyper else ()
-            groups = self._groups.torch_groups(tuple(weights), lrs, hyper)
-            lists, owned = (targets, inputs.grads.metadata), inputs.grads.owned
-            self._update_in_place(groups, weights, grads, slots, lists, decision, owned=owned)
-        return weights, slots
-
     def _traced_update(
         self,
         key: str,
         weights: dict[str, Tensor],
         grads: dict[str, Tensor],
         slots: Slots,
-        decision: tuple[Any, ...],
+        numbers: tuple[Any, ...],
         lrs: list[Any],
     ) -> None:
         """Call `_update_in_place` from a compiled step, which is guarded by `key`."""
-        lists = Metadata(list(weights.values())), Metadata(list(grads.values()))
-        groups = self._groups.torch_groups(tuple(weights), lrs)
-        trees = weights, grads, slots
-        self._update_in_place(groups, *trees, lists, Decision(*decision), owned=False)
+        names, (scale, factor, clip_value, skip) = list(weights), numbers
+        likes, tensors = list(map(grads.get, names)), Metadata(list(grads.values()))
+        inputs = StepInputs(
+            FlatDict(tuple(names)),
+            names,
+            list(weights.values()),
+            Gradients(tensors, likes, False, scale, False, factor, clip_value),
+            OptState((), slots),  # type: ignore[arg-type]
+            weights,
+            dense_off_graph=False,
+        )
+        self._update_in_place(self._groups.torch_groups(tuple(names), lrs), inputs, skip)
 
-    def _update_in_place(
-        self,
-        groups: Groups,
-        weights: dict[str, Tensor],
-        grads: dict[str, Tensor],
-        slots: Slots,
-        lists: tuple[Metadata, Metadata],
-        decision: Decision,
-        *,
-        owned: bool,
-    ) -> None:
-        """Update `weights` and `slots` by one kernel for each group, device and dtype. `lists` are
-        all weights and all gradients.
-        """
+    def _update_in_place(self, groups: Groups, inputs: StepInputs, skip: Tensor | bool) -> None:
+        """Update parameters and slots by one kernel for each group, device and dtype."""
         kernel: Any = self._kernel
+        weights, slots = inputs.named_params, inputs.opt_state.slots
+        divided = inputs.grads.with_one_divisor()
+        grads = dict(zip(inputs.grad_names, divided.tensors, strict=True))
         for names, settings in groups:
             keys = kernel.slots(settings)
             present = [name for name in names if name in grads]
-            is_whole = len(present) == len(weights)
-            targets = lists[0] if is_whole else Metadata([weights[name] for name in present])
+            targets = inputs.weights
+            if len(present) < len(weights):
+                targets = Metadata([weights[name] for name in present])
             for indices in targets.kinds:
                 some = [present[index] for index in indices]
-                params, sources = lists
+                params, sources = targets, divided
                 if len(some) < len(weights):
-                    params, sources = (
-                        Metadata([d[name] for name in some]) for d in (weights, grads)
-                    )
+                    params, own = (Metadata([d[name] for name in some]) for d in (weights, grads))
+                    sources = sources._replace(metadata=own)
                 columns = [_column(slots, some, key, self._layout) for key in keys]
                 steps = [slots[name]["step"] for name in some if "step" in slots[name]]
-                fused_update(
-                    kernel, settings, Columns(params, sources, steps, columns, owned), decision
-                )
+                fused_update(kernel, settings, Columns(params, sources, steps, columns), skip)
 
     # ---- the class's own step, or its formula
-
-    def _applied_step(
-        self, inputs: StepInputs, lrs: list[Any], *, in_place: bool
-    ) -> tuple[dict[str, Tensor], Slots]:
-        weights, slots = inputs.named_params, inputs.opt_state.slots
-        present = inputs.grad_names
-        leaves = [leaf for leaf in inputs.local_grads(inputs.grads.tensors) if leaf is not None]
-        gradients = dict(
-            zip(present, _cast(leaves, [weights[name].dtype for name in present]), strict=True)
-        )
-        hyper = inputs.opt_state.hyper
-        if self._formula is None or self._reads_on_host(inputs):
-            new_weights, new_slots = working_copies(inputs, in_place=in_place, any_order=True)
-            return new_weights, self._own_step(new_weights, gradients, new_slots, lrs, hyper)
-        run = self._opaque if torch.compiler.is_dynamo_compiling() else self._formula_step.make
-        moving = self._groups.moving(lrs, inputs.opt_state.applied)
-        numbers = self._groups.numbers(inputs.opt_state) if hyper else ()
-        one_by_one = self.differentiable or traced()
-        new = run(self._key, weights, gradients, slots, moving, numbers, one_by_one)
-        values = iter(new)
-        return dict(zip(weights, values, strict=False)), slots_like(slots, values)
 
     def _reads_on_host(self, inputs: StepInputs) -> bool:
         """Return True if the host can read its counts and settings."""
@@ -523,11 +499,18 @@ def _column(slots: Slots, names: list[str], key: str, layout: SlotLayout) -> lis
         raise layout.foreign(key) from None
 
 
-def _cast(leaves: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
-    """Cast gradients to the dtypes of their parameters. Complex ones are not clamped to a range."""
+def _cast(inputs: StepInputs) -> dict[str, Tensor]:
+    """Return the gradients by name, in the form and dtype of their parameters. Complex ones are not
+    clamped to a range.
+    """
+    leaves = [leaf for leaf in inputs.local_grads(inputs.grads.tensors) if leaf is not None]
+    names = inputs.grad_names
+    dtypes = [inputs.named_params[name].dtype for name in names]
     if any(leaf.is_complex() for leaf in leaves):
-        return [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
-    return foreach.cast(leaves, dtypes)
+        leaves = [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+    else:
+        leaves = foreach.cast(leaves, dtypes)
+    return dict(zip(names, leaves, strict=True))
 
 
 def _whole_count(applied: Any) -> int:

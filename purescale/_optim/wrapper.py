@@ -186,7 +186,7 @@ class Wrapper:
                 FlatDict(tuple(own)),
                 list(own),
                 list(own.values()),
-                as_gradients(some, inputs.grads.scale, owned=inputs.grads.owned),
+                inputs.grads.with_tensors_of(as_gradients(some)),
                 _state_of(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
                 own,
                 inputs.dense_off_graph,

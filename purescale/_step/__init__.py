@@ -8,7 +8,7 @@ reads nothing, or `on_host.py`, the same after one read; it is chosen once a ste
 Entry: `train_step.train_step`; by hand `value_and_grad.value_and_grad`, then
 `optimizer_step.unscale_and_step` or `optimizer_step.maybe_step`.
 Hands on: the next `train_state.TrainState` and a `step_info.StepInfo`; between the stages
-`microbatches.WindowResult` and `masked.Outcome`. Settings travel as `step_options.StepOptions`.
+`microbatches.WindowResult` and `masked.Decision`. Settings travel as `step_options.StepOptions`.
 May import: `_loss_scale`, `_grads`, `_batch_norm`, `_optim`, `_module`, `_distributed`, `_tree`,
 `_torch`.
 """

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._loss_scale.rule_protocol import call_rule
-from .._step.masked import Masked, Outcome
+from .._step.masked import Decision, Masked
 from .._step.memory import Memory
-from .._step.retry import FinalTry
-from .._step.spike_guard import Verdict
+from .._step.retry import Attempt
 from .._step.step_info import StepInfo
 from .._step.step_options import FlatState, StepOptions
 from .._step.train_state import TrainState
@@ -20,53 +19,7 @@ from .._tree import tree as _tree
 from .._tree.select import where, write_over
 from .._tree.tree import FlatTree, Leaves, Tree
 
-
-class Numbers(NamedTuple):
-    """The small parts of a state."""
-
-    scaler: Tree
-    step: Tensor
-    rng: Any
-    guard: Tree
-
-
-def assemble(
-    engine: type[Masked],
-    state: TrainState,
-    flat: FlatState,
-    memory: Memory,
-    tried: FinalTry,
-    outcome: Outcome,
-    updated: tuple[Tree, Tree],
-    numbers: Numbers,
-) -> tuple[TrainState, StepInfo]:
-    """Return the next state and the report. `updated`: the new parameters and optimizer state."""
-    window, (params, opt_state) = tried.window, updated
-    used_scale = tried.scaler.tree.scale.clone()
-    buffers = _next_buffers(engine, memory, outcome, flat.buffers, window.buffers)
-    if memory.numbers:
-        before = Numbers(state.scaler, state.step, state.rng, state.guard)
-        numbers = write_over(before, numbers)
-    new_state = TrainState(
-        params=params,
-        buffers=flat.buffers.structure.unflatten(buffers),
-        opt_state=opt_state,
-        scaler=numbers.scaler,
-        step=numbers.step,
-        rng=numbers.rng,
-        guard=numbers.guard,
-    )
-    info = StepInfo(
-        loss=window.loss,
-        found_inf=outcome.found_inf,
-        scale=used_scale,
-        grad_norm=outcome.grad_norm,
-        grad_amax=outcome.grad_amax,
-        retries=torch.full((), tried.retries, dtype=torch.int32, device=used_scale.device),
-        aux=window.aux,
-        rejected=outcome.rejected,
-    )
-    return new_state, info
+Numbers = tuple[Tree, Tensor, Any, Tree]  # the last fields of a state: scaler, step, rng, guard
 
 
 def next_numbers(
@@ -74,23 +27,52 @@ def next_numbers(
     options: StepOptions,
     state: TrainState,
     scaler: FlatTree,
-    tried: FinalTry,
-    outcome: Outcome,
-    verdict: Verdict | None,
+    tried: Attempt,
+    decision: Decision,
+    guard_state: Tree,
 ) -> Numbers:
-    """Return the numbers of the next state. If a guard alone skips the step, it keeps the state in
-    which it rejected it.
+    """Return the numbers of the next state. `guard_state`: what the guard returned, which a step
+    drops that is skipped, unless for the guard alone.
     """
-    guard: Tree = ()
-    if verdict is not None:
-        leaves = engine.choose(outcome.failed, verdict.old, verdict.new)
-        guard = verdict.structure.unflatten(leaves)
-    return Numbers(
-        scaler=_next_scaler(engine, options, scaler, tried, outcome),
-        step=state.step + _tree.negated(outcome.decision.skip),
-        rng=tried.rng,
-        guard=guard,
+    if decision.rejected is not None:
+        names = "state.guard", "the state that the guard returned"
+        old, new, structure = _tree.matching_leaves(state.guard, guard_state, *names)
+        drop = decision.skip & _tree.negated(decision.rejected)
+        guard_state = structure.unflatten(engine.choose(drop, old, new))
+    next_scaler = _next_scaler(engine, options, scaler, tried, decision)
+    return next_scaler, state.step + _tree.negated(decision.skip), tried.rng, guard_state
+
+
+def assemble(
+    engine: type[Masked],
+    state: TrainState,
+    flat: FlatState,
+    memory: Memory,
+    tried: Attempt,
+    decision: Decision,
+    updated: tuple[Tree, Tree],
+    numbers: Numbers,
+) -> tuple[TrainState, StepInfo]:
+    """Return the next state and the report. `updated`: the new parameters and optimizer state."""
+    window, (params, opt_state) = tried.window, updated
+    used_scale = tried.scaler.tree.scale.clone()
+    if memory.numbers:
+        numbers = write_over(state[3:], numbers)
+    buffers = _next_buffers(engine, memory, decision, flat.buffers, window.buffers)
+    new_buffers = flat.buffers.structure.unflatten(buffers)
+    new_state = TrainState(params, new_buffers, opt_state, *numbers)
+    rejected = decision.rejected
+    info = StepInfo(
+        loss=window.loss,
+        found_inf=_tree.flag(decision.skip, like=used_scale),
+        scale=used_scale,
+        grad_norm=decision.grad_norm,
+        grad_amax=decision.grad_amax,
+        retries=torch.full((), tried.retries, dtype=torch.int32, device=used_scale.device),
+        aux=window.aux,
+        rejected=() if rejected is None else _tree.flag(rejected, like=used_scale),
     )
+    return new_state, info
 
 
 _FROM_RULE = "the state that the rule returned"
@@ -100,49 +82,51 @@ def _next_scaler(
     engine: type[Masked],
     options: StepOptions,
     before: FlatTree,
-    tried: FinalTry,
-    outcome: Outcome,
+    tried: Attempt,
+    decision: Decision,
 ) -> Tree:
     """Return the loss scale after the step."""
-    used = tried.scaler.tree
-    overflow, amax = _rule_arguments(options, tried, outcome)
+    used, skip, overflow = tried.scaler.tree, decision.skip, tried.flags.overflow
+    found_inf, amax = _rule_arguments(options, tried, decision)
     # If no try was finite, the scale ends as after one ordinary skip.
     start = used if used is before.tree else where(overflow, before.tree, used)
-    updated_scaler = call_rule(options.rule, start, overflow, amax)
+    updated_scaler = call_rule(options.rule, start, found_inf, amax)
     new = _tree.matching_leaves(
         before.tree, updated_scaler, "state.scaler", _FROM_RULE, flat=before
     )[1]
-    if outcome.keeps_scale is False:  # a rule may return its arguments
-        arguments = [*before.leaves, overflow, *([] if amax is None else [amax])]
+    # If nothing but an overflow can skip the step, both are one flag, and no mask is needed.
+    keep = False if skip is overflow else skip & _tree.negated(overflow)
+    if keep is False:  # a rule may return its arguments
+        arguments = [*before.leaves, found_inf, *([] if amax is None else [amax])]
         new = _tree.leaves_apart(new, arguments)
     else:
         # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard.
         # A lower scale at which a retry was finite is kept too.
         old = before.leaves if start is before.tree else _tree.flatten(start)[0]
-        new = engine.choose(outcome.keeps_scale, old, new)
+        new = engine.choose(keep, old, new)
     return before.structure.unflatten(new)
 
 
 def _rule_arguments(
-    options: StepOptions, tried: FinalTry, outcome: Outcome
+    options: StepOptions, tried: Attempt, decision: Decision
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the flag and the largest gradient for `rule.update`.
+    """Return `found_inf` and the largest gradient for `rule.update`.
 
     For a rule that takes amax, a loss that is not finite itself is not an overflow, because no
     scale could have prevented it. If such a loss skips the step, amax is unknown: NaN.
     """
-    flags, amax = tried.flags, outcome.grad_amax
+    flags, scale = tried.flags, tried.scaler.tree.scale
     if not options.takes_amax:
-        return flags.overflow, None
+        return _tree.flag(flags.overflow, like=scale), None
     # The loss of the step leaves out a microbatch that was dropped.
     dropped = options.on_nonfinite == "drop_microbatch"
     overflow = flags.retryable if dropped else flags.overflow
-    bad = overflow & (tried.window.loss.abs() < math.inf)
-    return bad, torch.where(outcome.found_inf & ~bad, torch.nan, amax)
+    found_inf = overflow & (tried.window.loss.abs() < math.inf)
+    return found_inf, torch.where(decision.skip & ~found_inf, torch.nan, decision.grad_amax)
 
 
 def _next_buffers(
-    engine: type[Masked], memory: Memory, outcome: Outcome, before: FlatTree, new: Leaves
+    engine: type[Masked], memory: Memory, decision: Decision, before: FlatTree, new: Leaves
 ) -> Leaves:
     """Return the buffers after the step in memory of their own, because a loss may keep the tensors
     that it returned, or return them as aux too. Buffers that require a gradient are not returned on
@@ -151,4 +135,4 @@ def _next_buffers(
     old = before.leaves
     if not before.metadata.dense_off_graph or any([leaf.requires_grad for leaf in old]):
         old = [_tree.off_graph(t) if getattr(t, "requires_grad", False) else t for t in old]
-    return engine.choose(outcome.decision.skip, old, new, overwrite=memory.buffers)
+    return engine.choose(decision.skip, old, new, overwrite=memory.buffers)

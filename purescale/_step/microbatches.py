@@ -39,15 +39,15 @@ from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import metadata_of, versions
 from .._tree.scalars import as_floats
-from .._tree.tree import FlatTree, Leaves, Tree
+from .._tree.tree import FlatTree, Leaves, Tree, negated
 
 
 class MicrobatchFlags(NamedTuple):
     """The overflows of a window before its mean is measured."""
 
     of_window: WindowFlags
-    counted: Tensor  # bool []: a microbatch has a weight
-    mean_is_retryable: Tensor  # bool []: an overflow of the mean is retryable
+    counted: Tensor | bool  # a microbatch has a weight
+    mean_is_retryable: Tensor | bool  # an overflow of the mean is retryable
 
 
 class WindowResult(NamedTuple):
@@ -168,7 +168,7 @@ def _accumulate(
         del out  # so that the next gradients reuse its memory
     check_unwritten(memory.microbatches, before)
     grads = mean.mean() if reduction is None else as_gradients([], scale, owned=True)
-    loss, flags, divisor = _summary(weights, losses, mean.overflows, options, scale)
+    loss, flags, divisor = _summary(engine, weights, losses, mean.overflows, options, scale)
     return WindowResult(grads, loss, carried, aux, flags, divisor, reduction)
 
 
@@ -234,20 +234,20 @@ class _Mean:
             return True  # an overflow skips the whole step
         if self.is_summed:
             if self.options.max_retries:
-                self.overflows.append(self.engine.measure(grads, self.scale).nonfinite)
+                self.overflows.append(self.engine.measure(grads, self.scale).overflow)
             self.sums = self.with_share(self.sums, new, index)
             return counts
-        nonfinite = self.engine.measure(grads, self.scale).nonfinite
-        self.overflows.append(nonfinite)
+        overflow = self.engine.measure(grads, self.scale).overflow
+        self.overflows.append(overflow)
         self.accum = add(
             self.accum or init_accum(new),
             new,
             self.weights.vector[index],
-            _tree.flag(nonfinite, like=self.scale),
+            _tree.flag(overflow, like=self.scale),
             scale=self.scale,
             owned=self.owned,
         )
-        return counts & _tree.negated(nonfinite)  # it is dropped
+        return counts & negated(overflow)  # it is dropped
 
     def with_share(
         self, sums: list[Tensor] | None, new: list[Tensor], index: int
@@ -276,25 +276,25 @@ class _Mean:
 
 
 def flags_with_mean(
-    window: WindowResult, nonfinite: Tensor | bool, options: StepOptions
+    window: WindowResult, overflow: Tensor | bool, options: StepOptions
 ) -> WindowFlags:
-    """Return the flags of a window whose mean was measured: its overflow counts as that of a
+    """Return the flags of a window whose mean was measured: its `overflow` counts as that of a
     microbatch. A running mean leaves out what overflows.
     """
     flags = window.flags
-    if isinstance(nonfinite, bool):
-        nonfinite = torch.tensor(nonfinite, device="cpu")
     if flags is None:
-        retryable = nonfinite
+        retryable = overflow
         if options.max_retries:
-            retryable = nonfinite & torch.isfinite(window.loss)
-        return WindowFlags(nonfinite, retryable, nonfinite, None)
+            retryable = overflow & torch.isfinite(window.loss)
+        return WindowFlags(overflow, overflow, retryable, overflow)
+    before = flags.of_window
+    skip = before.skip | overflow
     if window.grads.scale is None:
-        return flags.of_window
-    overflow, retryable, number, must_skip = flags.of_window
-    nonfinite = nonfinite & flags.counted
-    retryable = retryable | (nonfinite & flags.mean_is_retryable)
-    return WindowFlags(overflow | nonfinite, retryable, number + nonfinite, must_skip)
+        return before._replace(skip=skip)
+    overflow = overflow & flags.counted
+    retryable = before.retryable | (overflow & flags.mean_is_retryable)
+    number = before.num_overflowed + overflow
+    return WindowFlags(before.overflow | overflow, skip, retryable, number)
 
 
 # ---- over ranks ----------------------------------------------------------------------------------
@@ -379,18 +379,19 @@ def check_weights(
 
 
 class _Sums(NamedTuple):
-    """Sums over the microbatches of a window, or bools of whether they are above 0."""
+    """Sums over the microbatches of a window, or flags of whether they are above 0."""
 
-    good_weight: Tensor  # the weight of those that count and did not overflow
-    weight: Tensor  # of those that count
-    good: Tensor
-    invalid: Tensor
-    overflowed: Tensor
-    finite_overflowed: Tensor  # overflowed, with a finite loss
-    diverged: Tensor  # with a loss that is not finite
+    good_weight: Any  # the weight of those that count and did not overflow
+    weight: Any  # of those that count
+    good: Any
+    invalid: Any
+    overflowed: Any
+    finite_overflowed: Any  # overflowed, with a finite loss
+    diverged: Any  # with a loss that is not finite
 
 
 def _summary(
+    engine: type[Masked],
     weights: _Weights,
     losses: list[Tensor],
     overflows: list[Tensor | bool],
@@ -425,18 +426,18 @@ def _summary(
         reduced = all_reduce(torch.cat([sums, weighted]), "sum", group)
         sums, weighted = reduced[:-2], reduced[-2:]
         means = weighted / torch.where(sums[:2] > 0, sums[:2], 1)
-    total, some = _Sums(*sums.unbind()), _Sums(*(sums > 0).unbind())
-    mean_is_retryable = ~some.diverged & ~some.invalid
+    total, some = _Sums(*sums.unbind()), _Sums(*engine.read(sums > 0))
+    mean_is_retryable = negated(some.diverged | some.invalid)
     drops_one = options.on_nonfinite == "drop_microbatch"
     if drops_one:
-        skip, retryable = ~some.good, some.finite_overflowed
+        skip, retryable = negated(some.good), some.finite_overflowed
         # If all were dropped, the loss of all of them shows why.
-        mean = torch.where(some.good, means[0], means[1])
+        mean = torch.where(total.good > 0, means[0], means[1])
     else:
-        skip = some.invalid | some.overflowed | ~some.good
+        skip = some.invalid | some.overflowed | negated(some.good)
         retryable, mean = some.overflowed & mean_is_retryable, means[1]
     number = total.overflowed.to(torch.int64)
-    of_window = WindowFlags(some.overflowed, retryable, number, skip)
+    of_window = WindowFlags(some.overflowed, skip, retryable, number)
     divisor = None
     if group is not None:
         own, all_ranks = (local[0], total.good_weight) if drops_one else (local[1], total.weight)

@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._grads.clip import Clip, clip_factor_on_host, factor_dtype
-from .._grads.measure import FINITE, GradStats, Want, stats_on_host
-from .._optim.decision import Decision, unscaled
+from .._grads.clip import Clip, clip_factor_on_host
+from .._grads.measure import OVERFLOW_ONLY, GradStats, StatsOptions, stats_on_host
 from .._optim.protocol import Updater
 from .._optim.step_inputs import StepInputs
-from .._step.masked import Masked, Outcome, WindowFlags, is_unbounded, unchanged
+from .._step.masked import Masked, unchanged
 from .._step.memory import Memory
-from .._step.spike_guard import Verdict
 from .._torch.metadata import Metadata
 from .._torch.private import listops
 from .._torch.tracing import host_can_read
@@ -37,39 +35,22 @@ class OnHost(Masked):
         return flags.tolist()
 
     @staticmethod
-    def measure(grads: Gradients, scale: Tensor, want: Want = FINITE) -> GradStats:
-        return stats_on_host(grads, scale, want)
+    def measure(
+        grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY
+    ) -> GradStats:
+        return stats_on_host(grads, scale, options)
 
     @staticmethod
-    def decide(
-        stats: GradStats,
-        clip: Clip,
-        grads: Gradients,
-        flags: WindowFlags | None = None,
-        verdict: Verdict | None = None,
-    ) -> Outcome:
-        causes = [stats.nonfinite, *[not bool(bound > 0) for bound in clip.tensor_bounds]]
-        if flags is not None and flags.must_skip is not None:
-            causes.append(bool(flags.must_skip))
-        failed = any(causes)
-        rejected = verdict is not None and not failed and bool(verdict.bad)
-        skip = failed or rejected
-        decision = Decision(skip, grads.scale, clip_value=clip.value, divisor=grads.scale)
-        norm: Any = ()
-        if stats.norm is not None:
-            dtype = factor_dtype(grads)
-            norm = _reported(stats.norm, failed, dtype)
-            if not (skip or is_unbounded(clip)):
-                decision = _clipped(decision, clip, stats.norm, dtype)
-        return Outcome(
-            decision,
-            failed,
-            skip and flags is not None and not bool(flags.overflow),
-            torch.full((), skip, dtype=torch.bool, device="cpu"),
-            norm,
-            () if stats.amax is None else _reported(stats.amax, failed, torch.float32),
-            () if verdict is None else torch.full_like(verdict.bad, rejected),
-        )
+    def _clip_factor(norm: Any, clip: Clip, skip: Any) -> Any:
+        if skip:
+            return None
+        factor = clip_factor_on_host(norm, float(clip.max_norm))  # type: ignore[arg-type]
+        return factor if factor < 1 else None
+
+    @staticmethod
+    def _reported(measured: Any, skip: Any, dtype: torch.dtype) -> Any:
+        number = math.inf if skip and not math.isnan(measured) else measured
+        return torch.tensor(number, dtype=dtype, device="cpu")  # `full` would refuse 1e39
 
     @staticmethod
     def add(
@@ -90,21 +71,21 @@ class OnHost(Masked):
 
     @classmethod
     def update(
-        cls, optimizer: Updater, inputs: StepInputs, decision: Decision, memory: Memory
+        cls, optimizer: Updater, inputs: StepInputs, skip: Tensor | bool, memory: Memory
     ) -> tuple[Tree, Tree]:
-        if not decision.skip:
-            return super().update(optimizer, inputs, decision, memory)
+        if not skip:
+            return super().update(optimizer, inputs, skip, memory)
         old = inputs.params_tree(inputs.params), inputs.opt_state
         return inputs.restore(*unchanged(old, overwrite=memory.optimizer))
 
     @staticmethod
     def _step_and_choose(
-        optimizer: Updater, inputs: StepInputs, decision: Decision, prepared: Any, *, in_place: bool
+        optimizer: Updater, inputs: StepInputs, skip: Any, prepared: Any, *, in_place: bool
     ) -> tuple[Tree, Tree]:
         if optimizer.calls_step:
             stepped: tuple[Tree, Tree] = prepared
             return stepped
-        own = unscaled(inputs, decision, wide=optimizer.wide_grads)
+        own = inputs.unscaled(wide=optimizer.wide_grads)
         return optimizer.applied(own, in_place=in_place, prepared=prepared)
 
 
@@ -114,21 +95,3 @@ def engine_for(optimizer: Updater, tensors: Metadata, numbers: list[Tensor]) -> 
     """
     on_host = not optimizer.differentiable and host_can_read(numbers) and tensors.are_on_a_cpu
     return OnHost if on_host else Masked
-
-
-def _clipped(decision: Decision, clip: Clip, norm: float, dtype: torch.dtype) -> Decision:
-    """Return the decision with the clip factor, and one divisor for scale and factor."""
-    factor = clip_factor_on_host(norm, float(clip.max_norm))  # type: ignore[arg-type]
-    if factor >= 1:
-        return decision
-    unscaling = 1.0 if decision.scale is None else decision.scale.item()
-    fits = factor * torch.finfo(dtype).max >= unscaling
-    return decision._replace(
-        factor=torch.full((), factor, dtype=dtype, device="cpu"),
-        divisor=torch.full((), unscaling / factor, dtype=dtype, device="cpu") if fits else None,
-    )
-
-
-def _reported(measured: float, failed: bool, dtype: torch.dtype) -> Tensor:
-    number = math.inf if failed and not math.isnan(measured) else measured
-    return torch.tensor(number, dtype=dtype, device="cpu")  # `full` would refuse 1e39

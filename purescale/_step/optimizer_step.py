@@ -8,10 +8,9 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.clip import check_clip, check_ordered
-from .._grads.measure import Want
+from .._grads.measure import StatsOptions
 from .._loss_scale.rule_protocol import HasScale
 from .._loss_scale.scaling import check_device
-from .._optim.decision import Decision
 from .._optim.protocol import Optimizer, as_updater
 from .._optim.step_inputs import flatten_step
 from .._step.memory import NO_MEMORY, donated_memory
@@ -81,7 +80,7 @@ def maybe_step(
     skip = _tree.flag(found_inf, like=next(iter(inputs.named_params.values()), None))
     engine = engine_for(updater, inputs.grads.metadata, [skip])
     memory = donated_memory(updater, inputs, [skip])[0] if donate else NO_MEMORY
-    stepped = engine.update(updater, inputs, Decision(engine.read(skip)), memory)
+    stepped = engine.update(updater, inputs, engine.read(skip), memory)
     if donate:
         _tree.poison((params, opt_state), keep=(stepped, grads, found_inf))
     return stepped
@@ -163,11 +162,12 @@ def unscale_and_step(
     # An optimizer with `step` alone may raise, and nothing must be half-changed then.
     grads = inputs.grads._replace(scale=scale, owned=owned and not updater.calls_step)
     engine = engine_for(updater, grads.metadata, [scale, *clip.tensor_bounds])
-    want = Want(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
-    outcome = engine.decide(engine.measure(grads, scale, want), clip, grads)
-    inputs = inputs._replace(grads=grads)
-    stepped = engine.update(updater, inputs, outcome.decision, memory)
-    out = Stepped(*stepped, outcome.found_inf, outcome.grad_norm, outcome.grad_amax)
+    options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
+    decision = engine.decide(engine.measure(grads, scale, options), clip, grads)
+    inputs = inputs._replace(grads=decision.grads)
+    stepped = engine.update(updater, inputs, decision.skip, memory)
+    found_inf = _tree.flag(decision.skip, like=scale)
+    out = Stepped(*stepped, found_inf, decision.grad_norm, decision.grad_amax)
     if donate:
         _tree.poison((params, scaled_grads, opt_state), keep=(out, scaler, max_norm, clip_value))
     return out

@@ -22,8 +22,8 @@ from .._tree.tree import FlatTree
 T = TypeVar("T")
 
 
-class FinalTry(NamedTuple):
-    """The window that the step uses."""
+class Attempt(NamedTuple):
+    """A window at one loss scale, measured."""
 
     window: WindowResult
     stats: GradStats
@@ -38,7 +38,7 @@ def first_finite(
     flat: FlatState,
     rng: Any,
     attempt: Callable[[FlatTree], tuple[WindowResult, GradStats, WindowFlags]],
-) -> FinalTry:
+) -> Attempt:
     """Return the result of `attempt(scaler)` at the first scale at which the window is finite.
     Syncs with the host if `max_retries` is above 0.
 
@@ -48,21 +48,21 @@ def first_finite(
     scaler, device = flat.scaler, flat.scaler.tree.scale.device
     if not options.max_retries:
         result, next_rng = _drawing_from(rng, device, attempt, scaler)
-        return FinalTry(*result, scaler, next_rng, 0)
+        return Attempt(*result, scaler, next_rng, 0)
     if any_dtensor(flat.params.leaves):
         raise ValueError(
             f"max_retries={options.max_retries} with parameters that are DTensors: each rank would "
             "decide about a retry by its own loss, and ranks that disagree would deadlock. Fix: "
             "max_retries=0; the next step uses the lower scale anyway."
         )
-    best: FinalTry | None = None
+    best: Attempt | None = None
     retries = 0
     with _in_turn(_generators(device)) as states:
         while True:
             result, next_rng = _drawing_from(rng, device, attempt, scaler)
             flags = result[2]
             if best is None or bool(flags.num_overflowed < best.flags.num_overflowed):
-                best = FinalTry(*result, scaler, next_rng, retries)
+                best = Attempt(*result, scaler, next_rng, retries)
             lower = None
             if retries < options.max_retries and bool(flags.retryable):
                 lower = _backed_off(options.rule, scaler.tree)
@@ -80,10 +80,10 @@ def _backed_off(rule: Rule[Any], scaler: HasScale) -> HasScale | None:
     """Return the first state with a lower scale, or a usable one, that overflows lead to; None at
     the smallest scale. Syncs with the host.
     """
-    lower, bad = scaler, torch.ones((), dtype=torch.bool, device=scaler.scale.device)
+    lower, overflow = scaler, torch.ones((), dtype=torch.bool, device=scaler.scale.device)
     amax = torch.full_like(scaler.scale, torch.inf)  # as in a skipped step
     for _ in range(_MAX_UPDATES):
-        lower = call_rule(rule, lower, bad, amax)
+        lower = call_rule(rule, lower, overflow, amax)
         usable = is_usable(lower.scale) & ~is_usable(scaler.scale)
         if bool((lower.scale < scaler.scale) | usable):
             return lower

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._torch.dtypes import widest_float
 from .._tree import scalars
-from .._tree.tree import Leaves, Tree, TreeDef, counted, matching_leaves
+from .._tree.tree import Tree, counted
 
 State = TypeVar("State")
 
@@ -249,17 +249,10 @@ def check_guarded(guard: Any, state: Tree) -> None:
         )
 
 
-class Verdict(NamedTuple):
-    """The verdict of a guard on a step."""
-
-    old: Leaves  # the state of the guard before and after, in one order
-    new: Leaves
-    structure: TreeDef
-    bad: Tensor  # bool []: the step is rejected
-
-
-def judge(guard: Guard[Any], state: Tree, loss: Tensor, norm: Any, dtype: torch.dtype) -> Verdict:
-    """Call the guard with the loss and the norm that `StepInfo` reports, in `dtype`. `norm`: a
+def call_guard(
+    guard: Guard[Any], state: Tree, loss: Tensor, norm: Any, dtype: torch.dtype
+) -> tuple[Tree, Tensor]:
+    """Call `guard.update` with the loss and the norm that `StepInfo` reports, in `dtype`. `norm`: a
     tensor, a float, or None.
     """
     reported: Any = () if norm is None else norm
@@ -267,14 +260,7 @@ def judge(guard: Guard[Any], state: Tree, loss: Tensor, norm: Any, dtype: torch.
         reported = torch.tensor(norm, dtype=dtype, device=loss.device)
     elif norm is not None:
         reported = norm.to(dtype)
-    new, bad = _called(guard, state, loss, reported)
-    pair = matching_leaves(state, new, "state.guard", "the state that the guard returned")
-    return Verdict(*pair, bad)
-
-
-def _called(guard: Guard[Any], state: Tree, loss: Tensor, grad_norm: Any) -> tuple[Any, Tensor]:
-    """Call `guard.update` and check what it returns."""
-    returned = guard.update(state, loss, grad_norm)
+    returned = guard.update(state, loss, reported)
     pair = isinstance(returned, tuple) and len(returned) == 2
     bad = returned[1] if pair else None
     if not isinstance(bad, Tensor) or bad.dtype is not torch.bool or bad.ndim:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
-from .._grads.clip import check_ordered, factor_dtype
-from .._grads.measure import GradStats, Want
+from .._grads.clip import check_ordered
+from .._grads.measure import GradStats, StatsOptions
 from .._loss_scale.rule_protocol import Rule
 from .._loss_scale.scaling import check_device
 from .._optim.protocol import Optimizer
@@ -27,7 +27,7 @@ from .._step.microbatches import (
 from .._step.on_host import engine_for
 from .._step.reduce import check_on_all_ranks, reduce_window
 from .._step.retry import first_finite
-from .._step.spike_guard import Guard, check_guarded, judge
+from .._step.spike_guard import Guard, call_guard, check_guarded
 from .._step.step_info import StepInfo
 from .._step.step_options import BNUpdate, FlatState, StepOptions, step_options
 from .._step.train_state import TrainState
@@ -177,28 +177,30 @@ def _stages(
     memory = memory_of_step(
         options, state, flat, inputs, microbatches, may_be_captured=engine.may_be_captured
     )
-    want = Want(options.clip.norm_type, options.takes_amax, of_sum=len(microbatches) > 1)
+    of_sum = len(microbatches) > 1
+    stats_options = StatsOptions(options.clip.norm_type, options.takes_amax, of_sum)
 
     def attempt(scaler: FlatTree) -> tuple[WindowResult, GradStats, WindowFlags]:
         scaled = flat if scaler is flat.scaler else flat._replace(scaler=scaler)
         window = accumulate_microbatches(engine, options, scaled, microbatches, memory)
         if options.group is not None:
             window = reduce_window(options, window, flat, len(microbatches))
-        stats = engine.measure(window.grads, scaler.tree.scale, want)
-        return window, stats, flags_with_mean(window, stats.nonfinite, options)
+        stats = engine.measure(window.grads, scaler.tree.scale, stats_options)
+        return window, stats, flags_with_mean(window, stats.overflow, options)
 
     tried = first_finite(options, flat, state.rng, attempt)
-    grads, verdict = tried.window.grads, None
+    (window, stats, flags), guard_state, rejects = tried[:3], state.guard, None
     if options.guard is not None:
-        dtype = factor_dtype(grads)
-        loss, norm = tried.window.loss, tried.stats.norm
-        verdict = judge(options.guard, state.guard, loss, norm, dtype)
-    outcome = engine.decide(tried.stats, options.clip, grads, tried.flags, verdict)
-    # Before anything is overwritten: what the rule returns may be refused, and numbers shared.
-    numbers = next_numbers(engine, options, state, flat.scaler, tried, outcome, verdict)
-    inputs = inputs._replace(grads=grads)
-    updated = engine.update(options.optimizer, inputs, outcome.decision, memory)
-    return assemble(engine, state, flat, memory, tried, outcome, updated, numbers)
+        dtype = window.grads.factor_dtype
+        guard_state, rejects = call_guard(
+            options.guard, state.guard, window.loss, stats.norm, dtype
+        )
+    decision = engine.decide(stats, options.clip, window.grads, flags, rejects)
+    # Before anything is overwritten: what rule and guard return may be refused.
+    numbers = next_numbers(engine, options, state, flat.scaler, tried, decision, guard_state)
+    inputs = inputs._replace(grads=decision.grads)
+    updated = engine.update(options.optimizer, inputs, decision.skip, memory)
+    return assemble(engine, state, flat, memory, tried, decision, updated, numbers)
 
 
 def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> FlatState:
@@ -210,7 +212,7 @@ def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> F
         )
     _check_microbatches(microbatches)
     trees = state.params, state.buffers, state.scaler
-    flat = FlatState(*flatten_together(*trees, opt_state=state.opt_state))
+    flat = FlatState(*flatten_together(trees, state.opt_state))
     leaves, scale = flat.params.leaves, state.scaler.scale
     _tree.check_parameters(flat.params, "state.params")
     check_device(scale, state.params, leaves, "state.params", flat.params.metadata)

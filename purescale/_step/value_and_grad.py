@@ -132,8 +132,8 @@ def _checked(
     params: Tree, buffers: Tree, scaler: HasScale | None
 ) -> tuple[FlatTree, FlatTree, FlatTree]:
     """Check parameters, buffers and scaler, and return them flat."""
-    flat = flatten_together(params, buffers, () if scaler is None else scaler)
-    flat_params, flat_buffers, flat_scaler, _ = flat
+    trees = params, buffers, () if scaler is None else scaler
+    flat_params, flat_buffers, flat_scaler = flatten_together(trees)
     if all([leaf is None for leaf in flat_params.leaves]):
         raise ValueError(
             f"params has no tensor: {short_repr(params)}. Fix: `apply, params, buffers = "

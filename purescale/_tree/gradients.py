@@ -1,4 +1,4 @@
-"""Gradients as dense, real tensors of this rank: one record from a window's mean to the update."""
+"""Gradients as dense, real tensors of this rank: one record from the backward to the kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from .._tree.leaves import are_dense_real, dense_real
 
 
 class Gradients(NamedTuple):
-    """Gradients as dense, real, strided tensors of this rank, without `None`.
+    """Gradients as dense, real, strided tensors of this rank, without `None`, and what an optimizer
+    still waits for: a division by `scale`, a product with `factor`, and a clamp to plus and minus
+    `clip_value`. None leaves a part out.
 
     A DTensor becomes its local shard, a complex tensor a view as reals, a sparse COO tensor dense.
     """
@@ -24,10 +26,20 @@ class Gradients(NamedTuple):
     dense_real: bool  # True if the likes are dense and real, so that tensors are leaves
     scale: Tensor | None = None  # of the loss, by which they are still multiplied
     owned: bool = False  # nobody else can see their memory, so it may be overwritten
+    # of clipping, in the widest dtype of the device; a float if the host knows it
+    factor: Tensor | float | None = None
+    clip_value: float | Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         return self.metadata.tensors
+
+    @property
+    def factor_dtype(self) -> torch.dtype:
+        """The dtype of a factor and of a norm: float64 if a gradient has it, else float32, because
+        a float64 factor would take float32 gradients through a slower kernel.
+        """
+        return torch.float64 if torch.float64 in self.metadata.dtypes else torch.float32
 
     def restore(self, results: Sequence[Tensor]) -> list[Any]:
         """Return the results in the form of their leaves: complex, a DTensor, or None for None."""
@@ -36,6 +48,46 @@ class Gradients(NamedTuple):
         remaining = iter(results)
         return [None if like is None else _in_form_of(like, next(remaining)) for like in self.likes]
 
+    def with_tensors_of(self, other: Gradients) -> Gradients:
+        """Return other tensors, such as parts of these, that wait for the same."""
+        return self._replace(
+            metadata=other.metadata, likes=other.likes, dense_real=other.dense_real
+        )
+
+    def unscaled(self, *, wide: bool = False) -> Gradients:
+        """Return them for an optimizer, unscaled and clipped. float16 becomes float32, and all half
+        gradients if `wide`: in half precision they would lose bits.
+        """
+        grads = self.widened() if wide else self
+        if self.scale is not None:
+            grads = grads.divided(self.scale)
+        if self.factor is not None:
+            grads = grads.multiplied(self.factor)
+        if self.clip_value is not None:
+            grads = grads.clamped(self.clip_value)
+        return grads._replace(scale=None, factor=None, clip_value=None)
+
+    def with_one_divisor(self) -> Gradients:
+        """Return them with `scale / factor` as their scale, for a kernel that divides once. If that
+        is out of range, they are multiplied by the factor first.
+        """
+        scale, factor = self.scale, self.factor
+        if factor is None:
+            return self
+        dtype = self.factor_dtype
+        if isinstance(factor, float):
+            number = 1.0 if scale is None else scale.item()
+            if number > factor * torch.finfo(dtype).max:
+                return self.multiplied(factor)._replace(factor=None)
+            divisor = torch.full((), number / factor, dtype=dtype, device="cpu")
+            return self._replace(scale=divisor, factor=None)
+        unscaling = torch.ones_like(factor) if scale is None else scale
+        divisor = (unscaling / factor).to(dtype)
+        fits = torch.isfinite(divisor)
+        divisor = torch.where(fits, divisor, unscaling.to(dtype))
+        multiplied = self.multiplied(torch.where(fits, 1.0, factor))
+        return multiplied._replace(scale=divisor, factor=None)
+
     def widened(self) -> Gradients:
         """Return them in float32 where they are narrower."""
         tensors = [t.float() if t.dtype.itemsize < 4 else t for t in self.tensors]
@@ -43,11 +95,15 @@ class Gradients(NamedTuple):
         return self._replace(metadata=Metadata(tensors), owned=self.owned or fresh)
 
     def divided(self, divisor: Tensor) -> Gradients:
-        """Return them divided by a 0-d tensor, in place if they are owned, as all that follow."""
+        """Return them divided by a 0-d tensor, in place if they are owned, like the next two."""
         return self._owning(foreach.divide(self.tensors, divisor, in_place=self.owned))
 
-    def multiplied(self, factor: Tensor) -> Gradients:
-        """Return them multiplied by a 0-d tensor."""
+    def multiplied(self, factor: Tensor | float) -> Gradients:
+        """Return them multiplied by a number, or by a 0-d tensor."""
+        dtype = self.factor_dtype
+        if isinstance(factor, float):
+            factor = torch.full((), factor, dtype=dtype, device="cpu")
+        factor = factor.to(dtype)
         return self._owning(foreach.multiply(self.tensors, factor, in_place=self.owned))
 
     def clamped(self, bound: float | Tensor) -> Gradients:
@@ -59,7 +115,7 @@ class Gradients(NamedTuple):
         return self._owning([torch.where(skip, 0.0, tensor) for tensor in self.tensors])
 
     def _owning(self, tensors: list[Tensor]) -> Gradients:
-        return Gradients(Metadata(tensors), self.likes, self.dense_real, self.scale, owned=True)
+        return self._replace(metadata=Metadata(tensors), owned=True)
 
     @property
     def leaves(self) -> list[Any]:

@@ -1,6 +1,7 @@
 """What a step costs, counted and not timed: operators, passes over the gradients, memory, syncs."""
 
 import contextlib
+import functools
 import itertools
 
 import pytest
@@ -468,6 +469,17 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
         torch.library.opcheck(
             torch.ops.purescale.fused_update.default, arguments, test_utils=CHECKS
         )
+
+
+def test_a_mapped_step_that_is_not_differentiated_chooses_once_for_each_tensor_of_its_state():
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+    params = {"a": torch.ones(2, 3), "b": torch.ones(2)}
+    state = torch.vmap(sgd.init)(params)
+    skip = torch.tensor([True, False])
+    with Dispatched() as run:
+        torch.vmap(functools.partial(ps.maybe_step, sgd))(params, params, state, skip)
+    chosen = [op for op in run.ops if "where" in str(op)]
+    assert len(chosen) == len(tensors((params, state)))
 
 
 @pytest.mark.parametrize("power", [None, 2.0, 3.0])

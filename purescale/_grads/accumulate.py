@@ -14,7 +14,7 @@ from .._torch.donation import can_write
 from .._torch.dtypes import on_device, real_dtype, wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
 from .._tree import tree as _tree
-from .._tree.gradients import as_gradients
+from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import dense
 from .._tree.scalars import as_float, short_repr, whole
 from .._tree.tree import Leaves, Tree, TreeDef
@@ -144,7 +144,7 @@ def accumulate_grads(
     owned = donate and can_write(means.tensors, [*new.tensors, *accum[1:]])
     # torch 2.11 cannot trace `_replace`.
     flat = AccumState(means.tensors, *accum[1:])
-    added = add(flat, new.tensors, checked_weight, bad, owned=owned)
+    added = add(flat, new, checked_weight, bad, owned=owned)
     added = AccumState(structure.unflatten(means.restore(added.grads)), *added[1:])
     if donate:
         _tree.poison(accum, keep=(added, grads, weight, found_inf))
@@ -152,29 +152,23 @@ def accumulate_grads(
 
 
 def add(
-    accum: AccumState,
-    new: list[Tensor],
-    weight: Tensor,
-    bad: Tensor,
-    *,
-    scale: Tensor | None = None,
-    owned: bool,
+    accum: AccumState, new: Gradients, weight: Tensor, bad: Tensor, *, owned: bool
 ) -> AccumState:
-    """`accumulate_grads` for lists of dense, real tensors: merge a window of one microbatch. `new`
-    is still scaled by `scale`, if given. `owned` allows overwriting the means.
+    """`accumulate_grads` for lists of dense, real tensors: merge a window of one microbatch, whose
+    gradients may still be scaled. `owned` allows overwriting the means.
     """
     usable = is_weight(weight)
     good = ~bad & usable & (weight > 0)
     bad = (bad & (weight > 0)) | ~usable
     microbatch = AccumState(
-        grads=new,
+        grads=new.tensors,
         weight=torch.where(good, weight, 0),
         found_inf=bad,
         num_good=good.to(torch.int32),
         num_bad=bad.to(torch.int32),
         bad_weight=torch.where(bad & usable, weight, 0),
     )
-    return _merged(accum, microbatch, scale=scale, owned=owned)
+    return _merged(accum, microbatch, scale=new.scale, owned=owned)
 
 
 def _merged(

@@ -141,8 +141,8 @@ class HeadroomScale:
         """
         self._check(scaler, amax)
         scale, history = scaler.scale, scaler.amax_history
-        bad = _tree.flag(found_inf, like=scale)
-        seen = torch.where(bad, 2 * _LARGEST / scale, _as_amax(amax, scale))
+        found_inf = _tree.flag(found_inf, like=scale)
+        seen = torch.where(found_inf, 2 * _LARGEST / scale, _as_amax(amax, scale))
         informative = (seen > 0) & (seen < math.inf)
         all_zero = seen == 0
         zeros = scaler.consecutive_zeros.clamp(0, _MOST_ZEROS) + all_zero
@@ -158,7 +158,7 @@ class HeadroomScale:
                 self.min_scale, self.max_scale
             ),
             amax_history=history,
-            consecutive_skips=torch.where(bad, counted(scaler.consecutive_skips, True), 0),
+            consecutive_skips=torch.where(found_inf, counted(scaler.consecutive_skips, True), 0),
             consecutive_zeros=torch.where(informative | lost, 0, zeros),
         )
 

@@ -140,15 +140,15 @@ class DynamicScale:
         """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
         Reads no tensor value; raises only for the state of another rule.
         """
-        bad = checked_flag(found_inf, scaler, ScalerState)
+        found_inf = checked_flag(found_inf, scaler, ScalerState)
         scale, tolerance = scaler.scale, scaler.hysteresis_tracker
 
-        clean_steps = (scaler.growth_tracker.clamp(0, 2**31 - 2) + 1).masked_fill(bad, 0)
+        clean_steps = (scaler.growth_tracker.clamp(0, 2**31 - 2) + 1).masked_fill(found_inf, 0)
         # >= and not ==: growth_interval may be lowered below the count.
         interval_reached = clean_steps >= self.growth_interval
         # Not below 0, because a job that overflows for ever must not wrap the counter around.
-        tolerance = torch.add(tolerance, bad, alpha=-1).clamp(min=0)
-        back_off = bad & (tolerance <= 0)
+        tolerance = torch.add(tolerance, found_inf, alpha=-1).clamp(min=0)
+        back_off = found_inf & (tolerance <= 0)
 
         moved = torch.where(interval_reached, scale * self.growth_factor, scale)
         moved = torch.where(back_off, scale * self.backoff_factor, moved)
@@ -158,9 +158,9 @@ class DynamicScale:
             scale=moved.clamp(self.min_scale, self.max_scale),
             growth_tracker=clean_steps.masked_fill(interval_reached, 0),
             hysteresis_tracker=tolerance.masked_fill(
-                interval_reached if self.refill == "growth" else ~bad, self.hysteresis
+                interval_reached if self.refill == "growth" else ~found_inf, self.hysteresis
             ),
-            consecutive_skips=(scaler.consecutive_skips.clamp(max=2**31 - 2) + 1) * bad,
+            consecutive_skips=(scaler.consecutive_skips.clamp(max=2**31 - 2) + 1) * found_inf,
         )
 
 
@@ -198,12 +198,12 @@ class StaticScale:
         """Return the scale of the rule, whatever the state holds. `consecutive_skips` counts, the
         other counters stay 0.
         """
-        bad = checked_flag(found_inf, scaler, ScalerState)
+        found_inf = checked_flag(found_inf, scaler, ScalerState)
         return ScalerState(
             scale=torch.full_like(scaler.scale, self.scale),
             growth_tracker=torch.zeros_like(scaler.growth_tracker),
             hysteresis_tracker=torch.zeros_like(scaler.hysteresis_tracker),
-            consecutive_skips=torch.where(bad, counted(scaler.consecutive_skips, True), 0),
+            consecutive_skips=torch.where(found_inf, counted(scaler.consecutive_skips, True), 0),
         )
 
 

@@ -63,7 +63,6 @@ class OptimizerSettings:
         self._overrides = tuple(dict(extra) for extra in overrides.values())
         self.settings = settings
         self.flag_named = any(settings.get(name) is not None for name in FLAGS)
-        self.lr_in_state = "lr" in in_state
         # An optimizer over a probe parameter, from which those of a step are copied.
         self.template, slots = self._probed("from_torch", {**settings, "lr": self._lr})
         self.defaults: dict[str, Any] = {"lr": self._lr, **self.template.defaults}
@@ -88,7 +87,7 @@ class OptimizerSettings:
         )
         self.initial_numbers(None)  # refuses what float32 cannot hold
         # Per rate: True if it may differ in a later step.
-        self.moves = (callable(self._lr) or self.lr_in_state, *map(callable, self.lrs[1:]))
+        self.moves = (callable(self._lr) or "lr" in self.in_state, *map(callable, self.lrs[1:]))
         # A setting in the state may become nonzero, so it counts as nonzero here.
         self.layout = SlotLayout(
             cls, self.formula, slots, (*self.named_settings, dict.fromkeys(self.hyper, True))
@@ -194,7 +193,7 @@ class OptimizerSettings:
             if callable(rate):
                 rate = rate(count)
                 _check_scheduled(rate)
-            if index == 0 and self.lr_in_state:
+            if index == 0 and "lr" in self.in_state:
                 rate = lr * rate if callable(self._lr) else lr
             if isinstance(rate, Tensor) and rate.requires_grad:
                 self._refuse_graph("the learning rate")
@@ -250,7 +249,7 @@ class OptimizerSettings:
         def start(number: Any) -> Tensor:
             return float32(number, device)
 
-        lr = start(1.0 if callable(self._lr) else self.lrs[0]) if self.lr_in_state else ()
+        lr = start(1.0 if callable(self._lr) else self.lrs[0]) if "lr" in self.in_state else ()
         return lr, each_number(start, self.hyper) or ()
 
     def saved_groups(self, opt_state: OptState, initial_lr: float | None) -> Groups:
@@ -267,7 +266,7 @@ class OptimizerSettings:
             max(float(start), rate) if callable(schedule) else None
             for schedule, start, rate in zip(self.lrs, first, rates, strict=True)
         ]
-        if self.lr_in_state and callable(self._lr):
+        if "lr" in self.in_state and callable(self._lr):
             initial[0] = float(lr)
         if initial_lr is not None:
             initial[0] = float(initial_lr)
@@ -314,7 +313,7 @@ class OptimizerSettings:
         if not self.in_state:
             return fresh.lr, fresh.hyper
         # A setting that a group takes from the state is None here.
-        rates = [None if self.lr_in_state else 0, *range(1, len(self.lrs))]
+        rates = [None if "lr" in self.in_state else 0, *range(1, len(self.lrs))]
         groups = self.torch_groups(tuple(group_of), rates, dict.fromkeys(self.hyper))
         pairs = [
             (group, saved_groups[index])
@@ -352,14 +351,14 @@ class OptimizerSettings:
         lr, hyper = opt_state.lr, opt_state.hyper
         if hyper or self.hyper:
             check_hyper(hyper, self.hyper)
-        if self.lr_in_state and not is_number(lr):
+        if "lr" in self.in_state and not is_number(lr):
             raise ValueError(
                 f"opt_state.lr is {described(lr)}, expected a floating 0-d tensor: this optimizer "
                 "was made with lr in the state. Fix: `opt_state = optimizer.init(params)`, or "
                 "`opt_state._replace(lr=torch.tensor(1e-3))`; a rate for each member of an "
                 "ensemble goes through torch.vmap."
             )
-        if not (self.lr_in_state or isinstance(lr, tuple)):
+        if not ("lr" in self.in_state or isinstance(lr, tuple)):
             raise ValueError(
                 f"opt_state.lr is {lr!r}, but this optimizer takes its rate from from_torch and "
                 'would ignore it. Fix: from_torch(..., in_state=("lr",)).'

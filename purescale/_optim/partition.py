@@ -190,19 +190,19 @@ class PartitionOptimizer:
 
     def _labelled(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
         _tree.check_names(names)
-        places: dict[str, list[int]] = {key: [] for key in self._parts}
+        indices_of: dict[str, list[int]] = {key: [] for key in self._parts}
         for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if leaf is None:
                 continue
             key = self.label(name, leaf)
-            if not (isinstance(key, str) and key in places):
+            if not (isinstance(key, str) and key in indices_of):
                 raise ValueError(
                     f"label gives {key!r} for {name}, {described(leaf)}; the optimizers are "
-                    f"{list(places)}. Likely cause: a kind of parameter that label does not cover. "
-                    "Fix: a last line that returns a default key, such as that of AdamW."
+                    f"{list(indices_of)}. Likely cause: a kind of parameter that label does not "
+                    "cover. Fix: a last line that returns a default key, such as that of AdamW."
                 )
-            places[key].append(index)
-        for key, indices in places.items():
+            indices_of[key].append(index)
+        for key, indices in indices_of.items():
             if not indices:
                 raise ValueError(
                     f"no parameter has the label {key!r}, so its optimizer would do nothing. The "
@@ -212,7 +212,7 @@ class PartitionOptimizer:
                 )
         return {
             key: Members(tuple([names[index] for index in indices]), tuple(indices))
-            for key, indices in places.items()
+            for key, indices in indices_of.items()
         }
 
 

@@ -28,7 +28,7 @@ from .._tree.leaves import is_constant, metadata_of
 from .._tree.tree import FlatTree, Leaves, Tree, TreeDef
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """The position of a piece within its parameter."""
 
     leaf: int  # the index among all leaves, counting None
@@ -59,8 +59,8 @@ class StepInputs(NamedTuple):
         None  # the leaves of params and of the state before they were local, if sharded
     )
     metadata: StepMetadata | None = None  # if all leaves are dense and off graph
-    places: dict[str, Place] | None = (
-        None  # a `Place` by name, if the inputs are a piece of a larger step
+    positions: dict[str, Position] | None = (
+        None  # a `Position` by name, if the inputs are a piece of a larger step
     )
 
     @property
@@ -93,13 +93,13 @@ class StepInputs(NamedTuple):
         return Metadata(shards, dense_off_graph=self.dense_off_graph), NOTHING
 
     @property
-    def all_places(self) -> dict[str, Place]:
-        """The place of each parameter's elements, by name."""
-        if self.places is not None:
-            return self.places
+    def all_positions(self) -> dict[str, Position]:
+        """The position of each parameter's elements, by name."""
+        if self.positions is not None:
+            return self.positions
         leaves = self.params if self.dtensors is None else self.dtensors[0]
         return {
-            name: Place(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
+            name: Position(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
             for index, (name, leaf) in enumerate(zip(self.names, leaves, strict=True))
         }
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._optim.opt_state import described
 from .._optim.protocol import Optimizer
-from .._optim.step_inputs import Place, StepInputs
+from .._optim.step_inputs import Position, StepInputs
 from .._optim.wrapper import (
     Wrapper,
     checked_state,
@@ -83,8 +83,8 @@ def stochastic_round(
         elif reason := unsupported_reason(leaf):
             raise TypeError(f"{_tree.path(tree, 'tree', index)} {reason}")
         else:
-            place = Place(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
-            rounded = functools.partial(_rounded, dtype=dtype, dice=dice, place=place)
+            position = Position(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
+            rounded = functools.partial(_rounded, dtype=dtype, dice=dice, position=position)
             results.append(on_shards(rounded, leaf))
     return structure.unflatten(results)
 
@@ -148,10 +148,10 @@ class Dice(NamedTuple):
         return (x ^ (x >> 16)).to(torch.int32)
 
 
-def _numbers(local: Tensor, place: Place) -> Tensor:
+def _numbers(local: Tensor, position: Position) -> Tensor:
     """Return the index of each element in the whole leaf, int32, flat."""
-    whole: Any = place.dtensor
-    count, start, device = local.numel(), place.start, local.device
+    whole: Any = position.dtensor
+    count, start, device = local.numel(), position.start, local.device
     shape = local.shape if whole is None else dtensor.shard(whole).shape
     first = (0,) * len(shape) if whole is None else dtensor.offsets(whole)
     if whole is None or shape[1:] == whole.shape[1:]:  # the elements are consecutive
@@ -175,18 +175,18 @@ def _range(start: int, count: int, device: torch.device) -> Tensor:
 _BLOCK = 2**18  # elements that stay in a CPU cache from one operator to the next
 
 
-def _rounded(x: Tensor, dtype: torch.dtype, dice: Dice, place: Place) -> Tensor:
+def _rounded(x: Tensor, dtype: torch.dtype, dice: Dice, position: Position) -> Tensor:
     """Return the rounded elements of a dense tensor in its shape, in fresh memory."""
     if x.dtype is dtype:
         return x.clone()
-    numbers = _numbers(x, place)
+    numbers = _numbers(x, position)
     if traced() or x.numel() <= _BLOCK or not x.is_contiguous():
-        dropped = dice.roll(numbers, place.leaf).reshape(x.shape)
+        dropped = dice.roll(numbers, position.leaf).reshape(x.shape)
         return _up_or_down(x, dropped, dtype)
     result = torch.empty_like(x, dtype=dtype)
     columns = [torch.split(t.view(-1), _BLOCK) for t in (result, x, numbers)]
     for target, row, some in zip(*columns, strict=True):
-        target.copy_(_up_or_down(row, dice.roll(some, place.leaf), dtype))
+        target.copy_(_up_or_down(row, dice.roll(some, position.leaf), dtype))
     return result
 
 
@@ -275,13 +275,13 @@ class RoundingOptimizer(Wrapper):
         self, inputs: StepInputs, params: Leaves, state: Tree, *, in_place: bool
     ) -> tuple[Leaves, Tree]:
         """Round the parameters that were half."""
-        applied, places = inputs.opt_state.applied, inputs.all_places
-        count = 1 + max([place.leaf for place in places.values()], default=0)
+        applied, positions = inputs.opt_state.applied, inputs.all_positions
+        count = 1 + max([position.leaf for position in positions.values()], default=0)
         dice = Dice.of(self._seed, applied, count)
         results = list(params)
         for index, (name, old) in enumerate(zip(inputs.names, inputs.params, strict=True)):
             if is_half(old):
                 rounded = functools.partial(_rounded, dtype=old.dtype, dice=dice)
-                rounded = functools.partial(rounded, place=places[name])
+                rounded = functools.partial(rounded, position=positions[name])
                 results[index] = on_shards(rounded, params[index])
         return results, RoundingState(state, applied + 1)

@@ -461,10 +461,10 @@ class TorchOptimizer:
         fresh = self.init(params)
         names = tuple(fresh.slots)
         fixed = self._groups.fixed_groups(names)
-        places = find_parameters(saved_groups, states, fixed, fresh.slots)
+        saved_params = find_parameters(saved_groups, states, fixed, fresh.slots)
         slots = fresh.slots  # replaced one by one, so that memory holds one state only
-        for name, place in places.items():
-            slots[name] = restored(name, states.get(place.key, {}), slots[name])
+        for name, param in saved_params.items():
+            slots[name] = restored(name, states.get(param.key, {}), slots[name])
         steps = [slot["step"] for slot in slots.values() if "step" in slot]
         if steps and not bool(torch.isfinite(torch.stack(steps)).all()):
             raise ValueError(
@@ -483,7 +483,7 @@ class TorchOptimizer:
             count = torch.stack(steps).max().to(torch.int64)
         else:
             count = fresh.applied + bool(states)
-        group_of = {name: place.group for name, place in places.items()}
+        group_of = {name: param.group for name, param in saved_params.items()}
         numbers = self._groups.numbers_from_dict(saved_groups, group_of, fresh)
         return OptState(count, slots, *numbers)
 

@@ -62,7 +62,7 @@ def in_the_form_of(like: Any, sd: dict[str, Any], groups: Groups, slots: Slots) 
     what it has of other parameters.
     """
     saved_groups, states = checked_state_dict(like)
-    places = find_parameters(saved_groups, states, groups, slots)
+    saved_params = find_parameters(saved_groups, states, groups, slots)
     own = {
         name: (group, key)
         for group in sd["param_groups"]
@@ -70,7 +70,7 @@ def in_the_form_of(like: Any, sd: dict[str, Any], groups: Groups, slots: Slots) 
     }
     written = []
     for index, saved in enumerate(saved_groups):
-        members = [name for name, place in places.items() if place.group == index]
+        members = [name for name, param in saved_params.items() if param.group == index]
         settings = own[members[0]][0] if members else saved
         for name in members:
             if mismatch := _setting_mismatch(settings, own[name][0]):
@@ -85,7 +85,7 @@ def in_the_form_of(like: Any, sd: dict[str, Any], groups: Groups, slots: Slots) 
         kept = {"params", "param_names", *(saved.keys() & FLAGS)}
         changed = {name: value for name, value in settings.items() if name not in kept}
         written.append({**saved, **changed})
-    new = {place.key: sd["state"].get(own[name][1]) for name, place in places.items()}
+    new = {param.key: sd["state"].get(own[name][1]) for name, param in saved_params.items()}
     state = {
         key: new[key] if key in new else copy.deepcopy(states.get(key))
         for group in saved_groups
@@ -123,8 +123,8 @@ def checked_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, A
     return list(groups), states
 
 
-class Place(NamedTuple):
-    """The place of a parameter in a state dict."""
+class SavedParam(NamedTuple):
+    """A parameter in a state dict."""
 
     group: int  # index in sd["param_groups"]
     key: Any  # in sd["state"]
@@ -135,26 +135,26 @@ def find_parameters(
     states: Mapping[Any, Mapping[str, Any]],
     groups: Groups,
     slots: Slots,
-) -> dict[str, Place]:
+) -> dict[str, SavedParam]:
     """Return where a state dict has each parameter: by name if it has names, else by position.
 
     A state dict without names is that of `groups`, which have None for a setting that may have
     moved, in any order. Positions are taken only if shapes and settings leave one order.
     """
-    keys = [[Place(index, key) for key in g["params"]] for index, g in enumerate(saved_groups)]
+    keys = [[SavedParam(index, key) for key in g["params"]] for index, g in enumerate(saved_groups)]
     names = _names_in(saved_groups)
     if names is not None:
-        places = dict(zip(names, [place for group in keys for place in group], strict=True))
-        missing = [name for name in slots if name not in places]
+        saved_params = dict(zip(names, [param for group in keys for param in group], strict=True))
+        missing = [name for name in slots if name not in saved_params]
         if missing:
             raise ValueError(
                 f"the state dict has no {_tree.join_names(missing)}; it has "
-                f"{_tree.join_names(list(places))}. Likely cause: the names of a wrapped model "
-                "(`module.`, `_orig_mod.`), or another model. Fix: `for group in "
+                f"{_tree.join_names(list(saved_params))}. Likely cause: the names of a wrapped "
+                "model (`module.`, `_orig_mod.`), or another model. Fix: `for group in "
                 "sd['param_groups']: group['param_names'] = [name.removeprefix('module.') for name "
                 "in group['param_names']]`; without `param_names` it is read by position."
             )
-        return {name: places[name] for name in slots}
+        return {name: saved_params[name] for name in slots}
     filled = [index for index, group in enumerate(keys) if group]
     if len(filled) < 2:
         groups = [(list(slots), {})] if slots else []
@@ -167,9 +167,9 @@ def find_parameters(
         )
     order = _order(saved_groups, states, groups, slots) if len(filled) > 1 else filled
     positions = {
-        name: place
+        name: param
         for (names, _), index in zip(groups, order, strict=True)
-        for name, place in zip(names, keys[index], strict=True)
+        for name, param in zip(names, keys[index], strict=True)
     }
     return {name: positions[name] for name in slots}
 

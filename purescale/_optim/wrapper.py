@@ -173,7 +173,7 @@ class Wrapper:
         """Yield a step that can be cut in pieces of at most `PIECE_NUMEL` elements, which share the
         memory of `inputs`.
         """
-        params, places = inputs.named_params, inputs.all_places
+        params, positions = inputs.named_params, inputs.all_positions
         if sum([leaf.numel() for leaf in params.values()]) <= PIECE_NUMEL:
             yield inputs
             return
@@ -190,8 +190,8 @@ class Wrapper:
                 _state_of(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
                 own,
                 inputs.dense_off_graph,
-                places={
-                    name: places[name]._replace(start=places[name].start + span.start)
+                positions={
+                    name: positions[name]._replace(start=positions[name].start + span.start)
                     for name, span in cut.items()
                 },
             )

@@ -27,7 +27,7 @@ def next_numbers(
     options: StepOptions,
     state: TrainState,
     scaler: FlatTree,
-    tried: Attempt,
+    attempt: Attempt,
     decision: Decision,
     guard_state: Tree,
 ) -> Numbers:
@@ -39,8 +39,8 @@ def next_numbers(
         old, new, structure = _tree.matching_leaves(state.guard, guard_state, *names)
         drop = decision.skip & _tree.negated(decision.rejected)
         guard_state = structure.unflatten(engine.choose(drop, old, new))
-    next_scaler = _next_scaler(engine, options, scaler, tried, decision)
-    return next_scaler, state.step + _tree.negated(decision.skip), tried.rng, guard_state
+    next_scaler = _next_scaler(engine, options, scaler, attempt, decision)
+    return next_scaler, state.step + _tree.negated(decision.skip), attempt.rng, guard_state
 
 
 def assemble(
@@ -48,14 +48,14 @@ def assemble(
     state: TrainState,
     flat: FlatState,
     memory: Memory,
-    tried: Attempt,
+    attempt: Attempt,
     decision: Decision,
     updated: tuple[Tree, Tree],
     numbers: Numbers,
 ) -> tuple[TrainState, StepInfo]:
     """Return the next state and the report. `updated`: the new parameters and optimizer state."""
-    window, (params, opt_state) = tried.window, updated
-    used_scale = tried.scaler.tree.scale.clone()
+    window, (params, opt_state) = attempt.window, updated
+    used_scale = attempt.scaler.tree.scale.clone()
     if memory.numbers:
         numbers = write_over(state[3:], numbers)
     buffers = _next_buffers(engine, memory, decision, flat.buffers, window.buffers)
@@ -68,7 +68,7 @@ def assemble(
         scale=used_scale,
         grad_norm=decision.grad_norm,
         grad_amax=decision.grad_amax,
-        retries=torch.full((), tried.retries, dtype=torch.int32, device=used_scale.device),
+        retries=torch.full((), attempt.retries, dtype=torch.int32, device=used_scale.device),
         aux=window.aux,
         rejected=() if rejected is None else _tree.flag(rejected, like=used_scale),
     )
@@ -82,12 +82,12 @@ def _next_scaler(
     engine: type[Masked],
     options: StepOptions,
     before: FlatTree,
-    tried: Attempt,
+    attempt: Attempt,
     decision: Decision,
 ) -> Tree:
     """Return the loss scale after the step."""
-    used, skip, overflow = tried.scaler.tree, decision.skip, tried.flags.overflow
-    found_inf, amax = _rule_arguments(options, tried, decision)
+    used, skip, overflow = attempt.scaler.tree, decision.skip, attempt.flags.overflow
+    found_inf, amax = _rule_arguments(options, attempt, decision)
     # If no try was finite, the scale ends as after one ordinary skip.
     start = used if used is before.tree else where(overflow, before.tree, used)
     updated_scaler = call_rule(options.rule, start, found_inf, amax)
@@ -108,20 +108,20 @@ def _next_scaler(
 
 
 def _rule_arguments(
-    options: StepOptions, tried: Attempt, decision: Decision
+    options: StepOptions, attempt: Attempt, decision: Decision
 ) -> tuple[Tensor, Tensor | None]:
     """Return `found_inf` and the largest gradient for `rule.update`.
 
     For a rule that takes amax, a loss that is not finite itself is not an overflow, because no
     scale could have prevented it. If such a loss skips the step, amax is unknown: NaN.
     """
-    flags, scale = tried.flags, tried.scaler.tree.scale
+    flags, scale = attempt.flags, attempt.scaler.tree.scale
     if not options.takes_amax:
         return _tree.flag(flags.overflow, like=scale), None
     # The loss of the step leaves out a microbatch that was dropped.
     dropped = options.on_nonfinite == "drop_microbatch"
     overflow = flags.retryable if dropped else flags.overflow
-    found_inf = overflow & (tried.window.loss.abs() < math.inf)
+    found_inf = overflow & (attempt.window.loss.abs() < math.inf)
     return found_inf, torch.where(decision.skip & ~found_inf, torch.nan, decision.grad_amax)
 
 

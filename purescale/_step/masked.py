@@ -23,7 +23,7 @@ from .._optim.wrapper import Wrapper, off_graph
 from .._step.memory import Memory
 from .._torch.dtypes import on_device
 from .._torch.foreach import weighted_sum
-from .._torch.tracing import traced, under_transform
+from .._torch.tracing import traced, under_derivative
 from .._tree import select
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
@@ -125,12 +125,12 @@ class Masked:
         sums: list[Tensor],
         new: list[Tensor],
         share: float | Tensor,
-        good: bool | Tensor,
+        counts: bool | Tensor,
         *,
         owned: bool,
     ) -> list[Tensor]:
-        """Return `sums + new * share` if `good`, else `sums`, which is overwritten if `owned`."""
-        return weighted_sum(sums, new, share, good, owned=owned)
+        """Return `sums + new * share` if it `counts`, else `sums`. `owned` allows overwriting."""
+        return weighted_sum(sums, new, share, counts, owned=owned)
 
     @staticmethod
     def choose(skip: Tensor | bool, old: Leaves, new: Leaves, *, overwrite: bool = False) -> Leaves:
@@ -189,7 +189,7 @@ class Masked:
         old = inputs.params_tree(inputs.params), inputs.opt_state
         new = prepared
         if not optimizer.calls_step:
-            if optimizer.differentiable or under_transform():
+            if optimizer.differentiable or under_derivative():
                 # `where` sends a derivative of 0 into what it does not choose: 0 * inf is NaN.
                 inputs = inputs._replace(grads=inputs.grads.zeroed(skip))
             own = inputs.unscaled(wide=optimizer.wide_grads)

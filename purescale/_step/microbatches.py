@@ -241,10 +241,9 @@ class _Mean:
         self.overflows.append(overflow)
         self.accum = add(
             self.accum or init_accum(new),
-            new,
+            grads,
             self.weights.vector[index],
             _tree.flag(overflow, like=self.scale),
-            scale=self.scale,
             owned=self.owned,
         )
         return counts & negated(overflow)  # it is dropped

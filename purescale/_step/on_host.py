@@ -57,11 +57,11 @@ class OnHost(Masked):
         sums: list[Tensor],
         new: list[Tensor],
         share: float | Tensor,
-        good: bool | Tensor,
+        counts: bool | Tensor,
         *,
         owned: bool,
     ) -> list[Tensor]:
-        if good:
+        if counts:
             listops.add_(sums, new, alpha=share)
         return sums
 

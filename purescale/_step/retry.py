@@ -37,9 +37,9 @@ def first_finite(
     options: StepOptions,
     flat: FlatState,
     rng: Any,
-    attempt: Callable[[FlatTree], tuple[WindowResult, GradStats, WindowFlags]],
+    accumulate: Callable[[FlatTree], tuple[WindowResult, GradStats, WindowFlags]],
 ) -> Attempt:
-    """Return the result of `attempt(scaler)` at the first scale at which the window is finite.
+    """Return the result of `accumulate(scaler)` at the first scale at which the window is finite.
     Syncs with the host if `max_retries` is above 0.
 
     If no try is finite, return the one that lost the fewest microbatches, and of those the one at
@@ -47,7 +47,7 @@ def first_finite(
     """
     scaler, device = flat.scaler, flat.scaler.tree.scale.device
     if not options.max_retries:
-        result, next_rng = _drawing_from(rng, device, attempt, scaler)
+        result, next_rng = _with_generator(rng, device, accumulate, scaler)
         return Attempt(*result, scaler, next_rng, 0)
     if any_dtensor(flat.params.leaves):
         raise ValueError(
@@ -57,9 +57,9 @@ def first_finite(
         )
     best: Attempt | None = None
     retries = 0
-    with _in_turn(_generators(device)) as states:
+    with _locked(_generators(device)) as states:
         while True:
-            result, next_rng = _drawing_from(rng, device, attempt, scaler)
+            result, next_rng = _with_generator(rng, device, accumulate, scaler)
             flags = result[2]
             if best is None or bool(flags.num_overflowed < best.flags.num_overflowed):
                 best = Attempt(*result, scaler, next_rng, retries)
@@ -106,7 +106,7 @@ _locks: dict[tuple[Any, ...], Any] = {}
 
 
 @contextlib.contextmanager
-def _in_turn(generators: Sequence[_Generator]) -> Iterator[list[tuple[_Generator, Tensor]]]:
+def _locked(generators: Sequence[_Generator]) -> Iterator[list[tuple[_Generator, Tensor]]]:
     """Wait for the other threads whose steps set these generators, which are of the whole process.
     Give the generators with their states.
     """
@@ -116,7 +116,7 @@ def _in_turn(generators: Sequence[_Generator]) -> Iterator[list[tuple[_Generator
         yield [((module, where), module.get_rng_state(*where)) for module, where in generators]
 
 
-def _drawing_from(
+def _with_generator(
     rng: Any, device: torch.device, function: Callable[..., T], *arguments: Any
 ) -> tuple[T, Any]:
     """Call the function with random numbers from `rng`, the state of a generator, and return its
@@ -125,7 +125,7 @@ def _drawing_from(
     """
     if isinstance(rng, tuple):
         return function(*arguments), rng
-    with _in_turn(_generators(device)[-1:]) as [((module, where), before)]:
+    with _locked(_generators(device)[-1:]) as [((module, where), before)]:
         module.set_rng_state(rng.clone(), *where)
         try:
             return function(*arguments), module.get_rng_state(*where)

@@ -180,7 +180,7 @@ def _stages(
     of_sum = len(microbatches) > 1
     stats_options = StatsOptions(options.clip.norm_type, options.takes_amax, of_sum)
 
-    def attempt(scaler: FlatTree) -> tuple[WindowResult, GradStats, WindowFlags]:
+    def accumulate(scaler: FlatTree) -> tuple[WindowResult, GradStats, WindowFlags]:
         scaled = flat if scaler is flat.scaler else flat._replace(scaler=scaler)
         window = accumulate_microbatches(engine, options, scaled, microbatches, memory)
         if options.group is not None:
@@ -188,8 +188,8 @@ def _stages(
         stats = engine.measure(window.grads, scaler.tree.scale, stats_options)
         return window, stats, flags_with_mean(window, stats.overflow, options)
 
-    tried = first_finite(options, flat, state.rng, attempt)
-    (window, stats, flags), guard_state, rejects = tried[:3], state.guard, None
+    attempt = first_finite(options, flat, state.rng, accumulate)
+    (window, stats, flags), guard_state, rejects = attempt[:3], state.guard, None
     if options.guard is not None:
         dtype = window.grads.factor_dtype
         guard_state, rejects = call_guard(
@@ -197,10 +197,10 @@ def _stages(
         )
     decision = engine.decide(stats, options.clip, window.grads, flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
-    numbers = next_numbers(engine, options, state, flat.scaler, tried, decision, guard_state)
+    numbers = next_numbers(engine, options, state, flat.scaler, attempt, decision, guard_state)
     inputs = inputs._replace(grads=decision.grads)
     updated = engine.update(options.optimizer, inputs, decision.skip, memory)
-    return assemble(engine, state, flat, memory, tried, decision, updated, numbers)
+    return assemble(engine, state, flat, memory, attempt, decision, updated, numbers)
 
 
 def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> FlatState:

@@ -64,6 +64,16 @@ def is_differentiated(tensor: Tensor) -> bool:
     return True
 
 
+def under_derivative() -> bool:
+    """Return True inside a transform of torch.func that differentiates, and while Dynamo traces one
+    of any kind.
+    """
+    if not under_transform() or torch.compiler.is_dynamo_compiling():
+        return under_transform()
+    # Such a transform wraps what is created inside it.
+    return is_differentiated(torch.empty((), device="cpu"))
+
+
 _is_cpu = operator.attrgetter("is_cpu")
 
 

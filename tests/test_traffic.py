@@ -451,7 +451,6 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
     [(_, settings)] = groups.torch_groups(("0", "1"), groups.rates(state.applied, state.lr))
     slots = list(state.slots.values())
     targets = [*params.values(), *(slot[key] for key in kernel.slots(settings) for slot in slots)]
-    steps = [slot["step"] for slot in slots if "step" in slot]
     for lr, found_inf, divisor in (
         (None, torch.tensor(0.0), scaler.scale),
         (torch.tensor(0.1), None, None),
@@ -459,7 +458,6 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
         arguments = (
             kernel.function.__name__,
             list(grads.values()),
-            steps,
             targets,
             [0.1, *map(float, kernel.arguments(settings).values())],
             lr,

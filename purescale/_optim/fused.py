@@ -28,12 +28,13 @@ class Kernel(NamedTuple):
     columns: tuple[str, ...]  # the slots that it updates besides the parameter
     optional: str  # the setting without which the last of them is absent; "" if all are there
     settings: tuple[str, ...]  # torch's names, without the learning rate
-    counts: bool = True  # the function takes step counts
+    counts: bool = True  # it updates step counts too, the last of the slots
 
     def slots(self, settings: Settings) -> tuple[str, ...]:
         """Return the slots that it updates with these settings."""
         is_complete = not self.optional or settings[self.optional]
-        return self.columns if is_complete else self.columns[:-1]
+        slots = self.columns if is_complete else self.columns[:-1]
+        return (*slots, "step") if self.counts else slots
 
     def arguments(self, settings: Settings) -> dict[str, Any]:
         """Return the settings by the names that the function gives them."""
@@ -46,12 +47,10 @@ class Kernel(NamedTuple):
         self, columns: Columns, lr: float | Tensor, arguments: dict[str, Any], **amp: Any
     ) -> None:
         """Update the parameters and slots in place."""
-        params, slots = columns.params.tensors, list(columns.slots)
-        if len(slots) < len(self.columns):
-            slots.append([] if self.counts else [None] * len(params))  # type: ignore[list-item]
-        if self.counts:
-            slots.append(columns.steps)
-        grads = columns.grads.tensors
+        params, grads, slots = columns.params.tensors, columns.grads.tensors, list(columns.slots)
+        if len(slots) < len(self.columns) + self.counts:
+            absent: list[Any] = [] if self.counts else [None] * len(params)
+            slots.insert(len(self.columns) - 1, absent)
         self.function(params, grads, *slots, fused=True, foreach=False, lr=lr, **arguments, **amp)
 
 
@@ -81,8 +80,7 @@ class Columns(NamedTuple):
 
     params: Metadata
     grads: Gradients  # with one divisor, `scale`
-    steps: list[Tensor]  # one per parameter; empty if the kernel counts no steps
-    slots: list[list[Tensor]]  # of each slot that the kernel names
+    slots: list[list[Tensor]]  # of each of `Kernel.slots`
 
 
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
@@ -121,7 +119,6 @@ def fused_update(kernel: Kernel, settings: Settings, columns: Columns, skip: Ten
         _fused_update_op(
             kernel.function.__name__,
             grads.tensors,
-            columns.steps,
             targets,
             list(map(float, numbers)),
             lr if isinstance(lr, Tensor) else None,
@@ -167,11 +164,10 @@ def _laid_out_like(grad: Tensor, param: Tensor) -> Tensor:
     return grad if same_memory_order(grad, param) else torch.empty_like(param).copy_(grad)
 
 
-@torch.library.custom_op("purescale::fused_update", mutates_args=("steps", "targets"))
+@torch.library.custom_op("purescale::fused_update", mutates_args=("targets",))
 def _fused_update_op(
     kernel: str,
     grads: Sequence[Tensor],
-    steps: Sequence[Tensor],
     targets: Sequence[Tensor],
     numbers: Sequence[float],
     lr: Tensor | None,
@@ -179,8 +175,8 @@ def _fused_update_op(
     divisor: Tensor | None,
 ) -> None:
     """Run `Kernel.update` as one node of a compiled graph. Traced operator by operator, a hundred
-    parameters would take minutes to compile. `numbers`: the rate, unless it is the tensor `lr`,
-    then the other settings.
+    parameters would take minutes to compile. `targets`: the parameters, then each slot. `numbers`:
+    the rate, unless it is the tensor `lr`, then the other settings.
     """
     count, own = len(grads), _BY_NAME[kernel]
     params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
@@ -191,5 +187,5 @@ def _fused_update_op(
         name: bool(number) if name in _FLAGS else number
         for name, number in zip(own.settings, others, strict=True)
     }
-    columns = Columns(Metadata(params), gradients, list(steps), slots)
+    columns = Columns(Metadata(params), gradients, slots)
     own.update(columns, rate if lr is None else lr, arguments, grad_scale=None, found_inf=found_inf)

@@ -374,8 +374,7 @@ class TorchOptimizer:
                     params, own = (Metadata([d[name] for name in some]) for d in (weights, grads))
                     sources = sources._replace(metadata=own)
                 columns = [_column(slots, some, key, self._layout) for key in keys]
-                steps = [slots[name]["step"] for name in some if "step" in slots[name]]
-                fused_update(kernel, settings, Columns(params, sources, steps, columns), skip)
+                fused_update(kernel, settings, Columns(params, sources, columns), skip)
 
     # ---- the class's own step, or its formula
 

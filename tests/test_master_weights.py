@@ -178,6 +178,19 @@ def test_pieces_keep_the_settings_in_the_state(donate, way, monkeypatch):
     assert cut[1].inner.hyper.keys() == {"weight_decay", "betas"}
 
 
+@pytest.mark.parametrize("bounds", [{"max_norm": 0.1}, {"clip_value": 0.01}])
+def test_pieces_unscale_and_clip_their_gradients(bounds, way, monkeypatch):
+    wrapped, scaler = ps.with_master_weights(made("AdamW")), ps.StaticScale(4.0).init()
+    params = params_of()
+    state = wrapped.init(params)
+    step = functools.partial(ps.unscale_and_step, wrapped, scaler, params, grads_of(params, 1))
+    whole = step(state, **bounds)
+    monkeypatch.setattr(wrapper, "PIECE_NUMEL", 64)
+    assert same_bits(step(state, **bounds), whole)
+    unbounded = ps.unscale_and_step(wrapped, scaler, params, grads_of(params, 1), state)
+    assert not same_bits(unbounded.params, whole.params)
+
+
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("wrap", [ps.with_master_weights, ps.with_stochastic_rounding])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])

@@ -146,6 +146,8 @@ class Masked:
         """Return the old parameters and state if `skip`, else those after the step, in the trees of
         the arguments.
         """
+        if torch.compiler.is_compiling():  # which fuses; writing into gradients would only add work
+            inputs = inputs._replace(grads=inputs.grads._replace(owned=False))
         prepared = _prepared(optimizer, inputs, in_place=memory.optimizer)
         stepped = cls._step(optimizer, inputs, skip, prepared, in_place=memory.optimizer)
         return inputs.restore(*stepped)

@@ -172,7 +172,10 @@ def _with_operand(
         return []
     # List operators have no derivative with respect to the operand.
     if traced() or is_on_a_graph(tensors) or is_on_a_graph([operand]):
-        return [_in_own_dtype(plain, tensor, operand) for tensor in tensors]
+        results = [_in_own_dtype(plain, tensor, operand) for tensor in tensors]
+        if in_place and torch.compiler.is_compiling():
+            return [old.copy_(new) for old, new in zip(tensors, results, strict=True)]
+        return results
     results = list(tensors)
     with torch.no_grad():
         for indices in by_kind(tensors):

@@ -115,7 +115,9 @@ class Gradients(NamedTuple):
         return self._owning([torch.where(skip, 0.0, tensor) for tensor in self.tensors])
 
     def _owning(self, tensors: list[Tensor]) -> Gradients:
-        return self._replace(metadata=Metadata(tensors), owned=True)
+        # A compiler fuses what follows; a write into these would only add work.
+        owned = not torch.compiler.is_compiling()
+        return self._replace(metadata=Metadata(tensors), owned=owned)
 
     @property
     def leaves(self) -> list[Any]:

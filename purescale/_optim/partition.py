@@ -296,6 +296,6 @@ def _part_of_dtensors(
     """Return the inputs of one part with DTensors, flattened for its own optimizer."""
     grads = None
     if inputs.grads.likes:
-        grads = _by_name(members, inputs.grads.restore(inputs.grads.tensors))
+        grads = _by_name(members, inputs.grads.leaves)
     own = flatten_step(optimizer, _by_name(members, inputs.params), grads, opt_state)
     return own._replace(grads=inputs.grads.with_tensors_of(own.grads)._replace(owned=False))

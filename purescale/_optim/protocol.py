@@ -100,7 +100,7 @@ class CalledOptimizer(Updater):
     ) -> tuple[Tree, Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
         old = inputs.params_tree(inputs.params), inputs.opt_state
-        trees = old[0], inputs.grads_tree(inputs.grads.tensors), old[1]
+        trees = old[0], inputs.params_tree(inputs.local_grads), old[1]
         with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
             stepped = self.optimizer.step(*trees)
             _tree.matching_leaves(old, stepped, "old", "new")

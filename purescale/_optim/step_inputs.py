@@ -119,15 +119,12 @@ class StepInputs(NamedTuple):
         """Return a tree like the parameters with these leaves, which are in their order."""
         return self.structure.unflatten(leaves)
 
-    def grads_tree(self, tensors: list[Any]) -> Tree:
-        """Return a tree like the parameters with a result for each gradient."""
-        return self.structure.unflatten(self.local_grads(tensors))
-
-    def local_grads(self, tensors: list[Any]) -> Leaves:
-        """Return a result for each gradient in the order and form of the leaves, with None.
-        DTensors become local shards if the parameters are.
+    @property
+    def local_grads(self) -> Leaves:
+        """The gradients in the order and form of the parameters, with None. DTensors become local
+        shards if the parameters are.
         """
-        leaves = self.grads.restore(tensors)
+        leaves = self.grads.leaves
         return leaves if self.dtensors is None else list(map(dtensor.shard, leaves))
 
     def unscaled(self, *, wide: bool = False) -> StepInputs:
@@ -176,26 +173,32 @@ def flatten_step(
         ]
     names, opt_state = _tree.names(tree), flat_state.tree
     sharded = not dense_off_graph and dtensor.any_dtensor([*weights, *gradients])
-    if not sharded or optimizer.elementwise is None:
-        dense = of_grads.dense_off_graph
-        dense_grads = Gradients(of_grads, gradients, True) if dense else as_gradients(gradients)
-        metadata = _step_metadata(of_params, of_state, opt_state) if dense_off_graph else None
-        named = present(names, weights)
-        return StepInputs(
-            structure,
-            names,
-            weights,
-            dense_grads,
-            opt_state,
-            named,
-            dense_off_graph,
-            metadata=metadata,
-        )
+    if sharded and optimizer.elementwise is not None:
+        flat = FlatTree(tree, weights, structure, of_params)
+        return _flatten_shards(optimizer, flat, names, gradients, opt_state)
+    dense = of_grads.dense_off_graph
+    return StepInputs(
+        structure,
+        names,
+        weights,
+        Gradients(of_grads, gradients, True) if dense else as_gradients(gradients),
+        opt_state,
+        present(names, weights),
+        dense_off_graph,
+        metadata=_step_metadata(of_params, of_state, opt_state) if dense_off_graph else None,
+    )
+
+
+def _flatten_shards(
+    optimizer: Any, params: FlatTree, names: list[str], gradients: Leaves, opt_state: Tree
+) -> StepInputs:
+    """Return the inputs of a step over this rank's shards of DTensors."""
+    weights = params.leaves
     gradients = gradients or [None] * len(weights)
     for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
         if gradient is not None and (reason := dtensor.placement_mismatch(gradient, weight)):
-            raise ValueError(f"{_tree.path(tree, 'grads', index)} {reason}")
-        _check_placements(weight, tree, index, optimizer)
+            raise ValueError(f"{_tree.path(params.tree, 'grads', index)} {reason}")
+        _check_placements(weight, params.tree, index, optimizer)
     _check_state_placements(opt_state, dict(zip(names, weights, strict=True)))
     pairs = zip(gradients, weights, strict=True)
     gradients = [dtensor.redistribute_like(gradient, weight) for gradient, weight in pairs]
@@ -203,13 +206,13 @@ def flatten_step(
     on_graph = optimizer.differentiable
     local = [dtensor.shard(weight, on_graph=on_graph) for weight in weights]
     return StepInputs(
-        structure,
+        params.structure,
         names,
         local,
         as_gradients(gradients),
         state.unflatten([dtensor.shard(leaf, on_graph=on_graph) for leaf in leaves]),
         present(names, local),
-        dense_off_graph,
+        False,
         (weights, leaves),
     )
 

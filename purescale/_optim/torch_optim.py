@@ -502,7 +502,7 @@ def _cast(inputs: StepInputs) -> dict[str, Tensor]:
     """Return the gradients by name, in the form and dtype of their parameters. Complex ones are not
     clamped to a range.
     """
-    leaves = [leaf for leaf in inputs.local_grads(inputs.grads.tensors) if leaf is not None]
+    leaves = [leaf for leaf in inputs.local_grads if leaf is not None]
     names = inputs.grad_names
     dtypes = [inputs.named_params[name].dtype for name in names]
     if any(leaf.is_complex() for leaf in leaves):

@@ -177,7 +177,7 @@ class Wrapper:
         if sum([leaf.numel() for leaf in params.values()]) <= PIECE_NUMEL:
             yield inputs
             return
-        grads = dict(zip(inputs.names, inputs.local_grads(inputs.grads.tensors), strict=True))
+        grads = dict(zip(inputs.names, inputs.local_grads, strict=True))
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True)
         for cut in cuts:
             own = {name: _cut(params[name], params[name], span) for name, span in cut.items()}

@@ -94,7 +94,7 @@ def _stepped(optimizer: Any, inputs: StepInputs) -> Tree:
     if not isinstance(optimizer, CalledOptimizer):
         return optimizer.applied(inputs)[0]
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
-    trees = inputs.params_tree(inputs.params), inputs.grads_tree(inputs.grads.tensors)
+    trees = inputs.params_tree(inputs.params), inputs.params_tree(inputs.local_grads)
     return optimizer.optimizer.step(*trees, inputs.opt_state)[0]
 
 

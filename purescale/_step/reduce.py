@@ -43,7 +43,7 @@ def reduce_window(
     reduction = window.reduction
     if reduction is None:
         reduction = reduction_of(weights, before, window.divisor, options.group)
-        leaves, nan = window.grads.restore(window.grads.tensors), sent_for_nan(options, number)
+        leaves, nan = window.grads.leaves, sent_for_nan(options, number)
         for index in reversed(range(len(weights))):
             if index in reduction.bucket_of:
                 reduction.put(index, leaves[index], nan=nan)

@@ -25,8 +25,7 @@ Numbers = tuple[Tree, Tensor, Any, Tree]  # the last fields of a state: scaler, 
 def next_numbers(
     engine: type[Masked],
     options: StepOptions,
-    state: TrainState,
-    scaler: FlatTree,
+    flat: FlatState,
     attempt: Attempt,
     decision: Decision,
     guard_state: Tree,
@@ -36,16 +35,15 @@ def next_numbers(
     """
     if decision.rejected is not None:
         names = "state.guard", "the state that the guard returned"
-        old, new, structure = _tree.matching_leaves(state.guard, guard_state, *names)
+        old, new, structure = _tree.matching_leaves(flat.guard, guard_state, *names)
         drop = decision.skip & _tree.negated(decision.rejected)
         guard_state = structure.unflatten(engine.choose(drop, old, new))
-    next_scaler = _next_scaler(engine, options, scaler, attempt, decision)
-    return next_scaler, state.step + _tree.negated(decision.skip), attempt.rng, guard_state
+    next_scaler = _next_scaler(engine, options, flat.scaler, attempt, decision)
+    return next_scaler, flat.step + _tree.negated(decision.skip), attempt.rng, guard_state
 
 
 def assemble(
     engine: type[Masked],
-    state: TrainState,
     flat: FlatState,
     memory: Memory,
     attempt: Attempt,
@@ -57,7 +55,7 @@ def assemble(
     window, (params, opt_state) = attempt.window, updated
     used_scale = attempt.scaler.tree.scale.clone()
     if memory.numbers:
-        numbers = write_over(state[3:], numbers)
+        numbers = write_over((flat.scaler.tree, flat.step, flat.rng, flat.guard), numbers)
     buffers = _next_buffers(engine, memory, decision, flat.buffers, window.buffers)
     new_buffers = flat.buffers.structure.unflatten(buffers)
     new_state = TrainState(params, new_buffers, opt_state, *numbers)

@@ -11,7 +11,6 @@ from torch import Tensor
 from .._optim.protocol import Updater
 from .._optim.step_inputs import NOTHING, StepInputs
 from .._step.step_options import FlatState, StepOptions
-from .._step.train_state import TrainState
 from .._torch.donation import can_write_each, pointers_of_each, storage_pointers
 from .._torch.metadata import Metadata
 from .._torch.tracing import is_on_a_graph
@@ -36,7 +35,6 @@ class Memory(NamedTuple):
 
 def memory_of_step(
     options: StepOptions,
-    state: TrainState,
     flat: FlatState,
     inputs: StepInputs,
     microbatches: list[Any],
@@ -51,7 +49,7 @@ def memory_of_step(
     replaced, numbers_of_optimizer = inputs.replaced if donate else (inputs.weights, NOTHING)
     numbers = [
         *numbers_of_optimizer.tensors,
-        *_tree.all_tensors((state.scaler, state.step, state.rng, state.guard)),
+        *_tree.all_tensors((flat.scaler.tree, flat.step, flat.rng, flat.guard)),
     ]
     buffers = flat.buffers.metadata
     if not buffers.dense_off_graph:

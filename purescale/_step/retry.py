@@ -36,7 +36,6 @@ class Attempt(NamedTuple):
 def first_finite(
     options: StepOptions,
     flat: FlatState,
-    rng: Any,
     accumulate: Callable[[FlatTree], tuple[WindowResult, GradStats, WindowFlags]],
 ) -> Attempt:
     """Return the result of `accumulate(scaler)` at the first scale at which the window is finite.
@@ -45,7 +44,7 @@ def first_finite(
     If no try is finite, return the one that lost the fewest microbatches, and of those the one at
     the highest scale. All ranks of a group read the same flags, so they retry together.
     """
-    scaler, device = flat.scaler, flat.scaler.tree.scale.device
+    scaler, rng, device = flat.scaler, flat.rng, flat.scaler.tree.scale.device
     if not options.max_retries:
         result, next_rng = _with_generator(rng, device, accumulate, scaler)
         return Attempt(*result, scaler, next_rng, 0)

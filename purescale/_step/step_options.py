@@ -19,18 +19,21 @@ from .._step.train_state import check_parts
 from .._step.value_and_grad import LossFn
 from .._torch.tracing import refuse_in_a_trace
 from .._tree.scalars import is_whole, short_repr
-from .._tree.tree import FlatTree
+from .._tree.tree import FlatTree, Tree
 
 BNUpdate = Literal["each", "window"]
 
 
 class FlatState(NamedTuple):
-    """The parts of a state that the stages need flat, flattened once."""
+    """A `TrainState` whose trees were flattened once, at the start of a step."""
 
     params: FlatTree
     buffers: FlatTree
     scaler: FlatTree
     opt_state: FlatTree
+    step: Tensor
+    rng: Any
+    guard: Tree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -160,22 +160,22 @@ def train_step(
         return _check_call(state, microbatches, options), options
 
     flat, options = check_on_all_ranks(group, check, state)
-    new_state, info = _stages(options, state, flat, microbatches)
+    new_state, info = _stages(options, flat, microbatches)
     if donate:
         _tree.poison(state, keep=(new_state, info, microbatches, max_norm, clip_value))
     return new_state, info
 
 
 def _stages(
-    options: StepOptions, state: TrainState, flat: FlatState, microbatches: list[Any]
+    options: StepOptions, flat: FlatState, microbatches: list[Any]
 ) -> tuple[TrainState, StepInfo]:
     """Run the stages of a step in order."""
     inputs = flatten_step(options.optimizer, flat.params, None, flat.opt_state)
     options.optimizer.check(inputs)
-    scalars = [state.scaler.scale, *options.clip.tensor_bounds]
+    scalars = [flat.scaler.tree.scale, *options.clip.tensor_bounds]
     engine = engine_for(options.optimizer, inputs.weights, scalars)
     memory = memory_of_step(
-        options, state, flat, inputs, microbatches, may_be_captured=engine.may_be_captured
+        options, flat, inputs, microbatches, may_be_captured=engine.may_be_captured
     )
     of_sum = len(microbatches) > 1
     stats_options = StatsOptions(options.clip.norm_type, options.takes_amax, of_sum)
@@ -188,19 +188,17 @@ def _stages(
         stats = engine.measure(window.grads, scaler.tree.scale, stats_options)
         return window, stats, flags_with_mean(window, stats.overflow, options)
 
-    attempt = first_finite(options, flat, state.rng, accumulate)
-    (window, stats, flags), guard_state, rejects = attempt[:3], state.guard, None
+    attempt = first_finite(options, flat, accumulate)
+    (window, stats, flags), guard_state, rejects = attempt[:3], flat.guard, None
     if options.guard is not None:
         dtype = window.grads.factor_dtype
-        guard_state, rejects = call_guard(
-            options.guard, state.guard, window.loss, stats.norm, dtype
-        )
+        guard_state, rejects = call_guard(options.guard, flat.guard, window.loss, stats.norm, dtype)
     decision = engine.decide(stats, options.clip, window.grads, flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
-    numbers = next_numbers(engine, options, state, flat.scaler, attempt, decision, guard_state)
+    numbers = next_numbers(engine, options, flat, attempt, decision, guard_state)
     inputs = inputs._replace(grads=decision.grads)
     updated = engine.update(options.optimizer, inputs, decision.skip, memory)
-    return assemble(engine, state, flat, memory, attempt, decision, updated, numbers)
+    return assemble(engine, flat, memory, attempt, decision, updated, numbers)
 
 
 def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> FlatState:
@@ -212,10 +210,10 @@ def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> F
         )
     _check_microbatches(microbatches)
     trees = state.params, state.buffers, state.scaler
-    flat = FlatState(*flatten_together(trees, state.opt_state))
-    leaves, scale = flat.params.leaves, state.scaler.scale
-    _tree.check_parameters(flat.params, "state.params")
-    check_device(scale, state.params, leaves, "state.params", flat.params.metadata)
+    params, buffers, scaler, opt_state = flatten_together(trees, state.opt_state)
+    leaves, scale = params.leaves, state.scaler.scale
+    _tree.check_parameters(params, "state.params")
+    check_device(scale, state.params, leaves, "state.params", params.metadata)
     if options.guard is not None or state.guard != ():
         check_guarded(options.guard, state.guard)
     if options.clip.value is not None:
@@ -230,7 +228,7 @@ def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> F
     # Over a group a wrong weight must raise before the other ranks wait for a reduction.
     if options.weight_fn is not None and options.group is not None:
         check_weights(microbatches, options.weight_fn, scale)
-    return flat
+    return FlatState(params, buffers, scaler, opt_state, state.step, state.rng, state.guard)
 
 
 def _check_microbatches(microbatches: Any) -> None:

@@ -3,7 +3,7 @@
 This room has the stage `flatten`, and the optimizer's part of the stage `update`: `applied`, the
 step from gradients that are unscaled and clipped. Whether it is skipped is decided by the engines
 of a step; only torch's fused kernels skip by themselves (`masked`). torch's fused kernel makes the
-step (`fused.py`), the class's own `step` (`own_step.py`), or its formula (`formulas.py`,
+step (`fused.py`), the class's own `step` (`class_step.py`), or its formula (`formulas.py`,
 `formula_step.py`).
 
 Entry: `torch_optim.from_torch`, `protocol.from_transformation`; `step_inputs.flatten_step`.

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
+from .._optim.class_step import ClassStep
 from .._optim.formula_step import FormulaStep
 from .._optim.fused import Columns, can_launch, fused_update, kernel_of
 from .._optim.in_state import each_number, names_in_state
@@ -20,7 +21,6 @@ from .._optim.opt_state import (
     each_of,
     slots_like,
 )
-from .._optim.own_step import OwnStep
 from .._optim.param_groups import PARAMETERS_GIVEN, OptimizerSettings, Overrides, Schedule
 from .._optim.step_inputs import StepInputs, flatten_step, named_params, working_copies
 from .._optim.torch_state_dict import (
@@ -159,7 +159,7 @@ class TorchOptimizer:
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
         # Dynamo sets no guards in it, so `_key`, which has all that the formula reads besides its
         # arguments, guards the compiled step.
-        self._own_step, self._formula_step = OwnStep(self._groups), FormulaStep(self._groups)
+        self._class_step, self._formula_step = ClassStep(self._groups), FormulaStep(self._groups)
         self._opaque = private.Opaque(self._formula_step.make, lambda: private.nonstrict_trace)
         self._opaque_update = private.Opaque(
             lambda *args: self._traced_update(*args), lambda: torch.compiler.allow_in_graph
@@ -239,7 +239,7 @@ class TorchOptimizer:
         if self._formula is None or self._reads_on_host(inputs):
             working = working_copies(inputs, in_place=in_place, any_order=True)
             weights, slots = working.named_params, working.opt_state.slots
-            slots = self._own_step(weights, gradients, slots, lrs, hyper)
+            slots = self._class_step(weights, gradients, slots, lrs, hyper)
             return self._stepped(inputs, weights, slots, 1)
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._formula_step.make
         moving = self._groups.moving(lrs, inputs.opt_state.applied)

@@ -23,7 +23,7 @@ from .._torch.metadata import Metadata
 Weights = dict[str, Tensor]
 
 
-class OwnStep:
+class ClassStep:
     """The `step` of a class of torch.optim, or of a user's class, with these settings."""
 
     def __init__(self, groups: OptimizerSettings) -> None:

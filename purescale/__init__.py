@@ -103,6 +103,10 @@ The step:
     SpikeState            the state of SpikeGuard
     check_guard           raise if a guard has rejected too many steps in a row; syncs
 
+One graph:
+    jit                   a function of trees as one compiled graph, without Dynamo
+    scan_steps            many steps in one call: a loop as one graph
+
 Checkpoints:
     to_state_dict         any state as nested dicts of tensors
     from_state_dict       a state from nested dicts of tensors
@@ -186,6 +190,8 @@ from ._step.train_state import init_train_state, TrainState
 from ._step.train_step import train_step
 from ._step.step_info import StepInfo, stack_infos
 from ._step.spike_guard import Guard, SpikeGuard, SpikeState, check_guard
+from ._step.jit import jit
+from ._step.scan_steps import scan_steps
 
 from ._checkpoint import to_state_dict, from_state_dict, save, load
 
@@ -276,6 +282,8 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "SpikeGuard",
     "SpikeState",
     "check_guard",
+    "jit",
+    "scan_steps",
     "to_state_dict",
     "from_state_dict",
     "save",

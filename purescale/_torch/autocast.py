@@ -39,7 +39,8 @@ class _Entry(NamedTuple):
     cached: bool
 
 
-def _entries() -> list[_Entry]:
+def active_autocast() -> list[_Entry]:
+    """Return what autocast is active, of every device type."""
     enabled = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
     if not enabled:
         return []
@@ -62,7 +63,7 @@ def outside_autocast(*called: str) -> Callable[[Callable[P, T]], Callable[P, T]]
 
         @functools.wraps(function)
         def outside(*args: P.args, **kwargs: P.kwargs) -> T:
-            entries = _entries()
+            entries = active_autocast()
             if not entries:
                 return function(*args, **kwargs)
             positional = [

@@ -89,6 +89,19 @@ def clone_by_two(tensors: list[Tensor]) -> Sequence[Tensor]:
     return copies
 
 
+def guard_one_by_one(*tensors: Tensor) -> Callable[..., bool]:
+    """Return a function that is True for tensors that differ from these in values only."""
+    expected = list(map(_metadata, tensors))
+    return lambda *others: list(map(_metadata, others)) == expected
+
+
+def _metadata(tensor: Tensor) -> Any:
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    lazy = tensor.is_conj(), tensor.is_neg(), tensor.is_inference()
+    kind = type(tensor), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
+    return kind, tensor.shape, strides, lazy
+
+
 # ---- what is used of a name ----------------------------------------------------------------------
 
 
@@ -132,6 +145,10 @@ NAMES = {
     ),
     "DispatchMode": Name("torch.utils._python_dispatch.TorchDispatchMode", "assert_no_host_reads"),
     "nonstrict_trace": Name("torch._dynamo.nonstrict_trace", "a compiled step of torch.optim"),
+    "compile_graph": Name("torch._inductor.compile", "jit"),
+    "FakeTensorMode": Name("torch._subclasses.fake_tensor.FakeTensorMode", "scan_steps"),
+    "scan": Name("torch.ops.higher_order.scan", "scan_steps"),
+    "list_mode_options": Name("torch._inductor.list_mode_options", "a mode of jit"),
     "FUNCTORCH": Name(  # without it a compiled step takes a graph for each length
         "torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode", "a kernel for symbolic sizes", False
     ),
@@ -144,10 +161,10 @@ NAMES = {
         _skip_frame,
     ),
     "FakeTensor": Name("torch._subclasses.fake_tensor.FakeTensor", "a fake tensor", Tensor),
-    "metadata_guard": Name(  # without it nothing is remembered of a list
+    "metadata_guard": Name(
         "torch._C._dynamo.guards.TensorGuards",
         "a list that is recognised",
-        lambda *tensors: lambda *others: False,
+        guard_one_by_one,
         _metadata_guard,
     ),
     # trees, gradients, ranks, modules

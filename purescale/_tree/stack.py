@@ -117,7 +117,7 @@ def member(states: TreeT, i: int | Tensor) -> TreeT:
         {'w': tensor([3., 4.])}
     """
     leaves, structure = _tree.flatten(states)
-    size = _num_members(states, leaves)
+    size = num_members(states, leaves, "states")
     if isinstance(i, Tensor):
         if i.ndim or i.is_floating_point() or i.is_complex() or i.dtype is torch.bool:
             raise TypeError(
@@ -142,7 +142,8 @@ def member(states: TreeT, i: int | Tensor) -> TreeT:
     return structure.unflatten(picked)
 
 
-def _num_members(states: Tree, leaves: Leaves) -> int:
+def num_members(states: Tree, leaves: Leaves, name: str) -> int:
+    """Return the first dimension of all tensors. Refuse, naming the leaf, one of another size."""
     size: int | None = None
     for position, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
@@ -152,12 +153,12 @@ def _num_members(states: Tree, leaves: Leaves) -> int:
             continue
         others = "[n, ...]" if size is None else f"[{size}, ...], as the tensors before it"
         raise ValueError(
-            f"{_tree.path(states, 'states', position)} has shape {tuple(leaf.shape)}; expected "
-            f"{others}. Likely cause: one state, or states stacked in another way. Fix: what "
+            f"{_tree.path(states, name, position)} has shape {tuple(leaf.shape)}; expected "
+            f"{others}. Likely cause: one tree, or trees stacked in another way. Fix: what "
             "`stack_states` returned, or a step of it under `torch.vmap`."
         )
     if size is None:
-        raise ValueError("states has no tensor, so it has no members. Fix: `stack_states(...)`.")
+        raise ValueError(f"{name} has no tensor, so it has no members. Fix: `stack_states(...)`.")
     return size
 
 

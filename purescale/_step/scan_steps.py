@@ -1,0 +1,118 @@
+"""Many steps in one call: over a jitted step one graph, whatever the number of steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .._step.jit import FlatFunction, Jitted, Results, check_arguments
+from .._torch.pure_graph import Function, PureGraph, scanned, trace
+from .._torch.tracing import recorded_by_make_fx, traced
+from .._tree import tree as _tree
+from .._tree.stack import num_members, stacked
+from .._tree.tree import Tree
+
+Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
+
+
+def scan_steps(step: Step, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
+    """Equal to the loop below: many steps over stacked batches, in order.
+
+        infos = []
+        for i in range(number_of_batches):
+            state, info = step(state, tree_map(lambda leaf: leaf[i], batches))
+            infos.append(info)
+        return state, tree_map(lambda *leaves: torch.stack(leaves), *infos)
+
+    If `step` was made by `jit`, all steps run in one graph, by torch's `scan`. It is compiled once
+    for any number of steps, and a step within it costs less than a call of `step`. Any other step,
+    one of `jit(..., backend="aot_eager")`, and all of them under `torch.vmap`, torch.compile and
+    jit, run as that loop. For an ensemble map the step: `scan_steps(jit(torch.vmap(step)), states,
+    batches)`.
+
+    Args:
+        step: A pure function of `(state, batch)` that returns `(state, info)`: the state with its
+            structure, shapes, strides and dtypes, and a tree of tensors.
+        state: The state before the first step. It is not changed, also if `step` donates.
+        batches: A tree of tensors [number of steps, ...]. `None` stays `None`.
+
+    Returns:
+        The state after the last step, and the infos stacked, [number of steps, ...].
+
+    Raises:
+        ValueError: Naming the leaf, if tensors of `batches` differ in their first dimension, or the
+            step returns a state that differs in more than values.
+        TypeError: `step` does not return a pair.
+
+    Example:
+        >>> import torch
+        >>> def step(total, x):
+        ...     return total + x, {"total": total + x}
+        >>> scan_steps(step, torch.tensor(0.0), torch.tensor([1.0, 2.0, 3.0]))
+        (tensor(6.), {'total': tensor([1., 3., 6.])})
+
+    Source of the form: `jax.lax.scan`.
+    """
+    leaves, structure = _tree.flatten(batches)
+    number = num_members(batches, leaves, "batches")
+    if not number:
+        raise ValueError("batches has no batch: its tensors have a first dimension of 0.")
+    in_one_graph = isinstance(step, Jitted) and step.backend == "inductor"
+    if in_one_graph and not (traced() or recorded_by_make_fx()):
+        return _in_one_graph(step, state, batches)
+    infos = []
+    for index in range(number):
+        batch = structure.unflatten(
+            [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        )
+        state, info = _pair(step(state, batch))
+        infos.append(info)
+    cause = "Likely cause: an info whose shape depends on the step."
+    return state, stacked("infos", infos, cause)
+
+
+def _in_one_graph(step: Jitted, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
+    leaves, structure = _tree.flatten((state, batches))
+    tensors = check_arguments((state, batches), leaves)
+    carried = len(check_arguments((state,), _tree.flatten(state)[0]))
+    stacks = [stack.contiguous() for stack in tensors[carried:]]
+    first = [*tensors[:carried], *(stack[0] for stack in stacks)]
+
+    def make() -> tuple[PureGraph, Function, Results]:
+        flat = FlatFunction(functools.partial(_checked, step.fn), structure, leaves)
+        graph = trace(flat, first)
+        return graph, scanned(graph, first, carried), flat.results
+
+    program = step.scans.of(first, structure, make)
+    results = program.run(*tensors[:carried], *stacks, *program.graph.closed_over)
+    pair: tuple[Tree, Tree] = program.results.of(results)
+    return pair
+
+
+def _checked(step: Step, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """Return the results of one step, the tensors of the state with the strides of the old ones."""
+    new_state, info = _pair(step(state, batch))
+    old, new, structure = _tree.matching_leaves(
+        state, new_state, "state", "the state that the step returned", _REASON
+    )
+    new = [
+        b if b is None or a.stride() == b.stride() else torch.empty_like(a).copy_(b)
+        for a, b in zip(old, new, strict=True)
+    ]
+    return structure.unflatten(new), info
+
+
+_REASON = "The state after a step is the state before the next one: both must match."
+
+
+def _pair(returned: Tree) -> tuple[Tree, Tree]:
+    """Refuse what is no pair of a state and an info."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(
+            f"the step returned {_tree.described(returned)}; expected a pair, the next state and "
+            "an info. Fix: `return state, info`, with `info = ()` for none."
+        )
+    return returned

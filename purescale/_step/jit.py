@@ -15,14 +15,14 @@ from .._torch import private
 from .._torch.autocast import active_autocast
 from .._torch.donation import can_write
 from .._torch.pure_graph import Function, PureGraph, compiled, trace
-from .._torch.tracing import PLAIN_TYPES, recorded_by_make_fx, traced
+from .._torch.tracing import PLAIN_TYPES, recorded
 from .._tree import tree as _tree
 from .._tree.scalars import is_whole, short_repr
 from .._tree.tree import Leaves, Tree, TreeDef
 
 Backend = Literal["inductor", "aot_eager"]
 
-_is_nested = operator.attrgetter("is_nested")
+_layout, _is_nested = operator.attrgetter("layout"), operator.attrgetter("is_nested")
 _requires_grad = operator.attrgetter("requires_grad")
 _CONSTANTS = (type(None), bool, int, float, complex, str)
 
@@ -133,7 +133,7 @@ class Jitted:
         self.programs, self.scans = Programs(), Programs()
 
     def __call__(self, *args: Tree) -> Tree:
-        if traced() or recorded_by_make_fx():
+        if recorded():
             return self.fn(*args)  # a part of the graph, or of the transform, around it
         leaves, structure = _tree.flatten(args)
         tensors = check_arguments(args, leaves)
@@ -147,6 +147,10 @@ class Jitted:
         if program.graph.donated:
             return self._call_donated(program, args, tensors)
         return program.results.of(program.run(*tensors, *program.graph.closed_over))
+
+    def compiles(self) -> bool:
+        """Return True if a call here runs compiled code."""
+        return self.backend == "inductor" and not recorded()
 
     def trace(self, *args: Tree) -> torch.fx.GraphModule:
         """Return the graph for these arguments: a function of their tensors, then of the tensors
@@ -200,7 +204,8 @@ def _setting() -> Any:
 
 def _indices(args: tuple[Tree, ...], donate: Sequence[int]) -> list[int]:
     """Return the indices of the tensors of donated arguments among all tensors."""
-    indices, start = [], 0
+    indices: list[int] = []
+    start = 0
     for number, arg in enumerate(args):
         stop = start + len([leaf for leaf in _tree.flatten(arg)[0] if leaf is not None])
         if number in donate:
@@ -215,8 +220,11 @@ def _indices(args: tuple[Tree, ...], donate: Sequence[int]) -> list[int]:
 def check_arguments(args: tuple[Tree, ...], leaves: Leaves) -> list[Tensor]:
     """Return the tensors among the leaves. Refuse, naming the leaf, what is no plain tensor."""
     tensors = [leaf for leaf in leaves if leaf is not None]
-    plain = set(map(type, tensors)) <= PLAIN_TYPES and not any(map(_is_nested, tensors))
-    if not plain or (torch.is_grad_enabled() and any(map(_requires_grad, tensors))):
+    if not set(map(type, tensors)) <= PLAIN_TYPES or not (
+        set(map(_layout, tensors)) <= {torch.strided}
+        and not any(map(_is_nested, tensors))
+        and not (torch.is_grad_enabled() and any(map(_requires_grad, tensors)))
+    ):
         for index, leaf in enumerate(leaves):
             _check_argument(leaf, args, index)
     return tensors
@@ -226,7 +234,7 @@ def _check_argument(leaf: Any, args: tuple[Tree, ...], index: int) -> None:
     """Refuse a leaf that is no plain tensor, or that requires a gradient while one is recorded."""
     if leaf is None:
         return
-    if isinstance(leaf, Tensor) and type(leaf) in PLAIN_TYPES and not leaf.is_nested:
+    if type(leaf) in PLAIN_TYPES and leaf.layout is torch.strided and not leaf.is_nested:
         if not (leaf.requires_grad and torch.is_grad_enabled()):
             return
         what = "requires a gradient, and the results of jit have no graph"
@@ -235,7 +243,8 @@ def _check_argument(leaf: Any, args: tuple[Tree, ...], index: int) -> None:
             "around the call"
         )
     elif isinstance(leaf, Tensor):
-        what, fix = f"is {type(leaf).__name__}; jit takes plain tensors", "torch.compile"
+        kind = f"{type(leaf).__name__}, {leaf.layout}{', nested' if leaf.is_nested else ''}"
+        what, fix = f"is {kind}; jit takes plain, dense tensors", "torch.compile, or `.to_dense()`"
     elif isinstance(leaf, (bool, int, float, complex)):
         what = f"is the number {leaf!r}, of which each value would need a graph of its own"
         fix = (

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._step.jit import FlatFunction, Jitted, Results, check_arguments
 from .._torch.pure_graph import Function, PureGraph, scanned, trace
-from .._torch.tracing import recorded_by_make_fx, traced
 from .._tree import tree as _tree
 from .._tree.stack import num_members, stacked
 from .._tree.tree import Tree
@@ -60,15 +59,14 @@ def scan_steps(step: Step, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
     number = num_members(batches, leaves, "batches")
     if not number:
         raise ValueError("batches has no batch: its tensors have a first dimension of 0.")
-    in_one_graph = isinstance(step, Jitted) and step.backend == "inductor"
-    if in_one_graph and not (traced() or recorded_by_make_fx()):
+    if isinstance(step, Jitted) and step.compiles():
         return _in_one_graph(step, state, batches)
     infos = []
     for index in range(number):
         batch = structure.unflatten(
             [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         )
-        state, info = _pair(step(state, batch))
+        state, info = _checked(step, state, batch)
         infos.append(info)
     cause = "Likely cause: an info whose shape depends on the step."
     return state, stacked("infos", infos, cause)

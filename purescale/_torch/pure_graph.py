@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import private
@@ -28,8 +30,8 @@ class PureGraph(NamedTuple):
 
 
 def trace(function: Function, inputs: Sequence[Tensor], donate: Sequence[int] = ()) -> PureGraph:
-    """Return the graph of a function that returns tensors. It is called once, with tensors that
-    have no values.
+    """Return the graph of a function that returns tensors. It is called with tensors that have no
+    values: once, and again for the tensors that it turns out to close over.
 
     Args:
         function: A function of the inputs.
@@ -40,27 +42,32 @@ def trace(function: Function, inputs: Sequence[Tensor], donate: Sequence[int] = 
         ValueError: The function reads a value, or writes into an input or into a tensor that it
             closes over.
     """
-
-    def watched(*tensors: Tensor) -> Sequence[Any]:
-        with _PureOnly(tensors):
-            return function(*tensors)
-
-    pure = torch.func.functionalize(watched)
-    try:
+    closed_over: list[Tensor] = []
+    module = None
+    while module is None:
+        recorder = _Recorder(function, len(inputs), closed_over)
+        pure = torch.func.functionalize(recorder)
         record = _make_fx(pure, tracing_mode="fake", _allow_non_fake_inputs=True)
-        module = record(*inputs)
-    except Exception as error:
-        if (cause := _cause(error)) is None:
-            raise
-        raise _refusal(*cause, error) from error
-    if any(map(_writes, module.graph.nodes)):
-        raise _refusal(*_WRITES_ARGUMENT)
-    closed_over = _lift(module)
+        error = None
+        try:
+            # An example in two places stands for two inputs.
+            module = record(*[tensor.detach() for tensor in (*inputs, *closed_over)])
+        except Exception as raised:
+            error = raised
+        if recorder.outside and not isinstance(error, _WriteError):
+            closed_over += recorder.outside
+            module = None
+        elif error is not None:
+            cause = _cause(error)
+            if cause is None:
+                raise error
+            raise _refusal(*cause, error) from error
+    _check(module)
     _separate(module)
     donated = _donate(module, donate)
     module.graph.lint()
     module.recompile()
-    return PureGraph(module, closed_over, donated)
+    return PureGraph(module, [tensor.detach() for tensor in closed_over], donated)
 
 
 def compiled(graph: PureGraph, inputs: Sequence[Tensor], options: dict[str, Any]) -> Function:
@@ -134,29 +141,6 @@ def _memory(node: Any) -> Any:
     return node.meta["val"].untyped_storage()._cdata
 
 
-def _is_literal(node: Any) -> bool:
-    """Return True for a constant of the code, such as `torch.tensor(1.0)`."""
-    return all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
-
-
-def _lift(module: Any) -> list[Tensor]:
-    """Make inputs of the tensors that the function closes over, and return them."""
-    placeholders, closed_over = _placeholders(module), []
-    last = placeholders[-1] if placeholders else None
-    for node in list(module.graph.nodes):
-        if node.op != "get_attr" or _is_literal(node):
-            continue
-        tensor = getattr(module, node.target)
-        with module.graph.inserting_after(last):
-            last = module.graph.placeholder(f"closed_over_{len(closed_over)}")
-        last.meta["val"] = node.meta.get("val", tensor)
-        node.replace_all_uses_with(last)
-        module.graph.erase_node(node)
-        delattr(module, node.target)
-        closed_over.append(tensor.detach())
-    return closed_over
-
-
 def _separate(module: Any) -> None:
     """Copy the results that share memory with an input or an earlier result."""
     taken = {_memory(node) for node in _placeholders(module)}
@@ -220,34 +204,87 @@ _COMPILED = (
     "calls a function that torch.compile returned",
     "the function itself: its operators become a part of this graph",
 )
+_MAKES_PARAMETER = (
+    "makes a parameter",
+    "make the module outside, with make_functional, and pass its parameters",
+)
+_DRAWS = (
+    "draws from a torch.Generator of its own",
+    "torch's default generator, with torch.manual_seed before the call",
+)
+_DIFFERENTIATES = (
+    "calls torch.autograd",
+    "torch.func.grad, or purescale.value_and_grad",
+)
 # By words in torch's errors. Without them torch's error is raised as it is.
 _CAUSES = {
     "data-dependent": _READS,
     "DataDependent": _READS,
     "DynamicOutputShape": _SHAPE,
     "non-functional tensor": _WRITES_OUTSIDE,
+    "does not require grad": _DIFFERENTIATES,
+    "inside a functorch transform": _DIFFERENTIATES,
+    "torch._C.Generator": _DRAWS,
     "symbolically trace a dynamo-optimized function": _COMPILED,
 }
 
 
 class _WriteError(Exception):
-    """A write inside of `_PureOnly`, with its cause."""
+    """A write, with its cause."""
+
+
+class _Recorder:
+    """A function to be traced, of inputs and of what is known of the tensors that it closes over.
+    `outside` are those that it uses besides.
+    """
+
+    def __init__(self, function: Function, count: int, closed_over: Sequence[Tensor]) -> None:
+        self.function, self.count, self.closed_over = function, count, closed_over
+        self.outside: list[Tensor] = []
+
+    def __call__(self, *tensors: Tensor) -> list[Any]:
+        inputs, rest = tensors[: self.count], tensors[self.count :]
+        with _PureOnly(inputs, self.closed_over, rest) as mode:
+            results = [mode.inside(result) for result in self.function(*inputs)]
+        self.outside = mode.outside
+        return results
 
 
 class _PureOnly(NoReads):
-    """A mode that refuses a read, and a write into an argument or into a tensor from outside."""
+    """A mode that refuses a read, and a write into an input or a tensor from outside. In place of
+    tensors from outside their stand-ins are used.
+    """
 
-    def __init__(self, arguments: Sequence[Tensor]) -> None:
+    def __init__(
+        self, inputs: Sequence[Tensor], closed_over: Sequence[Tensor], rest: Sequence[Tensor]
+    ) -> None:
         super().__init__()
-        self.storages = list(map(_storage, arguments))  # kept alive, so that an id stays theirs
-        self.ids = set(map(id, self.storages))
+        # The objects are kept alive, so that an id stays theirs.
+        self.inputs, self.rest = list(map(_storage, inputs)), list(map(_storage, rest))
+        self.stand_ins = dict(zip(map(id, closed_over), rest, strict=True))
+        self.outside: list[Tensor] = []
+
+    def inside(self, value: Any) -> Any:
+        """Return the stand-in of a tensor from outside, and anything else as it is."""
+        # Fake tensors consist of tensors on meta, which torch's own code looks at.
+        if not isinstance(value, Tensor) or value.is_meta:
+            return value
+        if isinstance(torch.func.debug_unwrap(value), private.FakeTensor):
+            return value
+        if id(value) not in self.stand_ins:
+            self.stand_ins[id(value)] = value
+            self.outside.append(value)
+        return self.stand_ins[id(value)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _written(func, args, kwargs or {}):
-            if not isinstance(torch.func.debug_unwrap(tensor), private.FakeTensor):
-                raise _WriteError(*_WRITES_OUTSIDE)
-            if id(_storage(tensor)) in self.ids:
+        args, kwargs = private.pytree.tree_map(self.inside, (args, kwargs or {}))
+        for tensor in _written(func, args, kwargs):
+            storage = _storage(tensor)
+            if any(storage is own for own in self.inputs):
                 raise _WriteError(*_WRITES_ARGUMENT)
+            outside = any(tensor is other for other in self.outside)
+            if outside or any(storage is own for own in self.rest):
+                raise _WriteError(*_WRITES_OUTSIDE)
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -257,6 +294,11 @@ def _storage(tensor: Tensor) -> Any:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that a function of torch writes into, by its name."""
+    if func in (F.batch_norm, F.instance_norm):  # which update running statistics
+        bound = inspect.signature(func).bind(*args, **kwargs).arguments
+        training = bound.get("training", bound.get("use_input_stats", func is F.instance_norm))
+        statistics = [bound.get("running_mean"), bound.get("running_var")] if training else []
+        return [tensor for tensor in statistics if tensor is not None]
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     targets = [kwargs.get("out")]
@@ -266,14 +308,40 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [target for target in flat if isinstance(target, Tensor)]
 
 
-def _writes(node: Any) -> bool:
+def _check(module: Any) -> None:
+    """Refuse a graph that writes into its inputs or holds a state, for what `_PureOnly` does not
+    see.
+    """
+    inputs = {_memory(node) for node in _placeholders(module)}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(module, node.target)
+            if not isinstance(value, Tensor):
+                raise _refusal(*_DRAWS)
+            if isinstance(value, private.FakeTensor):
+                raise _refusal(*_MAKES_PARAMETER)
+        if node.op == "call_function" and any(_memory(x) in inputs for x in _targets(node)):
+            raise _refusal(*_WRITES_ARGUMENT)
+
+
+def _targets(node: Any) -> list[Any]:
+    """Return the arguments that a node of a graph writes into."""
     schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and schema.is_mutable
+    if node.target is torch.ops.aten.native_batch_norm.default:  # whose schema does not say so
+        targets = list(node.args[3:5]) if node.args[5] else []
+    elif schema is None or not schema.is_mutable:
+        return []
+    else:
+        pairs = zip(schema.arguments, node.args, strict=False)
+        targets = [arg for formal, arg in pairs if formal.is_write]
+        targets += [node.kwargs.get(x.name) for x in schema.arguments if x.is_write]
+    flat = [part for x in targets for part in (x if isinstance(x, (list, tuple)) else (x,))]
+    return [target for target in flat if isinstance(target, torch.fx.Node)]
 
 
 def _cause(error: Exception) -> Cause | None:
     if isinstance(error, _WriteError):
-        return error.args  # type: ignore[return-value]
+        return error.args
     if isinstance(error, ReadError):
         return _READS
     text = f"{type(error).__name__} {error}"

@@ -44,6 +44,11 @@ def recorded_by_make_fx() -> bool:
     return module is not None and module.get_proxy_mode() is not None
 
 
+def recorded() -> bool:
+    """Return True inside of a trace or a transform, or while `make_fx` records operators."""
+    return traced() or recorded_by_make_fx()
+
+
 def is_lazy(tensor: Tensor) -> bool:
     """Return True if a negation or conjugation is pending, which torch's kernels ignore."""
     return not torch.compiler.is_compiling() and (tensor.is_neg() or tensor.is_conj())

@@ -1,0 +1,433 @@
+"""A function of trees as one graph: the results of the function, one graph for each kind of
+arguments, and what is refused.
+"""
+
+import functools
+import threading
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    assert_close,
+    batch,
+    clone,
+    examples,
+    job,
+    same_bits,
+    small_net,
+    stack,
+    tensors,
+    trained,
+)
+from hypothesis import given
+from torch import nn
+
+import purescale as ps
+from purescale._torch import donation, private
+from purescale.testing import grad_trees
+
+ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
+RULE = ps.DynamicScale(2.0**10, growth_interval=2)
+in_order = functools.partial(ps.jit, backend="aot_eager")  # its operators one by one
+
+
+def windows(count=1):
+    """Four windows, of which the second overflows."""
+    made = [[batch(10 * w + i) for i in range(count)] for w in range(4)]
+    x, y = made[1][-1]
+    made[1][-1] = x * torch.inf, y
+    return made
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor | None
+
+
+# ---- the results of the function -----------------------------------------------------------------
+
+STEPS = {
+    "one microbatch": {},
+    "max_norm": {"max_norm": 1.0},
+    "clip_value": {"clip_value": 0.01},
+    "drop_microbatch": {"on_nonfinite": "drop_microbatch"},
+    "bn_update": {"bn_update": "window"},
+    "weight_fn": {"weight_fn": lambda window: window[0].shape[0]},
+    "guard": {"guard": ps.SpikeGuard(warmup=2)},
+}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_has_the_results_of_the_eager_one(name, count):
+    state, step = job(ADAMW, RULE, **STEPS[name])
+    guard = STEPS[name].get("guard")
+    state = state._replace(guard=guard.init() if guard else ())
+    expected = trained(state, step, windows(count))
+    results = trained(state, in_order(step), windows(count))
+    assert any(info.found_inf for info in expected[1]) or name == "drop_microbatch"
+    assert_close(results, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_compiled_step_has_the_results_of_the_eager_one(count):
+    state, step = job(ADAMW, RULE, max_norm=1.0)
+    compiled = ps.jit(step)
+    expected = trained(state, step, windows(count))
+    results = trained(state, compiled, windows(count))
+    assert_close(results, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert len(compiled.programs) == 1
+
+
+def test_arguments_are_not_changed_and_results_are_in_memory_of_their_own():
+    state, step = job(ADAMW, RULE)
+    window = windows()[0]
+    ps.testing.assert_pure(in_order(step), state, window)
+
+
+@examples(10)
+@given(grad_trees())
+def test_any_tree_comes_back_as_it_is(tree):
+    dense = [t.layout is torch.strided for t in tensors(tree)]
+    if all(dense):
+        assert same_bits(in_order(lambda tree: tree)(tree), tree)
+
+
+def test_a_tree_keeps_its_containers_none_and_constants():
+    def function(tree):
+        return {"pair": Pair(tree["b"] + 1, None), "count": 3, "list": [tree["a"], "text", ()]}
+
+    tree = {"b": torch.ones(2), "a": torch.zeros(3), "none": None}
+    for _ in range(2):
+        result = in_order(function)(tree)
+        assert isinstance(result["pair"], Pair)
+        assert list(result) == ["pair", "count", "list"]
+        assert result["pair"].second is None
+        assert result["count"] == 3
+        assert result["list"][1:] == ["text", ()]
+
+
+def test_a_transform_inside_has_the_results_of_the_eager_one():
+    state, step = job(ADAMW, RULE)
+    states = stack([state, state._replace(scaler=RULE.init()._replace(scale=torch.tensor(4.0)))])
+    mapped = torch.vmap(step, in_dims=(0, None))
+    window = windows()[0]
+    assert_close(
+        in_order(mapped)(states, window),
+        mapped(states, window),
+        rtol=1e-5,
+        atol=1e-6,
+        equal_nan=True,
+    )
+
+
+def test_a_derivative_through_steps_has_the_value_of_the_eager_one():
+    state, step = job(ps.from_torch(torch.optim.SGD, lr=0.1, in_state=("lr",)), RULE)
+
+    batches = windows()[2:]
+
+    def loss_after(lr, state):
+        state = ps.replace_settings(state, lr=lr)
+        for window in batches:
+            state, info = step(state, window)
+        return info.loss
+
+    lr = torch.tensor(0.05)
+    derivative = torch.func.grad(loss_after)
+    assert_close(in_order(derivative)(lr, state), derivative(lr, state), rtol=1e-4, atol=1e-6)
+
+
+def test_a_state_is_made_inside():
+    params = {"w": torch.ones(3)}
+
+    def start(params):
+        return ps.init_train_state(params, {}, ADAMW, RULE)
+
+    assert same_bits(in_order(start)(params), start(params))
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda function: torch.vmap(function, in_dims=(0, None)),
+        lambda function: torch.func.jacrev(function),
+        in_order,
+        lambda function: torch.compile(function, backend="eager", fullgraph=True),
+    ],
+)
+def test_under_a_transform_or_a_compiler_it_is_the_function(around):
+    def function(x, y):
+        return torch.sin(x) * y
+
+    x, y = torch.randn(3, 2), torch.randn(2)
+    torch.testing.assert_close(around(in_order(function))(x, y), around(function)(x, y))
+
+
+def test_dropout_draws_from_torchs_generator_in_each_call():
+    function = in_order(lambda x: F.dropout(x, 0.5))
+    x = torch.ones(300)
+    first, second = function(x), function(x)
+    torch.manual_seed(0)
+    again = function(x)
+    torch.manual_seed(0)
+    assert not torch.equal(first, second)
+    assert torch.equal(again, F.dropout(x, 0.5))
+
+
+@pytest.mark.slow
+def test_compiled_dropout_draws_from_torchs_generator_in_each_call():
+    function = ps.jit(lambda x: F.dropout(x, 0.5))
+    x = torch.ones(300)
+    torch.manual_seed(0)
+    first, second = function(x), function(x)
+    torch.manual_seed(0)
+    assert torch.equal(function(x), first)
+    assert not torch.equal(first, second)
+    assert set(first.tolist()) == {0.0, 2.0}
+
+
+# ---- one graph for each kind of arguments --------------------------------------------------------
+
+
+def counted():
+    """(function, calls): a jitted function and the shapes with which it was traced."""
+    calls = []
+
+    def function(tree):
+        calls.append([tuple(x.shape) for x in tensors(tree)])
+        return tensors(tree)[0] * 2
+
+    return in_order(function), calls
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": torch.ones(3)},
+        {"x": torch.ones(2, dtype=torch.float64)},
+        {"x": torch.ones(4)[::2]},
+        {"y": torch.ones(2)},
+        [torch.ones(2)],
+        {"x": torch.ones(2), "n": None},
+    ],
+)
+def test_arguments_of_another_kind_get_a_graph_of_their_own(other):
+    function, calls = counted()
+    first = {"x": torch.zeros(2)}
+    for tree in (first, other, first, other):
+        assert torch.equal(function(tree), tensors(tree)[0] * 2)
+    assert len(calls) == len(function.programs) == 2
+
+
+@pytest.mark.parametrize("recognised", [True, False])
+def test_other_values_need_no_graph(recognised, monkeypatch):
+    if not recognised:
+        name = private.NAMES["metadata_guard"]
+        monkeypatch.setattr(private, "metadata_guard", name.otherwise, raising=False)
+    function, calls = counted()
+    for value in (0.0, 1.0, torch.nan):
+        function({"x": torch.full((5,), value)})
+    assert len(calls) == 1
+
+
+def test_the_settings_of_torch_are_those_of_the_call():
+    function = in_order(lambda x: (x @ x, torch.zeros(1)))
+    x = torch.eye(2)
+    for _ in range(2):
+        assert [t.dtype for t in function(x)] == [torch.float32, torch.float32]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert function(x)[0].dtype == torch.bfloat16
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert function(x)[1].dtype == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+        with torch.inference_mode():
+            assert torch.equal(function(x)[0], x)
+
+
+def test_threads_share_one_graph():
+    function, calls = counted()
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(function({"x": torch.ones(2)})))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert len(calls) == 1
+
+
+def test_what_a_function_closes_over_is_baked_in_but_the_values_of_tensors():
+    settings, shift = {"factor": 2.0}, torch.zeros(2)
+    function = in_order(lambda x: x * settings["factor"] + shift)
+    x = torch.ones(2)
+    assert function(x).tolist() == [2.0, 2.0]
+    settings["factor"] = 3.0
+    shift.add_(1.0)
+    assert function(x).tolist() == [3.0, 3.0]
+    assert function.trace(x)(x, shift)[0].tolist() == [4.0, 4.0]
+
+
+def test_a_graph_can_be_had():
+    graph = in_order(lambda tree: {"y": tree["x"] + 1}).trace({"x": torch.ones(2)})
+    assert isinstance(graph, torch.fx.GraphModule)
+    assert graph(torch.ones(2))[0].tolist() == [2.0, 2.0]
+
+
+# ---- donation ------------------------------------------------------------------------------------
+
+
+def test_a_donated_step_has_the_same_bits_in_the_memory_of_the_state():
+    state, step = job(ADAMW, RULE, max_norm=1.0)
+    kept, donating = in_order(step), in_order(step, donate=0)
+    own = clone(state)
+    addresses = [tensor.data_ptr() for tensor in tensors(own)]
+    for window in windows():
+        state, info = kept(state, window)
+        own, told = donating(own, window)
+        assert same_bits((own, told), (state, info))
+        assert [tensor.data_ptr() for tensor in tensors(own)] == addresses
+
+
+@pytest.mark.slow
+def test_a_compiled_donated_step_stays_in_the_memory_of_the_state():
+    state, step = job(ADAMW, RULE)
+    expected, _ = trained(state, step, windows())
+    own = clone(state)
+    addresses = [tensor.data_ptr() for tensor in tensors(own)]
+    own, _ = trained(own, ps.jit(step, donate=(0,)), windows())
+    assert_close(own, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert [tensor.data_ptr() for tensor in tensors(own)] == addresses
+
+
+@pytest.mark.parametrize("shared", ["an argument", "another leaf", "a tensor from outside"])
+def test_memory_that_somebody_else_sees_is_not_written_into(shared):
+    outside = torch.ones(3)
+    function = in_order(lambda tree, x: {"a": tree["a"] + x, "b": tree["b"] + outside}, donate=0)
+    tree, x = {"a": torch.zeros(3), "b": torch.zeros(3)}, torch.ones(3)
+    if shared == "an argument":
+        x = tree["a"]
+    elif shared == "another leaf":
+        tree["b"] = tree["a"]
+    else:
+        tree["a"] = outside
+    before = clone((tree, x, outside))
+    result = function(tree, x)
+    assert torch.equal(result["a"], before[0]["a"] + before[1])
+    assert torch.equal(result["b"], before[0]["b"] + 1)
+    assert same_bits((tree, x, outside), before)
+
+
+def test_a_donated_argument_is_poisoned_in_debug_mode(monkeypatch):
+    monkeypatch.setattr(donation, "DEBUG", True)
+    function = in_order(lambda tree: {"w": tree["w"] + 1}, donate=0)
+    tree = {"w": torch.zeros(2)}
+    assert function(tree)["w"].tolist() == [1.0, 1.0]
+    assert tree["w"].isnan().all()
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"lr": 0.1}, r"args\[0\]\['lr'\] is the number 0.1.*Fix: `torch.tensor"),
+        ([True], r"args\[0\]\[0\] is the number True"),
+        ({"name": "text"}, r"args\[0\]\['name'\] is str 'text'; jit takes trees of tensors"),
+        (object(), r"args\[0\] is object .*register_pytree_node"),
+        (torch.ones(2, requires_grad=True), r"args\[0\] requires a gradient.*torch.func.grad"),
+        (torch.eye(2).to_sparse(), r"args\[0\] is Tensor, torch.sparse_coo"),
+    ],
+)
+def test_an_argument_that_is_no_plain_tensor_is_refused_by_its_path(argument, message):
+    with pytest.raises(TypeError, match=message):
+        in_order(lambda tree: tensors(tree))(argument)
+
+
+def test_a_tensor_that_requires_a_gradient_is_taken_where_none_is_recorded():
+    x = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        result = in_order(lambda x: x * 2)(x)
+    assert result.tolist() == [2.0, 2.0]
+    assert not result.requires_grad
+
+
+def test_a_result_that_is_no_tree_is_refused_by_its_path():
+    with pytest.raises(TypeError, match=r"the result\['o'\] is object"):
+        in_order(lambda x: {"o": object()})(torch.ones(2))
+
+
+def test_what_reads_or_writes_is_refused_and_nothing_is_changed():
+    state, step = job(ADAMW, RULE)
+
+    def reading(state, window):
+        state, info = step(state, window)
+        return state if info.found_inf else (state, info)
+
+    def writing(state, window):
+        state.params["0.weight"].mul_(0.5)
+        return step(state, window)
+
+    before = clone(state)
+    with pytest.raises(ValueError, match=r"reads the value of a tensor .*`return state if info"):
+        in_order(reading)(state, windows()[0])
+    with pytest.raises(ValueError, match=r"writes into an argument .*mul_"):
+        in_order(writing)(state, windows()[0])
+    assert same_bits(state, before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_retries": 2}, "max_retries"),
+    ],
+)
+def test_settings_that_cannot_be_traced_are_refused_in_the_words_of_the_step(settings, message):
+    state, step = job(ADAMW, RULE, **settings)
+    with pytest.raises(ValueError, match=message):
+        in_order(step)(state, windows()[0])
+
+
+def test_a_checkpointed_part_is_refused_with_the_cure():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = small_net()
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.net, x, use_reentrant=False)
+
+    apply, params, buffers = ps.make_functional(Checkpointed())
+
+    def loss(params, x):
+        return apply(params, buffers, x)[0].sum()
+
+    with pytest.raises(RuntimeError, match=r"saved tensor hooks") as raised:
+        in_order(torch.func.grad(loss))(params, batch()[0])
+    assert "checkpoints a part" in "".join(raised.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"donate": -1}, TypeError, r"donate is -1.*Fix: `donate=\(0,\)`"),
+        ({"donate": "state"}, TypeError, "donate is 'state'"),
+        ({"backend": "eager"}, ValueError, "backend must be"),
+    ],
+)
+def test_a_wrong_setting_is_refused(settings, error, message):
+    with pytest.raises(error, match=message):
+        ps.jit(torch.sin, **settings)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match=r"jit takes a function, got 3"):
+        ps.jit(3)

@@ -1,0 +1,222 @@
+"""A function of tensors as a graph: no writes, results apart, and what is refused by its cause."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from purescale._torch.pure_graph import compiled, scanned, trace
+
+X = torch.arange(6.0).reshape(2, 3)
+
+
+def run(graph, *inputs):
+    return graph.module(*inputs, *graph.closed_over)
+
+
+def addresses(tensors):
+    return [tensor.untyped_storage().data_ptr() for tensor in tensors]
+
+
+# ---- the graph -----------------------------------------------------------------------------------
+
+
+def test_a_graph_has_the_values_of_its_function():
+    def function(x, y):
+        return [x @ y.mT, torch.vmap(torch.sin)(x), torch.func.grad(lambda z: (z**3).sum())(y)]
+
+    graph = trace(function, [X, X])
+    for result, expected in zip(run(graph, X + 1, -X), function(X + 1, -X), strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+def test_the_function_is_called_once_and_its_inputs_are_not_read():
+    calls = []
+
+    def function(x):
+        calls.append(x)
+        return [x * 2]
+
+    graph = trace(function, [torch.full((2,), torch.nan)])
+    run(graph, torch.ones(2))
+    assert len(calls) == 1
+
+
+def test_writes_into_what_the_function_makes_are_no_writes_of_the_graph():
+    def function(x):
+        y = x.clone()
+        y[0] = 7.0
+        y.mul_(2)
+        return [y]
+
+    before = X.clone()
+    graph = trace(function, [X])
+    (result,) = run(graph, X)
+    assert torch.equal(result, torch.tensor([[14.0, 14.0, 14.0], [6.0, 8.0, 10.0]]))
+    assert torch.equal(X, before)
+
+
+def test_no_result_shares_memory_with_an_input_or_another_result():
+    outside = torch.ones(3)
+    graph = trace(lambda x: [x, x.T, x[0], outside, outside, (y := x + 1), y.view(6)], [X])
+    results = run(graph, X)
+    assert len({*addresses(results), *addresses([X, outside])}) == 9
+    for result, expected in zip(results, [X, X.T, X[0], outside, outside, X + 1], strict=False):
+        assert torch.equal(result, expected)
+
+
+def test_a_tensor_from_outside_is_an_input_and_not_copied():
+    outside = torch.ones(3, requires_grad=True)
+    graph = trace(lambda x: [x * outside + outside, x / outside.sum()], [X])
+    assert addresses(graph.closed_over) == [outside.data_ptr()]
+    assert not any(node.op == "get_attr" for node in graph.module.graph.nodes)
+    with torch.no_grad():
+        outside.mul_(2)
+    assert torch.equal(run(graph, X)[0], X * 2 + 2)
+
+
+def test_one_tensor_in_two_places_stands_for_two_inputs():
+    graph = trace(lambda x, y: [x - y], [X, X])
+    assert torch.equal(run(graph, X, 2 * X)[0], -X)
+
+
+def test_what_is_computed_from_tensors_from_outside_may_be_written_into():
+    outside = torch.ones(2, 3)
+
+    def function(x):
+        mask = outside.clone()
+        mask.mul_(x)
+        return [mask]
+
+    graph = trace(function, [X])
+    assert torch.equal(run(graph, X)[0], X)
+    assert torch.equal(outside, torch.ones(2, 3))
+
+
+def test_a_literal_is_a_constant_of_the_graph():
+    graph = trace(lambda x: [x * torch.tensor([1.0, 2.0, 3.0])], [X])
+    assert graph.closed_over == []
+    assert torch.equal(run(graph, X)[0], X * torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_results_take_the_memory_of_donated_inputs_that_are_like_them_in_order():
+    def function(a, b, c):
+        return [b + 1, a + 2, (a + b).sum(), c * 2]
+
+    inputs = [torch.ones(3), torch.ones(3), torch.ones(2, 2)]
+    graph = trace(function, inputs, donate=(0, 1))
+    assert graph.donated == {0: 0, 1: 1}
+    rest = run(graph, *inputs)
+    assert [result.tolist() for result in rest] == [6.0, [[2.0, 2.0], [2.0, 2.0]]]
+    assert inputs[0].tolist() == [2.0] * 3
+    assert inputs[1].tolist() == [3.0] * 3
+    assert inputs[2].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+@pytest.mark.slow
+def test_a_compiled_graph_has_the_values_of_the_graph():
+    outside = torch.ones(3)
+    graph = trace(lambda x, y: [x @ y.mT, (x * outside).softmax(-1), y], [X, X])
+    function = compiled(graph, [X, X], {})
+    results = function(X, X + 1, outside)
+    for result, expected in zip(results, run(graph, X, X + 1), strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.slow
+def test_a_scanned_graph_is_the_loop_for_any_number_of_repetitions():
+    outside = torch.tensor(0.5)
+    graph = trace(lambda total, x: [total * outside + x, total.sum()], [X[0], X[0]])
+    function = scanned(graph, [X[0], X[0]], 1)
+    for number in (1, 2, 7):
+        stack = torch.randn(number, 3)
+        total, sums = torch.zeros(3), []
+        for x in stack:
+            sums.append(total.sum())
+            total = total * outside + x
+        results = function(torch.zeros(3), stack, outside)
+        torch.testing.assert_close(results[0], total)
+        torch.testing.assert_close(results[1], torch.stack(sums))
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+OUTSIDE = torch.ones(3)
+MODULE = nn.BatchNorm1d(3)
+
+
+def set_item(x):
+    x[0] = 1.0
+    return [x]
+
+
+def set_data(x):
+    x.data = x * 2
+    return [x]
+
+
+REFUSED = {
+    "reads the value": [
+        lambda x: [x * x.sum().item()],
+        lambda x: [x if x.sum() > 0 else -x],
+        lambda x: [x * float(x[0, 0])],
+        lambda x: [x[x > 0]],
+        lambda x: [x * torch.equal(x, x)],
+        lambda x: [torch.unique(x)],
+        lambda x: [torch.from_numpy(x.numpy())],
+        lambda x: torch.func.grad(lambda y: y.sum() * y.sum().tolist())(x),
+    ],
+    "writes into an argument": [
+        lambda x: [x.add_(1)],
+        lambda x: [x[:1].mul_(2)],
+        lambda x: [torch.add(x, 1, out=x)],
+        lambda x: [torch.relu_(x.detach())],
+        lambda x: [torch.vmap(lambda row: row.mul_(2))(x)],
+        lambda x: [F.dropout(x, 0.5, inplace=True)],
+        lambda x: [F.batch_norm(x, x[0], x[1], training=True)],
+        set_item,
+        set_data,
+    ],
+    "writes into a tensor that it closes over": [
+        lambda x: [OUTSIDE.add_(1)],
+        lambda x: [OUTSIDE.add_(x[0])],
+        lambda x: [x * OUTSIDE[0].zero_()],
+        lambda x: [MODULE(x)],
+    ],
+    "calls a function that torch.compile returned": [lambda x: [torch.compile(torch.sin)(x)]],
+    "draws from a torch.Generator": [
+        lambda x: [x + torch.rand(3, generator=torch.Generator().manual_seed(0))]
+    ],
+    "makes a parameter": [lambda x: [nn.Linear(3, 2)(x)]],
+    "calls torch.autograd": [
+        lambda x: torch.autograd.grad(MODULE.weight.sum(), MODULE.weight),
+        lambda x: [MODULE.weight.sum().backward()],
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("cause", "function"),
+    [(cause, function) for cause, functions in REFUSED.items() for function in functions],
+)
+def test_what_is_no_graph_for_all_values_is_refused_by_its_cause(cause, function):
+    x, outside, state = X.clone(), OUTSIDE.clone(), MODULE.running_mean.clone()
+    with pytest.raises(ValueError, match=rf"^the function {cause}.*Fix: "):
+        trace(function, [x])
+    assert torch.equal(x, X)
+    assert torch.equal(OUTSIDE, outside)
+    assert torch.equal(MODULE.running_mean, state)
+    assert not MODULE.num_batches_tracked
+
+
+def test_a_refusal_names_the_line_of_the_caller():
+    line = set_item.__code__.co_firstlineno + 1
+    with pytest.raises(ValueError, match=rf"test_pure_graph.py, line {line}: `x\[0\] = 1.0`"):
+        trace(set_item, [X])
+
+
+def test_an_error_of_the_function_itself_is_raised_as_it_is():
+    with pytest.raises(RuntimeError, match=r"reduction dim|shapes cannot"):
+        trace(lambda x: [x @ x], [X])
+    with pytest.raises(KeyError, match=r"missing"):
+        trace(lambda x: [{}["missing"]], [X])

@@ -1,0 +1,137 @@
+"""Many steps in one call: the loop, as one graph for any number of steps."""
+
+import pytest
+import torch
+from helpers import assert_close, clone, job, same_bits, stack, tensors
+
+import purescale as ps
+
+ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
+RULE = ps.DynamicScale(2.0**10, growth_interval=2)
+
+
+def step_and_batches(number=5):
+    """(state, step, batches): a step over one batch, and stacked batches, of which the second
+    overflows.
+    """
+    policy = "params=float32,compute=float32,output=float32"
+    state, over_window = job(ADAMW, RULE, policy, max_norm=1.0)
+    x = torch.randn(number, 8, 1, 6, 6)
+    x[1:2] = torch.inf
+
+    def step(state, batch):
+        return over_window(state, [batch])
+
+    return state, step, (x, torch.randint(0, 3, (number, 8)))
+
+
+def looped(step, state, batches, number):
+    infos = []
+    for index in range(number):
+        state, info = step(state, tuple(leaf[index] for leaf in batches))
+        infos.append(info)
+    return state, stack(infos)
+
+
+def test_it_has_the_bits_of_the_loop():
+    state, step, batches = step_and_batches()
+    expected = looped(step, state, batches, 5)
+    assert same_bits(ps.scan_steps(step, state, batches), expected)
+    assert expected[1].found_inf.tolist() == [False, True, False, False, False]
+
+
+def test_over_a_graph_that_is_not_compiled_it_has_the_bits_of_the_loop():
+    state, step, batches = step_and_batches()
+    step = ps.jit(step, backend="aot_eager")
+    assert same_bits(ps.scan_steps(step, state, batches), looped(step, state, batches, 5))
+
+
+@pytest.mark.slow
+def test_over_a_jitted_step_it_is_one_graph_for_any_number_of_steps():
+    state, step, batches = step_and_batches(7)
+    jitted = ps.jit(step, donate=0)
+    before = clone(state)
+    for number in (3, 7, 1):
+        some = tuple(leaf[:number] for leaf in batches)
+        result = ps.scan_steps(jitted, state, some)
+        expected = looped(step, state, some, number)
+        assert_close(result, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert len(jitted.scans) == 1
+    assert len(jitted.programs) == 0
+    assert same_bits(state, before)
+
+
+@pytest.mark.slow
+def test_over_a_jitted_map_of_steps_each_member_is_its_own_loop():
+    state, step, batches = step_and_batches()
+    states = stack([state, state._replace(scaler=RULE.init()._replace(scale=torch.tensor(4.0)))])
+    mapped = torch.vmap(step, in_dims=(0, None))
+    result = ps.scan_steps(ps.jit(mapped), states, batches)
+    assert_close(result, looped(mapped, states, batches, 5), rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.slow
+def test_what_a_scanned_step_closes_over_is_an_input():
+    shift = torch.tensor(1.0)
+    step = ps.jit(lambda total, x: (total + x * shift, total))
+    for value in (1.0, 2.0):
+        shift.fill_(value)
+        total, totals = ps.scan_steps(step, torch.tensor(0.0), torch.tensor([1.0, 2.0, 3.0]))
+        assert total.item() == 6.0 * value
+        assert totals.tolist() == [0.0, value, 3.0 * value]
+
+
+def test_it_can_be_mapped_and_traced():
+    def sums(start, xs):
+        return ps.scan_steps(lambda total, x: (total + x, {"total": total}), start, xs)
+
+    starts, xs = torch.tensor([0.0, 10.0]), torch.tensor([1.0, 2.0])
+    expected = [torch.tensor([3.0, 13.0]), torch.tensor([[0.0, 1.0], [10.0, 11.0]])]
+    assert same_bits(tensors(torch.vmap(sums, in_dims=(0, None))(starts, xs)), expected)
+    derivative = torch.func.grad(lambda start: sums(start, xs)[0])(starts[0])
+    assert derivative.item() == 1.0
+    jitted = ps.jit(torch.vmap(sums, in_dims=(0, None)), backend="aot_eager")
+    assert same_bits(tensors(jitted(starts, xs)), expected)
+
+
+def test_none_and_constants_come_back():
+    def step(state, batch):
+        assert batch["y"] is None
+        return {"n": state["n"] + 1, "none": None}, {"x": batch["x"], "name": "a"}
+
+    state = {"n": torch.tensor(0), "none": None}
+    state, infos = ps.scan_steps(step, state, {"x": torch.arange(3), "y": None})
+    assert state == {"n": torch.tensor(3), "none": None}
+    assert infos["x"].tolist() == [0, 1, 2]
+    assert infos["name"] == "a"
+
+
+def test_batches_of_two_lengths_are_refused_by_their_path():
+    with pytest.raises(ValueError, match=r"batches\[1\] has shape \(2,\); expected \[3, ...\]"):
+        ps.scan_steps(lambda s, b: (s, s), torch.ones(1), (torch.ones(3), torch.ones(2)))
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ((), "batches has no tensor"),
+        (torch.ones(0, 2), "batches has no batch"),
+        (torch.tensor(1.0), r"batches has shape \(\)"),
+    ],
+)
+def test_no_batch_is_refused(batches, message):
+    with pytest.raises(ValueError, match=message):
+        ps.scan_steps(lambda s, b: (s, s), torch.ones(1), batches)
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, ps.jit])
+def test_a_step_that_returns_no_pair_is_refused(wrap):
+    with pytest.raises(TypeError, match=r"the step returned .*Fix: `return state, info`"):
+        ps.scan_steps(wrap(lambda s, b: s), torch.ones(1), torch.ones(3))
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, ps.jit])
+def test_a_state_that_changes_its_kind_is_refused_by_its_path(wrap):
+    step = wrap(lambda s, b: ({"w": s["w"].double()}, ()))
+    with pytest.raises(ValueError, match=r"state\['w'\] is torch.float32"):
+        ps.scan_steps(step, {"w": torch.ones(2)}, torch.ones(3))

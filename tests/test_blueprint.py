@@ -558,6 +558,36 @@ def test_plain_tensors_over_one_memory_stay_over_one_memory(backend):
         torch.testing.assert_close(out, net.lin(x) + 4)
 
 
+def test_tensors_over_one_memory_are_told_as_others_are():
+    apply, params, buffers = ps.make_functional(Aliases())
+    with pytest.warns(UserWarning, match="tensor in a plain attribute") as warned:
+        apply(params, buffers, torch.randn(4, 2))
+    told = {str(warning.message).partition(" of the model")[0] for warning in warned}
+    assert told == {"history", "last", "columns['first']"}
+
+
+class Registry:
+    def __init__(self):
+        self._buffers, self._modules = {}, {}
+
+
+def test_an_object_that_is_not_a_module_may_have_attributes_named_as_those_of_a_module():
+    class Fills(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.registry = nn.Linear(2, 2), Registry()
+
+        def forward(self, x):
+            self.registry._buffers["x"] = self.registry._modules["lin"] = self.lin
+            return self.registry._buffers["x"](x)
+
+    net, x = Fills(), torch.ones(2)
+    apply, params, buffers = ps.make_functional(net)
+    for _ in range(2):
+        assert torch.equal(apply(params, buffers, x)[0], net.lin(x))
+    assert net.registry._buffers == {}
+
+
 class Hidden(nn.Module):
     """Has modules that it does not register, and replaces a buffer."""
 

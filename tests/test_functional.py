@@ -1477,6 +1477,19 @@ def test_hooks_on_parameters_change_their_gradients(how):
     assert not expected["0.weight"][0].any()
 
 
+def scaled_by(bias, grad):
+    return grad * bias.sum()
+
+
+def test_a_hook_on_a_parameter_may_be_a_partial_with_another_parameter():
+    net = nn.Linear(2, 2)
+    net.weight.register_hook(functools.partial(scaled_by, net.bias))
+    apply, params, buffers = ps.make_functional(net)
+    leaves, x = {name: (2 * p).requires_grad_() for name, p in params.items()}, torch.ones(1, 2)
+    grads = torch.autograd.grad(apply(leaves, buffers, x)[0].sum(), [*leaves.values()])
+    torch.testing.assert_close(grads[0], (2 * params["bias"]).sum().expand(2, 2))
+
+
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_a_step_keeps_rows_that_a_hook_freezes(microbatches):
     net = masked(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)))

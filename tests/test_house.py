@@ -260,6 +260,7 @@ TESTED_WITH = {
     "_module/new_buffers.py": "test_functional.py",
     "_module/plan.py": "test_blueprint.py",
     "_module/recorder.py": "test_blueprint.py",
+    "_module/records.py": "test_blueprint.py",
     "_module/references.py": "test_functional.py",
     "_optim/fused.py": "test_laws_of_a_step.py",
     "_optim/step_inputs.py": "test_leaves.py",

@@ -1,7 +1,8 @@
 """Modules as pure functions of their parameters and buffers, and the dtypes in which they compute.
 
-The objects of a module are recorded once, and each call makes them anew around its tensors. So
-later changes to the user's module do not reach the function, and a call does not change the module.
+A call makes a copy of the model around its tensors, runs the forward in it, reads the buffers from
+it and drops it. The objects of which a copy consists were recorded once, so that later changes to
+the user's module do not reach the function, and a call does not change the module.
 
 Entry: `functional.make_functional`, `policy.with_policy`, `norms.norms_in_float32`.
 Hands on: `Apply`, called as `apply(params, buffers, *args)`, and the two dicts `params` and

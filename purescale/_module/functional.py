@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._module.blueprint import Blueprint, Hook, Objects
+from .._module.blueprint import Blueprint, Hook, ModelCopy
 from .._module.modes import modes_of
-from .._module.new_buffers import new_buffers, registered_error
+from .._module.new_buffers import new_buffers, refuse_filled
 from .._module.recompute import explain, forbid_recompute, prepare_recompute
 from .._module.registered import (
     Tensors,
@@ -89,45 +89,44 @@ class Apply:
         if constants or self._overlaps:
             watched = {**params, **constants, **{name: copies[name] for name in self._overlaps}}
         first = blueprint.unwatched and bool(train) and records and not transformed
-        effects = SideEffects(params, watched, tensors, transformed=transformed, thorough=first)
-        forward: Callable[..., tuple[Objects, Any, Tensors]] = self._forward
+        forward: Callable[..., tuple[ModelCopy, Any, Tensors]] = self._forward
         if first:
             blueprint.unwatched = False
             forward = self._watched if blueprint.can_watch else forward
-        try:
-            objects, out, new = forward(tensors, copies, train, args, kwargs)
-        except RuntimeError as error:
-            if transformed:
-                explain(error)
-            raise
-        finally:
-            registered = blueprint.release_shared()
-            effects.restore_flags()
-        if registered:
-            number, store, name = registered[0]
-            raise registered_error(objects.things[number], store, name)
-        effects.check(self._overlaps)
+        with SideEffects(
+            params, watched, tensors, self._overlaps, transformed=transformed, thorough=first
+        ):
+            try:
+                copy, out, new = forward(tensors, copies, train, args, kwargs)
+            except RuntimeError as error:
+                if transformed:
+                    explain(error)
+                raise
+            finally:
+                filled = blueprint.release_shared()
+            if filled:
+                refuse_filled(copy)
         if transformed:
-            forbid_recompute(objects)
+            forbid_recompute(copy)
         elif records:
-            prepare_recompute(objects, copies, constants)
+            prepare_recompute(copy, copies, constants)
         return out, new
 
     @private.only_inlined
     def _forward(
         self, tensors: Tensors, copies: Tensors, train: bool, args: Any, kwargs: Any
-    ) -> tuple[Objects, Any, Tensors]:
-        """Run the forward in modules that are made around `tensors`."""
-        objects = self._blueprint.make(tensors, train=bool(train))
-        out = objects.root(*args, **kwargs)
-        return objects, out, new_buffers(objects, tensors, copies)
+    ) -> tuple[ModelCopy, Any, Tensors]:
+        """Run the forward in a copy of the model, and read the buffers that it leaves there."""
+        copy = self._blueprint.make(tensors, train=bool(train))
+        out = copy.root(*args, **kwargs)
+        return copy, out, new_buffers(copy, tensors, copies)
 
-    def _watched(self, *args: Any) -> tuple[Objects, Any, Tensors]:
+    def _watched(self, *args: Any) -> tuple[ModelCopy, Any, Tensors]:
         """Run the forward, and warn of tensors in plain attributes whose values are lost."""
         with Reads() as reads:
-            objects, out, new = self._forward(*args)
-        warn_of_lost(objects, reads)
-        return objects, out, new
+            copy, out, new = self._forward(*args)
+        warn_of_lost(copy, reads)
+        return copy, out, new
 
     def _wrong_names(self, params: Tensors, buffers: Tensors) -> str:
         faults = []

@@ -1,41 +1,49 @@
-"""The buffers that a forward has left in the modules of its call, or a refusal."""
+"""The buffers that a forward has left in its copy of the model, or a refusal."""
 
 from __future__ import annotations
 
 import operator
 from typing import Any
 
-from .._module.blueprint import Objects
+from torch import nn
+
+from .._module.blueprint import ModelCopy
+from .._module.recorder import STORES
 from .._module.registered import Tensors
 from .._module.side_effects import FIX
 from .._torch import private
 
 
 @private.only_inlined
-def new_buffers(objects: Objects, tensors: Tensors, copies: Tensors) -> Tensors:
-    """Return the buffers after the forward, which wrote into the `copies` or replaced them."""
-    now, before = objects.in_stores(), objects.registered
+def new_buffers(copy: ModelCopy, tensors: Tensors, buffers: Tensors) -> Tensors:
+    """Return the buffers after the forward, which wrote into `buffers` or replaced them."""
+    now, before = copy.registered(), copy.before
     if len(now) == len(before) and all(map(operator.is_, now, before)):
-        return copies
-    _check_registered(objects)
-    _check_places(objects, tensors)
-    return {**copies, **_replaced(objects, tensors, copies)}
+        return buffers
+    _refuse_registered(copy, tensors)
+    return {**buffers, **_replaced(copy, tensors, buffers)}
 
 
-def _check_registered(objects: Objects) -> None:
+def _refuse_registered(copy: ModelCopy, tensors: Tensors) -> None:
     """Refuse a parameter, buffer or module that was not there before the forward."""
-    links, things = objects.links, objects.things
-    places = {(number, key): None for number, key, _ in links.tensors}
-    places |= {(number, key): things[other] for number, key, other in links.parts}
-    for number, module, store in links.stores:
-        for key, value in objects.holders[number].items():
-            replaced = store != "_modules" and (number, key) in places
-            if value is not places.get((number, key)) and not replaced:
-                raise registered_error(things[module], store, key)
+    before = {(number, key): tensors[name] for number, key, name, _ in copy.links.tensors}
+    before |= {(number, key): copy.objects[part] for number, key, part in copy.links.objects}
+    for number, module, store in copy.links.stores:
+        for key, value in copy.containers[number].items():
+            may_replace = store != "_modules" and (number, key) in before
+            if not may_replace and value is not before.get((number, key)):
+                raise _registered_error(copy.objects[module], store, key)
 
 
-def registered_error(module: Any, store: str, key: str) -> RuntimeError:
-    """Return the refusal of what a forward registered as `key` in a `store` of `module`."""
+def refuse_filled(copy: ModelCopy) -> None:
+    """Refuse what the forward registered in an empty container that all copies share."""
+    for module, attributes in zip(copy.objects, copy.plan.attributes, strict=False):
+        for store in STORES:
+            if isinstance(module, nn.Module) and attributes.get(store):
+                raise _registered_error(module, store, next(iter(attributes[store])))
+
+
+def _registered_error(module: Any, store: str, key: str) -> RuntimeError:
     if store == "_modules":
         return RuntimeError(
             f"the forward of the model put another module into {type(module).__name__}. Its "
@@ -50,15 +58,18 @@ def registered_error(module: Any, store: str, key: str) -> RuntimeError:
     )
 
 
-def _replaced(objects: Objects, tensors: Tensors, copies: Tensors) -> Tensors:
+def _replaced(copy: ModelCopy, tensors: Tensors, buffers: Tensors) -> Tensors:
     """Return the buffers that the forward replaced."""
+    stores = {number for number, _, _ in copy.links.stores}
+    values: dict[str, Any] = {}  # at the first place where each is registered
+    for number, key, name, _ in copy.links.tensors:
+        if number in stores:
+            values.setdefault(name, copy.get(number, key))
     new = {}
-    stores = {number for number, _, key in objects.links.stores}
-    for number, key, name in objects.links.tensors:
-        value = objects.part(number, key)
-        if number not in stores or value is tensors[name]:
+    for name, value in values.items():
+        if value is tensors[name]:
             continue
-        if name not in copies:
+        if name not in buffers:
             raise RuntimeError(
                 f"the forward of the model replaced its parameter {name} by another tensor. {FIX}"
             )
@@ -69,30 +80,18 @@ def _replaced(objects: Objects, tensors: Tensors, copies: Tensors) -> Tensors:
                 "Fix: fill it with zeros, or keep values of one forward in a plain attribute."
             )
         value = value.clone()  # it may be an argument
-        if value.is_floating_point() and copies[name].is_floating_point():
-            value = value.to(copies[name].dtype)
+        if value.is_floating_point() and buffers[name].is_floating_point():
+            value = value.to(buffers[name].dtype)
         new[name] = value
-    return new
-
-
-def _check_places(objects: Objects, tensors: Tensors) -> None:
-    """Refuse a buffer that the forward replaced in only one of its places: the next call would put
-    the new value in all.
-    """
-    stores = {number: key for number, _, key in objects.links.stores}
-    first: dict[str, Any] = {}
-    for number, key, name in objects.links.tensors:
-        if number in stores:
-            first.setdefault(name, objects.part(number, key))
-    for (number, key, name), path in zip(objects.links.tensors, objects.links.paths, strict=True):
-        value = objects.part(number, key)
-        if name not in first or value is first[name]:
-            continue
+    for number, key, name, path in copy.links.tensors:
+        value = copy.get(number, key)
         # An attribute that a forward sets to something new is not state.
-        if number in stores or value is tensors[name]:
+        is_state = number in stores or value is tensors[name]
+        if is_state and value is not values[name]:
             raise RuntimeError(
                 f"the forward of the model replaced only one of its buffer {name} and {path}, "
                 "which were one tensor with one value in `buffers`. Fix: write into it, "
                 "`self.buffer.copy_(new)`, which both places see; or `.clone()` the second one "
                 "where it is set."
             )
+    return new

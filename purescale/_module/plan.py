@@ -1,205 +1,146 @@
-"""The plan of a call of a model: the record of its objects, and how each of them is made."""
+"""The records of a model as lists, from which a call makes thousands of objects at once."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import types
+import itertools
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+from torch import nn
 
+from .._module.recorder import STORES, Recorder
+from .._module.records import Container, Immutable, Instance, Record, Registered
 from .._torch import private
 
-STORES = ("_parameters", "_buffers", "_modules")
-
-# Where a call finds an object: the name of one of its tensors, or the number of an object that it
-# makes. None: all calls share the object itself.
-Place = str | int | None
-
-
-class Part(NamedTuple):
-    """A part of an object that a call replaces."""
-
-    place: str | int
-
-
-class Filled(NamedTuple):
-    """An object that is made empty and filled element by element: a container of a user's class,
-    one of which a call replaces keys, an object with `__slots__`.
-    """
-
-    kind: Any
-    base: Any  # the built-in type that lays out its memory
-    arguments: tuple[Any, ...]  # of `base.__init__`
-    attributes: dict[str, Any]
-    elements: list[tuple[Any, ...]]  # (key, value) of a dict, (value,) of others
-    example: Any  # stands for one without parts of the call under torch.compile, or None
-
-
-class Immutable(NamedTuple):
-    """An object that is made once its parts are, as `build(pattern, parts)`."""
-
-    build: Callable[[Any, list[Any]], Any]
-    pattern: Any
-    parts: list[Any]
-
-
-# A part of an object, by numbers and names alone: the number of its holder, the key or attribute
-# there, and the name of the tensor or the number of the other object.
-TensorLink = tuple[int, Any, str]
-PartLink = tuple[int, Any, int]
-# A dict of parameters, buffers or modules: its number, that of its module, its attribute there.
-StoreLink = tuple[int, int, str]
+# What refers to what in a copy of the model. These are plain tuples: a call unpacks thousands, and
+# Python unpacks a NamedTuple seven times as slowly.
+#
+# (container, key, name, path): `containers[container][key] = tensors[name]`; the path of the place.
+TensorLink = tuple[int, Any, str, str]
+# (container, key, number): `containers[container][key] = objects[number]`.
+ObjectLink = tuple[int, Any, int]
+# (container, module, attribute): `getattr(objects[module], attribute) is containers[container]`.
+Store = tuple[int, int, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """The places of parts in other objects."""
+    """The links of a model. Those of models that are alike are equal."""
 
     tensors: tuple[TensorLink, ...]
-    parts: tuple[PartLink, ...]
-    modules: tuple[int, ...]
-    stores: tuple[StoreLink, ...]
-    buffers: tuple[TensorLink, ...]  # those of `tensors` that are registered buffers
-    registers: tuple[tuple[int, int], ...]  # modules with torch's own `register_buffer`, `_buffers`
-    paths: tuple[str, ...]  # of `tensors`, in the model
+    objects: tuple[ObjectLink, ...]
+    modules: tuple[int, ...]  # in the order of `model.modules()`
+    stores: tuple[Store, ...]
+    buffers: tuple[TensorLink, ...]  # those of `tensors` in a store of buffers
+    registers: tuple[tuple[int, int], ...]  # (module, its buffers), by torch's `register_buffer`
+
+
+class EmptyContainer(NamedTuple):
+    """A container of torch in a module that is empty before the forward."""
+
+    module: int
+    attribute: str
+    cls: type
 
 
 class Plan(NamedTuple):
-    """The objects that a call makes, in this order: the number of an object is its position in
-    `kinds`, then in `containers`, `tensors`, `filled`, `without_tensors`,
-    `with_tensors`.
+    """What the objects of a copy are made of, in the order of their numbers: instances, by their
+    classes and attributes; containers, by what they contain; the others, one by one.
     """
 
-    size: int  # the number of all
-    kinds: list[type]  # of objects
-    attributes: list[dict[str, Any]]  # of these
+    classes: list[type]
+    attributes: list[dict[str, Any]]
     containers: list[Any]
-    tensors: list[Tensor]  # neither parameters nor buffers: each call has copies
-    tensor_paths: list[str]  # of these, in the model
-    filled: list[Filled]
-    without_tensors: list[Immutable]  # of the call; they are made before hooks run, which hold them
-    with_tensors: list[Immutable]
-    # Empty containers of torch in a module, such as its dicts of hooks, are shared by all calls, as
-    # hardly any forward fills one: the containers, and the number and attribute of each. Once one
-    # was filled, each call makes all of them: the number, the attribute, the class of each.
-    empty: list[Any]
-    owners: list[tuple[int, str]]
-    fresh: list[tuple[int, str, type]]
+    others: list[Record]
+    # Empty containers that all copies share, such as dicts of hooks, because hardly any forward
+    # fills one. Once one was filled, each copy has its own.
+    shared: list[Any]
+    own: list[EmptyContainer]
 
 
-# ---- objects that are made one by one ------------------------------------------------------------
+def number_records(recorder: Recorder) -> tuple[Plan, Links]:
+    """Number the records of a model, and return their lists and links."""
+    instances = [record for record in recorder.records if type(record) is Instance]
+    containers = [record for record in recorder.records if type(record) is Container]
+    others = [record for record in recorder.records if not isinstance(record, Container)]
+    others.sort(key=lambda record: isinstance(record, Immutable))  # which are made of the others
+    for number, record in enumerate((*instances, *containers, *others)):
+        record.number = number
+    plan = Plan(
+        classes=[record.cls for record in instances],
+        attributes=[record.content for record in instances],
+        containers=[record.content for record in containers],
+        others=others,
+        shared=recorder.empty,
+        own=[],
+    )
+    return plan, _links(recorder, instances, containers)
 
 
-def resolved(value: Any, things: list[Any], tensors: dict[str, Tensor]) -> Any:
-    if not isinstance(value, Part):
-        return value
-    return tensors[value.place] if isinstance(value.place, str) else things[value.place]
+def _links(recorder: Recorder, instances: list[Instance], containers: list[Container]) -> Links:
+    tensors: list[TensorLink] = []
+    objects: list[ObjectLink] = []
+    stores: list[Store] = []
+    for container in (*instances, *containers):
+        for key, record, path in container.parts:
+            if isinstance(record, Registered):
+                tensors.append((container.number, key, record.name, path))
+                continue
+            objects.append((container.number, key, record.number))
+            if key in STORES and _is_module(container):
+                stores.append((record.number, container.number, key))
+    buffers = {number: module for number, module, attribute in stores if attribute == "_buffers"}
+    return Links(
+        tensors=tuple(tensors),
+        objects=tuple(objects),
+        modules=tuple(map(recorder.number, recorder.modules.values())),
+        stores=tuple(stores),
+        buffers=tuple(link for link in tensors if link[0] in buffers),
+        registers=tuple(
+            (module, number)
+            for number, module in buffers.items()
+            if instances[module].cls.register_buffer is nn.Module.register_buffer
+        ),
+    )
 
 
-def built(record: Immutable, things: list[Any], tensors: dict[str, Tensor]) -> Any:
-    return record.build(record.pattern, [resolved(part, things, tensors) for part in record.parts])
+def _is_module(record: Container) -> bool:
+    return isinstance(record, Instance) and issubclass(record.cls, nn.Module)
 
 
-def empty(record: Filled) -> Any:
-    if record.example is not None and torch.compiler.is_dynamo_compiling():
-        return record.example
-    if record.base is object:
-        return object.__new__(record.kind)
-    thing = record.base.__new__(record.kind)
-    if record.arguments:
-        record.base.__init__(thing, *record.arguments)
-    return thing
+def without_shared(plan: Plan) -> Plan:
+    """Return a plan by which each copy has empty containers of its own."""
+    shared = set(map(id, plan.shared))
+    own = [
+        EmptyContainer(number, key, type(value))
+        for number, attributes in enumerate(plan.attributes)
+        for key, value in attributes.items()
+        if id(value) in shared
+    ]
+    attributes = [
+        {key: value for key, value in attributes.items() if id(value) not in shared}
+        for attributes in plan.attributes
+    ]
+    return plan._replace(attributes=attributes, shared=[], own=own)
 
 
-def fill(thing: Any, record: Filled, things: list[Any], tensors: dict[str, Tensor]) -> None:
-    """Set the elements and attributes of `thing`, by methods of the built-in types, as those of a
-    user's class may do anything.
-    """
-    if thing is record.example:
-        return
-    for key, value in record.attributes.items():
-        object.__setattr__(thing, key, resolved(value, things, tensors))
-    for element in record.elements:
-        parts = [resolved(part, things, tensors) for part in element]
-        if issubclass(record.base, dict):
-            record.base.__setitem__(thing, *parts)
-        elif record.base is set:
-            set.add(thing, *parts)
-        elif record.base is list and record.kind.append is list.append:
-            thing.append(*parts)  # torch.compile does not follow list.append
-        else:
-            record.base.append(thing, *parts)
+# ---- links of models that are alike --------------------------------------------------------------
+
+# torch.compile guards the key alone: guards on thousands of numbers would be slow to make and to
+# check. Models that are alike have the same key, and so share a graph.
+_keys: weakref.WeakKeyDictionary[Links, str] = weakref.WeakKeyDictionary()
+_links_by_key: weakref.WeakValueDictionary[str, Links] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
-# ---- the `build` of immutable objects ------------------------------------------------------------
+def share_links(links: Links) -> tuple[str, Links]:
+    """Return a key and the links that it stands for, which are equal to `links`."""
+    key = _keys.setdefault(links, f"links {next(_numbers)}")
+    return key, _links_by_key.setdefault(key, links)
 
 
-def new_tuple(kind: type, parts: list[Any]) -> Any:
-    return tuple.__new__(kind, parts)
-
-
-def new_frozenset(kind: type, parts: list[Any]) -> Any:
-    return frozenset.__new__(kind, parts)
-
-
-def new_partial(keywords: list[str], parts: list[Any]) -> Any:
-    count = len(parts) - len(keywords)
-    function, *args = parts[:count]
-    return functools.partial(function, *args, **dict(zip(keywords, parts[count:], strict=True)))
-
-
-def new_method(function: Any, parts: list[Any]) -> Any:
-    return types.MethodType(function, parts[0])
-
-
-def new_method_of_class(name: str, parts: list[Any]) -> Any:
-    return getattr(parts[0], name)  # torch.compile does not follow MethodType
-
-
-def new_view(layout: Any, parts: list[Any]) -> Any:
-    return parts[0].as_strided(*layout)
-
-
-def new_reference(_: None, parts: list[Any]) -> Any:
-    return weakref.ref(parts[0])
-
-
-def unchanged(thing: Any, parts: list[Any]) -> Any:
-    return thing
-
-
-# ---- tensors without a value ---------------------------------------------------------------------
-
-
-class Unreadable:
-    """A placeholder that refuses every use, for a tensor that has no value in a call."""
-
-    def __init__(self, why: str) -> None:
-        vars(self)["why"] = why
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(vars(self)["why"])
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        leaves = private.pytree.tree_leaves((args, kwargs))
-        next(leaf for leaf in leaves if isinstance(leaf, cls))._refuse()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)  # what Python itself asks for, such as __deepcopy__
-        self._refuse()
-
-    def __reduce__(self) -> Any:
-        return Unreadable, (vars(self)["why"],)
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
-    __rmatmul__ = __truediv__ = __rtruediv__ = __pow__ = __neg__ = __getitem__ = _refuse
-    __bool__ = __len__ = __iter__ = __float__ = __int__ = _refuse
+@private.constant_while_compiling
+def links_of(key: str) -> Links:
+    """Return the links with a key, which a blueprint holds."""
+    return _links_by_key[key]

@@ -1,4 +1,4 @@
-"""Modules of a call that a graph keeps: its backward may run a part of the forward again in them,
+"""The copy of a model that a graph keeps: its backward may run a part of the forward again in it,
 as torch.utils.checkpoint does.
 """
 
@@ -12,39 +12,39 @@ from typing import Any
 
 from torch import nn
 
-from .._module.blueprint import Objects
-from .._module.plan import Unreadable
+from .._module.blueprint import ModelCopy
+from .._module.records import Unreadable
 from .._module.registered import Tensors
 from .._torch import foreach, private
 
 
 @private.only_inlined
-def prepare_recompute(objects: Objects, copies: Tensors, constants: Tensors) -> None:
+def prepare_recompute(copy: ModelCopy, buffers: Tensors, constants: Tensors) -> None:
     """Leave in the modules copies of the buffers that the call returns, as a second run of a batch
     norm writes into them, and the function modes of the call.
     """
     returned = {
-        name: copies[name]
-        for number, key, name in objects.links.buffers
-        if name in copies and name not in constants and objects.part(number, key) is copies[name]
+        name: buffers[name]
+        for number, key, name, _ in copy.links.buffers
+        if name in buffers and name not in constants and copy.get(number, key) is buffers[name]
     }
     if returned:
         again = dict(zip(returned, foreach.clone(list(returned.values())), strict=True))
-        for number, key, name in objects.links.buffers:
+        for number, key, name, _ in copy.links.buffers:
             if name in again:
-                objects.holders[number][key] = again[name]
+                copy.containers[number][key] = again[name]
     if modes := private.function_modes():
-        for number in objects.links.modules:
-            module = objects.things[number]
+        for number in copy.links.modules:
+            module = copy.objects[number]
             vars(module)["forward"] = functools.partial(_under, modes, _weak(module))
 
 
-def forbid_recompute(objects: Objects) -> None:
+def forbid_recompute(copy: ModelCopy) -> None:
     """Leave placeholders in the modules of a call under a transform, whose tensors have no values
     once it has ended.
     """
-    for number, key, name in objects.links.tensors:
-        objects.holders[number][key] = Unreadable(
+    for number, key, name, _ in copy.links.tensors:
+        copy.containers[number][key] = Unreadable(
             f"{name} of the model is read outside of a call of `apply`, where it has no value. "
             "Likely cause: a backward reads it through the module after torch.vmap or torch.func "
             "has ended, as torch.utils.checkpoint does. Fix: take the gradient inside of the "

@@ -1,82 +1,51 @@
-"""A walk over all objects of a model, which finds what its calls make and what they share."""
+"""A walk over all objects of a model, which records those that calls make anew."""
 
 from __future__ import annotations
 
 import collections
 import enum
-import functools
+import operator
 import sys
 import types
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .._module import records
 from .._module.norms import SyncBatchNorm
-from .._module.plan import (
-    STORES,
-    Filled,
+from .._module.records import (
+    Container,
+    Elementwise,
     Immutable,
-    Links,
+    Instance,
     Part,
-    Place,
-    Plan,
+    PlainTensor,
+    Record,
+    Registered,
     Unreadable,
-    empty,
-    fill,
-    new_frozenset,
-    new_method,
-    new_method_of_class,
-    new_partial,
-    new_reference,
-    new_tuple,
-    new_view,
-    unchanged,
 )
-from .._module.references import ATOMS, class_attributes, is_array, references, slots
+from .._module.references import ATOMS, check_classes, check_shared, is_array, references, slots
 from .._torch.donation import storage_pointer
 from .._torch.tracing import PLAIN_TYPES
 
-# Layouts of memory, before those that they extend.
-_CONTAINERS: tuple[type, ...] = (
+_R = TypeVar("_R", bound=Record)
+
+# A class is after those that extend its layout of memory.
+_CONTAINERS: tuple[Any, ...] = (
     *(collections.OrderedDict, collections.defaultdict, dict, list, collections.deque, set),
 )
-# The containers of torch's own that each module has.
-_TORCHS = frozenset(key for key, value in vars(nn.Module()).items() if type(value) in _CONTAINERS)
-_HOOKS = frozenset(key for key in _TORCHS if "_hooks" in key)
-# Those of which each module needs an empty one. Of the others, such as the numbers of hooks that
-# take keywords, all modules may have the same.
-_OF_ITS_OWN = frozenset(
-    {
-        *STORES,
-        *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-    }
-)
-# Attributes of a module that its forward does not use. torch.ao keeps a closure over the module in
-# `qconfig`, for conversion.
-_NOT_FOR_FORWARD = frozenset(
-    {
-        *("_state_dict_hooks", "_state_dict_pre_hooks", "_compiled_call_impl", "qconfig"),
-        *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-    }
-)
-_FIELDS = ("objects", "containers", "tensors", "filled", "without_tensors", "with_tensors")
-
-
-class Node(NamedTuple):
-    """An object that calls make anew."""
-
-    field: str  # of `_FIELDS`, which says where in a plan it stands
-    pattern: Any  # what the plan holds of it
-    # Of objects and containers, what a call replaces: key or attribute, place, path.
-    parts: list[tuple[Any, str | int, str]]
+# The containers that each module has as attributes; the first hold what is registered.
+STORES = ("_parameters", "_buffers", "_modules")
+_TORCHS = [key for key, value in vars(nn.Module()).items() if type(value) in _CONTAINERS]
+# Attributes that no forward reads. torch.ao keeps a closure over the module in the second.
+_NOT_READ = {"_compiled_call_impl", "qconfig"}
 
 
 class Recorder:
-    """A walk over all objects of a model. The place of an object is the index of its node until
-    `plan` numbers them.
+    """A walk over all objects of a model.
 
     Args:
         model: The module to record.
@@ -84,393 +53,252 @@ class Recorder:
     """
 
     def __init__(self, model: nn.Module, names: dict[int, str]) -> None:
-        self.modules = {id(module): (path, module) for path, module in model.named_modules()}
-        self.names = names
-        self.nodes: list[Node] = []
-        self.places: dict[int, Place] = {}  # by id
-        self.visited: list[tuple[str, Any]] = []  # keeps them alive, so that an id stays theirs
-        self.shared: list[tuple[str, Any]] = []
-        self.weak: list[tuple[int, Any]] = []
-        self.plain_tensors: dict[tuple[int, torch.dtype], list[tuple[int, Tensor]]] = {}
-        self.hook_numbers: dict[int, int] = {}
-        self.stores: list[tuple[int, int, str]] = []
-        self.empty: list[tuple[int, str, Any]] = []
-        self.empty_for_all: dict[str, Any] = {}
-        self.numbers: dict[int, int] = {}  # of nodes, in the order of the plan
-        stores = [vars(module)[key] for _, module in self.modules.values() for key in STORES[:2]]
-        self.registered = [t for store in stores for t in store.values() if t is not None]
-        self.memories = {storage_pointer(tensor) for tensor in self.registered} - {None, 0}
+        self.modules = dict(model.named_modules())
+        self.records: list[Record] = []  # all but those of registered tensors
+        self.by_id: dict[int, Record | None] = {key: Registered(n) for key, n in names.items()}
+        self.visited: list[tuple[str, Any]] = []  # keeps objects alive, so that an id stays theirs
+        self.shared: list[tuple[str, Any]] = []  # with None in `by_id`
+        self.empty: list[Any] = []  # containers of torch in modules, which calls share
+        self._weak: list[Immutable] = []
+        self._plain: dict[Any, list[tuple[PlainTensor, Tensor]]] = {}  # by memory and dtype
+        self._hook_numbers: dict[int, int] = {}
+        stores = [vars(module)[key] for module in self.modules.values() for key in STORES[:2]]
+        tensors = [t for store in stores for t in store.values() if t is not None]
+        self._registered = [(names[id(tensor)], tensor) for tensor in tensors]
+        self._memories = set(map(storage_pointer, tensors)) - {None, 0}
 
-    def place(self, thing: Any, path: str) -> Place:
-        """Return where a call finds `thing`, which has this path in the model."""
-        if type(thing) in ATOMS or isinstance(thing, type):
+    def record(self, obj: Any, path: str) -> Record | None:
+        """Return the record of an object with this path in the model; None if calls share it."""
+        if type(obj) in ATOMS or isinstance(obj, type):
             return None
-        if id(thing) in self.names:
-            return self.names[id(thing)]
-        if id(thing) not in self.places:
-            self.visited.append((path, thing))
-            self._record(thing, path)
-        return self.places[id(thing)]
+        if id(obj) not in self.by_id:
+            self.visited.append((path, obj))
+            self._visit(obj, path)
+        return self.by_id[id(obj)]
 
-    def _record(self, thing: Any, path: str) -> None:
-        kind = type(thing)
-        base = next((base for base in _CONTAINERS if isinstance(thing, base)), None)
-        if isinstance(thing, Tensor):
-            self._plain_tensor(thing, path)
-        elif isinstance(thing, nn.Module):
-            self._module(thing, path)
-        elif kind in _CONTAINERS and not self._replaces_keys(thing, path):
-            self._container(thing, thing.copy(), path)
-        elif base is not None:
-            self._filled(thing, base, path)
-        elif isinstance(thing, tuple):
-            self._immutable(thing, new_tuple, kind, list(tuple.__iter__(thing)), path)
-        elif isinstance(thing, frozenset):
-            self._immutable(thing, new_frozenset, kind, list(frozenset.__iter__(thing)), path)
-        elif kind is functools.partial:
-            parts = [thing.func, *thing.args, *thing.keywords.values()]
-            self._immutable(thing, new_partial, list(thing.keywords), parts, path)
-        elif kind is types.MethodType:
-            owner, function = thing.__self__, thing.__func__
-            name = getattr(function, "__name__", "")
-            of_class = getattr(type(owner), name, None) is function
-            build, pattern = (new_method_of_class, name) if of_class else (new_method, function)
-            self._immutable(thing, build, pattern, [owner], f"{path} (its 'self')")
-        elif is_array(thing) and not thing.dtype.hasobject:
-            self._node(thing, "containers", thing.copy())
-        elif kind is weakref.ref:
-            self.weak.append((self._node(thing, "without_tensors", None), thing))
-        elif kind is types.SimpleNamespace or (_is_helper(kind) and any(slots(thing))):
-            self._filled(thing, kind if kind is types.SimpleNamespace else object, path)
-        elif _is_helper(kind):
-            self._helper(thing, path)
+    def _visit(self, obj: Any, path: str) -> None:
+        cls = type(obj)
+        if isinstance(obj, Tensor):
+            self._plain_tensor(obj, path)
+        elif isinstance(obj, nn.Module):
+            self._module(obj, path)
+        elif isinstance(obj, _CONTAINERS):
+            self._container(obj, path)
+        elif (immutable := records.immutable_record(obj)) is not None:
+            self._immutable(obj, immutable, path)
+        elif is_array(obj) and not obj.dtype.hasobject:
+            self._add(obj, Container(obj.copy()))
+        elif cls is weakref.ref:
+            self._weak.append(self._add(obj, Immutable(records.new_reference, obj, [])))
+        elif cls is types.SimpleNamespace:
+            self._elementwise(obj, cls, path)
+        elif _is_helper(cls):
+            self._helper(obj, path)
         else:
-            self.places[id(thing)] = None
-            self.shared.append((path, thing))
+            self.by_id[id(obj)] = None
+            self.shared.append((path, obj))
 
-    def _node(self, thing: Any, field: str, pattern: Any) -> int:
-        number = self.places[id(thing)] = len(self.nodes)
-        self.nodes.append(Node(field, pattern, []))
-        return number
+    def _add(self, obj: Any, record: _R) -> _R:
+        self.by_id[id(obj)] = record
+        self.records.append(record)
+        return record
+
+    # ---- the parts of an object
+
+    def _part(self, obj: Any, path: str) -> Any:
+        """Return what stands for a part of an object in its record: a record, or the part itself if
+        calls share it.
+        """
+        if type(obj) in ATOMS:
+            return obj
+        if self._was_computed(obj):
+            return Unreadable(
+                f"{path} of the model was computed from a parameter or buffer, or is a view of "
+                "one, made before make_functional: it would not change with params. Fix: compute "
+                "it in forward."
+            )
+        record = self.record(obj, path)
+        return obj if record is None else record
+
+    def _was_computed(self, obj: Any) -> bool:
+        """Return True for a tensor that was computed from a registered one, or is a view of it."""
+        if not isinstance(obj, Tensor) or isinstance(self.by_id.get(id(obj)), Registered):
+            return False
+        return not obj.is_leaf or storage_pointer(obj) in self._memories
+
+    def _parts(self, container: Container, path: str, path_of: Callable[[str, Any], str]) -> None:
+        """Record the parts of a container, and take those that a call makes out of its content."""
+        content = container.content
+        items = content.items() if isinstance(content, dict) else enumerate(content)
+        for key, value in list(items):
+            if type(value) not in ATOMS:
+                part = self._part(value, path_of(path, key))
+                if isinstance(part, Record):
+                    container.parts.append(Part(key, part, path_of(path, key)))
+                    part = None
+                content[key] = part
 
     # ---- tensors and modules
 
     def _plain_tensor(self, tensor: Tensor, path: str) -> None:
-        number = self._node(tensor, "tensors", (tensor.detach().clone(), path))
+        record = self._add(tensor, PlainTensor(tensor.detach().clone(), path))
         if type(tensor) in PLAIN_TYPES and (memory := storage_pointer(tensor)):
-            self.plain_tensors.setdefault((memory, tensor.dtype), []).append((number, tensor))
-
-    def _share_memory(self) -> None:
-        """Make plain tensors over one memory views of one copy of it."""
-        for tensors in self.plain_tensors.values():
-            if len(tensors) > 1:
-                number, first = tensors[0]
-                storage: Any = first.untyped_storage()
-                memory = first.detach().new_empty(0).set_(storage.clone())
-                base = Part(len(self.nodes))
-                self.nodes.append(Node("tensors", (memory, self.nodes[number].pattern[1]), []))
-                for index, tensor in tensors:
-                    layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-                    self.nodes[index] = Node(
-                        "without_tensors", Immutable(new_view, layout, [base]), []
-                    )
+            self._plain.setdefault((memory, tensor.dtype), []).append((record, tensor))
 
     def _module(self, module: nn.Module, path: str) -> None:
         if type(module).__name__ == "OptimizedModule":  # by torch.compile: what it compiles
-            self.places[id(module)] = self.place(module._orig_mod, path)
+            self.by_id[id(module)] = self.record(module._orig_mod, path)
             return
-        kind = SyncBatchNorm if type(module) is nn.SyncBatchNorm else type(module)
-        _check_kind(module, kind, path)
+        cls = SyncBatchNorm if type(module) is nn.SyncBatchNorm else type(module)
+        _check_class(module, cls, path)
         attributes = vars(module).copy()
         if isinstance(module, nn.RNNBase):  # on CUDA it moves the weights into one block of memory
             attributes["flatten_parameters"] = _left_as_they_are
             attributes["_flat_weight_refs"] = [None] * len(attributes["_flat_weights"])
-        number = self._node(module, "objects", (kind, attributes))
-        registers = not _registers_nothing(module)
-        for key, value in attributes.items():
+        attributes |= dict.fromkeys(_NOT_READ & attributes.keys())
+        record = self._add(module, Instance(attributes, cls))
+        registers, empty = not _registers_nothing(module), {}
+        for key in filter(attributes.__contains__, _TORCHS):
+            value = attributes[key]
             if key in STORES and (value or registers):
-                self.stores.append(
-                    (self._inner(number, key, value, dict(value), path), number, key)
-                )
-            elif key in _NOT_FOR_FORWARD and type(value) not in _CONTAINERS:
-                attributes[key] = None
-            elif key in _TORCHS and (not value or key in _NOT_FOR_FORWARD):
-                attributes[key] = self._shared_container(number, key, type(value))
-            elif key in _HOOKS:
+                self._own_container(record, key, dict(value), path)
+            elif not value or "state_dict" in key:  # which no forward reads
+                attributes[key], empty[key] = None, type(value)()
+            elif "_hooks" in key:
                 # Numbers that are the same for all models that are alike.
                 hooks = type(value)((self._hook_number(old), hook) for old, hook in value.items())
-                self._inner(number, key, value, hooks, _join(path, key))
-            else:
-                self._part(number, attributes, key, value, _join(path, key))
+                self._own_container(record, key, hooks, _attribute(path, key))
+        self._parts(record, path, _attribute)
+        attributes.update(empty)
+        self.empty += empty.values()
 
-    def _inner(self, module: int, key: str, container: Any, pattern: Any, path: str) -> int:
+    def _own_container(self, module: Instance, key: str, content: Any, path: str) -> None:
         """Record a container of torch in a module."""
-        self.visited.append((path, container))
-        self.nodes[module].pattern[1][key] = None
-        number = self._node(container, "containers", pattern)
-        self.nodes[module].parts.append((key, number, path))
-        for name, value in list(pattern.items()):
-            self._part(number, pattern, name, value, _join(path, name))
-        return number
-
-    def _shared_container(self, number: int, key: str, kind: type) -> Any:
-        """Return an empty container for the calls to share, not that of the live module."""
-        container = self.empty_for_all.get(key)
-        if container is None:
-            container = kind()
-            self.empty.append((number, key, container))
-            if key not in _OF_ITS_OWN:
-                self.empty_for_all[key] = container
-        return container
+        container = self._add(module.content[key], Container(content))
+        module.content[key] = None
+        module.parts.append(Part(key, container, path))
+        self._parts(container, path, _attribute)
 
     def _hook_number(self, old: int) -> int:
-        return self.hook_numbers.setdefault(old, -1 - len(self.hook_numbers))
+        return self._hook_numbers.setdefault(old, -1 - len(self._hook_numbers))
 
     # ---- other objects
 
-    def _helper(self, thing: Any, path: str) -> None:
-        attributes = vars(thing).copy()
-        if isinstance(thing, RemovableHandle):
-            attributes["id"] = self._hook_number(thing.id)
-        number = self._node(thing, "objects", (type(thing), attributes))
-        for key, value in attributes.items():
-            self._part(number, attributes, key, value, f"{path}.{key}")
-
-    def _container(self, thing: Any, pattern: Any, path: str) -> None:
-        number = self._node(thing, "containers", pattern)
-        if not isinstance(pattern, set):
-            items = pattern.items() if isinstance(pattern, dict) else enumerate(pattern)
-            for key, value in list(items):
-                self._part(number, pattern, key, value, f"{path}[{key!r}]")
-
-    def _part(self, number: int, pattern: Any, key: Any, value: Any, path: str) -> None:
-        """Record one attribute or element, and take it out of the pattern if a call replaces it."""
-        if type(value) in ATOMS:
+    def _container(self, obj: Any, path: str) -> None:
+        base = next(base for base in _CONTAINERS if isinstance(obj, base))
+        if type(obj) is not base or self._replaces_keys(obj, path):
+            self._elementwise(obj, base, path)
             return
-        if self._was_computed(value):
-            pattern[key] = Unreadable(_computed(path))
-            return
-        place = self.place(value, path)
-        if place is not None:
-            self.nodes[number].parts.append((key, place, path))
-            pattern[key] = None
+        record = self._add(obj, Container(obj.copy()))
+        if base is not set:
+            self._parts(record, path, _item)
 
-    def _filled(self, thing: Any, base: type, path: str) -> None:
+    def _replaces_keys(self, obj: Any, path: str) -> bool:
+        if isinstance(obj, (list, collections.deque)):
+            return False
+        keys = [key for key in obj if type(key) not in ATOMS]
+        return any([self.record(key, f"a key of {path}") is not None for key in keys])
+
+    def _immutable(self, obj: Any, record: Immutable, path: str) -> None:
+        parts = [self._part(part, _item(path, index)) for index, part in enumerate(record.parts)]
+        if id(obj) in self.by_id:  # one of its parts holds it
+            return
+        if all(map(operator.is_, parts, record.parts)):
+            self.by_id[id(obj)] = None
+            return
+        record.parts = parts
+        self._add(obj, record)
+
+    def _helper(self, obj: Any, path: str) -> None:
+        if any(slots(obj)):
+            self._elementwise(obj, object, path)
+            return
+        attributes = vars(obj).copy()
+        if isinstance(obj, RemovableHandle):
+            attributes["id"] = self._hook_number(obj.id)
+        self._parts(self._add(obj, Instance(attributes, type(obj))), path, _attribute)
+
+    def _elementwise(self, obj: Any, base: Any, path: str) -> None:
+        """Record a container of a user's class, one of which a call replaces keys, or an object
+        that has `__slots__`.
+        """
         arguments: tuple[Any, ...] = ()
         if base is collections.defaultdict:
-            arguments = (thing.default_factory,)
+            arguments = (obj.default_factory,)
         elif base is collections.deque:
-            arguments = ((), thing.maxlen)
-        record = Filled(type(thing), base, arguments, {}, [], None)
-        number = self._node(thing, "filled", record)
-        attributes = dict(getattr(thing, "__dict__", {}))
-        attributes |= {key: getattr(thing, key) for key in slots(thing) if hasattr(thing, key)}
-        for key, value in attributes.items():
-            record.attributes[key] = self._wrapped(value, f"{path}.{key}")
-        elements: list[Any] = []
-        paths: list[Any] = []
+            arguments = ((), obj.maxlen)
+        attributes = dict(getattr(obj, "__dict__", {}))
+        attributes |= {key: getattr(obj, key) for key in slots(obj) if hasattr(obj, key)}
+        elements: list[tuple[Any, ...]] = []
         if issubclass(base, dict):
-            elements = list(base.items(thing))
-            paths = [(f"a key of {path}", f"{path}[{key!r}]") for key, _ in elements]
+            elements = list(base.items(obj))
         elif base in _CONTAINERS:
-            elements = [(value,) for value in base.__iter__(thing)]  # type: ignore[attr-defined]
-            paths = [(f"{path}[{index}]",) for index in range(len(elements))]
-        for element, at in zip(elements, paths, strict=True):
-            record.elements.append(tuple(map(self._wrapped, element, at)))
+            elements = [(value,) for value in base.__iter__(obj)]
+        record = self._add(obj, Elementwise(type(obj), base, arguments))
+        for key, value in attributes.items():
+            record.attributes[key] = self._part(value, _attribute(path, key))
+        for index, element in enumerate(elements):
+            at = _item(path, element[0] if len(element) > 1 else index)
+            record.elements.append(tuple([self._part(part, at) for part in element]))
         # torch.compile cannot make a container of a user's class.
-        if base is not object and type(thing) not in (*_CONTAINERS, collections.Counter):
-            reached = references(thing, path, set())
+        if base is not object and type(obj) not in (*_CONTAINERS, collections.Counter):
+            reached = references(obj, path, set())
             if not any(isinstance(reference.value, (Tensor, nn.Module)) for reference in reached):
-                example = empty(record)
-                fill(example, record._replace(attributes=attributes, elements=elements), [], {})
-                self.nodes[number] = Node("filled", record._replace(example=example), [])
-
-    def _immutable(self, thing: Any, build: Any, pattern: Any, parts: list[Any], path: str) -> None:
-        wrapped = [self._wrapped(part, f"{path}[{index}]") for index, part in enumerate(parts)]
-        if id(thing) in self.places:  # one of its parts holds it
-            return
-        if all(new is part for new, part in zip(wrapped, parts, strict=True)):
-            self.places[id(thing)] = None
-            return
-        record = Immutable(build, pattern, wrapped)
-        self._node(thing, self._field_of(record), record)
-
-    def _wrapped(self, value: Any, path: str) -> Any:
-        if self._was_computed(value):
-            return Unreadable(_computed(path))
-        place = self.place(value, path)
-        return value if place is None else Part(place)
-
-    def _replaces_keys(self, thing: Any, path: str) -> bool:
-        if isinstance(thing, (list, collections.deque)):
-            return False
-        keys = [key for key in thing if type(key) not in ATOMS]
-        return any([self.place(key, f"a key of {path}") is not None for key in keys])
-
-    def _was_computed(self, value: Any) -> bool:
-        """Return True for a tensor that was computed from a registered one, or is a view of it."""
-        if not isinstance(value, Tensor) or id(value) in self.names:
-            return False
-        return not value.is_leaf or storage_pointer(value) in self.memories
+                example = Elementwise(type(obj), base, arguments, attributes, elements)
+                record.example = example.make([], {})
+                example.fill(record.example, [], {})
 
     # ---- what follows from all of them
 
-    def check(self) -> None:
-        """Refuse a parameter that is read from a class, and a part of the live model within an
-        object that all calls share.
+    def finish(self) -> None:
+        """Complete the records that depend on others, of weak references and of plain tensors over
+        one memory. Refuse what the records miss: parts of the live model in what calls share.
         """
-        self._check_classes()
-        live = {key: f"module {path or 'itself'}" for key, (path, _) in self.modules.items()}
-        live |= {key: f"tensor {name}" for key, name in self.names.items()}
-        seen: set[int] = set()
-        for path, thing in self.shared:
-            for reference in references(thing, path, seen):
-                if id(reference.value) in live:
-                    raise ValueError(
-                        f"{reference.path} of the model holds its {live[id(reference.value)]}, "
-                        "which `apply` cannot replace there, so it would use the live model and "
-                        "not params. Likely cause: a hook or a patched forward that is a closure "
-                        "over the model, a compiled method, or an object that is not written in "
-                        "Python. Fix: pass the module as an argument, functools.partial(function, "
-                        "module), or use a method of it; keep a tensor in a list, a dict or an "
-                        "attribute; compile `apply`, not a part; put torch.utils.checkpoint around "
-                        "`apply`."
-                    )
+        for reference in self._weak:
+            target = self.by_id.get(id(reference.pattern()))
+            reference.parts += [target] if target is not None else []
+        for rows in self._plain.values():
+            if len(rows) > 1:
+                record, first = rows[0]
+                storage: Any = first.untyped_storage()
+                memory = first.detach().new_empty(0).set_(storage.clone())
+                base = PlainTensor(memory, record.path)
+                self.records.insert(0, base)  # before its views
+                for record, tensor in rows:
+                    layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+                    record.memory, record.layout = base, layout
+        check_classes(self.visited, self._registered, self.modules)
+        check_shared(self.shared, self._registered, self.modules)
 
-    def _check_classes(self) -> None:
-        """Refuse parameters in class attributes, which all calls share."""
-        attributes = list(class_attributes(self.visited))
-        if not attributes:
-            return
-        params = [tensor for tensor in self.registered if isinstance(tensor, nn.Parameter)]
-        trained = {id(param): self.names[id(param)] for param in params}
-        trained |= {
-            key: path
-            for key, (path, module) in self.modules.items()
-            if path and next(module.parameters(), None) is not None
-        }
-        by_memory = {storage_pointer(param): self.names[id(param)] for param in params}
-        for path, kind, key, value in attributes:
-            memory = storage_pointer(value)
-            if id(value) in trained:
-                what = f"its {trained[id(value)]}"
-            elif memory and memory in by_memory:
-                what = f"a view of its {by_memory[memory]}"
-            elif isinstance(value, nn.Parameter) and value.requires_grad:
-                what = "a parameter that is not registered"
-            else:
-                continue
-            raise ValueError(
-                f"{path} of the model is an attribute of its class {kind.__name__} and holds "
-                f"{what}. A call would read it from the class, so it would follow the live model "
-                f"and not params. Fix: register it in `__init__`, `self.{key} = "
-                "nn.Parameter(...)`, and remove it from the class."
-            )
+    def number(self, obj: Any) -> int:
+        """Return the number of an object that calls make anew."""
+        record = self.by_id[id(obj)]
+        assert record is not None
+        return record.number
 
     @property
     def compiled(self) -> bool:
         """Return True if torch.compile made a function that the model refers to."""
-        return any(hasattr(thing, "_torchdynamo_orig_callable") for _, thing in self.shared)
-
-    # ---- the plan
-
-    def plan(self) -> tuple[Plan, Links]:
-        """Return the plan, and number all nodes in its order."""
-        self._share_memory()
-        self._refer_weakly()
-        rank = {field: index for index, field in enumerate(_FIELDS)}
-        order = sorted(range(len(self.nodes)), key=lambda index: rank[self.nodes[index].field])
-        self.numbers = {index: number for number, index in enumerate(order)}
-        nodes = [self.nodes[index] for index in order]
-        patterns = {
-            field: [node.pattern for node in nodes if node.field == field] for field in _FIELDS
-        }
-        kinds = [kind for kind, _ in patterns["objects"]]
-        plan = Plan(
-            size=len(nodes),
-            kinds=kinds,
-            attributes=[attributes for _, attributes in patterns["objects"]],
-            containers=patterns["containers"],
-            tensors=[tensor for tensor, _ in patterns["tensors"]],
-            tensor_paths=[path for _, path in patterns["tensors"]],
-            filled=[
-                record._replace(
-                    attributes={key: self._numbered(x) for key, x in record.attributes.items()},
-                    elements=[tuple(map(self._numbered, element)) for element in record.elements],
-                )
-                for record in patterns["filled"]
-            ],
-            without_tensors=list(map(self._numbered_parts, patterns["without_tensors"])),
-            with_tensors=list(map(self._numbered_parts, patterns["with_tensors"])),
-            empty=[container for _, _, container in self.empty],
-            owners=[(self.numbers[index], key) for index, key, _ in self.empty],
-            fresh=[],
-        )
-        return plan, self._links(nodes, kinds)
-
-    def _refer_weakly(self) -> None:
-        """Record the weak references, once all that they may refer to is recorded."""
-        for index, reference in self.weak:
-            target = self.places.get(id(reference()), self.names.get(id(reference())))
-            record = Immutable(unchanged, reference, [])
-            if target is not None:
-                record = Immutable(new_reference, None, [Part(target)])
-            self.nodes[index] = Node(self._field_of(record), record, [])
-
-    def _field_of(self, record: Immutable) -> str:
-        """Return the field of the plan: a tensor of the call among its parts, or in one of them."""
-        places = [part.place for part in record.parts if isinstance(part, Part)]
-        has_tensors = any(
-            [isinstance(p, str) or self.nodes[p].field == "with_tensors" for p in places]
-        )
-        return "with_tensors" if has_tensors else "without_tensors"
-
-    def _links(self, nodes: list[Node], kinds: list[Any]) -> Links:
-        places = [(number, *part) for number, node in enumerate(nodes) for part in node.parts]
-        tensors = [(number, key, name) for number, key, name, _ in places if isinstance(name, str)]
-        stores = [(self.numbers[n], self.numbers[m], key) for n, m, key in self.stores]
-        buffers = {number: module for number, module, key in stores if key == "_buffers"}
-        return Links(
-            tensors=tuple(tensors),
-            parts=tuple((n, key, self.numbers[p]) for n, key, p, _ in places if isinstance(p, int)),
-            modules=tuple(self.number(module) for _, module in self.modules.values()),
-            stores=tuple(stores),
-            buffers=tuple(row for row in tensors if row[0] in buffers),
-            registers=tuple(
-                (module, number)
-                for number, module in buffers.items()
-                if kinds[module].register_buffer is nn.Module.register_buffer
-            ),
-            paths=tuple(path for _, _, name, path in places if isinstance(name, str)),
-        )
-
-    def number(self, thing: Any) -> int:
-        """Return the number of an object in the plan, or -1 for one that calls share."""
-        place = self.places.get(id(thing))
-        return self.numbers[place] if isinstance(place, int) else -1
-
-    def _numbered(self, value: Any) -> Any:
-        if isinstance(value, Part) and isinstance(value.place, int):
-            return Part(self.numbers[value.place])
-        return value
-
-    def _numbered_parts(self, record: Immutable) -> Immutable:
-        return record._replace(parts=list(map(self._numbered, record.parts)))
+        return any(hasattr(obj, "_torchdynamo_orig_callable") for _, obj in self.shared)
 
 
-def _join(path: str, key: Any) -> str:
+def _attribute(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _check_kind(module: nn.Module, kind: type, path: str) -> None:
+def _item(path: str, key: Any) -> str:
+    return f"{path}[{key!r}]"
+
+
+def _check_class(module: nn.Module, cls: type, path: str) -> None:
     """Refuse a module that `object.__new__` and its `__dict__` do not make."""
     try:
-        object.__new__(kind)
+        object.__new__(cls)
         for key in slots(module):
             raise TypeError(f"{key} is in its __slots__")
     except TypeError as error:
         raise TypeError(
-            f"{path or 'the model'} is a {kind.__name__}, which a call cannot make anew "
+            f"{path or 'the model'} is a {cls.__name__}, which a call cannot make anew "
             f"({error}). Likely cause: its class derives from one that is written in C besides "
             "nn.Module, or has __slots__. Fix: keep an object of that class in an attribute; "
             "remove the __slots__."
@@ -482,22 +310,22 @@ def _registers_nothing(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
 
 
-def _is_helper(kind: type) -> bool:
+def _is_helper(cls: type) -> bool:
     """Return True if an object of this class is all in its attributes, and a forward may set them.
     Those of the standard library and of torch, such as loggers and meshes, are for all to share.
     """
-    room = kind.__module__.partition(".")[0]
+    room = cls.__module__.partition(".")[0]
     if room in sys.stdlib_module_names or (
-        room == "torch" and not kind.__module__.startswith(("torch.nn.", "torch.utils.hooks"))
+        room == "torch" and not cls.__module__.startswith(("torch.nn.", "torch.utils.hooks"))
     ):
         return False
-    if issubclass(kind, enum.Enum) or hasattr(kind, "__del__"):
+    if issubclass(cls, enum.Enum) or hasattr(cls, "__del__"):
         return False
     for name in ("__deepcopy__", "__reduce__", "__reduce_ex__"):
-        if getattr(kind, name, None) is not getattr(object, name, None):
+        if getattr(cls, name, None) is not getattr(object, name, None):
             return False
     try:
-        object.__new__(kind)
+        object.__new__(cls)
     except TypeError:  # laid out in C
         return False
     return True
@@ -505,10 +333,3 @@ def _is_helper(kind: type) -> bool:
 
 def _left_as_they_are() -> None:
     """Replaces RNNBase.flatten_parameters."""
-
-
-def _computed(path: str) -> str:
-    return (
-        f"{path} of the model was computed from a parameter or buffer, or is a view of one, made "
-        "before make_functional: it would not change with params. Fix: compute it in forward."
-    )

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._module.blueprint import Objects
+from .._module.blueprint import ModelCopy
+from .._module.records import PlainTensor
 from .._module.registered import Tensors
 from .._torch import donation, private
 from .._torch.tracing import PLAIN_TYPES, host_can_read, innermost, recorded_by_make_fx
@@ -25,13 +26,15 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class SideEffects:
-    """The tensors of a call, as they are before it.
+    """A context in which a forward may not write into some tensors. What it does to `requires_grad`
+    is undone at the end.
 
     Args:
         params: The parameters that the caller gave.
         watched: These, the buffers that are constants, and the copies of buffers that share memory
-            in the model: no forward may write into them.
+            in the model.
         tensors: All tensors that the forward is given.
+        overlaps: By buffer, one that shares its memory in the model.
         transformed: If True, the call is in a transform, whose tensors have no memory.
         thorough: If True, values are compared too, which finds writes through `.data`.
     """
@@ -41,41 +44,43 @@ class SideEffects:
         params: Tensors,
         watched: Tensors,
         tensors: Tensors,
+        overlaps: dict[str, str],
         *,
         transformed: bool,
         thorough: bool,
     ) -> None:
-        self.params, self.watched = params, watched
-        self.tensors = list(tensors.values())
-        self.flags = list(map(_requires_grad, self.tensors))
+        self.params, self.watched, self.overlaps = params, watched, overlaps
+        self.tensors = tensors.values()
         self.counted: Collection[Tensor] = watched.values()
         if transformed:
             self.counted = list(map(innermost, self.counted))
+        self.flags = list(map(_requires_grad, self.tensors))
         self.versions = versions(self.counted)
         self.addresses = [] if transformed else _addresses(params)
         # Not while a graph is recorded, in which no value may be read.
         thorough = thorough and host_can_read(list(params.values())) and not recorded_by_make_fx()
         self.values: Tensors = {}
-        if not transformed and (donation.DEBUG or thorough):
+        if (donation.DEBUG or thorough) and not transformed:
             self.values = {name: param.detach().clone() for name, param in params.items()}
 
-    def restore_flags(self) -> None:
-        """Undo `requires_grad_` of the forward, which would change the caller's tensors."""
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error: Any, *_: Any) -> None:
         if list(map(_requires_grad, self.tensors)) != self.flags:
             for tensor, flag in zip(self.tensors, self.flags, strict=True):
                 if tensor.is_leaf:
                     tensor.requires_grad_(flag)
+        if error is None:
+            self._check()
 
-    def check(self, overlaps: dict[str, str]) -> None:
-        """Refuse writes into a watched tensor. `overlaps`: by buffer, one that shares its memory in
-        the model.
-        """
+    def _check(self) -> None:
         counts = versions(self.counted)
         if counts != self.versions:
             name = _first_difference(self.watched, self.versions, counts)
             if name in self.params:
                 raise RuntimeError(_written(name))
-            other = overlaps.get(name)
+            other = self.overlaps.get(name)
             raise RuntimeError(_written_overlap(name, other) if other else _written_constant(name))
         if self.addresses:
             addresses = list(map(Tensor.data_ptr, self.params.values()))
@@ -146,23 +151,23 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def warn_of_lost(objects: Objects, reads: Reads) -> None:
+def warn_of_lost(copy: ModelCopy, reads: Reads) -> None:
     """Warn of tensors in plain attributes that the forward read, and then changed or replaced."""
-    plan = objects.plan
-    first = len(plan.kinds) + len(plan.containers)
-    numbers = range(first, first + len(plan.tensors))
     replaced = {
         number
-        for holder, key, number in objects.links.parts
-        if number in numbers and objects.part(holder, key) is not objects.things[number]
+        for container, key, number in copy.links.objects
+        if copy.get(container, key) is not copy.objects[number]
     }
-    for number, path in zip(numbers, plan.tensor_paths, strict=True):
-        tensor = objects.things[number]
-        if id(tensor) in reads.ids and (number in replaced or versions([tensor]) != [0]):
+    for record in copy.plan.others:
+        if not isinstance(record, PlainTensor):
+            continue
+        tensor = copy.objects[record.number]
+        changed = record.number in replaced or versions([tensor]) != [0]
+        if changed and id(tensor) in reads.ids:
             warnings.warn(
-                f"{path} of the model is a tensor in a plain attribute, which the forward reads "
-                "and then changes. Each call of `apply` begins with its value at make_functional, "
-                "so what a call leaves there is lost to the next one. Fix: make it a buffer, "
-                "`self.register_buffer(...)`, which `apply` takes and returns.",
+                f"{record.path} of the model is a tensor in a plain attribute, which the forward "
+                "reads and then changes. Each call of `apply` begins with its value at "
+                "make_functional, so what a call leaves there is lost to the next one. Fix: make "
+                "it a buffer, `self.register_buffer(...)`, which `apply` takes and returns.",
                 stacklevel=4,
             )

@@ -1,4 +1,5 @@
-"""The quick tests at both ends of the range that pyproject.toml declares: `make matrix`.
+"""The quick tests that depend on the torch, at both ends of the range that pyproject.toml declares:
+`make matrix`. Properties draw a fifth of their examples.
 
 A session whose Python is not on the machine is skipped, and nox says so.
 """
@@ -13,6 +14,11 @@ from pathlib import Path
 import nox
 
 TORCH_OF = {"3.12": "2.11.0", "3.13": "2.15.0"}  # the oldest torch; the newest of both
+# Of files and pages, and of rules beside their own oracles, in the arithmetic of 0-d tensors.
+WITHOUT_TORCH = (
+    *("house", "contributing", "types", "gpu_page"),
+    *("headroom", "rule_battery", "guard_battery", "simulate", "strategies"),
+)
 
 if shutil.which("pyenv"):  # whose python3.12 answers only if that version is named
     versions = subprocess.run(["pyenv", "versions", "--bare"], capture_output=True, text=True)
@@ -33,8 +39,9 @@ def quick(session: nox.Session) -> None:
         constraints.flush()
         # By the environment, which takes the place of constraints in a machine's pip configuration.
         session.install("--editable", ".[dev]", env={"PIP_CONSTRAINT": constraints.name})
-    for tests in (["tests", "--ignore=tests/conformance"], ["tests/second_device"]):
+    ignored = [f"--ignore=tests/test_{name}.py" for name in WITHOUT_TORCH]
+    for tests in (["tests", "--ignore=tests/conformance", *ignored], ["tests/second_device"]):
         session.run(
             *("python", "-m", "pytest", "-n", "2", "-m", "not slow", *tests, *session.posargs),
-            env={"OMP_NUM_THREADS": "1"},
+            env={"OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "matrix"},
         )

@@ -24,8 +24,9 @@ settings.register_profile(
 settings.register_profile(
     "checks", settings.get_profile("fuzz"), max_examples=EXAMPLES, derandomize=True
 )
+settings.register_profile("matrix", settings.get_profile("checks"), max_examples=EXAMPLES // 5)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "checks"))
-if settings.get_current_profile_name() == "checks":
+if settings.get_current_profile_name() != "fuzz":
     # Hypothesis draws constants that it reads in the local modules that happen to be imported:
     # which ones depends on the tests before, and on the path of the clone.
     providers.is_local_module_file = lambda path: False

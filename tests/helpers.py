@@ -52,7 +52,7 @@ EXAMPLES = 50  # of a property, in the quick tests
 
 def examples(count: int) -> settings:
     """Another number of examples for one property, which `make fuzz` multiplies too."""
-    return settings(max_examples=count * settings().max_examples // EXAMPLES)
+    return settings(max_examples=max(1, count * settings().max_examples // EXAMPLES))
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -199,8 +199,13 @@ def small_net() -> nn.Module:
     )
 
 
+def generator_of(seed: int) -> torch.Generator:
+    """A generator of the default device."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def batch(seed: int = 0, size: int = 8) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
     return torch.randn(size, 1, 6, 6, generator=generator), torch.randint(
         0, 3, (size,), generator=generator
     )

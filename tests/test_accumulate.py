@@ -455,8 +455,8 @@ def test_under_vmap_it_equals_a_loop():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("donate", [False, True])
-def test_compiled_it_is_one_graph_for_any_weight_and_agrees(donate):
+@pytest.mark.parametrize(("donate", "backend"), [(False, "aot_eager"), (True, "inductor")])
+def test_compiled_it_is_one_graph_for_any_weight_and_agrees(donate, backend):
     """To 1e-6: fused arithmetic."""
     accums, grads, some_weights = some_windows()
 
@@ -464,7 +464,7 @@ def test_compiled_it_is_one_graph_for_any_weight_and_agrees(donate):
         return ps.accumulate_grads(accum, grads, weight, donate=donate)
 
     torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for arguments in zip(accums, grads, some_weights, strict=True):
             expected = step(*clone(arguments))
@@ -713,7 +713,7 @@ def test_a_norm_that_is_not_finite_can_be_made_an_error(norm):
 @pytest.mark.slow
 def test_a_number_that_varies_as_weight_compiles():
     torch._dynamo.reset()
-    compiled = torch.compile(ps.accumulate_grads, fullgraph=True)
+    compiled = torch.compile(ps.accumulate_grads, fullgraph=True, backend="aot_eager")
     eager = accum = ps.init_accum([torch.zeros(2)])
     for weight in (1.0, 2.5, 4.0, 3, 7):
         accum, eager = (

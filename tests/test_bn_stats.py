@@ -677,12 +677,14 @@ def test_a_model_without_batch_norm_takes_windows_too():
 
 @pytest.mark.slow
 def test_windows_compile_and_vmap():
-    """To 1e-5: fused arithmetic, other kernels."""
+    """To 1e-5: other kernels."""
     state, step = job(SGD, RULE, policy="float32", bn_update="window")
     microbatches = [batch(0), batch(1)]
     expected, _ = step(state, microbatches)
     torch._dynamo.reset()
-    compiled, _ = torch.compile(step, fullgraph=True)(clone(state), microbatches)
+    compiled, _ = torch.compile(step, fullgraph=True, backend="aot_eager")(
+        clone(state), microbatches
+    )
     assert_close(compiled, expected, rtol=1e-5, atol=1e-5)
     batched, _ = torch.vmap(step)(stack([state, state]), stack([microbatches, microbatches]))
     assert_close(unstack(batched, 1), expected, rtol=1e-5, atol=1e-5)

@@ -25,7 +25,7 @@ def window(index, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [1, 2])
 def test_a_hundred_steps_with_overflow_and_growth_are_compiled_once(count):
     state, step = job(ADAMW(), RULE, max_norm=1.0, donate=True)
     backend = CompileCounterWithBackend("eager")
@@ -78,11 +78,13 @@ def test_a_compiled_step_takes_bounds_that_are_tensors(names):
     "settings",
     [
         {"max_norm": 1.0},
-        {"max_norm": 1.0, "norm_type": 3.0, "clip_value": 0.1},
+        {
+            **{"max_norm": 0.5, "norm_type": 3.0, "clip_value": 0.1},
+            **{"weight_fn": lambda m: float(len(m[0]))},
+        },
         {"max_norm": 1.0, "norm_type": math.inf, "on_nonfinite": "drop_microbatch"},
-        {"max_norm": 0.5, "weight_fn": lambda m: float(len(m[0]))},
     ],
-    ids=["2", "3", "inf", "weights"],
+    ids=["2", "3 and weights", "inf"],
 )
 def test_with_dynamic_shapes_batches_of_any_size_are_one_graph_and_agree(settings):
     torch.manual_seed(0)
@@ -145,9 +147,8 @@ def allocated(code):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [pytest.param({}, marks=pytest.mark.slow), {"max_norm": 1.0}])
-def test_a_donated_compiled_step_writes_in_place_and_allocates_nothing_but_the_gradient(settings):
-    state, step, data = linear(donate=True, **settings)
+def test_a_donated_compiled_step_writes_in_place_and_allocates_nothing_but_the_gradient():
+    state, step, data = linear(donate=True, max_norm=1.0)
     before = [tensor.data_ptr() for tensor in tensors((state.params, state.opt_state.slots))]
     with fresh_cache():
         (state, info), codes = run_and_get_code(torch.compile(step, fullgraph=True), state, data)
@@ -163,9 +164,12 @@ def test_a_donated_compiled_step_writes_in_place_and_allocates_nothing_but_the_g
     "settings",
     [
         {},
-        {"max_norm": 1.0, "clip_value": 0.1},
-        {"on_nonfinite": "drop_microbatch", "bn_update": "window"},
+        {
+            **{"max_norm": 1.0, "clip_value": 0.1},
+            **{"on_nonfinite": "drop_microbatch", "bn_update": "window"},
+        },
     ],
+    ids=["plain", "every setting"],
 )
 def test_a_vmapped_ensemble_is_one_graph_with_no_loop_over_its_members(settings):
     state, step = job(ADAMW(), RULE, policy=HALF, **settings)

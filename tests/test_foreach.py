@@ -125,11 +125,11 @@ HOW = [
 @pytest.mark.parametrize("how", HOW)
 def test_a_step_of_adamw_is_few_operators_whatever_the_number_of_tensors(how):
     optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1)
-    assert operators_of_any(optimizer, counts=(10, 1000), **how) <= 60
+    assert operators_of_any(optimizer, counts=(10, 200), **how) <= 60
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", [*HOW[:2], *HOW[6:9:2], HOW[-1]])
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_a_step_of_every_class_over_lists_is_few_operators_whatever_the_number_of_tensors(
     name, settings, how
@@ -147,7 +147,7 @@ MIXED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clip", CLIPS, ids=str)
+@pytest.mark.parametrize("clip", [{}, {"max_norm": 1.0, "clip_value": 1.0}], ids=str)
 @pytest.mark.parametrize("dtypes", MIXED)
 @pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
 def test_gradients_in_another_dtype_than_parameters_are_cast_in_few_operators(name, dtypes, clip):

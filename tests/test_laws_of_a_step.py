@@ -20,6 +20,7 @@ from helpers import (
     by_parts,
     clone,
     examples,
+    generator_of,
     in_processes,
     same_bits,
     shares_memory,
@@ -44,7 +45,7 @@ def made(name, lr=0.1, **extra):
 
 def gradients_like(params, size=1.0, seed=0):
     """Gradients between a half and twice `size`, of both signs."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
     found = {}
     for name, leaf in params.items():
         values = torch.rand(leaf.shape, generator=generator, dtype=torch.float64) * 1.5 + 0.5
@@ -206,7 +207,7 @@ def a_table(dtype, count=2):
     """Parameters, and gradients at a step, of which rows were not seen yet: their gradient and
     second moment are 0.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = generator_of(0)
     params = {str(i): torch.randn(6, 3, generator=generator).to(dtype) for i in range(count)}
 
     def grads_at(step):
@@ -248,20 +249,20 @@ def test_a_rate_of_0_moves_nothing_in_any_way(name, way, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 16, 20])
+@pytest.mark.parametrize("rate", ["state", "schedule"])
 @pytest.mark.parametrize("name", [name for name in RATED if name != "Adafactor"])
-def test_a_rate_of_0_moves_nothing_in_a_compiled_step(name, count):
-    params, grads_at = a_table(torch.float32, count)
-    for rate in ("state", "schedule"):
+def test_a_rate_of_0_moves_nothing_in_a_compiled_step(name, rate):
+    """Of few tensors, and of as many as torch's kernel makes a node of the graph for."""
+    for count in (2, 17) if name in FUSED else (2,):
+        params, grads_at = a_table(torch.float32, count)
         check_that_nothing_moves(name, "compiled", CLASSES[name], rate, params, grads_at(0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", ["float", "schedule"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["AdamW", "Adamax"])
-def test_a_rate_of_0_moves_nothing_in_a_compiled_step_of_few_tensors(name, dtype, rate):
-    params, grads_at = a_table(dtype)
+def test_a_rate_of_0_moves_nothing_in_a_compiled_step_of_half_parameters(name, rate):
+    params, grads_at = a_table(torch.float16)
     check_that_nothing_moves(name, "compiled", CLASSES[name], rate, params, grads_at(0))
 
 
@@ -453,11 +454,11 @@ def plain_loss(params, buffers, x):
 
 
 def attacked_loss(params, buffers, x):
-    """As `plain_loss`, after a backward by hand that reaches the parameters too."""
+    """As `plain_loss`, after a backward by hand that reaches the parameters too; else NaN."""
     (params["w"] * 7).sum().backward()
     assert params["b"].grad is None
-    assert (params["w"].grad == 7).all()
-    return plain_loss(params, buffers, x)
+    loss, buffers = plain_loss(params, buffers, x)
+    return torch.where((params["w"].grad == 7).all(), loss, NAN), buffers
 
 
 def penalised_loss(params, buffers, x):
@@ -823,6 +824,7 @@ def test_a_gradient_that_somebody_else_can_see_is_not_written_into(
 
 
 RETURNED = ("itself", "detached", "a view", "a slice", "turned", "an array")
+OF_NUMPY = ("an array", "a hook, an array", "a hook, the memory")
 
 
 # ---- what there is of the gradients --------------------------------------------------------------

@@ -100,9 +100,7 @@ SWEEPS = {
     [*((name, FEW) for name in SWEEPS), *((name, MANY) for name in ("AdamW", "SGD", "Adagrad"))],
 )
 def test_one_compiled_function_serves_every_optimizer_with_its_own_settings(name, count):
-    compiled = compile(
-        lambda *arguments: ps.maybe_step(*arguments), "aot_eager" if count == FEW else "eager"
-    )
+    compiled = compile(lambda *arguments: ps.maybe_step(*arguments), "eager")
     optimizers = [ps.from_torch(getattr(OPTIM, name), **settings) for settings in SWEEPS[name]]
     for optimizer in (*optimizers, *reversed(optimizers)):
         agrees(compiled, optimizer, count)
@@ -286,15 +284,15 @@ def test_one_compiled_train_step_serves_every_rule_policy_and_bound():
         )
 
     compiled = compile(body, "eager")
-    rules = (RULES[0], RULES[4], ps.StaticScale(4.0), RULES[-1], RULES[-2])
+    rules = (RULES[0], RULES[4], ps.StaticScale(4.0), RULES[-1])
     policies = (
         "float32",
         "params=float32,compute=bfloat16,output=float32",
         "params=float32,compute=bfloat16,norms=bfloat16,output=float32",
     )
-    bounds = ((None, None), (0.1, None), (0.01, None), (None, 0.01), (None, 1e-3))
+    bounds = ((0.1, None), (0.01, 0.01), (0.01, 1e-3))
     runs = [(rule, policies[0], (None, None)) for rule in rules]
-    runs += [(rules[0], policy, (None, None)) for policy in policies]
+    runs += [(rules[0], policy, (None, None)) for policy in policies[1:]]
     runs += [(rules[0], policies[0], bound) for bound in bounds]
     made = {policy: job(ps.from_torch(OPTIM.SGD, lr=1.0), rules[0], policy) for policy in policies}
     for rule, policy, bound in (*runs, *reversed(runs)):

@@ -281,8 +281,7 @@ def _grads_of(grads: Gradients, members: Members) -> Gradients:
     if not grads.likes:
         return grads
     if grads.dense_real:
-        own = grads.metadata.picked(members.indices, members)
-        return grads._replace(metadata=own, likes=own.tensors)
+        return grads.picked(members.indices, members)
     remaining = iter(grads.tensors)
     tensors = [None if like is None else next(remaining) for like in grads.likes]
     own = Metadata([tensors[index] for index in members.indices if tensors[index] is not None])

@@ -358,23 +358,21 @@ class TorchOptimizer:
     def _update_in_place(self, groups: Groups, inputs: StepInputs, skip: Tensor | bool) -> None:
         """Update parameters and slots by one kernel for each group, device and dtype."""
         kernel: Any = self._kernel
-        weights, slots = inputs.named_params, inputs.opt_state.slots
-        divided = inputs.grads.with_one_divisor()
-        grads = dict(zip(inputs.grad_names, divided.tensors, strict=True))
-        for names, settings in groups:
-            keys = kernel.slots(settings)
-            present = [name for name in names if name in grads]
-            targets = inputs.weights
-            if len(present) < len(weights):
-                targets = Metadata([weights[name] for name in present])
-            for indices in targets.kinds:
-                some = [present[index] for index in indices]
-                params, sources = targets, divided
-                if len(some) < len(weights):
-                    params, own = (Metadata([d[name] for name in some]) for d in (weights, grads))
-                    sources = sources._replace(metadata=own)
-                columns = [_column(slots, some, key, self._layout) for key in keys]
-                fused_update(kernel, settings, Columns(params, sources, columns), skip)
+        weights, slots = inputs.weights, inputs.opt_state.slots
+        grads, names = inputs.grads.with_one_divisor(), list(inputs.named_params)
+        gradient_of = {name: index for index, name in enumerate(inputs.grad_names)}
+        for group, settings in groups:
+            members = {name for name in group if name in gradient_of}
+            for kind in weights.kinds:
+                indices = [index for index in kind if names[index] in members]
+                some = [names[index] for index in indices]
+                if some:
+                    columns = Columns(
+                        weights.picked(indices),
+                        grads.picked([gradient_of[name] for name in some]),
+                        [_column(slots, some, key, self._layout) for key in kernel.slots(settings)],
+                    )
+                    fused_update(kernel, settings, columns, skip)
 
     # ---- the class's own step, or its formula
 

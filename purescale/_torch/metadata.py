@@ -119,8 +119,13 @@ class Metadata:
         cache = self.cached((start, stop), Cache)
         return Metadata(self.tensors[start:stop], cache, dense_off_graph=self.dense_off_graph)
 
-    def picked(self, indices: Sequence[int], key: Hashable) -> Metadata:
-        """Return the metadata of the tensors with these indices, for which `key` stands."""
+    def picked(self, indices: Sequence[int], key: Hashable = None) -> Metadata:
+        """Return the metadata of the tensors with these indices, in rising order, for which `key`
+        stands if it is given.
+        """
+        if len(indices) == len(self.tensors):
+            return self
+        key = tuple(indices) if key is None else key
         some = list(map(self.tensors.__getitem__, indices))
         return Metadata(some, self.cached(key, Cache), dense_off_graph=self.dense_off_graph)
 

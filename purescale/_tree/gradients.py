@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,17 @@ class Gradients(NamedTuple):
             return list(results)
         remaining = iter(results)
         return [None if like is None else _in_form_of(like, next(remaining)) for like in self.likes]
+
+    def picked(self, indices: Sequence[int], key: Hashable = None) -> Gradients:
+        """Return some of them, as in `Metadata.picked`."""
+        own = self.metadata.picked(indices, key)
+        if own is self.metadata:
+            return self
+        likes = own.tensors
+        if not self.dense_real:
+            present_likes = self.present_likes
+            likes = [present_likes[index] for index in indices]
+        return self._replace(metadata=own, likes=likes)
 
     def with_tensors_of(self, other: Gradients) -> Gradients:
         """Return other tensors, such as parts of these, that wait for the same."""

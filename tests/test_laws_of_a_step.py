@@ -636,11 +636,13 @@ def test_a_finite_bound_and_finite_gradients_make_the_clipped_step_of_the_parts(
     grads = {key: grad * scale for key, grad in gradients_like(params, size).items()}
     given = (params, grads, optimizer.init(params))
     expected = by_parts(optimizer, scaler, *given, max_norm)
-    out = ps.unscale_and_step(optimizer, scaler, *clone(given), max_norm, donate=donate)
-    assert not out.found_inf
-    assert out.opt_state.applied == 1
-    assert same_bits(out.grad_norm, expected[3])
-    assert_close((out.params, out.opt_state), expected[:2], rtol=1e-5, atol=1e-6)
+    for way in (contextlib.nullcontext, as_on_an_accelerator):
+        with way():
+            out = ps.unscale_and_step(optimizer, scaler, *clone(given), max_norm, donate=donate)
+        assert not out.found_inf
+        assert out.opt_state.applied == 1
+        assert same_bits(out.grad_norm, expected[3])
+        assert_close((out.params, out.opt_state), expected[:2], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("donate", [False, True])

@@ -5,6 +5,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -333,6 +334,7 @@ using Layout = std::optional<c10::Layout>;
 using Where = std::optional<c10::Device>;
 using DType = std::optional<c10::ScalarType>;
 constexpr c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
+constexpr c10::DispatchKeySet SPARSE(c10::DispatchKey::SparsePrivateUse1);
 
 void check(c10::ScalarType dtype) {
   TORCH_CHECK(dtype != at::kDouble || !float64_is_an_error, "the device has no float64");
@@ -386,6 +388,28 @@ at::Tensor shown(const at::Tensor& tensor) {
   return result;
 }
 
+// A tensor of the current device with the values of one of the CPU.
+at::Tensor copied(const at::Tensor& theirs) {
+  check(theirs.scalar_type());
+  at::Tensor fresh = at::detail::empty_strided_generic(
+      theirs.sizes(), theirs.strides(), &memory(), KEYS, theirs.scalar_type());
+  shown(fresh).copy_(theirs);
+  return fresh;
+}
+
+at::SparseTensorImpl* sparse(const at::Tensor& tensor) {
+  return static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
+}
+
+at::Tensor sparse_of(
+    c10::DispatchKeySet keys, const at::Tensor& like, const at::Tensor& indices, const at::Tensor& values) {
+  auto result = at::detail::make_tensor<at::SparseTensorImpl>(keys, like.dtype());
+  sparse(result)->resize_(sparse(like)->sparse_dim(), sparse(like)->dense_dim(), like.sizes());
+  sparse(result)->set_indices_and_values_unsafe(indices, values);
+  sparse(result)->set_coalesced(sparse(like)->coalesced());
+  return result;
+}
+
 struct BelowEverything { // no graph, no casts: a kernel is called
   at::AutoDispatchBelowADInplaceOrView no_graph;
   c10::impl::ExcludeDispatchKeyGuard no_casts{c10::autocast_dispatch_keyset};
@@ -395,6 +419,7 @@ struct BelowEverything { // no graph, no casts: a kernel is called
 class Call {
  public:
   Call(const c10::OperatorHandle& op, torch::jit::Stack* stack) : schema_(op.schema()) {
+    widens_ = schema_.name().rfind("aten::_fused_", 0) == 0;
     for (const auto& argument : schema_.arguments())
       takes_lists_ |= argument.type()->isSubtypeOf(*c10::ListType::ofTensors());
     const auto first = stack->size() - schema_.arguments().size();
@@ -422,7 +447,8 @@ class Call {
     if (draws)
       numbers_.emplace(device_);
     const bool unknown_shape =
-        op.hasTag(at::Tag::dynamic_output_shape) && !has_indices_ && !has_size_;
+        (op.hasTag(at::Tag::dynamic_output_shape) && !has_indices_ && !has_size_) ||
+        schema_.name() == "aten::_coalesce";
     if (op.hasTag(at::Tag::data_dependent_output) || unknown_shape || has_mask_)
       wait(counters.reads, schema_.name());
     const auto& results = schema_.returns();
@@ -433,6 +459,10 @@ class Call {
 
   void results(torch::jit::Stack* stack) {
     for (auto& [own, theirs] : tensors_) {
+      if (theirs.scalar_type() != own.scalar_type()) {
+        shown(own).copy_(theirs);
+        continue;
+      }
       if (theirs.storage().data() != memory().shown(own.storage().data())) {
         const auto bytes = theirs.storage().nbytes(); // the kernel made it larger
         at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(own.storage(), bytes);
@@ -478,6 +508,10 @@ class Call {
           schema_.name(), ": a tensor on ", tensor.device(), " among those of the device");
       return tensor;
     }
+    if (tensor.layout() == c10::kSparse) {
+      const auto indices = take(sparse(tensor)->indices()), values = take(sparse(tensor)->values());
+      return sparse_of(c10::DispatchKeySet(c10::DispatchKey::SparseCPU), tensor, indices, values);
+    }
     TORCH_CHECK(tensor.layout() == c10::kStrided, schema_.name(), ": ", tensor.layout());
     TORCH_CHECK(device_ < 0 || device_ == tensor.device().index(),
         schema_.name(), ": tensors on sim:", int(device_), " and ", tensor.device());
@@ -485,7 +519,10 @@ class Call {
     for (auto& [own, theirs] : tensors_)
       if (own.is_same(tensor))
         return theirs;
-    return tensors_.emplace_back(tensor, shown(tensor)).second;
+    auto theirs = shown(tensor);
+    if (widens_ && tensor.itemsize() == 2)
+      theirs = theirs.to(at::kFloat);
+    return tensors_.emplace_back(tensor, theirs).second;
   }
 
   at::Tensor give(const at::Tensor& tensor) {
@@ -495,6 +532,10 @@ class Call {
       if (theirs.is_same(tensor))
         return own;
     OnDevice on(device_);
+    if (tensor.layout() == c10::kSparse) {
+      const auto indices = give(sparse(tensor)->indices()), values = give(sparse(tensor)->values());
+      return sparse_of(SPARSE, tensor, indices, values);
+    }
     for (auto& [own, theirs] : tensors_)
       if (theirs.storage().data() == tensor.storage().data()) { // a view
         auto view = at::detail::make_tensor<c10::TensorImpl>(
@@ -504,25 +545,30 @@ class Call {
         view._set_neg(tensor.is_neg());
         return view;
       }
-    check(tensor.scalar_type());
-    at::Tensor fresh = at::detail::empty_strided_generic(
-        tensor.sizes(), tensor.strides(), &memory(), KEYS, tensor.scalar_type());
-    shown(fresh).copy_(tensor);
-    return fresh;
+    return copied(tensor);
   }
 
   const c10::FunctionSchema& schema_;
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors_; // the device's, as the kernel sees it
   c10::DeviceIndex device_ = -1;
   bool takes_lists_ = false, has_indices_ = false, has_mask_ = false, has_size_ = false;
+  bool widens_; // as CUDA's: the CPU's in half precision leave vector lanes as they were
   std::optional<LentNumbers> numbers_;
 };
 
-void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+void run_on(c10::DispatchKey key, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   BelowEverything below;
   Call call(op, stack);
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  op.redispatchBoxed(c10::DispatchKeySet(key), stack);
   call.results(stack);
+}
+
+void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  run_on(c10::DispatchKey::CPU, op, stack);
+}
+
+void sparse_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  run_on(c10::DispatchKey::SparseCPU, op, stack);
 }
 
 // torch calls a device's convolution by a name of its own.
@@ -542,6 +588,74 @@ void convolution_backward(
       transposed ? weight.size(1) * first[8].toInt() : weight.size(0);
   stack->insert(first + 3, c10::IValue(std::vector<int64_t>{features}));
   kernel(real, KEYS, stack);
+}
+
+// Cells of LSTM and GRU, which torch wants of each device but the CPU.
+
+using Maybe = std::optional<at::Tensor>;
+using Two = std::tuple<at::Tensor, at::Tensor>;
+using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Five = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+at::Tensor shown_or(const Maybe& tensor, const at::Tensor& otherwise) {
+  return tensor && tensor->defined() ? shown(*tensor) : otherwise;
+}
+
+struct Cell : BelowEverything, OnDevice {
+  Cell(const char* name, const at::Tensor& like) : OnDevice(like.device().index()) {
+    launch(name);
+  }
+};
+
+Three lstm_cell(
+    const at::Tensor& input, const at::Tensor& hidden, const at::Tensor& c, const Maybe& b, const Maybe& d) {
+  Cell cell("aten::_thnn_fused_lstm_cell", input);
+  const auto zero = at::zeros({}, shown(input).options());
+  const auto sums = shown(input) + shown_or(b, zero) + shown(hidden) + shown_or(d, zero);
+  const auto parts = sums.chunk(4, 1);
+  const auto in = parts[0].sigmoid(), forget = parts[1].sigmoid(), out = parts[3].sigmoid();
+  const auto fresh = parts[2].tanh(), after = forget * shown(c) + in * fresh;
+  return {copied(out * after.tanh()), copied(after), copied(at::cat({in, forget, fresh, out}, 1))};
+}
+
+Three lstm_cell_backward(
+    const Maybe& by_h, const Maybe& by_c, const at::Tensor& c, const at::Tensor& after,
+    const at::Tensor& gates, bool has_bias) {
+  Cell cell("aten::_thnn_fused_lstm_cell_backward_impl", c);
+  const auto zeros = at::zeros_like(shown(c)), h = shown_or(by_h, zeros), bent = shown(after).tanh();
+  const auto parts = shown(gates).chunk(4, 1);
+  const auto &in = parts[0], &forget = parts[1], &fresh = parts[2], &out = parts[3];
+  const auto all = shown_or(by_c, zeros) + h * out * (1 - bent * bent);
+  const auto by_gates = at::cat(
+      {all * fresh * in * (1 - in), all * shown(c) * forget * (1 - forget),
+       all * in * (1 - fresh * fresh), h * bent * out * (1 - out)}, 1);
+  const auto by_bias = has_bias ? copied(by_gates.sum(0)) : at::Tensor();
+  return {copied(by_gates), copied(all * forget), by_bias};
+}
+
+Two gru_cell(
+    const at::Tensor& input, const at::Tensor& hidden, const at::Tensor& h, const Maybe& b, const Maybe& d) {
+  Cell cell("aten::_thnn_fused_gru_cell", input);
+  const auto zero = at::zeros({}, shown(input).options());
+  const auto ours = (shown(input) + shown_or(b, zero)).chunk(3, 1);
+  const auto theirs = (shown(hidden) + shown_or(d, zero)).chunk(3, 1);
+  const auto reset = (ours[0] + theirs[0]).sigmoid(), keep = (ours[1] + theirs[1]).sigmoid();
+  const auto fresh = (ours[2] + reset * theirs[2]).tanh();
+  const auto kept = at::cat({reset, keep, fresh, shown(h), theirs[2]}, 1);
+  return {copied(fresh + keep * (shown(h) - fresh)), copied(kept)};
+}
+
+Five gru_cell_backward(const at::Tensor& by_h, const at::Tensor& kept, bool has_bias) {
+  Cell cell("aten::_thnn_fused_gru_cell_backward", by_h);
+  const auto parts = shown(kept).chunk(5, 1);
+  const auto &reset = parts[0], &keep = parts[1], &fresh = parts[2], &h = parts[3];
+  const auto by_keep = shown(by_h) * (h - fresh) * keep * (1 - keep);
+  const auto by_fresh = shown(by_h) * (1 - keep) * (1 - fresh * fresh);
+  const auto by_reset = by_fresh * parts[4] * reset * (1 - reset);
+  const auto ours = at::cat({by_reset, by_keep, by_fresh}, 1);
+  const auto theirs = at::cat({by_reset, by_keep, by_fresh * reset}, 1);
+  const auto sum = [&](const at::Tensor& t) { return has_bias ? copied(t.sum(0)) : at::Tensor(); };
+  return {copied(ours), copied(theirs), copied(shown(by_h) * keep), sum(ours), sum(theirs)};
 }
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
@@ -603,6 +717,23 @@ at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::
   return self.as_strided_symint(size, by);
 }
 
+bool begins(const c10::OperatorHandle& op, const char* with) {
+  return op.operator_name().name.rfind(with, 0) == 0;
+}
+
+// Registers one kernel for all operators of this kind that have none.
+template <auto* boxed, typename F>
+void register_all(torch::Library& m, c10::DispatchKey key, F of_this_kind) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findSchema(name);
+    if (op && begins(*op, "aten::") && of_this_kind(*op) && !op->hasKernelForDispatchKey(key)) {
+      const auto overload = name.overload_name.empty() ? "" : "." + name.overload_name;
+      m.impl((name.name + overload).c_str(), torch::CppFunction::makeFromBoxedFunction<boxed>());
+    }
+  }
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));
@@ -613,24 +744,26 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", TORCH_FN(set_like));
   m.impl("set_.source_Storage", TORCH_FN(set_storage));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_part));
+  m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
+  m.impl("_thnn_fused_lstm_cell_backward_impl", TORCH_FN(lstm_cell_backward));
+  m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
+  m.impl("_thnn_fused_gru_cell_backward", TORCH_FN(gru_cell_backward));
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl(
       "convolution_backward_overrideable",
       torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   // What is one kernel of the CPU is one launch here. Without this, torch would take many of them
   // apart into others, lists of tensors into single ones.
-  auto& dispatcher = c10::Dispatcher::singleton();
-  for (const auto& name : dispatcher.getAllOpNames()) {
-    const auto op = dispatcher.findSchema(name);
-    const auto begins = [&](const char* with) { return name.name.rfind(with, 0) == 0; };
-    if (op && begins("aten::") &&
-        (op->hasKernelForDispatchKey(c10::DispatchKey::CPU) || begins("aten::_foreach_") ||
-         begins("aten::ldexp")) && // which torch 2.11 wants of each device
-        !op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
-      const auto overload = name.overload_name.empty() ? "" : "." + name.overload_name;
-      m.impl((name.name + overload).c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
-    }
-  }
+  register_all<&kernel>(m, c10::DispatchKey::PrivateUse1, [](const auto& op) {
+    return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || begins(op, "aten::_foreach_") ||
+        begins(op, "aten::ldexp"); // which torch 2.11 wants of each device
+  });
+}
+
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
+  register_all<&sparse_kernel>(m, c10::DispatchKey::SparsePrivateUse1, [](const auto& op) {
+    return op.hasKernelForDispatchKey(c10::DispatchKey::SparseCPU);
+  });
 }
 
 // torch resolves a pending conjugation or negation by a copy, so the copy must take it.

@@ -71,6 +71,29 @@ class Block(nn.Module):
         return self.head(h).transpose(1, 2)
 
 
+class Recurrent(nn.Module):
+    """An RNN, LSTM or GRU of two layers in both directions."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = kind(8, 4, num_layers=2, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(tokens))[0]).transpose(1, 2)
+
+
+def sparse_rows() -> nn.Module:
+    """A table whose gradient is sparse."""
+    return nn.Sequential(nn.Embedding(11, 8, sparse=True), nn.Linear(8, 11), Transposed())
+
+
+class Transposed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
 class InHalf(nn.Module):
     """A model that casts its input, as one with half parameters does."""
 
@@ -190,6 +213,10 @@ DAMPED = ps.from_torch(torch.optim.AdamW, lr=1e-2, eps=1e-4)
 IN_STATE = ps.from_torch(
     torch.optim.AdamW, lr=1e-2, in_state=("lr", "weight_decay", "betas", "eps")
 )
+SCHEDULED_AND_IN_STATE = ps.partition(
+    {"sgd": ps.from_torch(torch.optim.SGD, lr=lambda step: 0.05 * 0.9**step), "adamw": IN_STATE},
+    lambda name, leaf: "sgd" if leaf.ndim == 2 else "adamw",
+)
 GROUPS = ps.from_torch(
     torch.optim.AdamW, lr=1e-2, overrides={"*bias": {"lr": 1e-3, "weight_decay": 0.0}}
 )
@@ -294,6 +321,12 @@ JOBS: dict[str, Callable[[Any], Job]] = {
     "autocast(float16), batch norm": small(policy="compute=autocast(float16),output=float32"),
     "transformer block, tied": plain(DAMPED, net=Block, data=sentences),
     "transformer block, checkpointed": plain(DAMPED, net=lambda: Block(True), data=sentences),
+    **{
+        kind.__name__: plain(DAMPED, net=functools.partial(Recurrent, kind), data=sentences)
+        for kind in (nn.RNN, nn.LSTM, nn.GRU)
+    },
+    "sparse gradients, SGD": plain(SGD, net=sparse_rows, data=sentences, microbatches=2),
+    "sparse gradients, AdamW, `max_norm`": plain(net=sparse_rows, data=sentences, max_norm=1.0),
     "3 microbatches": small(microbatches=3),
     '3 microbatches, `bn_update="window"`': small(microbatches=3, bn_update="window"),
     '3 microbatches, `on_nonfinite="drop_microbatch"`': plain(
@@ -314,6 +347,13 @@ JOBS: dict[str, Callable[[Any], Job]] = {
     "SGD and AdamW, a partition": plain(TWO),
     "Muon and AdamW, a partition": plain(MUON_AND_ADAMW),
     "masters of a partition": half(ps.with_master_weights(TWO)),
+    "masters of a partition, every setting": lambda device: job(
+        device,
+        ps.with_master_weights(SCHEDULED_AND_IN_STATE),
+        **{"rule": ps.HeadroomScale(window=4), "net": InHalf, "dtype": torch.bfloat16},
+        **{"microbatches": 3, "on_nonfinite": "drop_microbatch", "weight_fn": lambda b: len(b[0])},
+        **{"max_norm": 1.0, "clip_value": 0.1, "guard": ps.SpikeGuard(warmup=2)},
+    ),
     "overrides": plain(GROUPS),
     "a schedule": plain(ps.from_torch(torch.optim.AdamW, lr=lambda step: 1e-2 * 0.9**step)),
     "`schedule_from_torch`": plain(OnDevice(from_torchs_scheduler)),

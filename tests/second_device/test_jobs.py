@@ -68,7 +68,7 @@ def test_a_device_as_mps_has_the_same_numbers_without_float64_and_fused_kernels(
     monkeypatch.setattr(dtypes, "WITHOUT_FLOAT64", ("sim",))
     with sim.without_float64(), sim.launched() as names:
         found = trained("sim", name)
-    assert not any("fused" in launch for launch in names)
+    assert not any(launch.startswith("aten::_fused_") for launch in names)
     apart = map(difference, numbers(found), numbers(trained("cpu", name)))
     assert max(apart) <= TOLERANCE.get(name, 5e-6)  # powers of step counts are float32's
 
@@ -97,22 +97,25 @@ def test_a_donated_step_has_the_bits_of_one_in_fresh_memory(name):
     assert same_bits(numbers(found), numbers(expected))
 
 
-# Left out: what the host reads; the loop whose rule makes a new scale by hand.
-CAPTURED = [
-    name
-    for name in DONATED
-    if name not in ("`rng` in the state", "`max_retries=2`", "`unscale_and_step`")
-]
+CAPTURED = [name for name in DONATED if name != "`max_retries=2`"]  # which the host reads
+
+
+def captured(name, state):
+    """Return the tensors in which a graph works: not the state of a generator, which the host has,
+    and not the scale that a rule makes anew in a loop by hand.
+    """
+    state = state._replace(rng=())
+    return tensors(state._replace(scaler=()) if name == "`unscale_and_step`" else state)
 
 
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_warm_donated_step_keeps_each_tensor_of_the_state_at_its_address(name):
     state, step, windows = JOBS[name]("sim")
-    before = [tensor.data_ptr() for tensor in tensors(state)]
+    before = [tensor.data_ptr() for tensor in captured(name, state)]
     assert len(set(before)) == len(before)
     for window in windows:
         state, _ = step(state, window, donate=True)
-        assert [tensor.data_ptr() for tensor in tensors(state)] == before
+        assert [tensor.data_ptr() for tensor in captured(name, state)] == before
 
 
 @pytest.mark.parametrize("name", CAPTURED)

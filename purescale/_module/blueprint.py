@@ -59,7 +59,7 @@ class Blueprint:
         hooks: By parameter, the hooks on its gradient, which may be methods of `model`.
     """
 
-    unwatched = True  # until a call in training was watched
+    watches_next = True  # until a call in training was watched
 
     def __init__(
         self, model: nn.Module, names: dict[int, str], hooks: dict[str, tuple[Hook, ...]]

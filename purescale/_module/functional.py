@@ -41,7 +41,7 @@ class Apply:
     norm_params: frozenset[str]  # the weights and biases of normalisation layers
     # parameters with requires_grad=False, which are among the buffers
     frozen_params: frozenset[str]
-    _copied: frozenset[str]  # weights of embeddings with max_norm, which write into them
+    _renormalised: frozenset[str]  # weights of embeddings with max_norm, which write into them
     _not_in_half: tuple[str, ...]  # messages: parts that plain half compute cannot run
     without_statistics: tuple[str, ...]  # norms that keep no statistics of a batch
     _overlaps: dict[str, str]  # buffer -> a buffer that shares some of its memory in the model
@@ -83,15 +83,15 @@ class Apply:
     ) -> tuple[Any, Tensors]:
         records, blueprint = torch.is_grad_enabled(), self._blueprint
         tensors = {**params, **copies}
-        for name in self._copied:
+        for name in self._renormalised:
             tensors[name] = params[name].clone()
         watched = params
         if constants or self._overlaps:
             watched = {**params, **constants, **{name: copies[name] for name in self._overlaps}}
-        first = blueprint.unwatched and bool(train) and records and not transformed
+        first = blueprint.watches_next and bool(train) and records and not transformed
         forward: Callable[..., tuple[ModelCopy, Any, Tensors]] = self._forward
         if first:
-            blueprint.unwatched = False
+            blueprint.watches_next = False
             forward = self._watched if blueprint.can_watch else forward
         with SideEffects(
             params, watched, tensors, self._overlaps, transformed=transformed, thorough=first
@@ -293,7 +293,9 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     params = {name: p for name, p in registered.params.items() if name not in frozen}
     buffers = frozen | registered.buffers
     blueprint = Blueprint(model, registered.names, _gradient_hooks(params))
-    blueprint.set_modes(*modes_of(model, lambda: blueprint.modules(_copied(params | buffers))))
+    blueprint.set_modes(
+        *modes_of(model, lambda: blueprint.modules(_detached_copies(params | buffers)))
+    )
     apply = Apply(
         blueprint,
         _params=frozenset(params),
@@ -302,10 +304,10 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
         _overlaps=dict((*registered.overlaps, *((b, a) for a, b in registered.overlaps))),
         **_facts(model, registered.names),
     )
-    return apply, _copied(params), _copied(buffers)
+    return apply, _detached_copies(params), _detached_copies(buffers)
 
 
-def _copied(tensors: Tensors) -> Tensors:
+def _detached_copies(tensors: Tensors) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
@@ -340,7 +342,7 @@ def _facts(model: nn.Module, names: dict[int, str]) -> dict[str, Any]:
     """Return the fields of `Apply` that follow from the classes of the modules. `names`: the names
     of parameters by id.
     """
-    norms, without_statistics, copied, not_in_half = set(), [], set(), []
+    norms, without_statistics, renormalised, not_in_half = set(), [], set(), []
     for path, module in model.named_modules():
         if isinstance(module, _WITHOUT_STATISTICS):
             without_statistics.append(path)
@@ -348,7 +350,7 @@ def _facts(model: nn.Module, names: dict[int, str]) -> dict[str, Any]:
             norms |= {names[id(p)] for p in module.parameters()}
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             if module.max_norm is not None:
-                copied.add(names[id(module.weight)])
+                renormalised.add(names[id(module.weight)])
             if module.sparse:
                 not_in_half.append(
                     f"{path or 'the model'} is {type(module).__name__}(sparse=True), whose sparse "
@@ -361,7 +363,7 @@ def _facts(model: nn.Module, names: dict[int, str]) -> dict[str, Any]:
             )
     return {
         "norm_params": frozenset(norms),
-        "_copied": frozenset(copied),
+        "_renormalised": frozenset(renormalised),
         "_not_in_half": tuple(not_in_half),
         "without_statistics": tuple(without_statistics),
     }

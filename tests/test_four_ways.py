@@ -41,7 +41,9 @@ def images(index, count=1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "microbatches"), zip(OPTIMIZERS, (1, 2, 1), strict=True))
+@pytest.mark.parametrize(
+    ("name", "microbatches"), [(name, 1 + index % 2) for index, name in enumerate(OPTIMIZERS)]
+)
 def test_compiled_is_one_graph_without_recompiling_over_overflow_and_growth(name, microbatches):
     """Fifty steps; agreement with eager to 2e-2, float16's rounding in other kernels."""
     state, step = job(OPTIMIZERS[name](), RULE, max_norm=1.0)

@@ -27,7 +27,7 @@ def test_without_a_gpu_it_says_so_and_stops():
 
 @pytest.mark.slow
 def test_a_rehearsal_writes_the_page_with_the_machine_and_the_tables():
-    run = make_gpu("--rehearse", "--rounds", "1")
+    run = make_gpu("--rehearse", "--rounds", "2")
     assert run.returncode == 0, run.stderr
     page = (ROOT / "build" / "gpu.md").read_text()
     assert f"torch {torch.__version__}" in page

@@ -93,6 +93,47 @@ def test_what_is_computed_from_tensors_from_outside_may_be_written_into():
     assert torch.equal(outside, torch.ones(2, 3))
 
 
+class Product(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, weight):
+        return x * weight
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return 3 * grad * weight, grad * x
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda loss, x: torch.func.grad(loss)(x),
+        lambda loss, x: torch.autograd.grad(loss(y := x.detach().requires_grad_()), y)[0],
+    ],
+)
+def test_a_derivative_by_a_backward_of_ones_own_is_part_of_the_graph(derivative):
+    weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    graph = trace(lambda x: [derivative(lambda x: Product.apply(x, weight).sum(), x)], [X])
+    assert torch.equal(run(graph, X)[0], 3 * weight.detach().expand(2, 3))
+
+
+def test_a_module_that_is_made_inside_draws_its_weights_in_each_run():
+    graph = trace(lambda x: [nn.Linear(3, 2)(x)], [X])
+    first, second = run(graph, X), run(graph, X)
+    assert first[0].shape == (2, 2)
+    assert not torch.equal(first[0], second[0])
+    torch.manual_seed(0)
+    (result,) = run(graph, X)
+    torch.manual_seed(0)
+    torch.testing.assert_close(result, nn.Linear(3, 2)(X).detach())
+
+
 def test_a_literal_is_a_constant_of_the_graph():
     graph = trace(lambda x: [x * torch.tensor([1.0, 2.0, 3.0])], [X])
     assert graph.closed_over == []
@@ -187,11 +228,7 @@ REFUSED = {
     "draws from a torch.Generator": [
         lambda x: [x + torch.rand(3, generator=torch.Generator().manual_seed(0))]
     ],
-    "makes a parameter": [lambda x: [nn.Linear(3, 2)(x)]],
-    "calls torch.autograd": [
-        lambda x: torch.autograd.grad(MODULE.weight.sum(), MODULE.weight),
-        lambda x: [MODULE.weight.sum().backward()],
-    ],
+    "calls backward": [lambda x: [(MODULE.weight * x).sum().backward()]],
 }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +39,10 @@ def under_transform() -> bool:
     """
     return bool(
         _here.transforms_active()
-        or (not torch.compiler.is_dynamo_compiling() and _here.forward_ad._current_level >= 0)
+        or (
+            not torch.compiler.is_dynamo_compiling()
+            and (_here.forward_ad._current_level >= 0 or thread.records)
+        )
     )
 
 
@@ -52,7 +56,25 @@ def traced() -> bool:
         torch.compiler.is_compiling()
         or _here.transforms_active()
         or _here.forward_ad._current_level >= 0
+        or thread.records
     )
+
+
+class _Thread(threading.local):
+    records = False  # a graph, by `jit`
+
+
+thread = _Thread()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Count as a transform in this thread."""
+    before, thread.records = thread.records, True
+    try:
+        yield
+    finally:
+        thread.records = before
 
 
 def constant_while_compiling(function: _Function) -> _Function:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import private
-from .._torch.tracing import NoReads, ReadError
+from .._torch.tracing import NoReads, ReadError, recording
 
 Function = Callable[..., Sequence[Any]]
 
@@ -30,8 +30,8 @@ class PureGraph(NamedTuple):
 
 
 def trace(function: Function, inputs: Sequence[Tensor], donate: Sequence[int] = ()) -> PureGraph:
-    """Return the graph of a function that returns tensors. It is called with tensors that have no
-    values: once, and again for the tensors that it turns out to close over.
+    """Return the graph of a function that returns tensors. It is called once, with tensors that
+    have no values.
 
     Args:
         function: A function of the inputs.
@@ -42,32 +42,37 @@ def trace(function: Function, inputs: Sequence[Tensor], donate: Sequence[int] = 
         ValueError: The function reads a value, or writes into an input or into a tensor that it
             closes over.
     """
-    closed_over: list[Tensor] = []
-    module = None
-    while module is None:
-        recorder = _Recorder(function, len(inputs), closed_over)
-        pure = torch.func.functionalize(recorder)
-        record = _make_fx(pure, tracing_mode="fake", _allow_non_fake_inputs=True)
-        error = None
-        try:
-            # An example in two places stands for two inputs.
-            module = record(*[tensor.detach() for tensor in (*inputs, *closed_over)])
-        except Exception as raised:
-            error = raised
-        if recorder.outside and not isinstance(error, _WriteError):
-            closed_over += recorder.outside
-            module = None
-        elif error is not None:
-            cause = _cause(error)
-            if cause is None:
-                raise error
-            raise _refusal(*cause, error) from error
-    _check(module)
+    # An example in two places stands for two inputs.
+    inputs = [tensor.detach() for tensor in inputs]
+    try:
+        with recording():
+            module = _recorded(_watched(function), inputs)
+    except Exception as error:
+        if (cause := _cause(error)) is None:
+            raise
+        raise _refusal(*cause, error) from error
+    closed_over = _lift(module)
+    module = _recorded(torch.func.functionalize(module), [*inputs, *closed_over])
+    _check_unwritten(module, len(inputs))
     _separate(module)
     donated = _donate(module, donate)
     module.graph.lint()
     module.recompile()
-    return PureGraph(module, [tensor.detach() for tensor in closed_over], donated)
+    return PureGraph(module, closed_over, donated)
+
+
+def _recorded(function: Function, inputs: Sequence[Tensor]) -> Any:
+    from torch.fx.experimental.proxy_tensor import make_fx  # imports sympy
+
+    return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def _watched(function: Function) -> Function:
+    def watched(*tensors: Tensor) -> Sequence[Any]:
+        with _PureOnly(tensors):
+            return function(*tensors)
+
+    return watched
 
 
 def compiled(graph: PureGraph, inputs: Sequence[Tensor], options: dict[str, Any]) -> Function:
@@ -83,6 +88,7 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
     `carried` results are the first inputs of the next repetition, and all other inputs have one
     dimension more in front. It returns the last carried results, and all others stacked.
     """
+    from torch.fx.experimental.proxy_tensor import make_fx  # imports sympy
     from torch.fx.experimental.symbolic_shapes import (
         DimDynamic,
         ShapeEnv,
@@ -111,18 +117,12 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
         results: Sequence[Any] = private.scan(graph.module, list(carry), list(stacks), rest)
         return results
 
-    module = _make_fx(repeat)(*examples)
+    module = make_fx(repeat)(*examples)
     # The loop around the graph is in C++ on a CPU, and in Python elsewhere.
     on_a_cpu = all(tensor.is_cpu for tensor in inputs)
     options = {"cpp_wrapper": True} if on_a_cpu else None
     function: Function = private.compile_graph(module, examples, options)
     return function
-
-
-def _make_fx(function: Function, **settings: Any) -> Any:
-    from torch.fx.experimental.proxy_tensor import make_fx  # imports sympy
-
-    return make_fx(function, **settings)
 
 
 # ---- the graph -----------------------------------------------------------------------------------
@@ -139,6 +139,32 @@ def _output(module: Any) -> Any:
 def _memory(node: Any) -> Any:
     """Return what is equal for nodes that share memory."""
     return node.meta["val"].untyped_storage()._cdata
+
+
+def _lift(module: Any) -> list[Tensor]:
+    """Make inputs of the tensors that the function closes over, and return them."""
+    closed_over: dict[str, Tensor] = {}
+    inputs: dict[str, Any] = {}
+    last = ([None, *_placeholders(module)])[-1]
+    for node in list(module.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        name, value = node.target, getattr(module, node.target)
+        if not isinstance(value, Tensor):
+            raise _refusal(*_DRAWS)
+        # A literal of the code, such as `torch.tensor(1.0)`, stays a constant.
+        if all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users):
+            continue
+        if name not in inputs:
+            with module.graph.inserting_after(last):
+                last = inputs[name] = module.graph.placeholder(f"closed_over_{len(inputs)}")
+            closed_over[name] = value.detach()
+        node.replace_all_uses_with(inputs[name])
+        module.graph.erase_node(node)
+    for name in inputs:
+        delattr(module, name)
+    module.recompile()
+    return list(closed_over.values())
 
 
 def _separate(module: Any) -> None:
@@ -204,26 +230,19 @@ _COMPILED = (
     "calls a function that torch.compile returned",
     "the function itself: its operators become a part of this graph",
 )
-_MAKES_PARAMETER = (
-    "makes a parameter",
-    "make the module outside, with make_functional, and pass its parameters",
+_BACKWARD = (
+    "calls backward, which writes into `.grad`",
+    "purescale.value_and_grad, torch.func.grad or torch.autograd.grad",
 )
 _DRAWS = (
     "draws from a torch.Generator of its own",
     "torch's default generator, with torch.manual_seed before the call",
-)
-_DIFFERENTIATES = (
-    "calls torch.autograd",
-    "torch.func.grad, or purescale.value_and_grad",
 )
 # By words in torch's errors. Without them torch's error is raised as it is.
 _CAUSES = {
     "data-dependent": _READS,
     "DataDependent": _READS,
     "DynamicOutputShape": _SHAPE,
-    "non-functional tensor": _WRITES_OUTSIDE,
-    "does not require grad": _DIFFERENTIATES,
-    "inside a functorch transform": _DIFFERENTIATES,
     "torch._C.Generator": _DRAWS,
     "symbolically trace a dynamo-optimized function": _COMPILED,
 }
@@ -233,58 +252,22 @@ class _WriteError(Exception):
     """A write, with its cause."""
 
 
-class _Recorder:
-    """A function to be traced, of inputs and of what is known of the tensors that it closes over.
-    `outside` are those that it uses besides.
-    """
-
-    def __init__(self, function: Function, count: int, closed_over: Sequence[Tensor]) -> None:
-        self.function, self.count, self.closed_over = function, count, closed_over
-        self.outside: list[Tensor] = []
-
-    def __call__(self, *tensors: Tensor) -> list[Any]:
-        inputs, rest = tensors[: self.count], tensors[self.count :]
-        with _PureOnly(inputs, self.closed_over, rest) as mode:
-            results = [mode.inside(result) for result in self.function(*inputs)]
-        self.outside = mode.outside
-        return results
-
-
 class _PureOnly(NoReads):
-    """A mode that refuses a read, and a write into an input or a tensor from outside. In place of
-    tensors from outside their stand-ins are used.
-    """
+    """A mode that refuses a read, and a write into an input or into a tensor from outside."""
 
-    def __init__(
-        self, inputs: Sequence[Tensor], closed_over: Sequence[Tensor], rest: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        # The objects are kept alive, so that an id stays theirs.
-        self.inputs, self.rest = list(map(_storage, inputs)), list(map(_storage, rest))
-        self.stand_ins = dict(zip(map(id, closed_over), rest, strict=True))
-        self.outside: list[Tensor] = []
-
-    def inside(self, value: Any) -> Any:
-        """Return the stand-in of a tensor from outside, and anything else as it is."""
-        # Fake tensors consist of tensors on meta, which torch's own code looks at.
-        if not isinstance(value, Tensor) or value.is_meta:
-            return value
-        if isinstance(torch.func.debug_unwrap(value), private.FakeTensor):
-            return value
-        if id(value) not in self.stand_ins:
-            self.stand_ins[id(value)] = value
-            self.outside.append(value)
-        return self.stand_ins[id(value)]
+        self.inputs = list(map(_storage, inputs))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = private.pytree.tree_map(self.inside, (args, kwargs or {}))
-        for tensor in _written(func, args, kwargs):
+        if func is Tensor.backward:
+            raise _WriteError(*_BACKWARD)
+        for tensor in _written(func, args, kwargs or {}):
+            if not isinstance(torch.func.debug_unwrap(tensor), private.FakeTensor):
+                raise _WriteError(*_WRITES_OUTSIDE)
             storage = _storage(tensor)
             if any(storage is own for own in self.inputs):
                 raise _WriteError(*_WRITES_ARGUMENT)
-            outside = any(tensor is other for other in self.outside)
-            if outside or any(storage is own for own in self.rest):
-                raise _WriteError(*_WRITES_OUTSIDE)
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -308,20 +291,18 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [target for target in flat if isinstance(target, Tensor)]
 
 
-def _check(module: Any) -> None:
-    """Refuse a graph that writes into its inputs or holds a state, for what `_PureOnly` does not
-    see.
+def _check_unwritten(module: Any, count: int) -> None:
+    """Refuse a graph that writes into its inputs, for what `_PureOnly` does not see. The first
+    `count` are arguments.
     """
-    inputs = {_memory(node) for node in _placeholders(module)}
+    memories = list(map(_memory, _placeholders(module)))
+    arguments, outside = set(memories[:count]), set(memories[count:])
     for node in module.graph.nodes:
-        if node.op == "get_attr":
-            value = getattr(module, node.target)
-            if not isinstance(value, Tensor):
-                raise _refusal(*_DRAWS)
-            if isinstance(value, private.FakeTensor):
-                raise _refusal(*_MAKES_PARAMETER)
-        if node.op == "call_function" and any(_memory(x) in inputs for x in _targets(node)):
+        written = set(map(_memory, _targets(node))) if node.op == "call_function" else set()
+        if written & arguments:
             raise _refusal(*_WRITES_ARGUMENT)
+        if written & outside:
+            raise _refusal(*_WRITES_OUTSIDE)
 
 
 def _targets(node: Any) -> list[Any]:

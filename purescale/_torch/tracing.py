@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import private
 from .._torch.private import constant_while_compiling as constant_while_compiling
+from .._torch.private import recording as recording
 from .._torch.private import traced as traced
 from .._torch.private import under_transform as under_transform
 

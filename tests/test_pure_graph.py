@@ -134,6 +134,12 @@ def test_a_module_that_is_made_inside_draws_its_weights_in_each_run():
     torch.testing.assert_close(result, nn.Linear(3, 2)(X).detach())
 
 
+def test_an_operator_that_begins_as_those_in_place_is_no_write():
+    mask = torch.tensor([True, False, True])
+    graph = trace(lambda x: [~x, ~mask | x], [mask])
+    assert [t.tolist() for t in run(graph, mask)] == [[False, True, False], [True, True, True]]
+
+
 def test_a_literal_is_a_constant_of_the_graph():
     graph = trace(lambda x: [x * torch.tensor([1.0, 2.0, 3.0])], [X])
     assert graph.closed_over == []
@@ -201,6 +207,7 @@ REFUSED = {
         lambda x: [x * x.sum().item()],
         lambda x: [x if x.sum() > 0 else -x],
         lambda x: [x * float(x[0, 0])],
+        lambda x: [x * int(x[0, 0])],
         lambda x: [x[x > 0]],
         lambda x: [x * torch.equal(x, x)],
         lambda x: [torch.unique(x)],

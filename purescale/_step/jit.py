@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch import private
-from .._torch.autocast import active_autocast
+from .._torch.autocast import active_autocast, outside_autocast
 from .._torch.donation import can_write
 from .._torch.pure_graph import Function, PureGraph, compiled, trace
 from .._torch.tracing import PLAIN_TYPES, recorded
@@ -75,7 +75,7 @@ class FlatFunction:
 class Program(NamedTuple):
     """What runs for arguments that differ in values only."""
 
-    structure: TreeDef  # of the arguments
+    form: Any  # of the arguments: their structure, and where they have None
     are_like: Callable[..., bool]  # True for tensors that differ from the first in values only
     setting: Any  # the global settings of torch under which it was traced
     graph: PureGraph
@@ -93,28 +93,27 @@ class Programs:
     def of(
         self,
         tensors: list[Tensor],
-        structure: TreeDef,
+        form: Any,
         make: Callable[[], tuple[PureGraph, Function, Results]],
     ) -> Program:
         """Return the program for arguments like these, by `make` if there is none."""
         setting = _setting()
-        program = self._lookup(tensors, structure, setting)
+        program = self._lookup(tensors, form, setting)
         if program is None:
             with self._lock:
-                program = self._lookup(tensors, structure, setting)
+                program = self._lookup(tensors, form, setting)
                 if program is None:
+                    graph, run, results = make()
+                    if active_autocast():  # the graph has the casts of the function
+                        run = outside_autocast()(run)
                     are_like = private.metadata_guard(*tensors)
-                    program = Program(structure, are_like, setting, *make())
+                    program = Program(form, are_like, setting, graph, run, results)
                     self._programs = [program, *self._programs]
         return program
 
-    def _lookup(self, tensors: list[Tensor], structure: TreeDef, setting: Any) -> Program | None:
+    def _lookup(self, tensors: list[Tensor], form: Any, setting: Any) -> Program | None:
         for program in self._programs:
-            if (
-                program.structure == structure
-                and program.setting == setting
-                and program.are_like(*tensors)
-            ):
+            if program.form == form and program.setting == setting and program.are_like(*tensors):
                 return program
         return None
 
@@ -139,11 +138,12 @@ class Jitted:
         tensors = check_arguments(args, leaves)
 
         def make() -> tuple[PureGraph, Function, Results]:
+            _check_donate(self.donate, args)
             flat = FlatFunction(self.fn, structure, leaves)
             graph = trace(flat, tensors, _indices(args, self.donate))
             return graph, self._compiled(graph, tensors), flat.results
 
-        program = self.programs.of(tensors, structure, make)
+        program = self.programs.of(tensors, form_of(structure, leaves, tensors), make)
         if program.graph.donated:
             return self._call_donated(program, args, tensors)
         return program.results.of(program.run(*tensors, *program.graph.closed_over))
@@ -181,12 +181,19 @@ class Jitted:
             tensors = [t.clone() if index in written else t for index, t in enumerate(tensors)]
         fresh = iter(program.run(*tensors, *closed_over))
         outputs = [
-            tensors[donated[place]] if place in donated else next(fresh)
+            tensors[donated[place]].detach() if place in donated else next(fresh)
             for place in range(len(program.results.places))
         ]
         results = program.results.of(outputs)
         _tree.poison([args[index] for index in self.donate], keep=(results, others))
         return results
+
+
+def form_of(structure: TreeDef, leaves: Leaves, tensors: list[Tensor]) -> Any:
+    """Return the structure of arguments, and where they have None, which is a leaf of it."""
+    if len(tensors) == len(leaves):
+        return structure, []
+    return structure, [index for index, leaf in enumerate(leaves) if leaf is None]
 
 
 def _setting() -> Any:
@@ -196,6 +203,8 @@ def _setting() -> Any:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
         active_autocast(),
         [type(mode) for mode in modes],
         torch.get_default_device() if modes else None,
@@ -260,6 +269,15 @@ def _check_argument(leaf: Any, args: tuple[Tree, ...], index: int) -> None:
     raise TypeError(f"{_tree.path(args, 'args', index)} {what}. Fix: {fix}.")
 
 
+def _check_donate(donate: Sequence[int], args: tuple[Tree, ...]) -> None:
+    """Refuse the position of an argument that there is not."""
+    if donate and max(donate) >= len(args):
+        raise ValueError(
+            f"donate is {tuple(donate)}, and the function was called with {len(args)} arguments. "
+            "Likely cause: an argument that is counted from 1. Fix: `donate=(0,)` for the first."
+        )
+
+
 def _no_result(leaf: Any, at: str) -> TypeError:
     return TypeError(
         f"{at} is {type(leaf).__name__} {short_repr(leaf)}; a function under jit returns trees of "
@@ -314,8 +332,8 @@ def jit(
     Raises:
         TypeError: From a call: naming the leaf, if an argument or a result holds a Python number,
             a tensor of a subclass, or an object that is no tree.
-        ValueError: From a call: naming the line, if `fn` reads a value, makes a tensor whose shape
-            depends on one, or writes into an argument or into a tensor that it closes over.
+        ValueError: From a call, mostly naming the line: `fn` reads a value, makes a tensor whose
+            shape depends on one, or writes into an argument or into a tensor that it closes over.
 
     Example:
         >>> import torch
@@ -335,4 +353,8 @@ def jit(
         )
     if backend not in ("inductor", "aot_eager"):
         raise ValueError(f"backend must be 'inductor' or 'aot_eager', got {backend!r}.")
+    if mode is not None and backend != "inductor":
+        raise ValueError(
+            f"mode={mode!r} is for inductor, and backend is {backend!r}. Fix: no mode."
+        )
     return Jitted(fn, tuple(donated), backend, mode)

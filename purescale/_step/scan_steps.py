@@ -8,11 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._step.jit import FlatFunction, Jitted, Results, check_arguments
+from .._step.jit import FlatFunction, Jitted, Results, check_arguments, form_of
 from .._torch.pure_graph import Function, PureGraph, scanned, trace
 from .._tree import tree as _tree
+from .._tree.leaves import is_constant
 from .._tree.stack import num_members, stacked
 from .._tree.tree import Tree
+
+# Inductor of torch 2.11 and 2.12 cannot compile it.
+_HAS_SCAN = torch.__version__ >= "2.13"
 
 Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
@@ -27,10 +31,10 @@ def scan_steps(step: Step, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
         return state, tree_map(lambda *leaves: torch.stack(leaves), *infos)
 
     If `step` was made by `jit`, all steps run in one graph, by torch's `scan`. It is compiled once
-    for any number of steps, and a step within it costs less than a call of `step`. Any other step,
-    one of `jit(..., backend="aot_eager")`, and all of them under `torch.vmap`, torch.compile and
-    jit, run as that loop. For an ensemble map the step: `scan_steps(jit(torch.vmap(step)), states,
-    batches)`.
+    for any number of steps, with inductor's default mode, and a step within it costs less than a
+    call of `step`. Any other step, one of `jit(..., backend="aot_eager")`, and all of them under
+    `torch.vmap`, torch.compile and jit and with torch 2.11, run as that loop. For an ensemble map
+    the step: `scan_steps(jit(torch.vmap(step)), states, batches)`.
 
     Args:
         step: A pure function of `(state, batch)` that returns `(state, info)`: the state with its
@@ -59,8 +63,10 @@ def scan_steps(step: Step, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
     number = num_members(batches, leaves, "batches")
     if not number:
         raise ValueError("batches has no batch: its tensors have a first dimension of 0.")
-    if isinstance(step, Jitted) and step.compiles():
+    if isinstance(step, Jitted) and step.compiles() and _HAS_SCAN:
         return _in_one_graph(step, state, batches)
+    # A step may overwrite the state that it is given.
+    state = _tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state)
     infos = []
     for index in range(number):
         batch = structure.unflatten(
@@ -84,7 +90,7 @@ def _in_one_graph(step: Jitted, state: Tree, batches: Tree) -> tuple[Tree, Tree]
         graph = trace(flat, first)
         return graph, scanned(graph, first, carried), flat.results
 
-    program = step.scans.of(first, structure, make)
+    program = step.scans.of(first, form_of(structure, leaves, tensors), make)
     results = program.run(*tensors[:carried], *stacks, *program.graph.closed_over)
     pair: tuple[Tree, Tree] = program.results.of(results)
     return pair
@@ -97,7 +103,7 @@ def _checked(step: Step, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         state, new_state, "state", "the state that the step returned", _REASON
     )
     new = [
-        b if b is None or a.stride() == b.stride() else torch.empty_like(a).copy_(b)
+        b if is_constant(a) or a.stride() == b.stride() else torch.empty_like(a).copy_(b)
         for a, b in zip(old, new, strict=True)
     ]
     return structure.unflatten(new), info

@@ -33,7 +33,8 @@ def __getattr__(name: str) -> Any:
 
 
 def under_transform() -> bool:
-    """Return True inside vmap, grad or another torch.func transform, or in forward mode.
+    """Return True inside vmap, grad or another torch.func transform, in forward mode, or while
+    `jit` records a function.
 
     List operators have no vmap rule there, and fused kernels drop derivatives.
     """
@@ -48,7 +49,7 @@ def under_transform() -> bool:
 
 def traced() -> bool:
     """Return True if plain operators are needed: while compiling, where all kinds fuse equally
-    well, or under a transform.
+    well, while `jit` records, or under a transform.
     """
     # Dynamo must stop at the first line: it gets an interpreter stack of None wrapped in an object
     # that is not None.

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import private
+from .._torch.autocast import outside_autocast
 from .._torch.tracing import NoReads, ReadError, recording
 
 Function = Callable[..., Sequence[Any]]
@@ -52,7 +53,7 @@ def trace(function: Function, inputs: Sequence[Tensor], donate: Sequence[int] = 
             raise
         raise _refusal(*cause, error) from error
     closed_over = _lift(module)
-    module = _recorded(torch.func.functionalize(module), [*inputs, *closed_over])
+    module = _functional(module, [*inputs, *closed_over])
     _check_unwritten(module, len(inputs))
     _separate(module)
     donated = _donate(module, donate)
@@ -67,6 +68,12 @@ def _recorded(function: Function, inputs: Sequence[Tensor]) -> Any:
     return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 
+@outside_autocast()  # the graph has the casts of the function
+def _functional(module: Any, inputs: Sequence[Tensor]) -> Any:
+    """Return a graph without writes into what the function made."""
+    return _recorded(torch.func.functionalize(module), inputs)
+
+
 def _watched(function: Function) -> Function:
     def watched(*tensors: Tensor) -> Sequence[Any]:
         with _PureOnly(tensors):
@@ -75,6 +82,7 @@ def _watched(function: Function) -> Function:
     return watched
 
 
+@outside_autocast()
 def compiled(graph: PureGraph, inputs: Sequence[Tensor], options: dict[str, Any]) -> Function:
     """Return the graph as compiled by inductor, a function of its inputs and `closed_over`."""
     function: Function = private.compile_graph(
@@ -83,6 +91,7 @@ def compiled(graph: PureGraph, inputs: Sequence[Tensor], options: dict[str, Any]
     return function
 
 
+@outside_autocast()
 def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Function:
     """Return a compiled function of `inputs` and `closed_over` that repeats the graph: the first
     `carried` results are the first inputs of the next repetition, and all other inputs have one
@@ -150,8 +159,10 @@ def _lift(module: Any) -> list[Tensor]:
         if node.op != "get_attr":
             continue
         name, value = node.target, getattr(module, node.target)
-        if not isinstance(value, Tensor):
+        if isinstance(value, torch.Generator):
             raise _refusal(*_DRAWS)
+        if not isinstance(value, Tensor):  # a graph of its own, as of torch.cond
+            continue
         # A literal of the code, such as `torch.tensor(1.0)`, stays a constant.
         if all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users):
             continue
@@ -248,12 +259,14 @@ _CAUSES = {
 }
 
 
-class _WriteError(Exception):
-    """A write, with its cause."""
+class _EffectError(Exception):
+    """A write or a backward inside of `_PureOnly`, with its cause."""
 
 
 class _PureOnly(NoReads):
-    """A mode that refuses a read, and a write into an input or into a tensor from outside."""
+    """A mode that refuses a read, a write into an input or a tensor from outside, and a backward
+    that writes into `.grad`.
+    """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -261,18 +274,23 @@ class _PureOnly(NoReads):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.backward:
-            raise _WriteError(*_BACKWARD)
+            raise _EffectError(*_BACKWARD)
         for tensor in _written(func, args, kwargs or {}):
             if not isinstance(torch.func.debug_unwrap(tensor), private.FakeTensor):
-                raise _WriteError(*_WRITES_OUTSIDE)
+                raise _EffectError(*_WRITES_OUTSIDE)
             storage = _storage(tensor)
             if any(storage is own for own in self.inputs):
-                raise _WriteError(*_WRITES_ARGUMENT)
+                raise _EffectError(*_WRITES_ARGUMENT)
         return super().__torch_function__(func, types, args, kwargs)
 
 
 def _storage(tensor: Tensor) -> Any:
     return torch.func.debug_unwrap(tensor).untyped_storage()
+
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+_BITWISE = ("and", "or", "xor", "lshift", "rshift")
+_WRITING = {"__setitem__", "__set__", *(f"__i{name}__" for name in (*_OPERATORS, *_BITWISE))}
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -285,7 +303,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     targets = [kwargs.get("out")]
-    if args and (in_place or name in ("__setitem__", "__set__") or name.startswith("__i")):
+    if args and (in_place or name in _WRITING):
         targets.append(args[0])
     flat = [part for x in targets for part in (x if isinstance(x, (list, tuple)) else (x,))]
     return [target for target in flat if isinstance(target, Tensor)]
@@ -321,7 +339,7 @@ def _targets(node: Any) -> list[Any]:
 
 
 def _cause(error: Exception) -> Cause | None:
-    if isinstance(error, _WriteError):
+    if isinstance(error, _EffectError):
         return error.args
     if isinstance(error, ReadError):
         return _READS

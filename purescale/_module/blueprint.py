@@ -157,7 +157,7 @@ class Blueprint:
         """Leave the empty containers that all copies share to one whose forward has filled one, as
         its backward may run a part of it again. Return True if one was filled.
         """
-        filled = any(self.plans[0].shared)
+        filled = any(self.plans[0].shared_empty)
         if filled:
             self.plans = list(map(without_shared, self.plans))
         return filled

@@ -55,7 +55,7 @@ class Plan(NamedTuple):
     others: list[Record]
     # Empty containers that all copies share, such as dicts of hooks, because hardly any forward
     # fills one. Once one was filled, each copy has its own.
-    shared: list[Any]
+    shared_empty: list[Any]
     own: list[EmptyContainer]
 
 
@@ -72,7 +72,7 @@ def number_records(recorder: Recorder) -> tuple[Plan, Links]:
         attributes=[record.content for record in instances],
         containers=[record.content for record in containers],
         others=others,
-        shared=recorder.empty,
+        shared_empty=recorder.empty,
         own=[],
     )
     return plan, _links(recorder, instances, containers)
@@ -111,7 +111,7 @@ def _is_module(record: Container) -> bool:
 
 def without_shared(plan: Plan) -> Plan:
     """Return a plan by which each copy has empty containers of its own."""
-    shared = set(map(id, plan.shared))
+    shared = set(map(id, plan.shared_empty))
     own = [
         EmptyContainer(number, key, type(value))
         for number, attributes in enumerate(plan.attributes)
@@ -122,7 +122,7 @@ def without_shared(plan: Plan) -> Plan:
         {key: value for key, value in attributes.items() if id(value) not in shared}
         for attributes in plan.attributes
     ]
-    return plan._replace(attributes=attributes, shared=[], own=own)
+    return plan._replace(attributes=attributes, shared_empty=[], own=own)
 
 
 # ---- links of models that are alike --------------------------------------------------------------

@@ -314,9 +314,9 @@ def _is_helper(cls: type) -> bool:
     """Return True if an object of this class is all in its attributes, and a forward may set them.
     Those of the standard library and of torch, such as loggers and meshes, are for all to share.
     """
-    room = cls.__module__.partition(".")[0]
-    if room in sys.stdlib_module_names or (
-        room == "torch" and not cls.__module__.startswith(("torch.nn.", "torch.utils.hooks"))
+    package = cls.__module__.partition(".")[0]
+    if package in sys.stdlib_module_names or (
+        package == "torch" and not cls.__module__.startswith(("torch.nn.", "torch.utils.hooks"))
     ):
         return False
     if issubclass(cls, enum.Enum) or hasattr(cls, "__del__"):

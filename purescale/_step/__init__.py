@@ -3,7 +3,7 @@
 Each stage is one function: flatten (`_optim/step_inputs.py`), memory (`memory.py`), accumulate
 (`microbatches.py`), reduce (`reduce.py`), measure, decide and update (the engine), assemble
 (`assemble.py`). CONTRIBUTING.md has the diagram. An engine is `masked.py`, the specification, which
-reads nothing, or `on_host.py`, the same after one read; it is chosen once a step.
+reads nothing, or `on_host.py`, the same after reads; it is chosen once a step.
 
 Entry: `train_step.train_step`; by hand `value_and_grad.value_and_grad`, then
 `optimizer_step.unscale_and_step` or `optimizer_step.maybe_step`.

@@ -1,7 +1,7 @@
 """A training step as its specification: nothing is read, and `torch.where` decides.
 
 This engine makes every step that is compiled, mapped or differentiated, and all steps on an
-accelerator. `on_host.py` is the same after one read, in eager mode on a CPU; a law says that both
+accelerator. `on_host.py` is the same after reads, in eager mode on a CPU; a law says that both
 agree. Which of the two makes a step is decided once, by `on_host.engine_for`.
 """
 
@@ -56,7 +56,9 @@ class Decision(NamedTuple):
 
 
 class Masked:
-    """The engine that reads nothing, but for an optimizer whose first step may add to its state."""
+    """The engine that reads nothing, but for a class of a user's whose first step may add to its
+    state.
+    """
 
     # A step that the host does not see may be captured in a CUDA graph, which needs all numbers of
     # a state at fixed addresses.

@@ -27,7 +27,7 @@ class Memory(NamedTuple):
 
     # the storages of the step's arguments; None while tracing, where they cannot be compared
     arguments: Set[int | None] | None
-    microbatches: list[Tensor]  # in them; none while tracing
+    microbatches: list[Tensor]  # the tensors in them; empty while tracing
     optimizer: bool = False  # parameters and the state of the optimizer may be overwritten
     buffers: bool = False
     numbers: bool = False  # scaler, step count, generator and guard

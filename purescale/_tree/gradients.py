@@ -36,8 +36,8 @@ class Gradients(NamedTuple):
 
     @property
     def factor_dtype(self) -> torch.dtype:
-        """The dtype of a factor and of a norm: float64 if a gradient has it, else float32, because
-        a float64 factor would take float32 gradients through a slower kernel.
+        """The dtype in which a factor is multiplied, and of a norm: float64 if a gradient has it,
+        else float32, because a float64 factor would take float32 gradients through a slower kernel.
         """
         return torch.float64 if torch.float64 in self.metadata.dtypes else torch.float32
 
@@ -66,8 +66,8 @@ class Gradients(NamedTuple):
         )
 
     def unscaled(self, *, wide: bool = False) -> Gradients:
-        """Return them for an optimizer, unscaled and clipped. float16 becomes float32, and all half
-        gradients if `wide`: in half precision they would lose bits.
+        """Return them for an optimizer, unscaled and clipped. float16 becomes float32 where it is
+        divided, and all half gradients if `wide`: in half precision they would lose bits.
         """
         grads = self.widened() if wide else self
         if self.scale is not None:

@@ -178,8 +178,7 @@ def ema(old: TreeT, new: TreeT, decay: float | Tensor) -> TreeT:
 
     Returns:
         A tree in fresh memory. Floating and complex leaves are averaged in at least float32 and
-        have
-        the dtype of `old`; other leaves come from `new`.
+        have the dtype of `old`; other leaves come from `new`.
 
     Raises:
         ValueError: If, naming the leaf, the trees do not match, or `decay` is outside of [0, 1].

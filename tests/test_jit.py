@@ -424,15 +424,12 @@ def test_what_reads_or_writes_is_refused_and_nothing_is_changed():
     assert same_bits(state, before)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_retries": 2}, "max_retries"),
-    ],
-)
-def test_settings_that_cannot_be_traced_are_refused_in_the_words_of_the_step(settings, message):
-    state, step = job(ADAMW, RULE, **settings)
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("what", ["max_retries", "rng"])
+def test_a_step_that_cannot_be_traced_is_refused_in_the_words_of_the_step(what):
+    state, step = job(ADAMW, RULE, **({"max_retries": 2} if what == "max_retries" else {}))
+    if what == "rng":
+        state = state._replace(rng=torch.Generator().manual_seed(0).get_state())
+    with pytest.raises(ValueError, match=rf"^(a step with )?{what} .*Fix: "):
         in_order(step)(state, windows()[0])
 
 

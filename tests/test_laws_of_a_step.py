@@ -252,7 +252,7 @@ def test_a_rate_of_0_moves_nothing_in_any_way(name, way, dtype):
 @pytest.mark.parametrize("rate", ["state", "schedule"])
 @pytest.mark.parametrize("name", [name for name in RATED if name != "Adafactor"])
 def test_a_rate_of_0_moves_nothing_in_a_compiled_step(name, rate):
-    """Of few tensors, and of as many as torch's kernel makes a node of the graph for."""
+    """The step has few tensors, or so many that torch's kernel is one node of the graph."""
     for count in (2, 17) if name in FUSED else (2,):
         params, grads_at = a_table(torch.float32, count)
         check_that_nothing_moves(name, "compiled", CLASSES[name], rate, params, grads_at(0))

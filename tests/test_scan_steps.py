@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close, clone, job, same_bits, stack, tensors
+from helpers import assert_close, clone, job, same_bits, stack, tensors, trained
 
 import purescale as ps
 from purescale._step import scan_steps
@@ -27,10 +27,8 @@ def step_and_batches(number=5):
 
 
 def looped(step, state, batches, number):
-    infos = []
-    for index in range(number):
-        state, info = step(state, tuple(leaf[index] for leaf in batches))
-        infos.append(info)
+    unstacked = [tuple(leaf[index] for leaf in batches) for index in range(number)]
+    state, infos = trained(state, step, unstacked)
     return state, stack(infos)
 
 

@@ -19,7 +19,7 @@ from .._tree.gradients import Gradients
 
 
 class StatsOptions(NamedTuple):
-    """What to measure besides whether gradients overflow, and over which ranks."""
+    """The measurements to make besides whether gradients overflow, and over which ranks."""
 
     norm_type: float | None = None  # the p of the norm; None for no norm
     amax: bool = False

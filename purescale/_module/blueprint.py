@@ -99,7 +99,7 @@ class Blueprint:
         """Describe an equal blueprint, by a model that is made around placeholders."""
         tensors = {name: torch.empty(0, device="meta") for name in self.names}
         copy = self.make(tensors, train=True, hooked=False)
-        return _recorded, (copy.root, tensors, self._hooks(copy.objects, tensors), self.modes)
+        return _blueprint_of, (copy.root, tensors, self._hooks(copy.objects, tensors), self.modes)
 
     @private.only_inlined
     def make(self, tensors: Tensors, *, train: bool, hooked: bool = True) -> ModelCopy:
@@ -163,7 +163,7 @@ class Blueprint:
         return filled
 
 
-def _recorded(
+def _blueprint_of(
     root: nn.Module, tensors: Tensors, hooks: Hooks, modes: tuple[list[bool], list[bool]]
 ) -> Blueprint:
     names = {id(tensor): name for name, tensor in tensors.items()}

@@ -45,7 +45,7 @@ class EmptyContainer(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the objects of a copy are made of, in the order of their numbers: instances, by their
+    """The patterns of the objects of a copy, in the order of their numbers: instances, by their
     classes and attributes; containers, by what they contain; the others, one by one.
     """
 

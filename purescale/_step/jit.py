@@ -15,7 +15,7 @@ from .._torch import private
 from .._torch.autocast import active_autocast, outside_autocast
 from .._torch.donation import can_write
 from .._torch.pure_graph import Function, PureGraph, compiled, trace
-from .._torch.tracing import PLAIN_TYPES, recorded
+from .._torch.tracing import PLAIN_TYPES, inside_a_graph
 from .._tree import tree as _tree
 from .._tree.scalars import is_whole, short_repr
 from .._tree.tree import Leaves, Tree, TreeDef
@@ -73,7 +73,7 @@ class FlatFunction:
 
 
 class Program(NamedTuple):
-    """What runs for arguments that differ in values only."""
+    """A graph and the function that runs it, for arguments that differ in values only."""
 
     form: Any  # of the arguments: their structure, and where they have None
     are_like: Callable[..., bool]  # True for tensors that differ from the first in values only
@@ -96,7 +96,7 @@ class Programs:
         form: Any,
         make: Callable[[], tuple[PureGraph, Function, Results]],
     ) -> Program:
-        """Return the program for arguments like these, by `make` if there is none."""
+        """Return the program for arguments like these. If there is none yet, `make` it."""
         setting = _setting()
         program = self._lookup(tensors, form, setting)
         if program is None:
@@ -132,7 +132,7 @@ class Jitted:
         self.programs, self.scans = Programs(), Programs()
 
     def __call__(self, *args: Tree) -> Tree:
-        if recorded():
+        if inside_a_graph():
             return self.fn(*args)  # a part of the graph, or of the transform, around it
         leaves, structure = _tree.flatten(args)
         tensors = check_arguments(args, leaves)
@@ -150,7 +150,7 @@ class Jitted:
 
     def compiles(self) -> bool:
         """Return True if a call here runs compiled code."""
-        return self.backend == "inductor" and not recorded()
+        return self.backend == "inductor" and not inside_a_graph()
 
     def trace(self, *args: Tree) -> torch.fx.GraphModule:
         """Return the graph for these arguments: a function of their tensors, then of the tensors
@@ -227,7 +227,7 @@ def _indices(args: tuple[Tree, ...], donate: Sequence[int]) -> list[int]:
 
 
 def check_arguments(args: tuple[Tree, ...], leaves: Leaves) -> list[Tensor]:
-    """Return the tensors among the leaves. Refuse, naming the leaf, what is no plain tensor."""
+    """Return the tensors among the leaves. Refuse, naming the leaf, what is not a plain tensor."""
     tensors = [leaf for leaf in leaves if leaf is not None]
     if not set(map(type, tensors)) <= PLAIN_TYPES or not (
         set(map(_layout, tensors)) <= {torch.strided}
@@ -240,7 +240,7 @@ def check_arguments(args: tuple[Tree, ...], leaves: Leaves) -> list[Tensor]:
 
 
 def _check_argument(leaf: Any, args: tuple[Tree, ...], index: int) -> None:
-    """Refuse a leaf that is no plain tensor, or that requires a gradient while one is recorded."""
+    """Refuse a leaf that is not a plain tensor, or that requires a gradient in grad mode."""
     if leaf is None:
         return
     if type(leaf) in PLAIN_TYPES and leaf.layout is torch.strided and not leaf.is_nested:
@@ -331,7 +331,7 @@ def jit(
 
     Raises:
         TypeError: From a call: naming the leaf, if an argument or a result holds a Python number,
-            a tensor of a subclass, or an object that is no tree.
+            a tensor of a subclass, or an object that is not a tree.
         ValueError: From a call, mostly naming the line: `fn` reads a value, makes a tensor whose
             shape depends on one, or writes into an argument or into a tensor that it closes over.
 

@@ -15,7 +15,7 @@ from .._tree.leaves import is_constant
 from .._tree.stack import num_members, stacked
 from .._tree.tree import Tree
 
-# Inductor of torch 2.11 and 2.12 cannot compile it.
+# Inductor of torch 2.11 cannot compile it; 2.12 was not tried.
 _HAS_SCAN = torch.__version__ >= "2.13"
 
 Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
@@ -64,7 +64,8 @@ def scan_steps(step: Step, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
     if not number:
         raise ValueError("batches has no batch: its tensors have a first dimension of 0.")
     if isinstance(step, Jitted) and step.compiles() and _HAS_SCAN:
-        return _in_one_graph(step, state, batches)
+        stacks = [leaf for leaf in leaves if leaf is not None]
+        return _in_one_graph(step, state, batches, len(stacks))
     # A step may overwrite the state that it is given.
     state = _tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state)
     infos = []
@@ -78,10 +79,10 @@ def scan_steps(step: Step, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
     return state, stacked("infos", infos, cause)
 
 
-def _in_one_graph(step: Jitted, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
+def _in_one_graph(step: Jitted, state: Tree, batches: Tree, num_stacks: int) -> tuple[Tree, Tree]:
     leaves, structure = _tree.flatten((state, batches))
     tensors = check_arguments((state, batches), leaves)
-    carried = len(check_arguments((state,), _tree.flatten(state)[0]))
+    carried = len(tensors) - num_stacks
     stacks = [stack.contiguous() for stack in tensors[carried:]]
     first = [*tensors[:carried], *(stack[0] for stack in stacks)]
 
@@ -113,7 +114,7 @@ _REASON = "The state after a step is the state before the next one: both must ma
 
 
 def _pair(returned: Tree) -> tuple[Tree, Tree]:
-    """Refuse what is no pair of a state and an info."""
+    """Refuse what is not a pair of a state and an info."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(
             f"the step returned {_tree.described(returned)}; expected a pair, the next state and "

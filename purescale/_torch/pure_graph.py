@@ -47,7 +47,7 @@ def trace(function: Function, inputs: Sequence[Tensor], donate: Sequence[int] = 
     inputs = [tensor.detach() for tensor in inputs]
     try:
         with recording():
-            module = _recorded(_watched(function), inputs)
+            module = _graph_of(_watched(function), inputs)
     except Exception as error:
         if (cause := _cause(error)) is None:
             raise
@@ -62,7 +62,7 @@ def trace(function: Function, inputs: Sequence[Tensor], donate: Sequence[int] = 
     return PureGraph(module, closed_over, donated)
 
 
-def _recorded(function: Function, inputs: Sequence[Tensor]) -> Any:
+def _graph_of(function: Function, inputs: Sequence[Tensor]) -> Any:
     from torch.fx.experimental.proxy_tensor import make_fx  # imports sympy
 
     return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
@@ -71,7 +71,7 @@ def _recorded(function: Function, inputs: Sequence[Tensor]) -> Any:
 @outside_autocast()  # the graph has the casts of the function
 def _functional(module: Any, inputs: Sequence[Tensor]) -> Any:
     """Return a graph without writes into what the function made."""
-    return _recorded(torch.func.functionalize(module), inputs)
+    return _graph_of(torch.func.functionalize(module), inputs)
 
 
 def _watched(function: Function) -> Function:
@@ -305,8 +305,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     targets = [kwargs.get("out")]
     if args and (in_place or name in _WRITING):
         targets.append(args[0])
-    flat = [part for x in targets for part in (x if isinstance(x, (list, tuple)) else (x,))]
-    return [target for target in flat if isinstance(target, Tensor)]
+    return _each(Tensor, targets)
 
 
 def _check_unwritten(module: Any, count: int) -> None:
@@ -334,8 +333,13 @@ def _targets(node: Any) -> list[Any]:
         pairs = zip(schema.arguments, node.args, strict=False)
         targets = [arg for formal, arg in pairs if formal.is_write]
         targets += [node.kwargs.get(x.name) for x in schema.arguments if x.is_write]
+    return _each(torch.fx.Node, targets)
+
+
+def _each(cls: type, targets: list[Any]) -> list[Any]:
+    """Return the targets of a class, also those in lists."""
     flat = [part for x in targets for part in (x if isinstance(x, (list, tuple)) else (x,))]
-    return [target for target in flat if isinstance(target, torch.fx.Node)]
+    return [part for part in flat if isinstance(part, cls)]
 
 
 def _cause(error: Exception) -> Cause | None:

@@ -45,7 +45,7 @@ def recorded_by_make_fx() -> bool:
     return module is not None and module.get_proxy_mode() is not None
 
 
-def recorded() -> bool:
+def inside_a_graph() -> bool:
     """Return True inside of a trace or a transform, or while `make_fx` records operators."""
     return traced() or recorded_by_make_fx()
 

@@ -1,4 +1,4 @@
-"""Two devices that are no CPU: `sim:0` and `sim:1`. Each operator runs the CPU's kernel, over
+"""Two devices that are not CPUs: `sim:0` and `sim:1`. Each operator runs the CPU's kernel, over
 memory that the host cannot touch, and what would wait for an accelerator can be made an error.
 
 They are compiled once (in about 20 seconds) and kept in `build/second_device/`. They are for a

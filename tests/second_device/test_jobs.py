@@ -9,15 +9,13 @@ import sim
 import torch
 from helpers import same_bits, tensors
 from jobs import JOBS
-from measured import difference, measured, numbers, trained, written
+from measured import TOLERANCE, difference, measured, numbers, trained, written
 
 import purescale as ps
 from purescale._optim import fused
 from purescale._torch import dtypes
 
 each = pytest.mark.parametrize("name", JOBS)
-# torch's default step on a CPU takes the square root of `v - m * m`, where a formula has other bits
-TOLERANCE = {"RMSprop, `max_norm`": 3e-5}
 
 
 @each

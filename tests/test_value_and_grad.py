@@ -15,6 +15,7 @@ from helpers import (
     HALF,
     Keeps,
     OldDouble,
+    Untouched,
     at,
     batch,
     clone,
@@ -47,6 +48,7 @@ OPTIM = torch.optim
 RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
 AUTOCAST = "params=float32,compute=autocast({}),output=float32"
 SCALER = at(8.0)
+SGD = ps.from_torch(OPTIM.SGD, lr=0.1)
 
 
 def linear(params, buffers, x):
@@ -697,6 +699,90 @@ def test_buffers_on_a_graph_are_refused_by_name():
 def test_what_loss_fn_must_not_return_is_refused_as_in_a_step(returned, error, words):
     with pytest.raises(error, match=words):
         call(loss_fn=lambda p, b, x: returned(p["w"], b))
+
+
+# ---- the forms of JAX ----------------------------------------------------------------------------
+
+
+def a_step(loss_fn, **settings):
+    norm = {"running_mean": torch.zeros(2), "running_var": torch.ones(2)}
+    buffers = {**norm, "num_batches_tracked": torch.tensor(0)}
+    state = ps.init_train_state({"w": torch.ones(2)}, buffers, SGD, RULE)
+    with Untouched(state):
+        ps.train_step(state, [None], loss_fn=loss_fn, optimizer=SGD, rule=RULE, **settings)
+
+
+FORMS = {
+    "value_and_grad": lambda loss_fn, **options: ps.value_and_grad(loss_fn, **options),
+    "train_step": a_step,
+}
+
+
+@pytest.mark.parametrize("function", FORMS)
+@pytest.mark.parametrize(
+    ("option", "value", "cure"),
+    [
+        ("has_aux", True, "return aux as a third value, `return loss, new_buffers, aux`"),
+        ("argnums", (0, 1), "one tree of all that is differentiated as params"),
+    ],
+)
+def test_an_option_of_jax_is_refused_with_its_cure(function, option, value, cure):
+    words = rf"{function}\(\) .*argument '{option}', an option of jax.value_and_grad. Fix: {cure}"
+    with pytest.raises(TypeError, match=words):
+        FORMS[function](linear, **{option: value})
+
+
+@pytest.mark.parametrize("function", FORMS)
+def test_a_keyword_that_does_not_exist_is_refused_as_python_does(function):
+    words = rf"^{function}\(\) got an unexpected keyword argument 'max_nrom'\.$"
+    with pytest.raises(TypeError, match=words):
+        FORMS[function](linear, max_nrom=1.0)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    "way", ["value_and_grad", "train_step", "a window of batch norms", "compiled", "jit"]
+)
+def test_a_loss_fn_of_two_arguments_is_refused_before_it_runs(way, autocast):
+    def loss_fn(params, batch):
+        raise AssertionError("it ran")
+
+    name, fn, settings = way, loss_fn, {}
+    if way == "a window of batch norms":
+        name, settings = "train_step", {"bn_update": "window"}
+    elif way == "compiled":
+        name, fn = "train_step", torch.compile(loss_fn, backend="eager")
+    elif way == "jit":
+        name, fn = "train_step", ps.jit(loss_fn, backend="aot_eager")
+    words = (
+        r"loss_fn takes \(params, batch\); it is called as loss_fn\(params, buffers, microbatch\)"
+        r"\. Likely cause: the form of JAX.*`return loss, buffers`"
+    )
+    with torch.autocast("cpu", enabled=autocast), pytest.raises(TypeError, match=words):
+        FORMS[name](fn, **settings)
+
+
+def test_a_type_error_inside_of_loss_fn_stays_as_it_is():
+    def loss_fn(params, buffers, x):
+        return params["w"] + "x", buffers
+
+    for function in (call, a_step):
+        with pytest.raises(TypeError, match="unsupported operand") as caught:
+            function(loss_fn=loss_fn)
+        assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("window", ["each", "window"])
+@pytest.mark.parametrize(
+    "aux", [{"accuracy": torch.ones(())}, (torch.ones(2), {"n": torch.zeros(1)}), torch.ones(2)]
+)
+def test_aux_in_the_place_of_the_buffers_is_refused_with_its_cure(aux, window):
+    words = r"where the new buffers belong.*Likely cause: `return loss, aux`.*buffers, aux`"
+    with pytest.raises(ValueError, match=words):
+        a_step(lambda p, b, x: (p["w"].sum(), aux), bn_update=window)
+
+
+# ---- writes --------------------------------------------------------------------------------------
 
 
 def test_a_loss_fn_that_writes_into_a_parameter_is_refused_by_name():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from .._step.compiled_window import RegionCaller, can_repeat, keep_buffers_if_dr
 from .._step.masked import Masked, WindowFlags
 from .._step.memory import Memory
 from .._step.step_options import FlatState, StepOptions
-from .._step.value_and_grad import ValueAndGrad, check_unwritten
+from .._step.value_and_grad import ValueAndGrad, check_returned, check_unwritten
 from .._torch import private
 from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.private import listops
@@ -88,14 +89,12 @@ def accumulate_microbatches(
         return _accumulate(engine, options, *arguments)
     momenta: dict[str, float] = {}
 
+    @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
     def loss_and_stats(params: Tree, carried: Tree, microbatch: Any) -> Any:
         buffers, stats = carried
         with CaptureBatchNorm() as caught:
             returned = options.loss_fn(params, buffers, microbatch)
-        several = isinstance(returned, tuple) and len(returned) > 1
-        if not (several and isinstance(returned[1], dict)):
-            return returned  # ValueAndGrad refuses it
-        loss, new_buffers, *aux = returned
+        loss, new_buffers, *aux = check_returned(returned, buffers)
         calls = named_calls(caught, new_buffers)
         for name, call in calls:
             momenta.setdefault(name, call.momentum)

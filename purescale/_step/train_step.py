@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Never
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from .._step.spike_guard import Guard, call_guard, check_guarded
 from .._step.step_info import StepInfo
 from .._step.step_options import BNUpdate, FlatState, StepOptions, step_options
 from .._step.train_state import TrainState
-from .._step.value_and_grad import LossFn
+from .._step.value_and_grad import LossFn, refuse_unexpected
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree import tree as _tree
@@ -57,6 +57,7 @@ def train_step(
     norm_type: float = 2.0,
     guard: Guard[Any] | None = None,
     unroll: bool = True,
+    **unexpected: Never,
 ) -> tuple[TrainState, StepInfo]:
     """Equal, for one microbatch and `s = state`, to the code below. Syncs with the host only if
     `max_retries` is above 0, over a `group` whose ranks meet on a CPU, or on an accelerator with a
@@ -120,8 +121,8 @@ def train_step(
         The next `TrainState` and a `StepInfo`.
 
     Raises:
-        TypeError: `microbatches` is not a list, or a setting, or what `loss_fn` returns, has the
-            wrong type.
+        TypeError: `microbatches` is not a list, `loss_fn` does not take three arguments, or a
+            setting, or what `loss_fn` returns, has the wrong type.
         ValueError: `microbatches` is empty, a setting is out of range, settings do not go together,
             or the new buffers do not match. Wrong arguments raise before any work, and a wrong
             return value of `loss_fn` before the state changes.
@@ -141,6 +142,7 @@ def train_step(
     """
 
     def check() -> tuple[FlatState, StepOptions]:
+        refuse_unexpected("train_step", unexpected)
         options = step_options(
             optimizer,
             rule,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
-from collections.abc import Callable, Set
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Set
+from typing import Any, NamedTuple, Never, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ class LossFn(Protocol):
 
 
 def value_and_grad(
-    loss_fn: LossFn,
+    loss_fn: LossFn, **unexpected: Never
 ) -> Callable[..., tuple[tuple[Tensor, Tree] | tuple[Tensor, Tree, Any], Tree]]:
     """Return `fn(params, buffers, microbatch, scaler=None)`, equal to
 
@@ -73,8 +74,9 @@ def value_and_grad(
         the caller's `torch.autocast` only `loss_fn` runs under autocast.
 
     Raises:
-        TypeError: `loss_fn` is not a function, `scaler` is not the state of one scaler, a parameter
-            is an integer, or `loss_fn` returned something else.
+        TypeError: `loss_fn` is not a function of three arguments, `scaler` is not the state of one
+            scaler, a parameter is an integer, or `loss_fn` returned something else. An option of
+            `jax.value_and_grad` was given, such as `has_aux`.
         ValueError: There is no parameter, a tensor is on another device or on a graph of
             torch.autograd, the new buffers do not match, or in eager mode the loss does not depend
             on `params`.
@@ -96,12 +98,14 @@ def value_and_grad(
     Source of the rule: `jax.value_and_grad(..., has_aux=True)`; torch.amp's
     `scaler.scale(loss).backward()`.
     """
+    refuse_unexpected("value_and_grad", unexpected)
     if not callable(loss_fn):
         raise TypeError(
             f"value_and_grad takes a function, got {type(loss_fn).__name__} {short_repr(loss_fn)}. "
             "Likely cause: the loss was computed before. Fix: `fn = value_and_grad(loss_fn)`, then "
             "`(loss, buffers), grads = fn(params, buffers, microbatch, scaler=scaler)`."
         )
+    _check_form(loss_fn)
     return functools.partial(_value_and_grad, loss_fn)
 
 
@@ -343,45 +347,89 @@ class ValueAndGrad:
         leaves = inputs if self.are_all_present else self._leaves(inputs)
         params = self.structure.unflatten(leaves)
         carried = self.buffers.structure.unflatten(buffers)
-        loss, new_buffers, aux = self._checked(self.loss_fn(params, carried, microbatch))
+        try:
+            returned = self.loss_fn(params, carried, microbatch)
+        except TypeError:
+            _check_form(self.loss_fn)
+            raise
+        loss, new_buffers, aux = self._checked(returned)
         wide = wide_loss(loss, scale)
         wide = wide.reshape(()) if wide.ndim else wide
         return wide * scale, (wide, new_buffers, aux)
 
     def _checked(self, returned: Any) -> tuple[Tensor, Leaves, list[Any]]:
         buffers = self.buffers.tree
-        if not (isinstance(returned, tuple) and len(returned) in (2, 3)):
-            what = (
-                f"a tuple of {len(returned)}"
-                if isinstance(returned, tuple)
-                else type(returned).__name__
-            )
-            raise TypeError(
-                f"loss_fn returned {what}; expected (loss, new_buffers) or (loss, new_buffers, "
-                "aux). Fix: `return loss, new_buffers`, or `return loss, buffers` if nothing "
-                "changes them."
-            )
-        loss, new_buffers, *aux = returned
+        loss, new_buffers, *aux = check_returned(returned, buffers)
         if type(loss) is not Tensor:
             loss = dtensor.full_tensor(loss)
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one "
-                "element. Fix: return the loss first, `return loss, new_buffers`."
-            )
-        both = type(buffers) is dict and type(new_buffers) is dict
-        alike = both and new_buffers.keys() == buffers.keys()
-        if not (alike or _like_buffers(new_buffers, buffers)):
-            raise ValueError(
-                "new_buffers does not match buffers: loss_fn returned "
-                f"{_tree.described(new_buffers)} where the new buffers belong, "
-                f"{_tree.described(buffers)}. Likely cause: `return loss, aux`. Fix: `return loss, "
-                "new_buffers, aux`, or `return loss, buffers, aux` if nothing changes them."
-            )
         leaves = _tree.matching_leaves(
             buffers, new_buffers, "buffers", "new_buffers", _ONE_SHAPE, flat=self.buffers
         )[1]
         return loss, leaves, aux
+
+
+def check_returned(returned: Any, buffers: Tree) -> tuple[Any, ...]:
+    """Return what loss_fn returned. Refuse all but a tuple of a loss, new buffers and, optionally,
+    aux.
+    """
+    if not (isinstance(returned, tuple) and len(returned) in (2, 3)):
+        kind = type(returned).__name__
+        what = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else kind
+        raise TypeError(
+            f"loss_fn returned {what}; expected (loss, new_buffers) or (loss, new_buffers, aux). "
+            "Fix: `return loss, new_buffers`, or `return loss, buffers` if nothing changes them."
+        )
+    loss, new_buffers, *_ = returned
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one "
+            "element. Fix: return the loss first, `return loss, new_buffers`."
+        )
+    both = type(buffers) is dict and type(new_buffers) is dict
+    alike = both and new_buffers.keys() == buffers.keys()
+    if not (alike or _like_buffers(new_buffers, buffers)):
+        raise ValueError(
+            "new_buffers does not match buffers: loss_fn returned "
+            f"{_tree.described(new_buffers)} where the new buffers belong, "
+            f"{_tree.described(buffers)}. Likely cause: `return loss, aux`. Fix: `return loss, "
+            "new_buffers, aux`, or `return loss, buffers, aux` if nothing changes them."
+        )
+    return returned
+
+
+_OPTIONS_OF_JAX = {
+    "has_aux": "return aux as a third value, `return loss, new_buffers, aux`",
+    "argnums": "one tree of all that is differentiated as params, `{'net': params, 'lr': lr}`",
+}
+
+
+def refuse_unexpected(function: str, names: Iterable[str]) -> None:
+    """Refuse a keyword that there is not; name the cure for an option of `jax.value_and_grad`."""
+    for name in names:
+        fix = _OPTIONS_OF_JAX.get(name)
+        raise TypeError(
+            f"{function}() got an unexpected keyword argument {name!r}"
+            + (f", an option of jax.value_and_grad. Fix: {fix}." if fix else ".")
+        )
+
+
+def _check_form(loss_fn: Callable[..., Any]) -> None:
+    """Refuse a loss_fn that does not take three arguments."""
+    if torch.compiler.is_dynamo_compiling():  # refuses it in words of its own
+        return
+    try:
+        signature = inspect.signature(loss_fn)
+    except ValueError:  # a function in C may have none
+        return
+    try:
+        signature.bind(None, None, None)
+    except TypeError:
+        raise TypeError(
+            f"loss_fn takes {signature}; it is called as loss_fn(params, buffers, microbatch). "
+            "Likely cause: the form of JAX, loss_fn(params, batch). Fix: `def loss_fn(params, "
+            "buffers, microbatch)` that ends with `return loss, buffers`; functools.partial for "
+            "further arguments."
+        ) from None
 
 
 _ONE_SHAPE = (

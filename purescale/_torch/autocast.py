@@ -85,6 +85,7 @@ def _under(entries: list[_Entry], function: Any) -> Any:
     if not callable(function):
         return function
 
+    @functools.wraps(function, updated=())
     def called(*args: Any, **kwargs: Any) -> Any:
         return _call(entries, True, function, args, kwargs)
 

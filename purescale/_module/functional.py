@@ -81,14 +81,15 @@ class Apply:
         args: Any,
         kwargs: Any,
     ) -> tuple[Any, Tensors]:
-        records, blueprint = torch.is_grad_enabled(), self._blueprint
+        blueprint = self._blueprint
         tensors = {**params, **copies}
         for name in self._renormalised:
             tensors[name] = params[name].clone()
         watched = params
         if constants or self._overlaps:
             watched = {**params, **constants, **{name: copies[name] for name in self._overlaps}}
-        first = blueprint.watches_next and bool(train) and records and not transformed
+        has_graph = torch.is_grad_enabled() and not transformed
+        first = blueprint.watches_next and bool(train) and has_graph
         forward: Callable[..., tuple[ModelCopy, Any, Tensors]] = self._forward
         if first:
             blueprint.watches_next = False
@@ -108,7 +109,7 @@ class Apply:
                 refuse_filled(copy)
         if transformed:
             forbid_recompute(copy)
-        elif records:
+        elif has_graph:
             prepare_recompute(copy, copies, constants)
         return out, new
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .._module.recorder import STORES, Recorder
-from .._module.records import Container, Immutable, Instance, Record, Registered
+from .._module.records import Composite, Container, Immutable, Instance, Record, Registered
 from .._torch import private
 
 # What refers to what in a copy of the model. These are plain tuples: a call unpacks thousands, and
@@ -61,9 +61,9 @@ class Plan(NamedTuple):
 
 def number_records(recorder: Recorder) -> tuple[Plan, Links]:
     """Number the records of a model, and return their lists and links."""
-    instances = [record for record in recorder.records if type(record) is Instance]
-    containers = [record for record in recorder.records if type(record) is Container]
-    others = [record for record in recorder.records if not isinstance(record, Container)]
+    instances = [record for record in recorder.records if isinstance(record, Instance)]
+    containers = [record for record in recorder.records if isinstance(record, Container)]
+    others = [record for record in recorder.records if not isinstance(record, Composite)]
     others.sort(key=lambda record: isinstance(record, Immutable))  # which are made of the others
     for number, record in enumerate((*instances, *containers, *others)):
         record.number = number
@@ -82,14 +82,14 @@ def _links(recorder: Recorder, instances: list[Instance], containers: list[Conta
     tensors: list[TensorLink] = []
     objects: list[ObjectLink] = []
     stores: list[Store] = []
-    for container in (*instances, *containers):
-        for key, record, path in container.parts:
+    for composite in (*instances, *containers):
+        for key, record, path in composite.parts:
             if isinstance(record, Registered):
-                tensors.append((container.number, key, record.name, path))
+                tensors.append((composite.number, key, record.name, path))
                 continue
-            objects.append((container.number, key, record.number))
-            if key in STORES and _is_module(container):
-                stores.append((record.number, container.number, key))
+            objects.append((composite.number, key, record.number))
+            if key in STORES and _is_module(composite):
+                stores.append((record.number, composite.number, key))
     buffers = {number: module for number, module, attribute in stores if attribute == "_buffers"}
     return Links(
         tensors=tuple(tensors),
@@ -105,7 +105,7 @@ def _links(recorder: Recorder, instances: list[Instance], containers: list[Conta
     )
 
 
-def _is_module(record: Container) -> bool:
+def _is_module(record: Composite) -> bool:
     return isinstance(record, Instance) and issubclass(record.cls, nn.Module)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import enum
 import operator
 import sys
 import types
 import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from .._module import records
 from .._module.norms import SyncBatchNorm
 from .._module.records import (
+    Composite,
     Container,
     Elementwise,
     Immutable,
@@ -34,12 +35,10 @@ from .._torch.tracing import PLAIN_TYPES
 _R = TypeVar("_R", bound=Record)
 
 # A class is after those that extend its layout of memory.
-_CONTAINERS: tuple[Any, ...] = (
-    *(collections.OrderedDict, collections.defaultdict, dict, list, collections.deque, set),
-)
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, defaultdict, dict, list, deque, set)
 # The containers that each module has as attributes; the first hold what is registered.
 STORES = ("_parameters", "_buffers", "_modules")
-_TORCHS = [key for key, value in vars(nn.Module()).items() if type(value) in _CONTAINERS]
+_TORCH_ATTRIBUTES = [key for key, value in vars(nn.Module()).items() if type(value) in _CONTAINERS]
 # Attributes that no forward reads. torch.ao keeps a closure over the module in the second.
 _NOT_READ = {"_compiled_call_impl", "qconfig"}
 
@@ -126,15 +125,15 @@ class Recorder:
             return False
         return not obj.is_leaf or storage_pointer(obj) in self._memories
 
-    def _parts(self, container: Container, path: str, path_of: Callable[[str, Any], str]) -> None:
-        """Record the parts of a container, and take those that a call makes out of its content."""
-        content = container.content
+    def _parts(self, composite: Composite, path: str, path_of: Callable[[str, Any], str]) -> None:
+        """Record the parts of a composite, and take those that a call makes out of its content."""
+        content = composite.content
         items = content.items() if isinstance(content, dict) else enumerate(content)
         for key, value in list(items):
             if type(value) not in ATOMS:
                 part = self._part(value, path_of(path, key))
                 if isinstance(part, Record):
-                    container.parts.append(Part(key, part, path_of(path, key)))
+                    composite.parts.append(Part(key, part, path_of(path, key)))
                     part = None
                 content[key] = part
 
@@ -158,7 +157,7 @@ class Recorder:
         attributes |= dict.fromkeys(_NOT_READ & attributes.keys())
         record = self._add(module, Instance(attributes, cls))
         registers, empty = not _registers_nothing(module), {}
-        for key in filter(attributes.__contains__, _TORCHS):
+        for key in filter(attributes.__contains__, _TORCH_ATTRIBUTES):
             value = attributes[key]
             if key in STORES and (value or registers):
                 self._own_container(record, key, dict(value), path)
@@ -194,19 +193,20 @@ class Recorder:
             self._parts(record, path, _item)
 
     def _replaces_keys(self, obj: Any, path: str) -> bool:
-        if isinstance(obj, (list, collections.deque)):
+        if isinstance(obj, (list, deque)):
             return False
         keys = [key for key in obj if type(key) not in ATOMS]
         return any([self.record(key, f"a key of {path}") is not None for key in keys])
 
     def _immutable(self, obj: Any, record: Immutable, path: str) -> None:
-        parts = [self._part(part, _item(path, index)) for index, part in enumerate(record.parts)]
-        if id(obj) in self.by_id:  # one of its parts holds it
+        old = record.components
+        new = [self._part(part, _item(path, index)) for index, part in enumerate(old)]
+        if id(obj) in self.by_id:  # one of its components holds it
             return
-        if all(map(operator.is_, parts, record.parts)):
+        if all(map(operator.is_, new, old)):
             self.by_id[id(obj)] = None
             return
-        record.parts = parts
+        record.components = new
         self._add(obj, record)
 
     def _helper(self, obj: Any, path: str) -> None:
@@ -223,9 +223,9 @@ class Recorder:
         that has `__slots__`.
         """
         arguments: tuple[Any, ...] = ()
-        if base is collections.defaultdict:
+        if base is defaultdict:
             arguments = (obj.default_factory,)
-        elif base is collections.deque:
+        elif base is deque:
             arguments = ((), obj.maxlen)
         attributes = dict(getattr(obj, "__dict__", {}))
         attributes |= {key: getattr(obj, key) for key in slots(obj) if hasattr(obj, key)}
@@ -241,7 +241,7 @@ class Recorder:
             at = _item(path, element[0] if len(element) > 1 else index)
             record.elements.append(tuple([self._part(part, at) for part in element]))
         # torch.compile cannot make a container of a user's class.
-        if base is not object and type(obj) not in (*_CONTAINERS, collections.Counter):
+        if base is not object and type(obj) not in (*_CONTAINERS, Counter):
             reached = references(obj, path, set())
             if not any(isinstance(reference.value, (Tensor, nn.Module)) for reference in reached):
                 example = Elementwise(type(obj), base, arguments, attributes, elements)
@@ -256,7 +256,7 @@ class Recorder:
         """
         for reference in self._weak:
             target = self.by_id.get(id(reference.pattern()))
-            reference.parts += [target] if target is not None else []
+            reference.components += [target] if target is not None else []
         for rows in self._plain.values():
             if len(rows) > 1:
                 record, first = rows[0]

@@ -52,7 +52,7 @@ class Registered(Record):
 
 
 class Part(NamedTuple):
-    """A part of a container that is another object of the copy."""
+    """A part of a composite that is another object of the copy."""
 
     key: Any
     record: Record
@@ -60,16 +60,20 @@ class Part(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Container(Record):
-    """A container of a built-in type, or an array: copied, then its parts are set."""
+class Composite(Record):
+    """An object with content that is copied, in which its parts are then set."""
 
     content: Any  # None at the keys of `parts`
     parts: list[Part] = dataclasses.field(default_factory=list, kw_only=True)
 
 
+class Container(Composite):
+    """A container of a built-in type, or an array."""
+
+
 @dataclasses.dataclass(eq=False)
-class Instance(Container):
-    """A module or helper object: made with `object.__new__`; the container is its `__dict__`."""
+class Instance(Composite):
+    """A module or helper object: made with `object.__new__`; the content is its `__dict__`."""
 
     cls: Any
 
@@ -141,27 +145,29 @@ class Elementwise(Record):
 
 @dataclasses.dataclass(eq=False)
 class Immutable(Record):
-    """An object that is made of its parts: `build(pattern, parts)`."""
+    """An object that is made of its components: `build(pattern, components)`."""
 
     build: Callable[[Any, list[Any]], Any]
     pattern: Any
-    parts: list[Any]
+    components: list[Any]
 
     @private.only_inlined
     def make(self, objects: list[Any], tensors: Tensors) -> Any:
-        return self.build(self.pattern, [resolve(part, objects, tensors) for part in self.parts])
+        components = [resolve(component, objects, tensors) for component in self.components]
+        return self.build(self.pattern, components)
 
 
 def immutable_record(obj: Any) -> Immutable | None:
-    """Return the record of an immutable object, with the parts that it has; None for another."""
+    """Return the record of an immutable object, with the components that it has; None for
+    another."""
     cls = type(obj)
     if isinstance(obj, tuple):
         return Immutable(new_tuple, cls, list(tuple.__iter__(obj)))
     if isinstance(obj, frozenset):
         return Immutable(new_frozenset, cls, list(frozenset.__iter__(obj)))
     if cls is functools.partial:
-        parts = [obj.func, *obj.args, *obj.keywords.values()]
-        return Immutable(new_partial, list(obj.keywords), parts)
+        components = [obj.func, *obj.args, *obj.keywords.values()]
+        return Immutable(new_partial, list(obj.keywords), components)
     if cls is types.MethodType:
         owner, function = obj.__self__, obj.__func__
         name = getattr(function, "__name__", "")
@@ -171,31 +177,35 @@ def immutable_record(obj: Any) -> Immutable | None:
     return None
 
 
-def new_tuple(cls: type, parts: list[Any]) -> Any:
-    return tuple.__new__(cls, parts)
+def new_tuple(cls: type, components: list[Any]) -> Any:
+    return tuple.__new__(cls, components)
 
 
-def new_frozenset(cls: type, parts: list[Any]) -> Any:
-    return frozenset.__new__(cls, parts)
+def new_frozenset(cls: type, components: list[Any]) -> Any:
+    return frozenset.__new__(cls, components)
 
 
-def new_partial(keywords: list[str], parts: list[Any]) -> Any:
-    count = len(parts) - len(keywords)
-    function, *args = parts[:count]
-    return functools.partial(function, *args, **dict(zip(keywords, parts[count:], strict=True)))
+def new_partial(keywords: list[str], components: list[Any]) -> Any:
+    count = len(components) - len(keywords)
+    function, *args = components[:count]
+    return functools.partial(
+        function, *args, **dict(zip(keywords, components[count:], strict=True))
+    )
 
 
-def new_method(function: Any, parts: list[Any]) -> Any:
-    return types.MethodType(function, parts[0])
+def new_method(function: Any, components: list[Any]) -> Any:
+    return types.MethodType(function, components[0])
 
 
-def new_method_of_class(name: str, parts: list[Any]) -> Any:
-    return getattr(parts[0], name)  # torch.compile does not follow MethodType
+def new_method_of_class(name: str, components: list[Any]) -> Any:
+    return getattr(components[0], name)  # torch.compile does not follow MethodType
 
 
-def new_reference(reference: Any, parts: list[Any]) -> Any:
-    """Return a weak reference to a part, or the one of the model, whose target all calls share."""
-    return weakref.ref(parts[0]) if parts else reference
+def new_reference(reference: Any, components: list[Any]) -> Any:
+    """Return a weak reference to the component; without one, that of the model, whose target all
+    calls share.
+    """
+    return weakref.ref(components[0]) if components else reference
 
 
 # ---- tensors without a value ---------------------------------------------------------------------

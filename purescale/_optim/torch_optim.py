@@ -233,7 +233,7 @@ class TorchOptimizer:
         if self.fuses(inputs):
             return self.masked(inputs, False, in_place=in_place, prepared=prepared)
         lrs = prepared or self.prepare(inputs, in_place=in_place)
-        gradients = _cast(inputs)
+        gradients = _cast_gradients(inputs)
         weights, slots = inputs.named_params, inputs.opt_state.slots
         hyper = inputs.opt_state.hyper
         if self._formula is None or self._reads_on_host(inputs):
@@ -496,7 +496,7 @@ def _column(slots: Slots, names: list[str], key: str, layout: SlotLayout) -> lis
         raise layout.foreign(key) from None
 
 
-def _cast(inputs: StepInputs) -> dict[str, Tensor]:
+def _cast_gradients(inputs: StepInputs) -> dict[str, Tensor]:
     """Return the gradients by name, in the form and dtype of their parameters. Complex ones are not
     clamped to a range.
     """

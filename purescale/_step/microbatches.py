@@ -134,15 +134,19 @@ def _accumulate(
     )
     scale: Tensor = scaler.tree.scale
     weights = _weights(engine, options, microbatches, scale)
-    mean = _Mean(engine, options, weights, value_and_grad)
-    reduction = None
+    single = len(microbatches) == 1 and options.group is None
+    kind = _ScaledSum if single or options.on_nonfinite == "drop_window" else _RunningMean
+    mean = kind(engine, options, weights, value_and_grad)
+    reduction = send = None
     # Nothing is sent in a trace, nor if each microbatch has to be measured first.
-    if options.group is not None and mean.is_summed and mean.owned and not options.max_retries:
-        reduction = _reduction(options.group, weights, params, sent_with)
+    group = None if options.max_retries else options.group
+    if group is not None and isinstance(mean, _ScaledSum) and mean.owned:
+        reduction = _reduction(group, weights, params, sent_with)
+        send = _sender(reduction, options, mean)
     carried, last = buffers.leaves, len(microbatches) - 1
     repeated = None
     if can_repeat(options, value_and_grad, carried, len(microbatches)):
-        mean.start()
+        mean.state = mean.zeros()
         # Copies, because the inputs of a region must not share memory.
         repeated, carried = RegionCaller(mean, value_and_grad), [leaf.clone() for leaf in carried]
     losses: list[Tensor] = []
@@ -150,15 +154,15 @@ def _accumulate(
     before = versions(memory.microbatches)
     for index, microbatch in enumerate(microbatches):
         counts = weights.counts[index]
-        if reduction is not None and index == last:
-            out = value_and_grad(carried, microbatch, on_grad=_sender(reduction, options, mean))
+        if send is not None and index == last:
+            out = value_and_grad(carried, microbatch, on_grad=send)
             carried = keep_buffers_if_dropped(counts, carried, out.buffers)
         elif repeated is not None and _tree.are_tensors(private.pytree.tree_leaves(microbatch)):
             out = repeated(index, carried, microbatch)
             carried = out.buffers
         else:
             # The first gradients of a sum become the sum; others are only read.
-            first = mean.is_summed and mean.sums is None
+            first = isinstance(mean, _ScaledSum) and mean.state is None
             out = value_and_grad(carried, microbatch, owned=first)
             counts = mean.add(index, as_gradients(out.grads, scale))
             carried = keep_buffers_if_dropped(counts, carried, out.buffers)
@@ -172,9 +176,7 @@ def _accumulate(
 
 
 class _Mean:
-    """The mean gradients of a window: those of a single microbatch unchanged, of several a scaled
-    sum, or an unscaled running mean if each microbatch is checked.
-    """
+    """The mean gradients of a window."""
 
     def __init__(
         self,
@@ -186,66 +188,53 @@ class _Mean:
         self.engine, self.options = engine, options
         self.weights, self.value_and_grad = weights, value_and_grad
         self.scale, self.owned = value_and_grad.scale, not value_and_grad.by_func
-        self.is_single = len(weights.counts) == 1 and options.group is None
-        self.is_summed = self.is_single or options.on_nonfinite == "drop_window"
-        self.sums: list[Tensor] | None = None
-        self.accum: AccumState | None = None
         self.overflows: list[Tensor | bool] = []  # of each microbatch that was measured
 
-    def start(self) -> None:
-        """Start with a mean of 0 that has the tensors of every later one."""
-        zeros = as_gradients(self.value_and_grad.zeros()).tensors
-        if self.is_summed:
-            self.sums = zeros
-        else:
-            self.accum = init_accum(zeros)
+    # The tensors that change with each microbatch; None before the first.
+    state: list[Tensor] | None = None
 
-    @property
-    def state(self) -> list[Tensor]:
-        """The tensors that change with each microbatch."""
-        if self.is_summed:
-            return list(self.sums or [])
-        accum: Any = self.accum
-        return [*accum.grads, *accum[1:]]
-
-    @state.setter
-    def state(self, tensors: list[Tensor]) -> None:
-        if self.is_summed:
-            self.sums = tensors
-        else:
-            count = len(tensors) - len(AccumState._fields) + 1
-            self.accum = AccumState(tensors[:count], *tensors[count:])
+    def zeros(self) -> list[Tensor]:
+        """Return the state of a mean of 0, with the tensors of every later one."""
+        return as_gradients(self.value_and_grad.zeros()).tensors
 
     def resumed(self, state: list[Tensor], scale: Tensor, weighed: list[Any]) -> _Mean:
         """Return a mean with this state, whose microbatches all have the weight `weighed`."""
         number = len(self.weights.counts)
         weights = _Weights(*[value if value is None else [value] * number for value in weighed])  # type: ignore[arg-type]
-        new = _Mean(self.engine, self.options, weights, self.value_and_grad)
-        new.scale = scale
-        new.state = state
+        new = type(self)(self.engine, self.options, weights, self.value_and_grad)
+        new.scale, new.state = scale, state
         return new
 
     def add(self, index: int, grads: Gradients) -> bool | Tensor:
         """Average gradients in. Return whether their microbatch counts for the buffers."""
-        counts, new = self.weights.counts[index], grads.tensors
+        raise NotImplementedError
+
+    def mean(self) -> Gradients:
+        """Return the mean: zeros if nothing counted."""
+        raise NotImplementedError
+
+    def _gradients(self, tensors: list[Tensor], scale: Tensor | None) -> Gradients:
+        likes, dense_real = self.value_and_grad.params.leaves, self.value_and_grad.dense_real
+        return Gradients(metadata_of(tensors), likes, dense_real, scale, owned=self.owned)
+
+
+class _ScaledSum(_Mean):
+    """A mean that stays scaled: the gradients of a single microbatch, unchanged, or the sum of
+    those of several times their shares. If one overflows, so does the sum.
+    """
+
+    def add(self, index: int, grads: Gradients) -> bool | Tensor:
         if self.is_single:
-            self.sums = new
+            self.state = grads.tensors
             return True  # an overflow skips the whole step
-        if self.is_summed:
-            if self.options.max_retries:
-                self.overflows.append(self.engine.measure(grads, self.scale).overflow)
-            self.sums = self.with_share(self.sums, new, index)
-            return counts
-        overflow = self.engine.measure(grads, self.scale).overflow
-        self.overflows.append(overflow)
-        self.accum = add(
-            self.accum or init_accum(new),
-            grads,
-            self.weights.vector[index],
-            _tree.flag(overflow, like=self.scale),
-            owned=self.owned,
-        )
-        return counts & negated(overflow)  # it is dropped
+        if self.options.max_retries:
+            self.overflows.append(self.engine.measure(grads, self.scale).overflow)
+        self.state = self.with_share(self.state, grads.tensors, index)
+        return self.weights.counts[index]
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.weights.counts) == 1 and self.options.group is None
 
     def with_share(
         self, sums: list[Tensor] | None, new: list[Tensor], index: int
@@ -264,13 +253,34 @@ class _Mean:
         return self.engine.add(sums, new, share, counts, owned=self.owned)
 
     def mean(self) -> Gradients:
-        """Return the mean: zeros if nothing counted."""
-        tensors: Any = self.sums if self.accum is None else self.accum.grads
-        if tensors is None:
-            tensors = as_gradients(self.value_and_grad.zeros()).tensors
-        likes, dense_real = self.value_and_grad.params.leaves, self.value_and_grad.dense_real
-        scale = self.scale if self.is_summed else None
-        return Gradients(metadata_of(tensors), likes, dense_real, scale, owned=self.owned)
+        return self._gradients(self.zeros() if self.state is None else self.state, self.scale)
+
+
+class _RunningMean(_Mean):
+    """An unscaled mean of the microbatches that do not overflow."""
+
+    def zeros(self) -> list[Tensor]:
+        return _leaves_of(init_accum(super().zeros()))
+
+    def add(self, index: int, grads: Gradients) -> bool | Tensor:
+        overflow = self.engine.measure(grads, self.scale).overflow
+        self.overflows.append(overflow)
+        accum = init_accum(grads.tensors) if self.state is None else _accum_of(self.state)
+        weight, flag = self.weights.vector[index], _tree.flag(overflow, like=self.scale)
+        self.state = _leaves_of(add(accum, grads, weight, flag, owned=self.owned))
+        return self.weights.counts[index] & negated(overflow)  # it is dropped
+
+    def mean(self) -> Gradients:
+        return self._gradients(_accum_of(self.state or self.zeros()).grads, None)
+
+
+def _leaves_of(accum: AccumState) -> list[Tensor]:
+    return [*accum.grads, *accum[1:]]
+
+
+def _accum_of(leaves: list[Tensor]) -> AccumState:
+    number = len(leaves) - len(AccumState._fields) + 1
+    return AccumState(leaves[:number], *leaves[number:])
 
 
 def flags_with_mean(
@@ -299,7 +309,7 @@ def flags_with_mean(
 
 
 def _sender(
-    reduction: Reduction, options: StepOptions, mean: _Mean
+    reduction: Reduction, options: StepOptions, mean: _ScaledSum
 ) -> Callable[[int, Tensor], None]:
     """Return a function that adds a gradient of the last microbatch to the mean and sends it."""
     value_and_grad, last = mean.value_and_grad, len(mean.weights.counts) - 1
@@ -307,7 +317,7 @@ def _sender(
 
     def send(place: int, gradient: Tensor) -> None:
         new = as_gradients([gradient])
-        before = None if mean.sums is None else [mean.sums[place]]
+        before = None if mean.state is None else [mean.state[place]]
         sums = mean.with_share(before, new.tensors, last)
         tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums
         gradient = new.restore(tensors)[0]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._module.blueprint import Blueprint, Hook, ModelCopy
+from .._module.method import Call, Method, check_method
 from .._module.modes import modes_of
 from .._module.new_buffers import new_buffers, refuse_filled
 from .._module.recompute import explain, forbid_recompute, prepare_recompute
@@ -32,7 +33,7 @@ _WITHOUT_STATISTICS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Apply:
     """The function that `make_functional` returns: `apply(params, buffers, *args, train=True,
-    **kwargs) -> (out, new_buffers)`.
+    method=None, **kwargs) -> (out, new_buffers)`.
     """
 
     _blueprint: Blueprint
@@ -47,12 +48,21 @@ class Apply:
     _overlaps: dict[str, str]  # buffer -> a buffer that shares some of its memory in the model
 
     def __call__(
-        self, params: Tensors, buffers: Tensors, *args: Any, train: bool = True, **kwargs: Any
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        *args: Any,
+        train: bool = True,
+        method: Method = None,
+        **kwargs: Any,
     ) -> tuple[Any, Tensors]:
         if not (_are_tensors(params) and _are_tensors(buffers)):
             check_dicts(params, buffers)
         if params.keys() != self._params or buffers.keys() != self._buffers:
             raise RuntimeError(self._wrong_names(params, buffers))
+        if method is not None:
+            check_method(method)
+        call = Call(args, kwargs, bool(train), method)
         # A buffer that is not dense, such as a sparse adjacency matrix, is returned as it is.
         constants = _constants(buffers)
         compiling, transformed = torch.compiler.is_dynamo_compiling(), under_transform()
@@ -65,10 +75,10 @@ class Apply:
             # so the condition is read again.
             try:
                 if torch.compiler.is_dynamo_compiling():
-                    return self._forward(tensors, copies, train, args, kwargs)[1:]
+                    return self._forward(tensors, copies, call)[1:]
             except Exception:
                 raise
-        return self._eager(params, constants, copies, train, transformed, args, kwargs)
+        return self._eager(params, constants, copies, call, transformed)
 
     @private.only_inlined
     def _eager(
@@ -76,10 +86,8 @@ class Apply:
         params: Tensors,
         constants: Tensors,
         copies: Tensors,
-        train: bool,
+        call: Call,
         transformed: bool,
-        args: Any,
-        kwargs: Any,
     ) -> tuple[Any, Tensors]:
         blueprint = self._blueprint
         tensors = {**params, **copies}
@@ -89,7 +97,7 @@ class Apply:
         if constants or self._overlaps:
             watched = {**params, **constants, **{name: copies[name] for name in self._overlaps}}
         has_graph = torch.is_grad_enabled() and not transformed
-        first = blueprint.watches_next and bool(train) and has_graph
+        first = blueprint.watches_next and call.train and has_graph
         forward: Callable[..., tuple[ModelCopy, Any, Tensors]] = self._forward
         if first:
             blueprint.watches_next = False
@@ -98,7 +106,7 @@ class Apply:
             params, watched, tensors, self._overlaps, transformed=transformed, thorough=first
         ):
             try:
-                copy, out, new = forward(tensors, copies, train, args, kwargs)
+                copy, out, new = forward(tensors, copies, call)
             except RuntimeError as error:
                 if transformed:
                     explain(error)
@@ -115,11 +123,11 @@ class Apply:
 
     @private.only_inlined
     def _forward(
-        self, tensors: Tensors, copies: Tensors, train: bool, args: Any, kwargs: Any
+        self, tensors: Tensors, copies: Tensors, call: Call
     ) -> tuple[ModelCopy, Any, Tensors]:
         """Run the forward in a copy of the model, and read the buffers that it leaves there."""
-        copy = self._blueprint.make(tensors, train=bool(train))
-        out = copy.root(*args, **kwargs)
+        copy = self._blueprint.make(tensors, train=call.train)
+        out = call.run(copy.root)
         return copy, out, new_buffers(copy, tensors, copies)
 
     def _watched(self, *args: Any) -> tuple[ModelCopy, Any, Tensors]:
@@ -220,9 +228,9 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     """Equal to `apply = lambda params, buffers, *args: (functional_call(model,
     {**params, **(b := copy(buffers))}, args), b)`.
 
-    Call it as `out, new_buffers = apply(params, buffers, *args, train=True, **kwargs)`. It changes
-    neither `params` nor `buffers`, and works under `torch.compile`, `torch.vmap` and
-    `torch.func.grad`.
+    Call it as `out, new_buffers = apply(params, buffers, *args, train=True, method=None,
+    **kwargs)`. It changes neither `params` nor `buffers`, and works under `torch.compile`,
+    `torch.vmap` and `torch.func.grad`.
 
     - Each call of `apply` makes the modules anew, with the tensors of the call in them, and drops
       them afterwards. It does not change `model`, and later changes to `model` do not change
@@ -232,6 +240,9 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
       memory. Their gradient is the sum over all places.
     - `train` sets the modes that `model.train(train)` would set, also where a class overrides that
       method. If `model` is in train mode, its modules in eval mode stay in eval mode.
+    - `method` names what is called besides `forward`: a method of the model, such as "decode", or
+      one of its parts. It may be a function of the module too: `method=lambda vae, x:
+      vae.decode(vae.encode(x))`. As in torch, hooks of a module run if the module itself is called.
     - A parameter with `requires_grad=False` is in `buffers`, unless no parameter requires a
       gradient.
     - Buffers, persistent or not, are returned as new ones, except what is not a dense tensor: it
@@ -257,7 +268,8 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
 
     Raises:
         TypeError: `model` is not a module, or contains a torch.jit module, a
-            DistributedDataParallel, or a module with `__slots__`.
+            DistributedDataParallel, or a module with `__slots__`. From `apply`: `method` is not one
+            of the model, or is bound to a live module.
         ValueError: A lazy parameter has not seen a batch; a parameter is in a class attribute, or
             shares memory with a tensor that is not tied to it, such as a buffer that is a view of
             it; or a closure, a hook, a patched or compiled forward, or an object written in C holds
@@ -283,7 +295,7 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
         (tensor(0), tensor(1))
 
     Source: torch.func.functional_call, which writes into the buffers it is given and keeps hold of
-    the live module.
+    the live module; `method` is that of flax's Module.apply.
     """
     _check_module(model)
     registered = registered_tensors(model)

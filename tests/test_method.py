@@ -1,0 +1,233 @@
+"""`apply(..., method=)`: what a model offers besides `forward`, as its authors call it."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import same_bits
+from torch import nn
+
+import purescale as ps
+
+
+class Autoencoder(nn.Module):
+    """A VAE whose encoder has a batch norm, and which counts what it has decoded."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.moments = nn.Linear(8, 4)
+        self.decoder = nn.Linear(2, 6)
+        self.register_buffer("decoded", torch.zeros((), dtype=torch.int64))
+
+    def encode(self, x):
+        return self.moments(self.encoder(x)).chunk(2, dim=-1)
+
+    def decode(self, z):
+        self.decoded += len(z)
+        return torch.sigmoid(self.decoder(z))
+
+    def forward(self, x):
+        mean, log_variance = self.encode(x)
+        z = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+        return self.decode(z), mean, log_variance
+
+
+class Actor(nn.Module):
+    """The policy of SAC: its `get_action` draws, squashes and returns a log probability."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.mean, self.log_std = nn.Linear(5, 16), nn.Linear(16, 2), nn.Linear(16, 2)
+        self.register_buffer("scale", torch.tensor([2.0, 0.5]))
+
+    def forward(self, observation):
+        x = F.relu(self.body(observation))
+        return self.mean(x), -1.5 + 3.5 * torch.tanh(self.log_std(x))
+
+    def get_action(self, observation):
+        mean, log_std = self(observation)
+        normal = torch.distributions.Normal(mean, log_std.exp())
+        x = normal.rsample()
+        y = torch.tanh(x)
+        log_prob = normal.log_prob(x) - torch.log(self.scale * (1 - y.square()) + 1e-6)
+        return y * self.scale, log_prob.sum(-1, keepdim=True), torch.tanh(mean) * self.scale
+
+
+class LanguageModel(nn.Module):
+    """A GPT of one block, with dropout and a `generate` that asks for no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        return self.head(self.block(self.embed(tokens), src_mask=mask))
+
+    @torch.no_grad()
+    def generate(self, tokens, number, temperature=1.0):
+        for _ in range(number):
+            logits = self(tokens[:, -6:])[:, -1] / temperature
+            token = torch.multinomial(logits.softmax(-1), 1)
+            tokens = torch.cat([tokens, token], dim=1)
+        return tokens
+
+
+class Diffusion(nn.Module):
+    """A DDPM: its `sample` runs the network once a step, from noise to data."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.SiLU(), nn.Linear(16, 3))
+        beta = torch.linspace(1e-3, 0.2, 10)
+        self.register_buffer("alpha", 1 - beta, persistent=False)
+        self.register_buffer("total", (1 - beta).cumprod(0), persistent=False)
+
+    def forward(self, x, t):
+        return self.net(torch.cat([x, t[:, None] / 10], dim=1))
+
+    def sample(self, count):
+        x = torch.randn(count, 3)
+        for step in reversed(range(10)):
+            noise = self(x, torch.full((count,), step))
+            alpha, total = self.alpha[step], self.total[step]
+            x = (x - (1 - alpha) / (1 - total).sqrt() * noise) / alpha.sqrt()
+            if step:
+                x = x + (1 - alpha).sqrt() * torch.randn_like(x)
+        return x
+
+
+CALLS = {
+    "a VAE's decode": (Autoencoder, "decode", lambda: (torch.randn(3, 2),)),
+    "a VAE's encode": (Autoencoder, "encode", lambda: (torch.randn(5, 6),)),
+    "SAC's get_action": (Actor, "get_action", lambda: (torch.randn(33, 5),)),
+    "a GPT's generate": (LanguageModel, "generate", lambda: (torch.tensor([[1, 2, 3]]), 5)),
+    "a DDPM's sample": (Diffusion, "sample", lambda: (5,)),
+}
+
+
+@pytest.fixture(params=CALLS, name="call")
+def _call(request):
+    torch.manual_seed(0)
+    make, method, arguments = CALLS[request.param]
+    return make(), method, arguments()
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_method_returns_what_that_of_the_module_returns_and_leaves_the_same_buffers(call, train):
+    model, method, args = call
+    apply, params, buffers = ps.make_functional(model)
+    module = copy.deepcopy(model).train(train)
+    torch.manual_seed(1)
+    expected = getattr(module, method)(*args)
+    torch.manual_seed(1)
+    out, new = apply(params, buffers, *args, method=method, train=train)
+    assert same_bits(out, expected)
+    assert same_bits(new, {name: b for name, b in module.named_buffers() if name in buffers})
+    assert same_bits(buffers, dict(model.named_buffers()))
+
+
+def test_a_function_of_the_module_and_its_part_are_called_like_a_method():
+    model, x = Autoencoder(), torch.randn(5, 6)
+    apply, params, buffers = ps.make_functional(model)
+    out, _ = apply(params, buffers, x, method=Autoencoder.encode)
+    assert same_bits(out, apply(params, buffers, x, method="encode")[0])
+    out, _ = apply(params, buffers, x, method=lambda vae, x: vae.decode(vae.encode(x)[0]))
+    mean = apply(params, buffers, x, method="encode")[0][0]
+    assert same_bits(out, apply(params, buffers, mean, method="decode")[0])
+    assert same_bits(apply(params, buffers, x, method="encoder")[0], model.encoder(x))
+
+
+@pytest.mark.parametrize("text", ["compute=autocast(bfloat16)", "compute=bfloat16,output=float32"])
+def test_a_policy_holds_in_a_method(text):
+    apply, params, buffers = ps.make_functional(Autoencoder())
+    half, z = ps.with_policy(apply, f"params=float32,{text}"), torch.randn(3, 2)
+    out, new = half(params, buffers, z, method="decode")
+    expected, _ = apply(params, buffers, z, method="decode")
+    assert not torch.equal(out.float(), expected)
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    assert new["decoded"] == 3
+
+
+def test_a_vmapped_method_equals_a_loop():
+    members = [ps.make_functional(Autoencoder()) for _ in range(3)]
+    apply = members[0][0]
+    params, buffers = (ps.stack_states([member[i] for member in members]) for i in (1, 2))
+    z = torch.randn(5, 2)
+
+    def decode(params, buffers):
+        return apply(params, buffers, z, method="decode")
+
+    out, new = torch.vmap(decode)(params, buffers)
+    for index, (_, *member) in enumerate(members):
+        expected, buffers = decode(*member)
+        torch.testing.assert_close(out[index], expected, rtol=1e-6, atol=1e-6)
+        assert new["decoded"][index] == buffers["decoded"] == 5
+
+
+@pytest.mark.parametrize("method", ["decode", lambda model, z: model.decode(z) + 1])
+def test_a_compiled_method_equals_an_eager_one(method):
+    apply, params, buffers = ps.make_functional(Autoencoder())
+
+    def decode(params, buffers, z):
+        return apply(params, buffers, z, method=method)
+
+    z = torch.randn(3, 2)
+    compiled = torch.compile(decode, backend="aot_eager", fullgraph=True)
+    (out, new), (expected, buffers) = compiled(params, buffers, z), decode(params, buffers, z)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    assert new["decoded"] == buffers["decoded"] == 3
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_step_over_methods_equals_torchs_loop(jitted):
+    """SAC's loss of the actor: float32, the same noise."""
+    torch.manual_seed(0)
+    model, x = Actor(), torch.randn(33, 5)
+    apply, params, buffers = ps.make_functional(model)
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.NoScale()
+    noise = torch.randn(33, 2)
+
+    def log_prob(actor, x):
+        mean, log_std = actor(x)
+        return torch.distributions.Normal(mean, log_std.exp(), validate_args=False).log_prob(noise)
+
+    def loss_fn(params, buffers, x):
+        value, buffers = apply(params, buffers, x, method=log_prob)
+        return -value.mean(), buffers
+
+    def step(state, x):
+        return ps.train_step(state, [x], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+
+    step = ps.jit(step, backend="aot_eager") if jitted else step
+    state = ps.init_train_state(params, buffers, optimizer, rule)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        state, info = step(state, x)
+        loss = -log_prob(model, x).mean()
+        plain.zero_grad()
+        loss.backward()
+        plain.step()
+        torch.testing.assert_close(info.loss, loss.detach(), rtol=1e-6, atol=1e-6)
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    torch.testing.assert_close(state.params, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("decodes", r"method='decodes' is not a method of Autoencoder, which has encode, decode"),
+        ("decoded", r"method='decoded' is not a method"),
+        (3, r"method is int 3; expected the name of a method"),
+        (Autoencoder().decode, r"bound to its live tensors.*method='decode'"),
+    ],
+)
+def test_what_is_not_a_method_of_the_model_is_refused(method, message):
+    apply, params, buffers = ps.make_functional(Autoencoder())
+    with pytest.raises(TypeError, match=message):
+        apply(params, buffers, torch.randn(3, 2), method=method)

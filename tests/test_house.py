@@ -297,6 +297,7 @@ ACROSS_FILES = {
     "test_four_ways.py",
     "test_gpu_page.py",
     "test_house.py",
+    "test_jax_programs.py",
     "test_peers_mistakes.py",
     "test_sharded_checkpoint.py",
     "test_sweep.py",

@@ -238,9 +238,10 @@ def test_one_that_raises_on_nan_cannot_be_skipped():
         ps.from_torch(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, lr_in_state=True),
         ps.from_torch(optim.RMSprop, lr=0.1, overrides={"few": {"lr": 0.5}}),
         ps.from_torch(optim.NAdam, lr=0.1),
+        ps.from_torch(optim.Adam, lr=lambda count: 0.1 / (1 + count), schedule_by="iteration"),
         ps.from_torch(optim.ASGD, lr=0.1),
     ],
-    ids=["AdamW", "SGD", "RMSprop", "NAdam", "ASGD"],
+    ids=["AdamW", "SGD", "RMSprop", "NAdam", "Adam", "ASGD"],
 )
 def test_what_from_torch_gives_passes(optimizer):
     assert_optimizer(optimizer)

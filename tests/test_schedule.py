@@ -4,10 +4,11 @@ import copy
 import functools
 import math
 import pickle
+from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import AsOnAnAccelerator, same_bits
+from helpers import AsOnAnAccelerator, clone, same_bits
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import lr_scheduler as torchs
 
@@ -141,6 +142,229 @@ def test_it_multiplies_a_rate_in_the_state():
     state = optimizer.init(params)._replace(lr=torch.tensor(0.5), applied=torch.tensor(8))
     new, _ = optimizer.step(params, {"w": torch.ones(1)}, state)
     assert new["w"] == -0.5 * schedule(torch.tensor(8))
+
+
+# ---- by iteration --------------------------------------------------------------------------------
+
+RUN = [True, False, True, True, False, False, True, False]  # a job that starts with an overflow
+BY_ITERATION = {
+    "SGD": lambda **lr: ps.from_torch(torch.optim.SGD, momentum=0.9, **lr),
+    "AdamW": lambda **lr: ps.from_torch(torch.optim.AdamW, **lr),
+    "RMSprop": lambda **lr: ps.from_torch(torch.optim.RMSprop, **lr),
+    "masters": lambda **lr: ps.with_master_weights(ps.from_torch(torch.optim.AdamW, **lr)),
+    "moments": lambda **lr: ps.with_state_dtype(
+        ps.from_torch(torch.optim.AdamW, **lr), {"exp_avg": torch.bfloat16}
+    ),
+    "partition": lambda **lr: ps.partition(
+        {
+            "all": ps.with_master_weights(ps.from_torch(torch.optim.SGD, **lr)),
+            "other": ps.from_torch(torch.optim.SGD, lr=0.1),
+        },
+        lambda name, _: "other" if name == "bias" else "all",
+    ),
+    "a class of one's own": lambda **lr: ps.from_torch(OwnSGD, **lr),
+    "a step of one's own": lambda **lr: Around(ps.from_torch(torch.optim.SGD, **lr)),
+}
+each_by_iteration = pytest.mark.parametrize("kind", BY_ITERATION)
+
+
+class OwnSGD(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param -= group["lr"] * param.grad
+
+
+class OwnState(NamedTuple):
+    of_inner: ps.OptState
+
+
+class Around:
+    """An optimizer with `init` and `step` alone."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def init(self, params):
+        return OwnState(self.optimizer.init(params))
+
+    def step(self, params, grads, state):
+        params, inner = self.optimizer.step(params, grads, state.of_inner)
+        return params, OwnState(inner)
+
+
+def parameters(kind):
+    half = torch.bfloat16 if kind in ("masters", "partition") else torch.float32
+    return {"weight": torch.linspace(-1, 1, 6).reshape(2, 3).to(half), "bias": torch.ones(3)}
+
+
+def opt_states(tree):
+    """The states of torch's classes in a state."""
+    if isinstance(tree, ps.OptState):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple) else ()
+    return [state for part in parts for state in opt_states(part)]
+
+
+def run_of(optimizer, params, flags, step=ps.maybe_step, **settings):
+    """Parameters and states after each step of a run with these overflows."""
+    params, after = clone(params), []
+    state = optimizer.init(params)
+    for index, bad in enumerate(flags):
+        grads = {name: torch.sin(p.float() + index).to(p.dtype) for name, p in params.items()}
+        grads = {name: g + (torch.inf if bad else 0) for name, g in grads.items()}
+        params, state = step(optimizer, params, grads, state, torch.tensor(bad), **settings)
+        after.append((clone(params), clone(state)))
+    return after
+
+
+def rate(count):
+    return 0.01 * count  # a warm-up that starts at 0
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@each_by_iteration
+def test_a_rate_by_iteration_is_that_of_the_step_with_the_skipped_ones(kind, donate, way):
+    """Each applied step is that of the same optimizer with the rate of this iteration."""
+    make, flags = BY_ITERATION[kind], [False, *RUN]
+    optimizer, params = make(lr=rate, schedule_by="iteration"), parameters(kind)
+    fixed = make(lr=1.0, in_state=("lr",))
+    after = run_of(optimizer, params, flags, donate=donate)
+
+    def at_the_rate(optimizer, params, grads, state, bad):
+        state = ps.replace_settings(state, lr=rate(next(iterations)))
+        return (params, state) if bad else optimizer.step(params, grads, state)
+
+    iterations = iter(range(len(flags)))
+    expected = run_of(fixed, params, flags, at_the_rate)
+    for (got, _), (wanted, _) in zip(after, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@each_by_iteration
+def test_a_skipped_step_changes_no_bit_but_the_number_of_iterations(kind, donate, way):
+    optimizer = BY_ITERATION[kind](lr=rate, schedule_by="iteration")
+    after = run_of(optimizer, parameters(kind), [False, *RUN], donate=donate)
+    pairs = zip(RUN, after, after[1:], strict=False)
+    for count, (bad, before, (params, state)) in enumerate(pairs, 2):
+        counted = [each for each in opt_states(state) if each.iteration != ()]
+        assert [each.iteration.item() for each in counted] == [count]
+        assert counted[0].iteration.dtype is torch.int64
+        if bad:
+            assert same_bits(params, before[0])
+            assert same_bits(one_iteration_before(state), before[1])
+
+
+def one_iteration_before(tree):
+    if isinstance(tree, ps.OptState):
+        return tree if tree.iteration == () else tree._replace(iteration=tree.iteration - 1)
+    if isinstance(tree, dict):
+        return {key: one_iteration_before(part) for key, part in tree.items()}
+    is_state = isinstance(tree, tuple) and hasattr(tree, "_fields")
+    return type(tree)(*map(one_iteration_before, tree)) if is_state else tree
+
+
+class RejectsFives:
+    def init(self, device=None):
+        return torch.zeros((), device=device)
+
+    def update(self, state, loss, grad_norm):
+        return state, loss == 5
+
+
+def test_a_scaled_loop_counts_each_step_once_whatever_skips_it():
+    """An overflow, a bound that is 0, no weight, a guard; retries count once."""
+    optimizer, rule = BY_ITERATION["AdamW"](lr=rate, schedule_by="iteration"), ps.DynamicScale()
+    guard = RejectsFives()
+    state = ps.init_train_state({"w": torch.ones(2)}, {}, optimizer, rule, guard=guard)
+
+    def loss_fn(params, buffers, batch):
+        return (params["w"] * batch).sum(), buffers
+
+    step = functools.partial(
+        ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, guard=guard
+    )
+    ways = [
+        {},
+        {"microbatches": [torch.tensor(torch.inf)]},
+        {"max_norm": torch.tensor(0.0)},
+        {"weight_fn": lambda batch: 0.0},
+        {"microbatches": [torch.tensor(2.5)]},
+        {"microbatches": [torch.tensor(1e34)], "max_retries": 9},
+    ]
+    applied = 0
+    for count, settings in enumerate(ways, 1):
+        windows = settings.pop("microbatches", [torch.tensor(1.0)])
+        state, info = step(state, windows, **settings)
+        applied += not info.found_inf
+        assert (state.opt_state.iteration, state.opt_state.applied) == (count, applied)
+    assert applied == 2
+
+
+@pytest.mark.parametrize("schedule_by", ["applied", "iteration"])
+def test_members_of_an_ensemble_count_their_own_iterations(schedule_by):
+    optimizer = BY_ITERATION["AdamW"](lr=rate, schedule_by=schedule_by)
+    params = parameters("AdamW")
+    states = [state for _, state in run_of(optimizer, params, [False, *RUN[:2]])]
+    every, members = [ps.stack_states([tree] * 3) for tree in (params, params)], states
+    flags = torch.tensor([True, False, True])
+
+    def step(params, grads, state, bad):
+        return ps.maybe_step(optimizer, params, grads, state, bad)
+
+    assert_vmap_equals_loop(step, *every, ps.stack_states(members), flags, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", "jit", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("kind", ["AdamW", "masters", "partition"])
+def test_one_graph_serves_every_iteration(kind, backend):
+    optimizer = BY_ITERATION[kind](lr=rate, schedule_by="iteration")
+
+    def step(params, grads, state, bad):
+        return ps.maybe_step(optimizer, params, grads, state, bad)
+
+    torch.compiler.reset()
+    compiled = (
+        torch.compile(step, fullgraph=True, backend=backend) if backend != "jit" else (ps.jit(step))
+    )
+    after = run_of(optimizer, parameters(kind), RUN)
+    once = run_of(optimizer, parameters(kind), RUN, lambda _, *args: compiled(*args))
+    torch.testing.assert_close(once, after, rtol=1e-2 if kind != "AdamW" else 1e-5, atol=1e-6)
+
+
+def test_a_count_by_iteration_goes_through_torchs_state_dict_and_a_checkpoint(tmp_path):
+    optimizer = BY_ITERATION["AdamW"](lr=rate, schedule_by="iteration")
+    params, state = run_of(optimizer, parameters("AdamW"), RUN)[-1]
+    ps.save(tmp_path / "state.pt", state)
+    assert same_bits(ps.load(tmp_path / "state.pt", like=optimizer.init(params)), state)
+    sd = optimizer.to_state_dict(state)
+    assert sd["param_groups"][0]["lr"] == pytest.approx(rate(len(RUN)))
+    assert same_bits(optimizer.from_state_dict(sd, params, iteration=len(RUN)), state)
+    with pytest.raises(ValueError, match=r"goes by iteration.*iteration=scheduler.last_epoch"):
+        optimizer.from_state_dict(sd, params)
+    with pytest.raises(ValueError, match=r"iteration is 3, but the schedules .* count applied"):
+        BY_ITERATION["AdamW"](lr=rate).from_state_dict(sd, params, iteration=3)
+
+
+def test_a_state_with_another_count_is_refused():
+    by_applied, by_iteration = (
+        BY_ITERATION["AdamW"](lr=rate, schedule_by=by) for by in ("applied", "iteration")
+    )
+    params = parameters("AdamW")
+    with pytest.raises(ValueError, match=r"iteration is \(\), expected a 0-d int64.*_replace"):
+        by_iteration.step(params, params, by_applied.init(params))
+    with pytest.raises(ValueError, match=r"count applied steps and would ignore it"):
+        by_applied.step(params, params, by_iteration.init(params))
+    with pytest.raises(ValueError, match=r"schedule_by is 'epoch', expected \"applied\""):
+        ps.from_torch(torch.optim.SGD, schedule_by="epoch")
 
 
 # ---- one graph, one rate a member, no read

@@ -92,6 +92,7 @@ class Job:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
     scheduler: lr_scheduler.LRScheduler | None
+    schedule_by: str = "applied"
 
     @property
     def all(self):
@@ -114,7 +115,9 @@ class Job:
             if self.scaler.get_scale() < scale:
                 for name, buffer in self.model.named_buffers():
                     buffer.copy_(before[name])
-            elif self.scheduler is not None:
+                if self.schedule_by == "applied":
+                    continue
+            if self.scheduler is not None:
                 self.scheduler.step()
         self.optimizer.zero_grad()
 
@@ -177,7 +180,9 @@ def there_and_back(live, splits, steps):
         if index % 2 == 0:
             live.train(some)
             continue
-        taken = torch_amp.take_over(*live.all, steps=count if live.scheduler else None)
+        taken = torch_amp.take_over(
+            *live.all, steps=count if live.scheduler else None, schedule_by=live.schedule_by
+        )
         state = train_here(taken, some)
         torch_amp.give_back(state, taken[1], taken[2], *live.all)
 
@@ -205,8 +210,28 @@ def test_a_job_may_be_taken_over_at_any_step_and_more_than_once(name, splits):
     torch.testing.assert_close(live.values(), expected.values(), rtol=1e-4, atol=1e-6)
 
 
-def test_a_warm_up_from_0_may_begin_here():
+@pytest.mark.parametrize("schedule", MAKES)
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_scheduler_that_steps_once_a_batch_is_followed_over_skipped_steps(name, schedule):
+    expected, live = job(name, schedule), job(name, schedule)
+    expected.schedule_by = live.schedule_by = "iteration"
+    expected.train(batches())
+    assert place(expected.scheduler) != place(job_after(batches(), name, schedule).scheduler)
+    there_and_back(live, (15, 15, 15), batches())
+    torch.testing.assert_close(live.values(), expected.values(), rtol=1e-4, atol=1e-6)
+
+
+def job_after(steps, name, schedule):
+    """A job whose scheduler did not step where the optimizer did not."""
+    finished = job(name, schedule)
+    finished.train(steps)
+    return finished
+
+
+@pytest.mark.parametrize("schedule_by", ["applied", "iteration"])
+def test_a_warm_up_from_0_may_begin_here(schedule_by):
     expected, live = job("AdamW", "warm-up"), job("AdamW", "warm-up")
+    expected.schedule_by = live.schedule_by = schedule_by
     steps = list(batches(12))
     expected.train(steps)
     there_and_back(live, (0, 6, 6), steps)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .._optim.formulas import Formula
-from .._optim.opt_state import OptState, described, each_of, is_wrapped
+from .._optim.opt_state import OptState, described, each_of, map_opt_states
 from .._torch.dtypes import on_device
 from .._tree.scalars import as_float
 from .._tree.tree import Tree, join_names
@@ -32,6 +32,11 @@ def names_in_state(in_state: Any, lr_in_state: bool) -> tuple[str, ...]:
             'in_state=("lr", "weight_decay"), or in_state=("lr",) with a comma.'
         )
     return tuple(dict.fromkeys((*in_state, "lr") if lr_in_state else in_state))
+
+
+def is_scheduled(value: Any) -> bool:
+    """Return True if a setting, or a number of a tuple of them, is a schedule."""
+    return any(map(callable, value)) if isinstance(value, (tuple, list)) else callable(value)
 
 
 def check_setting(cls: Any, name: Any, values: Mapping[str, Any], formula: Formula | None) -> None:
@@ -153,7 +158,7 @@ def replace_settings(state: S, **settings: Any) -> S:
             `partition`: `lr={"head": 1e-3}`.
 
     Returns:
-        The state with new tensors for these settings. With a schedule, `lr` is its factor.
+        The state with new tensors for these settings. What has a schedule is a factor of it.
 
     Raises:
         ValueError: If the state does not hold a setting, a tensor has another shape, or a number is
@@ -170,12 +175,12 @@ def replace_settings(state: S, **settings: Any) -> S:
 
     Source of the form: optax.inject_hyperparams.
     """
-    holders = list(_holders(state, ()))
+    holders = _holders(state)
     for name, value in settings.items():
         for key in value if isinstance(value, Mapping) else (None,):
             if not any([name in names and key in (None, *keys) for keys, names in holders]):
                 raise _not_held(name, key, holders)
-    return _replaced(state, settings)
+    return map_opt_states(lambda each, keys: _replaced(each, _of_part(keys, settings)), state)
 
 
 class _Holder(NamedTuple):
@@ -185,45 +190,37 @@ class _Holder(NamedTuple):
     names: tuple[str, ...]  # of the settings that it holds
 
 
-def _inner(state: Any) -> str | None:
-    """Return the field of a step's or a wrapper's state that holds another state."""
-    if isinstance(state, tuple) and hasattr(state, "opt_state"):
-        return "opt_state"
-    return "inner" if is_wrapped(state) else None
+def _holders(state: Tree) -> list[_Holder]:
+    """Return what each state of from_torch in `state` holds."""
+    holders = []
+
+    def listed(each: OptState, keys: tuple[str, ...]) -> OptState:
+        rate = ("lr",) if isinstance(each.lr, Tensor) else ()
+        holders.append(_Holder(keys, (*rate, *(each.hyper or ()))))
+        return each
+
+    map_opt_states(listed, state)
+    return holders
 
 
-def _holders(state: Any, keys: tuple[str, ...]) -> Iterator[_Holder]:
-    if isinstance(state, OptState):
-        rate = ("lr",) if isinstance(state.lr, Tensor) else ()
-        yield _Holder(keys, (*rate, *(state.hyper or ())))
-    elif isinstance(state, dict):
-        for key, part in state.items():
-            yield from _holders(part, (*keys, key))
-    elif name := _inner(state):
-        yield from _holders(getattr(state, name), keys)
-
-
-def _replaced(state: Tree, settings: Mapping[str, Any]) -> Tree:
+def _replaced(state: OptState, settings: Mapping[str, Any]) -> OptState:
     """Return the state with those of the settings that it holds."""
-    if isinstance(state, OptState):
-        if "lr" in settings and isinstance(state.lr, Tensor):
-            state = state._replace(lr=_like(state.lr, settings["lr"], "lr"))
-        hyper = {name: settings[name] for name in state.hyper or () if name in settings}
-        new = {name: _like(state.hyper[name], value, name) for name, value in hyper.items()}
-        return state._replace(hyper={**state.hyper, **new}) if new else state
-    if isinstance(state, dict):
-        return {key: _replaced(part, _of_part(key, settings)) for key, part in state.items()}
-    if name := _inner(state):
-        return state._replace(**{name: _replaced(getattr(state, name), settings)})
-    return state
+    if "lr" in settings and isinstance(state.lr, Tensor):
+        state = state._replace(lr=_like(state.lr, settings["lr"], "lr"))
+    hyper = {name: settings[name] for name in state.hyper or () if name in settings}
+    new = {name: _like(state.hyper[name], value, name) for name, value in hyper.items()}
+    return state._replace(hyper={**state.hyper, **new}) if new else state
 
 
-def _of_part(key: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value[key] if isinstance(value, Mapping) else value
-        for name, value in settings.items()
-        if not isinstance(value, Mapping) or key in value
-    }
+def _of_part(keys: tuple[str, ...], settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings for a part, from those that are dicts by key."""
+    for key in keys:
+        settings = {
+            name: value[key] if isinstance(value, Mapping) else value
+            for name, value in settings.items()
+            if not isinstance(value, Mapping) or key in value
+        }
+    return settings
 
 
 def _like(old: Any, new: Any, name: str) -> Any:

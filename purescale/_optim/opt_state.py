@@ -23,7 +23,7 @@ Groups = list[tuple[list[str], dict[str, Any]]]
 class OptState(NamedTuple):
     """The state of a torch optimizer. Its structure is final from `init` on."""
 
-    applied: Tensor  # int64 []: the number of applied steps, the argument of a schedule
+    applied: Tensor  # int64 []: the number of applied steps
     # by parameter name, then by torch's own names: {"conv.weight": {"step": ..., "exp_avg": ...}}
     slots: Slots
     # float32 []: the rate that steps use, with in_state=("lr",); else ()
@@ -31,6 +31,8 @@ class OptState(NamedTuple):
     # float32 []: the other settings in the state, by name: {"weight_decay": [], "betas": ([], [])};
     # () if the state has no others
     hyper: Any = ()
+    # int64 []: the number of steps, skipped ones too, with schedule_by="iteration"; else ()
+    iteration: Any = ()
 
 
 def values_of(slots: Slots) -> list[Tensor]:
@@ -81,15 +83,49 @@ def tensors_of(opt_state: OptState) -> list[Tensor]:
 
 
 def numbers_of(opt_state: OptState) -> list[Tensor]:
-    """Return the settings in the state."""
-    numbers = [opt_state.lr] if isinstance(opt_state.lr, Tensor) else []
-    return [*numbers, *each_of(opt_state.hyper)] if opt_state.hyper else numbers
+    """Return the settings in the state, then the number of iterations."""
+    _, _, lr, hyper, iteration = opt_state
+    return [number for number in (lr, *each_of(hyper), iteration) if isinstance(number, Tensor)]
 
 
 def each_of(hyper: Any) -> list[Any]:
     """Return every number of the settings in the state, also those within tuples."""
     values = hyper.values() if hyper else ()
     return [one for v in values for one in (v if isinstance(v, tuple) else (v,))]
+
+
+def map_opt_states(
+    change: Callable[[OptState, tuple[str, ...]], OptState], state: Tree, keys: tuple[str, ...] = ()
+) -> Tree:
+    """Return a state with `change(opt_state, keys)` in place of each state of torch's classes in
+    it, wherever it is. `keys` are those of the dicts around it, such as the parts of a `partition`.
+    """
+    if isinstance(state, OptState):
+        return change(state, keys)
+    if isinstance(state, dict):
+        children = {k: map_opt_states(change, part, (*keys, k)) for k, part in state.items()}
+        return state if all(children[k] is part for k, part in state.items()) else children
+    if not isinstance(state, (tuple, list)):
+        return state
+    parts = [map_opt_states(change, part, keys) for part in state]
+    if all(new is old for new, old in zip(parts, state, strict=True)):
+        return state
+    return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
+
+
+def after_skip(state: Tree, *, in_place: bool) -> Tree:
+    """Return the state after a skipped step: one more iteration, and nothing else changes. A
+    captured CUDA graph needs the count `in_place`.
+    """
+
+    def counted(opt_state: OptState, keys: tuple[str, ...]) -> OptState:
+        applied, slots, lr, hyper, iteration = opt_state
+        if not isinstance(iteration, Tensor):
+            return opt_state
+        iteration = iteration.add_(1) if in_place else iteration + 1
+        return OptState(applied, slots, lr, hyper, iteration)
+
+    return map_opt_states(counted, state)
 
 
 # ---- slots of a user's class ---------------------------------------------------------------------

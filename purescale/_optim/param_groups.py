@@ -5,40 +5,45 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
-import numbers
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 
 from .._optim.formulas import Formula, formula_of
-from .._optim.in_state import agreed, check_hyper, check_setting, each_number, float32, is_number
+from .._optim.in_state import (
+    agreed,
+    check_hyper,
+    check_setting,
+    each_number,
+    float32,
+    is_number,
+    is_scheduled,
+)
 from .._optim.opt_state import Groups, OptState, SlotLayout, Slots, described, each_of
-from .._optim.schedule import check_rate
+from .._optim.schedule import ScheduleBy, check_scheduled, checked_rate, first_numbers
 from .._torch import private
 from .._torch.dtypes import on_device, widest_float
 from .._torch.tracing import (
-    NoReads,
-    ReadError,
     any_requires_grad,
     constant_while_compiling,
-    host_can_read,
     traced,
 )
 from .._tree import tree as _tree
-from .._tree.scalars import as_float
 
-Schedule = Callable[[Tensor], "Tensor | float"]
 Pattern = str | tuple[str, ...]  # a dotted name or a glob, or several
 Overrides = Mapping[Any, Mapping[str, Any]]  # by `Pattern`
-PARAMETERS_GIVEN = (
-    "Likely cause: parameters, which torch's classes take and from_torch does not. Fix: "
-    "`optimizer = from_torch(torch.optim.AdamW, lr=1e-3)`, then `optimizer.init(params)`."
-)
 FLAGS = ("foreach", "fused", "capturable", "differentiable")
 _ANY_LR = 1e-3  # for torch to check in place of a schedule or a tensor
+
+
+class Numbers(NamedTuple):
+    """The settings of one step that may differ from those of the step before."""
+
+    rates: list[Any]  # of from_torch or of the state, then of each override; None if it has none
+    hyper: Any  # the other settings in the state, each times its schedule; () without
 
 
 class OptimizerSettings:
@@ -52,9 +57,15 @@ class OptimizerSettings:
         settings: dict[str, Any],
         *,
         in_state: Sequence[str],
+        schedule_by: ScheduleBy,
     ) -> None:
         _check_class(cls)
-        self.cls = cls
+        if schedule_by not in get_args(ScheduleBy):
+            raise ValueError(
+                f'schedule_by is {schedule_by!r}, expected "applied", the number of applied steps, '
+                'or "iteration", which counts skipped ones too.'
+            )
+        self.cls, self.schedule_by = cls, schedule_by
         self.formula: Formula | None = formula_of(cls)
         accepted = inspect.signature(cls).parameters
         self.accepted = [name for name in accepted if name != "params"]
@@ -63,16 +74,24 @@ class OptimizerSettings:
         self._overrides = tuple(dict(extra) for extra in overrides.values())
         self.settings = settings
         self.flag_named = any(settings.get(name) is not None for name in FLAGS)
+        # The settings in the state that are schedules, or tuples with schedules in them.
+        self._schedules = {
+            name: settings[name]
+            for name in in_state
+            if name != "lr" and is_scheduled(settings.get(name))
+        }
+        first = {name: first_numbers(name, value) for name, value in self._schedules.items()}
+        start = {**settings, **first, "lr": self._lr}
         # An optimizer over a probe parameter, from which those of a step are copied.
-        self.template, slots = self._probed("from_torch", {**settings, "lr": self._lr})
+        self.template, slots = self._probed("from_torch", start)
         self.defaults: dict[str, Any] = {"lr": self._lr, **self.template.defaults}
         for pattern, extra in overrides.items():
-            overridden = {**settings, "lr": self._lr, **extra}
-            slots |= self._probed(f"overrides[{pattern!r}]", overridden)[1]
+            slots |= self._probed(f"overrides[{pattern!r}]", {**start, **extra})[1]
         # Ranks compare all settings, including defaults.
         complete = {**self.defaults, **settings, "lr": self._lr}
         patterns = dict(zip(self._patterns, self._overrides, strict=True))
-        self.summary = cls, dict(sorted(complete.items())), patterns, tuple(in_state)
+        complete = dict(sorted(complete.items()))
+        self.summary = cls, complete, patterns, tuple(in_state), schedule_by
         self.differentiable = bool(settings.get("differentiable"))
         self.lrs = tuple(
             rate.clone() if isinstance(rate, Tensor) else rate
@@ -81,9 +100,12 @@ class OptimizerSettings:
         self.in_state = tuple(in_state)
         for name in self.in_state:
             check_setting(cls, name, {**self.defaults, "lr": 0.0}, self.formula)
-        # The initial numbers of the settings in the state, except the rate.
+        # The initial numbers of the settings in the state, except the rate: 1 for a schedule,
+        # which it multiplies.
+        starts = {**self.defaults, **self._schedules}
         self.hyper = each_number(
-            float, {name: self.defaults[name] for name in self.in_state if name != "lr"}
+            lambda number: 1.0 if callable(number) else float(number),
+            {name: starts[name] for name in self.in_state if name != "lr"},
         )
         self.initial_numbers(None)  # refuses what float32 cannot hold
         # Per rate: True if it may differ in a later step.
@@ -95,9 +117,11 @@ class OptimizerSettings:
 
     def __repr__(self) -> str:
         extra = {"lr": self._lr, **self.settings}
-        *_, overrides, in_state = self.summary
+        *_, overrides, in_state, schedule_by = self.summary
         if in_state:
             extra["in_state"] = in_state
+        if schedule_by != "applied":
+            extra["schedule_by"] = schedule_by
         if overrides:
             extra["overrides"] = overrides
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
@@ -112,9 +136,9 @@ class OptimizerSettings:
         """Return as text all settings that a step reads. Rates that are tensors or schedules are
         left out, because they reach the formula as arguments.
         """
-        cls, complete, overrides, in_state = self.summary
+        cls, complete, overrides, in_state, _ = self.summary
         constant = [
-            {k: v for k, v in settings.items() if not (isinstance(v, Tensor) or callable(v))}
+            {k: v for k, v in settings.items() if not (isinstance(v, Tensor) or is_scheduled(v))}
             for settings in (complete, *overrides.values())
         ]
         return repr((cls, id(cls), list(overrides), constant, in_state))
@@ -184,15 +208,47 @@ class OptimizerSettings:
                 return (index,)
         return matching
 
+    @property
+    def has_schedules(self) -> bool:
+        """True if a setting follows a schedule."""
+        return bool(self._schedules) or any(map(callable, self.lrs))
+
+    def count(self, opt_state: OptState) -> Tensor:
+        """Return the argument of a schedule."""
+        count = opt_state.applied if self.schedule_by == "applied" else opt_state.iteration
+        return cast(Tensor, count)
+
+    def numbers_now(self, opt_state: OptState) -> Numbers:
+        """Return the settings of the next step that may move, from the state and by schedule."""
+        count, hyper = self.count(opt_state), opt_state.hyper
+        if self.hyper:
+            hyper = {**hyper, **self._scheduled(count, hyper)}
+            self._refuse_graphs(hyper)
+        return Numbers(self.rates(count, opt_state.lr), hyper)
+
+    def _scheduled(self, count: Tensor, hyper: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings in the state that have a schedule, multiplied by it."""
+
+        def times(name: str, schedule: Any, factor: Any) -> Any:
+            if isinstance(schedule, (tuple, list)):
+                return tuple([times(name, *pair) for pair in zip(schedule, factor, strict=True)])
+            if not callable(schedule):
+                return factor
+            number = schedule(count)
+            check_scheduled(name, number)
+            return factor * (on_device(number, count.device) if is_number(number) else number)
+
+        return {name: times(name, each, hyper[name]) for name, each in self._schedules.items()}
+
     def rates(self, count: Tensor, lr: Any) -> list[Any]:
         """Return the rate of from_torch or of the state, then that of each override (None if it
-        names none), after `count` steps.
+        names none), by schedules at `count`.
         """
         rates: list[Any] = []
         for index, rate in enumerate(self.lrs):
             if callable(rate):
                 rate = rate(count)
-                _check_scheduled(rate)
+                check_scheduled("lr", rate)
             if index == 0 and "lr" in self.in_state:
                 rate = lr * rate if callable(self._lr) else lr
             if isinstance(rate, Tensor) and rate.requires_grad:
@@ -208,22 +264,21 @@ class OptimizerSettings:
                 "from_torch(..., differentiable=True)."
             )
 
-    def refuse_graphs(self, opt_state: OptState) -> None:
-        """Refuse settings in the state, except the rate, with a graph that the step would drop."""
-        for name, value in opt_state.hyper.items():
+    def _refuse_graphs(self, hyper: Mapping[str, Any]) -> None:
+        """Refuse settings, except the rate, with a graph that the step would drop."""
+        for name, value in hyper.items():
             if any_requires_grad(each_of({name: value})):
                 self._refuse_graph(f"opt_state.hyper[{name!r}]")
 
-    def numbers(self, opt_state: OptState) -> dict[str, Any]:
-        """Return the settings in the state except the rate, wide enough for a formula: a beta to
-        the power of the step count needs more than float32.
+    def widened(self, hyper: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        """Return settings wide enough for a formula: a beta to the power of the step count needs
+        more than float32.
         """
-        device = opt_state.applied.device
 
         def wide(value: Tensor) -> Tensor:
             return value.to(device, torch.promote_types(value.dtype, widest_float(device)))
 
-        return each_number(wide, opt_state.hyper)
+        return each_number(wide, hyper)
 
     def moving(self, rates: Sequence[Any], like: Tensor) -> dict[int, Any]:
         """Return those `rates` that are tensors or come from a schedule, by index."""
@@ -256,12 +311,12 @@ class OptimizerSettings:
         """Return torch's parameter groups with the current settings, as in its state dicts: Python
         numbers, except a rate that was given as a tensor.
         """
-        count, lr = opt_state.applied, opt_state.lr
+        now, lr = self.numbers_now(opt_state), opt_state.lr
         rates = [
             float(rate) if moves else rate
-            for rate, moves in zip(self.rates(count, lr), self.moves, strict=True)
+            for rate, moves in zip(now.rates, self.moves, strict=True)
         ]
-        first = self.rates(torch.zeros_like(count), lr)
+        first = self.rates(torch.zeros_like(self.count(opt_state)), lr)
         initial = [
             max(float(start), rate) if callable(schedule) else None
             for schedule, start, rate in zip(self.lrs, first, rates, strict=True)
@@ -270,13 +325,17 @@ class OptimizerSettings:
             initial[0] = float(lr)
         if initial_lr is not None:
             initial[0] = float(initial_lr)
-        hyper = each_number(float, opt_state.hyper) if self.hyper else ()
-        pairs = list(zip(rates, initial, strict=True))
+        pairs: list[Any] = list(zip(rates, initial, strict=True))
+        hyper = each_number(float, now.hyper or {})
+        for name in self._schedules:
+            hyper[name] = hyper[name], each_number(float, opt_state.hyper)[name]
         groups = self.torch_groups(tuple(opt_state.slots), pairs, hyper)
         for _, group in groups:
-            group["lr"], start = group["lr"]
-            if start is not None:
-                group["initial_lr"] = start
+            for name in ("lr", *self._schedules):
+                if name == "lr" or group[name] is hyper[name]:  # not of an override
+                    group[name], start = group[name]
+                    if start is not None:
+                        group[f"initial_{name}"] = start
         return groups
 
     def settings_per_slot(self) -> dict[str, Any]:
@@ -320,10 +379,10 @@ class OptimizerSettings:
             for names, group in groups
             for index in dict.fromkeys(group_of[name] for name in names)
         ]
-        scheduled, device = callable(self._lr), fresh.applied.device
-        lr, hyper = fresh.lr, dict(fresh.hyper)
+        scheduled = {*self._schedules, *(("lr",) if callable(self._lr) else ())}
+        lr, hyper, device = fresh.lr, dict(fresh.hyper), fresh.applied.device
         for name in self.in_state:
-            key = "initial_lr" if name == "lr" and scheduled else name
+            key = f"initial_{name}" if name in scheduled else name
             taken = [saved for group, saved in pairs if group[name] is None]
             if key == "initial_lr" and not all(key in saved for saved in taken):
                 raise ValueError(
@@ -347,8 +406,21 @@ class OptimizerSettings:
         return lr, hyper or ()
 
     def check(self, opt_state: OptState) -> None:
-        """Refuse a state whose settings do not match `in_state`."""
-        lr, hyper = opt_state.lr, opt_state.hyper
+        """Refuse a state whose settings do not match `in_state`, or without the count."""
+        lr, hyper, iteration = opt_state.lr, opt_state.hyper, opt_state.iteration
+        if self.schedule_by == "iteration" and not _is_count(iteration):
+            raise ValueError(
+                f"opt_state.iteration is {described(iteration)}, expected a 0-d int64 tensor: this "
+                'optimizer was made with schedule_by="iteration". Likely cause: the state of one '
+                "whose schedules count applied steps. Fix: `opt_state = optimizer.init(params)`, "
+                "or `opt_state._replace(iteration=opt_state.applied.clone())` if no step was "
+                "skipped; a count for each member of an ensemble goes through torch.vmap."
+            )
+        if self.schedule_by == "applied" and not isinstance(iteration, tuple):
+            raise ValueError(
+                f"opt_state.iteration is {iteration!r}, but the schedules of this optimizer count "
+                'applied steps and would ignore it. Fix: from_torch(..., schedule_by="iteration").'
+            )
         if hyper or self.hyper:
             check_hyper(hyper, self.hyper)
         if "lr" in self.in_state and not is_number(lr):
@@ -375,6 +447,13 @@ class OptimizerSettings:
                     f"{', '.join(self.accepted)}."
                 )
             for one in value if isinstance(value, (tuple, list)) else (value,):
+                if self.formula is not None and name != "lr" and callable(one):
+                    raise TypeError(
+                        f"{where}: {name} {'is' if one is value else 'holds'} {one!r}; a schedule "
+                        "stands for lr, or for a number in the state. Fix: "
+                        f"from_torch(..., {name}=schedule, in_state=({name!r},)), and no schedule "
+                        "in overrides."
+                    )
                 if isinstance(one, Tensor) and not (name == "lr" and is_number(one)):
                     raise TypeError(
                         f"{where}: {name} {'is' if one is value else 'holds'} a tensor of shape "
@@ -383,7 +462,7 @@ class OptimizerSettings:
                         f"Fix: a number to start from and in_state=({name!r},), and torch.vmap "
                         "for a value a member."
                     )
-        rate = _check_rate(where, settings["lr"])
+        rate = checked_rate(where, settings["lr"])
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         template = self._constructed([probe], {**settings, "lr": rate})
         if self.formula is None:
@@ -397,6 +476,10 @@ class OptimizerSettings:
             arguments["lr"] = _ANY_LR
         with torch.device("cpu"):  # torch keeps step counts there, whatever the default device is
             return private.without_compiler(self.cls)(probes, **arguments)
+
+
+def _is_count(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.dtype is torch.int64
 
 
 def _check_class(cls: Any) -> None:
@@ -415,66 +498,6 @@ def _check_class(cls: Any) -> None:
             "SparseAdam takes sparse gradients only and counts its steps in Python. Fix: SGD or "
             "Adagrad, which take sparse gradients here."
         )
-
-
-# ---- learning rates ------------------------------------------------------------------------------
-
-# `take` would be shorter, but has no batching rule for vmap.
-_LOOKED_UP = "rates.gather(0, applied.clamp(max=len(rates) - 1).view(1))[0]"
-
-
-def _check_rate(where: str, lr: Any) -> Any:
-    """Return the first rate that a step is given. Refuse anything but a learning rate, and a
-    schedule that reads the count, which would fail later in a traced step.
-    """
-    if isinstance(lr, (bool, type)) or not (callable(lr) or isinstance(lr, (Tensor, numbers.Real))):
-        kind, likely = lr if isinstance(lr, type) else type(lr), "a string, or None"
-        got, fix = repr(lr), "Fix: lr=1e-3, or lr=lambda applied: 1e-3 * 0.95**applied."
-        if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
-            likely = "a scheduler of torch, which holds an optimizer and its own count"
-            fix = f"Fix: lr=schedule_from_torch(lambda opt: {kind.__name__}(opt, ...), lr, steps)."
-        cause = f"Likely cause: {likely}. {fix}"
-        if _may_be_parameters(lr):
-            got, cause = kind.__name__, PARAMETERS_GIVEN
-        raise TypeError(
-            f"{where}: lr must be a number, a 0-d tensor or a function of the step count, got "
-            f"{got}. {cause}"
-        )
-    if not callable(lr) or traced():
-        return lr
-    try:
-        with NoReads():
-            rate = lr(torch.zeros((), dtype=torch.int64, device="cpu"))
-    except ReadError:
-        raise TypeError(
-            f"{where}: the schedule {lr!r} reads the value of the step count. It works step by "
-            "step and breaks when the step is compiled or vmapped, or makes a GPU wait. Likely "
-            "cause: math.cos, an `if`, `int(applied)` or a list indexed by the count. Fix: "
-            f"torch.cos, torch.where(applied < 100, a, b); for a table, {_LOOKED_UP}; for a "
-            "scheduler of torch, schedule_from_torch(make, lr, steps)."
-        ) from None
-    _check_scheduled(rate)
-    return rate
-
-
-def _may_be_parameters(lr: Any) -> bool:
-    if isinstance(lr, (list, tuple)):
-        return not all(isinstance(value, numbers.Real) for value in lr)
-    return isinstance(lr, Iterable) and not isinstance(lr, str)
-
-
-def _check_scheduled(rate: Any) -> None:
-    number = rate.detach() if is_number(rate) else as_float(rate)
-    if number is not None or isinstance(rate, torch.SymFloat):
-        if isinstance(number, float) or (number is not None and host_can_read([number])):
-            check_rate(float(number), "the rate that the schedule lr returned")
-        return
-    what = f"a tensor {rate.dtype} {tuple(rate.shape)}" if isinstance(rate, Tensor) else repr(rate)
-    raise TypeError(
-        f"the schedule lr returned {what}; a learning rate is a number or a floating 0-d tensor. "
-        "Likely cause: a missing `return`, or a table of rates. Fix: `lambda applied: 1e-3 * "
-        f"0.95**applied`; for a table, `{_LOOKED_UP}`."
-    )
 
 
 # ---- patterns ------------------------------------------------------------------------------------

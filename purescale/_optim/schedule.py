@@ -1,4 +1,4 @@
-"""Learning-rate schedulers of torch as tables of rates by step."""
+"""Schedules: functions of a count of steps, and torch's schedulers as tables of rates."""
 
 from __future__ import annotations
 
@@ -8,19 +8,34 @@ import copy
 import dataclasses
 import hashlib
 import math
+import numbers
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from .._optim.in_state import is_number
+from .._optim.opt_state import described
 from .._torch import private
 from .._torch.dtypes import on_device
-from .._torch.tracing import constant_while_compiling
-from .._tree.scalars import real, whole
+from .._torch.tracing import (
+    NoReads,
+    ReadError,
+    constant_while_compiling,
+    host_can_read,
+    traced,
+)
+from .._tree.scalars import as_float, real, whole
 
+Schedule = Callable[[Tensor], "Tensor | float"]
+ScheduleBy = Literal["applied", "iteration"]
+PARAMETERS_GIVEN = (
+    "Likely cause: parameters, which torch's classes take and from_torch does not. Fix: "
+    "`optimizer = from_torch(torch.optim.AdamW, lr=1e-3)`, then `optimizer.init(params)`."
+)
 RATE_IN_THE_STATE = (
     "Fix: the rate in the state, `optimizer = from_torch(cls, lr=lr, in_state=('lr',))`; a "
     "scheduler of its own over `torch.optim.SGD([torch.zeros(1)], lr=lr)`, and after each "
@@ -56,8 +71,9 @@ def schedule_from_torch(
 
     Returns:
         A function from a count (an integer tensor of any shape) to rates, float32 in that shape: an
-        `lr` for `from_torch` and its `overrides`. For a scheduler that torch would step once an
-        epoch: `lambda applied: schedule(applied // steps_per_epoch)`.
+        `lr` for `from_torch` and its `overrides`. For a loop that calls `scheduler.step()` once a
+        batch, skipped or not, use `from_torch(..., schedule_by="iteration")`; for one that calls it
+        once an epoch, `lambda applied: schedule(applied // steps_per_epoch)`.
 
     Raises:
         TypeError: If `make` does not return a scheduler of torch.
@@ -150,6 +166,80 @@ def check_rate(rate: float, what: str) -> None:
             "the step count, eta_min or end_factor of a scheduler; maximize=True to go up the "
             "gradient."
         )
+
+
+# ---- functions of a count ------------------------------------------------------------------------
+
+# `take` would be shorter, but has no batching rule for vmap.
+_LOOKED_UP = "rates.gather(0, applied.clamp(max=len(rates) - 1).view(1))[0]"
+
+
+def checked_rate(where: str, lr: Any) -> Any:
+    """Return the first rate that a step is given. Refuse anything but a learning rate, and a
+    schedule that reads the count, which would fail later in a traced step.
+    """
+    if isinstance(lr, (bool, type)) or not (callable(lr) or isinstance(lr, (Tensor, numbers.Real))):
+        kind, likely = lr if isinstance(lr, type) else type(lr), "a string, or None"
+        got, fix = repr(lr), "Fix: lr=1e-3, or lr=lambda applied: 1e-3 * 0.95**applied."
+        if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+            likely = "a scheduler of torch, which holds an optimizer and its own count"
+            fix = f"Fix: lr=schedule_from_torch(lambda opt: {kind.__name__}(opt, ...), lr, steps)."
+        cause = f"Likely cause: {likely}. {fix}"
+        if _may_be_parameters(lr):
+            got, cause = kind.__name__, PARAMETERS_GIVEN
+        raise TypeError(
+            f"{where}: lr must be a number, a 0-d tensor or a function of the step count, got "
+            f"{got}. {cause}"
+        )
+    return _first(where, "lr", lr) if callable(lr) and not traced() else lr
+
+
+def first_numbers(name: str, value: Any) -> Any:
+    """Return the Python numbers of a setting before the first step."""
+    if isinstance(value, (tuple, list)):
+        return tuple([first_numbers(name, one) for one in value])
+    if not callable(value):
+        return value
+    return float(private.outside_of_modes(lambda: _first("from_torch", name, value)))
+
+
+def _first(where: str, name: str, schedule: Schedule) -> Any:
+    """Return the number of a schedule at 0. Refuse one that reads the count."""
+    try:
+        with NoReads():
+            number = schedule(torch.zeros((), dtype=torch.int64, device="cpu"))
+    except ReadError:
+        raise TypeError(
+            f"{where}: the schedule {schedule!r} reads the value of the step count. It works step "
+            "by step and breaks when the step is compiled or vmapped, or makes a GPU wait. Likely "
+            "cause: math.cos, an `if`, `int(applied)` or a list indexed by the count. Fix: "
+            f"torch.cos, torch.where(applied < 100, a, b); for a table, {_LOOKED_UP}; for a "
+            "scheduler of torch, schedule_from_torch(make, lr, steps)."
+        ) from None
+    check_scheduled(name, number)
+    return number
+
+
+def _may_be_parameters(lr: Any) -> bool:
+    if isinstance(lr, (list, tuple)):
+        return not all(isinstance(value, numbers.Real) for value in lr)
+    return isinstance(lr, Iterable) and not isinstance(lr, str)
+
+
+def check_scheduled(name: str, number: Any) -> None:
+    value = number.detach() if is_number(number) else as_float(number)
+    if value is not None or isinstance(number, torch.SymFloat):
+        if name != "lr" or value is None:
+            return
+        if isinstance(value, float) or host_can_read([value]):
+            check_rate(float(value), "the rate that the schedule lr returned")
+        return
+    what = f"a tensor {described(number)}" if isinstance(number, Tensor) else repr(number)
+    raise TypeError(
+        f"the schedule {name} returned {what}; expected a number or a floating 0-d tensor. Likely "
+        "cause: a missing `return`, or a table of rates. Fix: `lambda applied: 1e-3 * "
+        f"0.95**applied`; for a table, `{_LOOKED_UP}`."
+    )
 
 
 # ---- schedulers of torch -------------------------------------------------------------------------

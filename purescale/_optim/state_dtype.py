@@ -264,7 +264,8 @@ def _with_slots(state: Tree, leaves: Iterable[Any]) -> Tree:
             *[_with_slots(value, leaves) if name == "inner" else value for name, value in fields]
         )
     if isinstance(state, OptState):
-        return OptState(state.applied, slots_like(state.slots, leaves), state.lr, state.hyper)
+        applied, _, *numbers = state
+        return OptState(applied, slots_like(state.slots, leaves), *numbers)
     if not are_parts(state):
         return _tree.flatten(state)[1].unflatten(leaves)
     remaining = iter(leaves)

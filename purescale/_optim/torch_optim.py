@@ -21,10 +21,16 @@ from .._optim.opt_state import (
     each_of,
     slots_like,
 )
-from .._optim.param_groups import PARAMETERS_GIVEN, OptimizerSettings, Overrides, Schedule
+from .._optim.param_groups import (
+    Numbers,
+    OptimizerSettings,
+    Overrides,
+)
+from .._optim.schedule import PARAMETERS_GIVEN, Schedule, ScheduleBy
 from .._optim.step_inputs import StepInputs, flatten_step, named_params, working_copies
 from .._optim.torch_state_dict import (
     checked_state_dict,
+    counts_from,
     find_parameters,
     in_the_form_of,
     restored,
@@ -37,7 +43,6 @@ from .._torch.metadata import Metadata
 from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
-from .._tree.scalars import whole
 from .._tree.tree import FlatDict, Tree
 
 P = ParamSpec("P")
@@ -65,6 +70,7 @@ def from_torch(
     overrides: Overrides | None = None,
     in_state: Sequence[str] = (),
     lr_in_state: bool = False,
+    schedule_by: ScheduleBy = "applied",
     **settings: Any,
 ) -> TorchOptimizer:
     """Equal to `opt = cls(params, lr=lr, **settings); opt.step()` on copies of everything: bit for
@@ -85,18 +91,23 @@ def from_torch(
         cls: A class of torch.optim, a subclass, or a class of your own. A class with a `step` of
             its own is called eagerly, on copies; it makes its slots in its first step, and where a
             step waits for its flag (on an accelerator) it reads it.
-        lr: A number, a 0-d tensor (which can be differentiated), or a schedule: a function from the
-            number of applied steps, a 0-d int64 tensor, to the learning rate. Skipped steps do not
-            advance a schedule; `schedule_from_torch` makes one from a scheduler of torch. A
-            negative rate is refused like a negative number where the host can read it (on a CPU, in
-            eager mode); elsewhere such a step goes up the gradient.
+        lr: A number, a 0-d tensor (which can be differentiated), or a schedule: a function from a
+            count of steps, a 0-d int64 tensor, to the learning rate. `schedule_from_torch` makes
+            one from a scheduler of torch. A negative rate is refused like a negative number where
+            the host can read it (on a CPU, in eager mode); elsewhere such a step goes up the
+            gradient.
         overrides: Settings for some parameters, by dotted name or glob, or by a tuple of these.
             Later ones win: `{("*.bias", "norm*"): {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`.
         in_state: Names of settings to keep in the state as 0-d float32 tensors, so that one
             compiled step serves every value and they can be vmapped, saved and differentiated. The
-            rate is `opt_state.lr` (a factor that starts at 1 if `lr` is a schedule), the others are
-            in `opt_state.hyper`; `replace_settings(state, lr=...)` changes them.
+            rate is `opt_state.lr`, the others are in `opt_state.hyper`;
+            `replace_settings(state, lr=...)` changes them. Each of these numbers may be a schedule,
+            as `weight_decay=lambda count: 0.04 + 1e-4 * count`; the state then holds a factor of
+            it, which starts at 1.
         lr_in_state: True for `in_state=("lr",)`.
+        schedule_by: What schedules count: `"applied"` steps, or by `"iteration"`, that is skipped
+            steps too, as a loop of torch does that calls `scheduler.step()` once a batch. The count
+            is `opt_state.iteration`, and a skipped step changes nothing else.
         settings: The settings of the class. A flag (`foreach`, `fused`, `capturable`) that is named
             here chooses torch's implementation on a CPU; with `differentiable=True` the formula
             runs.
@@ -105,11 +116,11 @@ def from_torch(
         An optimizer that holds settings and no state.
 
     Raises:
-        TypeError, ValueError: If torch refuses a setting; if `lr` is a schedule that reads the
-            value of the count; if a name in `in_state` is not a number of the formula. Also for
-            parameters (give them to `init`), LBFGS and SparseAdam. `init` and
-            `step` raise if a pattern in `overrides` matches no parameter; `step` raises before any
-            work if the state does not fit the parameters.
+        TypeError, ValueError: If torch refuses a setting; if a schedule reads the value of the
+            count, or stands for a setting that is not in the state; if a name in `in_state` is not
+            a number of the formula. Also for parameters (give them to `init`), LBFGS and
+            SparseAdam. `init` and `step` raise if a pattern in `overrides` matches no parameter;
+            `step` raises before any work if the state does not fit the parameters.
 
     Example:
         >>> import torch
@@ -129,7 +140,9 @@ def from_torch(
             "through from_torch(..., in_state=('lr',)) and replace_settings(opt_state, lr=...)."
         )
     names = names_in_state(in_state, lr_in_state)
-    return TorchOptimizer(cls, lr, overrides or {}, settings, in_state=names)
+    return TorchOptimizer(
+        cls, lr, overrides or {}, settings, in_state=names, schedule_by=schedule_by
+    )
 
 
 class TorchOptimizer:
@@ -148,8 +161,11 @@ class TorchOptimizer:
         settings: dict[str, Any],
         *,
         in_state: Sequence[str] = (),
+        schedule_by: ScheduleBy = "applied",
     ) -> None:
-        self._groups = OptimizerSettings(cls, lr, overrides, settings, in_state=in_state)
+        self._groups = OptimizerSettings(
+            cls, lr, overrides, settings, in_state=in_state, schedule_by=schedule_by
+        )
         self._layout = self._groups.layout
         self._formula = self._groups.formula
         self._kernel = kernel_of(self._formula)
@@ -178,7 +194,8 @@ class TorchOptimizer:
         applied = torch.zeros((), dtype=torch.int64, device=device)
         lr, hyper = self._groups.initial_numbers(device)
         slots = self._groups.new_slots(named, self._groups.rates(applied, lr))
-        return OptState(applied, slots, lr, hyper)
+        iteration = applied.clone() if self._groups.schedule_by == "iteration" else ()
+        return OptState(applied, slots, lr, hyper, iteration)
 
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
@@ -215,16 +232,14 @@ class TorchOptimizer:
         self._groups.check(opt_state)
         self._groups.check_names(tuple(weights))
 
-    def prepare(self, inputs: StepInputs, *, in_place: bool = False) -> list[Any]:
-        """Return the rates of a step."""
-        opt_state = inputs.opt_state
-        if self._groups.hyper:
-            self._groups.refuse_graphs(opt_state)
-        rates = self._groups.rates(opt_state.applied, opt_state.lr)
+    def prepare(self, inputs: StepInputs, *, in_place: bool = False) -> Numbers:
+        """Return the settings of a step that may move."""
+        numbers = self._groups.numbers_now(inputs.opt_state)
         if in_place:  # a rate that is not in the state may share memory with a parameter
-            lr = opt_state.lr
-            return [r.clone() if isinstance(r, Tensor) and r is not lr else r for r in rates]
-        return rates
+            lr, rates = inputs.opt_state.lr, numbers.rates
+            rates = [r.clone() if isinstance(r, Tensor) and r is not lr else r for r in rates]
+            return numbers._replace(rates=rates)
+        return numbers
 
     def applied(
         self, inputs: StepInputs, *, in_place: bool = False, prepared: Any = None
@@ -232,10 +247,9 @@ class TorchOptimizer:
         """Return parameters and state after the step, as in `Updater`."""
         if self.fuses(inputs):
             return self.masked(inputs, False, in_place=in_place, prepared=prepared)
-        lrs = prepared or self.prepare(inputs, in_place=in_place)
+        lrs, hyper = prepared or self.prepare(inputs, in_place=in_place)
         gradients = _cast_gradients(inputs)
         weights, slots = inputs.named_params, inputs.opt_state.slots
-        hyper = inputs.opt_state.hyper
         if self._formula is None or self._reads_on_host(inputs):
             working = working_copies(inputs, in_place=in_place, any_order=True)
             weights, slots = working.named_params, working.opt_state.slots
@@ -243,7 +257,7 @@ class TorchOptimizer:
             return self._stepped(inputs, weights, slots, 1)
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._formula_step.make
         moving = self._groups.moving(lrs, inputs.opt_state.applied)
-        numbers = self._groups.numbers(inputs.opt_state) if hyper else ()
+        numbers = self._groups.widened(hyper, inputs.opt_state.applied.device) if hyper else ()
         one_by_one = self.differentiable or traced()
         new = iter(run(self._key, weights, gradients, slots, moving, numbers, one_by_one))
         weights = dict(zip(weights, new, strict=False))
@@ -261,9 +275,9 @@ class TorchOptimizer:
         itself. Equal to the choice of the old ones or of `applied`, for `inputs` of which `fuses`
         is True.
         """
-        lrs = prepared or self.prepare(inputs, in_place=in_place)
+        lrs, hyper = prepared or self.prepare(inputs, in_place=in_place)
         new = working_copies(inputs, in_place=in_place)
-        weights, slots, hyper = new.named_params, new.opt_state.slots, new.opt_state.hyper
+        weights, slots = new.named_params, new.opt_state.slots
         if torch.compiler.is_dynamo_compiling() and _COMPILES_BEHIND_DYNAMO:
             grads = inputs.grads
             numbers = grads.scale, grads.factor, grads.clip_value, skip
@@ -287,13 +301,15 @@ class TorchOptimizer:
         in_place: bool = False,
     ) -> tuple[Tree, OptState]:
         """Return the results of a step as trees, with `count` more applied steps."""
-        applied, _, lr, hyper = inputs.opt_state
+        applied, _, lr, hyper, iteration = inputs.opt_state
         keep = Tensor.detach if in_place else self._copy
+        add = Tensor.add_ if in_place else Tensor.add
         state = OptState(
-            applied.add_(count) if in_place else applied + count,
+            add(applied, count),
             slots,
             keep(lr) if isinstance(lr, Tensor) else lr,
             hyper and each_number(keep, hyper),
+            add(iteration, 1) if isinstance(iteration, Tensor) else iteration,
         )
         return inputs.params_tree(list(map(weights.get, inputs.names))), state
 
@@ -428,7 +444,11 @@ class TorchOptimizer:
         return in_the_form_of(like, sd, fixed, opt_state.slots)
 
     def from_state_dict(
-        self, sd: Mapping[str, Any], params: Tree, applied: int | Tensor | None = None
+        self,
+        sd: Mapping[str, Any],
+        params: Tree,
+        applied: int | Tensor | None = None,
+        iteration: int | Tensor | None = None,
     ) -> OptState:
         """Return the state in `cls(groups).state_dict()`, copied. Syncs with the host. A
         setting is taken from the dict only if `in_state` names it.
@@ -447,14 +467,16 @@ class TorchOptimizer:
                 `scheduler.last_epoch` of a scheduler that stepped with the optimizer. By default it
                 is the largest step count in `sd`. A class without step counts (SGD, Muon) starts at
                 1 if `sd` has any state, else at 0.
+            iteration: The number of steps with the skipped ones, from which a schedule by iteration
+                goes on: `scheduler.last_epoch` of a scheduler that stepped once a batch. Without a
+                schedule it is `applied` by default.
 
         Raises:
             ValueError: If the state is that of another class or model; if `sd` has no names, and
                 its groups do not fit or could be exchanged; if groups disagree on a setting in the
-                state; if a schedule needs a count and `sd` has none.
+                state; if a schedule needs a count and `sd` has none; none has that of iterations.
         """
         saved_groups, states = checked_state_dict(sd)
-        number = None if applied is None else _whole_count(applied)
         fresh = self.init(params)
         names = tuple(fresh.slots)
         fixed = self._groups.fixed_groups(names)
@@ -462,27 +484,10 @@ class TorchOptimizer:
         slots = fresh.slots  # replaced one by one, so that memory holds one state only
         for name, param in saved_params.items():
             slots[name] = restored(name, states.get(param.key, {}), slots[name])
-        steps = [slot["step"] for slot in slots.values() if "step" in slot]
-        if steps and not bool(torch.isfinite(torch.stack(steps)).all()):
-            raise ValueError(
-                "the state dict has a step count that is inf or NaN. Likely cause: a damaged "
-                "file, or a step that was taken with such a count. Fix: an older state dict."
-            )
-        if number is None and not steps and any(map(callable, self._groups.lrs)):
-            raise ValueError(
-                f"the rate is a schedule, and {self._groups.cls.__name__}'s state dict has no step "
-                "count to go on from. Fix: `optimizer.from_state_dict(sd, params, "
-                "applied=scheduler.last_epoch)`, the number of steps made so far."
-            )
-        if number is not None:
-            count = torch.full_like(fresh.applied, number)
-        elif steps:
-            count = torch.stack(steps).max().to(torch.int64)
-        else:
-            count = fresh.applied + bool(states)
+        counts = counts_from(self._groups, fresh, applied, iteration, has_state=bool(states))
         group_of = {name: param.group for name, param in saved_params.items()}
         numbers = self._groups.numbers_from_dict(saved_groups, group_of, fresh)
-        return OptState(count, slots, *numbers)
+        return OptState(counts[0], slots, *numbers, counts[1])
 
 
 # In older versions is_compiling() is False while the compiler behind Dynamo traces.
@@ -508,9 +513,3 @@ def _cast_gradients(inputs: StepInputs) -> dict[str, Tensor]:
     else:
         leaves = foreach.cast(leaves, dtypes)
     return dict(zip(names, leaves, strict=True))
-
-
-def _whole_count(applied: Any) -> int:
-    if isinstance(applied, Tensor) and applied.ndim == 0:
-        applied = applied.item()
-    return whole("applied", applied, least=0)

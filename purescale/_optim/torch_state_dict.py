@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import FIRST_STEP
-from .._optim.opt_state import Slots
-from .._optim.param_groups import FLAGS
+from .._optim.opt_state import OptState, Slots
+from .._optim.param_groups import FLAGS, OptimizerSettings
 from .._tree import tree as _tree
+from .._tree.scalars import whole
 
 Groups = Sequence[tuple[list[str], Mapping[str, Any]]]  # names, and the settings of each group
 
@@ -319,3 +320,60 @@ def restored(name: str, saved: Mapping[str, Any], fresh: dict[str, Tensor]) -> d
             )
         restored[key] = value.detach().to(like.device, like.dtype, copy=True)
     return restored
+
+
+# ---- counts of steps -----------------------------------------------------------------------------
+
+
+def counts_from(
+    settings: OptimizerSettings, fresh: OptState, applied: Any, iteration: Any, *, has_state: bool
+) -> tuple[Tensor, Any]:
+    """Return the number of applied steps, and that of iterations or (), of a restored state with
+    the slots of `fresh`: as given, else by its step counts.
+    """
+    number = _whole_count("applied", applied)
+    iterations = _iterations(settings, iteration)
+    steps = [slot["step"] for slot in fresh.slots.values() if "step" in slot]
+    if steps and not bool(torch.isfinite(torch.stack(steps)).all()):
+        raise ValueError(
+            "the state dict has a step count that is inf or NaN. Likely cause: a damaged "
+            "file, or a step that was taken with such a count. Fix: an older state dict."
+        )
+    by_applied = settings.schedule_by == "applied"
+    if number is None and not steps and by_applied and settings.has_schedules:
+        raise ValueError(
+            f"the rate is a schedule, and {settings.cls.__name__}'s state dict has no step "
+            "count to go on from. Fix: `optimizer.from_state_dict(sd, params, "
+            "applied=scheduler.last_epoch)`, the number of steps made so far."
+        )
+    if number is not None:
+        count = torch.full_like(fresh.applied, number)
+    elif steps:
+        count = torch.stack(steps).max().to(torch.int64)
+    else:
+        count = fresh.applied + has_state
+    if by_applied:
+        return count, ()
+    return count, count.clone() if iterations is None else torch.full_like(count, iterations)
+
+
+def _iterations(settings: OptimizerSettings, iteration: Any) -> int | None:
+    by_iteration = settings.schedule_by == "iteration"
+    if iteration is not None and not by_iteration:
+        raise ValueError(
+            f"iteration is {iteration}, but the schedules of this optimizer count applied steps. "
+            'Fix: from_torch(..., schedule_by="iteration"), or `applied=` in its place.'
+        )
+    if iteration is None and by_iteration and settings.has_schedules:
+        raise ValueError(
+            "a schedule goes by iteration, and a state dict of torch.optim counts applied steps at "
+            "most. Fix: `optimizer.from_state_dict(sd, params, iteration=scheduler.last_epoch)`, "
+            "the number of steps so far with the skipped ones; of a state `opt_state.iteration`."
+        )
+    return _whole_count("iteration", iteration)
+
+
+def _whole_count(name: str, count: Any) -> int | None:
+    if isinstance(count, Tensor) and count.ndim == 0:
+        count = count.item()
+    return None if count is None else whole(name, count, least=0)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._grads.clip import Clip, clip_factor
 from .._grads.measure import OVERFLOW_ONLY, GradStats, StatsOptions, stats_by_masks
+from .._optim.opt_state import after_skip
 from .._optim.partition import PartitionOptimizer
 from .._optim.protocol import Updater
 from .._optim.step_inputs import StepInputs
@@ -190,7 +191,6 @@ class Masked:
         """Return the old parameters and state if the step is skipped, else those of the applied
         step.
         """
-        old = inputs.params_tree(inputs.params), inputs.opt_state
         new = prepared
         if not optimizer.calls_step:
             if optimizer.differentiable or under_derivative():
@@ -199,7 +199,8 @@ class Masked:
             own = inputs.unscaled(wide=optimizer.wide_grads)
             new = optimizer.applied(own, prepared=prepared)
         if optimizer.may_add_slots:
-            return unchanged(old, overwrite=in_place) if bool(skip) else new
+            return skipped(inputs, overwrite=in_place) if bool(skip) else new
+        old = inputs.params_tree(inputs.params), after_skip(inputs.opt_state, in_place=in_place)
         keeps_graph = optimizer.differentiable or traced()
         with torch.set_grad_enabled(torch.is_grad_enabled() and keeps_graph):
             leaves, others, structure = _tree.matching_leaves(old, new, "old", "new")
@@ -207,8 +208,9 @@ class Masked:
             return structure.unflatten(chosen)
 
 
-def unchanged(old: tuple[Tree, Tree], *, overwrite: bool) -> tuple[Tree, Tree]:
-    """Return the old parameters and state, copied unless `overwrite`."""
+def skipped(inputs: StepInputs, *, overwrite: bool) -> tuple[Tree, Tree]:
+    """Return the parameters and the state after a skipped step, copied unless `overwrite`."""
+    old = inputs.params_tree(inputs.params), after_skip(inputs.opt_state, in_place=overwrite)
     return _tree.map(_off_graph, old) if overwrite else _tree.clone(old)
 
 

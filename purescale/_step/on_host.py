@@ -15,7 +15,7 @@ from .._grads.clip import Clip, clip_factor_on_host
 from .._grads.measure import OVERFLOW_ONLY, GradStats, StatsOptions, stats_on_host
 from .._optim.protocol import Updater
 from .._optim.step_inputs import StepInputs
-from .._step.masked import Masked, unchanged
+from .._step.masked import Masked, skipped
 from .._step.memory import Memory
 from .._torch.metadata import Metadata
 from .._torch.private import listops
@@ -75,8 +75,7 @@ class OnHost(Masked):
     ) -> tuple[Tree, Tree]:
         if not skip:
             return super().update(optimizer, inputs, skip, memory)
-        old = inputs.params_tree(inputs.params), inputs.opt_state
-        return inputs.restore(*unchanged(old, overwrite=memory.optimizer))
+        return inputs.restore(*skipped(inputs, overwrite=memory.optimizer))
 
     @staticmethod
     def _step_and_choose(

@@ -50,8 +50,9 @@ def maybe_step(
         params: The parameters.
         grads: Their unscaled gradients; they need not be finite if `found_inf` is True.
         opt_state: The state of the optimizer.
-        found_inf: 0-d bool. If it is True, parameters, optimizer state and step count come back bit
-            for bit; no value is read on an accelerator to decide this.
+        found_inf: 0-d bool. If it is True, parameters and optimizer state come back bit for bit,
+            but for the count of iterations that `schedule_by="iteration"` asks for; no value is
+            read on an accelerator to decide this.
         donate: `params` and `opt_state` may be overwritten; the caller gives them up. Same bits.
             Inside torch.compile, no two donated tensors may share memory, because that cannot be
             seen there.

@@ -14,7 +14,7 @@ from .._optim.master_weights import MasterState, master_weights, masters_within
 from .._optim.opt_state import OptState, without_wrappers
 from .._optim.param_groups import FLAGS
 from .._optim.partition import PartitionOptimizer
-from .._optim.schedule import RateTable, check_scheduler, place_of, rates_ahead
+from .._optim.schedule import RateTable, ScheduleBy, check_scheduler, place_of, rates_ahead
 from .._optim.torch_optim import TorchOptimizer, from_torch
 from .._optim.torch_state_dict import state_dict
 from .._step.train_state import TrainState
@@ -95,7 +95,10 @@ def rates_from_now(
 
 
 def as_from_torch(
-    optimizer: torch.optim.Optimizer, names: list[tuple[str, ...]], rates: list[Any]
+    optimizer: torch.optim.Optimizer,
+    names: list[tuple[str, ...]],
+    rates: list[Any],
+    schedule_by: ScheduleBy,
 ) -> TorchOptimizer:
     """Return a `from_torch` optimizer with the settings of the first group, and overrides for the
     others.
@@ -112,7 +115,8 @@ def as_from_torch(
             overrides[tuple(map(glob.escape, members))] = differing
     defaults = inspect.signature(cls).parameters
     changed = {name: value for name, value in first.items() if value != defaults[name].default}
-    return from_torch(cls, overrides=overrides, **{**changed, "lr": first["lr"]})
+    changed["lr"] = first["lr"]
+    return from_torch(cls, overrides=overrides, schedule_by=schedule_by, **changed)
 
 
 def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,7 +234,7 @@ def load_slots(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None
 def steps_since(
     scheduler: Any, optimizer: torch.optim.Optimizer, ours: TorchOptimizer, opt_state: OptState
 ) -> int:
-    """Return the number of steps applied since the scheduler's last."""
+    """Return the number of steps since the scheduler's last: applied ones, or iterations."""
     scheduled = callable(ours.summary[1]["lr"])
     if scheduled != (scheduler is not None):
         raise ValueError(
@@ -242,10 +246,12 @@ def steps_since(
     if scheduler is None:
         return 0
     check_scheduler(scheduler, optimizer, "scheduler")
-    applied, place = int(opt_state.applied), place_of(scheduler)
-    if applied < place:
+    by_iteration = isinstance(opt_state.iteration, Tensor)
+    count = int(opt_state.iteration if by_iteration else opt_state.applied)
+    place = place_of(scheduler)
+    if count < place:
         raise ValueError(
-            f"the scheduler is at step {place}, the state at {applied}. Likely cause: the "
+            f"the scheduler is at step {place}, the state at {count}. Likely cause: the "
             "scheduler was stepped after take_over. Fix: do not step it; give_back does."
         )
-    return applied - place
+    return count - place

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._loss_scale.rules import NoScale, ScalerState
 from .._module.functional import Apply, load_into, make_functional
-from .._optim.schedule import advance, undone
+from .._optim.schedule import ScheduleBy, advance, undone
 from .._optim.torch_optim import TorchOptimizer
 from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float
@@ -191,6 +191,7 @@ def take_over(
     scaler: torch.amp.GradScaler | None,
     scheduler: LRScheduler | None = None,
     steps: int | None = None,
+    schedule_by: ScheduleBy = "applied",
 ) -> tuple[Apply, TorchOptimizer, Any, TrainState]:
     """Syncs with the host. Equal to `apply, params, buffers = make_functional(model)`,
     `optimizer = from_torch(type(optimizer), lr=schedule, overrides=groups)`,
@@ -210,17 +211,19 @@ def take_over(
             `loss / k` use the rule and state of `from_state_dict(d, accumulated=k)`, or about
             log2(k) of the first steps overflow.
         scheduler: A scheduler of torch that steps with the optimizer, also a chained or sequential
-            one. It is followed as in a loop that calls `scheduler.step()` after applied steps only.
-            A loop that calls it once an iteration, skipped or not, is followed until the first
-            skipped step: there its rate moves on, and the rate here does not. Leave out a scheduler
-            that steps once an epoch: the rate is then constant until `give_back`.
+            one. Leave out a scheduler that steps once an epoch: the rate is then constant until
+            `give_back`.
         steps: The number of coming steps whose rates are tabulated, needed with a `scheduler`.
             Later steps keep the last rate.
+        schedule_by: `"iteration"` for a loop that calls `scheduler.step()` once a batch, whether
+            the optimizer's step was skipped or not, as most loops do; `"applied"` for one that
+            calls it after applied steps only. It is `schedule_by` of `from_torch`.
 
     Returns:
         `apply, optimizer, rule, state`, for `with_policy` and `train_step`. A schedule goes on from
-        `state.opt_state.applied`, which is the scheduler's `last_epoch`, or else the largest step
-        count of the optimizer. `state.step` starts from the same number.
+        the scheduler's `last_epoch`, which is `state.opt_state.applied`, or `.iteration` with
+        `schedule_by="iteration"`; else `applied` is the largest step count of the optimizer.
+        `state.step` starts from `applied`.
 
     Raises:
         TypeError: `model`, `optimizer` or `scheduler` is not one of torch.
@@ -249,9 +252,10 @@ def take_over(
     names = names_by_group(optimizer, model, params)
     check_no_gradients(optimizer, model)
     rates, place = rates_from_now(optimizer, scheduler, steps)
-    ours = as_from_torch(optimizer, names, rates)
+    ours = as_from_torch(optimizer, names, rates, schedule_by)
     live = state_dict_by_name(optimizer, model, params)
-    opt_state = ours.from_state_dict(live, params, applied=place)
+    count = {} if place is None else {schedule_by: place}
+    opt_state = ours.from_state_dict(live, params, **count)
     device = opt_state.applied.device
     rule: Any = NoScale()
     state = rule.init(device)
@@ -272,13 +276,14 @@ def give_back(
 ) -> None:
     """Syncs with the host. Equal to `load_into(model, state.params, state.buffers)`,
     `torch_optimizer.load_state_dict(...)`, `scaler.load_state_dict(to_state_dict(rule,
-    state.scaler))` and one `scheduler.step()` for each step that was applied.
+    state.scaler))` and one `scheduler.step()` for each step that was applied, or for each step with
+    `schedule_by="iteration"`.
 
     The inverse of `take_over`: copies the state into the live objects, so that torch's own loop can
     go on. Nothing is written unless everything fits. Parameter groups keep torch's settings; their
-    rates are those of the scheduler, which a skipped step does not advance, or without one
-    unchanged. The optimizer keeps its state of frozen parameters. The scaler is ready for the next
-    iteration, also after an `unscale_` without a step.
+    rates are those of the scheduler, or without one unchanged. The optimizer keeps its state of
+    frozen parameters. The scaler is ready for the next iteration, also after an `unscale_` without
+    a step.
 
     Args:
         state: The state that the last `train_step` returned. It is not changed.

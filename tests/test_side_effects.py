@@ -148,7 +148,7 @@ def given(model):
 @pytest.mark.parametrize("write", ["replaces", "writes"])
 def test_a_tensor_that_a_forward_reads_and_changes_is_told_once_with_the_cure(write):
     apply, params, buffers = given(nn.Sequential(Spikes(write)))
-    with pytest.warns(UserWarning, match=r"^0\.mem of the model .*Fix: .*register_buffer"):
+    with pytest.warns(UserWarning, match=r"^0\.mem of the model .*Fix: .*state_attributes"):
         apply(params, buffers, X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

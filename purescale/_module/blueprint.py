@@ -46,8 +46,9 @@ class ModelCopy:
         return content[key] if key < len(content) else None
 
     def registered(self) -> list[Any]:
-        """Return all parameters, buffers and modules that are registered now."""
-        return list(itertools.chain.from_iterable(map(dict.values, self.stores)))
+        """Return all parameters, buffers and modules that are registered now, and the state."""
+        state = [self.get(container, key) for container, key, _, _ in self.links.state]
+        return [*itertools.chain.from_iterable(map(dict.values, self.stores)), *state]
 
 
 class Blueprint:

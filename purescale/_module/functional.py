@@ -22,6 +22,7 @@ from .._module.registered import (
     registered_tensors,
 )
 from .._module.side_effects import Reads, SideEffects, warn_of_lost
+from .._module.state_attributes import state_tensors, tensors_in_attributes
 from .._torch import dtensor, foreach, private
 from .._torch.tracing import PLAIN_TYPES, under_transform
 from .._tree import tree as _tree
@@ -224,7 +225,9 @@ def _gradient_hooks(params: Tensors) -> dict[str, tuple[Hook, ...]]:
 # ---- make_functional ---------------------------------------------------------------------------
 
 
-def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
+def make_functional(
+    model: nn.Module, state_attributes: tuple[str, ...] = ()
+) -> tuple[Apply, Tensors, Tensors]:
     """Equal to `apply = lambda params, buffers, *args: (functional_call(model,
     {**params, **(b := copy(buffers))}, args), b)`.
 
@@ -262,6 +265,9 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
 
     Args:
         model: The module. It is not changed.
+        state_attributes: Names or globs of tensors in plain attributes that are state, such as
+            `("*.mem",)` for the membranes of a spiking net. They are among the buffers. In a list
+            or dict, the name is `layer.attribute.key`.
 
     Returns:
         `apply, params, buffers`. The last two are dicts of detached copies by dotted name.
@@ -272,7 +278,8 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
             of the model, or is bound to a live module.
         ValueError: A lazy parameter has not seen a batch; a parameter is in a class attribute, or
             shares memory with a tensor that is not tied to it, such as a buffer that is a view of
-            it; or a closure, a hook, a patched or compiled forward, or an object written in C holds
+            it; a name of `state_attributes` matches nothing, or what is not a tensor; or a closure,
+            a hook, a patched or compiled forward, or an object written in C holds
             a part of the live model.
         RuntimeError: From `apply`: the names are of another model, a parameter is read after the
             call, or the forward does one of the following. It registers a parameter, buffer or
@@ -298,7 +305,7 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     the live module; `method` is that of flax's Module.apply.
     """
     _check_module(model)
-    registered = registered_tensors(model)
+    registered = registered_tensors(model, state_tensors(model, state_attributes))
     check_shared_memory(registered)
     frozen = {name: p for name, p in registered.params.items() if not p.requires_grad}
     if len(frozen) == len(registered.params):
@@ -403,7 +410,7 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
         model: The module to write into.
         params: Parameters by the names that `make_functional` gives. Frozen parameters may be in
             either dict.
-        buffers: Buffers by name, persistent or not.
+        buffers: Buffers by name, persistent or not, and tensors in plain attributes.
 
     Raises:
         TypeError: `model` is not a module, or a dict is not one of tensors.
@@ -426,7 +433,8 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
             "load_into(model, params, buffers)."
         )
     check_dicts(params, buffers)
-    registered = registered_tensors(model)
+    plain = tensors_in_attributes(model)
+    registered = registered_tensors(model, {n: t for n, t in plain.items() if n in buffers})
     targets = registered.params | registered.buffers
     sources = {**params, **buffers}
     faults = [f"missing {name}" for name in targets if name not in sources]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .._module.blueprint import ModelCopy
 from .._module.recorder import STORES
 from .._module.registered import Tensors
 from .._module.side_effects import FIX
 from .._torch import private
+from .._tree import tree as _tree
 
 
 @private.only_inlined
@@ -61,9 +62,10 @@ def _registered_error(module: Any, store: str, key: str) -> RuntimeError:
 def _replaced(copy: ModelCopy, tensors: Tensors, buffers: Tensors) -> Tensors:
     """Return the buffers that the forward replaced."""
     stores = {number for number, _, _ in copy.links.stores}
+    attributes = {(number, key): name for number, key, name, _ in copy.links.state}
     values: dict[str, Any] = {}  # at the first place where each is registered
     for number, key, name, _ in copy.links.tensors:
-        if number in stores:
+        if number in stores or (number, key) in attributes:
             values.setdefault(name, copy.get(number, key))
     new = {}
     for name, value in values.items():
@@ -79,6 +81,8 @@ def _replaced(copy: ModelCopy, tensors: Tensors, buffers: Tensors) -> Tensors:
                 "Buffers are the state of a step and must be the same ones before and after. "
                 "Fix: fill it with zeros, or keep values of one forward in a plain attribute."
             )
+        if name in attributes.values():
+            _check_state(name, value, buffers[name])
         value = value.clone()  # it may be an argument
         if value.is_floating_point() and buffers[name].is_floating_point():
             value = value.to(buffers[name].dtype)
@@ -86,7 +90,7 @@ def _replaced(copy: ModelCopy, tensors: Tensors, buffers: Tensors) -> Tensors:
     for number, key, name, path in copy.links.tensors:
         value = copy.get(number, key)
         # An attribute that a forward sets to something new is not state.
-        is_state = number in stores or value is tensors[name]
+        is_state = number in stores or (number, key) in attributes or value is tensors[name]
         if is_state and value is not values[name]:
             raise RuntimeError(
                 f"the forward of the model replaced only one of its buffer {name} and {path}, "
@@ -95,3 +99,17 @@ def _replaced(copy: ModelCopy, tensors: Tensors, buffers: Tensors) -> Tensors:
                 "where it is set."
             )
     return new
+
+
+def _check_state(name: str, value: Any, before: Tensor) -> None:
+    """Refuse a value of a state attribute that another call could not start from."""
+    if isinstance(value, Tensor) and value.shape == before.shape:
+        return
+    now = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else _tree.described(value)
+    raise RuntimeError(
+        f"the forward of the model set {name}, which state_attributes names, to {now}; expected a "
+        f"tensor of shape {tuple(before.shape)}, as before. Likely cause: another batch size than "
+        "that of the batch that made it, or a reset in forward. Fix: run `model(example_batch)` "
+        "with the batch size of the calls before make_functional, and reset by "
+        f"`buffers | {{{name!r}: torch.zeros(...)}}`."
+    )

@@ -32,7 +32,8 @@ class Links:
     objects: tuple[ObjectLink, ...]
     modules: tuple[int, ...]  # in the order of `model.modules()`
     stores: tuple[Store, ...]
-    buffers: tuple[TensorLink, ...]  # those of `tensors` in a store of buffers
+    buffers: tuple[TensorLink, ...]  # those of `tensors` in a store of buffers, or state
+    state: tuple[TensorLink, ...]  # those of `tensors` that are state in plain attributes
     registers: tuple[tuple[int, int], ...]  # (module, its buffers), by torch's `register_buffer`
 
 
@@ -91,12 +92,16 @@ def _links(recorder: Recorder, instances: list[Instance], containers: list[Conta
             if key in STORES and _is_module(composite):
                 stores.append((record.number, composite.number, key))
     buffers = {number: module for number, module, attribute in stores if attribute == "_buffers"}
+    stored = {number for number, _, _ in stores}
+    registered = {name for number, _, name, _ in tensors if number in stored}
+    state = tuple(link for link in tensors if link[2] not in registered)
     return Links(
         tensors=tuple(tensors),
         objects=tuple(objects),
         modules=tuple(map(recorder.number, recorder.modules.values())),
         stores=tuple(stores),
-        buffers=tuple(link for link in tensors if link[0] in buffers),
+        buffers=(*(link for link in tensors if link[0] in buffers), *state),
+        state=state,
         registers=tuple(
             (module, number)
             for number, module in buffers.items()

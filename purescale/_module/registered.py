@@ -24,11 +24,13 @@ class Registered(NamedTuple):
     overlaps: list[tuple[str, str]]  # names of two tensors that share a part of their memory
 
 
-def registered_tensors(model: nn.Module) -> Registered:
-    """Return the parameters and buffers of `model`. A tensor that is registered twice, and two
-    tensors with the same elements in the same memory, count as one.
+def registered_tensors(model: nn.Module, state: Tensors | None = None) -> Registered:
+    """Return the parameters and buffers of `model`, and the tensors of `state` as buffers. A tensor
+    that is registered twice, and two tensors with the same elements in the same memory, count as
+    one.
     """
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    buffers |= state or {}
     names: dict[int, str] = {}
     aliases: Tensors = {}
     spans: dict[Any, _Span] = {}

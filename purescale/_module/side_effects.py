@@ -167,7 +167,8 @@ def warn_of_lost(copy: ModelCopy, reads: Reads) -> None:
             warnings.warn(
                 f"{record.path} of the model is a tensor in a plain attribute, which the forward "
                 "reads and then changes. Each call of `apply` begins with its value at "
-                "make_functional, so what a call leaves there is lost to the next one. Fix: make "
-                "it a buffer, `self.register_buffer(...)`, which `apply` takes and returns.",
+                "make_functional, so what a call leaves there is lost to the next one. Fix: name "
+                "it in make_functional(model, state_attributes=(...,)), which makes it a buffer "
+                "that `apply` takes and returns.",
                 stacklevel=4,
             )

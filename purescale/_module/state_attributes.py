@@ -1,0 +1,74 @@
+"""Tensors in plain attributes that are state, as those of spiking nets: they become buffers."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._module.registered import Tensors
+from .._tree import tree as _tree
+
+_OF_TORCH = vars(nn.Module()).keys()
+
+
+def state_tensors(model: nn.Module, patterns: Sequence[str]) -> Tensors:
+    """Return the tensors in plain attributes whose names match a pattern. The tensor of a list or
+    dict in an attribute has the name `part.attribute.key`.
+
+    Raises:
+        TypeError: `patterns` is a string.
+        ValueError: A pattern matches nothing, or what is not a tensor (yet).
+    """
+    if isinstance(patterns, str):
+        raise TypeError(
+            f"state_attributes is the string {patterns!r}; expected a tuple of them. Fix: "
+            f"state_attributes=({patterns!r},)."
+        )
+    if not patterns:
+        return {}
+    attributes, buffers = dict(_attributes(model)), [name for name, _ in model.named_buffers()]
+    tensors: Tensors = {}
+    for pattern in patterns:
+        matching = [n for n in attributes if fnmatch.fnmatchcase(n, pattern)]
+        if not (matching or any(fnmatch.fnmatchcase(n, pattern) for n in buffers)):
+            plain = _tree.join_names(list(tensors_in_attributes(model)), 8)
+            raise ValueError(
+                f"state_attributes has {pattern!r}, which matches no attribute of the model; its "
+                f"tensors in plain attributes are {plain}. Likely cause: a typing error, or "
+                "the first forward makes it. Fix: a dotted name or a glob, "
+                '`state_attributes=("*.mem",)`, and `model(example_batch)` once before '
+                "make_functional."
+            )
+        for name in matching:
+            value = attributes[name]
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"{name} matches {pattern!r} of state_attributes and is "
+                    f"{_tree.described(value)}; expected a tensor. Likely cause: the first forward "
+                    "makes it. Fix: run `model(example_batch)` once before make_functional, or "
+                    "name less."
+                )
+            tensors[name] = value
+    return tensors
+
+
+def tensors_in_attributes(model: nn.Module) -> Tensors:
+    """Return all tensors in plain attributes by name."""
+    return {name: value for name, value in _attributes(model) if isinstance(value, Tensor)}
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the plain attributes of all modules, and what is in lists and dicts there, by name."""
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in _OF_TORCH:
+                continue
+            name = f"{path}.{key}" if path else key
+            if type(value) in (list, dict):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                yield from ((f"{name}.{index}", item) for index, item in items)
+            else:
+                yield name, value

@@ -1,0 +1,303 @@
+"""State in plain attributes: calls in turn are the module stepped in time."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import same_bits
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import purescale as ps
+
+
+class Leaky(nn.Module):
+    """A neuron that leaks, fires and is reset, with its membrane in an attribute (snntorch)."""
+
+    def __init__(self):
+        super().__init__()
+        self.mem = None
+
+    def forward(self, x):
+        if self.mem is None:
+            self.mem = torch.zeros_like(x)
+        self.mem = 0.9 * self.mem + x - (self.mem > 0.3).to(x.dtype)
+        return torch.sigmoid(5 * (self.mem - 0.3))
+
+
+class Memories(nn.Module):
+    """A neuron whose state is in a dict, which its attributes read and write (spikingjelly)."""
+
+    def __init__(self):
+        super().__init__()
+        self._memories = {"v": 0.0}
+
+    def __getattr__(self, name):
+        memories = self.__dict__.get("_memories", {})
+        return memories[name] if name in memories else super().__getattr__(name)
+
+    def __setattr__(self, name, value):
+        if name in self.__dict__.get("_memories", {}):
+            self._memories[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def forward(self, x):
+        if isinstance(self.v, float):
+            self.v = torch.full_like(x, self.v)
+        self.v = self.v + (x - self.v) / 2
+        return torch.tanh(self.v)
+
+
+class LightGRU(nn.Module):
+    """A recurrent layer with a batch norm, whose hidden state it writes in place (LiGRU)."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.w, self.u = nn.Linear(size, 2 * size, bias=False), nn.Linear(size, 2 * size)
+        self.norm, self.states = nn.BatchNorm1d(2 * size), []
+
+    def forward(self, x):
+        if not self.states:
+            self.states = [torch.zeros_like(x)]
+        before = self.states[0].clone()
+        update, candidate = (self.norm(self.w(x)) + self.u(before)).chunk(2, dim=1)
+        z = torch.sigmoid(update)
+        self.states[0] = z * before + (1 - z) * F.relu(candidate)
+        return self.states[0]
+
+
+class Counter(nn.Module):
+    """A part that counts in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = torch.zeros(3)
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls.clone()
+
+
+class Checkpointed(nn.Module):
+    """A part whose backward reads the state again. In the module stepped in time it would read what
+    the last step left.
+    """
+
+    checkpoints = True
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.mem = inner, torch.zeros(5, 3)
+
+    def forward(self, x):
+        self.mem = self.mem + x
+        if not self.checkpoints:
+            return self.inner(x) * self.mem
+        return checkpoint(lambda x: self.inner(x) * self.mem, x, use_reentrant=False)
+
+
+NETS = {
+    "a membrane": (lambda: nn.Sequential(nn.Linear(3, 3), Leaky()), ("*.mem",)),
+    "a dict of states": (lambda: nn.Sequential(nn.Linear(3, 3), Memories()), ("*._memories.v",)),
+    "a list of states": (lambda: nn.Sequential(LightGRU(3), LightGRU(3)), ("*.states.*",)),
+    "a count": (lambda: nn.Sequential(nn.Linear(3, 3), Counter()), ("1.calls",)),
+    "under a checkpoint": (lambda: Checkpointed(nn.Linear(3, 3)), ("mem",)),
+}
+
+
+@pytest.fixture(params=NETS, name="net")
+def _net(request):
+    torch.manual_seed(0)
+    make, names = NETS[request.param]
+    model = make()
+    with torch.no_grad():
+        model(torch.randn(5, 3))
+    return model, names
+
+
+def rolled(apply, params, buffers, xs):
+    outs = []
+    for x in xs:
+        out, buffers = apply(params, buffers, x)
+        outs.append(out)
+    return torch.stack(outs), buffers
+
+
+def state_of(model, buffers):
+    """What a module has at the names of buffers."""
+    return {name: _at(model, name.split(".")) for name in buffers}
+
+
+def _at(obj, keys):
+    for key in keys:
+        obj = (
+            obj[key]
+            if isinstance(obj, dict)
+            else obj[int(key)]
+            if isinstance(obj, (list, nn.Sequential))
+            else getattr(obj, key)
+        )
+    return obj
+
+
+def test_calls_in_turn_are_the_module_stepped_in_time(net):
+    model, names = net
+    apply, params, buffers = ps.make_functional(model, names)
+    module, xs, before = copy.deepcopy(model), torch.randn(4, 5, 3), copy.deepcopy(buffers)
+    expected = torch.stack([module(x) for x in xs])
+    out, new = rolled(apply, params, buffers, xs)
+    assert same_bits(out, expected)
+    assert same_bits(new, state_of(module, new))
+    assert same_bits(buffers, before)
+    assert same_bits(before, state_of(model, before))
+
+
+def test_gradients_go_back_in_time(net):
+    model, names = net
+    apply, params, buffers = ps.make_functional(model, names)
+    module, xs = copy.deepcopy(model), torch.randn(4, 5, 3)
+    module.checkpoints = False
+    torch.stack([module(x) for x in xs]).square().sum().backward()
+    expected = {name: p.grad for name, p in module.named_parameters()}
+
+    def loss_fn(params, buffers, xs):
+        out, buffers = rolled(apply, params, buffers, xs)
+        return out.square().sum(), buffers
+
+    _, grads = ps.value_and_grad(loss_fn)(params, buffers, xs)
+    torch.testing.assert_close(grads, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiler", [torch.compile, ps.jit], ids=["torch.compile", "jit"])
+def test_compiled_calls_equal_eager_ones(net, compiler):
+    model, names = net
+    if isinstance(model, Checkpointed) and compiler is ps.jit:
+        pytest.skip("jit refuses checkpointed parts")
+    apply, params, buffers = ps.make_functional(model, names)
+    xs = torch.randn(3, 5, 3)
+
+    def roll(params, buffers, xs):
+        return rolled(apply, params, buffers, xs)
+
+    compiled = compiler(roll, backend="aot_eager")
+    torch.testing.assert_close(
+        compiled(params, buffers, xs), roll(params, buffers, xs), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_mapped_states_equal_a_loop(net):
+    model, names = net
+    apply, params, buffers = ps.make_functional(model, names)
+    xs = torch.randn(3, 5, 3)
+    starts = [
+        {n: b + i if b.is_floating_point() else b for n, b in buffers.items()} for i in (0, 1)
+    ]
+    out, new = torch.vmap(lambda b: rolled(apply, params, b, xs))(ps.stack_states(starts))
+    for index, start in enumerate(starts):
+        expected = rolled(apply, params, start, xs)
+        actual = (out[index], ps.member(new, index))
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_trained_state_equals_torchs_loop_and_a_skip_leaves_it(net, donate):
+    model, names = net
+    apply, params, buffers = ps.make_functional(model, names)
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.01), ps.DynamicScale(init_scale=2.0**8)
+    state = ps.init_train_state(params, buffers, optimizer, rule)
+
+    def loss_fn(params, buffers, x):
+        out, buffers = apply(params, buffers, x)
+        return out.square().mean(), buffers
+
+    plain = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x in torch.randn(4, 5, 3):
+        before = copy.deepcopy(state.buffers)
+        settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "donate": donate}
+        state, info = ps.train_step(state, [torch.full_like(x, torch.inf)], **settings)
+        assert info.found_inf
+        assert same_bits(state.buffers, before)
+        state, _ = ps.train_step(state, [x], **settings)
+        plain.zero_grad()
+        model(x).square().mean().backward()
+        plain.step()
+        _detach(model)
+    torch.testing.assert_close(state.params, dict(model.named_parameters()), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state.buffers, state_of(model, state.buffers), rtol=1e-5, atol=1e-6)
+
+
+def _detach(model):
+    for module in model.modules():
+        if isinstance(getattr(module, "mem", None), torch.Tensor):
+            module.mem = module.mem.detach()
+        if isinstance(module, Memories):
+            module.v = module.v.detach()
+        if isinstance(module, LightGRU):
+            module.states = [state.detach() for state in module.states]
+
+
+def test_load_into_and_pickle_keep_the_state(net):
+    model, names = net
+    apply, params, buffers = ps.make_functional(model, names)
+    xs = torch.randn(3, 5, 3)
+    _, new = rolled(apply, params, buffers, xs)
+    ps.load_into(model, params, new)
+    assert same_bits(new, state_of(model, new))
+    if not isinstance(model, Checkpointed):
+        again = pickle.loads(pickle.dumps(apply))
+        assert same_bits(rolled(again, params, buffers, xs)[1], new)
+
+
+def test_half_compute_returns_the_state_in_its_own_dtype():
+    apply, params, buffers = ps.make_functional(stepped_leaky(), ("*.mem",))
+    half = ps.with_policy(apply, "params=float32,compute=autocast(bfloat16)")
+    _, new = half(params, buffers, torch.randn(5, 3))
+    assert new["1.mem"].dtype is torch.float32
+
+
+def stepped_leaky():
+    model = nn.Sequential(nn.Linear(3, 3), Leaky())
+    with torch.no_grad():
+        model(torch.randn(5, 3))
+    return model
+
+
+def test_a_state_that_changes_its_shape_is_refused():
+    model = nn.Sequential(nn.Linear(3, 3), Leaky())
+    model[1].mem = torch.zeros(())
+    apply, params, buffers = ps.make_functional(model, ("*.mem",))
+    message = r"set 1\.mem.*to shape \(5, 3\); expected a tensor of shape \(\).*Fix: run"
+    with pytest.raises(RuntimeError, match=message):
+        apply(params, buffers, torch.randn(5, 3))
+
+
+def test_a_reset_in_forward_is_refused():
+    model = stepped_leaky()
+    model[1].register_forward_hook(lambda module, args, out: setattr(module, "mem", None))
+    apply, params, buffers = ps.make_functional(model, ("*.mem",))
+    with pytest.raises(RuntimeError, match=r"1\.mem"):
+        apply(params, buffers, torch.randn(5, 3))
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        ("*.mem", TypeError, r"state_attributes=\('\*\.mem',\)"),
+        (("*.meem",), ValueError, r"'\*\.meem', which matches no attribute.* are 1\.mem\."),
+        (("1.beta",), ValueError, r"1\.beta matches '1\.beta'.* is float"),
+    ],
+)
+def test_what_is_no_tensor_of_the_model_is_refused(names, error, message):
+    model = stepped_leaky()
+    model[1].beta = 0.5
+    with pytest.raises(error, match=message):
+        ps.make_functional(model, names)
+
+
+def test_a_pattern_may_match_a_buffer_which_is_state_already():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    _, _, buffers = ps.make_functional(model, ("*.running_mean",))
+    assert list(buffers) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]

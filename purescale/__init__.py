@@ -62,6 +62,7 @@ Optimizers:
     Optimizer             the protocol of an optimizer: pure `init` and `step`
     from_torch            an optimizer from a class of torch.optim
     from_transformation   an optimizer from an optax-style (init, update) pair
+    to_transformation     an optax-style pair from an optimizer
     schedule_from_torch   a learning rate by step from any scheduler of torch
     partition             one optimizer made of several, each for a kind of parameter
     replace_settings      replace a learning rate or another setting that a state holds
@@ -154,7 +155,7 @@ from ._grads.accumulate import (
 
 from ._grads.clip import clip_by_global_norm, clip_by_value, check_grad_norm
 
-from ._optim.protocol import Optimizer, from_transformation
+from ._optim.protocol import Optimizer, from_transformation, to_transformation
 from ._optim.torch_optim import from_torch
 from ._optim.schedule import schedule_from_torch
 from ._optim.partition import partition
@@ -248,6 +249,7 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "Optimizer",
     "from_torch",
     "from_transformation",
+    "to_transformation",
     "schedule_from_torch",
     "partition",
     "replace_settings",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from .._optim.step_inputs import StepInputs
 from .._torch.autocast import outside_autocast
@@ -180,3 +182,58 @@ class TransformationOptimizer:
             lambda p, u: p.clone() if u is None else (p + u).to(p.dtype), params, updates
         )
         return stepped, _tree.copy_aliased(new_state, (params, grads, opt_state))
+
+
+class Transformation(NamedTuple):
+    """An optax-style pair of pure functions."""
+
+    init: Callable[[Tree], Tree]  # params -> state
+    update: Callable[..., tuple[Tree, Tree]]  # grads, state, params -> updates, state
+
+
+def to_transformation(optimizer: Optimizer) -> Transformation:
+    """Equal to `(optimizer.init, lambda grads, state, params: (new - params, new_state))`, where
+    `new, new_state = optimizer.step(params, grads, state)`.
+
+    The inverse of `from_transformation`: libraries that take (init, update) pairs, such as TorchOpt
+    and posteriors, can then use the classes of torch.optim. Adding the updates to the parameters
+    gives those of `step`, to one rounding.
+
+    Args:
+        optimizer: Any optimizer. The gradients that `update` gets are unscaled and clipped.
+
+    Returns:
+        `init, update`. `update` needs the parameters, as `params` by position or keyword. It takes
+        TorchOpt's `inplace` and writes into nothing. Where a gradient is None, so is the update.
+
+    Raises:
+        ValueError: From `update`, if it gets no parameters.
+
+    Example:
+        >>> import torch
+        >>> from purescale import from_torch
+        >>> init, update = to_transformation(from_torch(torch.optim.SGD, lr=0.5))
+        >>> params, grads = {"w": torch.tensor(1.0)}, {"w": torch.tensor(3.0)}
+        >>> updates, state = update(grads, init(params), params)
+        >>> updates
+        {'w': tensor(-1.5000)}
+
+    Source of the form: optax.GradientTransformation.
+    """
+
+    def update(
+        grads: Tree, state: Tree, params: Tree = None, *, inplace: bool = False
+    ) -> tuple[Tree, Tree]:
+        if params is None:
+            raise ValueError(
+                "update of to_transformation got no params, from which the step of an optimizer "
+                "starts. Fix: `updates, state = update(grads, state, params)`."
+            )
+        new, new_state = optimizer.step(params, grads, state)
+        return _tree.map(_difference, grads, new, params), new_state
+
+    return Transformation(optimizer.init, update)
+
+
+def _difference(grad: Tensor | None, new: Tensor | None, old: Tensor | None) -> Tensor | None:
+    return None if grad is None or new is None or old is None else new - old

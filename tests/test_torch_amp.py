@@ -948,8 +948,8 @@ NOT_GIVEN = {
     "stepped meanwhile": "the scheduler is at step 4, the state at -2",
     "too far": "OneCycleLR ends after",
     "stacked": r"2 stacked ones.*member\(state, 0\)",
-    "in the state": "has lr in its state.*to_state_dict",
-    "partition": r"has the parts \['all'\].*to_state_dict\(state.opt_state\[key\], like=",
+    "in the state": "has lr in its state.*to_torch_optimizer",
+    "partition": r"has the parts \['all'\].*to_torch_optimizer\(opt_state\[key\]",
 }
 
 

@@ -162,10 +162,12 @@ def with_numbers(slot: Mapping[str, Tensor], weight: Tensor) -> dict[str, Any]:
     """Return a slot with the Python numbers that `as_tensors` stored, the inverse of it."""
     if weight.ndim == 0:  # its moments look like numbers
         return dict(slot)
-    return {
-        key: value.item() if value.ndim == 0 and value.is_cpu and value.dtype in _NUMBERS else value
-        for key, value in slot.items()
-    }
+    return {key: value.item() if is_python_number(value) else value for key, value in slot.items()}
+
+
+def is_python_number(value: Tensor) -> bool:
+    """Return True if a slot of a user's class was an int or a bool before it was a tensor."""
+    return value.ndim == 0 and value.is_cpu and value.dtype in _NUMBERS
 
 
 # ---- slots of a class of torch -------------------------------------------------------------------

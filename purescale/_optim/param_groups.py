@@ -58,6 +58,7 @@ class OptimizerSettings:
         *,
         in_state: Sequence[str],
         schedule_by: ScheduleBy,
+        template: Any = None,
     ) -> None:
         _check_class(cls)
         if schedule_by not in get_args(ScheduleBy):
@@ -67,6 +68,7 @@ class OptimizerSettings:
             )
         self.cls, self.schedule_by = cls, schedule_by
         self.formula: Formula | None = formula_of(cls)
+        self._template = template
         accepted = inspect.signature(cls).parameters
         self.accepted = [name for name in accepted if name != "params"]
         self._lr = accepted["lr"].default if lr is None and "lr" in accepted else lr
@@ -441,7 +443,7 @@ class OptimizerSettings:
         that the class refuses raise torch's own error.
         """
         for name, value in settings.items():
-            if name not in self.accepted:
+            if name not in self.accepted and self._template is None:
                 raise ValueError(
                     f"{where}: {self.cls.__name__} has no setting {name!r}. It has: "
                     f"{', '.join(self.accepted)}."
@@ -471,6 +473,8 @@ class OptimizerSettings:
 
     def _constructed(self, probes: list[Tensor], settings: Mapping[str, Any]) -> Any:
         """Return torch's own optimizer over these tensors. It refuses settings and shapes."""
+        if self._template is not None:
+            return self._template
         arguments = {name: value for name, value in settings.items() if name in self.accepted}
         if "lr" in arguments and (isinstance(arguments["lr"], Tensor) or callable(arguments["lr"])):
             arguments["lr"] = _ANY_LR

@@ -18,6 +18,7 @@ from .._optim.opt_state import (
     OptState,
     SlotLayout,
     Slots,
+    as_tensors,
     each_of,
     slots_like,
 )
@@ -162,9 +163,16 @@ class TorchOptimizer:
         *,
         in_state: Sequence[str] = (),
         schedule_by: ScheduleBy = "applied",
+        template: Any = None,
     ) -> None:
         self._groups = OptimizerSettings(
-            cls, lr, overrides, settings, in_state=in_state, schedule_by=schedule_by
+            cls,
+            lr,
+            overrides,
+            settings,
+            in_state=in_state,
+            schedule_by=schedule_by,
+            template=template,
         )
         self._layout = self._groups.layout
         self._formula = self._groups.formula
@@ -443,6 +451,14 @@ class TorchOptimizer:
         fixed = self._groups.fixed_groups(tuple(opt_state.slots))
         return in_the_form_of(like, sd, fixed, opt_state.slots)
 
+    def numbers_by_name(self, opt_state: OptState) -> dict[str, dict[str, Any]]:
+        """Return the settings in the state for the torch group of each parameter."""
+        return {
+            name: {key: group[key] for key in self._groups.in_state}
+            for names, group in self._groups.saved_groups(opt_state, None)
+            for name in names
+        }
+
     def from_state_dict(
         self,
         sd: Mapping[str, Any],
@@ -483,7 +499,11 @@ class TorchOptimizer:
         saved_params = find_parameters(saved_groups, states, fixed, fresh.slots)
         slots = fresh.slots  # replaced one by one, so that memory holds one state only
         for name, param in saved_params.items():
-            slots[name] = restored(name, states.get(param.key, {}), slots[name])
+            saved = states.get(param.key, {})
+            if self._formula is None:
+                slots[name] = _tree.clone(as_tensors(saved, name))
+            else:
+                slots[name] = restored(name, saved, slots[name])
         counts = counts_from(self._groups, fresh, applied, iteration, has_state=bool(states))
         group_of = {name: param.group for name, param in saved_params.items()}
         numbers = self._groups.numbers_from_dict(saved_groups, group_of, fresh)

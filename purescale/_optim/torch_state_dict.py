@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import FIRST_STEP
-from .._optim.opt_state import OptState, Slots
+from .._optim.opt_state import OptState, Slots, is_python_number
 from .._optim.param_groups import FLAGS, OptimizerSettings
 from .._tree import tree as _tree
 from .._tree.scalars import whole
@@ -31,7 +31,7 @@ NAME_THEM = (
 
 def state_dict(slots: Slots, groups: list[tuple[list[str], dict[str, Any]]]) -> dict[str, Any]:
     """Return `torch.optim.Optimizer.state_dict()` of these slots, with copied tensors."""
-    state: dict[int, dict[str, Tensor]] = {}
+    state: dict[int, dict[str, Any]] = {}
     listed = []
     for names, group in groups:
         start = len(state)
@@ -46,13 +46,15 @@ def state_dict(slots: Slots, groups: list[tuple[list[str], dict[str, Any]]]) -> 
     }
 
 
-def _saved(slot: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _saved(slot: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return copies of the slots of a parameter, none if they are still as `init` made them."""
     if slot.get(FIRST_STEP, False):
         return {}
     # torch keeps step counts on the CPU, and moves them itself if an implementation needs it.
     return {
-        key: (value.cpu() if key == "step" else value).clone()
+        key: value.item()
+        if is_python_number(value)
+        else (value.cpu() if key == "step" else value).clone()
         for key, value in slot.items()
         if key != FIRST_STEP
     }

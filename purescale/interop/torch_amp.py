@@ -14,25 +14,30 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._loss_scale.rules import NoScale, ScalerState
 from .._module.functional import Apply, load_into, make_functional
-from .._optim.schedule import ScheduleBy, advance, undone
+from .._optim.live_optimizer import (
+    converted,
+    innermost,
+    load_slots,
+    names_by_group,
+    state_dict_with,
+)
+from .._optim.master_weights import MasterState, master_weights, masters_within
+from .._optim.opt_state import OptState
+from .._optim.schedule import (
+    RateTable,
+    ScheduleBy,
+    advance,
+    check_scheduler,
+    place_of,
+    rates_ahead,
+    undone,
+)
 from .._optim.torch_optim import TorchOptimizer
 from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float
 from .._tree.scalars import whole
-from .._tree.tree import counted
+from .._tree.tree import counted, join_names
 from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
-from ._live_optimizer import (
-    as_from_torch,
-    check_no_gradients,
-    innermost_optimizer,
-    load_slots,
-    masters_or_params,
-    names_by_group,
-    rates_from_now,
-    state_dict_by_name,
-    state_dict_with,
-    steps_since,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,9 +199,9 @@ def take_over(
     schedule_by: ScheduleBy = "applied",
 ) -> tuple[Apply, TorchOptimizer, Any, TrainState]:
     """Syncs with the host. Equal to `apply, params, buffers = make_functional(model)`,
-    `optimizer = from_torch(type(optimizer), lr=schedule, overrides=groups)`,
-    `rule, scaler = from_state_dict(scaler.state_dict())`, with the current state of each: the next
-    `train_step` makes the step that torch's own loop would make next.
+    `optimizer, opt_state = from_torch_optimizer(optimizer, model)`, with the schedule as its rate,
+    and `rule, scaler = from_state_dict(scaler.state_dict())`: the next `train_step` makes the step
+    that torch's own loop would make next.
 
     Copies everything and changes none of the live objects. The function of a `LambdaLR` must be a
     function of the step: it is called twice for each. `give_back` is the inverse. Call it between
@@ -250,12 +255,19 @@ def take_over(
         )
     apply, params, buffers = make_functional(model)
     names = names_by_group(optimizer, model, params)
-    check_no_gradients(optimizer, model)
-    rates, place = rates_from_now(optimizer, scheduler, steps)
-    ours = as_from_torch(optimizer, names, rates, schedule_by)
-    live = state_dict_by_name(optimizer, model, params)
-    count = {} if place is None else {schedule_by: place}
-    opt_state = ours.from_state_dict(live, params, **count)
+    missing = params.keys() - {name for group in names for name in group}
+    if missing:
+        raise ValueError(
+            f"the optimizer does not have {join_names(sorted(missing))} of the model, and here "
+            "every parameter that requires a gradient is trained. Fix: before take_over, "
+            f"`model.get_parameter({min(missing)!r}).requires_grad_(False)` for each that is not "
+            "trained."
+        )
+    _check_no_gradients(optimizer, model)
+    rates, place = _rates_from_now(optimizer, scheduler, steps)
+    ours, opt_state = converted(
+        optimizer, model, params, names, rates, schedule_by=schedule_by, count=place
+    )
     device = opt_state.applied.device
     rule: Any = NoScale()
     state = rule.init(device)
@@ -275,9 +287,9 @@ def give_back(
     scheduler: LRScheduler | None = None,
 ) -> None:
     """Syncs with the host. Equal to `load_into(model, state.params, state.buffers)`,
-    `torch_optimizer.load_state_dict(...)`, `scaler.load_state_dict(to_state_dict(rule,
-    state.scaler))` and one `scheduler.step()` for each step that was applied, or for each step with
-    `schedule_by="iteration"`.
+    `to_torch_optimizer(state.opt_state, optimizer, torch_optimizer, model)`,
+    `scaler.load_state_dict(to_state_dict(rule, state.scaler))` and one `scheduler.step()` for each
+    step that was applied, or for each step with `schedule_by="iteration"`.
 
     The inverse of `take_over`: copies the state into the live objects, so that torch's own loop can
     go on. Nothing is written unless everything fits. Parameter groups keep torch's settings; their
@@ -312,12 +324,26 @@ def give_back(
 
     Source of the formats: torch.optim.Optimizer.load_state_dict, GradScaler.load_state_dict.
     """
-    inner, opt_state = innermost_optimizer(state, optimizer, torch_optimizer)
-    params = masters_or_params(state)
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"give_back got a {type(state).__name__} and a {type(optimizer).__name__}; expected "
+            "the TrainState of train_step and the optimizer of take_over. Likely cause: arguments "
+            "in the wrong order. Fix: give_back(state, optimizer, rule, model, torch_optimizer, "
+            "scaler, scheduler)."
+        )
+    inner, opt_state = innermost(state.opt_state, optimizer, torch_optimizer)
+    if inner.summary[3]:
+        raise ValueError(
+            f"the optimizer has {', '.join(inner.summary[3])} in its state; torch's has them in "
+            "its parameter groups, where a scheduler moves them. Fix: `load_into(model, "
+            "state.params, state.buffers)` and `to_torch_optimizer(state.opt_state, optimizer, "
+            "torch_optimizer, model)`."
+        )
+    params = _masters_or_params(state)
     loaded = state_dict_with(torch_optimizer, model, opt_state)
     enabled = scaler if scaler is not None and scaler.is_enabled() else None
     saved = {} if enabled is None else to_state_dict(rule, state.scaler)
-    steps = steps_since(scheduler, torch_optimizer, inner, opt_state)
+    steps = _steps_since(scheduler, torch_optimizer, inner, opt_state)
     if scheduler is not None:
         # A scheduler that ends before the last step raises here, before anything is changed.
         with undone(scheduler):
@@ -331,3 +357,76 @@ def give_back(
         enabled.update(saved["scale"])  # forgets an `unscale_` that no step followed
     if scheduler is not None:
         advance(scheduler, steps)
+
+
+def _check_no_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuse gradients that the optimizer's next step would use, frozen parameters' too."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    waiting = [
+        name
+        for name, p in model.named_parameters()
+        if id(p) in stepped
+        and p.grad is not None
+        and (p.grad.layout is not torch.strided or bool(p.grad.any()))
+    ]
+    if waiting:
+        raise ValueError(
+            f"{join_names(waiting)} {'have gradients' if waiting[1:] else 'has a gradient'} in "
+            "`.grad`, which a step here would not have. Likely cause: half a window, or gradients "
+            "that the loop clears before its next backward. Fix: if they wait for a step, finish "
+            "it, `scaler.step(optimizer)` and `scaler.update()`; then `optimizer.zero_grad()`."
+        )
+
+
+def _rates_from_now(
+    optimizer: torch.optim.Optimizer, scheduler: Any, steps: int | None
+) -> tuple[list[Any], int | None]:
+    """Return the rate of each parameter group, a table if there is a scheduler, and its step."""
+    if scheduler is None:
+        if steps is not None:
+            raise ValueError(
+                f"steps={steps} without a scheduler, so the rates would not change. Fix: "
+                "take_over(model, optimizer, scaler, scheduler, steps=...), or leave steps out."
+            )
+        return [float(group["lr"]) for group in optimizer.param_groups], None
+    check_scheduler(scheduler, optimizer, "scheduler")
+    if steps is None:
+        raise ValueError(
+            "take_over got a scheduler, whose rates are tabulated, and no `steps`. Fix: "
+            "take_over(..., scheduler, steps=10_000), the largest number of steps made here."
+        )
+    count, place = whole("steps", steps, least=1), place_of(scheduler)
+    rates = rates_ahead(scheduler, count)
+    return [RateTable.of(column, place) for column in rates], place
+
+
+def _masters_or_params(state: TrainState) -> Any:
+    """Return the parameters, or their float32 masters if the state has them."""
+    inner = masters_within(state.opt_state)
+    return master_weights(state.params, inner) if isinstance(inner, MasterState) else state.params
+
+
+def _steps_since(
+    scheduler: Any, optimizer: torch.optim.Optimizer, ours: TorchOptimizer, opt_state: OptState
+) -> int:
+    """Return the number of steps since the scheduler's last: applied ones, or iterations."""
+    scheduled = callable(ours.summary[1]["lr"])
+    if scheduled != (scheduler is not None):
+        raise ValueError(
+            "take_over was given a scheduler, and give_back is not. Fix: give_back(..., scheduler)."
+            if scheduled
+            else "give_back got a scheduler, but the rate of the optimizer is a number. Likely "
+            "cause: take_over without it. Fix: leave it out here too, and step it yourself."
+        )
+    if scheduler is None:
+        return 0
+    check_scheduler(scheduler, optimizer, "scheduler")
+    by_iteration = isinstance(opt_state.iteration, Tensor)
+    count = int(opt_state.iteration if by_iteration else opt_state.applied)
+    place = place_of(scheduler)
+    if count < place:
+        raise ValueError(
+            f"the scheduler is at step {place}, the state at {count}. Likely cause: the "
+            "scheduler was stepped after take_over. Fix: do not step it; give_back does."
+        )
+    return count - place

@@ -1,0 +1,329 @@
+"""A live optimizer of torch as a pure one, by name: its groups and its state, and back."""
+
+from __future__ import annotations
+
+import copy
+import glob
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._optim.formulas import formula_of
+from .._optim.opt_state import OptState, without_wrappers
+from .._optim.param_groups import FLAGS
+from .._optim.partition import PartitionOptimizer
+from .._optim.schedule import ScheduleBy
+from .._optim.torch_optim import TorchOptimizer, from_torch
+from .._optim.torch_state_dict import state_dict
+from .._tree.tree import Tree, join_names
+
+
+def from_torch_optimizer(
+    torch_optimizer: torch.optim.Optimizer, model: nn.Module, in_state: Sequence[str] = ()
+) -> tuple[TorchOptimizer, OptState]:
+    """Equal to `optimizer = from_torch(type(torch_optimizer), overrides=groups)` and `opt_state =
+    optimizer.from_state_dict(torch_optimizer.state_dict(), params)`, by the names of parameters in
+    `model`. Syncs with the host.
+
+    Parameter groups are those of the live optimizer, in any order: what library code such as timm's
+    has made, or your own lines. The next step is the one that it would make next. Everything is
+    copied, and the live optimizer does not change. `to_torch_optimizer` is the inverse.
+
+    Args:
+        torch_optimizer: An optimizer of a class of torch.optim, or of your own, before its first
+            step or later. Its step hooks do not run, and its flags (`foreach`, `fused`,
+            `capturable`, `differentiable`) are left to `from_torch`. Of a class of your own the
+            other attributes are used too; they must not change in a step.
+        model: The model whose parameters it steps; `nn.ModuleDict({"a": a, "b": b})` for several.
+        in_state: Names of settings that the state holds, as in `from_torch`: one number for all
+            groups that have the first group's. A group with another number keeps its own.
+
+    Returns:
+        The optimizer, and its state for the parameters of `make_functional(model)` that it steps.
+        If it steps some of them only, it is a part of a `partition`, as Muon beside AdamW.
+
+    Raises:
+        TypeError: If `torch_optimizer` is not an optimizer of torch.
+        ValueError: If it has a parameter that is not in the model; and all that `from_torch` and
+            `from_state_dict` refuse.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> groups = [{"params": [model.bias], "lr": 0.1}, {"params": [model.weight]}]
+        >>> sgd = torch.optim.SGD(groups, lr=0.5)
+        >>> optimizer, opt_state = from_torch_optimizer(sgd, model)
+        >>> optimizer
+        from_torch(SGD, lr=0.1, overrides={('weight',): {'lr': 0.5}})
+    """
+    if not isinstance(torch_optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"torch_optimizer is {type(torch_optimizer).__name__}; expected the live one of "
+            "torch.optim. Likely cause: a class in place of an instance. Fix: "
+            "`from_torch_optimizer(torch.optim.AdamW(model.parameters()), model)`, or "
+            "`from_torch(torch.optim.AdamW)`, which needs no model."
+        )
+    named = dict(model.named_parameters())
+    trained = {name: p for name, p in named.items() if p.requires_grad} or named
+    names = names_by_group(torch_optimizer, model, trained)
+    stepped = {name for group in names for name in group}
+    params = {name: p for name, p in trained.items() if name in stepped}
+    rates = [_number(group.get("lr", 0.0)) for group in torch_optimizer.param_groups]
+    return converted(torch_optimizer, model, params, names, rates, in_state=in_state)
+
+
+def to_torch_optimizer(
+    opt_state: Tree, optimizer: Any, torch_optimizer: torch.optim.Optimizer, model: nn.Module
+) -> None:
+    """Equal to `torch_optimizer.load_state_dict(optimizer.to_state_dict(opt_state, like=...))`, by
+    the names of parameters in `model`, in the groups of the live optimizer. Syncs with the host.
+
+    The inverse of `from_torch_optimizer`. Nothing is written unless everything fits. The groups
+    stay the same objects and keep torch's settings, except those that the state holds. State of
+    parameters that are frozen stays.
+
+    Args:
+        opt_state: The state that the last step returned. It is not changed.
+        optimizer: The optimizer of `from_torch_optimizer`, or a wrapper of it.
+        torch_optimizer: The live optimizer.
+        model: The model whose parameters it steps.
+
+    Raises:
+        TypeError: If `optimizer` is not of `from_torch`.
+        ValueError: If the live optimizer is of another class or has other parameters, or if the
+            state is stacked.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> optimizer, opt_state = from_torch_optimizer(sgd, model, in_state=("lr",))
+        >>> to_torch_optimizer(opt_state._replace(lr=torch.tensor(0.25)), optimizer, sgd, model)
+        >>> sgd.param_groups[0]["lr"]
+        0.25
+    """
+    inner, of_torch = innermost(opt_state, optimizer, torch_optimizer)
+    loaded = state_dict_with(torch_optimizer, model, of_torch)
+    numbers = inner.numbers_by_name(of_torch)
+    names = _names(model)
+    load_slots(torch_optimizer, loaded)
+    for group in torch_optimizer.param_groups:
+        trained = [names[id(p)] for p in group["params"] if names[id(p)] in numbers]
+        for name, value in numbers[trained[0]].items() if trained else ():
+            if isinstance(group[name], Tensor):  # groups may share it
+                group[name].fill_(value)
+            else:
+                group[name] = value
+
+
+# ---- from torch ----------------------------------------------------------------------------------
+
+
+def converted(
+    torch_optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    params: Mapping[str, Tensor],
+    names: list[tuple[str, ...]],
+    rates: Sequence[Any],
+    *,
+    in_state: Sequence[str] = (),
+    schedule_by: ScheduleBy = "applied",
+    count: int | None = None,
+) -> tuple[TorchOptimizer, OptState]:
+    """Return a live optimizer with these names and rates of its groups, and its state for `params`.
+    `count` is that from which schedules go on.
+    """
+    optimizer = _with_overrides(torch_optimizer, names, rates, in_state, schedule_by)
+    # One group, in the order of `params`, because groups with equal settings are one here.
+    live = dict(model.named_parameters())
+    state = {index: torch_optimizer.state.get(live[name], {}) for index, name in enumerate(params)}
+    group = {"params": list(state), "param_names": list(params)}
+    sd = {"state": state, "param_groups": [group]}
+    counts = {} if count is None else {str(schedule_by): count}
+    return optimizer, optimizer.from_state_dict(sd, params, **counts)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """Return the name of each parameter by id."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def names_by_group(
+    optimizer: torch.optim.Optimizer, model: nn.Module, params: Mapping[str, Tensor]
+) -> list[tuple[str, ...]]:
+    """Return the names of the trained parameters in each group of a live optimizer."""
+    names = _names(model)
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"param_groups[{index}] of the optimizer has a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not in the model. Likely cause: the "
+                    "optimizer of another model, of several, or of this one before its parameters "
+                    "were replaced. Fix: pass the model whose `.parameters()` the optimizer was "
+                    "given; for several `nn.ModuleDict({'a': a, 'b': b})`."
+                )
+        group_names = [names[id(parameter)] for parameter in group["params"]]
+        groups.append(tuple(name for name in group_names if name in params))
+    return groups
+
+
+def _with_overrides(
+    optimizer: torch.optim.Optimizer,
+    names: list[tuple[str, ...]],
+    rates: Sequence[Any],
+    in_state: Sequence[str],
+    schedule_by: ScheduleBy,
+) -> TorchOptimizer:
+    """Return a pure optimizer with the settings of the first group, and overrides for the
+    others.
+    """
+    cls = type(optimizer)
+    is_torchs = cls.__module__.startswith("torch.optim.")
+    groups = [
+        {**(_settings_of(cls, group) if is_torchs else _own_settings(group)), "lr": rate}
+        for group, rate in zip(optimizer.param_groups, rates, strict=True)
+    ]
+    first, overrides = groups[0], {}
+    for members, group in zip(names, groups, strict=True):
+        differing = {
+            name: value
+            for name, value in group.items()
+            if name not in first or value != first[name]
+        }
+        if differing and members:
+            overrides[tuple(map(glob.escape, members))] = differing
+    if is_torchs:
+        defaults = inspect.signature(cls).parameters
+        changed = {name: value for name, value in first.items() if value != defaults[name].default}
+        changed["lr"] = first["lr"]
+        return from_torch(
+            cls, overrides=overrides, in_state=in_state, schedule_by=schedule_by, **changed
+        )
+    lr = first.pop("lr")
+    return TorchOptimizer(
+        cls,
+        lr,
+        overrides,
+        first,
+        in_state=tuple(in_state),
+        schedule_by=schedule_by,
+        template=_template(optimizer, first),
+    )
+
+
+def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a parameter group as Python numbers, without the rate and flags."""
+    accepted = inspect.signature(cls).parameters.keys() - {"params", "lr", *FLAGS}
+    settings = {name: _numbers(value) for name, value in group.items() if name in accepted}
+    if issubclass(cls, torch.optim.Adafactor):  # from_torch requires it by name
+        settings["foreach"] = bool(group["foreach"])
+    return settings
+
+
+def _own_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group of a user's class, whose groups may differ in their names."""
+    left_out = {"params", "param_names", "initial_lr", "lr", *FLAGS}
+    return {name: _numbers(value) for name, value in group.items() if name not in left_out}
+
+
+def _template(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> Any:
+    """Return an optimizer of a user's class without its parameters, state and hooks. It is not
+    made by its own constructor, whose arguments nobody knows any more.
+    """
+    template: Any = object.__new__(type(optimizer))
+    probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
+    torch.optim.Optimizer.__init__(template, [probe], {**optimizer.defaults, **settings})
+    own = vars(optimizer).keys() - vars(template).keys() - {"step"}  # a scheduler wraps `step`
+    for name in own:
+        value = vars(optimizer)[name]
+        vars(template)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+    return template
+
+
+def _numbers(value: Any) -> Any:
+    return tuple(map(_number, value)) if isinstance(value, (tuple, list)) else _number(value)
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+# ---- into torch ----------------------------------------------------------------------------------
+
+
+def innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tuple[Any, OptState]:
+    """Return the innermost optimizer and its state, checked to fit `torch_optimizer`."""
+    inner = optimizer
+    while hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    if not isinstance(inner, (TorchOptimizer, PartitionOptimizer)):
+        raise TypeError(
+            f"the optimizer is a {type(inner).__name__}; expected one of from_torch or "
+            "from_torch_optimizer. Likely cause: arguments in the wrong order. Fix: "
+            "to_torch_optimizer(opt_state, optimizer, torch_optimizer, model)."
+        )
+    if isinstance(inner, PartitionOptimizer):
+        raise ValueError(
+            f"the optimizer has the parts {list(inner.optimizers)}; torch has one optimizer for "
+            "each. Fix: for each key `to_torch_optimizer(opt_state[key], "
+            "optimizer.optimizers[key], torch_optimizers[key], model)`; of a TrainState "
+            "`state.opt_state[key]`, and `load_into(model, state.params, state.buffers)`."
+        )
+    cls, of_torch = inner.summary[0], without_wrappers(opt_state)
+    if not isinstance(of_torch, OptState) or cls is not type(torch_optimizer):
+        raise ValueError(
+            f"the state is a {type(of_torch).__name__} of {cls.__name__}, the live optimizer a "
+            f"{type(torch_optimizer).__name__}. Fix: pass the live optimizer that was taken."
+        )
+    if of_torch.applied.ndim:
+        raise ValueError(
+            f"the state is {len(of_torch.applied)} stacked ones, of an ensemble. Fix: pass one at "
+            "a time, `member(state, 0)`."
+        )
+    return inner, of_torch
+
+
+def state_dict_with(
+    optimizer: torch.optim.Optimizer, model: nn.Module, opt_state: OptState
+) -> dict[str, Any]:
+    """Return the live optimizer's state dict with these slots. Its groups do not change."""
+    names = _names(model)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    places = {names.get(id(parameter)): place for place, parameter in enumerate(parameters)}
+    missing = opt_state.slots.keys() - places.keys()
+    if missing:
+        raise ValueError(
+            f"the state has {join_names(sorted(missing))}, the live optimizer does not. Likely "
+            "cause: another model or optimizer than the state was made of. Fix: pass those."
+        )
+    trained = list(opt_state.slots)
+    by_index = state_dict(opt_state.slots, [(trained, {"lr": 0.0})])["state"]
+    live = optimizer.state_dict()
+    state = {places[trained[index]]: slot for index, slot in by_index.items()}
+    if formula_of(type(optimizer)) is None:
+        state = {place: _with_floats(slot, parameters[place]) for place, slot in state.items()}
+    return {**live, "state": {**live["state"], **state}}
+
+
+def _with_floats(slot: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Return the state of a user's class with Python floats, as its step had made them. torch would
+    round a tensor to the dtype of the parameter.
+    """
+    if parameter.ndim == 0:  # its moments look like numbers
+        return dict(slot)
+
+    def restored(value: Any) -> Any:
+        is_float = isinstance(value, Tensor) and value.ndim == 0 and value.dtype is torch.float64
+        return value.item() if is_float and value.is_cpu else value
+
+    return {key: restored(value) for key, value in slot.items()}
+
+
+def load_slots(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+    """Load what `state_dict_with` returned. The groups stay the same objects with their tensors."""
+    groups = optimizer.param_groups
+    optimizer.load_state_dict(loaded)
+    optimizer.param_groups = groups

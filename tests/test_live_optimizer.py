@@ -1,0 +1,284 @@
+"""Live optimizers of torch as pure ones, by name, and back."""
+
+import copy
+import random
+
+import pytest
+import torch
+from helpers import Untouched, same_bits, shares_memory, tensors
+from hypothesis import given
+from hypothesis import strategies as st
+from test_class_step import Cautious, Lion, Renamed
+from torch import nn
+
+import purescale as ps
+
+# ---- live optimizers -----------------------------------------------------------------------------
+
+
+class WithAuxiliaryAdam(torch.optim.Optimizer):
+    """As the optimizer of a Muon record: groups of two kinds with settings of their own, which the
+    constructor does not name, and an attribute of its own.
+    """
+
+    def __init__(self, param_groups, weight=0.5):
+        self.weight = [weight]
+        super().__init__(param_groups, {})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if group["signed"]:
+                    if "momentum" not in state:
+                        state["momentum"] = torch.zeros_like(p)
+                    state["momentum"].lerp_(p.grad, 1 - group["momentum"])
+                    p.add_(state["momentum"].sign(), alpha=-group["lr"] * self.weight[0])
+                else:
+                    state["step"] = state.get("step", 0) + 1
+                    if "square" not in state:
+                        state["square"] = torch.zeros_like(p)
+                    state["square"].mul_(group["beta"]).addcmul_(p.grad, p.grad)
+                    rate = group["lr"] / state["step"]
+                    p.addcdiv_(p.grad, state["square"].sqrt() + group["eps"], value=-rate)
+
+
+class Net(nn.Module):
+    """Layers of one shape, a frozen one, and a parameter that stands in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(3, 3) for _ in range(3))
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.tied = nn.Linear(3, 3, bias=False)
+        self.tied.weight = self.first.weight
+        self.gain = nn.Parameter(torch.ones(1))
+
+
+MAKES = {
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.5}),
+    "Adafactor": (torch.optim.Adafactor, {}),
+    "Lion": (Lion, {"weight_decay": 0.1}),
+    "Cautious": (Cautious, {"weight_decay": 0.1}),
+    "Renamed": (Renamed, {"betas": (0.5, 0.6)}),
+}
+
+
+def grouped(kind, seed):
+    """A live optimizer over groups that a random number generator has made."""
+    torch.manual_seed(0)
+    model, draw = Net(), random.Random(seed)
+    params = list(model.parameters())
+    draw.shuffle(params)
+    groups = []
+    while params:
+        count = draw.randint(1, len(params))
+        some, params = params[:count], params[count:]
+        groups.append({"params": some, "lr": draw.choice([0.1, 0.01])})
+        if kind == "a Muon record":
+            groups[-1] |= draw.choice(
+                [{"signed": True, "momentum": 0.9}, {"signed": False, "beta": 0.5, "eps": 1e-3}]
+            )
+        elif kind not in ("Adafactor", "RMSprop") and draw.random() < 0.5:
+            groups[-1]["weight_decay"] = draw.choice([0.0, 0.3])
+    if kind == "a Muon record":
+        return model, WithAuxiliaryAdam(groups, weight=0.25)
+    cls, settings = MAKES[kind]
+    return model, cls(groups, **settings)
+
+
+def gradients(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(p.shape, generator=generator) for name, p in params.items()}
+
+
+def trained(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def train(model, optimizer, seeds):
+    for seed in seeds:
+        for name, gradient in gradients(trained(model), seed).items():
+            model.get_parameter(name).grad = gradient
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_here(params, optimizer, opt_state, seeds):
+    for seed in seeds:
+        params, opt_state = optimizer.step(params, gradients(params, seed), opt_state)
+    return params, opt_state
+
+
+kinds = pytest.mark.parametrize("kind", [*MAKES, "a Muon record"])
+
+# ---- the laws ------------------------------------------------------------------------------------
+
+
+@kinds
+@given(seed=st.integers(0, 2**32), before=st.integers(0, 3))
+def test_steps_of_torch_steps_here_and_steps_of_torch_are_torchs_own(kind, seed, before):
+    expected, live = grouped(kind, seed), grouped(kind, seed)
+    train(*expected, range(before + 4))
+    train(*live, range(before))
+    model, torch_optimizer = live
+    optimizer, opt_state = ps.from_torch_optimizer(torch_optimizer, model)
+    params = ps.make_functional(model)[1]
+    seeds = range(before, before + 2)
+    params, opt_state = train_here(params, optimizer, opt_state, seeds)
+    ps.load_into(model, params, ps.make_functional(model)[2])
+    ps.to_torch_optimizer(opt_state, optimizer, torch_optimizer, model)
+    train(*live, range(before + 2, before + 4))
+    torch.testing.assert_close(model.state_dict(), expected[0].state_dict(), rtol=1e-5, atol=1e-6)
+    held, theirs = (optimizer.state_dict() for _, optimizer in (live, expected))
+    torch.testing.assert_close(held["state"], theirs["state"], rtol=1e-5, atol=1e-6)
+    assert held["param_groups"] == theirs["param_groups"]
+
+
+@kinds
+def test_the_live_optimizer_is_copied_and_stays_as_it_is(kind):
+    model, torch_optimizer = grouped(kind, 3)
+    train(model, torch_optimizer, range(2))
+    before, attributes = copy.deepcopy(torch_optimizer.state_dict()), vars(torch_optimizer).copy()
+    with Untouched([dict(model.state_dict()), tensors(torch_optimizer.state_dict())]):
+        optimizer, opt_state = ps.from_torch_optimizer(torch_optimizer, model)
+        train_here(trained(model), optimizer, opt_state, range(2))
+    assert str(torch_optimizer.state_dict()) == str(before)
+    assert vars(torch_optimizer) == attributes
+    assert not shares_memory(tensors(opt_state), tensors(torch_optimizer.state_dict()))
+
+
+def test_a_new_optimizer_has_the_state_of_init_and_its_groups_are_overrides():
+    model, torch_optimizer = grouped("AdamW", 1)
+    optimizer, opt_state = ps.from_torch_optimizer(torch_optimizer, model)
+    assert same_bits(opt_state, optimizer.init(ps.make_functional(model)[1]))
+    saved = optimizer.to_state_dict(opt_state)["param_groups"]
+    here = {name: (g["lr"], g["weight_decay"]) for g in saved for name in g["param_names"]}
+    names = {id(p): name for name, p in model.named_parameters()}
+    there = {
+        names[id(p)]: (g["lr"], g["weight_decay"])
+        for g in torch_optimizer.param_groups
+        for p in g["params"]
+    }
+    assert here == {name: there[name] for name in here}
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_number_in_the_state_goes_into_the_groups_that_take_theirs_from_it(as_tensor):
+    model = nn.Linear(2, 1)
+    rate = torch.tensor(0.5) if as_tensor else 0.5
+    groups = [{"params": [model.bias]}, {"params": [model.weight], "weight_decay": 0.25}]
+    adamw = torch.optim.AdamW(groups, lr=rate, weight_decay=0.0)
+    kept = adamw.param_groups
+    optimizer, opt_state = ps.from_torch_optimizer(adamw, model, in_state=("lr", "weight_decay"))
+    assert opt_state.lr == 0.5
+    assert opt_state.hyper["weight_decay"] == 0.0
+    changed = ps.replace_settings(opt_state, lr=0.125, weight_decay=0.75)
+    ps.to_torch_optimizer(changed, optimizer, adamw, model)
+    assert [float(group["lr"]) for group in adamw.param_groups] == [0.125, 0.125]
+    assert [group["weight_decay"] for group in adamw.param_groups] == [0.75, 0.25]
+    assert adamw.param_groups is kept
+    assert not as_tensor or adamw.param_groups[0]["lr"] is rate
+
+
+def test_a_wrapped_state_goes_back_too():
+    model, torch_optimizer = grouped("AdamW", 5)
+    optimizer, _ = ps.from_torch_optimizer(torch_optimizer, model)
+    wrapped = ps.with_state_dtype(optimizer, {"exp_avg": torch.bfloat16})
+    params = ps.make_functional(model)[1]
+    params, opt_state = train_here(params, wrapped, wrapped.init(params), range(2))
+    ps.to_torch_optimizer(opt_state, wrapped, torch_optimizer, model)
+    held = torch_optimizer.state[model.second.weight]["exp_avg"]
+    assert held.dtype is torch.float32
+    assert same_bits(held.bfloat16(), opt_state.slots["second.weight"]["exp_avg"])
+
+
+def test_live_optimizers_of_several_parts_are_a_partition():
+    expected, live = Net(), Net()
+    expected.load_state_dict(live.state_dict())
+
+    def optimizers(model):
+        matrices = [p for p in model.parameters() if p.ndim == 2 and p.requires_grad]
+        others = [p for p in model.parameters() if p.ndim != 2]
+        return {"muon": torch.optim.Muon(matrices, lr=0.1), "adamw": torch.optim.AdamW(others)}
+
+    for each in optimizers(expected).values():
+        train(expected, each, range(3))
+    taken = {key: ps.from_torch_optimizer(o, live) for key, o in optimizers(live).items()}
+    states = {key: state for key, (_, state) in taken.items()}
+    optimizer = ps.partition(
+        {key: each for key, (each, _) in taken.items()},
+        lambda name, _: next(key for key, state in states.items() if name in state.slots),
+    )
+    params, states = train_here(ps.make_functional(live)[1], optimizer, states, range(3))
+    want = {name: p.detach() for name, p in trained(expected).items()}
+    torch.testing.assert_close(params, want, rtol=1e-5, atol=1e-5)
+    back = optimizers(live)
+    for key, each in back.items():
+        ps.to_torch_optimizer(states[key], optimizer.optimizers[key], each, live)
+    assert same_bits(back["adamw"].state[live.gain], states["adamw"].slots["gain"])
+
+
+def test_a_step_that_is_wrapped_by_a_scheduler_and_has_hooks_is_the_class_s():
+    model = nn.Linear(2, 1)
+    lion, calls = Lion(model.parameters(), lr=0.1), []
+    torch.optim.lr_scheduler.LambdaLR(lion, lambda n: 1.0)
+    lion.register_step_pre_hook(lambda *_: calls.append(1))
+    train_here(trained(model), *ps.from_torch_optimizer(lion, model), range(2))
+    assert calls == []
+
+
+def test_an_inf_skips_the_step_of_a_class_of_one_s_own():
+    model, torch_optimizer = grouped("a Muon record", 2)
+    train(model, torch_optimizer, range(2))
+    optimizer, opt_state = ps.from_torch_optimizer(torch_optimizer, model)
+    params = ps.make_functional(model)[1]
+    skipped = ps.maybe_step(optimizer, params, params, opt_state, torch.tensor(True))
+    assert same_bits(skipped, (params, opt_state))
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def of_another_model(model, optimizer):
+    return optimizer, nn.Linear(3, 3)
+
+
+def a_class(model, optimizer):
+    return torch.optim.AdamW, model
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (of_another_model, r"param_groups\[0\] of the optimizer has .* not in the model"),
+        (a_class, r"torch_optimizer is type; expected the live one.*from_torch\("),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(change, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        ps.from_torch_optimizer(*change(*grouped("AdamW", 0)))
+
+
+def test_what_does_not_go_back_is_refused_before_anything_is_written():
+    model, adamw = grouped("AdamW", 0)
+    optimizer, state = ps.from_torch_optimizer(adamw, model)
+    _, state = train_here(trained(model), optimizer, state, range(2))
+    sgd = torch.optim.SGD(model.parameters())
+    parts = ps.partition({"all": optimizer}, lambda name, param: "all")
+    calls = [
+        ((state, optimizer, sgd, model), "OptState of AdamW, the live optimizer a SGD"),
+        ((ps.stack_states([state] * 2), optimizer, adamw, model), "2 stacked ones"),
+        (({"all": state}, parts, adamw, model), r"has the parts \['all'\].*opt_state\[key\]"),
+        ((optimizer, state, adamw, model), "expected one of from_torch or.*wrong order"),
+        ((state, optimizer, adamw, nn.Linear(3, 3)), "the live optimizer does not"),
+    ]
+    for arguments, words in calls:
+        with pytest.raises((TypeError, ValueError), match=words):
+            ps.to_torch_optimizer(*arguments)
+        assert adamw.state == {}

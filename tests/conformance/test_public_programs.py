@@ -78,7 +78,8 @@ def rate_at(iteration, warmup=2, total=6, peak=1e-2, least=1e-3):
 def test_nanogpt(half):
     torch.manual_seed(0)
     model = GPT()
-    # Of several microbatches in float16 torch's loop backpropagates loss / k, which overflows later.
+    # Of several microbatches in float16 torch's loop backpropagates loss / k, which overflows
+    # later.
     windows = torch.randint(33, (6, 1 if half else 3, 4, 9))
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     rest = [p for p in model.parameters() if p.dim() < 2]

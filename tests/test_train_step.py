@@ -5,6 +5,7 @@ import functools
 import math
 
 import hypothesis.strategies as st
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,8 +23,10 @@ from helpers import (
     scaled_by,
     shares_memory,
     small_net,
+    stack,
     trained,
     trees,
+    unstack,
 )
 from hypothesis import given
 from torch import nn
@@ -505,6 +508,48 @@ def test_a_loss_fn_that_returns_the_wrong_thing_is_refused_and_nothing_changes(
         ps.train_step(
             state, [None], loss_fn=lambda p, b, _: returned(p["w"], b), optimizer=SGD, rule=RULE
         )
+
+
+class Line:
+    """A container of one's own."""
+
+    def __init__(self, slope, shift):
+        self.slope, self.shift = slope, shift
+
+    @property
+    def parts(self):
+        return [self.slope, self.shift]
+
+
+optree.register_pytree_node(
+    Line, lambda line: (line.parts, None), lambda _, parts: Line(*parts), namespace="purescale"
+)
+pytree.register_pytree_node(Line, lambda line: (line.parts, None), lambda parts, _: Line(*parts))
+WAYS = {
+    "eager": lambda step: step,
+    "jit": functools.partial(ps.jit, backend="aot_eager"),
+    "vmap": lambda step: lambda *args: unstack(torch.vmap(step)(*(stack([a, a]) for a in args)), 0),
+    "torch.compile": functools.partial(torch.compile, fullgraph=True, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_container_of_ones_own_is_a_tree_as_a_list_is(way):
+    adamw = ps.from_torch(OPTIM.AdamW, lr=0.1, overrides={"0": {"weight_decay": 0.5}})
+    ends = []
+    for make, parts in ((Line, lambda line: line.parts), (lambda *x: list(x), list)):
+
+        def loss_fn(params, buffers, x, make=make, parts=parts):
+            slope, shift = parts(params)
+            seen, last = parts(buffers)
+            return (slope * x + shift).square().sum(), make(seen + 1, last + x)
+
+        step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=adamw, rule=RULE)
+        params, buffers = make(torch.ones(3), torch.zeros(3)), make(torch.zeros(3), torch.zeros(3))
+        start = ps.init_train_state(params, buffers, adamw, RULE)
+        end, _ = WAYS[way](lambda state, x, step=step: step(state, [x]))(start, torch.ones(3))
+        ends.append([*parts(end.params), *parts(end.buffers)])
+    assert same_bits(*ends)
 
 
 # ---- bad calls

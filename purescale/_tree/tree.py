@@ -216,10 +216,11 @@ def names(tree: Tree) -> list[str]:
         return [".".join(str(part) for part in path) for path in optree.tree_paths(tree, **_OPTREE)]
     if isinstance(tree, dict):
         children = list(tree.items())
-    elif isinstance(tree, (list, tuple)):
-        children = list(enumerate(tree))
     else:
-        return [""]
+        parts = private.pytree.tree_leaves(tree, is_leaf=lambda part: part is not tree)
+        if parts and parts[0] is tree:
+            return [""]
+        children = list(enumerate(parts))
     return [
         f"{key}.{name}" if name else str(key) for key, child in children for name in names(child)
     ]

@@ -164,7 +164,7 @@ def test_results_take_the_memory_of_donated_inputs_that_are_like_them_in_order()
 def test_a_compiled_graph_has_the_values_of_the_graph():
     outside = torch.ones(3)
     graph = trace(lambda x, y: [x @ y.mT, (x * outside).softmax(-1), y], [X, X])
-    function = compiled(graph, [X, X], {})
+    function = compiled(graph, [X, X])
     results = function(X, X + 1, outside)
     for result, expected in zip(results, run(graph, X, X + 1), strict=True):
         torch.testing.assert_close(result, expected)

@@ -486,3 +486,28 @@ def test_the_node_of_the_stats_does_what_its_schema_says(power, grad_dtype):
     grads = [torch.randn(3, 5), torch.randn(40).to(grad_dtype)]
     arguments = grads, torch.tensor(SCALE), power
     torch.library.opcheck(torch.ops.purescale.grad_stats.default, arguments, test_utils=CHECKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_jitted_donated_step_needs_the_memory_of_its_gradients(max_norm):
+    params = {str(index): torch.randn(1024, 1024) / 32 for index in range(5)}
+
+    def loss_fn(params, buffers, x):
+        for weight in params.values():
+            x = torch.relu(x @ weight)
+        return x.square().mean(), buffers
+
+    settings = {"loss_fn": loss_fn, "optimizer": ADAMW, "rule": ps.DynamicScale()}
+    step = ps.jit(
+        lambda state, x: ps.train_step(state, [x], max_norm=max_norm, **settings), donate=0
+    )
+    x = torch.randn(8, 1024)
+    state = [ps.init_train_state(params, {}, ADAMW, settings["rule"])]
+
+    def run():
+        state[0], info = step(state[0], x)
+        return info
+
+    run()
+    assert peak(run) < 1.02 * sum(weight.nbytes for weight in params.values())

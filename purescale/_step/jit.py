@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -11,12 +12,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import private
+from .._torch import donation, private
 from .._torch.autocast import active_autocast, outside_autocast
-from .._torch.donation import can_write
+from .._torch.donation import can_write, storage_pointers
 from .._torch.pure_graph import Function, PureGraph, compiled, trace
 from .._torch.tracing import PLAIN_TYPES, inside_a_graph
 from .._tree import tree as _tree
+from .._tree.leaves import metadata_of
 from .._tree.scalars import is_whole, short_repr
 from .._tree.tree import Leaves, Tree, TreeDef
 
@@ -72,15 +74,66 @@ class FlatFunction:
         return [leaves[place] for place in places]
 
 
-class Program(NamedTuple):
-    """A graph and the function that runs it, for arguments that differ in values only."""
+class Program:
+    """A graph and the function that runs it, for arguments that differ in values only.
 
-    form: Any  # of the arguments: their structure, and where they have None
-    are_like: Callable[..., bool]  # True for tensors that differ from the first in values only
-    setting: Any  # the global settings of torch under which it was traced
-    graph: PureGraph
-    run: Function
-    results: Results
+    Args:
+        form: The structure of the arguments, and where they have None.
+        setting: The global settings of torch under which the graph was traced.
+        tensors: Those of the arguments.
+        graph, run, results: The graph, a function that runs it, and the form of its results.
+    """
+
+    def __init__(
+        self,
+        form: Any,
+        setting: Any,
+        tensors: list[Tensor],
+        graph: PureGraph,
+        run: Function,
+        results: Results,
+    ) -> None:
+        self.form, self.setting, self.results = form, setting, results
+        self.are_like = private.metadata_guard(*tensors)
+        self.closed_over, self.run = graph.closed_over, run
+        donated = graph.donated
+        self.written = list(donated.values())
+        # The index of each result in the list of the inputs, then what the graph returns.
+        returned = itertools.count(len(tensors) + len(graph.closed_over))
+        places = range(len(results.places))
+        self.sources = [donated[x] if x in donated else next(returned) for x in places]
+        written = [tensors[index] for index in self.written]
+        metadata = metadata_of(written)
+        self.are_plain = (
+            metadata.dense_off_graph
+            and metadata.are_gapless
+            and set(map(type, written)) <= {Tensor}
+            and not metadata.any_requires_grad
+        )
+
+    def __call__(self, tensors: list[Tensor]) -> Tree:
+        """Return the results for the tensors of arguments, of which donated ones may be
+        overwritten.
+        """
+        inputs = [*tensors, *self.closed_over]
+        if self.written:
+            inputs = self._writable(inputs)
+        outputs = [*inputs, *self.run(*inputs)]
+        return self.results.of([outputs[index] for index in self.sources])
+
+    def _writable(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Return the inputs, with copies of donated ones if somebody else may see their memory."""
+        pointers = storage_pointers(inputs)
+        if self.are_plain and len(set(pointers)) == len(pointers) and not donation.DEBUG:
+            return inputs
+        donated = [inputs[index] for index in self.written]
+        others = [tensor for index, tensor in enumerate(inputs) if index not in self.written]
+        own = Tensor.detach if can_write(donated, others) else Tensor.clone
+        inputs = list(inputs)
+        for index, tensor in zip(self.written, donated, strict=True):
+            inputs[index] = own(tensor)
+        _tree.poison(donated, keep=inputs)
+        return inputs
 
 
 class Programs:
@@ -106,12 +159,14 @@ class Programs:
                     graph, run, results = make()
                     if active_autocast():  # the graph has the casts of the function
                         run = outside_autocast()(run)
-                    are_like = private.metadata_guard(*tensors)
-                    program = Program(form, are_like, setting, graph, run, results)
+                    program = Program(form, setting, tensors, graph, run, results)
                     self._programs = [program, *self._programs]
         return program
 
     def _lookup(self, tensors: list[Tensor], form: Any, setting: Any) -> Program | None:
+        # The comparison is of tensors, and would crash the process on a nested one.
+        if not PLAIN_TYPES.issuperset(map(type, tensors)) or any(map(_is_nested, tensors)):
+            return None
         for program in self._programs:
             if program.form == form and program.setting == setting and program.are_like(*tensors):
                 return program
@@ -135,18 +190,16 @@ class Jitted:
         if inside_a_graph():
             return self.fn(*args)  # a part of the graph, or of the transform, around it
         leaves, structure = _tree.flatten(args)
-        tensors = check_arguments(args, leaves)
+        tensors = [leaf for leaf in leaves if leaf is not None]
 
         def make() -> tuple[PureGraph, Function, Results]:
+            check_arguments(args, leaves)
             _check_donate(self.donate, args)
             flat = FlatFunction(self.fn, structure, leaves)
             graph = trace(flat, tensors, _indices(args, self.donate))
             return graph, self._compiled(graph, tensors), flat.results
 
-        program = self.programs.of(tensors, form_of(structure, leaves, tensors), make)
-        if program.graph.donated:
-            return self._call_donated(program, args, tensors)
-        return program.results.of(program.run(*tensors, *program.graph.closed_over))
+        return self.programs.of(tensors, form_of(structure, leaves, tensors), make)(tensors)
 
     def compiles(self) -> bool:
         """Return True if a call here runs compiled code."""
@@ -165,28 +218,7 @@ class Jitted:
         if self.backend == "aot_eager":
             run: Function = graph.module
             return run
-        options = {} if self.mode is None else private.list_mode_options(self.mode)
-        return compiled(graph, tensors, options)
-
-    def _call_donated(
-        self, program: Program, args: tuple[Tree, ...], tensors: list[Tensor]
-    ) -> Tree:
-        """Run a program that writes into donated inputs, or into copies of them if somebody else
-        may see their memory.
-        """
-        donated, closed_over = program.graph.donated, program.graph.closed_over
-        written = set(donated.values())
-        others = [tensor for index, tensor in enumerate(tensors) if index not in written]
-        if not can_write([tensors[index] for index in written], [*others, *closed_over]):
-            tensors = [t.clone() if index in written else t for index, t in enumerate(tensors)]
-        fresh = iter(program.run(*tensors, *closed_over))
-        outputs = [
-            tensors[donated[place]].detach() if place in donated else next(fresh)
-            for place in range(len(program.results.places))
-        ]
-        results = program.results.of(outputs)
-        _tree.poison([args[index] for index in self.donate], keep=(results, others))
-        return results
+        return compiled(graph, tensors, self.mode)
 
 
 def form_of(structure: TreeDef, leaves: Leaves, tensors: list[Tensor]) -> Any:

@@ -92,8 +92,7 @@ def _in_one_graph(step: Jitted, state: Tree, batches: Tree, num_stacks: int) -> 
         return graph, scanned(graph, first, carried), flat.results
 
     program = step.scans.of(first, form_of(structure, leaves, tensors), make)
-    results = program.run(*tensors[:carried], *stacks, *program.graph.closed_over)
-    pair: tuple[Tree, Tree] = program.results.of(results)
+    pair: tuple[Tree, Tree] = program([*tensors[:carried], *stacks])
     return pair
 
 

@@ -83,11 +83,17 @@ def _watched(function: Function) -> Function:
 
 
 @outside_autocast()
-def compiled(graph: PureGraph, inputs: Sequence[Tensor], options: dict[str, Any]) -> Function:
+def compiled(graph: PureGraph, inputs: Sequence[Tensor], mode: str | None = None) -> Function:
     """Return the graph as compiled by inductor, a function of its inputs and `closed_over`."""
-    function: Function = private.compile_graph(
-        graph.module, [*inputs, *graph.closed_over], options or None
-    )
+    options = None if mode is None else private.list_mode_options(mode)
+    return _compiled(graph.module, [*inputs, *graph.closed_over], options)
+
+
+def _compiled(module: Any, inputs: Sequence[Tensor], options: Any = None) -> Function:
+    # What calls the kernels is in C++ on a CPU, which takes fewer seconds to compile too.
+    if options is None and all(tensor.is_cpu for tensor in inputs):
+        options = {"cpp_wrapper": True}
+    function: Function = private.compile_graph(module, inputs, options)
     return function
 
 
@@ -126,12 +132,7 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
         results: Sequence[Any] = private.scan(graph.module, list(carry), list(stacks), rest)
         return results
 
-    module = make_fx(repeat)(*examples)
-    # The loop around the graph is in C++ on a CPU, and in Python elsewhere.
-    on_a_cpu = all(tensor.is_cpu for tensor in inputs)
-    options = {"cpp_wrapper": True} if on_a_cpu else None
-    function: Function = private.compile_graph(module, examples, options)
-    return function
+    return _compiled(make_fx(repeat)(*examples), examples)
 
 
 # ---- the graph -----------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from ._laws import (
 )
 from ._optimizer_battery import assert_optimizer
 from ._rule_battery import assert_scale_rule
+from ._step_battery import assert_step
 from ._strategies import grad_trees, overflow_runs, params_and_grads, scale_rules, scaler_states
 
 __all__ = [  # noqa: RUF022  strategies, then checks
@@ -41,6 +42,7 @@ __all__ = [  # noqa: RUF022  strategies, then checks
     "assert_scale_rule",
     "assert_optimizer",
     "assert_guard",
+    "assert_step",
     "same_bits",
     "shares_memory",
     "Untouched",

@@ -1,0 +1,471 @@
+"""`assert_step`: the laws of a whole training step as one check, of a pure one or of a trainer."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .._torch import private
+from .._tree import tree as _tree
+from .._tree.scalars import not_made
+from .._tree.tree import Tree, join_names
+from ._battery import Battery, saved_and_loaded
+from ._laws import Untouched, same_bits, shares_memory, short
+
+_CHANGED_BY_A_SKIP = ("*scaler*", "*loss_scale*", "*rng*", "*iteration")
+
+
+def assert_step(
+    step: Any,
+    state: Tree,
+    batches: Sequence[Any],
+    *,
+    overflow: Callable[[Any], Any] | None = None,
+    join: Callable[[list[Any]], Any] | None = None,
+    split: Callable[[Any], list[Any]] | None = None,
+    skip_changes: Sequence[str] = _CHANGED_BY_A_SKIP,
+    scale: str = "*scaler*scale",
+    rtol: float = 0.05,
+    quirks: Sequence[str] = (),
+) -> None:
+    """Check a whole training step of your own: a pure one, or a trainer that holds its state.
+
+    Nothing has to be ported for it. A trainer is any object with `step(window)`, `state_dict()` and
+    `load_state_dict(sd)`. A window is a list of batches that make one step together. torch's global
+    generator is seeded alike before steps that are compared.
+
+    - `moves`: a step of good batches changes the state and leaves no inf or NaN in it
+    - `repeat`: the same state and window give the same bits; a pure step changes no argument
+    - `resume`: a state that was saved, and loaded later, goes on with the same bits
+    - `window`: a window of two batches makes the step of both as one batch
+    - `weights`: so does a window of unequal parts of one batch, as with padded tokens
+    - `scale`: a step at a lower loss scale is the same step
+    - `skip`: a window that overflows changes no bit but the loss scale, and the step after it is
+      finite
+    - `donate`: a step with `donate=True` has the same bits, if the step takes the word
+    - `compile`: a pure step compiles, and gives the same to `rtol`
+
+    Args:
+        step: A function `step(state, window)` that returns `(state, info)`, such as
+            `functools.partial(train_step, loss_fn=...)`; or a trainer.
+        state: The state before a step; None for a trainer, whose own it is. A trainer comes back
+            with the state that it had.
+        batches: Four or more batches of equal size, each a tree of tensors.
+        overflow: A function from a batch to one whose gradients overflow. By default its floating
+            tensors become inf, or the loss scale if it has none.
+        join: A function from a list of batches to one batch. By default tensors are joined along
+            their first dimension.
+        split: A function from a batch to two batches of unequal size: by default its first sample
+            and the rest.
+        skip_changes: Globs of dotted paths in the state of what a skipped step may change. For a
+            loop that calls `scheduler.step()` once a batch, `("*scaler*", "*scheduler*", "*.lr")`.
+        scale: A glob of the dotted path of the loss scale. Without such a leaf `scale` is not
+            checked.
+        rtol: How far an update may be from the expected one, relative to the update, in most of the
+            elements; counts are compared exactly.
+        quirks: Laws that it breaks on purpose. Each must be seen broken. Dropout and batch norm
+            depend on how samples are put together: `quirks=("window", "weights")`.
+
+    Raises:
+        AssertionError: A law is broken; with the paths in the state, what came, what should, and a
+            fix.
+        TypeError: `step` is neither a function nor a trainer, or `batches` is not a list.
+        ValueError: Fewer than four batches, or a quirk that is not the name of a law.
+
+    Example:
+        >>> import functools
+        >>> import purescale as ps
+        >>> def loss_fn(params, buffers, batch):
+        ...     return (params["w"] * batch).pow(2).mean(), buffers
+        >>> optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale(2.0**8)
+        >>> step = functools.partial(
+        ...     ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, weight_fn=len
+        ... )
+        >>> state = ps.init_train_state({"w": torch.ones(3)}, {}, optimizer, rule)
+        >>> assert_step(step, state, [torch.randn(4, 3) for _ in range(4)])
+    """
+    if not isinstance(batches, (list, tuple)):
+        raise TypeError(
+            f"batches is {type(batches).__name__}; expected a list. Fix: "
+            "`list(itertools.islice(loader, 4))`."
+        )
+    if len(batches) < _BATCHES:
+        raise ValueError(f"batches has {len(batches)} of at least {_BATCHES} batches. Fix: more.")
+    run = _Trainer(step) if state is None else _Pure(step, state)
+    data = _Data(list(batches), overflow or _not_finite, join or _joined, split or _first_and_rest)
+    battery = _StepBattery(run, data, tuple(skip_changes), scale, rtol, quirks)
+    with torch.random.fork_rng():
+        try:
+            battery.run()
+        finally:
+            run.close()
+
+
+_BATCHES = 4
+_FIXES = {
+    "moves": "batches that do not overflow, with gradients that are not 0; a lower loss scale to "
+    "start from.",
+    "repeat": "keep what changes from step to step in the state, a generator's too; a pure step "
+    "returns new tensors.",
+    "resume": "save all that a step reads: optimizer, scaler, scheduler, generators, averages and "
+    "counters; no gradient may wait for the next step, so clear `.grad`.",
+    "window": "the mean over the window: `(loss / len(window)).backward()` for each batch, with "
+    "gradients cleared once, and one step of the scheduler and of each counter.",
+    "weights": "weigh each part by its samples or tokens: divide the sum of the losses by the sum "
+    "of the weights; `weight_fn=` in train_step.",
+    "scale": "unscale the gradients once, with the scale that scaled the loss, before they are "
+    "clipped, measured or changed: `scaler.unscale_(optimizer)`, `unscale_and_check`.",
+    "skip": "one flag decides for everything: buffers, averages of the weights, step counts too "
+    "(`select(found_inf, old, new)`); name what may change in skip_changes.",
+    "donate": "a donated state may be overwritten and nothing else; do not keep tensors of it.",
+    "compile": "torch.where in place of `if`; no `.item()`; no attribute that a step changes.",
+}
+
+
+class _Pure:
+    """A pure step."""
+
+    is_pure = True
+
+    def __init__(self, step: Any, state: Tree) -> None:
+        if not callable(step) or isinstance(step, type):
+            raise TypeError(
+                f"step is {type(step).__name__}; expected a function `step(state, window)` that "
+                "returns `(state, info)`. Fix: `functools.partial(train_step, loss_fn=loss_fn, "
+                "optimizer=optimizer, rule=rule)`; for a trainer `assert_step(trainer, None, "
+                "batches)`."
+            )
+        self.step, self.first = step, state
+        self.name = getattr(step, "__name__", "step")
+
+    def __call__(self, state: Tree, window: list[Any], **settings: Any) -> Tree:
+        """Return the state after a step."""
+        torch.manual_seed(0)
+        result = self.step(state, window, **settings)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise AssertionError(
+                f"the step returned {short(result)}, expected (state, info). Fix: `return state, "
+                "info`; `info` may be None."
+            )
+        return result[0]
+
+    def resumed(self, state: Tree, windows: list[list[Any]]) -> tuple[Tree, list[Tree]]:
+        """Return the state after two windows, and that of runs that were stopped between them."""
+        between = self(state, windows[0])
+        expected = self(between, windows[1])
+        self(expected, windows[2])
+        return expected, [self(each, windows[1]) for each in saved_and_loaded(between, state)]
+
+    def close(self) -> None:
+        """Leave all as it was: a pure step has changed nothing."""
+
+
+class _Trainer:
+    """A trainer that holds its state, as a function of the state."""
+
+    is_pure = False
+
+    def __init__(self, trainer: Any) -> None:
+        if what := not_made(trainer, "step", "state_dict", "load_state_dict"):
+            raise TypeError(
+                f"step is {what}, and state is None; expected a trainer, an object with "
+                "`step(window)`, `state_dict()` and `load_state_dict(sd)`. Fix: `assert_step(step, "
+                "state, batches)` for a function; a class with these three around your loop."
+            )
+        self.trainer, self.name = trainer, type(trainer).__name__
+        self.first = self._state()
+
+    def _state(self) -> Tree:
+        return copy.deepcopy(self.trainer.state_dict())
+
+    def _go_on(self, window: list[Any]) -> Tree:
+        torch.manual_seed(0)
+        self.trainer.step(window)
+        return self._state()
+
+    def __call__(self, state: Tree, window: list[Any]) -> Tree:
+        """Return the state after a step from this state."""
+        self.trainer.load_state_dict(copy.deepcopy(state))
+        return self._go_on(window)
+
+    def resumed(self, state: Tree, windows: list[list[Any]]) -> tuple[Tree, list[Tree]]:
+        """Return the state after two windows, and that of a run that was stopped between them. The
+        trainer itself goes on, so that what is not saved has moved.
+        """
+        between = self(state, windows[0])
+        expected = self._go_on(windows[1])
+        self._go_on(windows[2])
+        return expected, [self(between, windows[1])]
+
+    def close(self) -> None:
+        """Load the state that the trainer had."""
+        self.trainer.load_state_dict(self.first)
+
+
+class _Data:
+    """The batches, and what can be made of them."""
+
+    def __init__(
+        self,
+        batches: list[Any],
+        overflow: Callable[[Any], Any],
+        join: Callable[[list[Any]], Any],
+        split: Callable[[Any], list[Any]],
+    ) -> None:
+        self.batches, self.overflow, self.join, self.split = batches, overflow, join, split
+
+
+class _StepBattery(Battery):
+    """The checks of a step."""
+
+    kind = "step"
+    methods: ClassVar[dict[str, str]] = {}
+    fix_for_kind = ""
+    fixes = _FIXES
+    labels = ()
+
+    def __init__(
+        self,
+        run: Any,
+        data: _Data,
+        skip_changes: tuple[str, ...],
+        scale: str,
+        rtol: float,
+        quirks: Sequence[str],
+    ) -> None:
+        super().__init__(run, quirks)
+        self.name, self.step, self.data, self.rtol = run.name, run, data, rtol
+        self.skip_changes, self.scale_glob = skip_changes, scale
+
+    def checks(self) -> tuple[Callable[[], bool | None], ...]:
+        # What a trainer does not save shows in both; a pure step may have written into its state.
+        twice = (self.repeat, self.resume) if self.step.is_pure else (self.resume, self.repeat)
+        return (self.moves, *twice, self.window, self.weights, self.scale,
+                self.skip, self.donate, self.compile)  # fmt: skip
+
+    def check_bits(self, law: str, expected: Tree, came: Tree, free: Sequence[str] = ()) -> None:
+        """Check that two states have the same bits, but for paths that match a glob of `free`."""
+        differing = [path for path in _differing(expected, came) if not _matches(path, free)]
+        if differing:
+            self.fail(law, f"{join_names(differing)} differ", "the same bits")
+
+    def check_close(self, law: str, old: Tree, expected: Tree, came: Tree) -> None:
+        """Check that two states after one step from `old` agree up to rounding."""
+        reasons = _far(old, expected, came, self.rtol, (self.scale_glob,))
+        if reasons:
+            self.fail(law, join_names(reasons), f"the same update, to {self.rtol:g} of it")
+
+    # ---- what is checked
+
+    def moves(self) -> bool:
+        """Check a few steps, and keep the state after them: the first may overflow."""
+        self.state = self.step.first
+        for batch in self.data.batches[:_BATCHES]:
+            before = self.state
+            self.state = self.step(before, [batch])
+        differing = [p for p in _differing(before, self.state) if not self.may_change(p)]
+        infinite = [path for path, leaf in _leaves(self.state) if not _is_finite(leaf)]
+        if not differing or infinite:
+            came = f"{join_names(infinite)} not finite" if infinite else "a state that did not move"
+            self.fail("moves", came, "a step that moves the state")
+            return False
+        return True
+
+    def may_change(self, path: str) -> bool:
+        """Return True for a path that a skipped step may change."""
+        return _matches(path, self.skip_changes)
+
+    def repeat(self) -> None:
+        window = [self.data.batches[0]]
+
+        def untouched() -> Tree:
+            with Untouched((self.state, window)):
+                return self.step(self.state, window)
+
+        expected = self.attempt("repeat", "a state in memory of its own", untouched)
+        if "repeat" in self.broken:
+            return
+        if self.step.is_pure and shares_memory(expected, (self.state, window)):
+            self.fail("repeat", "a state that shares memory with an argument", "fresh memory")
+        self.check_bits("repeat", expected, self.step(self.state, window))
+
+    def resume(self) -> None:
+        windows = [[batch] for batch in self.data.batches[:3]]
+        expected, others = self.step.resumed(self.state, windows)
+        for other in others:
+            self.check_bits("resume", expected, other)
+
+    def window(self) -> None:
+        some = self.data.batches[:2]
+        self.check_parts("window", some, self.data.join(some))
+
+    def weights(self) -> None:
+        batch = self.data.batches[0]
+        self.check_parts("weights", self.data.split(batch), batch)
+
+    def check_parts(self, law: str, parts: list[Any], whole: Any) -> None:
+        expected, came = self.step(self.state, [whole]), self.step(self.state, parts)
+        self.check_close(law, self.state, expected, came)
+
+    def scale(self) -> None:
+        if not any(_matches(path, (self.scale_glob,)) for path, _ in _leaves(self.state)):
+            return
+        lower = _replaced(self.state, self.scale_glob, lambda number: number / 4)
+        window = [self.data.batches[0]]
+        expected, came = self.step(self.state, window), self.step(lower, window)
+        self.check_close("scale", self.state, expected, came)
+
+    def skip(self) -> None:
+        batch = self.data.batches[0]
+        bad, state = self.data.overflow(batch), self.state
+        if same_bits(bad, batch):  # without a floating tensor
+            state = _replaced(state, self.scale_glob, lambda number: number * math.inf)
+        if same_bits(state, self.state) and same_bits(bad, batch):
+            raise ValueError(
+                "the batches have no floating tensor and the state has no loss scale, so nothing "
+                "makes a step overflow. Fix: overflow=, a function from a batch to one whose loss "
+                'or gradients are inf; or scale="*.loss_scale", the path of the scale.'
+            )
+        skipped = self.step(state, [bad])
+        self.check_bits("skip", state, skipped, self.skip_changes)
+        if state is self.state:
+            after = self.step(skipped, [batch])
+            infinite = [path for path, leaf in _leaves(after) if not _is_finite(leaf)]
+            if infinite:
+                came = f"{join_names(infinite)} not finite in the step after it"
+                self.fail("skip", came, "a finite step")
+
+    def donate(self) -> None:
+        if not (self.step.is_pure and "donate" in inspect.signature(self.step.step).parameters):
+            return
+        window = [self.data.batches[0]]
+        given = private.pytree.tree_map_only(Tensor, torch.clone, self.state)
+        came = self.step(given, window, donate=True)
+        self.check_bits("donate", self.step(self.state, window, donate=False), came)
+
+    def compile(self) -> None:
+        if not self.step.is_pure:
+            return
+        window = [self.data.batches[0]]
+        torch.compiler.reset()
+        compiled: Any = torch.compile(self.step.step, fullgraph=True, backend="aot_eager")
+        came = self.attempt("compile", "one graph", lambda: compiled(self.state, window)[0])
+        if came is not None:
+            self.check_close("compile", self.state, self.step(self.state, window), came)
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+
+def _not_finite(batch: Any) -> Any:
+    """Return a batch with inf in its floating tensors."""
+
+    def spoilt(leaf: Tensor) -> Tensor:
+        return torch.full_like(leaf, math.inf) if leaf.is_floating_point() else leaf
+
+    return private.pytree.tree_map_only(Tensor, spoilt, batch)
+
+
+def _joined(batches: list[Any]) -> Any:
+    """Return batches as one, joined along the first dimension."""
+
+    def cat(*leaves: Any) -> Any:
+        first = leaves[0]
+        return torch.cat(leaves) if isinstance(first, Tensor) and first.ndim else first
+
+    return private.pytree.tree_map(cat, *batches)
+
+
+def _first_and_rest(batch: Any) -> list[Any]:
+    """Return the first sample of a batch, and the others."""
+
+    def part(span: slice) -> Any:
+        return private.pytree.tree_map_only(Tensor, lambda t: t[span] if t.ndim else t, batch)
+
+    return [part(slice(1)), part(slice(1, None))]
+
+
+# ---- states --------------------------------------------------------------------------------------
+
+
+def _leaves(state: Tree) -> list[tuple[str, Any]]:
+    """Return the dotted path of each leaf, and the leaf."""
+    paths = [".".join(keys) for keys in _tree.keys(state)]
+    return list(zip(paths, _tree.flatten(state)[0], strict=True))
+
+
+def _matches(path: str, globs: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+
+
+def _differing(a: Tree, b: Tree) -> list[str]:
+    """Return the paths in which two states differ by a bit."""
+    left, right = dict(_leaves(a)), dict(_leaves(b))
+    return [
+        path
+        for path in dict.fromkeys((*left, *right))
+        if not (path in left and path in right and same_bits(left[path], right[path]))
+    ]
+
+
+def _is_finite(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return not leaf.is_floating_point() or bool(torch.isfinite(leaf).all())
+    return not isinstance(leaf, float) or math.isfinite(leaf)
+
+
+def _replaced(state: Tree, glob: str, change: Callable[[Any], Any]) -> Tree:
+    """Return the state with its leaves at `glob` changed."""
+    leaves = [change(leaf) if _matches(path, (glob,)) else leaf for path, leaf in _leaves(state)]
+    return _tree.flatten(state)[1].unflatten(leaves)
+
+
+def _far(old: Tree, expected: Tree, came: Tree, rtol: float, free: Sequence[str]) -> list[str]:
+    """Return how two states after one step differ by more than rounding: counts that are not
+    equal, and updates that differ in more than a quarter of all elements. A leaf whose gradient is
+    0 up to rounding, such as a bias before a norm, may differ.
+    """
+    before, left, right = dict(_leaves(old)), dict(_leaves(expected)), dict(_leaves(came))
+    if left.keys() != right.keys():
+        return [f"{path} is missing" for path in left.keys() ^ right.keys()]
+    reasons, far, total = [], [], 0
+    for path, wanted in left.items():
+        got = right[path]
+        if _matches(path, free):
+            continue
+        if isinstance(wanted, Tensor) and wanted.is_floating_point() and wanted.ndim:
+            total += wanted.numel()
+            if not _is_near(before.get(path), wanted, got, rtol):
+                far.append(path)
+        elif not _is_equal(wanted, got, rtol):
+            reasons.append(f"{path} is {short(got)}, expected {short(wanted)}")
+    if sum(left[path].numel() for path in far) > total / 4:
+        reasons.append(f"the updates of {join_names(far)} differ")
+    return reasons
+
+
+def _is_near(old: Any, wanted: Tensor, got: Any, rtol: float) -> bool:
+    if not isinstance(got, Tensor) or got.shape != wanted.shape:
+        return False
+    wanted, got = wanted.detach().double(), got.detach().double()
+    start = old.detach().double() if isinstance(old, Tensor) else torch.zeros_like(wanted)
+    update = (wanted - start).norm()
+    rounding = 1e-6 * wanted.norm()
+    return bool((got - wanted).norm() <= rtol * update + rounding)
+
+
+def _is_equal(wanted: Any, got: Any, rtol: float) -> bool:
+    """Compare counts and settings; floats, such as a rate, up to rounding."""
+    values = [each.item() if isinstance(each, Tensor) and not each.ndim else each
+              for each in (wanted, got)]  # fmt: skip
+    if all(isinstance(value, numbers.Real) for value in values):
+        return math.isclose(*map(float, values), rel_tol=rtol / 10, abs_tol=1e-12)
+    return same_bits(wanted, got)

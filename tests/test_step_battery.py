@@ -1,0 +1,418 @@
+"""assert_step: a right step passes, and each planted fault is caught by the law that it breaks."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import small_net
+from torch import nn
+
+import purescale as ps
+from purescale.testing import assert_step, same_bits
+
+# ---- a trainer, right, and wrong in one place each -----------------------------------------------
+
+
+def batches(count=4, size=6):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (
+            torch.randn(size, 4, generator=generator),
+            torch.randint(3, (size,), generator=generator),
+            torch.tensor([1.0, 0.25, 1.0, 0.5, 0.75, 0.0]),  # the weight of each token
+        )
+        for _ in range(count)
+    ]
+
+
+class Trainer:
+    """Right: float16's ways over float32, on a CPU."""
+
+    schedule_by, max_norm = "applied", 0.1
+
+    def __init__(self):
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 0.9**n)
+        self.generator = torch.Generator().manual_seed(0)
+        self.average = copy.deepcopy(self.model)
+        self.steps = 0
+
+    def clear(self):
+        self.optimizer.zero_grad()
+
+    def total(self, window):
+        return sum(weight.sum() for _, _, weight in window)
+
+    def loss(self, batch, total):
+        x, y, weight = batch
+        return (F.cross_entropy(self.model(x), y, reduction="none") * weight).sum() / total
+
+    def backward(self, window):
+        gain = 0.5 + torch.rand((), generator=self.generator)
+        total = self.total(window)
+        for batch in window:
+            self.scaler.scale(gain * self.loss(batch, total)).backward()
+
+    def clip(self):
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+
+    def update(self):
+        """Return True if the step was applied."""
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
+
+    def after(self, applied):
+        if applied:
+            self.steps += 1
+            self.average_weights()
+        if applied or self.schedule_by == "iteration":
+            self.scheduler.step()
+
+    def average_weights(self):
+        with torch.no_grad():
+            for mean, p in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                mean.lerp_(p, 0.1)
+
+    def step(self, window):
+        self.clear()
+        self.backward(window)
+        self.clip()
+        self.after(self.update())
+
+    def parts(self):
+        names = ("model", "optimizer", "scaler", "scheduler", "average")
+        return {name: getattr(self, name) for name in names}
+
+    def state_dict(self):
+        saved = {name: part.state_dict() for name, part in self.parts().items()}
+        return {**saved, "steps": self.steps, "rng": self.generator.get_state()}
+
+    def load_state_dict(self, sd):
+        for name, part in self.parts().items():
+            part.load_state_dict(sd[name])
+        self.steps = sd["steps"]
+        self.generator.set_state(sd["rng"])
+
+
+class SchedulerIsNotSaved(Trainer):
+    def parts(self):
+        parts = super().parts()
+        del parts["scheduler"]
+        return parts
+
+
+class MomentsAreNotSaved(Trainer):
+    def state_dict(self):
+        sd = super().state_dict()
+        del sd["optimizer"]
+        return sd
+
+    def load_state_dict(self, sd):
+        super().load_state_dict({**sd, "optimizer": self.optimizer.state_dict()})
+
+
+class GeneratorIsNotSaved(Trainer):
+    def state_dict(self):
+        return {**super().state_dict(), "rng": None}
+
+    def load_state_dict(self, sd):
+        super().load_state_dict({**sd, "rng": self.generator.get_state()})
+
+
+class GradientsAreNotCleared(Trainer):
+    def clear(self):
+        pass
+
+
+class LossIsSummed(Trainer):
+    max_norm = 100.0  # what is clipped has one size, summed or not
+
+    def total(self, window):
+        return window[0][2].sum()
+
+
+class MeanOfMeans(Trainer):
+    def loss(self, batch, total):
+        return super().loss(batch, batch[2].sum()) / self.count
+
+    def backward(self, window):
+        self.count = len(window)
+        super().backward(window)
+
+
+class LastBatchOnly(Trainer):
+    def loss(self, batch, total):
+        self.optimizer.zero_grad()
+        return super().loss(batch, total)
+
+
+class SchedulerStepsOnceABatch(Trainer):
+    def after(self, applied):
+        super().after(applied)
+        for _ in range(self.count - 1):
+            self.scheduler.step()
+
+    def backward(self, window):
+        self.count = len(window)
+        super().backward(window)
+
+
+class ClipsScaledGradients(Trainer):
+    def clip(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+
+
+class UnscalesTwice(Trainer):
+    def clip(self):
+        super().clip()
+        for p in self.model.parameters():
+            p.grad /= self.scaler.get_scale()
+
+
+class AverageFollowsASkip(Trainer):
+    def after(self, applied):
+        super().after(applied)
+        if not applied:
+            self.average_weights()
+
+
+class CountsASkip(Trainer):
+    def after(self, applied):
+        super().after(applied)
+        self.steps += not applied
+
+
+class DecayInASkip(Trainer):
+    def update(self):
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p *= 0.999
+        return super().update()
+
+
+class StepsWithoutAFlag(Trainer):
+    def update(self):
+        self.optimizer.step()
+        self.scaler.update(2.0**8)
+        return True
+
+
+class ScheduleByIteration(Trainer):
+    schedule_by = "iteration"
+
+
+FAULTS = {
+    SchedulerIsNotSaved: ("resume", "save all that a step reads"),
+    MomentsAreNotSaved: ("resume", "save all that a step reads"),
+    GeneratorIsNotSaved: ("resume", "generators"),
+    GradientsAreNotCleared: ("resume", "clear `.grad`"),
+    LossIsSummed: ("window", "the mean over the window"),
+    LastBatchOnly: ("window", "gradients cleared once"),
+    SchedulerStepsOnceABatch: ("window", "one step of the scheduler"),
+    MeanOfMeans: ("weights", "divide the sum of the losses by the sum of the weights"),
+    ClipsScaledGradients: ("scale", "unscale the gradients once"),
+    UnscalesTwice: ("scale", "unscale the gradients once"),
+    AverageFollowsASkip: ("skip", "average.0.weight"),
+    CountsASkip: ("skip", "steps differ"),
+    DecayInASkip: ("skip", "model.0.weight"),
+    StepsWithoutAFlag: ("skip", "one flag decides for everything"),
+    ScheduleByIteration: ("skip", "scheduler.last_epoch"),
+}
+
+
+def test_a_right_trainer_passes_and_has_its_own_state_afterwards():
+    trainer = Trainer()
+    trainer.step(batches()[:1])
+    before = copy.deepcopy(trainer.state_dict())
+    assert_step(trainer, None, batches())
+    assert same_bits(trainer.state_dict(), before)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_planted_fault_of_a_trainer_is_caught_and_named(fault):
+    law, words = FAULTS[fault]
+    with pytest.raises(AssertionError, match=f"{fault.__name__} breaks the law `{law}`") as error:
+        assert_step(fault(), None, batches())
+    assert words in str(error.value)
+
+
+def test_what_a_skip_may_change_is_named():
+    changes = ("*scaler*", "*rng*", "*scheduler*", "*.lr")
+    assert_step(ScheduleByIteration(), None, batches(), skip_changes=changes)
+
+
+def test_a_quirk_is_a_law_that_is_broken_on_purpose():
+    assert_step(MeanOfMeans(), None, batches(), quirks=("weights",))
+    with pytest.raises(AssertionError, match=r"Trainer keeps weights, which quirks says it breaks"):
+        assert_step(Trainer(), None, batches(), quirks=("weights",))
+
+
+# ---- pure steps ----------------------------------------------------------------------------------
+
+
+def weight_of(batch):
+    return batch[2].sum()
+
+
+def our_step(optimizer, *, policy=None, **settings):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+    apply, params, buffers = ps.make_functional(model)
+    apply = apply if policy is None else ps.with_policy(apply, ps.policy(policy))
+
+    def loss_fn(params, buffers, batch):
+        x, y, weight = batch
+        logits, _ = apply(params, {}, x)
+        losses = F.cross_entropy(logits.float(), y, reduction="none")
+        return (losses * weight).sum() / weight.sum(), buffers
+
+    rule = ps.DynamicScale(init_scale=2.0**8, growth_interval=2)
+    settings = {"max_norm": 0.1, "weight_fn": weight_of} | settings
+    step = functools.partial(
+        ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
+    )
+    return step, ps.init_train_state(params, buffers, optimizer, rule)
+
+
+OURS = {
+    "AdamW": lambda: our_step(ps.from_torch(torch.optim.AdamW, lr=0.05)),
+    "SGD": lambda: our_step(ps.from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)),
+    "float16": lambda: our_step(
+        ps.from_torch(torch.optim.SGD, lr=0.5),
+        policy="params=float32,compute=float16,output=float32",
+    ),
+    "by iteration": lambda: our_step(
+        ps.from_torch(torch.optim.Adam, lr=lambda n: 0.1 / (1 + n), schedule_by="iteration")
+    ),
+    "drop_microbatch": lambda: our_step(
+        ps.from_torch(torch.optim.SGD, lr=0.5), on_nonfinite="drop_microbatch"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["AdamW", *(pytest.param(k, marks=pytest.mark.slow) for k in OURS if k != "AdamW")]
+)
+def test_our_own_step_passes(kind):
+    assert_step(*OURS[kind](), batches(), rtol=0.2 if kind == "float16" else 0.05)
+
+
+def test_integers_overflow_by_the_scale():
+    torch.manual_seed(0)
+    apply, params, buffers = ps.make_functional(nn.Embedding(5, 3))
+
+    def loss_fn(params, buffers, tokens):
+        embedded, buffers = apply(params, buffers, tokens)
+        return embedded.pow(2).mean(), buffers
+
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.5), ps.DynamicScale(2.0**8)
+    step = functools.partial(
+        ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, weight_fn=len
+    )
+    state = ps.init_train_state(params, buffers, optimizer, rule)
+    data = [torch.arange(6) % 5 for _ in range(4)]
+    assert_step(step, state, data)
+    plain = ps.NoScale()
+    step = functools.partial(step, rule=plain)
+    with pytest.raises(ValueError, match=r"nothing makes a step overflow.*overflow="):
+        assert_step(step, ps.init_train_state(params, buffers, optimizer, plain), data, scale="-")
+
+
+def writes_into_its_state(step):
+    def broken(state, window):
+        new, info = step(state, window)
+        state.params["0.weight"].add_(1.0)
+        return new, info
+
+    return broken
+
+
+def returns_an_argument(step):
+    def broken(state, window):
+        new, info = step(state, window)
+        return new._replace(scaler=state.scaler), info
+
+    return broken
+
+
+def reads_its_flag(step):
+    def broken(state, window):
+        new, info = step(state, window)
+        return (state if info.found_inf.item() else new), info
+
+    return broken
+
+
+def keeps_a_count(step):
+    calls = []
+
+    def broken(state, window):
+        calls.append(1)
+        new, info = step(state, window)
+        return new._replace(step=new.step + len(calls)), info
+
+    return broken
+
+
+def differs_when_donated(step):
+    def broken(state, window, donate=False):
+        new, info = step(state, window, donate=donate)
+        return new._replace(step=new.step + int(donate)), info
+
+    return broken
+
+
+def averages_in_a_skip(step):
+    def broken(state, window):
+        new, info = step(state, window)
+        mean = ps.ema(state.buffers["mean"], new.params["2.bias"], 0.5)
+        return new._replace(buffers={**new.buffers, "mean": mean}), info
+
+    return broken
+
+
+PURE_FAULTS = {
+    writes_into_its_state: ("repeat", "an argument was written into"),
+    returns_an_argument: ("repeat", "shares memory with an argument"),
+    keeps_a_count: ("repeat", "step differ"),
+    averages_in_a_skip: ("skip", "buffers.mean differ"),
+    differs_when_donated: ("donate", "step differ"),
+    reads_its_flag: ("compile", "torch.where in place of"),
+}
+
+
+@pytest.mark.parametrize("fault", PURE_FAULTS)
+def test_each_planted_fault_of_a_pure_step_is_caught_and_named(fault):
+    law, words = PURE_FAULTS[fault]
+    step, state = our_step(ps.from_torch(torch.optim.SGD, lr=0.5))
+    state = state._replace(buffers={"mean": torch.ones(3)})
+    with pytest.raises(AssertionError, match=f"broken breaks the law `{law}`") as error:
+        assert_step(fault(step), state, batches())
+    assert words in str(error.value)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((len, (), iter([])), TypeError, r"batches is list_iterator.*islice"),
+        ((len, (), [1, 2]), ValueError, "batches has 2 of at least 4"),
+        ((Trainer, None, [1] * 4), TypeError, "step is the class Trainer, and state is None"),
+        ((small_net(), None, [1] * 4), TypeError, r"expected a trainer, .*step\(window\)"),
+        ((3, (), [1] * 4), TypeError, r"step is int; expected a function"),
+        ((lambda state, window: state, (), [1] * 4), AssertionError, r"expected \(state, info\)"),
+    ],
+)
+def test_what_is_no_step_is_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        assert_step(*arguments)

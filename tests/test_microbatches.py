@@ -930,3 +930,130 @@ def test_half_weights_do_not_overflow_together():
     )
     assert not info.found_inf
     assert new.params["w"] == -2
+
+
+# ---- windows that are made one by one ------------------------------------------------------------
+
+
+def dropout_net():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+    apply, params, buffers = ps.make_functional(model)
+
+    def loss_fn(params, buffers, batch):
+        logits, buffers = apply(params, buffers, batch["x"])
+        return logits.square().mean(), buffers
+
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale(2.0**8)
+    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+    return step, ps.init_train_state(params, buffers, optimizer, rule), loss_fn
+
+
+def drawn():
+    """A batch of random numbers from torch's generator."""
+    return {"x": torch.randn(5, 6)}
+
+
+@pytest.mark.parametrize("bn_update", ["each", "window"])
+@pytest.mark.parametrize("on_nonfinite", ["drop_window", "drop_microbatch"])
+@pytest.mark.parametrize("donate", [False, True])
+def test_functions_in_a_window_make_the_step_of_what_they_return(donate, on_nonfinite, bn_update):
+    step, state, _ = dropout_net()
+    settings = {"on_nonfinite": on_nonfinite, "bn_update": bn_update, "donate": donate}
+    data = [drawn() for _ in range(4)]
+    data[1]["x"][0] = torch.inf
+    functions = [lambda: data[0], functools.partial(dict, data[1]), iter(data[2:]).__next__]
+    results = []
+    for window in (data[:3], functions):
+        torch.manual_seed(1)
+        results.append(step(clone(state), window, **settings))
+    assert same_bits(*results)
+
+
+def test_random_numbers_are_drawn_in_the_order_of_torchs_loop():
+    """Those of the first batch, of its dropout, of the second batch, of its dropout."""
+    step, state, loss_fn = dropout_net()
+    torch.manual_seed(2)
+    _, info = step(state, [drawn] * 3)
+    after = torch.get_rng_state()
+    torch.manual_seed(2)
+    losses, buffers = [], state.buffers
+    for _ in range(3):
+        loss, buffers = loss_fn(state.params, buffers, drawn())
+        losses.append(loss.detach())
+    torch.testing.assert_close(info.loss, torch.stack(losses).mean())
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["drop_window", "drop_microbatch"])
+@pytest.mark.parametrize("donate", [False, True])
+def test_memory_holds_one_microbatch_at_a_time(donate, on_nonfinite):
+    step, state, _ = dropout_net()
+    alive, held = [], []
+
+    def make():
+        held.append(sum(each() is not None for each in alive))
+        batch = drawn()
+        alive.append(weakref.ref(batch["x"]))
+        return batch
+
+    step(state, [make] * 5, donate=donate, on_nonfinite=on_nonfinite)
+    assert held == [0] * 5
+    assert alive[-1]() is None
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_state_does_not_share_memory_with_what_a_function_keeps(donate):
+    """As a queue of keys, which is a batch."""
+    kept = torch.ones(3)
+
+    def loss_fn(params, buffers, batch):
+        return (params["w"] * batch).sum(), {"queue": batch}
+
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale(2.0**8)
+    start = ps.init_train_state({"w": torch.ones(3)}, {"queue": torch.zeros(3)}, optimizer, rule)
+    state, _ = ps.train_step(
+        start, [lambda: kept], loss_fn=loss_fn, optimizer=optimizer, rule=rule, donate=donate
+    )
+    assert same_bits(state.buffers["queue"], kept)
+    assert not shares_memory(state, kept)
+
+
+def test_an_object_that_can_be_called_is_a_microbatch():
+    """As the graphs of torch_geometric are."""
+
+    class Graph:
+        x = torch.ones(2)
+
+        def __call__(self):
+            raise AssertionError("called")
+
+    def loss_fn(params, buffers, graph):
+        return (params["w"] * graph.x).sum(), buffers
+
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.5), ps.NoScale()
+    state = ps.init_train_state({"w": torch.ones(2)}, {}, optimizer, rule)
+    state, _ = ps.train_step(state, [Graph()], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+    assert state.params["w"].tolist() == [0.5, 0.5]
+
+
+def test_a_function_that_raises_leaves_the_state_and_functions_are_not_tried_again():
+    step, state, _ = dropout_net()
+    before = clone(state)
+    with pytest.raises(StopIteration):
+        step(state, [drawn, iter([]).__next__], donate=True)
+    assert same_bits(state, before)
+    with pytest.raises(ValueError, match=r"max_retries=2 runs a window again.*\[make\(\) for make"):
+        step(state, [drawn], max_retries=2)
+
+
+def test_weights_are_those_of_the_functions():
+    step, state, _ = dropout_net()
+    data = [drawn(), drawn()]
+    weights = {0: 1.0, 1: 3.0}
+    functions = [functools.partial(data.__getitem__, index) for index in weights]
+    torch.manual_seed(3)
+    got = step(state, functions, weight_fn=lambda make: weights[make.args[0]])
+    torch.manual_seed(3)
+    other = iter(weights.values())
+    assert same_bits(got, step(state, data, weight_fn=lambda batch: next(other)))

@@ -85,7 +85,10 @@ def tensors_of(opt_state: OptState) -> list[Tensor]:
 def numbers_of(opt_state: OptState) -> list[Tensor]:
     """Return the settings in the state, then the number of iterations."""
     _, _, lr, hyper, iteration = opt_state
-    return [number for number in (lr, *each_of(hyper), iteration) if isinstance(number, Tensor)]
+    numbers = [lr] if isinstance(lr, Tensor) else []
+    if hyper:
+        numbers += each_of(hyper)
+    return [*numbers, iteration] if isinstance(iteration, Tensor) else numbers
 
 
 def each_of(hyper: Any) -> list[Any]:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -215,14 +215,10 @@ class OptimizerSettings:
         """True if a setting follows a schedule."""
         return bool(self._schedules) or any(map(callable, self.lrs))
 
-    def count(self, opt_state: OptState) -> Tensor:
-        """Return the argument of a schedule."""
-        count = opt_state.applied if self.schedule_by == "applied" else opt_state.iteration
-        return cast(Tensor, count)
-
     def numbers_now(self, opt_state: OptState) -> Numbers:
         """Return the settings of the next step that may move, from the state and by schedule."""
-        count, hyper = self.count(opt_state), opt_state.hyper
+        by_applied, hyper = self.schedule_by == "applied", opt_state.hyper
+        count = opt_state.applied if by_applied else opt_state.iteration
         if self.hyper:
             hyper = {**hyper, **self._scheduled(count, hyper)}
             self._refuse_graphs(hyper)
@@ -318,7 +314,7 @@ class OptimizerSettings:
             float(rate) if moves else rate
             for rate, moves in zip(now.rates, self.moves, strict=True)
         ]
-        first = self.rates(torch.zeros_like(self.count(opt_state)), lr)
+        first = self.rates(torch.zeros_like(opt_state.applied), lr)
         initial = [
             max(float(start), rate) if callable(schedule) else None
             for schedule, start, rate in zip(self.lrs, first, rates, strict=True)

@@ -245,8 +245,7 @@ class TorchOptimizer:
         numbers = self._groups.numbers_now(inputs.opt_state)
         if in_place:  # a rate that is not in the state may share memory with a parameter
             lr, rates = inputs.opt_state.lr, numbers.rates
-            rates = [r.clone() if isinstance(r, Tensor) and r is not lr else r for r in rates]
-            return numbers._replace(rates=rates)
+            rates[:] = [r.clone() if isinstance(r, Tensor) and r is not lr else r for r in rates]
         return numbers
 
     def applied(
@@ -311,13 +310,14 @@ class TorchOptimizer:
         """Return the results of a step as trees, with `count` more applied steps."""
         applied, _, lr, hyper, iteration = inputs.opt_state
         keep = Tensor.detach if in_place else self._copy
-        add = Tensor.add_ if in_place else Tensor.add
+        if self._groups.schedule_by == "iteration":
+            iteration = iteration.add_(1) if in_place else iteration + 1
         state = OptState(
-            add(applied, count),
+            applied.add_(count) if in_place else applied + count,
             slots,
             keep(lr) if isinstance(lr, Tensor) else lr,
             hyper and each_number(keep, hyper),
-            add(iteration, 1) if isinstance(iteration, Tensor) else iteration,
+            iteration,
         )
         return inputs.params_tree(list(map(weights.get, inputs.names))), state
 

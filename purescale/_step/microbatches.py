@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from .._step.memory import Memory
 from .._step.step_options import FlatState, StepOptions
 from .._step.value_and_grad import ValueAndGrad, check_returned, check_unwritten
 from .._torch import private
+from .._torch.donation import storage_pointers
 from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.private import listops
 from .._tree import tree as _tree
@@ -152,8 +154,10 @@ def _accumulate(
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
     before = versions(memory.microbatches)
-    for index, microbatch in enumerate(microbatches):
-        counts = weights.counts[index]
+    for index, entry in enumerate(microbatches):
+        counts, microbatch = weights.counts[index], entry
+        if isinstance(entry, FUNCTIONS):
+            microbatch = _made(entry, value_and_grad, memory)
         if send is not None and index == last:
             out = value_and_grad(carried, microbatch, on_grad=send)
             carried = keep_buffers_if_dropped(counts, carried, out.buffers)
@@ -168,11 +172,32 @@ def _accumulate(
             carried = keep_buffers_if_dropped(counts, carried, out.buffers)
         losses.append(out.loss)
         aux += tuple(out.aux)
-        del out  # so that the next gradients reuse its memory
+        del out, microbatch  # so that the next ones reuse their memory
     check_unwritten(memory.microbatches, before)
     grads = mean.mean() if reduction is None else as_gradients([], scale, owned=True)
     loss, flags, divisor = _summary(engine, weights, losses, mean.overflows, options, scale)
     return WindowResult(grads, loss, carried, aux, flags, divisor, reduction)
+
+
+# Functions in a window, each of which makes a microbatch when its turn comes. Other objects may be
+# callable, as graphs of torch_geometric are.
+FUNCTIONS = (
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.MethodWrapperType,  # `iterator.__next__`
+    functools.partial,
+)
+
+
+def _made(make: Callable[[], Any], value_and_grad: ValueAndGrad, memory: Memory) -> Any:
+    """Return the microbatch of a function in the window."""
+    microbatch = make()
+    if value_and_grad.storages is not None and memory.arguments is not None:
+        # What a loss returns must not share its memory: a function may keep what it has made.
+        made = storage_pointers(_tree.all_tensors(microbatch))
+        value_and_grad.storages = {*memory.arguments, *made}
+    return microbatch
 
 
 class _Mean:

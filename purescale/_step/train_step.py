@@ -19,6 +19,7 @@ from .._step.assemble import assemble, next_numbers
 from .._step.masked import WindowFlags
 from .._step.memory import memory_of_step
 from .._step.microbatches import (
+    FUNCTIONS,
     WindowResult,
     accumulate_microbatches,
     check_weights,
@@ -86,7 +87,9 @@ def train_step(
     Args:
         state: From `init_train_state`, or the state that the last step returned.
         microbatches: A list, `[batch]` for one batch. Its gradients are averaged in float32 and
-            make one step.
+            make one step. A function in the list, as in `[iter(loader).__next__] * 4`, is called
+            without arguments when its turn comes, and the microbatch that it returns is freed after
+            its backward.
         loss_fn: A function of `(params, buffers, microbatch)` that returns `(loss, new_buffers)` or
             `(loss, new_buffers, aux)`: a real loss of one element, not scaled. Return `buffers` if
             nothing changes them; the next microbatch is given the new ones.
@@ -94,7 +97,8 @@ def train_step(
         rule: The rule of the loss scale, that of `init_train_state`.
         weight_fn: A function of a microbatch that returns its weight in the average, such as its
             number of samples or tokens: a number or a 0-d tensor, not negative. By default all
-            weights are equal; a microbatch of weight 0 is ignored.
+            weights are equal; a microbatch of weight 0 is ignored. All weights are asked for before
+            the first backward, so of a function in the list `weight_fn` gets the function.
         max_norm, clip_value, norm_type: As in `clip_by_global_norm` and `clip_by_value`, for the
             averaged, unscaled gradients.
         on_nonfinite: `"drop_window"` skips the step if a microbatch overflows, and
@@ -107,7 +111,8 @@ def train_step(
             of its own: equal to one process with all of them. docs/scaling.md says what they
             exchange.
         max_retries: How often a window that overflows is run again at a lower scale, with the same
-            microbatches and random numbers. Above 0 it syncs with the host and cannot be traced.
+            microbatches and random numbers. Above 0 it syncs with the host and cannot be traced,
+            and takes no functions that make microbatches.
         donate: The tensors of `state` may be overwritten; the caller gives them up. Same bits.
         guard: Rejects a step by its loss and, with `max_norm`, its norm before clipping:
             `SpikeGuard()`, over a state of `init_train_state(..., guard=guard)`. A rejected step is
@@ -210,7 +215,7 @@ def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> F
             f"train_step takes a TrainState, got {type(state).__name__}. "
             f"Fix: `state = init_train_state(params, buffers, optimizer, rule)`."
         )
-    _check_microbatches(microbatches)
+    _check_microbatches(microbatches, options.max_retries)
     trees = state.params, state.buffers, state.scaler
     params, buffers, scaler, opt_state = flatten_together(trees, state.opt_state)
     leaves, scale = params.leaves, state.scaler.scale
@@ -233,7 +238,7 @@ def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> F
     return FlatState(params, buffers, scaler, opt_state, state.step, state.rng, state.guard)
 
 
-def _check_microbatches(microbatches: Any) -> None:
+def _check_microbatches(microbatches: Any, max_retries: int) -> None:
     if not isinstance(microbatches, list):
         single = isinstance(microbatches, (Tensor, tuple, Mapping))
         several = not single and isinstance(microbatches, Iterable)
@@ -253,4 +258,10 @@ def _check_microbatches(microbatches: Any) -> None:
         raise ValueError(
             "microbatches is an empty list; a step needs at least one. Likely cause: a loader "
             "that ran out. Fix: end the loop then."
+        )
+    if max_retries and any(isinstance(entry, FUNCTIONS) for entry in microbatches):
+        raise ValueError(
+            f"max_retries={max_retries} runs a window again, and a function in it would make "
+            "another microbatch. Fix: microbatches in place of functions, `[make() for make in "
+            "microbatches]`; or max_retries=0."
         )

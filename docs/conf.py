@@ -1,15 +1,22 @@
 """How `make docs` builds these pages; the reference comes from the package as it is imported."""
 
+import inspect
 import pkgutil
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import purescale
 
+HERE = Path(__file__).parent
+NOTEBOOKS, GROUPS = HERE / "notebooks", HERE / "reference"  # made when the pages are built
+
 project = "purescale"
 version = release = purescale.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 myst_heading_anchors = 3
+nb_execution_mode = "off"  # the notebooks have their outputs
 html_theme = "furo"
 html_title = "purescale"
 html_show_sphinx = False
@@ -24,6 +31,7 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 88
 
+_FIRST_PAGE = ("Three reasons to use it", "A training step", "Install")  # of the README
 _TOCTREE = "```{{toctree}}\n:caption: {caption}\n:hidden:\n\n{pages}\n```\n"
 _AUTOMODULE = "```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n{more}```\n"
 
@@ -33,9 +41,12 @@ def _sources(app: Any, page: str, source: list[str]) -> None:
     on a code host; a Markdown file that is no page is offered as it is.
     """
     if page == "index":
-        source[0] += "\n" + _menu(source[0])
+        _, *lists = re.split(r"^(?=## )", source[0], flags=re.M)
+        menu = _menu(source[0]).replace("reference\n", f"reference\n{_pages(GROUPS)}\n")
+        menu += "\n" + _TOCTREE.format(caption="Notebooks", pages=_pages(NOTEBOOKS))
+        source[0] = "\n".join([_of_the_readme(), *lists, menu])
     if page == "reference":
-        source[0] += "\n" + _AUTOMODULE.format(name="purescale", more="   :imported-members:\n")
+        source[0] += "\n```{eval-rst}\n.. automodule:: purescale\n   :no-members:\n```\n"
     if page == "modules":
         found = pkgutil.walk_packages(purescale.__path__, "purescale.")
         names = sorted(
@@ -44,7 +55,56 @@ def _sources(app: Any, page: str, source: list[str]) -> None:
         source[0] += "".join(
             f"\n## `{name}`\n\n{_AUTOMODULE.format(name=name, more='')}" for name in names
         )
+    source[0] = re.sub(r"\]\(\.\./(notebooks/\w+\.ipynb)\)", r"](\1)", source[0])
     source[0] = re.sub(r"\]\((\.\./[^)]+\.md)\)", r"](path:\1)", source[0])
+
+
+def _make_pages(app: Any, config: Any) -> None:
+    """Copy the notebooks, and write a page for each group of public names."""
+    for folder in (NOTEBOOKS, GROUPS):
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(
+        HERE.parent / "notebooks", NOTEBOOKS, ignore=shutil.ignore_patterns("*.md", ".*")
+    )
+    for path in NOTEBOOKS.glob("*.ipynb"):
+        path.write_text(re.sub(r"\]\(\.\./docs/([\w/#-]+)", r"](../\1", path.read_text()))
+    GROUPS.mkdir()
+    for number, (heading, names) in enumerate(_groups().items(), 1):
+        slug = re.sub(r"\W+", "_", heading.lower())
+        text = "".join(map(_directive, names))
+        (GROUPS / f"{number:02}_{slug}.md").write_text(
+            f"# {heading}\n\n```{{eval-rst}}\n.. currentmodule:: purescale\n\n{text}```\n"
+        )
+
+
+def _groups() -> dict[str, list[str]]:
+    """Return the headings of the index in the package's docstring, with the names below each."""
+    parts = re.split(r"^(\S.*):\n", purescale.__doc__ or "", flags=re.M)[1:]
+    groups = zip(parts[::2], parts[1::2], strict=True)
+    names = {heading: re.findall(r"^    (\w+) ", text, re.M) for heading, text in groups}
+    return {
+        heading: [n for n in of if not inspect.ismodule(getattr(purescale, n))]
+        for heading, of in names.items()
+    }
+
+
+def _directive(name: str) -> str:
+    if inspect.isclass(getattr(purescale, name)):
+        return f".. autoclass:: {name}\n   :members:\n\n"
+    return f".. autofunction:: {name}\n\n"
+
+
+def _pages(folder: Path) -> str:
+    return "\n".join(f"{folder.name}/{path.stem}" for path in sorted(folder.iterdir()))
+
+
+def _of_the_readme() -> str:
+    """Return the beginning of the README and its first sections, with links from this folder."""
+    first, *sections = re.split(r"^(?=## )", (HERE.parent / "README.md").read_text(), flags=re.M)
+    by_heading = {section.splitlines()[0].removeprefix("## "): section for section in sections}
+    text = first + "".join(by_heading[heading] for heading in _FIRST_PAGE)
+    text = re.sub(r"\]\(docs/", "](", text)
+    return re.sub(r"\]\((examples|benchmarks|Makefile)", r"](../\1", text)
 
 
 def _menu(text: str) -> str:
@@ -96,6 +156,7 @@ def _nothing_said(app: Any, what: str, name: str, obj: Any, skip: bool, options:
 
 def setup(app: Any) -> None:
     """What Sphinx calls."""
+    app.connect("config-inited", _make_pages)
     app.connect("source-read", _sources)
     app.connect("autodoc-process-docstring", _as_rst)
     app.connect("autodoc-skip-member", _nothing_said)

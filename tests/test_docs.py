@@ -243,22 +243,52 @@ def test_a_page_shows_nothing_that_only_sphinx_reads(path):
     assert not re.findall(r"^(?:```)?\{[\w-]+\}", text, re.M)
 
 
-def test_what_only_sphinx_shows_is_added_when_it_builds():
+@pytest.fixture(name="site")
+def _site(tmp_path, monkeypatch):
+    """The hooks of the site, beside a copy of its pages, and what they make of four of them."""
     hooks = runpy.run_path(str(ROOT / "docs" / "conf.py"))
-    built = {}
+    made = {"HERE": tmp_path / "docs"}
+    made |= {"NOTEBOOKS": made["HERE"] / "notebooks", "GROUPS": made["HERE"] / "reference"}
+    for name in ("README.md", "notebooks"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    made["HERE"].mkdir()
+    hooks["setup"].__globals__.update(made)
+    hooks["_make_pages"](None, None)
     for page in ("index", "reference", "modules", "recipes"):
         source = [PAGES[f"docs/{page}.md"].read_text()]
         hooks["_sources"](None, page, source)
-        built[page] = source[0]
-    assert (
-        "```{toctree}\n:caption: Use\n:hidden:\n\nguide\nrecipes\nthe_update\ngpu\n"
-        in built["index"]
-    )
-    assert built["index"].count("{toctree}") == 4
-    assert "automodule:: purescale\n   :members:\n   :imported-members:" in built["reference"]
-    assert "## `purescale.interop.apex`" in built["modules"]
-    assert "## `purescale.testing`" in built["modules"]
-    assert "](path:../examples" not in built["recipes"]
+        made[page] = source[0]
+    return made
+
+
+def test_the_first_page_of_the_site_is_the_beginning_of_the_readme(site):
+    first = site["index"]
+    assert first.index("](images/digits.png)") < first.index("## Three reasons to use it")
+    assert first.index("## Three reasons") < first.index("## A training step")
+    assert first.index("## A training step") < first.index("## Guides")
+    assert "](docs/" not in first
+
+
+def test_the_menu_of_the_site_has_the_guides_the_reference_and_the_notebooks(site):
+    menu = site["index"]
+    assert ":caption: Guides\n:hidden:\n\nguide\nrecipes\nthe_update\ngpu\n" in menu
+    assert "\nreference\nreference/01_a_module_as_a_function\n" in menu
+    assert "notebooks/10_the_update\n" in menu
+    assert menu.count("{toctree}") == 5
+
+
+def test_each_public_name_is_on_one_page_of_the_reference(site):
+    text = "".join(path.read_text() for path in site["GROUPS"].iterdir())
+    documented = re.findall(r"^\.\. auto(?:class|function):: (\w+)$", text, re.M)
+    modules = {"interop", "simulate", "testing"}
+    assert sorted(documented) == sorted(set(ps.__all__) - modules)
+    assert "## `purescale.interop.apex`" in site["modules"]
+    assert "## `purescale.testing`" in site["modules"]
+
+
+def test_links_of_a_page_lead_to_the_pages_of_the_site(site):
+    assert "](path:../examples" not in site["recipes"]
+    assert "](../notebooks/" not in site["recipes"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="make docs installs it")

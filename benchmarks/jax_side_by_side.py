@@ -1,0 +1,228 @@
+"""Whole steps under `jit` and `scan_steps` against JAX: flax's DynamicScale and optax under
+`jax.jit`, from the same parameters to the same losses. Then GPTs of growing width, eager and
+compiled.
+
+Run: `python benchmarks/jax_side_by_side.py --jax-python PATH`, the Python of an environment of its
+own with JAX in it: `python -m venv build/jax && build/jax/bin/pip install jax flax optax`. Each way
+is a process of its own with one thread and an empty cache of compiled code; the processes run in
+turn. Figures are CPU time. The seconds are those to the first result, compilers included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax_cases
+import torch
+import torch.nn.functional as F
+from harness import options, record
+from jax_cases import Case, cases, serve, stacked
+from torch import Tensor
+
+import purescale as ps
+
+GROWING = ("gpt64", "gpt256", "gpt512")
+WAYS = ("eager", "loss_fn compiled", "jit", "torch.compile")
+
+# ---- our side ------------------------------------------------------------------------------------
+
+
+def mlp(params: Any, buffers: Any, x: Tensor) -> Any:
+    depth = len(params) // 2
+    for index in range(depth):
+        x = torch.addmm(params[f"b{index:02}"], x, params[f"w{index:02}"])
+        x = x if index == depth - 1 else F.relu(x)
+    return x, buffers
+
+
+def conv(params: Any, buffers: Any, x: Tensor) -> Any:
+    new = {}
+    for index, stride in enumerate(jax_cases.STRIDES):
+        x = F.conv2d(x, params[f"conv{index}"], stride=stride, padding=1)
+        var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+        count = x.numel() // x.shape[1]
+        for name, value in (("mean", mean), ("var", var * (count / (count - 1)))):
+            new[f"{name}{index}"] = buffers[f"{name}{index}"].lerp(
+                value.detach(), jax_cases.MOMENTUM
+            )
+        x = F.batch_norm(
+            x, None, None, params[f"scale{index}"], params[f"shift{index}"], training=True
+        ).relu()
+    return x.mean((2, 3)) @ params["head"], new
+
+
+def norm(params: Any, name: str, x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], params[f"{name}.scale"], params[f"{name}.shift"])
+
+
+def gpt(params: Any, buffers: Any, tokens: Tensor) -> Any:
+    x = F.embedding(tokens, params["token"]) + params["position"]
+    for index in range(sum(name.startswith("qkv") for name in params)):
+        qkv = norm(params, f"attend{index}", x) @ params[f"qkv{index}"]
+        q, k, v = (
+            part.unflatten(-1, (jax_cases.HEADS, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + mixed.transpose(1, 2).flatten(2) @ params[f"out{index}"]
+        up = norm(params, f"think{index}", x) @ params[f"up{index}"]
+        x = x + F.gelu(up, approximate="tanh") @ params[f"down{index}"]
+    return x @ params["token"].T, buffers
+
+
+MODELS: dict[str, Callable[..., Any]] = {"mlp": mlp, "conv": conv, "gpt": gpt}
+
+
+def make(way: str, case: Case) -> Callable[[], Any]:
+    params = {name: torch.from_numpy(value) for name, value in case.params.items()}
+    buffers = {name: torch.from_numpy(value) for name, value in case.buffers.items()}
+    batch = tuple(map(torch.from_numpy, case.batch))
+    model, rule = MODELS[case.model], ps.DynamicScale(2.0**16, growth_interval=2000)
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+        out, buffers = model(params, buffers, batch[0])
+        return F.cross_entropy(out.flatten(0, -2), batch[1].flatten()), buffers
+
+    def train_step(state: Any, batch: Any, optimizer: Any, **settings: Any) -> Any:
+        settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, **settings}
+        return ps.train_step(state, [batch], **settings)
+
+    def init(optimizer: Any) -> Any:
+        return ps.init_train_state(params, buffers, optimizer, rule)
+
+    sgd = ps.from_torch(torch.optim.SGD, lr=jax_cases.INNER_LR, in_state=("lr",))
+    if case.program == "maml":
+
+        def after(params: Any, batch: Any) -> Tensor:
+            state = ps.init_train_state(params, buffers, sgd, rule)
+            for _ in range(jax_cases.INNER_STEPS):
+                state, _ = train_step(state, batch, sgd)
+            return loss_fn(state.params, buffers, batch)[0]
+
+        fn: Any = ps.jit(torch.func.grad_and_value(after))
+        return lambda: fn(params, batch)[1]
+
+    if case.program == "derivative":
+
+        def after_lr(lr: Tensor, state: Any, batch: Any) -> Tensor:
+            state = ps.replace_settings(state, lr=lr)
+            for _ in range(jax_cases.SCANNED):
+                state, info = train_step(state, batch, sgd)
+            return info.loss
+
+        fn = ps.jit(torch.func.grad(after_lr))
+        lr, start = torch.tensor(jax_cases.INNER_LR), init(sgd)
+        return lambda: fn(lr, start, batch)
+
+    adamw = ps.from_torch(torch.optim.AdamW, lr=jax_cases.LR, weight_decay=jax_cases.WEIGHT_DECAY)
+    step = functools.partial(train_step, optimizer=adamw, max_norm=jax_cases.MAX_NORM)
+    state = init(adamw)
+    if case.program == "sweep":
+        adamw = ps.from_torch(
+            torch.optim.AdamW, jax_cases.LR, weight_decay=jax_cases.WEIGHT_DECAY, in_state=("lr",)
+        )
+        lrs = jax_cases.LR * (1 + torch.arange(case.members) / case.members)
+        starts = [ps.replace_settings(init(adamw), lr=lr) for lr in lrs]
+        state = ps.stack_states(starts)
+        step = functools.partial(train_step, optimizer=adamw, max_norm=jax_cases.MAX_NORM)
+        fn = ps.jit(torch.vmap(step, in_dims=(0, None)), donate=0)
+    elif case.program == "scan":
+        batch = tuple(torch.from_numpy(stacked(array, jax_cases.SCANNED)) for array in case.batch)
+        fn = functools.partial(ps.scan_steps, ps.jit(step))
+    elif way == "jit":
+        fn = ps.jit(step, donate=0)
+    elif way == "torch.compile":
+        fn = torch.compile(functools.partial(step, donate=True), fullgraph=True)
+    else:
+        if way == "loss_fn compiled":
+            loss_fn = torch.compile(loss_fn, fullgraph=True)
+        fn = functools.partial(step, donate=True)
+    states = [state]
+
+    def run() -> Tensor:
+        states[0], info = fn(states[0], batch)
+        loss: Tensor = info.loss
+        return loss
+
+    return run
+
+
+# ---- the driver ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def process(python: str, script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Start one way, with one thread and an empty cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
+        command = [python, str(Path(__file__).with_name(script)), *arguments]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, env=environment, **pipes) as started:
+            yield started
+            started.stdin.close()
+
+
+def answer(started: Any) -> Any:
+    return json.loads(started.stdout.readline())
+
+
+def compare(case: Case, ways: dict[str, tuple[str, ...]], given: Any) -> None:
+    """Print each way against the first one, and check that all have its losses."""
+    with contextlib.ExitStack() as stack:
+        started = {name: stack.enter_context(process(*way)) for name, way in ways.items()}
+        starts = {name: answer(way) for name, way in started.items()}
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(given.rounds):
+            for name, way in started.items():
+                print(file=way.stdin, flush=True)
+                times[name].append(answer(way))
+    baseline = next(iter(ways))
+    expected = starts[baseline]["losses"]
+    print(f"### {case.title}\n")
+    print(f"| way | us | against {baseline} | quartiles | seconds to the first |")
+    print("|---|---|---|---|---|")
+    for name, values in times.items():
+        for loss, other in zip(starts[name]["losses"], expected, strict=True):
+            assert math.isclose(loss, other, rel_tol=1e-3), (name, starts[name]["losses"], expected)
+        ratios = [a / b for a, b in zip(values, times[baseline], strict=True)]
+        low, ratio, high = statistics.quantiles(ratios, n=4)
+        us, first = statistics.median(values), starts[name]["first"]
+        print(f"| {name} | {us:.0f} | {ratio:.2f} | {low:.2f} to {high:.2f} | {first:.1f} |")
+        record(given, title=case.title, row=name, baseline=baseline, us=us, ratio=ratio, low=low,
+               high=high, first=first)  # fmt: skip
+    print(flush=True)
+
+
+def main() -> None:
+    given = options(
+        __doc__,
+        **{
+            "jax-python": {"default": "build/jax/bin/python", "help": "of an environment with JAX"},
+            "case": {"nargs": "*", "default": list(cases()), "help": "some of the cases"},
+        },
+    )
+    for name in given.case:
+        ours = {
+            way: (sys.executable, Path(__file__).name, "--way", way, name)
+            for way in (WAYS if name in GROWING else ("jit",))
+        }
+        jax = {} if name in GROWING else {"JAX": (given.jax_python, "jax_side.py", name)}
+        compare(cases()[name](), {**jax, **ours}, given)
+
+
+if __name__ == "__main__":
+    if "--way" in sys.argv:
+        torch.set_num_threads(1)
+        serve(functools.partial(make, sys.argv[2]))
+    else:
+        main()

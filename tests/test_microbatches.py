@@ -1057,3 +1057,62 @@ def test_weights_are_those_of_the_functions():
     torch.manual_seed(3)
     other = iter(weights.values())
     assert same_bits(got, step(state, data, weight_fn=lambda batch: next(other)))
+
+
+# ---- a shorter window ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("numbers", [(4, 4, 1), (4, 3), (2,)])
+def test_a_window_of_a_size_is_torchs_loop_of_losses_divided_by_it(numbers, donate):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 3))
+    windows = [
+        [(torch.randn(5, 5), torch.randint(3, (5,))) for _ in range(number)] for number in numbers
+    ]
+    apply, params, buffers = ps.make_functional(model)
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9), ps.DynamicScale()
+    state = ps.init_train_state(params, buffers, optimizer, rule)
+
+    def loss_fn(params, buffers, microbatch):
+        out, buffers = apply(params, buffers, microbatch[0])
+        return F.cross_entropy(out, microbatch[1]), buffers
+
+    settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "donate": donate}
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for window in windows:
+        state, info = ps.train_step(state, window, window_size=4, **settings)
+        plain.zero_grad()
+        losses = [F.cross_entropy(model(x), y) / 4 for x, y in window]
+        total = sum(losses)
+        total.backward()
+        plain.step()
+        torch.testing.assert_close(info.loss, total.detach(), rtol=1e-6, atol=1e-6)
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    torch.testing.assert_close(state.params, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weight_fn", [None, abs])
+def test_a_full_window_of_a_size_has_the_bits_of_one_without(weight_fn):
+    state, step = mean_job(weight_fn)
+    assert same_bits(step(state, [2.0, 3.0], window_size=2), step(state, [2.0, 3.0]))
+
+
+def test_a_shorter_compiled_window_equals_an_eager_one():
+    state, step = mean_job()
+
+    def short(state, a, b):
+        return step(state, [a, b], window_size=4)
+
+    args = state, torch.tensor(2.0), torch.tensor(3.0)
+    compiled = torch.compile(short, backend="aot_eager", fullgraph=True)
+    assert_close(compiled(*args), short(*args))
+    assert_close(ps.jit(short, backend="aot_eager")(*args), short(*args))
+    assert short(*args)[0].params["w"] == -5 / 4
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "4"])
+def test_a_size_of_a_window_that_is_no_whole_number_is_refused(size):
+    state, step = mean_job()
+    with pytest.raises(ValueError, match="window_size must be a whole number above 0"):
+        step(state, [2.0], window_size=size)

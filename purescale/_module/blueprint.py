@@ -47,8 +47,10 @@ class ModelCopy:
 
     def registered(self) -> list[Any]:
         """Return all parameters, buffers and modules that are registered now, and the state."""
-        state = [self.get(container, key) for container, key, _, _ in self.links.state]
-        return [*itertools.chain.from_iterable(map(dict.values, self.stores)), *state]
+        registered = list(itertools.chain.from_iterable(map(dict.values, self.stores)))
+        if self.links.state:
+            registered += [self.get(container, key) for container, key, _, _ in self.links.state]
+        return registered
 
 
 class Blueprint:

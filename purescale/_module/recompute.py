@@ -26,7 +26,9 @@ def prepare_recompute(copy: ModelCopy, buffers: Tensors, constants: Tensors) -> 
     returned = {
         name: buffers[name]
         for number, key, name, _ in copy.links.buffers
-        if name in buffers and name not in constants and copy.get(number, key) is buffers[name]
+        if name in buffers
+        and name not in constants
+        and copy.containers[number][key] is buffers[name]
     }
     if returned:
         again = dict(zip(returned, foreach.clone(list(returned.values())), strict=True))

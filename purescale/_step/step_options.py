@@ -55,10 +55,23 @@ class StepOptions:
     takes_amax: bool = False  # the rule uses the largest gradient
     guard: Guard[Any] | None = None
     unroll: bool = True  # False: the microbatches of a compiled window share their code
+    window_size: int | None = None  # of a full window
+
+    def of_window(self, number: int) -> StepOptions:
+        """Return the settings of a window of `number` microbatches: its losses are a part of those
+        of a full one.
+        """
+        if self.window_size in (None, number):
+            return self
+        loss_fn = PartialWindow(self.loss_fn, number / self.window_size)
+        return dataclasses.replace(self, loss_fn=loss_fn)
 
     def compared(self) -> dict[str, Any]:
         """Return by name what all ranks of a group must have alike."""
-        names = ("optimizer", "rule", "guard", "on_nonfinite", "bn_update", "max_retries", "unroll")
+        names = (
+            *("optimizer", "rule", "guard", "on_nonfinite", "bn_update", "max_retries", "unroll"),
+            "window_size",
+        )
         return {
             **{name: getattr(self, name) for name in names},
             "max_norm": self.clip.max_norm,
@@ -67,6 +80,20 @@ class StepOptions:
             # Its values may be of a rank's data, so only whether there is one must agree.
             "weight_fn": None if self.weight_fn is None else "a function",
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialWindow:
+    """A `loss_fn` whose loss is multiplied by the share of a full window that its window is."""
+
+    loss_fn: LossFn
+    share: float
+
+    def __call__(self, params: Tree, buffers: Tree, microbatch: Any) -> Any:
+        returned: Any = self.loss_fn(params, buffers, microbatch)
+        if not (isinstance(returned, tuple) and isinstance(returned[0], Tensor)):
+            return returned  # ValueAndGrad refuses it
+        return (returned[0] * self.share, *returned[1:])
 
 
 def step_options(
@@ -100,6 +127,12 @@ def _check(options: StepOptions) -> None:
     if not is_whole(max_retries) or max_retries < 0:
         raise ValueError(
             f"max_retries must be a whole number, 0 or more, got {short_repr(max_retries)}."
+        )
+    window_size = options.window_size
+    if window_size is not None and not (is_whole(window_size) and window_size > 0):
+        raise ValueError(
+            "window_size must be a whole number above 0, the number of microbatches of a full "
+            f"window, or None; got {short_repr(window_size)}."
         )
     if max_retries and isinstance(rule, StaticScale):
         raise ValueError(

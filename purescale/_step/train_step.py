@@ -58,6 +58,7 @@ def train_step(
     norm_type: float = 2.0,
     guard: Guard[Any] | None = None,
     unroll: bool = True,
+    window_size: int | None = None,
     **unexpected: Never,
 ) -> tuple[TrainState, StepInfo]:
     """Equal, for one microbatch and `s = state`, to the code below. Syncs with the host only if
@@ -121,6 +122,10 @@ def train_step(
             all with the same structure, shapes, strides and dtypes. `loss_fn` must then change
             nothing outside of it and return no aux; docs/limits.md lists what is unrolled all the
             same.
+        window_size: The number of microbatches of a full window. A shorter one, such as the last of
+            an epoch, is then a smaller step: loss and gradients are sums divided by this number, as
+            in a loop that backpropagates `loss / k`. By default every window is a full step, the
+            mean over its own microbatches.
 
     Returns:
         The next `TrainState` and a `StepInfo`.
@@ -163,10 +168,12 @@ def train_step(
             donate=donate,
             guard=guard,
             unroll=unroll,
+            window_size=window_size,
         )
         return _check_call(state, microbatches, options), options
 
     flat, options = check_on_all_ranks(group, check, state)
+    options = options.of_window(len(microbatches))
     new_state, info = _stages(options, flat, microbatches)
     if donate:
         _tree.poison(state, keep=(new_state, info, microbatches, max_norm, clip_value))

@@ -447,7 +447,7 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
     optimizer = FUSED[name]
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer)
     kernel = optimizer._kernel
-    groups = optimizer._groups
+    groups = optimizer._settings
     [(_, settings)] = groups.torch_groups(("0", "1"), groups.rates(state.applied, state.lr))
     slots = list(state.slots.values())
     targets = [*params.values(), *(slot[key] for key in kernel.slots(settings) for slot in slots)]

@@ -26,13 +26,15 @@ Weights = dict[str, Tensor]
 class ClassStep:
     """The `step` of a class of torch.optim, or of a user's class, with these settings."""
 
-    def __init__(self, groups: OptimizerSettings) -> None:
-        self._groups, self._layout, self._formula = groups, groups.layout, groups.formula
+    def __init__(self, settings: OptimizerSettings) -> None:
+        self._settings, self._layout, self._formula = settings, settings.layout, settings.formula
         # torch's `step` is wrapped for its profiler, its hooks and its compiler.
-        self._step = groups.cls.step if self._formula is None else inspect.unwrap(groups.cls.step)
+        self._step = (
+            settings.cls.step if self._formula is None else inspect.unwrap(settings.cls.step)
+        )
         # torch's SGD over lists adds the momentum to the gradients themselves.
-        self._writes_gradients = bool(groups.settings.get("foreach")) and any(
-            extra.get("nesterov") for extra in groups.named_settings
+        self._writes_gradients = bool(settings.settings.get("foreach")) and any(
+            extra.get("nesterov") for extra in settings.named_settings
         )
 
     def __call__(
@@ -80,13 +82,13 @@ class ClassStep:
         **changed: Any,
     ) -> Slots:
         """Run the class's `step` on a copy of an optimizer that holds these tensors."""
-        optimizer: Any = object.__new__(self._groups.cls)
-        vars(optimizer).update(vars(self._groups.template))
+        optimizer: Any = object.__new__(self._settings.cls)
+        vars(optimizer).update(vars(self._settings.template))
         optimizer.param_groups, optimizer.state = [], defaultdict(dict)
         flags = {**self._flags(weights, gradients), **changed}
-        for names, group in self._groups.torch_groups(tuple(weights), range(len(lrs)), hyper):
-            moves, group["lr"] = self._groups.moves[group["lr"]], lrs[group["lr"]]
-            present = self._groups.stepped_names(names, weights, gradients)
+        for names, group in self._settings.torch_groups(tuple(weights), range(len(lrs)), hyper):
+            moves, group["lr"] = self._settings.moves[group["lr"]], lrs[group["lr"]]
+            present = self._settings.stepped_names(names, weights, gradients)
             if self._formula is not None:
                 group.update((name, value) for name, value in flags.items() if name in group)
                 self._start([slots[name] for name in present], group["lr"], moves=moves)
@@ -116,8 +118,8 @@ class ClassStep:
         are right: a fused kernel is not in half precision on a CPU.
         """
         lists = [Metadata(list(tensors.values())) for tensors in (weights, gradients)]
-        fits = not self._groups.settings.get("fused") or can_launch(*lists)
-        if self._groups.flag_named and fits:
+        fits = not self._settings.settings.get("fused") or can_launch(*lists)
+        if self._settings.flag_named and fits:
             return {"capturable": False, "differentiable": False}
         return dict.fromkeys(FLAGS, False)
 

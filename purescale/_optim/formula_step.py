@@ -28,9 +28,9 @@ class Row(NamedTuple):
 class FormulaStep:
     """The step of a class of torch.optim by its formula, which reads no value."""
 
-    def __init__(self, groups: OptimizerSettings) -> None:
-        self._groups, self._layout = groups, groups.layout
-        self._formula: Any = groups.formula  # a class without one has a step of its own
+    def __init__(self, settings: OptimizerSettings) -> None:
+        self._settings, self._layout = settings, settings.layout
+        self._formula: Any = settings.formula  # a class without one has a step of its own
         # By sizes and device. A captured graph needs them at fixed addresses.
         self._sizes: dict[Any, Tensor] = {}
 
@@ -49,14 +49,14 @@ class FormulaStep:
         that move, `hyper` the other settings in the state. `one_by_one` keeps a graph, and
         is asked by the caller: behind Dynamo, torch 2.11 does not tell that it compiles.
         """
-        lrs = [rates.get(index, rate) for index, rate in enumerate(self._groups.lrs)]
+        lrs = [rates.get(index, rate) for index, rate in enumerate(self._settings.lrs)]
         results: dict[str, Any] = {}
         with torch.set_grad_enabled(one_by_one):
-            for names, group in self._groups.torch_groups(tuple(weights), range(len(lrs)), hyper):
+            for names, group in self._settings.torch_groups(tuple(weights), range(len(lrs)), hyper):
                 index = group["lr"]
                 h = SimpleNamespace(**{**group, "lr": lrs[index]})
-                h.rate_moves = self._groups.moves[index]
-                present = self._groups.stepped_names(names, weights, gradients)
+                h.rate_moves = self._settings.moves[index]
+                present = self._settings.stepped_names(names, weights, gradients)
                 rows = [Row(weights[name], gradients[name], slots[name]) for name in present]
                 try:
                     stepped = self._stepped(rows, h, one_by_one=one_by_one)

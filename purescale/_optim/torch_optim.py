@@ -165,7 +165,7 @@ class TorchOptimizer:
         schedule_by: ScheduleBy = "applied",
         template: Any = None,
     ) -> None:
-        self._groups = OptimizerSettings(
+        self._settings = OptimizerSettings(
             cls,
             lr,
             overrides,
@@ -174,35 +174,38 @@ class TorchOptimizer:
             schedule_by=schedule_by,
             template=template,
         )
-        self._layout = self._groups.layout
-        self._formula = self._groups.formula
+        self._layout = self._settings.layout
+        self._formula = self._settings.formula
         self._kernel = kernel_of(self._formula)
         self.may_add_slots = self._formula is None
-        self.differentiable = self._groups.differentiable
+        self.differentiable = self._settings.differentiable
         self.elementwise: bool | None = self._formula is not None and self._formula.elementwise
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
         # Dynamo sets no guards in it, so `_key`, which has all that the formula reads besides its
         # arguments, guards the compiled step.
-        self._class_step, self._formula_step = ClassStep(self._groups), FormulaStep(self._groups)
+        self._class_step, self._formula_step = (
+            ClassStep(self._settings),
+            FormulaStep(self._settings),
+        )
         self._opaque = private.Opaque(self._formula_step.make, lambda: private.nonstrict_trace)
         self._opaque_update = private.Opaque(
             lambda *args: self._traced_update(*args), lambda: torch.compiler.allow_in_graph
         )
-        self._key = self._groups.key()
-        self.summary = self._groups.summary
+        self._key = self._settings.key()
+        self.summary = self._settings.summary
 
     def __repr__(self) -> str:
-        return repr(self._groups)
+        return repr(self._settings)
 
     def init(self, params: Tree) -> OptState:
         """Return the state before the first step, in fresh memory. Steps keep its structure."""
         named = named_params(params)
-        self._groups.check_names(tuple(named))
+        self._settings.check_names(tuple(named))
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
-        lr, hyper = self._groups.initial_numbers(device)
-        slots = self._groups.new_slots(named, self._groups.rates(applied, lr))
-        iteration = applied.clone() if self._groups.schedule_by == "iteration" else ()
+        lr, hyper = self._settings.initial_numbers(device)
+        slots = self._settings.new_slots(named, self._settings.rates(applied, lr))
+        iteration = applied.clone() if self._settings.schedule_by == "iteration" else ()
         return OptState(applied, slots, lr, hyper, iteration)
 
     @outside_autocast()
@@ -224,7 +227,7 @@ class TorchOptimizer:
             )
         if self._formula is None and traced():
             raise ValueError(
-                f"{self._groups.cls.__name__} has a step of its own, which is called and cannot be "
+                f"{self._settings.cls.__name__} has a step of its own, which is called and cannot be "
                 "compiled, mapped or differentiated. Fix: call the step eagerly, take a class of "
                 "torch.optim, or write an (init, update) pair for from_transformation."
             )
@@ -236,13 +239,13 @@ class TorchOptimizer:
                 "`opt_state = optimizer.init(params)` for these params."
             )
         old = inputs.old if inputs.metadata else None
-        self._layout.check(opt_state.slots, weights, self._groups.slot_groups, old)
-        self._groups.check(opt_state)
-        self._groups.check_names(tuple(weights))
+        self._layout.check(opt_state.slots, weights, self._settings.slot_groups, old)
+        self._settings.check(opt_state)
+        self._settings.check_names(tuple(weights))
 
     def prepare(self, inputs: StepInputs, *, in_place: bool = False) -> Numbers:
         """Return the settings of a step that may move."""
-        numbers = self._groups.numbers_now(inputs.opt_state)
+        numbers = self._settings.numbers_now(inputs.opt_state)
         if in_place:  # a rate that is not in the state may share memory with a parameter
             lr, rates = inputs.opt_state.lr, numbers.rates
             rates[:] = [r.clone() if isinstance(r, Tensor) and r is not lr else r for r in rates]
@@ -263,8 +266,8 @@ class TorchOptimizer:
             slots = self._class_step(weights, gradients, slots, lrs, hyper)
             return self._stepped(inputs, weights, slots, 1)
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._formula_step.make
-        moving = self._groups.moving(lrs, inputs.opt_state.applied)
-        numbers = self._groups.widened(hyper, inputs.opt_state.applied.device) if hyper else ()
+        moving = self._settings.moving(lrs, inputs.opt_state.applied)
+        numbers = self._settings.widened(hyper, inputs.opt_state.applied.device) if hyper else ()
         one_by_one = self.differentiable or traced()
         new = iter(run(self._key, weights, gradients, slots, moving, numbers, one_by_one))
         weights = dict(zip(weights, new, strict=False))
@@ -291,7 +294,7 @@ class TorchOptimizer:
             self._opaque_update(self._key, weights, inputs.named_grads, slots, numbers, lrs)
         else:
             hyper = each_number(Tensor.item, hyper) if hyper else ()
-            groups = self._groups.torch_groups(tuple(weights), lrs, hyper)
+            groups = self._settings.torch_groups(tuple(weights), lrs, hyper)
             self._update_in_place(groups, new, skip)
         # A captured CUDA graph needs its numbers at fixed addresses; the host captures nothing.
         captured = in_place and skip is not False
@@ -310,7 +313,7 @@ class TorchOptimizer:
         """Return the results of a step as trees, with `count` more applied steps."""
         applied, _, lr, hyper, iteration = inputs.opt_state
         keep = Tensor.detach if in_place else self._copy
-        if self._groups.schedule_by == "iteration":
+        if self._settings.schedule_by == "iteration":
             iteration = iteration.add_(1) if in_place else iteration + 1
         state = OptState(
             applied.add_(count) if in_place else applied + count,
@@ -344,9 +347,9 @@ class TorchOptimizer:
         """Return True if torch's fused kernel can make this step."""
         if self._kernel is None or self._layout.first_step_differs or under_transform():
             return False
-        if self._groups.flag_named and not self._groups.settings.get("fused"):
+        if self._settings.flag_named and not self._settings.settings.get("fused"):
             return False
-        if self._groups.hyper and not self._reads_settings(inputs):
+        if self._settings.hyper and not self._reads_settings(inputs):
             return False
         weights, grads = inputs.weights, inputs.grads.metadata
         if torch.compiler.is_dynamo_compiling() and (
@@ -377,7 +380,7 @@ class TorchOptimizer:
             weights,
             dense_off_graph=False,
         )
-        self._update_in_place(self._groups.torch_groups(tuple(names), lrs), inputs, skip)
+        self._update_in_place(self._settings.torch_groups(tuple(names), lrs), inputs, skip)
 
     def _update_in_place(self, groups: Groups, inputs: StepInputs, skip: Tensor | bool) -> None:
         """Update parameters and slots by one kernel for each group, device and dtype."""
@@ -410,7 +413,7 @@ class TorchOptimizer:
         implementations leave its buffer alone, which the formula updates for a later step.
         """
         hyper = inputs.opt_state.hyper
-        return "momentum" not in self._groups.hyper and host_can_read(each_of(hyper))
+        return "momentum" not in self._settings.hyper and host_can_read(each_of(hyper))
 
     def to_state_dict(
         self,
@@ -444,18 +447,18 @@ class TorchOptimizer:
             ValueError: If `like` has other parameters, leaves their order open, or has those of two
                 groups in one.
         """
-        groups = self._groups.saved_groups(opt_state, initial_lr)
+        groups = self._settings.saved_groups(opt_state, initial_lr)
         sd = state_dict(opt_state.slots, groups)
         if like is None:
             return sd
-        fixed = self._groups.fixed_groups(tuple(opt_state.slots))
+        fixed = self._settings.fixed_groups(tuple(opt_state.slots))
         return in_the_form_of(like, sd, fixed, opt_state.slots)
 
     def numbers_by_name(self, opt_state: OptState) -> dict[str, dict[str, Any]]:
         """Return the settings in the state for the torch group of each parameter."""
         return {
-            name: {key: group[key] for key in self._groups.in_state}
-            for names, group in self._groups.saved_groups(opt_state, None)
+            name: {key: group[key] for key in self._settings.in_state}
+            for names, group in self._settings.saved_groups(opt_state, None)
             for name in names
         }
 
@@ -495,7 +498,7 @@ class TorchOptimizer:
         saved_groups, states = checked_state_dict(sd)
         fresh = self.init(params)
         names = tuple(fresh.slots)
-        fixed = self._groups.fixed_groups(names)
+        fixed = self._settings.fixed_groups(names)
         saved_params = find_parameters(saved_groups, states, fixed, fresh.slots)
         slots = fresh.slots  # replaced one by one, so that memory holds one state only
         for name, param in saved_params.items():
@@ -504,9 +507,9 @@ class TorchOptimizer:
                 slots[name] = _tree.clone(as_tensors(saved, name))
             else:
                 slots[name] = restored(name, saved, slots[name])
-        counts = counts_from(self._groups, fresh, applied, iteration, has_state=bool(states))
+        counts = counts_from(self._settings, fresh, applied, iteration, has_state=bool(states))
         group_of = {name: param.group for name, param in saved_params.items()}
-        numbers = self._groups.numbers_from_dict(saved_groups, group_of, fresh)
+        numbers = self._settings.numbers_from_dict(saved_groups, group_of, fresh)
         return OptState(counts[0], slots, *numbers, counts[1])
 
 

@@ -227,9 +227,9 @@ class TorchOptimizer:
             )
         if self._formula is None and traced():
             raise ValueError(
-                f"{self._settings.cls.__name__} has a step of its own, which is called and cannot be "
-                "compiled, mapped or differentiated. Fix: call the step eagerly, take a class of "
-                "torch.optim, or write an (init, update) pair for from_transformation."
+                f"{self._settings.cls.__name__} has a step of its own, which is called and cannot "
+                "be compiled, mapped or differentiated. Fix: call the step eagerly, take a class "
+                "of torch.optim, or write an (init, update) pair for from_transformation."
             )
         weights = inputs.named_params
         if opt_state.slots.keys() != weights.keys():

@@ -90,7 +90,7 @@ def compiled(graph: PureGraph, inputs: Sequence[Tensor], mode: str | None = None
 
 
 def _compiled(module: Any, inputs: Sequence[Tensor], options: Any = None) -> Function:
-    # What calls the kernels is in C++ on a CPU, which takes fewer seconds to compile too.
+    # A small graph on a CPU waits for what calls its kernels: in C++ that takes three quarters.
     if options is None and all(tensor.is_cpu for tensor in inputs):
         options = {"cpp_wrapper": True}
     function: Function = private.compile_graph(module, inputs, options)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch.dtypes import unscaled_dtype, widest_float
+from .._torch.dtypes import unscaled_dtype, wide_dtype, widest_float
 from .._torch.foreach import cast, flattened, way_over
 from .._torch.metadata import Metadata
 from .._torch.private import listops
@@ -221,7 +221,7 @@ def _unit(amax: Tensor) -> Tensor:
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.to(wide_dtype(tensor.dtype))
 
 
 @torch.library.custom_op("purescale::grad_stats", mutates_args=())

@@ -146,14 +146,16 @@ def _wide(tensor: Tensor) -> Tensor:
     """Return a half tensor in float32, a complex one as its reals, a single number as a vector:
     it would take the dtype of a setting that is a tensor.
     """
-    wide = tensor.to(wide_dtype(tensor.dtype)).reshape(tensor.shape or (1,))
+    wide = tensor.to(wide_dtype(tensor.dtype))
+    wide = wide if wide.ndim else wide.reshape(1)
     return torch.view_as_real(wide) if wide.is_complex() else wide
 
 
 def _narrow(new: Tensor, old: Tensor) -> Tensor:
     """Return a result in the dtype of the old value, the inverse of `_wide`."""
     new = torch.view_as_complex(new) if old.is_complex() else new
-    return new.to(old.dtype).reshape(old.shape)
+    new = new.to(old.dtype)
+    return new if old.ndim else new.reshape(())
 
 
 def _number(count: Tensor) -> Tensor:

@@ -152,7 +152,8 @@ def train_step(
     """
 
     def check() -> tuple[FlatState, StepOptions]:
-        refuse_unexpected("train_step", unexpected)
+        if unexpected:
+            refuse_unexpected("train_step", unexpected)
         options = step_options(
             optimizer,
             rule,

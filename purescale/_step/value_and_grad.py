@@ -98,7 +98,8 @@ def value_and_grad(
     Source of the rule: `jax.value_and_grad(..., has_aux=True)`; torch.amp's
     `scaler.scale(loss).backward()`.
     """
-    refuse_unexpected("value_and_grad", unexpected)
+    if unexpected:
+        refuse_unexpected("value_and_grad", unexpected)
     if not callable(loss_fn):
         raise TypeError(
             f"value_and_grad takes a function, got {type(loss_fn).__name__} {short_repr(loss_fn)}. "
@@ -352,20 +353,15 @@ class ValueAndGrad:
         except TypeError:
             _check_form(self.loss_fn)
             raise
-        loss, new_buffers, aux = self._checked(returned)
-        wide = wide_loss(loss, scale)
-        wide = wide.reshape(()) if wide.ndim else wide
-        return wide * scale, (wide, new_buffers, aux)
-
-    def _checked(self, returned: Any) -> tuple[Tensor, Leaves, list[Any]]:
-        buffers = self.buffers.tree
-        loss, new_buffers, *aux = check_returned(returned, buffers)
+        flat = self.buffers
+        loss, new_buffers, *aux = check_returned(returned, flat.tree)
         if type(loss) is not Tensor:
             loss = dtensor.full_tensor(loss)
-        leaves = _tree.matching_leaves(
-            buffers, new_buffers, "buffers", "new_buffers", _ONE_SHAPE, flat=self.buffers
-        )[1]
-        return loss, leaves, aux
+        names = "buffers", "new_buffers", _ONE_SHAPE
+        leaves = _tree.matching_leaves(flat.tree, new_buffers, *names, flat=flat)[1]
+        wide = wide_loss(loss, scale)
+        wide = wide.reshape(()) if wide.ndim else wide
+        return wide * scale, (wide, leaves, aux)
 
 
 def check_returned(returned: Any, buffers: Tree) -> tuple[Any, ...]:

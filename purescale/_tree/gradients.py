@@ -123,7 +123,7 @@ class Gradients(NamedTuple):
 
     def zeroed(self, skip: Tensor) -> Gradients:
         """Return zeros in their place if `skip`, a 0-d bool tensor."""
-        return self._owning([torch.where(skip, 0.0, tensor) for tensor in self.tensors])
+        return self._owning([tensor.masked_fill(skip, 0.0) for tensor in self.tensors])
 
     def _owning(self, tensors: list[Tensor]) -> Gradients:
         # A compiler fuses what follows; a write into these would only add work.

@@ -56,7 +56,7 @@ def _sources(app: Any, page: str, source: list[str]) -> None:
             f"\n## `{name}`\n\n{_AUTOMODULE.format(name=name, more='')}" for name in names
         )
     source[0] = re.sub(r"\]\(\.\./(notebooks/\w+\.ipynb)\)", r"](\1)", source[0])
-    source[0] = re.sub(r"\]\((\.\./[^)]+\.md)\)", r"](path:\1)", source[0])
+    source[0] = re.sub(r"\]\((\.\./[^)#]+\.md)[^)]*\)", r"](path:\1)", source[0])
 
 
 def _make_pages(app: Any, config: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -63,7 +64,7 @@ class StepOptions:
         """
         if self.window_size in (None, number):
             return self
-        loss_fn = PartialWindow(self.loss_fn, number / self.window_size)
+        loss_fn = functools.partial(_part_of, number / self.window_size, self.loss_fn)
         return dataclasses.replace(self, loss_fn=loss_fn)
 
     def compared(self) -> dict[str, Any]:
@@ -82,18 +83,14 @@ class StepOptions:
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class PartialWindow:
-    """A `loss_fn` whose loss is multiplied by the share of a full window that its window is."""
-
-    loss_fn: LossFn
-    share: float
-
-    def __call__(self, params: Tree, buffers: Tree, microbatch: Any) -> Any:
-        returned: Any = self.loss_fn(params, buffers, microbatch)
-        if not (isinstance(returned, tuple) and isinstance(returned[0], Tensor)):
-            return returned  # ValueAndGrad refuses it
-        return (returned[0] * self.share, *returned[1:])
+def _part_of(
+    share: float, loss_fn: LossFn, params: Tree, buffers: Tree, microbatch: Any
+) -> tuple[Any, ...]:
+    """Return what `loss_fn` returns, its loss multiplied by the share of a full window."""
+    returned: Any = loss_fn(params, buffers, microbatch)
+    if not (isinstance(returned, tuple) and returned and isinstance(returned[0], Tensor)):
+        return returned  # ValueAndGrad refuses it
+    return (returned[0] * share, *returned[1:])
 
 
 def step_options(

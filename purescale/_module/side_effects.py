@@ -20,7 +20,8 @@ from .._tree.leaves import versions
 
 FIX = (
     "A parameter is an argument here. Fix: compute with a changed copy in forward, or change "
-    "params between steps."
+    "params between steps. If the forward alone moves it, like a codebook, call "
+    "`requires_grad_(False)` on it before make_functional: it is then a buffer."
 )
 _requires_grad = operator.attrgetter("requires_grad")
 

@@ -368,8 +368,8 @@ def jit(
         `torch.fx.GraphModule` of ATen operators.
 
     Raises:
-        TypeError: From a call: naming the leaf, if an argument or a result holds a Python number,
-            a tensor of a subclass, or an object that is not a tree.
+        TypeError: From a call: naming the leaf, if an argument holds a Python number, a tensor of a
+            subclass, or an object that is not a tree; a result may hold constants.
         ValueError: From a call, mostly naming the line: `fn` reads a value, makes a tensor whose
             shape depends on one, or writes into an argument or into a tensor that it closes over.
 

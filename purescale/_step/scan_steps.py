@@ -43,7 +43,8 @@ def scan_steps(step: Step, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
         batches: A tree of tensors [number of steps, ...]. `None` stays `None`.
 
     Returns:
-        The state after the last step, and the infos stacked, [number of steps, ...].
+        The state after the last step, and the infos stacked, [number of steps, ...]. What is not a
+        tensor in them and the same in all steps is returned once.
 
     Raises:
         ValueError: Naming the leaf, if tensors of `batches` differ in their first dimension, or the

@@ -100,6 +100,14 @@ def test_what_a_scanned_step_closes_over_is_an_input():
         assert totals.tolist() == [0.0, value, 3.0 * value]
 
 
+@pytest.mark.slow
+def test_a_scan_of_one_tensor_without_an_info_is_the_loop():
+    step = ps.jit(lambda total, x: (total * 2 + x, None))
+    total, infos = ps.scan_steps(step, torch.tensor(0.0), torch.tensor([1.0, 2.0, 3.0]))
+    assert total.item() == 11.0
+    assert infos is None
+
+
 def test_it_can_be_mapped_and_traced():
     def sums(start, xs):
         return ps.scan_steps(lambda total, x: (total + x, {"total": total}), start, xs)
@@ -139,7 +147,8 @@ def test_batches_of_two_lengths_are_refused_by_their_path():
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        ((), "batches has no tensor"),
+        ((), r"batches is .* without a tensor.*torch\.arange\(n\)"),
+        (None, r"batches is .* without a tensor"),
         (torch.ones(0, 2), "batches has no batch"),
         (torch.tensor(1.0), r"batches has shape \(\)"),
     ],

@@ -61,6 +61,12 @@ def scan_steps(step: Step, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
     Source of the form: `jax.lax.scan`.
     """
     leaves, structure = _tree.flatten(batches)
+    if not any([isinstance(leaf, Tensor) for leaf in leaves]):
+        raise ValueError(
+            f"batches is {_tree.described(batches)} without a tensor; its first dimension is the "
+            "number of steps. Fix: for n steps without data `scan_steps(step, state, "
+            "torch.arange(n))`, whose numbers `step` need not use."
+        )
     number = num_members(batches, leaves, "batches")
     if not number:
         raise ValueError("batches has no batch: its tensors have a first dimension of 0.")

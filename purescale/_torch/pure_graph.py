@@ -129,8 +129,13 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
 
     def repeat(*tensors: Tensor) -> Sequence[Any]:
         carry, stacks, rest = tensors[:carried], tensors[carried:number], tensors[number:]
-        results: Sequence[Any] = private.scan(graph.module, list(carry), list(stacks), rest)
+        results: Sequence[Any] = private.scan(once, list(carry), list(stacks), rest)
         return results
+
+    def once(*tensors: Tensor) -> list[Tensor]:
+        results = list(graph.module(*tensors))
+        # inductor takes no scan with a single result (torch 2.13).
+        return results if len(results) > 1 else [*results, results[0].clone()]
 
     return _compiled(make_fx(repeat)(*examples), examples)
 

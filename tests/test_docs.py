@@ -247,18 +247,18 @@ def test_a_page_shows_nothing_that_only_sphinx_reads(path):
 def _site(tmp_path, monkeypatch):
     """The hooks of the site, beside a copy of its pages, and what they make of four of them."""
     hooks = runpy.run_path(str(ROOT / "docs" / "conf.py"))
-    made = {"HERE": tmp_path / "docs"}
-    made |= {"NOTEBOOKS": made["HERE"] / "notebooks", "GROUPS": made["HERE"] / "reference"}
+    site = {"HERE": tmp_path / "docs"}
+    site |= {"NOTEBOOKS": site["HERE"] / "notebooks", "GROUPS": site["HERE"] / "reference"}
     for name in ("README.md", "notebooks"):
         (tmp_path / name).symlink_to(ROOT / name)
-    made["HERE"].mkdir()
-    hooks["setup"].__globals__.update(made)
+    site["HERE"].mkdir()
+    hooks["setup"].__globals__.update(site)
     hooks["_make_pages"](None, None)
     for page in ("index", "reference", "modules", "recipes"):
         source = [PAGES[f"docs/{page}.md"].read_text()]
         hooks["_sources"](None, page, source)
-        made[page] = source[0]
-    return made
+        site[page] = source[0]
+    return site
 
 
 def test_the_first_page_of_the_site_is_the_beginning_of_the_readme(site):

@@ -469,8 +469,8 @@ def test_members_have_schedules_at_their_own_counts():
     )
     params = {"w": torch.linspace(-1, 1, 4)}
     states = [optimizer.init(params)._replace(applied=torch.tensor(n)) for n in (0, 5)]
-    every = ps.stack_states([params] * 2)
-    assert_vmap_equals_loop(optimizer.step, every, every, ps.stack_states(states))
+    stacked = ps.stack_states([params] * 2)
+    assert_vmap_equals_loop(optimizer.step, stacked, stacked, ps.stack_states(states))
 
 
 def test_a_compiled_step_serves_every_number_of_a_schedule():

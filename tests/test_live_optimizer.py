@@ -193,9 +193,9 @@ def test_a_wrapped_state_goes_back_too():
     params = ps.make_functional(model)[1]
     params, opt_state = train_here(params, wrapped, wrapped.init(params), range(2))
     ps.to_torch_optimizer(opt_state, wrapped, torch_optimizer, model)
-    held = torch_optimizer.state[model.second.weight]["exp_avg"]
-    assert held.dtype is torch.float32
-    assert same_bits(held.bfloat16(), opt_state.slots["second.weight"]["exp_avg"])
+    moment = torch_optimizer.state[model.second.weight]["exp_avg"]
+    assert moment.dtype is torch.float32
+    assert same_bits(moment.bfloat16(), opt_state.slots["second.weight"]["exp_avg"])
 
 
 def test_live_optimizers_of_several_parts_are_a_partition():

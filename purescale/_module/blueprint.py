@@ -157,8 +157,9 @@ class Blueprint:
 
     @private.only_inlined
     def release_shared(self) -> bool:
-        """Leave the empty containers that all copies share to one whose forward has filled one, as
-        its backward may run a part of it again. Return True if one was filled.
+        """If a forward has filled an empty container that all copies share, give later copies their
+        own: its copy keeps them, because its backward may run a part of it again. Return True if
+        one was filled.
         """
         filled = any(self.plans[0].shared_empty)
         if filled:

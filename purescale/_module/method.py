@@ -1,4 +1,4 @@
-"""What a call of `apply` runs in its copy of the model: the forward, or a method besides it."""
+"""The forward, or another method, which a call of `apply` runs in its copy of the model."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def _accumulate(
     for index, entry in enumerate(microbatches):
         counts, microbatch = weights.counts[index], entry
         if isinstance(entry, FUNCTIONS):
-            microbatch = _made(entry, value_and_grad, memory)
+            microbatch = _microbatch_of(entry, value_and_grad, memory)
         if send is not None and index == last:
             out = value_and_grad(carried, microbatch, on_grad=send)
             carried = keep_buffers_if_dropped(counts, carried, out.buffers)
@@ -190,13 +190,13 @@ FUNCTIONS = (
 )
 
 
-def _made(make: Callable[[], Any], value_and_grad: ValueAndGrad, memory: Memory) -> Any:
+def _microbatch_of(make: Callable[[], Any], value_and_grad: ValueAndGrad, memory: Memory) -> Any:
     """Return the microbatch of a function in the window."""
     microbatch = make()
     if value_and_grad.storages is not None and memory.arguments is not None:
         # What a loss returns must not share its memory: a function may keep what it has made.
-        made = storage_pointers(_tree.all_tensors(microbatch))
-        value_and_grad.storages = {*memory.arguments, *made}
+        pointers = storage_pointers(_tree.all_tensors(microbatch))
+        value_and_grad.storages = {*memory.arguments, *pointers}
     return microbatch
 
 

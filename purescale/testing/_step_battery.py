@@ -347,8 +347,8 @@ class _StepBattery(Battery):
         if not (self.step.is_pure and "donate" in inspect.signature(self.step.step).parameters):
             return
         window = [self.data.batches[0]]
-        given = private.pytree.tree_map_only(Tensor, torch.clone, self.state)
-        came = self.step(given, window, donate=True)
+        donated = private.pytree.tree_map_only(Tensor, torch.clone, self.state)
+        came = self.step(donated, window, donate=True)
         self.check_bits("donate", self.step(self.state, window, donate=False), came)
 
     def compile(self) -> None:

@@ -243,7 +243,7 @@ def make_functional(
       memory. Their gradient is the sum over all places.
     - `train` sets the modes that `model.train(train)` would set, also where a class overrides that
       method. If `model` is in train mode, its modules in eval mode stay in eval mode.
-    - `method` names what is called instead of `forward`: a method of the model, such as "decode", or
+    - `method` names what is called instead of `forward`: a method of the model ("decode"), or
       one of its parts. It may be a function of the module too: `method=lambda vae, x:
       vae.decode(vae.encode(x))`. As in torch, hooks of a module run if the module itself is called.
     - A parameter with `requires_grad=False` is in `buffers`, unless no parameter requires a

@@ -1,4 +1,4 @@
-"""What JAX does in `jax_side_by_side.py`: flax's DynamicScale and optax, under `jax.jit`.
+"""The side of JAX in `jax_side_by_side.py`: flax's DynamicScale and optax, under `jax.jit`.
 
 Run by that script: `python benchmarks/jax_side.py CASE`.
 """

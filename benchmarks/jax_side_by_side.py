@@ -124,17 +124,18 @@ def make(way: str, case: Case) -> Callable[[], Any]:
         lr, start = torch.tensor(jax_cases.INNER_LR), init(sgd)
         return lambda: fn(lr, start, batch)
 
-    adamw = ps.from_torch(torch.optim.AdamW, lr=jax_cases.LR, weight_decay=jax_cases.WEIGHT_DECAY)
+    sweeps = case.program == "sweep"
+    adamw = ps.from_torch(
+        torch.optim.AdamW,
+        lr=jax_cases.LR,
+        weight_decay=jax_cases.WEIGHT_DECAY,
+        in_state=("lr",) if sweeps else (),
+    )
     step = functools.partial(train_step, optimizer=adamw, max_norm=jax_cases.MAX_NORM)
     state = init(adamw)
-    if case.program == "sweep":
-        adamw = ps.from_torch(
-            torch.optim.AdamW, jax_cases.LR, weight_decay=jax_cases.WEIGHT_DECAY, in_state=("lr",)
-        )
+    if sweeps:
         lrs = jax_cases.LR * (1 + torch.arange(case.members) / case.members)
-        starts = [ps.replace_settings(init(adamw), lr=lr) for lr in lrs]
-        state = ps.stack_states(starts)
-        step = functools.partial(train_step, optimizer=adamw, max_norm=jax_cases.MAX_NORM)
+        state = ps.stack_states([ps.replace_settings(state, lr=lr) for lr in lrs])
         fn = ps.jit(torch.vmap(step, in_dims=(0, None)), donate=0)
     elif case.program == "scan":
         batch = tuple(torch.from_numpy(stacked(array, jax_cases.SCANNED)) for array in case.batch)

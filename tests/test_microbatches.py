@@ -1116,3 +1116,13 @@ def test_a_size_of_a_window_that_is_no_whole_number_is_refused(size):
     state, step = mean_job()
     with pytest.raises(ValueError, match="window_size must be a whole number above 0"):
         step(state, [2.0], window_size=size)
+
+
+def test_a_shorter_window_refuses_a_loss_fn_by_its_own_signature():
+    state, step = mean_job()
+    with pytest.raises(TypeError, match=r"loss_fn takes \(params, batch\)"):
+        step(state, [2.0], window_size=4, loss_fn=lambda params, batch: params["w"])
+    with pytest.raises(TypeError, match=r"loss_fn returned Tensor; expected \(loss, new_buffers\)"):
+        step(
+            state, [2.0], window_size=4, loss_fn=lambda params, buffers, batch: params["w"] * batch
+        )

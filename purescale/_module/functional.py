@@ -433,8 +433,10 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
             "load_into(model, params, buffers)."
         )
     check_dicts(params, buffers)
-    plain = tensors_in_attributes(model)
-    registered = registered_tensors(model, {n: t for n, t in plain.items() if n in buffers})
+    registered = registered_tensors(model)
+    if rest := buffers.keys() - {*registered.params, *registered.buffers, *registered.aliases}:
+        state = {n: t for n, t in tensors_in_attributes(model).items() if n in rest}
+        registered = registered_tensors(model, state)
     targets = registered.params | registered.buffers
     sources = {**params, **buffers}
     faults = [f"missing {name}" for name in targets if name not in sources]

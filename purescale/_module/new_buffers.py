@@ -62,7 +62,8 @@ def _registered_error(module: Any, store: str, key: str) -> RuntimeError:
 def _replaced(copy: ModelCopy, tensors: Tensors, buffers: Tensors) -> Tensors:
     """Return the buffers that the forward replaced."""
     stores = {number for number, _, _ in copy.links.stores}
-    attributes = {(number, key): name for number, key, name, _ in copy.links.state}
+    attributes = {(number, key) for number, key, _, _ in copy.links.state}
+    in_attributes = {name for _, _, name, _ in copy.links.state}
     values: dict[str, Any] = {}  # at the first place where each is registered
     for number, key, name, _ in copy.links.tensors:
         if number in stores or (number, key) in attributes:
@@ -81,7 +82,7 @@ def _replaced(copy: ModelCopy, tensors: Tensors, buffers: Tensors) -> Tensors:
                 "Buffers are the state of a step and must be the same ones before and after. "
                 "Fix: fill it with zeros, or keep values of one forward in a plain attribute."
             )
-        if name in attributes.values():
+        if name in in_attributes:
             _check_state(name, value, buffers[name])
         value = value.clone()  # it may be an argument
         if value.is_floating_point() and buffers[name].is_floating_point():

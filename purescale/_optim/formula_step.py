@@ -46,8 +46,9 @@ class FormulaStep:
     ) -> list[Tensor]:
         """Return all new parameters, then all new slots, in order and in fresh memory. `key`
         stands for the settings, because Dynamo guards the arguments only. `rates` are the rates
-        that move, `hyper` the other settings in the state. `one_by_one` keeps a graph, and
-        is asked by the caller: behind Dynamo, torch 2.11 does not tell that it compiles.
+        that move, `hyper` the other settings in the state. `one_by_one` steps each leaf alone
+        and keeps its graph; the caller decides, because behind Dynamo torch 2.11 does not tell
+        that it compiles.
         """
         lrs = [rates.get(index, rate) for index, rate in enumerate(self._settings.lrs)]
         results: dict[str, Any] = {}

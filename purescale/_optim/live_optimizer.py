@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._optim.formulas import formula_of
+from .._optim.in_state import each_number
 from .._optim.opt_state import OptState, without_wrappers
 from .._optim.param_groups import FLAGS
 from .._optim.partition import PartitionOptimizer
@@ -217,7 +218,7 @@ def _with_overrides(
 def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a parameter group as Python numbers, without the rate and flags."""
     accepted = inspect.signature(cls).parameters.keys() - {"params", "lr", *FLAGS}
-    settings = {name: _numbers(value) for name, value in group.items() if name in accepted}
+    settings = each_number(_number, {n: value for n, value in group.items() if n in accepted})
     if issubclass(cls, torch.optim.Adafactor):  # from_torch requires it by name
         settings["foreach"] = bool(group["foreach"])
     return settings
@@ -226,7 +227,7 @@ def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
 def _own_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a group of a user's class, whose groups may differ in their names."""
     left_out = {"params", "param_names", "initial_lr", "lr", *FLAGS}
-    return {name: _numbers(value) for name, value in group.items() if name not in left_out}
+    return each_number(_number, {n: value for n, value in group.items() if n not in left_out})
 
 
 def _template(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> Any:
@@ -241,10 +242,6 @@ def _template(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> 
         value = vars(optimizer)[name]
         vars(template)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
     return template
-
-
-def _numbers(value: Any) -> Any:
-    return tuple(map(_number, value)) if isinstance(value, (tuple, list)) else _number(value)
 
 
 def _number(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The state of a class of torch.optim: its slots for each parameter, their checks, state dicts."""
+"""The state of a class of torch.optim: its slots for each parameter, and their checks."""
 
 from __future__ import annotations
 

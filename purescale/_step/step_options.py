@@ -17,7 +17,7 @@ from .._loss_scale.rules import StaticScale
 from .._optim.protocol import Optimizer, Updater, as_updater
 from .._step.spike_guard import Guard
 from .._step.train_state import check_parts
-from .._step.value_and_grad import LossFn
+from .._step.value_and_grad import LossFn, check_returned
 from .._torch.tracing import refuse_in_a_trace
 from .._tree.scalars import is_whole, short_repr
 from .._tree.tree import FlatTree, Tree
@@ -64,8 +64,14 @@ class StepOptions:
         """
         if self.window_size in (None, number):
             return self
-        loss_fn = functools.partial(_part_of, number / self.window_size, self.loss_fn)
-        return dataclasses.replace(self, loss_fn=loss_fn)
+        share, loss_fn = number / self.window_size, self.loss_fn
+
+        @functools.wraps(loss_fn, updated=())  # errors quote its signature
+        def part_of_window(params: Tree, buffers: Tree, microbatch: Any) -> tuple[Any, ...]:
+            loss, *others = check_returned(loss_fn(params, buffers, microbatch), buffers)
+            return (loss * share, *others)
+
+        return dataclasses.replace(self, loss_fn=part_of_window)
 
     def compared(self) -> dict[str, Any]:
         """Return by name what all ranks of a group must have alike."""
@@ -81,16 +87,6 @@ class StepOptions:
             # Its values may be of a rank's data, so only whether there is one must agree.
             "weight_fn": None if self.weight_fn is None else "a function",
         }
-
-
-def _part_of(
-    share: float, loss_fn: LossFn, params: Tree, buffers: Tree, microbatch: Any
-) -> tuple[Any, ...]:
-    """Return what `loss_fn` returns, its loss multiplied by the share of a full window."""
-    returned: Any = loss_fn(params, buffers, microbatch)
-    if not (isinstance(returned, tuple) and returned and isinstance(returned[0], Tensor)):
-        return returned  # ValueAndGrad refuses it
-    return (returned[0] * share, *returned[1:])
 
 
 def step_options(

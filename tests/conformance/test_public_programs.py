@@ -461,7 +461,9 @@ def cosine(first, last, total, count):
 
 
 def dino_loss(student, teacher, center):
-    """Of each global crop of the teacher against each other crop of the student."""
+    """Return the loss of each global crop of the teacher against each other crop of the student,
+    and the new centre.
+    """
     targets = [F.softmax((t - center) / 0.04, dim=-1) for t in teacher]
     terms = [
         torch.sum(-target * F.log_softmax(crop / 0.1, dim=-1), dim=-1).mean()

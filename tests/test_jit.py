@@ -438,6 +438,22 @@ def test_a_keyword_is_refused_with_the_cure():
         ps.jit(lambda x, scale: x * scale)(torch.ones(3), scale=2.0)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("donate_argnums", 0, r"an option of jax.jit. Fix: `donate=\(0,\)`"),
+        ("donate_argnames", "state", r"an option of jax.jit. Fix: `donate=\(0,\)`"),
+        ("static_argnums", 1, r"an option of jax.jit. Fix: close over .*functools.partial"),
+        ("static_argnames", "n", r"an option of jax.jit. Fix: close over .*functools.partial"),
+        ("fullgraph", True, r"an option of torch.compile. Fix: leave it out"),
+        ("dynamic", True, r"an option of torch.compile. Fix: leave it out; .* for each shape"),
+    ],
+)
+def test_an_option_of_jax_or_of_torch_is_refused_with_its_cure(option, value, words):
+    with pytest.raises(TypeError, match=rf"^jit\(\) .*argument '{option}', {words}"):
+        ps.jit(torch.sin, **{option: value})
+
+
 def test_a_checkpointed_part_is_refused_with_the_cure():
     class Checkpointed(nn.Module):
         def __init__(self):

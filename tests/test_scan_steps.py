@@ -158,6 +158,20 @@ def test_no_batch_is_refused(batches, message):
         ps.scan_steps(lambda s, b: (s, s), torch.ones(1), batches)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "cure"),
+    [
+        ("length", 3, r".*torch.arange\(length\)"),
+        ("reverse", True, r".*leaf.flip\(0\)"),
+        ("unroll", 2, "leave it out"),
+    ],
+)
+def test_an_option_of_jax_is_refused_with_its_cure(option, value, cure):
+    words = rf"^scan_steps\(\) .*argument '{option}', an option of jax.lax.scan. Fix: {cure}"
+    with pytest.raises(TypeError, match=words):
+        ps.scan_steps(lambda s, b: (s, s), torch.ones(1), torch.ones(3), **{option: value})
+
+
 @pytest.mark.parametrize("wrap", [lambda step: step, ps.jit])
 def test_a_step_that_returns_no_pair_is_refused(wrap):
     with pytest.raises(TypeError, match=r"the step returned .*Fix: `return state, info`"):

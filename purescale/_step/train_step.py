@@ -32,10 +32,11 @@ from .._step.spike_guard import Guard, call_guard, check_guarded
 from .._step.step_info import StepInfo
 from .._step.step_options import BNUpdate, FlatState, StepOptions, step_options
 from .._step.train_state import TrainState
-from .._step.value_and_grad import LossFn, refuse_unexpected
+from .._step.value_and_grad import OPTIONS_OF_JAX, LossFn
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree import tree as _tree
+from .._tree.scalars import refuse_unexpected
 from .._tree.tree import FlatTree
 
 
@@ -153,7 +154,7 @@ def train_step(
 
     def check() -> tuple[FlatState, StepOptions]:
         if unexpected:
-            refuse_unexpected("train_step", unexpected)
+            refuse_unexpected("train_step", unexpected, OPTIONS_OF_JAX)
         options = step_options(
             optimizer,
             rule,

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple, Never, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from .._torch.dtypes import wide_dtype
 from .._torch.tracing import by_torch_func, recorded_by_make_fx
 from .._tree import tree as _tree
 from .._tree.leaves import are_dense_real, metadata_of, versions
-from .._tree.scalars import short_repr
+from .._tree.scalars import refuse_unexpected, short_repr
 from .._tree.tree import FlatTree, Leaves, Tree
 
 
@@ -99,7 +99,7 @@ def value_and_grad(
     `scaler.scale(loss).backward()`.
     """
     if unexpected:
-        refuse_unexpected("value_and_grad", unexpected)
+        refuse_unexpected("value_and_grad", unexpected, OPTIONS_OF_JAX)
     if not callable(loss_fn):
         raise TypeError(
             f"value_and_grad takes a function, got {type(loss_fn).__name__} {short_repr(loss_fn)}. "
@@ -393,20 +393,12 @@ def check_returned(returned: Any, buffers: Tree) -> tuple[Any, ...]:
     return returned
 
 
-_OPTIONS_OF_JAX = {
-    "has_aux": "return aux as a third value, `return loss, new_buffers, aux`",
-    "argnums": "one tree of all that is differentiated as params, `{'net': params, 'lr': lr}`",
+OPTIONS_OF_JAX = {
+    "jax.value_and_grad": {
+        "has_aux": "return aux as a third value, `return loss, new_buffers, aux`",
+        "argnums": "one tree of all that is differentiated as params, `{'net': params, 'lr': lr}`",
+    }
 }
-
-
-def refuse_unexpected(function: str, names: Iterable[str]) -> None:
-    """Refuse a keyword that there is not; name the cure for an option of `jax.value_and_grad`."""
-    for name in names:
-        fix = _OPTIONS_OF_JAX.get(name)
-        raise TypeError(
-            f"{function}() got an unexpected keyword argument {name!r}"
-            + (f", an option of jax.value_and_grad. Fix: {fix}." if fix else ".")
-        )
 
 
 def _check_form(loss_fn: Callable[..., Any]) -> None:

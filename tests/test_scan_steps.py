@@ -1,5 +1,6 @@
 """Many steps in one call: the loop, as one graph for any number of steps."""
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_close, clone, job, same_bits, stack, tensors, trained
@@ -139,8 +140,43 @@ def test_a_constant_in_the_state_comes_back():
     assert state == {"w": torch.tensor(2.0), "n": 3}
 
 
+@pytest.mark.parametrize("kind", [tuple, list, lambda pair: dict(zip("xy", pair, strict=True))])
+def test_a_list_of_batches_is_stacked_by_stack_states(kind):
+    state, over_pair, (x, y) = step_and_batches()
+
+    def step(state, batch):
+        return over_pair(state, tuple(batch.values() if isinstance(batch, dict) else batch))
+
+    batches = [kind(pair) for pair in zip(x, y, strict=True)]
+    expected, infos = trained(state, step, batches)
+    result = ps.scan_steps(step, state, ps.stack_states(batches))
+    assert same_bits(result, (expected, stack(infos)))
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda step: step, lambda step: ps.jit(step, backend="aot_eager")]
+)
+def test_an_error_of_a_step_over_a_list_of_batches_names_the_cure(wrap):
+    state, step, (x, y) = step_and_batches()
+    with pytest.raises(ValueError, match="too many values") as raised:
+        ps.scan_steps(wrap(step), state, list(zip(x, y, strict=True)))
+    assert "`scan_steps(step, state, stack_states(batches))`" in raised.value.__notes__[0]
+
+
+def test_an_error_of_a_step_over_stacked_batches_is_its_own():
+    def step(state, batch):
+        raise ValueError("its own")
+
+    x, y = step_and_batches()[2]
+    for batches in ((x, y), [x, y], {"x": x}, x):
+        with pytest.raises(ValueError, match="its own") as raised:
+            ps.scan_steps(step, torch.ones(1), batches)
+        assert not hasattr(raised.value, "__notes__")
+
+
 def test_batches_of_two_lengths_are_refused_by_their_path():
-    with pytest.raises(ValueError, match=r"batches\[1\] has shape \(2,\); expected \[3, ...\]"):
+    words = r"batches\[1\] has shape \(2,\); expected \[3, ...\].*stack_states\(list_of_batches\)"
+    with pytest.raises(ValueError, match=words):
         ps.scan_steps(lambda s, b: (s, s), torch.ones(1), (torch.ones(3), torch.ones(2)))
 
 
@@ -148,7 +184,10 @@ def test_batches_of_two_lengths_are_refused_by_their_path():
     ("batches", "message"),
     [
         ((), r"batches is .* without a tensor.*torch\.arange\(n\)"),
-        (None, r"batches is .* without a tensor"),
+        (None, r"batches is .* without a tensor.*torch\.arange\(n\)"),
+        (torch.utils.data.DataLoader([1.0]), r"a loader .*stack_states\(itertools.islice\(batches"),
+        (iter([torch.ones(2)]), r"an iterator. .*`for batch in batches: state, info = step"),
+        ((np.ones(2), np.ones(2)), r"arrays. Fix: `tree_map\(torch.as_tensor, batches\)`"),
         (torch.ones(0, 2), "batches has no batch"),
         (torch.tensor(1.0), r"batches has shape \(\)"),
     ],

@@ -26,7 +26,7 @@ Backend = Literal["inductor", "aot_eager"]
 
 _layout, _is_nested = operator.attrgetter("layout"), operator.attrgetter("is_nested")
 _requires_grad = operator.attrgetter("requires_grad")
-_CONSTANTS = (type(None), bool, int, float, complex, str)
+CONSTANTS = (type(None), bool, int, float, complex, str)
 
 
 class Results(NamedTuple):
@@ -66,7 +66,7 @@ class FlatFunction:
         returned = self.fn(*args)
         leaves, structure = _tree.flatten(returned)
         for index, leaf in enumerate(leaves):
-            if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+            if not isinstance(leaf, (Tensor, *CONSTANTS)):
                 raise _no_result(leaf, _tree.path(returned, "the result", index))
         places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]

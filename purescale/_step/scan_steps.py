@@ -9,13 +9,13 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from .._step.jit import FlatFunction, Jitted, Results, check_arguments, form_of
+from .._step.jit import CONSTANTS, FlatFunction, Jitted, Results, check_arguments, form_of
 from .._torch.pure_graph import Function, PureGraph, scanned, trace
 from .._tree import tree as _tree
 from .._tree.leaves import is_constant
 from .._tree.scalars import refuse_unexpected
 from .._tree.stack import num_members, stacked
-from .._tree.tree import Tree
+from .._tree.tree import Leaves, Tree, TreeDef
 
 # Inductor of torch 2.11 cannot compile it; 2.12 was not tried.
 _HAS_SCAN = torch.__version__ >= "2.13"
@@ -51,7 +51,8 @@ def scan_steps(step: Step, state: Tree, batches: Tree, **unexpected: Never) -> t
         step: A pure function of `(state, batch)` that returns `(state, info)`: the state with its
             structure, shapes, strides and dtypes, and a tree of tensors.
         state: The state before the first step. It is not changed, also if `step` donates.
-        batches: A tree of tensors [number of steps, ...]. `None` stays `None`.
+        batches: A tree of tensors [number of steps, ...], such as `stack_states(list_of_batches)`.
+            A list in it is a part of each batch, as a window of microbatches. `None` stays `None`.
 
     Returns:
         The state after the last step, and the infos stacked, [number of steps, ...]. What is not a
@@ -74,18 +75,27 @@ def scan_steps(step: Step, state: Tree, batches: Tree, **unexpected: Never) -> t
     if unexpected:
         refuse_unexpected("scan_steps", unexpected, _OPTIONS_OF_JAX)
     leaves, structure = _tree.flatten(batches)
-    if not any([isinstance(leaf, Tensor) for leaf in leaves]):
-        raise ValueError(
-            f"batches is {_tree.described(batches)} without a tensor; its first dimension is the "
-            "number of steps. Fix: for n steps without data `scan_steps(step, state, "
-            "torch.arange(n))`, whose numbers `step` need not use."
-        )
-    number = num_members(batches, leaves, "batches")
-    if not number:
-        raise ValueError("batches has no batch: its tensors have a first dimension of 0.")
-    if isinstance(step, Jitted) and step.compiles() and _HAS_SCAN:
-        stacks = [leaf for leaf in leaves if leaf is not None]
-        return _in_one_graph(step, state, batches, len(stacks))
+    number = _num_batches(batches, leaves)
+    try:
+        if isinstance(step, Jitted) and step.compiles() and _HAS_SCAN:
+            stacks = [leaf for leaf in leaves if leaf is not None]
+            return _in_one_graph(step, state, batches, len(stacks))
+        return _in_a_loop(step, state, leaves, structure, number)
+    except Exception as error:
+        if _are_of_one_form(batches):
+            count = len(batches)
+            error.add_note(
+                f"batches is a list of {count}, and each of {number} steps was given a list of "
+                f"{count}, a row of every tensor. If they are batches, stack them, "
+                "`scan_steps(step, state, stack_states(batches))`; for one step over all of them, "
+                "`train_step(state, batches, ...)`."
+            )
+        raise
+
+
+def _in_a_loop(
+    step: Step, state: Tree, leaves: Leaves, structure: TreeDef, number: int
+) -> tuple[Tree, Tree]:
     # A step may overwrite the state that it is given.
     state = _tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state)
     infos = []
@@ -129,7 +139,52 @@ def _checked(step: Step, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     return structure.unflatten(new), info
 
 
+def _are_of_one_form(batches: Tree) -> bool:
+    """Return True for a list of trees that differ in sizes and values only."""
+    if not isinstance(batches, list):
+        return False
+    forms = []
+    for batch in batches:
+        leaves, structure = _tree.flatten(batch)
+        kinds = [(x.dtype, x.ndim) if isinstance(x, Tensor) else type(x) for x in leaves]
+        forms.append((structure, kinds))
+    return all(form == forms[0] for form in forms)
+
+
 _REASON = "The state after a step is the state before the next one: both must match."
+
+
+def _num_batches(batches: Tree, leaves: Leaves) -> int:
+    """Return the first dimension of all tensors. Refuse what has no batch, or no number of them."""
+    if not any([isinstance(leaf, Tensor) for leaf in leaves]):
+        raise ValueError(
+            f"batches is {_tree.described(batches)} without a tensor; the first dimension of its "
+            f"tensors is the number of steps. {_no_tensor_cause(leaves)}"
+        )
+    cause = (
+        "Likely cause: batches that are not stacked, or a tensor that is the same in all steps. "
+        "Fix: `stack_states(list_of_batches)`, all of one size, or a loop, `for batch in "
+        "list_of_batches: state, info = step(state, batch)`; for the same in all steps, a tensor "
+        "that `step` closes over."
+    )
+    number = num_members(batches, leaves, "batches", cause)
+    if not number:
+        raise ValueError("batches has no batch: its tensors have a first dimension of 0.")
+    return number
+
+
+def _no_tensor_cause(leaves: Leaves) -> str:
+    if all(isinstance(leaf, CONSTANTS) for leaf in leaves):
+        return (
+            "Fix: for n steps without data `scan_steps(step, state, torch.arange(n))`, whose "
+            "numbers `step` need not use."
+        )
+    if any(hasattr(leaf, "__array__") for leaf in leaves):
+        return "Likely cause: arrays. Fix: `tree_map(torch.as_tensor, batches)`."
+    return (
+        "Likely cause: a loader or an iterator. Fix: `stack_states(itertools.islice(batches, "
+        "100))` for 100 steps; or a loop, `for batch in batches: state, info = step(state, batch)`."
+    )
 
 
 def _pair(returned: Tree) -> tuple[Tree, Tree]:

@@ -48,9 +48,9 @@ def stack_states(states: Iterable[TreeT]) -> TreeT:
             "`stack_states([state, other])`."
         )
     cause = (
-        "Likely cause: states of other parameters, optimizers or rules. Fix: make all "
-        "states with one `init`, and a number that differs between members with "
-        "`torch.tensor(...)`."
+        "Likely cause: states of other parameters, optimizers or rules, or a shorter last batch. "
+        "Fix: make all states with one `init`, and a number that differs between members with "
+        "`torch.tensor(...)`; for batches `DataLoader(..., drop_last=True)`."
     )
     return stacked("states", list(states), cause)
 
@@ -117,7 +117,11 @@ def member(states: TreeT, i: int | Tensor) -> TreeT:
         {'w': tensor([3., 4.])}
     """
     leaves, structure = _tree.flatten(states)
-    size = num_members(states, leaves, "states")
+    cause = (
+        "Likely cause: one tree, or trees stacked in another way. Fix: what `stack_states` "
+        "returned, or a step of it under `torch.vmap`."
+    )
+    size = num_members(states, leaves, "states", cause)
     if isinstance(i, Tensor):
         if i.ndim or i.is_floating_point() or i.is_complex() or i.dtype is torch.bool:
             raise TypeError(
@@ -142,8 +146,10 @@ def member(states: TreeT, i: int | Tensor) -> TreeT:
     return structure.unflatten(picked)
 
 
-def num_members(states: Tree, leaves: Leaves, name: str) -> int:
-    """Return the first dimension of all tensors. Refuse, naming the leaf, one of another size."""
+def num_members(states: Tree, leaves: Leaves, name: str, cause: str) -> int:
+    """Return the first dimension of all tensors. Refuse, naming the leaf, one of another size;
+    `cause` ends the error message.
+    """
     size: int | None = None
     for position, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
@@ -154,8 +160,7 @@ def num_members(states: Tree, leaves: Leaves, name: str) -> int:
         others = "[n, ...]" if size is None else f"[{size}, ...], as the tensors before it"
         raise ValueError(
             f"{_tree.path(states, name, position)} has shape {tuple(leaf.shape)}; expected "
-            f"{others}. Likely cause: one tree, or trees stacked in another way. Fix: what "
-            "`stack_states` returned, or a step of it under `torch.vmap`."
+            f"{others}. {cause}"
         )
     if size is None:
         raise ValueError(f"{name} has no tensor, so it has no members. Fix: `stack_states(...)`.")

@@ -620,6 +620,37 @@ def test_a_state_that_is_no_train_state_is_refused():
         step({}, [batch()])
 
 
+def stacked_into(way):
+    """A step, or a part of it, of stacked states that is not mapped over them."""
+    optimizer = ps.from_torch(torch.optim.AdamW, in_state=("lr",))
+    state, step = job(optimizer, RULE)
+    states, window = ps.stack_states([state, state]), [batch()]
+    trees = states.params, states.params, states.opt_state
+    {
+        "a step": lambda: step(states, window),
+        "jit": lambda: ps.jit(step, backend="aot_eager")(states, window),
+        "another state mapped": lambda: torch.vmap(step, (None, 0))(states, [stack([*window] * 2)]),
+        "scan": lambda: ps.scan_steps(step, states, stack([window] * 3)),
+        "by hand": lambda: ps.unscale_and_step(optimizer, states.scaler, *trees),
+        "scale_loss": lambda: ps.scale_loss(states.scaler, torch.ones(())),
+        "unscale_and_check": lambda: ps.unscale_and_check(states.scaler, states.params),
+        "maybe_step": lambda: ps.maybe_step(optimizer, *trees, torch.tensor(False)),
+        "an optimizer": lambda: optimizer.step(*trees),
+    }[way]()
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("a step", "jit", "another state mapped", "scan", "by hand", "scale_loss"),
+        *("unscale_and_check", "maybe_step", "an optimizer"),
+    ],
+)
+def test_stacked_states_without_vmap_are_refused_with_the_cure(way):
+    with pytest.raises(ValueError, match=r"\(2,\).*cause: stacked states.*Fix: `torch\.vmap\("):
+        stacked_into(way)
+
+
 @pytest.mark.parametrize("params", [{}, {"w": None}, []])
 def test_a_state_without_parameters_is_refused(params):
     with pytest.raises(ValueError, match="params has no tensor"):

@@ -52,6 +52,7 @@ def scale_loss(scaler: HasScale, loss: TreeT) -> TreeT:
     Source of the rule: torch.amp.GradScaler.scale; there a float16 loss of shape (1,) becomes inf.
     """
     leaves, structure = _tree.flatten(loss)
+    _check_of_one_state(scaler.scale)
     scale = _tree.recordable(scaler.scale)
 
     def scaled(index: int, leaf: Any) -> Any:
@@ -104,7 +105,7 @@ def unscale_and_check(
     """
     leaves, structure = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
-    check_device(scaler.scale, grads, leaves, "grads")
+    check_scale(scaler.scale, grads, leaves, "grads")
     flat = as_gradients(leaves)
     owned = donate and can_write(flat.tensors, _tree.tensors(scaler))
     unscaled = flat._replace(owned=owned).divided(scaler.scale)
@@ -232,16 +233,17 @@ def _where_to_look(loss: Any, lower: float | None = None) -> str:
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def check_device(
+def check_scale(
     scale: Tensor,
     tree: Tree,
     leaves: Sequence[Any],
     name: str,
     metadata: Metadata | None = None,
 ) -> None:
-    """Refuse a tensor on another device than the scaler, and name the leaf. `metadata` is that of
-    the leaves, if it is known.
+    """Refuse the scales of several states, and, naming the leaf, a tensor on another device than
+    the scaler. `metadata` is that of the leaves, if it is known.
     """
+    _check_of_one_state(scale)
     device = scale.device
     if metadata is not None and metadata.dense_off_graph and metadata.devices <= {device}:
         return
@@ -258,6 +260,16 @@ def check_device(
                 f"rule.init(device={str(leaf.device)!r})`, or for a restored state `scaler = "
                 f"type(scaler)(*(t.to({str(leaf.device)!r}) for t in scaler))`."
             )
+
+
+def _check_of_one_state(scale: Tensor) -> None:
+    if scale.ndim:
+        raise ValueError(
+            f"the scale of the state has shape {tuple(scale.shape)}; that of one state is 0-d. "
+            "Likely cause: stacked states, and a step that is not mapped over them. Fix: "
+            "`torch.vmap(step, in_dims=(0, None))(states, batch)`, inside of `jit` too; for one of "
+            "them `member(states, 0)`."
+        )
 
 
 def wide_loss(loss: Any, scale: Tensor, path: Callable[[], str] = lambda: "loss") -> Tensor:

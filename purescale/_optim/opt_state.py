@@ -231,10 +231,15 @@ class SlotLayout:
             if value.device != weight.device
             else ""
         )
+        cause = (
+            "Likely cause: stacked states, and a step that is not mapped over them. Fix: "
+            "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
+            if key in self._counts and value.ndim
+            else "Likely cause: the state of another model, or of the model before it was changed "
+            "or moved. Fix: `opt_state = optimizer.init(params)`."
+        )
         return ValueError(
-            f"opt_state: {key} of {name} is {described(value)}, {what}{where}. Likely cause: the "
-            "state of another model, or of the model before it was changed or moved. Fix: "
-            "`opt_state = optimizer.init(params)`."
+            f"opt_state: {key} of {name} is {described(value)}, {what}{where}. {cause}"
         )
 
     def check(

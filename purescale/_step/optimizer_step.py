@@ -10,7 +10,7 @@ from .._distributed.process_group import Group
 from .._grads.clip import check_clip, check_ordered
 from .._grads.measure import StatsOptions
 from .._loss_scale.rule_protocol import HasScale
-from .._loss_scale.scaling import check_device
+from .._loss_scale.scaling import check_scale
 from .._optim.protocol import Optimizer, as_updater
 from .._optim.step_inputs import flatten_step
 from .._step.memory import NO_MEMORY, donated_memory
@@ -151,7 +151,7 @@ def unscale_and_step(
     updater = as_updater(optimizer)
     inputs = flatten_step(updater, params, scaled_grads, opt_state)
     scale = scaler.scale
-    check_device(scale, params, inputs.grads.likes, "grads", inputs.grads.metadata)
+    check_scale(scale, params, inputs.grads.likes, "grads", inputs.grads.metadata)
     if clip.value is not None:
         check_ordered(params, inputs.grads.likes, "grads")
     updater.check(inputs)

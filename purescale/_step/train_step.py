@@ -12,7 +12,7 @@ from .._grads.accumulate import OnNonfinite
 from .._grads.clip import check_ordered
 from .._grads.measure import GradStats, StatsOptions
 from .._loss_scale.rule_protocol import Rule
-from .._loss_scale.scaling import check_device
+from .._loss_scale.scaling import check_scale
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import flatten_step, flatten_together
 from .._step.assemble import assemble, next_numbers
@@ -229,7 +229,7 @@ def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> F
     params, buffers, scaler, opt_state = flatten_together(trees, state.opt_state)
     leaves, scale = params.leaves, state.scaler.scale
     _tree.check_parameters(params, "state.params")
-    check_device(scale, state.params, leaves, "state.params", params.metadata)
+    check_scale(scale, state.params, leaves, "state.params", params.metadata)
     if options.guard is not None or state.guard != ():
         check_guarded(options.guard, state.guard)
     if options.clip.value is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._loss_scale.rule_protocol import HasScale
-from .._loss_scale.scaling import check_device, wide_loss
+from .._loss_scale.scaling import check_scale, wide_loss
 from .._optim.step_inputs import flatten_together
 from .._torch import donation, dtensor, functorch_kernels, private
 from .._torch.autocast import outside_autocast
@@ -156,7 +156,7 @@ def _checked(
             "tensor. Fix: `scaler = rule.init(device)`, or `state.scaler` of a TrainState; for "
             "stacked states call this under torch.vmap."
         )
-    check_device(scale, params, flat_params.leaves, "params", flat_params.metadata)
+    check_scale(scale, params, flat_params.leaves, "params", flat_params.metadata)
     return flat_params, flat_buffers, flat_scaler
 
 

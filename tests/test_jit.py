@@ -331,6 +331,22 @@ def test_a_compiled_donated_step_stays_in_the_memory_of_the_state():
     assert [tensor.data_ptr() for tensor in tensors(own)] == addresses
 
 
+def test_a_map_of_donated_steps_stays_in_the_memory_of_the_states_if_jit_is_outermost():
+    state, step = job(ADAMW, RULE)
+    window = windows()[0]
+    before = stack([state, state])
+    expected = torch.vmap(step, in_dims=(0, None))(before, window)
+    states = clone(before)
+    around = torch.vmap(in_order(step, donate=0), in_dims=(0, None))
+    assert same_bits(around(states, window), expected)
+    assert same_bits(states, before)
+    addresses = [tensor.data_ptr() for tensor in tensors(states)]
+    inside = in_order(torch.vmap(step, in_dims=(0, None)), donate=0)
+    states, infos = inside(states, window)
+    assert_close((states, infos), expected, rtol=1e-5, atol=1e-6)
+    assert [tensor.data_ptr() for tensor in tensors(states)] == addresses
+
+
 @pytest.mark.parametrize("shared", ["an argument", "another leaf", "a tensor from outside"])
 def test_memory_that_somebody_else_sees_is_not_written_into(shared):
     outside = torch.ones(3)

@@ -359,7 +359,9 @@ def jit(
     Dynamo is involved, so a call has nothing else to check; a small step is much faster than under
     `torch.compile`, and traced in a tenth of the time. `fn` may hold `train_step` or a loop by
     hand, `torch.vmap` and `torch.func.grad`, and other functions of `jit`, which become a part of
-    its graph.
+    its graph. Put jit outermost, `jit(torch.vmap(step), donate=0)`: under `torch.vmap`,
+    `torch.func.grad` and torch.compile the result is `fn` itself, and jit neither compiles nor
+    donates.
 
     What `fn` closes over is baked in when it is traced, as in JAX: settings, numbers, modules'
     code. A tensor that it closes over becomes an input of the graph: it is not copied, and a later

@@ -228,6 +228,21 @@ def job_after(steps, name, schedule):
     return finished
 
 
+def test_a_table_may_end_where_the_rate_stays():
+    expected, live = job("AdamW"), job("AdamW")
+    for each in (expected, live):
+        each.scheduler = lr_scheduler.LinearLR(each.optimizer, 0.1, total_iters=4)
+    steps = list(batches(12, overflows=()))
+    expected.train(steps)
+    live.train(steps[:2])
+    apply, optimizer, rule, state = torch_amp.take_over(*live.all, steps=3)
+    for some in (steps[2:4], steps[4:6], steps[6:8]):
+        state = train_here((apply, optimizer, rule, state), some)
+        torch_amp.give_back(state, optimizer, rule, *live.all)
+    live.train(steps[8:])
+    torch.testing.assert_close(live.values(), expected.values(), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("schedule_by", ["applied", "iteration"])
 def test_a_warm_up_from_0_may_begin_here(schedule_by):
     expected, live = job("AdamW", "warm-up"), job("AdamW", "warm-up")
@@ -927,6 +942,9 @@ def spoil(live, taken, state, case):
     elif case == "too far":
         far = state.opt_state._replace(applied=state.opt_state.applied + 1000)
         given["state"] = state._replace(opt_state=far)
+    elif case == "beyond the table":
+        later = state.opt_state._replace(applied=state.opt_state.applied + 10)
+        given["state"] = state._replace(opt_state=later)
     elif case == "stacked":
         given["state"] = ps.stack_states([state, state])
     elif case == "in the state":
@@ -947,6 +965,7 @@ NOT_GIVEN = {
     "no scheduler": r"take_over was given a scheduler.*give_back\(..., scheduler\)",
     "stepped meanwhile": "the scheduler is at step 4, the state at -2",
     "too far": "OneCycleLR ends after",
+    "beyond the table": r"4 steps were made beyond the 9 .*OneCycleLR moves on .*steps=13\)",
     "stacked": r"2 stacked ones.*member\(state, 0\)",
     "in the state": "has lr in its state.*to_torch_optimizer",
     "partition": r"has the parts \['all'\].*to_torch_optimizer\(opt_state\[key\]",

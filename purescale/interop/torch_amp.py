@@ -5,6 +5,7 @@ torch.amp in both directions.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ from .._optim.schedule import (
     check_scheduler,
     place_of,
     rates_ahead,
+    rates_of,
     undone,
 )
 from .._optim.torch_optim import TorchOptimizer
@@ -219,7 +221,7 @@ def take_over(
             one. Leave out a scheduler that steps once an epoch: the rate is then constant until
             `give_back`.
         steps: The number of coming steps whose rates are tabulated, needed with a `scheduler`.
-            Later steps keep the last rate.
+            Later steps keep the last rate; if the scheduler moves on, `give_back` refuses them.
         schedule_by: `"iteration"` for a loop that calls `scheduler.step()` once a batch, whether
             the optimizer's step was skipped or not, as most loops do; `"applied"` for one that
             calls it after applied steps only. It is `schedule_by` of `from_torch`.
@@ -310,7 +312,8 @@ def give_back(
     Raises:
         TypeError: `rule` or `state` is not of `take_over`.
         ValueError: The model or the class of optimizer is another, the scheduler was stepped
-            meanwhile or ends before the last step, the state holds settings, or it is stacked.
+            meanwhile, ends before the last step, or moved on beyond the `steps` of `take_over`,
+            the state holds settings, or it is stacked.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -345,9 +348,7 @@ def give_back(
     saved = {} if enabled is None else to_state_dict(rule, state.scaler)
     steps = _steps_since(scheduler, torch_optimizer, inner, opt_state)
     if scheduler is not None:
-        # A scheduler that ends before the last step raises here, before anything is changed.
-        with undone(scheduler):
-            advance(scheduler, steps)
+        _check_rates(scheduler, steps, inner)
 
     load_into(model, params, state.buffers)
     load_slots(torch_optimizer, loaded)
@@ -404,6 +405,33 @@ def _masters_or_params(state: TrainState) -> Any:
     """Return the parameters, or their float32 masters if the state has them."""
     inner = masters_within(state.opt_state)
     return master_weights(state.params, inner) if isinstance(inner, MasterState) else state.params
+
+
+def _check_rates(scheduler: LRScheduler, steps: int, ours: TorchOptimizer) -> None:
+    """Refuse, before anything is changed, a scheduler that ends before the last of these steps, and
+    steps beyond the table with rates that the scheduler would not have had.
+    """
+    with undone(scheduler):
+        rates = rates_of(scheduler, steps + 1)
+    table = ours.summary[1]["lr"]
+    if not isinstance(table, RateTable):
+        return
+    tabulated = len(table.rates)
+    end = max(table.start + tabulated - place_of(scheduler), 1)
+    for column in rates:
+        last = column[min(end, steps) - 1]
+        for rate in column[end:steps]:
+            if not math.isclose(rate, last, rel_tol=1e-6):  # a table has float32
+                raise ValueError(
+                    f"{steps - end} steps were made beyond the {tabulated} that take_over "
+                    f"tabulated, with the last rate, {last:g}, where {type(scheduler).__name__} "
+                    f"moves on to {rate:g}. Fix: take_over(..., steps={tabulated + steps - end}) "
+                    "or more, and the same steps again; to keep these, `load_into(model, "
+                    "state.params, state.buffers)`, `to_torch_optimizer(state.opt_state, "
+                    "optimizer, torch_optimizer, model)`, `scaler.load_state_dict("
+                    "to_state_dict(rule, state.scaler))`, and `scheduler.step()` as often as it "
+                    "shall."
+                )
 
 
 def _steps_since(

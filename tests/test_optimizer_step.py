@@ -1,7 +1,6 @@
 """maybe_step and unscale_and_step: a step over gradients that the caller brings."""
 
 import hypothesis.strategies as st
-import pytest
 import torch
 import torch.utils._pytree as pytree
 from helpers import (
@@ -19,7 +18,6 @@ from hypothesis import given
 from test_train_step import ADAMW, OPTIM, RULE, SGD
 
 import purescale as ps
-from purescale._optim.step_inputs import flatten_step
 
 
 @given(
@@ -85,34 +83,3 @@ def test_half_parameters_do_not_become_inf_from_a_finite_gradient():
         sgd, params, {"w": torch.tensor([1e6])}, sgd.init(params), torch.tensor(False)
     )
     assert torch.isfinite(stepped["w"]).all()
-
-
-# ---- a fused kernel skips itself -----------------------------------------------------------------
-
-KERNELS = {"AdamW": {}, "Adam": {"amsgrad": True}, "SGD": {"momentum": 0.9}, "Adagrad": {}}
-
-
-@pytest.mark.parametrize("overflow", [False, True])
-@pytest.mark.parametrize("factor", [None, 0.25, 0.3])
-@pytest.mark.parametrize("name", KERNELS)
-def test_the_masked_step_of_a_kernel_is_the_choice_of_the_old_state_or_the_applied_one(
-    name, factor, overflow
-):
-    optimizer = ps.from_torch(getattr(torch.optim, name), lr=0.1, **KERNELS[name])
-    params = {str(n): torch.linspace(-1, 1, n) for n in (3, 33, 70)}
-    first = {key: torch.full_like(leaf, 0.5) for key, leaf in params.items()}
-    params, state = optimizer.step(params, first, optimizer.init(params))
-    scaled = {key: 4 * torch.cos(leaf) for key, leaf in params.items()}
-    if overflow:
-        scaled["33"][7] = float("inf")
-    inputs = flatten_step(optimizer, params, scaled, state)
-    grads = inputs.grads._replace(scale=torch.tensor(4.0), factor=factor)
-    inputs = inputs._replace(grads=grads)
-    assert optimizer.fuses(inputs)
-    found = optimizer.masked(inputs, torch.tensor(overflow))
-    applied = optimizer.applied(inputs.unscaled())
-    chosen = ps.select(overflow, (params, state), applied)
-    if factor == 0.3:  # scale and factor are one division in the kernel
-        assert_close(found, chosen, rtol=1e-6, atol=1e-7)
-    else:
-        assert same_bits(found, chosen)

@@ -448,7 +448,8 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer)
     kernel = optimizer._kernel
     groups = optimizer._settings
-    [(_, settings)] = groups.torch_groups(("0", "1"), groups.rates(state.applied, state.lr))
+    [group] = groups.torch_groups(("0", "1"))
+    settings = group.with_rate(groups.rates(state.applied, state.lr))
     slots = list(state.slots.values())
     targets = [*params.values(), *(slot[key] for key in kernel.slots(settings) for slot in slots)]
     for lr, found_inf, divisor in (

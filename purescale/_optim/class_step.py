@@ -86,13 +86,15 @@ class ClassStep:
         vars(optimizer).update(vars(self._settings.template))
         optimizer.param_groups, optimizer.state = [], defaultdict(dict)
         flags = {**self._flags(weights, gradients), **changed}
-        for names, group in self._settings.torch_groups(tuple(weights), range(len(lrs)), hyper):
-            moves, group["lr"] = self._settings.moves[group["lr"]], lrs[group["lr"]]
-            present = self._settings.stepped_names(names, weights, gradients)
+        for group in self._settings.torch_groups(tuple(weights), hyper):
+            settings = group.with_rate(lrs)
+            present = self._settings.stepped_names(group.names, weights, gradients)
             if self._formula is not None:
-                group.update((name, value) for name, value in flags.items() if name in group)
-                self._start([slots[name] for name in present], group["lr"], moves=moves)
-            optimizer.param_groups.append({**group, "params": [weights[name] for name in present]})
+                settings |= {name: flags[name] for name in flags.keys() & settings.keys()}
+                if self._settings.moves[group.rate]:
+                    self._start([slots[name] for name in present], lrs[group.rate])
+            settings["params"] = [weights[name] for name in present]
+            optimizer.param_groups.append(settings)
         try:
             for name, gradient in gradients.items():
                 weights[name].grad = gradient
@@ -123,10 +125,10 @@ class ClassStep:
             return {"capturable": False, "differentiable": False}
         return dict.fromkeys(FLAGS, False)
 
-    def _start(self, slots: list[dict[str, Tensor]], rate: Any, *, moves: bool) -> None:
+    def _start(self, slots: list[dict[str, Tensor]], rate: Any) -> None:
         """Fill the slots that start as the rate of the first step."""
         key = self._formula.from_rate if self._formula is not None else ""
-        for slot in slots if key and moves else []:
+        for slot in slots if key else []:
             if slot["step"] == 0:
                 slot[key].copy_(filled_like(slot[key], rate))
 

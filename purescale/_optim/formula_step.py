@@ -53,11 +53,10 @@ class FormulaStep:
         lrs = [rates.get(index, rate) for index, rate in enumerate(self._settings.lrs)]
         results: dict[str, Any] = {}
         with torch.set_grad_enabled(one_by_one):
-            for names, group in self._settings.torch_groups(tuple(weights), range(len(lrs)), hyper):
-                index = group["lr"]
-                h = SimpleNamespace(**{**group, "lr": lrs[index]})
-                h.rate_moves = self._settings.moves[index]
-                present = self._settings.stepped_names(names, weights, gradients)
+            for group in self._settings.torch_groups(tuple(weights), hyper):
+                h = SimpleNamespace(**group.with_rate(lrs))
+                h.rate_moves = self._settings.moves[group.rate]
+                present = self._settings.stepped_names(group.names, weights, gradients)
                 rows = [Row(weights[name], gradients[name], slots[name]) for name in present]
                 try:
                     stepped = self._stepped(rows, h, one_by_one=one_by_one)

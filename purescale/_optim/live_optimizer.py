@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._optim.formulas import formula_of
 from .._optim.in_state import each_number
-from .._optim.opt_state import OptState, without_wrappers
+from .._optim.opt_state import OptState, ParamGroup, without_wrappers
 from .._optim.param_groups import FLAGS
 from .._optim.partition import PartitionOptimizer
 from .._optim.schedule import ScheduleBy
@@ -297,7 +297,7 @@ def state_dict_with(
             "cause: another model or optimizer than the state was made of. Fix: pass those."
         )
     trained = list(opt_state.slots)
-    by_index = state_dict(opt_state.slots, [(trained, {"lr": 0.0})])["state"]
+    by_index = state_dict(opt_state.slots, [ParamGroup(trained, {"lr": 0.0})])["state"]
     live = optimizer.state_dict()
     state = {places[trained[index]]: slot for index, slot in by_index.items()}
     if formula_of(type(optimizer)) is None:

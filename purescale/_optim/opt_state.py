@@ -16,8 +16,19 @@ from .._tree.leaves import are_dense_real
 from .._tree.tree import Tree
 
 Slots = dict[str, dict[str, Tensor]]
-# torch's parameter groups: the names of each, and its complete settings
-Groups = list[tuple[list[str], dict[str, Any]]]
+
+
+class ParamGroup(NamedTuple):
+    """A parameter group of torch."""
+
+    names: list[str]  # of its parameters
+    settings: dict[str, Any]  # complete, but for the learning rate
+    rate: int = 0  # the index of its learning rate among those of the optimizer
+    overridden: frozenset[str] = frozenset()  # the settings that an override names
+
+    def with_rate(self, rates: Sequence[Any]) -> dict[str, Any]:
+        """Return the complete settings, with the group's of these learning rates."""
+        return {"lr": rates[self.rate], **self.settings}
 
 
 class OptState(NamedTuple):
@@ -246,7 +257,7 @@ class SlotLayout:
         self,
         slots: Slots,
         weights: Mapping[str, Tensor],
-        groups: Callable[[Mapping[str, Tensor]], Groups],
+        groups: Callable[[Mapping[str, Tensor]], list[ParamGroup]],
         old: Metadata | None = None,
     ) -> None:
         """Refuse slots that differ from those that `new` makes for these parameters in `groups`,
@@ -305,7 +316,7 @@ class SlotLayout:
         self,
         slots: Slots,
         weights: Mapping[str, Tensor],
-        groups: Callable[[Mapping[str, Tensor]], Groups],
+        groups: Callable[[Mapping[str, Tensor]], list[ParamGroup]],
     ) -> bool:
         """Refuse slots that lack one of those that `new` makes with the settings of their group.
         Return True.
@@ -316,9 +327,10 @@ class SlotLayout:
         if names_of_slots == self._complete:
             return True
         formula: Any = self._formula
-        for names, settings in groups(weights):
+        for group in groups(weights):
+            settings = {"lr": 0.0, **group.settings}  # any rate has the same slots
             needed: dict[int, list[str]] = {}
-            for name in names:
+            for name in group.names:
                 ndim = weights[name].ndim
                 if ndim not in needed:
                     like = torch.empty([1] * ndim, device="cpu")  # "meta" imports sympy

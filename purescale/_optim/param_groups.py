@@ -22,7 +22,7 @@ from .._optim.in_state import (
     is_number,
     is_scheduled,
 )
-from .._optim.opt_state import Groups, OptState, SlotLayout, Slots, described, each_of
+from .._optim.opt_state import OptState, ParamGroup, SlotLayout, Slots, described, each_of
 from .._optim.schedule import ScheduleBy, check_scheduled, checked_rate, first_numbers
 from .._torch import private
 from .._torch.dtypes import on_device, widest_float
@@ -39,7 +39,7 @@ FLAGS = ("foreach", "fused", "capturable", "differentiable")
 _ANY_LR = 1e-3  # for torch to check in place of a schedule or a tensor
 
 
-class Numbers(NamedTuple):
+class CurrentSettings(NamedTuple):
     """The settings of one step that may differ from those of the step before."""
 
     rates: list[Any]  # of from_torch or of the state, then of each override; None if it has none
@@ -146,14 +146,15 @@ class OptimizerSettings:
         return repr((cls, id(cls), list(overrides), constant, in_state))
 
     def torch_groups(
-        self, names: tuple[str, ...], lrs: Sequence[Any], hyper: Mapping[str, Any] | tuple[()] = ()
-    ) -> Groups:
-        """Return torch's parameter groups: the names of each with its complete settings, in which
-        `hyper` replaces those that are in the state.
+        self, names: tuple[str, ...], hyper: Mapping[str, Any] | tuple[()] = ()
+    ) -> list[ParamGroup]:
+        """Return torch's parameter groups, in which `hyper` replaces the settings that are in the
+        state.
         """
-        defaults = {**self.defaults, **hyper} if hyper else self.defaults
+        defaults = {**self.defaults, **(hyper or {})}
+        del defaults["lr"]
         if not self._patterns:
-            return [(list(names), {**defaults, "lr": lrs[0]})] if names else []
+            return [ParamGroup(list(names), defaults)] if names else []
         matches, _ = _matching(names, self._patterns)
         canonical = {matching: self._canonical(matching) for matching in set(matches)}
         members: dict[tuple[int, ...], list[str]] = {}
@@ -161,13 +162,15 @@ class OptimizerSettings:
             members.setdefault(canonical[matching], []).append(name)
         groups = []
         for matching in sorted(members):
-            settings = dict(defaults)
+            settings: dict[str, Any] = {}
             rate = 0
             for index in matching:
                 settings.update(self._overrides[index])
                 rate = index + 1 if "lr" in self._overrides[index] else rate
-            settings["lr"] = lrs[rate]
-            groups.append((members[matching], settings))
+            overridden = frozenset(settings)
+            settings.pop("lr", None)
+            group = ParamGroup(members[matching], {**defaults, **settings}, rate, overridden)
+            groups.append(group)
         return groups
 
     def stepped_names(
@@ -179,10 +182,13 @@ class OptimizerSettings:
         whole = self.formula is not None and not self.formula.elementwise
         return [n for n in names if n in gradients and not (whole and not weights[n].numel())]
 
-    def fixed_groups(self, names: tuple[str, ...]) -> list[tuple[list[str], dict[str, Any]]]:
-        """Return torch's parameter groups, with None for each setting that moves."""
+    def fixed_groups(self, names: tuple[str, ...]) -> list[ParamGroup]:
+        """Return torch's parameter groups with their rates, and None for each setting that
+        moves.
+        """
         rates = [None if moves else rate for rate, moves in zip(self.lrs, self.moves, strict=True)]
-        return self.torch_groups(names, rates, dict.fromkeys(self.hyper))
+        groups = self.torch_groups(names, dict.fromkeys(self.hyper))
+        return [group._replace(settings=group.with_rate(rates)) for group in groups]
 
     def check_names(self, names: tuple[str, ...]) -> None:
         """Refuse a pattern that matches none of the names of all parameters."""
@@ -215,14 +221,14 @@ class OptimizerSettings:
         """True if a setting follows a schedule."""
         return bool(self._schedules) or any(map(callable, self.lrs))
 
-    def numbers_now(self, opt_state: OptState) -> Numbers:
+    def current(self, opt_state: OptState) -> CurrentSettings:
         """Return the settings of the next step that may move, from the state and by schedule."""
         by_applied, hyper = self.schedule_by == "applied", opt_state.hyper
         count = opt_state.applied if by_applied else opt_state.iteration
         if self.hyper:
             hyper = {**hyper, **self._scheduled(count, hyper)}
             self._refuse_graphs(hyper)
-        return Numbers(self.rates(count, opt_state.lr), hyper)
+        return CurrentSettings(self.rates(count, opt_state.lr), hyper)
 
     def _scheduled(self, count: Tensor, hyper: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings in the state that have a schedule, multiplied by it."""
@@ -305,11 +311,12 @@ class OptimizerSettings:
         lr = start(1.0 if callable(self._lr) else self.lrs[0]) if "lr" in self.in_state else ()
         return lr, each_number(start, self.hyper) or ()
 
-    def saved_groups(self, opt_state: OptState, initial_lr: float | None) -> Groups:
-        """Return torch's parameter groups with the current settings, as in its state dicts: Python
-        numbers, except a rate that was given as a tensor.
+    def saved_groups(self, opt_state: OptState, initial_lr: float | None) -> list[ParamGroup]:
+        """Return torch's parameter groups with the current settings and rates, as in its state
+        dicts: Python numbers, except a rate that was given as a tensor. `initial_lr` is that of the
+        first group; None takes it from the schedule.
         """
-        now, lr = self.numbers_now(opt_state), opt_state.lr
+        now, lr = self.current(opt_state), opt_state.lr
         rates = [
             float(rate) if moves else rate
             for rate, moves in zip(now.rates, self.moves, strict=True)
@@ -323,38 +330,37 @@ class OptimizerSettings:
             initial[0] = float(lr)
         if initial_lr is not None:
             initial[0] = float(initial_lr)
-        pairs: list[Any] = list(zip(rates, initial, strict=True))
-        hyper = each_number(float, now.hyper or {})
-        for name in self._schedules:
-            hyper[name] = hyper[name], each_number(float, opt_state.hyper)[name]
-        groups = self.torch_groups(tuple(opt_state.slots), pairs, hyper)
-        for _, group in groups:
-            for name in ("lr", *self._schedules):
-                if name == "lr" or group[name] is hyper[name]:  # not of an override
-                    group[name], start = group[name]
-                    if start is not None:
-                        group[f"initial_{name}"] = start
+        hyper, factors = (each_number(float, h or {}) for h in (now.hyper, opt_state.hyper))
+        groups = []
+        for group in self.torch_groups(tuple(opt_state.slots), hyper):
+            settings = group.with_rate(rates)
+            if initial[group.rate] is not None:
+                settings["initial_lr"] = initial[group.rate]
+            for name in self._schedules.keys() - group.overridden:
+                settings[f"initial_{name}"] = factors[name]
+            groups.append(group._replace(settings=settings))
         return groups
 
     def settings_per_slot(self) -> dict[str, Any]:
         """Return settings with which a state has all slots that a later value needs."""
         return {"momentum": 0.5} if "momentum" in self.hyper else {}
 
-    def slot_groups(self, weights: Mapping[str, Tensor]) -> Groups:
-        """Return the groups with the settings from which slots are made; rates are numbered."""
-        return self.torch_groups(tuple(weights), range(len(self.lrs)), self.settings_per_slot())
+    def slot_groups(self, params: Mapping[str, Tensor]) -> list[ParamGroup]:
+        """Return the groups with the settings from which slots are made."""
+        return self.torch_groups(tuple(params), self.settings_per_slot())
 
     def new_slots(self, named: Mapping[str, Tensor], rates: Sequence[Any]) -> Slots:
         """Return the slots of these parameters before their first step."""
         slots: Slots = {}
-        for names, group in self.torch_groups(tuple(named), rates, self.settings_per_slot()):
+        for group in self.slot_groups(named):
+            settings = group.with_rate(rates)
             # torch checks shapes, and needs no memory for it.
             shapes = [
                 torch.empty(named[name].shape, dtype=named[name].dtype, device="meta")
-                for name in names
+                for name in group.names
             ]
-            self._constructed(shapes, group)
-            slots.update({name: self.layout.new(named[name], group) for name in names})
+            self._constructed(shapes, settings)
+            slots.update({name: self.layout.new(named[name], settings) for name in group.names})
         return {name: slots[name] for name in named}
 
     def numbers_from_dict(
@@ -369,19 +375,16 @@ class OptimizerSettings:
         """
         if not self.in_state:
             return fresh.lr, fresh.hyper
-        # A setting that a group takes from the state is None here.
-        rates = [None if "lr" in self.in_state else 0, *range(1, len(self.lrs))]
-        groups = self.torch_groups(tuple(group_of), rates, dict.fromkeys(self.hyper))
         pairs = [
             (group, saved_groups[index])
-            for names, group in groups
-            for index in dict.fromkeys(group_of[name] for name in names)
+            for group in self.torch_groups(tuple(group_of))
+            for index in dict.fromkeys(map(group_of.__getitem__, group.names))
         ]
         scheduled = {*self._schedules, *(("lr",) if callable(self._lr) else ())}
         lr, hyper, device = fresh.lr, dict(fresh.hyper), fresh.applied.device
         for name in self.in_state:
             key = f"initial_{name}" if name in scheduled else name
-            taken = [saved for group, saved in pairs if group[name] is None]
+            taken = [saved for group, saved in pairs if name not in group.overridden]
             if key == "initial_lr" and not all(key in saved for saved in taken):
                 raise ValueError(
                     "the state dict has no initial_lr, the rate in the state that the schedule "

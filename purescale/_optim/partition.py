@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._optim.opt_state import described, numbers_of
-from .._optim.protocol import Optimizer, Updater, as_updater
-from .._optim.step_inputs import StepInputs, StepMetadata, flatten_step
+from .._optim.protocol import Optimizer
+from .._optim.step_inputs import StepInputs, StepMetadata, flatten_step, inputs_of_dict
+from .._optim.updater import Updater, as_updater
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
 from .._torch.metadata import Metadata
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
 from .._tree.scalars import not_made
-from .._tree.tree import FlatDict, Leaves, Tree
+from .._tree.tree import Leaves, Tree
 
 Label = Callable[[str, Tensor], str]
 
@@ -87,7 +88,7 @@ class Part(NamedTuple):
     inputs: StepInputs
 
 
-class PartitionOptimizer:
+class PartitionOptimizer(Updater):
     """Several optimizers, each for its part of the parameters; made by `partition`."""
 
     # Each part gets DTensors as they are, because it decides itself whether to take shards.
@@ -124,35 +125,33 @@ class PartitionOptimizer:
         """Return parameters and state after one step of each part, in fresh memory."""
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
-        return self.applied(inputs)
+        return self.apply_step(inputs, self.prepare(inputs))
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parts."""
         for part in self.split(inputs):
             part.optimizer.check(part.inputs)
 
-    def prepare(self, inputs: StepInputs, *, in_place: bool = False) -> dict[str, Any]:
+    def prepare(self, inputs: StepInputs) -> dict[str, Any]:
         """Return what each part prepares, by key."""
-        return {key: part.prepare(own, in_place=in_place) for key, part, own in self.split(inputs)}
+        return {key: part.prepare(own) for key, part, own in self.split(inputs)}
 
-    def applied(
-        self, inputs: StepInputs, *, in_place: bool = False, prepared: Any = None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def apply_step(
+        self, inputs: StepInputs, prepared: Any, *, in_place: bool = False
+    ) -> tuple[Tree, Tree]:
         """Return parameters and state after a step of each part, as in `Updater`."""
-        results, ready = {}, prepared or self.prepare(inputs, in_place=in_place)
-        for key, part, own in self.split(inputs):
-            stepped = part.applied(own, in_place=in_place, prepared=ready[key])
-            results[key] = own.restore(*stepped)
-        return self.join(inputs, results)
+        return self.apply_step_unless(False, inputs, prepared, in_place=in_place)
 
-    def join(
-        self, inputs: StepInputs, results: Mapping[str, tuple[Tree, Tree]]
-    ) -> tuple[Tree, dict[str, Any]]:
-        """Return the parameters and states of all parts as one step."""
+    def apply_step_unless(
+        self, skip: Tensor | bool, inputs: StepInputs, prepared: Any, *, in_place: bool = False
+    ) -> tuple[Tree, Tree]:
+        """Return parameters and state after a step of each part, skipped or not."""
         params: dict[str, Any] = {}
-        for stepped, _ in results.values():
-            params.update(stepped)
-        opt_state = {key: state for key, (_, state) in results.items()}
+        opt_state: dict[str, Any] = {}
+        for key, part, own in self.split(inputs):
+            stepped = part.apply_step_unless(skip, own, prepared[key], in_place=in_place)
+            of_part, opt_state[key] = own.restore(*stepped)
+            params.update(of_part)
         return inputs.params_tree(list(map(params.get, inputs.names))), opt_state
 
     def split(self, inputs: StepInputs, members: dict[str, Members] | None = None) -> list[Part]:
@@ -264,14 +263,11 @@ def _part(inputs: StepInputs, members: Members, opt_state: Tree, slots: range | 
         if inputs.metadata.old is not None and slots is not None:
             old = inputs.metadata.old.picked((*indices, *slots), (members, slots))
         metadata = StepMetadata(of_params, old)
-    return StepInputs(
-        FlatDict(names),
-        list(names),
-        params,
+    return inputs_of_dict(
+        dict(zip(names, params, strict=True)),
         _grads_of(inputs.grads, members),
         opt_state,
-        dict(zip(names, params, strict=True)),
-        inputs.dense_off_graph,
+        dense_off_graph=inputs.dense_off_graph,
         metadata=metadata,
     )
 

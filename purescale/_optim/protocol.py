@@ -1,4 +1,4 @@
-"""Protocols of an optimizer: `init` and `step`, what a step asks of one, (init, update) pairs."""
+"""The protocol of an optimizer, `init` and `step`, and (init, update) pairs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from .._optim.step_inputs import StepInputs
 from .._torch.autocast import outside_autocast
-from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.tree import Tree
 
@@ -37,76 +34,6 @@ class Optimizer(Protocol):
         gradients of float16 parameters are float32. Values may be inf or NaN and must not be read:
         `maybe_step` drops such a result.
         """
-
-
-class Updater(Protocol):
-    """The methods that a step calls beyond `init` and `step`. `as_updater` takes an optimizer that
-    has `applied` for one, and makes one of any other. A class that inherits has the defaults.
-
-    An updater makes applied steps from gradients that are unscaled and clipped. Whether a step is
-    skipped is decided by the engines of a step, for all updaters alike.
-    """
-
-    # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
-    differentiable: bool = False
-    # True if elements update independently, so that a shard can be stepped. None if that is
-    # unknown: the optimizer then gets the DTensors themselves.
-    elementwise: bool | None = None
-    # True if a step calls `step` of an object that is an `Optimizer` and no more.
-    calls_step: bool = False
-    # True if half gradients are to be unscaled and clipped in float32.
-    wide_grads: bool = False
-    # True if the first step may add to the state. Old and new then cannot be chosen by a mask, so
-    # the flag of a skip is read.
-    may_add_slots: bool = False
-
-    def check(self, inputs: StepInputs) -> None:
-        """Refuse parameters and a state that do not belong together, before any work."""
-        return None
-
-    def prepare(self, inputs: StepInputs, *, in_place: bool = False) -> Any:
-        """Run the user's code for a step, such as schedules, and return its results for `applied`.
-        Whatever may raise does so here, before anything is overwritten.
-        """
-        return None
-
-    def applied(
-        self, inputs: StepInputs, *, in_place: bool = False, prepared: Any = None
-    ) -> tuple[Tree, Tree]:
-        """Return parameters and state after the step, in fresh memory. With `in_place`, the caller
-        guarantees that nobody else holds the tensors of `inputs`: they are overwritten.
-        `prepared` is the result of `prepare`, which is called here if it is None.
-        """
-
-
-def as_updater(optimizer: Any) -> Updater:
-    """Return the optimizer if it is an updater, else a `CalledOptimizer` of it."""
-    return optimizer if hasattr(optimizer, "applied") else CalledOptimizer(optimizer)
-
-
-class CalledOptimizer(Updater):
-    """An `Updater` for an optimizer with `step` alone, which makes its own checks."""
-
-    calls_step = True
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = self.summary = optimizer
-        self.differentiable = getattr(optimizer, "differentiable", Updater.differentiable)
-        self.elementwise = getattr(optimizer, "elementwise", Updater.elementwise)
-
-    def __repr__(self) -> str:
-        return repr(self.optimizer)
-
-    def applied(
-        self, inputs: StepInputs, *, in_place: bool = False, prepared: Any = None
-    ) -> tuple[Tree, Tree]:
-        """Return what `step` returns, checked, in memory apart from the arguments."""
-        old = inputs.params_tree(inputs.params), inputs.opt_state
-        trees = old[0], inputs.params_tree(inputs.local_grads), old[1]
-        with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
-            stepped = self.optimizer.step(*trees)
-            _tree.matching_leaves(old, stepped, "old", "new")
-            return _tree.copy_aliased(stepped, trees)
 
 
 # ---- (init, update) pairs ------------------------------------------------------------------------

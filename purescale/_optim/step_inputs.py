@@ -25,7 +25,7 @@ from .._torch.tracing import is_lazy
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import is_constant, metadata_of
-from .._tree.tree import FlatTree, Leaves, Tree, TreeDef
+from .._tree.tree import FlatDict, FlatTree, Leaves, Tree, TreeDef
 
 
 class Position(NamedTuple):
@@ -141,6 +141,29 @@ class StepInputs(NamedTuple):
             pairs = zip(dtensors, leaves, strict=True)
             trees.append(structure.unflatten([dtensor.from_local_like(*pair) for pair in pairs]))
         return trees[0], trees[1]
+
+
+def inputs_of_dict(
+    params: dict[str, Tensor],
+    grads: Gradients,
+    opt_state: Tree,
+    *,
+    dense_off_graph: bool,
+    metadata: StepMetadata | None = None,
+    positions: dict[str, Position] | None = None,
+) -> StepInputs:
+    """Return the inputs of a step over parameters by dotted name, such as a part of a step."""
+    return StepInputs(
+        FlatDict(tuple(params)),
+        list(params),
+        list(params.values()),
+        grads,
+        opt_state,
+        params,
+        dense_off_graph,
+        metadata=metadata,
+        positions=positions,
+    )
 
 
 NOTHING = Metadata([], dense_off_graph=True)

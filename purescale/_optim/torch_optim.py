@@ -14,21 +14,23 @@ from .._optim.formula_step import FormulaStep
 from .._optim.fused import Columns, can_launch, fused_update, kernel_of
 from .._optim.in_state import each_number, names_in_state
 from .._optim.opt_state import (
-    Groups,
     OptState,
+    ParamGroup,
     SlotLayout,
     Slots,
     as_tensors,
     each_of,
     slots_like,
 )
-from .._optim.param_groups import (
-    Numbers,
-    OptimizerSettings,
-    Overrides,
-)
+from .._optim.param_groups import CurrentSettings, OptimizerSettings, Overrides
 from .._optim.schedule import PARAMETERS_GIVEN, Schedule, ScheduleBy
-from .._optim.step_inputs import StepInputs, flatten_step, named_params, working_copies
+from .._optim.step_inputs import (
+    StepInputs,
+    flatten_step,
+    inputs_of_dict,
+    named_params,
+    working_copies,
+)
 from .._optim.torch_state_dict import (
     checked_state_dict,
     counts_from,
@@ -37,6 +39,7 @@ from .._optim.torch_state_dict import (
     restored,
     state_dict,
 )
+from .._optim.updater import Updater
 from .._torch import foreach, private
 from .._torch.autocast import outside_autocast
 from .._torch.foreach import MAX_INLINE_LEAVES
@@ -44,7 +47,7 @@ from .._torch.metadata import Metadata
 from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
-from .._tree.tree import FlatDict, Tree
+from .._tree.tree import Tree
 
 P = ParamSpec("P")
 
@@ -146,13 +149,10 @@ def from_torch(
     )
 
 
-class TorchOptimizer:
+class TorchOptimizer(Updater):
     """A class of torch.optim as pure functions; made by `from_torch`. It holds settings, never
     state.
     """
-
-    calls_step = False
-    wide_grads = False
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class TorchOptimizer:
         """
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
-        return inputs.restore(*self.applied(inputs))
+        return inputs.restore(*self.apply_step(inputs, self.prepare(inputs)))
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parameters."""
@@ -243,21 +243,18 @@ class TorchOptimizer:
         self._settings.check(opt_state)
         self._settings.check_names(tuple(weights))
 
-    def prepare(self, inputs: StepInputs, *, in_place: bool = False) -> Numbers:
-        """Return the settings of a step that may move."""
-        numbers = self._settings.numbers_now(inputs.opt_state)
-        if in_place:  # a rate that is not in the state may share memory with a parameter
-            lr, rates = inputs.opt_state.lr, numbers.rates
-            rates[:] = [r.clone() if isinstance(r, Tensor) and r is not lr else r for r in rates]
-        return numbers
+    def prepare(self, inputs: StepInputs) -> CurrentSettings:
+        """Return the settings of a step that may differ from those of the step before."""
+        return self._settings.current(inputs.opt_state)
 
-    def applied(
-        self, inputs: StepInputs, *, in_place: bool = False, prepared: Any = None
+    def apply_step(
+        self, inputs: StepInputs, prepared: CurrentSettings, *, in_place: bool = False
     ) -> tuple[Tree, OptState]:
         """Return parameters and state after the step, as in `Updater`."""
         if self.fuses(inputs):
-            return self.masked(inputs, False, in_place=in_place, prepared=prepared)
-        lrs, hyper = prepared or self.prepare(inputs, in_place=in_place)
+            return self._fused_step(False, inputs, prepared, in_place=in_place)
+        inputs = inputs.unscaled()
+        lrs, hyper = prepared.rates, prepared.hyper
         gradients = _cast_gradients(inputs)
         weights, slots = inputs.named_params, inputs.opt_state.slots
         if self._formula is None or self._reads_on_host(inputs):
@@ -273,29 +270,37 @@ class TorchOptimizer:
         weights = dict(zip(weights, new, strict=False))
         return self._stepped(inputs, weights, slots_like(slots, new), 1)
 
-    def masked(
+    def apply_step_unless(
         self,
-        inputs: StepInputs,
         skip: Tensor | bool,
+        inputs: StepInputs,
+        prepared: CurrentSettings,
         *,
         in_place: bool = False,
-        prepared: Any = None,
+    ) -> tuple[Tree, Tree]:
+        """Return parameters and state after a step that a fused kernel skips itself, if one can."""
+        if self.fuses(inputs):
+            return self._fused_step(skip, inputs, prepared, in_place=in_place)
+        return super().apply_step_unless(skip, inputs, prepared, in_place=in_place)
+
+    def _fused_step(
+        self, skip: Tensor | bool, inputs: StepInputs, prepared: CurrentSettings, *, in_place: bool
     ) -> tuple[Tree, OptState]:
-        """Return parameters and state after a step by a fused kernel, which unscales and skips
-        itself. Equal to the choice of the old ones or of `applied`, for `inputs` of which `fuses`
-        is True.
-        """
-        lrs, hyper = prepared or self.prepare(inputs, in_place=in_place)
+        """Return parameters and state after a step by a fused kernel, which unscales and skips."""
+        rates, hyper = prepared
+        if in_place:  # a rate that is not in the state may share memory with a parameter
+            lr = inputs.opt_state.lr
+            rates = [r.clone() if isinstance(r, Tensor) and r is not lr else r for r in rates]
         new = working_copies(inputs, in_place=in_place)
         weights, slots = new.named_params, new.opt_state.slots
         if torch.compiler.is_dynamo_compiling() and _COMPILES_BEHIND_DYNAMO:
             grads = inputs.grads
             numbers = grads.scale, grads.factor, grads.clip_value, skip
-            self._opaque_update(self._key, weights, inputs.named_grads, slots, numbers, lrs)
+            self._opaque_update(self._key, weights, inputs.named_grads, slots, numbers, rates)
         else:
             hyper = each_number(Tensor.item, hyper) if hyper else ()
-            groups = self._settings.torch_groups(tuple(weights), lrs, hyper)
-            self._update_in_place(groups, new, skip)
+            groups = self._settings.torch_groups(tuple(weights), hyper)
+            self._update_in_place(groups, rates, new, skip)
         # A captured CUDA graph needs its numbers at fixed addresses; the host captures nothing.
         captured = in_place and skip is not False
         count = 1 if skip is False else ~skip
@@ -366,38 +371,38 @@ class TorchOptimizer:
         grads: dict[str, Tensor],
         slots: Slots,
         numbers: tuple[Any, ...],
-        lrs: list[Any],
+        rates: list[Any],
     ) -> None:
         """Call `_update_in_place` from a compiled step, which is guarded by `key`."""
-        names, (scale, factor, clip_value, skip) = list(weights), numbers
-        likes, tensors = list(map(grads.get, names)), Metadata(list(grads.values()))
-        inputs = StepInputs(
-            FlatDict(tuple(names)),
-            names,
-            list(weights.values()),
-            Gradients(tensors, likes, False, scale, False, factor, clip_value),
-            OptState((), slots),  # type: ignore[arg-type]
-            weights,
-            dense_off_graph=False,
-        )
-        self._update_in_place(self._settings.torch_groups(tuple(names), lrs), inputs, skip)
+        scale, factor, clip_value, skip = numbers
+        likes, metadata = list(map(grads.get, weights)), Metadata(list(grads.values()))
+        gradients = Gradients(metadata, likes, False, scale, False, factor, clip_value)
+        state = OptState((), slots)  # type: ignore[arg-type]
+        inputs = inputs_of_dict(weights, gradients, state, dense_off_graph=False)
+        self._update_in_place(self._settings.torch_groups(tuple(weights)), rates, inputs, skip)
 
-    def _update_in_place(self, groups: Groups, inputs: StepInputs, skip: Tensor | bool) -> None:
+    def _update_in_place(
+        self, groups: list[ParamGroup], rates: list[Any], inputs: StepInputs, skip: Tensor | bool
+    ) -> None:
         """Update parameters and slots by one kernel for each group, device and dtype."""
         kernel: Any = self._kernel
         weights, slots = inputs.weights, inputs.opt_state.slots
         grads, names = inputs.grads.with_one_divisor(), list(inputs.named_params)
         gradient_of = {name: index for index, name in enumerate(inputs.grad_names)}
-        for group, settings in groups:
-            members = {name for name in group if name in gradient_of}
+        for group in groups:
+            settings = group.with_rate(rates)
+            members = {name for name in group.names if name in gradient_of}
             for kind in weights.kinds:
                 indices = [index for index in kind if names[index] in members]
-                some = [names[index] for index in indices]
-                if some:
+                launched = [names[index] for index in indices]
+                if launched:
                     columns = Columns(
                         weights.picked(indices),
-                        grads.picked([gradient_of[name] for name in some]),
-                        [_column(slots, some, key, self._layout) for key in kernel.slots(settings)],
+                        grads.picked([gradient_of[name] for name in launched]),
+                        [
+                            _column(slots, launched, key, self._layout)
+                            for key in kernel.slots(settings)
+                        ],
                     )
                     fused_update(kernel, settings, columns, skip)
 
@@ -457,9 +462,9 @@ class TorchOptimizer:
     def numbers_by_name(self, opt_state: OptState) -> dict[str, dict[str, Any]]:
         """Return the settings in the state for the torch group of each parameter."""
         return {
-            name: {key: group[key] for key in self._settings.in_state}
-            for names, group in self._settings.saved_groups(opt_state, None)
-            for name in names
+            name: {key: group.settings[key] for key in self._settings.in_state}
+            for group in self._settings.saved_groups(opt_state, None)
+            for name in group.names
         }
 
     def from_state_dict(

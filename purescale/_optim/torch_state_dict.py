@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import FIRST_STEP
-from .._optim.opt_state import OptState, Slots, is_python_number
+from .._optim.opt_state import OptState, ParamGroup, Slots, is_python_number
 from .._optim.param_groups import FLAGS, OptimizerSettings
 from .._tree import tree as _tree
 from .._tree.scalars import whole
-
-Groups = Sequence[tuple[list[str], Mapping[str, Any]]]  # names, and the settings of each group
 
 NAME_THEM = (
     "Fix: names, which `to_state_dict` writes, and torch for an optimizer that was made from "
@@ -29,17 +27,19 @@ NAME_THEM = (
 # ---- written -------------------------------------------------------------------------------------
 
 
-def state_dict(slots: Slots, groups: list[tuple[list[str], dict[str, Any]]]) -> dict[str, Any]:
-    """Return `torch.optim.Optimizer.state_dict()` of these slots, with copied tensors."""
+def state_dict(slots: Slots, groups: Sequence[ParamGroup]) -> dict[str, Any]:
+    """Return `torch.optim.Optimizer.state_dict()` of these slots, with copied tensors. The settings
+    of the groups include their rates.
+    """
     state: dict[int, dict[str, Any]] = {}
     listed = []
-    for names, group in groups:
+    for names, settings, *_ in groups:
         start = len(state)
         state.update(enumerate([_saved(slots[name]) for name in names], start))
-        lr = group["lr"]
+        lr = settings["lr"]
         lr = lr.clone() if isinstance(lr, Tensor) else lr
         indices = list(range(start, len(state)))
-        listed.append({**group, "lr": lr, "params": indices, "param_names": list(names)})
+        listed.append({**settings, "lr": lr, "params": indices, "param_names": list(names)})
     return {
         "state": {index: slot for index, slot in state.items() if slot},
         "param_groups": listed,
@@ -60,7 +60,9 @@ def _saved(slot: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def in_the_form_of(like: Any, sd: dict[str, Any], groups: Groups, slots: Slots) -> dict[str, Any]:
+def in_the_form_of(
+    like: Any, sd: dict[str, Any], groups: Sequence[ParamGroup], slots: Slots
+) -> dict[str, Any]:
     """Return `sd` with the groups, the order and the flags of the state dict `like`, which keeps
     what it has of other parameters.
     """
@@ -136,7 +138,7 @@ class SavedParam(NamedTuple):
 def find_parameters(
     saved_groups: Sequence[Mapping[str, Any]],
     states: Mapping[Any, Mapping[str, Any]],
-    groups: Groups,
+    groups: Sequence[ParamGroup],
     slots: Slots,
 ) -> dict[str, SavedParam]:
     """Return where a state dict has each parameter: by name if it has names, else by position.
@@ -160,8 +162,8 @@ def find_parameters(
         return {name: saved_params[name] for name in slots}
     filled = [index for index, group in enumerate(keys) if group]
     if len(filled) < 2:
-        groups = [(list(slots), {})] if slots else []
-    sizes, expected = [len(keys[index]) for index in filled], [len(names) for names, _ in groups]
+        groups = [ParamGroup(list(slots), {})] if slots else []
+    sizes, expected = [len(keys[index]) for index in filled], [len(g.names) for g in groups]
     if sorted(sizes) != sorted(expected):
         raise ValueError(
             f"the state dict has groups of {sizes} parameters and no names, this optimizer has "
@@ -171,8 +173,8 @@ def find_parameters(
     order = _order(saved_groups, states, groups, slots) if len(filled) > 1 else filled
     positions = {
         name: param
-        for (names, _), index in zip(groups, order, strict=True)
-        for name, param in zip(names, keys[index], strict=True)
+        for group, index in zip(groups, order, strict=True)
+        for name, param in zip(group.names, keys[index], strict=True)
     }
     return {name: positions[name] for name in slots}
 
@@ -203,13 +205,13 @@ def _names_in(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
 def _order(
     saved_groups: Sequence[Mapping[str, Any]],
     states: Mapping[Any, Mapping[str, Any]],
-    groups: Groups,
+    groups: Sequence[ParamGroup],
     slots: Slots,
 ) -> list[int]:
     """Return which group of a state dict each group is, if shapes and settings leave one answer."""
     mismatches = [
         {
-            index: _group_mismatch(saved, states, *group, slots)
+            index: _group_mismatch(saved, states, group, slots)
             for index, saved in enumerate(saved_groups)
             if saved["params"]
         }
@@ -223,7 +225,7 @@ def _order(
     while left:
         # If there is one order only, some group fits in one place only.
         own = min(left, key=lambda index: len(left[index]))
-        fitting, names = left.pop(own), _tree.join_names(groups[own][0])
+        fitting, names = left.pop(own), _tree.join_names(groups[own].names)
         if not fitting:
             reasons = [
                 f"param_groups[{index}] {mismatch or 'is another'}"
@@ -249,21 +251,20 @@ def _order(
 def _group_mismatch(
     saved: Mapping[str, Any],
     states: Mapping[Any, Mapping[str, Any]],
-    names: list[str],
-    settings: Mapping[str, Any],
+    group: ParamGroup,
     slots: Slots,
 ) -> str | None:
     """Return why a group of a state dict is not this one, or None."""
-    if len(saved["params"]) != len(names):
-        return f"has {len(saved['params'])} parameters, expected {len(names)}"
-    for name, key in zip(names, saved["params"], strict=True):
+    if len(saved["params"]) != len(group.names):
+        return f"has {len(saved['params'])} parameters, expected {len(group.names)}"
+    for name, key in zip(group.names, saved["params"], strict=True):
         for slot, value in states.get(key, {}).items():
             like = slots[name].get(slot)
             if isinstance(value, Tensor) and like is not None and value.shape != like.shape:
                 return (
                     f"has {slot} of shape {tuple(value.shape)} where {name} has {tuple(like.shape)}"
                 )
-    return _setting_mismatch(settings, saved)
+    return _setting_mismatch(group.settings, saved)
 
 
 def _setting_mismatch(expected: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .._optim.opt_state import OptState, is_wrapped, without_wrappers
 from .._optim.partition import PartitionOptimizer
-from .._optim.protocol import Optimizer, as_updater
-from .._optim.step_inputs import StepInputs, flatten_step, present
+from .._optim.protocol import Optimizer
+from .._optim.step_inputs import StepInputs, flatten_step, inputs_of_dict, present
+from .._optim.updater import Updater, as_updater
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
@@ -20,20 +21,19 @@ from .._torch.tracing import is_differentiated, traced
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.scalars import not_made
-from .._tree.tree import FlatDict, Leaves, Tree
+from .._tree.tree import Leaves, Tree
 
 # The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,
 # depending on class and wrapper: 12 to 52 MiB in all.
 PIECE_NUMEL = 2**21
 
 
-class Wrapper:
+class Wrapper(Updater):
     """The base of optimizers around others, which store parameters and state in a form of their
     own. A subclass has `init`, `decode` and its inverse `encode`, and `stand_ins`, which checks.
     """
 
-    # A rounded result has no derivative.
-    differentiable = False
+    differentiable = False  # a rounded result has no derivative
     # True if the inner optimizer steps half parameters in float32.
     widens_params = True
 
@@ -105,42 +105,60 @@ class Wrapper:
         """Return parameters and state after one step, in fresh memory."""
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
-        if self.wide_grads:
-            inputs = inputs._replace(grads=inputs.grads.widened())
-        return inputs.restore(*self.applied(inputs))
+        return inputs.restore(*self.apply_step(inputs, self.prepare(inputs)))
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parameters."""
         self.updater.check(self.stand_ins(inputs))
 
-    def prepare(self, inputs: StepInputs, *, in_place: bool = False) -> Any:
-        """Return what the inner optimizer prepares."""
-        if self.calls_step or traced():
-            return None
+    def prepare(self, inputs: StepInputs) -> Any:
+        """Return what the inner optimizer prepares; the whole step if that calls `step`."""
+        if self.calls_step:
+            return self._step(inputs, None, in_place=False)
         state = inputs.opt_state
         if isinstance(without_wrappers(state), OptState):  # its rates are asked without parameters
-            own = inputs._replace(opt_state=state.inner if is_wrapped(state) else state)
+            inner = inputs._replace(opt_state=state.inner if is_wrapped(state) else state)
         else:
-            own = self.stand_ins(inputs)
-        with torch.no_grad():
-            return self.updater.prepare(own, in_place=in_place)
+            inner = self.stand_ins(inputs)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and traced()):
+            return self.updater.prepare(inner)
 
-    def applied(
-        self, inputs: StepInputs, *, in_place: bool = False, prepared: Any = None
+    def apply_step(
+        self, inputs: StepInputs, prepared: Any, *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after the step, as in `Updater`."""
+        new: tuple[Tree, Tree] = prepared
+        return new if self.calls_step else self._step(inputs, prepared, in_place=in_place)
+
+    def apply_step_unless(
+        self, skip: Tensor | bool, inputs: StepInputs, prepared: Any, *, in_place: bool = False
+    ) -> tuple[Tree, Tree]:
+        """Return the step of a large model piece by piece, which bounds the memory for what is
+        decoded.
+        """
+        if not self._can_be_cut(inputs):
+            return super().apply_step_unless(skip, inputs, prepared, in_place=in_place)
+        with torch.no_grad():
+            inputs = _off_graph(inputs, copy=not in_place)
+            for piece in self._pieces(inputs):
+                super().apply_step_unless(skip, piece, prepared, in_place=True)
+        return inputs.params_tree(inputs.params), inputs.opt_state
+
+    def _step(self, inputs: StepInputs, prepared: Any, *, in_place: bool) -> tuple[Tree, Tree]:
+        inputs = inputs.unscaled(wide=self.wide_grads)
         leaves = _tree.flatten((inputs.params, inputs.opt_state))[0]
         # Slots that a first step adds have no memory yet; list operators do not take shards.
         in_place = in_place and not (self.may_add_slots or any_dtensor(leaves))
         if in_place:
-            inputs = off_graph(inputs, copy=False)
+            inputs = _off_graph(inputs, copy=False)
         old = inputs.params, inputs.opt_state
         if traced():
             self._reject_derivatives([*leaves, *inputs.grads.tensors])
         with torch.set_grad_enabled(torch.is_grad_enabled() and traced()):
-            stepped, state = self.updater.applied(
-                self.decode(inputs), in_place=in_place, prepared=prepared
-            )
+            decoded = self.decode(inputs)
+            if self.calls_step:
+                prepared = self.updater.prepare(decoded)
+            stepped, state = self.updater.apply_step(decoded, prepared, in_place=in_place)
             params, state = self.encode(inputs, _tree.flatten(stepped)[0], state, in_place=in_place)
             if in_place:
                 _copy_into(_tree.flatten(old)[0], _tree.flatten((params, state))[0])
@@ -161,7 +179,7 @@ class Wrapper:
 
     # ---- pieces
 
-    def can_be_cut(self, inputs: StepInputs) -> bool:
+    def _can_be_cut(self, inputs: StepInputs) -> bool:
         """Return True if a step in pieces is that of the whole, and no piece can raise."""
         return (
             not (self.calls_step or self.may_add_slots or traced())
@@ -169,7 +187,7 @@ class Wrapper:
             and not any_dtensor(_tree.flatten((inputs.params, inputs.opt_state))[0])
         )
 
-    def pieces(self, inputs: StepInputs) -> Iterator[StepInputs]:
+    def _pieces(self, inputs: StepInputs) -> Iterator[StepInputs]:
         """Yield a step that can be cut in pieces of at most `PIECE_NUMEL` elements, which share the
         memory of `inputs`.
         """
@@ -180,16 +198,13 @@ class Wrapper:
         grads = dict(zip(inputs.names, inputs.local_grads, strict=True))
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True)
         for cut in cuts:
-            own = {name: _cut(params[name], params[name], span) for name, span in cut.items()}
-            some = [_cut(grads[name], params[name], span) for name, span in cut.items()]
-            yield StepInputs(
-                FlatDict(tuple(own)),
-                list(own),
-                list(own.values()),
-                inputs.grads.with_tensors_of(as_gradients(some)),
+            piece = {name: _cut(params[name], params[name], span) for name, span in cut.items()}
+            of_piece = [_cut(grads[name], params[name], span) for name, span in cut.items()]
+            yield inputs_of_dict(
+                piece,
+                inputs.grads.with_tensors_of(as_gradients(of_piece)),
                 _state_of(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
-                own,
-                inputs.dense_off_graph,
+                dense_off_graph=inputs.dense_off_graph,
                 positions={
                     name: positions[name]._replace(start=positions[name].start + span.start)
                     for name, span in cut.items()
@@ -270,7 +285,7 @@ def _state_of(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree:
     return type(state)(**parts)
 
 
-def off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
+def _off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
     """Return the inputs with parameters and state that may be overwritten."""
     old = inputs.params, inputs.opt_state
     leaves, structure = _tree.flatten(old)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .._optim.partition import PartitionOptimizer
-from .._optim.protocol import CalledOptimizer, Optimizer, as_updater
+from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._optim.torch_optim import TorchOptimizer
+from .._optim.updater import CalledOptimizer, as_updater
 from .._optim.wrapper import Wrapper, with_params
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like
@@ -92,7 +93,7 @@ def _wanted(optimizer: Any, inputs: StepInputs) -> Leaves:
 
 def _stepped(optimizer: Any, inputs: StepInputs) -> Tree:
     if not isinstance(optimizer, CalledOptimizer):
-        return optimizer.applied(inputs)[0]
+        return optimizer.apply_step(inputs, optimizer.prepare(inputs))[0]
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     trees = inputs.params_tree(inputs.params), inputs.params_tree(inputs.local_grads)
     return optimizer.optimizer.step(*trees, inputs.opt_state)[0]

@@ -15,18 +15,12 @@ from torch import Tensor
 
 from .._grads.clip import Clip, clip_factor
 from .._grads.measure import OVERFLOW_ONLY, GradStats, StatsOptions, stats_by_masks
-from .._optim.opt_state import after_skip
-from .._optim.partition import PartitionOptimizer
-from .._optim.protocol import Updater
 from .._optim.step_inputs import StepInputs
-from .._optim.torch_optim import TorchOptimizer
-from .._optim.wrapper import Wrapper, off_graph
+from .._optim.updater import Updater
 from .._step.memory import Memory
 from .._torch.dtypes import on_device
 from .._torch.foreach import weighted_sum
-from .._torch.tracing import traced, under_derivative
 from .._tree import select
-from .._tree import tree as _tree
 from .._tree.gradients import Gradients
 from .._tree.tree import Leaves, Tree, negated
 
@@ -151,83 +145,9 @@ class Masked:
         """
         if torch.compiler.is_compiling():  # which fuses; writing into gradients would only add work
             inputs = inputs._replace(grads=inputs.grads._replace(owned=False))
-        prepared = _prepared(optimizer, inputs, in_place=memory.optimizer)
-        stepped = cls._step(optimizer, inputs, skip, prepared, in_place=memory.optimizer)
+        in_place, prepared = memory.optimizer, optimizer.prepare(inputs)
+        stepped = optimizer.apply_step_unless(skip, inputs, prepared, in_place=in_place)
         return inputs.restore(*stepped)
-
-    @classmethod
-    def _step(
-        cls,
-        optimizer: Updater,
-        inputs: StepInputs,
-        skip: Tensor | bool,
-        prepared: Any,
-        *,
-        in_place: bool,
-    ) -> tuple[Tree, Tree]:
-        """Make the step: of a partition part by part, of a model under a wrapper piece by piece,
-        which bounds the memory for wide copies.
-        """
-        if isinstance(optimizer, PartitionOptimizer):
-            results = {}
-            for part, ready in prepared:
-                step = part.optimizer, part.inputs, skip, ready
-                results[part.key] = part.inputs.restore(*cls._step(*step, in_place=in_place))
-            return optimizer.join(inputs, results)
-        if isinstance(optimizer, TorchOptimizer) and optimizer.fuses(inputs):
-            return optimizer.masked(inputs, skip, in_place=in_place, prepared=prepared)
-        if isinstance(optimizer, Wrapper) and optimizer.can_be_cut(inputs):
-            with torch.no_grad():
-                inputs = off_graph(inputs, copy=not in_place)
-                for piece in optimizer.pieces(inputs):
-                    cls._step_and_choose(optimizer, piece, skip, prepared, in_place=True)
-            return inputs.params_tree(inputs.params), inputs.opt_state
-        return cls._step_and_choose(optimizer, inputs, skip, prepared, in_place=in_place)
-
-    @staticmethod
-    def _step_and_choose(
-        optimizer: Updater, inputs: StepInputs, skip: Any, prepared: Any, *, in_place: bool
-    ) -> tuple[Tree, Tree]:
-        """Return the old parameters and state if the step is skipped, else those of the applied
-        step.
-        """
-        new = prepared
-        if not optimizer.calls_step:
-            if optimizer.differentiable or under_derivative():
-                # `where` sends a derivative of 0 into what it does not choose: 0 * inf is NaN.
-                inputs = inputs._replace(grads=inputs.grads.zeroed(skip))
-            own = inputs.unscaled(wide=optimizer.wide_grads)
-            new = optimizer.applied(own, prepared=prepared)
-        if optimizer.may_add_slots:
-            return skipped(inputs, overwrite=in_place) if bool(skip) else new
-        old = inputs.params_tree(inputs.params), after_skip(inputs.opt_state, in_place=in_place)
-        keeps_graph = optimizer.differentiable or traced()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and keeps_graph):
-            leaves, others, structure = _tree.matching_leaves(old, new, "old", "new")
-            chosen = Masked.choose(skip, leaves, others, overwrite=in_place)
-            return structure.unflatten(chosen)
-
-
-def skipped(inputs: StepInputs, *, overwrite: bool) -> tuple[Tree, Tree]:
-    """Return the parameters and the state after a skipped step, copied unless `overwrite`."""
-    old = inputs.params_tree(inputs.params), after_skip(inputs.opt_state, in_place=overwrite)
-    return _tree.map(_off_graph, old) if overwrite else _tree.clone(old)
-
-
-def _off_graph(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
-
-
-def _prepared(optimizer: Updater, inputs: StepInputs, *, in_place: bool) -> Any:
-    """Run the user's code for an applied step, which may raise, before anything is overwritten."""
-    if isinstance(optimizer, PartitionOptimizer):
-        return [
-            (part, _prepared(part.optimizer, part.inputs, in_place=in_place))
-            for part in optimizer.split(inputs)
-        ]
-    if optimizer.calls_step:
-        return optimizer.applied(inputs.unscaled(wide=optimizer.wide_grads))
-    return optimizer.prepare(inputs, in_place=in_place)
 
 
 def _is_unbounded(clip: Clip) -> bool:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.protocol import Updater
 from .._optim.step_inputs import NOTHING, StepInputs
+from .._optim.updater import Updater
 from .._step.step_options import FlatState, StepOptions
 from .._torch.donation import can_write_each, pointers_of_each, storage_pointers
 from .._torch.metadata import Metadata

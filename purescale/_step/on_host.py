@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .._grads.clip import Clip, clip_factor_on_host
 from .._grads.measure import OVERFLOW_ONLY, GradStats, StatsOptions, stats_on_host
-from .._optim.protocol import Updater
 from .._optim.step_inputs import StepInputs
-from .._step.masked import Masked, skipped
+from .._optim.updater import Updater, skipped_step
+from .._step.masked import Masked
 from .._step.memory import Memory
 from .._torch.metadata import Metadata
 from .._torch.private import listops
@@ -75,17 +75,7 @@ class OnHost(Masked):
     ) -> tuple[Tree, Tree]:
         if not skip:
             return super().update(optimizer, inputs, skip, memory)
-        return inputs.restore(*skipped(inputs, overwrite=memory.optimizer))
-
-    @staticmethod
-    def _step_and_choose(
-        optimizer: Updater, inputs: StepInputs, skip: Any, prepared: Any, *, in_place: bool
-    ) -> tuple[Tree, Tree]:
-        if optimizer.calls_step:
-            stepped: tuple[Tree, Tree] = prepared
-            return stepped
-        own = inputs.unscaled(wide=optimizer.wide_grads)
-        return optimizer.applied(own, in_place=in_place, prepared=prepared)
+        return inputs.restore(*skipped_step(inputs, in_place=memory.optimizer))
 
 
 def engine_for(optimizer: Updater, tensors: Metadata, numbers: list[Tensor]) -> type[Masked]:

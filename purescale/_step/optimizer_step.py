@@ -11,8 +11,9 @@ from .._grads.clip import check_clip, check_ordered
 from .._grads.measure import StatsOptions
 from .._loss_scale.rule_protocol import HasScale
 from .._loss_scale.scaling import check_scale
-from .._optim.protocol import Optimizer, as_updater
+from .._optim.protocol import Optimizer
 from .._optim.step_inputs import flatten_step
+from .._optim.updater import as_updater
 from .._step.memory import NO_MEMORY, donated_memory
 from .._step.on_host import engine_for
 from .._torch.autocast import outside_autocast

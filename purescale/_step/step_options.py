@@ -14,7 +14,8 @@ from .._grads.accumulate import OnNonfinite, check_on_nonfinite
 from .._grads.clip import Clip, check_clip
 from .._loss_scale.rule_protocol import Rule, takes_amax
 from .._loss_scale.rules import StaticScale
-from .._optim.protocol import Optimizer, Updater, as_updater
+from .._optim.protocol import Optimizer
+from .._optim.updater import Updater, as_updater
 from .._step.spike_guard import Guard
 from .._step.train_state import check_parts
 from .._step.value_and_grad import LossFn, check_returned

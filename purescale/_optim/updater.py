@@ -1,0 +1,122 @@
+"""What a step asks of an optimizer beyond `init` and `step`, and how it skips one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._optim.opt_state import after_skip
+from .._optim.protocol import Optimizer
+from .._optim.step_inputs import StepInputs
+from .._torch.tracing import traced, under_derivative
+from .._tree import select
+from .._tree import tree as _tree
+from .._tree.tree import Tree
+
+
+class Updater:
+    """An optimizer as a step calls it, over the lists of `StepInputs`: `check`, `prepare`, then
+    `apply_step_unless`. `as_updater` makes one of any optimizer.
+    """
+
+    # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
+    differentiable: bool = False
+    # True if elements update independently, so that a shard can be stepped. None if that is
+    # unknown: the optimizer then gets the DTensors themselves.
+    elementwise: bool | None = None
+    # True if a step calls `step` of an object that is an `Optimizer` and no more.
+    calls_step: bool = False
+    # True if half gradients are to be unscaled and clipped in float32.
+    wide_grads: bool = False
+    # True if the first step may add to the state. Old and new then cannot be chosen by a mask, so
+    # the flag of a skip is read.
+    may_add_slots: bool = False
+
+    def check(self, inputs: StepInputs) -> None:
+        """Refuse parameters and a state that do not belong together, before any work."""
+        return None
+
+    def prepare(self, inputs: StepInputs) -> Any:
+        """Run the user's code for a step, such as schedules, and return its results. Whatever may
+        raise does so here, before anything is overwritten.
+        """
+        return None
+
+    def apply_step(
+        self, inputs: StepInputs, prepared: Any, *, in_place: bool = False
+    ) -> tuple[Tree, Tree]:
+        """Return parameters and state after the step, in fresh memory, from what `prepare`
+        returned. The gradients may still be scaled. With `in_place`, the caller guarantees that
+        nobody else holds the tensors of `inputs`: they are overwritten.
+        """
+        raise NotImplementedError
+
+    def apply_step_unless(
+        self, skip: Tensor | bool, inputs: StepInputs, prepared: Any, *, in_place: bool = False
+    ) -> tuple[Tree, Tree]:
+        """Equal to `select(skip, (old params, old state), self.apply_step(inputs, prepared))`.
+        `skip` is a tensor, or False if the host has read it.
+        """
+        if not isinstance(skip, Tensor):
+            return self.apply_step(inputs, prepared, in_place=in_place)
+        if self.may_add_slots:
+            if bool(skip):
+                return skipped_step(inputs, in_place=in_place)
+            return self.apply_step(inputs, prepared, in_place=in_place)
+        if self.differentiable or under_derivative():
+            # `where` sends a derivative of 0 into what it does not choose: 0 * inf is NaN.
+            inputs = inputs._replace(grads=inputs.grads.zeroed(skip))
+        new = self.apply_step(inputs, prepared)
+        old = inputs.params_tree(inputs.params), after_skip(inputs.opt_state, in_place=in_place)
+        keeps_graph = self.differentiable or traced()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and keeps_graph):
+            before, after, structure = _tree.matching_leaves(old, new, "old", "new")
+            return structure.unflatten(select.masked(skip, before, after, in_place=in_place))
+
+
+def skipped_step(inputs: StepInputs, *, in_place: bool) -> tuple[Tree, Tree]:
+    """Return parameters and state after a skipped step, copied unless `in_place`."""
+    old = inputs.params_tree(inputs.params), after_skip(inputs.opt_state, in_place=in_place)
+    return _tree.map(_off_graph, old) if in_place else _tree.clone(old)
+
+
+def _off_graph(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+
+def as_updater(optimizer: Any) -> Updater:
+    """Return the optimizer if it is an updater, else a `CalledOptimizer` of it."""
+    return optimizer if isinstance(optimizer, Updater) else CalledOptimizer(optimizer)
+
+
+class CalledOptimizer(Updater):
+    """An updater for an optimizer with `step` alone, which makes its own checks."""
+
+    calls_step = True
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = self.summary = optimizer
+        self.differentiable = getattr(optimizer, "differentiable", Updater.differentiable)
+        self.elementwise = getattr(optimizer, "elementwise", Updater.elementwise)
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
+
+    def prepare(self, inputs: StepInputs) -> tuple[Tree, Tree]:
+        """Return what `step` returns, checked, in memory apart from the arguments."""
+        inputs = inputs.unscaled()
+        old = inputs.params_tree(inputs.params), inputs.opt_state
+        trees = old[0], inputs.params_tree(inputs.local_grads), old[1]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
+            stepped = self.optimizer.step(*trees)
+            _tree.matching_leaves(old, stepped, "old", "new")
+            return _tree.copy_aliased(stepped, trees)
+
+    def apply_step(
+        self, inputs: StepInputs, prepared: Any, *, in_place: bool = False
+    ) -> tuple[Tree, Tree]:
+        """Return what `prepare` returned, which is the whole step."""
+        new: tuple[Tree, Tree] = prepared
+        return new

@@ -1,0 +1,119 @@
+"""What a step asks of an optimizer: the applied step, or the old state if it is skipped."""
+
+import pytest
+import torch
+from helpers import Untouched, clone, same_bits
+from torch.testing import assert_close
+
+import purescale as ps
+from purescale._optim.step_inputs import flatten_step
+from purescale._optim.updater import as_updater
+
+
+class StepAlone:
+    """An optimizer with `init` and `step`, and nothing else."""
+
+    def init(self, params):
+        return {"count": torch.tensor(0)}
+
+    def step(self, params, grads, state):
+        new = {name: (p - 0.5 * grads[name]).to(p.dtype) for name, p in params.items()}
+        return new, {"count": state["count"] + 1}
+
+
+class OwnStep(torch.optim.Optimizer):
+    """A class with a `step` of its own, which counts in its state."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["seen"] = self.state[p].get("seen", 0) + 1
+                p.add_(p.grad, alpha=-group["lr"])
+
+
+def of(cls, **settings):
+    return ps.from_torch(getattr(torch.optim, cls), lr=0.1, **settings)
+
+
+def in_two(first, second):
+    return ps.partition({"a": first, "b": second}, lambda name, param: "ba"[name in ("3", "half")])
+
+
+OPTIMIZERS = {
+    "AdamW": of("AdamW"),
+    "amsgrad": of("Adam", amsgrad=True),
+    "SGD": of("SGD", momentum=0.9),
+    "Adagrad": of("Adagrad"),
+    "by a formula": of("RMSprop"),
+    "a step of its own": ps.from_torch(OwnStep),
+    "step alone": StepAlone(),
+    "masters": ps.with_master_weights(of("AdamW")),
+    "rounding": ps.with_stochastic_rounding(of("NAdam")),
+    "narrow state": ps.with_state_dtype(of("AdamW"), {"exp_avg": torch.bfloat16}),
+    "around step alone": ps.with_master_weights(StepAlone()),
+    "partition": in_two(ps.with_master_weights(StepAlone()), of("AdamW")),
+    "around a partition": ps.with_stochastic_rounding(in_two(of("AdamW"), of("RAdam"))),
+}
+
+
+def scaled_inputs(optimizer, factor, *, overflow):
+    """Return the inputs of a second step, whose gradients are scaled, and what they are made of."""
+    params = {str(n): torch.linspace(-1, 1, n) for n in (3, 33, 70)}
+    params["half"] = torch.linspace(-1, 1, 40).bfloat16()
+    first = {name: torch.full_like(leaf, 0.5) for name, leaf in params.items()}
+    params, state = optimizer.step(params, first, optimizer.init(params))
+    scaled = {name: 4 * torch.cos(leaf) for name, leaf in params.items()}
+    if overflow:
+        scaled["33"][7] = float("inf")
+    inputs = flatten_step(as_updater(optimizer), params, scaled, state)
+    grads = inputs.grads._replace(scale=torch.tensor(4.0), factor=factor)
+    return inputs._replace(grads=grads), params, state
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("factor", [None, 0.25, 0.3])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_step(
+    kind, factor, overflow, in_place
+):
+    optimizer = OPTIMIZERS[kind]
+    updater = as_updater(optimizer)
+    inputs, params, state = scaled_inputs(optimizer, factor, overflow=overflow)
+    old = clone((params, state))
+    unscaled = inputs.unscaled(wide=updater.wide_grads)
+    applied = updater.apply_step(unscaled, updater.prepare(unscaled))
+    expected = ps.select(overflow, old, applied)
+    prepared = updater.prepare(inputs)
+    stepped = updater.apply_step_unless(torch.tensor(overflow), inputs, prepared, in_place=in_place)
+    if factor == 0.3:  # scale and factor are one division in a kernel
+        assert_close(stepped, expected, rtol=1e-6, atol=1e-7)
+    else:
+        assert same_bits(stepped, expected)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_neither_preparing_nor_applying_a_step_changes_its_arguments(kind):
+    updater = as_updater(OPTIMIZERS[kind])
+    inputs, params, state = scaled_inputs(OPTIMIZERS[kind], 0.25, overflow=False)
+    with Untouched((params, state, inputs.grads.tensors)):
+        updater.apply_step_unless(torch.tensor(False), inputs, updater.prepare(inputs))
+        updater.apply_step(inputs, updater.prepare(inputs))
+
+
+class Raises(StepAlone):
+    def step(self, params, grads, state):
+        raise ZeroDivisionError("of a user's step")
+
+
+@pytest.mark.parametrize("around", [lambda part: part, ps.with_master_weights])
+def test_a_users_step_that_raises_leaves_donated_parts_before_it_unchanged(around):
+    optimizer = in_two(of("SGD"), around(Raises()))
+    params = {"3": torch.ones(3), "5": torch.ones(5, dtype=torch.bfloat16)}
+    state = optimizer.init(params)
+    with Untouched((params, state)), pytest.raises(ZeroDivisionError):
+        ps.maybe_step(optimizer, params, clone(params), state, torch.tensor(False), donate=True)

@@ -71,10 +71,12 @@ class Reduction:
         self.rows: list[Any] = [None] * len(self.buckets)  # the messages
         self.works: list[Any] = []  # of the buckets that are sent; None: nothing to wait for
 
-    def put(self, index: int, leaf: Tensor, *, own: bool = False, nan: float | None = None) -> None:
-        """Add a leaf, and send the buckets that are full. `own`: nobody else will use this tensor,
-        though another may share its memory. `nan`: send this in place of NaN, and inf in place of
-        -inf, so that infs do not add up to NaN.
+    def put(
+        self, index: int, leaf: Tensor, *, owned: bool = False, nan: float | None = None
+    ) -> None:
+        """Add a leaf, and send the buckets that are full. If it is `owned`, nobody else will use
+        this tensor, though another may share its memory. `nan` is sent in place of NaN, and inf in
+        place of -inf, so that infs do not add up to NaN.
         """
         bucket = self.bucket_of[index]
         values = dense_real(leaf)
@@ -86,7 +88,7 @@ class Reduction:
             self.parts[index] = part if nan is None else part.nan_to_num(nan, math.inf, math.inf)
         else:
             with torch.no_grad():
-                if own and len(self.buckets[bucket]) == 1 and self._can_be_sent(index, values):
+                if owned and len(self.buckets[bucket]) == 1 and self._can_be_sent(index, values):
                     self.parts[index] = values.div_(divisor)
                     self.rows[bucket] = _in_memory_order(values)
                 else:

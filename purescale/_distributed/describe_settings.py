@@ -121,5 +121,5 @@ def _object(value: Any, parents: tuple[int, ...]) -> str:
 def _has_settings(value: Any) -> bool:
     """Return True if the fields of an object are settings, unlike those of a logger or a lock."""
     methods = [callable(getattr(value, name, None)) for name in ("init", "update", "step")]
-    own = not type(value).__module__.startswith(("torch.", "builtins", "logging"))
-    return own and (any(methods) or callable(value)) and not inspect.ismodule(value)
+    of_a_user = not type(value).__module__.startswith(("torch.", "builtins", "logging"))
+    return of_a_user and (any(methods) or callable(value)) and not inspect.ismodule(value)

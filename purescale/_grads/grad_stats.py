@@ -148,7 +148,7 @@ def _inline_stats(
 ) -> list[Tensor]:
     """Return the largest magnitude of each dtype, then the norm, in plain operators."""
     tops = [(tensor.dtype, _at_least_float32(tensor.abs().amax())) for tensor in tensors]
-    amaxes = [torch.stack([top for own, top in tops if own is dtype]).amax() for dtype in dtypes]
+    amaxes = [torch.stack([top for kind, top in tops if kind is dtype]).amax() for dtype in dtypes]
     if p is None:
         return amaxes
     # In the derivative of a step that is skipped, 0 * inf would be NaN.
@@ -233,8 +233,8 @@ def _stats_node(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -> 
 
 @_stats_node.register_fake
 def _(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -> list[Tensor]:
-    own = dict.fromkeys(tensor.dtype for tensor in tensors)
-    dtypes = [torch.promote_types(dtype, torch.float32) for dtype in own]
+    narrow = dict.fromkeys(tensor.dtype for tensor in tensors)
+    dtypes = [torch.promote_types(dtype, torch.float32) for dtype in narrow]
     if p is not None:
         dtypes.append(widest_float(tensors[0].device))
     return [tensors[0].new_empty((), dtype=dtype) for dtype in dtypes]

@@ -1,14 +1,16 @@
 """Optimizers as pure functions: classes of torch.optim, (init, update) pairs, those of a user.
 
-This room has the stage `flatten`, and the optimizer's part of the stage `update`: `applied`, the
-step from gradients that are unscaled and clipped. Whether it is skipped is decided by the engines
-of a step; only torch's fused kernels skip by themselves (`masked`). torch's fused kernel makes the
-step (`fused.py`), the class's own `step` (`class_step.py`), or its formula (`formulas.py`,
-`formula_step.py`).
+A step flattens its trees into `step_inputs.StepInputs`, and asks an optimizer for the rest by the
+methods of `updater.Updater`: `check`, `prepare`, `apply_step_unless(skip, ...)`.
 
-Entry: `torch_optim.from_torch`, `protocol.from_transformation`; `step_inputs.flatten_step`.
-Takes: gradients that are still scaled, as `Gradients`, and the caller's `skip`.
-Hands on: `step_inputs.StepInputs`, checked lists of tensors; new parameters and an
-`opt_state.OptState`.
+protocol        Optimizer, `init` and `step`; (init, update) pairs
+torch_optim     from_torch: a class of torch.optim. Its settings: param_groups, in_state, schedule.
+                Its state: opt_state, torch_state_dict, live_optimizer. Its step: torch's fused
+                kernel (fused_step, fused), the class's own (class_step), or its formula
+                (formula_step, formulas)
+partition       several optimizers, one for each kind of parameter
+wrapper         an optimizer around another: master_weights, stochastic_rounding, state_dtype
+
+Takes gradients that are still scaled, as `Gradients`; hands on new parameters and a new state.
 May import: `_tree`, `_torch`.
 """

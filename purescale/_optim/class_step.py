@@ -15,12 +15,12 @@ from .._optim.formulas import FIRST_STEP, filled_like
 from .._optim.fused import can_launch
 from .._optim.in_state import each_number
 from .._optim.opt_state import Slots, as_tensors, with_numbers
-from .._optim.param_groups import FLAGS, OptimizerSettings
+from .._optim.param_groups import FLAGS, CurrentSettings, OptimizerSettings
 from .._torch import foreach, private
 from .._torch.dtypes import wide_dtype
 from .._torch.metadata import Metadata
 
-Weights = dict[str, Tensor]
+Tensors = dict[str, Tensor]
 
 
 class ClassStep:
@@ -38,31 +38,32 @@ class ClassStep:
         )
 
     def __call__(
-        self, weights: Weights, gradients: Weights, slots: Slots, lrs: list[Any], hyper: Any = ()
+        self, params: Tensors, gradients: Tensors, slots: Slots, current: CurrentSettings
     ) -> Slots:
         """Make the step in place, on tensors that nobody else sees, and return the slots. Half
         tensors are computed in float32.
         """
-        lrs = [rate.item() if isinstance(rate, Tensor) else rate for rate in lrs]
-        hyper = each_number(Tensor.item, hyper) if hyper else ()
+        rates = [rate.item() if isinstance(rate, Tensor) else rate for rate in current.rates]
+        hyper = each_number(Tensor.item, current.hyper) if current.hyper else ()
+        current = CurrentSettings(rates, hyper)
         if self._writes_gradients:
             gradients = dict(zip(gradients, foreach.clone(list(gradients.values())), strict=True))
-        narrow = weights, slots
-        if any([weight.dtype.itemsize == 2 for weight in weights.values()]):
-            weights, gradients = _widened(weights), _widened(gradients)
+        narrow = params, slots
+        if any([param.dtype.itemsize == 2 for param in params.values()]):
+            params, gradients = _widened(params), _widened(gradients)
             slots = {name: self._widened_slot(slot) for name, slot in slots.items()}
         first = {
             name: g for name, g in gradients.items() if bool(slots[name].get(FIRST_STEP, False))
         }
         later = {name: g for name, g in gradients.items() if name not in first}
         with torch.no_grad(), _factors_on_host():
-            new = self._run(weights, later, slots, lrs, hyper)
+            new = self._run(params, later, slots, current)
             if first:  # torch's SGD ignores dampening in the step that makes a momentum buffer
-                self._run(weights, first, slots, lrs, hyper, dampening=0)
+                self._run(params, first, slots, current, dampening=0)
                 private.listops.zero_([slots[name][FIRST_STEP] for name in first])
-            if weights is narrow[0]:
+            if params is narrow[0]:
                 return new
-            for target, wide in zip(narrow[0].values(), weights.values(), strict=True):
+            for target, wide in zip(narrow[0].values(), params.values(), strict=True):
                 target.copy_(wide)
             return {name: _copied_into(narrow[1][name], slot) for name, slot in new.items()}
 
@@ -74,52 +75,51 @@ class ClassStep:
 
     def _run(
         self,
-        weights: Weights,
-        gradients: Weights,
+        params: Tensors,
+        gradients: Tensors,
         slots: Slots,
-        lrs: list[Any],
-        hyper: Any,
+        current: CurrentSettings,
         **changed: Any,
     ) -> Slots:
         """Run the class's `step` on a copy of an optimizer that holds these tensors."""
         optimizer: Any = object.__new__(self._settings.cls)
         vars(optimizer).update(vars(self._settings.template))
         optimizer.param_groups, optimizer.state = [], defaultdict(dict)
-        flags = {**self._flags(weights, gradients), **changed}
-        for group in self._settings.torch_groups(tuple(weights), hyper):
-            settings = group.with_rate(lrs)
-            present = self._settings.stepped_names(group.names, weights, gradients)
+        flags = {**self._flags(params, gradients), **changed}
+        for group in self._settings.torch_groups(tuple(params), current.hyper):
+            settings = group.with_rate(current.rates)
+            present = self._settings.stepped_names(group.names, params, gradients)
             if self._formula is not None:
                 settings |= {name: flags[name] for name in flags.keys() & settings.keys()}
                 if self._settings.moves[group.rate]:
-                    self._start([slots[name] for name in present], lrs[group.rate])
-            settings["params"] = [weights[name] for name in present]
+                    self._start([slots[name] for name in present], settings["lr"])
+            settings["params"] = [params[name] for name in present]
             optimizer.param_groups.append(settings)
         try:
             for name, gradient in gradients.items():
-                weights[name].grad = gradient
+                params[name].grad = gradient
                 slot = slots[name]
                 if self._formula is None:
-                    slot = with_numbers(slot, weights[name])
-                optimizer.state[weights[name]] = slot
+                    slot = with_numbers(slot, params[name])
+                optimizer.state[params[name]] = slot
             self._step(optimizer)
         except KeyError as error:  # of a class of a user's, whose slots nobody knows
             raise self._layout.foreign(str(error)) from None
         finally:
             for name in gradients:
-                weights[name].grad = None
+                params[name].grad = None
         if self._formula is not None:
             return slots
         return {
-            name: as_tensors(optimizer.state[weight], name) if name in gradients else slots[name]
-            for name, weight in weights.items()
+            name: as_tensors(optimizer.state[param], name) if name in gradients else slots[name]
+            for name, param in params.items()
         }
 
-    def _flags(self, weights: Weights, gradients: Weights) -> dict[str, bool]:
+    def _flags(self, params: Tensors, gradients: Tensors) -> dict[str, bool]:
         """Return the flags of torch's default implementation, or those that were named, where they
         are right: a fused kernel is not in half precision on a CPU.
         """
-        lists = [Metadata(list(tensors.values())) for tensors in (weights, gradients)]
+        lists = [Metadata(list(tensors.values())) for tensors in (params, gradients)]
         fits = not self._settings.settings.get("fused") or can_launch(*lists)
         if self._settings.flag_named and fits:
             return {"capturable": False, "differentiable": False}
@@ -161,7 +161,7 @@ def _wide_dtype_of(tensor: Tensor) -> torch.dtype:
     return wide_dtype(tensor.dtype) if number else tensor.dtype
 
 
-def _widened(tensors: Weights) -> Weights:
+def _widened(tensors: Tensors) -> Tensors:
     dtypes = [_wide_dtype_of(tensor) for tensor in tensors.values()]
     return dict(zip(tensors, foreach.cast(list(tensors.values()), dtypes), strict=True))
 

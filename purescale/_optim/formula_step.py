@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import Slots, values_of
-from .._optim.param_groups import OptimizerSettings
-from .._torch import foreach
+from .._optim.in_state import each_number
+from .._optim.opt_state import Slots, slots_like, values_of
+from .._optim.param_groups import CurrentSettings, OptimizerSettings
+from .._optim.step_inputs import StepInputs
+from .._torch import foreach, private
 from .._torch.dtypes import on_device, wide_dtype, widest_float
 
-Weights = dict[str, Tensor]
+Tensors = dict[str, Tensor]
 
 
 class Row(NamedTuple):
     """A parameter with what belongs to it."""
 
-    weight: Tensor
+    param: Tensor
     gradient: Tensor
     slot: dict[str, Tensor]
 
@@ -31,51 +33,83 @@ class FormulaStep:
     def __init__(self, settings: OptimizerSettings) -> None:
         self._settings, self._layout = settings, settings.layout
         self._formula: Any = settings.formula  # a class without one has a step of its own
+        # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
+        # Dynamo sets no guards in it, so `_key`, which has all that the formula reads besides its
+        # arguments, guards the compiled step.
+        self._opaque = private.Opaque(self._listed, lambda: private.nonstrict_trace)
+        self._key = settings.key()
         # By sizes and device. A captured graph needs them at fixed addresses.
         self._sizes: dict[Any, Tensor] = {}
 
-    def make(
+    def __call__(
+        self, inputs: StepInputs, gradients: Tensors, current: CurrentSettings, *, one_by_one: bool
+    ) -> tuple[Tensors, Slots]:
+        """Return new parameters and slots, in fresh memory. `one_by_one` steps each leaf alone and
+        keeps its graph.
+        """
+        params, slots, count = inputs.named_params, inputs.opt_state.slots, inputs.opt_state.applied
+        moving = self._moving(current.rates, count)
+        hyper = _wide_numbers(current.hyper, count.device) if current.hyper else ()
+        run = self._opaque if torch.compiler.is_dynamo_compiling() else self._listed
+        new = iter(run(self._key, params, gradients, slots, moving, hyper, one_by_one))
+        return dict(zip(params, new, strict=False)), slots_like(slots, new)
+
+    def _moving(self, rates: Sequence[Any], like: Tensor) -> dict[int, Any]:
+        """Return those `rates` that are tensors or come from a schedule, by index."""
+        moving = {
+            index: rate
+            for index, rate in enumerate(rates)
+            if isinstance(rate, Tensor) or callable(self._settings.lrs[index])
+        }
+        if not torch.compiler.is_compiling():
+            return moving
+        # A compiler would take a Python number for a constant.
+        number: dict[str, Any] = {"dtype": widest_float(like.device), "device": like.device}
+        return {
+            index: rate if isinstance(rate, Tensor) else torch.full((), rate, **number)
+            for index, rate in moving.items()
+        }
+
+    def _listed(
         self,
         key: str,
-        weights: Weights,
-        gradients: Weights,
+        params: Tensors,
+        gradients: Tensors,
         slots: Slots,
-        rates: dict[int, Any],
+        moving: dict[int, Any],
         hyper: Any,
         one_by_one: bool,
     ) -> list[Tensor]:
-        """Return all new parameters, then all new slots, in order and in fresh memory. `key`
-        stands for the settings, because Dynamo guards the arguments only. `rates` are the rates
-        that move, `hyper` the other settings in the state. `one_by_one` steps each leaf alone
-        and keeps its graph; the caller decides, because behind Dynamo torch 2.11 does not tell
-        that it compiles.
+        """Return all new parameters, then all new slots, in order. `key` stands for the settings,
+        because Dynamo guards the arguments only, and `one_by_one` is one of these, because behind
+        Dynamo torch 2.11 does not tell that it compiles.
         """
-        lrs = [rates.get(index, rate) for index, rate in enumerate(self._settings.lrs)]
+        rates = [moving.get(index, rate) for index, rate in enumerate(self._settings.lrs)]
         results: dict[str, Any] = {}
         with torch.set_grad_enabled(one_by_one):
-            for group in self._settings.torch_groups(tuple(weights), hyper):
-                h = SimpleNamespace(**group.with_rate(lrs))
+            for group in self._settings.torch_groups(tuple(params), hyper):
+                h = SimpleNamespace(**group.with_rate(rates))
                 h.rate_moves = self._settings.moves[group.rate]
-                present = self._settings.stepped_names(group.names, weights, gradients)
-                rows = [Row(weights[name], gradients[name], slots[name]) for name in present]
+                present = self._settings.stepped_names(group.names, params, gradients)
+                rows = [Row(params[name], gradients[name], slots[name]) for name in present]
                 try:
                     stepped = self._stepped(rows, h, one_by_one=one_by_one)
                 except KeyError as error:
                     raise self._layout.foreign(str(error)) from None
                 results.update(zip(present, stepped, strict=True))
-            for name in weights.keys() - results.keys():
+            for name in params.keys() - results.keys():
                 slot = {key: value.clone() for key, value in slots[name].items()}
-                results[name] = weights[name].clone(), slot
-        new_slots = {name: results[name][1] for name in weights}
-        return [*(results[name][0] for name in weights), *values_of(new_slots)]
+                results[name] = params[name].clone(), slot
+        new_slots = {name: results[name][1] for name in params}
+        return [*(results[name][0] for name in params), *values_of(new_slots)]
 
     def _stepped(self, rows: list[Row], h: Any, *, one_by_one: bool) -> list[Any]:
         """Return the new parameter and slots of each row."""
         if one_by_one or not self._formula.elementwise:
             return [self._step_leaf(row, h) for row in rows]
         stepped: list[Any] = [None] * len(rows)
-        kinds = [(row.weight.device, row.weight.dtype, tuple(row.slot)) for row in rows]
-        for indices in foreach.pieces([row.weight for row in rows], kinds):
+        kinds = [(row.param.device, row.param.dtype, tuple(row.slot)) for row in rows]
+        for indices in foreach.pieces([row.param for row in rows], kinds):
             piece = [rows[index] for index in indices]
             new = self._step_joined(piece, h) if len(piece) > 1 else [self._step_leaf(piece[0], h)]
             for index, result in zip(indices, new, strict=True):
@@ -83,15 +117,15 @@ class FormulaStep:
         return stepped
 
     def _step_leaf(self, row: Row, h: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        weight, gradient, slot = row
-        p = _wide(weight)
+        param, gradient, slot = row
+        p = _wide(param)
         state = {
             key: _number(value) if self._layout.is_count(key) else _wide(value)
             for key, value in slot.items()
         }
         h.expand = lambda number: _of_dtype(number, p.dtype)
         new_p, new = self._formula.step(p, _negated_if_maximize(_wide(gradient), h), state, h)
-        return _narrow(new_p, weight), {
+        return _narrow(new_p, param), {
             key: _narrow(new[key], old) if key in new else old.clone() for key, old in slot.items()
         }
 
@@ -99,27 +133,27 @@ class FormulaStep:
         """Step leaves of one kind as one leaf. Each count becomes a vector with a number for each
         leaf, which `expand` repeats for the elements of that leaf.
         """
-        weights, gradients = [row.weight for row in rows], [row.gradient for row in rows]
+        params, gradients = [row.param for row in rows], [row.gradient for row in rows]
         columns = {key: [row.slot[key] for row in rows] for key in rows[0].slot}
-        p = _joined(weights, weights)
+        p = _joined(params, params)
         state = {
             key: _number(torch.stack(column))
             if self._layout.is_count(key)
-            else _joined(column, weights)
+            else _joined(column, params)
             for key, column in columns.items()
         }
-        sizes = self._sizes_of(weights)
+        sizes = self._sizes_of(params)
 
         def expand(numbers: Any) -> Tensor:
             numbers = _of_dtype(numbers, p.dtype)
             return torch.repeat_interleave(numbers, sizes, output_size=p.numel())
 
         h.expand = expand
-        g = _negated_if_maximize(_joined(gradients, weights), h)
+        g = _negated_if_maximize(_joined(gradients, params), h)
         new_p, new = self._formula.step(p, g, state, h)
         new_columns = {
             key: _split_column(
-                new.get(key, state[key]), column, column if self._layout.is_count(key) else weights
+                new.get(key, state[key]), column, column if self._layout.is_count(key) else params
             )
             for key, column in columns.items()
         }
@@ -127,13 +161,13 @@ class FormulaStep:
             {key: column[index] for key, column in new_columns.items()}
             for index in range(len(rows))
         ]
-        return list(zip(_split_column(new_p, weights, weights), new_slots, strict=True))
+        return list(zip(_split_column(new_p, params, params), new_slots, strict=True))
 
-    def _sizes_of(self, weights: Sequence[Tensor]) -> Tensor:
-        """Return the number of reals in each weight, on their device."""
-        parts = 2 if weights[0].is_complex() else 1
-        sizes = tuple([parts * weight.numel() for weight in weights])
-        device = weights[0].device
+    def _sizes_of(self, params: Sequence[Tensor]) -> Tensor:
+        """Return the number of reals in each param, on their device."""
+        parts = 2 if params[0].is_complex() else 1
+        sizes = tuple([parts * param.numel() for param in params])
+        device = params[0].device
         if (sizes, device) in self._sizes:
             return self._sizes[sizes, device]
         vector = on_device(torch.tensor(sizes, device="cpu"), device)
@@ -156,6 +190,15 @@ def _narrow(new: Tensor, old: Tensor) -> Tensor:
     new = torch.view_as_complex(new) if old.is_complex() else new
     new = new.to(old.dtype)
     return new if old.ndim else new.reshape(())
+
+
+def _wide_numbers(hyper: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return settings that are wide enough for a formula, as `_number`."""
+
+    def wide(value: Tensor) -> Tensor:
+        return value.to(device, torch.promote_types(value.dtype, widest_float(device)))
+
+    return each_number(wide, hyper)
 
 
 def _number(count: Tensor) -> Tensor:

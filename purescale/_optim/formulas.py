@@ -23,7 +23,7 @@ from .._torch.tracing import under_transform
 State = dict[str, Tensor]
 Step = tuple[Tensor, State]
 
-# An own slot of SGD: True while the momentum buffer of this parameter is still to be created.
+# A slot of SGD, which torch does not have: True until the parameter has a momentum buffer.
 FIRST_STEP = "is_first_step"
 
 
@@ -280,9 +280,9 @@ def formula_of(cls: Any) -> Formula | None:
     """
     for base, formula in _FORMULAS.items():
         if issubclass(cls, base):
-            own = cls.__mro__[: cls.__mro__.index(base)]
+            classes = cls.__mro__[: cls.__mro__.index(base)]
             # AdamW is a subclass of Adam, and torch wraps `step` in each subclass.
-            names = {name for kind in own for name in vars(kind) if not name.startswith("__")}
+            names = {name for each in classes for name in vars(each) if not name.startswith("__")}
             kept = all(_is_kept(name, cls, base) for name in names)
             return formula if kept else None
     return None

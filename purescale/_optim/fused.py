@@ -153,11 +153,11 @@ def _as_the_kernel_takes_them(columns: Columns) -> Gradients:
     [dtype] = params.dtypes
     with torch.no_grad():
         grads = columns.grads.unscaled()
-        own = Metadata(foreach.cast(grads.tensors, dtype))
-    if not have_one_order(own, params):
-        pairs = zip(own.tensors, params.tensors, strict=True)
-        own = Metadata([_laid_out_like(*pair) for pair in pairs])
-    return grads._replace(metadata=own)
+        metadata = Metadata(foreach.cast(grads.tensors, dtype))
+    if not have_one_order(metadata, params):
+        pairs = zip(metadata.tensors, params.tensors, strict=True)
+        metadata = Metadata([_laid_out_like(*pair) for pair in pairs])
+    return grads._replace(metadata=metadata)
 
 
 def _laid_out_like(grad: Tensor, param: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def _laid_out_like(grad: Tensor, param: Tensor) -> Tensor:
 
 @torch.library.custom_op("purescale::fused_update", mutates_args=("targets",))
 def _fused_update_op(
-    kernel: str,
+    name: str,
     grads: Sequence[Tensor],
     targets: Sequence[Tensor],
     numbers: Sequence[float],
@@ -178,14 +178,16 @@ def _fused_update_op(
     parameters would take minutes to compile. `targets`: the parameters, then each slot. `numbers`:
     the rate, unless it is the tensor `lr`, then the other settings.
     """
-    count, own = len(grads), _BY_NAME[kernel]
+    count, kernel = len(grads), _BY_NAME[name]
     params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
     # The kernel would overwrite the gradients.
     gradients = as_gradients(grads, divisor).unscaled()
     rate, *others = numbers
     arguments = {
-        name: bool(number) if name in _FLAGS else number
-        for name, number in zip(own.settings, others, strict=True)
+        key: bool(number) if key in _FLAGS else number
+        for key, number in zip(kernel.settings, others, strict=True)
     }
     columns = Columns(Metadata(params), gradients, slots)
-    own.update(columns, rate if lr is None else lr, arguments, grad_scale=None, found_inf=found_inf)
+    kernel.update(
+        columns, rate if lr is None else lr, arguments, grad_scale=None, found_inf=found_inf
+    )

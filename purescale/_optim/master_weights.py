@@ -144,8 +144,8 @@ def _of_parts(names: Sequence[str], leaves: Leaves, states: Mapping[str, Any]) -
     masters = {}
     for state in map(masters_within, states.values()):
         if isinstance(state, MasterState):
-            own = {name: named.get(name) for name in state.rest}
-            masters.update(master_weights(own, state))
+            of_part = {name: named.get(name) for name in state.rest}
+            masters.update(master_weights(of_part, state))
     return [masters[name] if name in masters else _tree.clone(named[name]) for name in names]
 
 

@@ -172,9 +172,9 @@ def _dtype_of(number: Any) -> torch.dtype:
     return torch.int64 if isinstance(number, int) else torch.float64
 
 
-def with_numbers(slot: Mapping[str, Tensor], weight: Tensor) -> dict[str, Any]:
+def with_numbers(slot: Mapping[str, Tensor], param: Tensor) -> dict[str, Any]:
     """Return a slot with the Python numbers that `as_tensors` stored, the inverse of it."""
-    if weight.ndim == 0:  # its moments look like numbers
+    if param.ndim == 0:  # its moments look like numbers
         return dict(slot)
     return {key: value.item() if is_python_number(value) else value for key, value in slot.items()}
 
@@ -211,35 +211,35 @@ class SlotLayout:
         if self.first_step_differs:
             self._counts = {**self._counts, FIRST_STEP: torch.bool}
 
-    def new(self, weight: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    def new(self, param: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the slots of a parameter before its first step; none of a user's class, whose step
         makes them.
         """
         if self._formula is None:
             return {}
-        if weight.is_complex() and not self._formula.elementwise:
+        if param.is_complex() and not self._formula.elementwise:
             raise ValueError(
-                f"{self._cls.__name__} was given a complex parameter {tuple(weight.shape)}; it has "
+                f"{self._cls.__name__} was given a complex parameter {tuple(param.shape)}; it has "
                 "no rule for it. Fix: a partition with AdamW for complex parameters."
             )
-        slot = self._formula.slots(weight.detach(), settings)
+        slot = self._formula.slots(param.detach(), settings)
         if self.first_step_differs and "momentum_buffer" in slot:
-            slot[FIRST_STEP] = torch.ones((), dtype=torch.bool, device=weight.device)
+            slot[FIRST_STEP] = torch.ones((), dtype=torch.bool, device=param.device)
         return slot
 
     def is_count(self, key: str) -> bool:
         """Return True if this slot is one number for each parameter, whatever its shape."""
         return key in self._counts
 
-    def _misfit_error(self, key: str, value: Tensor, name: str, weight: Tensor) -> ValueError:
+    def _misfit_error(self, key: str, value: Tensor, name: str, param: Tensor) -> ValueError:
         what = (
             f"a count {self._counts[key]} ()"
             if key in self._counts
-            else f"the parameter {described(weight)}"
+            else f"the parameter {described(param)}"
         )
         where = (
-            f" on {value.device}, its parameter on {weight.device}"
-            if value.device != weight.device
+            f" on {value.device}, its parameter on {param.device}"
+            if value.device != param.device
             else ""
         )
         cause = (
@@ -256,66 +256,66 @@ class SlotLayout:
     def check(
         self,
         slots: Slots,
-        weights: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
         groups: Callable[[Mapping[str, Tensor]], list[ParamGroup]],
-        old: Metadata | None = None,
+        targets: Metadata | None = None,
     ) -> None:
         """Refuse slots that differ from those that `new` makes for these parameters in `groups`,
-        because torch's kernels do not check what they read. `old` is the metadata of weights and
-        then slots, if all are dense and off graph.
+        because torch's kernels do not check what they read. `targets` is the metadata of
+        parameters, then slots, if all are dense and off graph.
         """
         if self._formula is None:  # a user's class, whose slots nobody knows
             return
 
-        def fit() -> bool:
-            return self._fit(slots, weights) and self._check_keys(slots, weights, groups)
+        def match() -> bool:
+            return self._all_match(slots, params) and self._check_keys(slots, params, groups)
 
-        in_order = old is not None and list(slots) == list(weights)
+        in_order = targets is not None and list(slots) == list(params)
         keys = set(map(tuple, slots.values())) if in_order else set()
-        if old is not None and len(keys) == 1:
-            fits = old.cached((self._cache_key, *keys, *weights), fit)
+        if targets is not None and len(keys) == 1:
+            matched = targets.cached((self._cache_key, *keys, *params), match)
         else:
-            fits = fit()
-        if fits:
+            matched = match()
+        if matched:
             return
         for name, slot in slots.items():
             for key, value in slot.items():
-                if not self._fits(key, value, weights[name]):
-                    raise self._misfit_error(key, value, name, weights[name])
-        self._check_keys(slots, weights, groups)
+                if not self._matches(key, value, params[name]):
+                    raise self._misfit_error(key, value, name, params[name])
+        self._check_keys(slots, params, groups)
 
-    def _fit(self, slots: Slots, weights: Mapping[str, Tensor]) -> bool:
+    def _all_match(self, slots: Slots, params: Mapping[str, Tensor]) -> bool:
         """Return True if all slots fit. It avoids calls, which a compiler traces slowly."""
         counts = self._counts
         rows = [
-            (weights[name], value, counts.get(key))
+            (params[name], value, counts.get(key))
             for name, slot in slots.items()
             for key, value in slot.items()
         ]
         return are_dense_real([value for _, value, _ in rows]) and all(
             [
-                value.device == weight.device
-                and value.dtype is (count or weight.dtype)
-                and value.shape == (() if count else weight.shape)
-                for weight, value, count in rows
+                value.device == param.device
+                and value.dtype is (count or param.dtype)
+                and value.shape == (() if count else param.shape)
+                for param, value, count in rows
             ]
         )
 
-    def _fits(self, key: str, value: Tensor, weight: Tensor) -> bool:
+    def _matches(self, key: str, value: Tensor, param: Tensor) -> bool:
         if value.is_nested:
             return False
         if key in self._counts:
             dtype = self._counts[key]
-            return value.ndim == 0 and value.dtype is dtype and value.device == weight.device
+            return value.ndim == 0 and value.dtype is dtype and value.device == param.device
         if key not in self._shaped:
             return True
-        alike = value.shape == weight.shape and value.dtype is weight.dtype
-        return alike and value.device == weight.device and value.layout is torch.strided
+        alike = value.shape == param.shape and value.dtype is param.dtype
+        return alike and value.device == param.device and value.layout is torch.strided
 
     def _check_keys(
         self,
         slots: Slots,
-        weights: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
         groups: Callable[[Mapping[str, Tensor]], list[ParamGroup]],
     ) -> bool:
         """Refuse slots that lack one of those that `new` makes with the settings of their group.
@@ -323,15 +323,15 @@ class SlotLayout:
         """
         if traced():  # where a step that raises later has changed nothing
             return True
-        names_of_slots = tuple((name, weights[name].ndim, *slot) for name, slot in slots.items())
+        names_of_slots = tuple((name, params[name].ndim, *slot) for name, slot in slots.items())
         if names_of_slots == self._complete:
             return True
         formula: Any = self._formula
-        for group in groups(weights):
+        for group in groups(params):
             settings = {"lr": 0.0, **group.settings}  # any rate has the same slots
             needed: dict[int, list[str]] = {}
             for name in group.names:
-                ndim = weights[name].ndim
+                ndim = params[name].ndim
                 if ndim not in needed:
                     like = torch.empty([1] * ndim, device="cpu")  # "meta" imports sympy
                     needed[ndim] = list(formula.slots(like, settings))

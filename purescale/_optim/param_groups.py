@@ -25,10 +25,11 @@ from .._optim.in_state import (
 from .._optim.opt_state import OptState, ParamGroup, SlotLayout, Slots, described, each_of
 from .._optim.schedule import ScheduleBy, check_scheduled, checked_rate, first_numbers
 from .._torch import private
-from .._torch.dtypes import on_device, widest_float
+from .._torch.dtypes import on_device
 from .._torch.tracing import (
     any_requires_grad,
     constant_while_compiling,
+    host_can_read,
     traced,
 )
 from .._tree import tree as _tree
@@ -274,31 +275,11 @@ class OptimizerSettings:
             if any_requires_grad(each_of({name: value})):
                 self._refuse_graph(f"opt_state.hyper[{name!r}]")
 
-    def widened(self, hyper: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        """Return settings wide enough for a formula: a beta to the power of the step count needs
-        more than float32.
+    def are_readable(self, opt_state: OptState) -> bool:
+        """Return True if the host can read the settings in the state. Without momentum torch's
+        implementations leave its buffer alone, which the formula updates for a later step.
         """
-
-        def wide(value: Tensor) -> Tensor:
-            return value.to(device, torch.promote_types(value.dtype, widest_float(device)))
-
-        return each_number(wide, hyper)
-
-    def moving(self, rates: Sequence[Any], like: Tensor) -> dict[int, Any]:
-        """Return those `rates` that are tensors or come from a schedule, by index."""
-        moving = {
-            index: rate
-            for index, rate in enumerate(rates)
-            if isinstance(rate, Tensor) or callable(self.lrs[index])
-        }
-        if not torch.compiler.is_compiling():
-            return moving
-        # A compiler would take a Python number for a constant.
-        number: dict[str, Any] = {"dtype": widest_float(like.device), "device": like.device}
-        return {
-            index: rate if isinstance(rate, Tensor) else torch.full((), rate, **number)
-            for index, rate in moving.items()
-        }
+        return "momentum" not in self.hyper and host_can_read(each_of(opt_state.hyper))
 
     def initial_numbers(self, device: torch.device | None) -> tuple[Any, Any]:
         """Return the rate and the other settings of a new state, each () if the state does not hold

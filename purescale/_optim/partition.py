@@ -134,7 +134,7 @@ class PartitionOptimizer(Updater):
 
     def prepare(self, inputs: StepInputs) -> dict[str, Any]:
         """Return what each part prepares, by key."""
-        return {key: part.prepare(own) for key, part, own in self.split(inputs)}
+        return {key: part.prepare(of_part) for key, part, of_part in self.split(inputs)}
 
     def apply_step(
         self, inputs: StepInputs, prepared: Any, *, in_place: bool = False
@@ -148,10 +148,10 @@ class PartitionOptimizer(Updater):
         """Return parameters and state after a step of each part, skipped or not."""
         params: dict[str, Any] = {}
         opt_state: dict[str, Any] = {}
-        for key, part, own in self.split(inputs):
-            stepped = part.apply_step_unless(skip, own, prepared[key], in_place=in_place)
-            of_part, opt_state[key] = own.restore(*stepped)
-            params.update(of_part)
+        for key, part, of_part in self.split(inputs):
+            stepped = part.apply_step_unless(skip, of_part, prepared[key], in_place=in_place)
+            new_params, opt_state[key] = of_part.restore(*stepped)
+            params.update(new_params)
         return inputs.params_tree(list(map(params.get, inputs.names))), opt_state
 
     def split(self, inputs: StepInputs, members: dict[str, Members] | None = None) -> list[Part]:
@@ -173,7 +173,7 @@ class PartitionOptimizer(Updater):
                 Part(key, part, _part_of_dtensors(inputs, members[key], part, opt_state[key]))
                 for key, part in self._parts.items()
             ]
-        slots = _slots(inputs) if metadata is not None and metadata.old is not None else {}
+        slots = _slots(inputs) if metadata is not None and metadata.targets is not None else {}
         return [
             Part(key, part, _part(inputs, members[key], opt_state[key], slots.get(key)))
             for key, part in self._parts.items()
@@ -241,7 +241,7 @@ def _by_name(members: Members, leaves: Leaves) -> dict[str, Any]:
 
 
 def _slots(inputs: StepInputs) -> dict[str, range]:
-    """Return the range of each part's slots in `inputs.old`."""
+    """Return the range of each part's slots in `inputs.targets`."""
     ranges, stop = {}, len(inputs.params)
     for key, state in inputs.opt_state.items():
         start = stop + 1  # after `applied`
@@ -253,15 +253,15 @@ def _slots(inputs: StepInputs) -> dict[str, range]:
 
 def _part(inputs: StepInputs, members: Members, opt_state: Tree, slots: range | None) -> StepInputs:
     """Return the inputs of one part. What is known of the whole step is known of it. `slots` is the
-    range of its slots in `inputs.old`.
+    range of its slots in `inputs.targets`.
     """
     names, indices = members.names, members.indices
     params, metadata = list(map(inputs.params.__getitem__, indices)), None
     if inputs.metadata is not None:
         of_params = inputs.metadata.params.picked(indices, members)
         old = None
-        if inputs.metadata.old is not None and slots is not None:
-            old = inputs.metadata.old.picked((*indices, *slots), (members, slots))
+        if inputs.metadata.targets is not None and slots is not None:
+            old = inputs.metadata.targets.picked((*indices, *slots), (members, slots))
         metadata = StepMetadata(of_params, old)
     return inputs_of_dict(
         dict(zip(names, params, strict=True)),
@@ -280,9 +280,9 @@ def _grads_of(grads: Gradients, members: Members) -> Gradients:
         return grads.picked(members.indices, members)
     remaining = iter(grads.tensors)
     tensors = [None if like is None else next(remaining) for like in grads.likes]
-    own = Metadata([tensors[index] for index in members.indices if tensors[index] is not None])
+    metadata = Metadata([tensors[index] for index in members.indices if tensors[index] is not None])
     likes = [grads.likes[index] for index in members.indices]
-    return grads._replace(metadata=own, likes=likes)
+    return grads._replace(metadata=metadata, likes=likes)
 
 
 def _part_of_dtensors(
@@ -292,5 +292,5 @@ def _part_of_dtensors(
     grads = None
     if inputs.grads.likes:
         grads = _by_name(members, inputs.grads.leaves)
-    own = flatten_step(optimizer, _by_name(members, inputs.params), grads, opt_state)
-    return own._replace(grads=inputs.grads.with_tensors_of(own.grads)._replace(owned=False))
+    part = flatten_step(optimizer, _by_name(members, inputs.params), grads, opt_state)
+    return part._replace(grads=inputs.grads.with_tensors_of(part.grads)._replace(owned=False))

@@ -42,7 +42,7 @@ class StepMetadata(NamedTuple):
     params: Metadata
     # of parameters, then the slots of an OptState or all tensors of a dict of such states; None for
     # the state of any other optimizer
-    old: Metadata | None
+    targets: Metadata | None
 
 
 class StepInputs(NamedTuple):
@@ -64,8 +64,8 @@ class StepInputs(NamedTuple):
     )
 
     @property
-    def weights(self) -> Metadata:
-        """The parameters that are tensors."""
+    def present_params(self) -> Metadata:
+        """The parameters that are not None."""
         return (
             Metadata(list(self.named_params.values()))
             if self.metadata is None
@@ -73,10 +73,10 @@ class StepInputs(NamedTuple):
         )
 
     @property
-    def old(self) -> Metadata:
+    def targets(self) -> Metadata:
         """The tensors that a step of a class of torch updates: parameters, then slots."""
-        if self.metadata is not None and self.metadata.old is not None:
-            return self.metadata.old
+        if self.metadata is not None and self.metadata.targets is not None:
+            return self.metadata.targets
         return Metadata([*self.named_params.values(), *values_of(self.opt_state.slots)])
 
     @property
@@ -84,10 +84,10 @@ class StepInputs(NamedTuple):
         """The tensors of this rank that a step replaces: parameters and slots, and the rest of the
         state.
         """
-        if self.metadata is not None and self.metadata.old is not None:
+        if self.metadata is not None and self.metadata.targets is not None:
             state = self.opt_state
             rest = [state.applied, *numbers_of(state)] if isinstance(state, OptState) else []
-            return self.metadata.old, Metadata(rest, dense_off_graph=True)
+            return self.metadata.targets, Metadata(rest, dense_off_graph=True)
         leaves = [*self.params, *_tree.flatten(self.opt_state)[0]]
         shards = [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
         return Metadata(shards, dense_off_graph=self.dense_off_graph), NOTHING
@@ -181,32 +181,32 @@ def flatten_step(
         params, opt_state = flatten_together([params], opt_state)
         _tree.check_parameters(params)
     flat_grads = NO_GRADS if grads is None else _tree.gradients_like(params, grads)
-    flat_state, (tree, weights, structure, of_params) = opt_state, params
+    flat_state, (tree, leaves, structure, of_params) = opt_state, params
     of_state, of_grads = flat_state.metadata, flat_grads.metadata
     dense_off_graph = all([part.dense_off_graph for part in (of_params, of_state, of_grads)])
     if not (optimizer.differentiable or dense_off_graph):
         _tree.reject_autograd_history(params=params, grads=flat_grads, opt_state=flat_state)
     gradients = flat_grads.leaves
     if not of_params.dense_off_graph:  # torch's kernels ignore lazy negation
-        weights = [
+        leaves = [
             leaf.resolve_conj().resolve_neg()
             if isinstance(leaf, Tensor) and is_lazy(leaf)
             else leaf
-            for leaf in weights
+            for leaf in leaves
         ]
     names, opt_state = _tree.names(tree), flat_state.tree
-    sharded = not dense_off_graph and dtensor.any_dtensor([*weights, *gradients])
+    sharded = not dense_off_graph and dtensor.any_dtensor([*leaves, *gradients])
     if sharded and optimizer.elementwise is not None:
-        flat = FlatTree(tree, weights, structure, of_params)
+        flat = FlatTree(tree, leaves, structure, of_params)
         return _flatten_shards(optimizer, flat, names, gradients, opt_state)
     dense = of_grads.dense_off_graph
     return StepInputs(
         structure,
         names,
-        weights,
+        leaves,
         Gradients(of_grads, gradients, True) if dense else as_gradients(gradients),
         opt_state,
-        present(names, weights),
+        present(names, leaves),
         dense_off_graph,
         metadata=_step_metadata(of_params, of_state, opt_state) if dense_off_graph else None,
     )
@@ -216,27 +216,27 @@ def _flatten_shards(
     optimizer: Any, params: FlatTree, names: list[str], gradients: Leaves, opt_state: Tree
 ) -> StepInputs:
     """Return the inputs of a step over this rank's shards of DTensors."""
-    weights = params.leaves
-    gradients = gradients or [None] * len(weights)
-    for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-        if gradient is not None and (reason := dtensor.placement_mismatch(gradient, weight)):
+    leaves = params.leaves
+    gradients = gradients or [None] * len(leaves)
+    for index, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
+        if gradient is not None and (reason := dtensor.placement_mismatch(gradient, leaf)):
             raise ValueError(f"{_tree.path(params.tree, 'grads', index)} {reason}")
-        _check_placements(weight, params.tree, index, optimizer)
-    _check_state_placements(opt_state, dict(zip(names, weights, strict=True)))
-    pairs = zip(gradients, weights, strict=True)
-    gradients = [dtensor.redistribute_like(gradient, weight) for gradient, weight in pairs]
-    leaves, state = _tree.flatten(opt_state)
+        _check_placements(leaf, params.tree, index, optimizer)
+    _check_state_placements(opt_state, dict(zip(names, leaves, strict=True)))
+    pairs = zip(gradients, leaves, strict=True)
+    gradients = [dtensor.redistribute_like(gradient, leaf) for gradient, leaf in pairs]
+    of_state, state = _tree.flatten(opt_state)
     on_graph = optimizer.differentiable
-    local = [dtensor.shard(weight, on_graph=on_graph) for weight in weights]
+    local = [dtensor.shard(leaf, on_graph=on_graph) for leaf in leaves]
     return StepInputs(
         params.structure,
         names,
         local,
         as_gradients(gradients),
-        state.unflatten([dtensor.shard(leaf, on_graph=on_graph) for leaf in leaves]),
+        state.unflatten([dtensor.shard(leaf, on_graph=on_graph) for leaf in of_state]),
         present(names, local),
         False,
-        (weights, leaves),
+        (leaves, of_state),
     )
 
 
@@ -277,34 +277,34 @@ def _flatten_state(opt_state: Tree) -> tuple[Leaves, Any]:
     return _tree.flatten(opt_state)
 
 
-def _check_placements(weight: Any, params: Tree, index: int, optimizer: Any) -> None:
-    if not dtensor.is_dtensor(weight):
+def _check_placements(param: Any, params: Tree, index: int, optimizer: Any) -> None:
+    if not dtensor.is_dtensor(param):
         return
     at = _tree.path(params, "params", index)
-    if any(placement.is_partial() for placement in weight.placements):
+    if any(placement.is_partial() for placement in param.placements):
         raise ValueError(
-            f"{at} has the placements {weight.placements}: it has a Partial placement, and "
+            f"{at} has the placements {param.placements}: it has a Partial placement, and "
             "updating each rank's part does not update their sum. Fix: "
             "`p.redistribute(placements=[Replicate()])`."
         )
-    if not optimizer.elementwise and dtensor.is_sharded(weight):
+    if not optimizer.elementwise and dtensor.is_sharded(param):
         raise ValueError(
-            f"{at} has the placements {weight.placements}, and {optimizer} needs the whole of a "
+            f"{at} has the placements {param.placements}, and {optimizer} needs the whole of a "
             "parameter, as Muon and Adafactor do. Fix: AdamW or another optimizer that updates "
             "each element by itself, or `p.redistribute(placements=[Replicate()])`, for gradients "
             "too."
         )
 
 
-def _check_state_placements(opt_state: Tree, weights: dict[str, Any]) -> None:
+def _check_state_placements(opt_state: Tree, params: dict[str, Any]) -> None:
     for name, slot in getattr(without_wrappers(opt_state), "slots", {}).items():
-        weight = weights.get(name)
+        param = params.get(name)
         for key, value in slot.items():
             if dtensor.is_dtensor(value) and not (
-                dtensor.is_dtensor(weight)
-                and (value.device_mesh, value.placements) == (weight.device_mesh, weight.placements)
+                dtensor.is_dtensor(param)
+                and (value.device_mesh, value.placements) == (param.device_mesh, param.placements)
             ):
-                has = f"{weight.placements}" if dtensor.is_dtensor(weight) else "none"
+                has = f"{param.placements}" if dtensor.is_dtensor(param) else "none"
                 raise ValueError(
                     f"opt_state: {key} of {name} has the placements {value.placements}, its "
                     f"parameter has {has}. Likely cause: the state of the parameters before they "
@@ -317,25 +317,25 @@ def working_copies(inputs: StepInputs, *, in_place: bool, any_order: bool = Fals
     the graph if `in_place`, else copies. Slots get the memory order of their parameter unless
     `any_order` is set.
     """
-    weights, slots = inputs.named_params, inputs.opt_state.slots
-    old, metadata = inputs.old, inputs.metadata
+    params, slots = inputs.named_params, inputs.opt_state.slots
+    old, metadata = inputs.targets, inputs.metadata
     if in_place and not old.any_requires_grad:
-        new_weights, new_slots = weights, {name: {**slot} for name, slot in slots.items()}
+        new_params, new_slots = params, {name: {**slot} for name, slot in slots.items()}
     else:
         new = old.tensors if in_place else foreach.clone(old.tensors)
         working = iter([t.detach() if t.requires_grad else t for t in new])
-        new_weights = dict(zip(weights, working, strict=False))
+        new_params = dict(zip(params, working, strict=False))
         new_slots = slots_like(slots, working)
-        metadata = StepMetadata(Metadata(list(new_weights.values())), None)
+        metadata = StepMetadata(Metadata(list(new_params.values())), None)
     if not any_order and not old.are_contiguous:
         for name, slot in new_slots.items():
-            weight = new_weights[name]
+            param = new_params[name]
             for key, value in slot.items():
-                if value.shape == weight.shape and not same_memory_order(value, weight):
-                    slot[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+                if value.shape == param.shape and not same_memory_order(value, param):
+                    slot[key] = torch.empty_like(param, dtype=value.dtype).copy_(value)
     applied, _, *numbers = inputs.opt_state
     opt_state = OptState(applied, new_slots, *numbers)
-    return inputs._replace(named_params=new_weights, opt_state=opt_state, metadata=metadata)
+    return inputs._replace(named_params=new_params, opt_state=opt_state, metadata=metadata)
 
 
 def named_params(params: Tree) -> dict[str, Tensor]:

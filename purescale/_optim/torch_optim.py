@@ -11,26 +11,16 @@ from torch import Tensor
 
 from .._optim.class_step import ClassStep
 from .._optim.formula_step import FormulaStep
-from .._optim.fused import Columns, can_launch, fused_update, kernel_of
+from .._optim.fused_step import FusedStep
 from .._optim.in_state import each_number, names_in_state
 from .._optim.opt_state import (
     OptState,
-    ParamGroup,
-    SlotLayout,
     Slots,
     as_tensors,
-    each_of,
-    slots_like,
 )
 from .._optim.param_groups import CurrentSettings, OptimizerSettings, Overrides
 from .._optim.schedule import PARAMETERS_GIVEN, Schedule, ScheduleBy
-from .._optim.step_inputs import (
-    StepInputs,
-    flatten_step,
-    inputs_of_dict,
-    named_params,
-    working_copies,
-)
+from .._optim.step_inputs import StepInputs, flatten_step, named_params, working_copies
 from .._optim.torch_state_dict import (
     checked_state_dict,
     counts_from,
@@ -40,13 +30,10 @@ from .._optim.torch_state_dict import (
     state_dict,
 )
 from .._optim.updater import Updater
-from .._torch import foreach, private
+from .._torch import foreach
 from .._torch.autocast import outside_autocast
-from .._torch.foreach import MAX_INLINE_LEAVES
-from .._torch.metadata import Metadata
-from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
+from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
-from .._tree.gradients import Gradients
 from .._tree.tree import Tree
 
 P = ParamSpec("P")
@@ -176,22 +163,12 @@ class TorchOptimizer(Updater):
         )
         self._layout = self._settings.layout
         self._formula = self._settings.formula
-        self._kernel = kernel_of(self._formula)
         self.may_add_slots = self._formula is None
         self.differentiable = self._settings.differentiable
         self.elementwise: bool | None = self._formula is not None and self._formula.elementwise
-        # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
-        # Dynamo sets no guards in it, so `_key`, which has all that the formula reads besides its
-        # arguments, guards the compiled step.
-        self._class_step, self._formula_step = (
-            ClassStep(self._settings),
-            FormulaStep(self._settings),
-        )
-        self._opaque = private.Opaque(self._formula_step.make, lambda: private.nonstrict_trace)
-        self._opaque_update = private.Opaque(
-            lambda *args: self._traced_update(*args), lambda: torch.compiler.allow_in_graph
-        )
-        self._key = self._settings.key()
+        self._fused_step = FusedStep(self._settings)
+        self._class_step = ClassStep(self._settings)
+        self._formula_step = FormulaStep(self._settings)
         self.summary = self._settings.summary
 
     def __repr__(self) -> str:
@@ -231,17 +208,17 @@ class TorchOptimizer(Updater):
                 "be compiled, mapped or differentiated. Fix: call the step eagerly, take a class "
                 "of torch.optim, or write an (init, update) pair for from_transformation."
             )
-        weights = inputs.named_params
-        if opt_state.slots.keys() != weights.keys():
+        params = inputs.named_params
+        if opt_state.slots.keys() != params.keys():
             raise ValueError(
                 f"opt_state knows the parameters {_tree.join_names(list(opt_state.slots))}, "
                 f"params has {_tree.join_names(inputs.names)}. Fix: "
                 "`opt_state = optimizer.init(params)` for these params."
             )
-        old = inputs.old if inputs.metadata else None
-        self._layout.check(opt_state.slots, weights, self._settings.slot_groups, old)
+        targets = inputs.targets if inputs.metadata else None
+        self._layout.check(opt_state.slots, params, self._settings.slot_groups, targets)
         self._settings.check(opt_state)
-        self._settings.check_names(tuple(weights))
+        self._settings.check_names(tuple(params))
 
     def prepare(self, inputs: StepInputs) -> CurrentSettings:
         """Return the settings of a step that may differ from those of the step before."""
@@ -251,24 +228,18 @@ class TorchOptimizer(Updater):
         self, inputs: StepInputs, prepared: CurrentSettings, *, in_place: bool = False
     ) -> tuple[Tree, OptState]:
         """Return parameters and state after the step, as in `Updater`."""
-        if self.fuses(inputs):
-            return self._fused_step(False, inputs, prepared, in_place=in_place)
+        if self._fused_step.is_right_for(inputs):
+            return self._stepped_by_kernel(False, inputs, prepared, in_place=in_place)
         inputs = inputs.unscaled()
-        lrs, hyper = prepared.rates, prepared.hyper
         gradients = _cast_gradients(inputs)
-        weights, slots = inputs.named_params, inputs.opt_state.slots
         if self._formula is None or self._reads_on_host(inputs):
-            working = working_copies(inputs, in_place=in_place, any_order=True)
-            weights, slots = working.named_params, working.opt_state.slots
-            slots = self._class_step(weights, gradients, slots, lrs, hyper)
-            return self._stepped(inputs, weights, slots, 1)
-        run = self._opaque if torch.compiler.is_dynamo_compiling() else self._formula_step.make
-        moving = self._settings.moving(lrs, inputs.opt_state.applied)
-        numbers = self._settings.widened(hyper, inputs.opt_state.applied.device) if hyper else ()
-        one_by_one = self.differentiable or traced()
-        new = iter(run(self._key, weights, gradients, slots, moving, numbers, one_by_one))
-        weights = dict(zip(weights, new, strict=False))
-        return self._stepped(inputs, weights, slots_like(slots, new), 1)
+            new = working_copies(inputs, in_place=in_place, any_order=True)
+            params, slots = new.named_params, new.opt_state.slots
+            slots = self._class_step(params, gradients, slots, prepared)
+        else:
+            one_by_one = self.differentiable or traced()
+            params, slots = self._formula_step(inputs, gradients, prepared, one_by_one=one_by_one)
+        return self._stepped(inputs, params, slots, 1)
 
     def apply_step_unless(
         self,
@@ -279,37 +250,31 @@ class TorchOptimizer(Updater):
         in_place: bool = False,
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
-        if self.fuses(inputs):
-            return self._fused_step(skip, inputs, prepared, in_place=in_place)
+        if self._fused_step.is_right_for(inputs):
+            return self._stepped_by_kernel(skip, inputs, prepared, in_place=in_place)
         return super().apply_step_unless(skip, inputs, prepared, in_place=in_place)
 
-    def _fused_step(
+    def _stepped_by_kernel(
         self, skip: Tensor | bool, inputs: StepInputs, prepared: CurrentSettings, *, in_place: bool
     ) -> tuple[Tree, OptState]:
-        """Return parameters and state after a step by a fused kernel, which unscales and skips."""
-        rates, hyper = prepared
         if in_place:  # a rate that is not in the state may share memory with a parameter
             lr = inputs.opt_state.lr
-            rates = [r.clone() if isinstance(r, Tensor) and r is not lr else r for r in rates]
+            apart = [
+                rate.clone() if isinstance(rate, Tensor) and rate is not lr else rate
+                for rate in prepared.rates
+            ]
+            prepared = prepared._replace(rates=apart)
         new = working_copies(inputs, in_place=in_place)
-        weights, slots = new.named_params, new.opt_state.slots
-        if torch.compiler.is_dynamo_compiling() and _COMPILES_BEHIND_DYNAMO:
-            grads = inputs.grads
-            numbers = grads.scale, grads.factor, grads.clip_value, skip
-            self._opaque_update(self._key, weights, inputs.named_grads, slots, numbers, rates)
-        else:
-            hyper = each_number(Tensor.item, hyper) if hyper else ()
-            groups = self._settings.torch_groups(tuple(weights), hyper)
-            self._update_in_place(groups, rates, new, skip)
+        self._fused_step(skip, new, prepared)
         # A captured CUDA graph needs its numbers at fixed addresses; the host captures nothing.
-        captured = in_place and skip is not False
-        count = 1 if skip is False else ~skip
-        return self._stepped(inputs, weights, slots, count, in_place=captured)
+        captured, count = in_place and skip is not False, 1 if skip is False else ~skip
+        slots = new.opt_state.slots
+        return self._stepped(inputs, new.named_params, slots, count, in_place=captured)
 
     def _stepped(
         self,
         inputs: StepInputs,
-        weights: dict[str, Tensor],
+        params: dict[str, Tensor],
         slots: Slots,
         count: Any,
         *,
@@ -327,7 +292,7 @@ class TorchOptimizer(Updater):
             hyper and each_number(keep, hyper),
             iteration,
         )
-        return inputs.params_tree(list(map(weights.get, inputs.names))), state
+        return inputs.params_tree(list(map(params.get, inputs.names))), state
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Copy into fresh memory, on the graph only if the step is to be differentiated."""
@@ -346,79 +311,12 @@ class TorchOptimizer(Updater):
         }
         return opt_state._replace(slots=slots)
 
-    # ---- the fused kernel
-
-    def fuses(self, inputs: StepInputs) -> bool:
-        """Return True if torch's fused kernel can make this step."""
-        if self._kernel is None or self._layout.first_step_differs or under_transform():
-            return False
-        if self._settings.flag_named and not self._settings.settings.get("fused"):
-            return False
-        if self._settings.hyper and not self._reads_settings(inputs):
-            return False
-        weights, grads = inputs.weights, inputs.grads.metadata
-        if torch.compiler.is_dynamo_compiling() and (
-            len(weights.tensors) <= MAX_INLINE_LEAVES
-            or is_on_a_graph([*weights.tensors, *grads.tensors])
-        ):
-            return False
-        return can_launch(weights, grads)
-
-    def _traced_update(
-        self,
-        key: str,
-        weights: dict[str, Tensor],
-        grads: dict[str, Tensor],
-        slots: Slots,
-        numbers: tuple[Any, ...],
-        rates: list[Any],
-    ) -> None:
-        """Call `_update_in_place` from a compiled step, which is guarded by `key`."""
-        scale, factor, clip_value, skip = numbers
-        likes, metadata = list(map(grads.get, weights)), Metadata(list(grads.values()))
-        gradients = Gradients(metadata, likes, False, scale, False, factor, clip_value)
-        state = OptState((), slots)  # type: ignore[arg-type]
-        inputs = inputs_of_dict(weights, gradients, state, dense_off_graph=False)
-        self._update_in_place(self._settings.torch_groups(tuple(weights)), rates, inputs, skip)
-
-    def _update_in_place(
-        self, groups: list[ParamGroup], rates: list[Any], inputs: StepInputs, skip: Tensor | bool
-    ) -> None:
-        """Update parameters and slots by one kernel for each group, device and dtype."""
-        kernel: Any = self._kernel
-        weights, slots = inputs.weights, inputs.opt_state.slots
-        grads, names = inputs.grads.with_one_divisor(), list(inputs.named_params)
-        gradient_of = {name: index for index, name in enumerate(inputs.grad_names)}
-        for group in groups:
-            settings = group.with_rate(rates)
-            members = {name for name in group.names if name in gradient_of}
-            for kind in weights.kinds:
-                indices = [index for index in kind if names[index] in members]
-                launched = [names[index] for index in indices]
-                if launched:
-                    columns = Columns(
-                        weights.picked(indices),
-                        grads.picked([gradient_of[name] for name in launched]),
-                        [
-                            _column(slots, launched, key, self._layout)
-                            for key in kernel.slots(settings)
-                        ],
-                    )
-                    fused_update(kernel, settings, columns, skip)
-
-    # ---- the class's own step, or its formula
-
     def _reads_on_host(self, inputs: StepInputs) -> bool:
-        """Return True if the host can read its counts and settings."""
-        can_read = not self.differentiable and host_can_read() and inputs.old.are_on_a_cpu
-        return can_read and self._reads_settings(inputs)
+        """Return True if the host can read the counts and the settings in the state."""
+        can_read = not self.differentiable and host_can_read() and inputs.targets.are_on_a_cpu
+        return can_read and self._settings.are_readable(inputs.opt_state)
 
-    def _reads_settings(self, inputs: StepInputs) -> bool:
-        """Return True if the host can read the settings in the state. Without momentum torch's
-        implementations leave its buffer alone, which the formula updates for a later step.
-        """
-        hyper = inputs.opt_state.hyper
-        return "momentum" not in self._settings.hyper and host_can_read(each_of(hyper))
+    # ---- state dicts
 
     def to_state_dict(
         self,
@@ -516,17 +414,6 @@ class TorchOptimizer(Updater):
         group_of = {name: param.group for name, param in saved_params.items()}
         numbers = self._settings.numbers_from_dict(saved_groups, group_of, fresh)
         return OptState(counts[0], slots, *numbers, counts[1])
-
-
-# In older versions is_compiling() is False while the compiler behind Dynamo traces.
-_COMPILES_BEHIND_DYNAMO = torch.__version__ >= "2.13"
-
-
-def _column(slots: Slots, names: list[str], key: str, layout: SlotLayout) -> list[Tensor]:
-    try:
-        return [slots[name][key] for name in names]
-    except KeyError:
-        raise layout.foreign(key) from None
 
 
 def _cast_gradients(inputs: StepInputs) -> dict[str, Tensor]:

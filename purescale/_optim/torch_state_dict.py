@@ -68,7 +68,7 @@ def in_the_form_of(
     """
     saved_groups, states = checked_state_dict(like)
     saved_params = find_parameters(saved_groups, states, groups, slots)
-    own = {
+    written_as = {
         name: (group, key)
         for group in sd["param_groups"]
         for name, key in zip(group["param_names"], group["params"], strict=True)
@@ -76,9 +76,9 @@ def in_the_form_of(
     written = []
     for index, saved in enumerate(saved_groups):
         members = [name for name, param in saved_params.items() if param.group == index]
-        settings = own[members[0]][0] if members else saved
+        settings = written_as[members[0]][0] if members else saved
         for name in members:
-            if mismatch := _setting_mismatch(settings, own[name][0]):
+            if mismatch := _setting_mismatch(settings, written_as[name][0]):
                 raise ValueError(
                     f"like: param_groups[{index}] has {members[0]} and {name}, which are in two "
                     f"groups here: {name} {mismatch}. Likely cause: overrides that the torch "
@@ -90,7 +90,7 @@ def in_the_form_of(
         kept = {"params", "param_names", *(saved.keys() & FLAGS)}
         changed = {name: value for name, value in settings.items() if name not in kept}
         written.append({**saved, **changed})
-    new = {param.key: sd["state"].get(own[name][1]) for name, param in saved_params.items()}
+    new = {param.key: sd["state"].get(written_as[name][1]) for name, param in saved_params.items()}
     state = {
         key: new[key] if key in new else copy.deepcopy(states.get(key))
         for group in saved_groups
@@ -218,18 +218,18 @@ def _order(
         for group in groups
     ]
     left = {
-        own: [index for index, mismatch in saved.items() if mismatch is None]
-        for own, saved in enumerate(mismatches)
+        place: [index for index, mismatch in saved.items() if mismatch is None]
+        for place, saved in enumerate(mismatches)
     }
     order: dict[int, int] = {}
     while left:
         # If there is one order only, some group fits in one place only.
-        own = min(left, key=lambda index: len(left[index]))
-        fitting, names = left.pop(own), _tree.join_names(groups[own].names)
+        place = min(left, key=lambda index: len(left[index]))
+        fitting, names = left.pop(place), _tree.join_names(groups[place].names)
         if not fitting:
             reasons = [
                 f"param_groups[{index}] {mismatch or 'is another'}"
-                for index, mismatch in mismatches[own].items()
+                for index, mismatch in mismatches[place].items()
             ]
             raise ValueError(
                 f"the state dict has no names, and no group of it fits {names}: "
@@ -241,11 +241,11 @@ def _order(
                 f"the state dict has no names, and param_groups{fitting} have the shapes and "
                 f"settings of {names}, so parameters could exchange their state. {NAME_THEM}"
             )
-        order[own] = fitting[0]
+        order[place] = fitting[0]
         for indices in left.values():
             if fitting[0] in indices:
                 indices.remove(fitting[0])
-    return [order[own] for own in range(len(groups))]
+    return [order[place] for place in range(len(groups))]
 
 
 def _group_mismatch(

@@ -235,9 +235,9 @@ def forward_report(
             path = [names[id(running[-1].module)], type(module).__name__] if running else []
             for name, part in module.named_modules():
                 names.setdefault(id(part), ".".join(filter(None, [*path, name])))
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        registered = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         # Measured before the forward, which may write into them.
-        running.append(_Call(module, len(rows), _measured(args), _measured(own)))
+        running.append(_Call(module, len(rows), _measured(args), _measured(registered)))
 
     def returned(module: nn.Module, args: Any, *kwargs_and_out: Any) -> None:
         if threading.get_ident() != thread:
@@ -285,7 +285,7 @@ class _Call(NamedTuple):
     module: nn.Module
     start: int  # the number of rows before it
     positional: _Facts | None  # of its positional arguments
-    own: _Facts | None  # of its own parameters and buffers
+    registered: _Facts | None  # of its own parameters and buffers
 
 
 def _module_report(
@@ -294,7 +294,7 @@ def _module_report(
     nonfinite, nan, posinf, masked = out.counts.unbind()
     zeros = torch.zeros_like(out.counts)
     in_arguments, in_own = (
-        zeros if facts is None else facts.counts for facts in (arguments, call.own)
+        zeros if facts is None else facts.counts for facts in (arguments, call.registered)
     )
     return ModuleReport(
         name=name,

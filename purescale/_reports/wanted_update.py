@@ -76,8 +76,8 @@ def _wanted(optimizer: Any, inputs: StepInputs) -> Leaves:
         return _wanted(optimizer.updater, optimizer.decode(inputs))
     if isinstance(optimizer, PartitionOptimizer):
         by_name: dict[str, Any] = {}
-        for _, part, own in optimizer.split(inputs):
-            by_name.update(zip(own.names, _wanted(part, own), strict=True))
+        for _, part, of_part in optimizer.split(inputs):
+            by_name.update(zip(of_part.names, _wanted(part, of_part), strict=True))
         return list(map(by_name.get, inputs.names))
     old = list(map(_wide, inputs.params))
     wide_grads = Metadata(list(map(_wide, inputs.grads.tensors)))

@@ -84,22 +84,23 @@ class RegionCaller:
         parts = (value_and_grad.inputs, [value_and_grad.scale], carried, mean.state, weights)
         sizes = [len(tensors) for tensors in parts]
 
-        def one(tensors: Sequence[Tensor]) -> list[Tensor]:
+        def repeated(tensors: Sequence[Tensor]) -> list[Tensor]:
             rest = list(tensors)
-            inputs, (scale,), before, state, own = [[rest.pop(0) for _ in range(n)] for n in sizes]
-            weights = [own.pop(0) if isinstance(value, Tensor) else value for value in weighed]
+            columns = [[rest.pop(0) for _ in range(n)] for n in sizes]
+            inputs, (scale,), before, state, of_weights = columns
+            weights = [of_weights.pop(0) if isinstance(w, Tensor) else w for w in weighed]
             batch = private.pytree.tree_unflatten(rest, structure)
             out = value_and_grad.by_func_of(inputs, scale, before, batch)
             _check_aux(out.aux)
-            with_it = mean.resumed(state, scale, weights)
-            counts = with_it.add(0, as_gradients(out.grads, scale))
+            resumed = mean.resumed(state, scale, weights)
+            counts = resumed.add(0, as_gradients(out.grads, scale))
             after = keep_buffers_if_dropped(counts, before, out.buffers)
-            return [out.loss, *after, *with_it.state, *with_it.overflows]
+            return [out.loss, *after, *resumed.state, *resumed.overflows]
 
         # The inputs of a region must not share memory, and microbatches often do.
         tensors = [tensor for part in parts for tensor in part] + [leaf.clone() for leaf in leaves]
         key, symbolic = self._key_of(structure, tensors), _symbolic_sizes(tensors)
-        _active.append(one)
+        _active.append(repeated)
         loss, *rest = _region(key, *tensors)
         _active.pop()
         if _symbolic_sizes(tensors) != symbolic:

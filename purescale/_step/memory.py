@@ -46,7 +46,7 @@ def memory_of_step(
     """
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     # Without donation nothing is written into the state of the optimizer.
-    replaced, numbers_of_optimizer = inputs.replaced if donate else (inputs.weights, NOTHING)
+    replaced, numbers_of_optimizer = inputs.replaced if donate else (inputs.present_params, NOTHING)
     numbers = [
         *numbers_of_optimizer.tensors,
         *_tree.all_tensors((flat.scaler.tree, flat.step, flat.rng, flat.guard)),
@@ -91,4 +91,4 @@ def donated_memory(
 
 def _on_graph(optimizer: Updater, inputs: StepInputs) -> bool:
     """Return True if a derivative goes through the step, which must then overwrite nothing."""
-    return optimizer.differentiable and is_on_a_graph(inputs.weights.tensors)
+    return optimizer.differentiable and is_on_a_graph(inputs.present_params.tensors)

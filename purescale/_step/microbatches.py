@@ -60,7 +60,7 @@ class WindowResult(NamedTuple):
     loss: Tensor  # the mean over the microbatches that count
     buffers: Leaves
     aux: tuple[Any, ...]
-    flags: MicrobatchFlags | None  # None without a group if only the mean is measured
+    microbatch_flags: MicrobatchFlags | None  # None without a group if only the mean is measured
     divisor: Tensor | None = None  # of this rank's mean in that of a group; inf without a weight
     reduction: Reduction | None = None  # on its way to the other ranks
 
@@ -314,7 +314,7 @@ def flags_with_mean(
     """Return the flags of a window whose mean was measured: its `overflow` counts as that of a
     microbatch. A running mean leaves out what overflows.
     """
-    flags = window.flags
+    flags = window.microbatch_flags
     if flags is None:
         retryable = overflow
         if options.max_retries:
@@ -346,7 +346,7 @@ def _sender(
         sums = mean.with_share(before, new.tensors, last)
         tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums
         gradient = new.restore(tensors)[0]
-        reduction.put(value_and_grad.present[place], gradient, own=True, nan=nan)
+        reduction.put(value_and_grad.present[place], gradient, owned=True, nan=nan)
 
     return send
 
@@ -411,8 +411,8 @@ def check_weights(
         as_weight("weight_fn returned", weight_fn(microbatch), scale)
 
 
-class _Sums(NamedTuple):
-    """Sums over the microbatches of a window, or flags of whether they are above 0."""
+class _Totals(NamedTuple):
+    """Sums over the microbatches of a window, or flags that are True if they are above 0."""
 
     good_weight: Any  # the weight of those that count and did not overflow
     weight: Any  # of those that count
@@ -450,32 +450,32 @@ def _summary(
     overflow = overflow & counts
     good, finite = counts & ~overflow, torch.isfinite(loss)
     flags = (good, invalid, overflow, overflow & finite, counts & ~finite)
-    weight_of = [torch.where(some, weight, 0).sum() for some in (good, counts)]
+    weight_of = [torch.where(flag, weight, 0).sum() for flag in (good, counts)]
     sums = torch.stack([*weight_of, *(flag.sum().to(weight.dtype) for flag in flags)])
     local = sums[:2]
-    means = torch.stack([_mean(loss, weight, some) for some in (good, counts)])
+    means = torch.stack([_mean(loss, weight, flag) for flag in (good, counts)])
     if group is not None:
         weighted = torch.where(local > 0, local * means, 0)
         reduced = all_reduce(torch.cat([sums, weighted]), "sum", group)
         sums, weighted = reduced[:-2], reduced[-2:]
         means = weighted / torch.where(sums[:2] > 0, sums[:2], 1)
-    total, some = _Sums(*sums.unbind()), _Sums(*engine.read(sums > 0))
-    mean_is_retryable = negated(some.diverged | some.invalid)
+    total, has = _Totals(*sums.unbind()), _Totals(*engine.read(sums > 0))
+    mean_is_retryable = negated(has.diverged | has.invalid)
     drops_one = options.on_nonfinite == "drop_microbatch"
     if drops_one:
-        skip, retryable = negated(some.good), some.finite_overflowed
+        skip, retryable = negated(has.good), has.finite_overflowed
         # If all were dropped, the loss of all of them shows why.
         mean = torch.where(total.good > 0, means[0], means[1])
     else:
-        skip = some.invalid | some.overflowed | negated(some.good)
-        retryable, mean = some.overflowed & mean_is_retryable, means[1]
+        skip = has.invalid | has.overflowed | negated(has.good)
+        retryable, mean = has.overflowed & mean_is_retryable, means[1]
     number = total.overflowed.to(torch.int64)
-    of_window = WindowFlags(some.overflowed, skip, retryable, number)
+    of_window = WindowFlags(has.overflowed, skip, retryable, number)
     divisor = None
     if group is not None:
-        own, all_ranks = (local[0], total.good_weight) if drops_one else (local[1], total.weight)
-        divisor = mean_divisor(own, all_ranks)
-    return mean.to(loss.dtype), MicrobatchFlags(of_window, some.weight, mean_is_retryable), divisor
+        here, all_ranks = (local[0], total.good_weight) if drops_one else (local[1], total.weight)
+        divisor = mean_divisor(here, all_ranks)
+    return mean.to(loss.dtype), MicrobatchFlags(of_window, has.weight, mean_is_retryable), divisor
 
 
 def _mean(loss: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

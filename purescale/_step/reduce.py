@@ -39,24 +39,24 @@ def reduce_window(
     overflow on several ranks has the norm inf, as in one process. `microbatches._summary` has
     already reduced the flags of single microbatches and of weights. `number`: of the microbatches.
     """
-    weights, before, after = flat.params.leaves, flat.buffers.leaves, window.buffers
+    params, before, after = flat.params.leaves, flat.buffers.leaves, window.buffers
     reduction = window.reduction
     if reduction is None:
-        reduction = reduction_of(weights, before, window.divisor, options.group)
+        reduction = reduction_of(params, before, window.divisor, options.group)
         leaves, nan = window.grads.leaves, sent_for_nan(options, number)
-        for index in reversed(range(len(weights))):
+        for index in reversed(range(len(params))):
             if index in reduction.bucket_of:
                 reduction.put(index, leaves[index], nan=nan)
-    for index, (old, new) in enumerate(zip(before, after, strict=True), len(weights)):
+    for index, (old, new) in enumerate(zip(before, after, strict=True), len(params)):
         if index in reduction.bucket_of:
             reduction.put(index, _change_and_value(old, new, reduction.divisor))
     largest = _largest_integers(before, after, options.group)
     sums = reduction.get()
     averaged = [
         other if pair is None else _apply_mean_change(old, *pair)
-        for old, pair, other in zip(before, sums[len(weights) :], largest, strict=True)
+        for old, pair, other in zip(before, sums[len(params) :], largest, strict=True)
     ]
-    grads = as_gradients(sums[: len(weights)], window.grads.scale, owned=window.grads.owned)
+    grads = as_gradients(sums[: len(params)], window.grads.scale, owned=window.grads.owned)
     return window._replace(grads=grads, buffers=averaged, reduction=None)
 
 

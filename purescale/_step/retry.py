@@ -33,7 +33,7 @@ class Attempt(NamedTuple):
     retries: int
 
 
-def first_finite(
+def retry_until_finite(
     options: StepOptions,
     flat: FlatState,
     accumulate: Callable[[FlatTree], tuple[WindowResult, GradStats, WindowFlags]],

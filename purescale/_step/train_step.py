@@ -27,7 +27,7 @@ from .._step.microbatches import (
 )
 from .._step.on_host import engine_for
 from .._step.reduce import check_on_all_ranks, reduce_window
-from .._step.retry import first_finite
+from .._step.retry import retry_until_finite
 from .._step.spike_guard import Guard, call_guard, check_guarded
 from .._step.step_info import StepInfo
 from .._step.step_options import BNUpdate, FlatState, StepOptions, step_options
@@ -189,7 +189,7 @@ def _stages(
     inputs = flatten_step(options.optimizer, flat.params, None, flat.opt_state)
     options.optimizer.check(inputs)
     scalars = [flat.scaler.tree.scale, *options.clip.tensor_bounds]
-    engine = engine_for(options.optimizer, inputs.weights, scalars)
+    engine = engine_for(options.optimizer, inputs.present_params, scalars)
     memory = memory_of_step(
         options, flat, inputs, microbatches, may_be_captured=engine.may_be_captured
     )
@@ -204,7 +204,7 @@ def _stages(
         stats = engine.measure(window.grads, scaler.tree.scale, stats_options)
         return window, stats, flags_with_mean(window, stats.overflow, options)
 
-    attempt = first_finite(options, flat, accumulate)
+    attempt = retry_until_finite(options, flat, accumulate)
     (window, stats, flags), guard_state, rejects = attempt[:3], flat.guard, None
     if options.guard is not None:
         dtype = window.grads.factor_dtype

@@ -87,9 +87,9 @@ def can_write_each(
     union, kept = set(itertools.chain(*of_lists)), set(of_others)
     if len(union) == sum(map(len, of_lists)) and None not in union and union.isdisjoint(kept):
         return allowed
-    for index, own in enumerate(of_lists):
-        alone = set(own)
-        apart = len(alone) == len(own) and None not in alone and alone.isdisjoint(kept)
+    for index, storages in enumerate(of_lists):
+        alone = set(storages)
+        apart = len(alone) == len(storages) and None not in alone and alone.isdisjoint(kept)
         rest = (other for place, other in enumerate(of_lists) if place != index)
         allowed[index] = allowed[index] and apart and all(map(alone.isdisjoint, rest))
     return allowed

@@ -285,7 +285,7 @@ class _PureOnly(NoReads):
             if not isinstance(torch.func.debug_unwrap(tensor), private.FakeTensor):
                 raise _EffectError(*_WRITES_OUTSIDE)
             storage = _storage(tensor)
-            if any(storage is own for own in self.inputs):
+            if any(storage is of_input for of_input in self.inputs):
                 raise _EffectError(*_WRITES_ARGUMENT)
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -370,7 +370,7 @@ _LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
 def _where(error: Exception | None) -> str:
     """Return the line of the user's file from which an error comes."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
-    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
-    if not own:
+    callers = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
+    if not callers:
         return ""
-    return f" ({own[-1].filename}, line {own[-1].lineno}: `{own[-1].line}`)"
+    return f" ({callers[-1].filename}, line {callers[-1].lineno}: `{callers[-1].line}`)"

@@ -50,14 +50,14 @@ class Gradients(NamedTuple):
 
     def picked(self, indices: Sequence[int], key: Hashable = None) -> Gradients:
         """Return some of them, as in `Metadata.picked`."""
-        own = self.metadata.picked(indices, key)
-        if own is self.metadata:
+        metadata = self.metadata.picked(indices, key)
+        if metadata is self.metadata:
             return self
-        likes = own.tensors
+        likes = metadata.tensors
         if not self.dense_real:
             present_likes = self.present_likes
             likes = [present_likes[index] for index in indices]
-        return self._replace(metadata=own, likes=likes)
+        return self._replace(metadata=metadata, likes=likes)
 
     def with_tensors_of(self, other: Gradients) -> Gradients:
         """Return other tensors, such as parts of these, that wait for the same."""

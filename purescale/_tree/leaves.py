@@ -185,14 +185,14 @@ def stored_values(leaf: Tensor) -> Tensor:
 # ---- matching of two leaves ----------------------------------------------------------------------
 
 
-def mismatch_reason(gradient: Tensor, weight: Tensor) -> str:
+def mismatch_reason(gradient: Tensor, param: Tensor) -> str:
     """Return why a gradient does not fit a parameter; "" if it does."""
-    if gradient.shape != weight.shape:
-        return f"shape {tuple(gradient.shape)}, its parameter {tuple(weight.shape)}"
-    if gradient.device != weight.device:
-        return f"device {gradient.device}, its parameter {weight.device}"
-    if gradient.is_complex() and not weight.is_complex():
-        return f"dtype {gradient.dtype}, its parameter {weight.dtype}, which has no imaginary part"
+    if gradient.shape != param.shape:
+        return f"shape {tuple(gradient.shape)}, its parameter {tuple(param.shape)}"
+    if gradient.device != param.device:
+        return f"device {gradient.device}, its parameter {param.device}"
+    if gradient.is_complex() and not param.is_complex():
+        return f"dtype {gradient.dtype}, its parameter {param.dtype}, which has no imaginary part"
     return ""
 
 

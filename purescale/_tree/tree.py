@@ -282,20 +282,20 @@ def gradients_like(params: FlatTree, grads: Tree) -> FlatTree:
     flat = FlatTree(grads, gradients, params.structure, metadata)
     both_dense = of_params.dense_off_graph and metadata.dense_off_graph
     if both_dense and _leaf.are_real(metadata.dtypes):
-        weights = params.leaves
+        leaves = params.leaves
 
-        def fit() -> bool:
-            shapes = list(_map(_shape, gradients)), list(_map(_shape, weights))
-            devices = list(_map(_device, gradients)), list(_map(_device, weights))
+        def match() -> bool:
+            shapes = list(_map(_shape, gradients)), list(_map(_shape, leaves))
+            devices = list(_map(_device, gradients)), list(_map(_device, leaves))
             return shapes[0] == shapes[1] and devices[0] == devices[1]
 
-        if metadata.cached("fit", fit, of_params):
+        if metadata.cached("match", match, of_params):
             return flat
     check_gradients(params.tree, gradients)
-    for index, (gradient, weight) in enumerate(zip(gradients, params.leaves, strict=True)):
+    for index, (gradient, param) in enumerate(zip(gradients, params.leaves, strict=True)):
         if gradient is None:
             continue
-        cause = "no parameter there" if weight is None else _leaf.mismatch_reason(gradient, weight)
+        cause = "no parameter there" if param is None else _leaf.mismatch_reason(gradient, param)
         if cause:
             raise ValueError(
                 f"{path(params.tree, 'grads', index)} has {cause}. Fix: the gradients of these "

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import purescale as ps
 from purescale._grads import grad_stats
-from purescale._optim import torch_optim
+from purescale._optim import fused_step
 from purescale._torch import foreach, tracing
 from purescale.testing import assert_sync_free
 
@@ -352,7 +352,7 @@ def test_the_norm_in_rows_and_chunks_equals_float64(length, chunk, sizes, power)
 @pytest.fixture
 def as_one_node(monkeypatch):
     """As with many parameters."""
-    for module in (foreach, torch_optim):
+    for module in (foreach, fused_step):
         monkeypatch.setattr(module, "MAX_INLINE_LEAVES", 0)
 
 

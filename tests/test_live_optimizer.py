@@ -177,13 +177,59 @@ def test_a_number_in_the_state_goes_into_the_groups_that_take_theirs_from_it(as_
     kept = adamw.param_groups
     optimizer, opt_state = ps.from_torch_optimizer(adamw, model, in_state=("lr", "weight_decay"))
     assert opt_state.lr == 0.5
-    assert opt_state.hyper["weight_decay"] == 0.0
+    assert opt_state.hyper["weight_decay"] == 0.25
     changed = ps.replace_settings(opt_state, lr=0.125, weight_decay=0.75)
     ps.to_torch_optimizer(changed, optimizer, adamw, model)
     assert [float(group["lr"]) for group in adamw.param_groups] == [0.125, 0.125]
-    assert [group["weight_decay"] for group in adamw.param_groups] == [0.75, 0.25]
+    assert [group["weight_decay"] for group in adamw.param_groups] == [0.0, 0.75]
     assert adamw.param_groups is kept
     assert not as_tensor or adamw.param_groups[0]["lr"] is rate
+
+
+@pytest.mark.parametrize("first", ["weight", "bias", "frozen"])
+def test_a_number_in_the_state_is_that_of_all_groups_but_those_with_0(first):
+    model, theirs = nn.Linear(2, 1), nn.Linear(2, 1)
+    theirs.load_state_dict(model.state_dict())
+
+    def groups(model):
+        frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+        model.register_parameter("frozen", frozen)
+        by_name = {
+            "weight": {"params": [model.weight], "weight_decay": 0.5},
+            "bias": {"params": [model.bias], "weight_decay": 0.0},
+            "frozen": {"params": [frozen], "weight_decay": 0.125, "lr": 0.5},
+        }
+        return [by_name.pop(first), *by_name.values()]
+
+    adamw = torch.optim.AdamW(groups(model), lr=0.1)
+    optimizer, opt_state = ps.from_torch_optimizer(adamw, model, in_state=("lr", "weight_decay"))
+    opt_state = ps.replace_settings(opt_state, lr=0.25, weight_decay=2.0)
+    params, _ = train_here(ps.make_functional(model)[1], optimizer, opt_state, range(2))
+    expected = torch.optim.AdamW(groups(theirs), lr=0.1)
+    for group in expected.param_groups:
+        group["lr"] = 0.25
+        group["weight_decay"] = 2.0 if group["weight_decay"] == 0.5 else 0.0
+    train(theirs, expected, range(2))
+    torch.testing.assert_close(params, trained(theirs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "what"),
+    [
+        ("lr", (0.1, 0.01), r"the rates \[0.1, 0.01\]"),
+        ("weight_decay", (0.5, 0.25), r"the values of weight_decay \[0.5, 0.25\]"),
+        ("betas", ((0.5, 0.6), (0.5, 0.7)), r"the values of betas \[\(0.5, 0.6\), \(0.5, 0.7\)\]"),
+    ],
+)
+def test_groups_with_several_numbers_for_one_in_the_state_are_refused(name, values, what):
+    model = nn.Linear(2, 1)
+    adamw = torch.optim.AdamW(
+        [{"params": [p], name: value} for p, value in zip(model.parameters(), values, strict=True)]
+    )
+    with pytest.raises(
+        ValueError, match=rf"{what}; the state holds one number .*Fix: leave {name}"
+    ):
+        ps.from_torch_optimizer(adamw, model, in_state=(name,))
 
 
 def test_a_wrapped_state_goes_back_too():

@@ -159,6 +159,7 @@ def replace_settings(state: S, **settings: Any) -> S:
 
     Returns:
         The state with new tensors for these settings. What has a schedule is a factor of it.
+        Parameters for which `overrides` names a setting keep theirs.
 
     Raises:
         ValueError: If the state does not hold a setting, a tensor has another shape, or a number is

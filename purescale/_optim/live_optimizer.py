@@ -40,7 +40,7 @@ def from_torch_optimizer(
             other attributes are used too; they must not change in a step.
         model: The model whose parameters it steps; `nn.ModuleDict({"a": a, "b": b})` for several.
         in_state: Names of settings that the state holds, as in `from_torch`: one number for all
-            groups that have the first group's. A group with another number keeps its own.
+            groups. A group in which it is 0, as the weight decay of biases, keeps that.
 
     Returns:
         The optimizer, and its state for the parameters of `make_functional(model)` that it steps.
@@ -48,8 +48,8 @@ def from_torch_optimizer(
 
     Raises:
         TypeError: If `torch_optimizer` is not an optimizer of torch.
-        ValueError: If it has a parameter that is not in the model; and all that `from_torch` and
-            `from_state_dict` refuse.
+        ValueError: If it has a parameter that is not in the model, or groups with several numbers
+            for a name in `in_state`; and all that `from_torch` and `from_state_dict` refuse.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -178,8 +178,8 @@ def _with_overrides(
     in_state: Sequence[str],
     schedule_by: ScheduleBy,
 ) -> TorchOptimizer:
-    """Return a pure optimizer with the settings of the first group, and overrides for the
-    others.
+    """Return a pure optimizer with the settings of the first group, except what the state holds for
+    all, and overrides for groups that differ.
     """
     cls = type(optimizer)
     is_torchs = cls.__module__.startswith("torch.optim.")
@@ -187,7 +187,9 @@ def _with_overrides(
         {**(_settings_of(cls, group) if is_torchs else _own_settings(group)), "lr": rate}
         for group, rate in zip(optimizer.param_groups, rates, strict=True)
     ]
-    first, overrides = groups[0], {}
+    stepped = [group for members, group in zip(names, groups, strict=True) if members]
+    first = {**groups[0], **_numbers_of_all(stepped, in_state)}
+    overrides = {}
     for members, group in zip(names, groups, strict=True):
         differing = {
             name: value
@@ -213,6 +215,26 @@ def _with_overrides(
         schedule_by=schedule_by,
         template=_template(optimizer, first),
     )
+
+
+def _numbers_of_all(groups: Sequence[Mapping[str, Any]], in_state: Sequence[str]) -> dict[str, Any]:
+    """Return the numbers that the state holds, each that of all groups in which it is not 0."""
+    numbers = {}
+    for name in in_state:
+        values = [group[name] for group in groups if name in group]
+        others = [value for value in values if value != 0]
+        if any(value != others[0] for value in others):
+            what = "rates" if name == "lr" else f"values of {name}"
+            raise ValueError(
+                f"the groups of the optimizer have the {what} {values}; the state holds one number "
+                f"for all. Fix: leave {name} out of in_state; or say which parameters keep theirs, "
+                f"`optimizer = from_torch(cls, overrides={{pattern: {{{name!r}: ...}}}}, in_state="
+                f"({name!r},))` and `optimizer.from_state_dict(torch_optimizer.state_dict(), "
+                "params)`; to change each, a `partition` with an optimizer for each group."
+            )
+        if values:
+            numbers[name] = (others or values)[0]
+    return numbers
 
 
 def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:

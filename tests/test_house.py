@@ -275,6 +275,7 @@ TESTED_WITH = {
     "_step/step_info.py": "test_train_step.py",
     "_step/step_options.py": "test_train_step.py",
     "_step/train_state.py": "test_train_step.py",
+    "_step/window_mean.py": "test_microbatches.py",
     "_torch/dtypes.py": "test_default_dtype.py",
     "_torch/functorch_kernels.py": "test_lengths.py",
     "_torch/private.py": "test_private_names.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,26 +22,19 @@ from .._batch_norm.bn_stats import (
 from .._batch_norm.capture import CaptureBatchNorm, layers_of, named_calls
 from .._distributed.buckets import Reduction, mean_divisor, reduction_of
 from .._distributed.process_group import Group, all_reduce
-from .._grads.accumulate import (
-    AccumState,
-    add,
-    as_weight,
-    init_accum,
-    is_weight,
-)
+from .._grads.accumulate import is_weight
 from .._step.compiled_window import RegionCaller, can_repeat, keep_buffers_if_dropped
 from .._step.masked import Masked, WindowFlags
 from .._step.memory import Memory
 from .._step.step_options import FlatState, StepOptions
 from .._step.value_and_grad import ValueAndGrad, check_returned, check_unwritten
+from .._step.window_mean import MicrobatchWeights, RunningMean, ScaledSum, shares, weigh
 from .._torch import private
 from .._torch.donation import storage_pointers
-from .._torch.dtypes import wide_dtype, widest_float
-from .._torch.private import listops
+from .._torch.dtypes import widest_float
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
-from .._tree.leaves import metadata_of, versions
-from .._tree.scalars import as_floats
+from .._tree.leaves import versions
 from .._tree.tree import FlatTree, Leaves, Tree, negated
 
 
@@ -94,10 +87,10 @@ def accumulate_microbatches(
     @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
     def loss_and_stats(params: Tree, carried: Tree, microbatch: Any) -> Any:
         buffers, stats = carried
-        with CaptureBatchNorm() as caught:
+        with CaptureBatchNorm() as captured:
             returned = options.loss_fn(params, buffers, microbatch)
         loss, new_buffers, *aux = check_returned(returned, buffers)
-        calls = named_calls(caught, new_buffers)
+        calls = named_calls(captured, new_buffers)
         for name, call in calls:
             momenta.setdefault(name, call.momentum)
         return (
@@ -135,14 +128,14 @@ def _accumulate(
         params, buffers, scaler, loss_fn, memory.arguments, differentiable=differentiable
     )
     scale: Tensor = scaler.tree.scale
-    weights = _weights(engine, options, microbatches, scale)
+    weights = weigh(engine, options, microbatches, scale)
     single = len(microbatches) == 1 and options.group is None
-    kind = _ScaledSum if single or options.on_nonfinite == "drop_window" else _RunningMean
+    kind = ScaledSum if single or options.on_nonfinite == "drop_window" else RunningMean
     mean = kind(engine, options, weights, value_and_grad)
     reduction = send = None
     # Nothing is sent in a trace, nor if each microbatch has to be measured first.
     group = None if options.max_retries else options.group
-    if group is not None and isinstance(mean, _ScaledSum) and mean.owned:
+    if group is not None and isinstance(mean, ScaledSum) and mean.owned:
         reduction = _reduction(group, weights, params, sent_with)
         send = _sender(reduction, options, mean)
     carried, last = buffers.leaves, len(microbatches) - 1
@@ -166,7 +159,7 @@ def _accumulate(
             carried = out.buffers
         else:
             # The first gradients of a sum become the sum; others are only read.
-            first = isinstance(mean, _ScaledSum) and mean.state is None
+            first = isinstance(mean, ScaledSum) and mean.state is None
             out = value_and_grad(carried, microbatch, owned=first)
             counts = mean.add(index, as_gradients(out.grads, scale))
             carried = keep_buffers_if_dropped(counts, carried, out.buffers)
@@ -200,114 +193,6 @@ def _microbatch_of(make: Callable[[], Any], value_and_grad: ValueAndGrad, memory
     return microbatch
 
 
-class _Mean:
-    """The mean gradients of a window."""
-
-    def __init__(
-        self,
-        engine: type[Masked],
-        options: StepOptions,
-        weights: _Weights,
-        value_and_grad: ValueAndGrad,
-    ) -> None:
-        self.engine, self.options = engine, options
-        self.weights, self.value_and_grad = weights, value_and_grad
-        self.scale, self.owned = value_and_grad.scale, not value_and_grad.by_func
-        self.overflows: list[Tensor | bool] = []  # of each microbatch that was measured
-
-    # The tensors that change with each microbatch; None before the first.
-    state: list[Tensor] | None = None
-
-    def zeros(self) -> list[Tensor]:
-        """Return the state of a mean of 0, with the tensors of every later one."""
-        return as_gradients(self.value_and_grad.zeros()).tensors
-
-    def resumed(self, state: list[Tensor], scale: Tensor, weighed: list[Any]) -> _Mean:
-        """Return a mean with this state, whose microbatches all have the weight `weighed`."""
-        number = len(self.weights.counts)
-        weights = _Weights(*[value if value is None else [value] * number for value in weighed])  # type: ignore[arg-type]
-        new = type(self)(self.engine, self.options, weights, self.value_and_grad)
-        new.scale, new.state = scale, state
-        return new
-
-    def add(self, index: int, grads: Gradients) -> bool | Tensor:
-        """Average gradients in. Return whether their microbatch counts for the buffers."""
-        raise NotImplementedError
-
-    def mean(self) -> Gradients:
-        """Return the mean: zeros if nothing counted."""
-        raise NotImplementedError
-
-    def _gradients(self, tensors: list[Tensor], scale: Tensor | None) -> Gradients:
-        likes, dense_real = self.value_and_grad.params.leaves, self.value_and_grad.dense_real
-        return Gradients(metadata_of(tensors), likes, dense_real, scale, owned=self.owned)
-
-
-class _ScaledSum(_Mean):
-    """A mean that stays scaled: the gradients of a single microbatch, unchanged, or the sum of
-    those of several times their shares. If one overflows, so does the sum.
-    """
-
-    def add(self, index: int, grads: Gradients) -> bool | Tensor:
-        if self.is_single:
-            self.state = grads.tensors
-            return True  # an overflow skips the whole step
-        if self.options.max_retries:
-            self.overflows.append(self.engine.measure(grads, self.scale).overflow)
-        self.state = self.with_share(self.state, grads.tensors, index)
-        return self.weights.counts[index]
-
-    @property
-    def is_single(self) -> bool:
-        return len(self.weights.counts) == 1 and self.options.group is None
-
-    def with_share(
-        self, sums: list[Tensor] | None, new: list[Tensor], index: int
-    ) -> list[Tensor] | None:
-        """Return `sums + new * share`, at least in float32, if microbatch `index` counts. None is
-        an empty sum. The shares of a window sum to 1, so the sum does not overflow.
-        """
-        share, counts = self.weights.shares[index], self.weights.counts[index]
-        if counts is False:
-            return sums
-        if sums is None and self.owned and not isinstance(share, Tensor):
-            sums = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
-            listops.mul_(sums, share)  # in place: these gradients are owned
-            return sums
-        sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
-        return self.engine.add(sums, new, share, counts, owned=self.owned)
-
-    def mean(self) -> Gradients:
-        return self._gradients(self.zeros() if self.state is None else self.state, self.scale)
-
-
-class _RunningMean(_Mean):
-    """An unscaled mean of the microbatches that do not overflow."""
-
-    def zeros(self) -> list[Tensor]:
-        return _leaves_of(init_accum(super().zeros()))
-
-    def add(self, index: int, grads: Gradients) -> bool | Tensor:
-        overflow = self.engine.measure(grads, self.scale).overflow
-        self.overflows.append(overflow)
-        accum = init_accum(grads.tensors) if self.state is None else _accum_of(self.state)
-        weight, flag = self.weights.vector[index], _tree.flag(overflow, like=self.scale)
-        self.state = _leaves_of(add(accum, grads, weight, flag, owned=self.owned))
-        return self.weights.counts[index] & negated(overflow)  # it is dropped
-
-    def mean(self) -> Gradients:
-        return self._gradients(_accum_of(self.state or self.zeros()).grads, None)
-
-
-def _leaves_of(accum: AccumState) -> list[Tensor]:
-    return [*accum.grads, *accum[1:]]
-
-
-def _accum_of(leaves: list[Tensor]) -> AccumState:
-    number = len(leaves) - len(AccumState._fields) + 1
-    return AccumState(leaves[:number], *leaves[number:])
-
-
 def flags_with_mean(
     window: WindowResult, overflow: Tensor | bool, options: StepOptions
 ) -> WindowFlags:
@@ -334,7 +219,7 @@ def flags_with_mean(
 
 
 def _sender(
-    reduction: Reduction, options: StepOptions, mean: _ScaledSum
+    reduction: Reduction, options: StepOptions, mean: ScaledSum
 ) -> Callable[[int, Tensor], None]:
     """Return a function that adds a gradient of the last microbatch to the mean and sends it."""
     value_and_grad, last = mean.value_and_grad, len(mean.weights.counts) - 1
@@ -360,7 +245,9 @@ def sent_for_nan(options: StepOptions, number: int) -> float | None:
     return math.nan if number == 1 else math.inf
 
 
-def _reduction(group: Group, weights: _Weights, params: FlatTree, buffers: Leaves) -> Reduction:
+def _reduction(
+    group: Group, weights: MicrobatchWeights, params: FlatTree, buffers: Leaves
+) -> Reduction:
     """Return the reduction that sends gradients during the last backward."""
     # The divisor depends on the weights only, so it is known before the gradients.
     counted = torch.where(is_weight(weights.vector), weights.vector, 0).sum()
@@ -368,47 +255,7 @@ def _reduction(group: Group, weights: _Weights, params: FlatTree, buffers: Leave
     return reduction_of(params.leaves, buffers, divisor, group)
 
 
-# ---- weights and losses --------------------------------------------------------------------------
-
-
-class _Weights(NamedTuple):
-    """The weights of a window's microbatches, known before the first one runs."""
-
-    vector: Any  # Tensor [k]; None without a group if all are 1 and only the mean is measured
-    shares: Sequence[float | Tensor]  # of the mean: 0 or more, with sum 1
-    counts: Sequence[bool | Tensor]  # the weight is valid and above 0
-
-    def of(self, index: int) -> list[Any]:
-        """Return vector, share and count of one microbatch."""
-        return [None if values is None else values[index] for values in self]
-
-
-def _weights(
-    engine: type[Masked], options: StepOptions, microbatches: list[Any], scale: Tensor
-) -> _Weights:
-    number, weight_fn = len(microbatches), options.weight_fn
-    if weight_fn is None:
-        vector = None
-        looks_once = options.on_nonfinite == "drop_window" and not options.max_retries
-        if options.group is not None or not (number == 1 or looks_once):
-            vector = torch.ones(number, dtype=widest_float(scale.device), device=scale.device)
-        return _Weights(vector, [1 / number] * number, [True] * number)
-    returned = [weight_fn(microbatch) for microbatch in microbatches]
-    vector = torch.stack([as_weight("weight_fn returned", weight, scale) for weight in returned])
-    numbers = as_floats(returned)
-    if numbers is not None:
-        total = sum(numbers) or 1.0
-        return _Weights(vector, [n / total for n in numbers], [n > 0 for n in numbers])
-    counts = is_weight(vector) & (vector > 0)
-    return _Weights(vector, engine.read(_shares(vector, counts)), engine.read(counts))
-
-
-def check_weights(
-    microbatches: list[Any], weight_fn: Callable[[Any], float | Tensor], scale: Tensor
-) -> None:
-    """Refuse invalid return values of `weight_fn`."""
-    for microbatch in microbatches:
-        as_weight("weight_fn returned", weight_fn(microbatch), scale)
+# ---- loss and flags ------------------------------------------------------------------------------
 
 
 class _Totals(NamedTuple):
@@ -425,7 +272,7 @@ class _Totals(NamedTuple):
 
 def _summary(
     engine: type[Masked],
-    weights: _Weights,
+    weights: MicrobatchWeights,
     losses: list[Tensor],
     overflows: list[Tensor | bool],
     options: StepOptions,
@@ -479,10 +326,4 @@ def _summary(
 
 
 def _mean(loss: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    return (torch.where(counts, loss, 0) * _shares(weight, counts)).sum()
-
-
-def _shares(weight: Tensor, counts: Tensor) -> Tensor:
-    """Return the weights of those that count over their sum, zeros if none does."""
-    shares = torch.where(counts, weight, 0)
-    return shares / torch.where(counts.any(), shares.sum(), 1)
+    return (torch.where(counts, loss, 0) * shares(weight, counts)).sum()

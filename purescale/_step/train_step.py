@@ -22,7 +22,6 @@ from .._step.microbatches import (
     FUNCTIONS,
     WindowResult,
     accumulate_microbatches,
-    check_weights,
     flags_with_mean,
 )
 from .._step.on_host import engine_for
@@ -33,6 +32,7 @@ from .._step.step_info import StepInfo
 from .._step.step_options import BNUpdate, FlatState, StepOptions, step_options
 from .._step.train_state import TrainState
 from .._step.value_and_grad import OPTIONS_OF_JAX, LossFn
+from .._step.window_mean import check_weights
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree import tree as _tree

@@ -1,0 +1,180 @@
+"""The mean gradients of a window: the weights of its microbatches, and two ways to average them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._grads.accumulate import AccumState, add, as_weight, init_accum, is_weight
+from .._step.masked import Masked
+from .._step.step_options import StepOptions
+from .._step.value_and_grad import ValueAndGrad
+from .._torch.dtypes import wide_dtype, widest_float
+from .._torch.private import listops
+from .._tree import tree as _tree
+from .._tree.gradients import Gradients, as_gradients
+from .._tree.leaves import metadata_of
+from .._tree.scalars import as_floats
+from .._tree.tree import negated
+
+
+class MicrobatchWeights(NamedTuple):
+    """The weights of a window's microbatches, known before the first one runs."""
+
+    vector: Any  # Tensor [k]; None without a group if all are 1 and only the mean is measured
+    shares: Sequence[float | Tensor]  # of the mean: 0 or more, with sum 1
+    counts: Sequence[bool | Tensor]  # the weight is valid and above 0
+
+    def of(self, index: int) -> list[Any]:
+        """Return vector, share and count of one microbatch."""
+        return [None if values is None else values[index] for values in self]
+
+
+def weigh(
+    engine: type[Masked], options: StepOptions, microbatches: list[Any], scale: Tensor
+) -> MicrobatchWeights:
+    """Return the weights of all microbatches, by `weight_fn` or equal."""
+    number, weight_fn = len(microbatches), options.weight_fn
+    if weight_fn is None:
+        vector = None
+        only_mean = options.on_nonfinite == "drop_window" and not options.max_retries
+        if options.group is not None or not (number == 1 or only_mean):
+            vector = torch.ones(number, dtype=widest_float(scale.device), device=scale.device)
+        return MicrobatchWeights(vector, [1 / number] * number, [True] * number)
+    returned = [weight_fn(microbatch) for microbatch in microbatches]
+    vector = torch.stack([as_weight("weight_fn returned", weight, scale) for weight in returned])
+    numbers = as_floats(returned)
+    if numbers is not None:
+        total = sum(numbers) or 1.0
+        return MicrobatchWeights(vector, [n / total for n in numbers], [n > 0 for n in numbers])
+    counts = is_weight(vector) & (vector > 0)
+    return MicrobatchWeights(vector, engine.read(shares(vector, counts)), engine.read(counts))
+
+
+def check_weights(
+    microbatches: list[Any], weight_fn: Callable[[Any], float | Tensor], scale: Tensor
+) -> None:
+    """Refuse invalid return values of `weight_fn`."""
+    for microbatch in microbatches:
+        as_weight("weight_fn returned", weight_fn(microbatch), scale)
+
+
+def shares(weight: Tensor, counts: Tensor) -> Tensor:
+    """Return the weights of those that count over their sum, zeros if none does."""
+    shares = torch.where(counts, weight, 0)
+    return shares / torch.where(counts.any(), shares.sum(), 1)
+
+
+# ---- the mean ------------------------------------------------------------------------------------
+
+
+class Mean:
+    """The mean gradients of a window."""
+
+    def __init__(
+        self,
+        engine: type[Masked],
+        options: StepOptions,
+        weights: MicrobatchWeights,
+        value_and_grad: ValueAndGrad,
+    ) -> None:
+        self.engine, self.options = engine, options
+        self.weights, self.value_and_grad = weights, value_and_grad
+        self.scale, self.owned = value_and_grad.scale, not value_and_grad.by_func
+        self.overflows: list[Tensor | bool] = []  # of each microbatch that was measured
+
+    # The tensors that change with each microbatch; None before the first.
+    state: list[Tensor] | None = None
+
+    def zeros(self) -> list[Tensor]:
+        """Return the state of a mean of 0, with the tensors of every later one."""
+        return as_gradients(self.value_and_grad.zeros()).tensors
+
+    def resumed(self, state: list[Tensor], scale: Tensor, weighed: list[Any]) -> Mean:
+        """Return a mean with this state, whose microbatches all have the weight `weighed`."""
+        number, (weight, share, counts) = len(self.weights.counts), weighed
+        vector = None if weight is None else [weight] * number
+        weights = MicrobatchWeights(vector, [share] * number, [counts] * number)
+        new = type(self)(self.engine, self.options, weights, self.value_and_grad)
+        new.scale, new.state = scale, state
+        return new
+
+    def add(self, index: int, grads: Gradients) -> bool | Tensor:
+        """Average gradients in. Return True if their microbatch counts for the buffers."""
+        raise NotImplementedError
+
+    def mean(self) -> Gradients:
+        """Return the mean: zeros if nothing counted."""
+        raise NotImplementedError
+
+    def _gradients(self, tensors: list[Tensor], scale: Tensor | None) -> Gradients:
+        likes, dense_real = self.value_and_grad.params.leaves, self.value_and_grad.dense_real
+        return Gradients(metadata_of(tensors), likes, dense_real, scale, owned=self.owned)
+
+
+class ScaledSum(Mean):
+    """A mean that stays scaled: the gradients of a single microbatch, unchanged, or the sum of
+    those of several times their shares. If one overflows, so does the sum.
+    """
+
+    def add(self, index: int, grads: Gradients) -> bool | Tensor:
+        if self.is_single:
+            self.state = grads.tensors
+            return True  # an overflow skips the whole step
+        if self.options.max_retries:
+            self.overflows.append(self.engine.measure(grads, self.scale).overflow)
+        self.state = self.with_share(self.state, grads.tensors, index)
+        return self.weights.counts[index]
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.weights.counts) == 1 and self.options.group is None
+
+    def with_share(
+        self, sums: list[Tensor] | None, new: list[Tensor], index: int
+    ) -> list[Tensor] | None:
+        """Return `sums + new * share`, at least in float32, if microbatch `index` counts. None is
+        an empty sum. The shares of a window sum to 1, so the sum does not overflow.
+        """
+        share, counts = self.weights.shares[index], self.weights.counts[index]
+        if counts is False:
+            return sums
+        if sums is None and self.owned and not isinstance(share, Tensor):
+            sums = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
+            listops.mul_(sums, share)  # in place: these gradients are owned
+            return sums
+        sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
+        return self.engine.add(sums, new, share, counts, owned=self.owned)
+
+    def mean(self) -> Gradients:
+        return self._gradients(self.zeros() if self.state is None else self.state, self.scale)
+
+
+class RunningMean(Mean):
+    """An unscaled mean of the microbatches that do not overflow."""
+
+    def zeros(self) -> list[Tensor]:
+        return _leaves_of(init_accum(super().zeros()))
+
+    def add(self, index: int, grads: Gradients) -> bool | Tensor:
+        overflow = self.engine.measure(grads, self.scale).overflow
+        self.overflows.append(overflow)
+        accum = init_accum(grads.tensors) if self.state is None else _accum_of(self.state)
+        weight, flag = self.weights.vector[index], _tree.flag(overflow, like=self.scale)
+        self.state = _leaves_of(add(accum, grads, weight, flag, owned=self.owned))
+        return self.weights.counts[index] & negated(overflow)  # it is dropped
+
+    def mean(self) -> Gradients:
+        return self._gradients(_accum_of(self.state or self.zeros()).grads, None)
+
+
+def _leaves_of(accum: AccumState) -> list[Tensor]:
+    return [*accum.grads, *accum[1:]]
+
+
+def _accum_of(leaves: list[Tensor]) -> AccumState:
+    number = len(leaves) - len(AccumState._fields) + 1
+    return AccumState(leaves[:number], *leaves[number:])

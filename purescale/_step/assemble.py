@@ -19,7 +19,9 @@ from .._tree import tree as _tree
 from .._tree.select import where, write_over
 from .._tree.tree import FlatTree, Leaves, Tree
 
-Numbers = tuple[Tree, Tensor, Any, Tree]  # the last fields of a state: scaler, step, rng, guard
+StateNumbers = tuple[
+    Tree, Tensor, Any, Tree
+]  # the last fields of a state: scaler, step, rng, guard
 
 
 def next_numbers(
@@ -29,7 +31,7 @@ def next_numbers(
     attempt: Attempt,
     decision: Decision,
     guard_state: Tree,
-) -> Numbers:
+) -> StateNumbers:
     """Return the numbers of the next state. `guard_state`: what the guard returned, which a step
     drops that is skipped, unless for the guard alone.
     """
@@ -49,7 +51,7 @@ def assemble(
     attempt: Attempt,
     decision: Decision,
     updated: tuple[Tree, Tree],
-    numbers: Numbers,
+    numbers: StateNumbers,
 ) -> tuple[TrainState, StepInfo]:
     """Return the next state and the report. `updated`: the new parameters and optimizer state."""
     window, (params, opt_state) = attempt.window, updated

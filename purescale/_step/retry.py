@@ -36,9 +36,9 @@ class Attempt(NamedTuple):
 def retry_until_finite(
     options: StepOptions,
     flat: FlatState,
-    accumulate: Callable[[FlatTree], tuple[WindowResult, GradStats, WindowFlags]],
+    run_window: Callable[[FlatTree], tuple[WindowResult, GradStats, WindowFlags]],
 ) -> Attempt:
-    """Return the result of `accumulate(scaler)` at the first scale at which the window is finite.
+    """Return the result of `run_window(scaler)` at the first scale at which the window is finite.
     Syncs with the host if `max_retries` is above 0.
 
     If no try is finite, return the one that lost the fewest microbatches, and of those the one at
@@ -46,7 +46,7 @@ def retry_until_finite(
     """
     scaler, rng, device = flat.scaler, flat.rng, flat.scaler.tree.scale.device
     if not options.max_retries:
-        result, next_rng = _with_generator(rng, device, accumulate, scaler)
+        result, next_rng = _with_generator(rng, device, run_window, scaler)
         return Attempt(*result, scaler, next_rng, 0)
     if any_dtensor(flat.params.leaves):
         raise ValueError(
@@ -58,7 +58,7 @@ def retry_until_finite(
     retries = 0
     with _locked(_generators(device)) as states:
         while True:
-            result, next_rng = _with_generator(rng, device, accumulate, scaler)
+            result, next_rng = _with_generator(rng, device, run_window, scaler)
             flags = result[2]
             if best is None or bool(flags.num_overflowed < best.flags.num_overflowed):
                 best = Attempt(*result, scaler, next_rng, retries)

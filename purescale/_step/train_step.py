@@ -196,7 +196,7 @@ def _stages(
     of_sum = len(microbatches) > 1
     stats_options = StatsOptions(options.clip.norm_type, options.takes_amax, of_sum)
 
-    def accumulate(scaler: FlatTree) -> tuple[WindowResult, GradStats, WindowFlags]:
+    def run_window(scaler: FlatTree) -> tuple[WindowResult, GradStats, WindowFlags]:
         scaled = flat if scaler is flat.scaler else flat._replace(scaler=scaler)
         window = accumulate_microbatches(engine, options, scaled, microbatches, memory)
         if options.group is not None:
@@ -204,7 +204,7 @@ def _stages(
         stats = engine.measure(window.grads, scaler.tree.scale, stats_options)
         return window, stats, flags_with_mean(window, stats.overflow, options)
 
-    attempt = retry_until_finite(options, flat, accumulate)
+    attempt = retry_until_finite(options, flat, run_window)
     (window, stats, flags), guard_state, rejects = attempt[:3], flat.guard, None
     if options.guard is not None:
         dtype = window.grads.factor_dtype

@@ -228,6 +228,28 @@ def job_after(steps, name, schedule):
     return finished
 
 
+@pytest.mark.parametrize("schedule", [None, "sequential"])
+def test_numbers_in_the_state_are_replaced_and_given_back_into_the_groups(schedule):
+    numbers = {"weight_decay": 0.25, "betas": (0.5, 0.75)} | ({} if schedule else {"lr": 2.0**-10})
+    expected, live = (job("AdamW", schedule, grouped=False) for _ in range(2))
+    steps = list(batches(15))
+    expected.train(steps[:5])
+    for group in expected.optimizer.param_groups:
+        group.update(numbers)
+    expected.train(steps[5:])
+    live.train(steps[:5])
+    apply, optimizer, rule, state = torch_amp.take_over(
+        *live.all, steps=5 if schedule else None, in_state=tuple(numbers)
+    )
+    state = ps.replace_settings(state, **numbers)
+    state = train_here((apply, optimizer, rule, state), steps[5:10])
+    torch_amp.give_back(state, optimizer, rule, *live.all)
+    (group,) = live.optimizer.param_groups
+    assert {name: group[name] for name in numbers} == numbers
+    live.train(steps[10:])
+    torch.testing.assert_close(live.values(), expected.values(), rtol=1e-4, atol=1e-6)
+
+
 def test_a_table_may_end_where_the_rate_stays():
     expected, live = job("AdamW"), job("AdamW")
     for each in (expected, live):
@@ -911,6 +933,12 @@ def test_what_cannot_be_taken_over_is_refused(case):
         torch_amp.take_over(*live.all, steps=steps)
 
 
+def test_a_rate_in_the_state_beside_a_scheduler_is_refused():
+    live = job("AdamW", "warm-up", grouped=False)
+    with pytest.raises(ValueError, match=r"the rate is in the state, and a scheduler.*Fix: leave"):
+        torch_amp.take_over(*live.all, steps=5, in_state=("lr",))
+
+
 def test_steps_without_a_scheduler_are_refused():
     with pytest.raises(ValueError, match="steps=5 without a scheduler"):
         torch_amp.take_over(*job("SGD").all, steps=5)
@@ -967,7 +995,7 @@ NOT_GIVEN = {
     "too far": "OneCycleLR ends after",
     "beyond the table": r"4 steps were made beyond the 9 .*OneCycleLR moves on .*steps=13\)",
     "stacked": r"2 stacked ones.*member\(state, 0\)",
-    "in the state": "has lr in its state.*to_torch_optimizer",
+    "in the state": "the rate is in the state, and a scheduler moves .*leave lr out",
     "partition": r"has the parts \['all'\].*to_torch_optimizer\(opt_state\[key\]",
 }
 

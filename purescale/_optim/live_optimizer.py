@@ -106,16 +106,7 @@ def to_torch_optimizer(
     """
     inner, of_torch = innermost(opt_state, optimizer, torch_optimizer)
     loaded = state_dict_with(torch_optimizer, model, of_torch)
-    numbers = inner.numbers_by_name(of_torch)
-    names = _names(model)
-    load_slots(torch_optimizer, loaded)
-    for group in torch_optimizer.param_groups:
-        trained = [names[id(p)] for p in group["params"] if names[id(p)] in numbers]
-        for name, value in numbers[trained[0]].items() if trained else ():
-            if isinstance(group[name], Tensor):  # groups may share it
-                group[name].fill_(value)
-            else:
-                group[name] = value
+    load_state(torch_optimizer, model, loaded, inner.numbers_by_name(of_torch))
 
 
 # ---- from torch ----------------------------------------------------------------------------------
@@ -341,8 +332,22 @@ def _with_floats(slot: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     return {key: restored(value) for key, value in slot.items()}
 
 
-def load_slots(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
-    """Load what `state_dict_with` returned. The groups stay the same objects with their tensors."""
-    groups = optimizer.param_groups
+def load_state(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    loaded: dict[str, Any],
+    numbers: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Load what `state_dict_with` returned, and the settings in the state by parameter. The groups
+    stay the same objects with their tensors.
+    """
+    groups, names = optimizer.param_groups, _names(model)
     optimizer.load_state_dict(loaded)
     optimizer.param_groups = groups
+    for group in groups:
+        stepped = [names[id(p)] for p in group["params"] if names[id(p)] in numbers]
+        for name, value in numbers[stepped[0]].items() if stepped else ():
+            if isinstance(group[name], Tensor):  # groups may share it
+                group[name].fill_(value)
+            else:
+                group[name] = value

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from .._module.functional import Apply, load_into, make_functional
 from .._optim.live_optimizer import (
     converted,
     innermost,
-    load_slots,
+    load_state,
     names_by_group,
     state_dict_with,
 )
@@ -199,11 +199,12 @@ def take_over(
     scheduler: LRScheduler | None = None,
     steps: int | None = None,
     schedule_by: ScheduleBy = "applied",
+    in_state: Sequence[str] = (),
 ) -> tuple[Apply, TorchOptimizer, Any, TrainState]:
     """Syncs with the host. Equal to `apply, params, buffers = make_functional(model)`,
-    `optimizer, opt_state = from_torch_optimizer(optimizer, model)`, with the schedule as its rate,
-    and `rule, scaler = from_state_dict(scaler.state_dict())`: the next `train_step` makes the step
-    that torch's own loop would make next.
+    `optimizer, opt_state = from_torch_optimizer(optimizer, model, in_state)`, with the schedule as
+    its rate, and `rule, scaler = from_state_dict(scaler.state_dict())`: the next `train_step` makes
+    the step that torch's own loop would make next.
 
     Copies everything and changes none of the live objects. The function of a `LambdaLR` must be a
     function of the step: it is called twice for each. `give_back` is the inverse. Call it between
@@ -225,6 +226,8 @@ def take_over(
         schedule_by: `"iteration"` for a loop that calls `scheduler.step()` once a batch, whether
             the optimizer's step was skipped or not, as most loops do; `"applied"` for one that
             calls it after applied steps only. It is `schedule_by` of `from_torch`.
+        in_state: Names of settings that the state holds, as in `from_torch_optimizer`, for
+            `replace_settings(state, weight_decay=...)`; the rate only without a `scheduler`.
 
     Returns:
         `apply, optimizer, rule, state`, for `with_policy` and `train_step`. A schedule goes on from
@@ -236,8 +239,9 @@ def take_over(
         TypeError: `model`, `optimizer` or `scheduler` is not one of torch.
         ValueError: The parameters of optimizer and model differ; a parameter has a gradient that is
             not 0, as in half a window; ReduceLROnPlateau, a scheduler that cycles momentum, that
-            gives other rates the second time, of another optimizer, or without `steps`; and all
-            that `make_functional`, `from_torch` and `from_state_dict` refuse.
+            gives other rates the second time, of another optimizer, without `steps`, or beside the
+            rate in the state; and all that `make_functional`, `from_torch_optimizer` and
+            `from_state_dict` refuse.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -267,8 +271,17 @@ def take_over(
         )
     _check_no_gradients(optimizer, model)
     rates, place = _rates_from_now(optimizer, scheduler, steps)
+    if scheduler is not None and "lr" in in_state:
+        raise ValueError(_RATE_OF_BOTH)
     ours, opt_state = converted(
-        optimizer, model, params, names, rates, schedule_by=schedule_by, count=place
+        optimizer,
+        model,
+        params,
+        names,
+        rates,
+        in_state=in_state,
+        schedule_by=schedule_by,
+        count=place,
     )
     device = opt_state.applied.device
     rule: Any = NoScale()
@@ -294,10 +307,10 @@ def give_back(
     step that was applied, or for each step with `schedule_by="iteration"`.
 
     The inverse of `take_over`: copies the state into the live objects, so that torch's own loop can
-    go on. Nothing is written unless everything fits. Parameter groups keep torch's settings; their
-    rates are those of the scheduler, or without one unchanged. The optimizer keeps its state of
-    frozen parameters. The scaler is ready for the next iteration, also after an `unscale_` without
-    a step.
+    go on. Nothing is written unless everything fits. Parameter groups keep torch's settings, except
+    those that the state holds; their rates are those of the scheduler, or without one unchanged.
+    The optimizer keeps its state of frozen parameters. The scaler is ready for the next iteration,
+    also after an `unscale_` without a step.
 
     Args:
         state: The state that the last `train_step` returned. It is not changed.
@@ -313,7 +326,7 @@ def give_back(
         TypeError: `rule` or `state` is not of `take_over`.
         ValueError: The model or the class of optimizer is another, the scheduler was stepped
             meanwhile, ends before the last step, or moved on beyond the `steps` of `take_over`,
-            the state holds settings, or it is stacked.
+            the state holds the rate beside a scheduler, or it is stacked.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -335,15 +348,11 @@ def give_back(
             "scaler, scheduler)."
         )
     inner, opt_state = innermost(state.opt_state, optimizer, torch_optimizer)
-    if inner.summary[3]:
-        raise ValueError(
-            f"the optimizer has {', '.join(inner.summary[3])} in its state; torch's has them in "
-            "its parameter groups, where a scheduler moves them. Fix: `load_into(model, "
-            "state.params, state.buffers)` and `to_torch_optimizer(state.opt_state, optimizer, "
-            "torch_optimizer, model)`."
-        )
+    if scheduler is not None and "lr" in inner.summary[3]:
+        raise ValueError(_RATE_OF_BOTH)
     params = _masters_or_params(state)
     loaded = state_dict_with(torch_optimizer, model, opt_state)
+    numbers = inner.numbers_by_name(opt_state)
     enabled = scaler if scaler is not None and scaler.is_enabled() else None
     saved = {} if enabled is None else to_state_dict(rule, state.scaler)
     steps = _steps_since(scheduler, torch_optimizer, inner, opt_state)
@@ -351,13 +360,20 @@ def give_back(
         _check_rates(scheduler, steps, inner)
 
     load_into(model, params, state.buffers)
-    load_slots(torch_optimizer, loaded)
+    load_state(torch_optimizer, model, loaded, numbers)
     if enabled is not None:
         enabled.load_state_dict(saved)
         enabled.scale(state.scaler.scale)  # makes its tensors, which `update` needs
         enabled.update(saved["scale"])  # forgets an `unscale_` that no step followed
     if scheduler is not None:
         advance(scheduler, steps)
+
+
+_RATE_OF_BOTH = (
+    "the rate is in the state, and a scheduler moves that of torch's optimizer. Fix: leave lr out "
+    "of in_state; or the scheduler out of take_over and give_back, and set the rate yourself, "
+    "`replace_settings(state, lr=...)`."
+)
 
 
 def _check_no_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

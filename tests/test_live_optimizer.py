@@ -186,6 +186,17 @@ def test_a_number_in_the_state_goes_into_the_groups_that_take_theirs_from_it(as_
     assert not as_tensor or adamw.param_groups[0]["lr"] is rate
 
 
+def test_a_number_in_the_state_that_nobody_replaced_goes_back_as_it_was():
+    model = nn.Linear(2, 1)
+    numbers = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.9, 0.999)}
+    adamw = torch.optim.AdamW(model.parameters(), **numbers)
+    optimizer, opt_state = ps.from_torch_optimizer(adamw, model, in_state=tuple(numbers))
+    opt_state = ps.replace_settings(opt_state, betas=(0.9, 0.75))
+    ps.to_torch_optimizer(opt_state, optimizer, adamw, model)
+    (group,) = adamw.param_groups
+    assert {name: group[name] for name in numbers} == {**numbers, "betas": (0.9, 0.75)}
+
+
 @pytest.mark.parametrize("first", ["weight", "bias", "frozen"])
 def test_a_number_in_the_state_is_that_of_all_groups_but_those_with_0(first):
     model, theirs = nn.Linear(2, 1), nn.Linear(2, 1)

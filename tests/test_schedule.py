@@ -88,6 +88,33 @@ def made(name, lr=0.3, steps=STEPS):
 # ---- what it is equal to
 
 
+CYCLES = {
+    "OneCycleLR": lambda opt: torchs.OneCycleLR(opt, max_lr=0.1, total_steps=STEPS + 1),
+    "CyclicLR": lambda opt: torchs.CyclicLR(opt, 1e-4, 1e-2, step_size_up=6),
+}
+
+
+@pytest.mark.parametrize("name", CYCLES)
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_momentum_that_cycles_is_that_of_torchs_loop(cls, name):
+    weight = torch.linspace(-1, 1, 6)
+    trained = weight.clone().requires_grad_()
+    theirs = cls([trained], lr=0.3)
+    scheduler = CYCLES[name](theirs)
+    momentum = ps.schedule_from_torch(CYCLES[name], 0.3, STEPS, setting="momentum")
+    cycled = {"betas": (momentum, 0.999)} if cls is torch.optim.AdamW else {"momentum": momentum}
+    optimizer = ps.from_torch(cls, lr=0.3, in_state=("lr", *cycled), **cycled)
+    params = {"w": weight}
+    state = optimizer.init(params)
+    for step in range(STEPS):
+        trained.grad = torch.sin(weight * step)
+        state = ps.replace_settings(state, lr=theirs.param_groups[0]["lr"])
+        theirs.step()
+        scheduler.step()
+        params, state = optimizer.step(params, {"w": torch.sin(weight * step)}, state)
+    torch.testing.assert_close(params["w"], trained.detach(), rtol=1e-5, atol=1e-6)
+
+
 @each
 def test_every_scheduler_of_torch_is_itself_to_the_bit(name):
     schedule, expected = made(name), rates_of(MAKES[name])
@@ -509,7 +536,7 @@ REFUSED = {
     "one-cycle": (
         lambda opt: torchs.OneCycleLR(opt, max_lr=0.1, total_steps=STEPS),
         ValueError,
-        "OneCycleLR moves momentum.*cycle_momentum=False",
+        "OneCycleLR moves momentum.*cycle_momentum=False.*setting='momentum'",
     ),
     "cyclic": (
         lambda opt: torchs.CyclicLR(opt, 0.1, 0.2, base_momentum=0.9, max_momentum=0.95),
@@ -530,6 +557,18 @@ REFUSED = {
     "none": (lambda opt: None, TypeError, r"make\(optimizer\) is NoneType.*missing `return`"),
     "function": (lambda opt: math.cos, TypeError, "expected a scheduler of torch"),
 }
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("momentum", "OneCycleLR does not move the momentum.*cycle_momentum=True"),
+        ("betas", 'setting is \'betas\', expected "lr" or "momentum"'),
+    ],
+)
+def test_a_setting_that_does_not_move_is_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        ps.schedule_from_torch(MAKES["OneCycleLR"], 0.3, STEPS, setting=setting)
 
 
 @pytest.mark.parametrize("case", REFUSED)

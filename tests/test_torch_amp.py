@@ -200,6 +200,33 @@ def test_fifteen_steps_of_torch_fifteen_here_and_fifteen_of_torch_are_torchs_own
     assert live.model.norm.num_batches_tracked == 42
 
 
+def one_cycle(optimizer):
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=rates, total_steps=46)
+
+
+def cyclic(optimizer):
+    return lr_scheduler.CyclicLR(
+        optimizer, 1e-3, 1e-2, step_size_up=7, base_momentum=0.5, max_momentum=0.9
+    )
+
+
+@pytest.mark.parametrize("make", [one_cycle, cyclic])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW-fused", "Adam", "SGD", "SGD-plain", "RMSprop"])
+def test_a_momentum_that_cycles_is_followed_and_given_back(name, make):
+    expected, live = job(name), job(name)
+    for each in (expected, live):
+        each.scheduler, each.schedule_by = make(each.optimizer), "iteration"
+    expected.train(batches())
+    there_and_back(live, (0, 10, 10, 15, 5, 5), batches())
+    torch.testing.assert_close(live.values(), expected.values(), rtol=1e-4, atol=1e-6)
+    for group, of_torch in zip(
+        live.optimizer.param_groups, expected.optimizer.param_groups, strict=True
+    ):
+        assert group.get("betas") == of_torch.get("betas")
+        assert group.get("momentum") == of_torch.get("momentum")
+
+
 @pytest.mark.parametrize("splits", [(0, 15, 15), (10, 5, 0, 5, 10), (0, 30), (44, 1)], ids=str)
 @pytest.mark.parametrize("name", ["AdamW", "AdamW-fused", "SGD"])
 def test_a_job_may_be_taken_over_at_any_step_and_more_than_once(name, splits):
@@ -880,10 +907,6 @@ def with_plateau(live):
     live.scheduler = lr_scheduler.ReduceLROnPlateau(live.optimizer)
 
 
-def with_cycling_momentum(live):
-    live.scheduler = lr_scheduler.OneCycleLR(live.optimizer, max_lr=0.1, total_steps=50)
-
-
 def with_an_end(live):
     live.scheduler = lr_scheduler.OneCycleLR(
         live.optimizer, max_lr=0.1, total_steps=3, cycle_momentum=False
@@ -914,7 +937,6 @@ NOT_TAKEN = {
         5,
         r"scheduler is a ReduceLROnPlateau.*in_state.*leave the scheduler",
     ),
-    "momentum": (with_cycling_momentum, 5, "OneCycleLR moves betas.*cycle_momentum=False"),
     "ends": (with_an_end, 9, "OneCycleLR ends after 4 steps.*Fix: steps=4"),
     "of another": (of_another, 5, "scheduler is a LambdaLR of another optimizer"),
     "no steps": (lambda live: None, None, "no `steps`.*steps=10_000"),
@@ -933,10 +955,13 @@ def test_what_cannot_be_taken_over_is_refused(case):
         torch_amp.take_over(*live.all, steps=steps)
 
 
-def test_a_rate_in_the_state_beside_a_scheduler_is_refused():
-    live = job("AdamW", "warm-up", grouped=False)
-    with pytest.raises(ValueError, match=r"the rate is in the state, and a scheduler.*Fix: leave"):
-        torch_amp.take_over(*live.all, steps=5, in_state=("lr",))
+@pytest.mark.parametrize("name", ["lr", "betas"])
+def test_a_setting_in_the_state_that_a_scheduler_moves_is_refused(name):
+    live = job("AdamW", grouped=False)
+    live.scheduler = one_cycle(live.optimizer)
+    words = rf"{name} is in the state, and a scheduler moves .*Fix: leave {name} out"
+    with pytest.raises(ValueError, match=words):
+        torch_amp.take_over(*live.all, steps=5, in_state=(name,))
 
 
 def test_steps_without_a_scheduler_are_refused():
@@ -995,7 +1020,7 @@ NOT_GIVEN = {
     "too far": "OneCycleLR ends after",
     "beyond the table": r"4 steps were made beyond the 9 .*OneCycleLR moves on .*steps=13\)",
     "stacked": r"2 stacked ones.*member\(state, 0\)",
-    "in the state": "the rate is in the state, and a scheduler moves .*leave lr out",
+    "in the state": "lr is in the state, and a scheduler moves .*leave lr out",
     "partition": r"has the parts \['all'\].*to_torch_optimizer\(opt_state\[key\]",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import copy
 import glob
 import inspect
@@ -71,7 +72,7 @@ def from_torch_optimizer(
     names = names_by_group(torch_optimizer, model, trained)
     stepped = {name for group in names for name in group}
     params = {name: p for name, p in trained.items() if name in stepped}
-    rates = [_number(group.get("lr", 0.0)) for group in torch_optimizer.param_groups]
+    rates = [{"lr": _number(group.get("lr", 0.0))} for group in torch_optimizer.param_groups]
     return converted(torch_optimizer, model, params, names, rates, in_state=in_state)
 
 
@@ -117,16 +118,16 @@ def converted(
     model: nn.Module,
     params: Mapping[str, Tensor],
     names: list[tuple[str, ...]],
-    rates: Sequence[Any],
+    settings: Sequence[Mapping[str, Any]],
     *,
     in_state: Sequence[str] = (),
     schedule_by: ScheduleBy = "applied",
     count: int | None = None,
 ) -> tuple[TorchOptimizer, OptState]:
-    """Return a live optimizer with these names and rates of its groups, and its state for `params`.
-    `count` is that from which schedules go on.
+    """Return a live optimizer with these names of its groups, with the rate and other settings in
+    place of theirs, and its state for `params`. `count` is that from which schedules go on.
     """
-    optimizer = _with_overrides(torch_optimizer, names, rates, in_state, schedule_by)
+    optimizer = _with_overrides(torch_optimizer, names, settings, in_state, schedule_by)
     # One group, in the order of `params`, because groups with equal settings are one here.
     live = dict(model.named_parameters())
     state = {index: torch_optimizer.state.get(live[name], {}) for index, name in enumerate(params)}
@@ -165,7 +166,7 @@ def names_by_group(
 def _with_overrides(
     optimizer: torch.optim.Optimizer,
     names: list[tuple[str, ...]],
-    rates: Sequence[Any],
+    settings: Sequence[Mapping[str, Any]],
     in_state: Sequence[str],
     schedule_by: ScheduleBy,
 ) -> TorchOptimizer:
@@ -175,8 +176,8 @@ def _with_overrides(
     cls = type(optimizer)
     is_torchs = cls.__module__.startswith("torch.optim.")
     groups = [
-        {**(_settings_of(cls, group) if is_torchs else _own_settings(group)), "lr": rate}
-        for group, rate in zip(optimizer.param_groups, rates, strict=True)
+        {**(_settings_of(cls, group) if is_torchs else _own_settings(group)), **others}
+        for group, others in zip(optimizer.param_groups, settings, strict=True)
     ]
     stepped = [group for members, group in zip(names, groups, strict=True) if members]
     first = {**groups[0], **_numbers_of_all(stepped, in_state)}
@@ -350,4 +351,11 @@ def load_state(
             if isinstance(group[name], Tensor):  # groups may share it
                 group[name].fill_(value)
             else:
-                group[name] = value
+                group[name] = _unless_rounded(group[name], value)
+
+
+def _unless_rounded(live: Any, value: Any) -> Any:
+    """Return the number of a state, or the live one if that is rounded to it in float32."""
+    if isinstance(value, tuple):
+        return tuple([_unless_rounded(*pair) for pair in zip(live, value, strict=True)])
+    return live if array.array("f", [live])[0] == value else value

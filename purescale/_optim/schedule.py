@@ -11,7 +11,7 @@ import math
 import numbers
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from .._tree.scalars import as_float, real, whole
 
 Schedule = Callable[[Tensor], "Tensor | float"]
 ScheduleBy = Literal["applied", "iteration"]
+Scheduled = Literal["lr", "momentum"]
 PARAMETERS_GIVEN = (
     "Likely cause: parameters, which torch's classes take and from_torch does not. Fix: "
     "`optimizer = from_torch(torch.optim.AdamW, lr=1e-3)`, then `optimizer.init(params)`."
@@ -46,7 +47,10 @@ RATE_IN_THE_STATE = (
 
 
 def schedule_from_torch(
-    make: Callable[[torch.optim.Optimizer], LRScheduler], lr: float, steps: int
+    make: Callable[[torch.optim.Optimizer], LRScheduler],
+    lr: float,
+    steps: int,
+    setting: Scheduled = "lr",
 ) -> RateTable:
     """Equal to `lambda applied: table[min(applied, steps - 1)]`, where `table` is what torch's own
     loop uses, each rate rounded to float32:
@@ -68,6 +72,8 @@ def schedule_from_torch(
         lr: The rate that the scheduler starts from, as in `torch.optim.SGD(..., lr=lr)`. Give 1.0
             for a schedule that multiplies a rate in the state (`in_state=("lr",)`).
         steps: The length of the table. Later steps use the last rate in it.
+        setting: `"momentum"` for what OneCycleLR and CyclicLR cycle beside the rate: a `momentum`
+            or the first of `betas` for `from_torch`, with its name in `in_state`.
 
     Returns:
         A function from a count (an integer tensor of any shape) to rates, float32 in that shape: an
@@ -77,10 +83,10 @@ def schedule_from_torch(
 
     Raises:
         TypeError: If `make` does not return a scheduler of torch.
-        ValueError: If the scheduler is a ReduceLROnPlateau, which needs a loss, moves another
-            setting such as the momentum (`cycle_momentum=False`), belongs to another optimizer,
-            ends before `steps`, as OneCycleLR does, or gives a rate that is negative, NaN or out of
-            the range of float32.
+        ValueError: If the scheduler is a ReduceLROnPlateau, which needs a loss, moves the momentum
+            beside the rate (`cycle_momentum=False`), belongs to another optimizer, ends before
+            `steps`, as OneCycleLR does, or gives a rate that is negative, NaN or out of the range
+            of float32.
 
     Example:
         >>> from torch.optim.lr_scheduler import LinearLR
@@ -93,13 +99,27 @@ def schedule_from_torch(
     Source of the rule: torch.optim.lr_scheduler, which is what runs.
     """
     steps = whole("steps", steps, least=1)
+    if setting not in get_args(Scheduled):
+        raise ValueError(f'setting is {setting!r}, expected "lr" or "momentum".')
     # Some schedulers require a momentum.
     weight = torch.zeros((), device="cpu")
-    optimizer = torch.optim.SGD([weight], lr=real("lr", lr), momentum=0.9)
-    fixed = _settings(optimizer)
+    optimizer = torch.optim.SGD([weight], lr=real("lr", lr), momentum=_MOMENTUM)
+    fixed = [_fixed(group) for group in optimizer.param_groups]
     scheduler = make(optimizer)
     check_scheduler(scheduler, optimizer, "make(optimizer)")
-    return RateTable.of(rates_of(scheduler, steps, fixed)[0])
+    ((rates, momenta),) = rates_of(scheduler, steps, fixed)
+    moves = any(momentum != _MOMENTUM for momentum in momenta)
+    if moves and setting == "lr":
+        raise _moves_error(scheduler, ["momentum"])
+    if setting == "momentum" and not moves:
+        raise ValueError(
+            f"{type(scheduler).__name__} does not move the momentum. Fix: cycle_momentum=True; for "
+            "its rates leave `setting` out."
+        )
+    return RateTable.of(rates if setting == "lr" else momenta)
+
+
+_MOMENTUM = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,21 +290,42 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, what: str)
         )
 
 
+class Columns(NamedTuple):
+    """What a scheduler sets in a parameter group, by step."""
+
+    rates: list[float]
+    momenta: list[Any]  # the first of `betas`, or `momentum`
+
+
 def rates_of(
     scheduler: LRScheduler, steps: int, fixed: Sequence[Mapping[str, Any]] | None = None
-) -> list[list[float]]:
-    """Step `scheduler`, and return for each parameter group the rates of the next `steps` steps.
-    `fixed` are the settings that may not move, by default the current ones.
+) -> list[Columns]:
+    """Step `scheduler`, and return for each parameter group the rates and momenta of the next
+    `steps` steps. `fixed` are the settings that may not move, by default the current ones.
     """
-    groups, rates = scheduler.optimizer.param_groups, []
-    fixed = _settings(scheduler.optimizer) if fixed is None else fixed
+    groups = scheduler.optimizer.param_groups
+    columns = [Columns([], []) for _ in groups]
+    fixed = [_fixed(group) for group in groups] if fixed is None else fixed
     for done in range(steps):
         if done:
             _step(scheduler, done, steps)
-        for group, settings in zip(groups, fixed, strict=True):
+        for group, settings, (rates, momenta) in zip(groups, fixed, columns, strict=True):
             _check_fixed(scheduler, group, settings)
-        rates.append([float(group["lr"]) for group in groups])
-    return [list(column) for column in zip(*rates, strict=True)]
+            rates.append(float(group["lr"]))
+            momenta.append(_betas(group)[0] if _betas(group) else group.get("momentum"))
+    return columns
+
+
+def scheduled_settings(group: Mapping[str, Any], columns: Columns, start: int) -> dict[str, Any]:
+    """Return the settings of a parameter group that a scheduler moves, as tables from the count
+    `start`.
+    """
+    settings: dict[str, Any] = {"lr": RateTable.of(columns.rates, start)}
+    if any(momentum != columns.momenta[0] for momentum in columns.momenta):
+        table = RateTable.of(columns.momenta, start)
+        others = tuple(map(float, _betas(group)[1:]))
+        settings |= {"betas": (table, *others)} if others else {"momentum": table}
+    return settings
 
 
 def advance(scheduler: LRScheduler, steps: int) -> None:
@@ -306,7 +347,7 @@ def _step(scheduler: LRScheduler, done: int, wanted: int) -> None:
         ) from error
 
 
-def rates_ahead(scheduler: LRScheduler, steps: int) -> list[list[float]]:
+def rates_ahead(scheduler: LRScheduler, steps: int) -> list[Columns]:
     """Return `rates_of(scheduler, steps)` and leave the scheduler and its optimizer where they are.
     Refuse a schedule that gives other rates when it is asked again.
     """
@@ -314,7 +355,7 @@ def rates_ahead(scheduler: LRScheduler, steps: int) -> list[list[float]]:
     for _ in range(2):
         with undone(scheduler):
             runs.append(rates_of(scheduler, steps))
-    by_step = [list(zip(*groups, strict=True)) for groups in runs]
+    by_step = [zip(*[group.rates for group in groups], strict=True) for groups in runs]
     for step, (once, again) in enumerate(zip(*by_step, strict=True)):
         if repr(once) != repr(again):
             raise ValueError(
@@ -379,22 +420,32 @@ def place_of(scheduler: Any) -> int:
     return int(next(count for count in counts if count is not None))
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group except the rate."""
-    return [
-        {name: value for name, value in group.items() if name not in ("params", "lr")}
-        for group in optimizer.param_groups
-    ]
+def _betas(group: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the betas of a parameter group, () for a class without."""
+    betas = group.get("betas", ())
+    return betas if isinstance(betas, (tuple, list)) else ()
+
+
+def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a parameter group except rate and momentum."""
+    left_out = ("params", "lr", "betas" if _betas(group) else "momentum")
+    others = {name: value for name, value in group.items() if name not in left_out}
+    return {**others, "betas": _betas(group)[1:]}
 
 
 def _check_fixed(
     scheduler: LRScheduler, group: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> None:
-    moved = [name for name, value in settings.items() if group[name] != value]
+    now = _fixed(group)
+    moved = [name for name, value in settings.items() if now[name] != value]
     if moved:
-        raise ValueError(
-            f"{type(scheduler).__name__} moves {', '.join(moved)}, and a schedule is a rate by "
-            "step. Fix: cycle_momentum=False; a setting that is to move goes into the state, "
-            "from_torch(..., in_state=('lr', 'betas')), and `opt_state._replace(hyper=...)` "
-            "before a step."
-        )
+        raise _moves_error(scheduler, moved)
+
+
+def _moves_error(scheduler: LRScheduler, names: list[str]) -> ValueError:
+    return ValueError(
+        f"{type(scheduler).__name__} moves {', '.join(names)}, and a schedule is a rate by step. "
+        "Fix: cycle_momentum=False; a number that is to move too is a schedule of its own, "
+        "`from_torch(..., momentum=schedule_from_torch(make, lr, steps, setting='momentum'), "
+        "in_state=('momentum',))`, or the first of betas=(..., 0.999) with in_state=('betas',)."
+    )

@@ -32,6 +32,7 @@ from .._optim.schedule import (
     place_of,
     rates_ahead,
     rates_of,
+    scheduled_settings,
     undone,
 )
 from .._optim.torch_optim import TorchOptimizer
@@ -219,8 +220,8 @@ def take_over(
             `loss / k` use the rule and state of `from_state_dict(d, accumulated=k)`, or about
             log2(k) of the first steps overflow.
         scheduler: A scheduler of torch that steps with the optimizer, also a chained or sequential
-            one. Leave out a scheduler that steps once an epoch: the rate is then constant until
-            `give_back`.
+            one. A momentum that it cycles is in the state, as a factor. Leave out a scheduler that
+            steps once an epoch: the rate is then constant until `give_back`.
         steps: The number of coming steps whose rates are tabulated, needed with a `scheduler`.
             Later steps keep the last rate; if the scheduler moves on, `give_back` refuses them.
         schedule_by: `"iteration"` for a loop that calls `scheduler.step()` once a batch, whether
@@ -238,10 +239,10 @@ def take_over(
     Raises:
         TypeError: `model`, `optimizer` or `scheduler` is not one of torch.
         ValueError: The parameters of optimizer and model differ; a parameter has a gradient that is
-            not 0, as in half a window; ReduceLROnPlateau, a scheduler that cycles momentum, that
-            gives other rates the second time, of another optimizer, without `steps`, or beside the
-            rate in the state; and all that `make_functional`, `from_torch_optimizer` and
-            `from_state_dict` refuse.
+            not 0, as in half a window; ReduceLROnPlateau, a scheduler that gives other rates the
+            second time, of another optimizer, without `steps`, or that moves a setting in the
+            state; and all that `make_functional`, `from_torch_optimizer` and `from_state_dict`
+            refuse.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -270,15 +271,19 @@ def take_over(
             "trained."
         )
     _check_no_gradients(optimizer, model)
-    rates, place = _rates_from_now(optimizer, scheduler, steps)
-    if scheduler is not None and "lr" in in_state:
-        raise ValueError(_RATE_OF_BOTH)
+    settings, place = _settings_from_now(optimizer, scheduler, steps)
+    if scheduler is not None:
+        scheduled = dict.fromkeys(name for group in settings for name in group)
+        for name in in_state:
+            if name in scheduled:
+                raise _error_of_both(name)
+        in_state = [*in_state, *(name for name in scheduled if name != "lr")]
     ours, opt_state = converted(
         optimizer,
         model,
         params,
         names,
-        rates,
+        settings,
         in_state=in_state,
         schedule_by=schedule_by,
         count=place,
@@ -349,7 +354,7 @@ def give_back(
         )
     inner, opt_state = innermost(state.opt_state, optimizer, torch_optimizer)
     if scheduler is not None and "lr" in inner.summary[3]:
-        raise ValueError(_RATE_OF_BOTH)
+        raise _error_of_both("lr")
     params = _masters_or_params(state)
     loaded = state_dict_with(torch_optimizer, model, opt_state)
     numbers = inner.numbers_by_name(opt_state)
@@ -369,11 +374,12 @@ def give_back(
         advance(scheduler, steps)
 
 
-_RATE_OF_BOTH = (
-    "the rate is in the state, and a scheduler moves that of torch's optimizer. Fix: leave lr out "
-    "of in_state; or the scheduler out of take_over and give_back, and set the rate yourself, "
-    "`replace_settings(state, lr=...)`."
-)
+def _error_of_both(name: str) -> ValueError:
+    return ValueError(
+        f"{name} is in the state, and a scheduler moves that of torch's optimizer. Fix: leave "
+        f"{name} out of in_state; or the scheduler out of take_over and give_back, and set it "
+        f"yourself, `replace_settings(state, {name}=...)`."
+    )
 
 
 def _check_no_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -395,17 +401,19 @@ def _check_no_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> N
         )
 
 
-def _rates_from_now(
+def _settings_from_now(
     optimizer: torch.optim.Optimizer, scheduler: Any, steps: int | None
-) -> tuple[list[Any], int | None]:
-    """Return the rate of each parameter group, a table if there is a scheduler, and its step."""
+) -> tuple[list[dict[str, Any]], int | None]:
+    """Return the rate of each parameter group, with a scheduler as a table beside all else that it
+    moves, and the scheduler's step.
+    """
     if scheduler is None:
         if steps is not None:
             raise ValueError(
                 f"steps={steps} without a scheduler, so the rates would not change. Fix: "
                 "take_over(model, optimizer, scaler, scheduler, steps=...), or leave steps out."
             )
-        return [float(group["lr"]) for group in optimizer.param_groups], None
+        return [{"lr": float(group["lr"])} for group in optimizer.param_groups], None
     check_scheduler(scheduler, optimizer, "scheduler")
     if steps is None:
         raise ValueError(
@@ -413,8 +421,8 @@ def _rates_from_now(
             "take_over(..., scheduler, steps=10_000), the largest number of steps made here."
         )
     count, place = whole("steps", steps, least=1), place_of(scheduler)
-    rates = rates_ahead(scheduler, count)
-    return [RateTable.of(column, place) for column in rates], place
+    columns = zip(optimizer.param_groups, rates_ahead(scheduler, count), strict=True)
+    return [scheduled_settings(group, of_group, place) for group, of_group in columns], place
 
 
 def _masters_or_params(state: TrainState) -> Any:
@@ -434,7 +442,7 @@ def _check_rates(scheduler: LRScheduler, steps: int, ours: TorchOptimizer) -> No
         return
     tabulated = len(table.rates)
     end = max(table.start + tabulated - place_of(scheduler), 1)
-    for column in rates:
+    for column, _ in rates:
         last = column[min(end, steps) - 1]
         for rate in column[end:steps]:
             if not math.isclose(rate, last, rel_tol=1e-6):  # a table has float32

@@ -772,6 +772,22 @@ def test_what_many_parameters_lack_is_one_line_a_field(like, cause, parts):
     assert len(message) < 1200
 
 
+def test_a_state_with_other_parameters_frozen_is_refused_by_that_cause():
+    def of_frozen(*layers):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+        for layer in layers:
+            model[layer].requires_grad_(False)
+        _, params, buffers = ps.make_functional(model)
+        return ps.init_train_state(
+            params, buffers, ps.from_torch(torch.optim.SGD), ps.DynamicScale()
+        )
+
+    # A model that is frozen as a whole has all parameters in params.
+    for saved, like in (([], [0]), ([0], []), ([0], [0, 1, 2])):
+        with pytest.raises(ValueError, match="or of this one with other parameters frozen"):
+            ps.from_state_dict(ps.to_state_dict(of_frozen(*saved)), of_frozen(*like))
+
+
 def test_a_state_that_differs_in_dtypes_only_is_told_so_and_not_as_of_another_model():
     saved = {"params": {"w": torch.ones(2), "v": torch.ones(3)}, "step": torch.tensor(1)}
     like = {**saved, "params": {name: p.bfloat16() for name, p in saved["params"].items()}}

@@ -57,6 +57,8 @@ def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
     fields = {difference.keys[1] for difference in differences if len(difference.keys) > 1}
     other = "another model, optimizer or settings"
     cause = next((_CAUSES[field] for field in _CAUSES if field in fields), other)
+    if {"params", "buffers"} <= fields:
+        cause = "another model, or of this one with other parameters frozen,"
     raise ValueError(
         f"{name} does not match like: {lists}. Likely cause: the state of {cause} than `like`. "
         "Fix: make `like` as the saved tree was made, `init_train_state(params, buffers, "

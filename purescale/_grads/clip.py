@@ -16,7 +16,7 @@ from .._distributed.process_group import Group, object_device, resolve_group
 from .._grads.measure import StatsOptions, measure
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
-from .._torch.metadata import Metadata
+from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.scalars import as_float, bound, short_repr
@@ -169,7 +169,7 @@ def _magnitudes(flat: Gradients, norm_type: float) -> Gradients:
         torch.view_as_complex(tensor).abs() if origin.is_complex() else tensor
         for tensor, origin in pairs
     ]
-    return flat._replace(metadata=Metadata(tensors))
+    return flat._replace(tensor_list=TensorList(tensors))
 
 
 def check_grad_norm(norm: Tensor) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .._torch.dtypes import unscaled_dtype, wide_dtype, widest_float
 from .._torch.foreach import cast, flattened, way_over
-from .._torch.metadata import Metadata
 from .._torch.private import listops
+from .._torch.tensor_list import TensorList
 
 
 class LocalStats(NamedTuple):
@@ -41,17 +41,17 @@ class LocalStats(NamedTuple):
 # ---- on the host ---------------------------------------------------------------------------------
 
 
-def sum_of_squares(metadata: Metadata) -> Tensor:
+def sum_of_squares(tensor_list: TensorList) -> Tensor:
     """Return the sum of squares in float64, from the fastest read that a CPU has. Its root is off
     by less than 2e-6.
 
     A sum in float32 loses about the same with each of many similar squares: a `dot` over 2**18 of
     them is off by 1.2e-4. So single rows are summed in float32, and their results in float64.
     """
-    if 0 in metadata.elements:
-        metadata = Metadata([tensor for tensor in metadata.tensors if tensor.numel()])
-    tensors, kinds = metadata.tensors, metadata.kinds
-    if len(kinds) == 1 and sum(metadata.elements) <= _FEW:
+    if 0 in tensor_list.elements:
+        tensor_list = TensorList([tensor for tensor in tensor_list.tensors if tensor.numel()])
+    tensors, kinds = tensor_list.tensors, tensor_list.kinds
+    if len(kinds) == 1 and sum(tensor_list.elements) <= _FEW:
         few = _at_least_float32(flattened(tensors))
         return torch.dot(few, few).double()
     lists = [tensors] if len(kinds) == 1 else [[tensors[i] for i in indices] for indices in kinds]

@@ -133,10 +133,10 @@ def _from_squares(grads: Gradients, scale: Tensor, options: StatsOptions) -> Gra
     """Return the stats as Python numbers if the sum of squares shows them."""
     has_norm = options.norm_type is not None
     enough = options.norm_type == 2 if has_norm else not options.amax
-    any_element = any(grads.metadata.elements)
+    any_element = any(grads.tensor_list.elements)
     if not (enough and any_element and options.group is None and _is_one_part(grads, options)):
         return None
-    squares, loss_scale = sum_of_squares(grads.metadata).item(), scale.item()
+    squares, loss_scale = sum_of_squares(grads.tensor_list).item(), scale.item()
     divisor = 1.0 if grads.scale is None else loss_scale
     root = math.sqrt(squares) if squares >= 0 else math.nan  # no element is larger
     if not (0 < loss_scale < math.inf and root / divisor < _SMALLEST_RANGE):
@@ -157,7 +157,7 @@ def _smallest_reliable_sum(grads: Gradients) -> float:
     """Return the sum of squares above which lost squares do not matter: those below the range of
     float32 could add less to it than its rounding.
     """
-    return float(sum(grads.metadata.elements) * 2.0**-100)
+    return float(sum(grads.tensor_list.elements) * 2.0**-100)
 
 
 def _match_host_rounding(grads: Gradients, exact: Tensor, divisor: Tensor) -> Tensor:
@@ -165,9 +165,13 @@ def _match_host_rounding(grads: Gradients, exact: Tensor, divisor: Tensor) -> Te
     conclusive.
     """
     tensors = grads.tensors
-    if not is_eager_on_a_cpu(tensors) or is_on_a_graph(tensors) or not any(grads.metadata.elements):
+    if (
+        not is_eager_on_a_cpu(tensors)
+        or is_on_a_graph(tensors)
+        or not any(grads.tensor_list.elements)
+    ):
         return exact
-    squares = sum_of_squares(grads.metadata)
+    squares = sum_of_squares(grads.tensor_list)
     quick = squares.sqrt() / divisor
     conclusive = (quick < _SMALLEST_RANGE) & (squares >= _smallest_reliable_sum(grads))
     return torch.where(conclusive, quick, exact)

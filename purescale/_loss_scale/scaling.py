@@ -19,7 +19,7 @@ from .._loss_scale.rule_protocol import HasScale
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import wide_dtype
-from .._torch.metadata import Metadata
+from .._torch.tensor_list import TensorList
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
@@ -238,14 +238,14 @@ def check_scale(
     tree: Tree,
     leaves: Sequence[Any],
     name: str,
-    metadata: Metadata | None = None,
+    tensor_list: TensorList | None = None,
 ) -> None:
     """Refuse the scales of several states, and, naming the leaf, a tensor on another device than
-    the scaler. `metadata` is that of the leaves, if it is known.
+    the scaler. `tensor_list` is that of the leaves, if it is known.
     """
     _check_of_one_state(scale)
     device = scale.device
-    if metadata is not None and metadata.dense_off_graph and metadata.devices <= {device}:
+    if tensor_list is not None and tensor_list.dense_off_graph and tensor_list.devices <= {device}:
         return
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.device != device:

@@ -18,7 +18,7 @@ from .._optim.opt_state import Slots, as_tensors, with_numbers
 from .._optim.param_groups import FLAGS, CurrentSettings, OptimizerSettings
 from .._torch import foreach, private
 from .._torch.dtypes import wide_dtype
-from .._torch.metadata import Metadata
+from .._torch.tensor_list import TensorList
 
 Tensors = dict[str, Tensor]
 
@@ -119,7 +119,7 @@ class ClassStep:
         """Return the flags of torch's default implementation, or those that were named, where they
         are right: a fused kernel is not in half precision on a CPU.
         """
-        lists = [Metadata(list(tensors.values())) for tensors in (params, gradients)]
+        lists = [TensorList(list(tensors.values())) for tensors in (params, gradients)]
         fits = not self._settings.settings.get("fused") or can_launch(*lists)
         if self._settings.flag_named and fits:
             return {"capturable": False, "differentiable": False}

@@ -12,7 +12,7 @@ from torch.optim import adagrad, adam, sgd
 from .._optim import formulas
 from .._torch import foreach
 from .._torch.foreach import same_memory_order
-from .._torch.metadata import Metadata, have_one_order
+from .._torch.tensor_list import TensorList, have_one_order
 from .._tree.gradients import Gradients, as_gradients
 
 Settings = Mapping[str, Any]
@@ -78,7 +78,7 @@ def kernel_of(formula: formulas.Formula | None) -> Kernel | None:
 class Columns(NamedTuple):
     """The tensors of one device and dtype that one kernel reads and updates, in one order."""
 
-    params: Metadata
+    params: TensorList
     grads: Gradients  # with one divisor, `scale`
     slots: list[list[Tensor]]  # of each of `Kernel.slots`
 
@@ -87,7 +87,7 @@ class Columns(NamedTuple):
 MASKED_BY_KERNELS = {"cuda", "xpu"}
 
 
-def can_launch(params: Metadata, grads: Metadata) -> bool:
+def can_launch(params: TensorList, grads: TensorList) -> bool:
     """Return True if a fused kernel is right for these tensors: on an accelerator whose kernels
     unscale and skip; on a CPU only in float32 and float64, because in half precision it leaves
     whole vector lanes unchanged.
@@ -99,8 +99,8 @@ def can_launch(params: Metadata, grads: Metadata) -> bool:
     return _are_floating(grads)
 
 
-def _are_floating(metadata: Metadata) -> bool:
-    return all([dtype.is_floating_point for dtype in metadata.dtypes])
+def _are_floating(tensor_list: TensorList) -> bool:
+    return all([dtype.is_floating_point for dtype in tensor_list.dtypes])
 
 
 def fused_update(kernel: Kernel, settings: Settings, columns: Columns, skip: Tensor | bool) -> None:
@@ -139,11 +139,11 @@ def _divided_by_kernel(columns: Columns) -> bool:
     return (
         divisor is not None
         and grads.clip_value is None
-        and grads.metadata.dtypes == {dtype}
+        and grads.tensor_list.dtypes == {dtype}
         and dtype.itemsize >= 4
         and divisor.dtype is torch.float32
         and (grads.owned or torch.compiler.is_compiling())
-        and have_one_order(grads.metadata, params)
+        and have_one_order(grads.tensor_list, params)
     )
 
 
@@ -153,11 +153,11 @@ def _as_the_kernel_takes_them(columns: Columns) -> Gradients:
     [dtype] = params.dtypes
     with torch.no_grad():
         grads = columns.grads.unscaled()
-        metadata = Metadata(foreach.cast(grads.tensors, dtype))
-    if not have_one_order(metadata, params):
-        pairs = zip(metadata.tensors, params.tensors, strict=True)
-        metadata = Metadata([_laid_out_like(*pair) for pair in pairs])
-    return grads._replace(metadata=metadata)
+        tensor_list = TensorList(foreach.cast(grads.tensors, dtype))
+    if not have_one_order(tensor_list, params):
+        pairs = zip(tensor_list.tensors, params.tensors, strict=True)
+        tensor_list = TensorList([_laid_out_like(*pair) for pair in pairs])
+    return grads._replace(tensor_list=tensor_list)
 
 
 def _laid_out_like(grad: Tensor, param: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def _fused_update_op(
         key: bool(number) if key in _FLAGS else number
         for key, number in zip(kernel.settings, others, strict=True)
     }
-    columns = Columns(Metadata(params), gradients, slots)
+    columns = Columns(TensorList(params), gradients, slots)
     kernel.update(
         columns, rate if lr is None else lr, arguments, grad_scale=None, found_inf=found_inf
     )

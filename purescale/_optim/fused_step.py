@@ -14,7 +14,7 @@ from .._optim.param_groups import CurrentSettings, OptimizerSettings
 from .._optim.step_inputs import StepInputs, inputs_of_dict
 from .._torch import private
 from .._torch.foreach import MAX_INLINE_LEAVES
-from .._torch.metadata import Metadata
+from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_on_a_graph, under_transform
 from .._tree.gradients import Gradients
 
@@ -41,7 +41,7 @@ class FusedStep:
             return False
         if self._settings.hyper and not self._settings.are_readable(inputs.opt_state):
             return False
-        params, grads = inputs.present_params, inputs.grads.metadata
+        params, grads = inputs.present_params, inputs.grads.tensor_list
         if torch.compiler.is_dynamo_compiling() and (
             len(params.tensors) <= MAX_INLINE_LEAVES
             or is_on_a_graph([*params.tensors, *grads.tensors])
@@ -71,8 +71,8 @@ class FusedStep:
     ) -> None:
         """Make the step from a compiled one, which is guarded by `key`."""
         scale, factor, clip_value, skip = numbers
-        likes, metadata = list(map(grads.get, params)), Metadata(list(grads.values()))
-        gradients = Gradients(metadata, likes, False, scale, False, factor, clip_value)
+        likes, tensor_list = list(map(grads.get, params)), TensorList(list(grads.values()))
+        gradients = Gradients(tensor_list, likes, False, scale, False, factor, clip_value)
         state = OptState((), slots)  # type: ignore[arg-type]
         inputs = inputs_of_dict(params, gradients, state, dense_off_graph=False)
         self._launch(self._settings.torch_groups(tuple(params)), rates, inputs, skip)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import FIRST_STEP, Formula
-from .._torch.metadata import Metadata
+from .._torch.tensor_list import TensorList
 from .._torch.tracing import traced
 from .._tree.leaves import are_dense_real
 from .._tree.tree import Tree
@@ -258,10 +258,10 @@ class SlotLayout:
         slots: Slots,
         params: Mapping[str, Tensor],
         groups: Callable[[Mapping[str, Tensor]], list[ParamGroup]],
-        targets: Metadata | None = None,
+        targets: TensorList | None = None,
     ) -> None:
         """Refuse slots that differ from those that `new` makes for these parameters in `groups`,
-        because torch's kernels do not check what they read. `targets` is the metadata of
+        because torch's kernels do not check what they read. `targets` is the tensor_list of
         parameters, then slots, if all are dense and off graph.
         """
         if self._formula is None:  # a user's class, whose slots nobody knows

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .._optim.opt_state import described, numbers_of
 from .._optim.protocol import Optimizer
-from .._optim.step_inputs import StepInputs, StepMetadata, flatten_step, inputs_of_dict
+from .._optim.step_inputs import StepInputs, StepLists, flatten_step, inputs_of_dict
 from .._optim.updater import Updater, as_updater
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
-from .._torch.metadata import Metadata
+from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
 from .._tree.scalars import not_made
@@ -114,7 +114,7 @@ class PartitionOptimizer(Updater):
         flat = _tree.flatten_once(params)
         _tree.check_parameters(flat)
         names = _tree.names(params)
-        members = self._members(names, flat.leaves, flat.metadata)
+        members = self._members(names, flat.leaves, flat.tensor_list)
         return {
             key: optimizer.init(_by_name(members[key], flat.leaves))
             for key, optimizer in self.optimizers.items()
@@ -164,28 +164,28 @@ class PartitionOptimizer(Updater):
                 "Likely cause: the state of one optimizer alone, or of another partition. Fix: "
                 "`opt_state = optimizer.init(params)`, or what the last step returned."
             )
-        metadata = inputs.metadata
-        of_params = None if metadata is None else metadata.params
-        members = members or self._members(inputs.names, inputs.params, of_params)
+        lists = inputs.lists
+        present = None if lists is None else lists.params
+        members = members or self._members(inputs.names, inputs.params, present)
         leaves = () if inputs.dense_off_graph else (*inputs.params, *inputs.grads.likes)
         if any_dtensor(leaves):
             return [
                 Part(key, part, _part_of_dtensors(inputs, members[key], part, opt_state[key]))
                 for key, part in self._parts.items()
             ]
-        slots = _slots(inputs) if metadata is not None and metadata.targets is not None else {}
+        slots = _slots(inputs) if lists is not None and lists.targets is not None else {}
         return [
             Part(key, part, _part(inputs, members[key], opt_state[key], slots.get(key)))
             for key, part in self._parts.items()
         ]
 
     def _members(
-        self, names: Sequence[str], leaves: Leaves, metadata: Metadata | None
+        self, names: Sequence[str], leaves: Leaves, present: TensorList | None
     ) -> dict[str, Members]:
-        if metadata is None or not metadata.dense_off_graph:
+        if present is None or not present.dense_off_graph:
             return self._labelled(names, leaves)
         key = self._cache_key, *names
-        return metadata.cached(key, lambda: self._labelled(names, leaves))
+        return present.cached(key, lambda: self._labelled(names, leaves))
 
     def _labelled(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
         _tree.check_names(names)
@@ -256,19 +256,18 @@ def _part(inputs: StepInputs, members: Members, opt_state: Tree, slots: range | 
     range of its slots in `inputs.targets`.
     """
     names, indices = members.names, members.indices
-    params, metadata = list(map(inputs.params.__getitem__, indices)), None
-    if inputs.metadata is not None:
-        of_params = inputs.metadata.params.picked(indices, members)
-        old = None
-        if inputs.metadata.targets is not None and slots is not None:
-            old = inputs.metadata.targets.picked((*indices, *slots), (members, slots))
-        metadata = StepMetadata(of_params, old)
+    params, lists = list(map(inputs.params.__getitem__, indices)), None
+    if inputs.lists is not None:
+        targets = None
+        if inputs.lists.targets is not None and slots is not None:
+            targets = inputs.lists.targets.picked((*indices, *slots), (members, slots))
+        lists = StepLists(inputs.lists.params.picked(indices, members), targets)
     return inputs_of_dict(
         dict(zip(names, params, strict=True)),
         _grads_of(inputs.grads, members),
         opt_state,
         dense_off_graph=inputs.dense_off_graph,
-        metadata=metadata,
+        lists=lists,
     )
 
 
@@ -280,9 +279,11 @@ def _grads_of(grads: Gradients, members: Members) -> Gradients:
         return grads.picked(members.indices, members)
     remaining = iter(grads.tensors)
     tensors = [None if like is None else next(remaining) for like in grads.likes]
-    metadata = Metadata([tensors[index] for index in members.indices if tensors[index] is not None])
+    tensor_list = TensorList(
+        [tensors[index] for index in members.indices if tensors[index] is not None]
+    )
     likes = [grads.likes[index] for index in members.indices]
-    return grads._replace(metadata=metadata, likes=likes)
+    return grads._replace(tensor_list=tensor_list, likes=likes)
 
 
 def _part_of_dtensors(

@@ -20,11 +20,11 @@ from .._optim.opt_state import (
 )
 from .._torch import dtensor, foreach
 from .._torch.foreach import same_memory_order
-from .._torch.metadata import Metadata
+from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_lazy
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
-from .._tree.leaves import is_constant, metadata_of
+from .._tree.leaves import as_tensor_list, is_constant
 from .._tree.tree import FlatDict, FlatTree, Leaves, Tree, TreeDef
 
 
@@ -36,13 +36,13 @@ class Position(NamedTuple):
     dtensor: Any  # the DTensor that this rank has a part of, or None
 
 
-class StepMetadata(NamedTuple):
-    """The metadata of parameters and state, recognised together."""
+class StepLists(NamedTuple):
+    """Lists of parameters and state that were recognised together."""
 
-    params: Metadata
+    params: TensorList
     # of parameters, then the slots of an OptState or all tensors of a dict of such states; None for
     # the state of any other optimizer
-    targets: Metadata | None
+    targets: TensorList | None
 
 
 class StepInputs(NamedTuple):
@@ -58,39 +58,39 @@ class StepInputs(NamedTuple):
     dtensors: tuple[Leaves, Leaves] | None = (
         None  # the leaves of params and of the state before they were local, if sharded
     )
-    metadata: StepMetadata | None = None  # if all leaves are dense and off graph
+    lists: StepLists | None = None  # if all leaves are dense and off graph
     positions: dict[str, Position] | None = (
         None  # a `Position` by name, if the inputs are a piece of a larger step
     )
 
     @property
-    def present_params(self) -> Metadata:
+    def present_params(self) -> TensorList:
         """The parameters that are not None."""
         return (
-            Metadata(list(self.named_params.values()))
-            if self.metadata is None
-            else self.metadata.params
+            TensorList(list(self.named_params.values()))
+            if self.lists is None
+            else self.lists.params
         )
 
     @property
-    def targets(self) -> Metadata:
+    def targets(self) -> TensorList:
         """The tensors that a step of a class of torch updates: parameters, then slots."""
-        if self.metadata is not None and self.metadata.targets is not None:
-            return self.metadata.targets
-        return Metadata([*self.named_params.values(), *values_of(self.opt_state.slots)])
+        if self.lists is not None and self.lists.targets is not None:
+            return self.lists.targets
+        return TensorList([*self.named_params.values(), *values_of(self.opt_state.slots)])
 
     @property
-    def replaced(self) -> tuple[Metadata, Metadata]:
+    def replaced(self) -> tuple[TensorList, TensorList]:
         """The tensors of this rank that a step replaces: parameters and slots, and the rest of the
         state.
         """
-        if self.metadata is not None and self.metadata.targets is not None:
+        if self.lists is not None and self.lists.targets is not None:
             state = self.opt_state
             rest = [state.applied, *numbers_of(state)] if isinstance(state, OptState) else []
-            return self.metadata.targets, Metadata(rest, dense_off_graph=True)
+            return self.lists.targets, TensorList(rest, dense_off_graph=True)
         leaves = [*self.params, *_tree.flatten(self.opt_state)[0]]
         shards = [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
-        return Metadata(shards, dense_off_graph=self.dense_off_graph), NOTHING
+        return TensorList(shards, dense_off_graph=self.dense_off_graph), NOTHING
 
     @property
     def all_positions(self) -> dict[str, Position]:
@@ -149,7 +149,7 @@ def inputs_of_dict(
     opt_state: Tree,
     *,
     dense_off_graph: bool,
-    metadata: StepMetadata | None = None,
+    lists: StepLists | None = None,
     positions: dict[str, Position] | None = None,
 ) -> StepInputs:
     """Return the inputs of a step over parameters by dotted name, such as a part of a step."""
@@ -161,12 +161,12 @@ def inputs_of_dict(
         opt_state,
         params,
         dense_off_graph,
-        metadata=metadata,
+        lists=lists,
         positions=positions,
     )
 
 
-NOTHING = Metadata([], dense_off_graph=True)
+NOTHING = TensorList([], dense_off_graph=True)
 NO_GRADS = FlatTree(None, [], None, NOTHING)  # of gradients that are still to be made
 
 
@@ -181,13 +181,13 @@ def flatten_step(
         params, opt_state = flatten_together([params], opt_state)
         _tree.check_parameters(params)
     flat_grads = NO_GRADS if grads is None else _tree.gradients_like(params, grads)
-    flat_state, (tree, leaves, structure, of_params) = opt_state, params
-    of_state, of_grads = flat_state.metadata, flat_grads.metadata
-    dense_off_graph = all([part.dense_off_graph for part in (of_params, of_state, of_grads)])
+    flat_state, (tree, leaves, structure, param_list) = opt_state, params
+    state_list, grad_list = flat_state.tensor_list, flat_grads.tensor_list
+    dense_off_graph = all([part.dense_off_graph for part in (param_list, state_list, grad_list)])
     if not (optimizer.differentiable or dense_off_graph):
         _tree.reject_autograd_history(params=params, grads=flat_grads, opt_state=flat_state)
     gradients = flat_grads.leaves
-    if not of_params.dense_off_graph:  # torch's kernels ignore lazy negation
+    if not param_list.dense_off_graph:  # torch's kernels ignore lazy negation
         leaves = [
             leaf.resolve_conj().resolve_neg()
             if isinstance(leaf, Tensor) and is_lazy(leaf)
@@ -197,18 +197,18 @@ def flatten_step(
     names, opt_state = _tree.names(tree), flat_state.tree
     sharded = not dense_off_graph and dtensor.any_dtensor([*leaves, *gradients])
     if sharded and optimizer.elementwise is not None:
-        flat = FlatTree(tree, leaves, structure, of_params)
+        flat = FlatTree(tree, leaves, structure, param_list)
         return _flatten_shards(optimizer, flat, names, gradients, opt_state)
-    dense = of_grads.dense_off_graph
+    dense = grad_list.dense_off_graph
     return StepInputs(
         structure,
         names,
         leaves,
-        Gradients(of_grads, gradients, True) if dense else as_gradients(gradients),
+        Gradients(grad_list, gradients, True) if dense else as_gradients(gradients),
         opt_state,
         present(names, leaves),
         dense_off_graph,
-        metadata=_step_metadata(of_params, of_state, opt_state) if dense_off_graph else None,
+        lists=_step_lists(param_list, state_list, opt_state) if dense_off_graph else None,
     )
 
 
@@ -240,11 +240,11 @@ def _flatten_shards(
     )
 
 
-def _step_metadata(of_params: Metadata, of_state: Metadata, opt_state: Tree) -> StepMetadata:
+def _step_lists(params: TensorList, state: TensorList, opt_state: Tree) -> StepLists:
     if isinstance(opt_state, OptState):
-        end = len(of_state.tensors) - len(numbers_of(opt_state))
-        return StepMetadata(of_params, of_params.joined(of_state.part(1, end)))
-    return StepMetadata(of_params, of_params.joined(of_state) if are_parts(opt_state) else None)
+        end = len(state.tensors) - len(numbers_of(opt_state))
+        return StepLists(params, params.joined(state.part(1, end)))
+    return StepLists(params, params.joined(state) if are_parts(opt_state) else None)
 
 
 def flatten_together(trees: Sequence[Tree], *opt_states: Tree) -> list[FlatTree]:
@@ -254,11 +254,11 @@ def flatten_together(trees: Sequence[Tree], *opt_states: Tree) -> list[FlatTree]
     """
     pairs = [*map(_tree.flatten, trees), *map(_flatten_state, opt_states)]
     trees = *trees, *opt_states
-    metadata = metadata_of([leaf for leaves, _ in pairs for leaf in leaves])
+    joined = as_tensor_list([leaf for leaves, _ in pairs for leaf in leaves])
     flats, start = [], 0
     for tree, (leaves, structure) in zip(trees, pairs, strict=True):
         stop = start + len(leaves)
-        flats.append(FlatTree(tree, leaves, structure, metadata.part(start, stop)))
+        flats.append(FlatTree(tree, leaves, structure, joined.part(start, stop)))
         start = stop
     return flats
 
@@ -318,7 +318,7 @@ def working_copies(inputs: StepInputs, *, in_place: bool, any_order: bool = Fals
     `any_order` is set.
     """
     params, slots = inputs.named_params, inputs.opt_state.slots
-    old, metadata = inputs.targets, inputs.metadata
+    old, lists = inputs.targets, inputs.lists
     if in_place and not old.any_requires_grad:
         new_params, new_slots = params, {name: {**slot} for name, slot in slots.items()}
     else:
@@ -326,7 +326,7 @@ def working_copies(inputs: StepInputs, *, in_place: bool, any_order: bool = Fals
         working = iter([t.detach() if t.requires_grad else t for t in new])
         new_params = dict(zip(params, working, strict=False))
         new_slots = slots_like(slots, working)
-        metadata = StepMetadata(Metadata(list(new_params.values())), None)
+        lists = StepLists(TensorList(list(new_params.values())), None)
     if not any_order and not old.are_contiguous:
         for name, slot in new_slots.items():
             param = new_params[name]
@@ -335,7 +335,7 @@ def working_copies(inputs: StepInputs, *, in_place: bool, any_order: bool = Fals
                     slot[key] = torch.empty_like(param, dtype=value.dtype).copy_(value)
     applied, _, *numbers = inputs.opt_state
     opt_state = OptState(applied, new_slots, *numbers)
-    return inputs._replace(named_params=new_params, opt_state=opt_state, metadata=metadata)
+    return inputs._replace(named_params=new_params, opt_state=opt_state, lists=lists)
 
 
 def named_params(params: Tree) -> dict[str, Tensor]:

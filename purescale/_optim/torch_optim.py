@@ -215,7 +215,7 @@ class TorchOptimizer(Updater):
                 f"params has {_tree.join_names(inputs.names)}. Fix: "
                 "`opt_state = optimizer.init(params)` for these params."
             )
-        targets = inputs.targets if inputs.metadata else None
+        targets = inputs.targets if inputs.lists else None
         self._layout.check(opt_state.slots, params, self._settings.slot_groups, targets)
         self._settings.check(opt_state)
         self._settings.check_names(tuple(params))

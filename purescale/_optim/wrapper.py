@@ -338,7 +338,7 @@ def with_stand_ins(inputs: StepInputs, opt_state: Tree) -> StepInputs:
 def with_params(inputs: StepInputs, params: Leaves, opt_state: Tree) -> StepInputs:
     """Return the inputs with these parameters, in their order, and this state."""
     named = present(inputs.names, params)
-    return inputs._replace(params=params, named_params=named, opt_state=opt_state, metadata=None)
+    return inputs._replace(params=params, named_params=named, opt_state=opt_state, lists=None)
 
 
 def is_half(leaf: Any) -> bool:

@@ -16,7 +16,7 @@ from .._optim.wrapper import Wrapper, with_params
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like
 from .._torch.dtypes import widest_float
-from .._torch.metadata import Metadata
+from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
 from .._tree.tree import Leaves, Tree, TreeT
 
@@ -80,8 +80,8 @@ def _wanted(optimizer: Any, inputs: StepInputs) -> Leaves:
             by_name.update(zip(of_part.names, _wanted(part, of_part), strict=True))
         return list(map(by_name.get, inputs.names))
     old = list(map(_wide, inputs.params))
-    wide_grads = Metadata(list(map(_wide, inputs.grads.tensors)))
-    grads = inputs.grads._replace(metadata=wide_grads)
+    wide_grads = TensorList(list(map(_wide, inputs.grads.tensors)))
+    grads = inputs.grads._replace(tensor_list=wide_grads)
     wide = with_params(inputs, old, _wide_state(optimizer, inputs))._replace(grads=grads)
     new = inputs.structure.flatten_up_to(_stepped(optimizer, wide))
     likes = inputs.params if inputs.dtensors is None else inputs.dtensors[0]

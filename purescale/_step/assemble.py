@@ -133,6 +133,6 @@ def _next_buffers(
     their graph.
     """
     old = before.leaves
-    if not before.metadata.dense_off_graph or any([leaf.requires_grad for leaf in old]):
+    if not before.tensor_list.dense_off_graph or any([leaf.requires_grad for leaf in old]):
         old = [_tree.off_graph(t) if getattr(t, "requires_grad", False) else t for t in old]
     return engine.choose(decision.skip, old, new, overwrite=memory.buffers)

@@ -18,7 +18,7 @@ from .._torch.donation import can_write, storage_pointers
 from .._torch.pure_graph import Function, PureGraph, compiled, trace
 from .._torch.tracing import PLAIN_TYPES, inside_a_graph
 from .._tree import tree as _tree
-from .._tree.leaves import metadata_of
+from .._tree.leaves import as_tensor_list
 from .._tree.scalars import is_whole, refuse_unexpected, short_repr
 from .._tree.tree import Leaves, Tree, TreeDef
 
@@ -103,12 +103,12 @@ class Program:
         places = range(len(results.places))
         self.sources = [donated[x] if x in donated else next(returned) for x in places]
         written = [tensors[index] for index in self.written]
-        metadata = metadata_of(written)
+        tensor_list = as_tensor_list(written)
         self.are_plain = (
-            metadata.dense_off_graph
-            and metadata.are_gapless
+            tensor_list.dense_off_graph
+            and tensor_list.are_gapless
             and set(map(type, written)) <= {Tensor}
-            and not metadata.any_requires_grad
+            and not tensor_list.any_requires_grad
         )
 
     def __call__(self, tensors: list[Tensor]) -> Tree:

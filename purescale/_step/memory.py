@@ -12,7 +12,7 @@ from .._optim.step_inputs import NOTHING, StepInputs
 from .._optim.updater import Updater
 from .._step.step_options import FlatState, StepOptions
 from .._torch.donation import can_write_each, pointers_of_each, storage_pointers
-from .._torch.metadata import Metadata
+from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_on_a_graph
 from .._tree import tree as _tree
 from .._tree.leaves import is_constant
@@ -51,20 +51,20 @@ def memory_of_step(
         *numbers_of_optimizer.tensors,
         *_tree.all_tensors((flat.scaler.tree, flat.step, flat.rng, flat.guard)),
     ]
-    buffers = flat.buffers.metadata
+    buffers = flat.buffers.tensor_list
     if not buffers.dense_off_graph:
-        buffers = Metadata([leaf for leaf in buffers.tensors if not is_constant(leaf)])
+        buffers = TensorList([leaf for leaf in buffers.tensors if not is_constant(leaf)])
     read_only = list(options.clip.tensor_bounds)
     batch = _tree.all_tensors(list(microbatches))
     read_only += batch
     lists, captured = [replaced, buffers], donate and may_be_captured
     if captured:
-        lists.append(Metadata(numbers))
+        lists.append(TensorList(numbers))
     else:
         read_only += numbers
     pointers = pointers_of_each([*[some.tensors for some in lists], read_only])
     arguments = {None, *chain.from_iterable(pointers)} if pointers else None
-    if arguments is not None and not flat.params.metadata.dense_off_graph:
+    if arguments is not None and not flat.params.tensor_list.dense_off_graph:
         # Constant buffers, and parameters before a lazy negation was resolved.
         arguments.update(storage_pointers([*flat.params.leaves, *flat.buffers.leaves]))
     watched = batch if pointers else []
@@ -84,7 +84,7 @@ def donated_memory(
     optimizer: Updater, inputs: StepInputs, read_only: Sequence[Tensor]
 ) -> tuple[Memory, bool]:
     """Return the memory of a step over given gradients, and True if these may be overwritten."""
-    allowed = can_write_each([*inputs.replaced, inputs.grads.metadata], read_only)
+    allowed = can_write_each([*inputs.replaced, inputs.grads.tensor_list], read_only)
     replaced = allowed[0] and allowed[1] and not _on_graph(optimizer, inputs)
     return Memory(None, [], optimizer=replaced), allowed[2]
 

@@ -17,8 +17,8 @@ from .._optim.step_inputs import StepInputs
 from .._optim.updater import Updater, skipped_step
 from .._step.masked import Masked
 from .._step.memory import Memory
-from .._torch.metadata import Metadata
 from .._torch.private import listops
+from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read
 from .._tree.gradients import Gradients
 from .._tree.select import copies
@@ -78,7 +78,7 @@ class OnHost(Masked):
         return inputs.restore(*skipped_step(inputs, in_place=memory.optimizer))
 
 
-def engine_for(optimizer: Updater, tensors: Metadata, numbers: list[Tensor]) -> type[Masked]:
+def engine_for(optimizer: Updater, tensors: TensorList, numbers: list[Tensor]) -> type[Masked]:
     """Return the engine of a step over these tensors. Derivatives flow through a skipped step and
     an applied one alike, so a step that is to be differentiated is masked.
     """

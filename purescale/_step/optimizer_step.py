@@ -80,7 +80,7 @@ def maybe_step(
     inputs = flatten_step(updater, params, grads, opt_state)
     updater.check(inputs)
     skip = _tree.flag(found_inf, like=next(iter(inputs.named_params.values()), None))
-    engine = engine_for(updater, inputs.grads.metadata, [skip])
+    engine = engine_for(updater, inputs.grads.tensor_list, [skip])
     memory = donated_memory(updater, inputs, [skip])[0] if donate else NO_MEMORY
     stepped = engine.update(updater, inputs, engine.read(skip), memory)
     if donate:
@@ -152,7 +152,7 @@ def unscale_and_step(
     updater = as_updater(optimizer)
     inputs = flatten_step(updater, params, scaled_grads, opt_state)
     scale = scaler.scale
-    check_scale(scale, params, inputs.grads.likes, "grads", inputs.grads.metadata)
+    check_scale(scale, params, inputs.grads.likes, "grads", inputs.grads.tensor_list)
     if clip.value is not None:
         check_ordered(params, inputs.grads.likes, "grads")
     updater.check(inputs)
@@ -163,7 +163,7 @@ def unscale_and_step(
         )
     # An optimizer with `step` alone may raise, and nothing must be half-changed then.
     grads = inputs.grads._replace(scale=scale, owned=owned and not updater.calls_step)
-    engine = engine_for(updater, grads.metadata, [scale, *clip.tensor_bounds])
+    engine = engine_for(updater, grads.tensor_list, [scale, *clip.tensor_bounds])
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
     decision = engine.decide(engine.measure(grads, scale, options), clip, grads)
     inputs = inputs._replace(grads=decision.grads)

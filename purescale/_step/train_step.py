@@ -229,7 +229,7 @@ def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> F
     params, buffers, scaler, opt_state = flatten_together(trees, state.opt_state)
     leaves, scale = params.leaves, state.scaler.scale
     _tree.check_parameters(params, "state.params")
-    check_scale(scale, state.params, leaves, "state.params", params.metadata)
+    check_scale(scale, state.params, leaves, "state.params", params.tensor_list)
     if options.guard is not None or state.guard != ():
         check_guarded(options.guard, state.guard)
     if options.clip.value is not None:

@@ -20,7 +20,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
 from .._torch.tracing import by_torch_func, recorded_by_make_fx
 from .._tree import tree as _tree
-from .._tree.leaves import are_dense_real, metadata_of, versions
+from .._tree.leaves import are_dense_real, as_tensor_list, versions
 from .._tree.scalars import refuse_unexpected, short_repr
 from .._tree.tree import FlatTree, Leaves, Tree
 
@@ -148,7 +148,7 @@ def _checked(
     _tree.reject_autograd_history(params=flat_params, buffers=flat_buffers)
     if scaler is None:
         one = torch.ones((), device=_tree.device_of(params, flat_params.leaves, "params"))
-        flat_scaler = FlatTree(_Unscaled(one), [one], None, metadata_of([one]))
+        flat_scaler = FlatTree(_Unscaled(one), [one], None, as_tensor_list([one]))
     scale = getattr(flat_scaler.tree, "scale", None)
     if not isinstance(scale, Tensor) or scale.ndim:
         raise TypeError(
@@ -156,7 +156,7 @@ def _checked(
             "tensor. Fix: `scaler = rule.init(device)`, or `state.scaler` of a TrainState; for "
             "stacked states call this under torch.vmap."
         )
-    check_scale(scale, params, flat_params.leaves, "params", flat_params.metadata)
+    check_scale(scale, params, flat_params.leaves, "params", flat_params.tensor_list)
     return flat_params, flat_buffers, flat_scaler
 
 
@@ -198,14 +198,14 @@ class ValueAndGrad:
         self.present = [index for index, leaf in enumerate(params.leaves) if leaf is not None]
         self.inputs = [params.leaves[index] for index in self.present]
         self.are_all_present = len(self.inputs) == len(params.leaves)
-        self.dense_real = params.metadata.dense_off_graph or are_dense_real(params.leaves)
-        self.sharded = not params.metadata.dense_off_graph and dtensor.any_dtensor(self.inputs)
+        self.dense_real = params.tensor_list.dense_off_graph or are_dense_real(params.leaves)
+        self.sharded = not params.tensor_list.dense_off_graph and dtensor.any_dtensor(self.inputs)
         # If so, the gradients may be on a graph, and are not owned.
         self.by_func = by_torch_func(self.inputs, differentiable=differentiable)
         self.storages = None if self.by_func else storages
         # make_fx does not see that a subclass is made, and would take parameters for constants.
         self.is_recorded = not self.by_func and recorded_by_make_fx()
-        recordable = params.metadata.dense_off_graph and scaler.metadata.dense_off_graph
+        recordable = params.tensor_list.dense_off_graph and scaler.tensor_list.dense_off_graph
         if not (self.by_func or recordable):
             *self.inputs, self.scale = _recordable([*self.inputs, self.scale])
 
@@ -303,7 +303,7 @@ class ValueAndGrad:
         """Return the parameters, the scaled loss on its graph over them, and the outputs, in eager
         mode.
         """
-        if buffers is not self.buffers.leaves or not self.buffers.metadata.dense_off_graph:
+        if buffers is not self.buffers.leaves or not self.buffers.tensor_list.dense_off_graph:
             buffers = _recordable(buffers)
         with _ENABLED if torch.is_grad_enabled() else torch.enable_grad():
             # Leaves, because autocast caches the cast of a leaf; new ones, because a loss may

@@ -16,7 +16,7 @@ from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.private import listops
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
-from .._tree.leaves import metadata_of
+from .._tree.leaves import as_tensor_list
 from .._tree.scalars import as_floats
 from .._tree.tree import negated
 
@@ -112,7 +112,7 @@ class Mean:
 
     def _gradients(self, tensors: list[Tensor], scale: Tensor | None) -> Gradients:
         likes, dense_real = self.value_and_grad.params.leaves, self.value_and_grad.dense_real
-        return Gradients(metadata_of(tensors), likes, dense_real, scale, owned=self.owned)
+        return Gradients(as_tensor_list(tensors), likes, dense_real, scale, owned=self.owned)
 
 
 class ScaledSum(Mean):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._torch import dtensor, private
 from .._torch.foreach import are_gapless, clone_listed, is_gapless
-from .._torch.metadata import Metadata
+from .._torch.tensor_list import TensorList
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 
 DEBUG = os.environ.get("PURESCALE_DEBUG_DONATION", "0") not in ("", "0")
@@ -62,11 +62,11 @@ def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
     A parameter that requires a gradient may be overwritten off the graph, as torch.optim does.
     While compiling, storages cannot be compared.
     """
-    return can_write_each([Metadata(list(tensors))], others)[0]
+    return can_write_each([TensorList(list(tensors))], others)[0]
 
 
 def can_write_each(
-    lists: Sequence[Metadata],
+    lists: Sequence[TensorList],
     others: Sequence[Any] = (),
     pointers: Sequence[list[int | None]] = (),
 ) -> list[bool]:
@@ -120,9 +120,9 @@ def _is_number(tensor: Tensor) -> bool:
     return not tensor.ndim and tensor.dtype is torch.float64 and tensor.is_cpu
 
 
-def _of_values(metadata: Metadata, pointers: list[int | None]) -> list[int | None]:
+def _of_values(tensor_list: TensorList, pointers: list[int | None]) -> list[int | None]:
     """Return the pointers of the tensors that have elements; empty ones cannot share memory."""
-    counts = metadata.elements
+    counts = tensor_list.elements
     if 0 not in counts:
         return pointers
     return [pointer for pointer, count in zip(pointers, counts, strict=True) if count]

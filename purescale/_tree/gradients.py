@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch import dtensor, foreach
-from .._torch.metadata import Metadata
+from .._torch.tensor_list import TensorList
 from .._tree.leaves import are_dense_real, dense_real
 
 
@@ -21,7 +21,7 @@ class Gradients(NamedTuple):
     A DTensor becomes its local shard, a complex tensor a view as reals, a sparse COO tensor dense.
     """
 
-    metadata: Metadata  # of the tensors
+    tensor_list: TensorList  # of the tensors
     likes: Sequence[Any]  # leaves in the form of the results, with None; no Partial placement
     dense_real: bool  # True if the likes are dense and real, so that tensors are leaves
     scale: Tensor | None = None  # of the loss, by which they are still multiplied
@@ -32,14 +32,14 @@ class Gradients(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return self.metadata.tensors
+        return self.tensor_list.tensors
 
     @property
     def factor_dtype(self) -> torch.dtype:
         """The dtype in which a factor is multiplied, and of a norm: float64 if a gradient has it,
         else float32, because a float64 factor would take float32 gradients through a slower kernel.
         """
-        return torch.float64 if torch.float64 in self.metadata.dtypes else torch.float32
+        return torch.float64 if torch.float64 in self.tensor_list.dtypes else torch.float32
 
     def restore(self, results: Sequence[Tensor]) -> list[Any]:
         """Return the results in the form of their leaves: complex, a DTensor, or None for None."""
@@ -49,20 +49,20 @@ class Gradients(NamedTuple):
         return [None if like is None else _in_form_of(like, next(remaining)) for like in self.likes]
 
     def picked(self, indices: Sequence[int], key: Hashable = None) -> Gradients:
-        """Return some of them, as in `Metadata.picked`."""
-        metadata = self.metadata.picked(indices, key)
-        if metadata is self.metadata:
+        """Return some of them, as in `TensorList.picked`."""
+        tensor_list = self.tensor_list.picked(indices, key)
+        if tensor_list is self.tensor_list:
             return self
-        likes = metadata.tensors
+        likes = tensor_list.tensors
         if not self.dense_real:
             present_likes = self.present_likes
             likes = [present_likes[index] for index in indices]
-        return self._replace(metadata=metadata, likes=likes)
+        return self._replace(tensor_list=tensor_list, likes=likes)
 
     def with_tensors_of(self, other: Gradients) -> Gradients:
         """Return other tensors, such as parts of these, that wait for the same."""
         return self._replace(
-            metadata=other.metadata, likes=other.likes, dense_real=other.dense_real
+            tensor_list=other.tensor_list, likes=other.likes, dense_real=other.dense_real
         )
 
     def unscaled(self, *, wide: bool = False) -> Gradients:
@@ -103,7 +103,7 @@ class Gradients(NamedTuple):
         """Return them in float32 where they are narrower."""
         tensors = [t.float() if t.dtype.itemsize < 4 else t for t in self.tensors]
         fresh = all([new is not old for new, old in zip(tensors, self.tensors, strict=True)])
-        return self._replace(metadata=Metadata(tensors), owned=self.owned or fresh)
+        return self._replace(tensor_list=TensorList(tensors), owned=self.owned or fresh)
 
     def divided(self, divisor: Tensor) -> Gradients:
         """Return them divided by a 0-d tensor, in place if they are owned, like the next two."""
@@ -128,7 +128,7 @@ class Gradients(NamedTuple):
     def _owning(self, tensors: list[Tensor]) -> Gradients:
         # A compiler fuses what follows; a write into these would only add work.
         owned = not torch.compiler.is_compiling()
-        return self._replace(metadata=Metadata(tensors), owned=owned)
+        return self._replace(tensor_list=TensorList(tensors), owned=owned)
 
     @property
     def leaves(self) -> list[Any]:
@@ -146,10 +146,10 @@ def as_gradients(
 ) -> Gradients:
     """Return checked leaves as dense, real, strided tensors. A partial DTensor is reduced."""
     if are_dense_real(leaves):
-        return Gradients(Metadata(list(leaves)), leaves, True, scale, owned)
+        return Gradients(TensorList(list(leaves)), leaves, True, scale, owned)
     likes = [dtensor.reduce_partial(leaf) for leaf in leaves]
     tensors = [dense_real(dtensor.shard(leaf)) for leaf in likes if leaf is not None]
-    return Gradients(Metadata(tensors), likes, False, scale, owned)
+    return Gradients(TensorList(tensors), likes, False, scale, owned)
 
 
 def _in_form_of(like: Tensor, result: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import dtensor, metadata, private
+from .._torch import dtensor, private, tensor_list
 from .._torch.dtypes import wide_dtype
-from .._torch.metadata import Metadata
+from .._torch.tensor_list import TensorList
 from .._torch.tracing import PLAIN_TYPES
 
 _REAL = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
@@ -61,9 +61,9 @@ def are_dense_off_graph(leaves: Sequence[Any]) -> bool:
     )
 
 
-def metadata_of(leaves: list[Any]) -> Metadata:
-    """Return the metadata of leaves, which says whether they are dense and off graph."""
-    return metadata.lookup(leaves, are_dense_off_graph)
+def as_tensor_list(leaves: list[Any]) -> TensorList:
+    """Return leaves as a list that knows if they are dense and off graph."""
+    return tensor_list.lookup(leaves, are_dense_off_graph)
 
 
 def are_real(dtypes: Set[torch.dtype]) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._torch import donation, dtensor, foreach, private
 from .._torch.donation import storage_pointer, storage_pointers
-from .._torch.metadata import Metadata
+from .._torch.tensor_list import TensorList
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 from .._tree import leaves as _leaf
 
@@ -86,12 +86,12 @@ class FlatTree(NamedTuple):
     tree: Tree
     leaves: Leaves
     structure: Any  # a `TreeDef`; None for a tree that is never rebuilt from its leaves
-    metadata: Metadata  # of the leaves
+    tensor_list: TensorList  # of the leaves
 
 
 def flatten_once(tree: Tree) -> FlatTree:
     leaves, structure = flatten(tree)
-    return FlatTree(tree, leaves, structure, _leaf.metadata_of(leaves))
+    return FlatTree(tree, leaves, structure, _leaf.as_tensor_list(leaves))
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -278,10 +278,10 @@ def gradients_like(params: FlatTree, grads: Tree) -> FlatTree:
     that does not fit its parameter.
     """
     gradients = leaves_like("grads", grads, "params", params.tree, params.structure)
-    metadata, of_params = _leaf.metadata_of(gradients), params.metadata
-    flat = FlatTree(grads, gradients, params.structure, metadata)
-    both_dense = of_params.dense_off_graph and metadata.dense_off_graph
-    if both_dense and _leaf.are_real(metadata.dtypes):
+    tensor_list, of_params = _leaf.as_tensor_list(gradients), params.tensor_list
+    flat = FlatTree(grads, gradients, params.structure, tensor_list)
+    both_dense = of_params.dense_off_graph and tensor_list.dense_off_graph
+    if both_dense and _leaf.are_real(tensor_list.dtypes):
         leaves = params.leaves
 
         def match() -> bool:
@@ -289,7 +289,7 @@ def gradients_like(params: FlatTree, grads: Tree) -> FlatTree:
             devices = list(_map(_device, gradients)), list(_map(_device, leaves))
             return shapes[0] == shapes[1] and devices[0] == devices[1]
 
-        if metadata.cached("match", match, of_params):
+        if tensor_list.cached("match", match, of_params):
             return flat
     check_gradients(params.tree, gradients)
     for index, (gradient, param) in enumerate(zip(gradients, params.leaves, strict=True)):
@@ -328,7 +328,7 @@ def reject_autograd_history(**trees: Tree) -> None:
         return
     for name, tree in trees.items():
         flat = tree if isinstance(tree, FlatTree) else flatten_once(tree)
-        for index, leaf in enumerate([] if flat.metadata.dense_off_graph else flat.leaves):
+        for index, leaf in enumerate([] if flat.tensor_list.dense_off_graph else flat.leaves):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 raise ValueError(
                     f"{paths(flat.tree, name)[index]} is a result of torch.autograd "
@@ -463,7 +463,7 @@ def check_names(dotted_names: Sequence[str]) -> None:
 
 def check_parameters(params: FlatTree, name: str = "params") -> None:
     """Refuse, naming the leaf, a leaf that cannot be a parameter."""
-    if params.metadata.dense_off_graph and _leaf.are_real(params.metadata.dtypes):
+    if params.tensor_list.dense_off_graph and _leaf.are_real(params.tensor_list.dtypes):
         return
     for index, leaf in _leaf.unusual(params.leaves):
         _leaf.check_leaf(leaf, path(params.tree, name, index), "parameter")

@@ -1,9 +1,9 @@
-"""The metadata of lists of tensors: what is known besides their values and their memory.
+"""Lists of tensors with what is known of them, besides their values and their memory.
 
-A list with the metadata of an earlier one is found by one comparison in C++, and what was computed
-from the earlier one holds for it. This saves half of a step over 1000 small tensors on a CPU, and a
-third over 60 (benchmarks/README.md). Neither tensors nor their values are kept, so a key must not
-refer to an object of a user's.
+A list with the metadata of an earlier one is recognised by one comparison in C++, and what was
+computed from the earlier one holds for it. This saves half of a step over 1000 small tensors on a
+CPU, and a third over 60 (benchmarks/README.md). Neither tensors nor their values are kept, so a key
+must not refer to an object of a user's.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Fact(Generic[T]):
-    """An attribute of `Metadata` that is computed when it is first asked for, then cached."""
+    """An attribute of `TensorList` that is computed when it is first asked for, then cached."""
 
-    def __init__(self, compute: Callable[[Metadata], T]) -> None:
+    def __init__(self, compute: Callable[[TensorList], T]) -> None:
         self.compute, self.name = compute, compute.__name__
         self.__doc__ = compute.__doc__
 
     @overload
-    def __get__(self, metadata: None, owner: Any) -> Fact[T]: ...
+    def __get__(self, tensor_list: None, owner: Any) -> Fact[T]: ...
     @overload
-    def __get__(self, metadata: Metadata, owner: Any) -> T: ...
-    def __get__(self, metadata: Metadata | None, owner: Any) -> Fact[T] | T:
-        if metadata is None:
+    def __get__(self, tensor_list: TensorList, owner: Any) -> T: ...
+    def __get__(self, tensor_list: TensorList | None, owner: Any) -> Fact[T] | T:
+        if tensor_list is None:
             return self
-        values = metadata.cache.values
+        values = tensor_list.cache.values
         if self.name not in values:
-            values[self.name] = self.compute(metadata)
+            values[self.name] = self.compute(tensor_list)
         value: T = values[self.name]
         return value
 
@@ -53,7 +53,7 @@ class Cache:
         self.values: dict[Hashable, Any] = {}
 
 
-class Metadata:
+class TensorList:
     """A list of tensors, with what is known of it."""
 
     __slots__ = ("cache", "dense_off_graph", "tensors")
@@ -100,9 +100,9 @@ class Metadata:
         """Their values can be read without waiting, outside of a trace."""
         return are_on_a_cpu(self.tensors)
 
-    def cached(self, key: Hashable, compute: Callable[[], T], other: Metadata | None = None) -> T:
-        """Return `compute()`, which must depend only on the key, this metadata and that of `other`.
-        Lists alike share the result.
+    def cached(self, key: Hashable, compute: Callable[[], T], other: TensorList | None = None) -> T:
+        """Return `compute()`, which must depend only on the key and the metadata of this list
+        and of `other`. Lists alike share the result.
         """
         values = self.cache.values
         if other is not None:
@@ -114,31 +114,29 @@ class Metadata:
         value: T = values[key]
         return value
 
-    def part(self, start: int, stop: int) -> Metadata:
-        """Return the metadata of `tensors[start:stop]`."""
+    def part(self, start: int, stop: int) -> TensorList:
+        """Return the list of `tensors[start:stop]`."""
         cache = self.cached((start, stop), Cache)
-        return Metadata(self.tensors[start:stop], cache, dense_off_graph=self.dense_off_graph)
+        return TensorList(self.tensors[start:stop], cache, dense_off_graph=self.dense_off_graph)
 
-    def picked(self, indices: Sequence[int], key: Hashable = None) -> Metadata:
-        """Return the metadata of the tensors with these indices, in rising order, for which `key`
-        stands if it is given.
-        """
+    def picked(self, indices: Sequence[int], key: Hashable = None) -> TensorList:
+        """Return the tensors with these indices, in rising order. `key` stands for the indices."""
         if len(indices) == len(self.tensors):
             return self
         key = tuple(indices) if key is None else key
-        some = list(map(self.tensors.__getitem__, indices))
-        return Metadata(some, self.cached(key, Cache), dense_off_graph=self.dense_off_graph)
+        picked = list(map(self.tensors.__getitem__, indices))
+        return TensorList(picked, self.cached(key, Cache), dense_off_graph=self.dense_off_graph)
 
-    def joined(self, other: Metadata) -> Metadata:
-        """Return the metadata of both lists in one."""
-        return Metadata(
+    def joined(self, other: TensorList) -> TensorList:
+        """Return both lists as one."""
+        return TensorList(
             [*self.tensors, *other.tensors],
             self.cached("joined", Cache, other),
             dense_off_graph=self.dense_off_graph and other.dense_off_graph,
         )
 
 
-def have_one_order(some: Metadata, others: Metadata) -> bool:
+def have_one_order(some: TensorList, others: TensorList) -> bool:
     """Return True if `same_memory_order` of each two tensors, which have the same shape."""
     return (some.are_contiguous and others.are_contiguous) or all(
         map(same_memory_order, some.tensors, others.tensors)
@@ -162,14 +160,14 @@ _LENGTHS, _LISTS, _VALUES = 16, 4, 64
 _entries: dict[int, tuple[Entry, ...]] = {}
 
 
-def lookup(tensors: list[Any], are_dense_off_graph: Callable[[Sequence[Any]], bool]) -> Metadata:
-    """Return the metadata of a list, with the cache of an earlier list like it if all tensors are
-    dense and off graph.
+def lookup(tensors: list[Any], are_dense_off_graph: Callable[[Sequence[Any]], bool]) -> TensorList:
+    """Return a list with the cache of an earlier one like it, if all tensors are dense and off
+    graph.
     """
     # In inference mode the guard cannot tell ordinary tensors from inference tensors.
     unknown = traced() or torch.is_inference_mode_enabled()
     if unknown or not set(map(type, tensors)) <= PLAIN_TYPES:
-        return Metadata(tensors, dense_off_graph=are_dense_off_graph(tensors))
+        return TensorList(tensors, dense_off_graph=are_dense_off_graph(tensors))
     entries = _entries.get(len(tensors), ())
     # The comparison would crash the process on a nested tensor.
     if entries and not any(map(_is_nested, tensors)):
@@ -177,11 +175,11 @@ def lookup(tensors: list[Any], are_dense_off_graph: Callable[[Sequence[Any]], bo
             if entry.is_like(*tensors):
                 off_graph = not (entry.may_have_graph and any(map(_grad_fn, tensors)))
                 cache = entry.cache if off_graph else None
-                return Metadata(tensors, cache, dense_off_graph=off_graph)
+                return TensorList(tensors, cache, dense_off_graph=off_graph)
     if not are_dense_off_graph(tensors):
-        return Metadata(tensors)
+        return TensorList(tensors)
     if not entries and len(_entries) >= _LENGTHS:
         _entries.pop(next(iter(_entries)), None)
     entry = Entry(tensors)
     _entries[len(tensors)] = (entry, *entries[: _LISTS - 1])
-    return Metadata(tensors, entry.cache, dense_off_graph=True)
+    return TensorList(tensors, entry.cache, dense_off_graph=True)

@@ -1,4 +1,4 @@
-"""What was seen of metadata is known for the next list with the same, and for no other."""
+"""What was seen of tensor_list is known for the next list with the same, and for no other."""
 
 import contextlib
 import gc
@@ -10,31 +10,31 @@ from helpers import same_bits
 from torch import nn
 
 import purescale as ps
-from purescale._torch import metadata, tracing
-from purescale._torch.metadata import Metadata
-from purescale._tree.leaves import metadata_of
+from purescale._torch import tensor_list, tracing
+from purescale._torch.tensor_list import TensorList
+from purescale._tree.leaves import as_tensor_list
 
 RULE = ps.DynamicScale(init_scale=2.0**4)
 
 
 @pytest.fixture(autouse=True)
 def nothing_seen(monkeypatch):
-    monkeypatch.setattr(metadata, "_entries", {})
+    monkeypatch.setattr(tensor_list, "_entries", {})
 
 
 def forget(monkeypatch):
     """As if nothing were ever remembered."""
     monkeypatch.setattr(
-        metadata,
+        tensor_list,
         "lookup",
-        lambda tensors, are_dense: Metadata(tensors, dense_off_graph=are_dense(tensors)),
+        lambda tensors, are_dense: TensorList(tensors, dense_off_graph=are_dense(tensors)),
     )
 
 
 def is_known(tensors):
     """Return True if answers about an earlier list are taken for this one."""
-    entries = metadata._entries.get(len(tensors), ())
-    return metadata_of(tensors).cache in [entry.cache for entry in entries]
+    entries = tensor_list._entries.get(len(tensors), ())
+    return as_tensor_list(tensors).cache in [entry.cache for entry in entries]
 
 
 def inference_tensor():
@@ -67,7 +67,7 @@ OTHERS = {
 @pytest.mark.parametrize("what", OTHERS)
 @pytest.mark.filterwarnings("ignore")
 def test_a_list_that_differs_in_one_thing_is_not_known(what):
-    metadata_of([torch.zeros(4), torch.zeros(2, 3)])
+    as_tensor_list([torch.zeros(4), torch.zeros(2, 3)])
     assert is_known([torch.ones(4), torch.ones(2, 3)])
     assert not is_known([torch.zeros(4), OTHERS[what]()])
     assert not is_known([torch.zeros(4), torch.zeros(2, 3), torch.zeros(2, 3)])
@@ -76,14 +76,14 @@ def test_a_list_that_differs_in_one_thing_is_not_known(what):
 
 def test_in_inference_mode_its_tensors_are_not_taken_for_others():
     with torch.inference_mode():
-        assert not metadata_of([torch.zeros(2)]).dense_off_graph
+        assert not as_tensor_list([torch.zeros(2)]).dense_off_graph
     made_before = [torch.zeros(2)]
     with torch.inference_mode():
-        assert metadata_of(made_before).dense_off_graph
-        assert metadata_of(made_before).dense_off_graph
-        assert not metadata_of([torch.zeros(2)]).dense_off_graph
-    assert metadata_of(made_before).dense_off_graph
-    assert not metadata_of([inference_tensor()]).dense_off_graph
+        assert as_tensor_list(made_before).dense_off_graph
+        assert as_tensor_list(made_before).dense_off_graph
+        assert not as_tensor_list([torch.zeros(2)]).dense_off_graph
+    assert as_tensor_list(made_before).dense_off_graph
+    assert not as_tensor_list([inference_tensor()]).dense_off_graph
 
 
 def test_what_was_seen_in_inference_mode_is_not_taken_for_its_tensors_outside():
@@ -100,15 +100,15 @@ def test_what_was_seen_in_inference_mode_is_not_taken_for_its_tensors_outside():
         expected = stepped(*made_outside)
     assert same_bits(stepped(*made_inside, donate=True), expected)
     with torch.inference_mode():
-        metadata_of([torch.zeros(2)])
-        assert not metadata_of([torch.zeros(2)]).dense_off_graph
-    assert not metadata_of([inference_tensor()]).dense_off_graph
+        as_tensor_list([torch.zeros(2)])
+        assert not as_tensor_list([torch.zeros(2)]).dense_off_graph
+    assert not as_tensor_list([inference_tensor()]).dense_off_graph
 
 
 def test_a_result_of_autograd_is_not_taken_for_a_parameter():
-    assert metadata_of([torch.zeros(2, requires_grad=True)]).dense_off_graph
+    assert as_tensor_list([torch.zeros(2, requires_grad=True)]).dense_off_graph
     assert is_known([torch.zeros(2, requires_grad=True)])
-    assert not metadata_of([torch.zeros(2, requires_grad=True) * 2]).dense_off_graph
+    assert not as_tensor_list([torch.zeros(2, requires_grad=True) * 2]).dense_off_graph
 
 
 def test_where_a_call_is_traced_or_transformed_nothing_is_known():
@@ -118,7 +118,7 @@ def test_where_a_call_is_traced_or_transformed_nothing_is_known():
         recognised.append(is_known([tensor]))
         return tensor
 
-    metadata_of([torch.zeros(3)])
+    as_tensor_list([torch.zeros(3)])
     torch.func.grad(lambda t: looked_at(t).sum())(torch.zeros(3))
     torch.vmap(looked_at)(torch.zeros(2, 3))
     with torch.autograd.forward_ad.dual_level():
@@ -134,15 +134,15 @@ def test_a_question_is_asked_once_of_lists_alike():
         return tensors.cached("numbers", answer, other)
 
     for _ in range(3):
-        first = metadata_of([torch.zeros(2)])
-        second = metadata_of([torch.zeros(3), torch.zeros(1)])
+        first = as_tensor_list([torch.zeros(2)])
+        second = as_tensor_list([torch.zeros(3), torch.zeros(1)])
         assert (ask(first), ask(second), ask(first, second), ask(second, first)) == (1, 2, 1, 2)
         both = first.joined(second)
         assert [t.shape for t in both.tensors] == [(2,), (3,), (1,)]
         assert [t.shape for t in both.part(1, 3).tensors] == [(3,), (1,)]
         assert (ask(both), ask(both.part(0, 1)), ask(both.part(1, 3))) == (3, 1, 2)
     assert sorted(asked) == [1, 1, 1, 2, 2, 2, 3]
-    assert ask(Metadata([torch.zeros(2)])) == ask(Metadata([torch.zeros(2)])) == 1
+    assert ask(TensorList([torch.zeros(2)])) == ask(TensorList([torch.zeros(2)])) == 1
     assert sorted(asked) == [1, 1, 1, 1, 1, 2, 2, 2, 3]
 
 
@@ -165,21 +165,21 @@ def test_a_fact_is_the_same_of_a_list_that_is_recognised(fact):
         return [transposed, torch.zeros(2).double(), empty, torch.zeros(1, requires_grad=True)]
 
     for _ in range(2):
-        assert getattr(metadata_of(tensors()), fact) == FACTS[fact]
-    assert getattr(Metadata(tensors()), fact) == FACTS[fact]
-    part = Metadata(tensors()).part(1, 3)
-    expected = getattr(Metadata(tensors()[1:3]), fact)
-    assert getattr(part, fact) == getattr(metadata_of(tensors()).part(1, 3), fact) == expected
+        assert getattr(as_tensor_list(tensors()), fact) == FACTS[fact]
+    assert getattr(TensorList(tensors()), fact) == FACTS[fact]
+    part = TensorList(tensors()).part(1, 3)
+    expected = getattr(TensorList(tensors()[1:3]), fact)
+    assert getattr(part, fact) == getattr(as_tensor_list(tensors()).part(1, 3), fact) == expected
 
 
 def test_memory_is_bounded():
     for count in range(1, 40):
         for size in range(9):
-            tensors = metadata_of([torch.zeros(size)] * count)
+            tensors = as_tensor_list([torch.zeros(size)] * count)
     for question in range(500):
         tensors.cached(question, lambda: True)
-    assert len(metadata._entries) == 16
-    assert max(map(len, metadata._entries.values())) == 4
+    assert len(tensor_list._entries) == 16
+    assert max(map(len, tensor_list._entries.values())) == 4
     assert len(tensors.cache.values) < 100
 
 
@@ -213,7 +213,7 @@ def test_a_step_has_the_same_bits_with_what_was_seen_and_without(cls, donate, dt
         return a_step(cls, parameters(dtype), float("inf"), **given)
 
     remembering = run()
-    assert metadata._entries
+    assert tensor_list._entries
     forget(monkeypatch)
     assert same_bits(remembering, run())
 
@@ -226,7 +226,7 @@ def test_two_models_do_not_disturb_each_other(monkeypatch):
     run()
     looked = []
     monkeypatch.setattr(
-        metadata,
+        tensor_list,
         "Entry",
         lambda tensors: looked.append(len(tensors)) or pytest.fail("looked anew"),
     )

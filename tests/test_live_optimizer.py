@@ -197,6 +197,19 @@ def test_a_number_in_the_state_that_nobody_replaced_goes_back_as_it_was():
     assert {name: group[name] for name in numbers} == {**numbers, "betas": (0.9, 0.75)}
 
 
+@pytest.mark.parametrize("names", [("lr",), ("weight_decay",)])
+def test_a_state_of_an_optimizer_with_other_numbers_in_it_is_refused(names):
+    model = nn.Linear(2, 1)
+    adamw = torch.optim.AdamW(model.parameters())
+    plain, state = ps.from_torch_optimizer(adamw, model)
+    optimizer, with_numbers = ps.from_torch_optimizer(adamw, model, in_state=names)
+    for each, other in ((optimizer, state), (plain, with_numbers)):
+        with pytest.raises(ValueError, match=r"opt_state\.(lr|hyper) (is|has) .*Fix: "):
+            ps.to_torch_optimizer(other, each, adamw, model)
+        with pytest.raises(ValueError, match=r"opt_state\.(lr|hyper) (is|has) .*Fix: "):
+            each.to_state_dict(other)
+
+
 @pytest.mark.parametrize("first", ["weight", "bias", "frozen"])
 def test_a_number_in_the_state_is_that_of_all_groups_but_those_with_0(first):
     model, theirs = nn.Linear(2, 1), nn.Linear(2, 1)

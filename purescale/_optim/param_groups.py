@@ -297,6 +297,7 @@ class OptimizerSettings:
         dicts: Python numbers, except a rate that was given as a tensor. `initial_lr` is that of the
         first group; None takes it from the schedule.
         """
+        self.check(opt_state)
         now, lr = self.current(opt_state), opt_state.lr
         rates = [
             float(rate) if moves else rate

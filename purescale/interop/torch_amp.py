@@ -453,8 +453,7 @@ def _check_rates(scheduler: LRScheduler, steps: int, ours: TorchOptimizer) -> No
                     "or more, and the same steps again; to keep these, `load_into(model, "
                     "state.params, state.buffers)`, `to_torch_optimizer(state.opt_state, "
                     "optimizer, torch_optimizer, model)`, `scaler.load_state_dict("
-                    "to_state_dict(rule, state.scaler))`, and `scheduler.step()` as often as it "
-                    "shall."
+                    "to_state_dict(rule, state.scaler))`, and step the scheduler yourself."
                 )
 
 

@@ -449,7 +449,7 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
     kernel = optimizer._fused_step.kernel
     groups = optimizer._settings
     [group] = groups.torch_groups(("0", "1"))
-    settings = group.with_rate(groups.rates(state.applied, state.lr))
+    settings = group.with_lr(groups.lrs_at(state.applied, state.lr))
     slots = list(state.slots.values())
     targets = [*params.values(), *(slot[key] for key in kernel.slots(settings) for slot in slots)]
     for lr, found_inf, divisor in (

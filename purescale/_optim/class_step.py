@@ -43,9 +43,9 @@ class ClassStep:
         """Make the step in place, on tensors that nobody else sees, and return the slots. Half
         tensors are computed in float32.
         """
-        rates = [rate.item() if isinstance(rate, Tensor) else rate for rate in current.rates]
+        lrs = [lr.item() if isinstance(lr, Tensor) else lr for lr in current.lrs]
         hyper = each_number(Tensor.item, current.hyper) if current.hyper else ()
-        current = CurrentSettings(rates, hyper)
+        current = CurrentSettings(lrs, hyper)
         if self._writes_gradients:
             gradients = dict(zip(gradients, foreach.clone(list(gradients.values())), strict=True))
         narrow = params, slots
@@ -87,11 +87,11 @@ class ClassStep:
         optimizer.param_groups, optimizer.state = [], defaultdict(dict)
         flags = {**self._flags(params, gradients), **changed}
         for group in self._settings.torch_groups(tuple(params), current.hyper):
-            settings = group.with_rate(current.rates)
+            settings = group.with_lr(current.lrs)
             present = self._settings.stepped_names(group.names, params, gradients)
             if self._formula is not None:
                 settings |= {name: flags[name] for name in flags.keys() & settings.keys()}
-                if self._settings.moves[group.rate]:
+                if self._settings.lr_varies[group.lr_index]:
                     self._start([slots[name] for name in present], settings["lr"])
             settings["params"] = [params[name] for name in present]
             optimizer.param_groups.append(settings)
@@ -125,12 +125,12 @@ class ClassStep:
             return {"capturable": False, "differentiable": False}
         return dict.fromkeys(FLAGS, False)
 
-    def _start(self, slots: list[dict[str, Tensor]], rate: Any) -> None:
+    def _start(self, slots: list[dict[str, Tensor]], lr: Any) -> None:
         """Fill the slots that start as the rate of the first step."""
-        key = self._formula.from_rate if self._formula is not None else ""
+        key = self._formula.lr_slot if self._formula is not None else ""
         for slot in slots if key else []:
             if slot["step"] == 0:
-                slot[key].copy_(filled_like(slot[key], rate))
+                slot[key].copy_(filled_like(slot[key], lr))
 
 
 class _FactorsOnHost(TorchFunctionMode):

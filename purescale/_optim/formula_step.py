@@ -48,26 +48,26 @@ class FormulaStep:
         keeps its graph.
         """
         params, slots, count = inputs.named_params, inputs.opt_state.slots, inputs.opt_state.applied
-        moving = self._moving(current.rates, count)
+        varying = self._varying_lrs(current.lrs, count)
         hyper = _wide_numbers(current.hyper, count.device) if current.hyper else ()
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._listed
-        new = iter(run(self._key, params, gradients, slots, moving, hyper, one_by_one))
+        new = iter(run(self._key, params, gradients, slots, varying, hyper, one_by_one))
         return dict(zip(params, new, strict=False)), slots_like(slots, new)
 
-    def _moving(self, rates: Sequence[Any], like: Tensor) -> dict[int, Any]:
+    def _varying_lrs(self, lrs: Sequence[Any], like: Tensor) -> dict[int, Any]:
         """Return those `rates` that are tensors or come from a schedule, by index."""
-        moving = {
-            index: rate
-            for index, rate in enumerate(rates)
-            if isinstance(rate, Tensor) or callable(self._settings.lrs[index])
+        varying = {
+            index: lr
+            for index, lr in enumerate(lrs)
+            if isinstance(lr, Tensor) or callable(self._settings.lrs[index])
         }
         if not torch.compiler.is_compiling():
-            return moving
+            return varying
         # A compiler would take a Python number for a constant.
         number: dict[str, Any] = {"dtype": widest_float(like.device), "device": like.device}
         return {
-            index: rate if isinstance(rate, Tensor) else torch.full((), rate, **number)
-            for index, rate in moving.items()
+            index: lr if isinstance(lr, Tensor) else torch.full((), lr, **number)
+            for index, lr in varying.items()
         }
 
     def _listed(
@@ -76,7 +76,7 @@ class FormulaStep:
         params: Tensors,
         gradients: Tensors,
         slots: Slots,
-        moving: dict[int, Any],
+        varying: dict[int, Any],
         hyper: Any,
         one_by_one: bool,
     ) -> list[Tensor]:
@@ -84,12 +84,12 @@ class FormulaStep:
         because Dynamo guards the arguments only, and `one_by_one` is one of these, because behind
         Dynamo torch 2.11 does not tell that it compiles.
         """
-        rates = [moving.get(index, rate) for index, rate in enumerate(self._settings.lrs)]
+        lrs = [varying.get(index, lr) for index, lr in enumerate(self._settings.lrs)]
         results: dict[str, Any] = {}
         with torch.set_grad_enabled(one_by_one):
             for group in self._settings.torch_groups(tuple(params), hyper):
-                h = SimpleNamespace(**group.with_rate(rates))
-                h.rate_moves = self._settings.moves[group.rate]
+                h = SimpleNamespace(**group.with_lr(lrs))
+                h.lr_varies = self._settings.lr_varies[group.lr_index]
                 present = self._settings.stepped_names(group.names, params, gradients)
                 rows = [Row(params[name], gradients[name], slots[name]) for name in present]
                 try:

@@ -145,7 +145,7 @@ def asgd(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     """Polyak and Juditsky, Acceleration of stochastic approximation by averaging (1992)."""
     t, g = state["step"] + 1, _decayed(p, g, h)
     eta, mu = state["eta"], state["mu"]
-    if h.rate_moves:
+    if h.lr_varies:
         eta = torch.where(t == 1, h.lr, eta)
     p = p * h.expand(1 - h.lambd * eta) - h.expand(eta) * g
     ax = torch.where(h.expand(mu == 1), p, state["ax"] + h.expand(mu) * (p - state["ax"]))
@@ -157,7 +157,7 @@ def asgd(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
 def rprop(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     """Riedmiller and Braun, A direct adaptive method for faster backpropagation learning (1993)."""
     t, size = state["step"] + 1, state["step_size"]
-    if h.rate_moves:
+    if h.lr_varies:
         size = torch.where(h.expand(t == 1), torch.ones_like(size) * h.lr, size)
     shrink, grow = h.etas
     least, most = h.step_sizes
@@ -271,7 +271,7 @@ class Formula(NamedTuple):
     slots: Callable[[Tensor, Mapping[str, Any]], State]
     elementwise: bool = True  # elements update independently, so that a part can be stepped alone
     constants: tuple[str, ...] = ()  # the settings that cannot be tensors
-    from_rate: str = ""  # the slot that starts as the rate of the first step
+    lr_slot: str = ""  # the slot that starts as the rate of the first step
 
 
 def formula_of(cls: Any) -> Formula | None:
@@ -371,8 +371,8 @@ _FORMULAS: dict[Any, Formula] = {
     torch.optim.Adamax: Formula(adamax, _with_moments("exp_avg", "exp_inf")),
     torch.optim.NAdam: Formula(nadam, _nadam_slots),
     torch.optim.RAdam: Formula(radam, _with_moments("exp_avg", "exp_avg_sq")),
-    torch.optim.ASGD: Formula(asgd, _asgd_slots, from_rate="eta"),
-    torch.optim.Rprop: Formula(rprop, _rprop_slots, from_rate="step_size"),
+    torch.optim.ASGD: Formula(asgd, _asgd_slots, lr_slot="eta"),
+    torch.optim.Rprop: Formula(rprop, _rprop_slots, lr_slot="step_size"),
     torch.optim.Muon: Formula(muon, _muon_slots, elementwise=False, constants=("ns_steps",)),
     torch.optim.Adafactor: Formula(adafactor, _adafactor_slots, elementwise=False),
 }

@@ -51,14 +51,14 @@ class FusedStep:
 
     def __call__(self, skip: Tensor | bool, inputs: StepInputs, current: CurrentSettings) -> None:
         """Update the parameters and slots of `inputs` in place, unless the step is skipped."""
-        rates, hyper = current
+        lrs, hyper = current
         params, slots, grads = inputs.named_params, inputs.opt_state.slots, inputs.grads
         if torch.compiler.is_dynamo_compiling() and _COMPILES_BEHIND_DYNAMO:
             numbers = grads.scale, grads.factor, grads.clip_value, skip
-            self._opaque(self._key, params, inputs.named_grads, slots, numbers, rates)
+            self._opaque(self._key, params, inputs.named_grads, slots, numbers, lrs)
             return
         hyper = each_number(Tensor.item, hyper) if hyper else ()
-        self._launch(self._settings.torch_groups(tuple(params), hyper), rates, inputs, skip)
+        self._launch(self._settings.torch_groups(tuple(params), hyper), lrs, inputs, skip)
 
     def _traced(
         self,
@@ -67,7 +67,7 @@ class FusedStep:
         grads: dict[str, Tensor],
         slots: Slots,
         numbers: tuple[Any, ...],
-        rates: list[Any],
+        lrs: list[Any],
     ) -> None:
         """Make the step from a compiled one, which is guarded by `key`."""
         scale, factor, clip_value, skip = numbers
@@ -75,17 +75,17 @@ class FusedStep:
         gradients = Gradients(tensor_list, likes, False, scale, False, factor, clip_value)
         state = OptState((), slots)  # type: ignore[arg-type]
         inputs = inputs_of_dict(params, gradients, state, dense_off_graph=False)
-        self._launch(self._settings.torch_groups(tuple(params)), rates, inputs, skip)
+        self._launch(self._settings.torch_groups(tuple(params)), lrs, inputs, skip)
 
     def _launch(
-        self, groups: list[ParamGroup], rates: list[Any], inputs: StepInputs, skip: Tensor | bool
+        self, groups: list[ParamGroup], lrs: list[Any], inputs: StepInputs, skip: Tensor | bool
     ) -> None:
         """Launch a kernel for each group, device and dtype."""
         params, slots = inputs.present_params, inputs.opt_state.slots
         grads, names = inputs.grads.with_one_divisor(), list(inputs.named_params)
         gradient_of = {name: index for index, name in enumerate(inputs.grad_names)}
         for group in groups:
-            settings = group.with_rate(rates)
+            settings = group.with_lr(lrs)
             stepped = {name for name in group.names if name in gradient_of}
             for kind in params.kinds:
                 indices = [index for index in kind if names[index] in stepped]

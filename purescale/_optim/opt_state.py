@@ -23,12 +23,12 @@ class ParamGroup(NamedTuple):
 
     names: list[str]  # of its parameters
     settings: dict[str, Any]  # complete, but for the learning rate
-    rate: int = 0  # the index of its learning rate among those of the optimizer
+    lr_index: int = 0  # of its learning rate among those of the optimizer
     overridden: frozenset[str] = frozenset()  # the settings that an override names
 
-    def with_rate(self, rates: Sequence[Any]) -> dict[str, Any]:
+    def with_lr(self, lrs: Sequence[Any]) -> dict[str, Any]:
         """Return the complete settings, with the group's of these learning rates."""
-        return {"lr": rates[self.rate], **self.settings}
+        return {"lr": lrs[self.lr_index], **self.settings}
 
 
 class OptState(NamedTuple):

@@ -43,7 +43,7 @@ _ANY_LR = 1e-3  # for torch to check in place of a schedule or a tensor
 class CurrentSettings(NamedTuple):
     """The settings of one step that may differ from those of the step before."""
 
-    rates: list[Any]  # of from_torch or of the state, then of each override; None if it has none
+    lrs: list[Any]  # of from_torch or of the state, then of each override; None if it has none
     hyper: Any  # the other settings in the state, each times its schedule; () without
 
 
@@ -111,8 +111,8 @@ class OptimizerSettings:
             {name: starts[name] for name in self.in_state if name != "lr"},
         )
         self.initial_numbers(None)  # refuses what float32 cannot hold
-        # Per rate: True if it may differ in a later step.
-        self.moves = (callable(self._lr) or "lr" in self.in_state, *map(callable, self.lrs[1:]))
+        # Per learning rate: True if it may differ in a later step.
+        self.lr_varies = (callable(self._lr) or "lr" in self.in_state, *map(callable, self.lrs[1:]))
         # A setting in the state may become nonzero, so it counts as nonzero here.
         self.layout = SlotLayout(
             cls, self.formula, slots, (*self.named_settings, dict.fromkeys(self.hyper, True))
@@ -164,13 +164,13 @@ class OptimizerSettings:
         groups = []
         for matching in sorted(members):
             settings: dict[str, Any] = {}
-            rate = 0
+            lr_index = 0
             for index in matching:
                 settings.update(self._overrides[index])
-                rate = index + 1 if "lr" in self._overrides[index] else rate
+                lr_index = index + 1 if "lr" in self._overrides[index] else lr_index
             overridden = frozenset(settings)
             settings.pop("lr", None)
-            group = ParamGroup(members[matching], {**defaults, **settings}, rate, overridden)
+            group = ParamGroup(members[matching], {**defaults, **settings}, lr_index, overridden)
             groups.append(group)
         return groups
 
@@ -185,11 +185,12 @@ class OptimizerSettings:
 
     def fixed_groups(self, names: tuple[str, ...]) -> list[ParamGroup]:
         """Return torch's parameter groups with their rates, and None for each setting that
-        moves.
+        varies.
         """
-        rates = [None if moves else rate for rate, moves in zip(self.lrs, self.moves, strict=True)]
+        pairs = zip(self.lrs, self.lr_varies, strict=True)
+        lrs = [None if varies else lr for lr, varies in pairs]
         groups = self.torch_groups(names, dict.fromkeys(self.hyper))
-        return [group._replace(settings=group.with_rate(rates)) for group in groups]
+        return [group._replace(settings=group.with_lr(lrs)) for group in groups]
 
     def check_names(self, names: tuple[str, ...]) -> None:
         """Refuse a pattern that matches none of the names of all parameters."""
@@ -229,7 +230,7 @@ class OptimizerSettings:
         if self.hyper:
             hyper = {**hyper, **self._scheduled(count, hyper)}
             self._refuse_graphs(hyper)
-        return CurrentSettings(self.rates(count, opt_state.lr), hyper)
+        return CurrentSettings(self.lrs_at(count, opt_state.lr), hyper)
 
     def _scheduled(self, count: Tensor, hyper: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings in the state that have a schedule, multiplied by it."""
@@ -245,11 +246,11 @@ class OptimizerSettings:
 
         return {name: times(name, each, hyper[name]) for name, each in self._schedules.items()}
 
-    def rates(self, count: Tensor, lr: Any) -> list[Any]:
+    def lrs_at(self, count: Tensor, lr: Any) -> list[Any]:
         """Return the rate of from_torch or of the state, then that of each override (None if it
         names none), by schedules at `count`.
         """
-        rates: list[Any] = []
+        lrs: list[Any] = []
         for index, rate in enumerate(self.lrs):
             if callable(rate):
                 rate = rate(count)
@@ -258,8 +259,8 @@ class OptimizerSettings:
                 rate = lr * rate if callable(self._lr) else lr
             if isinstance(rate, Tensor) and rate.requires_grad:
                 self._refuse_graph("the learning rate")
-            rates.append(on_device(rate, count.device) if isinstance(rate, Tensor) else rate)
-        return rates
+            lrs.append(on_device(rate, count.device) if isinstance(rate, Tensor) else rate)
+        return lrs
 
     def _refuse_graph(self, what: str) -> None:
         if torch.is_grad_enabled() and not (self.differentiable or traced()):
@@ -299,14 +300,12 @@ class OptimizerSettings:
         """
         self.check(opt_state)
         now, lr = self.current(opt_state), opt_state.lr
-        rates = [
-            float(rate) if moves else rate
-            for rate, moves in zip(now.rates, self.moves, strict=True)
-        ]
-        first = self.rates(torch.zeros_like(opt_state.applied), lr)
+        pairs = zip(now.lrs, self.lr_varies, strict=True)
+        lrs = [float(rate) if varies else rate for rate, varies in pairs]
+        first = self.lrs_at(torch.zeros_like(opt_state.applied), lr)
         initial = [
             max(float(start), rate) if callable(schedule) else None
-            for schedule, start, rate in zip(self.lrs, first, rates, strict=True)
+            for schedule, start, rate in zip(self.lrs, first, lrs, strict=True)
         ]
         if "lr" in self.in_state and callable(self._lr):
             initial[0] = float(lr)
@@ -315,9 +314,9 @@ class OptimizerSettings:
         hyper, factors = (each_number(float, h or {}) for h in (now.hyper, opt_state.hyper))
         groups = []
         for group in self.torch_groups(tuple(opt_state.slots), hyper):
-            settings = group.with_rate(rates)
-            if initial[group.rate] is not None:
-                settings["initial_lr"] = initial[group.rate]
+            settings = group.with_lr(lrs)
+            if initial[group.lr_index] is not None:
+                settings["initial_lr"] = initial[group.lr_index]
             for name in self._schedules.keys() - group.overridden:
                 settings[f"initial_{name}"] = factors[name]
             groups.append(group._replace(settings=settings))
@@ -331,11 +330,11 @@ class OptimizerSettings:
         """Return the groups with the settings from which slots are made."""
         return self.torch_groups(tuple(params), self.settings_per_slot())
 
-    def new_slots(self, named: Mapping[str, Tensor], rates: Sequence[Any]) -> Slots:
+    def new_slots(self, named: Mapping[str, Tensor], lrs: Sequence[Any]) -> Slots:
         """Return the slots of these parameters before their first step."""
         slots: Slots = {}
         for group in self.slot_groups(named):
-            settings = group.with_rate(rates)
+            settings = group.with_lr(lrs)
             # torch checks shapes, and needs no memory for it.
             shapes = [
                 torch.empty(named[name].shape, dtype=named[name].dtype, device="meta")

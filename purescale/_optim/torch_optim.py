@@ -181,7 +181,7 @@ class TorchOptimizer(Updater):
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
         lr, hyper = self._settings.initial_numbers(device)
-        slots = self._settings.new_slots(named, self._settings.rates(applied, lr))
+        slots = self._settings.new_slots(named, self._settings.lrs_at(applied, lr))
         iteration = applied.clone() if self._settings.schedule_by == "iteration" else ()
         return OptState(applied, slots, lr, hyper, iteration)
 
@@ -261,9 +261,9 @@ class TorchOptimizer(Updater):
             lr = inputs.opt_state.lr
             apart = [
                 rate.clone() if isinstance(rate, Tensor) and rate is not lr else rate
-                for rate in prepared.rates
+                for rate in prepared.lrs
             ]
-            prepared = prepared._replace(rates=apart)
+            prepared = prepared._replace(lrs=apart)
         new = working_copies(inputs, in_place=in_place)
         self._fused_step(skip, new, prepared)
         # A captured CUDA graph needs its numbers at fixed addresses; the host captures nothing.

@@ -21,7 +21,7 @@ import purescale as ps
 from purescale._grads.grad_stats import local_stats
 from purescale._torch import donation, foreach, private, private_names, tracing
 from purescale._torch.dtypes import saturating
-from purescale._tree import select
+from purescale._tree.select import select_masked
 
 LISTS = {name: many for name, many in SETTINGS.items() if name not in ("Muon", "Adafactor")}
 CASES = [
@@ -249,9 +249,10 @@ def resnet_buffers():
 @pytest.mark.parametrize("donate", [False, True])
 def test_267_buffers_stand_still_in_a_handful_of_operators(donate):
     with fake_cuda():
-        old, new, bad = resnet_buffers(), resnet_buffers(), torch.zeros((), dtype=torch.bool)
+        old, new = (list(resnet_buffers().values()) for _ in range(2))
+        bad = torch.zeros((), dtype=torch.bool)
         with Launched() as launched:
-            select.where(bad, old, new, in_place=donate)
+            select_masked(bad, old, new, in_place=donate)
     # torch 2.11 clones a list by two
     assert len(launched.ops) <= (12 if torch.__version__ >= "2.12" else 13)
 
@@ -357,7 +358,7 @@ def test_a_choice_over_lists_writes_only_into_what_was_given_up(pairs, bad, dona
     old, new = ([pair[side] for pair in pairs] for side in (0, 1))
     with over_lists() if lists else contextlib.nullcontext(), Untouched(new if donate else pairs):
         in_place = donate and donation.can_write(old, new)
-        found = select.where(bad, old, new, in_place=in_place)
+        found = select_masked(bad, old, new, in_place=in_place)
     assert not shares_memory(new, found)
     assert donate or not shares_memory(old, found)
     memories = [t.untyped_storage().data_ptr() for t in found if t.numel()]
@@ -374,9 +375,10 @@ def test_what_is_donated_stays_where_it_was(bad):
             "y": torch.ones(2, 3, 4, 5).permute(2, 0, 3, 1),
             "z": torch.ones(2, 3).t(),
         }
-        new = {name: t + 1 for name, t in old.items()}
-        found = select.where(torch.tensor(bad), old, new, in_place=True)
-    assert [t.data_ptr() for t in found.values()] == [t.data_ptr() for t in old.values()]
+        leaves = list(old.values())
+        new = [t + 1 for t in leaves]
+        found = select_masked(torch.tensor(bad), leaves, new, in_place=True)
+    assert [t.data_ptr() for t in found] == [t.data_ptr() for t in leaves]
 
 
 @pytest.mark.parametrize("lists", [False, True])

@@ -70,7 +70,7 @@ def scaled_inputs(optimizer, factor, *, overflow):
     if overflow:
         scaled["33"][7] = float("inf")
     inputs = flatten_step(as_updater(optimizer), params, scaled, state)
-    grads = inputs.grads._replace(scale=torch.tensor(4.0), factor=factor)
+    grads = inputs.grads._replace(divisor=torch.tensor(4.0), factor=factor)
     return inputs._replace(grads=grads), params, state
 
 

@@ -168,7 +168,7 @@ def add(
         num_bad=bad.to(torch.int32),
         bad_weight=torch.where(bad & usable, weight, 0),
     )
-    return _merged(accum, microbatch, scale=new.scale, owned=owned)
+    return _merged(accum, microbatch, scale=new.divisor, owned=owned)
 
 
 def _merged(

@@ -61,8 +61,8 @@ def measure(grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ON
 def stats_by_masks(
     grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY
 ) -> GradStats:
-    """Return the stats of `grads` over their scale, and read nothing. `scale`: that of the loss,
-    also if they are unscaled by now; gradients are not finite if it is 0, negative, inf or NaN.
+    """Return the stats of `grads` over their divisor, and read nothing. `scale` is the loss scale.
+    An unusable one (0, negative, inf or NaN) counts as overflow, even for unscaled gradients.
     """
     divisor = _divisor(grads, scale)
     stats = _exact_stats(grads, divisor, options.norm_type)
@@ -114,7 +114,7 @@ def is_usable(scale: Tensor) -> Tensor:
 
 def _divisor(grads: Gradients, scale: Tensor) -> Tensor:
     """Return the scale by which the gradients are still multiplied, or 1."""
-    return torch.ones_like(scale) if grads.scale is None else grads.scale
+    return torch.ones_like(scale) if grads.divisor is None else grads.divisor
 
 
 def _is_sharded(grads: Gradients) -> bool:
@@ -137,7 +137,7 @@ def _from_squares(grads: Gradients, scale: Tensor, options: StatsOptions) -> Gra
     if not (enough and any_element and options.group is None and _is_one_part(grads, options)):
         return None
     squares, loss_scale = sum_of_squares(grads.tensor_list).item(), scale.item()
-    divisor = 1.0 if grads.scale is None else loss_scale
+    divisor = 1.0 if grads.divisor is None else loss_scale
     root = math.sqrt(squares) if squares >= 0 else math.nan  # no element is larger
     if not (0 < loss_scale < math.inf and root / divisor < _SMALLEST_RANGE):
         return None

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from .._optim.formulas import FIRST_STEP, filled_like
 from .._optim.fused import can_launch
 from .._optim.in_state import each_number
-from .._optim.opt_state import Slots, as_tensors, with_numbers
+from .._optim.opt_state import Slots, as_tensors, with_python_scalars
 from .._optim.param_groups import FLAGS, CurrentSettings, OptimizerSettings
 from .._torch import foreach, private
 from .._torch.dtypes import wide_dtype
@@ -100,7 +100,7 @@ class ClassStep:
                 params[name].grad = gradient
                 slot = slots[name]
                 if self._formula is None:
-                    slot = with_numbers(slot, params[name])
+                    slot = with_python_scalars(slot, params[name])
                 optimizer.state[params[name]] = slot
             self._step(optimizer)
         except KeyError as error:  # of a class of a user's, whose slots nobody knows

@@ -36,7 +36,7 @@ class FormulaStep:
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
         # Dynamo sets no guards in it, so `_key`, which has all that the formula reads besides its
         # arguments, guards the compiled step.
-        self._opaque = private.Opaque(self._listed, lambda: private.nonstrict_trace)
+        self._opaque = private.Opaque(self._step_as_list, lambda: private.nonstrict_trace)
         self._key = settings.key()
         # By sizes and device. A captured graph needs them at fixed addresses.
         self._sizes: dict[Any, Tensor] = {}
@@ -49,8 +49,8 @@ class FormulaStep:
         """
         params, slots, count = inputs.named_params, inputs.opt_state.slots, inputs.opt_state.applied
         varying = self._varying_lrs(current.lrs, count)
-        hyper = _wide_numbers(current.hyper, count.device) if current.hyper else ()
-        run = self._opaque if torch.compiler.is_dynamo_compiling() else self._listed
+        hyper = _wide_settings(current.hyper, count.device) if current.hyper else ()
+        run = self._opaque if torch.compiler.is_dynamo_compiling() else self._step_as_list
         new = iter(run(self._key, params, gradients, slots, varying, hyper, one_by_one))
         return dict(zip(params, new, strict=False)), slots_like(slots, new)
 
@@ -70,7 +70,7 @@ class FormulaStep:
             for index, lr in varying.items()
         }
 
-    def _listed(
+    def _step_as_list(
         self,
         key: str,
         params: Tensors,
@@ -93,7 +93,7 @@ class FormulaStep:
                 present = self._settings.stepped_names(group.names, params, gradients)
                 rows = [Row(params[name], gradients[name], slots[name]) for name in present]
                 try:
-                    stepped = self._stepped(rows, h, one_by_one=one_by_one)
+                    stepped = self._step_group(rows, h, one_by_one=one_by_one)
                 except KeyError as error:
                     raise self._layout.foreign(str(error)) from None
                 results.update(zip(present, stepped, strict=True))
@@ -103,7 +103,7 @@ class FormulaStep:
         new_slots = {name: results[name][1] for name in params}
         return [*(results[name][0] for name in params), *values_of(new_slots)]
 
-    def _stepped(self, rows: list[Row], h: Any, *, one_by_one: bool) -> list[Any]:
+    def _step_group(self, rows: list[Row], h: Any, *, one_by_one: bool) -> list[Any]:
         """Return the new parameter and slots of each row."""
         if one_by_one or not self._formula.elementwise:
             return [self._step_leaf(row, h) for row in rows]
@@ -120,7 +120,7 @@ class FormulaStep:
         param, gradient, slot = row
         p = _wide(param)
         state = {
-            key: _number(value) if self._layout.is_count(key) else _wide(value)
+            key: _wide_count(value) if self._layout.is_count(key) else _wide(value)
             for key, value in slot.items()
         }
         h.expand = lambda number: _of_dtype(number, p.dtype)
@@ -137,7 +137,7 @@ class FormulaStep:
         columns = {key: [row.slot[key] for row in rows] for key in rows[0].slot}
         p = _joined(params, params)
         state = {
-            key: _number(torch.stack(column))
+            key: _wide_count(torch.stack(column))
             if self._layout.is_count(key)
             else _joined(column, params)
             for key, column in columns.items()
@@ -192,8 +192,8 @@ def _narrow(new: Tensor, old: Tensor) -> Tensor:
     return new if old.ndim else new.reshape(())
 
 
-def _wide_numbers(hyper: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return settings that are wide enough for a formula, as `_number`."""
+def _wide_settings(hyper: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return settings that are wide enough for a formula, as `_wide_count`."""
 
     def wide(value: Tensor) -> Tensor:
         return value.to(device, torch.promote_types(value.dtype, widest_float(device)))
@@ -201,7 +201,7 @@ def _wide_numbers(hyper: Mapping[str, Any], device: torch.device) -> dict[str, A
     return each_number(wide, hyper)
 
 
-def _number(count: Tensor) -> Tensor:
+def _wide_count(count: Tensor) -> Tensor:
     """Return a count in the widest dtype: a beta to the power of it needs more than float32."""
     return _of_dtype(count, widest_float(count.device))
 

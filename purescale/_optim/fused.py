@@ -123,11 +123,11 @@ def fused_update(kernel: Kernel, settings: Settings, columns: Columns, skip: Ten
             list(map(float, numbers)),
             lr if isinstance(lr, Tensor) else None,
             found_inf,
-            grads.scale,
+            grads.divisor,
         )
     else:
         with torch.no_grad():
-            kernel.update(columns, lr, arguments, grad_scale=grads.scale, found_inf=found_inf)
+            kernel.update(columns, lr, arguments, grad_scale=grads.divisor, found_inf=found_inf)
 
 
 def _divided_by_kernel(columns: Columns) -> bool:
@@ -135,7 +135,7 @@ def _divided_by_kernel(columns: Columns) -> bool:
     gradients with the result.
     """
     grads, params = columns.grads, columns.params
-    [dtype], divisor = params.dtypes, grads.scale
+    [dtype], divisor = params.dtypes, grads.divisor
     return (
         divisor is not None
         and grads.clip_value is None

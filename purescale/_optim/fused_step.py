@@ -54,8 +54,8 @@ class FusedStep:
         lrs, hyper = current
         params, slots, grads = inputs.named_params, inputs.opt_state.slots, inputs.grads
         if torch.compiler.is_dynamo_compiling() and _COMPILES_BEHIND_DYNAMO:
-            numbers = grads.scale, grads.factor, grads.clip_value, skip
-            self._opaque(self._key, params, inputs.named_grads, slots, numbers, lrs)
+            pending = grads.divisor, grads.factor, grads.clip_value, skip
+            self._opaque(self._key, params, inputs.named_grads, slots, pending, lrs)
             return
         hyper = each_number(Tensor.item, hyper) if hyper else ()
         self._launch(self._settings.torch_groups(tuple(params), hyper), lrs, inputs, skip)
@@ -66,13 +66,15 @@ class FusedStep:
         params: dict[str, Tensor],
         grads: dict[str, Tensor],
         slots: Slots,
-        numbers: tuple[Any, ...],
+        pending: tuple[Any, ...],
         lrs: list[Any],
     ) -> None:
         """Make the step from a compiled one, which is guarded by `key`."""
-        scale, factor, clip_value, skip = numbers
+        divisor, factor, clip_value, skip = pending
         likes, tensor_list = list(map(grads.get, params)), TensorList(list(grads.values()))
-        gradients = Gradients(tensor_list, likes, False, scale, False, factor, clip_value)
+        gradients = Gradients(
+            tensor_list, likes, False, divisor=divisor, factor=factor, clip_value=clip_value
+        )
         state = OptState((), slots)  # type: ignore[arg-type]
         inputs = inputs_of_dict(params, gradients, state, dense_off_graph=False)
         self._launch(self._settings.torch_groups(tuple(params)), lrs, inputs, skip)

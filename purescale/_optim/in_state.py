@@ -84,7 +84,7 @@ def check_hyper(hyper: Any, starts: Mapping[str, Any]) -> None:
         length, expected_length = (
             len(v) if isinstance(v, tuple) else None for v in (value, starts[name])
         )
-        if length != expected_length or not all(map(is_number, leaves)):
+        if length != expected_length or not all(map(is_float_scalar, leaves)):
             has = list(map(described, leaves))
             raise ValueError(
                 f"opt_state.hyper[{name!r}] is {', '.join(has)}; expected floating 0-d "
@@ -94,7 +94,7 @@ def check_hyper(hyper: Any, starts: Mapping[str, Any]) -> None:
             )
 
 
-def is_number(leaf: Any) -> bool:
+def is_float_scalar(leaf: Any) -> bool:
     """Return True if a leaf is a floating 0-d tensor, as a state holds a setting."""
     return isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point()
 

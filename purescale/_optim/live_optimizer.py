@@ -107,7 +107,7 @@ def to_torch_optimizer(
     """
     inner, of_torch = innermost(opt_state, optimizer, torch_optimizer)
     loaded = state_dict_with(torch_optimizer, model, of_torch)
-    load_state(torch_optimizer, model, loaded, inner.numbers_by_name(of_torch))
+    load_state(torch_optimizer, model, loaded, inner.settings_by_name(of_torch))
 
 
 # ---- from torch ----------------------------------------------------------------------------------

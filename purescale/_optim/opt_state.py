@@ -90,10 +90,10 @@ def parts_of(state: Tree) -> list[OptState]:
 
 def tensors_of(opt_state: OptState) -> list[Tensor]:
     """Return all tensors of a state, faster than a walk through its dicts."""
-    return [opt_state.applied, *values_of(opt_state.slots), *numbers_of(opt_state)]
+    return [opt_state.applied, *values_of(opt_state.slots), *scalars_of(opt_state)]
 
 
-def numbers_of(opt_state: OptState) -> list[Tensor]:
+def scalars_of(opt_state: OptState) -> list[Tensor]:
     """Return the settings in the state, then the number of iterations."""
     _, _, lr, hyper, iteration = opt_state
     numbers = [lr] if isinstance(lr, Tensor) else []
@@ -172,14 +172,14 @@ def _dtype_of(number: Any) -> torch.dtype:
     return torch.int64 if isinstance(number, int) else torch.float64
 
 
-def with_numbers(slot: Mapping[str, Tensor], param: Tensor) -> dict[str, Any]:
+def with_python_scalars(slot: Mapping[str, Tensor], param: Tensor) -> dict[str, Any]:
     """Return a slot with the Python numbers that `as_tensors` stored, the inverse of it."""
     if param.ndim == 0:  # its moments look like numbers
         return dict(slot)
-    return {key: value.item() if is_python_number(value) else value for key, value in slot.items()}
+    return {key: value.item() if is_python_scalar(value) else value for key, value in slot.items()}
 
 
-def is_python_number(value: Tensor) -> bool:
+def is_python_scalar(value: Tensor) -> bool:
     """Return True if a slot of a user's class was an int or a bool before it was a tensor."""
     return value.ndim == 0 and value.is_cpu and value.dtype in _NUMBERS
 

@@ -19,7 +19,7 @@ from .._optim.in_state import (
     check_setting,
     each_number,
     float32,
-    is_number,
+    is_float_scalar,
     is_scheduled,
 )
 from .._optim.opt_state import OptState, ParamGroup, SlotLayout, Slots, described, each_of
@@ -110,7 +110,7 @@ class OptimizerSettings:
             lambda number: 1.0 if callable(number) else float(number),
             {name: starts[name] for name in self.in_state if name != "lr"},
         )
-        self.initial_numbers(None)  # refuses what float32 cannot hold
+        self.settings_in_new_state(None)  # refuses what float32 cannot hold
         # Per learning rate: True if it may differ in a later step.
         self.lr_varies = (callable(self._lr) or "lr" in self.in_state, *map(callable, self.lrs[1:]))
         # A setting in the state may become nonzero, so it counts as nonzero here.
@@ -242,7 +242,7 @@ class OptimizerSettings:
                 return factor
             number = schedule(count)
             check_scheduled(name, number)
-            return factor * (on_device(number, count.device) if is_number(number) else number)
+            return factor * (on_device(number, count.device) if is_float_scalar(number) else number)
 
         return {name: times(name, each, hyper[name]) for name, each in self._schedules.items()}
 
@@ -282,7 +282,7 @@ class OptimizerSettings:
         """
         return "momentum" not in self.hyper and host_can_read(each_of(opt_state.hyper))
 
-    def initial_numbers(self, device: torch.device | None) -> tuple[Any, Any]:
+    def settings_in_new_state(self, device: torch.device | None) -> tuple[Any, Any]:
         """Return the rate and the other settings of a new state, each () if the state does not hold
         it.
         """
@@ -344,7 +344,7 @@ class OptimizerSettings:
             slots.update({name: self.layout.new(named[name], settings) for name in group.names})
         return {name: slots[name] for name in named}
 
-    def numbers_from_dict(
+    def settings_from_dict(
         self,
         saved_groups: Sequence[Mapping[str, Any]],
         group_of: Mapping[str, int],
@@ -405,7 +405,7 @@ class OptimizerSettings:
             )
         if hyper or self.hyper:
             check_hyper(hyper, self.hyper)
-        if "lr" in self.in_state and not is_number(lr):
+        if "lr" in self.in_state and not is_float_scalar(lr):
             raise ValueError(
                 f"opt_state.lr is {described(lr)}, expected a floating 0-d tensor: this optimizer "
                 "was made with lr in the state. Fix: `opt_state = optimizer.init(params)`, or "
@@ -436,7 +436,7 @@ class OptimizerSettings:
                         f"from_torch(..., {name}=schedule, in_state=({name!r},)), and no schedule "
                         "in overrides."
                     )
-                if isinstance(one, Tensor) and not (name == "lr" and is_number(one)):
+                if isinstance(one, Tensor) and not (name == "lr" and is_float_scalar(one)):
                     raise TypeError(
                         f"{where}: {name} {'is' if one is value else 'holds'} a tensor of shape "
                         f"{tuple(one.shape)}, {one.dtype}; only lr may be one, floating and 0-d, "

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.opt_state import described, numbers_of
+from .._optim.opt_state import described, scalars_of
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs, StepLists, flatten_step, inputs_of_dict
 from .._optim.updater import Updater, as_updater
@@ -247,7 +247,7 @@ def _slots(inputs: StepInputs) -> dict[str, range]:
         start = stop + 1  # after `applied`
         stop = start + sum(map(len, state.slots.values()))
         ranges[key] = range(start, stop)
-        stop += len(numbers_of(state))
+        stop += len(scalars_of(state))
     return ranges
 
 

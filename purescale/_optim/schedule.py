@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .._optim.in_state import is_number
+from .._optim.in_state import is_float_scalar
 from .._optim.opt_state import described
 from .._torch import private
 from .._torch.dtypes import on_device
@@ -247,7 +247,7 @@ def _may_be_parameters(lr: Any) -> bool:
 
 
 def check_scheduled(name: str, number: Any) -> None:
-    value = number.detach() if is_number(number) else as_float(number)
+    value = number.detach() if is_float_scalar(number) else as_float(number)
     if value is not None or isinstance(number, torch.SymFloat):
         if name != "lr" or value is None:
             return

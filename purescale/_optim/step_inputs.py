@@ -12,7 +12,7 @@ from .._optim.opt_state import (
     OptState,
     are_parts,
     is_of_torch,
-    numbers_of,
+    scalars_of,
     slots_like,
     tensors_of,
     values_of,
@@ -86,7 +86,7 @@ class StepInputs(NamedTuple):
         """
         if self.lists is not None and self.lists.targets is not None:
             state = self.opt_state
-            rest = [state.applied, *numbers_of(state)] if isinstance(state, OptState) else []
+            rest = [state.applied, *scalars_of(state)] if isinstance(state, OptState) else []
             return self.lists.targets, TensorList(rest, dense_off_graph=True)
         leaves = [*self.params, *_tree.flatten(self.opt_state)[0]]
         shards = [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
@@ -242,7 +242,7 @@ def _flatten_shards(
 
 def _step_lists(params: TensorList, state: TensorList, opt_state: Tree) -> StepLists:
     if isinstance(opt_state, OptState):
-        end = len(state.tensors) - len(numbers_of(opt_state))
+        end = len(state.tensors) - len(scalars_of(opt_state))
         return StepLists(params, params.joined(state.part(1, end)))
     return StepLists(params, params.joined(state) if are_parts(opt_state) else None)
 

@@ -148,7 +148,7 @@ class Dice(NamedTuple):
         return (x ^ (x >> 16)).to(torch.int32)
 
 
-def _numbers(local: Tensor, position: Position) -> Tensor:
+def _element_indices(local: Tensor, position: Position) -> Tensor:
     """Return the index of each element in the whole leaf, int32, flat."""
     whole: Any = position.dtensor
     count, start, device = local.numel(), position.start, local.device
@@ -179,7 +179,7 @@ def _rounded(x: Tensor, dtype: torch.dtype, dice: Dice, position: Position) -> T
     """Return the rounded elements of a dense tensor in its shape, in fresh memory."""
     if x.dtype is dtype:
         return x.clone()
-    numbers = _numbers(x, position)
+    numbers = _element_indices(x, position)
     if traced() or x.numel() <= _BLOCK or not x.is_contiguous():
         dropped = dice.roll(numbers, position.leaf).reshape(x.shape)
         return _up_or_down(x, dropped, dtype)

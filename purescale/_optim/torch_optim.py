@@ -180,7 +180,7 @@ class TorchOptimizer(Updater):
         self._settings.check_names(tuple(named))
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
-        lr, hyper = self._settings.initial_numbers(device)
+        lr, hyper = self._settings.settings_in_new_state(device)
         slots = self._settings.new_slots(named, self._settings.lrs_at(applied, lr))
         iteration = applied.clone() if self._settings.schedule_by == "iteration" else ()
         return OptState(applied, slots, lr, hyper, iteration)
@@ -229,7 +229,7 @@ class TorchOptimizer(Updater):
     ) -> tuple[Tree, OptState]:
         """Return parameters and state after the step, as in `Updater`."""
         if self._fused_step.is_right_for(inputs):
-            return self._stepped_by_kernel(False, inputs, prepared, in_place=in_place)
+            return self._step_by_kernel(False, inputs, prepared, in_place=in_place)
         inputs = inputs.unscaled()
         gradients = _cast_gradients(inputs)
         if self._formula is None or self._reads_on_host(inputs):
@@ -239,7 +239,7 @@ class TorchOptimizer(Updater):
         else:
             one_by_one = self.differentiable or traced()
             params, slots = self._formula_step(inputs, gradients, prepared, one_by_one=one_by_one)
-        return self._stepped(inputs, params, slots, 1)
+        return self._as_trees(inputs, params, slots, 1)
 
     def apply_step_unless(
         self,
@@ -251,10 +251,10 @@ class TorchOptimizer(Updater):
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
         if self._fused_step.is_right_for(inputs):
-            return self._stepped_by_kernel(skip, inputs, prepared, in_place=in_place)
+            return self._step_by_kernel(skip, inputs, prepared, in_place=in_place)
         return super().apply_step_unless(skip, inputs, prepared, in_place=in_place)
 
-    def _stepped_by_kernel(
+    def _step_by_kernel(
         self, skip: Tensor | bool, inputs: StepInputs, prepared: CurrentSettings, *, in_place: bool
     ) -> tuple[Tree, OptState]:
         if in_place:  # a rate that is not in the state may share memory with a parameter
@@ -266,12 +266,13 @@ class TorchOptimizer(Updater):
             prepared = prepared._replace(lrs=apart)
         new = working_copies(inputs, in_place=in_place)
         self._fused_step(skip, new, prepared)
-        # A captured CUDA graph needs its numbers at fixed addresses; the host captures nothing.
-        captured, count = in_place and skip is not False, 1 if skip is False else ~skip
-        slots = new.opt_state.slots
-        return self._stepped(inputs, new.named_params, slots, count, in_place=captured)
+        params, slots = new.named_params, new.opt_state.slots
+        if not isinstance(skip, Tensor):
+            return self._as_trees(inputs, params, slots, 1)
+        # A captured CUDA graph needs its numbers at fixed addresses.
+        return self._as_trees(inputs, params, slots, ~skip, in_place=in_place)
 
-    def _stepped(
+    def _as_trees(
         self,
         inputs: StepInputs,
         params: dict[str, Tensor],
@@ -357,7 +358,7 @@ class TorchOptimizer(Updater):
         fixed = self._settings.fixed_groups(tuple(opt_state.slots))
         return in_the_form_of(like, sd, fixed, opt_state.slots)
 
-    def numbers_by_name(self, opt_state: OptState) -> dict[str, dict[str, Any]]:
+    def settings_by_name(self, opt_state: OptState) -> dict[str, dict[str, Any]]:
         """Return the settings in the state for the torch group of each parameter."""
         return {
             name: {key: group.settings[key] for key in self._settings.in_state}
@@ -412,7 +413,7 @@ class TorchOptimizer(Updater):
                 slots[name] = restored(name, saved, slots[name])
         counts = counts_from(self._settings, fresh, applied, iteration, has_state=bool(states))
         group_of = {name: param.group for name, param in saved_params.items()}
-        numbers = self._settings.numbers_from_dict(saved_groups, group_of, fresh)
+        numbers = self._settings.settings_from_dict(saved_groups, group_of, fresh)
         return OptState(counts[0], slots, *numbers, counts[1])
 
 

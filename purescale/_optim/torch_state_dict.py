@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import FIRST_STEP
-from .._optim.opt_state import OptState, ParamGroup, Slots, is_python_number
+from .._optim.opt_state import OptState, ParamGroup, Slots, is_python_scalar
 from .._optim.param_groups import FLAGS, OptimizerSettings
 from .._tree import tree as _tree
 from .._tree.scalars import whole
@@ -53,7 +53,7 @@ def _saved(slot: Mapping[str, Tensor]) -> dict[str, Any]:
     # torch keeps step counts on the CPU, and moves them itself if an implementation needs it.
     return {
         key: value.item()
-        if is_python_number(value)
+        if is_python_scalar(value)
         else (value.cpu() if key == "step" else value).clone()
         for key, value in slot.items()
         if key != FIRST_STEP

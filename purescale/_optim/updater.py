@@ -11,8 +11,8 @@ from .._optim.opt_state import after_skip
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
 from .._torch.tracing import traced, under_derivative
-from .._tree import select
 from .._tree import tree as _tree
+from .._tree.select import select_masked
 from .._tree.tree import Tree
 
 
@@ -73,7 +73,7 @@ class Updater:
         keeps_graph = self.differentiable or traced()
         with torch.set_grad_enabled(torch.is_grad_enabled() and keeps_graph):
             before, after, structure = _tree.matching_leaves(old, new, "old", "new")
-            return structure.unflatten(select.masked(skip, before, after, in_place=in_place))
+            return structure.unflatten(select_masked(skip, before, after, in_place=in_place))
 
 
 def skipped_step(inputs: StepInputs, *, in_place: bool) -> tuple[Tree, Tree]:

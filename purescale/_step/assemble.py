@@ -1,4 +1,4 @@
-"""The stage `assemble` of a step: the next state, and what the step reports."""
+"""The stages `advance` and `assemble` of a step: the next state, and what the step reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._step.step_info import StepInfo
 from .._step.step_options import FlatState, StepOptions
 from .._step.train_state import TrainState
 from .._tree import tree as _tree
-from .._tree.select import where, write_over
+from .._tree.select import select, write_over
 from .._tree.tree import FlatTree, Leaves, Tree
 
 StateNumbers = tuple[
@@ -24,7 +24,7 @@ StateNumbers = tuple[
 ]  # the last fields of a state: scaler, step, rng, guard
 
 
-def next_numbers(
+def advance(
     engine: type[Masked],
     options: StepOptions,
     flat: FlatState,
@@ -32,14 +32,14 @@ def next_numbers(
     decision: Decision,
     guard_state: Tree,
 ) -> StateNumbers:
-    """Return the numbers of the next state. `guard_state`: what the guard returned, which a step
-    drops that is skipped, unless for the guard alone.
+    """Return the numbers of the next state. `guard_state` is the guard's new state. It is kept if
+    the step is applied, or if only the guard rejected it.
     """
     if decision.rejected is not None:
         names = "state.guard", "the state that the guard returned"
         old, new, structure = _tree.matching_leaves(flat.guard, guard_state, *names)
         drop = decision.skip & _tree.negated(decision.rejected)
-        guard_state = structure.unflatten(engine.choose(drop, old, new))
+        guard_state = structure.unflatten(engine.select(drop, old, new))
     next_scaler = _next_scaler(engine, options, flat.scaler, attempt, decision)
     return next_scaler, flat.step + _tree.negated(decision.skip), attempt.rng, guard_state
 
@@ -89,7 +89,7 @@ def _next_scaler(
     used, skip, overflow = attempt.scaler.tree, decision.skip, attempt.flags.overflow
     found_inf, amax = _rule_arguments(options, attempt, decision)
     # If no try was finite, the scale ends as after one ordinary skip.
-    start = used if used is before.tree else where(overflow, before.tree, used)
+    start = used if used is before.tree else select(overflow, before.tree, used)
     updated_scaler = call_rule(options.rule, start, found_inf, amax)
     new = _tree.matching_leaves(
         before.tree, updated_scaler, "state.scaler", _FROM_RULE, flat=before
@@ -103,7 +103,7 @@ def _next_scaler(
         # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard.
         # A lower scale at which a retry was finite is kept too.
         old = before.leaves if start is before.tree else _tree.flatten(start)[0]
-        new = engine.choose(keep, old, new)
+        new = engine.select(keep, old, new)
     return before.structure.unflatten(new)
 
 
@@ -135,4 +135,4 @@ def _next_buffers(
     old = before.leaves
     if not before.tensor_list.dense_off_graph or any([leaf.requires_grad for leaf in old]):
         old = [_tree.off_graph(t) if getattr(t, "requires_grad", False) else t for t in old]
-    return engine.choose(decision.skip, old, new, overwrite=memory.buffers)
+    return engine.select(decision.skip, old, new, in_place=memory.buffers)

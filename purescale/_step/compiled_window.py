@@ -19,16 +19,16 @@ from .._torch import private
 from .._torch.tracing import constant_while_compiling, in_dynamo_alone
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
-from .._tree.select import masked
+from .._tree.select import select_masked
 from .._tree.tree import Leaves
 
-_numbers = itertools.count(1)
+_region_keys = itertools.count(1)
 _active: list[Any] = []  # the microbatches that are being traced as regions
 
 
 @constant_while_compiling
-def _number() -> str:  # an int would become a symbolic one
-    return str(next(_numbers))
+def _new_region_key() -> str:  # an int would become a symbolic one
+    return str(next(_region_keys))
 
 
 def _key(key: int, *tensors: Tensor) -> int:
@@ -62,7 +62,7 @@ def keep_buffers_if_dropped(counts: bool | Tensor, before: Leaves, after: Leaves
     """Return the buffers for the next microbatch."""
     if isinstance(counts, bool):
         return after if counts else before
-    return masked(~counts, before, after)
+    return select_masked(~counts, before, after)
 
 
 class RegionCaller:
@@ -119,7 +119,7 @@ class RegionCaller:
             if key == 0 and other == structure and _alike(examples, tensors):
                 key = number
         if key == 0:
-            key = int(_number())
+            key = int(_new_region_key())
             self.seen.append((structure, tensors, key))
         return key
 

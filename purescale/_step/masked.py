@@ -20,8 +20,8 @@ from .._optim.updater import Updater
 from .._step.memory import Memory
 from .._torch.dtypes import on_device
 from .._torch.foreach import weighted_sum
-from .._tree import select
 from .._tree.gradients import Gradients
+from .._tree.select import select_masked
 from .._tree.tree import Leaves, Tree, negated
 
 
@@ -51,8 +51,8 @@ class Decision(NamedTuple):
 
 
 class Masked:
-    """The engine that reads nothing, but for a class of a user's whose first step may add to its
-    state.
+    """The engine that reads nothing, with one exception: the flag of an optimizer that
+    `may_add_slots`.
     """
 
     # A step that the host does not see may be captured in a CUDA graph, which needs all numbers of
@@ -130,11 +130,11 @@ class Masked:
         return weighted_sum(sums, new, share, counts, owned=owned)
 
     @staticmethod
-    def choose(skip: Tensor | bool, old: Leaves, new: Leaves, *, overwrite: bool = False) -> Leaves:
+    def select(skip: Tensor | bool, old: Leaves, new: Leaves, *, in_place: bool = False) -> Leaves:
         """Return the old leaves if `skip`, else the new ones, in fresh memory, or in that of the
-        old ones if `overwrite`.
+        old ones with `in_place`.
         """
-        return select.masked(skip, old, new, in_place=overwrite)
+        return select_masked(skip, old, new, in_place=in_place)
 
     @classmethod
     def update(

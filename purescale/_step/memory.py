@@ -1,4 +1,4 @@
-"""The memory that a step may write into, decided once, before any work."""
+"""The memory that a step may overwrite or share, decided once, before any work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .._tree.leaves import is_constant
 
 
 class Memory(NamedTuple):
-    """The memory that a step may write into.
+    """The memory that a step may overwrite, and that which its results must not share.
 
     What a loss returns is copied if it shares memory with an argument of the step, so the answers
     stay right until the step ends.

@@ -54,7 +54,8 @@ class WindowResult(NamedTuple):
     buffers: Leaves
     aux: tuple[Any, ...]
     microbatch_flags: MicrobatchFlags | None  # None without a group if only the mean is measured
-    divisor: Tensor | None = None  # of this rank's mean in that of a group; inf without a weight
+    # by which this rank's mean is divided before the sum over ranks; inf without a weight
+    divisor: Tensor | None = None
     reduction: Reduction | None = None  # on its way to the other ranks
 
 
@@ -207,7 +208,7 @@ def flags_with_mean(
         return WindowFlags(overflow, overflow, retryable, overflow)
     before = flags.of_window
     skip = before.skip | overflow
-    if window.grads.scale is None:
+    if window.grads.divisor is None:
         return before._replace(skip=skip)
     overflow = overflow & flags.counted
     retryable = before.retryable | (overflow & flags.mean_is_retryable)

@@ -162,7 +162,7 @@ def unscale_and_step(
             updater, inputs, [*_tree.tensors(scaler), *clip.tensor_bounds]
         )
     # An optimizer with `step` alone may raise, and nothing must be half-changed then.
-    grads = inputs.grads._replace(scale=scale, owned=owned and not updater.calls_step)
+    grads = inputs.grads._replace(divisor=scale, owned=owned and not updater.calls_step)
     engine = engine_for(updater, grads.tensor_list, [scale, *clip.tensor_bounds])
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
     decision = engine.decide(engine.measure(grads, scale, options), clip, grads)

@@ -56,7 +56,7 @@ def reduce_window(
         other if pair is None else _apply_mean_change(old, *pair)
         for old, pair, other in zip(before, sums[len(params) :], largest, strict=True)
     ]
-    grads = as_gradients(sums[: len(params)], window.grads.scale, owned=window.grads.owned)
+    grads = as_gradients(sums[: len(params)], window.grads.divisor, owned=window.grads.owned)
     return window._replace(grads=grads, buffers=averaged, reduction=None)
 
 

@@ -31,8 +31,8 @@ class FlatState(NamedTuple):
 
     params: FlatTree
     buffers: FlatTree
-    scaler: FlatTree
     opt_state: FlatTree
+    scaler: FlatTree
     step: Tensor
     rng: Any
     guard: Tree

@@ -15,7 +15,7 @@ from .._loss_scale.rule_protocol import Rule
 from .._loss_scale.scaling import check_scale
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import flatten_step, flatten_together
-from .._step.assemble import assemble, next_numbers
+from .._step.assemble import advance, assemble
 from .._step.masked import WindowFlags
 from .._step.memory import memory_of_step
 from .._step.microbatches import (
@@ -100,7 +100,8 @@ def train_step(
         weight_fn: A function of a microbatch that returns its weight in the average, such as its
             number of samples or tokens: a number or a 0-d tensor, not negative. By default all
             weights are equal; a microbatch of weight 0 is ignored. All weights are asked for before
-            the first backward, so of a function in the list `weight_fn` gets the function.
+            the first backward, so if an entry is a function, `weight_fn` receives that function,
+            not its microbatch.
         max_norm, clip_value, norm_type: As in `clip_by_global_norm` and `clip_by_value`, for the
             averaged, unscaled gradients.
         on_nonfinite: `"drop_window"` skips the step if a microbatch overflows, and
@@ -205,13 +206,14 @@ def _stages(
         return window, stats, flags_with_mean(window, stats.overflow, options)
 
     attempt = retry_until_finite(options, flat, run_window)
-    (window, stats, flags), guard_state, rejects = attempt[:3], flat.guard, None
+    window, stats, flags = attempt.window, attempt.stats, attempt.flags
+    guard_state, rejects = flat.guard, None
     if options.guard is not None:
         dtype = window.grads.factor_dtype
         guard_state, rejects = call_guard(options.guard, flat.guard, window.loss, stats.norm, dtype)
     decision = engine.decide(stats, options.clip, window.grads, flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
-    numbers = next_numbers(engine, options, flat, attempt, decision, guard_state)
+    numbers = advance(engine, options, flat, attempt, decision, guard_state)
     inputs = inputs._replace(grads=decision.grads)
     updated = engine.update(options.optimizer, inputs, decision.skip, memory)
     return assemble(engine, flat, memory, attempt, decision, updated, numbers)
@@ -244,7 +246,7 @@ def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> F
     # Over a group a wrong weight must raise before the other ranks wait for a reduction.
     if options.weight_fn is not None and options.group is not None:
         check_weights(microbatches, options.weight_fn, scale)
-    return FlatState(params, buffers, scaler, opt_state, state.step, state.rng, state.guard)
+    return FlatState(params, buffers, opt_state, scaler, state.step, state.rng, state.guard)
 
 
 def _check_microbatches(microbatches: Any, max_retries: int) -> None:

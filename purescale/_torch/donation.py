@@ -102,7 +102,7 @@ def _are_writable(tensors: Sequence[Tensor]) -> bool:
             tensor.layout is torch.strided
             and is_gapless(tensor)
             and not tensor.requires_grad
-            and not _is_number(tensor)
+            and not _is_float_scalar(tensor)
             for tensor in tensors
         )
     if any(map(_grad_fn, tensors)) or any(map(Tensor.is_neg, tensors)):
@@ -113,7 +113,7 @@ def _are_writable(tensors: Sequence[Tensor]) -> bool:
     return set(map(_layout, tensors)) <= {torch.strided} and are_gapless(tensors)
 
 
-def _is_number(tensor: Tensor) -> bool:
+def _is_float_scalar(tensor: Tensor) -> bool:
     """Return True if the compiler passes an input as a Python float, as it does for a 0-d float64
     on a CPU: in-place writes to it are lost (torch 2.13).
     """

@@ -15,7 +15,7 @@ from .._tree.leaves import are_dense_real, dense_real
 
 class Gradients(NamedTuple):
     """Gradients as dense, real, strided tensors of this rank, without `None`, and what an optimizer
-    still waits for: a division by `scale`, a product with `factor`, and a clamp to plus and minus
+    still waits for: a division by `divisor`, a product with `factor`, and a clamp to plus and minus
     `clip_value`. None leaves a part out.
 
     A DTensor becomes its local shard, a complex tensor a view as reals, a sparse COO tensor dense.
@@ -24,7 +24,7 @@ class Gradients(NamedTuple):
     tensor_list: TensorList  # of the tensors
     likes: Sequence[Any]  # leaves in the form of the results, with None; no Partial placement
     dense_real: bool  # True if the likes are dense and real, so that tensors are leaves
-    scale: Tensor | None = None  # of the loss, by which they are still multiplied
+    divisor: Tensor | None = None  # the scale of the loss, by which they are still multiplied
     owned: bool = False  # nobody else can see their memory, so it may be overwritten
     # of clipping, in the widest dtype of the device; a float if the host knows it
     factor: Tensor | float | None = None
@@ -60,7 +60,7 @@ class Gradients(NamedTuple):
         return self._replace(tensor_list=tensor_list, likes=likes)
 
     def with_tensors_of(self, other: Gradients) -> Gradients:
-        """Return other tensors, such as parts of these, that wait for the same."""
+        """Return other tensors, such as parts of these, with the same pending operations."""
         return self._replace(
             tensor_list=other.tensor_list, likes=other.likes, dense_real=other.dense_real
         )
@@ -70,34 +70,34 @@ class Gradients(NamedTuple):
         divided, and all half gradients if `wide`: in half precision they would lose bits.
         """
         grads = self.widened() if wide else self
-        if self.scale is not None:
-            grads = grads.divided(self.scale)
+        if self.divisor is not None:
+            grads = grads.divided(self.divisor)
         if self.factor is not None:
             grads = grads.multiplied(self.factor)
         if self.clip_value is not None:
             grads = grads.clamped(self.clip_value)
-        return grads._replace(scale=None, factor=None, clip_value=None)
+        return grads._replace(divisor=None, factor=None, clip_value=None)
 
     def with_one_divisor(self) -> Gradients:
-        """Return them with `scale / factor` as their scale, for a kernel that divides once. If that
-        is out of range, they are multiplied by the factor first.
+        """Return them with `divisor / factor` as their divisor, for a kernel that divides once. If
+        that is out of range, they are multiplied by the factor first.
         """
-        scale, factor = self.scale, self.factor
+        divisor, factor = self.divisor, self.factor
         if factor is None:
             return self
         dtype = self.factor_dtype
         if isinstance(factor, float):
-            number = 1.0 if scale is None else scale.item()
+            number = 1.0 if divisor is None else divisor.item()
             if number > factor * torch.finfo(dtype).max:
                 return self.multiplied(factor)._replace(factor=None)
             divisor = torch.full((), number / factor, dtype=dtype, device="cpu")
-            return self._replace(scale=divisor, factor=None)
-        unscaling = torch.ones_like(factor) if scale is None else scale
+            return self._replace(divisor=divisor, factor=None)
+        unscaling = torch.ones_like(factor) if divisor is None else divisor
         divisor = (unscaling / factor).to(dtype)
         fits = torch.isfinite(divisor)
         divisor = torch.where(fits, divisor, unscaling.to(dtype))
         multiplied = self.multiplied(torch.where(fits, 1.0, factor))
-        return multiplied._replace(scale=divisor, factor=None)
+        return multiplied._replace(divisor=divisor, factor=None)
 
     def widened(self) -> Gradients:
         """Return them in float32 where they are narrower."""
@@ -142,14 +142,14 @@ class Gradients(NamedTuple):
 
 
 def as_gradients(
-    leaves: Sequence[Any], scale: Tensor | None = None, *, owned: bool = False
+    leaves: Sequence[Any], divisor: Tensor | None = None, *, owned: bool = False
 ) -> Gradients:
     """Return checked leaves as dense, real, strided tensors. A partial DTensor is reduced."""
     if are_dense_real(leaves):
-        return Gradients(TensorList(list(leaves)), leaves, True, scale, owned)
+        return Gradients(TensorList(list(leaves)), leaves, True, divisor, owned)
     likes = [dtensor.reduce_partial(leaf) for leaf in leaves]
     tensors = [dense_real(dtensor.shard(leaf)) for leaf in likes if leaf is not None]
-    return Gradients(TensorList(tensors), likes, False, scale, owned)
+    return Gradients(TensorList(tensors), likes, False, divisor, owned)
 
 
 def _in_form_of(like: Tensor, result: Tensor) -> Tensor:

@@ -42,30 +42,23 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
 
     Source of the rule: `select_tree` of jmp.
     """
-    return where(found_inf, old, new)
-
-
-def where(skip: Tensor | bool, old: Tree, new: Tree, *, in_place: bool = False) -> Tree:
-    """Select like `select`. With `in_place`, the caller guarantees that nothing else shares the
-    memory of `old`: a result that masks decide is written there.
-    """
     leaves, others, structure = _tree.matching_leaves(old, new, "old", "new")
-    return structure.unflatten(choose(skip, leaves, others, in_place=in_place))
-
-
-def choose(skip: Tensor | bool, old: Leaves, new: Leaves, *, in_place: bool = False) -> Leaves:
-    """Select like `where` from two matching lists. If the host knows `skip`, it copies one list."""
-    local = [dtensor.shard(leaf) for leaf in (*old, *new) if not is_constant(leaf)]
+    local = [dtensor.shard(leaf) for leaf in (*leaves, *others) if not is_constant(leaf)]
     if not (traced() or is_on_a_graph(local)):
-        if isinstance(skip, Tensor) and host_can_read([skip], local):
-            skip = bool(_tree.flag(skip))
-        if isinstance(skip, bool):
-            return copies(old if skip else new)
-    return masked(skip, old, new, in_place=in_place)
+        if isinstance(found_inf, Tensor) and host_can_read([found_inf], local):
+            found_inf = bool(_tree.flag(found_inf))
+        if isinstance(found_inf, bool):
+            return structure.unflatten(copies(leaves if found_inf else others))
+    return structure.unflatten(select_masked(found_inf, leaves, others))
 
 
-def masked(skip: Tensor | bool, old: Leaves, new: Leaves, *, in_place: bool = False) -> Leaves:
-    """Select like `choose`, by `torch.where`: nothing is read."""
+def select_masked(
+    skip: Tensor | bool, old: Leaves, new: Leaves, *, in_place: bool = False
+) -> Leaves:
+    """Select like `select` from two matching lists, by `torch.where`: nothing is read. With
+    `in_place`, the caller guarantees that nothing else shares the memory of `old`: results are
+    written there.
+    """
     indices = [index for index, leaf in enumerate(old) if not is_constant(leaf)]
     before = [dtensor.shard(old[index]) for index in indices]
     after = [dtensor.shard(new[index]) for index in indices]

@@ -357,7 +357,7 @@ def give_back(
         raise _error_of_both("lr")
     params = _masters_or_params(state)
     loaded = state_dict_with(torch_optimizer, model, opt_state)
-    numbers = inner.numbers_by_name(opt_state)
+    numbers = inner.settings_by_name(opt_state)
     enabled = scaler if scaler is not None and scaler.is_enabled() else None
     saved = {} if enabled is None else to_state_dict(rule, state.scaler)
     steps = _steps_since(scheduler, torch_optimizer, inner, opt_state)

@@ -135,4 +135,4 @@ def _next_buffers(
     old = before.leaves
     if not before.tensor_list.dense_off_graph or any([leaf.requires_grad for leaf in old]):
         old = [_tree.off_graph(t) if getattr(t, "requires_grad", False) else t for t in old]
-    return engine.select(decision.skip, old, new, in_place=memory.buffers)
+    return engine.select(decision.skip, old, new, overwrite=memory.buffers)

@@ -130,11 +130,11 @@ class Masked:
         return weighted_sum(sums, new, share, counts, owned=owned)
 
     @staticmethod
-    def select(skip: Tensor | bool, old: Leaves, new: Leaves, *, in_place: bool = False) -> Leaves:
+    def select(skip: Tensor | bool, old: Leaves, new: Leaves, *, overwrite: bool = False) -> Leaves:
         """Return the old leaves if `skip`, else the new ones, in fresh memory, or in that of the
-        old ones with `in_place`.
+        old ones if `overwrite`.
         """
-        return select_masked(skip, old, new, in_place=in_place)
+        return select_masked(skip, old, new, in_place=overwrite)
 
     @classmethod
     def update(

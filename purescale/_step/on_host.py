@@ -66,8 +66,8 @@ class OnHost(Masked):
         return sums
 
     @staticmethod
-    def select(skip: Tensor | bool, old: Leaves, new: Leaves, *, in_place: bool = False) -> Leaves:
-        return list(old) if skip and in_place else copies(old if skip else new)
+    def select(skip: Tensor | bool, old: Leaves, new: Leaves, *, overwrite: bool = False) -> Leaves:
+        return list(old) if skip and overwrite else copies(old if skip else new)
 
     @classmethod
     def update(

@@ -1490,6 +1490,35 @@ def test_a_hook_on_a_parameter_may_be_a_partial_with_another_parameter():
     torch.testing.assert_close(grads[0], (2 * params["bias"]).sum().expand(2, 2))
 
 
+class Counting(nn.Linear):
+    """A layer that counts its calls in a buffer, which each call replaces."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+def test_a_forward_replaces_a_buffer_beside_a_weight_with_a_hook():
+    net = Counting()
+    net.weight.register_hook(torch.neg)
+    apply, params, buffers = ps.make_functional(net)
+    assert apply(params, buffers, torch.ones(1, 2))[1] == {"calls": torch.tensor(1)}
+
+
+def test_a_model_may_hold_a_chain_of_objects_that_is_longer_than_the_stack_of_python():
+    net = nn.Linear(2, 2)
+    net.chain = []
+    for _ in range(sys.getrecursionlimit()):
+        net.chain = [net.chain]
+    apply, params, buffers = ps.make_functional(net)
+    x = torch.ones(1, 2)
+    assert same_bits(apply(params, buffers, x)[0], net(x))
+
+
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_a_step_keeps_rows_that_a_hook_freezes(microbatches):
     net = masked(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)))

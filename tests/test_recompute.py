@@ -426,6 +426,31 @@ def test_a_region_runs_again_with_the_hooks_that_the_first_forward_installed(opt
         assert torch.equal(grads["lin.weight"], net.lin.weight.grad)
 
 
+class CountsByList(nn.Module):
+    """Counts its regions in a buffer, which it reaches through a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.register_buffer("count", torch.tensor(0))
+        self.counts = [self.count]
+
+    def region(self, x):
+        self.counts[0].add_(1)
+        return self.lin(x)
+
+    def forward(self, x):
+        return checkpoint(self.region, x, use_reentrant=False)
+
+
+def test_a_buffer_that_a_region_finds_in_a_list_counts_as_without_checkpointing():
+    apply, params, buffers = ps.make_functional(CountsByList())
+    weights = {name: param.requires_grad_() for name, param in params.items()}
+    out, new_buffers = apply(weights, buffers, torch.ones(2, 3))
+    out.sum().backward()
+    assert new_buffers["count"] == 1
+
+
 @pytest.mark.parametrize("transform", ["grad", "vmap of grad"])
 def test_a_transform_of_torch_func_refuses_it_with_a_note(transform):
     apply, params, buffers = ps.make_functional(net())

@@ -1,11 +1,11 @@
 """Modules as pure functions of their parameters and buffers, and the dtypes in which they compute.
 
 A call makes a copy of the model around its tensors, runs the forward in it, reads the buffers from
-it and drops it. The objects of which a copy consists were recorded once, so that later changes to
-the user's module do not reach the function, and a call does not change the module.
+it and drops it. What a copy consists of is found once, so that later changes to the user's module
+do not reach the function, and a call does not change the module.
 
-once:    model -> recorder (a walk) -> records (one an object) -> plan (their lists)    | blueprint
-a call:  params, buffers -> a copy of the model -> forward -> side_effects, new_buffers -> recompute
+once:    model -> object_graph (a node an object) -> kinds (a table a kind), layout -> blueprint
+a call:  params, buffers -> model_copy -> forward -> side_effects, new_buffers -> recompute
 
 Entry: `functional.make_functional`, `policy.with_policy`, `norms.norms_in_float32`.
 Hands on: `Apply`, called as `apply(params, buffers, *args)`, and the two dicts `params` and

@@ -7,163 +7,154 @@ forward again (torch.utils.checkpoint) keeps the copy of its own call.
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._module.plan import Links, Plan, links_of, number_records, share_links, without_shared
-from .._module.recorder import Recorder
-from .._module.records import Immutable, PlainTensor, resolve
+from .._module.kinds import Immutable, Instances, Row
+from .._module.layout import Layout, Numbers, lay_out, layout_of, share_layout
+from .._module.model_copy import ModelCopy
+from .._module.object_graph import ObjectGraph
 from .._module.registered import Tensors
 from .._torch import private
 
 Hook = Callable[[Tensor], Any]  # on the gradient of a parameter
-Hooks = dict[str, tuple[Any, ...]]  # by parameter
-
-# torch 2.11 cannot trace `update` of the attributes of an object.
-_TRACES_UPDATE = torch.__version__ >= "2.12"
+Hooks = dict[str, tuple[Hook, ...]]  # by parameter
 
 
-class ModelCopy:
-    """A copy of the model, with the tensors of a call in it."""
+@dataclasses.dataclass
+class FirstCalls:
+    """What first calls of a blueprint change; all else in it is made once."""
 
-    plan: Plan
-    links: Links
-    objects: list[Any]  # by number
-    containers: list[Any]  # by number: the `__dict__` of an instance, a container itself
-    stores: list[dict[str, Any]]  # the containers of `links.stores`
-    before: list[Any]  # what was registered before the forward
-    root: nn.Module
-
-    def get(self, container: int, key: Any) -> Any:
-        """Return what a container has now at a key; None if it has nothing there."""
-        content = self.containers[container]
-        if isinstance(content, dict):
-            return content.get(key)
-        return content[key] if key < len(content) else None
-
-    def registered(self) -> list[Any]:
-        """Return all parameters, buffers and modules that are registered now, and the state."""
-        registered = list(itertools.chain.from_iterable(map(dict.values, self.stores)))
-        if self.links.state:
-            registered += [self.get(container, key) for container, key, _, _ in self.links.state]
-        return registered
+    instances: tuple[Instances, Instances]  # by `train`; until a forward fills what copies share
+    watches_next: bool = True  # until a call in training was watched
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Blueprint:
-    """A record of a model, by which `make` copies it.
-
-    Args:
-        model: The module to record.
-        names: The name of each registered tensor by its id; tied ones have the same.
-        hooks: By parameter, the hooks on its gradient, which may be methods of `model`.
+    """A model, in the form from which `make` makes copies: its objects in the order of their
+    numbers, and the layout.
     """
 
-    watches_next = True  # until a call in training was watched
+    first_calls: FirstCalls  # with the table of instances
+    containers: list[Any]
+    shared: list[Any]
+    rows: list[Row]
+    layout: Layout
+    key: str  # of the layout
+    root: int
+    hooks: dict[str, tuple[int, ...]]  # by parameter, on its gradient
+    can_watch: bool
+    modes: tuple[list[bool], list[bool]] = ([], [])
 
-    def __init__(
-        self, model: nn.Module, names: dict[int, str], hooks: dict[str, tuple[Hook, ...]]
-    ) -> None:
-        recorder = Recorder(model, names)
-        recorder.record(model, "")
-        self.hooks: Hooks = {
-            name: tuple(recorder.record(hook, f"a hook of {name}") or hook for hook in functions)
-            for name, functions in hooks.items()
-        }
-        recorder.finish()
-        plan, links = number_records(recorder)
-        self.key, self.links = share_links(links)
-        self.plans = [plan, plan]  # by `train`
-        self.root = recorder.number(model)
-        # A function mode would change what torch.compile makes of a part of the model.
-        plain = any(isinstance(record, PlainTensor) for record in plan.others)
-        self.can_watch = plain and not recorder.compiled
-        self.names = sorted(set(names.values()))
+    @staticmethod
+    def of(model: nn.Module, names: dict[int, str], hooks: Hooks) -> Blueprint:
+        """Return the blueprint of a model.
 
-    def set_modes(self, evaluating: list[bool], training: list[bool]) -> None:
-        """Set the modes of `model.modules()` in calls with `train=False` and `train=True`."""
-        self.modes = evaluating, training
-        for train, modes in enumerate(self.modes):
-            plan = self.plans[train]
-            attributes = list(plan.attributes)
-            for number, mode in zip(self.links.modules, modes, strict=True):
-                attributes[number] = {**attributes[number], "training": mode}
-            self.plans[train] = plan._replace(attributes=attributes)
+        Args:
+            model: The module.
+            names: The name of each argument by its id; tied ones have the same.
+            hooks: The hooks on the gradients of parameters, which may be methods of `model`.
+        """
+        graph = ObjectGraph(model, names, hooks)
+        numbers = Numbers(graph, [hook for functions in hooks.values() for hook in functions])
+        key, layout = share_layout(lay_out(graph, numbers))
+        instances = Instances.of(numbers.instances, graph.is_copied)
+        return Blueprint(
+            FirstCalls((instances, instances)),
+            containers=[node.template(graph.is_copied) for node in numbers.containers],
+            shared=numbers.shared,
+            rows=[node.numbered(numbers.of) for node in numbers.rows],
+            layout=layout,
+            key=key,
+            root=numbers.of(model),
+            hooks={name: tuple(map(numbers.of, functions)) for name, functions in hooks.items()},
+            # A function mode would change what torch.compile makes of a part of the model.
+            can_watch=bool(numbers.plain_tensors) and not graph.has_compiled,
+        )
+
+    def with_modes(self, evaluating: list[bool], training: list[bool]) -> Blueprint:
+        """Return a blueprint with the modes of `model.modules()` in calls with `train=False` and
+        `train=True`.
+        """
+        modes = evaluating, training
+        tables = [
+            table.with_modes(dict(zip(self.layout.modules, some, strict=True)))
+            for table, some in zip(self.first_calls.instances, modes, strict=True)
+        ]
+        first_calls = FirstCalls((tables[0], tables[1]))
+        return dataclasses.replace(self, first_calls=first_calls, modes=modes)
 
     def modules(self, tensors: Tensors) -> list[nn.Module]:
         """Return a copy of `model.modules()` around `tensors`."""
-        copy = self.make(tensors, train=True, hooked=False)
-        return [copy.objects[number] for number in self.links.modules]
+        return self.make(tensors, train=True, hooked=False).modules()
 
     def __reduce__(self) -> Any:
         """Describe an equal blueprint, by a model that is made around placeholders."""
-        tensors = {name: torch.empty(0, device="meta") for name in self.names}
+        tensors = {name: torch.empty(0, device="meta") for name, _ in self.layout.arguments}
         copy = self.make(tensors, train=True, hooked=False)
-        return _blueprint_of, (copy.root, tensors, self._hooks(copy.objects, tensors), self.modes)
+        return _blueprint_of, (copy.root, tensors, self._hooks(copy.objects), self.modes)
 
     @private.only_inlined
     def make(self, tensors: Tensors, *, train: bool, hooked: bool = True) -> ModelCopy:
         """Return a copy of the model around `tensors`. If `hooked`, copies stand for parameters
         with hooks on their gradients.
         """
-        evaluating, training = self.plans
-        plan, links = training if train else evaluating, links_of(self.key)
-        objects: list[Any] = list(map(object.__new__, plan.classes))
-        containers: list[Any] = [instance.__dict__ for instance in objects]
-        if _TRACES_UPDATE or not torch.compiler.is_dynamo_compiling():
-            list(map(dict.update, containers, plan.attributes))
-        else:
-            for container, attributes in zip(containers, plan.attributes, strict=True):
-                for key, value in attributes.items():
-                    container[key] = value
-        copied = [content.copy() for content in plan.containers]
-        objects += copied
-        containers += copied
-        for record in plan.others:
-            objects.append(record.make(objects, tensors))
+        layout = layout_of(self.key)
+        evaluating, training = self.first_calls.instances
+        objects, contents = (training if train else evaluating).make()
+        containers = [template.copy() for template in self.containers]
+        contents += containers
+        objects += containers
+        first_argument = len(objects)
+        objects += [tensors[name] for name, _ in layout.arguments]
+        objects += self.shared
+        first_row = len(objects)
+        for row in self.rows:
+            objects.append(row.make(objects))
         if self.hooks and hooked:
             tensors = dict(tensors)
-            for name, functions in self._hooks(objects, tensors).items():
-                tensors[name] = Hooked.apply(tensors[name], functions)  # type: ignore[no-untyped-call]
-            for record in plan.others:
-                if isinstance(record, Immutable):  # which may hold a parameter
-                    objects[record.number] = record.make(objects, tensors)
-        for number, key, name, _ in links.tensors:
-            containers[number][key] = tensors[name]
-        for number, key, part in links.objects:
-            containers[number][key] = objects[part]
-        for number, key, cls in plan.own:
-            containers[number][key] = cls()
-        for record in plan.others:
-            record.fill(objects[record.number], objects, tensors)
+            for name, hooks in self._hooks(objects).items():
+                tensors[name] = Hooked.apply(tensors[name], hooks)  # type: ignore[no-untyped-call]
+            for number, (name, _) in enumerate(layout.arguments, first_argument):
+                objects[number] = tensors[name]
+            for number, row in enumerate(self.rows, first_row):
+                if isinstance(row, Immutable):  # which may hold such a parameter
+                    objects[number] = row.make(objects)
+        for container, key, number in layout.links:
+            contents[container][key] = objects[number]
+        for number, row in enumerate(self.rows, first_row):
+            row.fill(objects[number], objects)
         if torch.compiler.is_dynamo_compiling():
-            for module, number in links.registers:
-                containers[module]["register_buffer"] = Register(containers[number])
+            for module, container in layout.registers:
+                contents[module]["register_buffer"] = Register(contents[container])
         # Attributes, because torch.compile would check arguments of the class for constants.
         copy = ModelCopy()
-        copy.plan, copy.links, copy.objects, copy.containers = plan, links, objects, containers
-        copy.stores = [containers[number] for number, _, _ in links.stores]
+        copy.layout, copy.arguments = layout, tensors
+        copy.objects, copy.contents = objects, contents
+        copy.stores = [contents[store.container] for store in layout.stores]
         copy.before, copy.root = copy.registered(), objects[self.root]
         return copy
 
-    def _hooks(self, objects: list[Any], tensors: Tensors) -> Hooks:
+    def _hooks(self, objects: list[Any]) -> Hooks:
         return {
-            name: tuple(resolve(hook, objects, tensors) for hook in functions)
-            for name, functions in self.hooks.items()
+            name: tuple([objects[number] for number in numbers])
+            for name, numbers in self.hooks.items()
         }
 
     @private.only_inlined
-    def release_shared(self) -> bool:
+    def release_filled(self) -> bool:
         """If a forward has filled an empty container that all copies share, give later copies their
         own: its copy keeps them, because its backward may run a part of it again. Return True if
         one was filled.
         """
-        filled = any(self.plans[0].shared_empty)
+        evaluating, training = self.first_calls.instances
+        filled = any(evaluating.shared_empty)
         if filled:
-            self.plans = list(map(without_shared, self.plans))
+            self.first_calls.instances = evaluating.with_own_empty(), training.with_own_empty()
         return filled
 
 
@@ -171,9 +162,7 @@ def _blueprint_of(
     root: nn.Module, tensors: Tensors, hooks: Hooks, modes: tuple[list[bool], list[bool]]
 ) -> Blueprint:
     names = {id(tensor): name for name, tensor in tensors.items()}
-    blueprint = Blueprint(root, names, hooks)
-    blueprint.set_modes(*modes)
-    return blueprint
+    return Blueprint.of(root, names, hooks).with_modes(*modes)
 
 
 class Hooked(torch.autograd.Function):

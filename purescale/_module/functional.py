@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._module.blueprint import Blueprint, Hook, ModelCopy
+from .._module.blueprint import Blueprint, Hooks
 from .._module.method import Call, Method, check_method
+from .._module.model_copy import ModelCopy
 from .._module.modes import modes_of
-from .._module.new_buffers import new_buffers, refuse_filled
-from .._module.recompute import explain, forbid_recompute, prepare_recompute
+from .._module.new_buffers import new_buffers, refuse_new_registrations
+from .._module.recompute import explain_checkpointing, forbid_recompute, prepare_recompute
 from .._module.registered import (
     Tensors,
     check_shared_memory,
@@ -98,10 +99,10 @@ class Apply:
         if constants or self._overlaps:
             watched = {**params, **constants, **{name: copies[name] for name in self._overlaps}}
         has_graph = torch.is_grad_enabled() and not transformed
-        first = blueprint.watches_next and call.train and has_graph
+        first = blueprint.first_calls.watches_next and call.train and has_graph
         forward: Callable[..., tuple[ModelCopy, Any, Tensors]] = self._forward
         if first:
-            blueprint.watches_next = False
+            blueprint.first_calls.watches_next = False
             forward = self._watched if blueprint.can_watch else forward
         with SideEffects(
             params, watched, tensors, self._overlaps, transformed=transformed, thorough=first
@@ -110,12 +111,12 @@ class Apply:
                 copy, out, new = forward(tensors, copies, call)
             except RuntimeError as error:
                 if transformed:
-                    explain(error)
+                    explain_checkpointing(error)
                 raise
             finally:
-                filled = blueprint.release_shared()
+                filled = blueprint.release_filled()
             if filled:
-                refuse_filled(copy)
+                refuse_new_registrations(copy)
         if transformed:
             forbid_recompute(copy)
         elif has_graph:
@@ -129,7 +130,7 @@ class Apply:
         """Run the forward in a copy of the model, and read the buffers that it leaves there."""
         copy = self._blueprint.make(tensors, train=call.train)
         out = call.run(copy.root)
-        return copy, out, new_buffers(copy, tensors, copies)
+        return copy, out, new_buffers(copy, copies)
 
     def _watched(self, *args: Any) -> tuple[ModelCopy, Any, Tensors]:
         """Run the forward, and warn of tensors in plain attributes whose values are lost."""
@@ -211,7 +212,7 @@ def _constants(buffers: Tensors) -> Tensors:
     return {name: buffer for name, buffer in buffers.items() if is_constant(buffer)}
 
 
-def _gradient_hooks(params: Tensors) -> dict[str, tuple[Hook, ...]]:
+def _gradient_hooks(params: Tensors) -> Hooks:
     for name, param in params.items():
         if private.has_accumulated_hooks(param):
             raise ValueError(
@@ -312,17 +313,15 @@ def make_functional(
         frozen = {}
     params = {name: p for name, p in registered.params.items() if name not in frozen}
     buffers = frozen | registered.buffers
-    blueprint = Blueprint(model, registered.names, _gradient_hooks(params))
-    blueprint.set_modes(
-        *modes_of(model, lambda: blueprint.modules(_detached_copies(params | buffers)))
-    )
+    blueprint = Blueprint.of(model, registered.names, _gradient_hooks(params))
+    modes = modes_of(model, lambda: blueprint.modules(_detached_copies(params | buffers)))
     apply = Apply(
-        blueprint,
+        blueprint.with_modes(*modes),
         _params=frozenset(params),
         _buffers=frozenset(buffers),
         frozen_params=frozenset(frozen),
         _overlaps=dict((*registered.overlaps, *((b, a) for a, b in registered.overlaps))),
-        **_facts(model, registered.names),
+        **_facts_of_modules(model, registered.names),
     )
     return apply, _detached_copies(params), _detached_copies(buffers)
 
@@ -358,7 +357,7 @@ def _check_module(model: nn.Module) -> None:
             )
 
 
-def _facts(model: nn.Module, names: dict[int, str]) -> dict[str, Any]:
+def _facts_of_modules(model: nn.Module, names: dict[int, str]) -> dict[str, Any]:
     """Return the fields of `Apply` that follow from the classes of the modules. `names`: the names
     of parameters by id.
     """

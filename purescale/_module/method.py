@@ -49,11 +49,11 @@ def check_method(method: Any) -> None:
 def _method_of(root: nn.Module, name: str) -> Callable[..., Any]:
     function = getattr(root, name, None)
     if not callable(function):
-        own = [key for key in vars(type(root)) if not key.startswith("_")]
-        parts = [key for key, _ in root.named_children()]
+        names = [key for key in vars(type(root)) if not key.startswith("_")]
+        names += [key for key, _ in root.named_children()]
         raise TypeError(
             f"method={name!r} is not a method of {type(root).__name__}, which has "
-            f"{_tree.join_names([*own, *parts])}. Likely cause: a typing error, or a method of a "
+            f"{_tree.join_names(names)}. Likely cause: a typing error, or a method of a "
             "part. Fix: for a method of a part, "
             f"`method=lambda model, *args: model.part.{name}(*args)`."
         )

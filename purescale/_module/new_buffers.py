@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from torch import Tensor, nn
 
-from .._module.blueprint import ModelCopy
-from .._module.recorder import STORES
+from .._module.model_copy import ModelCopy
 from .._module.registered import Tensors
 from .._module.side_effects import FIX
 from .._torch import private
@@ -16,35 +14,21 @@ from .._tree import tree as _tree
 
 
 @private.only_inlined
-def new_buffers(copy: ModelCopy, tensors: Tensors, buffers: Tensors) -> Tensors:
+def new_buffers(copy: ModelCopy, buffers: Tensors) -> Tensors:
     """Return the buffers after the forward, which wrote into `buffers` or replaced them."""
-    now, before = copy.registered(), copy.before
-    if len(now) == len(before) and all(map(operator.is_, now, before)):
+    if copy.registers_as_before():
         return buffers
-    _refuse_registered(copy, tensors)
-    return {**buffers, **_replaced(copy, tensors, buffers)}
+    refuse_new_registrations(copy)
+    return {**buffers, **_replaced(copy, buffers)}
 
 
-def _refuse_registered(copy: ModelCopy, tensors: Tensors) -> None:
+def refuse_new_registrations(copy: ModelCopy) -> None:
     """Refuse a parameter, buffer or module that was not there before the forward."""
-    before = {(number, key): tensors[name] for number, key, name, _ in copy.links.tensors}
-    before |= {(number, key): copy.objects[part] for number, key, part in copy.links.objects}
-    for number, module, store in copy.links.stores:
-        for key, value in copy.containers[number].items():
-            may_replace = store != "_modules" and (number, key) in before
-            if not may_replace and value is not before.get((number, key)):
-                raise _registered_error(copy.objects[module], store, key)
+    for registration in copy.new_registrations():
+        raise _registered_error(*registration)
 
 
-def refuse_filled(copy: ModelCopy) -> None:
-    """Refuse what the forward registered in an empty container that all copies share."""
-    for module, attributes in zip(copy.objects, copy.plan.attributes, strict=False):
-        for store in STORES:
-            if isinstance(module, nn.Module) and attributes.get(store):
-                raise _registered_error(module, store, next(iter(attributes[store])))
-
-
-def _registered_error(module: Any, store: str, key: str) -> RuntimeError:
+def _registered_error(module: nn.Module, store: str, key: str) -> RuntimeError:
     if store == "_modules":
         return RuntimeError(
             f"the forward of the model put another module into {type(module).__name__}. Its "
@@ -59,46 +43,45 @@ def _registered_error(module: Any, store: str, key: str) -> RuntimeError:
     )
 
 
-def _replaced(copy: ModelCopy, tensors: Tensors, buffers: Tensors) -> Tensors:
+def _replaced(copy: ModelCopy, buffers: Tensors) -> Tensors:
     """Return the buffers that the forward replaced."""
-    stores = {number for number, _, _ in copy.links.stores}
-    attributes = {(number, key) for number, key, _, _ in copy.links.state}
-    in_attributes = {name for _, _, name, _ in copy.links.state}
-    values: dict[str, Any] = {}  # at the first place where each is registered
-    for number, key, name, _ in copy.links.tensors:
-        if number in stores or (number, key) in attributes:
-            values.setdefault(name, copy.get(number, key))
     new = {}
-    for name, value in values.items():
-        if value is tensors[name]:
-            continue
-        if name not in buffers:
-            raise RuntimeError(
-                f"the forward of the model replaced its parameter {name} by another tensor. {FIX}"
-            )
-        if value is None:
-            raise RuntimeError(
-                f"the forward of the model removed its buffer {name}, or set it to None. "
-                "Buffers are the state of a step and must be the same ones before and after. "
-                "Fix: fill it with zeros, or keep values of one forward in a plain attribute."
-            )
-        if name in in_attributes:
-            _check_state(name, value, buffers[name])
-        value = value.clone()  # it may be an argument
-        if value.is_floating_point() and buffers[name].is_floating_point():
-            value = value.to(buffers[name].dtype)
-        new[name] = value
-    for number, key, name, path in copy.links.tensors:
-        value = copy.get(number, key)
-        # An attribute that a forward sets to something new is not state.
-        is_state = number in stores or (number, key) in attributes or value is tensors[name]
-        if is_state and value is not values[name]:
-            raise RuntimeError(
-                f"the forward of the model replaced only one of its buffer {name} and {path}, "
-                "which were one tensor with one value in `buffers`. Fix: write into it, "
-                "`self.buffer.copy_(new)`, which both places see; or `.clone()` the second one "
-                "where it is set."
-            )
+    for name, (first, *others) in copy.layout.arguments:
+        before, value = copy.arguments[name], copy.value(first)
+        if value is not before:
+            if name not in buffers:
+                raise RuntimeError(
+                    f"the forward of the model replaced its parameter {name} by another tensor. "
+                    f"{FIX}"
+                )
+            new[name] = _new_buffer(name, value, buffers[name], is_attribute=not first.in_store)
+        for place in others:
+            other = copy.value(place)
+            # An attribute that a forward sets to something new is not state.
+            is_state = place.in_store or not first.in_store or other is before
+            if is_state and other is not value:
+                raise RuntimeError(
+                    f"the forward of the model replaced only one of its buffer {name} and "
+                    f"{place.path}, which were one tensor with one value in `buffers`. Fix: write "
+                    "into it, `self.buffer.copy_(new)`, which both places see; or `.clone()` the "
+                    "second one where it is set."
+                )
+    return new
+
+
+def _new_buffer(name: str, value: Any, before: Tensor, *, is_attribute: bool) -> Tensor:
+    """Return the new value of a buffer that the forward replaced."""
+    if value is None:
+        raise RuntimeError(
+            f"the forward of the model removed its buffer {name}, or set it to None. "
+            "Buffers are the state of a step and must be the same ones before and after. "
+            "Fix: fill it with zeros, or keep values of one forward in a plain attribute."
+        )
+    if is_attribute:
+        _check_state(name, value, before)
+    new: Tensor = value.clone()  # it may be an argument
+    if new.is_floating_point() and before.is_floating_point():
+        new = new.to(before.dtype)
     return new
 
 

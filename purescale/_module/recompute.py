@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from .._module.blueprint import ModelCopy
-from .._module.records import Unreadable
+from .._module.model_copy import ModelCopy
 from .._module.registered import Tensors
+from .._module.unreadable import Unreadable
 from .._torch import foreach, private
 
 
@@ -23,38 +23,33 @@ def prepare_recompute(copy: ModelCopy, buffers: Tensors, constants: Tensors) -> 
     """Leave in the modules copies of the buffers that the call returns, as a second run of a batch
     norm writes into them, and the function modes of the call.
     """
-    returned = {
-        name: buffers[name]
-        for number, key, name, _ in copy.links.buffers
-        if name in buffers
-        and name not in constants
-        and copy.containers[number][key] is buffers[name]
-    }
-    if returned:
-        again = dict(zip(returned, foreach.clone(list(returned.values())), strict=True))
-        for number, key, name, _ in copy.links.buffers:
-            if name in again:
-                copy.containers[number][key] = again[name]
+    if buffers:
+        returned = [
+            name
+            for name, value in copy.buffers().items()
+            if name in buffers and name not in constants and value is buffers[name]
+        ]
+        copies = foreach.clone([buffers[name] for name in returned])
+        copy.replace(dict(zip(returned, copies, strict=True)))
     if modes := private.function_modes():
-        for number in copy.links.modules:
-            module = copy.objects[number]
-            vars(module)["forward"] = functools.partial(_under, modes, _weak(module))
+        for module in copy.modules():
+            vars(module)["forward"] = functools.partial(_call_under, modes, _weak_forward(module))
 
 
 def forbid_recompute(copy: ModelCopy) -> None:
     """Leave placeholders in the modules of a call under a transform, whose tensors have no values
     once it has ended.
     """
-    for number, key, name, _ in copy.links.tensors:
-        copy.containers[number][key] = Unreadable(
-            f"{name} of the model is read outside of a call of `apply`, where it has no value. "
-            "Likely cause: a backward reads it through the module after torch.vmap or torch.func "
-            "has ended, as torch.utils.checkpoint does. Fix: take the gradient inside of the "
-            "transform, without checkpointing."
-        )
+    message = (
+        "{} of the model is read outside of a call of `apply`, where it has no value. Likely "
+        "cause: a backward reads it through the module after torch.vmap or torch.func has ended, "
+        "as torch.utils.checkpoint does. Fix: take the gradient inside of the transform, without "
+        "checkpointing."
+    )
+    copy.replace({name: Unreadable(message.format(name)) for name in copy.arguments})
 
 
-def _under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a forward under the modes of the call, even after they were exited."""
     with ExitStack() as entered:
         active = private.function_modes()
@@ -64,7 +59,7 @@ def _under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
         return forward()(*args, **kwargs)
 
 
-def _weak(module: nn.Module) -> Any:
+def _weak_forward(module: nn.Module) -> Any:
     """Return a function that returns the module's forward without keeping the module alive."""
     forward = module.forward
     if inspect.ismethod(forward) and forward.__self__ is module:
@@ -72,7 +67,7 @@ def _weak(module: nn.Module) -> Any:
     return lambda: forward
 
 
-def explain(error: RuntimeError) -> None:
+def explain_checkpointing(error: RuntimeError) -> None:
     """Add a note on checkpointing to torch's error about saved tensor hooks."""
     # Under torch.vmap torch 2.11 names an internal class of its checkpoints.
     if "saved tensor hooks" in str(error) or "_NoopSaveInputs" in str(error):

@@ -47,14 +47,15 @@ def references(obj: Any, path: str, seen: set[int]) -> Iterator[Reference]:
         if id(obj) in seen:
             continue
         seen.add(id(obj))
-        for reference in _of(obj, path):
+        for reference in _references_from(obj, path):
             yield reference
             value = reference.value
             if type(value) not in ATOMS and not isinstance(value, (Tensor, type)):
                 waiting.append(reference)
 
 
-def _of(obj: Any, path: str) -> Iterator[Reference]:
+def _references_from(obj: Any, path: str) -> Iterator[Reference]:
+    """Yield the references of one object."""
     base = next((base for base in _CONTAINERS if isinstance(obj, base)), None)
     if base is dict:  # the methods of the built-in type, as those of a user's may do anything
         for key, value in list(dict.items(obj)):

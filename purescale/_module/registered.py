@@ -13,8 +13,12 @@ from .._torch import dtensor, private
 
 Tensors = dict[str, Tensor]
 
+# The attributes that torch gives each module, with their types. What is registered is in these.
+MODULE_ATTRIBUTES = {key: type(value) for key, value in vars(nn.Module()).items()}
+STORES = ("_parameters", "_buffers", "_modules")
 
-class Registered(NamedTuple):
+
+class RegisteredTensors(NamedTuple):
     """The tensors of a module by first name, parameters before buffers."""
 
     params: Tensors
@@ -24,7 +28,7 @@ class Registered(NamedTuple):
     overlaps: list[tuple[str, str]]  # names of two tensors that share a part of their memory
 
 
-def registered_tensors(model: nn.Module, state: Tensors | None = None) -> Registered:
+def registered_tensors(model: nn.Module, state: Tensors | None = None) -> RegisteredTensors:
     """Return the parameters and buffers of `model`, and the tensors of `state` as buffers. A tensor
     that is registered twice, and two tensors with the same elements in the same memory, count as
     one.
@@ -41,7 +45,7 @@ def registered_tensors(model: nn.Module, state: Tensors | None = None) -> Regist
         names[id(tensor)] = name if span is None else spans.setdefault(span.elements, span).name
         if names[id(tensor)] != name:
             aliases[name] = tensor
-    return Registered(
+    return RegisteredTensors(
         {name: tensor for name, tensor in params.items() if names[id(tensor)] == name},
         {name: tensor for name, tensor in buffers.items() if names[id(tensor)] == name},
         names,
@@ -50,7 +54,7 @@ def registered_tensors(model: nn.Module, state: Tensors | None = None) -> Regist
     )
 
 
-def check_shared_memory(registered: Registered) -> None:
+def check_shared_memory(registered: RegisteredTensors) -> None:
     """Refuse a trained tensor that shares memory with another, unless both are trained as one."""
     tensors = registered.params | registered.buffers
     all_frozen = not any(param.requires_grad for param in registered.params.values())
@@ -60,10 +64,10 @@ def check_shared_memory(registered: Registered) -> None:
 
     for name, alias in registered.aliases.items():
         first = registered.names[id(alias)]
-        one = tensors[first]
-        hooked = _has_hooks(one) or _has_hooks(alias)
-        if is_trained(one) != is_trained(alias) or (is_trained(one) and hooked):
-            raise _sharing_error(first, one, name, alias)
+        tensor = tensors[first]
+        hooked = _has_hooks(tensor) or _has_hooks(alias)
+        if is_trained(tensor) != is_trained(alias) or (is_trained(tensor) and hooked):
+            raise _sharing_error(first, tensor, name, alias)
     for first, other in registered.overlaps:
         if is_trained(tensors[first]) or is_trained(tensors[other]):
             raise _sharing_error(first, tensors[first], other, tensors[other])

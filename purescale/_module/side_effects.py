@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._module.blueprint import ModelCopy
-from .._module.records import PlainTensor
+from .._module.model_copy import ModelCopy
 from .._module.registered import Tensors
 from .._torch import donation, private
 from .._torch.tracing import PLAIN_TYPES, host_can_read, innermost, recorded_by_make_fx
@@ -154,19 +153,10 @@ class Reads(TorchFunctionMode):
 
 def warn_of_lost(copy: ModelCopy, reads: Reads) -> None:
     """Warn of tensors in plain attributes that the forward read, and then changed or replaced."""
-    replaced = {
-        number
-        for container, key, number in copy.links.objects
-        if copy.get(container, key) is not copy.objects[number]
-    }
-    for record in copy.plan.others:
-        if not isinstance(record, PlainTensor):
-            continue
-        tensor = copy.objects[record.number]
-        changed = record.number in replaced or versions([tensor]) != [0]
-        if changed and id(tensor) in reads.ids:
+    for path, tensor, is_replaced in copy.plain_tensors():
+        if id(tensor) in reads.ids and (is_replaced or versions([tensor]) != [0]):
             warnings.warn(
-                f"{record.path} of the model is a tensor in a plain attribute, which the forward "
+                f"{path} of the model is a tensor in a plain attribute, which the forward "
                 "reads and then changes. Each call of `apply` begins with its value at "
                 "make_functional, so what a call leaves there is lost to the next one. Fix: name "
                 "it in make_functional(model, state_attributes=(...,)), which makes it a buffer "

@@ -8,10 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._module.registered import Tensors
+from .._module.registered import MODULE_ATTRIBUTES, Tensors
 from .._tree import tree as _tree
-
-_OF_TORCH = vars(nn.Module()).keys()
 
 
 def state_tensors(model: nn.Module, patterns: Sequence[str]) -> Tensors:
@@ -64,7 +62,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the plain attributes of all modules, and what is in lists and dicts there, by name."""
     for path, module in model.named_modules():
         for key, value in vars(module).items():
-            if key in _OF_TORCH:
+            if key in MODULE_ATTRIBUTES:
                 continue
             name = f"{path}.{key}" if path else key
             if type(value) in (list, dict):

@@ -59,8 +59,8 @@ def cuda():
     are gradients of the right shapes. Kernels compute nothing.
     """
 
-    def graph(self, buffers, microbatch):
-        return (self.inputs, *self._scaled(buffers, microbatch, self.inputs, scale=self.scale))
+    def run_forward(self, buffers, microbatch):
+        return (self.inputs, *self._scaled_loss(buffers, microbatch, self.inputs, scale=self.scale))
 
     with (
         fake_cuda(),
@@ -69,7 +69,7 @@ def cuda():
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(tree, "storage_pointer", donation.storage_pointer)
-        patch.setattr(value_and_grad.ValueAndGrad, "graph", graph)
+        patch.setattr(value_and_grad.ValueAndGrad, "run_forward", run_forward)
         patch.setattr(
             value_and_grad, "_gradients", lambda loss, inputs: list(map(torch.empty_like, inputs))
         )

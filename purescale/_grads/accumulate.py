@@ -203,7 +203,8 @@ def accumulated_grads(
     skipped.
 
     Give `accum.found_inf` to the rule of the loss scale, `rule.update(scaler, accum.found_inf)`,
-    whatever `on_nonfinite` is: otherwise data that overflows would be left out for ever.
+    whatever `on_nonfinite` is: otherwise data that overflows would be left out for ever. A tensor
+    weight that is invalid sets it too, so the scale backs off; `train_step` keeps it.
 
     Args:
         accum: The state at the end of the window. Start the next window with `init_accum`.

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import Formula
-from .._optim.opt_state import OptState, described, each_of, map_opt_states
+from .._optim.opt_state import OptState, each_of, map_opt_states
 from .._torch.dtypes import on_device
+from .._tree.leaves import describe
 from .._tree.scalars import as_float
 from .._tree.tree import Tree, join_names
 
@@ -85,7 +86,7 @@ def check_hyper(hyper: Any, starts: Mapping[str, Any]) -> None:
             len(v) if isinstance(v, tuple) else None for v in (value, starts[name])
         )
         if length != expected_length or not all(map(is_float_scalar, leaves)):
-            has = list(map(described, leaves))
+            has = list(map(describe, leaves))
             raise ValueError(
                 f"opt_state.hyper[{name!r}] is {', '.join(has)}; expected floating 0-d "
                 f"tensors, {{{expected}}}. Fix: `opt_state._replace(hyper={{**opt_state.hyper, "
@@ -236,7 +237,7 @@ def _like(old: Any, new: Any, name: str) -> Any:
     if isinstance(new, Tensor) and not (new.is_complex() or new.dtype is torch.bool):
         if new.shape not in (old.shape, ()):
             raise ValueError(
-                f"{name} is {described(new)}, the state holds {described(old)} there. Likely "
+                f"{name} is {describe(new)}, the state holds {describe(old)} there. Likely "
                 "cause: a value for each member, but a single state. Fix: a 0-d tensor; for an "
                 "ensemble `replace_settings(stack_states(states), ...)`, or replace_settings "
                 "inside of torch.vmap."

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import described, is_wrapped
+from .._optim.opt_state import is_wrapped
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
 from .._optim.wrapper import (
@@ -27,6 +27,7 @@ from .._torch.dtypes import saturating
 from .._torch.half_bits import bitcast
 from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
+from .._tree.leaves import describe
 from .._tree.tree import Leaves, Tree, TreeDef, TreeT
 
 
@@ -183,7 +184,7 @@ def split_masters(masters: TreeT) -> tuple[TreeT, TreeT]:
             continue
         if not isinstance(leaf, Tensor) or leaf.dtype is not torch.float32:
             raise TypeError(
-                f"{_tree.path(masters, 'masters', index)} is {described(leaf)}; a master is "
+                f"{_tree.path(masters, 'masters', index)} is {describe(leaf)}; a master is "
                 "float32. Fix: `.float()`, or leave it out."
             )
         pairs.append(_split(leaf))
@@ -220,8 +221,8 @@ def join_masters(params: TreeT, rest: Tree) -> TreeT:
             continue
         if getattr(leaf, "dtype", None) is not torch.bfloat16 or not _is_rest_of(leaf, low):
             raise TypeError(
-                f"{_tree.path(params, 'params', index)} is {described(leaf)}, rest there "
-                f"{described(low)}; expected bfloat16 and int16 of one shape. Fix: what "
+                f"{_tree.path(params, 'params', index)} is {describe(leaf)}, rest there "
+                f"{describe(low)}; expected bfloat16 and int16 of one shape. Fix: what "
                 "`split_masters` returned, or `master_weights(params, opt_state)` for a state with "
                 "other dtypes."
             )
@@ -306,7 +307,7 @@ def _checked(
     for name, param, rest in zip(names, params, leaves, strict=True):
         if not _is_rest_of(param, rest):
             raise TypeError(
-                f"params: {name} is {described(param)}, and the state keeps {described(rest)} for "
+                f"params: {name} is {describe(param)}, and the state keeps {describe(rest)} for "
                 "its master; expected int16 for bfloat16, float32 for float16, () for other "
                 "dtypes, of the same shape on the same device. Likely cause: parameters that were "
                 "cast or changed after `init`. Fix: `opt_state = optimizer.init(params)` for these "

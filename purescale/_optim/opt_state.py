@@ -12,7 +12,7 @@ from torch import Tensor
 from .._optim.formulas import FIRST_STEP, Formula
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import traced
-from .._tree.leaves import are_dense_real
+from .._tree.leaves import are_dense_real, describe
 from .._tree.tree import Tree
 
 Slots = dict[str, dict[str, Tensor]]
@@ -235,7 +235,7 @@ class SlotLayout:
         what = (
             f"a count {self._counts[key]} ()"
             if key in self._counts
-            else f"the parameter {described(param)}"
+            else f"the parameter {describe(param)}"
         )
         where = (
             f" on {value.device}, its parameter on {param.device}"
@@ -250,7 +250,7 @@ class SlotLayout:
             "or moved. Fix: `opt_state = optimizer.init(params)`."
         )
         return ValueError(
-            f"opt_state: {key} of {name} is {described(value)}, {what}{where}. {cause}"
+            f"opt_state: {key} of {name} is {describe(value)}, {what}{where}. {cause}"
         )
 
     def check(
@@ -346,13 +346,3 @@ class SlotLayout:
             f"opt_state has no {missing} that {self._cls.__name__} keeps. Likely cause: the state "
             "of another class or of other settings. Fix: `opt_state = optimizer.init(params)`."
         )
-
-
-def described(tensor: Any) -> str:
-    """Return a short description of a tensor, or of what was passed for one."""
-    if not isinstance(tensor, Tensor):
-        return repr(tensor)
-    if tensor.is_nested:
-        return f"{tensor.dtype}, a nested tensor"
-    layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
-    return f"{tensor.dtype} {tuple(tensor.shape)}{layout}"

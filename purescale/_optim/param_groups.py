@@ -22,7 +22,7 @@ from .._optim.in_state import (
     is_float_scalar,
     is_scheduled,
 )
-from .._optim.opt_state import OptState, ParamGroup, SlotLayout, Slots, described, each_of
+from .._optim.opt_state import OptState, ParamGroup, SlotLayout, Slots, each_of
 from .._optim.schedule import ScheduleBy, check_scheduled, checked_rate, first_numbers
 from .._torch import private
 from .._torch.dtypes import on_device
@@ -33,6 +33,7 @@ from .._torch.tracing import (
     traced,
 )
 from .._tree import tree as _tree
+from .._tree.leaves import describe
 
 Pattern = str | tuple[str, ...]  # a dotted name or a glob, or several
 Overrides = Mapping[Any, Mapping[str, Any]]  # by `Pattern`
@@ -392,7 +393,7 @@ class OptimizerSettings:
         lr, hyper, iteration = opt_state.lr, opt_state.hyper, opt_state.iteration
         if self.schedule_by == "iteration" and not _is_count(iteration):
             raise ValueError(
-                f"opt_state.iteration is {described(iteration)}, expected a 0-d int64 tensor: this "
+                f"opt_state.iteration is {describe(iteration)}, expected a 0-d int64 tensor: this "
                 'optimizer was made with schedule_by="iteration". Likely cause: the state of one '
                 "whose schedules count applied steps. Fix: `opt_state = optimizer.init(params)`, "
                 "or `opt_state._replace(iteration=opt_state.applied.clone())` if no step was "
@@ -407,7 +408,7 @@ class OptimizerSettings:
             check_hyper(hyper, self.hyper)
         if "lr" in self.in_state and not is_float_scalar(lr):
             raise ValueError(
-                f"opt_state.lr is {described(lr)}, expected a floating 0-d tensor: this optimizer "
+                f"opt_state.lr is {describe(lr)}, expected a floating 0-d tensor: this optimizer "
                 "was made with lr in the state. Fix: `opt_state = optimizer.init(params)`, or "
                 "`opt_state._replace(lr=torch.tensor(1e-3))`; a rate for each member of an "
                 "ensemble goes through torch.vmap."

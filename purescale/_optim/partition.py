@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.opt_state import described, scalars_of
+from .._optim.opt_state import scalars_of
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs, StepLists, flatten_step, inputs_of_dict
 from .._optim.updater import Updater, as_updater
@@ -17,6 +17,7 @@ from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
+from .._tree.leaves import describe
 from .._tree.scalars import not_made
 from .._tree.tree import Leaves, Tree
 
@@ -196,7 +197,7 @@ class PartitionOptimizer(Updater):
             key = self.label(name, leaf)
             if not (isinstance(key, str) and key in indices_of):
                 raise ValueError(
-                    f"label gives {key!r} for {name}, {described(leaf)}; the optimizers are "
+                    f"label gives {key!r} for {name}, {describe(leaf)}; the optimizers are "
                     f"{list(indices_of)}. Likely cause: a kind of parameter that label does not "
                     "cover. Fix: a last line that returns a default key, such as that of AdamW."
                 )

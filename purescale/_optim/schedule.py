@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .._optim.in_state import is_float_scalar
-from .._optim.opt_state import described
 from .._torch import private
 from .._torch.dtypes import on_device
 from .._torch.tracing import (
@@ -28,6 +27,7 @@ from .._torch.tracing import (
     host_can_read,
     traced,
 )
+from .._tree.leaves import describe
 from .._tree.scalars import as_float, real, whole
 
 Schedule = Callable[[Tensor], "Tensor | float"]
@@ -254,7 +254,7 @@ def check_scheduled(name: str, number: Any) -> None:
         if isinstance(value, float) or host_can_read([value]):
             check_rate(float(value), "the rate that the schedule lr returned")
         return
-    what = f"a tensor {described(number)}" if isinstance(number, Tensor) else repr(number)
+    what = f"a tensor {describe(number)}" if isinstance(number, Tensor) else repr(number)
     raise TypeError(
         f"the schedule {name} returned {what}; expected a number or a floating 0-d tensor. Likely "
         "cause: a missing `return`, or a table of rates. Fix: `lambda applied: 1e-3 * "

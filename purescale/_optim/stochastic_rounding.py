@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import described
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import Position, StepInputs
 from .._optim.wrapper import (
@@ -26,7 +25,7 @@ from .._torch.dtypes import HALF
 from .._torch.half_bits import rounded_on_bits
 from .._torch.tracing import traced
 from .._tree import tree as _tree
-from .._tree.leaves import unsupported_reason
+from .._tree.leaves import describe, unsupported_reason
 from .._tree.scalars import whole
 from .._tree.tree import Leaves, Tree, TreeT
 
@@ -99,7 +98,7 @@ def _step(step: Any) -> Tensor:
         return torch.full((), number, dtype=torch.int64, device="cpu")
     if step.ndim or step.is_floating_point() or step.is_complex():
         raise TypeError(
-            f"step is a tensor {described(step)}; expected a whole number, or a 0-d integer "
+            f"step is a tensor {describe(step)}; expected a whole number, or a 0-d integer "
             "tensor. Fix: `opt_state.applied` of a state, or `torch.tensor(0)`."
         )
     return step.to(torch.int64)

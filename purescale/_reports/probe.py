@@ -195,7 +195,7 @@ def probe_scales(
             "params holds no tensor, so there is no gradient to probe. Fix: pass the `params` of "
             "`apply, params, buffers = make_functional(model)`."
         )
-    inputs, loss, _ = value_and_grad.graph(value_and_grad.buffers.leaves, microbatch)
+    inputs, loss, _ = value_and_grad.run_forward(value_and_grad.buffers.leaves, microbatch)
     best: Leaves | None = None  # the gradients at the largest scale that fits
     high: int | None = None
     columns: list[tuple[Tensor, Tensor, Tensor]] = []  # overflow, zeros and error of a part

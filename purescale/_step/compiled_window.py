@@ -90,7 +90,7 @@ class RegionCaller:
             inputs, (scale,), before, state, of_weights = columns
             weights = [of_weights.pop(0) if isinstance(w, Tensor) else w for w in weighed]
             batch = private.pytree.tree_unflatten(rest, structure)
-            out = value_and_grad.by_func_of(inputs, scale, before, batch)
+            out = value_and_grad.call_torch_func(inputs, scale, before, batch)
             _check_aux(out.aux)
             resumed = mean.resumed(state, scale, weights)
             counts = resumed.add(0, as_gradients(out.grads, scale))

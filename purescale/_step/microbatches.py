@@ -149,7 +149,7 @@ def _accumulate(
     aux: tuple[Any, ...] = ()
     before = versions(memory.microbatches)
     for index, entry in enumerate(microbatches):
-        counts, microbatch = weights.counts[index], entry
+        counts, microbatch = weights.is_counted[index], entry
         if isinstance(entry, FUNCTIONS):
             microbatch = _microbatch_of(entry, value_and_grad, memory)
         if send is not None and index == last:
@@ -168,7 +168,7 @@ def _accumulate(
         aux += tuple(out.aux)
         del out, microbatch  # so that the next ones reuse their memory
     check_unwritten(memory.microbatches, before)
-    grads = mean.mean() if reduction is None else as_gradients([], scale, owned=True)
+    grads = mean.result() if reduction is None else as_gradients([], scale, owned=True)
     loss, flags, divisor = _summary(engine, weights, losses, mean.overflows, options, scale)
     return WindowResult(grads, loss, carried, aux, flags, divisor, reduction)
 
@@ -223,7 +223,7 @@ def _sender(
     reduction: Reduction, options: StepOptions, mean: ScaledSum
 ) -> Callable[[int, Tensor], None]:
     """Return a function that adds a gradient of the last microbatch to the mean and sends it."""
-    value_and_grad, last = mean.value_and_grad, len(mean.weights.counts) - 1
+    value_and_grad, last = mean.value_and_grad, len(mean.weights.is_counted) - 1
     nan = sent_for_nan(options, last + 1)
 
     def send(place: int, gradient: Tensor) -> None:

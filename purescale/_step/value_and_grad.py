@@ -201,12 +201,12 @@ class ValueAndGrad:
         self.dense_real = params.tensor_list.dense_off_graph or are_dense_real(params.leaves)
         self.sharded = not params.tensor_list.dense_off_graph and dtensor.any_dtensor(self.inputs)
         # If so, the gradients may be on a graph, and are not owned.
-        self.by_func = by_torch_func(self.inputs, differentiable=differentiable)
-        self.storages = None if self.by_func else storages
+        self.uses_torch_func = by_torch_func(self.inputs, differentiable=differentiable)
+        self.storages = None if self.uses_torch_func else storages
         # make_fx does not see that a subclass is made, and would take parameters for constants.
-        self.is_recorded = not self.by_func and recorded_by_make_fx()
+        self.is_recorded = not self.uses_torch_func and recorded_by_make_fx()
         recordable = params.tensor_list.dense_off_graph and scaler.tensor_list.dense_off_graph
-        if not (self.by_func or recordable):
+        if not (self.uses_torch_func or recordable):
             *self.inputs, self.scale = _recordable([*self.inputs, self.scale])
 
     def zeros(self) -> Leaves:
@@ -241,11 +241,11 @@ class ValueAndGrad:
         each gradient as the backward makes it, and the result has none. Unless `owned`, a custom
         backward or a hook may still hold the gradients, so they must only be read.
         """
-        if self.by_func:
-            return self.by_func_of(self.inputs, self.scale, buffers, microbatch)
+        if self.uses_torch_func:
+            return self.call_torch_func(self.inputs, self.scale, buffers, microbatch)
         # torch.func.grad would give the same bits, but refuses checkpointing around `apply` and
         # custom Functions of the older form.
-        inputs, loss, outputs = self.graph(buffers, microbatch)
+        inputs, loss, outputs = self.run_forward(buffers, microbatch)
         grads: list[Tensor] = []
         if on_grad is not None:
             _backward(loss, inputs, on_grad)
@@ -262,7 +262,7 @@ class ValueAndGrad:
         del inputs, loss, outputs  # frees the graph
         return result
 
-    def by_func_of(
+    def call_torch_func(
         self, inputs: Leaves, scale: Tensor, buffers: Leaves, microbatch: Any
     ) -> MicrobatchResult:
         """Compute a microbatch by torch.func, from given parameters and a scale, which may stand
@@ -272,7 +272,7 @@ class ValueAndGrad:
         apart: list[Any] = []  # torch.func returns tensors only
 
         def scaled(inputs: Leaves) -> tuple[Tensor, list[Tensor]]:
-            loss, outputs = self._scaled(buffers, microbatch, inputs, scale=scale)
+            loss, outputs = self._scaled_loss(buffers, microbatch, inputs, scale=scale)
             leaves, structure = private.pytree.tree_flatten(outputs)
             others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
             apart.extend((structure, others))
@@ -297,7 +297,7 @@ class ValueAndGrad:
             grads = self._leaves(grads)
         return MicrobatchResult(grads, loss, buffers, aux)
 
-    def graph(
+    def run_forward(
         self, buffers: Leaves, microbatch: Any
     ) -> tuple[Leaves, Tensor, tuple[Tensor, Leaves, list[Any]]]:
         """Return the parameters, the scaled loss on its graph over them, and the outputs, in eager
@@ -311,7 +311,7 @@ class ValueAndGrad:
             inputs = _parameters(self.inputs, as_plain=self.is_recorded)
             read_only = [*inputs, *buffers]
             before = versions(read_only)
-            loss, outputs = self._scaled(buffers, microbatch, inputs, scale=self.scale)
+            loss, outputs = self._scaled_loss(buffers, microbatch, inputs, scale=self.scale)
         if not loss.requires_grad:
             raise ValueError(
                 "the loss does not depend on params. Likely cause: loss_fn calls the module "
@@ -341,7 +341,7 @@ class ValueAndGrad:
             "buffers['mean'] + 0.1 * x}`."
         )
 
-    def _scaled(
+    def _scaled_loss(
         self, buffers: Leaves, microbatch: Any, inputs: Leaves, *, scale: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Leaves, list[Any]]]:
         # Without the call where it would do nothing, because this is run for each microbatch.

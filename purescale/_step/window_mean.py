@@ -26,7 +26,7 @@ class MicrobatchWeights(NamedTuple):
 
     vector: Any  # Tensor [k]; None without a group if all are 1 and only the mean is measured
     shares: Sequence[float | Tensor]  # of the mean: 0 or more, with sum 1
-    counts: Sequence[bool | Tensor]  # the weight is valid and above 0
+    is_counted: Sequence[bool | Tensor]  # the weight is valid and above 0
 
     def of(self, index: int) -> list[Any]:
         """Return vector, share and count of one microbatch."""
@@ -50,8 +50,10 @@ def weigh(
     if numbers is not None:
         total = sum(numbers) or 1.0
         return MicrobatchWeights(vector, [n / total for n in numbers], [n > 0 for n in numbers])
-    counts = is_weight(vector) & (vector > 0)
-    return MicrobatchWeights(vector, engine.read(shares(vector, counts)), engine.read(counts))
+    is_counted = is_weight(vector) & (vector > 0)
+    return MicrobatchWeights(
+        vector, engine.read(shares(vector, is_counted)), engine.read(is_counted)
+    )
 
 
 def check_weights(
@@ -62,16 +64,16 @@ def check_weights(
         as_weight("weight_fn returned", weight_fn(microbatch), scale)
 
 
-def shares(weight: Tensor, counts: Tensor) -> Tensor:
+def shares(weight: Tensor, is_counted: Tensor) -> Tensor:
     """Return the weights of those that count over their sum, zeros if none does."""
-    shares = torch.where(counts, weight, 0)
-    return shares / torch.where(counts.any(), shares.sum(), 1)
+    shares = torch.where(is_counted, weight, 0)
+    return shares / torch.where(is_counted.any(), shares.sum(), 1)
 
 
 # ---- the mean ------------------------------------------------------------------------------------
 
 
-class Mean:
+class GradientMean:
     """The mean gradients of a window."""
 
     def __init__(
@@ -83,7 +85,7 @@ class Mean:
     ) -> None:
         self.engine, self.options = engine, options
         self.weights, self.value_and_grad = weights, value_and_grad
-        self.scale, self.owned = value_and_grad.scale, not value_and_grad.by_func
+        self.scale, self.owned = value_and_grad.scale, not value_and_grad.uses_torch_func
         self.overflows: list[Tensor | bool] = []  # of each microbatch that was measured
 
     # The tensors that change with each microbatch; None before the first.
@@ -93,11 +95,11 @@ class Mean:
         """Return the state of a mean of 0, with the tensors of every later one."""
         return as_gradients(self.value_and_grad.zeros()).tensors
 
-    def resumed(self, state: list[Tensor], scale: Tensor, weighed: list[Any]) -> Mean:
+    def resumed(self, state: list[Tensor], scale: Tensor, weighed: list[Any]) -> GradientMean:
         """Return a mean with this state, whose microbatches all have the weight `weighed`."""
-        number, (weight, share, counts) = len(self.weights.counts), weighed
+        number, (weight, share, is_counted) = len(self.weights.is_counted), weighed
         vector = None if weight is None else [weight] * number
-        weights = MicrobatchWeights(vector, [share] * number, [counts] * number)
+        weights = MicrobatchWeights(vector, [share] * number, [is_counted] * number)
         new = type(self)(self.engine, self.options, weights, self.value_and_grad)
         new.scale, new.state = scale, state
         return new
@@ -106,7 +108,7 @@ class Mean:
         """Average gradients in. Return True if their microbatch counts for the buffers."""
         raise NotImplementedError
 
-    def mean(self) -> Gradients:
+    def result(self) -> Gradients:
         """Return the mean: zeros if nothing counted."""
         raise NotImplementedError
 
@@ -115,7 +117,7 @@ class Mean:
         return Gradients(as_tensor_list(tensors), likes, dense_real, scale, owned=self.owned)
 
 
-class ScaledSum(Mean):
+class ScaledSum(GradientMean):
     """A mean that stays scaled: the gradients of a single microbatch, unchanged, or the sum of
     those of several times their shares. If one overflows, so does the sum.
     """
@@ -127,11 +129,11 @@ class ScaledSum(Mean):
         if self.options.max_retries:
             self.overflows.append(self.engine.measure(grads, self.scale).overflow)
         self.state = self.with_share(self.state, grads.tensors, index)
-        return self.weights.counts[index]
+        return self.weights.is_counted[index]
 
     @property
     def is_single(self) -> bool:
-        return len(self.weights.counts) == 1 and self.options.group is None
+        return len(self.weights.is_counted) == 1 and self.options.group is None
 
     def with_share(
         self, sums: list[Tensor] | None, new: list[Tensor], index: int
@@ -139,21 +141,21 @@ class ScaledSum(Mean):
         """Return `sums + new * share`, at least in float32, if microbatch `index` counts. None is
         an empty sum. The shares of a window sum to 1, so the sum does not overflow.
         """
-        share, counts = self.weights.shares[index], self.weights.counts[index]
-        if counts is False:
+        share, is_counted = self.weights.shares[index], self.weights.is_counted[index]
+        if is_counted is False:
             return sums
         if sums is None and self.owned and not isinstance(share, Tensor):
             sums = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
             listops.mul_(sums, share)  # in place: these gradients are owned
             return sums
         sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
-        return self.engine.add(sums, new, share, counts, owned=self.owned)
+        return self.engine.add(sums, new, share, is_counted, owned=self.owned)
 
-    def mean(self) -> Gradients:
+    def result(self) -> Gradients:
         return self._gradients(self.zeros() if self.state is None else self.state, self.scale)
 
 
-class RunningMean(Mean):
+class RunningMean(GradientMean):
     """An unscaled mean of the microbatches that do not overflow."""
 
     def zeros(self) -> list[Tensor]:
@@ -165,9 +167,9 @@ class RunningMean(Mean):
         accum = init_accum(grads.tensors) if self.state is None else _accum_of(self.state)
         weight, flag = self.weights.vector[index], _tree.flag(overflow, like=self.scale)
         self.state = _leaves_of(add(accum, grads, weight, flag, owned=self.owned))
-        return self.weights.counts[index] & negated(overflow)  # it is dropped
+        return self.weights.is_counted[index] & negated(overflow)  # it is dropped
 
-    def mean(self) -> Gradients:
+    def result(self) -> Gradients:
         return self._gradients(_accum_of(self.state or self.zeros()).grads, None)
 
 

@@ -13,6 +13,7 @@ from .._torch import dtensor, private, tensor_list
 from .._torch.dtypes import wide_dtype
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import PLAIN_TYPES
+from .._tree.scalars import short_repr
 
 _REAL = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 _FLOATING = _REAL | {torch.complex64, torch.complex128}
@@ -222,6 +223,21 @@ def same_metadata(a: Any, b: Any) -> bool:
         and a.dtype == b.dtype
         and a.device == b.device
     )
+
+
+def describe(leaf: Any) -> str:
+    """Return dtype, shape, layout, placements and device of a tensor for an error message, or the
+    repr of another object.
+    """
+    if not isinstance(leaf, Tensor):
+        return short_repr(leaf)
+    if leaf.is_nested:
+        return f"a nested tensor of {leaf.dtype}"
+    layout = "" if leaf.layout is torch.strided else f" {leaf.layout}"
+    placements = f" DTensor {leaf.placements}" if dtensor.is_dtensor(leaf) else ""
+    device = "" if leaf.device.type == "cpu" else f" on {leaf.device}"
+    device = " without values, on meta" if leaf.is_meta else device
+    return f"{leaf.dtype} {tuple(leaf.shape)}{layout}{placements}{device}"
 
 
 def are_equal_constants(a: Any, b: Any) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from .._torch import dtensor
 from .._tree import tree as _tree
+from .._tree.leaves import describe
 
 
 class _Difference(NamedTuple):
@@ -136,12 +135,7 @@ def kind_of(value: Any) -> str:
     """
     if not isinstance(value, Tensor):
         return type(value).__name__
-    if value.is_nested:
-        return "a nested tensor"
-    layout = "" if value.layout is torch.strided else f" {value.layout}"
-    placements = f" DTensor {value.placements}" if dtensor.is_dtensor(value) else ""
-    values = " without values, on meta" if value.is_meta else ""
-    return f"{value.dtype} {tuple(value.shape)}{layout}{placements}{values}"
+    return describe(value)
 
 
 def key_of(key: Any) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._torch.dtypes import on_device, wide_dtype
 from .._tree import scalars
 from .._tree import tree as _tree
-from .._tree.leaves import are_equal_constants
+from .._tree.leaves import are_equal_constants, describe
 from .._tree.tree import Leaves, Tree, TreeT
 
 
@@ -70,7 +70,9 @@ def stacked(name: str, trees: list[Tree], cause: str) -> Tree:
         for position, (leaf, like) in enumerate(zip(row, first, strict=True)):
             if not _can_be_stacked(leaf, like):
                 at = _tree.path(trees[0], f"{name}[{index}]", position)
-                raise ValueError(f"{at} is {_kind(leaf)}, but {_kind(like)} in {name}[0]. {cause}")
+                raise ValueError(
+                    f"{at} is {describe(leaf)}, but {describe(like)} in {name}[0]. {cause}"
+                )
     return structure.unflatten(
         [
             torch.stack(list(column)) if isinstance(column[0], Tensor) else column[0]
@@ -83,13 +85,6 @@ def _can_be_stacked(leaf: Any, like: Any) -> bool:
     if isinstance(leaf, Tensor) and isinstance(like, Tensor):
         return (leaf.shape, leaf.dtype, leaf.device) == (like.shape, like.dtype, like.device)
     return are_equal_constants(leaf, like)
-
-
-def _kind(leaf: Any) -> str:
-    if not isinstance(leaf, Tensor):
-        return scalars.short_repr(leaf)
-    where = "" if leaf.device.type == "cpu" else f" on {leaf.device}"
-    return f"{leaf.dtype} {tuple(leaf.shape)}{where}"
 
 
 def member(states: TreeT, i: int | Tensor) -> TreeT:
@@ -202,7 +197,7 @@ def ema(old: TreeT, new: TreeT, decay: float | Tensor) -> TreeT:
     for position, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if reason := _no_average_reason(a, b):
             raise ValueError(
-                f"{_tree.path(old, 'new', position)} is {_kind(b)}, but {_kind(a)} in old: "
+                f"{_tree.path(old, 'new', position)} is {describe(b)}, but {describe(a)} in old: "
                 f"{reason}. Likely cause: the average of another model. Fix: start with a copy, "
                 "`{name: weight.clone() for name, weight in params.items()}`."
             )

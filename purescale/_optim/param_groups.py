@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .._optim.formulas import Formula, formula_of
 from .._optim.in_state import (
-    agreed,
     check_hyper,
     check_setting,
     each_number,
@@ -199,7 +198,8 @@ class OptimizerSettings:
         if unmatched is not None:
             raise ValueError(
                 f"overrides: {unmatched!r} matches no parameter. The names are: "
-                f"{_tree.join_names(list(names), 20)}. A glob is '*.bias'."
+                f"{_tree.join_names(list(names), 20)}. Likely cause: a typing error, or a frozen "
+                "parameter, which is a buffer. Fix: one of these names, or a glob, '*.bias'."
             )
 
     def _canonical(self, matching: tuple[int, ...]) -> tuple[int, ...]:
@@ -223,6 +223,13 @@ class OptimizerSettings:
     def has_schedules(self) -> bool:
         """True if a setting follows a schedule."""
         return bool(self._schedules) or any(map(callable, self.lrs))
+
+    @property
+    def scheduled_in_state(self) -> set[str]:
+        """The settings in the state that a schedule multiplies."""
+        return {name for name in self.in_state if name in self._schedules} | (
+            {"lr"} if "lr" in self.in_state and callable(self._lr) else set()
+        )
 
     def current(self, opt_state: OptState) -> CurrentSettings:
         """Return the settings of the next step that may move, from the state and by schedule."""
@@ -294,35 +301,6 @@ class OptimizerSettings:
         lr = start(1.0 if callable(self._lr) else self.lrs[0]) if "lr" in self.in_state else ()
         return lr, each_number(start, self.hyper) or ()
 
-    def saved_groups(self, opt_state: OptState, initial_lr: float | None) -> list[ParamGroup]:
-        """Return torch's parameter groups with the current settings and rates, as in its state
-        dicts: Python numbers, except a rate that was given as a tensor. `initial_lr` is that of the
-        first group; None takes it from the schedule.
-        """
-        self.check(opt_state)
-        now, lr = self.current(opt_state), opt_state.lr
-        pairs = zip(now.lrs, self.lr_varies, strict=True)
-        lrs = [float(rate) if varies else rate for rate, varies in pairs]
-        first = self.lrs_at(torch.zeros_like(opt_state.applied), lr)
-        initial = [
-            max(float(start), rate) if callable(schedule) else None
-            for schedule, start, rate in zip(self.lrs, first, lrs, strict=True)
-        ]
-        if "lr" in self.in_state and callable(self._lr):
-            initial[0] = float(lr)
-        if initial_lr is not None:
-            initial[0] = float(initial_lr)
-        hyper, factors = (each_number(float, h or {}) for h in (now.hyper, opt_state.hyper))
-        groups = []
-        for group in self.torch_groups(tuple(opt_state.slots), hyper):
-            settings = group.with_lr(lrs)
-            if initial[group.lr_index] is not None:
-                settings["initial_lr"] = initial[group.lr_index]
-            for name in self._schedules.keys() - group.overridden:
-                settings[f"initial_{name}"] = factors[name]
-            groups.append(group._replace(settings=settings))
-        return groups
-
     def settings_per_slot(self) -> dict[str, Any]:
         """Return settings with which a state has all slots that a later value needs."""
         return {"momentum": 0.5} if "momentum" in self.hyper else {}
@@ -344,49 +322,6 @@ class OptimizerSettings:
             self._constructed(shapes, settings)
             slots.update({name: self.layout.new(named[name], settings) for name in group.names})
         return {name: slots[name] for name in named}
-
-    def settings_from_dict(
-        self,
-        saved_groups: Sequence[Mapping[str, Any]],
-        group_of: Mapping[str, int],
-        fresh: OptState,
-    ) -> tuple[Any, Any]:
-        """Return the rate and the other settings in a state dict, from those groups that take
-        theirs from the state, or the fresh ones if the dict has none. `group_of` has the index of
-        each parameter's group.
-        """
-        if not self.in_state:
-            return fresh.lr, fresh.hyper
-        pairs = [
-            (group, saved_groups[index])
-            for group in self.torch_groups(tuple(group_of))
-            for index in dict.fromkeys(map(group_of.__getitem__, group.names))
-        ]
-        scheduled = {*self._schedules, *(("lr",) if callable(self._lr) else ())}
-        lr, hyper, device = fresh.lr, dict(fresh.hyper), fresh.applied.device
-        for name in self.in_state:
-            key = f"initial_{name}" if name in scheduled else name
-            taken = [saved for group, saved in pairs if name not in group.overridden]
-            if key == "initial_lr" and not all(key in saved for saved in taken):
-                raise ValueError(
-                    "the state dict has no initial_lr, the rate in the state that the schedule "
-                    "multiplies. Likely cause: the state dict of an optimizer without a scheduler. "
-                    "Fix: `group['initial_lr'] = 1e-3` for its param_groups."
-                )
-            value = agreed(key, taken)
-            if value is None:
-                continue
-            if name == "lr":
-                lr = float32(value, device)
-                continue
-            if isinstance(value, tuple) != isinstance(hyper[name], tuple):
-                raise ValueError(
-                    f"the state dict has {name} = {value}; expected what {self.cls.__name__} has "
-                    f"there, such as {self.hyper[name]}. Likely cause: the state dict of another "
-                    "class."
-                )
-            hyper |= each_number(lambda number: float32(number, device), {name: value})
-        return lr, hyper or ()
 
     def check(self, opt_state: OptState) -> None:
         """Refuse a state whose settings do not match `in_state`, or without the count."""

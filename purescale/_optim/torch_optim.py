@@ -27,6 +27,8 @@ from .._optim.torch_state_dict import (
     find_parameters,
     in_the_form_of,
     restored,
+    saved_groups,
+    settings_from,
     state_dict,
 )
 from .._optim.updater import Updater
@@ -351,7 +353,7 @@ class TorchOptimizer(Updater):
             ValueError: If `like` has other parameters, leaves their order open, or has those of two
                 groups in one.
         """
-        groups = self._settings.saved_groups(opt_state, initial_lr)
+        groups = saved_groups(self._settings, opt_state, initial_lr)
         sd = state_dict(opt_state.slots, groups)
         if like is None:
             return sd
@@ -362,7 +364,7 @@ class TorchOptimizer(Updater):
         """Return the settings in the state for the torch group of each parameter."""
         return {
             name: {key: group.settings[key] for key in self._settings.in_state}
-            for group in self._settings.saved_groups(opt_state, None)
+            for group in saved_groups(self._settings, opt_state, None)
             for name in group.names
         }
 
@@ -399,11 +401,11 @@ class TorchOptimizer(Updater):
                 its groups do not fit or could be exchanged; if groups disagree on a setting in the
                 state; if a schedule needs a count and `sd` has none; none has that of iterations.
         """
-        saved_groups, states = checked_state_dict(sd)
+        groups, states = checked_state_dict(sd)
         fresh = self.init(params)
         names = tuple(fresh.slots)
         fixed = self._settings.fixed_groups(names)
-        saved_params = find_parameters(saved_groups, states, fixed, fresh.slots)
+        saved_params = find_parameters(groups, states, fixed, fresh.slots)
         slots = fresh.slots  # replaced one by one, so that memory holds one state only
         for name, param in saved_params.items():
             saved = states.get(param.key, {})
@@ -413,7 +415,7 @@ class TorchOptimizer(Updater):
                 slots[name] = restored(name, saved, slots[name])
         counts = counts_from(self._settings, fresh, applied, iteration, has_state=bool(states))
         group_of = {name: param.group for name, param in saved_params.items()}
-        numbers = self._settings.settings_from_dict(saved_groups, group_of, fresh)
+        numbers = settings_from(self._settings, groups, group_of, fresh)
         return OptState(counts[0], slots, *numbers, counts[1])
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import FIRST_STEP
+from .._optim.in_state import agreed, each_number, float32
 from .._optim.opt_state import OptState, ParamGroup, Slots, is_python_scalar
 from .._optim.param_groups import FLAGS, OptimizerSettings
 from .._tree import tree as _tree
@@ -44,6 +45,38 @@ def state_dict(slots: Slots, groups: Sequence[ParamGroup]) -> dict[str, Any]:
         "state": {index: slot for index, slot in state.items() if slot},
         "param_groups": listed,
     }
+
+
+def saved_groups(
+    settings: OptimizerSettings, opt_state: OptState, initial_lr: float | None
+) -> list[ParamGroup]:
+    """Return torch's parameter groups with the current settings and rates: Python numbers, except a
+    rate that was given as a tensor. `initial_lr` is that of the first group; None takes it from the
+    schedule.
+    """
+    settings.check(opt_state)
+    now, lr, scheduled = settings.current(opt_state), opt_state.lr, settings.scheduled_in_state
+    pairs = zip(now.lrs, settings.lr_varies, strict=True)
+    lrs = [float(rate) if varies else rate for rate, varies in pairs]
+    first = settings.lrs_at(torch.zeros_like(opt_state.applied), lr)
+    initial = [
+        max(float(start), rate) if callable(schedule) else None
+        for schedule, start, rate in zip(settings.lrs, first, lrs, strict=True)
+    ]
+    if "lr" in scheduled:
+        initial[0] = float(lr)
+    if initial_lr is not None:
+        initial[0] = float(initial_lr)
+    hyper, factors = (each_number(float, h or {}) for h in (now.hyper, opt_state.hyper))
+    groups = []
+    for group in settings.torch_groups(tuple(opt_state.slots), hyper):
+        complete = group.with_lr(lrs)
+        if initial[group.lr_index] is not None:
+            complete["initial_lr"] = initial[group.lr_index]
+        for name in scheduled - group.overridden - {"lr"}:
+            complete[f"initial_{name}"] = factors[name]
+        groups.append(group._replace(settings=complete))
+    return groups
 
 
 def _saved(slot: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -323,6 +356,52 @@ def restored(name: str, saved: Mapping[str, Any], fresh: dict[str, Tensor]) -> d
             )
         restored[key] = value.detach().to(like.device, like.dtype, copy=True)
     return restored
+
+
+# ---- settings in the state -----------------------------------------------------------------------
+
+
+def settings_from(
+    settings: OptimizerSettings,
+    saved_groups: Sequence[Mapping[str, Any]],
+    group_of: Mapping[str, int],
+    fresh: OptState,
+) -> tuple[Any, Any]:
+    """Return the rate and the other settings in a state dict, from those groups that take theirs
+    from the state, or the fresh ones if the dict has none. `group_of` has the index of each
+    parameter's group.
+    """
+    if not settings.in_state:
+        return fresh.lr, fresh.hyper
+    pairs = [
+        (group, saved_groups[index])
+        for group in settings.torch_groups(tuple(group_of))
+        for index in dict.fromkeys(map(group_of.__getitem__, group.names))
+    ]
+    lr, hyper, device = fresh.lr, dict(fresh.hyper), fresh.applied.device
+    for name in settings.in_state:
+        key = f"initial_{name}" if name in settings.scheduled_in_state else name
+        taken = [saved for group, saved in pairs if name not in group.overridden]
+        if key == "initial_lr" and not all(key in saved for saved in taken):
+            raise ValueError(
+                "the state dict has no initial_lr, the rate in the state that the schedule "
+                "multiplies. Likely cause: the state dict of an optimizer without a scheduler. "
+                "Fix: `group['initial_lr'] = 1e-3` for its param_groups."
+            )
+        value = agreed(key, taken)
+        if value is None:
+            continue
+        if name == "lr":
+            lr = float32(value, device)
+            continue
+        if isinstance(value, tuple) != isinstance(hyper[name], tuple):
+            raise ValueError(
+                f"the state dict has {name} = {value}; expected what {settings.cls.__name__} has "
+                f"there, such as {settings.hyper[name]}. Likely cause: the state dict of another "
+                "class."
+            )
+        hyper |= each_number(lambda number: float32(number, device), {name: value})
+    return lr, hyper or ()
 
 
 # ---- counts of steps -----------------------------------------------------------------------------

@@ -1,4 +1,13 @@
-"""Tests for eager, compiled and transformed calls, and for values that the host can read."""
+"""Tests for where a call runs, and for values that the host can read.
+
+traced                plain operators are needed: compiling, recorded by `jit`, or a transform
+under_transform       vmap, grad or another of torch.func, forward mode, or recorded by `jit`
+under_derivative      a transform that differentiates;  is_differentiated: through this tensor
+in_dynamo_alone       Dynamo traces, outside of every transform
+recorded_by_make_fx   operators go into a graph of make_fx;  inside_a_graph: this, or traced
+is_on_a_graph         torch.autograd records operators on these tensors
+host_can_read         a read does not wait: a CPU, in eager mode
+"""
 
 from __future__ import annotations
 

@@ -274,6 +274,7 @@ TESTED_WITH = {
     "_step/masked.py": "test_laws_of_a_step.py",
     "_step/memory.py": "test_donation.py",
     "_step/on_host.py": "test_laws_of_a_step.py",
+    "_step/overlap.py": "test_reduce.py",
     "_step/step_info.py": "test_train_step.py",
     "_step/step_options.py": "test_train_step.py",
     "_step/train_state.py": "test_train_step.py",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -20,12 +19,13 @@ from .._batch_norm.bn_stats import (
     update_running_stats,
 )
 from .._batch_norm.capture import CaptureBatchNorm, layers_of, named_calls
-from .._distributed.buckets import Reduction, mean_divisor, reduction_of
-from .._distributed.process_group import Group, all_reduce
+from .._distributed.buckets import Reduction, mean_divisor
+from .._distributed.process_group import all_reduce
 from .._grads.accumulate import is_weight
 from .._step.compiled_window import RegionCaller, can_repeat, keep_buffers_if_dropped
 from .._step.masked import Masked, WindowFlags
 from .._step.memory import Memory
+from .._step.overlap import GradientSender
 from .._step.step_options import FlatState, StepOptions
 from .._step.value_and_grad import ValueAndGrad, check_returned, check_unwritten
 from .._step.window_mean import MicrobatchWeights, RunningMean, ScaledSum, shares, weigh
@@ -35,7 +35,7 @@ from .._torch.dtypes import widest_float
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import versions
-from .._tree.tree import FlatTree, Leaves, Tree, negated
+from .._tree.tree import Leaves, Tree, negated
 
 
 class MicrobatchFlags(NamedTuple):
@@ -49,7 +49,7 @@ class MicrobatchFlags(NamedTuple):
 class WindowResult(NamedTuple):
     """The results of the microbatches of a step, on this rank or on all of a group."""
 
-    grads: Gradients  # the mean
+    grads: Gradients  # the mean; none while `reduction` has them
     loss: Tensor  # the mean over the microbatches that count
     buffers: Leaves
     aux: tuple[Any, ...]
@@ -133,12 +133,7 @@ def _accumulate(
     single = len(microbatches) == 1 and options.group is None
     kind = ScaledSum if single or options.on_nonfinite == "drop_window" else RunningMean
     mean = kind(engine, options, weights, value_and_grad)
-    reduction = send = None
-    # Nothing is sent in a trace, nor if each microbatch has to be measured first.
-    group = None if options.max_retries else options.group
-    if group is not None and isinstance(mean, ScaledSum) and mean.owned:
-        reduction = _reduction(group, weights, params, sent_with)
-        send = _sender(reduction, options, mean)
+    sender = GradientSender.of(options, mean, sent_with)
     carried, last = buffers.leaves, len(microbatches) - 1
     repeated = None
     if can_repeat(options, value_and_grad, carried, len(microbatches)):
@@ -149,12 +144,12 @@ def _accumulate(
     aux: tuple[Any, ...] = ()
     before = versions(memory.microbatches)
     for index, entry in enumerate(microbatches):
-        counts, microbatch = weights.is_counted[index], entry
+        is_counted, microbatch = weights.is_counted[index], entry
         if isinstance(entry, FUNCTIONS):
             microbatch = _microbatch_of(entry, value_and_grad, memory)
-        if send is not None and index == last:
-            out = value_and_grad(carried, microbatch, on_grad=send)
-            carried = keep_buffers_if_dropped(counts, carried, out.buffers)
+        if sender is not None and index == last:
+            out = value_and_grad(carried, microbatch, on_grad=sender.send)
+            carried = keep_buffers_if_dropped(is_counted, carried, out.buffers)
         elif repeated is not None and _tree.are_tensors(private.pytree.tree_leaves(microbatch)):
             out = repeated(index, carried, microbatch)
             carried = out.buffers
@@ -162,14 +157,15 @@ def _accumulate(
             # The first gradients of a sum become the sum; others are only read.
             first = isinstance(mean, ScaledSum) and mean.state is None
             out = value_and_grad(carried, microbatch, owned=first)
-            counts = mean.add(index, as_gradients(out.grads, scale))
-            carried = keep_buffers_if_dropped(counts, carried, out.buffers)
+            is_counted = mean.add(index, as_gradients(out.grads, scale))
+            carried = keep_buffers_if_dropped(is_counted, carried, out.buffers)
         losses.append(out.loss)
         aux += tuple(out.aux)
         del out, microbatch  # so that the next ones reuse their memory
     check_unwritten(memory.microbatches, before)
-    grads = mean.result() if reduction is None else as_gradients([], scale, owned=True)
+    grads = mean.result() if sender is None else as_gradients([], scale, owned=True)
     loss, flags, divisor = _summary(engine, weights, losses, mean.overflows, options, scale)
+    reduction = None if sender is None else sender.reduction
     return WindowResult(grads, loss, carried, aux, flags, divisor, reduction)
 
 
@@ -214,46 +210,6 @@ def flags_with_mean(
     retryable = before.retryable | (overflow & flags.mean_is_retryable)
     number = before.num_overflowed + overflow
     return WindowFlags(before.overflow | overflow, skip, retryable, number)
-
-
-# ---- over ranks ----------------------------------------------------------------------------------
-
-
-def _sender(
-    reduction: Reduction, options: StepOptions, mean: ScaledSum
-) -> Callable[[int, Tensor], None]:
-    """Return a function that adds a gradient of the last microbatch to the mean and sends it."""
-    value_and_grad, last = mean.value_and_grad, len(mean.weights.is_counted) - 1
-    nan = sent_for_nan(options, last + 1)
-
-    def send(place: int, gradient: Tensor) -> None:
-        new = as_gradients([gradient])
-        before = None if mean.state is None else [mean.state[place]]
-        sums = mean.with_share(before, new.tensors, last)
-        tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums
-        gradient = new.restore(tensors)[0]
-        reduction.put(value_and_grad.present[place], gradient, owned=True, nan=nan)
-
-    return send
-
-
-def sent_for_nan(options: StepOptions, number: int) -> float | None:
-    """Return the value that a NaN of a mean over `number` microbatches is sent as; None if no norm
-    is measured, so that it is sent as it is. It is inf for several, as in `measure(of_sum=True)`.
-    """
-    if options.clip.norm_type is None and not options.takes_amax:
-        return None
-    return math.nan if number == 1 else math.inf
-
-
-def _reduction(
-    group: Group, weights: MicrobatchWeights, params: FlatTree, buffers: Leaves
-) -> Reduction:
-    """Return the reduction that sends gradients during the last backward."""
-    # The divisor depends on the weights only, so it is known before the gradients.
-    counted = torch.where(is_weight(weights.vector), weights.vector, 0).sum()
-    divisor = mean_divisor(counted, all_reduce(counted, "sum", group))
-    return reduction_of(params.leaves, buffers, divisor, group)
 
 
 # ---- loss and flags ------------------------------------------------------------------------------

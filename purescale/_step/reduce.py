@@ -15,7 +15,8 @@ from .._distributed.collectives import agree_on_all_ranks, describe_leaves, on_c
 from .._distributed.describe_settings import describe_setting
 from .._distributed.mesh import mesh_sizes
 from .._distributed.process_group import Group, all_reduce, check_group
-from .._step.microbatches import WindowResult, sent_for_nan
+from .._step.microbatches import WindowResult
+from .._step.overlap import sent_for_nan
 from .._step.step_options import FlatState, StepOptions
 from .._torch import dtensor
 from .._torch.dtypes import wide_dtype
@@ -25,7 +26,7 @@ from .._tree.tree import Leaves, Tree
 
 
 def reduce_window(
-    options: StepOptions, window: WindowResult, flat: FlatState, number: int
+    options: StepOptions, window: WindowResult, flat: FlatState, num_microbatches: int
 ) -> WindowResult:
     """Return one window for all ranks: the mean of their means by weight, and of the buffers after
     them.
@@ -37,13 +38,13 @@ def reduce_window(
     If only the mean is measured, no flag tells of an overflow: that of one rank is inf or NaN in
     the sum, so every rank measures the same. If a norm is measured, -inf is sent as inf, so that an
     overflow on several ranks has the norm inf, as in one process. `microbatches._summary` has
-    already reduced the flags of single microbatches and of weights. `number`: of the microbatches.
+    already reduced the flags of single microbatches and of weights.
     """
     params, before, after = flat.params.leaves, flat.buffers.leaves, window.buffers
     reduction = window.reduction
     if reduction is None:
         reduction = reduction_of(params, before, window.divisor, options.group)
-        leaves, nan = window.grads.leaves, sent_for_nan(options, number)
+        leaves, nan = window.grads.leaves, sent_for_nan(options, num_microbatches)
         for index in reversed(range(len(params))):
             if index in reduction.bucket_of:
                 reduction.put(index, leaves[index], nan=nan)

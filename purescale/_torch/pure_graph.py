@@ -90,9 +90,10 @@ def compiled(graph: PureGraph, inputs: Sequence[Tensor], mode: str | None = None
 
 
 def _compiled(module: Any, inputs: Sequence[Tensor], options: Any = None) -> Function:
-    # A small graph on a CPU waits for what calls its kernels: in C++ that takes three quarters.
+    # A small graph on a CPU waits for what calls its kernels: in C++ that takes three quarters. In
+    # one file with the kernels it would compile for as long as they do, several times over.
     if options is None and all(tensor.is_cpu for tensor in inputs):
-        options = {"cpp_wrapper": True}
+        options = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
     function: Function = private.compile_graph(module, inputs, options)
     return function
 

@@ -27,7 +27,7 @@ Hooks = dict[str, tuple[Hook, ...]]  # by parameter
 
 @dataclasses.dataclass
 class FirstCalls:
-    """What first calls of a blueprint change; all else in it is made once."""
+    """The part of a blueprint that its first calls change; all else in it is made once."""
 
     instances: tuple[Instances, Instances]  # by `train`; until a forward fills what copies share
     watches_next: bool = True  # until a call in training was watched

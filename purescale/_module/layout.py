@@ -1,4 +1,4 @@
-"""Where everything is in a copy of a model: numbers of objects, and the links between them."""
+"""The layout of the copies of a model: numbers of objects, and the links between them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ArgumentPlaces = tuple[str, tuple[Place, ...]]
 
 
 class Store(NamedTuple):
-    """What is registered in a module: `getattr(objects[module], attribute)`."""
+    """The container of what is registered in a module: `getattr(objects[module], attribute)`."""
 
     container: int
     module: int
@@ -53,7 +53,7 @@ class Store(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where everything is in a copy of a model. Those of models that are alike are equal.
+    """The place of everything in a copy of a model. Those of models that are alike are equal.
 
     Objects are known by their numbers. A container is the number of an instance, whose content is
     its `__dict__`, or of a container of a built-in type.

@@ -14,7 +14,7 @@ from .._module.registered import STORES, Tensors
 
 
 class Registration(NamedTuple):
-    """What a forward has registered: `getattr(module, store)[key]`."""
+    """A registration that a forward has made: `getattr(module, store)[key]`."""
 
     module: nn.Module
     store: str

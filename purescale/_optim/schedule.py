@@ -291,7 +291,7 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, what: str)
 
 
 class Columns(NamedTuple):
-    """What a scheduler sets in a parameter group, by step."""
+    """The settings that a scheduler changes in a parameter group, by step."""
 
     rates: list[float]
     momenta: list[Any]  # the first of `betas`, or `momentum`

@@ -1,4 +1,4 @@
-"""What a step asks of an optimizer beyond `init` and `step`, and how it skips one."""
+"""The methods of an optimizer that a step calls beyond `init` and `step`, and how it is skipped."""
 
 from __future__ import annotations
 

@@ -226,8 +226,8 @@ def same_metadata(a: Any, b: Any) -> bool:
 
 
 def describe(leaf: Any) -> str:
-    """Return dtype, shape, layout, placements and device of a tensor for an error message, or the
-    repr of another object.
+    """Return dtype, shape, layout and placements of a tensor for an error message, but for its
+    device, or the repr of another object.
     """
     if not isinstance(leaf, Tensor):
         return short_repr(leaf)
@@ -235,9 +235,8 @@ def describe(leaf: Any) -> str:
         return f"a nested tensor of {leaf.dtype}"
     layout = "" if leaf.layout is torch.strided else f" {leaf.layout}"
     placements = f" DTensor {leaf.placements}" if dtensor.is_dtensor(leaf) else ""
-    device = "" if leaf.device.type == "cpu" else f" on {leaf.device}"
-    device = " without values, on meta" if leaf.is_meta else device
-    return f"{leaf.dtype} {tuple(leaf.shape)}{layout}{placements}{device}"
+    values = " without values, on meta" if leaf.is_meta else ""
+    return f"{leaf.dtype} {tuple(leaf.shape)}{layout}{placements}{values}"
 
 
 def are_equal_constants(a: Any, b: Any) -> bool:

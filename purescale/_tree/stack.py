@@ -71,7 +71,7 @@ def stacked(name: str, trees: list[Tree], cause: str) -> Tree:
             if not _can_be_stacked(leaf, like):
                 at = _tree.path(trees[0], f"{name}[{index}]", position)
                 raise ValueError(
-                    f"{at} is {describe(leaf)}, but {describe(like)} in {name}[0]. {cause}"
+                    f"{at} is {_with_device(leaf)}, but {_with_device(like)} in {name}[0]. {cause}"
                 )
     return structure.unflatten(
         [
@@ -85,6 +85,11 @@ def _can_be_stacked(leaf: Any, like: Any) -> bool:
     if isinstance(leaf, Tensor) and isinstance(like, Tensor):
         return (leaf.shape, leaf.dtype, leaf.device) == (like.shape, like.dtype, like.device)
     return are_equal_constants(leaf, like)
+
+
+def _with_device(leaf: Any) -> str:
+    elsewhere = isinstance(leaf, Tensor) and leaf.device.type not in ("cpu", "meta")
+    return describe(leaf) + (f" on {leaf.device}" if elsewhere else "")
 
 
 def member(states: TreeT, i: int | Tensor) -> TreeT:
@@ -197,9 +202,9 @@ def ema(old: TreeT, new: TreeT, decay: float | Tensor) -> TreeT:
     for position, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if reason := _no_average_reason(a, b):
             raise ValueError(
-                f"{_tree.path(old, 'new', position)} is {describe(b)}, but {describe(a)} in old: "
-                f"{reason}. Likely cause: the average of another model. Fix: start with a copy, "
-                "`{name: weight.clone() for name, weight in params.items()}`."
+                f"{_tree.path(old, 'new', position)} is {_with_device(b)}, but {_with_device(a)} "
+                f"in old: {reason}. Likely cause: the average of another model. Fix: start with "
+                "a copy, `{name: weight.clone() for name, weight in params.items()}`."
             )
     return structure.unflatten(
         [_averaged(a, b, decay) for a, b in zip(leaves, others, strict=True)]

@@ -178,12 +178,12 @@ def lay_out(graph: ObjectGraph, numbers: Numbers) -> Layout:
 # check. Models that are alike have the same key, and so share a graph.
 _keys: weakref.WeakKeyDictionary[Layout, str] = weakref.WeakKeyDictionary()
 _by_key: weakref.WeakValueDictionary[str, Layout] = weakref.WeakValueDictionary()
-_unused = itertools.count()
+_key_numbers = itertools.count()
 
 
 def share_layout(layout: Layout) -> tuple[str, Layout]:
     """Return a key and the layout that it stands for, which is equal to `layout`."""
-    key = _keys.setdefault(layout, f"layout {next(_unused)}")
+    key = _keys.setdefault(layout, f"layout {next(_key_numbers)}")
     return key, _by_key.setdefault(key, layout)
 
 

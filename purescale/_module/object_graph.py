@@ -40,7 +40,7 @@ _N = TypeVar("_N", bound=Node)
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, defaultdict, dict, list, deque, set)
 # The containers that each module has as attributes.
 _MODULE_CONTAINERS = [key for key, cls in MODULE_ATTRIBUTES.items() if cls in _CONTAINERS]
-# Attributes that no forward reads. torch.ao keeps a closure over the module in the second.
+# Attributes that no forward reads. torch.ao keeps a closure over the module in `qconfig`.
 _NEVER_READ = {"_compiled_call_impl", "qconfig"}
 
 

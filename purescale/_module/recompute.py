@@ -20,8 +20,9 @@ from .._torch import foreach, private
 
 @private.only_inlined
 def prepare_recompute(copy: ModelCopy, buffers: Tensors, constants: Tensors) -> None:
-    """Leave in the modules copies of the buffers that the call returns, as a second run of a batch
-    norm writes into them, and the function modes of the call.
+    """Put copies of the returned buffers, as the forward left them, into the modules: a second run
+    of a batch norm then writes into these and not into the result. Keep the function modes of the
+    call too.
     """
     if buffers:
         returned = [

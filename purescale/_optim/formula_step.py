@@ -55,7 +55,7 @@ class FormulaStep:
         return dict(zip(params, new, strict=False)), slots_like(slots, new)
 
     def _varying_lrs(self, lrs: Sequence[Any], like: Tensor) -> dict[int, Any]:
-        """Return those `rates` that are tensors or come from a schedule, by index."""
+        """Return those of `lrs` that are tensors or come from a schedule, by index."""
         varying = {
             index: lr
             for index, lr in enumerate(lrs)

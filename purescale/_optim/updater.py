@@ -40,7 +40,8 @@ class Updater:
 
     def prepare(self, inputs: StepInputs) -> Any:
         """Run the user's code for a step, such as schedules, and return its results. Whatever may
-        raise does so here, before anything is overwritten.
+        raise does so here, before anything is overwritten, except the `step` of a class of a user's
+        own, which runs in `apply_step`.
         """
         return None
 

@@ -111,8 +111,8 @@ class Masked:
 
     @staticmethod
     def _reported(measured: Any, skip: Any, dtype: torch.dtype) -> Any:
-        """Return the norm or amax that a step reports: inf or NaN if the step is skipped, also for
-        a dropped microbatch or another rank.
+        """Return the norm or amax that a step reports: inf or NaN if the step is skipped, also if
+        another microbatch, its weight or another rank is the cause.
         """
         number = measured.to(dtype)
         return torch.where(skip, number.clamp(min=math.inf), number)
@@ -126,7 +126,9 @@ class Masked:
         *,
         owned: bool,
     ) -> list[Tensor]:
-        """Return `sums + new * share` if it `counts`, else `sums`. `owned` allows overwriting."""
+        """Return `sums + new * share` if it `counts`, else `sums`, which may be overwritten if
+        `owned`.
+        """
         return weighted_sum(sums, new, share, counts, owned=owned)
 
     @staticmethod

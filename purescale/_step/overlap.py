@@ -59,7 +59,8 @@ class GradientSender:
 
 def sent_for_nan(options: StepOptions, num_microbatches: int) -> float | None:
     """Return the value that a NaN of a mean over microbatches is sent as; None if no norm is
-    measured, so that it is sent as it is. It is inf for several, as in `measure(of_sum=True)`.
+    measured, so that it is sent as it is. It is inf for several, as with
+    `StatsOptions(of_sum=True)`.
     """
     if options.clip.norm_type is None and not options.takes_amax:
         return None

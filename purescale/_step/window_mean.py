@@ -29,7 +29,7 @@ class MicrobatchWeights(NamedTuple):
     is_counted: Sequence[bool | Tensor]  # the weight is valid and above 0
 
     def of(self, index: int) -> list[Any]:
-        """Return vector, share and count of one microbatch."""
+        """Return weight, share and `is_counted` of one microbatch."""
         return [None if values is None else values[index] for values in self]
 
 
@@ -96,7 +96,7 @@ class GradientMean:
         return as_gradients(self.value_and_grad.zeros()).tensors
 
     def resumed(self, state: list[Tensor], scale: Tensor, weighed: list[Any]) -> GradientMean:
-        """Return a mean with this state, whose microbatches all have the weight `weighed`."""
+        """Return a mean with this state, whose microbatches are all `weighed` alike."""
         number, (weight, share, is_counted) = len(self.weights.is_counted), weighed
         vector = None if weight is None else [weight] * number
         weights = MicrobatchWeights(vector, [share] * number, [is_counted] * number)

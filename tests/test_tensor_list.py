@@ -1,4 +1,4 @@
-"""What was seen of tensor_list is known for the next list with the same, and for no other."""
+"""A list of tensors knows what an earlier list with the same metadata knew, and no other does."""
 
 import contextlib
 import gc

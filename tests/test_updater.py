@@ -1,4 +1,4 @@
-"""What a step asks of an optimizer: the applied step, or the old state if it is skipped."""
+"""The methods of an optimizer that a step calls: the applied step, or the old state."""
 
 import pytest
 import torch

@@ -14,13 +14,11 @@ from torch.overrides import TorchFunctionMode
 from .._optim.formulas import FIRST_STEP, filled_like
 from .._optim.fused import can_launch
 from .._optim.in_state import each_number
-from .._optim.opt_state import Slots, as_tensors, with_python_scalars
+from .._optim.opt_state import Slots, Tensors, as_tensors, with_python_scalars
 from .._optim.param_groups import FLAGS, CurrentSettings, OptimizerSettings
 from .._torch import foreach, private
 from .._torch.dtypes import wide_dtype
 from .._torch.tensor_list import TensorList
-
-Tensors = dict[str, Tensor]
 
 
 class ClassStep:

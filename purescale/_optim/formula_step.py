@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from .._optim.in_state import each_number
-from .._optim.opt_state import Slots, slots_like, values_of
+from .._optim.opt_state import Slots, Tensors, slots_like, values_of
 from .._optim.param_groups import CurrentSettings, OptimizerSettings
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
 from .._torch.dtypes import on_device, wide_dtype, widest_float
-
-Tensors = dict[str, Tensor]
 
 
 class Row(NamedTuple):

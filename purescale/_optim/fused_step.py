@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._optim.fused import Columns, can_launch, fused_update, kernel_of
 from .._optim.in_state import each_number
-from .._optim.opt_state import OptState, ParamGroup, Slots
+from .._optim.opt_state import OptState, ParamGroup, Slots, Tensors
 from .._optim.param_groups import CurrentSettings, OptimizerSettings
 from .._optim.step_inputs import StepInputs, inputs_of_dict
 from .._torch import private
@@ -63,8 +63,8 @@ class FusedStep:
     def _traced(
         self,
         key: str,
-        params: dict[str, Tensor],
-        grads: dict[str, Tensor],
+        params: Tensors,
+        grads: Tensors,
         slots: Slots,
         pending: tuple[Any, ...],
         lrs: list[Any],

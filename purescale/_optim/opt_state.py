@@ -15,6 +15,7 @@ from .._torch.tracing import traced
 from .._tree.leaves import are_dense_real, describe
 from .._tree.tree import Tree
 
+Tensors = dict[str, Tensor]  # by the dotted name of a parameter
 Slots = dict[str, dict[str, Tensor]]
 
 

@@ -227,9 +227,8 @@ class OptimizerSettings:
     @property
     def scheduled_in_state(self) -> set[str]:
         """The settings in the state that a schedule multiplies."""
-        return {name for name in self.in_state if name in self._schedules} | (
-            {"lr"} if "lr" in self.in_state and callable(self._lr) else set()
-        )
+        scheduled = {*self._schedules, "lr"} if callable(self._lr) else {*self._schedules}
+        return scheduled & {*self.in_state}
 
     def current(self, opt_state: OptState) -> CurrentSettings:
         """Return the settings of the next step that may move, from the state and by schedule."""

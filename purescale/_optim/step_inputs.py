@@ -86,8 +86,8 @@ class StepInputs(NamedTuple):
         """
         if self.lists is not None and self.lists.targets is not None:
             state = self.opt_state
-            rest = [state.applied, *scalars_of(state)] if isinstance(state, OptState) else []
-            return self.lists.targets, TensorList(rest, dense_off_graph=True)
+            scalars = [state.applied, *scalars_of(state)] if isinstance(state, OptState) else []
+            return self.lists.targets, TensorList(scalars, dense_off_graph=True)
         leaves = [*self.params, *_tree.flatten(self.opt_state)[0]]
         shards = [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
         return TensorList(shards, dense_off_graph=self.dense_off_graph), NOTHING

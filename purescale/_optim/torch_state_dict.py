@@ -379,8 +379,9 @@ def settings_from(
         for index in dict.fromkeys(map(group_of.__getitem__, group.names))
     ]
     lr, hyper, device = fresh.lr, dict(fresh.hyper), fresh.applied.device
+    scheduled = settings.scheduled_in_state
     for name in settings.in_state:
-        key = f"initial_{name}" if name in settings.scheduled_in_state else name
+        key = f"initial_{name}" if name in scheduled else name
         taken = [saved for group, saved in pairs if name not in group.overridden]
         if key == "initial_lr" and not all(key in saved for saved in taken):
             raise ValueError(

@@ -22,6 +22,7 @@ from helpers import (
     trained,
 )
 from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import nn
 
 import purescale as ps
@@ -363,6 +364,83 @@ def test_memory_that_somebody_else_sees_is_not_written_into(shared):
     assert torch.equal(result["a"], before[0]["a"] + before[1])
     assert torch.equal(result["b"], before[0]["b"] + 1)
     assert same_bits((tree, x, outside), before)
+
+
+SIZES = (1, 5, 33)
+
+
+@st.composite
+def shared_arguments(draw, outside):
+    """Return a function that makes three arguments of one size, which may be one tensor, views of
+    one memory or a tensor from outside.
+    """
+    size = draw(st.sampled_from(SIZES))
+    kinds = ["fresh", "outside", "first", "overlapping"]
+    drawn = [draw(st.sampled_from(kinds)) for _ in range(3)]
+
+    def make():
+        base = torch.arange(float(2 * size))
+        made = {"first": base[:size], "outside": outside[size]}
+        arguments = []
+        for index, kind in enumerate(drawn):
+            like = {"fresh": base[:size] * (index + 2), "overlapping": base[index : index + size]}
+            arguments.append({**made, **like}[kind])
+        return arguments
+
+    return size, make
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@examples(15)
+@given(data=st.data())
+def test_arguments_that_share_memory_have_the_results_of_the_function_now_and_later(backend, data):
+    outside = {size: torch.linspace(-1, 1, size) for size in SIZES}
+    size, make = data.draw(shared_arguments(outside))
+    donate = data.draw(st.sampled_from([(), (0,), (0, 1), (0, 1, 2)]))
+
+    def function(a, b, c):
+        return {"a": a + 2 * b, "b": b * outside[size] + c, "c": c - a}
+
+    jitted = ps.jit(function, donate=donate, backend=backend)
+    seen = clone(outside)
+    for arguments in (make(), [torch.full((size,), 1.0 + i) for i in range(3)], make()):
+        expected = function(*clone(arguments))
+        assert_close(jitted(*arguments), expected, rtol=1e-6, atol=1e-6)
+        assert same_bits(outside, seen)
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor.detach, nn.Parameter])
+def test_a_tensor_from_outside_is_the_one_that_it_is_now(kind):
+    weight = kind(torch.ones(3))
+    function = in_order(lambda x: x * weight)
+    x = torch.arange(3.0)
+    function(x)
+    for data in (torch.full((3,), 2.0), torch.full((1,), 3.0), torch.ones(3, dtype=torch.float64)):
+        weight.data = data
+        result = function(x)
+        assert same_bits(result, x * data)
+        assert not result.requires_grad
+
+
+LAZY = {
+    "conjugation": lambda z: z.conj(),
+    "negation": lambda z: z.conj().imag,
+    "both": lambda z: torch._neg_view(z.conj()),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("donate", [(), (0,)])
+@pytest.mark.parametrize("kind", LAZY)
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_what_is_pending_on_an_argument_is_done_before(kind, donate, backend):
+    z = torch.complex(torch.arange(5.0), torch.ones(5))
+    before, lazy = z.clone(), LAZY[kind]
+    function = ps.jit(lambda x: 2 * x, donate=donate, backend=backend)
+    for _ in range(2):
+        expected = 2 * lazy(z).resolve_conj().resolve_neg()
+        assert same_bits(function(lazy(z)), expected)
+        assert same_bits(z, before)
 
 
 def test_a_donated_parameter_comes_back_off_the_graph():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import clone, same_bits
 from torch import nn
 
 from purescale._torch.pure_graph import compiled, scanned, trace
@@ -78,6 +79,28 @@ def test_a_tensor_from_outside_is_an_input_and_not_copied():
 def test_one_tensor_in_two_places_stands_for_two_inputs():
     graph = trace(lambda x, y: [x - y], [X, X])
     assert torch.equal(run(graph, X, 2 * X)[0], -X)
+
+
+def test_inputs_of_one_memory_are_traced_as_if_each_had_its_own():
+    def function(x, y, z):
+        return [x + y, y * z]
+
+    graph = trace(function, [X[0], X[0], X.view(6)[1:4]], donate=[0, 1])
+    inputs = [torch.full((3,), value) for value in (1.0, 2.0, 3.0)]
+    expected = function(*clone(inputs))
+    graph.module(*inputs)
+    assert same_bits([inputs[0], inputs[1]], expected)
+
+
+def test_a_number_of_a_tensor_from_outside_may_change_where_torch_does_not_read_it():
+    number = torch.tensor(0.5)
+    graph = trace(
+        lambda x: [torch.lerp(x, -x, number), x**number, torch.linspace(0, number, 3)], [X]
+    )
+    for value in (0.5, 3.0):
+        number.fill_(value)
+        expected = [torch.lerp(X, -X, number), X**number, torch.linspace(0, number, 3)]
+        assert same_bits(list(run(graph, X)), expected)
 
 
 def test_what_is_computed_from_tensors_from_outside_may_be_written_into():
@@ -164,7 +187,7 @@ def test_results_take_the_memory_of_donated_inputs_that_are_like_them_in_order()
 def test_a_compiled_graph_has_the_values_of_the_graph():
     outside = torch.ones(3)
     graph = trace(lambda x, y: [x @ y.mT, (x * outside).softmax(-1), y], [X, X])
-    function = compiled(graph, [X, X])
+    function = compiled(graph)
     results = function(X, X + 1, outside)
     for result, expected in zip(results, run(graph, X, X + 1), strict=True):
         torch.testing.assert_close(result, expected)
@@ -190,6 +213,8 @@ def test_a_scanned_graph_is_the_loop_for_any_number_of_repetitions():
 # ---- what is refused -----------------------------------------------------------------------------
 
 OUTSIDE = torch.ones(3)
+PENDING = torch.complex(torch.ones(3), torch.ones(3)).conj().imag
+HALF, TWO = torch.tensor(0.5), torch.tensor(2)
 MODULE = nn.BatchNorm1d(3)
 
 
@@ -214,6 +239,47 @@ REFUSED = {
         lambda x: [torch.unique(x)],
         lambda x: [torch.from_numpy(x.numpy())],
         lambda x: torch.func.grad(lambda y: y.sum() * y.sum().tolist())(x),
+        lambda x: [torch.allclose(x, x)],
+        # numbers that torch reads in C, of tensors from outside
+        lambda x: [torch.add(x, x, alpha=HALF)],
+        lambda x: [torch.addcmul(x, x, x, value=HALF)],
+        lambda x: [torch.full_like(x, HALF)],
+        lambda x: [x.new_full((2,), HALF)],
+        lambda x: [F.pad(x, (1, 1), value=HALF)],
+        lambda x: [F.threshold(x, HALF, 0.0)],
+        lambda x: [F.huber_loss(x, x, delta=HALF)],
+        lambda x: [F.cross_entropy(x, x.softmax(1), label_smoothing=HALF)],
+        lambda x: [F.elu(x, HALF)],
+        lambda x: [F.dropout(x, HALF)],
+        lambda x: [torch.nan_to_num(x, nan=HALF)],
+        lambda x: list(torch._foreach_add([x], [x], alpha=HALF)),
+        lambda x: [x * torch.allclose(HALF, HALF)],
+        lambda x: [x[:TWO]],
+        lambda x: [x[TWO - 1]],
+        lambda x: [x.narrow(0, 0, TWO)],
+        lambda x: [x.select(0, TWO - 1)],
+        lambda x: [x.roll(TWO)],
+        lambda x: [x.sum(TWO - 1)],
+        lambda x: list(x.split(TWO)),
+        lambda x: [torch.arange(TWO)],
+        lambda x: [torch.zeros(TWO, 3)],
+        lambda x: [torch.randint(TWO, (3,))],
+        lambda x: [torch.vmap(lambda row: torch.add(row, row, alpha=HALF))(x)],
+        lambda x: [torch.func.grad(lambda y: torch.add(y, y, alpha=HALF).sum())(x)],
+        lambda x: [x if HALF > 0 else -x],
+    ],
+    "makes a tensor of a list with tensors": [
+        lambda x: [torch.tensor([x[0, 0], 1.0])],
+        lambda x: [torch.tensor([HALF]) * x],
+    ],
+    "makes a torch.distributions.Distribution that checks its arguments": [
+        lambda x: [torch.distributions.Normal(x, x.exp(), validate_args=True).rsample()],
+    ],
+    "calls requires_grad_ where torch.func differentiates or maps": [
+        lambda x: [torch.vmap(lambda row: row.clone().requires_grad_())(x)],
+    ],
+    "closes over a tensor whose conjugation or negation is pending": [
+        lambda x: [x * PENDING],
     ],
     "writes into an argument": [
         lambda x: [x.add_(1)],

@@ -102,6 +102,46 @@ def test_what_a_scanned_step_closes_over_is_an_input():
 
 
 @pytest.mark.slow
+def test_a_state_of_one_memory_is_scanned_as_in_the_loop():
+    shared, x = torch.ones(3), torch.randn(4, 3)
+
+    def step(state, x):
+        a, b = state
+        return (a * 2 + x, b + a * shared), a.sum()
+
+    jitted = ps.jit(step, donate=0)
+    for state in ((shared, shared), (torch.zeros(3), x[0]), (x[0], x[0])):
+        before = clone(state)
+        state_now, sums = ps.scan_steps(jitted, state, x)
+        expected, loop_sums = trained(state, step, x)
+        assert_close((state_now, sums), (expected, torch.stack(loop_sums)), rtol=1e-6, atol=1e-6)
+        assert same_bits(state, before)
+
+
+@pytest.mark.slow
+def test_the_first_call_draws_what_later_calls_draw():
+    step = ps.jit(lambda total, x: (total + torch.randn(3), torch.rand(2) + x))
+    draws = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        draws.append(ps.scan_steps(step, torch.zeros(3), torch.zeros(4)))
+        draws.append(ps.scan_steps(step, torch.zeros(3), torch.zeros(4)))
+    assert same_bits(draws[0], draws[2])
+    assert same_bits(draws[1], draws[3])
+    assert not same_bits(draws[0], draws[1])
+
+
+def test_an_info_of_python_that_differs_between_steps_is_refused_by_its_cause():
+    seconds = iter(range(5))
+    with pytest.raises(
+        ValueError, match=r"infos\[1\].*a number of Python that differs.*torch.tensor"
+    ):
+        ps.scan_steps(
+            lambda total, x: (total + x, {"s": next(seconds)}), torch.zeros(()), torch.zeros(5)
+        )
+
+
+@pytest.mark.slow
 def test_a_scan_of_one_tensor_without_an_info_is_the_loop():
     step = ps.jit(lambda total, x: (total * 2 + x, None))
     total, infos = ps.scan_steps(step, torch.tensor(0.0), torch.tensor([1.0, 2.0, 3.0]))

@@ -842,3 +842,17 @@ def test_a_loss_fn_that_raises_leaves_nothing_behind():
     assert same_bits((params, buffers), before)
     assert same_bits(fn(params, buffers, batch()), expected)
     assert functools.partial(fn, params)(buffers, batch())[1].keys() == params.keys()
+
+
+def test_a_slope_by_autograd_in_a_mapped_loss_is_refused_with_the_cure():
+    def loss_fn(params, buffers, x):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad((params["w"] * x).sum(), x, create_graph=True)
+        return (slope**2).sum(), buffers
+
+    fn = ps.value_and_grad(loss_fn)
+    params = {"w": torch.ones(2)}
+    assert torch.equal(fn(params, {}, torch.ones(2))[1]["w"], torch.full((2,), 2.0))
+    with pytest.raises(RuntimeError) as raised:
+        torch.vmap(lambda x: fn(params, {}, x))(torch.ones(3, 2))
+    assert "torch.func.grad(function)(x)" in raised.value.__notes__[0]

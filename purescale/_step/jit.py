@@ -94,8 +94,8 @@ class Program:
         results: Results,
     ) -> None:
         self.form, self.setting, self.results = form, setting, results
-        self.are_like = private.metadata_guard(*tensors)
         self.closed_over, self.run = graph.closed_over, run
+        self._are_like = private.metadata_guard(*tensors, *graph.closed_over)
         donated = graph.donated
         self.written = list(donated.values())
         # The index of each result in the list of the inputs, then what the graph returns.
@@ -110,6 +110,12 @@ class Program:
             and set(map(type, written)) <= {Tensor}
             and not tensor_list.any_requires_grad
         )
+
+    def fits(self, tensors: list[Tensor]) -> bool:
+        """Return True if the tensors, and those that the function closes over, have the shapes,
+        strides, dtypes and devices for which the graph was made.
+        """
+        return self._are_like(*tensors, *self.closed_over)
 
     def __call__(self, tensors: list[Tensor]) -> Tree:
         """Return the results for the tensors of arguments, of which donated ones may be
@@ -150,25 +156,26 @@ class Programs:
         make: Callable[[], tuple[PureGraph, Function, Results]],
     ) -> Program:
         """Return the program for arguments like these. If there is none yet, `make` it."""
-        setting = _setting()
-        program = self._lookup(tensors, form, setting)
-        if program is None:
-            with self._lock:
-                program = self._lookup(tensors, form, setting)
-                if program is None:
+        with self._lock:
+            program = self.lookup(tensors, form)
+            if program is None:
+                # A compiler may draw random numbers, and the first call draws those of later ones.
+                with torch.random.fork_rng({tensor.device for tensor in tensors if tensor.is_cuda}):
                     graph, run, results = make()
-                    if active_autocast():  # the graph has the casts of the function
-                        run = outside_autocast()(run)
-                    program = Program(form, setting, tensors, graph, run, results)
-                    self._programs = [program, *self._programs]
+                if active_autocast():  # the graph has the casts of the function
+                    run = outside_autocast()(run)
+                program = Program(form, _setting(), tensors, graph, run, results)
+                self._programs = [program, *self._programs]
         return program
 
-    def _lookup(self, tensors: list[Tensor], form: Any, setting: Any) -> Program | None:
+    def lookup(self, tensors: list[Tensor], form: Any) -> Program | None:
+        """Return the program for arguments like these, or None."""
+        setting = _setting()
         # The comparison is of tensors, and would crash the process on a nested one.
         if not PLAIN_TYPES.issuperset(map(type, tensors)) or any(map(_is_nested, tensors)):
             return None
         for program in self._programs:
-            if program.form == form and program.setting == setting and program.are_like(*tensors):
+            if program.form == form and program.setting == setting and program.fits(tensors):
                 return program
         return None
 
@@ -199,13 +206,17 @@ class Jitted:
         tensors = [leaf for leaf in leaves if leaf is not None]
 
         def make() -> tuple[PureGraph, Function, Results]:
-            check_arguments(args, leaves)
             _check_donate(self.donate, args)
             flat = FlatFunction(self.fn, structure, leaves)
             graph = trace(flat, tensors, _indices(args, self.donate))
             return graph, self._compiled(graph, tensors), flat.results
 
-        return self.programs.of(tensors, form_of(structure, leaves, tensors), make)(tensors)
+        form = form_of(structure, leaves, tensors)
+        program = self.programs.lookup(tensors, form)
+        if program is None:
+            tensors = resolved(check_arguments(args, leaves))
+            program = self.programs.of(tensors, form, make)
+        return program(tensors)
 
     def compiles(self) -> bool:
         """Return True if a call here runs compiled code."""
@@ -222,9 +233,14 @@ class Jitted:
 
     def _compiled(self, graph: PureGraph, tensors: list[Tensor]) -> Function:
         if self.backend == "aot_eager":
-            run: Function = graph.module
+            run: Function = torch.no_grad()(graph.module)  # a tensor from outside may record
             return run
-        return compiled(graph, tensors, self.mode)
+        return compiled(graph, self.mode)
+
+
+def resolved(tensors: list[Tensor]) -> list[Tensor]:
+    """Return tensors without a pending conjugation or negation, which inductor does not see."""
+    return [tensor.resolve_conj().resolve_neg() for tensor in tensors]
 
 
 def form_of(structure: TreeDef, leaves: Leaves, tensors: list[Tensor]) -> Any:
@@ -364,17 +380,18 @@ def jit(
     donates.
 
     What `fn` closes over is baked in when it is traced, as in JAX: settings, numbers, modules'
-    code. A tensor that it closes over becomes an input of the graph: it is not copied, and a later
-    write into it is seen, while a new tensor under its name is not. Prints and other side effects
+    code. A tensor that it closes over becomes an input of the graph: it is not copied, a later
+    write into it and `tensor.data = new` are seen, and a new tensor under its name is not. Prints and other side effects
     happen in the first call only. Dropout draws from torch's generator in each call, other numbers
     than in eager mode with "inductor".
 
     Args:
         fn: A function of trees, called with positional arguments. It writes into no argument and
-            nothing outside, and reads no value.
+            nothing outside, and reads no value, of arguments or of what it closes over.
         donate: The positions of arguments that the caller gives up. Results take their memory where
-            shape, strides, dtype and device are those of one of their tensors, in order. Inside of
-            `fn`, `donate=True` does nothing.
+            shape, strides, dtype and device are those of one of their tensors, in order. If a
+            donated tensor shares memory with another one, the results are in fresh memory. Inside
+            of `fn`, `donate=True` does nothing.
         backend: `"inductor"` compiles the graph. `"aot_eager"` runs its operators one by one, on
             any device.
         mode: A mode of `torch.compile`, such as `"max-autotune"`. `"reduce-overhead"` captures a

@@ -9,7 +9,15 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from .._step.jit import CONSTANTS, FlatFunction, Jitted, Results, check_arguments, form_of
+from .._step.jit import (
+    CONSTANTS,
+    FlatFunction,
+    Jitted,
+    Results,
+    check_arguments,
+    form_of,
+    resolved,
+)
 from .._torch.pure_graph import Function, PureGraph, scanned, trace
 from .._tree import tree as _tree
 from .._tree.leaves import is_constant
@@ -105,13 +113,16 @@ def _in_a_loop(
         )
         state, info = _checked(step, state, batch)
         infos.append(info)
-    cause = "Likely cause: an info whose shape depends on the step."
+    cause = (
+        "Likely cause: an info whose shape depends on the step, or a number of Python that differs "
+        "between steps. Fix: for a number `torch.tensor(number)`."
+    )
     return state, stacked("infos", infos, cause)
 
 
 def _in_one_graph(step: Jitted, state: Tree, batches: Tree, num_stacks: int) -> tuple[Tree, Tree]:
     leaves, structure = _tree.flatten((state, batches))
-    tensors = check_arguments((state, batches), leaves)
+    tensors = resolved(check_arguments((state, batches), leaves))
     carried = len(tensors) - num_stacks
     stacks = [stack.contiguous() for stack in tensors[carried:]]
     first = [*tensors[:carried], *(stack[0] for stack in stacks)]

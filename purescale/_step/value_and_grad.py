@@ -353,6 +353,10 @@ class ValueAndGrad:
         except TypeError:
             _check_form(self.loss_fn)
             raise
+        except RuntimeError as error:
+            if "Tensor.requires_grad_()" in str(error):
+                error.add_note(_REQUIRES_GRAD)
+            raise
         flat = self.buffers
         loss, new_buffers, *aux = check_returned(returned, flat.tree)
         if type(loss) is not Tensor:
@@ -362,6 +366,13 @@ class ValueAndGrad:
         wide = wide_loss(loss, scale)
         wide = wide.reshape(()) if wide.ndim else wide
         return wide * scale, (wide, leaves, aux)
+
+
+_REQUIRES_GRAD = (
+    "loss_fn calls requires_grad_, and a step that is compiled, mapped or jitted takes gradients by "
+    "torch.func. Fix: `slope = torch.func.grad(function)(x)` in place of `x.requires_grad_()` and "
+    "`torch.autograd.grad(function(x), x)`."
+)
 
 
 def check_returned(returned: Any, buffers: Tree) -> tuple[Any, ...]:

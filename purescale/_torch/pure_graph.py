@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.autocast import outside_autocast
-from .._torch.tracing import NoReads, ReadError, recording
+from .._torch.tracing import PLAIN_TYPES, NoReads, ReadError, innermost, is_lazy, recording
 
 Function = Callable[..., Sequence[Any]]
 
@@ -25,7 +25,8 @@ class PureGraph(NamedTuple):
     """
 
     module: Any  # a torch.fx.GraphModule of the inputs, then `closed_over`; it returns a list
-    closed_over: list[Tensor]
+    closed_over: list[Tensor]  # the tensors themselves, whose values may change
+    examples: list[Tensor]  # fake tensors like all inputs, no two in one memory
     # by the index of a result, the input that takes its values, in place of a result
     donated: dict[int, int]
 
@@ -43,50 +44,65 @@ def trace(function: Function, inputs: Sequence[Tensor], donate: Sequence[int] = 
         ValueError: The function reads a value, or writes into an input or into a tensor that it
             closes over.
     """
-    # An example in two places stands for two inputs.
-    inputs = [tensor.detach() for tensor in inputs]
+    # Tensors without values refuse, in C too, what reads a number.
+    fake = private.FakeTensorMode(allow_non_fake_inputs=True)
+    examples = _apart(fake, inputs)
+    outside = _Outside(fake)
     try:
         with recording():
-            module = _graph_of(_watched(function), inputs)
+            module = _graph_of(_watched(function, outside), examples, fake)
     except Exception as error:
         if (cause := _cause(error)) is None:
             raise
         raise _refusal(*cause, error) from error
-    closed_over = _lift(module)
-    module = _functional(module, [*inputs, *closed_over])
+    closed_over = _lift(module, outside)
+    examples = _apart(fake, [*inputs, *closed_over])
+    module = _functional(module, examples, fake)
     _check_unwritten(module, len(inputs))
     _separate(module)
     donated = _donate(module, donate)
     module.graph.lint()
     module.recompile()
-    return PureGraph(module, closed_over, donated)
+    return PureGraph(module, closed_over, examples, donated)
 
 
-def _graph_of(function: Function, inputs: Sequence[Tensor]) -> Any:
+def _graph_of(function: Function, inputs: Sequence[Tensor], fake: Any) -> Any:
     from torch.fx.experimental.proxy_tensor import make_fx  # imports sympy
 
-    return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    with fake:  # what the function makes has no values either
+        return make_fx(function, _allow_non_fake_inputs=True)(*inputs)
+
+
+def _apart(fake: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return fake tensors like these, each in memory of its own: one tensor in two places stands
+    for two inputs, and a view for an input like others.
+    """
+    with fake:
+        return [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            for x in tensors
+        ]
 
 
 @outside_autocast()  # the graph has the casts of the function
-def _functional(module: Any, inputs: Sequence[Tensor]) -> Any:
+def _functional(module: Any, inputs: Sequence[Tensor], fake: Any) -> Any:
     """Return a graph without writes into what the function made."""
-    return _graph_of(torch.func.functionalize(module), inputs)
+    return _graph_of(torch.func.functionalize(module), inputs, fake)
 
 
-def _watched(function: Function) -> Function:
+def _watched(function: Function, outside: _Outside) -> Function:
     def watched(*tensors: Tensor) -> Sequence[Any]:
-        with _PureOnly(tensors):
+        with _PureOnly(tensors, outside):
             return function(*tensors)
 
     return watched
 
 
 @outside_autocast()
-def compiled(graph: PureGraph, inputs: Sequence[Tensor], mode: str | None = None) -> Function:
+def compiled(graph: PureGraph, mode: str | None = None) -> Function:
     """Return the graph as compiled by inductor, a function of its inputs and `closed_over`."""
     options = None if mode is None else private.list_mode_options(mode)
-    return _compiled(graph.module, [*inputs, *graph.closed_over], options)
+    return _compiled(graph.module, graph.examples, options)
 
 
 def _compiled(module: Any, inputs: Sequence[Tensor], options: Any = None) -> Function:
@@ -104,7 +120,6 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
     `carried` results are the first inputs of the next repetition, and all other inputs have one
     dimension more in front. It returns the last carried results, and all others stacked.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx  # imports sympy
     from torch.fx.experimental.symbolic_shapes import (
         DimDynamic,
         ShapeEnv,
@@ -123,9 +138,9 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
 
     number = len(inputs)
     examples = [
-        *(fake.from_tensor(tensor, static_shapes=True) for tensor in inputs[:carried]),
+        *_apart(fake, inputs[:carried]),
         *map(any_number, inputs[carried:]),
-        *(fake.from_tensor(tensor, static_shapes=True) for tensor in graph.closed_over),
+        *_apart(fake, graph.closed_over),
     ]
 
     def repeat(*tensors: Tensor) -> Sequence[Any]:
@@ -138,7 +153,7 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
         # inductor takes no scan with a single result (torch 2.13).
         return results if len(results) > 1 else [*results, results[0].clone()]
 
-    return _compiled(make_fx(repeat)(*examples), examples)
+    return _compiled(_graph_of(repeat, examples, fake), examples)
 
 
 # ---- the graph -----------------------------------------------------------------------------------
@@ -157,9 +172,9 @@ def _memory(node: Any) -> Any:
     return node.meta["val"].untyped_storage()._cdata
 
 
-def _lift(module: Any) -> list[Tensor]:
+def _lift(module: Any, outside: _Outside) -> list[Tensor]:
     """Make inputs of the tensors that the function closes over, and return them."""
-    closed_over: dict[str, Tensor] = {}
+    closed_over: list[Tensor] = []
     inputs: dict[str, Any] = {}
     last = ([None, *_placeholders(module)])[-1]
     for node in list(module.graph.nodes):
@@ -176,13 +191,13 @@ def _lift(module: Any) -> list[Tensor]:
         if name not in inputs:
             with module.graph.inserting_after(last):
                 last = inputs[name] = module.graph.placeholder(f"closed_over_{len(inputs)}")
-            closed_over[name] = value.detach()
+            closed_over.append(outside.original(value))
         node.replace_all_uses_with(inputs[name])
         module.graph.erase_node(node)
     for name in inputs:
         delattr(module, name)
     module.recompile()
-    return list(closed_over.values())
+    return closed_over
 
 
 def _separate(module: Any) -> None:
@@ -238,7 +253,8 @@ _WRITES_ARGUMENT = "writes into an argument", f"{_RETURN}; `donate` lets results
 _WRITES_OUTSIDE = "writes into a tensor that it closes over", f"make it an argument; {_RETURN}"
 _READS = (
     "reads the value of a tensor",
-    "`torch.where` in place of `if`; return what is to be looked at",
+    "`torch.where` in place of `if`; operators in place of a number, `x + t * y` for `torch.add(x, "
+    "y, alpha=t)`, or a number of Python; return what is to be looked at",
 )
 _SHAPE = (
     "makes a tensor whose shape depends on values",
@@ -256,11 +272,29 @@ _DRAWS = (
     "draws from a torch.Generator of its own",
     "torch's default generator, with torch.manual_seed before the call",
 )
+_REQUIRES_GRAD = (
+    "calls requires_grad_ where torch.func differentiates or maps",
+    "`torch.func.grad(function)(x)` in place of `torch.autograd.grad(function(x), x)`",
+)
+_LAZY = (
+    "closes over a tensor whose conjugation or negation is pending",
+    "`tensor.resolve_conj().resolve_neg()` before the function is made",
+)
+_VALIDATES = (
+    "makes a torch.distributions.Distribution that checks its arguments, which reads them",
+    "`validate_args=False`, as in `Categorical(logits=logits, validate_args=False)`",
+)
+_TENSOR_OF = (
+    "makes a tensor of a list with tensors, which reads them",
+    "`torch.stack([x[0], x.new_tensor(1.0)])` in place of `torch.tensor([x[0], 1.0])`",
+)
 # By words in torch's errors. Without them torch's error is raised as it is.
 _CAUSES = {
     "data-dependent": _READS,
     "DataDependent": _READS,
     "DynamicOutputShape": _SHAPE,
+    "data is not allocated yet": _TENSOR_OF,
+    "Tensor.requires_grad_()": _REQUIRES_GRAD,
     "torch._C.Generator": _DRAWS,
     "symbolically trace a dynamo-optimized function": _COMPILED,
 }
@@ -272,27 +306,78 @@ class _EffectError(Exception):
 
 class _PureOnly(NoReads):
     """A mode that refuses a read, a write into an input or a tensor from outside, and a backward
-    that writes into `.grad`.
+    that writes into `.grad`. What is from outside comes to torch as a fake tensor, so that torch
+    too refuses to read it.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], outside: _Outside) -> None:
         super().__init__()
-        self.inputs = list(map(_storage, inputs))
+        self.inputs, self.outside = list(map(_storage, inputs)), outside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.backward:
             raise _EffectError(*_BACKWARD)
-        for tensor in _written(func, args, kwargs or {}):
-            if not isinstance(torch.func.debug_unwrap(tensor), private.FakeTensor):
-                raise _EffectError(*_WRITES_OUTSIDE)
+        args, kwargs = self.outside.replaced(args), self.outside.replaced(kwargs or {})
+        for tensor in _written(func, args, kwargs):
             storage = _storage(tensor)
             if any(storage is of_input for of_input in self.inputs):
                 raise _EffectError(*_WRITES_ARGUMENT)
+            if self.outside.holds(tensor):
+                raise _EffectError(*_WRITES_OUTSIDE)
         return super().__torch_function__(func, types, args, kwargs)
 
 
+class _Outside:
+    """The tensors that a function closes over, and a fake tensor in place of each."""
+
+    def __init__(self, fake: Any) -> None:
+        self._fake = fake
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the tensor
+
+    def replaced(self, value: Any) -> Any:
+        """Return the arguments of a function with fake tensors in place of those from outside."""
+        if isinstance(value, Tensor):
+            return self._fake_for(value) if _is_plain(value) else value
+        if type(value) in (tuple, list):
+            return type(value)(map(self.replaced, value))
+        if type(value) is dict:
+            return {key: self.replaced(part) for key, part in value.items()}
+        if type(value) is slice:
+            return slice(*map(self.replaced, (value.start, value.stop, value.step)))
+        return value
+
+    def _fake_for(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._pairs:
+            if is_lazy(tensor):
+                raise _EffectError(*_LAZY)
+            # It shares memory with those of other views, as theirs, so that writes are noticed.
+            self._pairs[id(tensor)] = tensor, self._fake.from_tensor(tensor)
+        return self._pairs[id(tensor)][1]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return True if a tensor is, or is in the memory of, one from outside."""
+        storage = _storage(tensor)
+        return not isinstance(innermost(tensor), private.FakeTensor) or any(
+            storage is _storage(fake) for _, fake in self._pairs.values()
+        )
+
+    def original(self, value: Tensor) -> Tensor:
+        """Return the tensor for which a fake one stands."""
+        return next((tensor for tensor, fake in self._pairs.values() if fake is value), value)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return True for a tensor that has values, and is under no transform."""
+    return (
+        type(tensor) in PLAIN_TYPES
+        and innermost(tensor) is tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )
+
+
 def _storage(tensor: Tensor) -> Any:
-    return torch.func.debug_unwrap(tensor).untyped_storage()
+    return innermost(tensor).untyped_storage()
 
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
@@ -352,10 +437,10 @@ def _each(cls: type, targets: list[Any]) -> list[Any]:
 def _cause(error: Exception) -> Cause | None:
     if isinstance(error, _EffectError):
         return error.args
-    if isinstance(error, ReadError):
-        return _READS
     text = f"{type(error).__name__} {error}"
-    return next((cause for words, cause in _CAUSES.items() if words in text), None)
+    causes = (cause for words, cause in _CAUSES.items() if words in text)
+    cause = _READS if isinstance(error, ReadError) else next(causes, None)
+    return _VALIDATES if cause is _READS and _is_from(_DISTRIBUTIONS, error) else cause
 
 
 def _refusal(what: str, fix: str, error: Exception | None = None) -> ValueError:
@@ -366,6 +451,13 @@ def _refusal(what: str, fix: str, error: Exception | None = None) -> ValueError:
 
 
 _LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
+_DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
+
+
+def _is_from(folder: str, error: Exception) -> bool:
+    """Return True if code of a folder was running."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.filename.startswith(folder) for frame in frames)
 
 
 def _where(error: Exception | None) -> str:

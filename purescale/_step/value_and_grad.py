@@ -370,8 +370,8 @@ class ValueAndGrad:
 
 _REQUIRES_GRAD = (
     "loss_fn calls requires_grad_, and a step that is compiled, mapped or jitted takes gradients "
-    "by torch.func. Fix: `slope = torch.func.grad(function)(x)` in place of `x.requires_grad_()` and "
-    "`torch.autograd.grad(function(x), x)`."
+    "by torch.func. Fix: `slope = torch.func.grad(function)(x)` in place of `x.requires_grad_()` "
+    "and `torch.autograd.grad(function(x), x)`."
 )
 
 

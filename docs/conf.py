@@ -31,7 +31,7 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 88
 
-_FIRST_PAGE = ("Three reasons to use it", "A training step", "Install")  # of the README
+_FIRST_PAGE = ("Install", "What a pure step gives")  # of the README
 _TOCTREE = "```{{toctree}}\n:caption: {caption}\n:hidden:\n\n{pages}\n```\n"
 _AUTOMODULE = "```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n{more}```\n"
 

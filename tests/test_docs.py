@@ -1,5 +1,6 @@
 """The README and the pages of docs/: their code runs, their links lead somewhere."""
 
+import copy
 import importlib.util
 import os
 import re
@@ -81,13 +82,33 @@ def test_the_loop_of_the_readme_is_short_and_trains(tmp_path, monkeypatch):
     namespace = run("README.md")
     assert torch.isfinite(namespace["loss"])
     assert isinstance(namespace["state"], ps.TrainState)
+    assert same_bits(namespace["once"], namespace["again"])
+    assert all(slope.isfinite().all() for slope in namespace["slopes"].values())
     assert all(len(block.strip().splitlines()) <= 28 for block in blocks(PAGES["README.md"]))
 
 
-def test_the_first_screen_of_the_readme_has_a_picture():
-    assert "](docs/images/digits.png)" in "\n".join(
-        PAGES["README.md"].read_text().splitlines()[:16]
-    )
+def test_the_readme_shows_code_and_a_picture_before_its_first_section():
+    first = PAGES["README.md"].read_text().split("\n## ")[0]
+    assert first.index("```python") < first.index("](docs/images/digits.png)")
+    assert "Nothing has run on a GPU yet" in first[: first.index("```python")]
+
+
+def test_the_two_columns_of_the_readme_train_to_the_same_weights_and_scale():
+    setup, *_ = blocks(PAGES["README.md"])
+    swap = PAGES["README.md"].read_text().split("<table>")[1].split("</table>")[0]
+    of_torch, ours = re.findall(r"```python\n(.*?)```", swap, re.S)
+    namespace = {}
+    exec(compile(setup.split("apply, params")[0], "README.md", "exec"), namespace)
+    trained = []
+    for column in (of_torch, ours):
+        names = namespace | {"model": copy.deepcopy(namespace["model"])}
+        exec(compile(column, "README.md", "exec"), names)
+        trained.append(names)
+    assert trained[0]["scaler"].get_scale() == trained[1]["state"].scaler.scale
+    for expected, tensor in zip(
+        trained[0]["model"].parameters(), trained[1]["model"].parameters(), strict=True
+    ):
+        torch.testing.assert_close(tensor, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_pictures_of_the_pages_are_drawn_by_one_script(tmp_path, monkeypatch):
@@ -263,9 +284,10 @@ def _site(tmp_path, monkeypatch):
 
 def test_the_first_page_of_the_site_is_the_beginning_of_the_readme(site):
     first = site["index"]
-    assert first.index("](images/digits.png)") < first.index("## Three reasons to use it")
-    assert first.index("## Three reasons") < first.index("## A training step")
-    assert first.index("## A training step") < first.index("## Guides")
+    assert first.index("```python") < first.index("](images/digits.png)")
+    assert first.index("](images/digits.png)") < first.index("## Install")
+    assert first.index("## Install") < first.index("## What a pure step gives")
+    assert first.index("## What a pure step gives") < first.index("## Guides")
     assert "](docs/" not in first
 
 

@@ -126,6 +126,8 @@ Other:
                           running job of torch.amp taken over and given back
 """
 
+import sys as _sys
+
 from ._module.functional import make_functional, load_into
 
 from ._module.policy import Policy, policy, with_policy
@@ -199,6 +201,7 @@ from ._step.scan_steps import scan_steps
 
 from ._checkpoint import to_state_dict, from_state_dict, save, load
 
+from ._tree.hints import hint_attributes as _hint_attributes
 from ._tree.select import select
 from ._tree.stack import stack_states, member, ema
 
@@ -304,3 +307,4 @@ __all__ = [  # noqa: RUF022  in the order of a step
 ]
 
 __version__ = "0.1.0"
+_hint_attributes(_sys.modules[__name__])

@@ -145,8 +145,8 @@ def save(path: Path, tree: Tree) -> None:
     Raises:
         FileNotFoundError: The directory does not exist.
         ValueError: The path is not that of a file.
-        TypeError: A leaf is a `DTensor`, another subclass of tensors or a tensor without values, or
-            `to_state_dict` refuses it.
+        TypeError: `path` is no path, or a leaf is a `DTensor`, another subclass of tensors or a
+            tensor without values, or `to_state_dict` refuses it.
         OSError: The disk refuses it.
 
     Example:
@@ -159,6 +159,7 @@ def save(path: Path, tree: Tree) -> None:
 
     Source of the rule: Pillai et al., All File Systems Are Not Created Equal (OSDI 2014).
     """
+    _check_path("save(path, tree)", path)
     target = _target(path)
     folder = os.path.dirname(target)
     d = _to_state_dict(tree, "tree")
@@ -204,6 +205,7 @@ def load(path: Path, like: TreeT) -> TreeT:
         ...     load(f"{folder}/scaler.pt", like=like)["scaler"].scale
         tensor(8.)
     """
+    _check_path("load(path, like=tree)", path)
     name = os.fsdecode(path)
     with open(name, "rb") as file:
         d = _read_file(name, file)
@@ -344,6 +346,14 @@ def _leaf_of_record(record: str, name: str, file: BinaryIO) -> str:
                 leaf_paths[leaf_path, part] = leaf_path
         return list(leaf_paths.values())[int(record.rpartition("/data/")[2])]
     return "something beside the values, a name, a shape or an index,"
+
+
+def _check_path(call: str, path: Any) -> None:
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"path is {type(path).__name__}, expected a str or an os.PathLike. Fix: `{call}`, the "
+            "path first."
+        )
 
 
 def _target(path: Path) -> str:

@@ -62,3 +62,16 @@ def test_one_flag_decides_so_it_is_0d():
         ps.select(torch.tensor([True]), torch.ones(1), torch.ones(1))
     with pytest.raises(TypeError, match="found_inf must be a 0-d bool tensor"):
         ps.select(None, torch.ones(1), torch.ones(1))
+
+
+@pytest.mark.parametrize("flag", [True, False, torch.tensor(True)])
+@given(old=trees(any32))
+def test_a_flag_that_comes_last_is_refused_with_the_order(flag, old):
+    with pytest.raises(TypeError, match=r"Fix: `select\(found_inf, old, new\)`"):
+        ps.select(old, old, flag)
+
+
+@pytest.mark.parametrize("bad", [True, False])
+def test_a_flag_may_be_selected_by_a_flag(bad):
+    old, new = torch.tensor(False), torch.tensor(True)
+    assert ps.select(torch.tensor(bad), old, new).item() is not bad

@@ -382,7 +382,7 @@ def test_a_step_compiles_in_one_graph(name):
         (
             lambda: ps.from_torch(OPTIM.AdamW([torch.zeros(1)])),
             TypeError,
-            "the class and not an instance",
+            r"an instance of AdamW\. Fix: .* = from_torch_optimizer\(torch_optimizer, model\)`",
         ),
         (lambda: ps.from_torch(torch.nn.Linear), TypeError, "takes a class of torch.optim"),
         (

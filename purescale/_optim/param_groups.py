@@ -402,10 +402,16 @@ def _is_count(leaf: Any) -> bool:
 
 
 def _check_class(cls: Any) -> None:
+    if isinstance(cls, torch.optim.Optimizer):
+        raise TypeError(
+            f"from_torch takes a class of torch.optim, got an instance of {type(cls).__name__}. "
+            "Fix: `optimizer, opt_state = from_torch_optimizer(torch_optimizer, model)`, with its "
+            f"groups and its state; for a new one `from_torch({type(cls).__name__}, ...)`."
+        )
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(
             f"from_torch takes a class of torch.optim, got {cls!r}. Fix: "
-            "from_torch(torch.optim.AdamW, lr=1e-3), the class and not an instance."
+            "from_torch(torch.optim.AdamW, lr=1e-3)."
         )
     if issubclass(cls, torch.optim.LBFGS):
         raise ValueError(

@@ -18,6 +18,7 @@ from .._step.memory import NO_MEMORY, donated_memory
 from .._step.on_host import engine_for
 from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
+from .._tree.hints import hint_keywords
 from .._tree.tree import Tree, TreeT
 
 State = TypeVar("State")  # of an optimizer
@@ -88,6 +89,7 @@ def maybe_step(
     return stepped
 
 
+@hint_keywords
 @outside_autocast()
 def unscale_and_step(
     optimizer: Optimizer,

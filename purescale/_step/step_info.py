@@ -9,10 +9,12 @@ from torch import Tensor
 
 from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
+from .._tree.hints import hint_attributes
 from .._tree.scalars import short_repr
 from .._tree.stack import stacked
 
 
+@hint_attributes
 class StepInfo(NamedTuple):
     """The report of a step: 0-d tensors, so that infos can be stacked. Reading one syncs; do it
     when you log.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Never
+from typing import Any
 
 from torch import Tensor
 
@@ -31,15 +31,16 @@ from .._step.spike_guard import Guard, call_guard, check_guarded
 from .._step.step_info import StepInfo
 from .._step.step_options import BNUpdate, FlatState, StepOptions, step_options
 from .._step.train_state import TrainState
-from .._step.value_and_grad import OPTIONS_OF_JAX, LossFn
+from .._step.value_and_grad import LossFn
 from .._step.window_mean import check_weights
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree import tree as _tree
-from .._tree.scalars import refuse_unexpected
+from .._tree.hints import hint_keywords
 from .._tree.tree import FlatTree
 
 
+@hint_keywords
 @outside_autocast("loss_fn", "weight_fn")
 def train_step(
     state: TrainState,
@@ -60,7 +61,6 @@ def train_step(
     guard: Guard[Any] | None = None,
     unroll: bool = True,
     window_size: int | None = None,
-    **unexpected: Never,
 ) -> tuple[TrainState, StepInfo]:
     """Equal, for one microbatch and `s = state`, to the code below. Syncs with the host only if
     `max_retries` is above 0, over a `group` whose ranks meet on a CPU, or on an accelerator with a
@@ -154,8 +154,6 @@ def train_step(
     """
 
     def check() -> tuple[FlatState, StepOptions]:
-        if unexpected:
-            refuse_unexpected("train_step", unexpected, OPTIONS_OF_JAX)
         options = step_options(
             optimizer,
             rule,

@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Set
-from typing import Any, NamedTuple, Never, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,9 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
 from .._torch.tracing import by_torch_func, recorded_by_make_fx
 from .._tree import tree as _tree
+from .._tree.hints import hint_keywords
 from .._tree.leaves import are_dense_real, as_tensor_list, versions
-from .._tree.scalars import refuse_unexpected, short_repr
+from .._tree.scalars import short_repr
 from .._tree.tree import FlatTree, Leaves, Tree
 
 
@@ -38,8 +39,9 @@ class LossFn(Protocol):
         """
 
 
+@hint_keywords
 def value_and_grad(
-    loss_fn: LossFn, **unexpected: Never
+    loss_fn: LossFn,
 ) -> Callable[..., tuple[tuple[Tensor, Tree] | tuple[Tensor, Tree, Any], Tree]]:
     """Return `fn(params, buffers, microbatch, scaler=None)`, equal to
 
@@ -98,8 +100,6 @@ def value_and_grad(
     Source of the rule: `jax.value_and_grad(..., has_aux=True)`; torch.amp's
     `scaler.scale(loss).backward()`.
     """
-    if unexpected:
-        refuse_unexpected("value_and_grad", unexpected, OPTIONS_OF_JAX)
     if not callable(loss_fn):
         raise TypeError(
             f"value_and_grad takes a function, got {type(loss_fn).__name__} {short_repr(loss_fn)}. "
@@ -402,14 +402,6 @@ def check_returned(returned: Any, buffers: Tree) -> tuple[Any, ...]:
             "new_buffers, aux`, or `return loss, buffers, aux` if nothing changes them."
         )
     return returned
-
-
-OPTIONS_OF_JAX = {
-    "jax.value_and_grad": {
-        "has_aux": "return aux as a third value, `return loss, new_buffers, aux`",
-        "argnums": "one tree of all that is differentiated as params, `{'net': params, 'lr': lr}`",
-    }
-}
 
 
 def _check_form(loss_fn: Callable[..., Any]) -> None:

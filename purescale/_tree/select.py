@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .._torch import dtensor, foreach
@@ -32,7 +33,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
 
     Raises:
         ValueError: If the trees differ in structure, shapes or dtypes.
-        TypeError: If a tensor that is not dense is another object in `new`.
+        TypeError: If the flag comes last, or a tensor that is not dense is another object in `new`.
 
     Example:
         >>> import torch
@@ -42,6 +43,11 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
 
     Source of the rule: `select_tree` of jmp.
     """
+    if _is_flag(new) and not _is_flag(old):
+        raise TypeError(
+            "new is a flag and old is not. Likely cause: `select(old, new, found_inf)`. Fix: "
+            "`select(found_inf, old, new)`, as torch.where."
+        )
     leaves, others, structure = _tree.matching_leaves(old, new, "old", "new")
     local = [dtensor.shard(leaf) for leaf in (*leaves, *others) if not is_constant(leaf)]
     if not (traced() or is_on_a_graph(local)):
@@ -50,6 +56,12 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
         if isinstance(found_inf, bool):
             return structure.unflatten(copies(leaves if found_inf else others))
     return structure.unflatten(select_masked(found_inf, leaves, others))
+
+
+def _is_flag(tree: Tree) -> bool:
+    if isinstance(tree, Tensor):
+        return tree.dtype is torch.bool and not tree.ndim
+    return isinstance(tree, bool)
 
 
 def select_masked(

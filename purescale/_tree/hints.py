@@ -1,0 +1,80 @@
+"""What a wrong name stands for: keywords and names of other libraries, each with its cure."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Never, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_OF_VALUE_AND_GRAD = {
+    "has_aux": "an option of jax.value_and_grad. Fix: return aux as a third value, `return loss, "
+    "new_buffers, aux`",
+    "argnums": "an option of jax.value_and_grad. Fix: one tree of all that is differentiated as "
+    "params, `{'net': params, 'lr': lr}`",
+}
+_OF_CLIPPING = dict.fromkeys(
+    ("max_grad_norm", "clip_grad_norm", "gradient_clip_val"),
+    "the clipping of another trainer. Fix: `max_norm=1.0`",
+)
+# For each function the keywords that it has not, for a class and the package the attributes.
+HINTS = {
+    "value_and_grad": _OF_VALUE_AND_GRAD,
+    "train_step": _OF_VALUE_AND_GRAD | _OF_CLIPPING,
+    "unscale_and_step": _OF_CLIPPING,
+    "StepInfo": {
+        "skipped": "Fix: `info.found_inf`, True if the step was skipped",
+        "step": "Fix: `state.step`, the number of applied steps",
+        "lr": "Fix: the rate that from_torch was given; of a schedule `schedule(count)`, with "
+        "`count = state.opt_state.applied` of the state before the step; with in_state=('lr',) "
+        "`state.opt_state.lr`",
+    },
+    "purescale": {
+        "GradScaler": "Fix: `rule = purescale.DynamicScale()` for train_step; by hand scale_loss, "
+        "unscale_and_step and `scaler = rule.update(scaler, found_inf)`",
+        "autocast": "Fix: torch.autocast inside of loss_fn, or a policy, `apply = "
+        "purescale.with_policy(apply, 'compute=autocast(float16),output=float32')`",
+        "clip_grad_norm_": "Fix: `max_norm=1.0` of train_step, or `grads, norm = "
+        "purescale.clip_by_global_norm(grads, 1.0)`",
+        "clip_grad_value_": "Fix: `clip_value=1.0` of train_step, or `grads = "
+        "purescale.clip_by_value(grads, 1.0)`",
+        "testing": "Fix: `import purescale.testing`, which needs hypothesis",
+    },
+}
+
+
+def hint_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a public function: a keyword that it has not is refused with its cure, if there is
+    one in `HINTS`, else by Python.
+    """
+    hints = HINTS[function.__name__]
+
+    @functools.wraps(function)
+    def hinted(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name in hints:
+                raise TypeError(
+                    f"{function.__name__}() got an unexpected keyword argument {name!r}, "
+                    f"{hints[name]}."
+                )
+        return function(*args, **kwargs)
+
+    return hinted
+
+
+def hint_attributes(owner: T) -> T:
+    """Decorate a class, or call with a module: an attribute that it has not is the error of Python,
+    with the cure in `HINTS` if there is one. Type checkers do not see it, and go on to refuse them.
+    """
+    title, is_class = owner.__name__, isinstance(owner, type)  # type: ignore[attr-defined]
+    kind, hints = f"{title!r} object" if is_class else f"module {title!r}", HINTS[title]
+
+    def missing(*instance_and_name: Any) -> Never:
+        name = instance_and_name[-1]
+        cure = f". {hints[name]}." if name in hints else ""
+        raise AttributeError(f"{kind} has no attribute {name!r}{cure}")
+
+    owner.__getattr__ = missing  # type: ignore[attr-defined]
+    return owner

@@ -16,6 +16,7 @@ project = "purescale"
 version = release = purescale.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 myst_heading_anchors = 3
+napoleon_use_ivar = True  # the fields of a NamedTuple as one list
 nb_execution_mode = "off"  # the notebooks have their outputs
 html_theme = "furo"
 html_title = "purescale"
@@ -149,9 +150,9 @@ def _table(found: re.Match[str]) -> str:
     return "\n".join([*out, "", ""])
 
 
-def _nothing_said(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool:
-    """The fields of a NamedTuple say of themselves only which number they have."""
-    return skip or (getattr(obj, "__doc__", None) or "").startswith("Alias for field number")
+def _said_above(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool:
+    """The docstring of a NamedTuple has its fields."""
+    return skip or isinstance(obj, type(purescale.StepInfo.loss))
 
 
 def setup(app: Any) -> None:
@@ -159,4 +160,4 @@ def setup(app: Any) -> None:
     app.connect("config-inited", _make_pages)
     app.connect("source-read", _sources)
     app.connect("autodoc-process-docstring", _as_rst)
-    app.connect("autodoc-skip-member", _nothing_said)
+    app.connect("autodoc-skip-member", _said_above)

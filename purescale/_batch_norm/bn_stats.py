@@ -14,28 +14,44 @@ from .._module.registered import Tensors
 from .._torch.dtypes import widest_float
 from .._tree import scalars
 from .._tree import tree as _tree
+from .._tree.fields import document_fields
 
 Estimator = Literal["pooled", "within"]
 
 
+@document_fields
 class BNLayerStats(NamedTuple):
-    """Statistics of the inputs of one layer, per channel."""
+    """Statistics of the inputs of one layer, per channel.
 
-    count: Tensor  # type: ignore[assignment]  # float64 []: values per channel; shadows tuple.count
-    mean: Tensor  # float64 [C]
-    m2: Tensor  # float64 [C]: squared deviations from `mean`, summed
-    within: Tensor  # float64 [C]: squared deviations from the mean of each call, summed
-    calls: Tensor  # float64 []
+    Attributes:
+        count: float64 []. The number of values per channel.
+        mean: float64 [C]. The mean.
+        m2: float64 [C]. The sum of the squared deviations from `mean`.
+        within: float64 [C]. The sum of the squared deviations from the mean of each call.
+        calls: float64 []. The number of calls.
+    """
+
+    count: Tensor  # type: ignore[assignment]  # shadows tuple.count
+    mean: Tensor
+    m2: Tensor
+    within: Tensor
+    calls: Tensor
 
 
+@document_fields
 class BNStatsState(NamedTuple):
     """Statistics of the inputs of all batch norms of a model. Make it with `init_bn_stats`; it can
     be saved, merged and reduced over ranks.
+
+    Attributes:
+        layers: The `BNLayerStats` of each batch norm, by its dotted name.
+        num_batches: int64 []. The number of batches accumulated.
+        num_skipped: int64 []. The number of batches left out, because a value was not finite.
     """
 
     layers: dict[str, BNLayerStats]
-    num_batches: Tensor  # int64 []: batches accumulated
-    num_skipped: Tensor  # int64 []: batches left out, because a value was not finite
+    num_batches: Tensor
+    num_skipped: Tensor
 
 
 def init_bn_stats(buffers: Tensors) -> BNStatsState:

@@ -14,6 +14,7 @@ from .._torch.donation import can_write
 from .._torch.dtypes import on_device, real_dtype, wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
 from .._tree import tree as _tree
+from .._tree.fields import document_fields
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import dense
 from .._tree.scalars import as_float, short_repr, whole
@@ -23,17 +24,27 @@ _HEAVIEST = 2.0**64  # beyond any count of tokens, and no sum of such weights ov
 OnNonfinite = Literal["drop_window", "drop_microbatch"]
 
 
+@document_fields
 class AccumState(NamedTuple):
     """The weighted mean of a window so far. Make one for each window with `init_accum`; it can be
     saved in mid-window and merged with another.
+
+    Attributes:
+        grads: A tree like the parameters, at least float32: the weighted mean over the good
+            microbatches.
+        weight: float64 []. The weight of the good microbatches.
+        found_inf: bool []. True if a microbatch was bad.
+        num_good: int32 []. The number of good microbatches.
+        num_bad: int32 []. The number of bad microbatches.
+        bad_weight: float64 []. The weight of the bad microbatches.
     """
 
-    grads: Tree  # the weighted mean over the good microbatches, at least float32
-    weight: Tensor  # float64 []: the weight of the good microbatches
-    found_inf: Tensor  # bool []: a microbatch was bad
-    num_good: Tensor  # int32 []
-    num_bad: Tensor  # int32 []
-    bad_weight: Tensor  # float64 []: the weight of the bad microbatches
+    grads: Tree
+    weight: Tensor
+    found_inf: Tensor
+    num_good: Tensor
+    num_bad: Tensor
+    bad_weight: Tensor
 
 
 def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
@@ -284,13 +295,20 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     return merged
 
 
+@document_fields
 class Window(NamedTuple):
-    """The position of a microbatch in its window. The fields are host values: decide with `if`."""
+    """The position of a microbatch in its window. The fields are host values: decide with `if`.
 
-    should_update: bool  # the last of its window: step now
-    # reduce the gradients over the ranks now, and not before (no_sync of DistributedDataParallel)
+    Attributes:
+        should_update: A bool. True for the last microbatch of its window: step now.
+        should_sync: A bool. True if the gradients are to be reduced over the ranks now, and not
+            before (`no_sync` of DistributedDataParallel).
+        divisor: An int. The number of microbatches in this window, fewer if the run starts or ends
+            in the middle of one.
+    """
+
+    should_update: bool
     should_sync: bool
-    # microbatches in this window, fewer if the run starts or ends in the middle of one
     divisor: int
 
 

@@ -19,6 +19,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtypes import saturating
 from .._tree import scalars
 from .._tree import tree as _tree
+from .._tree.fields import document_fields
 from .._tree.gradients import as_gradients
 from .._tree.tree import Tree, counted
 
@@ -27,13 +28,22 @@ _MOST_ZEROS = 2000  # steps; the usual interval of a rule that grows
 _LEAST_SCALE = 2.0**-111  # at a lower scale 2 * 65504 / scale overflows float32
 
 
+@document_fields
 class HeadroomState(NamedTuple):
-    """The state of HeadroomScale, on one device; make it with `rule.init(device)`."""
+    """The state of HeadroomScale, on one device; make it with `rule.init(device)`.
 
-    scale: Tensor  # float32 []: the factor of the loss
-    amax_history: Tensor  # float32 [window]: the largest gradients, latest last; 0: no step yet
-    consecutive_skips: Tensor  # int32 []: overflows in a row, for check_scaler
-    consecutive_zeros: Tensor  # int32 []: steps in a row in which all gradients were 0
+    Attributes:
+        scale: float32 []. The factor of the loss.
+        amax_history: float32 [window]. The largest gradients, the latest last; 0 where there was no
+            step yet.
+        consecutive_skips: int32 []. The number of overflows in a row, for `check_scaler`.
+        consecutive_zeros: int32 []. The number of steps in a row in which all gradients were 0.
+    """
+
+    scale: Tensor
+    amax_history: Tensor
+    consecutive_skips: Tensor
+    consecutive_zeros: Tensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,16 +12,26 @@ from torch import Tensor
 
 from .._loss_scale.rule_protocol import checked_flag, without_amax
 from .._tree import scalars
+from .._tree.fields import document_fields
 from .._tree.tree import counted
 
 
+@document_fields
 class ScalerState(NamedTuple):
-    """The state of a rule: four 0-d tensors on one device. Make it with `rule.init(device)`."""
+    """The state of a rule: four 0-d tensors on one device. Make it with `rule.init(device)`.
 
-    scale: Tensor  # float32: the factor of the loss
-    growth_tracker: Tensor  # int32: clean steps since the scale last moved
-    hysteresis_tracker: Tensor  # int32: overflows still tolerated before the scale backs off
-    consecutive_skips: Tensor  # int32: overflows in a row, for check_scaler
+    Attributes:
+        scale: float32 []. The factor of the loss.
+        growth_tracker: int32 []. The number of clean steps since the scale last moved.
+        hysteresis_tracker: int32 []. The number of overflows still tolerated before the scale backs
+            off.
+        consecutive_skips: int32 []. The number of overflows in a row, for `check_scaler`.
+    """
+
+    scale: Tensor
+    growth_tracker: Tensor
+    hysteresis_tracker: Tensor
+    consecutive_skips: Tensor
 
 
 def scaler_state(

@@ -27,16 +27,22 @@ from .._torch.dtypes import saturating
 from .._torch.half_bits import bitcast
 from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
+from .._tree.fields import document_fields
 from .._tree.leaves import describe
 from .._tree.tree import Leaves, Tree, TreeDef, TreeT
 
 
+@document_fields
 class MasterState(NamedTuple):
-    """The state of `with_master_weights`."""
+    """The state of `with_master_weights`.
 
-    inner: Any  # the state of the inner optimizer, for float32 parameters
-    # A tree like the parameters: for bfloat16 the lower half of the master as int16, for float16
-    # the float32 master, for other dtypes ().
+    Attributes:
+        inner: The state of the inner optimizer, for float32 parameters.
+        rest: A tree like the parameters: int16, the lower half of the master, for a bfloat16
+            parameter; float32, the master, for a float16 one; `()` for other dtypes.
+    """
+
+    inner: Any
     rest: Tree
 
 

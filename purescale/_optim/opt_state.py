@@ -12,6 +12,7 @@ from torch import Tensor
 from .._optim.formulas import FIRST_STEP, Formula
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import traced
+from .._tree.fields import document_fields
 from .._tree.leaves import are_dense_real, describe
 from .._tree.tree import Tree
 
@@ -32,18 +33,26 @@ class ParamGroup(NamedTuple):
         return {"lr": lrs[self.lr_index], **self.settings}
 
 
+@document_fields
 class OptState(NamedTuple):
-    """The state of a torch optimizer. Its structure is final from `init` on."""
+    """The state of a torch optimizer. Its structure is final from `init` on.
 
-    applied: Tensor  # int64 []: the number of applied steps
-    # by parameter name, then by torch's own names: {"conv.weight": {"step": ..., "exp_avg": ...}}
+    Attributes:
+        applied: int64 []. The number of applied steps.
+        slots: What the class keeps for each parameter, by its dotted name and by torch's names:
+            `{"conv.weight": {"step": ..., "exp_avg": ...}}`.
+        lr: float32 []. The rate that steps use (with a schedule a factor of it), with
+            `in_state=("lr",)`; else `()`.
+        hyper: The other settings in the state, float32 [] each, by name: `{"weight_decay": ...,
+            "betas": (..., ...)}`; `()` if there are none.
+        iteration: int64 []. The number of steps, skipped ones too, with `schedule_by="iteration"`;
+            else `()`.
+    """
+
+    applied: Tensor
     slots: Slots
-    # float32 []: the rate that steps use, with in_state=("lr",); else ()
     lr: Any = ()
-    # float32 []: the other settings in the state, by name: {"weight_decay": [], "betas": ([], [])};
-    # () if the state has no others
     hyper: Any = ()
-    # int64 []: the number of steps, skipped ones too, with schedule_by="iteration"; else ()
     iteration: Any = ()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
+from .._tree.fields import document_fields
 from .._tree.tree import Tree
 
 
@@ -111,11 +112,17 @@ class TransformationOptimizer:
         return stepped, _tree.copy_aliased(new_state, (params, grads, opt_state))
 
 
+@document_fields
 class Transformation(NamedTuple):
-    """An optax-style pair of pure functions."""
+    """An optax-style pair of pure functions.
 
-    init: Callable[[Tree], Tree]  # params -> state
-    update: Callable[..., tuple[Tree, Tree]]  # grads, state, params -> updates, state
+    Attributes:
+        init: A function, `init(params) -> state`.
+        update: A function, `update(grads, state, params) -> (updates, state)`.
+    """
+
+    init: Callable[[Tree], Tree]
+    update: Callable[..., tuple[Tree, Tree]]
 
 
 def to_transformation(optimizer: Optimizer) -> Transformation:

@@ -25,6 +25,7 @@ from .._torch.dtypes import HALF
 from .._torch.half_bits import rounded_on_bits
 from .._torch.tracing import traced
 from .._tree import tree as _tree
+from .._tree.fields import document_fields
 from .._tree.leaves import describe, unsupported_reason
 from .._tree.scalars import whole
 from .._tree.tree import Leaves, Tree, TreeT
@@ -201,11 +202,17 @@ def _up_or_down(x: Tensor, dice: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- the wrapper ---------------------------------------------------------------------------------
 
 
+@document_fields
 class RoundingState(NamedTuple):
-    """The state of `with_stochastic_rounding`."""
+    """The state of `with_stochastic_rounding`.
 
-    inner: Any  # the state of the inner optimizer, for float32 parameters
-    applied: Tensor  # int64 []: the number of applied steps, hashed for the dice
+    Attributes:
+        inner: The state of the inner optimizer, for float32 parameters.
+        applied: int64 []. The number of applied steps, hashed for the dice.
+    """
+
+    inner: Any
+    applied: Tensor
 
 
 def with_stochastic_rounding(optimizer: Optimizer, seed: int = 0) -> RoundingOptimizer:

@@ -16,6 +16,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtensor import full_tensor
 from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.tracing import innermost
+from .._tree.fields import document_fields
 from .._tree.leaves import stored_values, unsupported_reason
 from .._tree.tree import Tree
 
@@ -23,29 +24,50 @@ WHOLE = "(model)"  # its dotted name in torch is "", which is easily overlooked
 INPUTS = "(inputs)"  # `first` if the outermost module was already given inf or NaN
 
 
+@document_fields
 class ModuleReport(NamedTuple):
     """The range of the floating tensors that one call of a module returned, and the counts of inf
     and NaN in its output, arguments, parameters and buffers.
+
+    Attributes:
+        name: A str. The dotted name in the model; "(model)" for the whole model.
+        kind: A str. The name of the class.
+        amax: float64 []. The largest finite magnitude, or 0.
+        smallest: float64 []. The smallest finite magnitude that is not 0, or 0.
+        nonfinite: int64 []. The number of inf and NaN.
+        nan: int64 []. How many of them are NaN.
+        posinf: int64 []. How many of them are +inf; all others are -inf.
+        masked: int64 []. How many are -inf in masks, tensors of only 0 and -inf.
+        given: int64 []. The number of inf and NaN in the arguments, without masks.
+        given_neginf: int64 []. How many of these are -inf.
+        held: int64 []. The number of inf and NaN in the module's own parameters and buffers,
+            without masks.
+        size: An int. The number of values that it returned.
+        inside: An int. How many of the rows before this one are calls that it made.
     """
 
-    name: str  # dotted, as in the model; "(model)" for the whole model
-    kind: str  # the name of its class
-    amax: Tensor  # float64 []: the largest finite magnitude, or 0
-    smallest: Tensor  # float64 []: the smallest finite magnitude that is not 0, or 0
-    nonfinite: Tensor  # int64 []: the number of inf and NaN
-    nan: Tensor  # int64 []: how many of them are NaN
-    posinf: Tensor  # int64 []: how many of them are +inf; all others are -inf
-    masked: Tensor  # int64 []: how many are -inf in masks, tensors of only 0 and -inf
-    given: Tensor  # int64 []: the number of inf and NaN in its arguments, without masks
-    given_neginf: Tensor  # int64 []: how many of them are -inf
-    held: Tensor  # int64 []: the number in its own parameters and buffers, without masks
-    size: int  # the number of values that it returned
-    inside: int  # how many of the rows before this one are calls that it made
+    name: str
+    kind: str
+    amax: Tensor
+    smallest: Tensor
+    nonfinite: Tensor
+    nan: Tensor
+    posinf: Tensor
+    masked: Tensor
+    given: Tensor
+    given_neginf: Tensor
+    held: Tensor
+    size: int
+    inside: int
 
 
+@document_fields
 class ForwardReport(NamedTuple):
     """A `ModuleReport` for each call of a module, in the order in which they returned.
     `print(report)` and `report.first` sync; `report.plot()` makes a figure.
+
+    Attributes:
+        rows: A tuple of `ModuleReport`, one a call.
     """
 
     rows: tuple[ModuleReport, ...]

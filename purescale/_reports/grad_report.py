@@ -16,22 +16,35 @@ from .._torch.dtypes import on_device, real_dtype, wide_dtype
 from .._torch.tracing import traced
 from .._tree import scalars
 from .._tree import tree as _tree
+from .._tree.fields import document_fields
 from .._tree.leaves import stored_values
 from .._tree.tree import Tree
 
 
+@document_fields
 class LeafReport(NamedTuple):
-    """Four statistics of one gradient, as 0-d tensors."""
+    """Four statistics of one gradient, as 0-d tensors.
 
-    amax: Tensor  # at least float32: the largest magnitude; NaN or inf if the gradient has any
-    zeros: Tensor  # float32: the share of elements that are 0
-    subnormal: Tensor  # float32: the share that is subnormal in the dtype
-    nonfinite: Tensor  # int64: the number of inf and NaN
+    Attributes:
+        amax: At least float32 []. The largest magnitude; NaN or inf if the gradient has any.
+        zeros: float32 []. The share of elements that are 0.
+        subnormal: float32 []. The share of elements that are subnormal in the dtype.
+        nonfinite: int64 []. The number of inf and NaN.
+    """
+
+    amax: Tensor
+    zeros: Tensor
+    subnormal: Tensor
+    nonfinite: Tensor
 
 
+@document_fields
 class GradReport(NamedTuple):
     """A `LeafReport` for each gradient. `print(report)` syncs and prints a table, the worst first;
     `report.plot()` makes a figure.
+
+    Attributes:
+        rows: A dict, from the dotted name of a gradient to its `LeafReport`.
     """
 
     rows: dict[str, LeafReport]

@@ -18,24 +18,33 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
 from .._tree import scalars
 from .._tree import tree as _tree
+from .._tree.fields import document_fields
 from .._tree.leaves import dense, stored_values
 from .._tree.tree import Leaves, Tree
 
 
+@document_fields
 class ScaleProbe(NamedTuple):
     """The result of `probe_scales`. Names are dotted; `print(probe)` prints a table, `probe.plot()`
     makes a figure.
+
+    Attributes:
+        exponents: int64 [E], rising. The scales were `2**exponents`.
+        overflow: bool [E]. True where a step at this scale would be skipped.
+        zeros: A dict, from a leaf to float32 [E]: the share of its gradient that is 0.
+        error: A dict, from a leaf to float32 [E]: the relative error of its unscaled gradient
+            against that at `2**high`; inf at a scale that overflows.
+        low: A dict, from a leaf to an int: the exponent from which on its error is within `tol`, or
+            None.
+        high: An int. The largest exponent that does not overflow; None if all do.
     """
 
-    exponents: Tensor  # int64 [E], rising: the scales were 2**exponents
-    overflow: Tensor  # bool [E]: a step at this scale would be skipped
-    zeros: dict[str, Tensor]  # leaf -> float32 [E]: the share of its gradient that is 0
-    # leaf -> float32 [E]: the relative error of its unscaled gradient against that at 2**high; inf
-    # at a scale that overflows
+    exponents: Tensor
+    overflow: Tensor
+    zeros: dict[str, Tensor]
     error: dict[str, Tensor]
-    # leaf -> the exponent from which on its error is within tol, or None
     low: dict[str, int | None]
-    high: int | None  # the largest exponent that does not overflow; None if all do
+    high: int | None
 
     @property
     def window(self) -> tuple[int, int] | None:

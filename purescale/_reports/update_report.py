@@ -12,20 +12,31 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtensor import full_tensor
 from .._torch.dtypes import widest_float
 from .._tree import tree as _tree
+from .._tree.fields import document_fields
 from .._tree.leaves import check_leaf, stored_values
 from .._tree.tree import Leaves, Tree
 
 
+@document_fields
 class UpdateRow(NamedTuple):
-    """Two statistics of one parameter, as 0-d tensors."""
+    """Two statistics of one parameter, as 0-d tensors.
 
-    quality: Tensor  # float64: 1 if all of the wanted update arrived, 0 if none of it
-    lost: Tensor  # float32: the share of elements with a wanted update that did not move
+    Attributes:
+        quality: float64 []. 1 if all of the wanted update arrived, 0 if none of it.
+        lost: float32 []. The share of elements with a wanted update that did not move.
+    """
+
+    quality: Tensor
+    lost: Tensor
 
 
+@document_fields
 class UpdateReport(NamedTuple):
     """An `UpdateRow` for each parameter. `print(report)` syncs and prints a table, the worst first;
     `report.plot()` makes a figure.
+
+    Attributes:
+        rows: A dict, from the dotted name of a parameter to its `UpdateRow`.
     """
 
     rows: dict[str, UpdateRow]

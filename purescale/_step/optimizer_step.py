@@ -18,21 +18,31 @@ from .._step.memory import NO_MEMORY, donated_memory
 from .._step.on_host import engine_for
 from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
+from .._tree.fields import document_fields
 from .._tree.hints import hint_keywords
 from .._tree.tree import Tree, TreeT
 
 State = TypeVar("State")  # of an optimizer
 
 
+@document_fields
 class Stepped(NamedTuple):
-    """The result of `unscale_and_step`."""
+    """The result of `unscale_and_step`.
+
+    Attributes:
+        params: The parameters after the step, a tree like those before.
+        opt_state: The state of the optimizer after the step.
+        found_inf: bool []. True if the step was skipped.
+        grad_norm: float32 [], float64 for float64 gradients. The norm of the unscaled gradients
+            before clipping. Not finite if `found_inf`; `()` if `max_norm` is None.
+        grad_amax: float32 []. The largest magnitude in these gradients, not finite as `grad_norm`;
+            `()` if it was not asked for.
+    """
 
     params: Tree
     opt_state: Tree
-    found_inf: Tensor  # bool []
-    # float32 [], before clipping; not finite if found_inf; () if max_norm is None
+    found_inf: Tensor
     grad_norm: Any
-    # float32 [], the largest magnitude, as grad_norm; () if not asked for
     grad_amax: Any = ()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._torch.dtypes import widest_float
 from .._tree import scalars
+from .._tree.fields import document_fields
 from .._tree.tree import Tree, counted
 
 State = TypeVar("State")
@@ -30,20 +31,34 @@ class Guard(Protocol[State]):
     def update(self, state: State, loss: Tensor, grad_norm: Any, /) -> tuple[State, Tensor]: ...
 
 
+@document_fields
 class SpikeStats(NamedTuple):
-    """Running statistics of one measured number: 0-d tensors on one device."""
+    """Running statistics of one measured number: 0-d tensors on one device.
 
-    mean: Tensor  # float64 (float32 on mps): the running mean
-    variance: Tensor  # the same: the running variance
-    num_steps: Tensor  # int32: the number of steps in them
+    Attributes:
+        mean: float64 [] (float32 on mps). The running mean.
+        variance: float64 [] (float32 on mps). The running variance.
+        num_steps: int32 []. The number of steps in them.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    num_steps: Tensor
 
 
+@document_fields
 class SpikeState(NamedTuple):
-    """The state of a `SpikeGuard`. Make it with `guard.init(device)`."""
+    """The state of a `SpikeGuard`. Make it with `guard.init(device)`.
+
+    Attributes:
+        loss: The `SpikeStats` of the loss: `mean`, `variance`, `num_steps`.
+        grad_norm: The `SpikeStats` of the gradient norm.
+        consecutive_rejections: int32 []. The number of rejections in a row, for `check_guard`.
+    """
 
     loss: SpikeStats
     grad_norm: SpikeStats
-    consecutive_rejections: Tensor  # int32 []: rejections in a row, for check_guard
+    consecutive_rejections: Tensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,29 +9,41 @@ from torch import Tensor
 
 from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
+from .._tree.fields import document_fields
 from .._tree.hints import hint_attributes
 from .._tree.scalars import short_repr
 from .._tree.stack import stacked
 
 
+@document_fields
 @hint_attributes
 class StepInfo(NamedTuple):
     """The report of a step: 0-d tensors, so that infos can be stacked. Reading one syncs; do it
     when you log.
+
+    Attributes:
+        loss: float32 [], float64 for a float64 loss. Unscaled, the weighted mean of the
+            microbatches that count.
+        found_inf: bool []. True if the step was skipped.
+        scale: float32 []. The loss scale of this step.
+        grad_norm: float32 [], float64 for float64 gradients. The norm of the averaged, unscaled
+            gradients before clipping. Not finite if `found_inf`, unless `rejected`; `()` if
+            `max_norm` is None.
+        grad_amax: float32 []. The largest magnitude in these gradients, not finite as `grad_norm`;
+            `()` if the rule does not take amax.
+        retries: int32 []. How often the window was run again.
+        aux: A tuple with one entry a microbatch: what `loss_fn` returned as its third value,
+            `(aux,)` for one microbatch. `()` if it returns two values.
+        rejected: bool []. True if the guard alone skipped the step; `()` without a guard.
     """
 
-    # float32 (float64 for a float64 loss): unscaled, the weighted mean of the microbatches that
-    # count
     loss: Tensor
-    found_inf: Tensor  # bool: the step was skipped
-    scale: Tensor  # float32: the scale that was used
-    # float32, before clipping; not finite if found_inf, unless rejected; () if max_norm is None
+    found_inf: Tensor
+    scale: Tensor
     grad_norm: Any
-    # float32, the largest magnitude, as grad_norm; () if the rule does not take amax
     grad_amax: Any
-    retries: Tensor  # int32: how often the window was run again
-    aux: Any  # the third return value of loss_fn, one per microbatch; () if it returns two
-    # bool: the guard alone skipped the step; () without a guard
+    retries: Tensor
+    aux: Any
     rejected: Any = ()
 
 

@@ -11,22 +11,34 @@ from .._loss_scale.rule_protocol import Rule, check_rule
 from .._optim.protocol import Optimizer
 from .._step.spike_guard import Guard, check_is_guard
 from .._tree import tree as _tree
+from .._tree.fields import document_fields
 from .._tree.scalars import not_made
 from .._tree.tree import Tree
 
 
+@document_fields
 class TrainState(NamedTuple):
     """Everything that a step changes. Make it with `init_train_state`; a run resumed from a
     checkpoint of it continues with the same bits.
+
+    Attributes:
+        params: A tree of floating or complex tensors, the parameters.
+        buffers: A tree of tensors, such as the running means of batch norms.
+        opt_state: The state of the optimizer, for a class of torch.optim an `OptState`.
+        scaler: The state of the rule, such as a `ScalerState`. Its `scale` is that of the next
+            step.
+        step: int64 []. The number of applied steps, without the skipped ones.
+        rng: uint8 [n]. The state of a generator; `()` for torch's global generator.
+        guard: The state of the guard, such as a `SpikeState`; `()` without one.
     """
 
     params: Tree
     buffers: Tree
     opt_state: Tree
     scaler: Tree
-    step: Tensor  # int64 []: the number of steps applied, without the skipped ones
-    rng: Any  # uint8 [n], the state of a generator; () for torch's global generator
-    guard: Any = ()  # the state of a guard; () without one
+    step: Tensor
+    rng: Any
+    guard: Any = ()
 
 
 def init_train_state(

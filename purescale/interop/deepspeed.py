@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._tree.fields import document_fields
 from ._common import (
     SCALE,
     SETTING,
@@ -25,14 +26,24 @@ from ._common import (
 )
 
 
+@document_fields
 class DeepSpeedState(NamedTuple):
-    """The state of DeepSpeed's scaler, which counts iterations and not clean steps."""
+    """The state of DeepSpeed's scaler, which counts iterations and not clean steps.
 
-    scale: Tensor  # float32
-    cur_iter: Tensor  # int64
-    last_overflow_iter: Tensor  # int64; -1 before the first
-    cur_hysteresis: Tensor  # int32: overflows up to and including the next that backs off
-    consecutive_skips: Tensor  # int32: overflows in a row, for check_scaler
+    Attributes:
+        scale: float32 []. The factor of the loss.
+        cur_iter: int64 []. The number of iterations.
+        last_overflow_iter: int64 []. The iteration of the last overflow; -1 before the first.
+        cur_hysteresis: int32 []. The number of overflows up to and including the next that backs
+            off.
+        consecutive_skips: int32 []. The number of overflows in a row, for `check_scaler`.
+    """
+
+    scale: Tensor
+    cur_iter: Tensor
+    last_overflow_iter: Tensor
+    cur_hysteresis: Tensor
+    consecutive_skips: Tensor
 
 
 @dataclasses.dataclass(frozen=True)

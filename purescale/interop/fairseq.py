@@ -10,19 +10,31 @@ import torch
 from torch import Tensor
 
 from .._torch.dtypes import widest_float
+from .._tree.fields import document_fields
 from .._tree.scalars import real, short_repr
 from ._common import SCALE, SETTING, Device, Entry, Format, PeerRule, check_dict, refuse, scalar
 
 
+@document_fields
 class FairseqState(NamedTuple):
-    """The state of fairseq's scaler, which counts iterations and not clean steps."""
+    """The state of fairseq's scaler, which counts iterations and not clean steps.
 
-    scale: Tensor  # float32
-    iteration: Tensor  # int64
-    last_overflow_iter: Tensor  # int64; -1 before the first
-    last_rescale_iter: Tensor  # int64; -1 before the first
-    overflows_since_rescale: Tensor  # int64
-    consecutive_skips: Tensor  # int32: overflows in a row, for check_scaler
+    Attributes:
+        scale: float32 []. The factor of the loss.
+        iteration: int64 []. The number of iterations.
+        last_overflow_iter: int64 []. The iteration of the last overflow; -1 before the first.
+        last_rescale_iter: int64 []. The iteration in which the scale last moved; -1 before the
+            first.
+        overflows_since_rescale: int64 []. The number of overflows since the scale last backed off.
+        consecutive_skips: int32 []. The number of overflows in a row, for `check_scaler`.
+    """
+
+    scale: Tensor
+    iteration: Tensor
+    last_overflow_iter: Tensor
+    last_rescale_iter: Tensor
+    overflows_since_rescale: Tensor
+    consecutive_skips: Tensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -205,6 +205,7 @@ def test_nothing_is_needed_but_torch_and_optree():
     # the bar of `precise_bn`, the picture of a probe and the checks for users' tests, where they
     # are asked for
     asked_for = {"tqdm", "matplotlib", "hypothesis"}
+    asked_for |= {"typing_extensions"}  # by type checkers, which bring it
     assert foreign - set(sys.stdlib_module_names) == {"torch", "optree"} | asked_for
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 from torch import Tensor
 
@@ -20,13 +20,11 @@ from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
 from .._tree.fields import document_fields
 from .._tree.hints import hint_keywords
-from .._tree.tree import Tree, TreeT
-
-State = TypeVar("State")  # of an optimizer
+from .._tree.tree import StateT, Tree, TreeT
 
 
 @document_fields
-class Stepped(NamedTuple):
+class Stepped(NamedTuple, Generic[TreeT, StateT]):
     """The result of `unscale_and_step`.
 
     Attributes:
@@ -35,15 +33,15 @@ class Stepped(NamedTuple):
         found_inf: bool []. True if the step was skipped.
         grad_norm: float32 [], float64 for float64 gradients. The norm of the unscaled gradients
             before clipping. Not finite if `found_inf`; `()` if `max_norm` is None.
-        grad_amax: float32 []. The largest magnitude in these gradients, not finite as `grad_norm`;
-            `()` if it was not asked for.
+        grad_amax: float32 []. The largest magnitude in these gradients, finite or not as
+            `grad_norm`; `()` if it was not asked for.
     """
 
-    params: Tree
-    opt_state: Tree
+    params: TreeT
+    opt_state: StateT
     found_inf: Tensor
-    grad_norm: Any
-    grad_amax: Any = ()
+    grad_norm: Tensor | Any
+    grad_amax: Tensor | Any = ()
 
 
 @outside_autocast()
@@ -51,10 +49,10 @@ def maybe_step(
     optimizer: Optimizer,
     params: TreeT,
     grads: Tree,
-    opt_state: State,
+    opt_state: StateT,
     found_inf: Tensor | bool,
     donate: bool = False,
-) -> tuple[TreeT, State]:
+) -> tuple[TreeT, StateT]:
     """Equal to `select(found_inf, (params, opt_state), optimizer.step(params, grads, opt_state))`.
 
     Args:
@@ -104,9 +102,9 @@ def maybe_step(
 def unscale_and_step(
     optimizer: Optimizer,
     scaler: HasScale,
-    params: Tree,
+    params: TreeT,
     scaled_grads: Tree,
-    opt_state: Tree,
+    opt_state: StateT,
     max_norm: float | Tensor | None = None,
     clip_value: float | Tensor | None = None,
     group: Group | None = None,
@@ -114,7 +112,7 @@ def unscale_and_step(
     norm_type: float = 2.0,
     amax: bool = False,
     norm_group: Group | None = None,
-) -> Stepped:
+) -> Stepped[TreeT, StateT]:
     """Equal to `unscale_and_check`, `clip_by_global_norm`, `clip_by_value` and `maybe_step` in
     turn, in the fewest passes over memory.
 

@@ -29,8 +29,8 @@ class StepInfo(NamedTuple):
         grad_norm: float32 [], float64 for float64 gradients. The norm of the averaged, unscaled
             gradients before clipping. Not finite if `found_inf`, unless `rejected`; `()` if
             `max_norm` is None.
-        grad_amax: float32 []. The largest magnitude in these gradients, not finite as `grad_norm`;
-            `()` if the rule does not take amax.
+        grad_amax: float32 []. The largest magnitude in these gradients, finite or not as
+            `grad_norm`; `()` if the rule does not take amax.
         retries: int32 []. How often the window was run again.
         aux: A tuple with one entry a microbatch: what `loss_fn` returned as its third value,
             `(aux,)` for one microbatch. `()` if it returns two values.
@@ -40,11 +40,11 @@ class StepInfo(NamedTuple):
     loss: Tensor
     found_inf: Tensor
     scale: Tensor
-    grad_norm: Any
-    grad_amax: Any
+    grad_norm: Tensor | Any
+    grad_amax: Tensor | Any
     retries: Tensor
-    aux: Any
-    rejected: Any = ()
+    aux: tuple[Any, ...]
+    rejected: Tensor | Any = ()
 
 
 @outside_autocast()

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._loss_scale.rule_protocol import Rule, check_rule
+from .._loss_scale.rule_protocol import Rule, State, check_rule
 from .._optim.protocol import Optimizer
 from .._step.spike_guard import Guard, check_is_guard
 from .._tree import tree as _tree
 from .._tree.fields import document_fields
 from .._tree.scalars import not_made
-from .._tree.tree import Tree
+from .._tree.tree import StateT, Tree, TreeT
 
 
 @document_fields
-class TrainState(NamedTuple):
+class TrainState(NamedTuple, Generic[TreeT, StateT]):
     """Everything that a step changes. Make it with `init_train_state`; a run resumed from a
     checkpoint of it continues with the same bits.
 
@@ -32,23 +32,23 @@ class TrainState(NamedTuple):
         guard: The state of the guard, such as a `SpikeState`; `()` without one.
     """
 
-    params: Tree
+    params: TreeT
     buffers: Tree
     opt_state: Tree
-    scaler: Tree
+    scaler: StateT
     step: Tensor
-    rng: Any
+    rng: Tensor | Any
     guard: Any = ()
 
 
 def init_train_state(
-    params: Tree,
+    params: TreeT,
     buffers: Tree,
     optimizer: Optimizer,
-    rule: Rule[Any],
+    rule: Rule[State],
     rng: Tensor | None = None,
     guard: Guard[Any] | None = None,
-) -> TrainState:
+) -> TrainState[TreeT, State]:
     """Equal to `TrainState(params, buffers, optimizer.init(params), rule.init(device), step=0, rng,
     guard.init(device))`, in fresh memory.
 

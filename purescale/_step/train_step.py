@@ -37,13 +37,13 @@ from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
-from .._tree.tree import FlatTree
+from .._tree.tree import FlatTree, StateT, TreeT
 
 
 @hint_keywords
 @outside_autocast("loss_fn", "weight_fn")
 def train_step(
-    state: TrainState,
+    state: TrainState[TreeT, StateT],
     microbatches: list[Any],
     *,
     loss_fn: LossFn,
@@ -61,7 +61,7 @@ def train_step(
     guard: Guard[Any] | None = None,
     unroll: bool = True,
     window_size: int | None = None,
-) -> tuple[TrainState, StepInfo]:
+) -> tuple[TrainState[TreeT, StateT], StepInfo]:
     """Equal, for one microbatch and `s = state`, to the code below. Syncs with the host only if
     `max_retries` is above 0, over a `group` whose ranks meet on a CPU, or on an accelerator with a
     class of your own in `from_torch`, whose `step` is called.

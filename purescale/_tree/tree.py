@@ -7,8 +7,9 @@ function. Dicts keep their key order: outputs with sorted keys would retrace a c
 from __future__ import annotations
 
 import operator
+import typing
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import optree
 import torch
@@ -23,7 +24,14 @@ from .._tree import leaves as _leaf
 _map = map  # the builtin, which `map` over trees shadows below
 
 Tree: TypeAlias = Any
-TreeT = TypeVar("TreeT")  # a tree that comes back as one of its type
+if TYPE_CHECKING:
+    # Only it has defaults before Python 3.13; with them `TrainState` alone is a type.
+    from typing_extensions import TypeVar
+
+    TreeT = TypeVar("TreeT", default=Any)  # a tree that comes back as one of its type
+    StateT = TypeVar("StateT", default=Any)
+else:
+    TreeT, StateT = typing.TypeVar("TreeT"), typing.TypeVar("StateT")
 Leaves: TypeAlias = list[Any]
 
 

@@ -1,10 +1,13 @@
 """Inside the caller's `torch.autocast` only the loss is computed under it."""
 
+import contextlib
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import in_float32, same_bits, stack
+from helpers import assert_close, in_float32, same_bits, stack
+from torch import nn
 
 import purescale as ps
 from purescale._torch import autocast as _autocast
@@ -220,3 +223,45 @@ def test_the_callers_autocast_is_as_it_was_also_after_an_error():
 
 def test_each_device_with_an_autocast_of_torchs_own_is_looked_at():
     assert set(torch._C._autocast_supported_devices()) <= set(_autocast._DEVICES)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [5, 33, 300])
+def test_autocast_around_a_mapped_batch_norm_names_the_policy_that_works(size, dtype):
+    net = nn.Sequential(nn.Linear(size, size), nn.BatchNorm1d(size))
+    apply, params, buffers = ps.make_functional(net)
+    states = [
+        ps.init_train_state({n: p + i for n, p in params.items()}, buffers, SGD, RULE)
+        for i in range(2)
+    ]
+    xs = torch.randn(2, 7, size)
+
+    def step_of(apply, under):
+        def loss_fn(params, buffers, x):
+            with under:
+                out, buffers = apply(params, buffers, x)
+            return (out.float() * x).mean(), buffers
+
+        settings = {"loss_fn": loss_fn, "optimizer": SGD, "rule": RULE, "max_norm": torch.inf}
+        return lambda state, x: ps.train_step(state, [x], **settings)[1].grad_norm
+
+    step = step_of(apply, autocast(dtype))
+    with pytest.raises(RuntimeError, match="expected scalar type") as refused:
+        torch.vmap(step)(stack(states), xs)
+    [note] = refused.value.__notes__
+    text = re.search(r"Fix: a policy in its place, `apply = with_policy\(apply, '(.*)'\)`", note)[1]
+    mapped = torch.vmap(step_of(ps.with_policy(apply, text), contextlib.nullcontext()))
+    alone = [step(*each) for each in zip(states, xs, strict=True)]
+    assert_close(mapped(stack(states), xs), torch.stack(alone), atol=0, rtol=0.03)
+    assert ps.policy(text).compute_dtype is dtype
+
+
+def test_another_error_of_a_mapped_forward_says_nothing_of_autocast():
+    class Wrong(nn.Linear):
+        def forward(self, x):
+            raise RuntimeError("of its own")
+
+    apply, params, buffers = ps.make_functional(Wrong(5, 5))
+    with autocast(), pytest.raises(RuntimeError) as refused:
+        torch.vmap(lambda x: apply(params, buffers, x)[0])(torch.ones(2, 5))
+    assert not hasattr(refused.value, "__notes__")

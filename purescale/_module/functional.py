@@ -25,6 +25,7 @@ from .._module.registered import (
 from .._module.side_effects import Reads, SideEffects, warn_of_lost
 from .._module.state_attributes import state_tensors, tensors_in_attributes
 from .._torch import dtensor, foreach, private
+from .._torch.autocast import explain_autocast
 from .._torch.tracing import PLAIN_TYPES, under_transform
 from .._tree import tree as _tree
 from .._tree.leaves import are_dense_real, is_constant
@@ -112,6 +113,7 @@ class Apply:
             except RuntimeError as error:
                 if transformed:
                     explain_checkpointing(error)
+                    explain_autocast(error)
                 raise
             finally:
                 filled = blueprint.release_filled()

@@ -18,8 +18,9 @@ from .._torch.donation import can_write, storage_pointers
 from .._torch.pure_graph import Function, PureGraph, compiled, trace
 from .._torch.tracing import PLAIN_TYPES, inside_a_graph
 from .._tree import tree as _tree
+from .._tree.hints import hint_keywords
 from .._tree.leaves import as_tensor_list
-from .._tree.scalars import is_whole, refuse_unexpected, short_repr
+from .._tree.scalars import is_whole, short_repr
 from .._tree.tree import Leaves, Tree, TreeDef
 
 Backend = Literal["inductor", "aot_eager"]
@@ -342,29 +343,14 @@ def _no_result(leaf: Any, at: str) -> TypeError:
 
 # ---- jit -----------------------------------------------------------------------------------------
 
-_POSITIONS = "`donate=(0,)`, the positions of the arguments that are donated"
-_CLOSED_OVER = "close over what is static, `jit(functools.partial(step, size=3))`"
-_OPTIONS_ELSEWHERE = {
-    "jax.jit": {
-        "donate_argnums": _POSITIONS,
-        "donate_argnames": _POSITIONS,
-        "static_argnums": _CLOSED_OVER,
-        "static_argnames": _CLOSED_OVER,
-    },
-    "torch.compile": {
-        "fullgraph": "leave it out; a jitted function is always one graph",
-        "dynamic": "leave it out; there is a graph for each shape",
-    },
-}
 
-
+@hint_keywords
 def jit(
     fn: Callable[..., Tree],
     *,
     donate: int | Sequence[int] = (),
     backend: Backend = "inductor",
     mode: str | None = None,
-    **unexpected: Never,
 ) -> Jitted:
     """Equal to `fn`, a pure function of trees of tensors, as one compiled graph: values to 1e-6,
     flags equal.
@@ -416,8 +402,6 @@ def jit(
 
     Source of the form: `jax.jit`.
     """
-    if unexpected:
-        refuse_unexpected("jit", unexpected, _OPTIONS_ELSEWHERE)
     if not callable(fn):
         raise TypeError(f"jit takes a function, got {short_repr(fn)}. Fix: `jit(step)`.")
     donated = (donate,) if is_whole(donate) else donate

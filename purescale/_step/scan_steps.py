@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Never
 
 import torch
 from torch import Tensor
@@ -20,8 +19,8 @@ from .._step.jit import (
 )
 from .._torch.pure_graph import Function, PureGraph, scanned, trace
 from .._tree import tree as _tree
+from .._tree.hints import hint_keywords
 from .._tree.leaves import is_constant
-from .._tree.scalars import refuse_unexpected
 from .._tree.stack import num_members, stacked
 from .._tree.tree import Leaves, Tree, TreeDef
 
@@ -30,17 +29,9 @@ _HAS_SCAN = torch.__version__ >= "2.13"
 
 Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
-_OPTIONS_OF_JAX = {
-    "jax.lax.scan": {
-        "length": "leave it out; for steps without data `batches=torch.arange(length)`",
-        "reverse": "reversed batches, `tree_map(lambda leaf: leaf.flip(0), batches)`, whose infos "
-        "are reversed too",
-        "unroll": "leave it out; a scan is compiled once, for any number of steps",
-    }
-}
 
-
-def scan_steps(step: Step, state: Tree, batches: Tree, **unexpected: Never) -> tuple[Tree, Tree]:
+@hint_keywords
+def scan_steps(step: Step, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
     """Equal to the loop below: many steps over stacked batches, in order.
 
         infos = []
@@ -80,8 +71,6 @@ def scan_steps(step: Step, state: Tree, batches: Tree, **unexpected: Never) -> t
 
     Source of the form: `jax.lax.scan`.
     """
-    if unexpected:
-        refuse_unexpected("scan_steps", unexpected, _OPTIONS_OF_JAX)
     leaves, structure = _tree.flatten(batches)
     number = _num_batches(batches, leaves)
     try:

@@ -19,11 +19,34 @@ _OF_CLIPPING = dict.fromkeys(
     ("max_grad_norm", "clip_grad_norm", "gradient_clip_val"),
     "the clipping of another trainer. Fix: `max_norm=1.0`",
 )
+_POSITIONS = (
+    "an option of jax.jit. Fix: `donate=(0,)`, the positions of the arguments that are donated"
+)
+_CLOSED_OVER = (
+    "an option of jax.jit. Fix: close over what is static, `jit(functools.partial(step, size=3))`"
+)
 # For each function the keywords that it has not, for a class and the package the attributes.
 HINTS = {
     "value_and_grad": _OF_VALUE_AND_GRAD,
     "train_step": _OF_VALUE_AND_GRAD | _OF_CLIPPING,
     "unscale_and_step": _OF_CLIPPING,
+    "jit": {
+        "donate_argnums": _POSITIONS,
+        "donate_argnames": _POSITIONS,
+        "static_argnums": _CLOSED_OVER,
+        "static_argnames": _CLOSED_OVER,
+        "fullgraph": "an option of torch.compile. Fix: leave it out; a jitted function is always "
+        "one graph",
+        "dynamic": "an option of torch.compile. Fix: leave it out; there is a graph for each shape",
+    },
+    "scan_steps": {
+        "length": "an option of jax.lax.scan. Fix: leave it out; for steps without data "
+        "`batches=torch.arange(length)`",
+        "reverse": "an option of jax.lax.scan. Fix: reversed batches, "
+        "`tree_map(lambda leaf: leaf.flip(0), batches)`, whose infos are reversed too",
+        "unroll": "an option of jax.lax.scan. Fix: leave it out; a scan is compiled once, for any "
+        "number of steps",
+    },
     "StepInfo": {
         "skipped": "Fix: `info.found_inf`, True if the step was skipped",
         "step": "Fix: `state.step`, the number of applied steps",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -167,18 +167,6 @@ def not_made(value: Any, *methods: str) -> str:
         return f"the class {value.__name__}"
     will_do = all([callable(getattr(value, name, None)) for name in methods])
     return "" if will_do else type(value).__name__
-
-
-def refuse_unexpected(
-    function: str, names: Iterable[str], options: Mapping[str, Mapping[str, str]]
-) -> None:
-    """Refuse a keyword that there is not. `options` has the cures for those of functions elsewhere,
-    by the name of the function and of the keyword.
-    """
-    for name in names:
-        others = [(other, fixes[name]) for other, fixes in options.items() if name in fixes]
-        cure = "".join([f", an option of {other}. Fix: {fix}" for other, fix in others])
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{cure}.")
 
 
 def short_repr(value: Any, limit: int = 80) -> str:

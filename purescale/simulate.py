@@ -25,7 +25,7 @@ def simulate(rule: Rule[Any], found_infs: Tensor | Sequence[bool]) -> Any:
     as tensors.
 
     Args:
-        rule: The rule. One that takes amax gets NaN, which it ignores; use `replay` for such a
+        rule: The rule. One that takes amax gets -1, which tells it nothing; use `replay` for such a
             rule.
         found_infs: bool [T], True if the step was bad; or a list of bools.
 
@@ -44,7 +44,7 @@ def simulate(rule: Rule[Any], found_infs: Tensor | Sequence[bool]) -> Any:
         tensor([8., 4., 4., 8.])
     """
     flags = _series("found_infs", found_infs, "bool", lambda t: t.dtype is torch.bool)
-    nothing = torch.full((), torch.nan, dtype=torch.float32, device=flags.device)
+    nothing = torch.full((), -1.0, dtype=torch.float32, device=flags.device)
     return _run(rule, flags, lambda scaler, bad: (bad, bad, nothing))[0]
 
 

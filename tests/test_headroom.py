@@ -75,6 +75,8 @@ def clean(rule, *amaxes):
 
 def by_hand(rule, scale, history, skips, zeros, bad, amax):
     """The definition, in exact arithmetic."""
+    skips = skips + 1 if bad or not amax < math.inf else 0
+    bad = bad or (skips > 0 and skips % 4 == 0)
     seen = 2 * Fraction(TOP) / Fraction(scale) if bad else amax
     zeros += seen == 0
     if bad or (math.isfinite(amax) and amax > 0):
@@ -87,7 +89,7 @@ def by_hand(rule, scale, history, skips, zeros, bad, amax):
             exponent += 1
         scale = Fraction(2) ** (exponent - rule.margin)
     scale = min(max(Fraction(scale), Fraction(rule.min_scale)), Fraction(rule.max_scale))
-    return scale, history, skips + 1 if bad else 0, zeros
+    return scale, history, skips, zeros
 
 
 # ---- the rule
@@ -161,11 +163,52 @@ def test_an_overflow_lowers_the_scale_above_the_floor(rule, series, amax):
     assert after < state.scale or after == rule.min_scale
 
 
-@given(rules, steps, st.sampled_from([math.inf, -math.inf, math.nan, -1.0]))
+@given(rules, steps, st.sampled_from([-math.inf, -1.0]))
 def test_a_step_that_tells_nothing_changes_nothing(rule, series, amax):
     state = run(rule, series)[-1]
     after = rule.update(state, torch.tensor(False), torch.tensor(amax))
     assert same_bits(after, state._replace(consecutive_skips=torch.tensor(0, dtype=torch.int32)))
+
+
+NOT_FINITE = (False, math.nan), (False, math.inf)  # losses
+informative = st.tuples(st.just(False), positive32)
+
+
+@given(rules, st.lists(informative | st.sampled_from(NOT_FINITE), max_size=30))
+def test_up_to_three_losses_in_a_row_that_are_not_finite_leave_the_scale_alone(rule, series):
+    states, row, kept = run(rule, series), 0, []
+    for index, step in enumerate(series):
+        row = row + 1 if step in NOT_FINITE else 0
+        if row == 4:
+            return
+        if row:
+            assert same_bits(states[index + 1][:2], states[index][:2])
+        else:
+            kept.append(step)
+    assert same_bits(run(rule, kept)[-1][:2], states[-1][:2])
+
+
+@given(
+    rules,
+    steps,
+    st.lists(st.tuples(st.integers(0, 40), st.integers(-60, 60)), min_size=1, max_size=5),
+)
+def test_no_run_of_losses_and_overflows_is_skipped_for_ever(rule, before, batches):
+    """Each batch has a loss that is finite up to a scale of its own, and gradients that overflow
+    above another. At the lowest scale every batch is fine, so in a row at most four steps are
+    skipped for each `margin + 1` bits above it.
+    """
+    state, row = run(rule, before)[-1], 0
+    bits = math.log2(rule.max_scale / rule.min_scale)
+    most = 4 * math.ceil(bits / (rule.margin + 1))
+    for index in range(2 * most + 8):
+        above, exponent = batches[index % len(batches)]
+        scale, amax = state.scale.item(), min(2.0**exponent, TOP / rule.min_scale)
+        is_finite = scale <= rule.min_scale * 2.0**above
+        overflows = is_finite and amax * scale > TOP
+        row = row + 1 if overflows or not is_finite else 0
+        assert row <= most
+        state = updated(rule, state, overflows, amax if is_finite else math.nan)
 
 
 @given(rules, steps, st.sampled_from([0.0, -0.0]))
@@ -636,6 +679,41 @@ def test_other_rules_are_told_of_every_overflow(name):
 def in_half(params, buffers, x):
     out = torch.nn.functional.linear(x.half(), params["w"].half())
     return out.float().square().mean(), buffers
+
+
+def in_half_with_a_slope(params, buffers, batch):
+    """The penalty of a slope that float16 holds times the scale, up to 2**10."""
+    x, scaler = batch
+    (slope,) = torch.autograd.grad(
+        ps.scale_loss(scaler, (params["w"] @ x).square().sum()), x, create_graph=True
+    )
+    return (slope.half().float() / scaler.scale).square().mean(), buffers
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+@pytest.mark.parametrize("guard", [None, ps.SpikeGuard(warmup=2)])
+@pytest.mark.parametrize("size", [5, 33])
+def test_a_gradient_within_a_loss_comes_to_fit_into_float16(size, guard, retries):
+    rule = ps.HeadroomScale(2.0**24)
+    slow = ps.from_torch(torch.optim.SGD, lr=1e-6)
+    state = ps.init_train_state({"w": torch.ones(2, size)}, {}, slow, rule, guard=guard)
+    settings = {"loss_fn": in_half_with_a_slope, "optimizer": slow, "rule": rule}
+    skips = 0
+    for _ in range(40):
+        x = torch.ones(size, requires_grad=True)
+        state, info = ps.train_step(
+            state, [(x, state.scaler)], guard=guard, max_retries=retries, **settings
+        )
+        skips += int(info.found_inf)
+    assert 0 < skips <= 12
+    assert not info.found_inf
+
+
+def test_check_scaler_tells_of_losses_that_are_not_finite():
+    rule = ps.HeadroomScale()
+    scaler = run(rule, [(False, math.nan)] * 3)[-1]
+    with pytest.raises(FloatingPointError, match=r"3 steps in a row were skipped.*loss itself is"):
+        ps.check_scaler(scaler, rule, max_skips=2, loss=math.inf)
 
 
 def test_batches_with_a_nan_do_not_lower_the_scale():

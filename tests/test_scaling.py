@@ -184,7 +184,7 @@ def stopped(name, loss):
 def test_check_scaler_does_not_blame_the_scale_for_a_loss_that_is_not_finite(name, value):
     for loss in (value, torch.tensor(value), torch.tensor([value], dtype=torch.float16)):
         told = stopped(name, loss)
-        assert f"The loss itself is {value}, at any scale" in told
+        assert f"The loss itself is {value}. Look at the data" in told
         assert "forward_report" in told
         assert "init_scale" not in told
 
@@ -199,6 +199,13 @@ def test_check_scaler_tells_that_gradients_overflow_where_the_loss_is_finite(nam
 @pytest.mark.parametrize("name", STOPPED)
 def test_check_scaler_without_the_loss_asks_for_it_first(name):
     assert "First check whether the loss itself is inf or NaN" in stopped(name, None)
+
+
+def test_check_scaler_tells_that_a_static_scale_cannot_follow_a_loss_that_a_lower_one_mends():
+    told = stopped("too many skips", math.inf)
+    assert "the scale is 1.0, which never moves" in told
+    assert "the loss holds a gradient of its own, scaled by the scale: DynamicScale()" in told
+    assert "DynamicScale" not in stopped("at the floor", math.inf)
 
 
 def test_one_loss_that_is_not_finite_stops_no_training():

@@ -25,6 +25,7 @@ from .._tree.tree import Tree, counted
 
 _LARGEST = 65504.0  # of float16
 _MOST_ZEROS = 2000  # steps; the usual interval of a rule that grows
+_PATIENCE = 4  # skips in a row after which the scale may be why a loss is not finite
 _LEAST_SCALE = 2.0**-111  # at a lower scale 2 * 65504 / scale overflows float32
 
 
@@ -36,7 +37,8 @@ class HeadroomState(NamedTuple):
         scale: float32 []. The factor of the loss.
         amax_history: float32 [window]. The largest gradients, the latest last; 0 where there was no
             step yet.
-        consecutive_skips: int32 []. The number of overflows in a row, for `check_scaler`.
+        consecutive_skips: int32 []. The number of overflows and of losses that are not finite, in a
+            row, for `check_scaler`.
         consecutive_zeros: int32 []. The number of steps in a row in which all gradients were 0.
     """
 
@@ -53,7 +55,9 @@ class HeadroomScale:
 
     Equal, for a step whose largest unscaled gradient is `amax`, to
 
-        seen = 2 * 65504 / scale if found_inf else amax
+        skips = skips + 1 if found_inf or not amax < inf else 0
+        overflow = found_inf or (skips > 0 and skips % 4 == 0)
+        seen = 2 * 65504 / scale if overflow else amax
         if isfinite(seen) and seen > 0:             # informative
             history = [*history[1:], seen]
         elif seen == 0 and (scale < 1 or 2000 in a row):  # every gradient may be lost
@@ -70,11 +74,12 @@ class HeadroomScale:
       raise it, by one bit: with sparse rewards most gradients are 0, and a rule that grew on them
       at once would overflow on the others. So every start works, and the scale recovers from any
       run of overflows and from any fall of the gradients.
-    - An `amax` of inf or NaN in a step that was not bad changes neither scale nor history. If the
-      loss itself is not finite, `train_step` passes `found_inf=False` and NaN: the step is skipped,
-      but no scale could have avoided that. A loop by hand does the same with
-      `rule.update(scaler, found_inf & torch.isfinite(loss), amax)`. `consecutive_skips` does not
-      count such a step; `StepInfo.found_inf` is True for both kinds.
+    - If the loss itself is not finite, `train_step` passes `found_inf=False` and an `amax` of NaN.
+      The step is skipped, and the scale stays, because the usual cause is the data. Every fourth
+      skip in a row counts as an overflow all the same, because a loss that holds a gradient scaled
+      by `scale` is finite at a lower one. So no loss is skipped for ever at a scale that is its
+      cause. A loop by hand does the same with
+      `rule.update(scaler, found_inf & torch.isfinite(loss), amax)`.
 
     `takes_amax` is True: `update` needs the result of `grad_amax`, which `train_step` passes to
     every such rule. The next update repairs a scale of 0, inf or NaN, as a damaged checkpoint may
@@ -143,7 +148,7 @@ class HeadroomScale:
             scaler: The state that scaled the loss.
             found_inf: 0-d bool, True if the step was bad.
             amax: 0-d, the largest magnitude of the unscaled gradients before clipping. Any value if
-                the step was bad, NaN if it is not known.
+                the step was bad, NaN or inf if the loss was not finite, -1 if it is not known.
 
         Raises:
             TypeError: `amax` is missing, or `scaler` is the state of another rule.
@@ -151,13 +156,15 @@ class HeadroomScale:
         """
         self._check(scaler, amax)
         scale, history = scaler.scale, scaler.amax_history
-        found_inf = _tree.flag(found_inf, like=scale)
-        seen = torch.where(found_inf, 2 * _LARGEST / scale, _as_amax(amax, scale))
+        found_inf, amax = _tree.flag(found_inf, like=scale), _as_amax(amax, scale)
+        skips, not_finite = counted(scaler.consecutive_skips, True), ~(amax < math.inf)
+        overflow = found_inf | (not_finite & (skips % _PATIENCE == 0))
+        seen = torch.where(overflow, 2 * _LARGEST / scale, amax)
         informative = (seen > 0) & (seen < math.inf)
         all_zero = seen == 0
         zeros = scaler.consecutive_zeros.clamp(0, _MOST_ZEROS) + all_zero
         lost = all_zero & ((scale < 1) | (zeros >= _MOST_ZEROS))
-        growth = 1 + lost.to(scale.dtype)
+        growth = 1 + lost
         history = (
             torch.where(informative, torch.cat([history[1:], seen.reshape(1)]), history) / growth
         )
@@ -168,7 +175,7 @@ class HeadroomScale:
                 self.min_scale, self.max_scale
             ),
             amax_history=history,
-            consecutive_skips=torch.where(found_inf, counted(scaler.consecutive_skips, True), 0),
+            consecutive_skips=skips * (found_inf | not_finite),
             consecutive_zeros=torch.where(informative | lost, 0, zeros),
         )
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from .._distributed.process_group import Group
 from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rule_protocol import HasScale
+from .._loss_scale.rules import StaticScale
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import wide_dtype
@@ -128,10 +129,11 @@ def check_scaler(
     Args:
         scaler: The state of one scaler.
         rule: Its rule.
-        max_skips: How many steps in a row may overflow, counted by the field `consecutive_skips` of
-            the state. By default any number.
+        max_skips: How many steps in a row may be skipped for an overflow or a loss that is not
+            finite, counted by the field `consecutive_skips` of the state. By default any number.
+            Give it for a rule that never lowers its scale, such as StaticScale.
         loss: The loss of the last step, `info.loss`. It only makes the error say whether the loss
-            itself is inf or NaN, which no scale can mend, or the gradients overflow.
+            itself is inf or NaN or the gradients overflow.
 
     Raises:
         FloatingPointError: The scale is not positive and finite; the last step overflowed with the
@@ -177,7 +179,8 @@ def check_scaler(
     if max_skips is not None and skips > max_skips:
         raise FloatingPointError(
             f"{skips} steps in a row were skipped, more than max_skips={max_skips}; the scale is "
-            f"{scale}. {_where_to_look(loss, max(scale, 2.0**-126))}"
+            f"{scale}{', which never moves' if isinstance(rule, StaticScale) else ''}. "
+            f"{_where_to_look(loss, max(scale, 2.0**-126))}"
         )
 
 
@@ -208,10 +211,18 @@ def _check_state_and_loss(scaler: Any, max_skips: Any, loss: Any) -> None:
 def _where_to_look(loss: Any, lower: float | None = None) -> str:
     """Return advice for a run of skips. `lower`: a scale to start from, if a lower one may help."""
     if loss is not None and not math.isfinite(loss):
+        within = (
+            ""
+            if lower is None
+            else (
+                " A lower scale helps only if the loss holds a gradient of its own, scaled by the "
+                "scale: DynamicScale() then lowers it."
+            )
+        )
         return (
-            f"The loss itself is {float(loss)}, at any scale. Look at the data, the learning rate, "
-            "a division or log of 0, and whether parameters are finite; `forward_report(apply, "
-            "params, buffers, *inputs).first` names the module in which it arose."
+            f"The loss itself is {float(loss)}. Look at the data, the learning rate, a division or "
+            "log of 0, and whether parameters are finite; `forward_report(apply, params, buffers, "
+            f"*inputs).first` names the module in which it arose.{within}"
         )
     look = "look at the data, the learning rate, a division or log of 0"
     if lower is not None:
@@ -225,7 +236,7 @@ def _where_to_look(loss: Any, lower: float | None = None) -> str:
             f"names them. Then {look}."
         )
     return (
-        "First check whether the loss itself is inf or NaN, which no scale can mend: "
+        "First check whether the loss itself is inf or NaN, which a scale can seldom mend: "
         f"`check_scaler(..., loss=info.loss)`. If it is finite, {look}."
     )
 

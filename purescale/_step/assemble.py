@@ -112,8 +112,8 @@ def _rule_arguments(
 ) -> tuple[Tensor, Tensor | None]:
     """Return `found_inf` and the largest gradient for `rule.update`.
 
-    For a rule that takes amax, a loss that is not finite itself is not an overflow, because no
-    scale could have prevented it. If such a loss skips the step, amax is unknown: NaN.
+    For a rule that takes amax, a loss that is not finite itself is not an overflow, because the
+    scale is seldom its cause. If such a loss skips the step, amax is NaN.
     """
     flags, scale = attempt.flags, attempt.scaler.tree.scale
     if not options.takes_amax:

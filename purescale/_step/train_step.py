@@ -77,7 +77,7 @@ def train_step(
     bit, and the scale backs off. If something else skips the step (a guard, a tensor bound that is
     0, negative or NaN, or no weight), the scale stays. A rule that takes amax gets that of the
     averaged, unscaled gradients before clipping. If the loss itself is not finite, it gets
-    `found_inf=False` and NaN, because no scale could have prevented that.
+    `found_inf=False` and NaN, because the scale is seldom the cause of that.
 
     A parameter that the loss does not use has a gradient of 0, so momentum and weight decay still
     move it; torch leaves a parameter without a gradient alone. Works under

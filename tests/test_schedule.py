@@ -6,9 +6,11 @@ import math
 import pickle
 from typing import NamedTuple
 
+import hypothesis.strategies as st
 import pytest
 import torch
 from helpers import AsOnAnAccelerator, clone, same_bits
+from hypothesis import given
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import lr_scheduler as torchs
 
@@ -295,6 +297,31 @@ def one_iteration_before(tree):
         return {key: one_iteration_before(part) for key, part in tree.items()}
     is_state = isinstance(tree, tuple) and hasattr(tree, "_fields")
     return type(tree)(*map(one_iteration_before, tree)) if is_state else tree
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")  # of a skipped epoch
+@given(st.lists(st.booleans(), min_size=1, max_size=20), st.integers(1, 6))
+def test_an_epoch_of_iterations_is_that_of_torchs_loop_whatever_is_skipped(skips, steps_per_epoch):
+    def make(opt):
+        return torchs.ExponentialLR(opt, gamma=0.5)
+
+    schedule = ps.schedule_from_torch(make, lr=1.0, steps=20)
+    optimizer = ps.from_torch(
+        torch.optim.SGD,
+        lr=lambda count: schedule(count // steps_per_epoch),
+        schedule_by="iteration",
+    )
+    weight = torch.zeros((), dtype=torch.float64)
+    theirs, gradient = weight.clone(), -torch.ones_like(weight)
+    state, sgd = optimizer.init(weight), torch.optim.SGD([theirs], lr=1.0)
+    scheduler, theirs.grad = make(sgd), gradient
+    for index, skipped in enumerate(skips, 1):
+        weight, state = ps.maybe_step(optimizer, weight, gradient, state, torch.tensor(skipped))
+        if not skipped:
+            sgd.step()
+        if index % steps_per_epoch == 0:
+            scheduler.step()
+    assert weight == theirs
 
 
 class RejectsFives:

@@ -79,7 +79,9 @@ def schedule_from_torch(
         A function from a count (an integer tensor of any shape) to rates, float32 in that shape: an
         `lr` for `from_torch` and its `overrides`. For a loop that calls `scheduler.step()` once a
         batch, skipped or not, use `from_torch(..., schedule_by="iteration")`; for one that calls it
-        once an epoch, `lambda applied: schedule(applied // steps_per_epoch)`.
+        once an epoch, `lr=lambda count: schedule(count // steps_per_epoch)` and
+        `schedule_by="iteration"` too. By default only applied steps count, so each skip would make
+        every later epoch begin a step late.
 
     Raises:
         TypeError: If `make` does not return a scheduler of torch.
@@ -95,6 +97,22 @@ def schedule_from_torch(
         ... )
         >>> schedule(torch.arange(4))
         tensor([0.5000, 0.7500, 1.0000, 1.0000])
+
+        Once an epoch of two steps, with skips, as in torch's loop:
+
+        >>> from purescale import from_torch, maybe_step
+        >>> optimizer = from_torch(
+        ...     torch.optim.SGD, lr=lambda count: schedule(count // 2), schedule_by="iteration"
+        ... )
+        >>> ours, theirs, gradient = torch.zeros(()), torch.zeros(()), torch.tensor(-1.0)
+        >>> state, sgd = optimizer.init(ours), torch.optim.SGD([theirs], lr=1.0)
+        >>> scheduler, theirs.grad = LinearLR(sgd, 0.5, total_iters=2), gradient
+        >>> for index, skipped in enumerate([True, False, False, True, False, False]):
+        ...     ours, state = maybe_step(optimizer, ours, gradient, state, torch.tensor(skipped))
+        ...     _ = None if skipped else sgd.step()
+        ...     _ = scheduler.step() if index % 2 else None
+        >>> ours, theirs
+        (tensor(3.2500), tensor(3.2500))
 
     Source of the rule: torch.optim.lr_scheduler, which is what runs.
     """

@@ -99,8 +99,8 @@ def from_torch(
             it, which starts at 1.
         lr_in_state: True for `in_state=("lr",)`.
         schedule_by: What schedules count: `"applied"` steps, or by `"iteration"`, that is skipped
-            steps too, as a loop of torch does that calls `scheduler.step()` once a batch. The count
-            is `opt_state.iteration`, and a skipped step changes nothing else.
+            steps too, as a loop of torch does that calls `scheduler.step()` once a batch or once an
+            epoch. The count is `opt_state.iteration`, and a skipped step changes nothing else.
         settings: The settings of the class. A flag (`foreach`, `fused`, `capturable`) that is named
             here chooses torch's implementation on a CPU; with `differentiable=True` the formula
             runs.

@@ -1092,6 +1092,44 @@ def test_a_window_of_a_size_is_torchs_loop_of_losses_divided_by_it(numbers, dona
     torch.testing.assert_close(state.params, expected, rtol=1e-5, atol=1e-6)
 
 
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=6),
+    st.integers(0, 3),
+    st.sampled_from([5, 33, 300]),
+    st.booleans(),
+)
+def test_a_window_of_a_size_is_torchs_loop_that_drops_what_overflows(bad, missing, size, retries):
+    """`loss / k` is backpropagated for each, and gradients with an inf are not added."""
+    generator, window_size = torch.Generator().manual_seed(0), len(bad) + missing
+    window = [
+        torch.randn(size, generator=generator, dtype=torch.float64) * (INF if each else 1)
+        for each in bad
+    ]
+    weight = torch.ones(size, dtype=torch.float64)
+    optimizer = ps.from_torch(torch.optim.SGD, lr=1.0)
+    state, info = ps.train_step(
+        ps.init_train_state({"w": weight}, {}, optimizer, RULE),
+        window,
+        loss_fn=lambda params, buffers, x: (((params["w"] * x) ** 2).mean(), buffers),
+        optimizer=optimizer,
+        rule=RULE,
+        on_nonfinite="drop_microbatch",
+        max_retries=int(retries),
+        window_size=window_size,
+    )
+    total, summed = torch.zeros_like(weight), torch.zeros_like(weight[0])
+    for x in window:
+        leaf = weight.clone().requires_grad_()
+        loss = ((leaf * x) ** 2).mean() / window_size
+        loss.backward()
+        if leaf.grad.isfinite().all():
+            total, summed = total + leaf.grad, summed + loss.detach()
+    torch.testing.assert_close(state.params["w"], weight - total, rtol=1e-12, atol=1e-12)
+    assert info.found_inf == all(bad)
+    if not all(bad):
+        torch.testing.assert_close(info.loss, summed, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("weight_fn", [None, abs])
 def test_a_full_window_of_a_size_has_the_bits_of_one_without(weight_fn):
     state, step = mean_job(weight_fn)

@@ -355,6 +355,14 @@ def _overflows(rank):
             torch.testing.assert_close(new.params, alone.params, rtol=1e-12, atol=1e-12)
             assert same_bits(new.scaler, alone.scaler)
             assert the_same_everywhere(new, info)
+            # of a size: shorter on each rank, and by another number
+            settings["window_size"] = ranks + 1
+            new, info = step(state, share(rank, bad), group=world, **settings)
+            settings["window_size"] *= ranks
+            alone, told = step(state, every, **settings)
+            torch.testing.assert_close(
+                (new.params, info.loss), (alone.params, told.loss), rtol=1e-12, atol=1e-12
+            )
         # weight 0 counts for nothing, be it NaN
         weight_fn = functools.partial(_unless, samples(share(bad_rank)[0]))
         new, info = step(state, share(rank, bad), group=world, weight_fn=weight_fn)

@@ -221,7 +221,8 @@ def accumulated_grads(
         accum: The state at the end of the window. Start the next window with `init_accum`.
         on_nonfinite: `"drop_window"`: one bad microbatch skips the step, as in torch.
             `"drop_microbatch"`: the step uses the good microbatches, whose weights count as the
-            whole.
+            whole. The mean times `accum.num_good / k` is the sum of a loop that backpropagates
+            `loss / k` and drops the others.
         donate: The result may be the tensors of `accum`; the caller gives it up.
 
     Returns:

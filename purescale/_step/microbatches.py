@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .._batch_norm.bn_stats import (
@@ -56,6 +57,9 @@ class WindowResult(NamedTuple):
     microbatch_flags: MicrobatchFlags | None  # None without a group if only the mean is measured
     # by which this rank's mean is divided before the sum over ranks; inf without a weight
     divisor: Tensor | None = None
+    # of a window of `window_size` of which nothing is dropped: the loss is, and the mean is to be
+    # multiplied by it
+    share: Tensor | float | None = None
     reduction: Reduction | None = None  # on its way to the other ranks
 
 
@@ -164,9 +168,9 @@ def _accumulate(
         del out, microbatch  # so that the next ones reuse their memory
     check_unwritten(memory.microbatches, before)
     grads = mean.result() if sender is None else as_gradients([], scale, owned=True)
-    loss, flags, divisor = _summary(engine, weights, losses, mean.overflows, options, scale)
+    loss, flags, divisor, share = _summary(engine, weights, losses, mean.overflows, options, scale)
     reduction = None if sender is None else sender.reduction
-    return WindowResult(grads, loss, carried, aux, flags, divisor, reduction)
+    return WindowResult(grads, loss, carried, aux, flags, divisor, share, reduction)
 
 
 # Functions in a window, each of which makes a microbatch when its turn comes. Other objects may be
@@ -234,17 +238,19 @@ def _summary(
     overflows: list[Tensor | bool],
     options: StepOptions,
     scale: Tensor,
-) -> tuple[Tensor, MicrobatchFlags | None, Tensor | None]:
-    """Return loss, flags and divisor of a window, as in `WindowResult`, from its microbatches. With
-    a group they are over all its ranks.
+) -> tuple[Tensor, MicrobatchFlags | None, Tensor | None, Tensor | float | None]:
+    """Return loss, flags, divisor and share of a window, as in `WindowResult`, from its
+    microbatches. With a group they are over all its ranks.
     """
     weight, group = weights.vector, options.group
+    full: float = options.window_size or len(losses)
+    share: Tensor | float | None = None if full == len(losses) else len(losses) / full
     if weight is None:  # equal weights, of which only the mean is measured
         wide = widest_float(scale.device)
         mean = losses[0]
         if len(losses) > 1:
             mean = torch.stack(losses).mean(dtype=wide).to(mean.dtype)
-        return mean, None, None
+        return mean if share is None else mean * share, None, None, share
     loss = torch.stack(losses)
     overflow = torch.zeros((), dtype=torch.bool, device=scale.device)
     if overflows:
@@ -260,8 +266,11 @@ def _summary(
     means = torch.stack([_mean(loss, weight, flag) for flag in (good, counts)])
     if group is not None:
         weighted = torch.where(local > 0, local * means, 0)
-        reduced = all_reduce(torch.cat([sums, weighted]), "sum", group)
-        sums, weighted = reduced[:-2], reduced[-2:]
+        parts = torch.full_like(local[:1], len(losses) / full)
+        reduced = all_reduce(torch.cat([sums, weighted, parts]), "sum", group)
+        sums, weighted = reduced[:-3], reduced[-3:-1]
+        if options.window_size is not None:
+            share = reduced[-1] / dist.get_world_size(group)
         means = weighted / torch.where(sums[:2] > 0, sums[:2], 1)
     total, has = _Totals(*sums.unbind()), _Totals(*engine.read(sums > 0))
     mean_is_retryable = negated(has.diverged | has.invalid)
@@ -270,6 +279,9 @@ def _summary(
         skip, retryable = negated(has.good), has.finite_overflowed
         # If all were dropped, the loss of all of them shows why.
         mean = torch.where(total.good > 0, means[0], means[1])
+        if options.window_size is not None:
+            kept = total.good_weight / torch.where(total.weight > 0, total.weight, 1)
+            share = torch.where(total.good > 0, kept, 1) * (1.0 if share is None else share)
     else:
         skip = has.invalid | has.overflowed | negated(has.good)
         retryable, mean = has.overflowed & mean_is_retryable, means[1]
@@ -279,7 +291,9 @@ def _summary(
     if group is not None:
         here, all_ranks = (local[0], total.good_weight) if drops_one else (local[1], total.weight)
         divisor = mean_divisor(here, all_ranks)
-    return mean.to(loss.dtype), MicrobatchFlags(of_window, has.weight, mean_is_retryable), divisor
+    mean = mean if share is None else mean * share
+    of_all = MicrobatchFlags(of_window, has.weight, mean_is_retryable)
+    return mean.to(loss.dtype), of_all, divisor, share
 
 
 def _mean(loss: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +17,7 @@ from .._optim.protocol import Optimizer
 from .._optim.updater import Updater, as_updater
 from .._step.spike_guard import Guard
 from .._step.train_state import check_parts
-from .._step.value_and_grad import LossFn, check_returned
+from .._step.value_and_grad import LossFn
 from .._torch.tracing import refuse_in_a_trace
 from .._tree.scalars import is_whole, short_repr
 from .._tree.tree import FlatTree, Tree
@@ -58,21 +57,6 @@ class StepOptions:
     guard: Guard[Any] | None = None
     unroll: bool = True  # False: the microbatches of a compiled window share their code
     window_size: int | None = None  # of a full window
-
-    def of_window(self, number: int) -> StepOptions:
-        """Return the settings of a window of `number` microbatches: its losses are a part of those
-        of a full one.
-        """
-        if self.window_size in (None, number):
-            return self
-        share, loss_fn = number / self.window_size, self.loss_fn
-
-        @functools.wraps(loss_fn, updated=())  # errors quote its signature
-        def part_of_window(params: Tree, buffers: Tree, microbatch: Any) -> tuple[Any, ...]:
-            loss, *others = check_returned(loss_fn(params, buffers, microbatch), buffers)
-            return (loss * share, *others)
-
-        return dataclasses.replace(self, loss_fn=part_of_window)
 
     def compared(self) -> dict[str, Any]:
         """Return by name what all ranks of a group must have alike."""

@@ -124,10 +124,11 @@ def train_step(
             all with the same structure, shapes, strides and dtypes. `loss_fn` must then change
             nothing outside of it and return no aux; docs/limits.md lists what is unrolled all the
             same.
-        window_size: The number of microbatches of a full window. A shorter one, such as the last of
-            an epoch, is then a smaller step: loss and gradients are sums divided by this number, as
-            in a loop that backpropagates `loss / k`. By default every window is a full step, the
-            mean over its own microbatches.
+        window_size: The number of microbatches of a full window, on each rank of a group. A shorter
+            one, such as the last of an epoch, is then a smaller step: loss and gradients are sums
+            divided by this number, as in a loop that backpropagates `loss / k`. What
+            `"drop_microbatch"` drops is missing in these sums. By default every window is a full
+            step, the mean over its own microbatches that are not dropped.
 
     Returns:
         The next `TrainState` and a `StepInfo`.
@@ -174,7 +175,6 @@ def train_step(
         return _check_call(state, microbatches, options), options
 
     flat, options = check_on_all_ranks(group, check, state)
-    options = options.of_window(len(microbatches))
     new_state, info = _stages(options, flat, microbatches)
     if donate:
         _tree.poison(state, keep=(new_state, info, microbatches, max_norm, clip_value))
@@ -200,6 +200,8 @@ def _stages(
         window = accumulate_microbatches(engine, options, scaled, microbatches, memory)
         if options.group is not None:
             window = reduce_window(options, window, flat, len(microbatches))
+        if window.share is not None:
+            window = window._replace(grads=window.grads.multiplied(window.share))
         stats = engine.measure(window.grads, scaler.tree.scale, stats_options)
         return window, stats, flags_with_mean(window, stats.overflow, options)
 

@@ -288,6 +288,7 @@ TESTED_WITH = {
     "_tree/mismatch.py": "test_checkpoint.py",
     "_tree/tree.py": "test_leaves.py",
     "testing/_battery.py": "test_rule_battery.py",
+    "testing/_step_batches.py": "test_step_battery.py",
 }
 # Laws, counts and pages, over many files.
 ACROSS_FILES = {

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 
 import pytest
 import torch
@@ -109,6 +110,25 @@ class SchedulerIsNotSaved(Trainer):
         return parts
 
 
+class ScalerIsNotSaved(Trainer):
+    """Its scale is a power of two, so that no weight of a resumed run shows it."""
+
+    def parts(self):
+        parts = super().parts()
+        del parts["scaler"]
+        return parts
+
+
+class CountIsNotSaved(Trainer):
+    def state_dict(self):
+        sd = super().state_dict()
+        del sd["steps"]
+        return sd
+
+    def load_state_dict(self, sd):
+        super().load_state_dict({**sd, "steps": self.steps})
+
+
 class MomentsAreNotSaved(Trainer):
     def state_dict(self):
         sd = super().state_dict()
@@ -211,6 +231,8 @@ class ScheduleByIteration(Trainer):
 
 FAULTS = {
     SchedulerIsNotSaved: ("resume", "save all that a step reads"),
+    ScalerIsNotSaved: ("resume", "scaler._growth_tracker"),
+    CountIsNotSaved: ("resume", "steps differ"),
     MomentsAreNotSaved: ("resume", "save all that a step reads"),
     GeneratorIsNotSaved: ("resume", "generators"),
     GradientsAreNotCleared: ("resume", "clear `.grad`"),
@@ -253,6 +275,114 @@ def test_a_quirk_is_a_law_that_is_broken_on_purpose():
     assert_step(MeanOfMeans(), None, batches(), quirks=("weights",))
     with pytest.raises(AssertionError, match=r"Trainer keeps weights, which quirks says it breaks"):
         assert_step(Trainer(), None, batches(), quirks=("weights",))
+
+
+# ---- batches that are not two of half the size ---------------------------------------------------
+
+
+class WithANorm(Trainer):
+    def __init__(self):
+        super().__init__()
+        self.model.insert(1, nn.BatchNorm1d(16))
+        self.average = copy.deepcopy(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 0.9**n)
+
+    def after(self, applied):
+        buffers = [t.clone() for t in self.model.buffers()]
+        super().after(applied)
+        if applied:
+            self.kept = buffers
+        else:
+            for t, old in zip(self.model.buffers(), self.kept, strict=True):
+                t.copy_(old)
+
+    def load_state_dict(self, sd):
+        super().load_state_dict(sd)
+        self.kept = [t.clone() for t in self.model.buffers()]
+
+
+class WithDropout(Trainer):
+    def __init__(self):
+        super().__init__()
+        self.model.insert(2, nn.Dropout(0.5))
+        self.model.append(nn.Dropout(0.5))  # drawn in turn with the first
+        self.average = copy.deepcopy(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 0.9**n)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        (WithANorm, r"batch norm takes its statistics from each part \(model.1.running_mean, "),
+        (WithDropout, "random numbers, such as those of dropout, are drawn for each part"),
+    ],
+)
+def test_batch_norm_and_dropout_are_named_as_the_cause_and_may_be_meant(kind, cause):
+    quirks = ("window", "weights")
+    with pytest.raises(AssertionError, match=r"the law `window`[^`]*") as error:
+        assert_step(kind(), None, batches())
+    assert re.search(cause, str(error.value))
+    assert f"quirks={quirks}".replace("'", '"') in str(error.value)
+    assert_step(kind(), None, batches(), quirks=quirks)
+
+
+def recurrent_step():
+    """A step over batches with a hidden state, [layers, batch, width]."""
+    generator = torch.Generator().manual_seed(1)
+    params = {name: torch.randn(5, n, generator=generator) for name, n in (("w", 4), ("u", 5))}
+
+    def loss_fn(params, buffers, batch):
+        x, hidden = batch
+        out = torch.tanh(F.linear(x, params["w"]) + F.linear(hidden, params["u"]).sum(0))
+        return out.square().mean(), buffers
+
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.5), ps.DynamicScale(2.0**8)
+    step = functools.partial(
+        ps.train_step,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        rule=rule,
+        weight_fn=lambda batch: len(batch[0]),
+    )
+    data = [
+        (torch.randn(6, 4, generator=generator), torch.randn(2, 6, 5, generator=generator))
+        for _ in range(4)
+    ]
+    return step, ps.init_train_state(params, {}, optimizer, rule), data
+
+
+def join_hidden(some):
+    return torch.cat([x for x, _ in some]), torch.cat([hidden for _, hidden in some], dim=1)
+
+
+def split_hidden(batch):
+    x, hidden = batch
+    return [(x[part], hidden[:, part]) for part in (slice(1), slice(1, None))]
+
+
+def test_batches_that_do_not_join_along_their_first_dimension_are_refused_with_the_cure():
+    words = r"which is 6, 2 long: RuntimeError.*\[layers, batch, width\].*Fix: join=.*join=False"
+    with pytest.raises(ValueError, match=words):
+        assert_step(*recurrent_step())
+
+
+def test_how_batches_join_may_be_told_or_that_they_do_not():
+    step = recurrent_step()
+    assert_step(*step, join=False)
+    assert_step(*step, join=join_hidden, split=split_hidden)
+    assert_step(*step, join=False, split=split_hidden)
+
+
+def test_a_mean_of_means_is_caught_in_batches_that_do_not_join():
+    step, state, data = recurrent_step()
+
+    def of_means(state, window):
+        return step(state, [window[0]])
+
+    with pytest.raises(AssertionError, match="of_means breaks the law `weights`"):
+        assert_step(of_means, state, data, join=False, split=split_hidden)
 
 
 # ---- pure steps ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from .._tree.scalars import not_made
 from .._tree.tree import Tree, join_names
 from ._battery import Battery, saved_and_loaded
 from ._laws import Untouched, same_bits, shares_memory, short
+from ._step_batches import StepBatches, not_finite
 
+_BATCH_NORM = ("*running_mean", "*running_var", "*num_batches_tracked")
 _CHANGED_BY_A_SKIP = ("*scaler*", "*loss_scale*", "*rng*", "*iteration")
 
 
@@ -29,7 +31,7 @@ def assert_step(
     batches: Sequence[Any],
     *,
     overflow: Callable[[Any], Any] | None = None,
-    join: Callable[[list[Any]], Any] | None = None,
+    join: Callable[[list[Any]], Any] | Literal[False] | None = None,
     split: Callable[[Any], list[Any]] | None = None,
     skip_changes: Sequence[str] = _CHANGED_BY_A_SKIP,
     scale: str = "*scaler*scale",
@@ -44,7 +46,9 @@ def assert_step(
 
     - `moves`: a step of good batches changes the state and leaves no inf or NaN in it
     - `repeat`: the same state and window give the same bits; a pure step changes no argument
-    - `resume`: a state that was saved, and loaded later, goes on with the same bits
+    - `resume`: a state that was saved, and loaded later, goes on with the same bits. Loading brings
+      back all that a trainer has in its attributes: what has a `state_dict`, such as a GradScaler,
+      and whole numbers
     - `window`: a window of two batches makes the step of both as one batch
     - `weights`: so does a window of unequal parts of one batch, as with padded tokens
     - `scale`: a step at a lower loss scale is the same step
@@ -62,8 +66,9 @@ def assert_step(
         overflow: A function from a batch to one whose gradients overflow. By default its floating
             tensors become inf, or the loss scale if it has none.
         join: A function from a list of batches to one batch. By default tensors are joined along
-            their first dimension.
-        split: A function from a batch to two batches of unequal size: by default its first sample
+            their first dimension. False: batches do not join, as with a hidden state that goes
+            from one to the next; then `window` is not checked, and `weights` only with `split`.
+        split: A function from a batch to two batches of unequal size: by default its first third
             and the rest.
         skip_changes: Globs of dotted paths in the state of what a skipped step may change. For a
             loop that calls `scheduler.step()` once a batch, `("*scaler*", "*scheduler*", "*.lr")`.
@@ -78,7 +83,8 @@ def assert_step(
         AssertionError: A law is broken; with the paths in the state, what came, what should, and a
             fix.
         TypeError: `step` is neither a function nor a trainer, or `batches` is not a list.
-        ValueError: Fewer than four batches, or a quirk that is not the name of a law.
+        ValueError: Fewer than four batches, a quirk that is not the name of a law, or batches that
+            do not join along their first dimension.
 
     Example:
         >>> import functools
@@ -100,7 +106,7 @@ def assert_step(
     if len(batches) < _BATCHES:
         raise ValueError(f"batches has {len(batches)} of at least {_BATCHES} batches. Fix: more.")
     run = _Trainer(step) if state is None else _Pure(step, state)
-    data = _Data(list(batches), overflow or _not_finite, join or _joined, split or _first_and_rest)
+    data = StepBatches(list(batches), overflow or not_finite, join, split)
     battery = _StepBattery(run, data, tuple(skip_changes), scale, rtol, quirks)
     with torch.random.fork_rng():
         try:
@@ -133,7 +139,7 @@ _FIXES = {
 class _Pure:
     """A pure step."""
 
-    is_pure = True
+    is_pure, seed = True, 0
 
     def __init__(self, step: Any, state: Tree) -> None:
         if not callable(step) or isinstance(step, type):
@@ -148,7 +154,7 @@ class _Pure:
 
     def __call__(self, state: Tree, window: list[Any], **settings: Any) -> Tree:
         """Return the state after a step."""
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
         result = self.step(state, window, **settings)
         if not isinstance(result, tuple) or len(result) != 2:
             raise AssertionError(
@@ -157,12 +163,15 @@ class _Pure:
             )
         return result[0]
 
-    def resumed(self, state: Tree, windows: list[list[Any]]) -> tuple[Tree, list[Tree]]:
-        """Return the state after two windows, and that of runs that were stopped between them."""
+    def resumed(self, state: Tree, windows: list[list[Any]]) -> list[tuple[Tree, Tree]]:
+        """Return pairs that should be equal: the state after two windows, and that of a run that
+        was stopped between them.
+        """
         between = self(state, windows[0])
         expected = self(between, windows[1])
         self(expected, windows[2])
-        return expected, [self(each, windows[1]) for each in saved_and_loaded(between, state)]
+        loaded = saved_and_loaded(between, state)
+        return [(expected, self(each, windows[1])) for each in loaded]
 
     def close(self) -> None:
         """Leave all as it was: a pure step has changed nothing."""
@@ -171,7 +180,7 @@ class _Pure:
 class _Trainer:
     """A trainer that holds its state, as a function of the state."""
 
-    is_pure = False
+    is_pure, seed = False, 0
 
     def __init__(self, trainer: Any) -> None:
         if what := not_made(trainer, "step", "state_dict", "load_state_dict"):
@@ -186,8 +195,18 @@ class _Trainer:
     def _state(self) -> Tree:
         return copy.deepcopy(self.trainer.state_dict())
 
+    def _parts(self) -> dict[str, Any]:
+        """Return what its attributes have: state dicts and whole numbers."""
+        parts = {}
+        for path, leaf in _leaves(dict(getattr(self.trainer, "__dict__", {}))):
+            if not not_made(leaf, "state_dict"):
+                parts[path] = copy.deepcopy(leaf.state_dict())
+            elif type(leaf) is int:
+                parts[path] = leaf
+        return parts
+
     def _go_on(self, window: list[Any]) -> Tree:
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
         self.trainer.step(window)
         return self._state()
 
@@ -196,31 +215,21 @@ class _Trainer:
         self.trainer.load_state_dict(copy.deepcopy(state))
         return self._go_on(window)
 
-    def resumed(self, state: Tree, windows: list[list[Any]]) -> tuple[Tree, list[Tree]]:
-        """Return the state after two windows, and that of a run that was stopped between them. The
-        trainer itself goes on, so that what is not saved has moved.
+    def resumed(self, state: Tree, windows: list[list[Any]]) -> list[tuple[Tree, Tree]]:
+        """Return pairs that should be equal: the parts of the trainer before it goes on and after
+        it was stopped there, and the states a step later. The trainer itself goes on, so that what
+        is not saved has moved.
         """
         between = self(state, windows[0])
+        parts = self._parts()
         expected = self._go_on(windows[1])
         self._go_on(windows[2])
-        return expected, [self(between, windows[1])]
+        self.trainer.load_state_dict(copy.deepcopy(between))
+        return [(parts, self._parts()), (expected, self._go_on(windows[1]))]
 
     def close(self) -> None:
         """Load the state that the trainer had."""
         self.trainer.load_state_dict(self.first)
-
-
-class _Data:
-    """The batches, and what can be made of them."""
-
-    def __init__(
-        self,
-        batches: list[Any],
-        overflow: Callable[[Any], Any],
-        join: Callable[[list[Any]], Any],
-        split: Callable[[Any], list[Any]],
-    ) -> None:
-        self.batches, self.overflow, self.join, self.split = batches, overflow, join, split
 
 
 class _StepBattery(Battery):
@@ -235,7 +244,7 @@ class _StepBattery(Battery):
     def __init__(
         self,
         run: Any,
-        data: _Data,
+        data: StepBatches,
         skip_changes: tuple[str, ...],
         scale: str,
         rtol: float,
@@ -257,11 +266,17 @@ class _StepBattery(Battery):
         if differing:
             self.fail(law, f"{join_names(differing)} differ", "the same bits")
 
-    def check_close(self, law: str, old: Tree, expected: Tree, came: Tree) -> None:
-        """Check that two states after one step from `old` agree up to rounding."""
+    def check_close(
+        self, law: str, old: Tree, expected: Tree, came: Tree, whole: Any = None
+    ) -> None:
+        """Check that two states after one step from `old` agree up to rounding. `whole`: the batch
+        of which `came` is the step of the parts.
+        """
         reasons = _far(old, expected, came, self.rtol, (self.scale_glob,))
         if reasons:
-            self.fail(law, join_names(reasons), f"the same update, to {self.rtol:g} of it")
+            should = f"the same update, to {self.rtol:g} of it"
+            fix = "" if whole is None else self.fix_of_parts(law, whole, expected)
+            self.fail(law, join_names(reasons), should, fix=fix)
 
     # ---- what is checked
 
@@ -299,21 +314,59 @@ class _StepBattery(Battery):
 
     def resume(self) -> None:
         windows = [[batch] for batch in self.data.batches[:3]]
-        expected, others = self.step.resumed(self.state, windows)
-        for other in others:
-            self.check_bits("resume", expected, other)
+        for expected, came in self.step.resumed(self.state, windows):
+            self.check_bits("resume", expected, came)
 
     def window(self) -> None:
-        some = self.data.batches[:2]
-        self.check_parts("window", some, self.data.join(some))
+        self.check_parts("window", self.data.join)
 
     def weights(self) -> None:
-        batch = self.data.batches[0]
-        self.check_parts("weights", self.data.split(batch), batch)
+        self.check_parts("weights", self.data.split)
 
-    def check_parts(self, law: str, parts: list[Any], whole: Any) -> None:
-        expected, came = self.step(self.state, [whole]), self.step(self.state, parts)
-        self.check_close(law, self.state, expected, came)
+    def check_parts(self, law: str, function: Any) -> None:
+        """Check that parts of a batch make the step of all of it. `function`: the caller's own that
+        makes them, if any.
+        """
+        try:
+            batches = self.data.in_parts(law)
+            if batches is None:
+                return
+            parts, whole = batches
+            expected, came = self.step(self.state, [whole]), self.step(self.state, parts)
+        except Exception as error:
+            if law in self.quirks:
+                self.broken.add(law)
+                return
+            if function:
+                raise
+            raise ValueError(
+                f"{self.name} takes batches[0], but no batch that was joined or split along the "
+                f"first dimension of its tensors, which is {self.data.sizes} long: "
+                f"{type(error).__name__}: {short(str(error), 200)}. Likely cause: samples along "
+                "another dimension, as in a hidden state [layers, batch, width], or a batch norm "
+                "over a single one. Fix: join=, a function from a list of batches to one, and "
+                "split=, from one to two; or join=False, if batches do not join."
+            ) from error
+        self.check_close(law, self.state, expected, came, whole)
+
+    def fix_of_parts(self, law: str, whole: Any, after: Tree) -> str:
+        """Return the fix of a law about parts of a batch. Batch norm and random numbers are the
+        likely cause if the step has them.
+        """
+        causes = []
+        norms = [path for path in _differing(self.state, after) if _matches(path, _BATCH_NORM)]
+        if norms:
+            causes.append(f"batch norm takes its statistics from each part ({join_names(norms)})")
+        self.step.seed = 1
+        if not same_bits(self.step(self.state, [whole]), after):
+            causes.append("random numbers, such as those of dropout, are drawn for each part")
+        self.step.seed = 0
+        if not causes:
+            return self.fixes[law]
+        return (
+            f'if this is meant, quirks=("window", "weights"), or turn it off for this check: '
+            f"{'; '.join(causes)}. Otherwise {self.fixes[law]}"
+        )
 
     def scale(self) -> None:
         if not any(_matches(path, (self.scale_glob,)) for path, _ in _leaves(self.state)):
@@ -360,37 +413,6 @@ class _StepBattery(Battery):
         came = self.attempt("compile", "one graph", lambda: compiled(self.state, window)[0])
         if came is not None:
             self.check_close("compile", self.state, self.step(self.state, window), came)
-
-
-# ---- batches -------------------------------------------------------------------------------------
-
-
-def _not_finite(batch: Any) -> Any:
-    """Return a batch with inf in its floating tensors."""
-
-    def spoilt(leaf: Tensor) -> Tensor:
-        return torch.full_like(leaf, math.inf) if leaf.is_floating_point() else leaf
-
-    return private.pytree.tree_map_only(Tensor, spoilt, batch)
-
-
-def _joined(batches: list[Any]) -> Any:
-    """Return batches as one, joined along the first dimension."""
-
-    def cat(*leaves: Any) -> Any:
-        first = leaves[0]
-        return torch.cat(leaves) if isinstance(first, Tensor) and first.ndim else first
-
-    return private.pytree.tree_map(cat, *batches)
-
-
-def _first_and_rest(batch: Any) -> list[Any]:
-    """Return the first sample of a batch, and the others."""
-
-    def part(span: slice) -> Any:
-        return private.pytree.tree_map_only(Tensor, lambda t: t[span] if t.ndim else t, batch)
-
-    return [part(slice(1)), part(slice(1, None))]
 
 
 # ---- states --------------------------------------------------------------------------------------

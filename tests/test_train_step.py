@@ -377,6 +377,27 @@ def test_with_rng_the_next_step_draws_other_numbers():
     assert step(second._replace(params=state.params))[1].loss != info.loss
 
 
+@pytest.mark.parametrize("retries", [0, 2])
+@pytest.mark.parametrize("on_nonfinite", ["drop_window", "drop_microbatch"])
+@pytest.mark.parametrize("bad", [(0, 0), (0, 1), (1, 1)])
+def test_with_rng_what_is_skipped_or_dropped_draws_its_numbers_too(bad, on_nonfinite, retries):
+    """As torch's generator moves in a loop over the same forwards."""
+    generator = torch.Generator().manual_seed(0)
+    state = ps.init_train_state({"w": torch.ones(33)}, {}, SGD, RULE, rng=generator.get_state())
+    new, _ = ps.train_step(
+        state,
+        [torch.full((33,), math.inf if each else 1.0) for each in bad],
+        loss_fn=lambda p, b, x: ((p["w"] * torch.rand(33) * x).sum(), b),
+        optimizer=SGD,
+        rule=RULE,
+        on_nonfinite=on_nonfinite,
+        max_retries=retries,
+    )
+    for _ in bad:
+        torch.rand(33, generator=generator)
+    assert torch.equal(new.rng, generator.get_state())
+
+
 def test_with_rng_the_generator_is_put_back_when_the_loss_raises():
     state, _ = dropout_job(torch.Generator().manual_seed(3).get_state())
     before = torch.get_rng_state()

@@ -25,6 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import purescale as ps
+from purescale._grads.measure import StatsOptions, exact_stats, measure
+from purescale._tree.gradients import as_gradients
 from purescale.testing import assert_pure
 
 norm_types = st.sampled_from([1.0, 2.0, 3.0, 0.5, math.inf])
@@ -45,6 +47,31 @@ def test_clipping_by_norm_agrees_with_torch(tree, max_norm, norm_type):
     clipped, norm = ps.clip_by_global_norm(tree, max_norm, norm_type)
     torch.testing.assert_close(norm, expected, rtol=2e-6, atol=0)
     torch.testing.assert_close(leaves(clipped), [m.grad for m in mirror], rtol=2e-6, atol=1e-30)
+
+
+ANY = st.floats(width=32, allow_nan=True, allow_infinity=True)
+SCALES = st.sampled_from([1.0, 2.0**16, 2.0**-24, 0.0, math.inf, math.nan])
+
+
+@given(
+    trees(ANY),
+    SCALES,
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_what_a_cpu_reads_is_what_the_specification_computes(tree, scale, is_scaled, amax, dtype):
+    scale = torch.tensor(scale)
+    tensors = [leaf.to(dtype) for leaf in leaves(tree)]
+    grads = as_gradients(tensors, scale if is_scaled else None)
+    for norm_type in (None, 2.0, 3.0):
+        options = StatsOptions(norm_type, amax=amax)
+        read, exact = measure(grads, scale, options), exact_stats(grads, scale, options)
+        assert read.overflow == exact.overflow
+        for number, expected in ((read.norm, exact.norm), (read.amax, exact.amax)):
+            assert (number is None) == (expected is None)
+            if number is not None and not exact.overflow:
+                torch.testing.assert_close(number, expected, rtol=2e-6, atol=0)
 
 
 @given(trees(finite32), norm_types)

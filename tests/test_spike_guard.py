@@ -358,9 +358,10 @@ def test_an_accelerators_way_is_that_of_the_host(optimizer, donate):
         forced, forced_infos = trained(state, step, every)
     assert run.reads == 0
     assert flags(forced_infos, "rejected") == flags(infos, "rejected")
+    # The norm, of which the guard keeps a mean, is that of another kernel.
     torch.testing.assert_close(tuple(forced), tuple(host), rtol=1e-4, atol=1e-5)
     if optimizer is ADAMW:
-        assert same_bits((forced, forced_infos), (host, infos))
+        assert same_bits(forced._replace(guard=()), host._replace(guard=()))
 
 
 def test_a_rejected_step_reports_the_loss_and_the_norm_that_it_was_rejected_for():

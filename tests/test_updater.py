@@ -70,6 +70,7 @@ def scaled_inputs(optimizer, factor, *, overflow):
     if overflow:
         scaled["33"][7] = float("inf")
     inputs = flatten_step(as_updater(optimizer), params, scaled, state)
+    factor = None if factor is None else torch.tensor(factor, dtype=torch.float64)
     grads = inputs.grads._replace(divisor=torch.tensor(4.0), factor=factor)
     return inputs._replace(grads=grads), params, state
 

@@ -86,11 +86,6 @@ def _or_nan(bound: Tensor) -> Tensor:
     return torch.where(bound > 0, bound, torch.nan)
 
 
-def clip_factor_on_host(norm: float, max_norm: float) -> float:
-    """Return `clip_factor` for numbers on the host. The norm is finite."""
-    return 1.0 if max_norm == math.inf else min(1.0, max_norm / (norm + 1e-6))
-
-
 # ---- public --------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from .._grads.grad_stats import LocalStats, local_stats, sum_of_squares
 from .._grads.mesh_stats import mesh_stats, stats_of_parts
 from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import saturating, widest_float
-from .._torch.tracing import host_can_read, is_eager_on_a_cpu, is_on_a_graph
+from .._torch.tracing import host_can_read, is_on_a_graph
 from .._tree.gradients import Gradients
 
 
@@ -35,70 +35,52 @@ OVERFLOW_ONLY = StatsOptions()
 
 
 class GradStats(NamedTuple):
-    """The results of one read of the gradients, over all ranks that share them: 0-d tensors, or
-    Python numbers if the host has read them.
-    """
+    """The measurements of the gradients, over all ranks that share them: 0-d tensors."""
 
-    overflow: Any  # bool: a gradient, or one over the scale, is not finite
+    overflow: Tensor  # bool: a gradient, or one over the scale, is not finite
     norm: Any  # of the unscaled gradients; None if not asked for
     amax: Any  # the largest unscaled magnitude; None if not asked for
 
 
 def measure(grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY) -> GradStats:
-    """Return `stats_by_masks`, from the fastest read, for a function that is called by hand."""
-    stats, tensors = None, grads.tensors
-    if not options.amax and host_can_read([scale], tensors) and not is_on_a_graph(tensors):
+    """Return the stats of `grads` over their divisor. `scale` is the loss scale. An unusable one
+    (0, negative, inf or NaN) counts as overflow, even for unscaled gradients.
+
+    On an accelerator and in a trace nothing is read. On a CPU the sum of squares is read, and the
+    exact way is taken only if that sum is not conclusive.
+    """
+    if host_can_read([scale], grads.tensors) and not is_on_a_graph(grads.tensors):
         stats = _from_squares(grads, scale, options)
-    if stats is None:
-        return stats_by_masks(grads, scale, options)
-    device = scale.device
-    norm, dtype = stats.norm, widest_float(device)
-    if norm is not None:
-        norm = torch.full((), norm, dtype=dtype, device=device)
-    return GradStats(torch.zeros((), dtype=torch.bool, device=device), norm, None)
+        if stats is not None:
+            return stats
+    return exact_stats(grads, scale, options)
 
 
-def stats_by_masks(
+def exact_stats(
     grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY
 ) -> GradStats:
-    """Return the stats of `grads` over their divisor, and read nothing. `scale` is the loss scale.
-    An unusable one (0, negative, inf or NaN) counts as overflow, even for unscaled gradients.
+    """Return what `measure` returns, by its specification: the largest magnitudes and the norm in
+    the widest dtype of the device. Nothing is read.
     """
     divisor = _divisor(grads, scale)
-    stats = _exact_stats(grads, divisor, options.norm_type)
+    stats = _stats_over(grads, divisor, options.norm_type)
     if options.norm_group is not None:
         stats = stats_of_parts(stats, divisor, options.norm_type, options.norm_group)
-    overflow = ~stats.are_finite(divisor) | ~is_usable(scale)
+    overflow = ~(stats.are_finite(divisor) & is_usable(scale))
     if options.group is not None:
         overflow = all_reduce_found_inf(overflow, options.group)
     norm = stats.norm
-    if norm is not None:
-        if options.norm_type == 2 and _is_one_part(grads, options):
-            norm = _match_host_rounding(grads, norm, divisor)
-        if options.of_sum:
-            norm = norm.nan_to_num(math.inf, math.inf)
+    if norm is not None and options.of_sum:
+        norm = norm.nan_to_num(math.inf, math.inf)
     return GradStats(overflow, norm, _amax(stats, divisor, options.group) if options.amax else None)
-
-
-def stats_on_host(
-    grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY
-) -> GradStats:
-    """Return `stats_by_masks` as Python numbers, where a read does not wait. The sum of squares is
-    read, and the exact way is taken only if that sum is not conclusive.
-    """
-    stats = _from_squares(grads, scale, options)
-    if stats is None:
-        stats = stats_by_masks(grads, scale, options)
-        stats = GradStats(*[None if x is None else x.item() for x in stats])
-    return stats
 
 
 def measure_amax(grads: Gradients, divisor: Tensor, group: Group | None = None) -> Tensor:
     """Return the largest magnitude of gradients that `divisor` unscales."""
-    return _amax(_exact_stats(grads, divisor, None), divisor, group)
+    return _amax(_stats_over(grads, divisor, None), divisor, group)
 
 
-def _exact_stats(grads: Gradients, divisor: Tensor, norm_type: float | None) -> LocalStats:
+def _stats_over(grads: Gradients, divisor: Tensor, norm_type: float | None) -> LocalStats:
     """Return the stats of this rank, or of all ranks of a mesh if gradients are sharded."""
     if _is_sharded(grads):
         return mesh_stats(grads.tensors, grads.present_likes, divisor, norm_type)
@@ -121,20 +103,15 @@ def _is_sharded(grads: Gradients) -> bool:
     return not grads.dense_real and any_dtensor(grads.likes)
 
 
-def _is_one_part(grads: Gradients, options: StatsOptions) -> bool:
-    """Return True if these gradients are those of the whole model."""
-    return options.norm_group is None and not _is_sharded(grads)
-
-
 # ---- the sum of squares, the fastest read of a CPU -----------------------------------------------
 
 
 def _from_squares(grads: Gradients, scale: Tensor, options: StatsOptions) -> GradStats | None:
-    """Return the stats as Python numbers if the sum of squares shows them."""
+    """Return the stats if the sum of squares, which is read, shows them."""
     has_norm = options.norm_type is not None
     enough = options.norm_type == 2 if has_norm else not options.amax
-    any_element = any(grads.tensor_list.elements)
-    if not (enough and any_element and options.group is None and _is_one_part(grads, options)):
+    one_part = options.group is None and options.norm_group is None and not _is_sharded(grads)
+    if not (enough and one_part and any(grads.tensor_list.elements)):
         return None
     squares, loss_scale = sum_of_squares(grads.tensor_list).item(), scale.item()
     divisor = 1.0 if grads.divisor is None else loss_scale
@@ -143,10 +120,11 @@ def _from_squares(grads: Gradients, scale: Tensor, options: StatsOptions) -> Gra
         return None
     if has_norm and squares < _smallest_reliable_sum(grads):
         return None
-    amax = None
-    if options.amax:
-        amax = measure_amax(grads, _divisor(grads, scale)).item()
-    return GradStats(False, root / divisor if has_norm else None, amax)
+    device, norm = scale.device, None
+    if has_norm:
+        norm = torch.full((), root / divisor, dtype=widest_float(device), device=device)
+    amax = measure_amax(grads, _divisor(grads, scale)) if options.amax else None
+    return GradStats(torch.zeros((), dtype=torch.bool, device=device), norm, amax)
 
 
 # of bfloat16, whose largest number is a little below that of float32
@@ -158,23 +136,6 @@ def _smallest_reliable_sum(grads: Gradients) -> float:
     float32 could add less to it than its rounding.
     """
     return float(sum(grads.tensor_list.elements) * 2.0**-100)
-
-
-def _match_host_rounding(grads: Gradients, exact: Tensor, divisor: Tensor) -> Tensor:
-    """Return the norm that a host computes, on a CPU: from the sum of squares, if that is
-    conclusive.
-    """
-    tensors = grads.tensors
-    if (
-        not is_eager_on_a_cpu(tensors)
-        or is_on_a_graph(tensors)
-        or not any(grads.tensor_list.elements)
-    ):
-        return exact
-    squares = sum_of_squares(grads.tensor_list)
-    quick = squares.sqrt() / divisor
-    conclusive = (quick < _SMALLEST_RANGE) & (squares >= _smallest_reliable_sum(grads))
-    return torch.where(conclusive, quick, exact)
 
 
 # ---- the largest magnitude -----------------------------------------------------------------------

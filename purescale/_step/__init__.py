@@ -1,15 +1,15 @@
 """A training step: `train_step` and its stages.
 
 Each stage is one function: flatten (`_optim/step_inputs.py`), memory (`memory.py`), accumulate
-(`microbatches.py`), reduce (`reduce.py`), measure, decide and update (the engine), assemble
-(`assemble.py`). CONTRIBUTING.md has the diagram. An engine is `masked.py`, the specification, which
-reads nothing, or `on_host.py`, the same after reads; it is chosen once a step.
+(`microbatches.py`), reduce (`reduce.py`), measure (`_grads/measure.py`), decide (`decide.py`),
+update (`optimizer_step.py`), assemble (`assemble.py`). CONTRIBUTING.md has the diagram. There is
+one path for all devices. A kernel below it may depend on the device.
 
 Entry: `train_step.train_step`; by hand `value_and_grad.value_and_grad`, then
 `optimizer_step.unscale_and_step` or `optimizer_step.maybe_step`.
 `jit.jit` makes one graph of any of these, `scan_steps.scan_steps` of many steps.
 Hands on: the next `train_state.TrainState` and a `step_info.StepInfo`; between the stages
-`microbatches.WindowResult` and `masked.Decision`. Settings travel as `step_options.StepOptions`.
+`microbatches.WindowResult` and `decide.Decision`. Settings travel as `step_options.StepOptions`.
 May import: `_loss_scale`, `_grads`, `_batch_norm`, `_optim`, `_module`, `_distributed`, `_tree`,
 `_torch`.
 """

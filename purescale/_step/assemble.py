@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rule_protocol import call_rule
-from .._step.masked import Decision, Masked
+from .._step.decide import Decision
 from .._step.memory import Memory
 from .._step.retry import Attempt
 from .._step.step_info import StepInfo
 from .._step.step_options import FlatState, StepOptions
 from .._step.train_state import TrainState
 from .._tree import tree as _tree
-from .._tree.select import select, write_over
+from .._tree.select import select, select_masked, write_over
 from .._tree.tree import FlatTree, Leaves, Tree
 
 StateNumbers = tuple[
@@ -25,7 +25,6 @@ StateNumbers = tuple[
 
 
 def advance(
-    engine: type[Masked],
     options: StepOptions,
     flat: FlatState,
     attempt: Attempt,
@@ -38,14 +37,13 @@ def advance(
     if decision.rejected is not None:
         names = "state.guard", "the state that the guard returned"
         old, new, structure = _tree.matching_leaves(flat.guard, guard_state, *names)
-        drop = decision.skip & _tree.negated(decision.rejected)
-        guard_state = structure.unflatten(engine.select(drop, old, new))
-    next_scaler = _next_scaler(engine, options, flat.scaler, attempt, decision)
-    return next_scaler, flat.step + _tree.negated(decision.skip), attempt.rng, guard_state
+        drop = decision.skip & ~decision.rejected
+        guard_state = structure.unflatten(select_masked(drop, old, new))
+    next_scaler = _next_scaler(options, flat.scaler, attempt, decision)
+    return next_scaler, flat.step + ~decision.skip, attempt.rng, guard_state
 
 
 def assemble(
-    engine: type[Masked],
     flat: FlatState,
     memory: Memory,
     attempt: Attempt,
@@ -58,7 +56,7 @@ def assemble(
     used_scale = attempt.scaler.tree.scale.clone()
     if memory.numbers:
         numbers = write_over((flat.scaler.tree, flat.step, flat.rng, flat.guard), numbers)
-    buffers = _next_buffers(engine, memory, decision, flat.buffers, window.buffers)
+    buffers = _next_buffers(memory, decision, flat.buffers, window.buffers)
     new_buffers = flat.buffers.structure.unflatten(buffers)
     new_state = TrainState(params, new_buffers, opt_state, *numbers)
     rejected = decision.rejected
@@ -79,7 +77,6 @@ _FROM_RULE = "the state that the rule returned"
 
 
 def _next_scaler(
-    engine: type[Masked],
     options: StepOptions,
     before: FlatTree,
     attempt: Attempt,
@@ -95,15 +92,14 @@ def _next_scaler(
         before.tree, updated_scaler, "state.scaler", _FROM_RULE, flat=before
     )[1]
     # If nothing but an overflow can skip the step, both are one flag, and no mask is needed.
-    keep = False if skip is overflow else skip & _tree.negated(overflow)
-    if keep is False:  # a rule may return its arguments
+    if skip is overflow:  # a rule may return its arguments
         arguments = [*before.leaves, found_inf, *([] if amax is None else [amax])]
         new = _tree.leaves_apart(new, arguments)
     else:
         # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard.
         # A lower scale at which a retry was finite is kept too.
         old = before.leaves if start is before.tree else _tree.flatten(start)[0]
-        new = engine.select(keep, old, new)
+        new = select_masked(skip & ~overflow, old, new)
     return before.structure.unflatten(new)
 
 
@@ -125,9 +121,7 @@ def _rule_arguments(
     return found_inf, torch.where(decision.skip & ~found_inf, torch.nan, decision.grad_amax)
 
 
-def _next_buffers(
-    engine: type[Masked], memory: Memory, decision: Decision, before: FlatTree, new: Leaves
-) -> Leaves:
+def _next_buffers(memory: Memory, decision: Decision, before: FlatTree, new: Leaves) -> Leaves:
     """Return the buffers after the step in memory of their own, because a loss may keep the tensors
     that it returned, or return them as aux too. Buffers that require a gradient are not returned on
     their graph.
@@ -135,4 +129,4 @@ def _next_buffers(
     old = before.leaves
     if not before.tensor_list.dense_off_graph or any([leaf.requires_grad for leaf in old]):
         old = [_tree.off_graph(t) if getattr(t, "requires_grad", False) else t for t in old]
-    return engine.select(decision.skip, old, new, overwrite=memory.buffers)
+    return select_masked(decision.skip, old, new, in_place=memory.buffers)

@@ -38,10 +38,8 @@ def memory_of_step(
     flat: FlatState,
     inputs: StepInputs,
     microbatches: list[Any],
-    *,
-    may_be_captured: bool,
 ) -> Memory:
-    """Return the memory of one step. One that may be captured in a CUDA graph needs its numbers at
+    """Return the memory of one step. One that is captured in a CUDA graph needs its numbers at
     fixed addresses, so either all of a donated state is overwritten or nothing.
     """
     donate = options.donate and not _on_graph(options.optimizer, inputs)
@@ -57,8 +55,8 @@ def memory_of_step(
     read_only = list(options.clip.tensor_bounds)
     batch = _tree.all_tensors(list(microbatches))
     read_only += batch
-    lists, captured = [replaced, buffers], donate and may_be_captured
-    if captured:
+    lists = [replaced, buffers]
+    if donate:
         lists.append(TensorList(numbers))
     else:
         read_only += numbers
@@ -71,10 +69,7 @@ def memory_of_step(
     if not donate:
         return Memory(arguments, watched)
     allowed = can_write_each(lists, read_only, pointers)
-    of_numbers = allowed[2] if captured else True
-    return Memory(
-        arguments, watched, allowed[0] and of_numbers, allowed[1], captured and of_numbers
-    )
+    return Memory(arguments, watched, allowed[0] and allowed[2], allowed[1], allowed[2])
 
 
 NO_MEMORY = Memory(None, [])

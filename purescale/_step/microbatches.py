@@ -24,7 +24,7 @@ from .._distributed.buckets import Reduction, mean_divisor
 from .._distributed.process_group import all_reduce
 from .._grads.accumulate import is_weight
 from .._step.compiled_window import RegionCaller, can_repeat, keep_buffers_if_dropped
-from .._step.masked import Masked, WindowFlags
+from .._step.decide import WindowFlags
 from .._step.memory import Memory
 from .._step.overlap import GradientSender
 from .._step.step_options import FlatState, StepOptions
@@ -36,15 +36,15 @@ from .._torch.dtypes import widest_float
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import versions
-from .._tree.tree import Leaves, Tree, negated
+from .._tree.tree import Leaves, Tree
 
 
 class MicrobatchFlags(NamedTuple):
     """The overflows of a window before its mean is measured."""
 
     of_window: WindowFlags
-    counted: Tensor | bool  # a microbatch has a weight
-    mean_is_retryable: Tensor | bool  # an overflow of the mean is retryable
+    counted: Tensor  # bool: a microbatch has a weight
+    mean_is_retryable: Tensor  # bool: an overflow of the mean is retryable
 
 
 class WindowResult(NamedTuple):
@@ -59,7 +59,7 @@ class WindowResult(NamedTuple):
     divisor: Tensor | None = None
     # of a window of `window_size` of which nothing is dropped: the loss is, and the mean is to be
     # multiplied by it
-    share: Tensor | float | None = None
+    share: Tensor | None = None
     reduction: Reduction | None = None  # on its way to the other ranks
 
 
@@ -67,7 +67,6 @@ class WindowResult(NamedTuple):
 
 
 def accumulate_microbatches(
-    engine: type[Masked],
     options: StepOptions,
     flat: FlatState,
     microbatches: list[Any],
@@ -86,7 +85,7 @@ def accumulate_microbatches(
         check_flat_buffers(buffers.tree)
     if not (once and layers_of(buffers.tree)):
         arguments = options.loss_fn, flat, microbatches, memory, buffers.leaves
-        return _accumulate(engine, options, *arguments)
+        return _accumulate(options, *arguments)
     momenta: dict[str, float] = {}
 
     @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
@@ -108,7 +107,7 @@ def accumulate_microbatches(
     carrying = _tree.flatten_once((buffers.tree, init_bn_stats(buffers.tree)))
     flat = flat._replace(buffers=carrying)
     arguments = loss_and_stats, flat, microbatches, memory, buffers.leaves
-    window = _accumulate(engine, options, *arguments)
+    window = _accumulate(options, *arguments)
     carried, stats = carrying.structure.unflatten(window.buffers)
     momentum_of: Mapping[str, float | Tensor] = momenta
     if options.group is not None:
@@ -118,7 +117,6 @@ def accumulate_microbatches(
 
 
 def _accumulate(
-    engine: type[Masked],
     options: StepOptions,
     loss_fn: Any,
     flat: FlatState,
@@ -133,10 +131,10 @@ def _accumulate(
         params, buffers, scaler, loss_fn, memory.arguments, differentiable=differentiable
     )
     scale: Tensor = scaler.tree.scale
-    weights = weigh(engine, options, microbatches, scale)
+    weights = weigh(options, microbatches, scale)
     single = len(microbatches) == 1 and options.group is None
     kind = ScaledSum if single or options.on_nonfinite == "drop_window" else RunningMean
-    mean = kind(engine, options, weights, value_and_grad)
+    mean = kind(options, weights, value_and_grad)
     sender = GradientSender.of(options, mean, sent_with)
     carried, last = buffers.leaves, len(microbatches) - 1
     repeated = None
@@ -168,7 +166,7 @@ def _accumulate(
         del out, microbatch  # so that the next ones reuse their memory
     check_unwritten(memory.microbatches, before)
     grads = mean.result() if sender is None else as_gradients([], scale, owned=True)
-    loss, flags, divisor, share = _summary(engine, weights, losses, mean.overflows, options, scale)
+    loss, flags, divisor, share = _summary(weights, losses, mean.overflows, options, scale)
     reduction = None if sender is None else sender.reduction
     return WindowResult(grads, loss, carried, aux, flags, divisor, share, reduction)
 
@@ -194,9 +192,7 @@ def _microbatch_of(make: Callable[[], Any], value_and_grad: ValueAndGrad, memory
     return microbatch
 
 
-def flags_with_mean(
-    window: WindowResult, overflow: Tensor | bool, options: StepOptions
-) -> WindowFlags:
+def flags_with_mean(window: WindowResult, overflow: Tensor, options: StepOptions) -> WindowFlags:
     """Return the flags of a window whose mean was measured: its `overflow` counts as that of a
     microbatch. A running mean leaves out what overflows.
     """
@@ -232,29 +228,29 @@ class _Totals(NamedTuple):
 
 
 def _summary(
-    engine: type[Masked],
     weights: MicrobatchWeights,
     losses: list[Tensor],
-    overflows: list[Tensor | bool],
+    overflows: list[Tensor],
     options: StepOptions,
     scale: Tensor,
-) -> tuple[Tensor, MicrobatchFlags | None, Tensor | None, Tensor | float | None]:
+) -> tuple[Tensor, MicrobatchFlags | None, Tensor | None, Tensor | None]:
     """Return loss, flags, divisor and share of a window, as in `WindowResult`, from its
     microbatches. With a group they are over all its ranks.
     """
     weight, group = weights.vector, options.group
     full: float = options.window_size or len(losses)
-    share: Tensor | float | None = None if full == len(losses) else len(losses) / full
+    wide, share = widest_float(scale.device), None
+    if full != len(losses):
+        share = torch.full((), len(losses) / full, dtype=wide, device=scale.device)
     if weight is None:  # equal weights, of which only the mean is measured
-        wide = widest_float(scale.device)
         mean = losses[0]
         if len(losses) > 1:
             mean = torch.stack(losses).mean(dtype=wide).to(mean.dtype)
-        return mean if share is None else mean * share, None, None, share
+        return mean if share is None else (mean * share).to(mean.dtype), None, None, share
     loss = torch.stack(losses)
     overflow = torch.zeros((), dtype=torch.bool, device=scale.device)
     if overflows:
-        overflow = torch.stack([_tree.flag(each, like=scale) for each in overflows])
+        overflow = torch.stack(overflows)
     invalid = ~is_weight(weight)
     counts = ~invalid & (weight > 0)
     overflow = overflow & counts
@@ -272,18 +268,18 @@ def _summary(
         if options.window_size is not None:
             share = reduced[-1] / dist.get_world_size(group)
         means = weighted / torch.where(sums[:2] > 0, sums[:2], 1)
-    total, has = _Totals(*sums.unbind()), _Totals(*engine.read(sums > 0))
-    mean_is_retryable = negated(has.diverged | has.invalid)
+    total, has = _Totals(*sums.unbind()), _Totals(*(sums > 0).unbind())
+    mean_is_retryable = ~(has.diverged | has.invalid)
     drops_one = options.on_nonfinite == "drop_microbatch"
     if drops_one:
-        skip, retryable = negated(has.good), has.finite_overflowed
+        skip, retryable = ~has.good, has.finite_overflowed
         # If all were dropped, the loss of all of them shows why.
         mean = torch.where(total.good > 0, means[0], means[1])
         if options.window_size is not None:
             kept = total.good_weight / torch.where(total.weight > 0, total.weight, 1)
-            share = torch.where(total.good > 0, kept, 1) * (1.0 if share is None else share)
+            share = torch.where(total.good > 0, kept, 1) * (1 if share is None else share)
     else:
-        skip = has.invalid | has.overflowed | negated(has.good)
+        skip = has.invalid | has.overflowed | ~has.good
         retryable, mean = has.overflowed & mean_is_retryable, means[1]
     number = total.overflowed.to(torch.int64)
     of_window = WindowFlags(has.overflowed, skip, retryable, number)

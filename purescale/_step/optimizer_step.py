@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from typing import Any, Generic, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.clip import check_clip, check_ordered
-from .._grads.measure import StatsOptions
+from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rule_protocol import HasScale
 from .._loss_scale.scaling import check_scale
 from .._optim.protocol import Optimizer
-from .._optim.step_inputs import flatten_step
-from .._optim.updater import as_updater
-from .._step.memory import NO_MEMORY, donated_memory
-from .._step.on_host import engine_for
+from .._optim.step_inputs import StepInputs, flatten_step
+from .._optim.updater import Updater, as_updater
+from .._step.decide import decide
+from .._step.memory import NO_MEMORY, Memory, donated_memory
 from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
 from .._tree.fields import document_fields
 from .._tree.hints import hint_keywords
 from .._tree.tree import StateT, Tree, TreeT
+
+
+def update(
+    optimizer: Updater, inputs: StepInputs, skip: Tensor, memory: Memory
+) -> tuple[Tree, Tree]:
+    """Return the old parameters and state if `skip`, else those after the step, in the trees of the
+    arguments.
+    """
+    if torch.compiler.is_compiling():  # which fuses; writing into gradients would only add work
+        inputs = inputs._replace(grads=inputs.grads._replace(owned=False))
+    in_place, prepared = memory.optimizer, optimizer.prepare(inputs)
+    stepped = optimizer.apply_step_unless(skip, inputs, prepared, in_place=in_place)
+    return inputs.restore(*stepped)
 
 
 @document_fields
@@ -89,9 +103,8 @@ def maybe_step(
     inputs = flatten_step(updater, params, grads, opt_state)
     updater.check(inputs)
     skip = _tree.flag(found_inf, like=next(iter(inputs.named_params.values()), None))
-    engine = engine_for(updater, inputs.grads.tensor_list, [skip])
     memory = donated_memory(updater, inputs, [skip])[0] if donate else NO_MEMORY
-    stepped = engine.update(updater, inputs, engine.read(skip), memory)
+    stepped = update(updater, inputs, skip, memory)
     if donate:
         _tree.poison((params, opt_state), keep=(stepped, grads, found_inf))
     return stepped
@@ -173,11 +186,10 @@ def unscale_and_step(
         )
     # An optimizer with `step` alone may raise, and nothing must be half-changed then.
     grads = inputs.grads._replace(divisor=scale, owned=owned and not updater.calls_step)
-    engine = engine_for(updater, grads.tensor_list, [scale, *clip.tensor_bounds])
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
-    decision = engine.decide(engine.measure(grads, scale, options), clip, grads)
+    decision = decide(measure(grads, scale, options), clip, grads)
     inputs = inputs._replace(grads=decision.grads)
-    stepped = engine.update(updater, inputs, decision.skip, memory)
+    stepped = update(updater, inputs, decision.skip, memory)
     found_inf = _tree.flag(decision.skip, like=scale)
     out = Stepped(*stepped, found_inf, decision.grad_norm, decision.grad_amax)
     if donate:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._grads.measure import GradStats, is_usable
 from .._loss_scale.rule_protocol import HasScale, Rule, call_rule
-from .._step.masked import WindowFlags
+from .._step.decide import WindowFlags
 from .._step.microbatches import WindowResult
 from .._step.step_options import FlatState, StepOptions
 from .._torch.dtensor import any_dtensor

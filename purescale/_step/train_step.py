@@ -10,13 +10,13 @@ from torch import Tensor
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
 from .._grads.clip import check_ordered
-from .._grads.measure import GradStats, StatsOptions
+from .._grads.measure import GradStats, StatsOptions, measure
 from .._loss_scale.rule_protocol import Rule
 from .._loss_scale.scaling import check_scale
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import flatten_step, flatten_together
 from .._step.assemble import advance, assemble
-from .._step.masked import WindowFlags
+from .._step.decide import WindowFlags, decide
 from .._step.memory import memory_of_step
 from .._step.microbatches import (
     FUNCTIONS,
@@ -24,7 +24,7 @@ from .._step.microbatches import (
     accumulate_microbatches,
     flags_with_mean,
 )
-from .._step.on_host import engine_for
+from .._step.optimizer_step import update
 from .._step.reduce import check_on_all_ranks, reduce_window
 from .._step.retry import retry_until_finite
 from .._step.spike_guard import Guard, call_guard, check_guarded
@@ -188,22 +188,18 @@ def _stages(
     """Run the stages of a step in order."""
     inputs = flatten_step(options.optimizer, flat.params, None, flat.opt_state)
     options.optimizer.check(inputs)
-    scalars = [flat.scaler.tree.scale, *options.clip.tensor_bounds]
-    engine = engine_for(options.optimizer, inputs.present_params, scalars)
-    memory = memory_of_step(
-        options, flat, inputs, microbatches, may_be_captured=engine.may_be_captured
-    )
+    memory = memory_of_step(options, flat, inputs, microbatches)
     of_sum = len(microbatches) > 1
     stats_options = StatsOptions(options.clip.norm_type, options.takes_amax, of_sum)
 
     def run_window(scaler: FlatTree) -> tuple[WindowResult, GradStats, WindowFlags]:
         scaled = flat if scaler is flat.scaler else flat._replace(scaler=scaler)
-        window = accumulate_microbatches(engine, options, scaled, microbatches, memory)
+        window = accumulate_microbatches(options, scaled, microbatches, memory)
         if options.group is not None:
             window = reduce_window(options, window, flat, len(microbatches))
         if window.share is not None:
             window = window._replace(grads=window.grads.multiplied(window.share))
-        stats = engine.measure(window.grads, scaler.tree.scale, stats_options)
+        stats = measure(window.grads, scaler.tree.scale, stats_options)
         return window, stats, flags_with_mean(window, stats.overflow, options)
 
     attempt = retry_until_finite(options, flat, run_window)
@@ -212,12 +208,12 @@ def _stages(
     if options.guard is not None:
         dtype = window.grads.factor_dtype
         guard_state, rejects = call_guard(options.guard, flat.guard, window.loss, stats.norm, dtype)
-    decision = engine.decide(stats, options.clip, window.grads, flags, rejects)
+    decision = decide(stats, options.clip, window.grads, flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
-    numbers = advance(engine, options, flat, attempt, decision, guard_state)
+    numbers = advance(options, flat, attempt, decision, guard_state)
     inputs = inputs._replace(grads=decision.grads)
-    updated = engine.update(options.optimizer, inputs, decision.skip, memory)
-    return assemble(engine, flat, memory, attempt, decision, updated, numbers)
+    updated = update(options.optimizer, inputs, decision.skip, memory)
+    return assemble(flat, memory, attempt, decision, updated, numbers)
 
 
 def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> FlatState:

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from .._grads.accumulate import AccumState, add, as_weight, init_accum, is_weight
-from .._step.masked import Masked
+from .._grads.measure import measure
 from .._step.step_options import StepOptions
 from .._step.value_and_grad import ValueAndGrad
 from .._torch.dtypes import wide_dtype, widest_float
+from .._torch.foreach import weighted_sum
 from .._torch.private import listops
-from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import as_tensor_list
 from .._tree.scalars import as_floats
-from .._tree.tree import negated
 
 
 class MicrobatchWeights(NamedTuple):
@@ -33,9 +32,7 @@ class MicrobatchWeights(NamedTuple):
         return [None if values is None else values[index] for values in self]
 
 
-def weigh(
-    engine: type[Masked], options: StepOptions, microbatches: list[Any], scale: Tensor
-) -> MicrobatchWeights:
+def weigh(options: StepOptions, microbatches: list[Any], scale: Tensor) -> MicrobatchWeights:
     """Return the weights of all microbatches, by `weight_fn` or equal."""
     number, weight_fn = len(microbatches), options.weight_fn
     if weight_fn is None:
@@ -51,9 +48,7 @@ def weigh(
         total = sum(numbers) or 1.0
         return MicrobatchWeights(vector, [n / total for n in numbers], [n > 0 for n in numbers])
     is_counted = is_weight(vector) & (vector > 0)
-    return MicrobatchWeights(
-        vector, engine.read(shares(vector, is_counted)), engine.read(is_counted)
-    )
+    return MicrobatchWeights(vector, shares(vector, is_counted).unbind(), is_counted.unbind())
 
 
 def check_weights(
@@ -78,15 +73,14 @@ class GradientMean:
 
     def __init__(
         self,
-        engine: type[Masked],
         options: StepOptions,
         weights: MicrobatchWeights,
         value_and_grad: ValueAndGrad,
     ) -> None:
-        self.engine, self.options = engine, options
+        self.options = options
         self.weights, self.value_and_grad = weights, value_and_grad
         self.scale, self.owned = value_and_grad.scale, not value_and_grad.uses_torch_func
-        self.overflows: list[Tensor | bool] = []  # of each microbatch that was measured
+        self.overflows: list[Tensor] = []  # of each microbatch that was measured
 
     # The tensors that change with each microbatch; None before the first.
     state: list[Tensor] | None = None
@@ -100,7 +94,7 @@ class GradientMean:
         number, (weight, share, is_counted) = len(self.weights.is_counted), weighed
         vector = None if weight is None else [weight] * number
         weights = MicrobatchWeights(vector, [share] * number, [is_counted] * number)
-        new = type(self)(self.engine, self.options, weights, self.value_and_grad)
+        new = type(self)(self.options, weights, self.value_and_grad)
         new.scale, new.state = scale, state
         return new
 
@@ -127,7 +121,7 @@ class ScaledSum(GradientMean):
             self.state = grads.tensors
             return True  # an overflow skips the whole step
         if self.options.max_retries:
-            self.overflows.append(self.engine.measure(grads, self.scale).overflow)
+            self.overflows.append(measure(grads, self.scale).overflow)
         self.state = self.with_share(self.state, grads.tensors, index)
         return self.weights.is_counted[index]
 
@@ -149,7 +143,7 @@ class ScaledSum(GradientMean):
             listops.mul_(sums, share)  # in place: these gradients are owned
             return sums
         sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
-        return self.engine.add(sums, new, share, is_counted, owned=self.owned)
+        return weighted_sum(sums, new, share, is_counted, owned=self.owned)
 
     def result(self) -> Gradients:
         return self._gradients(self.zeros() if self.state is None else self.state, self.scale)
@@ -162,12 +156,12 @@ class RunningMean(GradientMean):
         return _leaves_of(init_accum(super().zeros()))
 
     def add(self, index: int, grads: Gradients) -> bool | Tensor:
-        overflow = self.engine.measure(grads, self.scale).overflow
+        overflow = measure(grads, self.scale).overflow
         self.overflows.append(overflow)
         accum = init_accum(grads.tensors) if self.state is None else _accum_of(self.state)
-        weight, flag = self.weights.vector[index], _tree.flag(overflow, like=self.scale)
-        self.state = _leaves_of(add(accum, grads, weight, flag, owned=self.owned))
-        return self.weights.is_counted[index] & negated(overflow)  # it is dropped
+        weight = self.weights.vector[index]
+        self.state = _leaves_of(add(accum, grads, weight, overflow, owned=self.owned))
+        return self.weights.is_counted[index] & ~overflow  # it is dropped
 
     def result(self) -> Gradients:
         return self._gradients(_accum_of(self.state or self.zeros()).grads, None)

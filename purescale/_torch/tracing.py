@@ -99,11 +99,6 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
     return not (_as_an_accelerator or traced()) and all(map(are_on_a_cpu, lists))
 
 
-def is_eager_on_a_cpu(tensors: Sequence[Tensor]) -> bool:
-    """Return True if the tensors have values on a CPU, also within `as_on_an_accelerator`."""
-    return not traced() and are_on_a_cpu(tensors)
-
-
 def by_torch_func(inputs: Sequence[Tensor], *, differentiable: bool) -> bool:
     """Return True if torch.func must take the gradients: in a trace, and where a `.backward()`
     shall go through them, because torch.autograd drops the graph of its own backward.

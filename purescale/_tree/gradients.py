@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._torch import dtensor, foreach
 from .._torch.tensor_list import TensorList
+from .._torch.tracing import host_can_read
 from .._tree.leaves import are_dense_real, dense_real
 
 
@@ -26,8 +27,7 @@ class Gradients(NamedTuple):
     dense_real: bool  # True if the likes are dense and real, so that tensors are leaves
     divisor: Tensor | None = None  # the scale of the loss, by which they are still multiplied
     owned: bool = False  # nobody else can see their memory, so it may be overwritten
-    # of clipping, in the widest dtype of the device; a float if the host knows it
-    factor: Tensor | float | None = None
+    factor: Tensor | None = None  # of clipping, in the widest dtype of the device
     clip_value: float | Tensor | None = None
 
     @property
@@ -86,12 +86,11 @@ class Gradients(NamedTuple):
         if factor is None:
             return self
         dtype = self.factor_dtype
-        if isinstance(factor, float):
-            number = 1.0 if divisor is None else divisor.item()
-            if number > factor * torch.finfo(dtype).max:
-                return self.multiplied(factor)._replace(factor=None)
-            divisor = torch.full((), number / factor, dtype=dtype, device="cpu")
-            return self._replace(divisor=divisor, factor=None)
+        if host_can_read([factor], self.tensors):  # saves a pass over the gradients
+            number, share = 1.0 if divisor is None else divisor.item(), factor.item()
+            if number <= share * torch.finfo(dtype).max:
+                divisor = torch.full((), number / share, dtype=dtype, device="cpu")
+                return self._replace(divisor=divisor, factor=None)
         unscaling = torch.ones_like(factor) if divisor is None else divisor
         divisor = (unscaling / factor).to(dtype)
         fits = torch.isfinite(divisor)
@@ -109,12 +108,9 @@ class Gradients(NamedTuple):
         """Return them divided by a 0-d tensor, in place if they are owned, like the next two."""
         return self._owning(foreach.divide(self.tensors, divisor, in_place=self.owned))
 
-    def multiplied(self, factor: Tensor | float) -> Gradients:
-        """Return them multiplied by a number, or by a 0-d tensor."""
-        dtype = self.factor_dtype
-        if isinstance(factor, float):
-            factor = torch.full((), factor, dtype=dtype, device="cpu")
-        factor = factor.to(dtype)
+    def multiplied(self, factor: Tensor) -> Gradients:
+        """Return them multiplied by a 0-d tensor."""
+        factor = factor.to(self.factor_dtype)
         return self._owning(foreach.multiply(self.tensors, factor, in_place=self.owned))
 
     def clamped(self, bound: float | Tensor) -> Gradients:

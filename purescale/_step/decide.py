@@ -1,0 +1,79 @@
+"""The stage `decide` of a step: skip or apply, and how gradients are clipped. Nothing is read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._grads.clip import Clip, clip_factor
+from .._grads.measure import GradStats
+from .._torch.dtypes import on_device
+from .._tree.gradients import Gradients
+
+
+class WindowFlags(NamedTuple):
+    """The overflows of a window, on this rank or on all of a group: 0-d tensors."""
+
+    overflow: Tensor  # bool: a microbatch with a weight overflowed; the scale follows it
+    skip: Tensor  # bool: for an overflow, or because no weight is left
+    # bool: fewer may overflow at a lower scale, because the loss of what overflowed is finite
+    retryable: Tensor
+    num_overflowed: Tensor  # a flag if only the mean was measured
+
+
+class Decision(NamedTuple):
+    """The decision about a step, and what the step reports."""
+
+    skip: Tensor  # bool []
+    rejected: Tensor | None  # bool []: a guard alone skips the step; None without a guard
+    grads: Gradients  # with the factor and the bound by which they are still to be clipped
+    # before clipping; not finite if the step is skipped, unless rejected; () without max_norm
+    grad_norm: Any
+    grad_amax: Any  # likewise; () if not asked for
+
+
+def decide(
+    stats: GradStats,
+    clip: Clip,
+    grads: Gradients,
+    flags: WindowFlags | None = None,
+    rejects: Tensor | None = None,
+) -> Decision:
+    """Decide whether to skip the step, and how to clip the gradients.
+
+    A step is skipped if its gradients overflow, if `flags` say so (for its weights, a microbatch or
+    another rank), if a bound is 0, negative or NaN, or if a guard `rejects` it.
+    """
+    skip = stats.overflow if flags is None else flags.skip
+    for bound in clip.tensor_bounds:
+        skip = skip | ~(on_device(bound, skip.device) > 0)
+    norm = () if stats.norm is None else _reported(stats.norm, skip, grads.factor_dtype)
+    amax = () if stats.amax is None else _reported(stats.amax, skip, torch.float32)
+    rejected = None
+    if rejects is not None:
+        rejected = rejects & ~skip
+        skip = skip | rejected
+    factor = None
+    if stats.norm is not None and not _is_unbounded(clip):
+        # In the derivative of a step that is skipped, 0 * NaN would be NaN.
+        finite = torch.where(skip, 1.0, stats.norm)
+        factor = clip_factor(finite, clip.max_norm)  # type: ignore[arg-type]
+    if factor is not None or clip.value is not None:
+        grads = grads._replace(factor=factor, clip_value=clip.value)
+    return Decision(skip, rejected, grads, norm, amax)
+
+
+def _reported(measured: Tensor, skip: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the norm or amax that a step reports: inf or NaN if the step is skipped, also if
+    another microbatch, its weight or another rank is the cause.
+    """
+    number = measured.to(dtype)
+    return torch.where(skip, number.clamp(min=math.inf), number)
+
+
+def _is_unbounded(clip: Clip) -> bool:
+    """Return True if the norm is only measured."""
+    return not isinstance(clip.max_norm, Tensor) and clip.max_norm == math.inf

@@ -176,7 +176,7 @@ class HeadroomScale:
             ),
             amax_history=history,
             consecutive_skips=skips * (found_inf | not_finite),
-            consecutive_zeros=torch.where(informative | lost, 0, zeros),
+            consecutive_zeros=zeros.masked_fill(informative | lost, 0),
         )
 
     def _scale_for(self, largest: Tensor) -> Tensor:

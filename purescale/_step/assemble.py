@@ -118,7 +118,7 @@ def _rule_arguments(
     dropped = options.on_nonfinite == "drop_microbatch"
     overflow = flags.retryable if dropped else flags.overflow
     found_inf = overflow & (attempt.window.loss.abs() < math.inf)
-    return found_inf, torch.where(decision.skip & ~found_inf, torch.nan, decision.grad_amax)
+    return found_inf, decision.grad_amax.masked_fill(decision.skip & ~found_inf, torch.nan)
 
 
 def _next_buffers(memory: Memory, decision: Decision, before: FlatTree, new: Leaves) -> Leaves:

@@ -61,6 +61,7 @@ Clipping:
 Optimizers:
     Optimizer             the protocol of an optimizer: pure `init` and `step`
     from_torch            an optimizer from a class of torch.optim
+    from_formula          an optimizer from ten lines of mathematics of your own
     from_torch_optimizer  an optimizer and its state from a live one of torch, by name
     to_torch_optimizer    a state back into it
     from_transformation   an optimizer from an optax-style (init, update) pair
@@ -161,6 +162,7 @@ from ._grads.clip import clip_by_global_norm, clip_by_value, check_grad_norm
 
 from ._optim.protocol import Optimizer, from_transformation, to_transformation
 from ._optim.torch_optim import from_torch
+from ._optim.from_formula import from_formula
 from ._optim.live_optimizer import from_torch_optimizer, to_torch_optimizer
 from ._optim.schedule import schedule_from_torch
 from ._optim.partition import partition
@@ -254,6 +256,7 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "check_grad_norm",
     "Optimizer",
     "from_torch",
+    "from_formula",
     "from_torch_optimizer",
     "to_torch_optimizer",
     "from_transformation",

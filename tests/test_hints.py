@@ -18,7 +18,7 @@ from purescale._tree.hints import HINTS
 
 INFO = ps.StepInfo(torch.ones(()), torch.tensor(False), torch.ones(()), (), (), torch.zeros(()), ())
 OWNERS = {"purescale": ps, "StepInfo": INFO}
-FUNCTIONS = {name: getattr(ps, name) for name in HINTS.keys() - OWNERS.keys()}
+FUNCTIONS = {name: getattr(ps, name) for name in HINTS if name not in OWNERS}
 KEYWORDS = [(name, keyword) for name in FUNCTIONS for keyword in HINTS[name]]
 ATTRIBUTES = [(owner, name) for owner in OWNERS for name in HINTS[owner]]
 

@@ -16,9 +16,9 @@ import purescale as ps
 # ---- torch's own format
 
 
-def assert_continues(found, expected, name, way):
-    """To the bit by torch's own step and kernels, to rounding by a formula."""
-    if way == "accelerator" and name not in FUSED:
+def assert_continues(found, expected, name):
+    """To the bit by torch's kernels, to rounding by a formula."""
+    if name not in FUSED:
         return assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert same_bits(found, expected)
 
@@ -43,7 +43,7 @@ def test_a_state_moves_to_torch_and_continues_there(name, settings, way):
             p.grad = g
         theirs.step()
     expected, _ = ours(optimizer, steps=2, params=params, state=state, start=4)
-    assert_continues(list(expected.values()), [p.detach() for p in moved], name, way)
+    assert_continues(list(expected.values()), [p.detach() for p in moved], name)
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
@@ -53,7 +53,7 @@ def test_a_state_comes_from_torch_and_continues_here(name, settings, way):
     state = optimizer.from_state_dict(theirs.state_dict(), params)
     continued, _ = ours(optimizer, steps=2, params=params, state=state, start=4)
     expected, _ = real(name, settings, implementation(name, settings, way), steps=6)
-    assert_continues(continued, expected, name, way)
+    assert_continues(continued, expected, name)
     assert state.applied == (4 if name not in ("SGD", "Muon") else int(bool(theirs.state)))
 
 

@@ -46,10 +46,11 @@ class FormulaStep:
         keeps its graph.
         """
         params, slots, count = inputs.named_params, inputs.opt_state.slots, inputs.opt_state.applied
+        t = (count + 1).to(widest_float(count.device))
         varying = self._varying_lrs(current.lrs, count)
         hyper = _wide_settings(current.hyper, count.device) if current.hyper else ()
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._step_as_list
-        new = iter(run(self._key, params, gradients, slots, varying, hyper, one_by_one))
+        new = iter(run(self._key, params, gradients, slots, (t, varying, hyper), one_by_one))
         return dict(zip(params, new, strict=False)), slots_like(slots, new)
 
     def _varying_lrs(self, lrs: Sequence[Any], like: Tensor) -> dict[int, Any]:
@@ -74,19 +75,21 @@ class FormulaStep:
         params: Tensors,
         gradients: Tensors,
         slots: Slots,
-        varying: dict[int, Any],
-        hyper: Any,
+        numbers: tuple[Tensor, dict[int, Any], Any],
         one_by_one: bool,
     ) -> list[Tensor]:
-        """Return all new parameters, then all new slots, in order. `key` stands for the settings,
+        """Return all new parameters, then all new slots, in order. `numbers` are the number of the
+        step, the varying rates and the settings in the state. `key` stands for the settings,
         because Dynamo guards the arguments only, and `one_by_one` is one of these, because behind
         Dynamo torch 2.11 does not tell that it compiles.
         """
+        t, varying, hyper = numbers
         lrs = [varying.get(index, lr) for index, lr in enumerate(self._settings.lrs)]
         results: dict[str, Any] = {}
         with torch.set_grad_enabled(one_by_one):
             for group in self._settings.torch_groups(tuple(params), hyper):
                 h = SimpleNamespace(**group.with_lr(lrs))
+                h.step_number = t
                 h.lr_varies = self._settings.lr_varies[group.lr_index]
                 present = self._settings.stepped_names(group.names, params, gradients)
                 rows = [Row(params[name], gradients[name], slots[name]) for name in present]
@@ -122,6 +125,7 @@ class FormulaStep:
             for key, value in slot.items()
         }
         h.expand = lambda number: _of_dtype(number, p.dtype)
+        h.step_number = on_device(h.step_number, p.device)
         new_p, new = self._formula.step(p, _negated_if_maximize(_wide(gradient), h), state, h)
         return _narrow(new_p, param), {
             key: _narrow(new[key], old) if key in new else old.clone() for key, old in slot.items()
@@ -146,7 +150,7 @@ class FormulaStep:
             numbers = _of_dtype(numbers, p.dtype)
             return torch.repeat_interleave(numbers, sizes, output_size=p.numel())
 
-        h.expand = expand
+        h.expand, h.step_number = expand, on_device(h.step_number, p.device)
         g = _negated_if_maximize(_joined(gradients, params), h)
         new_p, new = self._formula.step(p, g, state, h)
         new_columns = {

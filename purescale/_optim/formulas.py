@@ -264,20 +264,21 @@ def _scaled_sum(beta: Any, x: Tensor, alpha: Any, a: Tensor, b: Tensor) -> Tenso
 
 
 class Formula(NamedTuple):
-    """The mathematics of a class of torch.optim."""
+    """The mathematics of an optimizer."""
 
     step: Callable[[Tensor, Tensor, State, Any], Step]
     # the slots of a parameter with these settings before its first step
     slots: Callable[[Tensor, Mapping[str, Any]], State]
     elementwise: bool = True  # elements update independently, so that a part can be stepped alone
     constants: tuple[str, ...] = ()  # the settings that cannot be tensors
-    lr_slot: str = ""  # the slot that starts as the rate of the first step
 
 
 def formula_of(cls: Any) -> Formula | None:
-    """Return the formula of a class of torch.optim, or of a subclass that keeps its methods; None
-    for any other class, which has a step of its own.
+    """Return the formula of a class of torch.optim, of a subclass that keeps its methods, or of
+    `from_formula`; None for any other class, which has a step of its own.
     """
+    if isinstance(formula := vars(cls).get("formula"), Formula):
+        return formula
     for base, formula in _FORMULAS.items():
         if issubclass(cls, base):
             classes = cls.__mro__[: cls.__mro__.index(base)]
@@ -371,8 +372,8 @@ _FORMULAS: dict[Any, Formula] = {
     torch.optim.Adamax: Formula(adamax, _with_moments("exp_avg", "exp_inf")),
     torch.optim.NAdam: Formula(nadam, _nadam_slots),
     torch.optim.RAdam: Formula(radam, _with_moments("exp_avg", "exp_avg_sq")),
-    torch.optim.ASGD: Formula(asgd, _asgd_slots, lr_slot="eta"),
-    torch.optim.Rprop: Formula(rprop, _rprop_slots, lr_slot="step_size"),
+    torch.optim.ASGD: Formula(asgd, _asgd_slots),
+    torch.optim.Rprop: Formula(rprop, _rprop_slots),
     torch.optim.Muon: Formula(muon, _muon_slots, elementwise=False, constants=("ns_steps",)),
     torch.optim.Adafactor: Formula(adafactor, _adafactor_slots, elementwise=False),
 }

@@ -128,7 +128,8 @@ class OptimizerSettings:
         if overrides:
             extra["overrides"] = overrides
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
-        return f"from_torch({self.cls.__name__}, {settings})"
+        door = "from_formula" if "formula" in vars(self.cls) else "from_torch"
+        return f"{door}({self.cls.__name__}, {settings})"
 
     @property
     def named_settings(self) -> tuple[dict[str, Any], ...]:

@@ -34,7 +34,7 @@ from .._optim.torch_state_dict import (
 from .._optim.updater import Updater
 from .._torch import foreach
 from .._torch.autocast import outside_autocast
-from .._torch.tracing import host_can_read, traced
+from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.tree import Tree
 
@@ -67,7 +67,7 @@ def from_torch(
     **settings: Any,
 ) -> TorchOptimizer:
     """Equal to `opt = cls(params, lr=lr, **settings); opt.step()` on copies of everything: bit for
-    bit where torch's own step or kernel runs, to 1e-6 where the class's formula does. For half
+    bit where torch's fused kernel runs, to 1e-6 where the class's formula does. For half
     parameters it is equal to that step in float32, rounded to the dtypes that are kept.
 
     The result has `init(params)`, `step(params, grads, opt_state)`, `to_state_dict(opt_state)` and
@@ -75,10 +75,9 @@ def from_torch(
     do not run. `.backward()` can go through a step only with `differentiable=True`; without it, it
     is refused.
 
-    A step uses torch's fused kernel if the class has one for the dtypes and device. Otherwise an
-    eager step on a CPU uses the class's own `step`, and any other step the class's formula, which
-    never syncs and can be compiled, mapped and differentiated. These agree to 1e-6 (Muon, which
-    iterates in bfloat16, to 1e-2 of the update).
+    A step uses torch's fused kernel if the class has one for the dtypes and device, and otherwise
+    the class's formula, which never syncs and can be compiled, mapped and differentiated. These
+    agree to 1e-6 (Muon, which iterates in bfloat16, to 1e-2 of the update).
 
     Args:
         cls: A class of torch.optim, a subclass, or a class of your own. A class with a `step` of
@@ -101,8 +100,8 @@ def from_torch(
         schedule_by: What schedules count: `"applied"` steps, or by `"iteration"`, that is skipped
             steps too, as a loop of torch does that calls `scheduler.step()` once a batch or once an
             epoch. The count is `opt_state.iteration`, and a skipped step changes nothing else.
-        settings: The settings of the class. A flag (`foreach`, `fused`, `capturable`) that is named
-            here chooses torch's implementation on a CPU; with `differentiable=True` the formula
+        settings: The settings of the class. If a flag of torch's implementations is named
+            (`foreach`, `capturable`, `fused=False`), or with `differentiable=True`, the formula
             runs.
 
     Returns:
@@ -234,7 +233,7 @@ class TorchOptimizer(Updater):
             return self._step_by_kernel(False, inputs, prepared, in_place=in_place)
         inputs = inputs.unscaled()
         gradients = _cast_gradients(inputs)
-        if self._formula is None or self._reads_on_host(inputs):
+        if self._formula is None:
             new = working_copies(inputs, in_place=in_place, any_order=True)
             params, slots = new.named_params, new.opt_state.slots
             slots = self._class_step(params, gradients, slots, prepared)
@@ -313,11 +312,6 @@ class TorchOptimizer(Updater):
             for name, slot in opt_state.slots.items()
         }
         return opt_state._replace(slots=slots)
-
-    def _reads_on_host(self, inputs: StepInputs) -> bool:
-        """Return True if the host can read the counts and the settings in the state."""
-        can_read = not self.differentiable and host_can_read() and inputs.targets.are_on_a_cpu
-        return can_read and self._settings.are_readable(inputs.opt_state)
 
     # ---- state dicts
 

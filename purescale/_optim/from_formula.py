@@ -1,0 +1,143 @@
+"""An optimizer from a formula of one's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._optim.formulas import Formula, State, Step
+from .._optim.param_groups import Overrides
+from .._optim.schedule import Schedule, ScheduleBy
+from .._optim.torch_optim import TorchOptimizer
+from .._tree.leaves import describe
+from .._tree.scalars import short_repr
+
+NewSlot = Callable[[Tensor], Tensor]
+
+
+def from_formula(
+    step: Callable[[Tensor, Tensor, State, Mapping[str, Any], Tensor], Step],
+    slots: Sequence[str] | Mapping[str, NewSlot] = (),
+    elementwise: bool = True,
+    *,
+    lr: float | Tensor | Schedule = 1.0,
+    overrides: Overrides | None = None,
+    in_state: Sequence[str] = (),
+    schedule_by: ScheduleBy = "applied",
+    differentiable: bool = False,
+    **settings: Any,
+) -> TorchOptimizer:
+    """Equal, for each parameter of an optimizer with these settings, to
+
+        param, slots = step(param, grad, slots, settings, t)
+
+    The result has all that `from_torch` gives a class of torch.optim: overrides, schedules,
+    settings in the state, donation, vmap, derivatives, state dicts in torch's format (without a
+    count: `from_state_dict(sd, params, applied=n)`), wrappers and `partition`. A step reads no
+    value and can be compiled.
+
+    Args:
+        step: A pure function of one parameter that returns the new parameter and a dict of its new
+            slots, with plain operators: no list operator, nothing in place, no value read. `param`
+            and `grad` are float32 where a half parameter is kept, the two reals of a complex one in
+            a last dimension, and several parameters joined into one vector if `elementwise`.
+            `slots` and `settings` go by name, `slots["exp_avg"]`, `settings["lr"]`. A setting is
+            what was given here, or a 0-d tensor. `t` is the number of the step, a 0-d tensor, 1 in
+            the first: one more than `opt_state.applied`, for all parameters, as in optax.
+        slots: What is kept for each parameter: names of tensors that start as zeros like it, or
+            `{name: function of the parameter}`.
+        elementwise: False if an element of the result depends on others, as a norm does. Such a
+            step is made leaf by leaf, and shards of DTensors are refused.
+        lr, overrides, in_state, schedule_by: As in `from_torch`.
+        differentiable: True if `.backward()` may go through a step.
+        settings: Numbers, tuples of numbers and other constants that the formula reads, with their
+            values.
+
+    Returns:
+        An optimizer that holds settings and no state.
+
+    Raises:
+        TypeError: `step` is not a function of five arguments, or a slot is not a tensor.
+        ValueError: A slot has another shape than its parameter, and `elementwise` is True. Also
+            what `from_torch` refuses.
+
+    Example:
+        >>> import torch
+        >>> def sign_descent(param, grad, slots, settings, t):
+        ...     momentum = settings["beta"] * slots["momentum"] + grad
+        ...     return param - settings["lr"] * momentum.sign(), {"momentum": momentum}
+        >>> optimizer = from_formula(sign_descent, ("momentum",), lr=0.5, beta=0.9)
+        >>> params = {"w": torch.tensor([1.0, 1.0])}
+        >>> state = optimizer.init(params)
+        >>> optimizer.step(params, {"w": torch.tensor([3.0, -3.0])}, state)[0]
+        {'w': tensor([0.5000, 1.5000])}
+
+    Source of the form: `optax.GradientTransformation`, for one leaf.
+    """
+    _check_step(step)
+    makers = slots if isinstance(slots, Mapping) else dict.fromkeys(slots, torch.zeros_like)
+    _check_slots(makers, elementwise)
+    names = ("lr", *settings)
+    name = getattr(step, "__name__", type(step).__name__)
+    formula = Formula(
+        lambda p, g, state, h: step(p, g, state, {n: vars(h)[n] for n in names}, h.step_number),
+        lambda p, _: {key: make(p) for key, make in makers.items()},
+        elementwise,
+    )
+    defaults = {**settings, "differentiable": differentiable}
+    named = {**settings, "differentiable": True} if differentiable else settings
+    return TorchOptimizer(
+        _class_of(name, formula, defaults),
+        lr,
+        overrides or {},
+        named,
+        in_state=tuple(in_state),
+        schedule_by=schedule_by,
+    )
+
+
+def _class_of(name: str, formula: Formula, defaults: dict[str, Any]) -> type[torch.optim.Optimizer]:
+    """Return a class of torch.optim that holds groups and settings, with this formula."""
+
+    def init(self: Any, params: Any, **settings: Any) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": 1.0, **defaults, **settings})
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(each, kind) for each in ("self", "params", "lr", *defaults)]
+    init.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    # torch's own method imports its compiler.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    members = {"__init__": init, "add_param_group": add_param_group, "formula": formula}
+    return type(name, (torch.optim.Optimizer,), members)
+
+
+def _check_step(step: Any) -> None:
+    """Refuse what cannot be called with five arguments."""
+    try:
+        inspect.signature(step).bind(*range(5))
+    except TypeError as error:
+        raise TypeError(
+            f"step is {short_repr(step)}: {error}. Expected a function of five arguments. Fix: "
+            "`def step(param, grad, slots, settings, t): return param, slots`."
+        ) from None
+
+
+def _check_slots(makers: Mapping[str, NewSlot], elementwise: bool) -> None:
+    """Refuse a slot that is not a tensor, or that joined leaves cannot have."""
+    probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
+    for name, make in makers.items():
+        slot = make(probe) if callable(make) else make
+        if not callable(make) or not isinstance(slot, Tensor):
+            raise TypeError(
+                f"slots[{name!r}] gives {short_repr(slot)}; expected a function of the parameter "
+                f"that returns a tensor. Fix: `{{{name!r}: torch.zeros_like}}`."
+            )
+        if elementwise and slot.shape != probe.shape:
+            raise ValueError(
+                f"slots[{name!r}] is {describe(slot)} for a parameter of shape (2, 3), and an "
+                "elementwise step has slots like its parameter. Fix: elementwise=False."
+            )

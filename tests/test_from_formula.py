@@ -1,0 +1,244 @@
+"""An optimizer from a formula: that of a class of torch, with all that such a class has here."""
+
+import functools
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from helpers import assert_close, batch, clone, examples, job, same_bits, stack
+from hypothesis import given
+
+import purescale as ps
+from purescale.testing import assert_optimizer
+
+SIZES = (5, 33, 300)
+
+
+def lion_step(param, grad, slots, settings, t):
+    """Chen et al., Symbolic discovery of optimization algorithms (2023)."""
+    beta1, beta2 = settings["betas"]
+    momentum = slots["exp_avg"]
+    direction = (beta1 * momentum + (1 - beta1) * grad).sign()
+    param = param - settings["lr"] * (direction + settings["weight_decay"] * param)
+    return param, {"exp_avg": beta2 * momentum + (1 - beta2) * grad}
+
+
+def adam_step(param, grad, slots, settings, t):
+    beta1, beta2 = settings["betas"]
+    param = param * (1 - settings["lr"] * settings["weight_decay"])
+    m = beta1 * slots["exp_avg"] + (1 - beta1) * grad
+    v = beta2 * slots["exp_avg_sq"] + (1 - beta2) * grad * grad
+    denominator = (v / (1 - beta2**t)).sqrt() + settings["eps"]
+    step = settings["lr"] / (1 - beta1**t) * m / denominator
+    return param - step, {"exp_avg": m, "exp_avg_sq": v}
+
+
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
+lion = functools.partial(ps.from_formula, lion_step, ("exp_avg",), **SETTINGS)
+adamw = functools.partial(
+    ps.from_formula, adam_step, ("exp_avg", "exp_avg_sq"), eps=1e-8, **SETTINGS
+)
+of_torch = functools.partial(ps.from_torch, torch.optim.AdamW, **SETTINGS)
+
+
+def params_of(dtype=torch.float32):
+    return {
+        f"layer.{size}": torch.linspace(-1, 1, size, dtype=torch.float64).to(dtype)
+        for size in SIZES
+    }
+
+
+def grads_of(params, index):
+    return {
+        name: torch.cos(3 * index + 7 * torch.arange(leaf.numel())).to(leaf)
+        for name, leaf in params.items()
+    }
+
+
+def lion_in_float64(params, runs, lr, betas, weight_decay):
+    """Return Lion's parameters, by its authors' two lines in place, in float64."""
+    params = {name: leaf.double().clone() for name, leaf in params.items()}
+    momenta = {name: torch.zeros_like(leaf) for name, leaf in params.items()}
+    for grads in runs:
+        for name, p in params.items():
+            g, m = grads[name].double(), momenta[name]
+            p.mul_(1 - lr * weight_decay).add_(m.lerp(g, 1 - betas[0]).sign(), alpha=-lr)
+            m.lerp_(g, 1 - betas[1])
+    return params
+
+
+def stepped(optimizer, params, runs, skips=(), *, donate=False):
+    state = optimizer.init(params)
+    if donate:
+        params = clone(params)
+    for index, grads in enumerate(runs):
+        found_inf = torch.tensor(index in skips)
+        params, state = ps.maybe_step(optimizer, params, grads, state, found_inf, donate=donate)
+    return params, state
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_lion_is_that_of_its_authors(dtype, donate):
+    params = params_of(dtype)
+    runs = [grads_of(params, index) for index in range(5)]
+    expected = lion_in_float64(params, [runs[i] for i in (0, 1, 3, 4)], **SETTINGS)
+    result, state = stepped(lion(), params, runs, skips={2}, donate=donate)
+    assert_close({k: v.double() for k, v in result.items()}, expected, rtol=1e-5, atol=1e-6)
+    assert state.applied == 4
+
+
+def test_a_half_parameter_is_stepped_in_float32_and_rounded_once():
+    params = params_of(torch.bfloat16)
+    grads = grads_of(params, 0)
+    result, _ = stepped(lion(), params, [grads])
+    wide = lion_in_float64(params, [grads], **SETTINGS)
+    assert_close(result, {name: leaf.bfloat16() for name, leaf in wide.items()}, rtol=0, atol=0)
+
+
+@examples(20)
+@given(data=st.data())
+def test_the_formula_of_adamw_is_torchs_whatever_is_skipped_or_set(data):
+    params = params_of()
+    options = {
+        "in_state": data.draw(st.sampled_from([(), ("lr",), ("lr", "weight_decay", "betas")])),
+        "schedule_by": data.draw(st.sampled_from(["applied", "iteration"])),
+        "overrides": {"*.33": {"weight_decay": 0.0}},
+    }
+    if data.draw(st.booleans()):
+        options["lr"] = lambda count: 1e-2 / (1 + count)
+    ours, theirs = adamw(**options), of_torch(**options)
+    results = [(params, optimizer.init(params)) for optimizer in (ours, theirs)]
+    for index in range(4):
+        grads = grads_of(params, index)
+        found_inf = torch.tensor(data.draw(st.booleans()))
+        results = [
+            ps.maybe_step(optimizer, p, grads, state, found_inf)
+            for optimizer, (p, state) in zip((ours, theirs), results, strict=True)
+        ]
+    (ours, state), (theirs, of_class) = results
+    moments = {
+        name: {k: v for k, v in slot.items() if k != "step"}
+        for name, slot in of_class.slots.items()
+    }
+    expected = theirs, of_class._replace(slots=moments)
+    assert_close((ours, state), expected, rtol=2e-6, atol=1e-7)
+
+
+def test_a_state_dict_goes_through_a_file_with_the_count_beside_it():
+    params = params_of()
+    optimizer = adamw(in_state=("lr",))
+    params, state = stepped(optimizer, params, [grads_of(params, index) for index in range(3)])
+    loaded = optimizer.from_state_dict(optimizer.to_state_dict(state), params, applied=3)
+    assert same_bits(loaded, state)
+
+
+def test_a_map_over_states_is_each_members_step():
+    params = params_of()
+    optimizer = lion(in_state=("lr", "weight_decay"))
+    state = optimizer.init(params)
+    states = [ps.replace_settings(state, lr=lr) for lr in (1e-2, 1e-1)]
+    grads = grads_of(params, 0)
+    mapped = torch.vmap(optimizer.step, in_dims=(None, None, 0))(params, grads, stack(states))
+    for index, each in enumerate(states):
+        assert_close(
+            ps.member(mapped, index), optimizer.step(params, grads, each), rtol=1e-6, atol=1e-7
+        )
+
+
+def test_the_derivative_by_the_rate_is_that_of_finite_differences():
+    params = {"w": torch.linspace(-1, 1, 5, dtype=torch.float64)}
+    optimizer = adamw()
+
+    def loss(lr):
+        own = adamw(lr=lr, differentiable=True)
+        return (own.step(params, grads_of(params, 0), optimizer.init(params))[0]["w"] ** 2).sum()
+
+    lr = torch.tensor(0.1, dtype=torch.float64)
+    difference = (loss(lr + 1e-5) - loss(lr - 1e-5)) / 2e-5
+    torch.testing.assert_close(torch.func.grad(loss)(lr), difference, rtol=1e-6, atol=1e-8)
+    by_autograd = lr.clone().requires_grad_()
+    loss(by_autograd).backward()
+    torch.testing.assert_close(by_autograd.grad, difference, rtol=1e-6, atol=1e-8)
+
+
+WRAPPERS = {
+    "masters": ps.with_master_weights,
+    "rounding": ps.with_stochastic_rounding,
+    "narrow": lambda optimizer: ps.with_state_dtype(optimizer, {"exp_avg": torch.bfloat16}),
+    "partition": lambda optimizer: ps.partition(
+        {"a": optimizer, "b": ps.from_torch(torch.optim.SGD, lr=0.1)},
+        lambda name, leaf: "b" if "33" in name else "a",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_inside_of_a_wrapper_it_is_the_class_of_torch(name):
+    wrap = WRAPPERS[name]
+    params = params_of(torch.bfloat16 if name in ("masters", "rounding") else torch.float32)
+    runs = [grads_of(params, index) for index in range(4)]
+    ours, state = stepped(wrap(adamw()), params, runs, skips={1})
+    theirs, _ = stepped(wrap(of_torch()), params, runs, skips={1})
+    if name == "masters":
+        ours = ps.master_weights(ours, state)
+        theirs = ps.master_weights(theirs, stepped(wrap(of_torch()), params, runs, skips={1})[1])
+    # A different rounding of float32 may be another bfloat16.
+    tolerance = {"masters": 1e-6, "rounding": 8e-3, "narrow": 1e-4, "partition": 1e-6}[name]
+    assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+def test_it_holds_the_laws_of_an_optimizer():
+    assert_optimizer(lion())
+    assert_optimizer(adamw(in_state=("lr",)))
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_the_eager_one():
+    state, step = job(lion(), ps.DynamicScale(2.0**10))
+    window = [batch(0)]
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_close(
+        compiled(state, window)[0].opt_state, step(state, window)[0].opt_state, rtol=1e-2, atol=1e-3
+    )
+    jitted = ps.jit(step, backend="aot_eager")
+    assert_close(
+        jitted(state, window)[0].opt_state, step(state, window)[0].opt_state, rtol=1e-2, atol=1e-3
+    )
+
+
+def normalized_step(param, grad, slots, settings, t):
+    return param - settings["lr"] * grad / grad.norm(), {"count": slots["count"] + 1}
+
+
+def test_a_step_that_is_not_elementwise_sees_one_leaf_and_may_keep_a_number():
+    slots = {"count": lambda p: torch.zeros((), device=p.device)}
+    optimizer = ps.from_formula(normalized_step, slots, elementwise=False, lr=1.0)
+    params = params_of()
+    grads = grads_of(params, 0)
+    result, state = stepped(optimizer, params, [grads])
+    assert_close(result, {n: p - grads[n] / grads[n].norm() for n, p in params.items()})
+    assert [slot["count"].item() for slot in state.slots.values()] == [1, 1, 1]
+
+
+REFUSED = [
+    ({"step": lambda param, grad: param}, TypeError, "step is .*five arguments.*def step"),
+    ({"step": 1.0}, TypeError, "step is 1.0"),
+    ({"slots": {"m": torch.zeros(())}}, TypeError, r"slots\['m'\] gives tensor.*zeros_like"),
+    ({"slots": {"m": lambda p: 0.0}}, TypeError, r"slots\['m'\] gives 0.0"),
+    ({"slots": {"m": torch.sum}}, ValueError, r"slots\['m'\] is .*elementwise=False"),
+    ({"in_state": ("beta",)}, ValueError, "has no setting 'beta'"),
+    ({"overrides": {"*": {"beta": 1.0}}}, ValueError, "has no setting 'beta'"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), REFUSED)
+def test_what_is_no_formula_is_refused_with_the_cure(options, error, message):
+    arguments = {"step": lion_step, "slots": ("exp_avg",), **SETTINGS, **options}
+    with pytest.raises(error, match=message):
+        ps.from_formula(**arguments)
+
+
+def test_it_says_what_it_was_made_of():
+    assert repr(lion()) == ("from_formula(lion_step, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)")

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import same_bits
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -100,11 +102,28 @@ class Checkpointed(nn.Module):
         return checkpoint(lambda x: self.inner(x) * self.mem, x, use_reentrant=False)
 
 
+class Delay(nn.Module):
+    """A part that keeps its last inputs in a list, and a mean in a dict, and replaces both."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.means = [torch.zeros(5, 3), torch.zeros(5, 3)], {"mean": torch.zeros(5, 3)}
+
+    def forward(self, x):
+        self.last = [*self.last[1:], x]
+        self.means = {"mean": 0.9 * self.means["mean"] + 0.1 * self.last[0]}
+        return x - self.means["mean"]
+
+
 NETS = {
     "a membrane": (lambda: nn.Sequential(nn.Linear(3, 3), Leaky()), ("*.mem",)),
     "a dict of states": (lambda: nn.Sequential(nn.Linear(3, 3), Memories()), ("*._memories.v",)),
     "a list of states": (lambda: nn.Sequential(LightGRU(3), LightGRU(3)), ("*.states.*",)),
     "a count": (lambda: nn.Sequential(nn.Linear(3, 3), Counter()), ("1.calls",)),
+    "replaced containers": (
+        lambda: nn.Sequential(nn.Linear(3, 3), Delay()),
+        ("*.last.*", "*.means.*"),
+    ),
     "under a checkpoint": (lambda: Checkpointed(nn.Linear(3, 3)), ("mem",)),
 }
 
@@ -230,6 +249,9 @@ def _detach(model):
             module.mem = module.mem.detach()
         if isinstance(module, Memories):
             module.v = module.v.detach()
+        if isinstance(module, Delay):
+            module.last = [state.detach() for state in module.last]
+            module.means = {"mean": module.means["mean"].detach()}
         if isinstance(module, LightGRU):
             module.states = [state.detach() for state in module.states]
 
@@ -244,6 +266,134 @@ def test_load_into_and_pickle_keep_the_state(net):
     if not isinstance(model, Checkpointed):
         again = pickle.loads(pickle.dumps(apply))
         assert same_bits(rolled(again, params, buffers, xs)[1], new)
+
+
+def _write(net, x):
+    net.kept[next(iter(net.keys()))].add_(x)
+
+
+def _set(net, x):
+    key = next(iter(net.keys()))
+    net.kept[key] = 2 * net.kept[key] + x
+
+
+def _reverse(net, _):
+    for key, value in zip(net.keys(), net.tensors()[::-1], strict=True):
+        net.kept[key] = value
+
+
+def _replace(net, x):
+    net.kept = net.like([0.5 * t + x for t in net.tensors()])
+
+
+def _shift(net, x):
+    net.kept = net.like([*net.tensors()[1:], x])
+
+
+def _refill(net, x):
+    tensors = [*net.tensors()[1:], 3 * x]
+    fresh = net.like(tensors)
+    net.kept.clear()
+    (net.kept.extend if isinstance(net.kept, list) else net.kept.update)(fresh)
+
+
+def _grow(net, x):
+    if isinstance(net.kept, list):
+        net.kept.append(x)
+    else:
+        net.kept[f"another {len(net.kept)}"] = x
+
+
+def _grow_a_new_one(net, x):
+    net.kept = type(net.kept)(net.kept)
+    _grow(net, x)
+
+
+def _shrink(net, _):
+    net.kept.pop(net.keys()[-1])
+
+
+def _rename(net, x):
+    if isinstance(net.kept, dict):
+        net.kept["renamed"] = net.kept.pop(net.keys()[0])
+
+
+def _retype(net, _):
+    net.kept = dict(enumerate(net.kept)) if type(net.kept) is list else net.tensors()
+
+
+CHANGES = [
+    *(_write, _set, _reverse, _replace, _shift, _refill),
+    *(_grow, _grow_a_new_one, _shrink, _rename, _retype),
+]
+
+
+class Keeper(nn.Module):
+    """A part with tensors in a list or dict, which may have a second place, and changes to it."""
+
+    def __init__(self, kind, changes, has_alias):
+        super().__init__()
+        self.kept = {"list": [torch.zeros(3), torch.ones(3)], "dict": {}}[kind]
+        if kind == "dict":
+            self.kept |= {"a": torch.zeros(3), "b": torch.ones(3)}
+        self.also = self.kept if has_alias else None
+        self.changes = changes
+
+    def keys(self):
+        return list(self.kept) if isinstance(self.kept, dict) else list(range(len(self.kept)))
+
+    def tensors(self):
+        return [self.kept[key] for key in self.keys()]
+
+    def like(self, tensors):
+        if isinstance(self.kept, list):
+            return tensors
+        return dict(zip(self.kept, tensors, strict=True))
+
+    def forward(self, x):
+        for change in self.changes:
+            change(self, x)
+        read = self.kept if self.also is None else self.also
+        tensors = list(read.values()) if isinstance(read, dict) else list(read)
+        return x.clone() if not tensors else (torch.stack(tensors) * 1.5 + x).cumsum(0)[-1]
+
+
+@given(
+    kind=st.sampled_from(["list", "dict"]),
+    changes=st.lists(st.sampled_from(CHANGES), min_size=1, max_size=3),
+    has_alias=st.booleans(),
+)
+def test_state_in_a_container_arrives_or_is_refused(kind, changes, has_alias):
+    model = nn.Sequential(Keeper(kind, changes, has_alias))
+    apply, params, buffers = ps.make_functional(model, ("0.kept.*",))
+    module = copy.deepcopy(model)
+    keeper = module[0]
+    for x in torch.arange(12.0).reshape(4, 3):
+        try:
+            expected = module(x)
+        except (AttributeError, IndexError, KeyError, TypeError):
+            return  # the module cannot run it
+        has_one_value = keeper.also is (keeper.kept if has_alias else None)
+        is_alike = type(keeper.kept) is type(model[0].kept) and keeper.keys() == model[0].keys()
+        if not (is_alike and has_one_value):
+            with pytest.raises(RuntimeError, match=r"0\.kept.*state_attributes"):
+                apply(params, buffers, x)
+            return
+        out, buffers = apply(params, buffers, x)
+        assert same_bits(out, expected)
+        assert same_bits(buffers, state_of(module, buffers))
+
+
+def test_an_empty_container_that_a_glob_names_stays_empty_or_is_refused():
+    model = nn.Sequential(*(Keeper("list", [change], False) for change in (_write, _set)))
+    model[1].kept, model[1].changes = [], []
+    apply, params, buffers = ps.make_functional(model, ("*.kept.*",))
+    assert list(buffers) == ["0.kept.0", "0.kept.1"]
+    assert apply(params, buffers, torch.ones(3))[0].tolist() == model(torch.ones(3)).tolist()
+    model[1].changes = [_grow]
+    apply, params, buffers = ps.make_functional(model, ("*.kept.*",))
+    with pytest.raises(RuntimeError, match=r"1\.kept.*state_attributes"):
+        apply(params, buffers, torch.ones(3))
 
 
 def test_half_compute_returns_the_state_in_its_own_dtype():

@@ -51,17 +51,20 @@ class Blueprint:
     modes: tuple[list[bool], list[bool]] = ([], [])
 
     @staticmethod
-    def of(model: nn.Module, names: dict[int, str], hooks: Hooks) -> Blueprint:
+    def of(
+        model: nn.Module, names: dict[int, str], hooks: Hooks, state_containers: list[Any]
+    ) -> Blueprint:
         """Return the blueprint of a model.
 
         Args:
             model: The module.
             names: The name of each argument by its id; tied ones have the same.
             hooks: The hooks on the gradients of parameters, which may be methods of `model`.
+            state_containers: The lists and dicts in attributes that have state.
         """
         graph = ObjectGraph(model, names, hooks)
         numbers = Numbers(graph, [hook for functions in hooks.values() for hook in functions])
-        key, layout = share_layout(lay_out(graph, numbers))
+        key, layout = share_layout(lay_out(graph, numbers, state_containers))
         instances = Instances.of(numbers.instances, graph.is_copied)
         return Blueprint(
             FirstCalls((instances, instances)),
@@ -96,7 +99,14 @@ class Blueprint:
         """Describe an equal blueprint, by a model that is made around placeholders."""
         tensors = {name: torch.empty(0, device="meta") for name, _ in self.layout.arguments}
         copy = self.make(tensors, train=True, hooked=False)
-        return _blueprint_of, (copy.root, tensors, self._hooks(copy.objects), self.modes)
+        containers = [copy.objects[state.container] for state in self.layout.state_containers]
+        return _blueprint_of, (
+            copy.root,
+            tensors,
+            self._hooks(copy.objects),
+            containers,
+            self.modes,
+        )
 
     @private.only_inlined
     def make(self, tensors: Tensors, *, train: bool, hooked: bool = True) -> ModelCopy:
@@ -159,10 +169,14 @@ class Blueprint:
 
 
 def _blueprint_of(
-    root: nn.Module, tensors: Tensors, hooks: Hooks, modes: tuple[list[bool], list[bool]]
+    root: nn.Module,
+    tensors: Tensors,
+    hooks: Hooks,
+    state_containers: list[Any],
+    modes: tuple[list[bool], list[bool]],
 ) -> Blueprint:
     names = {id(tensor): name for name, tensor in tensors.items()}
-    return Blueprint.of(root, names, hooks).with_modes(*modes)
+    return Blueprint.of(root, names, hooks, state_containers).with_modes(*modes)
 
 
 class Hooked(torch.autograd.Function):

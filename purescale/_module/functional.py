@@ -23,7 +23,7 @@ from .._module.registered import (
     registered_tensors,
 )
 from .._module.side_effects import Reads, SideEffects, warn_of_lost
-from .._module.state_attributes import state_tensors, tensors_in_attributes
+from .._module.state_attributes import state_containers, state_tensors, tensors_in_attributes
 from .._torch import dtensor, foreach, private
 from .._torch.autocast import explain_autocast
 from .._torch.tracing import PLAIN_TYPES, under_transform
@@ -270,7 +270,8 @@ def make_functional(
         model: The module. It is not changed.
         state_attributes: Names or globs of tensors in plain attributes that are state, such as
             `("*.mem",)` for the membranes of a spiking net. They are among the buffers. In a list
-            or dict, the name is `layer.attribute.key`.
+            or dict, the name is `layer.attribute.key`; the forward may replace it by one with the
+            same keys.
 
     Returns:
         `apply, params, buffers`. The last two are dicts of detached copies by dotted name.
@@ -315,7 +316,12 @@ def make_functional(
         frozen = {}
     params = {name: p for name, p in registered.params.items() if name not in frozen}
     buffers = frozen | registered.buffers
-    blueprint = Blueprint.of(model, registered.names, _gradient_hooks(params))
+    blueprint = Blueprint.of(
+        model,
+        registered.names,
+        _gradient_hooks(params),
+        state_containers(model, state_attributes),
+    )
     modes = modes_of(model, lambda: blueprint.modules(_detached_copies(params | buffers)))
     apply = Apply(
         blueprint.with_modes(*modes),

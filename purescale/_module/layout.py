@@ -23,6 +23,7 @@ from .._module.kinds import (
 )
 from .._module.object_graph import ObjectGraph
 from .._module.registered import STORES
+from .._module.state_attributes import keys_of
 from .._torch import private
 
 # (container, key, object): `contents[container][key] = objects[object]`. It is a plain tuple: a
@@ -41,6 +42,14 @@ class Place(NamedTuple):
 
 # The name of an argument, and its places; those in stores come first.
 ArgumentPlaces = tuple[str, tuple[Place, ...]]
+
+
+class StateContainer(NamedTuple):
+    """A list or dict with state attributes: its keys and its places in a copy of the model."""
+
+    container: int
+    keys: tuple[Any, ...]
+    places: tuple[Place, ...]
 
 
 class Store(NamedTuple):
@@ -63,6 +72,7 @@ class Layout:
     arguments: tuple[ArgumentPlaces, ...]  # in the order of their numbers
     buffers: tuple[ArgumentPlaces, ...]  # those that are registered as one, and state attributes
     state: tuple[Place, ...]  # all places of state attributes
+    state_containers: tuple[StateContainer, ...]
     modules: tuple[int, ...]  # in the order of `model.modules()`
     stores: tuple[Store, ...]
     plain_tensors: tuple[tuple[int, str], ...]  # with their paths in the model
@@ -120,8 +130,8 @@ class Numbers:
         return self._numbers[nodes[0]] if nodes else 0
 
 
-def lay_out(graph: ObjectGraph, numbers: Numbers) -> Layout:
-    """Return the layout of the copies of a model."""
+def lay_out(graph: ObjectGraph, numbers: Numbers, state_containers: list[Any]) -> Layout:
+    """Return the layout of the copies of a model, some of whose containers have its state."""
     stores = {
         numbers.of(part.value): Store(numbers.of(part.value), module, part.key)
         for module, instance in enumerate(numbers.instances)
@@ -133,6 +143,7 @@ def lay_out(graph: ObjectGraph, numbers: Numbers) -> Layout:
     first_argument = numbers.first(numbers.arguments)
     names = {n: node.name for n, node in enumerate(numbers.arguments, first_argument)}
     places: dict[str, list[Place]] = {name: [] for name in names.values()}
+    containers: dict[int, list[Place]] = {numbers.of(value): [] for value in state_containers}
     for container, composite in enumerate((*numbers.instances, *numbers.containers)):
         for key, value, path in composite.parts:
             number = numbers.copied(value)
@@ -140,6 +151,8 @@ def lay_out(graph: ObjectGraph, numbers: Numbers) -> Layout:
                 links.append((container, key, number))
                 if number in names:
                     places[names[number]].append(Place(container, key, path, container in stores))
+                if number in containers:
+                    containers[number].append(Place(container, key, path, in_store=False))
     arguments = [
         (name, tuple(sorted(some, key=lambda place: not place.in_store)))
         for name, some in places.items()
@@ -155,6 +168,10 @@ def lay_out(graph: ObjectGraph, numbers: Numbers) -> Layout:
             if name in state or any(place.container in buffers for place in some)
         ),
         state=tuple(place for some in state.values() for place in some),
+        state_containers=tuple(
+            StateContainer(number, tuple(keys_of(value)), tuple(containers[number]))
+            for number, value in {numbers.of(v): v for v in state_containers}.items()
+        ),
         modules=tuple(map(numbers.of, graph.modules.values())),
         stores=tuple(stores.values()),
         plain_tensors=tuple(

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .._module.layout import Layout, Place
+from .._module.layout import Layout, Place, StateContainer
 from .._module.registered import STORES, Tensors
+from .._module.state_attributes import keys_of
 
 
 class Registration(NamedTuple):
@@ -53,6 +54,10 @@ class ModelCopy:
         registered = list(itertools.chain.from_iterable(map(dict.values, self.stores)))
         if self.layout.state:
             registered += map(self.value, self.layout.state)
+        for container, _, places in self.layout.state_containers:
+            content = self.contents[container]
+            registered += content.values() if isinstance(content, dict) else content
+            registered += map(self.value, places)
         return registered
 
     def registers_as_before(self) -> bool:
@@ -73,6 +78,17 @@ class ModelCopy:
                     if not may_replace and value is not before.get((container, key)):
                         new.append(Registration(self.objects[module], store, key))
         return new
+
+    def follow(self, state: StateContainer) -> bool:
+        """Let the list or dict that the forward has put in place of one with state be that one.
+        Return False if it is not like it, or is not in all of its places.
+        """
+        first, *others = map(self.value, state.places)
+        before = self.contents[state.container]
+        if type(first) is not type(before) or any(other is not first for other in others):
+            return False
+        self.contents[state.container] = first
+        return tuple(keys_of(first)) == state.keys
 
     def buffers(self) -> dict[str, Any]:
         """Return by name what is in the first place of each buffer, none of which was removed."""

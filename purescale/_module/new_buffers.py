@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._module.layout import StateContainer
 from .._module.model_copy import ModelCopy
 from .._module.registered import Tensors
 from .._module.side_effects import FIX
@@ -19,6 +20,9 @@ def new_buffers(copy: ModelCopy, buffers: Tensors) -> Tensors:
     if copy.registers_as_before():
         return buffers
     refuse_new_registrations(copy)
+    for state in copy.layout.state_containers:
+        if not copy.follow(state):
+            raise _container_error(copy, state)
     return {**buffers, **_replaced(copy, buffers)}
 
 
@@ -26,6 +30,18 @@ def refuse_new_registrations(copy: ModelCopy) -> None:
     """Refuse a parameter, buffer or module that was not there before the forward."""
     for registration in copy.new_registrations():
         raise _registered_error(*registration)
+
+
+def _container_error(copy: ModelCopy, state: StateContainer) -> RuntimeError:
+    path = state.places[0].path
+    return RuntimeError(
+        f"the forward of the model left {_tree.described(copy.value(state.places[0]))} in {path}, "
+        "whose elements state_attributes names; expected in all its places one "
+        f"{type(copy.objects[state.container]).__name__} with the keys {list(state.keys)}, as "
+        "before. Likely cause: it grows in each call, or the first calls fill it. Fix: run "
+        "`model(example_batch)` until it is full before make_functional, and keep its length: "
+        "`self.h = self.h[1:] + [x]`."
+    )
 
 
 def _registered_error(module: nn.Module, store: str, key: str) -> RuntimeError:

@@ -53,6 +53,27 @@ def state_tensors(model: nn.Module, patterns: Sequence[str]) -> Tensors:
     return tensors
 
 
+def state_containers(model: nn.Module, patterns: Sequence[str]) -> list[Any]:
+    """Return the lists and dicts in plain attributes whose elements have names that match, which
+    must be alike after each call. One that is empty is among them, as it would lose what it gets.
+    """
+    return [
+        value
+        for name, value in _plain_attributes(model)
+        if type(value) in (list, dict)
+        and any(
+            fnmatch.fnmatchcase(f"{name}.{key}", pattern)
+            for key in (keys_of(value) or [0])
+            for pattern in patterns
+        )
+    ]
+
+
+def keys_of(container: list[Any] | dict[Any, Any]) -> list[Any]:
+    """Return the keys of a dict, or the indices of a list."""
+    return list(container) if isinstance(container, dict) else list(range(len(container)))
+
+
 def tensors_in_attributes(model: nn.Module) -> Tensors:
     """Return all tensors in plain attributes by name."""
     return {name: value for name, value in _attributes(model) if isinstance(value, Tensor)}
@@ -60,13 +81,15 @@ def tensors_in_attributes(model: nn.Module) -> Tensors:
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the plain attributes of all modules, and what is in lists and dicts there, by name."""
+    for name, value in _plain_attributes(model):
+        if type(value) in (list, dict):
+            yield from ((f"{name}.{key}", value[key]) for key in keys_of(value))
+        else:
+            yield name, value
+
+
+def _plain_attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
         for key, value in vars(module).items():
-            if key in MODULE_ATTRIBUTES:
-                continue
-            name = f"{path}.{key}" if path else key
-            if type(value) in (list, dict):
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                yield from ((f"{name}.{index}", item) for index, item in items)
-            else:
-                yield name, value
+            if key not in MODULE_ATTRIBUTES:
+                yield (f"{path}.{key}" if path else key), value

@@ -4,7 +4,6 @@ import copy
 import functools
 import gc
 import threading
-import types
 import weakref
 
 import pytest
@@ -288,6 +287,10 @@ def test_threads_that_train_one_model_keep_apart():
 # ---- what a region reads
 
 
+class Helper:
+    value = 1.0
+
+
 class Reads(nn.Module):
     """Changes something, then computes with it in a checkpointed region."""
 
@@ -297,7 +300,7 @@ class Reads(nn.Module):
         self.register_buffer("seen", torch.ones(3))
         self.register_buffer("later", torch.ones(3))
         self.factor, self.factors, self.held = 1.0, [1.0], {"by": 1.0}
-        self.helper, self.parts = types.SimpleNamespace(value=1.0), [self.linear]
+        self.helper, self.parts = Helper(), [self.linear]
         self.change, self.value, self.checkpoints = change, value, checkpoints
 
     def region(self, x):

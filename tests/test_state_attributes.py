@@ -446,3 +446,19 @@ def test_a_pattern_may_match_a_buffer_which_is_state_already():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     _, _, buffers = ps.make_functional(model, ("*.running_mean",))
     assert list(buffers) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+
+
+def test_a_view_of_a_state_is_refused_where_it_is_read():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.history = torch.zeros(3, 2)
+            self.last = self.history[2]
+
+        def forward(self, x):
+            self.history += x
+            return self.last + x
+
+    apply, params, buffers = ps.make_functional(Last(), ("history",))
+    with pytest.raises(RuntimeError, match=r"last of the model was computed from.*Fix: "):
+        apply(params, buffers, torch.ones(2))

@@ -4,8 +4,8 @@ A call makes a copy of the model around its tensors, runs the forward in it, rea
 it and drops it. What a copy consists of is found once, so that later changes to the user's module
 do not reach the function, and a call does not change the module.
 
-once:    model -> object_graph (a node an object) -> kinds (a table a kind), layout -> blueprint
-a call:  params, buffers -> model_copy -> forward -> side_effects, new_buffers -> recompute
+once:    model -> recipe (all its objects as flat rows, and the links between them)
+a call:  params, buffers -> recipe.make -> forward in the copy -> new_buffers -> recompute
 
 Entry: `functional.make_functional`, `policy.with_policy`, `norms.norms_in_float32`.
 Hands on: `Apply`, called as `apply(params, buffers, *args)`, and the two dicts `params` and

@@ -5,31 +5,35 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._module.blueprint import Blueprint, Hooks
-from .._module.method import Call, Method, check_method
-from .._module.model_copy import ModelCopy
 from .._module.modes import modes_of
-from .._module.new_buffers import new_buffers, refuse_new_registrations
-from .._module.recompute import explain_checkpointing, forbid_recompute, prepare_recompute
-from .._module.registered import (
-    Tensors,
-    check_shared_memory,
-    disagree,
-    registered_tensors,
+from .._module.new_buffers import (
+    new_buffers,
+    refuse_new_registrations,
+    refuse_writes,
+    stamps,
 )
-from .._module.side_effects import Reads, SideEffects, warn_of_lost
+from .._module.recipe import ModelCopy, Recipe
+from .._module.recompute import explain_checkpointing, forbid_recompute, keep_modes
+from .._module.registered import RegisteredTensors, Tensors, registered_tensors
 from .._module.state_attributes import state_containers, state_tensors, tensors_in_attributes
-from .._torch import dtensor, foreach, private
+from .._torch import donation, dtensor, foreach, private
 from .._torch.autocast import explain_autocast
-from .._torch.tracing import PLAIN_TYPES, under_transform
+from .._torch.tracing import (
+    PLAIN_TYPES,
+    host_can_read,
+    recorded_by_make_fx,
+    under_transform,
+)
 from .._tree import tree as _tree
 from .._tree.leaves import are_dense_real, is_constant
 
+Method = str | Callable[..., Any] | None
 _WITHOUT_STATISTICS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm)
 
 
@@ -39,7 +43,7 @@ class Apply:
     method=None, **kwargs) -> (out, new_buffers)`.
     """
 
-    _blueprint: Blueprint
+    _recipe: Recipe
     _params: frozenset[str]
     _buffers: frozenset[str]
     norm_params: frozenset[str]  # the weights and biases of normalisation layers
@@ -48,7 +52,6 @@ class Apply:
     _renormalised: frozenset[str]  # weights of embeddings with max_norm, which write into them
     _not_in_half: tuple[str, ...]  # messages: parts that plain half compute cannot run
     without_statistics: tuple[str, ...]  # norms that keep no statistics of a batch
-    _overlaps: dict[str, str]  # buffer -> a buffer that shares some of its memory in the model
 
     def __call__(
         self,
@@ -64,8 +67,8 @@ class Apply:
         if params.keys() != self._params or buffers.keys() != self._buffers:
             raise RuntimeError(self._wrong_names(params, buffers))
         if method is not None:
-            check_method(method)
-        call = Call(args, kwargs, bool(train), method)
+            _check_method(method)
+        call = (args, kwargs, bool(train), method)
         # A buffer that is not dense, such as a sparse adjacency matrix, is returned as it is.
         constants = _constants(buffers)
         compiling, transformed = torch.compiler.is_dynamo_compiling(), under_transform()
@@ -85,86 +88,82 @@ class Apply:
 
     @private.only_inlined
     def _eager(
-        self,
-        params: Tensors,
-        constants: Tensors,
-        copies: Tensors,
-        call: Call,
-        transformed: bool,
+        self, params: Tensors, constants: Tensors, copies: Tensors, call: Any, transformed: bool
     ) -> tuple[Any, Tensors]:
-        blueprint = self._blueprint
         tensors = {**params, **copies}
         for name in self._renormalised:
             tensors[name] = params[name].clone()
-        watched = params
-        if constants or self._overlaps:
-            watched = {**params, **constants, **{name: copies[name] for name in self._overlaps}}
         has_graph = torch.is_grad_enabled() and not transformed
-        first = blueprint.first_calls.watches_next and call.train and has_graph
-        forward: Callable[..., tuple[ModelCopy, Any, Tensors]] = self._forward
-        if first:
-            blueprint.first_calls.watches_next = False
-            forward = self._watched if blueprint.can_watch else forward
-        with SideEffects(
-            params, watched, tensors, self._overlaps, transformed=transformed, thorough=first
-        ):
-            try:
-                copy, out, new = forward(tensors, copies, call)
-            except RuntimeError as error:
-                if transformed:
-                    explain_checkpointing(error)
-                    explain_autocast(error)
-                raise
-            finally:
-                filled = blueprint.release_filled()
-            if filled:
-                refuse_new_registrations(copy)
+        watched = {**params, **constants} if constants else params
+        before = stamps(watched.values(), transformed)
+        flags = list(map(_requires_grad, tensors.values()))
+        values = self._values_to_compare(params, call, has_graph) if not transformed else {}
+        try:
+            copy, out, new = self._forward(tensors, copies, call)
+        except RuntimeError as error:
+            if transformed:
+                explain_checkpointing(error)
+                explain_autocast(error)
+            raise
+        finally:
+            filled = self._recipe.release_filled()
+            if list(map(_requires_grad, tensors.values())) != flags:
+                for tensor, flag in zip(tensors.values(), flags, strict=True):
+                    if tensor.is_leaf:
+                        tensor.requires_grad_(flag)
+        if (after := stamps(watched.values(), transformed)) != before or values:
+            refuse_writes(watched, before, after, values)
+        if filled:
+            refuse_new_registrations(copy)
         if transformed:
             forbid_recompute(copy)
         elif has_graph:
-            prepare_recompute(copy, copies, constants)
+            # A second run of a batch norm then writes into those of the copy.
+            new = _copies(new, constants, one_by_one=False) if new else new
+            keep_modes(copy)
         return out, new
+
+    def _values_to_compare(self, params: Tensors, call: Any, has_graph: bool) -> Tensors:
+        """Return copies of parameters to compare with, which finds writes through `.data`, in the
+        first call in training.
+        """
+        is_first = has_graph and call[2] and self._recipe.watches_next
+        if is_first:
+            self._recipe.watches_next = False
+            # Not while a graph is recorded, in which no value may be read.
+            is_first = host_can_read(list(params.values())) and not recorded_by_make_fx()
+        return _detached_copies(params) if is_first or donation.DEBUG else {}
 
     @private.only_inlined
     def _forward(
-        self, tensors: Tensors, copies: Tensors, call: Call
+        self, tensors: Tensors, copies: Tensors, call: Any
     ) -> tuple[ModelCopy, Any, Tensors]:
         """Run the forward in a copy of the model, and read the buffers that it leaves there."""
-        copy = self._blueprint.make(tensors, train=call.train)
-        out = call.run(copy.root)
+        args, kwargs, train, function = call
+        copy = self._recipe.make(tensors, train=train)
+        if function is None:
+            out = copy.root(*args, **kwargs)
+        elif isinstance(function, str):
+            out = _method_of(copy.root, function)(*args, **kwargs)
+        else:
+            out = function(copy.root, *args, **kwargs)
         return copy, out, new_buffers(copy, copies)
 
-    def _watched(self, *args: Any) -> tuple[ModelCopy, Any, Tensors]:
-        """Run the forward, and warn of tensors in plain attributes whose values are lost."""
-        with Reads() as reads:
-            copy, out, new = self._forward(*args)
-        warn_of_lost(copy, reads)
-        return copy, out, new
-
     def _wrong_names(self, params: Tensors, buffers: Tensors) -> str:
-        faults = []
-        for which, tree, expected in (
-            ("params", params, self._params),
-            ("buffers", buffers, self._buffers),
-        ):
-            if set(tree) != expected:
-                missing = sorted(expected - set(tree))
-                extra = [str(name) for name in tree if name not in expected]
-                faults.append(
-                    f"{which} has the wrong names: missing {_tree.join_names(missing)}; not in the "
-                    f"model: {_tree.join_names(extra)}"
-                )
+        rows = (("params", params, self._params), ("buffers", buffers, self._buffers))
+        faults = [
+            f"{which} has the wrong names: missing {_tree.join_names(sorted(names - set(tree)))}; "
+            f"not in the model: {_tree.join_names([str(n) for n in tree if n not in names])}"
+            for which, tree, names in rows
+            if set(tree) != names
+        ]
         cause = "they belong to another model, or to this one before it was changed"
-        place = (
-            "a parameter with requires_grad=False belongs in buffers, any other in params; if no "
-            "parameter requires a gradient, as in a frozen teacher, all belong in params"
-        )
-        if set(params) == self._buffers and set(buffers) == self._params:
-            cause = "params and buffers are swapped" + (
-                "" if params and buffers else f", or {place}"
+        if set(params) | set(buffers) == self._params | self._buffers:
+            cause = (
+                "params and buffers are swapped, or a parameter is in the wrong one: one with "
+                "requires_grad=False belongs in buffers, any other in params; if no parameter "
+                "requires a gradient, as in a frozen teacher, all belong in params"
             )
-        elif set(params) | set(buffers) == self._params | self._buffers:
-            cause = place
         return (
             f"{'; '.join(faults)}. Likely cause: {cause}. Fix: `apply, params, buffers = "
             "make_functional(model)`, all three from one call."
@@ -181,10 +180,10 @@ def check_dicts(params: Any, buffers: Any) -> None:
                 "`out, buffers = apply(params, buffers, x)`; a model without buffers takes {}."
             )
         for name, value in tree.items():
-            if type(value) is not Tensor and not isinstance(value, Tensor):
+            if not isinstance(value, Tensor):
                 raise TypeError(
                     f"{which}[{name!r}] is {type(value).__name__} {value!r}; expected a tensor. "
-                    f"Fix: pass the {which} that make_functional returned, or `torch.tensor(...)`."
+                    f"Fix: pass the {which} that make_functional returned."
                 )
 
 
@@ -214,15 +213,30 @@ def _constants(buffers: Tensors) -> Tensors:
     return {name: buffer for name, buffer in buffers.items() if is_constant(buffer)}
 
 
-def _gradient_hooks(params: Tensors) -> Hooks:
-    for name, param in params.items():
-        if private.has_accumulated_hooks(param):
-            raise ValueError(
-                f"{name} has a hook of register_post_accumulate_grad_hook, which would never run: "
-                "gradients are values here, and `.grad` is not set. Fix: do its work between "
-                "gradients and step, or use `weight.register_hook`, which is kept."
-            )
-    return {name: hooks for name, p in params.items() if (hooks := private.gradient_hooks(p))}
+def _check_method(method: Any) -> None:
+    """Refuse what cannot be a method of a copy."""
+    if isinstance(method, MethodType) and isinstance(method.__self__, nn.Module):
+        raise TypeError(
+            f"method is {method.__qualname__}, bound to its live tensors. Fix: "
+            f"method={method.__name__!r}, or method={method.__qualname__}."
+        )
+    if not (isinstance(method, str) or callable(method)):
+        raise TypeError(
+            f"method is {type(method).__name__} {method!r}; expected the name of a method of the "
+            'model, or a function whose first argument is the module. Fix: method="decode".'
+        )
+
+
+def _method_of(root: nn.Module, name: str) -> Callable[..., Any]:
+    function = getattr(root, name, None)
+    if callable(function):
+        return function
+    names = [key for key in (*vars(type(root)), *root._modules) if not key.startswith("_")]
+    raise TypeError(
+        f"method={name!r} is not a method of {type(root).__name__}, which has "
+        f"{_tree.join_names(names)}. Fix: for a method of a part, "
+        f"`method=lambda model, *args: model.part.{name}(*args)`."
+    )
 
 
 # ---- make_functional ---------------------------------------------------------------------------
@@ -253,13 +267,13 @@ def make_functional(
       gradient.
     - Buffers, persistent or not, are returned as new ones, except what is not a dense tensor: it
       is returned as it is. Other changes made by `forward`
-      (attributes, tensors in them, hooks, lists, dicts, sets, helper objects) end with the call, so
-      a cache is made anew in each call. A region that torch.utils.checkpoint runs again in the
+      (attributes, tensors in them, hooks, lists, dicts, helper objects) end with the call, so a
+      cache is made anew in each call. A region that torch.utils.checkpoint runs again in the
       backward still sees them.
     - `apply` may be called inside of itself, again in the backward pass (checkpointing around it)
       and from several threads.
-    - A parameter or buffer that is also in a list, a tuple, a dict, a set or an attribute of the
-      model is replaced there too. Hooks of `weight.register_hook` run on the gradient of each call.
+    - A parameter or buffer that is also in a list, a tuple, a dict or an attribute of the model is
+      replaced there too.
     - `out` is what the module returns. It may be an argument or a view of one.
     - `apply.norm_params` names the weights of torch's own normalisation layers, for `with_policy`.
       Add those of your own class with
@@ -280,22 +294,20 @@ def make_functional(
         TypeError: `model` is not a module, or contains a torch.jit module, a
             DistributedDataParallel, or a module with `__slots__`. From `apply`: `method` is not one
             of the model, or is bound to a live module.
-        ValueError: A lazy parameter has not seen a batch; a parameter is in a class attribute, or
-            shares memory with a tensor that is not tied to it, such as a buffer that is a view of
-            it; a name of `state_attributes` matches nothing, or what is not a tensor; or a closure,
-            a hook, a patched or compiled forward, or an object written in C holds
-            a part of the live model.
+        ValueError: A lazy parameter has not seen a batch; a parameter has a hook on its gradient or
+            is in a class attribute; a parameter or buffer shares memory with a tensor that is not
+            tied to it, such as a view of it; a name of `state_attributes` matches nothing, or what
+            is not a tensor; or a closure, a hook, a patched or compiled forward, a set, a key, an
+            object with `__slots__`, of a class derived from a container or written in C holds a
+            part of the live model.
         RuntimeError: From `apply`: the names are of another model, a parameter is read after the
             call, or the forward does one of the following. It registers a parameter, buffer or
             module, replaces or removes a parameter, removes a buffer or replaces it in only one of
-            two places, or writes into a parameter or into a buffer that shares memory with another.
+            two places, writes into a parameter, or into a plain tensor that shares memory with
+            another one, or leaves another structure in a list or dict of state.
             Writes into `.data` are found in the first call in training, on a CPU, and in all calls
             if `PURESCALE_DEBUG_DONATION=1` was set before the import. Under `torch.compile` all
             writes change a copy and are dropped.
-
-    Warns:
-        UserWarning: Once, in the first call in training: the forward reads a tensor in a plain
-            attribute and then changes it, and the next call would not see the change.
 
     Example:
         >>> from torch import nn, ones
@@ -310,28 +322,44 @@ def make_functional(
     """
     _check_module(model)
     registered = registered_tensors(model, state_tensors(model, state_attributes))
-    check_shared_memory(registered)
     frozen = {name: p for name, p in registered.params.items() if not p.requires_grad}
     if len(frozen) == len(registered.params):
         frozen = {}
     params = {name: p for name, p in registered.params.items() if name not in frozen}
     buffers = frozen | registered.buffers
-    blueprint = Blueprint.of(
-        model,
-        registered.names,
-        _gradient_hooks(params),
-        state_containers(model, state_attributes),
-    )
-    modes = modes_of(model, lambda: blueprint.modules(_detached_copies(params | buffers)))
+    _check_tensors(registered, params)
+    recipe = Recipe(model, registered, state_containers(model, state_attributes))
+
+    def modules() -> list[nn.Module]:
+        return recipe.make(_detached_copies(params | buffers), train=True).modules()
+
+    recipe.with_modes(*modes_of(model, modules))
     apply = Apply(
-        blueprint.with_modes(*modes),
+        recipe,
         _params=frozenset(params),
         _buffers=frozenset(buffers),
         frozen_params=frozenset(frozen),
-        _overlaps=dict((*registered.overlaps, *((b, a) for a, b in registered.overlaps))),
         **_facts_of_modules(model, registered.names),
     )
     return apply, _detached_copies(params), _detached_copies(buffers)
+
+
+def _check_tensors(registered: RegisteredTensors, params: Tensors) -> None:
+    """Refuse a tensor that has no shape yet, and a trained one with a hook on its gradient."""
+    for name, tensor in (*registered.params.items(), *registered.buffers.items()):
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"{name} is not initialised yet. Fix: run `model(example_batch)` once before "
+                "make_functional(model)."
+            )
+    for name, param in (*params.items(), *registered.aliases.items()):
+        if private.gradient_hooks(param) or private.has_accumulated_hooks(param):
+            raise ValueError(
+                f"{name} has a hook on its gradient, of register_hook or "
+                "register_post_accumulate_grad_hook, which would never run: gradients are values "
+                "here. Fix: remove it, and do its work on the gradients between value_and_grad "
+                "and the step."
+            )
 
 
 def _detached_copies(tensors: Tensors) -> Tensors:
@@ -345,23 +373,16 @@ def _check_module(model: nn.Module) -> None:
             "module; a plain function of tensors is pure already."
         )
     for path, module in model.named_modules():
+        what = f"{path or 'the model'} is a {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
-                f"{path or 'the model'} is a {type(module).__name__} of torch.jit, which cannot be "
-                "copied without its tensors. Fix: pass the module that it was scripted or traced "
-                "from, and compile the step for speed."
+                f"{what} of torch.jit, which cannot be copied without its tensors. Fix: pass the "
+                "module that it was made from, and compile the step for speed."
             )
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise TypeError(
-                f"{path or 'the model'} is a {type(module).__name__}, whose reducer, written in "
-                "C++, waits for gradients of the live parameters. Fix: "
+                f"{what}, which waits for gradients of the live parameters. Fix: "
                 "`make_functional(wrapper.module)`, and `train_step(..., group=...)` for the ranks."
-            )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if nn.parameter.is_lazy(tensor):
-            raise ValueError(
-                f"{name} is not initialised yet: a lazy module learns its shapes from the first "
-                "batch. Fix: run `model(example_batch)` once before make_functional(model)."
             )
 
 
@@ -421,8 +442,8 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
 
     Raises:
         TypeError: `model` is not a module, or a dict is not one of tensors.
-        ValueError: Lists missing and unexpected names, wrong shapes, and different values for
-            tensors that share memory.
+        ValueError: Lists missing and unexpected names and wrong shapes; or tensors of the model
+            share memory without being one.
 
     Example:
         >>> model = nn.BatchNorm1d(2)
@@ -456,12 +477,6 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     faults += [f"{name} is in both dicts" for name in params if name in buffers]
     reasons = {name: _unfit_reason(target, sources.get(name)) for name, target in targets.items()}
     faults += [f"{name} {reason}" for name, reason in reasons.items() if reason]
-    if not faults:
-        faults = [
-            f"{first} and {other} share memory in the model, and their values there differ"
-            for first, other in registered.overlaps
-            if disagree(targets[first], targets[other], sources[first], sources[other])
-        ]
     if faults:
         raise ValueError(
             "params and buffers do not fit the model, so nothing was copied: "
@@ -480,8 +495,10 @@ def _unfit_reason(target: Tensor, source: Tensor | None) -> str:
         return "is not initialised yet, run `model(example_batch)` once"
     if target.is_meta:
         return "of the model has no memory, run `model.to_empty(device=...)` first"
-    if reason := _unwritable_reason(target):
-        return f"of the model {reason}"
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        return "of the model was made under inference_mode, make it outside"
+    if target.layout is torch.strided and private.overlap_within(target) == 1:
+        return "of the model was expanded, so its elements share memory, `.clone()` it"
     if source is None:
         return ""
     if source.is_meta:
@@ -490,18 +507,8 @@ def _unfit_reason(target: Tensor, source: Tensor | None) -> str:
         return f"has shape {tuple(source.shape)}, expected {tuple(target.shape)}"
     if source.is_complex() and not target.is_complex():
         return f"is {source.dtype}, expected {target.dtype}"
-    if (source.layout, dtensor.is_dtensor(source)) != (target.layout, dtensor.is_dtensor(target)):
-        return (
-            f"is {type(source).__name__} of {source.layout}, expected "
-            f"{type(target).__name__} of {target.layout}"
-        )
-    return ""
-
-
-def _unwritable_reason(target: Tensor) -> str:
-    """Return the reason that torch would refuse a copy into `target`, or ""."""
-    if target.is_inference() and not torch.is_inference_mode_enabled():
-        return "was made under inference_mode, make it outside"
-    if target.layout is torch.strided and private.overlap_within(target) == 1:
-        return "was expanded, so its elements share memory, register a `.clone()` of it"
-    return ""
+    kind, expected = (
+        f"{'DTensor' if dtensor.is_dtensor(t) else 'Tensor'} of {t.layout}"
+        for t in (source, target)
+    )
+    return "" if kind == expected else f"is {kind}, expected {expected}"

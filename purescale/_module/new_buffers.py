@@ -1,68 +1,112 @@
-"""The buffers that a forward has left in its copy of the model, or a refusal."""
+"""The buffers that a forward has left in its copy of the model, or a refusal of what it did."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .._module.layout import StateContainer
-from .._module.model_copy import ModelCopy
-from .._module.registered import Tensors
-from .._module.side_effects import FIX
+from .._module.recipe import ModelCopy, StateContainer
+from .._module.registered import STORES, Tensors
+from .._module.state_attributes import keys_of
 from .._torch import private
+from .._torch.tracing import PLAIN_TYPES, innermost
 from .._tree import tree as _tree
+from .._tree.leaves import is_constant, versions
+
+FIX = (
+    "A parameter is an argument here. Fix: compute with a changed copy in forward, or change "
+    "params between steps. If the forward alone moves it, like a codebook, call "
+    "`requires_grad_(False)` on it before make_functional: it is then a buffer."
+)
 
 
 @private.only_inlined
 def new_buffers(copy: ModelCopy, buffers: Tensors) -> Tensors:
     """Return the buffers after the forward, which wrote into `buffers` or replaced them."""
-    if copy.registers_as_before():
+    for number, path in copy.layout.views if not torch.compiler.is_dynamo_compiling() else ():
+        if versions([copy.objects[number]]) != [0]:
+            raise RuntimeError(
+                f"the forward of the model wrote into {path}, which shares memory with another "
+                "plain attribute. In the model the write changes both; in a call they are "
+                "separate. Fix: `.clone()` it where it is set."
+            )
+    now = copy.registered()
+    if len(now) == len(copy.before) and all(map(operator.is_, now, copy.before)):
         return buffers
     refuse_new_registrations(copy)
     for state in copy.layout.state_containers:
-        if not copy.follow(state):
+        if not _is_followed(copy, state):
             raise _container_error(copy, state)
     return {**buffers, **_replaced(copy, buffers)}
 
 
 def refuse_new_registrations(copy: ModelCopy) -> None:
-    """Refuse a parameter, buffer or module that was not there before the forward."""
-    for registration in copy.new_registrations():
-        raise _registered_error(*registration)
+    """Refuse a parameter, buffer or module that was not there before the forward. A tensor may have
+    replaced another; a module too, if all of its tensors are arguments.
+    """
+    before_forward = {(c, key): copy.objects[number] for c, key, number in copy.layout.links}
+    stores = {(module, key): store for store, module, key in copy.layout.stores}
+    for module in copy.layout.modules:
+        for store in STORES:
+            container = stores.get((module, store), -1)
+            for key, value in copy.contents[module].get(store, {}).items():
+                before = before_forward.get((container, key))
+                if value is before or (before is not None and store != "_modules"):
+                    continue
+                cls = type(copy.objects[module]).__name__
+                if store != "_modules":
+                    raise RuntimeError(
+                        f"the forward of the model registered {key!r} in its {cls}. Parameters and "
+                        "buffers are arguments and results of `apply`, so all must exist from the "
+                        "start. Likely cause: the first forward makes it. Fix: run "
+                        "`model(example_batch)` once before make_functional(model)."
+                    )
+                if before is None or not _is_of_arguments(value, copy):
+                    raise RuntimeError(
+                        f"the forward of the model put another module into {cls}. Its tensors "
+                        "would not be arguments of `apply`. Fix: make it in `__init__`, or run "
+                        "`model(example_batch)` once before make_functional(model)."
+                    )
+
+
+def _is_of_arguments(module: nn.Module | None, copy: ModelCopy) -> bool:
+    if module is None:
+        return True
+    arguments = set(map(id, copy.arguments.values()))
+    return all(id(t) in arguments for t in (*module.parameters(), *module.buffers()))
+
+
+def _is_followed(copy: ModelCopy, state: StateContainer) -> bool:
+    """Let the list or dict that the forward has put in place of one with state be that one. Return
+    False if it is not like it, or is not in all of its places.
+    """
+    first, *others = map(copy.value, state.places)
+    before = copy.contents[state.container]
+    if type(first) is not type(before) or any(other is not first for other in others):
+        return False
+    copy.contents[state.container] = first
+    return tuple(keys_of(first)) == state.keys
 
 
 def _container_error(copy: ModelCopy, state: StateContainer) -> RuntimeError:
-    path = state.places[0].path
     return RuntimeError(
-        f"the forward of the model left {_tree.described(copy.value(state.places[0]))} in {path}, "
-        "whose elements state_attributes names; expected in all its places one "
-        f"{type(copy.objects[state.container]).__name__} with the keys {list(state.keys)}, as "
-        "before. Likely cause: it grows in each call, or the first calls fill it. Fix: run "
-        "`model(example_batch)` until it is full before make_functional, and keep its length: "
-        "`self.h = self.h[1:] + [x]`."
-    )
-
-
-def _registered_error(module: nn.Module, store: str, key: str) -> RuntimeError:
-    if store == "_modules":
-        return RuntimeError(
-            f"the forward of the model put another module into {type(module).__name__}. Its "
-            "tensors would not be arguments of `apply`. Fix: make it in `__init__`, or run "
-            "`model(example_batch)` once before make_functional(model)."
-        )
-    return RuntimeError(
-        f"the forward of the model registered {key!r} in its {type(module).__name__}. Parameters "
-        "and buffers are arguments and results of `apply`, so all must exist from the start. "
-        "Likely cause: the first forward makes it. Fix: run `model(example_batch)` once before "
-        "make_functional(model)."
+        f"the forward of the model left {_tree.described(copy.value(state.places[0]))} in "
+        f"{state.places[0].path}, whose elements state_attributes names; expected in all its "
+        f"places one {type(copy.objects[state.container]).__name__} with the keys "
+        f"{list(state.keys)}, as before. Likely cause: it grows in each call, or the first calls "
+        "fill it. Fix: run `model(example_batch)` until it is full before make_functional, and "
+        "keep its length: `self.h = self.h[1:] + [x]`."
     )
 
 
 def _replaced(copy: ModelCopy, buffers: Tensors) -> Tensors:
     """Return the buffers that the forward replaced."""
     new = {}
-    for name, (first, *others) in copy.layout.arguments:
+    for name, (first, *others) in copy.layout.places:
         before, value = copy.arguments[name], copy.value(first)
         if value is not before:
             if name not in buffers:
@@ -113,3 +157,42 @@ def _check_state(name: str, value: Any, before: Tensor) -> None:
         "with the batch size of the calls before make_functional, and reset by "
         f"`buffers | {{{name!r}: torch.zeros(...)}}`."
     )
+
+
+# ---- writes into tensors that are not the forward's own ------------------------------------------
+
+
+def stamps(tensors: Collection[Tensor], transformed: bool) -> list[Any]:
+    """Return for each tensor what a write changes: the count of writes, and its address, which a
+    new `.data` moves. In a transform tensors have no address.
+    """
+    if transformed:
+        return versions(list(map(innermost, tensors)))
+    if set(map(type, tensors)) <= PLAIN_TYPES:
+        try:
+            return list(
+                zip(map(private.version, tensors), map(Tensor.data_ptr, tensors), strict=True)
+            )
+        except RuntimeError:  # one is sparse, or was made under inference_mode
+            pass
+    return versions(tensors)
+
+
+def refuse_writes(tensors: Tensors, before: list[Any], after: list[Any], values: Tensors) -> None:
+    """Refuse a write into a parameter or constant. `values`: copies of parameters to compare."""
+    written = [n for n, old, new in zip(tensors, before, after, strict=True) if old != new]
+    written += [
+        name
+        for name, value in values.items()
+        if not torch.allclose(tensors[name], value, rtol=0, atol=0, equal_nan=True)
+    ]
+    for name in written[:1]:
+        if is_constant(tensors[name]):
+            raise RuntimeError(
+                f"the forward of the model wrote into its buffer {name}, which is not dense and "
+                f"therefore a constant: buffers[{name!r}] changed. Fix: `.to_dense()`."
+            )
+        raise RuntimeError(
+            f"the forward of the model wrote into its parameter {name}, so params[{name!r}] "
+            f"changed. {FIX}"
+        )

@@ -12,46 +12,20 @@ from typing import Any
 
 from torch import nn
 
-from .._module.model_copy import ModelCopy
-from .._module.registered import Tensors
-from .._module.unreadable import Unreadable
-from .._torch import foreach, private
+from .._module.recipe import ModelCopy
+from .._module.references import Unreadable
+from .._torch import private
 
 
 @private.only_inlined
-def prepare_recompute(copy: ModelCopy, buffers: Tensors, constants: Tensors) -> None:
-    """Put copies of the returned buffers, as the forward left them, into the modules: a second run
-    of a batch norm then writes into these and not into the result. Keep the function modes of the
-    call too.
-    """
-    if buffers:
-        returned = [
-            name
-            for name, value in copy.buffers().items()
-            if name in buffers and name not in constants and value is buffers[name]
-        ]
-        copies = foreach.clone([buffers[name] for name in returned])
-        copy.replace(dict(zip(returned, copies, strict=True)))
+def keep_modes(copy: ModelCopy) -> None:
+    """Let what runs again run under the function modes of the call, even after they were exited."""
     if modes := private.function_modes():
         for module in copy.modules():
             vars(module)["forward"] = functools.partial(_call_under, modes, _weak_forward(module))
 
 
-def forbid_recompute(copy: ModelCopy) -> None:
-    """Leave placeholders in the modules of a call under a transform, whose tensors have no values
-    once it has ended.
-    """
-    message = (
-        "{} of the model is read outside of a call of `apply`, where it has no value. Likely "
-        "cause: a backward reads it through the module after torch.vmap or torch.func has ended, "
-        "as torch.utils.checkpoint does. Fix: take the gradient inside of the transform, without "
-        "checkpointing."
-    )
-    copy.replace({name: Unreadable(message.format(name)) for name in copy.arguments})
-
-
 def _call_under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a forward under the modes of the call, even after they were exited."""
     with ExitStack() as entered:
         active = private.function_modes()
         for mode in modes:
@@ -68,9 +42,25 @@ def _weak_forward(module: nn.Module) -> Any:
     return lambda: forward
 
 
+def forbid_recompute(copy: ModelCopy) -> None:
+    """Leave placeholders in the modules of a call under a transform, whose tensors have no values
+    once it has ended.
+    """
+    for name, places in copy.layout.places:
+        why = (
+            f"{name} of the model is read outside of a call of `apply`, where it has no value. "
+            "Likely cause: a backward reads it through the module after torch.vmap or torch.func "
+            "has ended, as torch.utils.checkpoint does. Fix: take the gradient inside of the "
+            "transform, without checkpointing."
+        )
+        for place in places:
+            if place.in_store:
+                copy.contents[place.container][place.key] = Unreadable(why)
+
+
 def explain_checkpointing(error: RuntimeError) -> None:
     """Add a note on checkpointing to torch's error about saved tensor hooks."""
-    # Under torch.vmap torch 2.11 names an internal class of its checkpoints.
+    # Under torch.vmap torch names an internal class of its checkpoints.
     if "saved tensor hooks" in str(error) or "_NoopSaveInputs" in str(error):
         error.add_note(
             "The model checkpoints a part of itself (torch.utils.checkpoint), which torch.func "

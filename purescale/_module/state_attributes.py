@@ -59,7 +59,7 @@ def state_containers(model: nn.Module, patterns: Sequence[str]) -> list[Any]:
     """
     return [
         value
-        for name, value in _plain_attributes(model)
+        for name, value in (_plain_attributes(model) if patterns else ())
         if type(value) in (list, dict)
         and any(
             fnmatch.fnmatchcase(f"{name}.{key}", pattern)

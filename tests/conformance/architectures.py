@@ -699,14 +699,6 @@ REFUSED = [
         "its first forward gives a buffer its shape; call the module once before `make_functional`",
     ),
     Refused(
-        encoder("BigBird", BERT, attention_type="block_sparse", block_size=2, num_random_blocks=1),
-        True,
-        RuntimeError,
-        "put another module into BigBirdAttention",
-        "with `block_sparse`, its first forward over a short sequence replaces its attention; "
-        "call the module once before `make_functional`",
-    ),
-    Refused(
         entry(
             "ForCausalLM",
             plain_text,

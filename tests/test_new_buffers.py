@@ -1,6 +1,4 @@
-"""What a forward does besides computing is refused, undone or told."""
-
-import warnings
+"""What a forward leaves besides its output: buffers arrive, and all else is refused or ends."""
 
 import numpy as np
 import pytest
@@ -125,7 +123,6 @@ class Spikes(nn.Module):
         return self.linear(x) + self.mem + float(self.seen[0])
 
 
-@pytest.mark.filterwarnings("ignore:mem of the model")
 @pytest.mark.parametrize(
     ("write", "mapped"),
     # torch.vmap refuses a write of one member into what all have in common
@@ -140,35 +137,7 @@ def test_each_call_begins_with_the_tensors_and_arrays_of_make_functional(write, 
     torch.testing.assert_close(outs[0], model(X))
 
 
-def given(model):
-    apply, params, buffers = ps.make_functional(model)
-    return apply, {name: p.requires_grad_() for name, p in params.items()}, buffers
-
-
-@pytest.mark.parametrize("write", ["replaces", "writes"])
-def test_a_tensor_that_a_forward_reads_and_changes_is_told_once_with_the_cure(write):
-    apply, params, buffers = given(nn.Sequential(Spikes(write)))
-    with pytest.warns(UserWarning, match=r"^0\.mem of the model .*Fix: .*state_attributes"):
-        apply(params, buffers, X)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        apply(params, buffers, X)
-
-
-@pytest.mark.parametrize("write", ["sets", None])
-def test_a_tensor_that_a_forward_only_sets_or_only_reads_is_not_told(write):
-    apply, params, buffers = given(Spikes(write))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        apply(params, buffers, X)
-
-
-def test_the_first_call_has_the_bits_of_the_second():
-    apply, params, buffers = given(Spikes("sets"))
-    assert same_bits(apply(params, buffers, X), apply(params, buffers, X))
-
-
-def test_the_cure_of_the_warning_is_the_module_stepped_in_time():
+def test_a_tensor_that_is_a_buffer_is_that_of_the_module_stepped_in_time():
     class Cured(Spikes):
         def __init__(self):
             super().__init__()
@@ -186,10 +155,52 @@ def test_the_cure_of_the_warning_is_the_module_stepped_in_time():
         assert same_bits(out, model(X).detach())
 
 
-@pytest.mark.filterwarnings("ignore:mem of the model")
 def test_neither_the_model_nor_its_arrays_change():
     model = Spikes("writes")
     apply, params, buffers = ps.make_functional(model)
     with Untouched((params, model.mem)):
         apply(params, buffers, X)
     assert model.seen.sum() == 0
+
+
+# ---- modules and buffers that a forward puts in place of others ----------------------------------
+
+
+class Swaps(nn.Module):
+    """Puts another module around its layer in place of it, as BigBird does for short inputs."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.layer, self.make = nn.Sequential(nn.Linear(3, 3)), make
+        self.register_buffer("seen", None)
+
+    def forward(self, x):
+        self.layer = self.make(self.layer)
+        return self.layer(x)
+
+
+def test_a_module_of_the_same_tensors_may_take_the_place_of_another():
+    model = Swaps(lambda layer: nn.Sequential(nn.Tanh(), layer[0]))
+    apply, params, buffers = ps.make_functional(model)
+    for _ in range(2):
+        out, _ = apply(params, buffers, X)
+        assert same_bits(out, model.layer[-1](torch.tanh(X)).detach())
+
+
+@pytest.mark.parametrize(
+    "make", [lambda layer: nn.Linear(3, 3), lambda layer: nn.Sequential(layer, nn.BatchNorm1d(3))]
+)
+def test_a_module_with_tensors_of_its_own_is_refused(make):
+    apply, params, buffers = ps.make_functional(Swaps(make))
+    with pytest.raises(RuntimeError, match=r"put another module into Swaps.*Fix: "):
+        apply(params, buffers, X)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, lambda f: torch.vmap(f, (None, None, 0))])
+def test_a_buffer_that_was_none_and_gets_a_value_is_refused_in_every_call(transform):
+    model = nn.Sequential(Swaps(lambda layer: layer))
+    model[0].register_forward_pre_hook(lambda module, args: setattr(module, "seen", args[0] + 1))
+    apply, params, buffers = ps.make_functional(model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"registered 'seen' in its Swaps.*Fix: "):
+            transform(apply)(params, buffers, X)

@@ -353,12 +353,24 @@ def split_like(flat: Tensor, tensors: Sequence[Tensor], likes: Sequence[Tensor])
 # ---- old or new ----------------------------------------------------------------------------------
 
 
+_pointer = torch.UntypedStorage.data_ptr
+
+
 def where(
     skip: Tensor, old: Sequence[Tensor], new: Sequence[Tensor], *, in_place: bool = False
 ) -> list[Tensor]:
     """Return `[torch.where(skip, o, n) for o, n in zip(old, new)]`, written into `old` if
-    `in_place`. An accelerator needs few operators for any number of tensors.
+    `in_place`. An accelerator needs few operators for any number of tensors. On a CPU the flag is
+    read, and what it chooses is copied.
     """
+    if host_can_read([skip], old, new) and not is_on_a_graph([*old, *new]):
+        if not in_place:
+            return clone(old if skip else new)
+        if not skip:
+            memories = set(map(_pointer, map(Tensor.untyped_storage, old)))
+            shared = not memories.isdisjoint(map(_pointer, map(Tensor.untyped_storage, new)))
+            copy_(old, clone(new) if shared else new)  # a new value may be another old one
+        return list(old)
     if traced() or is_on_a_graph([*old, *new]) or not all(map(is_launch_bound, old)):
         # All are selected before any is written, because a new value may alias an old one.
         chosen = [torch.where(skip, a, b) for a, b in zip(old, new, strict=True)]

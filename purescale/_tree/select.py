@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
-from .._torch.tracing import host_can_read, is_on_a_graph, traced
+from .._torch.tracing import is_on_a_graph, traced
 from .._tree import tree as _tree
 from .._tree.leaves import are_dense_real, is_constant
 from .._tree.tree import Leaves, Tree, TreeT
@@ -49,12 +49,6 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
             "`select(found_inf, old, new)`, as torch.where."
         )
     leaves, others, structure = _tree.matching_leaves(old, new, "old", "new")
-    local = [dtensor.shard(leaf) for leaf in (*leaves, *others) if not is_constant(leaf)]
-    if not (traced() or is_on_a_graph(local)):
-        if isinstance(found_inf, Tensor) and host_can_read([found_inf], local):
-            found_inf = bool(_tree.flag(found_inf))
-        if isinstance(found_inf, bool):
-            return structure.unflatten(copies(leaves if found_inf else others))
     return structure.unflatten(select_masked(found_inf, leaves, others))
 
 
@@ -71,18 +65,26 @@ def select_masked(
     `in_place`, the caller guarantees that nothing else shares the memory of `old`: results are
     written there.
     """
+    if are_dense_real([*old, *new]):
+        return _chosen(skip, old, new, in_place=in_place)
     indices = [index for index, leaf in enumerate(old) if not is_constant(leaf)]
     before = [dtensor.shard(old[index]) for index in indices]
     after = [dtensor.shard(new[index]) for index in indices]
-    # torch refuses in-place writes to a leaf that requires grad
-    if not (traced() or is_on_a_graph([*before, *after])):
-        before = [leaf.detach() if leaf.requires_grad else leaf for leaf in before]
-    flag = _tree.flag(skip, like=before[0] if before else None)
-    chosen = foreach.where(flag, before, after, in_place=in_place)
+    chosen = _chosen(skip, before, after, in_place=in_place)
     results = list(old)
     for index, tensor in zip(indices, chosen, strict=True):
         results[index] = dtensor.from_local_like(old[index], tensor)
     return results
+
+
+def _chosen(
+    skip: Tensor | bool, old: list[Tensor], new: list[Tensor], *, in_place: bool
+) -> list[Tensor]:
+    # torch refuses in-place writes to a leaf that requires grad
+    if not (traced() or is_on_a_graph([*old, *new])):
+        old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
+    flag = _tree.flag(skip, like=old[0] if old else None)
+    return foreach.where(flag, old, new, in_place=in_place)
 
 
 def write_over(old: Tree, new: Tree) -> Tree:
@@ -94,10 +96,3 @@ def write_over(old: Tree, new: Tree) -> Tree:
         return new
     foreach.copy_(leaves, others)
     return structure.unflatten(leaves)
-
-
-def copies(leaves: Leaves) -> Leaves:
-    """Return each leaf detached and in fresh memory. Constants are not copied."""
-    if are_dense_real(leaves):
-        return foreach.clone(leaves)
-    return [leaf if is_constant(leaf) else leaf.detach().clone() for leaf in leaves]

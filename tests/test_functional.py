@@ -383,21 +383,6 @@ def test_torch_itself_refuses_a_write_into_a_parameter_that_requires_a_gradient(
         apply(params, buffers, torch.ones(1, 3))
 
 
-@pytest.mark.parametrize("write", THROUGH_DATA)
-def test_a_write_through_data_is_found_where_donation_is_debugged(write, monkeypatch):
-    monkeypatch.setattr("purescale._torch.donation.DEBUG", True)
-    apply, params, buffers = ps.make_functional(Writes(THROUGH_DATA[write]))
-    with pytest.raises(RuntimeError, match="wrote into its parameter w"):
-        apply(params, buffers, torch.ones(1, 3))
-
-
-def test_debugging_takes_parameters_that_are_nan(monkeypatch):
-    monkeypatch.setattr("purescale._torch.donation.DEBUG", True)
-    apply, params, buffers = ps.make_functional(nn.Linear(3, 2))
-    params["bias"].fill_(float("nan"))
-    assert apply(params, buffers, torch.ones(1, 3))[0].isnan().all()
-
-
 @pytest.mark.parametrize(
     "write", [THROUGH_DATA[".data.clamp_"], *map(WRITES.get, ("clamp_", "torch.clamp_", "a view"))]
 )

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import purescale as ps
-from purescale._torch import donation, private
+from purescale._torch import private
 from purescale.testing import grad_trees
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
@@ -457,14 +457,6 @@ def test_a_donated_position_without_an_argument_is_refused_before_anything_is_wr
     with pytest.raises(ValueError, match=r"donate is \(0, 1\), and .* called with 1 arguments"):
         in_order(lambda x: x + 1, donate=(0, 1))(x)
     assert not x.any()
-
-
-def test_a_donated_argument_is_poisoned_in_debug_mode(monkeypatch):
-    monkeypatch.setattr(donation, "DEBUG", True)
-    function = in_order(lambda tree: {"w": tree["w"] + 1}, donate=0)
-    tree = {"w": torch.zeros(2)}
-    assert function(tree)["w"].tolist() == [1.0, 1.0]
-    assert tree["w"].isnan().all()
 
 
 # ---- what is refused -----------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def all_reduce_grads(
 
     if is_single_process(group):
         leaves, structure = checked_leaves()
-        results = leaves if donate and not donation.DEBUG else _tree.clone(leaves)
+        results = leaves if donate else _tree.clone(leaves)
     else:
         group = check_group(group)
         leaves, structure = agree_on_all_ranks(
@@ -148,8 +148,6 @@ def all_reduce_grads(
             _in_dtype_of(leaf, mean, writable=writable)
             for mean, leaf in zip(reduction.get(), leaves, strict=True)
         ]
-    if donate:
-        _tree.poison(grads, keep=results)
     return structure.unflatten(results)
 
 

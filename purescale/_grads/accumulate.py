@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._grads.measure import measure
-from .._torch import donation, dtensor
+from .._torch import dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import on_device, real_dtype, wide_dtype, widest_float
@@ -156,10 +156,7 @@ def accumulate_grads(
     # torch 2.11 cannot trace `_replace`.
     flat = AccumState(means.tensors, *accum[1:])
     added = add(flat, new, checked_weight, bad, owned=owned)
-    added = AccumState(structure.unflatten(means.restore(added.grads)), *added[1:])
-    if donate:
-        _tree.poison(accum, keep=(added, grads, weight, found_inf))
-    return added
+    return AccumState(structure.unflatten(means.restore(added.grads)), *added[1:])
 
 
 def add(
@@ -247,11 +244,7 @@ def accumulated_grads(
     check_on_nonfinite(on_nonfinite)
     empty = ~(accum.weight > 0)
     found_inf = empty if on_nonfinite == "drop_microbatch" else accum.found_inf | empty
-    may_alias = donate and not donation.DEBUG
-    grads = accum.grads if may_alias else _tree.map(torch.clone, accum.grads)
-    if donate:
-        _tree.poison(accum, keep=(grads, found_inf))
-    return grads, found_inf
+    return accum.grads if donate else _tree.map(torch.clone, accum.grads), found_inf
 
 
 @outside_autocast()
@@ -290,10 +283,7 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     owned = donate and can_write(means.tensors, [*new.tensors, *a[1:], *b[1:]])
     flat = AccumState(means.tensors, *a[1:]), AccumState(new.tensors, *b[1:])
     merged = _merged(*flat, owned=owned)
-    merged = AccumState(structure.unflatten(means.restore(merged.grads)), *merged[1:])
-    if donate:
-        _tree.poison(a, keep=(merged, b))
-    return merged
+    return AccumState(structure.unflatten(means.restore(merged.grads)), *merged[1:])
 
 
 @document_fields

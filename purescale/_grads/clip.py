@@ -147,10 +147,7 @@ def clip_by_global_norm(
     factor = clip_factor(measured, max_norm).to(flat.factor_dtype)
     flat = flat._replace(owned=donate and can_write(flat.tensors, [max_norm]))
     clipped = structure.unflatten(flat.multiplied(factor).leaves)
-    norm = measured.to(factor.dtype)
-    if donate:
-        _tree.poison(grads, keep=(clipped, max_norm))
-    return clipped, norm
+    return clipped, measured.to(factor.dtype)
 
 
 def _magnitudes(flat: Gradients, norm_type: float) -> Gradients:
@@ -232,7 +229,4 @@ def clip_by_value(grads: TreeT, clip_value: float | Tensor, donate: bool = False
     check_ordered(grads, leaves)
     flat = as_gradients(leaves)
     flat = flat._replace(owned=donate and can_write(flat.tensors, [clip_value]))
-    clipped = structure.unflatten(flat.clamped(limit).leaves)
-    if donate:
-        _tree.poison(grads, keep=(clipped, clip_value))
-    return clipped
+    return structure.unflatten(flat.clamped(limit).leaves)

@@ -111,10 +111,7 @@ def unscale_and_check(
     owned = donate and can_write(flat.tensors, _tree.tensors(scaler))
     unscaled = flat._replace(owned=owned).divided(scaler.scale)
     found_inf = measure(unscaled, scaler.scale, StatsOptions(group=group)).overflow
-    result = structure.unflatten(unscaled.leaves)
-    if donate:
-        _tree.poison(grads, keep=(result, found_inf, scaler))
-    return result, found_inf
+    return structure.unflatten(unscaled.leaves), found_inf
 
 
 def check_scaler(

@@ -22,7 +22,7 @@ from .._module.recipe import ModelCopy, Recipe
 from .._module.recompute import explain_checkpointing, forbid_recompute, keep_modes
 from .._module.registered import RegisteredTensors, Tensors, registered_tensors
 from .._module.state_attributes import state_containers, state_tensors, tensors_in_attributes
-from .._torch import donation, dtensor, foreach, private
+from .._torch import dtensor, foreach, private
 from .._torch.autocast import explain_autocast
 from .._torch.tracing import (
     PLAIN_TYPES,
@@ -132,7 +132,7 @@ class Apply:
             self._recipe.watches_next = False
             # Not while a graph is recorded, in which no value may be read.
             is_first = host_can_read(list(params.values())) and not recorded_by_make_fx()
-        return _detached_copies(params) if is_first or donation.DEBUG else {}
+        return _detached_copies(params) if is_first else {}
 
     @private.only_inlined
     def _forward(
@@ -305,9 +305,8 @@ def make_functional(
             module, replaces or removes a parameter, removes a buffer or replaces it in only one of
             two places, writes into a parameter, or into a plain tensor that shares memory with
             another one, or leaves another structure in a list or dict of state.
-            Writes into `.data` are found in the first call in training, on a CPU, and in all calls
-            if `PURESCALE_DEBUG_DONATION=1` was set before the import. Under `torch.compile` all
-            writes change a copy and are dropped.
+            Writes into `.data` are found in the first call in training, on a CPU. Under
+            `torch.compile` all writes change a copy and are dropped.
 
     Example:
         >>> from torch import nn, ones

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Never
 import torch
 from torch import Tensor
 
-from .._torch import donation, private
+from .._torch import private
 from .._torch.autocast import active_autocast, outside_autocast
 from .._torch.donation import can_write, storage_pointers
 from .._torch.pure_graph import Function, PureGraph, compiled, trace
@@ -131,7 +131,7 @@ class Program:
     def _writable(self, inputs: list[Tensor]) -> list[Tensor]:
         """Return the inputs, with copies of donated ones if somebody else may see their memory."""
         pointers = storage_pointers(inputs)
-        if self.are_plain and len(set(pointers)) == len(pointers) and not donation.DEBUG:
+        if self.are_plain and len(set(pointers)) == len(pointers):
             return inputs
         donated = [inputs[index] for index in self.written]
         others = [tensor for index, tensor in enumerate(inputs) if index not in self.written]
@@ -139,7 +139,6 @@ class Program:
         inputs = list(inputs)
         for index, tensor in zip(self.written, donated, strict=True):
             inputs[index] = own(tensor)
-        _tree.poison(donated, keep=inputs)
         return inputs
 
 

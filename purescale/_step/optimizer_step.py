@@ -104,10 +104,7 @@ def maybe_step(
     updater.check(inputs)
     skip = _tree.flag(found_inf, like=next(iter(inputs.named_params.values()), None))
     memory = donated_memory(updater, inputs, [skip])[0] if donate else NO_MEMORY
-    stepped = update(updater, inputs, skip, memory)
-    if donate:
-        _tree.poison((params, opt_state), keep=(stepped, grads, found_inf))
-    return stepped
+    return update(updater, inputs, skip, memory)
 
 
 @hint_keywords
@@ -191,7 +188,4 @@ def unscale_and_step(
     inputs = inputs._replace(grads=decision.grads)
     stepped = update(updater, inputs, decision.skip, memory)
     found_inf = _tree.flag(decision.skip, like=scale)
-    out = Stepped(*stepped, found_inf, decision.grad_norm, decision.grad_amax)
-    if donate:
-        _tree.poison((params, scaled_grads, opt_state), keep=(out, scaler, max_norm, clip_value))
-    return out
+    return Stepped(*stepped, found_inf, decision.grad_norm, decision.grad_amax)

@@ -176,10 +176,7 @@ def train_step(
         return _check_call(state, microbatches, options), options
 
     flat, options = check_on_all_ranks(group, check, state)
-    new_state, info = _stages(options, flat, microbatches)
-    if donate:
-        _tree.poison(state, keep=(new_state, info, microbatches, max_norm, clip_value))
-    return new_state, info
+    return _stages(options, flat, microbatches)
 
 
 def _stages(

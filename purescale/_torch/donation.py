@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +14,6 @@ from .._torch import dtensor, private
 from .._torch.foreach import are_gapless, clone_listed, is_gapless
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
-
-DEBUG = os.environ.get("PURESCALE_DEBUG_DONATION", "0") not in ("", "0")
-
 
 _layout = operator.attrgetter("layout")
 _grad_fn, _cdata = operator.attrgetter("grad_fn"), operator.attrgetter("_cdata")
@@ -73,7 +69,7 @@ def can_write_each(
     """Return `can_write` for each list, where the other lists count among its `others`. `pointers`
     are the storage pointers of each list and of `others`, if they are known.
     """
-    if under_transform() or DEBUG:
+    if under_transform():
         return [False] * len(lists)
     allowed = [
         some.are_gapless if some.dense_off_graph else _are_writable(some.tensors) for some in lists
@@ -156,24 +152,3 @@ def take_ownership(gradients: list[Tensor]) -> list[Tensor]:
     for index, copy in zip(shared, copies, strict=True):
         detached[index] = copy
     return detached
-
-
-# ---- debugging -----------------------------------------------------------------------------------
-
-
-def poison(donated: Sequence[Any], keep: Sequence[Any]) -> None:
-    """Fill donated tensors with NaN, so that a later use is seen, with
-    `PURESCALE_DEBUG_DONATION=1`.
-
-    In this mode nothing is written in place; results are in fresh memory and have the same bits.
-    Every floating tensor of `donated` that donation might have overwritten becomes NaN, unless it
-    shares memory with another of them or with `keep`.
-    """
-    if not DEBUG or traced():
-        return
-    kept, storages = set(storage_pointers(keep)), storage_pointers(donated)
-    for leaf, storage in zip(donated, storages, strict=True):
-        alone = storage is not None and storage not in kept and storages.count(storage) == 1
-        floating = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-        if alone and floating and not leaf.requires_grad and leaf.layout is torch.strided:
-            leaf.fill_(float("nan"))

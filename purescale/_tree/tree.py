@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._torch import donation, dtensor, foreach, private
+from .._torch import dtensor, foreach, private
 from .._torch.donation import storage_pointer, storage_pointers
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
@@ -438,17 +438,6 @@ def counted(count: Tensor, happened: Tensor | bool) -> Tensor:
     wraps around would turn a decision.
     """
     return count.clamp(max=torch.iinfo(count.dtype).max - 1) + happened
-
-
-def poison(donated: Any, keep: Any) -> None:
-    """Fill donated tensors with NaN, so that a later use is noticed, if
-    `PURESCALE_DEBUG_DONATION=1` was set before the import. `keep` holds the results and what the
-    caller still owns.
-
-    In a test: `monkeypatch.setattr("purescale._torch.donation.DEBUG", True)`.
-    """
-    if donation.DEBUG:
-        donation.poison(all_tensors(donated), all_tensors(keep))
 
 
 # ---- checks --------------------------------------------------------------------------------------

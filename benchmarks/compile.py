@@ -152,7 +152,6 @@ def purescale(
     *,
     loss: bool = False,
     whole: bool = False,
-    unroll: bool = True,
 ) -> Step:
     torch.manual_seed(0)
     apply, params, buffers = ps.make_functional(case.model().to(given.device))
@@ -171,7 +170,6 @@ def purescale(
         optimizer=optimizer,
         rule=rule,
         donate=True,
-        unroll=unroll,
     )
     step = compiled(step) if whole else step
     state = ps.init_train_state(params, buffers, optimizer, rule)
@@ -187,7 +185,6 @@ WAYS: dict[str, Callable[[Case, argparse.Namespace], Step]] = {
     BASELINE: grad_scaler,
     "loss_fn compiled": functools.partial(purescale, loss=True),
     "whole step compiled": functools.partial(purescale, whole=True),
-    "whole step, unroll=False": functools.partial(purescale, whole=True, unroll=False),
 }
 
 

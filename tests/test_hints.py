@@ -24,7 +24,7 @@ ATTRIBUTES = [(owner, name) for owner in OWNERS for name in HINTS[owner]]
 
 
 def test_names_that_newcomers_tried_are_known():
-    assert {"max_grad_norm", "clip_grad_norm", "has_aux"} <= HINTS["train_step"].keys()
+    assert {"max_grad_norm", "clip_grad_norm", "has_aux", "unroll"} <= HINTS["train_step"].keys()
     assert {"max_grad_norm", "clip_grad_norm"} <= HINTS["unscale_and_step"].keys()
     assert {"GradScaler", "autocast", "clip_grad_norm_"} <= HINTS["purescale"].keys()
     assert {"skipped", "lr"} <= HINTS["StepInfo"].keys()

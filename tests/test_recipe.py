@@ -16,7 +16,6 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import purescale as ps
-from purescale._step.compiled_window import CAN_REPEAT
 
 
 class Net(nn.Module):
@@ -464,37 +463,6 @@ def test_what_stands_around_a_break_is_compiled_once():
     for _ in range(4):
         call({name: p.clone() for name, p in params.items()}, buffers, x)
     assert counted.frame_count == graphs
-
-
-# ---- modules that are made for a window that is not unrolled -------------------------------------
-
-
-@pytest.mark.skipif(not CAN_REPEAT, reason="this torch unrolls every window")
-def test_modules_of_a_window_have_lists_dicts_hooks_and_helpers_of_their_own():
-    net = Net()
-    # a handle the compiler does not follow, so what holds one is that of all calls
-    net.handles, net.extra = [net.handle], Cache()
-    net.extra.handle = net.handle
-    del net.handle
-    apply, params, buffers = ps.make_functional(net)
-    before = picture(net)
-    changes = [count, grow, count_up, swap_hooks, fill_deque, change_set, remember]
-
-    def loss_fn(params, buffers, x):
-        out, buffers = apply(params, buffers, x, changes)
-        return out.sum(), buffers
-
-    sgd, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.NoScale()
-    state = ps.init_train_state(params, buffers, sgd, rule)
-    window = [torch.full((2, 3), float(number)) for number in range(3)]
-
-    def step(state, window):
-        return ps.train_step(state, window, loss_fn=loss_fn, optimizer=sgd, rule=rule, unroll=False)
-
-    call = torch.compile(step, fullgraph=True, backend="eager")
-    for _ in range(2):
-        torch.testing.assert_close(call(state, window)[1].loss, step(state, window)[1].loss)
-    assert picture(net) == before
 
 
 # ---- what is recorded ----------------------------------------------------------------------------

@@ -23,19 +23,18 @@ from .._batch_norm.capture import CaptureBatchNorm, layers_of, named_calls
 from .._distributed.buckets import Reduction, mean_divisor
 from .._distributed.process_group import all_reduce
 from .._grads.accumulate import is_weight
-from .._step.compiled_window import RegionCaller, can_repeat, keep_buffers_if_dropped
 from .._step.decide import WindowFlags
 from .._step.memory import Memory
 from .._step.overlap import GradientSender
 from .._step.step_options import FlatState, StepOptions
 from .._step.value_and_grad import ValueAndGrad, check_returned, check_unwritten
 from .._step.window_mean import MicrobatchWeights, RunningMean, ScaledSum, shares, weigh
-from .._torch import private
 from .._torch.donation import storage_pointers
 from .._torch.dtypes import widest_float
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import versions
+from .._tree.select import select_masked
 from .._tree.tree import Leaves, Tree
 
 
@@ -137,11 +136,6 @@ def _accumulate(
     mean = kind(options, weights, value_and_grad)
     sender = GradientSender.of(options, mean, sent_with)
     carried, last = buffers.leaves, len(microbatches) - 1
-    repeated = None
-    if can_repeat(options, value_and_grad, carried, len(microbatches)):
-        mean.state = mean.zeros()
-        # Copies, because the inputs of a region must not share memory.
-        repeated, carried = RegionCaller(mean, value_and_grad), [leaf.clone() for leaf in carried]
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
     before = versions(memory.microbatches)
@@ -151,16 +145,12 @@ def _accumulate(
             microbatch = _microbatch_of(entry, value_and_grad, memory)
         if sender is not None and index == last:
             out = value_and_grad(carried, microbatch, on_grad=sender.send)
-            carried = keep_buffers_if_dropped(is_counted, carried, out.buffers)
-        elif repeated is not None and _tree.are_tensors(private.pytree.tree_leaves(microbatch)):
-            out = repeated(index, carried, microbatch)
-            carried = out.buffers
         else:
             # The first gradients of a sum become the sum; others are only read.
-            first = isinstance(mean, ScaledSum) and mean.state is None
+            first = isinstance(mean, ScaledSum) and mean.sums is None
             out = value_and_grad(carried, microbatch, owned=first)
             is_counted = mean.add(index, as_gradients(out.grads, scale))
-            carried = keep_buffers_if_dropped(is_counted, carried, out.buffers)
+        carried = _unless_dropped(is_counted, carried, out.buffers)
         losses.append(out.loss)
         aux += tuple(out.aux)
         del out, microbatch  # so that the next ones reuse their memory
@@ -169,6 +159,13 @@ def _accumulate(
     loss, flags, divisor, share = _summary(weights, losses, mean.overflows, options, scale)
     reduction = None if sender is None else sender.reduction
     return WindowResult(grads, loss, carried, aux, flags, divisor, share, reduction)
+
+
+def _unless_dropped(is_counted: bool | Tensor, before: Leaves, after: Leaves) -> Leaves:
+    """Return the buffers for the next microbatch."""
+    if isinstance(is_counted, bool):
+        return after if is_counted else before
+    return select_masked(~is_counted, before, after)
 
 
 # Functions in a window, each of which makes a microbatch when its turn comes. Other objects may be

@@ -49,7 +49,7 @@ class GradientSender:
         """Add a gradient of the last microbatch to the mean, and send it."""
         mean = self._mean
         new = as_gradients([gradient])
-        before = None if mean.state is None else [mean.state[place]]
+        before = None if mean.sums is None else [mean.sums[place]]
         sums = mean.with_share(before, new.tensors, self._last)
         tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums
         gradient = new.restore(tensors)[0]

@@ -55,17 +55,13 @@ class StepOptions:
     donate: bool = False
     takes_amax: bool = False  # the rule uses the largest gradient
     guard: Guard[Any] | None = None
-    unroll: bool = True  # False: the microbatches of a compiled window share their code
     window_size: int | None = None  # of a full window
 
     def compared(self) -> dict[str, Any]:
         """Return by name what all ranks of a group must have alike."""
-        names = (
-            *("optimizer", "rule", "guard", "on_nonfinite", "bn_update", "max_retries", "unroll"),
-            "window_size",
-        )
+        same = ("optimizer", "rule", "guard", "on_nonfinite", "bn_update")
         return {
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in (*same, "max_retries", "window_size")},
             "max_norm": self.clip.max_norm,
             "clip_value": self.clip.value,
             "norm_type": self.clip.norm_type,
@@ -100,8 +96,6 @@ def _check(options: StepOptions) -> None:
     check_on_nonfinite(options.on_nonfinite)
     if options.bn_update not in ("each", "window"):
         raise ValueError(f"bn_update must be 'each' or 'window', got {options.bn_update!r}.")
-    if not isinstance(options.unroll, bool):
-        raise TypeError(f"unroll must be True or False, got {short_repr(options.unroll)}.")
     if not is_whole(max_retries) or max_retries < 0:
         raise ValueError(
             f"max_retries must be a whole number, 0 or more, got {short_repr(max_retries)}."

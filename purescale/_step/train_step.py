@@ -59,7 +59,6 @@ def train_step(
     donate: bool = False,
     norm_type: float = 2.0,
     guard: Guard[Any] | None = None,
-    unroll: bool = True,
     window_size: int | None = None,
 ) -> tuple[TrainState[TreeT, StateT], StepInfo]:
     """Equal, for one microbatch and `s = state`, to the code below. Syncs with the host only if
@@ -121,10 +120,6 @@ def train_step(
         guard: Rejects a step by its loss and, with `max_norm`, its norm before clipping:
             `SpikeGuard()`, over a state of `init_train_state(..., guard=guard)`. A rejected step is
             skipped, and the rejection does not lower the loss scale.
-        unroll: False makes a compiled step (torch 2.13) trace one microbatch and reuse its code for
-            all with the same structure, shapes, strides and dtypes. `loss_fn` must then change
-            nothing outside of it and return no aux; docs/limits.md lists what is unrolled all the
-            same.
         window_size: The number of microbatches of a full window, on each rank of a group. A shorter
             one, such as the last of an epoch, is then a smaller step: loss and gradients are sums
             divided by this number, as in a loop that backpropagates `loss / k`. What
@@ -170,7 +165,6 @@ def train_step(
             max_retries=max_retries,
             donate=donate,
             guard=guard,
-            unroll=unroll,
             window_size=window_size,
         )
         return _check_call(state, microbatches, options), options

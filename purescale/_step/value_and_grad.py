@@ -242,7 +242,7 @@ class ValueAndGrad:
         backward or a hook may still hold the gradients, so they must only be read.
         """
         if self.uses_torch_func:
-            return self.call_torch_func(self.inputs, self.scale, buffers, microbatch)
+            return self._call_torch_func(buffers, microbatch)
         # torch.func.grad would give the same bits, but refuses checkpointing around `apply` and
         # custom Functions of the older form.
         inputs, loss, outputs = self.run_forward(buffers, microbatch)
@@ -262,23 +262,18 @@ class ValueAndGrad:
         del inputs, loss, outputs  # frees the graph
         return result
 
-    def call_torch_func(
-        self, inputs: Leaves, scale: Tensor, buffers: Leaves, microbatch: Any
-    ) -> MicrobatchResult:
-        """Compute a microbatch by torch.func, from given parameters and a scale, which may stand
-        for those of the step.
-        """
+    def _call_torch_func(self, buffers: Leaves, microbatch: Any) -> MicrobatchResult:
         functorch_kernels.register()
         apart: list[Any] = []  # torch.func returns tensors only
 
         def scaled(inputs: Leaves) -> tuple[Tensor, list[Tensor]]:
-            loss, outputs = self._scaled_loss(buffers, microbatch, inputs, scale=scale)
+            loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
             leaves, structure = private.pytree.tree_flatten(outputs)
             others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
             apart.extend((structure, others))
             return loss, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-        grads, (_, tensors) = torch.func.grad_and_value(scaled, has_aux=True)(inputs)
+        grads, (_, tensors) = torch.func.grad_and_value(scaled, has_aux=True)(self.inputs)
         structure, others = apart
         leaves = [tensors.pop(0) if other is None else other[0] for other in others]
         return self._result(list(grads), private.pytree.tree_unflatten(leaves, structure))
@@ -311,7 +306,7 @@ class ValueAndGrad:
             inputs = _parameters(self.inputs, as_plain=self.is_recorded)
             read_only = [*inputs, *buffers]
             before = versions(read_only)
-            loss, outputs = self._scaled_loss(buffers, microbatch, inputs, scale=self.scale)
+            loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
         if not loss.requires_grad:
             raise ValueError(
                 "the loss does not depend on params. Likely cause: loss_fn calls the module "
@@ -342,7 +337,7 @@ class ValueAndGrad:
         )
 
     def _scaled_loss(
-        self, buffers: Leaves, microbatch: Any, inputs: Leaves, *, scale: Tensor
+        self, buffers: Leaves, microbatch: Any, inputs: Leaves
     ) -> tuple[Tensor, tuple[Tensor, Leaves, list[Any]]]:
         # Without the call where it would do nothing, because this is run for each microbatch.
         leaves = inputs if self.are_all_present else self._leaves(inputs)
@@ -363,9 +358,9 @@ class ValueAndGrad:
             loss = dtensor.full_tensor(loss)
         names = "buffers", "new_buffers", _ONE_SHAPE
         leaves = _tree.matching_leaves(flat.tree, new_buffers, *names, flat=flat)[1]
-        wide = wide_loss(loss, scale)
+        wide = wide_loss(loss, self.scale)
         wide = wide.reshape(()) if wide.ndim else wide
-        return wide * scale, (wide, leaves, aux)
+        return wide * self.scale, (wide, leaves, aux)
 
 
 _REQUIRES_GRAD = (

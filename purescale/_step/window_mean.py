@@ -27,10 +27,6 @@ class MicrobatchWeights(NamedTuple):
     shares: Sequence[float | Tensor]  # of the mean: 0 or more, with sum 1
     is_counted: Sequence[bool | Tensor]  # the weight is valid and above 0
 
-    def of(self, index: int) -> list[Any]:
-        """Return weight, share and `is_counted` of one microbatch."""
-        return [None if values is None else values[index] for values in self]
-
 
 def weigh(options: StepOptions, microbatches: list[Any], scale: Tensor) -> MicrobatchWeights:
     """Return the weights of all microbatches, by `weight_fn` or equal."""
@@ -82,22 +78,6 @@ class GradientMean:
         self.scale, self.owned = value_and_grad.scale, not value_and_grad.uses_torch_func
         self.overflows: list[Tensor] = []  # of each microbatch that was measured
 
-    # The tensors that change with each microbatch; None before the first.
-    state: list[Tensor] | None = None
-
-    def zeros(self) -> list[Tensor]:
-        """Return the state of a mean of 0, with the tensors of every later one."""
-        return as_gradients(self.value_and_grad.zeros()).tensors
-
-    def resumed(self, state: list[Tensor], scale: Tensor, weighed: list[Any]) -> GradientMean:
-        """Return a mean with this state, whose microbatches are all `weighed` alike."""
-        number, (weight, share, is_counted) = len(self.weights.is_counted), weighed
-        vector = None if weight is None else [weight] * number
-        weights = MicrobatchWeights(vector, [share] * number, [is_counted] * number)
-        new = type(self)(self.options, weights, self.value_and_grad)
-        new.scale, new.state = scale, state
-        return new
-
     def add(self, index: int, grads: Gradients) -> bool | Tensor:
         """Average gradients in. Return True if their microbatch counts for the buffers."""
         raise NotImplementedError
@@ -116,13 +96,15 @@ class ScaledSum(GradientMean):
     those of several times their shares. If one overflows, so does the sum.
     """
 
+    sums: list[Tensor] | None = None  # before the first that counts
+
     def add(self, index: int, grads: Gradients) -> bool | Tensor:
         if self.is_single:
-            self.state = grads.tensors
+            self.sums = grads.tensors
             return True  # an overflow skips the whole step
         if self.options.max_retries:
             self.overflows.append(measure(grads, self.scale).overflow)
-        self.state = self.with_share(self.state, grads.tensors, index)
+        self.sums = self.with_share(self.sums, grads.tensors, index)
         return self.weights.is_counted[index]
 
     @property
@@ -146,31 +128,24 @@ class ScaledSum(GradientMean):
         return weighted_sum(sums, new, share, is_counted, owned=self.owned)
 
     def result(self) -> Gradients:
-        return self._gradients(self.zeros() if self.state is None else self.state, self.scale)
+        sums = self.sums
+        if sums is None:
+            sums = as_gradients(self.value_and_grad.zeros()).tensors
+        return self._gradients(sums, self.scale)
 
 
 class RunningMean(GradientMean):
     """An unscaled mean of the microbatches that do not overflow."""
 
-    def zeros(self) -> list[Tensor]:
-        return _leaves_of(init_accum(super().zeros()))
+    accum: AccumState  # from the first microbatch on
 
     def add(self, index: int, grads: Gradients) -> bool | Tensor:
         overflow = measure(grads, self.scale).overflow
         self.overflows.append(overflow)
-        accum = init_accum(grads.tensors) if self.state is None else _accum_of(self.state)
-        weight = self.weights.vector[index]
-        self.state = _leaves_of(add(accum, grads, weight, overflow, owned=self.owned))
+        if index == 0:
+            self.accum = init_accum(grads.tensors)
+        self.accum = add(self.accum, grads, self.weights.vector[index], overflow, owned=self.owned)
         return self.weights.is_counted[index] & ~overflow  # it is dropped
 
     def result(self) -> Gradients:
-        return self._gradients(_accum_of(self.state or self.zeros()).grads, None)
-
-
-def _leaves_of(accum: AccumState) -> list[Tensor]:
-    return [*accum.grads, *accum[1:]]
-
-
-def _accum_of(leaves: list[Tensor]) -> AccumState:
-    number = len(leaves) - len(AccumState._fields) + 1
-    return AccumState(leaves[:number], *leaves[number:])
+        return self._gradients(self.accum.grads, None)

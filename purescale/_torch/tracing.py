@@ -3,7 +3,6 @@
 traced                plain operators are needed: compiling, recorded by `jit`, or a transform
 under_transform       vmap, grad or another of torch.func, forward mode, or recorded by `jit`
 under_derivative      a transform that differentiates;  is_differentiated: through this tensor
-in_dynamo_alone       Dynamo traces, outside of every transform
 recorded_by_make_fx   operators go into a graph of make_fx;  inside_a_graph: this, or traced
 is_on_a_graph         torch.autograd records operators on these tensors
 host_can_read         a read does not wait: a CPU, in eager mode
@@ -40,11 +39,6 @@ def is_on_a_graph(tensors: Sequence[Tensor | None]) -> bool:
 
 def any_requires_grad(tensors: Sequence[Tensor | None]) -> bool:
     return any([tensor is not None and tensor.requires_grad for tensor in tensors])
-
-
-def in_dynamo_alone() -> bool:
-    """Return True while Dynamo traces, outside of every transform."""
-    return torch.compiler.is_dynamo_compiling() and not under_transform()
 
 
 def recorded_by_make_fx() -> bool:

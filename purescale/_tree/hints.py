@@ -28,7 +28,11 @@ _CLOSED_OVER = (
 # For each function the keywords that it has not, for a class and the package the attributes.
 HINTS = {
     "value_and_grad": _OF_VALUE_AND_GRAD,
-    "train_step": _OF_VALUE_AND_GRAD | _OF_CLIPPING,
+    "train_step": {
+        **_OF_VALUE_AND_GRAD,
+        **_OF_CLIPPING,
+        "unroll": "an option of an earlier version. Fix: compile loss_fn, or jit(step)",
+    },
     "unscale_and_step": _OF_CLIPPING,
     "jit": {
         "donate_argnums": _POSITIONS,

@@ -1,6 +1,6 @@
 """What a GPU shows, on one page: the GPU tests, then the rows that matter most. Run `make gpu`.
 
-It takes the torch of the machine, 2.11 or newer, and nothing from a network. After nine minutes it
+It takes the torch of the machine, 2.13 or newer, and nothing from a network. After nine minutes it
 begins no other table, and says so on the page.
 """
 

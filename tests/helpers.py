@@ -138,7 +138,7 @@ def _rank(rank: int, port: int, body: Any, count: int, patience: float) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=count, timeout=timeout)
     body(rank)
     dist.barrier()
-    # gloo's threads of torch 2.11 now and then abort a process that ends in the ordinary way.
+    # gloo's threads now and then abort a process that ends in the ordinary way.
     os._exit(0)
 
 

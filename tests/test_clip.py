@@ -139,8 +139,6 @@ def test_dtypes_stay(dtype):
     torch.testing.assert_close(clipped[0].abs().float(), torch.full((4,), 1.5), rtol=1e-2, atol=0)
 
 
-# to_dense of torch 2.11
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_a_sparse_gradient_counts_with_its_summed_values():
     sparse = torch.sparse_coo_tensor(
         torch.tensor([[0, 0]]), torch.tensor([3.0, 1.0]), (2,), check_invariants=True

@@ -262,7 +262,7 @@ def test_what_a_backward_made_is_ours_only_where_nobody_else_can_see_it():
 
 
 def test_gradients_that_are_views_of_one_buffer_cost_one_copy():
-    """As those of parameters that a loss concatenates. One operator, or in torch 2.11 two."""
+    """As those of parameters that a loss concatenates."""
     counts = []
     for number in (10, 1000):
         buffer = torch.arange(3.0 * number)
@@ -273,7 +273,7 @@ def test_gradients_that_are_views_of_one_buffer_cost_one_copy():
         assert torch.equal(torch.cat(mine), buffer)
         pointers = {gradient.untyped_storage().data_ptr() for gradient in mine}
         assert len(pointers | {buffer.untyped_storage().data_ptr()}) == number + 1
-    assert counts == [1 + (torch.__version__ < "2.12")] * 2
+    assert counts == [1, 1]
 
 
 class Sum(NamedTuple):

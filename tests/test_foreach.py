@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
 from purescale._grads.grad_stats import local_stats
-from purescale._torch import donation, foreach, private, private_names, tracing
+from purescale._torch import donation, foreach, tracing
 from purescale._torch.dtypes import saturating
 from purescale._tree.select import select_masked
 
@@ -253,8 +253,7 @@ def test_267_buffers_stand_still_in_a_handful_of_operators(donate):
         bad = torch.zeros((), dtype=torch.bool)
         with Launched() as launched:
             select_masked(bad, old, new, in_place=donate)
-    # torch 2.11 clones a list by two
-    assert len(launched.ops) <= (12 if torch.__version__ >= "2.12" else 13)
+    assert len(launched.ops) <= 12
 
 
 # ---- old or new ----------------------------------------------------------------------------------
@@ -420,14 +419,11 @@ def test_copies_over_lists_are_clones():
         torch.randn(3).to(torch.complex64),
         torch.randn(4).to(torch.complex64).conj(),
     ]
-    for by in (private.clone_list, private_names.clone_by_two):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(private, "clone_list", by)
-            copies = foreach.clone(mixed)
-        assert same_bits(copies, [t.detach() for t in mixed])
-        assert not shares_memory(copies, mixed)
-        assert [t.stride() for t in copies] == [t.clone().stride() for t in mixed]
-        assert not any(t.requires_grad for t in copies)
+    copies = foreach.clone(mixed)
+    assert same_bits(copies, [t.detach() for t in mixed])
+    assert not shares_memory(copies, mixed)
+    assert [t.stride() for t in copies] == [t.clone().stride() for t in mixed]
+    assert not any(t.requires_grad for t in copies)
 
 
 # ---- casts and bounds over lists -----------------------------------------------------------------

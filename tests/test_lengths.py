@@ -182,10 +182,9 @@ DROPOUTS = {
     for name in ("dropout", "alpha_dropout", "dropout1d", "feature_alpha_dropout")
     for in_place in (False, True)
 }
-ROWS, BIAS, INDEX = torch.randn(3, 5), torch.randn(3), torch.tensor([1, 0, 1])
+ROWS, BIAS = torch.randn(3, 5), torch.randn(3)
 OPERATORS = {
     "linear": lambda x: F.linear(x, ROWS, BIAS),
-    "index_select": lambda x: x.index_select(1, INDEX),
     **DROPOUTS,
 }
 each_operator = pytest.mark.parametrize("name", OPERATORS)
@@ -240,8 +239,6 @@ def test_torch_still_needs_a_kernel_for_it(name, replaced):
     functorch_kernels.py, once every torch that is supported has.
     """
     replaced(None)
-    if name == "index_select" and torch.__version__ >= "2.12":
-        pytest.skip("mended since torch 2.11")
     try:
         graphs = graphs_of_operator(name)
     except torch._dynamo.exc.TorchDynamoException as error:

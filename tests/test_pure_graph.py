@@ -194,7 +194,6 @@ def test_a_compiled_graph_has_the_values_of_the_graph():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="inductor cannot compile torch's scan")
 def test_a_scanned_graph_is_the_loop_for_any_number_of_repetitions():
     outside = torch.tensor(0.5)
     graph = trace(lambda total, x: [total * outside + x, total.sum()], [X[0], X[0]])

@@ -472,8 +472,6 @@ def test_a_transform_of_torch_func_refuses_it_with_a_note(transform):
 def test_a_backward_after_vmap_has_ended_is_refused_in_words():
     apply, params, buffers = ps.make_functional(net())
     weights = {name: p.requires_grad_() for name, p in params.items()}
-    if torch.__version__ < "2.12":
-        pytest.skip("this torch refuses the forward, with the note")
     outs = torch.vmap(lambda x: apply(weights, buffers, x)[0])(torch.ones(2, 5, 6))
     with pytest.raises(RuntimeError, match=r"read outside of a call.*torch\.vmap.*Fix: "):
         outs.sum().backward()

@@ -466,7 +466,6 @@ def _compiled_by_inductor(rank):
     compiled, eager = torch.compile(step, fullgraph=True), clone(state)
     for index in range(3):
         x, y = batch(10 * rank + index)
-        # torch 2.11 compiles no hook that a loss hangs on its parameters
         data = [((x * math.inf if (index, rank) == (1, 1) else x, y), None)]
         eager, told = step(eager, data)
         state, info = compiled(state, data)

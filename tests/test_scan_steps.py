@@ -6,7 +6,6 @@ import torch
 from helpers import assert_close, clone, job, same_bits, stack, tensors, trained
 
 import purescale as ps
-from purescale._step import scan_steps
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
 RULE = ps.DynamicScale(2.0**10, growth_interval=2)
@@ -76,8 +75,7 @@ def test_over_a_jitted_step_it_is_one_graph_for_any_number_of_steps():
         result = ps.scan_steps(jitted, state, some)
         expected = looped(step, state, some, number)
         assert_close(result, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
-    if scan_steps._HAS_SCAN:
-        assert (len(jitted.scans), len(jitted.programs)) == (1, 0)
+    assert (len(jitted.scans), len(jitted.programs)) == (1, 0)
     assert same_bits(state, before)
 
 

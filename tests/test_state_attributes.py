@@ -203,7 +203,6 @@ def test_compiled_calls_equal_eager_ones(net, compiler):
 
 def test_mapped_states_equal_a_loop(net):
     model, names = net
-    model.checkpoints = False  # torch 2.11 maps none
     apply, params, buffers = ps.make_functional(model, names)
     xs = torch.randn(3, 5, 3)
     starts = [

@@ -400,10 +400,6 @@ def test_a_compiled_step_with_a_schedule_and_half_gradients_has_the_bits_of_the_
     assert_close(out.grad_norm, expected.grad_norm, rtol=1e-6, atol=0)
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.12",
-    reason="torch 2.11 cuts the graph at what dynamo traces without looking inside",
-)
 def test_a_compiled_step_over_parameters_on_a_graph_can_be_differentiated(as_one_node):
     sgd = ps.from_torch(torch.optim.SGD, lr=0.5)
     params = {"w": torch.ones(3, requires_grad=True)}

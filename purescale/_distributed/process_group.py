@@ -26,7 +26,7 @@ def all_reduce(tensor: Tensor, op: str, group: Group | str | None) -> Tensor:
         # Waited for here, because a view of a pending result would not wait for it.
         with naming_other_ranks():
             return arrived(private.all_reduce(tensor, op, group))
-    # Inductor (2.11 to 2.13) reduces a result of torch.cat in place, although the inputs of
+    # Inductor (torch 2.13) reduces a result of torch.cat in place, although the inputs of
     # torch.cat share its memory: read again, they are the sum. A negation has its own memory.
     return -private.all_reduce(-tensor, "min" if op == "max" else op, group)
 

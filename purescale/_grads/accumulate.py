@@ -153,10 +153,9 @@ def accumulate_grads(
         bad = _tree.flag(found_inf, like=accum.weight)
     means = as_gradients(leaves)
     owned = donate and can_write(means.tensors, [*new.tensors, *accum[1:]])
-    # torch 2.11 cannot trace `_replace`.
-    flat = AccumState(means.tensors, *accum[1:])
+    flat = accum._replace(grads=means.tensors)
     added = add(flat, new, checked_weight, bad, owned=owned)
-    return AccumState(structure.unflatten(means.restore(added.grads)), *added[1:])
+    return added._replace(grads=structure.unflatten(means.restore(added.grads)))
 
 
 def add(

@@ -80,8 +80,7 @@ class FormulaStep:
     ) -> list[Tensor]:
         """Return all new parameters, then all new slots, in order. `numbers` are the number of the
         step, the varying rates and the settings in the state. `key` stands for the settings,
-        because Dynamo guards the arguments only, and `one_by_one` is one of these, because behind
-        Dynamo torch 2.11 does not tell that it compiles.
+        because Dynamo guards the arguments only.
         """
         t, varying, hyper = numbers
         lrs = [varying.get(index, lr) for index, lr in enumerate(self._settings.lrs)]

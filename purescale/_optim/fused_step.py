@@ -18,9 +18,6 @@ from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_on_a_graph, under_transform
 from .._tree.gradients import Gradients
 
-# In older versions is_compiling() is False while the compiler behind Dynamo traces.
-_COMPILES_BEHIND_DYNAMO = torch.__version__ >= "2.13"
-
 
 class FusedStep:
     """The step of a class of torch.optim by torch's fused kernel, if it has one."""
@@ -53,7 +50,7 @@ class FusedStep:
         """Update the parameters and slots of `inputs` in place, unless the step is skipped."""
         lrs, hyper = current
         params, slots, grads = inputs.named_params, inputs.opt_state.slots, inputs.grads
-        if torch.compiler.is_dynamo_compiling() and _COMPILES_BEHIND_DYNAMO:
+        if torch.compiler.is_dynamo_compiling():
             pending = grads.divisor, grads.factor, grads.clip_value, skip
             self._opaque(self._key, params, inputs.named_grads, slots, pending, lrs)
             return

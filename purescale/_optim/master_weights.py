@@ -24,7 +24,6 @@ from .._torch import foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import saturating
-from .._torch.half_bits import bitcast
 from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
 from .._tree.fields import document_fields
@@ -245,7 +244,7 @@ _LARGEST = 0x7FFF7FFF
 
 def _joined(hi: Tensor, low: Tensor) -> Tensor:
     """Return the master of a bfloat16 tensor and its rest."""
-    return bitcast(bitcast(hi.float(), torch.int32) + low.to(torch.int32), torch.float32)
+    return (hi.float().view(torch.int32) + low.to(torch.int32)).view(torch.float32)
 
 
 def _split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,12 +254,12 @@ def _split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _upper_half(bits: Tensor) -> Tensor:
-    return bitcast(((bits + 0x8000) >> 16).to(torch.int16), torch.bfloat16)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _bits(master: Tensor) -> Tensor:
     """Return the bits of a float32 tensor, changed so that no NaN is rounded to a number or inf."""
-    bits = bitcast(master, torch.int32)
+    bits = master.view(torch.int32)
     # A sum is a tenth of the work, and is almost always finite if all elements are.
     if host_can_read([master]) and math.isfinite(master.sum()):
         return bits

@@ -257,15 +257,10 @@ def _paths(state: Tree) -> list[tuple[str, ...]]:
 
 def _with_slots(state: Tree, leaves: Iterable[Any]) -> Tree:
     """Return the state with other leaves in place of `_slots`."""
-    # Dynamo of torch 2.11 cannot return what `_replace` makes.
     if is_wrapped(state):
-        fields = zip(state._fields, state, strict=True)
-        return type(state)(
-            *[_with_slots(value, leaves) if name == "inner" else value for name, value in fields]
-        )
+        return state._replace(inner=_with_slots(state.inner, leaves))
     if isinstance(state, OptState):
-        applied, _, *numbers = state
-        return OptState(applied, slots_like(state.slots, leaves), *numbers)
+        return state._replace(slots=slots_like(state.slots, leaves))
     if not are_parts(state):
         return _tree.flatten(state)[1].unflatten(leaves)
     remaining = iter(leaves)

@@ -24,9 +24,6 @@ from .._tree.leaves import is_constant
 from .._tree.stack import num_members, stacked
 from .._tree.tree import Leaves, Tree, TreeDef
 
-# Inductor of torch 2.11 cannot compile it; 2.12 was not tried.
-_HAS_SCAN = torch.__version__ >= "2.13"
-
 Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
 
@@ -43,8 +40,8 @@ def scan_steps(step: Step, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
     If `step` was made by `jit`, all steps run in one graph, by torch's `scan`. It is compiled once
     for any number of steps, with inductor's default mode, and a step within it costs less than a
     call of `step`. Any other step, one of `jit(..., backend="aot_eager")`, and all of them under
-    `torch.vmap`, torch.compile and jit and with torch 2.11, run as that loop. For an ensemble map
-    the step: `scan_steps(jit(torch.vmap(step)), states, batches)`.
+    `torch.vmap`, torch.compile and jit, run as that loop. For an ensemble map the step:
+    `scan_steps(jit(torch.vmap(step)), states, batches)`.
 
     Args:
         step: A pure function of `(state, batch)` that returns `(state, info)`: the state with its
@@ -74,7 +71,7 @@ def scan_steps(step: Step, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
     leaves, structure = _tree.flatten(batches)
     number = _num_batches(batches, leaves)
     try:
-        if isinstance(step, Jitted) and step.compiles() and _HAS_SCAN:
+        if isinstance(step, Jitted) and step.compiles():
             stacks = [leaf for leaf in leaves if leaf is not None]
             return _in_one_graph(step, state, batches, len(stacks))
         return _in_a_loop(step, state, leaves, structure, number)

@@ -281,8 +281,7 @@ class ValueAndGrad:
     def _result(self, grads: Leaves, outputs: tuple[Tensor, Leaves, list[Any]]) -> MicrobatchResult:
         taken = self.storages
         detached = _tree.detach_unaliased([outputs[0], *outputs[1]], taken)
-        # Dynamo of torch 2.11 makes no list of a starred rest.
-        loss, buffers = detached[0], detached[1:]
+        loss, *buffers = detached
         aux = outputs[2]
         if aux:
             leaves, structure = _tree.flatten(aux)

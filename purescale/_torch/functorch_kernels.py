@@ -14,19 +14,15 @@ from .._torch.private import constant_while_compiling
 
 # Under torch.func some operators use kernels that read sizes as plain integers
 # (aten/src/ATen/functorch/PyTorchOperatorHacks.cpp). With these a compiled step takes a graph for
-# each length of a sequence (linear) or fails at the second (dropout; in torch 2.11 index_select
-# too). A Python kernel at the same key takes precedence while something is traced; eager calls do
-# not look for one. `linear` and `index_select` decompose as they do without torch.func.
+# each length of a sequence (linear) or fails at the second (dropout). A Python kernel at the same
+# key takes precedence while something is traced; eager calls do not look for one. `linear`
+# decomposes as it does without torch.func.
 
 
 def kernels() -> dict[Any, Any]:
     """Return the kernel of each operator that needs one."""
     aten = torch.ops.aten
-    by_operator: dict[Any, Any] = {
-        operator: operator.decompose
-        for operator in (aten.linear.default, aten.index_select_backward.default)
-        if hasattr(operator, "decompose")
-    }
+    by_operator: dict[Any, Any] = {aten.linear.default: aten.linear.default.decompose}
     for by_channel, alpha in ((False, False), (True, False), (False, True), (True, True)):
         name = f"{'feature_' * by_channel}{'alpha_' * alpha}dropout"
         kernel = functools.partial(_dropout, by_channel=by_channel, alpha=alpha)

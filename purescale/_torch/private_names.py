@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
@@ -82,13 +82,6 @@ _trees = SimpleNamespace(
 )
 
 
-def clone_by_two(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Clone a list in torch 2.11, which lacks `_foreach_clone`, by a multiplication and a copy."""
-    copies = list(torch._foreach_mul(tensors, True))
-    torch._foreach_copy_(copies, tensors)
-    return copies
-
-
 def guard_one_by_one(*tensors: Tensor) -> Callable[..., bool]:
     """Return a function that is True for tensors that differ from these in values only."""
     expected = list(map(_metadata, tensors))
@@ -100,6 +93,10 @@ def _metadata(tensor: Tensor) -> Any:
     lazy = tensor.is_conj(), tensor.is_neg(), tensor.is_inference()
     kind = type(tensor), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
     return kind, tensor.shape, strides, lazy
+
+
+def _clone_one_by_one(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.clone() for tensor in tensors]
 
 
 # ---- what is used of a name ----------------------------------------------------------------------
@@ -194,7 +191,7 @@ NAMES = {
         lambda hooks: hooks.__get__,
     ),
     # lists, optimizers
-    "clone_list": Name("torch._foreach_clone", "a copy", clone_by_two),
+    "clone_list": Name("torch._foreach_clone", "a copy", _clone_one_by_one),
 }
 
 

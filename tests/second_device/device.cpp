@@ -755,8 +755,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // What is one kernel of the CPU is one launch here. Without this, torch would take many of them
   // apart into others, lists of tensors into single ones.
   register_all<&kernel>(m, c10::DispatchKey::PrivateUse1, [](const auto& op) {
-    return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || begins(op, "aten::_foreach_") ||
-        begins(op, "aten::ldexp"); // which torch 2.11 wants of each device
+    return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || begins(op, "aten::_foreach_");
   });
 }
 

@@ -94,7 +94,6 @@ def module() -> Any:
 
     made._initialized = True  # torch.utils.checkpoint asks, before it keeps a generator's state
     made.is_available = made.is_initialized = lambda: True
-    made._lazy_init = lambda: None  # without it torch 2.11 does not synchronize
     made._is_in_bad_fork = lambda: False
     made.device_count = lambda: 2
     made.current_device = lambda: torch.accelerator.current_device_index()

@@ -60,7 +60,7 @@ def cuda():
     """
 
     def run_forward(self, buffers, microbatch):
-        return (self.inputs, *self._scaled_loss(buffers, microbatch, self.inputs, scale=self.scale))
+        return (self.inputs, *self._scaled_loss(buffers, microbatch, self.inputs))
 
     with (
         fake_cuda(),

@@ -23,7 +23,7 @@ def net():
 
 model = net()
 apply, params, buffers = ps.make_functional(model)
-optimizer = ps.from_torch(torch.optim.AdamW, lr=1e-3, lr_in_state=True)
+optimizer = ps.from_torch(torch.optim.AdamW, lr=1e-3, in_state=("lr",))
 rule = ps.DynamicScale(init_scale=2.0**10)
 
 

@@ -18,12 +18,12 @@ from purescale._tree import tree
 
 SCHEDULE = {"lr": lambda applied: 1e-2 * 0.9**applied}
 FUSED = {
-    "AdamW": {"lr_in_state": True},
+    "AdamW": {"in_state": ("lr",)},
     "Adam": SCHEDULE,
     "SGD": {"momentum": 0.9},
     "Adagrad": {},
 }
-FORMULA = {"RMSprop": {"lr_in_state": True, "momentum": 0.9}, "NAdam": SCHEDULE, "Adafactor": {}}
+FORMULA = {"RMSprop": {"in_state": ("lr",), "momentum": 0.9}, "NAdam": SCHEDULE, "Adafactor": {}}
 OPTIMIZERS = {
     name: ps.from_torch(getattr(torch.optim, name), **settings)
     for name, settings in (FUSED | FORMULA).items()

@@ -41,7 +41,7 @@ CLASSES = {
 }
 RATES = {
     "number": {"lr": 0.1},
-    "state": {"lr": 0.1, "lr_in_state": True},
+    "state": {"lr": 0.1, "in_state": ("lr",)},
     "schedule": {"lr": lambda applied: 0.1 * (applied + 1).to(torch.float32)},
 }
 

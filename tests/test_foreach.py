@@ -233,7 +233,7 @@ def test_a_rate_that_is_data_is_not_read(name, lr):
         "state": 1e-3,
     }[lr]
     optimizer = ps.from_torch(
-        getattr(torch.optim, name), lr=rate, lr_in_state=lr == "state", **settings
+        getattr(torch.optim, name), lr=rate, in_state=("lr",) if lr == "state" else (), **settings
     )
     assert operators_of_any(optimizer, step=lambda opt, _, *given: opt.step(*given)) <= 100
 

@@ -186,7 +186,7 @@ def test_settings_in_the_state_are_saved_and_go_into_torchs_state_dict_and_back(
 
 
 def test_a_checkpoint_from_before_there_were_settings_in_the_state_loads():
-    optimizer, params = ps.from_torch(OPTIM.AdamW, lr=0.5, lr_in_state=True), {"w": torch.ones(2)}
+    optimizer, params = ps.from_torch(OPTIM.AdamW, lr=0.5, in_state=("lr",)), {"w": torch.ones(2)}
     state = optimizer.init(params)
     saved = ps.to_state_dict(state._replace(lr=torch.tensor(0.25)))
     assert saved["tree"].keys() == {"applied", "slots", "lr"}  # all that such a file has

@@ -235,7 +235,7 @@ def test_one_that_raises_on_nan_cannot_be_skipped():
     "optimizer",
     [
         ps.from_torch(optim.AdamW, lr=lambda count: 0.1 / (1 + count), amsgrad=True),
-        ps.from_torch(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, lr_in_state=True),
+        ps.from_torch(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, in_state=("lr",)),
         ps.from_torch(optim.RMSprop, lr=0.1, overrides={"few": {"lr": 0.5}}),
         ps.from_torch(optim.NAdam, lr=0.1),
         ps.from_torch(optim.Adam, lr=lambda count: 0.1 / (1 + count), schedule_by="iteration"),

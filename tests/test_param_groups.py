@@ -180,7 +180,7 @@ def test_parameters_may_be_any_tree():
 
 
 def test_a_rate_in_the_state_is_what_steps_use():
-    optimizer = ps.from_torch(OPTIM.SGD, lr=0.5, lr_in_state=True)
+    optimizer = ps.from_torch(OPTIM.SGD, lr=0.5, in_state=("lr",))
     params = {"w": torch.zeros(1)}
     state = optimizer.init(params)
     assert same_bits(state.lr, torch.tensor(0.5))
@@ -196,7 +196,7 @@ def test_a_rate_in_the_state_is_what_steps_use():
 )
 def test_a_rate_in_the_state_agrees_with_the_same_number(name, settings):
     fixed = ps.from_torch(getattr(OPTIM, name), lr=0.25, **settings)
-    moving = ps.from_torch(getattr(OPTIM, name), lr=1.0, lr_in_state=True, **settings)
+    moving = ps.from_torch(getattr(OPTIM, name), lr=1.0, in_state=("lr",), **settings)
     state = moving.init(make_params())._replace(lr=torch.tensor(0.25))
     (expected, _), (params, after) = ours(fixed, steps=5), ours(moving, steps=5, state=state)
     torch.testing.assert_close(list(params.values()), list(expected.values()), rtol=1e-5, atol=1e-6)
@@ -254,7 +254,7 @@ def test_rates_of_the_state_and_of_overrides_are_those_of_torchs_groups(
     optimizer = ps.from_torch(
         getattr(OPTIM, name),
         lr=1.0 if in_state else table(RATES_OF_STEPS),
-        lr_in_state=in_state,
+        in_state=("lr",) if in_state else (),
         overrides={"head.*": {"lr": table(of_a_group) if scheduled else 0.5}},
         **settings,
     )
@@ -269,7 +269,7 @@ def test_rates_of_the_state_and_of_overrides_are_those_of_torchs_groups(
 
 def test_asgd_begins_at_the_rate_of_an_override_and_not_at_that_of_the_state():
     asgd = ps.from_torch(
-        OPTIM.ASGD, lr=0.001, lr_in_state=True, overrides={"b": {"lr": 0.5}}, lambd=0.0
+        OPTIM.ASGD, lr=0.001, in_state=("lr",), overrides={"b": {"lr": 0.5}}, lambd=0.0
     )
     params = {"a": torch.zeros(1), "b": torch.zeros(1)}
     stepped, _ = asgd.step(params, {"a": torch.ones(1), "b": torch.ones(1)}, asgd.init(params))
@@ -278,7 +278,7 @@ def test_asgd_begins_at_the_rate_of_an_override_and_not_at_that_of_the_state():
 
 
 def test_a_parameter_without_a_gradient_does_not_begin():
-    asgd = ps.from_torch(OPTIM.ASGD, lr=0.1, lr_in_state=True)
+    asgd = ps.from_torch(OPTIM.ASGD, lr=0.1, in_state=("lr",))
     params = {"a": torch.zeros(5), "b": torch.zeros(5)}
     state = asgd.init(params)._replace(lr=torch.tensor(0.2))
     after = asgd.step(params, {"a": torch.ones(5), "b": None}, state)[1]
@@ -291,7 +291,7 @@ def test_without_it_the_rate_is_no_part_of_the_state():
 
 
 def test_a_rate_in_the_state_is_one_a_member_under_vmap():
-    optimizer, params = ps.from_torch(OPTIM.RMSprop, lr_in_state=True), {"w": torch.ones(3)}
+    optimizer, params = ps.from_torch(OPTIM.RMSprop, in_state=("lr",)), {"w": torch.ones(3)}
     rates = torch.tensor([0.1, 0.2, 0.4])
 
     def member(lr):
@@ -304,7 +304,7 @@ def test_a_rate_in_the_state_is_one_a_member_under_vmap():
 
 
 def test_a_rate_in_the_state_is_differentiated():
-    optimizer, params = ps.from_torch(OPTIM.SGD, lr_in_state=True), {"w": torch.ones(1)}
+    optimizer, params = ps.from_torch(OPTIM.SGD, in_state=("lr",)), {"w": torch.ones(1)}
 
     def after(lr):
         stepped, state = params, optimizer.init(params)._replace(lr=lr)
@@ -318,7 +318,7 @@ def test_a_rate_in_the_state_is_differentiated():
 
 
 def test_a_rate_in_the_state_is_saved_and_goes_into_a_state_dict_and_back(tmp_path):
-    optimizer, params = ps.from_torch(OPTIM.AdamW, lr_in_state=True), {"w": torch.ones(2)}
+    optimizer, params = ps.from_torch(OPTIM.AdamW, in_state=("lr",)), {"w": torch.ones(2)}
     state = optimizer.init(params)._replace(lr=torch.tensor(0.125))
     ps.save(tmp_path / "state.pt", state)
     assert same_bits(ps.load(tmp_path / "state.pt", like=optimizer.init(params)), state)
@@ -328,7 +328,7 @@ def test_a_rate_in_the_state_is_saved_and_goes_into_a_state_dict_and_back(tmp_pa
 
 
 def test_a_skipped_step_keeps_the_rate_of_the_state():
-    optimizer, params = ps.from_torch(OPTIM.AdamW, lr_in_state=True), {"w": torch.ones(2)}
+    optimizer, params = ps.from_torch(OPTIM.AdamW, in_state=("lr",)), {"w": torch.ones(2)}
     state = optimizer.init(params)._replace(lr=torch.tensor(0.125))
     assert same_bits(
         ps.maybe_step(optimizer, params, params, state, torch.tensor(True)), (params, state)
@@ -338,13 +338,13 @@ def test_a_skipped_step_keeps_the_rate_of_the_state():
 @pytest.mark.parametrize(
     ("change", "in_state", "message"),
     [
-        ({"lr": ()}, True, "made with lr in the state.*optimizer.init"),
-        ({"lr": torch.ones(2)}, True, "expected a floating 0-d tensor"),
-        ({"lr": torch.tensor(0.1)}, False, "would ignore it.*in_state="),
+        ({"lr": ()}, ("lr",), "made with lr in the state.*optimizer.init"),
+        ({"lr": torch.ones(2)}, ("lr",), "expected a floating 0-d tensor"),
+        ({"lr": torch.tensor(0.1)}, (), "would ignore it.*in_state="),
     ],
 )
 def test_a_state_whose_rate_is_elsewhere_is_refused(change, in_state, message):
-    optimizer, params = ps.from_torch(OPTIM.AdamW, lr_in_state=in_state), {"w": torch.ones(2)}
+    optimizer, params = ps.from_torch(OPTIM.AdamW, in_state=in_state), {"w": torch.ones(2)}
     with pytest.raises(ValueError, match=message):
         optimizer.step(params, params, optimizer.init(params)._replace(**change))
 

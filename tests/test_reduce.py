@@ -703,7 +703,7 @@ def _settings(rank):
         with pytest.raises(ValueError, match=r"rank 0 has rule=.*rank 1 has rule="):
             step(state, data, rule=pair[rank], group=world)
         step(plain._replace(scaler=pair[0].init()), data, rule=pair[0], group=world)
-    sgd = ps.from_torch(torch.optim.SGD, lr=0.1, lr_in_state=True)
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.1, in_state=("lr",))
     state = plain._replace(opt_state=sgd.init(plain.params))
     slots = state.opt_state.slots
     rates = state.opt_state._replace(lr=torch.tensor(0.1 + rank))

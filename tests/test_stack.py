@@ -40,7 +40,7 @@ def tree_of(seed, dtypes=FLOATS + OTHERS):
 
 def states():
     optimizers = [
-        ps.from_torch(torch.optim.AdamW, lr=1e-3, lr_in_state=True),
+        ps.from_torch(torch.optim.AdamW, lr=1e-3, in_state=("lr",)),
         ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9),
     ]
     for optimizer in optimizers:
@@ -79,7 +79,7 @@ def test_any_tree_comes_back_out_of_its_stack(order, tree):
 
 
 def test_stacked_states_make_the_steps_of_their_members():
-    adamw = ps.from_torch(torch.optim.AdamW, lr=1e-3, lr_in_state=True)
+    adamw = ps.from_torch(torch.optim.AdamW, lr=1e-3, in_state=("lr",))
     one, step = job(adamw, ps.DynamicScale(init_scale=2.0**10))
     members = [
         one._replace(opt_state=one.opt_state._replace(lr=torch.tensor(rate)))

@@ -67,8 +67,8 @@ SWEEPS = {
         {"lr": torch.tensor(0.5)},
         {"lr": lambda applied: 0.1 + 0.1 * applied},
         {"lr": lambda applied: 0.5 / (1 + applied)},
-        {"lr": 1e-1, "lr_in_state": True},
-        {"lr": 1e-2, "lr_in_state": True},
+        {"lr": 1e-1, "in_state": ("lr",)},
+        {"lr": 1e-2, "in_state": ("lr",)},
         {"lr": 1e-1, "weight_decay": 0.5, "in_state": ("lr", "weight_decay")},
         {"lr": 1e-1, "betas": (0.5, 0.6), "in_state": ("betas",)},
     ],
@@ -160,7 +160,7 @@ def test_a_schedule_that_reads_a_cell_sees_what_is_in_it(count):
     [*((name, FEW) for name in ("AdamW", "RMSprop", "ASGD", "Adadelta", "Muon")), ("AdamW", MANY)],
 )
 def test_a_rate_in_the_state_is_one_graph_for_every_rate(name, count):
-    optimizer = ps.from_torch(getattr(OPTIM, name), lr=1.0, lr_in_state=True)
+    optimizer = ps.from_torch(getattr(OPTIM, name), lr=1.0, in_state=("lr",))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = compile(functools.partial(ps.maybe_step, optimizer), counter)
     params = {f"w{i}": torch.linspace(-1, 1, 6).view(2, 3) + i for i in range(count)}
@@ -310,7 +310,7 @@ def test_one_compiled_train_step_serves_every_rule_policy_and_bound():
 def test_an_ensemble_with_a_rate_a_member_equals_a_run_for_each_rate():
     """Vmapped and compiled, in one graph, against optimizers made with that rate."""
     rates = torch.tensor([1e-3, 1e-2, 1e-1])
-    optimizer, rule = ps.from_torch(OPTIM.AdamW, lr=1e-3, lr_in_state=True), RULES[0]
+    optimizer, rule = ps.from_torch(OPTIM.AdamW, lr=1e-3, in_state=("lr",)), RULES[0]
     state, step = job(optimizer, rule, "float32")
     members = stack([state._replace(opt_state=state.opt_state._replace(lr=rate)) for rate in rates])
     counter = CompileCounterWithBackend("aot_eager")

@@ -1217,7 +1217,7 @@ def test_a_rate_given_as_a_tensor_is_copied():
 RATES = {
     "number": {},
     "schedule": {"lr": lambda applied: 0.1 / (1 + applied)},
-    "in the state": {"lr_in_state": True},
+    "in the state": {"in_state": ("lr",)},
     "overridden": {"overrides": {"head.*": {"lr": 0.01}}},
 }
 

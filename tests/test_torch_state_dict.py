@@ -177,7 +177,7 @@ def test_a_count_that_is_none_is_refused(applied):
 
 def test_without_a_schedule_no_count_is_asked_for():
     params, theirs, _ = migrated("SGD", {"momentum": 0.9})
-    sgd = ps.from_torch(OPTIM.SGD, momentum=0.9, lr_in_state=True)
+    sgd = ps.from_torch(OPTIM.SGD, momentum=0.9, in_state=("lr",))
     state = sgd.from_state_dict(theirs.state_dict(), params)
     assert same_bits(state.lr, torch.tensor(theirs.param_groups[0]["lr"]))
 
@@ -186,9 +186,9 @@ def test_the_rate_of_a_state_is_that_of_the_groups_that_take_it():
     params = {"a": torch.ones(1), "b": torch.ones(1)}
     groups = [{"params": [params["a"]], "lr": 0.25}, {"params": [params["b"]], "lr": 0.5}]
     sd = OPTIM.SGD(groups).state_dict()
-    own = ps.from_torch(OPTIM.SGD, lr_in_state=True, overrides={"a": {"lr": 0.25}, "b": {}})
+    own = ps.from_torch(OPTIM.SGD, in_state=("lr",), overrides={"a": {"lr": 0.25}, "b": {}})
     assert own.from_state_dict(sd, params).lr == 0.5
-    one = ps.from_torch(OPTIM.SGD, lr_in_state=True, overrides={"b": {"momentum": 0.0}})
+    one = ps.from_torch(OPTIM.SGD, in_state=("lr",), overrides={"b": {"momentum": 0.0}})
     with pytest.raises(ValueError, match=r"the rates \[0.25, 0.5\] in groups.*Fix: `overrides"):
         one.from_state_dict(sd, params)
 

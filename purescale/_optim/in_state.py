@@ -25,14 +25,14 @@ _MOVED = (
 )
 
 
-def names_in_state(in_state: Any, lr_in_state: bool) -> tuple[str, ...]:
+def names_in_state(in_state: Any) -> tuple[str, ...]:
     """Return the names of the settings that from_torch keeps in the state, each once."""
     if not isinstance(in_state, (tuple, list)):
         raise TypeError(
             f"in_state is {in_state!r}, expected a tuple of names of settings. Fix: "
             'in_state=("lr", "weight_decay"), or in_state=("lr",) with a comma.'
         )
-    return tuple(dict.fromkeys((*in_state, "lr") if lr_in_state else in_state))
+    return tuple(dict.fromkeys(in_state))
 
 
 def is_scheduled(value: Any) -> bool:

@@ -36,6 +36,7 @@ from .._torch import foreach
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import tree as _tree
+from .._tree.hints import hint_keywords
 from .._tree.tree import Tree
 
 P = ParamSpec("P")
@@ -56,13 +57,13 @@ def _without_parameters(make: Callable[P, TorchOptimizer]) -> Callable[P, TorchO
     return checked
 
 
+@hint_keywords
 @_without_parameters
 def from_torch(
     cls: type[torch.optim.Optimizer],
     lr: float | Tensor | Schedule | None = None,
     overrides: Overrides | None = None,
     in_state: Sequence[str] = (),
-    lr_in_state: bool = False,
     schedule_by: ScheduleBy = "applied",
     **settings: Any,
 ) -> TorchOptimizer:
@@ -96,7 +97,6 @@ def from_torch(
             `replace_settings(state, lr=...)` changes them. Each of these numbers may be a schedule,
             as `weight_decay=lambda count: 0.04 + 1e-4 * count`; the state then holds a factor of
             it, which starts at 1.
-        lr_in_state: True for `in_state=("lr",)`.
         schedule_by: What schedules count: `"applied"` steps, or by `"iteration"`, that is skipped
             steps too, as a loop of torch does that calls `scheduler.step()` once a batch or once an
             epoch. The count is `opt_state.iteration`, and a skipped step changes nothing else.
@@ -131,7 +131,7 @@ def from_torch(
             "be made. Fix: make the optimizer outside; a rate that the function is given goes "
             "through from_torch(..., in_state=('lr',)) and replace_settings(opt_state, lr=...)."
         )
-    names = names_in_state(in_state, lr_in_state)
+    names = names_in_state(in_state)
     return TorchOptimizer(
         cls, lr, overrides or {}, settings, in_state=names, schedule_by=schedule_by
     )

@@ -34,6 +34,7 @@ HINTS = {
         "unroll": "an option of an earlier version. Fix: compile loss_fn, or jit(step)",
     },
     "unscale_and_step": _OF_CLIPPING,
+    "from_torch": {"lr_in_state": "which in_state replaces. Fix: `in_state=('lr',)`"},
     "jit": {
         "donate_argnums": _POSITIONS,
         "donate_argnames": _POSITIONS,
@@ -74,7 +75,7 @@ HINTS = {
 
 def hint_keywords(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a public function: a keyword that it has not is refused with its cure, if there is
-    one in `HINTS`, else by Python.
+    one in `HINTS`, else by the function or by Python.
     """
     hints = HINTS[function.__name__]
 

@@ -483,7 +483,7 @@ def test_an_ensemble_has_the_bits_of_a_loop_over_its_members():
 
 
 def test_a_step_is_differentiated_without_a_wait():
-    optimizer = ps.from_torch(torch.optim.SGD, lr_in_state=True, lr=0.1)
+    optimizer = ps.from_torch(torch.optim.SGD, in_state=("lr",), lr=0.1)
 
     def body(device):
         made = job(device, optimizer, rule=ps.StaticScale(8.0))

@@ -102,12 +102,14 @@ def test_an_imagenet_training_in_float16(backend):
     scale, count, expected = imagenet_by_hand(model, batches)
     assert (state.scaler.scale, state.step) == (scale, count)
     assert 4 < count < 10  # both after the warm-up and not without a skip
+    # Inductor keeps in float32 what eager mode rounds to float16 between two operators.
+    rounding = 2.0**-10 if backend == "inductor" else 1e-5
     for metrics, by_hand in zip(log, expected, strict=True):
         assert metrics["skipped"] == by_hand.pop("skipped")
         for name, value in by_hand.items():
-            assert metrics[name].item() == pytest.approx(float(value), rel=1e-5)
+            assert metrics[name].item() == pytest.approx(float(value), rel=rounding)
     trained = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    assert_close({**state.params, **state.buffers}, trained, rtol=1e-5, atol=1e-6)
+    assert_close({**state.params, **state.buffers}, trained, rtol=rounding, atol=rounding / 10)
 
 
 # ---- optax's meta-learning: a rate that is learned, and MAML -------------------------------------

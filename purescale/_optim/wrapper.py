@@ -24,8 +24,8 @@ from .._tree.scalars import not_made
 from .._tree.tree import Leaves, Tree
 
 # The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,
-# depending on class and wrapper: 12 to 52 MiB in all.
-PIECE_NUMEL = 2**21
+# depending on class and wrapper: at most 64 MiB in all.
+PIECE_NUMEL = 2**20
 
 
 class Wrapper(Updater):

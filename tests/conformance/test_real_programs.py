@@ -223,4 +223,4 @@ def test_bfloat16_parameters_with_masters_train_as_float32_does(make, inputs, in
     masters = ps.master_weights(state.params, state.opt_state)
     assert half_losses[-1] < half_losses[0] - 0.4
     assert (half_losses - losses).abs().max() < 0.1
-    assert same_bits({k: m.bfloat16() for k, m in masters.items()}, state.params)
+    assert same_bits(ps.split_masters(masters)[0], state.params)  # the nearest, ties as there

@@ -48,7 +48,8 @@ def test_any_other_keyword_is_refused_in_the_words_of_python(name):
         plain(max_nrom=1.0)
     with pytest.raises(TypeError) as refused:
         FUNCTIONS[name](max_nrom=1.0)
-    assert str(refused.value) == str(expected.value)
+    # Python 3.13 adds a name that is like it, which `plain` does not have.
+    assert str(refused.value).partition(". Did you mean")[0] == str(expected.value)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

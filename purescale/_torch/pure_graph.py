@@ -44,8 +44,7 @@ def trace(function: Function, inputs: Sequence[Tensor], donate: Sequence[int] = 
         ValueError: The function reads a value, or writes into an input or into a tensor that it
             closes over.
     """
-    # Tensors without values refuse, in C too, what reads a number.
-    fake = private.FakeTensorMode(allow_non_fake_inputs=True)
+    fake = _without_values()
     examples = _apart(fake, inputs)
     outside = _Outside(fake)
     try:
@@ -64,6 +63,16 @@ def trace(function: Function, inputs: Sequence[Tensor], donate: Sequence[int] = 
     module.graph.lint()
     module.recompile()
     return PureGraph(module, closed_over, examples, donated)
+
+
+def _without_values() -> Any:
+    """Return a mode whose tensors refuse, in C too, what reads a number."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imports sympy
+
+    # Without a ShapeEnv torch 2.15 remembers the values of 0-d integers.
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    mode = private.FakeTensorMode
+    return mode(shape_env=shapes, static_shapes=True, allow_non_fake_inputs=True)
 
 
 def _graph_of(function: Function, inputs: Sequence[Tensor], fake: Any) -> Any:

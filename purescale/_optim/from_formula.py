@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import Formula, State, Step
+from .._optim.in_state import names_in_state
 from .._optim.param_groups import Overrides
 from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.torch_optim import TorchOptimizer
@@ -95,7 +96,7 @@ def from_formula(
         lr,
         overrides or {},
         named,
-        in_state=tuple(in_state),
+        in_state=names_in_state(in_state),
         schedule_by=schedule_by,
     )
 

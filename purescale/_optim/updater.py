@@ -58,7 +58,7 @@ class Updater:
         self, skip: Tensor | bool, inputs: StepInputs, prepared: Any, *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
         """Equal to `select(skip, (old params, old state), self.apply_step(inputs, prepared))`.
-        `skip` is a tensor, or False if the host has read it.
+        `skip` is a tensor, or False for a step that is applied.
         """
         if not isinstance(skip, Tensor):
             return self.apply_step(inputs, prepared, in_place=in_place)

@@ -62,13 +62,13 @@ def assemble(
     rejected = decision.rejected
     info = StepInfo(
         loss=window.loss,
-        found_inf=_tree.flag(decision.skip, like=used_scale),
+        found_inf=decision.skip,
         scale=used_scale,
         grad_norm=decision.grad_norm,
         grad_amax=decision.grad_amax,
         retries=torch.full((), attempt.retries, dtype=torch.int32, device=used_scale.device),
         aux=window.aux,
-        rejected=() if rejected is None else _tree.flag(rejected, like=used_scale),
+        rejected=() if rejected is None else rejected,
     )
     return new_state, info
 

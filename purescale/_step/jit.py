@@ -209,7 +209,7 @@ class Jitted:
             _check_donate(self.donate, args)
             flat = FlatFunction(self.fn, structure, leaves)
             graph = trace(flat, tensors, _indices(args, self.donate))
-            return graph, self._compiled(graph, tensors), flat.results
+            return graph, self._compiled(graph), flat.results
 
         form = form_of(structure, leaves, tensors)
         program = self.programs.lookup(tensors, form)
@@ -231,7 +231,7 @@ class Jitted:
         module: torch.fx.GraphModule = trace(flat, check_arguments(args, leaves)).module
         return module
 
-    def _compiled(self, graph: PureGraph, tensors: list[Tensor]) -> Function:
+    def _compiled(self, graph: PureGraph) -> Function:
         if self.backend == "aot_eager":
             run: Function = torch.no_grad()(graph.module)  # a tensor from outside may record
             return run

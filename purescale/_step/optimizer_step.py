@@ -187,5 +187,4 @@ def unscale_and_step(
     decision = decide(measure(grads, scale, options), clip, grads)
     inputs = inputs._replace(grads=decision.grads)
     stepped = update(updater, inputs, decision.skip, memory)
-    found_inf = _tree.flag(decision.skip, like=scale)
-    return Stepped(*stepped, found_inf, decision.grad_norm, decision.grad_amax)
+    return Stepped(*stepped, decision.skip, decision.grad_norm, decision.grad_amax)

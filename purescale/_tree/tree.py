@@ -428,11 +428,6 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
     )
 
 
-def negated(flag: Tensor | bool) -> Tensor | bool:
-    """Return `not flag`, of a tensor too."""
-    return ~flag if isinstance(flag, Tensor) else not flag
-
-
 def counted(count: Tensor, happened: Tensor | bool) -> Tensor:
     """Return `count + happened`, which stays near the largest number of its dtype: a counter that
     wraps around would turn a decision.

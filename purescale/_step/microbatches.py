@@ -258,12 +258,13 @@ def _summary(
     local = sums[:2]
     means = torch.stack([_mean(loss, weight, flag) for flag in (good, counts)])
     if group is not None:
-        weighted = torch.where(local > 0, local * means, 0)
-        parts = torch.full_like(local[:1], len(losses) / full)
-        reduced = all_reduce(torch.cat([sums, weighted, parts]), "sum", group)
-        sums, weighted = reduced[:-3], reduced[-3:-1]
+        row = [sums, torch.where(local > 0, local * means, 0)]
         if options.window_size is not None:
-            share = reduced[-1] / dist.get_world_size(group)
+            row.append(torch.full_like(local[:1], len(losses) / full))
+        reduced = all_reduce(torch.cat(row), "sum", group)
+        sums, weighted, *parts = torch.split(reduced, [part.numel() for part in row])
+        if parts:
+            share = parts[0].squeeze() / dist.get_world_size(group)
         means = weighted / torch.where(sums[:2] > 0, sums[:2], 1)
     total, has = _Totals(*sums.unbind()), _Totals(*(sums > 0).unbind())
     mean_is_retryable = ~(has.diverged | has.invalid)

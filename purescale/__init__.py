@@ -198,8 +198,8 @@ from ._step.train_state import init_train_state, TrainState
 from ._step.train_step import train_step
 from ._step.step_info import StepInfo, stack_infos
 from ._step.spike_guard import Guard, SpikeGuard, SpikeState, check_guard
-from ._step.jit import jit
-from ._step.scan_steps import scan_steps
+from ._jit.jit import jit
+from ._jit.scan_steps import scan_steps
 
 from ._checkpoint import to_state_dict, from_state_dict, save, load
 

@@ -93,7 +93,7 @@ def private(name):
 FLOORS = [
     {"_torch"},
     {"_tree"},
-    {"_distributed", "_module", "_optim", "_checkpoint.py"},
+    {"_distributed", "_jit", "_module", "_optim", "_checkpoint.py"},
     {"_grads", "_batch_norm"},
     {"_loss_scale"},
     {"_step", "simulate.py"},

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from helpers import clone, same_bits
 from torch import nn
 
-from purescale._torch.pure_graph import compiled, scanned, trace
+from purescale._jit.pure_graph import compiled, scanned, trace
 
 X = torch.arange(6.0).reshape(2, 3)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._step.jit import (
+from .._jit.jit import (
     CONSTANTS,
     FlatFunction,
     Jitted,
@@ -17,7 +17,7 @@ from .._step.jit import (
     form_of,
     resolved,
 )
-from .._torch.pure_graph import Function, PureGraph, scanned, trace
+from .._jit.pure_graph import Function, PureGraph, scanned, trace
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import is_constant

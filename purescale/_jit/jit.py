@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple, Never
 import torch
 from torch import Tensor
 
+from .._jit.pure_graph import Function, PureGraph, compiled, trace
 from .._torch import private
 from .._torch.autocast import active_autocast, outside_autocast
 from .._torch.donation import can_write, storage_pointers
-from .._torch.pure_graph import Function, PureGraph, compiled, trace
 from .._torch.tracing import PLAIN_TYPES, inside_a_graph
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords

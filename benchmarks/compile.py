@@ -310,7 +310,7 @@ def budgets(rows: dict[str, dict[str, dict[str, Any]]], titles: dict[str, str]) 
             single = rows[one].get(way, rows[one][whole])
             figures.append((what, ratio(rows[window][way], single), 1.3))
     for name in ("lengths", "sizes"):
-        for way in (whole, loss, BASELINE):
+        for way in (loss, BASELINE):
             graphs = rows[name][way].get("graphs", rows[name][way].get("failed"))
             figures.append((f"{titles[name]}: graphs, {way}", str(graphs), 2))
     print("### Budgets\n\n| figure | budget | measured |\n|---|---|---|")

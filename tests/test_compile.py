@@ -114,6 +114,22 @@ def test_with_dynamic_shapes_batches_of_any_size_are_one_graph_and_agree(setting
         )
 
 
+@pytest.mark.slow
+def test_with_static_shapes_a_step_with_dropout_takes_batches_of_any_size():
+    def loss_fn(params, buffers, m):
+        return F.mse_loss(F.dropout(F.linear(m[0], params["w"]), 1.0), m[1]), buffers
+
+    optimizer = ADAMW()
+    state = ps.init_train_state({"w": torch.randn(5, 3)}, {}, optimizer, RULE)
+    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=RULE)
+    compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")
+    for rows in (4, 7):
+        window = [(torch.randn(rows, 3), torch.randn(rows, 5))]
+        torch.testing.assert_close(
+            tensors(compiled(state, window)), tensors(step(state, window)), rtol=1e-5, atol=1e-6
+        )
+
+
 WEIGHT = (48, 40)
 
 

@@ -277,7 +277,6 @@ TESTED_WITH = {
     "_step/train_state.py": "test_train_step.py",
     "_step/window_mean.py": "test_microbatches.py",
     "_torch/dtypes.py": "test_default_dtype.py",
-    "_torch/functorch_kernels.py": "test_lengths.py",
     "_torch/private.py": "test_private_names.py",
     "_torch/tracing.py": "test_laws.py",
     "_tree/gradients.py": "test_leaves.py",

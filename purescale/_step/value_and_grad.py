@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._loss_scale.rule_protocol import HasScale
 from .._loss_scale.scaling import check_scale, wide_loss
 from .._optim.step_inputs import flatten_together
-from .._torch import donation, dtensor, functorch_kernels, private
+from .._torch import donation, dtensor, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
 from .._torch.tracing import by_torch_func, recorded_by_make_fx
@@ -263,7 +263,6 @@ class ValueAndGrad:
         return result
 
     def _call_torch_func(self, buffers: Leaves, microbatch: Any) -> MicrobatchResult:
-        functorch_kernels.register()
         apart: list[Any] = []  # torch.func returns tensors only
 
         def scaled(inputs: Leaves) -> tuple[Tensor, list[Tensor]]:

@@ -146,9 +146,6 @@ NAMES = {
     "FakeTensorMode": Name("torch._subclasses.fake_tensor.FakeTensorMode", "scan_steps"),
     "scan": Name("torch.ops.higher_order.scan", "scan_steps"),
     "list_mode_options": Name("torch._inductor.list_mode_options", "a mode of jit"),
-    "FUNCTORCH": Name(  # without it a compiled step takes a graph for each length
-        "torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode", "a kernel for symbolic sizes", False
-    ),
     # Without it each function after a graph break is compiled by itself: a block net with one break
     # takes 2.4 times the seconds to compile, and a warm call 1.9 times as long.
     "skip_frame": Name(

@@ -22,7 +22,6 @@ The loss scale:
     unscale_and_check     gradients divided by the scale, and `found_inf`
     check_scaler          raise if training has stopped moving; syncs
     HeadroomScale         a rule: follow the largest gradient, some bits below an overflow
-    HeadroomState         the state of HeadroomScale
     grad_amax             the largest magnitude in gradients, for HeadroomScale
 
 Reports:
@@ -30,13 +29,10 @@ Reports:
     ScaleProbe            the result of probe_scales: a table, a figure, the safe window
     grad_report           amax, zeros, subnormals and nonfinite values of each leaf
     GradReport            the result of grad_report: a table when printed
-    LeafReport            one row of a GradReport
     forward_report        what each module returned, and in which inf or NaN arose
     ForwardReport         the result of forward_report: a table, a figure, `.first`
-    ModuleReport          one row of a ForwardReport
     update_report         how much of a wanted update has arrived in each parameter
     UpdateReport          the result of update_report: a table, a figure
-    UpdateRow             one row of an UpdateReport
     wanted_update         the update of a step before it is rounded, for update_report
 
 Over ranks:
@@ -51,7 +47,6 @@ Accumulation:
     accumulated_grads     the mean of the window, and whether to skip the step
     merge_accum           merge two workers' halves of a window
     accumulation_window   the position of a microbatch in its window
-    Window                the result of accumulation_window
 
 Clipping:
     clip_by_global_norm   clip gradients by their global norm, and return the norm
@@ -73,18 +68,15 @@ Optimizers:
 
 The update of half parameters:
     with_master_weights   an optimizer that steps float32 copies of half parameters
-    MasterState           the state of with_master_weights
     master_weights        the float32 copies in a state
     split_masters         float32 weights as bfloat16 and the 16 bits that it lacks
     join_masters          float32 weights from both parts
     with_stochastic_rounding  an optimizer that rounds half parameters by chance
-    RoundingState         the state of with_stochastic_rounding
     stochastic_round      round a tree to half precision by chance, without a generator
     with_state_dtype      an optimizer that keeps chosen parts of its state in a narrow dtype
 
 Batch-norm statistics:
     BNStatsState          statistics accumulated over batches
-    BNLayerStats          the statistics of one layer
     init_bn_stats         an empty BNStatsState
     accumulate_bn_stats   add the statistics of one batch
     merge_bn_stats        merge two workers' statistics
@@ -104,7 +96,6 @@ The step:
     stack_infos           the StepInfo of many steps as one value
     Guard                 the protocol of a guard: `init(device)` and `update(state, loss, norm)`
     SpikeGuard            a guard: reject a step whose loss or norm spikes
-    SpikeState            the state of SpikeGuard
     check_guard           raise if a guard has rejected too many steps in a row; syncs
 
 One graph:
@@ -125,6 +116,8 @@ Other:
     simulate              a rule over flags or over gradients, without training
     interop               the scalers of other libraries as rules, their state dicts both ways; a
                           running job of torch.amp taken over and given back
+
+Beside it: purescale.types, the records that only annotations name; purescale.testing, for tests.
 """
 
 import sys as _sys
@@ -137,12 +130,12 @@ from ._module.norms import norms_in_float32
 from ._loss_scale.rule_protocol import Rule, HasScale
 from ._loss_scale.rules import DynamicScale, StaticScale, NoScale, ScalerState
 from ._loss_scale.scaling import scale_loss, unscale_and_check, check_scaler
-from ._loss_scale.headroom import HeadroomScale, HeadroomState, grad_amax
+from ._loss_scale.headroom import HeadroomScale, grad_amax
 
 from ._reports.probe import probe_scales, ScaleProbe
-from ._reports.grad_report import grad_report, GradReport, LeafReport
-from ._reports.forward_report import forward_report, ForwardReport, ModuleReport
-from ._reports.update_report import update_report, UpdateReport, UpdateRow
+from ._reports.grad_report import grad_report, GradReport
+from ._reports.forward_report import forward_report, ForwardReport
+from ._reports.update_report import update_report, UpdateReport
 from ._reports.wanted_update import wanted_update
 
 from ._distributed.collectives import all_reduce_grads, all_reduce_found_inf
@@ -155,7 +148,6 @@ from ._grads.accumulate import (
     accumulated_grads,
     merge_accum,
     accumulation_window,
-    Window,
 )
 
 from ._grads.clip import clip_by_global_norm, clip_by_value, check_grad_norm
@@ -172,17 +164,15 @@ from ._optim.opt_state import OptState
 
 from ._optim.master_weights import (
     with_master_weights,
-    MasterState,
     master_weights,
     split_masters,
     join_masters,
 )
-from ._optim.stochastic_rounding import with_stochastic_rounding, RoundingState, stochastic_round
+from ._optim.stochastic_rounding import with_stochastic_rounding, stochastic_round
 from ._optim.state_dtype import with_state_dtype
 
 from ._batch_norm.bn_stats import (
     BNStatsState,
-    BNLayerStats,
     init_bn_stats,
     accumulate_bn_stats,
     merge_bn_stats,
@@ -197,7 +187,7 @@ from ._step.optimizer_step import maybe_step, unscale_and_step, Stepped
 from ._step.train_state import init_train_state, TrainState
 from ._step.train_step import train_step
 from ._step.step_info import StepInfo, stack_infos
-from ._step.spike_guard import Guard, SpikeGuard, SpikeState, check_guard
+from ._step.spike_guard import Guard, SpikeGuard, check_guard
 from ._jit.jit import jit
 from ._jit.scan_steps import scan_steps
 
@@ -209,6 +199,7 @@ from ._tree.stack import stack_states, member, ema
 
 from . import simulate
 from . import interop
+from .types import *  # noqa: F403  purescale.MasterState works too
 
 __all__ = [  # noqa: RUF022  in the order of a step
     "make_functional",
@@ -227,19 +218,15 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "unscale_and_check",
     "check_scaler",
     "HeadroomScale",
-    "HeadroomState",
     "grad_amax",
     "probe_scales",
     "ScaleProbe",
     "grad_report",
     "GradReport",
-    "LeafReport",
     "forward_report",
     "ForwardReport",
-    "ModuleReport",
     "update_report",
     "UpdateReport",
-    "UpdateRow",
     "wanted_update",
     "all_reduce_grads",
     "all_reduce_found_inf",
@@ -250,7 +237,6 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "accumulated_grads",
     "merge_accum",
     "accumulation_window",
-    "Window",
     "clip_by_global_norm",
     "clip_by_value",
     "check_grad_norm",
@@ -266,16 +252,13 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "replace_settings",
     "OptState",
     "with_master_weights",
-    "MasterState",
     "master_weights",
     "split_masters",
     "join_masters",
     "with_stochastic_rounding",
-    "RoundingState",
     "stochastic_round",
     "with_state_dtype",
     "BNStatsState",
-    "BNLayerStats",
     "init_bn_stats",
     "accumulate_bn_stats",
     "merge_bn_stats",
@@ -293,7 +276,6 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "stack_infos",
     "Guard",
     "SpikeGuard",
-    "SpikeState",
     "check_guard",
     "jit",
     "scan_steps",

@@ -16,7 +16,7 @@ from purescale import interop
 def public_namedtuples():
     names = [name for _, name, _ in pkgutil.walk_packages(ps.__path__, "purescale.")]
     modules = [importlib.import_module(name) for name in names if "._" not in name]
-    things = [getattr(ps, name) for name in ps.__all__]
+    things = [getattr(ps, name) for name in (*ps.__all__, *ps.types.__all__)]
     things += [
         thing
         for module in modules

@@ -98,6 +98,7 @@ FLOORS = [
     {"_loss_scale"},
     {"_step", "simulate.py"},
     {"_reports", "interop", "testing"},
+    {"types.py"},
     {"__init__.py"},
 ]
 

@@ -154,7 +154,6 @@ FACTS = {
     "are_contiguous": False,
     "are_gapless": True,
     "any_requires_grad": True,
-    "are_on_a_cpu": True,
 }
 
 

@@ -1,9 +1,10 @@
 """Lists of tensors with what is known of them, besides their values and their memory.
 
 A list with the metadata of an earlier one is recognised by one comparison in C++, and what was
-computed from the earlier one holds for it. This saves half of a step over 1000 small tensors on a
-CPU, and a third over 60 (benchmarks/README.md). Neither tensors nor their values are kept, so a key
-must not refer to an object of a user's.
+computed from the earlier one holds for it. Without that, a donated `unscale_and_step` on a CPU
+takes 1.65 of its time over 1000 tiny tensors and 1.2 over 60 small ones; a whole `train_step` 1.18
+over 200 small parameters, 1.06 for a tiny MLP and 1.01 for a conv net of 3 ms. Neither tensors nor
+their values are kept, so a key must not refer to an object of a user's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.foreach import are_contiguous, by_kind, is_gapless, same_memory_order
-from .._torch.tracing import PLAIN_TYPES, are_on_a_cpu, traced
+from .._torch.tracing import PLAIN_TYPES, traced
 
 T = TypeVar("T")
 
@@ -94,11 +95,6 @@ class TensorList:
     @Fact
     def any_requires_grad(self) -> bool:
         return any([tensor.requires_grad for tensor in self.tensors])
-
-    @Fact
-    def are_on_a_cpu(self) -> bool:
-        """Their values can be read without waiting, outside of a trace."""
-        return are_on_a_cpu(self.tensors)
 
     def cached(self, key: Hashable, compute: Callable[[], T], other: TensorList | None = None) -> T:
         """Return `compute()`, which must depend only on the key and the metadata of this list

@@ -90,7 +90,9 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
     """Return True if reading these tensors does not wait: on a CPU, in eager mode, without
     subclasses that may hold no values.
     """
-    return not (_as_an_accelerator or traced()) and all(map(are_on_a_cpu, lists))
+    if _as_an_accelerator or traced():
+        return False
+    return all(set(map(type, x)) <= PLAIN_TYPES and all(map(_is_cpu, x)) for x in lists)
 
 
 def by_torch_func(inputs: Sequence[Tensor], *, differentiable: bool) -> bool:
@@ -104,11 +106,6 @@ def refuse_in_a_trace(what: str, fix: str) -> None:
     """Refuse what a traced step cannot do."""
     if traced():
         raise ValueError(f"{what} Fix: {fix}")
-
-
-def are_on_a_cpu(tensors: Sequence[Tensor]) -> bool:
-    """Return True if the tensors have values on a CPU."""
-    return set(map(type, tensors)) <= PLAIN_TYPES and all(map(_is_cpu, tensors))
 
 
 @contextlib.contextmanager

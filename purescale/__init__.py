@@ -122,7 +122,8 @@ Beside it: purescale.types, the records that only annotations name; purescale.te
 
 import sys as _sys
 
-from ._module.functional import make_functional, load_into
+from ._module.functional import make_functional
+from ._module.registered import load_into
 
 from ._module.policy import Policy, policy, with_policy
 from ._module.norms import norms_in_float32

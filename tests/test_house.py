@@ -286,7 +286,7 @@ TESTED_WITH = {
     "testing/_battery.py": "test_rule_battery.py",
     "testing/_step_batches.py": "test_step_battery.py",
 }
-# Laws, counts and pages, over many files.
+# Laws, counts, pages and options of a public function, over many files.
 ACROSS_FILES = {
     "test_addresses.py",
     "test_calls.py",
@@ -302,8 +302,11 @@ ACROSS_FILES = {
     "test_house.py",
     "test_jax_programs.py",
     "test_method.py",
+    "test_modes.py",
     "test_peers_mistakes.py",
+    "test_recompute.py",
     "test_sharded_checkpoint.py",
+    "test_state_attributes.py",
     "test_sweep.py",
     "test_traffic.py",
     "test_types.py",

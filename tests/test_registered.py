@@ -235,16 +235,6 @@ def test_weights_in_one_piece_of_memory_are_apart():
     assert list(params) == names
 
 
-def test_columns_of_one_matrix_are_apart_though_their_spans_overlap():
-    matrix, model = torch.randn(4, 6), nn.Module()
-    for index, columns in enumerate(matrix.split([1, 2, 3], dim=1)):
-        model.register_parameter(f"p{index}", nn.Parameter(columns))
-    model.register_buffer("imag", torch.view_as_real(c := torch.ones(3, dtype=torch.cfloat))[:, 1])
-    model.register_buffer("real", torch.view_as_real(c)[:, 0])
-    _, params, buffers = ps.make_functional(model)
-    assert (list(params), list(buffers)) == (["p0", "p1", "p2"], ["imag", "real"])
-
-
 def fake(make):
     with FakeTensorMode():
         return make()
@@ -271,7 +261,16 @@ def test_what_has_no_address_is_apart(make):
     assert list(params) == [name for name, _ in model.named_parameters()]
 
 
-# ---- refused: buffers that share memory in another way than as one -------------------------------
+# ---- refused: tensors that share memory in another way than as one -------------------------------
+
+
+def test_columns_of_one_matrix_are_refused_until_they_are_cloned():
+    model, (left, right) = nn.Module(), torch.ones(5, 4).split(2, dim=1)
+    model.left, model.right = nn.Parameter(left), nn.Parameter(right)
+    with pytest.raises(ValueError, match=r"^left and right of the model share.*`\.clone\(\)`"):
+        ps.make_functional(model)
+    model.right = nn.Parameter(right.clone())
+    assert list(ps.make_functional(model)[1]) == ["left", "right"]
 
 
 @pytest.mark.parametrize(

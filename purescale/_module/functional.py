@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import operator
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .._module.modes import modes_of
-from .._module.new_buffers import (
+from .._module.after_forward import (
+    explain_checkpointing,
+    forbid_recompute,
+    keep_modes,
     new_buffers,
     refuse_new_registrations,
     refuse_writes,
     stamps,
 )
 from .._module.recipe import ModelCopy, Recipe
-from .._module.recompute import explain_checkpointing, forbid_recompute, keep_modes
-from .._module.registered import RegisteredTensors, Tensors, registered_tensors
-from .._module.state_attributes import state_containers, state_tensors, tensors_in_attributes
-from .._torch import dtensor, foreach, private
+from .._module.registered import (
+    RegisteredTensors,
+    Tensors,
+    check_dicts,
+    registered_tensors,
+    state_containers,
+    state_tensors,
+)
+from .._torch import foreach, private
 from .._torch.autocast import explain_autocast
 from .._torch.tracing import (
     PLAIN_TYPES,
@@ -170,23 +178,6 @@ class Apply:
         )
 
 
-def check_dicts(params: Any, buffers: Any) -> None:
-    """Check that `params` and `buffers` are dicts of tensors."""
-    for which, tree in (("params", params), ("buffers", buffers)):
-        if not isinstance(tree, dict):
-            raise TypeError(
-                f"{which} is {_tree.described(tree)}; expected the dict of tensors by dotted name "
-                "that make_functional returns. Likely cause: a missing argument. Fix: "
-                "`out, buffers = apply(params, buffers, x)`; a model without buffers takes {}."
-            )
-        for name, value in tree.items():
-            if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"{which}[{name!r}] is {type(value).__name__} {value!r}; expected a tensor. "
-                    f"Fix: pass the {which} that make_functional returned."
-                )
-
-
 # ---- a call --------------------------------------------------------------------------------------
 
 
@@ -239,7 +230,7 @@ def _method_of(root: nn.Module, name: str) -> Callable[..., Any]:
     )
 
 
-# ---- make_functional ---------------------------------------------------------------------------
+# ---- make_functional -----------------------------------------------------------------------------
 
 
 def make_functional(
@@ -332,7 +323,7 @@ def make_functional(
     def modules() -> list[nn.Module]:
         return recipe.make(_detached_copies(params | buffers), train=True).modules()
 
-    recipe.with_modes(*modes_of(model, modules))
+    recipe.with_modes(*_modes_of(model, modules))
     apply = Apply(
         recipe,
         _params=frozenset(params),
@@ -424,90 +415,52 @@ def _is_norm(module: nn.Module) -> bool:
     )
 
 
-def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
-    """Equal to `model.load_state_dict({**params, **buffers})`, also for tied and frozen weights and
-    for buffers that are not persistent.
+# ---- which modules train, as `model.train()` and `model.eval()` decide ---------------------------
 
-    The inverse of `make_functional`. Copies values into the existing tensors of `model`, so an
-    optimizer, a tied weight or a hook that holds them sees the new values. Nothing is copied unless
-    everything fits. Values in another dtype or on another device are converted, as by
-    load_state_dict.
 
-    Args:
-        model: The module to write into.
-        params: Parameters by the names that `make_functional` gives. Frozen parameters may be in
-            either dict.
-        buffers: Buffers by name, persistent or not, and tensors in plain attributes.
+def _modes_of(
+    model: nn.Module, copied: Callable[[], list[nn.Module]]
+) -> tuple[list[bool], list[bool]]:
+    """Return the modes of `model.modules()` after `model.eval()` and after `model.train()`. If
+    `model` is in train mode, what it has in eval mode stays there.
 
-    Raises:
-        TypeError: `model` is not a module, or a dict is not one of tensors.
-        ValueError: Lists missing and unexpected names and wrong shapes; or tensors of the model
-            share memory without being one.
-
-    Example:
-        >>> model = nn.BatchNorm1d(2)
-        >>> apply, params, buffers = make_functional(model)
-        >>> load_into(model, {**params, "weight": torch.tensor([2.0, 3.0])}, buffers)
-        >>> model.weight.tolist()
-        [2.0, 3.0]
-
-    Source of the rule: torch.nn.Module.load_state_dict, which requires every name of a tied weight
-    and rejects buffers that are not persistent.
+    `copied()` returns a new copy of these modules. A class may override `train`, to freeze a batch
+    norm or to merge weights, so it is called on a copy.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"load_into takes an nn.Module first, got {type(model).__name__}. Fix: "
-            "load_into(model, params, buffers)."
-        )
-    check_dicts(params, buffers)
-    registered = registered_tensors(model)
-    if rest := buffers.keys() - {*registered.params, *registered.buffers, *registered.aliases}:
-        state = {n: t for n, t in tensors_in_attributes(model).items() if n in rest}
-        registered = registered_tensors(model, state)
-    targets = registered.params | registered.buffers
-    sources = {**params, **buffers}
-    faults = [f"missing {name}" for name in targets if name not in sources]
-    for name in sources:
-        if name in registered.aliases:
-            first = registered.names[id(registered.aliases[name])]
-            faults.append(f"{name} is tied to {first} in the model, use that name")
-        elif name not in targets:
-            faults.append(f"{name} is not in the model")
-    faults += [f"{name} is in both dicts" for name in params if name in buffers]
-    reasons = {name: _unfit_reason(target, sources.get(name)) for name, target in targets.items()}
-    faults += [f"{name} {reason}" for name, reason in reasons.items() if reason]
-    if faults:
-        raise ValueError(
-            "params and buffers do not fit the model, so nothing was copied: "
-            f"{_tree.join_names(faults, 8)}. Likely cause: they belong to another model, are "
-            "stacked over an ensemble, or are incomplete. Fix: `load_into(model, state.params, "
-            "state.buffers)` with the model that they were made from."
-        )
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(sources[name])
+    modules = list(model.modules())
+
+    def modes_after(call: Callable[[nn.Module], Any]) -> list[bool]:
+        copy = copied()
+        call(copy[0])
+        return [module.training for module in copy]
+
+    evaluating, training = [False for _ in modules], [True for _ in modules]
+    if type(model).eval is not nn.Module.eval:
+        evaluating = modes_after(lambda root: root.eval())
+        training = modes_after(lambda root: _set_mode(root, True))
+    elif any([type(module).train is not nn.Module.train for module in modules]):
+        evaluating = modes_after(lambda root: _set_mode(root, False))
+        training = modes_after(lambda root: _set_mode(root, True))
+    if model.training:
+        training = [t and module.training for t, module in zip(training, modules, strict=True)]
+    return evaluating, training
 
 
-def _unfit_reason(target: Tensor, source: Tensor | None) -> str:
-    """Return the reason that `source` cannot be copied into `target`; "" if it can or is None."""
-    if nn.parameter.is_lazy(target):
-        return "is not initialised yet, run `model(example_batch)` once"
-    if target.is_meta:
-        return "of the model has no memory, run `model.to_empty(device=...)` first"
-    if target.is_inference() and not torch.is_inference_mode_enabled():
-        return "of the model was made under inference_mode, make it outside"
-    if target.layout is torch.strided and private.overlap_within(target) == 1:
-        return "of the model was expanded, so its elements share memory, `.clone()` it"
-    if source is None:
-        return ""
-    if source.is_meta:
-        return "is on meta, without values"
-    if source.shape != target.shape:
-        return f"has shape {tuple(source.shape)}, expected {tuple(target.shape)}"
-    if source.is_complex() and not target.is_complex():
-        return f"is {source.dtype}, expected {target.dtype}"
-    kind, expected = (
-        f"{'DTensor' if dtensor.is_dtensor(t) else 'Tensor'} of {t.layout}"
-        for t in (source, target)
-    )
-    return "" if kind == expected else f"is {kind}, expected {expected}"
+def _set_mode(module: nn.Module, mode: bool) -> None:
+    """Equal to `module.train(mode)`, where a `train` that takes something else is left alone."""
+    if type(module).train is not nn.Module.train and _takes_mode(module):
+        module.train(mode)
+        return
+    module.training = mode
+    for child in module.children():
+        _set_mode(child, mode)
+
+
+def _takes_mode(module: nn.Module) -> bool:
+    signature = inspect.signature(module.train)
+    try:
+        signature.bind(True)
+    except TypeError:
+        return False
+    first = next(iter(signature.parameters.values()))
+    return first.name == "mode" or isinstance(first.default, bool)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._module.functional import check_dicts
 from .._module.norms import NormsIn
+from .._module.registered import check_dicts
 from .._torch.dtypes import HALF
 from .._torch.tracing import under_transform
 from .._tree.tree import Tree, cast, join_names

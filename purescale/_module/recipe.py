@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from .._module.norms import SyncBatchNorm
 from .._module.references import ATOMS, COMPUTED, Unreadable, check_references, is_array
-from .._module.registered import MODULE_ATTRIBUTES, STORES, RegisteredTensors, Tensors
-from .._module.state_attributes import keys_of
+from .._module.registered import MODULE_ATTRIBUTES, STORES, RegisteredTensors, Tensors, keys_of
 from .._torch import private
 from .._torch.donation import storage_pointer
 

@@ -1,13 +1,19 @@
-"""Parameters and buffers of a module by name; tensors over the same memory share one name."""
+"""The tensors of a module by name: parameters, buffers, and state in plain attributes. Tensors over
+the same memory share one name.
+"""
 
 from __future__ import annotations
 
+import fnmatch
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .._torch import dtensor
+from .._torch import dtensor, private
+from .._tree import tree as _tree
 
 Tensors = dict[str, Tensor]
 
@@ -71,7 +77,6 @@ class _Span(NamedTuple):
     place: int  # index among the registered tensors
     name: str
     tensor: Tensor
-    local: Tensor  # the shard of this rank
     device: str
     start: int
     end: int
@@ -97,39 +102,15 @@ def _span(place: int, name: str, tensor: Tensor) -> _Span | None:
     read_as = (tuple(tensor.shape), local.dtype, local.is_conj(), local.is_neg())
     elements = (device, start, shape, strides, read_as)
     end = start + (last + 1) * local.itemsize
-    return _Span(place, name, tensor, local, device, start, end, elements)
+    return _Span(place, name, tensor, device, start, end, elements)
 
 
 def _refuse_overlaps(spans: list[_Span]) -> None:
-    """Refuse two tensors that share an element. Columns of a matrix do not, though their spans
-    overlap.
-    """
-    clusters: list[list[_Span]] = []  # of spans that overlap, directly or through others
-    end = 0
-    for span in sorted(spans, key=lambda span: (span.device, span.start)):
-        if not clusters or span.device != clusters[-1][0].device or span.start >= end:
-            clusters.append([])
-            end = 0
-        clusters[-1].append(span)
-        end = max(end, span.end)
-    for cluster in clusters:
-        if len(cluster) > 1:
-            _refuse_common_elements(cluster)
-
-
-def _refuse_common_elements(spans: list[_Span]) -> None:
-    owners = torch.zeros(
-        max(s.end for s in spans) - spans[0].start, dtype=torch.int32, device="cpu"
-    )
-    for number, span in enumerate(spans, 1):
-        _, _, shape, strides, _ = span.elements
-        size = span.local.itemsize
-        owned = owners.as_strided(
-            (*shape, size), (*(size * s for s in strides), 1), span.start - spans[0].start
-        )
-        if owner := int(owned.max()):
-            raise _sharing_error(*sorted([spans[owner - 1], span], key=lambda span: span.place))
-        owned.fill_(number)
+    """Refuse two tensors whose ranges of memory overlap."""
+    spans = sorted(spans, key=lambda span: (span.device, span.start))
+    for span, after in itertools.pairwise(spans):
+        if span.device == after.device and after.start < span.end:
+            raise _sharing_error(*sorted((span, after), key=lambda span: span.place))
 
 
 def _sharing_error(span: _Span, another: _Span) -> ValueError:
@@ -137,10 +118,10 @@ def _sharing_error(span: _Span, another: _Span) -> ValueError:
     return ValueError(
         f"{name} and {other} of the model share memory but are not one tensor: {name} is "
         f"{_described(span.tensor)}, {other} is {_described(another.tensor)}. In the model a write "
-        "into one, such as an optimizer's step, changes the other; as arguments they would be "
-        f"separate. Likely cause: {other} was made from a view of {name}, such as `.detach()`, "
-        "`.data`, `.t()` or a slice. Fix: compute the view in forward; tie two weights by setting "
-        "the parameter, `head.weight = embed.weight`; for a separate value `.clone()` it."
+        "into one may change the other; as arguments they would be separate. Likely cause: one "
+        "was made from a view of the other, such as `.detach()`, `.data` or a slice, or both from "
+        "one tensor, such as its columns or `.real` and `.imag`. Fix: `.clone()` one; to tie two "
+        "weights set the parameter, `head.weight = embed.weight`."
     )
 
 
@@ -148,3 +129,198 @@ def _described(tensor: Tensor) -> str:
     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     grad = "requires a gradient" if tensor.requires_grad else "does not require a gradient"
     return f"a {kind} of {tensor.dtype} and shape {tuple(tensor.shape)} that {grad}"
+
+
+# ---- state in plain attributes, as that of spiking nets: it becomes buffers ----------------------
+
+
+def state_tensors(model: nn.Module, patterns: Sequence[str]) -> Tensors:
+    """Return the tensors in plain attributes whose names match a pattern. The tensor of a list or
+    dict in an attribute has the name `part.attribute.key`.
+
+    Raises:
+        TypeError: `patterns` is a string.
+        ValueError: A pattern matches nothing, or what is not a tensor (yet).
+    """
+    if isinstance(patterns, str):
+        raise TypeError(
+            f"state_attributes is the string {patterns!r}; expected a tuple of them. Fix: "
+            f"state_attributes=({patterns!r},)."
+        )
+    if not patterns:
+        return {}
+    attributes, buffers = dict(_attributes(model)), [name for name, _ in model.named_buffers()]
+    tensors: Tensors = {}
+    for pattern in patterns:
+        matching = [n for n in attributes if fnmatch.fnmatchcase(n, pattern)]
+        if not (matching or any(fnmatch.fnmatchcase(n, pattern) for n in buffers)):
+            plain = _tree.join_names(list(tensors_in_attributes(model)), 8)
+            raise ValueError(
+                f"state_attributes has {pattern!r}, which matches no attribute of the model; its "
+                f"tensors in plain attributes are {plain}. Likely cause: a typing error, or "
+                "the first forward makes it. Fix: a dotted name or a glob, "
+                '`state_attributes=("*.mem",)`, and `model(example_batch)` once before '
+                "make_functional."
+            )
+        for name in matching:
+            value = attributes[name]
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"{name} matches {pattern!r} of state_attributes and is "
+                    f"{_tree.described(value)}; expected a tensor. Likely cause: the first forward "
+                    "makes it. Fix: run `model(example_batch)` once before make_functional, or "
+                    "name less."
+                )
+            tensors[name] = value
+    return tensors
+
+
+def state_containers(model: nn.Module, patterns: Sequence[str]) -> list[Any]:
+    """Return the lists and dicts in plain attributes whose elements have names that match, which
+    must be alike after each call. One that is empty is among them, as it would lose what it gets.
+    """
+    return [
+        value
+        for name, value in (_plain_attributes(model) if patterns else ())
+        if type(value) in (list, dict)
+        and any(
+            fnmatch.fnmatchcase(f"{name}.{key}", pattern)
+            for key in (keys_of(value) or [0])
+            for pattern in patterns
+        )
+    ]
+
+
+def keys_of(container: list[Any] | dict[Any, Any]) -> list[Any]:
+    """Return the keys of a dict, or the indices of a list."""
+    return list(container) if isinstance(container, dict) else list(range(len(container)))
+
+
+def tensors_in_attributes(model: nn.Module) -> Tensors:
+    """Return all tensors in plain attributes by name."""
+    return {name: value for name, value in _attributes(model) if isinstance(value, Tensor)}
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the plain attributes of all modules, and what is in lists and dicts there, by name."""
+    for name, value in _plain_attributes(model):
+        if type(value) in (list, dict):
+            yield from ((f"{name}.{key}", value[key]) for key in keys_of(value))
+        else:
+            yield name, value
+
+
+def _plain_attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in MODULE_ATTRIBUTES:
+                yield (f"{path}.{key}" if path else key), value
+
+
+# ---- load_into -----------------------------------------------------------------------------------
+
+
+def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
+    """Equal to `model.load_state_dict({**params, **buffers})`, also for tied and frozen weights and
+    for buffers that are not persistent.
+
+    The inverse of `make_functional`. Copies values into the existing tensors of `model`, so an
+    optimizer, a tied weight or a hook that holds them sees the new values. Nothing is copied unless
+    everything fits. Values in another dtype or on another device are converted, as by
+    load_state_dict.
+
+    Args:
+        model: The module to write into.
+        params: Parameters by the names that `make_functional` gives. Frozen parameters may be in
+            either dict.
+        buffers: Buffers by name, persistent or not, and tensors in plain attributes.
+
+    Raises:
+        TypeError: `model` is not a module, or a dict is not one of tensors.
+        ValueError: Lists missing and unexpected names and wrong shapes; or tensors of the model
+            share memory without being one.
+
+    Example:
+        >>> model = nn.BatchNorm1d(2)
+        >>> apply, params, buffers = make_functional(model)
+        >>> load_into(model, {**params, "weight": torch.tensor([2.0, 3.0])}, buffers)
+        >>> model.weight.tolist()
+        [2.0, 3.0]
+
+    Source of the rule: torch.nn.Module.load_state_dict, which requires every name of a tied weight
+    and rejects buffers that are not persistent.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"load_into takes an nn.Module first, got {type(model).__name__}. Fix: "
+            "load_into(model, params, buffers)."
+        )
+    check_dicts(params, buffers)
+    registered = registered_tensors(model)
+    if rest := buffers.keys() - {*registered.params, *registered.buffers, *registered.aliases}:
+        state = {n: t for n, t in tensors_in_attributes(model).items() if n in rest}
+        registered = registered_tensors(model, state)
+    targets = registered.params | registered.buffers
+    sources = {**params, **buffers}
+    faults = [f"missing {name}" for name in targets if name not in sources]
+    for name in sources:
+        if name in registered.aliases:
+            first = registered.names[id(registered.aliases[name])]
+            faults.append(f"{name} is tied to {first} in the model, use that name")
+        elif name not in targets:
+            faults.append(f"{name} is not in the model")
+    faults += [f"{name} is in both dicts" for name in params if name in buffers]
+    reasons = {name: _unfit_reason(target, sources.get(name)) for name, target in targets.items()}
+    faults += [f"{name} {reason}" for name, reason in reasons.items() if reason]
+    if faults:
+        raise ValueError(
+            "params and buffers do not fit the model, so nothing was copied: "
+            f"{_tree.join_names(faults, 8)}. Likely cause: they belong to another model, are "
+            "stacked over an ensemble, or are incomplete. Fix: `load_into(model, state.params, "
+            "state.buffers)` with the model that they were made from."
+        )
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(sources[name])
+
+
+def _unfit_reason(target: Tensor, source: Tensor | None) -> str:
+    """Return the reason that `source` cannot be copied into `target`; "" if it can or is None."""
+    if nn.parameter.is_lazy(target):
+        return "is not initialised yet, run `model(example_batch)` once"
+    if target.is_meta:
+        return "of the model has no memory, run `model.to_empty(device=...)` first"
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        return "of the model was made under inference_mode, make it outside"
+    if target.layout is torch.strided and private.overlap_within(target) == 1:
+        return "of the model was expanded, so its elements share memory, `.clone()` it"
+    if source is None:
+        return ""
+    if source.is_meta:
+        return "is on meta, without values"
+    if source.shape != target.shape:
+        return f"has shape {tuple(source.shape)}, expected {tuple(target.shape)}"
+    if source.is_complex() and not target.is_complex():
+        return f"is {source.dtype}, expected {target.dtype}"
+    kind, expected = (
+        f"{'DTensor' if dtensor.is_dtensor(t) else 'Tensor'} of {t.layout}"
+        for t in (source, target)
+    )
+    return "" if kind == expected else f"is {kind}, expected {expected}"
+
+
+def check_dicts(params: Any, buffers: Any) -> None:
+    """Check that `params` and `buffers` are dicts of tensors."""
+    for which, tree in (("params", params), ("buffers", buffers)):
+        if not isinstance(tree, dict):
+            raise TypeError(
+                f"{which} is {_tree.described(tree)}; expected the dict of tensors by dotted name "
+                "that make_functional returns. Likely cause: a missing argument. Fix: "
+                "`out, buffers = apply(params, buffers, x)`; a model without buffers takes {}."
+            )
+        for name, value in tree.items():
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"{which}[{name!r}] is {type(value).__name__} {value!r}; expected a tensor. "
+                    f"Fix: pass the {which} that make_functional returned."
+                )

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._loss_scale.rules import NoScale, ScalerState
-from .._module.functional import Apply, load_into, make_functional
+from .._module.functional import Apply, make_functional
+from .._module.registered import load_into
 from .._optim.live_optimizer import (
     converted,
     innermost,

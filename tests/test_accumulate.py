@@ -782,6 +782,7 @@ def test_a_weight_beyond_all_counts_is_refused_or_bad(weight):
     assert accum.num_bad == 1
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_another_leafs_mean_gives_the_same_bits_compiled():
     def step(accum, new):
         return ps.accumulate_grads(accum, {"a": new, "b": accum.grads["a"]}, donate=True)

@@ -192,7 +192,7 @@ def test_a_module_of_the_same_tensors_may_take_the_place_of_another():
 )
 def test_a_module_with_tensors_of_its_own_is_refused(make):
     apply, params, buffers = ps.make_functional(Swaps(make))
-    with pytest.raises(RuntimeError, match=r"put another module into Swaps.*Fix: "):
+    with pytest.raises(RuntimeError, match=r"registered 'layer' in its Swaps.*Fix: "):
         apply(params, buffers, X)
 
 

@@ -99,6 +99,7 @@ def test_the_loss_and_the_weight_are_computed_under_it(bn_update):
     assert kinds_seen(state, x, bn_update=bn_update) == {torch.float32}
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_compiled_step_is_computed_under_it_and_the_graph_guarded_by_it():
     def loss_fn(params, buffers, x):
         out = x @ params["w"]
@@ -149,6 +150,7 @@ def test_the_formula_of_a_step_is_computed_outside_of_it(name, settings, way):
     assert_the_same_inside(ways[way])
 
 
+@pytest.mark.slow
 def test_the_formula_of_a_compiled_step_too():
     optimizer = ps.from_torch(OPTIM.Muon, lr=0.1)
     params = {"w": torch.randn(33, 5)}

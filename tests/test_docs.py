@@ -48,7 +48,10 @@ WITH_CODE = [name for name, path in PAGES.items() if blocks(path)]
 ONE_RANK = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
 
 
-@pytest.mark.parametrize("name", WITH_CODE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n == "docs/recipes.md" else n for n in WITH_CODE],
+)
 def test_the_python_of_a_page_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for variable, value in ONE_RANK.items():  # as torchrun tells a process
@@ -111,6 +114,7 @@ def test_the_two_columns_of_the_readme_train_to_the_same_weights_and_scale():
         torch.testing.assert_close(tensor, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_pictures_of_the_pages_are_drawn_by_one_script(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(ROOT / "examples")

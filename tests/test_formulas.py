@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import same_bits
+from helpers import examples, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -130,6 +130,7 @@ def by_torch(name, settings, params, tree, steps, dtype):
         pytest.param(torch.float32, 1e-6, marks=pytest.mark.slow),
     ],
 )
+@examples(10)
 @given(data=st.data())
 def test_fifty_steps_equal_torchs(name, dtype, tolerance, data):
     """To rounding. One in bfloat16 of Muon's iteration differs by 2**-8 where its sums do."""
@@ -169,6 +170,7 @@ def test_an_average_of_squares_has_the_range_of_torchs(name):
 
 
 @each_class
+@examples(10)
 @given(data=st.data())
 def test_members_of_a_vmap_are_a_loop_bit_for_bit(name, data):
     settings = data.draw(SETTINGS[name])

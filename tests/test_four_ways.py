@@ -82,6 +82,7 @@ def test_compiled_by_inductor_with_donation_agrees(name):
         )
 
 
+@pytest.mark.slow
 def test_compiled_without_buffers_is_one_graph():
     """A net without BatchNorm has an empty dict of buffers, which optree cannot be traced over."""
     apply, params, buffers = ps.make_functional(torch.nn.Linear(3, 1))
@@ -103,6 +104,7 @@ def test_compiled_without_buffers_is_one_graph():
     )
 
 
+@pytest.mark.slow
 def test_a_compiled_skip_is_bit_equal():
     state, step = job(OPTIMIZERS["AdamW"](), RULE)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -112,6 +114,7 @@ def test_a_compiled_skip_is_bit_equal():
     assert same_bits(new._replace(scaler=state.scaler), state)
 
 
+@pytest.mark.slow
 def test_a_compiled_loop_written_by_hand_is_one_graph():
     optimizer, rule = OPTIMIZERS["SGD-momentum"](), RULE
     state, _ = job(optimizer, rule)
@@ -262,6 +265,7 @@ def test_differentiated_in_half_precision_is_close_to_float32():
     torch.testing.assert_close(final(HALF), final("float32"), rtol=5e-2, atol=5e-2)
 
 
+@pytest.mark.slow
 def test_a_gradient_of_gradients_compiles():
     final = quadratic(OPTIMIZERS["AdamW"]())
     params, data = (

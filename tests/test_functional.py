@@ -641,7 +641,7 @@ class Does(nn.Module):
             lambda m, x: setattr(m, "more", nn.Parameter(torch.ones(1))),
             "registered 'more' in its Does",
         ),
-        (lambda m, x: setattr(m, "part", nn.Linear(1, 1)), "put another module into Does"),
+        (lambda m, x: setattr(m, "part", nn.Linear(1, 1)), "registered 'part' in its Does"),
         (lambda m, x: setattr(m, "state", None), "removed its buffer state, or set it to None"),
         (lambda m, x: delattr(m, "state"), "removed its buffer state, or set it to None"),
     ],

@@ -348,6 +348,7 @@ def test_update_under_vmap_equals_a_loop(series):
     assert_vmap_equals_loop(rule.update, stack(states), *columns)
 
 
+@pytest.mark.slow
 def test_update_compiled_is_one_graph_over_overflow_growth_and_a_full_window():
     rule, counter = ps.HeadroomScale(window=3), CompileCounterWithBackend("inductor")
     compiled = torch.compile(rule.update, fullgraph=True, backend=counter)

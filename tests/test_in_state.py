@@ -473,6 +473,7 @@ def test_members_have_schedules_at_their_own_counts():
     assert_vmap_equals_loop(optimizer.step, stacked, stacked, ps.stack_states(states))
 
 
+@pytest.mark.slow
 def test_a_compiled_step_serves_every_number_of_a_schedule():
     optimizer = ps.from_torch(
         OPTIM.AdamW, lr=0.1, weight_decay=halving(0.5), in_state=("weight_decay",)

@@ -62,7 +62,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_has_the_results_of_the_eager_one(name, count):
     state, step = job(ADAMW, RULE, **STEPS[name])
@@ -126,6 +126,7 @@ def test_a_transform_inside_has_the_results_of_the_eager_one():
     )
 
 
+@pytest.mark.slow
 def test_a_derivative_through_steps_has_the_value_of_the_eager_one():
     state, step = job(ps.from_torch(torch.optim.SGD, lr=0.1, in_state=("lr",)), RULE)
 
@@ -332,6 +333,7 @@ def test_a_compiled_donated_step_stays_in_the_memory_of_the_state():
     assert [tensor.data_ptr() for tensor in tensors(own)] == addresses
 
 
+@pytest.mark.slow
 def test_a_map_of_donated_steps_stays_in_the_memory_of_the_states_if_jit_is_outermost():
     state, step = job(ADAMW, RULE)
     window = windows()[0]

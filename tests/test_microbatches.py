@@ -1136,6 +1136,7 @@ def test_a_full_window_of_a_size_has_the_bits_of_one_without(weight_fn):
     assert same_bits(step(state, [2.0, 3.0], window_size=2), step(state, [2.0, 3.0]))
 
 
+@pytest.mark.slow
 def test_a_shorter_compiled_window_equals_an_eager_one():
     state, step = mean_job()
 

@@ -35,27 +35,15 @@ def heavy(modules):
     return {name for name in modules if name.startswith(HEAVY)}
 
 
-@pytest.mark.parametrize("name", ["purescale", "purescale.simulate", "purescale.interop"])
-def test_an_import_adds_purescale_optree_and_the_standard_library_alone(name, modules_of_torch):
-    added = modules_after(f"import {name}") - modules_of_torch
+def test_an_import_adds_purescale_optree_and_the_standard_library_alone(modules_of_torch):
+    added = modules_after("import purescale") - modules_of_torch
+    assert {"purescale.simulate", "purescale.interop.apex"} <= added
     roots = {module.split(".")[0] for module in added}
     assert roots - set(sys.stdlib_module_names) <= {"purescale", "optree"}
 
 
 def test_the_checks_for_users_tests_import_no_compiler():
     assert not heavy(modules_after("import purescale.testing"))
-
-
-def test_an_import_changes_no_kernel_of_torch():
-    unchanged = """
-        import torch
-        aten = torch.ops.aten
-        operators = aten.linear.default, aten.dropout.default
-        before = [set(operator.py_kernels) for operator in operators]
-        import purescale
-        assert [set(operator.py_kernels) for operator in operators] == before
-    """
-    modules_after(unchanged)
 
 
 LOOP = """
@@ -82,19 +70,14 @@ LOOP = """
 """
 
 
-@pytest.mark.parametrize("optimizer", ["torch.optim.AdamW, lr=1e-3", "torch.optim.RMSprop"])
-def test_an_eager_step_imports_no_compiler(optimizer, modules_of_torch):
-    added = modules_after(LOOP.replace("OPTIMIZER", optimizer)) - modules_of_torch
-    assert not heavy(added)
-
-
-def test_an_optimizer_with_a_schedule_imports_no_compiler(modules_of_torch):
-    with_a_schedule = """
-        import torch
-        import purescale as ps
-        ps.from_torch(torch.optim.AdamW, lr=lambda applied: 1e-3 * 0.9**applied)
-    """
-    assert not heavy(modules_after(with_a_schedule) - modules_of_torch)
+def test_an_eager_step_imports_no_compiler(modules_of_torch):
+    optimizers = [
+        "torch.optim.AdamW, lr=1e-3",
+        "torch.optim.RMSprop",
+        "torch.optim.AdamW, lr=lambda applied: 1e-3 * 0.9**applied",
+    ]
+    loops = "".join(LOOP.replace("OPTIMIZER", optimizer) for optimizer in optimizers)
+    assert not heavy(modules_after(loops) - modules_of_torch)
 
 
 def test_a_constant_is_marked_as_torch_marks_it():

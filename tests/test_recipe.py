@@ -424,6 +424,7 @@ def graph_break(net, x):
     torch._dynamo.graph_break()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["forward", "replaced at an equal count", "swapped", "kwargs"])
 def test_hooks_that_break_the_graph_are_gone_after_the_call(name):
     net, apply, (params, buffers, x) = functional()
@@ -437,6 +438,7 @@ def test_hooks_that_break_the_graph_are_gone_after_the_call(name):
     assert picture(net) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_call_that_fails_while_compiled_leaves_all_as_before(broken):
     net, apply, (params, buffers, x) = functional()
@@ -453,6 +455,7 @@ def test_a_call_that_fails_while_compiled_leaves_all_as_before(broken):
     torch.testing.assert_close(apply(params, buffers, x, changes)[0], expected)
 
 
+@pytest.mark.slow
 def test_what_stands_around_a_break_is_compiled_once():
     _, apply, (params, buffers, x) = functional()
     counted = CompileCounterWithBackend("eager")
@@ -617,6 +620,7 @@ def test_a_class_may_register_buffers_in_its_own_way(backend):
     assert torch.equal(new["seen"], torch.ones(3))
 
 
+@pytest.mark.slow
 def test_models_of_a_thousand_layers_are_recorded():
     net = nn.Sequential(*[nn.Linear(2, 2) for _ in range(1000)])
     apply, params, buffers = ps.make_functional(net)

@@ -160,6 +160,7 @@ def test_a_batch_norm_counts_each_batch_once_where_torch_counts_it_twice():
     assert model[0].norm.num_batches_tracked == 2
 
 
+@pytest.mark.slow
 def test_a_compiled_loss_has_the_numbers_of_the_plain_one():
     states = [trained(net(), compiled=compiled) for compiled in (False, True)]
     torch.testing.assert_close(*(state.params for state in states), rtol=1e-5, atol=1e-6)

@@ -276,6 +276,7 @@ def test_a_window_takes_the_whole_numbers_of_numpy():
             ps.accumulation_window(value, 3)
 
 
+@pytest.mark.slow
 def test_a_compiled_function_takes_a_bound_as_an_argument():
     compiled = torch.compile(
         lambda g, n: ps.clip_by_global_norm(ps.clip_by_value([g], n), n),

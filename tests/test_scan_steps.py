@@ -39,6 +39,7 @@ def test_it_has_the_bits_of_the_loop():
     assert expected[1].found_inf.tolist() == [False, True, False, False, False]
 
 
+@pytest.mark.slow
 def test_over_a_graph_that_is_not_compiled_it_has_the_bits_of_the_loop():
     state, step, batches = step_and_batches()
     step = ps.jit(step, backend="aot_eager")

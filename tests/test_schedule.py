@@ -376,7 +376,8 @@ def test_members_of_an_ensemble_count_their_own_iterations(schedule_by):
 
 
 @pytest.mark.parametrize(
-    "backend", ["aot_eager", "jit", pytest.param("inductor", marks=pytest.mark.slow)]
+    "backend",
+    ["aot_eager", *(pytest.param(b, marks=pytest.mark.slow) for b in ("jit", "inductor"))],
 )
 @pytest.mark.parametrize("kind", ["AdamW", "masters", "partition"])
 def test_one_graph_serves_every_iteration(kind, backend):

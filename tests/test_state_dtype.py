@@ -174,6 +174,7 @@ def test_one_around_another_equals_one_with_the_dtypes_of_both(between, way):
         assert same_bits((both[0], states[0]), (both[1], states[1]))
 
 
+@pytest.mark.slow
 def test_one_around_another_is_one_graph():
     inside = ps.with_state_dtype(made("SGD"), {"*": torch.bfloat16})
     around = ps.with_state_dtype(inside, {"momentum*": torch.float16})
@@ -245,6 +246,7 @@ def test_settings_in_the_state_stay_wide():
 # ---- the four ways -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_compiled_is_one_graph(name):
     """The narrow bits to one step of their dtype: a compiled AdamW differs by 1e-7 before it."""
@@ -263,6 +265,7 @@ def test_compiled_is_one_graph(name):
                 )
 
 
+@pytest.mark.slow
 def test_a_compiled_transformation_is_narrow_too():
     narrow, params = ps.with_state_dtype(momentum(), {"mu": torch.bfloat16}), params_of(WIDE)
     state, grads = narrow.init(params), grads_of(params, 0)

@@ -368,6 +368,7 @@ def test_batches_that_do_not_join_along_their_first_dimension_are_refused_with_t
         assert_step(*recurrent_step())
 
 
+@pytest.mark.slow
 def test_how_batches_join_may_be_told_or_that_they_do_not():
     step = recurrent_step()
     assert_step(*step, join=False)

@@ -132,6 +132,7 @@ def test_the_same_bits_in_blocks_and_with_a_step_that_is_a_tensor(dtype, size):
         assert same_bits(some["a"], found["a"][: start + 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_has_the_same_bits(backend):
     def both(tree, step):

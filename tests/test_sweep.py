@@ -132,6 +132,7 @@ def test_classes_take_turns_in_one_compiled_function():
         agrees(compiled, ps.from_torch(cls, lr=0.1), 2)
 
 
+@pytest.mark.slow
 def test_equal_settings_share_a_graph():
     counter = CompileCounterWithBackend("aot_eager")
     compiled = compile(lambda *arguments: ps.maybe_step(*arguments), counter)

@@ -383,6 +383,7 @@ def test_a_compiled_step_has_the_bits_of_the_eager_one(name, donate, as_one_node
             assert all(written) if donate else not any(written)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_with_a_schedule_and_half_gradients_has_the_bits_of_the_eager_one(
     as_one_node,
 ):
@@ -400,6 +401,7 @@ def test_a_compiled_step_with_a_schedule_and_half_gradients_has_the_bits_of_the_
     assert_close(out.grad_norm, expected.grad_norm, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_over_parameters_on_a_graph_can_be_differentiated(as_one_node):
     sgd = ps.from_torch(torch.optim.SGD, lr=0.5)
     params = {"w": torch.ones(3, requires_grad=True)}
@@ -413,6 +415,7 @@ def test_a_compiled_step_over_parameters_on_a_graph_can_be_differentiated(as_one
     assert params["w"].grad.tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_compiled_step_of_many_parameters_has_two_nodes_for_all_after_backward():
     scaler, params, grads, state = problem([(4,)] * 40)
     nodes = torch.ops.purescale

@@ -1027,6 +1027,7 @@ def test_aux_shares_no_memory_with_the_microbatch():
     assert not shares_memory(x, step[1].aux)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_returns_aux_that_is_no_tensor():
     state = ps.init_train_state({"w": torch.ones(3)}, {"n": None}, SGD, RULE)
     step = functools.partial(
@@ -1087,6 +1088,7 @@ def test_init_train_state_leaves_the_graph_behind():
     assert not any(t.requires_grad for t in pytree.tree_leaves(state))
 
 
+@pytest.mark.slow
 def test_a_compiled_step_shares_no_memory():
     state = ps.init_train_state({"w": torch.ones(3)}, {"x": torch.zeros(3)}, SGD, RULE)
     x = torch.ones(3)
@@ -1215,6 +1217,7 @@ def test_a_gradient_that_is_the_microbatch_itself_is_not_written_into():
     assert info.aux[0].tolist() == [2, 2, 2]
 
 
+@pytest.mark.slow
 def test_compiled_donation_of_gradients_that_are_the_parameters_gives_the_same_bits():
     sgd, scaler = ps.from_torch(OPTIM.SGD, lr=0.5), at(2.0)
 

@@ -441,6 +441,7 @@ def test_the_backward_frees_what_was_saved_as_it_goes():
 # ---- traced --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_is_one_graph_over_overflow_and_growth():
     loss_fn, params, buffers = net("float32")
     fn = ps.value_and_grad(loss_fn)
@@ -465,6 +466,7 @@ def test_a_compiled_loop_is_the_loop(policy):
     )
 
 
+@pytest.mark.slow
 def test_a_compiled_loss_fn_gives_the_same_gradients():
     loss_fn, params, buffers = net("float32")
     compiled = torch.compile(loss_fn, fullgraph=True, backend="aot_eager")

@@ -61,22 +61,17 @@ def refuse_new_registrations(copy: ModelCopy) -> None:
             container = stores.get((module, store), -1)
             for key, value in copy.contents[module].get(store, {}).items():
                 before = before_forward.get((container, key))
-                if value is before or (before is not None and store != "_modules"):
+                if value is before or (
+                    before is not None and (store != "_modules" or _is_of_arguments(value, copy))
+                ):
                     continue
-                cls = type(copy.objects[module]).__name__
-                if store != "_modules":
-                    raise RuntimeError(
-                        f"the forward of the model registered {key!r} in its {cls}. Parameters and "
-                        "buffers are arguments and results of `apply`, so all must exist from the "
-                        "start. Likely cause: the first forward makes it. Fix: run "
-                        "`model(example_batch)` once before make_functional(model)."
-                    )
-                if before is None or not _is_of_arguments(value, copy):
-                    raise RuntimeError(
-                        f"the forward of the model put another module into {cls}. Its tensors "
-                        "would not be arguments of `apply`. Fix: make it in `__init__`, or run "
-                        "`model(example_batch)` once before make_functional(model)."
-                    )
+                raise RuntimeError(
+                    f"the forward of the model registered {key!r} in its "
+                    f"{type(copy.objects[module]).__name__}. Parameters, buffers and modules must "
+                    "exist from the start, because their tensors are arguments and results of "
+                    "`apply`. Likely cause: the first forward makes it. Fix: run "
+                    "`model(example_batch)` once before make_functional(model)."
+                )
 
 
 def _is_of_arguments(module: nn.Module | None, copy: ModelCopy) -> bool:

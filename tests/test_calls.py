@@ -1,7 +1,5 @@
 """What a warm eager step runs beside the loop that it replaces."""
 
-import sys
-
 import torch
 import torch.nn.functional as F
 from helpers import Dispatched, cross_entropy_of
@@ -60,24 +58,6 @@ def grad_scalers_step(number, max_norm=None):
         scaler.update()
 
     return step
-
-
-def test_a_step_without_a_guard_runs_nothing_of_one():
-    step, called = a_step(1), set()
-    step()
-
-    def noted(frame, event, arg):
-        if event == "call":
-            called.add((frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name))
-
-    sys.setprofile(noted)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    assert ("train_step.py", "_stages") in called
-    assert not {(file, name) for file, name in called if file == "spike_guard.py"}
-    assert not {name for _, name in called} & {"call_guard", "_next_guard"}
 
 
 def operators(function):

@@ -1522,27 +1522,6 @@ def test_a_copy_of_apply_does_the_same(how, make):
         assert same_bits((first(again[0]), again[1]), (first(out[0]), out[1]))
 
 
-def calls(function):
-    """How many functions a call calls, in Python and in C."""
-    counted = []
-    function()
-    function()
-    sys.setprofile(lambda frame, event, arg: counted.append(event) if "call" in event else None)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return len(counted)
-
-
-@pytest.mark.parametrize("depth", [1, 8, 32])
-def test_a_warm_call_of_apply_costs_a_few_calls_a_module_over_the_module(depth):
-    net = nn.Sequential(*(small_net()[0:1] if i == 0 else nn.Conv2d(4, 4, 1) for i in range(depth)))
-    apply, params, buffers = ps.make_functional(net)
-    x = torch.randn(2, 1, 6, 6)
-    assert calls(lambda: apply(params, buffers, x)) <= calls(lambda: net(x)) + 80 + 8 * depth
-
-
 # ---- hooks that a forward installs
 
 

@@ -521,11 +521,6 @@ def test_a_step_that_cannot_be_traced_is_refused_in_the_words_of_the_step(what):
         in_order(step)(state, windows()[0])
 
 
-def test_a_keyword_is_refused_with_the_cure():
-    with pytest.raises(TypeError, match=r"keyword argument 'scale'.*partial\(fn, scale=\.\.\.\)"):
-        ps.jit(lambda x, scale: x * scale)(torch.ones(3), scale=2.0)
-
-
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [

@@ -19,7 +19,7 @@ RULE = ps.DynamicScale(init_scale=2.0**4)
 
 @pytest.fixture(autouse=True)
 def nothing_seen(monkeypatch):
-    monkeypatch.setattr(tensor_list, "_entries", {})
+    monkeypatch.setattr(tensor_list, "_known_lists", {})
 
 
 def forget(monkeypatch):
@@ -33,7 +33,7 @@ def forget(monkeypatch):
 
 def is_known(tensors):
     """Return True if answers about an earlier list are taken for this one."""
-    entries = tensor_list._entries.get(len(tensors), ())
+    entries = tensor_list._known_lists.get(len(tensors), ())
     return as_tensor_list(tensors).cache in [entry.cache for entry in entries]
 
 
@@ -177,8 +177,8 @@ def test_memory_is_bounded():
             tensors = as_tensor_list([torch.zeros(size)] * count)
     for question in range(500):
         tensors.cached(question, lambda: True)
-    assert len(tensor_list._entries) == 16
-    assert max(map(len, tensor_list._entries.values())) == 4
+    assert len(tensor_list._known_lists) == 16
+    assert max(map(len, tensor_list._known_lists.values())) == 4
     assert len(tensors.cache.values) < 100
 
 
@@ -212,7 +212,7 @@ def test_a_step_has_the_same_bits_with_what_was_seen_and_without(cls, donate, dt
         return a_step(cls, parameters(dtype), float("inf"), **given)
 
     remembering = run()
-    assert tensor_list._entries
+    assert tensor_list._known_lists
     forget(monkeypatch)
     assert same_bits(remembering, run())
 
@@ -226,7 +226,7 @@ def test_two_models_do_not_disturb_each_other(monkeypatch):
     looked = []
     monkeypatch.setattr(
         tensor_list,
-        "Entry",
+        "KnownList",
         lambda tensors: looked.append(len(tensors)) or pytest.fail("looked anew"),
     )
     run()

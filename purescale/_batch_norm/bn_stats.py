@@ -14,7 +14,7 @@ from .._module.registered import Tensors
 from .._torch.dtypes import widest_float
 from .._tree import scalars
 from .._tree import tree as _tree
-from .._tree.fields import document_fields
+from .._tree.hints import document_fields
 
 Estimator = Literal["pooled", "within"]
 

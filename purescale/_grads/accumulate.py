@@ -14,8 +14,8 @@ from .._torch.donation import can_write
 from .._torch.dtypes import on_device, real_dtype, wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
 from .._tree import tree as _tree
-from .._tree.fields import document_fields
 from .._tree.gradients import Gradients, as_gradients
+from .._tree.hints import document_fields
 from .._tree.leaves import dense
 from .._tree.scalars import as_float, short_repr, whole
 from .._tree.tree import Leaves, Tree, TreeDef

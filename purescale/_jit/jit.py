@@ -7,7 +7,7 @@ import itertools
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Never
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -193,13 +193,7 @@ class Jitted:
         self.fn, self.donate, self.backend, self.mode = fn, donate, backend, mode
         self.programs, self.scans = Programs(), Programs()
 
-    def __call__(self, *args: Tree, **unexpected: Never) -> Tree:
-        for name in unexpected:
-            raise TypeError(
-                f"a jitted function got the keyword argument {name!r}; it takes trees of tensors "
-                "by position. Fix: pass a tree by position, and fix a setting before, "
-                f"`jit(functools.partial(fn, {name}=...))`."
-            )
+    def __call__(self, *args: Tree) -> Tree:
         if inside_a_graph():
             return self.fn(*args)  # a part of the graph, or of the transform, around it
         leaves, structure = _tree.flatten(args)

@@ -19,8 +19,8 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtypes import saturating
 from .._tree import scalars
 from .._tree import tree as _tree
-from .._tree.fields import document_fields
 from .._tree.gradients import as_gradients
+from .._tree.hints import document_fields
 from .._tree.tree import Tree, counted
 
 _LARGEST = 65504.0  # of float16

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._loss_scale.rule_protocol import checked_flag, without_amax
 from .._tree import scalars
-from .._tree.fields import document_fields
+from .._tree.hints import document_fields
 from .._tree.tree import counted
 
 

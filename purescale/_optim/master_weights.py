@@ -26,7 +26,7 @@ from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import saturating
 from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
-from .._tree.fields import document_fields
+from .._tree.hints import document_fields
 from .._tree.leaves import describe
 from .._tree.tree import Leaves, Tree, TreeDef, TreeT
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._optim.formulas import FIRST_STEP, Formula
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import traced
-from .._tree.fields import document_fields
+from .._tree.hints import document_fields
 from .._tree.leaves import are_dense_real, describe
 from .._tree.tree import Tree
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
-from .._tree.fields import document_fields
+from .._tree.hints import document_fields
 from .._tree.tree import Tree
 
 

@@ -23,8 +23,7 @@ from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
 from .._optim.wrapper import Wrapper, stand_ins, with_params
 from .._torch import foreach
-from .._torch.dtypes import HALF
-from .._torch.half_bits import nearest_on_bits
+from .._torch.dtypes import HALF, nearest_on_bits
 from .._torch.tracing import constant_while_compiling
 from .._tree import tree as _tree
 from .._tree.tree import Leaves, Tree

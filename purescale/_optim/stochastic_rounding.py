@@ -21,11 +21,10 @@ from .._optim.wrapper import (
 )
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
-from .._torch.dtypes import HALF
-from .._torch.half_bits import rounded_on_bits
+from .._torch.dtypes import HALF, rounded_on_bits
 from .._torch.tracing import traced
 from .._tree import tree as _tree
-from .._tree.fields import document_fields
+from .._tree.hints import document_fields
 from .._tree.leaves import describe, unsupported_reason
 from .._tree.scalars import whole
 from .._tree.tree import Leaves, Tree, TreeT

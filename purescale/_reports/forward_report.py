@@ -16,7 +16,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtensor import full_tensor
 from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.tracing import innermost
-from .._tree.fields import document_fields
+from .._tree.hints import document_fields
 from .._tree.leaves import stored_values, unsupported_reason
 from .._tree.tree import Tree
 

@@ -16,7 +16,7 @@ from .._torch.dtypes import on_device, real_dtype, wide_dtype
 from .._torch.tracing import traced
 from .._tree import scalars
 from .._tree import tree as _tree
-from .._tree.fields import document_fields
+from .._tree.hints import document_fields
 from .._tree.leaves import stored_values
 from .._tree.tree import Tree
 

@@ -18,7 +18,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
 from .._tree import scalars
 from .._tree import tree as _tree
-from .._tree.fields import document_fields
+from .._tree.hints import document_fields
 from .._tree.leaves import dense, stored_values
 from .._tree.tree import Leaves, Tree
 

@@ -19,8 +19,7 @@ from .._step.decide import decide
 from .._step.memory import NO_MEMORY, Memory, donated_memory
 from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
-from .._tree.fields import document_fields
-from .._tree.hints import hint_keywords
+from .._tree.hints import document_fields, hint_keywords
 from .._tree.tree import StateT, Tree, TreeT
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._torch.dtypes import widest_float
 from .._tree import scalars
-from .._tree.fields import document_fields
+from .._tree.hints import document_fields
 from .._tree.tree import Tree, counted
 
 State = TypeVar("State")

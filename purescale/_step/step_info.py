@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
-from .._tree.fields import document_fields
-from .._tree.hints import hint_attributes
+from .._tree.hints import document_fields, hint_attributes
 from .._tree.scalars import short_repr
 from .._tree.stack import stacked
 

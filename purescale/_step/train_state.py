@@ -11,7 +11,7 @@ from .._loss_scale.rule_protocol import Rule, State, check_rule
 from .._optim.protocol import Optimizer
 from .._step.spike_guard import Guard, check_is_guard
 from .._tree import tree as _tree
-from .._tree.fields import document_fields
+from .._tree.hints import document_fields
 from .._tree.scalars import not_made
 from .._tree.tree import StateT, Tree, TreeT
 

@@ -31,7 +31,7 @@ _DEVICES = tuple(
 )
 
 
-class _Entry(NamedTuple):
+class _Autocast(NamedTuple):
     """The autocast dtype of one device type, and whether casts of weights are cached."""
 
     device: str
@@ -39,7 +39,7 @@ class _Entry(NamedTuple):
     cached: bool
 
 
-def active_autocast() -> list[_Entry]:
+def active_autocast() -> list[_Autocast]:
     """Return what autocast is active, of every device type."""
     enabled = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
     if not enabled:
@@ -47,16 +47,16 @@ def active_autocast() -> list[_Entry]:
     cached = torch.is_autocast_cache_enabled()
     # A device of another library has a name of its own, which `torch.autocast` wants.
     return [
-        _Entry(torch.device(device).type, torch.get_autocast_dtype(device), cached)
+        _Autocast(torch.device(device).type, torch.get_autocast_dtype(device), cached)
         for device in enabled
     ]
 
 
 def explain_autocast(error: RuntimeError) -> None:
     """Add a note on autocast to torch's error about mixed dtypes under torch.func."""
-    entries = active_autocast()
-    if entries and "expected scalar type" in str(error):
-        dtype = str(entries[0].dtype).removeprefix("torch.")
+    active = active_autocast()
+    if active and "expected scalar type" in str(error):
+        dtype = str(active[0].dtype).removeprefix("torch.")
         error.add_note(
             "Likely cause: torch.autocast around a batch norm, which torch cannot differentiate "
             "under torch.vmap. Fix: a policy in its place, `apply = with_policy(apply, "
@@ -75,17 +75,16 @@ def outside_autocast(*called: str) -> Callable[[Callable[P, T]], Callable[P, T]]
 
         @functools.wraps(function)
         def outside(*args: P.args, **kwargs: P.kwargs) -> T:
-            entries = active_autocast()
-            if not entries:
+            active = active_autocast()
+            if not active:
                 return function(*args, **kwargs)
             positional = [
-                _under(entries, arg) if place in places else arg for place, arg in enumerate(args)
+                _under(active, arg) if place in places else arg for place, arg in enumerate(args)
             ]
             named = {
-                name: _under(entries, arg) if name in called else arg
-                for name, arg in kwargs.items()
+                name: _under(active, arg) if name in called else arg for name, arg in kwargs.items()
             }
-            returned: T = _call(entries, False, function, positional, named)
+            returned: T = _call(active, False, function, positional, named)
             return returned
 
         return outside
@@ -93,21 +92,21 @@ def outside_autocast(*called: str) -> Callable[[Callable[P, T]], Callable[P, T]]
     return decorate
 
 
-def _under(entries: list[_Entry], function: Any) -> Any:
+def _under(active: list[_Autocast], function: Any) -> Any:
     if not callable(function):
         return function
 
     @functools.wraps(function, updated=())
     def called(*args: Any, **kwargs: Any) -> Any:
-        return _call(entries, True, function, args, kwargs)
+        return _call(active, True, function, args, kwargs)
 
     return called
 
 
-def _call(entries: list[_Entry], enabled: bool, function: Any, args: Any, kwargs: Any) -> Any:
+def _call(active: list[_Autocast], enabled: bool, function: Any, args: Any, kwargs: Any) -> Any:
     # Recursion over device types, because an ExitStack cannot be traced everywhere.
-    if not entries:
+    if not active:
         return function(*args, **kwargs)
-    (device, dtype, cached), *others = entries
+    (device, dtype, cached), *others = active
     with torch.autocast(device, dtype, enabled=enabled, cache_enabled=cached):
         return _call(others, enabled, function, args, kwargs)

@@ -142,7 +142,7 @@ def have_one_order(some: TensorList, others: TensorList) -> bool:
 # ---- lists that are alike ------------------------------------------------------------------------
 
 
-class Entry:
+class KnownList:
     """The guard that finds lists like an earlier one, and what they share."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -151,9 +151,9 @@ class Entry:
         self.cache = Cache()
 
 
-# At most `_LISTS` entries for each number of tensors, and `_LENGTHS` numbers.
+# At most `_LISTS` known lists for each number of tensors, and `_LENGTHS` numbers.
 _LENGTHS, _LISTS, _VALUES = 16, 4, 64
-_entries: dict[int, tuple[Entry, ...]] = {}
+_known_lists: dict[int, tuple[KnownList, ...]] = {}
 
 
 def lookup(tensors: list[Any], are_dense_off_graph: Callable[[Sequence[Any]], bool]) -> TensorList:
@@ -164,18 +164,18 @@ def lookup(tensors: list[Any], are_dense_off_graph: Callable[[Sequence[Any]], bo
     unknown = traced() or torch.is_inference_mode_enabled()
     if unknown or not set(map(type, tensors)) <= PLAIN_TYPES:
         return TensorList(tensors, dense_off_graph=are_dense_off_graph(tensors))
-    entries = _entries.get(len(tensors), ())
+    of_this_length = _known_lists.get(len(tensors), ())
     # The comparison would crash the process on a nested tensor.
-    if entries and not any(map(_is_nested, tensors)):
-        for entry in entries:
-            if entry.is_like(*tensors):
-                off_graph = not (entry.may_have_graph and any(map(_grad_fn, tensors)))
-                cache = entry.cache if off_graph else None
+    if of_this_length and not any(map(_is_nested, tensors)):
+        for known in of_this_length:
+            if known.is_like(*tensors):
+                off_graph = not (known.may_have_graph and any(map(_grad_fn, tensors)))
+                cache = known.cache if off_graph else None
                 return TensorList(tensors, cache, dense_off_graph=off_graph)
     if not are_dense_off_graph(tensors):
         return TensorList(tensors)
-    if not entries and len(_entries) >= _LENGTHS:
-        _entries.pop(next(iter(_entries)), None)
-    entry = Entry(tensors)
-    _entries[len(tensors)] = (entry, *entries[: _LISTS - 1])
-    return TensorList(tensors, entry.cache, dense_off_graph=True)
+    if not of_this_length and len(_known_lists) >= _LENGTHS:
+        _known_lists.pop(next(iter(_known_lists)), None)
+    known = KnownList(tensors)
+    _known_lists[len(tensors)] = (known, *of_this_length[: _LISTS - 1])
+    return TensorList(tensors, known.cache, dense_off_graph=True)

@@ -1,13 +1,16 @@
-"""What a wrong name stands for: keywords and names of other libraries, each with its cure."""
+"""What a user is told: of a wrong name what stands for it here, of a field what `help` says."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any, Never, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Class = TypeVar("Class", bound=type)
 
 _OF_VALUE_AND_GRAD = {
     "has_aux": "an option of jax.value_and_grad. Fix: return aux as a third value, `return loss, "
@@ -106,3 +109,13 @@ def hint_attributes(owner: T) -> T:
 
     owner.__getattr__ = missing  # type: ignore[attr-defined]
     return owner
+
+
+def document_fields(cls: Class) -> Class:
+    """Decorate a NamedTuple: `help(cls.field)` is the entry under `Attributes:` in its docstring,
+    where Python says "Alias for field number 6".
+    """
+    attributes = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[2]
+    for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.M):
+        getattr(cls, name).__doc__ = " ".join(text.split())
+    return cls

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._tree.fields import document_fields
+from .._tree.hints import document_fields
 from ._common import (
     SCALE,
     SETTING,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._torch.dtypes import widest_float
-from .._tree.fields import document_fields
+from .._tree.hints import document_fields
 from .._tree.scalars import real, short_repr
 from ._common import SCALE, SETTING, Device, Entry, Format, PeerRule, check_dict, refuse, scalar
 

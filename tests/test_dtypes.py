@@ -4,8 +4,7 @@ import pytest
 import torch
 from helpers import same_bits
 
-from purescale._torch.dtypes import HALF, saturating
-from purescale._torch.half_bits import nearest_on_bits
+from purescale._torch.dtypes import HALF, nearest_on_bits, saturating
 
 each_dtype = pytest.mark.parametrize("dtype", HALF)
 

@@ -192,7 +192,7 @@ def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensor(1.)
     """
     reads: list[str] = []
-    # On a CPU a step reads its flag, which does not wait. Here it runs as on an accelerator.
+    # On a CPU a kernel may read, which does not wait. Here all run as on an accelerator.
     with tracing.as_on_an_accelerator(), _dispatched(reads), _Called(reads):
         result = fn(*args, **kwargs)
     assert not reads, (

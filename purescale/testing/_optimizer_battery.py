@@ -13,7 +13,6 @@ from .._optim.master_weights import MasterState, master_weights
 from .._optim.opt_state import after_skip
 from .._optim.protocol import Optimizer
 from .._step.optimizer_step import maybe_step
-from .._torch import tracing
 from .._tree import tree as _tree
 from .._tree.stack import stack_states
 from .._tree.tree import Tree
@@ -225,14 +224,6 @@ class _OptimizerBattery(Battery):
             self.attempt_step("dtype", params, grads, state)
 
     def found_inf(self) -> None:
-        """Check both paths: on a CPU the host reads the flag, on an accelerator the step always
-        runs.
-        """
-        self.skipped_and_applied()
-        with tracing.as_on_an_accelerator():
-            self.skipped_and_applied()
-
-    def skipped_and_applied(self) -> None:
         params, grads, state = self.calls[-1]
         old = params, after_skip(state, in_place=False)
         for value in (torch.inf, torch.nan):

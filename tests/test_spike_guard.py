@@ -525,31 +525,6 @@ def test_a_checkpoint_without_a_guard_still_loads_and_one_that_differs_is_refuse
         ps.load(tmp_path / "new.pt", like=old)
 
 
-def without_counts(tree):
-    """A state dict as of a version that did not count them."""
-    if not isinstance(tree, dict):
-        return tree
-    added = ("consecutive_rejections", "consecutive_zeros")
-    return {key: without_counts(node) for key, node in tree.items() if key not in added}
-
-
-@pytest.mark.parametrize("members", [0, 2])
-def test_a_checkpoint_from_before_the_counts_says_how_to_load_it(members, tmp_path):
-    state, _ = job(rule=ps.HeadroomScale(window=4))
-    state = stack([state] * members) if members else state
-    path = tmp_path / "old.pt"
-    torch.save(without_counts(ps.to_state_dict(state)), path)
-    with pytest.raises(ValueError, match=r"missing: .*an earlier purescale") as caught:
-        ps.load(path, like=state)
-    fix = str(caught.value).partition("Fix: begin at 0, `")[2].removesuffix("`.")
-    *lines, last = fix.split("; ")
-    names = {"torch": torch, "from_state_dict": ps.from_state_dict, "like": state}
-    exec("\n".join(lines), names)
-    assert same_bits(eval(last, names), state)
-    with pytest.raises(ValueError, match="Fix: begin at 0, `d\\['tree'\\]"):
-        ps.from_state_dict(without_counts(ps.to_state_dict(state)), like=state)
-
-
 def test_under_vmap_each_member_is_judged_by_itself():
     members, step = [], None
     for seed in range(3):

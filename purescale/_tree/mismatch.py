@@ -28,9 +28,6 @@ _CAUSES = {
 
 _OTHER_DTYPE = "of another dtype"
 
-# int32 counts that a later version added to a state.
-_ADDED = {"consecutive_rejections", "consecutive_zeros"}
-
 
 def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
     """Refuse a `d` whose keys, shapes or dtypes differ from `expected`, listing all such paths."""
@@ -40,12 +37,6 @@ def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
     kinds = dict.fromkeys(difference.kind for difference in differences)
     texts = {kind: _grouped(name, [d for d in differences if d.kind == kind]) for kind in kinds}
     lists = "; ".join(f"{kind}: {_tree.join_names(listed, 20)}" for kind, listed in texts.items())
-    if all(each.kind == "missing" and each.keys[-1] in _ADDED for each in differences):
-        raise ValueError(
-            f"{name} does not match like: {lists}. Likely cause: it was saved by an earlier "
-            "purescale, which did not count that. Fix: begin at 0, "
-            f"`{_with_zeros(name, differences, expected)}`."
-        )
     if set(texts) == {_OTHER_DTYPE}:
         raise ValueError(
             f"{name} does not match like: {lists}. Likely cause: the same tree in another dtype, "
@@ -63,18 +54,6 @@ def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
         "Fix: make `like` as the saved tree was made, `init_train_state(params, buffers, "
         "optimizer, rule, rng)` with the same arguments; change what was loaded afterwards."
     )
-
-
-def _with_zeros(name: str, missing: list[_Difference], expected: Any) -> str:
-    """Return code that loads `name` with zeros for the missing counts."""
-    lines = [] if name == "d" else [f"d = {name}"]
-    for difference in missing:
-        node = expected
-        for key in difference.keys:
-            node = node[key]
-        zeros = f"torch.zeros({tuple(node.shape)}, dtype=torch.int32)"
-        lines.append(f"{_code('d', difference.keys)} = {zeros}")
-    return "; ".join([*lines, "from_state_dict(d, like)"])
 
 
 def _differences(keys: tuple[Any, ...], got: Any, expected: Any) -> Iterator[_Difference]:

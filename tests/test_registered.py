@@ -433,7 +433,7 @@ IN_CLASSES = {
     ),
     "a view": (
         lambda net, owner, _: setattr(owner, "shared", net.linear.weight.detach()),
-        "0.shared .* holds a view of its 0.linear.weight",
+        "0.shared .* holds its 0.linear.weight or a view",
     ),
     "in a dict": (
         lambda net, owner, _: setattr(owner, "shared", {"w": [net.linear.weight]}),

@@ -95,18 +95,16 @@ def _check_classes(
     if not attributes:
         return
     params = [item for item in tensors.items() if isinstance(item[1], nn.Parameter)]
-    live = {id(param): f"its {name}" for name, param in params}
-    live |= {
-        id(m): f"its {path}"
+    names: dict[Any, str] = {storage_pointer(p) or id(p): name for name, p in params}
+    names |= {
+        id(m): path
         for path, m in modules.items()
         if path and next(m.parameters(), None) is not None
     }
-    memories = {storage_pointer(param): f"a view of its {name}" for name, param in params}
     for path, cls, key, value in attributes:
-        what = live.get(id(value)) or memories.get(storage_pointer(value) or -1)
-        if what is None and isinstance(value, nn.Parameter) and value.requires_grad:
-            what = "a parameter that is not registered"
-        if what is not None:
+        name = names.get(storage_pointer(value) or id(value))
+        if name or (isinstance(value, nn.Parameter) and value.requires_grad):
+            what = f"its {name} or a view of it" if name else "a parameter that is not registered"
             raise ValueError(
                 f"{path} of the model is an attribute of its class {cls.__name__} and holds "
                 f"{what}, which would follow the live model and not params. Fix: register it in "

@@ -5,6 +5,7 @@ break it.
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import purescale as ps
 from purescale.testing import (
@@ -188,3 +189,29 @@ def test_memory_is_shared_by_views_and_by_sparse_values():
     sparse = torch.sparse_coo_tensor([[0, 1, 2, 3]], a, (4,))
     assert shares_memory(sparse, a)
     assert not shares_memory(torch.ones(2, device="meta"), torch.ones(2, device="meta"))
+
+
+# ---- what make_fx records ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_a_step_that_make_fx_records_with_values_reads_none_and_skips_an_overflow(max_norm):
+    apply, params, buffers = ps.make_functional(torch.nn.BatchNorm1d(3))
+    optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=0.1), ps.DynamicScale(8.0)
+
+    def loss_fn(params, buffers, x):
+        out, buffers = apply(params, buffers, x)
+        return out.exp().square().mean(), buffers
+
+    def step(state, x):
+        return ps.train_step(
+            state, [x], loss_fn=loss_fn, optimizer=optimizer, rule=rule, max_norm=max_norm
+        )
+
+    state, good = ps.init_train_state(params, buffers, optimizer, rule), torch.randn(5, 3)
+    graph = make_fx(step)(state, good)
+    for x, bad in ((good + 1, False), (torch.full((5, 3), inf), True)):
+        (expected, info), (came, _) = step(state, x), graph(state, x)
+        assert info.found_inf.item() is bad
+        torch.testing.assert_close(came, expected)
+    assert same_bits(came.params, state.params)

@@ -16,7 +16,7 @@ from .._jit.pure_graph import Function, PureGraph, compiled, trace
 from .._torch import private
 from .._torch.autocast import active_autocast, outside_autocast
 from .._torch.donation import can_write, storage_pointers
-from .._torch.tracing import PLAIN_TYPES, inside_a_graph
+from .._torch.tracing import PLAIN_TYPES, recorded_by_make_fx, traced
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import as_tensor_list
@@ -194,7 +194,7 @@ class Jitted:
         self.programs, self.scans = Programs(), Programs()
 
     def __call__(self, *args: Tree) -> Tree:
-        if inside_a_graph():
+        if _inside_a_graph():
             return self.fn(*args)  # a part of the graph, or of the transform, around it
         leaves, structure = _tree.flatten(args)
         tensors = [leaf for leaf in leaves if leaf is not None]
@@ -214,7 +214,7 @@ class Jitted:
 
     def compiles(self) -> bool:
         """Return True if a call here runs compiled code."""
-        return self.backend == "inductor" and not inside_a_graph()
+        return self.backend == "inductor" and not _inside_a_graph()
 
     def trace(self, *args: Tree) -> torch.fx.GraphModule:
         """Return the graph for these arguments: a function of their tensors, then of the tensors
@@ -230,6 +230,10 @@ class Jitted:
             run: Function = torch.no_grad()(graph.module)  # a tensor from outside may record
             return run
         return compiled(graph, self.mode)
+
+
+def _inside_a_graph() -> bool:
+    return traced() or recorded_by_make_fx()
 
 
 def resolved(tensors: list[Tensor]) -> list[Tensor]:

@@ -32,12 +32,7 @@ from .._module.registered import (
 )
 from .._torch import foreach, private
 from .._torch.autocast import explain_autocast
-from .._torch.tracing import (
-    PLAIN_TYPES,
-    host_can_read,
-    recorded_by_make_fx,
-    under_transform,
-)
+from .._torch.tracing import PLAIN_TYPES, host_can_read, under_transform
 from .._tree import tree as _tree
 from .._tree.leaves import are_dense_real, is_constant
 
@@ -138,8 +133,7 @@ class Apply:
         is_first = has_graph and call[2] and self._recipe.watches_next
         if is_first:
             self._recipe.watches_next = False
-            # Not while a graph is recorded, in which no value may be read.
-            is_first = host_can_read(list(params.values())) and not recorded_by_make_fx()
+            is_first = host_can_read(list(params.values()))
         return _detached_copies(params) if is_first else {}
 
     @private.only_inlined

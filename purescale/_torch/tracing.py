@@ -3,9 +3,9 @@
 traced                plain operators are needed: compiling, recorded by `jit`, or a transform
 under_transform       vmap, grad or another of torch.func, forward mode, or recorded by `jit`
 under_derivative      a transform that differentiates;  is_differentiated: through this tensor
-recorded_by_make_fx   operators go into a graph of make_fx;  inside_a_graph: this, or traced
+recorded_by_make_fx   operators go into a graph of make_fx, whose code is that of eager mode
 is_on_a_graph         torch.autograd records operators on these tensors
-host_can_read         a read does not wait: a CPU, in eager mode
+host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
 """
 
 from __future__ import annotations
@@ -48,11 +48,6 @@ def recorded_by_make_fx() -> bool:
     return module is not None and module.get_proxy_mode() is not None
 
 
-def inside_a_graph() -> bool:
-    """Return True inside of a trace or a transform, or while `make_fx` records operators."""
-    return traced() or recorded_by_make_fx()
-
-
 def is_lazy(tensor: Tensor) -> bool:
     """Return True if a negation or conjugation is pending, which torch's kernels ignore."""
     return not torch.compiler.is_compiling() and (tensor.is_neg() or tensor.is_conj())
@@ -87,10 +82,10 @@ _is_cpu = operator.attrgetter("is_cpu")
 
 
 def host_can_read(*lists: Sequence[Tensor]) -> bool:
-    """Return True if reading these tensors does not wait: on a CPU, in eager mode, without
-    subclasses that may hold no values.
+    """Return True if reading these tensors does not wait, and no graph lacks what it decides: on a
+    CPU, in eager mode, without subclasses that may hold no values.
     """
-    if _as_an_accelerator or traced():
+    if _as_an_accelerator or traced() or recorded_by_make_fx():
         return False
     return all(set(map(type, x)) <= PLAIN_TYPES and all(map(_is_cpu, x)) for x in lists)
 

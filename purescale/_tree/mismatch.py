@@ -40,9 +40,9 @@ def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
     if set(texts) == {_OTHER_DTYPE}:
         raise ValueError(
             f"{name} does not match like: {lists}. Likely cause: the same tree in another dtype, "
-            "such as a model that is in half precision on one side only, or with_state_dtype. "
-            "Fix: make `like` in the dtypes that were saved, and cast what was loaded, `params = "
-            "{name: p.to(dtype) for name, p in state.params.items()}`; moments likewise."
+            "such as a model in half precision on one side only. Fix: make `like` in the dtypes "
+            "that were saved, and cast what was loaded, `params = {name: p.to(dtype) for name, p "
+            "in state.params.items()}`; moments likewise."
         )
     fields = {difference.keys[1] for difference in differences if len(difference.keys) > 1}
     other = "another model, optimizer or settings"

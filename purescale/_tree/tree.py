@@ -274,10 +274,9 @@ def leaves_like(
     extra = [path for path in got if path not in expected]
     raise ValueError(
         f"{name} does not match {like_name}: missing {join_names(missing)}; not in {like_name}: "
-        f"{join_names(extra)}. Both must be the same nesting of the same keys (with None for what "
-        f"is absent). Likely cause: {name} was made from other {like_name} than these, or some "
-        f"leaves were dropped. Fix: take both from one place, for example `{name} = {{key: "
-        f"{name}.get(key) for key in {like_name}}}` for flat dicts."
+        f"{join_names(extra)}. Likely cause: {name} was made from other {like_name} than these, or "
+        f"leaves were dropped, which must be None. Fix: for flat dicts `{name} = {{key: "
+        f"{name}.get(key) for key in {like_name}}}`."
     )
 
 
@@ -340,11 +339,10 @@ def reject_autograd_history(**trees: Tree) -> None:
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 raise ValueError(
                     f"{paths(flat.tree, name)[index]} is a result of torch.autograd "
-                    f"({leaf.grad_fn.name()}), and `.backward()` cannot go through a step. Likely "
-                    "cause: a derivative through the step is wanted, or gradients were made with "
-                    "create_graph=True. Fix: torch.func.grad of a function that makes the step, "
-                    "or from_torch(..., differentiable=True); to drop the graph as torch.optim "
-                    "does, `with torch.no_grad():` around the step."
+                    f"({leaf.grad_fn.name()}), and `.backward()` cannot go through a step. Fix: "
+                    "for a derivative torch.func.grad of a function that makes the step, or "
+                    "from_torch(..., differentiable=True); to drop the graph as torch.optim does, "
+                    "`with torch.no_grad():` around the step."
                 )
 
 

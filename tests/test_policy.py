@@ -111,19 +111,6 @@ def test_half_compute_agrees_with_float64():
     )
 
 
-@pytest.mark.parametrize("dtype", [f16, bf16])
-def test_autocast_equals_torchs_autocast(dtype):
-    model = nn.Sequential(
-        nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 2)
-    )
-    apply, params, buffers = ps.make_functional(model)
-    name = str(dtype).removeprefix("torch.")
-    out, _ = ps.with_policy(apply, f"compute=autocast({name})")(params, buffers, torch.ones(3, 4))
-    with torch.autocast("cpu", dtype):
-        expected = model(torch.ones(3, 4))
-    assert same_bits(out, expected.detach())
-
-
 def test_autocast_of_a_convolutional_net_equals_torchs_autocast():
     model = small_net()
     apply, params, buffers = ps.make_functional(model)

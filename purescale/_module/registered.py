@@ -241,6 +241,8 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
             share memory without being one.
 
     Example:
+        >>> from torch import nn
+        >>> from purescale import make_functional
         >>> model = nn.BatchNorm1d(2)
         >>> apply, params, buffers = make_functional(model)
         >>> load_into(model, {**params, "weight": torch.tensor([2.0, 3.0])}, buffers)

@@ -102,6 +102,10 @@ One graph:
     jit                   a function of trees as one compiled graph, without Dynamo
     scan_steps            many steps in one call: a loop as one graph
 
+A whole run:
+    vjp_through           the derivative of a run, by replay; syncs
+    RunGradient           the result of vjp_through
+
 Checkpoints:
     to_state_dict         any state as nested dicts of tensors
     from_state_dict       a state from nested dicts of tensors
@@ -191,6 +195,7 @@ from ._step.step_info import StepInfo, stack_infos
 from ._step.spike_guard import Guard, SpikeGuard, check_guard
 from ._jit.jit import jit
 from ._jit.scan_steps import scan_steps
+from ._runs.vjp_through import RunGradient, vjp_through
 
 from ._checkpoint import to_state_dict, from_state_dict, save, load
 
@@ -280,6 +285,8 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "check_guard",
     "jit",
     "scan_steps",
+    "vjp_through",
+    "RunGradient",
     "to_state_dict",
     "from_state_dict",
     "save",

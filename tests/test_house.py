@@ -97,6 +97,7 @@ FLOORS = [
     {"_grads", "_batch_norm"},
     {"_loss_scale"},
     {"_step", "simulate.py"},
+    {"_runs"},
     {"_reports", "interop", "testing"},
     {"types.py"},
     {"__init__.py"},

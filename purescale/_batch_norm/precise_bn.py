@@ -28,6 +28,7 @@ from .._distributed.process_group import Group, all_reduce, check_group
 from .._module.functional import Apply
 from .._module.registered import Tensors
 from .._torch import private
+from .._torch.progress import progress_bar
 from .._tree import scalars
 from .._tree import tree as _tree
 
@@ -250,18 +251,8 @@ def _num_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 def _bar(group: Group | None) -> Any:
     """Return a progress bar, which shows on rank 0."""
-    try:
-        from tqdm.auto import tqdm
-    except ImportError as error:
-        raise ImportError(
-            "progress=True needs tqdm. Fix: `pip install '.[progress]'` in a copy of the "
-            "repository, or progress=False."
-        ) from error
     rank = dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
-    bar = tqdm(desc="precise_bn", unit="batch", disable=rank != 0)
-    if not bar.disable and not bar.gui and not bar.fp.isatty():
-        bar.mininterval = 60.0  # seconds: in a log every refresh is a line
-    return bar
+    return progress_bar("precise_bn", "batch", disable=rank != 0)
 
 
 def _feed(forward: Callable[..., Any], batch: Any) -> Any:

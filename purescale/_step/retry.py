@@ -64,7 +64,7 @@ def retry_until_finite(
                 best = Attempt(*result, scaler, next_rng, retries)
             lower = None
             if retries < options.max_retries and bool(flags.retryable):
-                lower = _backed_off(options.rule, scaler.tree)
+                lower = backed_off(options.rule, scaler.tree)
             if lower is None:
                 return best._replace(retries=retries)
             scaler, retries = _tree.flatten_once(lower), retries + 1
@@ -75,7 +75,7 @@ def retry_until_finite(
 _MAX_UPDATES = 100  # overflows that a rule may let pass before it lowers the scale
 
 
-def _backed_off(rule: Rule[Any], scaler: HasScale) -> HasScale | None:
+def backed_off(rule: Rule[Any], scaler: HasScale) -> HasScale | None:
     """Return the first state with a lower scale, or a usable one, that overflows lead to; None at
     the smallest scale. Syncs with the host.
     """

@@ -22,7 +22,7 @@ from .._step.jit import Jitted, jit
 from .._step.retry import backed_off
 from .._torch.dtypes import wide_dtype
 from .._torch.progress import progress_bar
-from .._torch.tracing import refuse_in_a_trace
+from .._torch.tracing import refuse_in_a_trace, traced
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.fields import document_fields
@@ -339,9 +339,37 @@ def _pull(
         new, _ = step(floats.with_values(values), item, *extra)
         return floats.of(_tree.flatten(new)[0])
 
+    inputs, size = [*floats.values, *wanted.values], len(floats.values)
+    if not traced():
+        # Half the time of torch.func, and a checkpointed region is computed again.
+        inputs = [leaf.detach().requires_grad_() for leaf in inputs]
+        with torch.enable_grad():
+            results = after(inputs[:size], inputs[size:])
+        if not _loses_derivative(floats.values, results, cotangents):
+            recorded = [index for index, new in enumerate(results) if new.requires_grad]
+            grads = torch.autograd.grad(
+                [results[index] for index in recorded],
+                inputs,
+                [cotangents[index] for index in recorded],
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            return list(grads[:size]), list(grads[size:])
+        del results
     _, vjp = torch.func.vjp(after, floats.values, wanted.values)
-    before: tuple[Leaves, Leaves] = vjp(cotangents)
-    return before
+    pulled: tuple[Leaves, Leaves] = vjp(cotangents)
+    return pulled
+
+
+def _loses_derivative(before: Leaves, after: Leaves, cotangents: Leaves) -> bool:
+    """Return True if a step moves a leaf off the graph: a fused kernel, or an optimizer without
+    `differentiable=True`.
+    """
+    triples = zip(before, after, cotangents, strict=True)
+    return any(
+        not new.requires_grad and not torch.equal(old, new) and bool((cotangent != 0).any())
+        for old, new, cotangent in triples
+    )
 
 
 # The pullbacks of jitted steps, so that a second run compiles nothing.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .._batch_norm.bn_stats import (
     add_batch,
@@ -31,6 +32,7 @@ from .._step.value_and_grad import ValueAndGrad, check_returned, check_unwritten
 from .._step.window_mean import MicrobatchWeights, RunningMean, ScaledSum, shares, weigh
 from .._torch.donation import storage_pointers
 from .._torch.dtypes import widest_float
+from .._torch.tracing import under_derivative
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import versions
@@ -124,11 +126,15 @@ def _accumulate(
     sent_with: Leaves,
 ) -> WindowResult:
     params, buffers, scaler = flat.params, flat.buffers, flat.scaler
-    # gradients from other ranks have no graph
-    differentiable = options.optimizer.differentiable and options.group is None
+    differentiable = options.optimizer.differentiable
     value_and_grad = ValueAndGrad(
         params, buffers, scaler, loss_fn, memory.arguments, differentiable=differentiable
     )
+    if options.group is not None and (value_and_grad.keeps_graph or under_derivative()):
+        raise ValueError(
+            "a derivative is taken through a step over a group: the gradients of other ranks "
+            "arrive without a graph. Fix: group=None, with the microbatches of all ranks on one."
+        )
     scale: Tensor = scaler.tree.scale
     weights = weigh(options, microbatches, scale)
     single = len(microbatches) == 1 and options.group is None
@@ -148,7 +154,11 @@ def _accumulate(
         else:
             # The first gradients of a sum become the sum; others are only read.
             first = isinstance(mean, ScaledSum) and mean.sums is None
-            out = value_and_grad(carried, microbatch, owned=first)
+            if value_and_grad.keeps_graph and last:
+                # The graph of one microbatch at a time: each is made again in the backward.
+                out = checkpoint(value_and_grad, carried, microbatch, use_reentrant=False)
+            else:
+                out = value_and_grad(carried, microbatch, owned=first)
             is_counted = mean.add(index, as_gradients(out.grads, scale))
         carried = _unless_dropped(is_counted, carried, out.buffers)
         losses.append(out.loss)

@@ -18,7 +18,7 @@ from .._optim.step_inputs import flatten_together
 from .._torch import donation, dtensor, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
-from .._torch.tracing import by_torch_func, recorded_by_make_fx
+from .._torch.tracing import is_on_a_graph, recorded_by_make_fx, traced
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import are_dense_real, as_tensor_list, versions
@@ -200,9 +200,10 @@ class ValueAndGrad:
         self.are_all_present = len(self.inputs) == len(params.leaves)
         self.dense_real = params.tensor_list.dense_off_graph or are_dense_real(params.leaves)
         self.sharded = not params.tensor_list.dense_off_graph and dtensor.any_dtensor(self.inputs)
-        # If so, the gradients may be on a graph, and are not owned.
-        self.uses_torch_func = by_torch_func(self.inputs, differentiable=differentiable)
-        self.storages = None if self.uses_torch_func else storages
+        self.uses_torch_func = traced()
+        self.keeps_graph = differentiable and is_on_a_graph(self.inputs) and not traced()
+        self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
+        self.storages = storages if self.owns_gradients else None
         # make_fx does not see that a subclass is made, and would take parameters for constants.
         self.is_recorded = not self.uses_torch_func and recorded_by_make_fx()
         recordable = params.tensor_list.dense_off_graph and scaler.tensor_list.dense_off_graph
@@ -249,6 +250,9 @@ class ValueAndGrad:
         grads: list[Tensor] = []
         if on_grad is not None:
             _backward(loss, inputs, on_grad)
+        elif self.keeps_graph:
+            options = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
+            grads = list(torch.autograd.grad(loss, inputs, **options))
         else:
             raw: list[Any] = _gradients(loss, inputs)
             for index, gradient in enumerate(raw):
@@ -299,9 +303,9 @@ class ValueAndGrad:
         if buffers is not self.buffers.leaves or not self.buffers.tensor_list.dense_off_graph:
             buffers = _recordable(buffers)
         with _ENABLED if torch.is_grad_enabled() else torch.enable_grad():
-            # Leaves, because autocast caches the cast of a leaf; new ones, because a loss may
-            # register hooks on them.
-            inputs = _parameters(self.inputs, as_plain=self.is_recorded)
+            # New tensors, because a loss may register hooks on them: leaves, because autocast
+            # caches the cast of a leaf; on a graph aliases, so that a gradient ends there.
+            inputs = list(map(_alias, self.inputs)) if self.keeps_graph else self._parameters()
             read_only = [*inputs, *buffers]
             before = versions(read_only)
             loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
@@ -316,6 +320,17 @@ class ValueAndGrad:
         if versions(read_only) != before:
             self._refuse_write(_written(read_only, before))
         return inputs, loss, outputs
+
+    def _parameters(self) -> Leaves:
+        """Return leaves over the memory of the parameters. They pass `isinstance(leaf,
+        nn.Parameter)` unless make_fx records them.
+        """
+        return [
+            nn.Parameter(tensor)
+            if type(tensor) is Tensor and not self.is_recorded
+            else tensor.detach().requires_grad_()
+            for tensor in self.inputs
+        ]
 
     def _refuse_write(self, index: int) -> None:
         """Refuse a write into the parameter or, counted after these, the buffer of this number."""
@@ -423,18 +438,8 @@ _ONE_SHAPE = (
 )
 
 
-def _parameters(tensors: Leaves, *, as_plain: bool) -> Leaves:
-    """Return leaves over the memory of parameters that pass `isinstance(leaf, nn.Parameter)` unless
-    they shall be plain tensors.
-    """
-    if as_plain:
-        return [tensor.detach().requires_grad_() for tensor in tensors]
-    if set(map(type, tensors)) == {Tensor}:
-        return list(map(nn.Parameter, tensors))
-    return [
-        nn.Parameter(tensor) if type(tensor) is Tensor else tensor.detach().requires_grad_()
-        for tensor in tensors
-    ]
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
 def _gradients(loss: Tensor, inputs: Leaves) -> list[Tensor | None]:

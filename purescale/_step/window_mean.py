@@ -75,7 +75,7 @@ class GradientMean:
     ) -> None:
         self.options = options
         self.weights, self.value_and_grad = weights, value_and_grad
-        self.scale, self.owned = value_and_grad.scale, not value_and_grad.uses_torch_func
+        self.scale, self.owned = value_and_grad.scale, value_and_grad.owns_gradients
         self.overflows: list[Tensor] = []  # of each microbatch that was measured
 
     def add(self, index: int, grads: Gradients) -> bool | Tensor:

@@ -90,13 +90,6 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
     return all(set(map(type, x)) <= PLAIN_TYPES and all(map(_is_cpu, x)) for x in lists)
 
 
-def by_torch_func(inputs: Sequence[Tensor], *, differentiable: bool) -> bool:
-    """Return True if torch.func must take the gradients: in a trace, and where a `.backward()`
-    shall go through them, because torch.autograd drops the graph of its own backward.
-    """
-    return traced() or (differentiable and is_on_a_graph(inputs))
-
-
 def refuse_in_a_trace(what: str, fix: str) -> None:
     """Refuse what a traced step cannot do."""
     if traced():

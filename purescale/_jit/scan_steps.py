@@ -125,7 +125,7 @@ def _in_one_graph(step: Jitted, state: Tree, batches: Tree, num_stacks: int) -> 
 
 def _checked(step: Step, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """Return the results of one step, the tensors of the state with the strides of the old ones."""
-    new_state, info = _pair(step(state, batch))
+    new_state, info = pair_of(step(state, batch))
     old, new, structure = _tree.matching_leaves(
         state, new_state, "state", "the state that the step returned", _REASON
     )
@@ -184,7 +184,7 @@ def _no_tensor_cause(leaves: Leaves) -> str:
     )
 
 
-def _pair(returned: Tree) -> tuple[Tree, Tree]:
+def pair_of(returned: Tree) -> tuple[Tree, Tree]:
     """Refuse what is not a pair of a state and an info."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(

@@ -37,18 +37,6 @@ class Generators:
         for (module, where), state in zip(self._modules, states, strict=True):
             module.set_rng_state(state, *where)
 
-    def set_to(self, moment: Moment) -> Tree:
-        """Set the generators to those of a moment. Return its state without a generator, which
-        torch.func cannot follow.
-        """
-        self.restore(moment.generators)
-        rng = getattr(moment.state, "rng", ())
-        if isinstance(rng, tuple):
-            return moment.state
-        module, where = self._modules[-1]
-        module.set_rng_state(rng.clone(), *where)
-        return moment.state._replace(rng=())
-
 
 class KeptStates:
     """The moments of a run that are kept, by the index of their step: in memory, or as files in a

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import dataclasses
 import math
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from .._loss_scale.scaling import unscale_and_check
 from .._runs.kept_states import Generators, KeptStates, Moment
 from .._step.jit import Jitted, jit
 from .._step.retry import backed_off
+from .._step.scan_steps import pair_of
 from .._torch.dtypes import wide_dtype
 from .._torch.progress import progress_bar
 from .._torch.tracing import refuse_in_a_trace, traced
@@ -52,35 +53,40 @@ class RunGradient(NamedTuple):
     final: Tree
 
 
-class Floats:
-    """A tree as floating leaves, of which derivatives are taken, and a rest that is constant."""
+class Floats(NamedTuple):
+    """The floating leaves of a tree, of which derivatives are taken. The others are constant."""
 
-    def __init__(self, tree: Tree) -> None:
-        self.leaves, self.structure = _tree.flatten(tree)
+    structure: Any
+    places: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tree: Tree) -> Floats:
+        leaves, structure = _tree.flatten(tree)
         names = [keys[-1].rpartition(".")[2] if keys else "" for keys in _tree.keys(tree)]
-        self.places = [
+        places = [
             place
-            for place, (leaf, name) in enumerate(zip(self.leaves, names, strict=True))
+            for place, (leaf, name) in enumerate(zip(leaves, names, strict=True))
             if isinstance(leaf, Tensor)
             and (leaf.is_floating_point() or leaf.is_complex())
             and name not in CONSTANTS
         ]
-        self.values: list[Tensor] = self.of(self.leaves)
+        return cls(structure, tuple(places))
 
-    def of(self, leaves: Leaves) -> Leaves:
-        """Return the floating leaves among the leaves of a tree like this one."""
+    def values(self, tree: Tree) -> Leaves:
+        """Return the floating leaves of a tree of this structure."""
+        leaves = _tree.flatten(tree)[0]
         return [leaves[place] for place in self.places]
 
-    def with_values(self, values: Sequence[Any]) -> Tree:
-        """Return the tree with these floating leaves."""
-        return self._tree(self.leaves, values)
+    def replaced(self, tree: Tree, values: Sequence[Any]) -> Tree:
+        """Return a tree of this structure with other floating leaves."""
+        leaves = _tree.flatten(tree)[0]
+        for place, value in zip(self.places, values, strict=True):
+            leaves[place] = value
+        return self.structure.unflatten(leaves)
 
     def only(self, values: Sequence[Any]) -> Tree:
         """Return these floating leaves in a tree that has `()` for all others."""
-        return self._tree([() for _ in self.leaves], values)
-
-    def _tree(self, leaves: Leaves, values: Sequence[Any]) -> Tree:
-        leaves = list(leaves)
+        leaves: Leaves = [()] * self.structure.num_leaves
         for place, value in zip(self.places, values, strict=True):
             leaves[place] = value
         return self.structure.unflatten(leaves)
@@ -112,14 +118,15 @@ def vjp_through(
     The derivative of a training: by the weights of its examples, by its learning rates, by what it
     starts from. The run is done once, and every `every`-th state of it is kept. Then each segment
     between two of them is replayed, the last one first, and its steps are pulled back one by one.
-    The bits are those of the unrolled gradient where both make the same operators. So the
-    optimizer of an eager step should be `from_torch(..., differentiable=True)`: a fused kernel
-    rounds otherwise than the formula that is differentiated.
 
+    - The bits are those of the unrolled gradient where both make the same operators. So the
+      optimizer of an eager step should be `from_torch(..., differentiable=True)`. Without it a
+      fused kernel makes the run, and the derivative is that of its formula, by torch.func. That
+      takes twice the time, holds the graphs of all microbatches of a step at once, refuses a
+      checkpointed region and a state with `rng`.
     - A step whose `info.found_inf` is True is the identity. What comes out is the derivative of the
       run without it.
-    - Dropout draws the same numbers in a replay. A generator in the state, `state.rng`, is set
-      before a step is pulled back, because torch.func cannot follow it.
+    - Dropout draws the same numbers in a replay, from `state.rng` or from torch's generators.
     - `running_mean` and `running_var` are constants, as in the unrolled gradient.
     - If `step` was made by `jit`, each step is pulled back in one graph as well, which is compiled
       once.
@@ -127,7 +134,7 @@ def vjp_through(
     Args:
         step: A pure function `step(state, item)`, or `step(state, item, wrt)` if `wrt` is given,
             that returns `(state, info)`, such as `train_step` with its settings. It must give the
-            same result each time, so it cannot have `donate=True`, nor `max_retries` or `group`.
+            same result each time. It cannot have `donate=True` or a `group`.
         state: The state before the first step. It is not changed.
         items: A sequence of what the steps take, such as a list of batches: `items[i]` is asked for
             up to three times.
@@ -136,9 +143,10 @@ def vjp_through(
             `()` for 0, such as the `state` of a later run's `RunGradient`.
         wrt: A tree of other tensors that `step` takes, to be differentiated.
         every: How many steps a segment has. By default the square root of `len(items)`.
-        rule: A rule for a loss scale of the cotangents, as in a half backward they underflow
-            like gradients. A step whose cotangents overflow is pulled back again at a lower scale.
-            A power of two changes no bit of a cotangent that fits.
+        rule: A rule for a loss scale of the cotangents, which underflow in a half backward as
+            gradients do. A step whose cotangents overflow is pulled back again at a lower scale. A
+            power of two changes no bit of a cotangent that fits. A rule that takes amax gets that
+            of the derivatives by `state.params`, or by the whole state if it has none.
         progress: Show a progress bar over the steps that are pulled back (needs tqdm).
         folder: A directory for the kept states, in files that are removed afterwards. By default
             they are in memory.
@@ -168,101 +176,88 @@ def vjp_through(
     _check(step, items, rule)
     number = len(items)
     every = scalars.whole("every", math.isqrt(number) if every is None else every, least=1)
-    takes_wrt = bool(Floats(wrt).places)
-    call = step if takes_wrt else lambda state, item, wrt: step(state, item)
     first = _tree.clone(state)
+    pullback = Pullback(
+        step, Floats.of(first), Floats.of(wrt), rule is not None and takes_amax(rule)
+    )
     generators = Generators(_tree.tensors(first))
     with KeptStates(folder, Moment(first, generators.states())) as kept:
-        final, flags = _run(call, first, items, wrt, every, kept, generators)
+        run = _Run(pullback.call, items, wrt, generators)
+        final, flags = run.forward(first, every, kept)
         after, skipped = generators.states(), _read(flags)
-        value, cotangents = _first_cotangents(cotangent, final)
-        derivative = _Cotangents(_pullback_of(step, takes_wrt), cotangents, wrt, rule)
-        with (
-            progress_bar("vjp_through", "step", number)
-            if progress
-            else contextlib.nullcontext() as bar
-        ):
+        value, cotangents = _first_cotangents(cotangent, final, pullback.floats)
+        derivative = _Derivative(pullback.compiled(), cotangents, wrt, rule)
+        with progress_bar("vjp_through", "step", number) if progress else nullcontext() as bar:
             for start in range((number - 1) // every * every, -1, -every):
                 stop = min(start + every, number)
-                moments = _replay(call, items, wrt, start, stop, kept.pop(start), generators)
+                moments = run.replay(start, stop, kept.pop(start))
                 if stop == number:
-                    _check_replayed(call, items[-1], wrt, moments[-1], final, generators)
+                    run.check_last(moments[-1], final)
                 for index in reversed(range(start, stop)):
                     before = moments.pop()
                     if not skipped[index]:
-                        before_step = generators.set_to(before)
-                        derivative.pull_back(before_step, items[index], index)
+                        generators.restore(before.generators)
+                        derivative.pull_back(before.state, items[index], index)
                     if bar is not None:
                         bar.update()
         generators.restore(after)
-    by_state = Floats(first).only(derivative.of_state)
-    return RunGradient(value, by_state, Floats(wrt).only(derivative.of_wrt), final)
+    by_state = pullback.floats.only(derivative.by_state)
+    return RunGradient(value, by_state, pullback.wanted.only(derivative.by_wrt), final)
 
 
 # ---- the run -------------------------------------------------------------------------------------
 
 
-def _run(
-    call: Step,
-    state: Tree,
-    items: Sequence[Any],
-    wrt: Tree,
-    every: int,
-    kept: KeptStates,
-    generators: Generators,
-) -> tuple[Tree, list[Any]]:
-    """Return the final state, and what each step says of whether it was skipped."""
-    flags = []
-    for index in range(len(items)):
-        if index % every == 0:
-            kept.keep(index, Moment(state, generators.states()))
-        leaves = _tree.tensors(state) if index == 0 else []
+class _Run(NamedTuple):
+    """The steps of a run, and the generators that they draw from."""
+
+    call: Step
+    items: Sequence[Any]
+    wrt: Tree
+    generators: Generators
+
+    def forward(self, state: Tree, every: int, kept: KeptStates) -> tuple[Tree, list[Any]]:
+        """Return the final state, and what each step says of whether it was skipped."""
+        flags = []
+        leaves = _tree.tensors(state)
         before = versions(leaves)
-        new, info = call(state, items[index], wrt)
-        if versions(leaves) != before:
-            raise RuntimeError(
-                "the step overwrote its state, which a replay needs again. Likely cause: "
-                "`donate=True` in train_step. Fix: a step that does not donate."
-            )
-        flags.append(getattr(info, "found_inf", False))
-        state = new
-    return state, flags
+        for index, item in enumerate(self.items):
+            if index % every == 0:
+                kept.keep(index, Moment(state, self.generators.states()))
+            new, info = pair_of(self.call(state, item, self.wrt))
+            if not index:
+                _tree.matching_leaves(state, new, "state", "the state that the step returned")
+                if versions(leaves) != before:
+                    raise RuntimeError(
+                        "the step overwrote its state, which a replay needs again. Likely cause: "
+                        "`donate=True` in train_step. Fix: a step that does not donate."
+                    )
+            flags.append(getattr(info, "found_inf", False))
+            state = new
+        return state, flags
 
+    def replay(self, start: int, stop: int, moment: Moment) -> list[Moment]:
+        """Return the moments before the steps of a segment."""
+        self.generators.restore(moment.generators)
+        moments = [moment]
+        for index in range(start, stop - 1):
+            state, _ = self.call(moments[-1].state, self.items[index], self.wrt)
+            moments.append(Moment(state, self.generators.states()))
+        return moments
 
-def _replay(
-    call: Step,
-    items: Sequence[Any],
-    wrt: Tree,
-    start: int,
-    stop: int,
-    moment: Moment,
-    generators: Generators,
-) -> list[Moment]:
-    """Return the moments before the steps of a segment."""
-    generators.restore(moment.generators)
-    moments = [moment]
-    for index in range(start, stop - 1):
-        state, _ = call(moments[-1].state, items[index], wrt)
-        moments.append(Moment(state, generators.states()))
-    return moments
-
-
-def _check_replayed(
-    call: Step, item: Any, wrt: Tree, before: Moment, final: Tree, generators: Generators
-) -> None:
-    """Refuse a step whose last call, made again, gives another state."""
-    generators.restore(before.generators)
-    again, _ = call(before.state, item, wrt)
-    leaves = _tree.flatten(final)[0], _tree.flatten(again)[0]
-    for path, old, new in zip(_tree.paths(final, "state"), *leaves, strict=True):
-        if isinstance(old, Tensor) and not torch.equal(old.nan_to_num(), new.nan_to_num()):
-            raise RuntimeError(
-                f"the last step, made again, gave another {path}. Likely cause: a step that draws "
-                "from NumPy or from a generator of its own, counts its calls, reads data that "
-                "items makes anew each time, or runs a kernel whose sums vary from call to call. "
-                "Fix: items that are made once, `list(itertools.islice(batches, 100))`; "
-                "torch's generator; `torch.use_deterministic_algorithms(True)`."
-            )
+    def check_last(self, before: Moment, final: Tree) -> None:
+        """Refuse a step whose last call, made again, gives another state."""
+        self.generators.restore(before.generators)
+        again, _ = self.call(before.state, self.items[-1], self.wrt)
+        leaves = _tree.flatten(final)[0], _tree.flatten(again)[0]
+        for path, old, new in zip(_tree.paths(final, "state"), *leaves, strict=True):
+            if isinstance(old, Tensor) and not torch.equal(old.nan_to_num(), new.nan_to_num()):
+                raise RuntimeError(
+                    f"the last step, made again, gave another {path}. Likely cause: a step that "
+                    "draws from NumPy or from a generator of its own, counts its calls, or gets "
+                    "from items data that are made anew each time. Fix: items that are made once, "
+                    "`list(itertools.islice(loader, 100))`; torch's generator."
+                )
 
 
 def _read(flags: list[Any]) -> list[bool]:
@@ -282,14 +277,14 @@ def _read(flags: list[Any]) -> list[bool]:
 # ---- cotangents ----------------------------------------------------------------------------------
 
 
-def _first_cotangents(cotangent: Any, final: Tree) -> tuple[Any, Leaves]:
+def _first_cotangents(cotangent: Any, final: Tree, floats: Floats) -> tuple[Any, Leaves]:
     """Return the value at the final state, and its derivatives by the floating leaves."""
-    floats = Floats(final)
+    values = floats.values(final)
     if not callable(cotangent):
-        return (), _given_cotangents(cotangent, final, floats)
+        return (), _cotangents_of(cotangent, final, floats, values)
 
     def value_of(values: Leaves) -> Tensor:
-        value = cotangent(floats.with_values(values))
+        value = cotangent(floats.replaced(final, values))
         if not (isinstance(value, Tensor) and value.is_floating_point() and not value.ndim):
             raise TypeError(
                 f"cotangent returned {scalars.short_repr(value)}; expected a real 0-d tensor. Fix: "
@@ -297,68 +292,105 @@ def _first_cotangents(cotangent: Any, final: Tree) -> tuple[Any, Leaves]:
             )
         return value
 
-    grads, value = torch.func.grad_and_value(value_of)(floats.values)
+    grads, value = torch.func.grad_and_value(value_of)(values)
     return value.detach(), grads
 
 
-def _given_cotangents(tree: Tree, final: Tree, floats: Floats) -> Leaves:
+def _cotangents_of(tree: Tree, final: Tree, floats: Floats, likes: Leaves) -> Leaves:
+    """Return the leaves of a tree of cotangents, zeros for `()`."""
     try:
-        leaves = floats.of(floats.structure.flatten_up_to(tree))
+        leaves = floats.structure.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"cotangent is {_tree.described(tree)}, and not a tree like the final state, "
             f"{_tree.described(final)}. Fix: a function of the final state that returns a scalar, "
-            "or `state._replace(params=...)` with () for each other field."
+            "or the `state` of a later run's RunGradient."
         ) from error
-    paths = _tree.paths(final, "cotangent")
-    for place, leaf, like in zip(floats.places, leaves, floats.values, strict=True):
-        if not (
-            (isinstance(leaf, tuple) and leaf == ()) or getattr(leaf, "shape", None) == like.shape
-        ):
+    cotangents = []
+    for place, like in zip(floats.places, likes, strict=True):
+        leaf = leaves[place]
+        if isinstance(leaf, tuple) and not leaf:
+            leaf = torch.zeros_like(like)
+        elif not (isinstance(leaf, Tensor) and leaf.shape == like.shape):
             raise ValueError(
-                f"{paths[place]} is {scalars.short_repr(leaf)}; expected a tensor of shape "
-                f"{tuple(like.shape)}, or () for 0."
+                f"{_tree.path(final, 'cotangent', place)} is {scalars.short_repr(leaf)}; expected "
+                f"a tensor of shape {tuple(like.shape)}, or () for 0."
             )
-    return [
-        torch.zeros_like(like) if isinstance(leaf, tuple) else leaf
-        for leaf, like in zip(leaves, floats.values, strict=True)
-    ]
+        cotangents.append(leaf)
+    return cotangents
 
 
-Pull = Callable[[Tree, Any, Tree, Leaves], tuple[Leaves, Leaves]]
+@dataclasses.dataclass(frozen=True)
+class Pullback:
+    """The derivative of one step, as a function of trees that `jit` can compile."""
+
+    step: Step
+    floats: Floats  # of the state
+    wanted: Floats  # of wrt
+    with_amax: bool
+
+    def call(self, state: Tree, item: Any, wrt: Tree) -> tuple[Tree, Tree]:
+        return self.step(state, item, wrt) if self.wanted.places else self.step(state, item)
+
+    def compiled(self) -> Callable[..., Any]:
+        """Return this function, in one graph if the step is: the same for each run of the step."""
+        if not (isinstance(self.step, Jitted) and self.step.compiles()):
+            return self
+        plain = dataclasses.replace(self, step=self.step.fn)
+        graphs = _graphs.setdefault(self.step, {})
+        if plain not in graphs:
+            graphs[plain] = jit(plain, mode=self.step.mode)
+        return graphs[plain]
+
+    def __call__(
+        self, state: Tree, item: Any, wrt: Tree, after: Leaves, sums: Leaves, scaler: HasScale
+    ) -> tuple[Leaves, Leaves, Tensor, Any]:
+        """Return the derivatives by the state before the step, from those by the state after it,
+        the sums of those by wrt, whether they overflow, and their amax.
+        """
+        scaled = [
+            (leaf.to(wide_dtype(leaf.dtype)) * scaler.scale).to(like.dtype)
+            for leaf, like in zip(after, self.floats.values(state), strict=True)
+        ]
+        (by_state, by_wrt), overflow = unscale_and_check(
+            scaler, self._pull(state, item, wrt, scaled)
+        )
+        amax: Any = ()
+        if self.with_amax:
+            # Those by moments are larger by far, and pass through no half backward.
+            tree = self.floats.only(by_state)
+            amax = grad_amax(getattr(tree, "params", tree))
+        return by_state, [a + b for a, b in zip(sums, by_wrt, strict=True)], overflow, amax
+
+    def _pull(self, state: Tree, item: Any, wrt: Tree, cotangents: Leaves) -> tuple[Leaves, Leaves]:
+        values, others = self.floats.values(state), self.wanted.values(wrt)
+
+        def step(values: Leaves, others: Leaves) -> Leaves:
+            trees = self.floats.replaced(state, values), item, self.wanted.replaced(wrt, others)
+            return self.floats.values(self.call(*trees)[0])
+
+        if not traced():
+            # Half the time of torch.func, and a checkpointed region is computed again.
+            inputs = [leaf.detach().requires_grad_() for leaf in [*values, *others]]
+            with torch.enable_grad():
+                results = step(inputs[: len(values)], inputs[len(values) :])
+            if not _loses_derivative(values, results, cotangents):
+                recorded = [index for index, new in enumerate(results) if new.requires_grad]
+                grads = torch.autograd.grad(
+                    [results[index] for index in recorded],
+                    inputs,
+                    [cotangents[index] for index in recorded],
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+                return list(grads[: len(values)]), list(grads[len(values) :])
+            del results
+        pulled: tuple[Leaves, Leaves] = torch.func.vjp(step, values, others)[1](cotangents)
+        return pulled
 
 
-def _pull(
-    step: Step, takes_wrt: bool, state: Tree, item: Any, wrt: Tree, cotangents: Leaves
-) -> tuple[Leaves, Leaves]:
-    """Return the cotangents before a step, of the state and of `wrt`, from those after it."""
-    floats, wanted = Floats(state), Floats(wrt)
-
-    def after(values: Leaves, others: Leaves) -> Leaves:
-        extra = [wanted.with_values(others)] if takes_wrt else []
-        new, _ = step(floats.with_values(values), item, *extra)
-        return floats.of(_tree.flatten(new)[0])
-
-    inputs, size = [*floats.values, *wanted.values], len(floats.values)
-    if not traced():
-        # Half the time of torch.func, and a checkpointed region is computed again.
-        inputs = [leaf.detach().requires_grad_() for leaf in inputs]
-        with torch.enable_grad():
-            results = after(inputs[:size], inputs[size:])
-        if not _loses_derivative(floats.values, results, cotangents):
-            recorded = [index for index, new in enumerate(results) if new.requires_grad]
-            grads = torch.autograd.grad(
-                [results[index] for index in recorded],
-                inputs,
-                [cotangents[index] for index in recorded],
-                allow_unused=True,
-                materialize_grads=True,
-            )
-            return list(grads[:size]), list(grads[size:])
-        del results
-    _, vjp = torch.func.vjp(after, floats.values, wanted.values)
-    pulled: tuple[Leaves, Leaves] = vjp(cotangents)
-    return pulled
+# The graphs of pullbacks, by their step, so that a second run compiles nothing.
+_graphs: weakref.WeakKeyDictionary[Jitted, dict[Pullback, Jitted]] = weakref.WeakKeyDictionary()
 
 
 def _loses_derivative(before: Leaves, after: Leaves, cotangents: Leaves) -> bool:
@@ -372,51 +404,32 @@ def _loses_derivative(before: Leaves, after: Leaves, cotangents: Leaves) -> bool
     )
 
 
-# The pullbacks of jitted steps, so that a second run compiles nothing.
-_pullbacks: weakref.WeakKeyDictionary[Jitted, dict[bool, Pull]] = weakref.WeakKeyDictionary()
-
-
-def _pullback_of(step: Step, takes_wrt: bool) -> Pull:
-    if not (isinstance(step, Jitted) and step.compiles()):
-        return functools.partial(_pull, step, takes_wrt)
-    pullbacks = _pullbacks.setdefault(step, {})
-    if takes_wrt not in pullbacks:
-        pullbacks[takes_wrt] = jit(functools.partial(_pull, step.fn, takes_wrt), mode=step.mode)
-    return pullbacks[takes_wrt]
-
-
-class _Cotangents:
-    """The derivatives by a state, pulled back through one step after the other, and the sum of
+class _Derivative:
+    """The derivatives by a state, pulled back through one step after the other, and the sums of
     those by `wrt`.
     """
 
-    def __init__(self, pull: Pull, cotangents: Leaves, wrt: Tree, rule: Rule[Any] | None) -> None:
-        self.pull, self.of_state = pull, cotangents
-        self.wrt, self.of_wrt = wrt, [torch.zeros_like(leaf) for leaf in Floats(wrt).values]
+    def __init__(
+        self, pullback: Callable[..., Any], by_state: Leaves, wrt: Tree, rule: Rule[Any] | None
+    ) -> None:
+        self.pullback, self.by_state, self.wrt = pullback, by_state, wrt
+        self.by_wrt = list(map(torch.zeros_like, Floats.of(wrt).values(wrt)))
         self.rule: Rule[Any] = NoScale() if rule is None else rule
-        device = cotangents[0].device if cotangents else None
-        self.scaler: HasScale = self.rule.init(device)
+        self.scaler: HasScale = self.rule.init(by_state[0].device if by_state else None)
 
     def pull_back(self, state: Tree, item: Any, index: int) -> None:
         """Replace the derivatives by those before the step of this index."""
-        dtypes = [leaf.dtype for leaf in Floats(state).values]
         while True:
-            scaled = [
-                (leaf.to(wide_dtype(leaf.dtype)) * self.scaler.scale).to(dtype)
-                for leaf, dtype in zip(self.of_state, dtypes, strict=True)
-            ]
-            both = self.pull(state, item, self.wrt, scaled)
-            unscaled, overflow = unscale_and_check(self.scaler, both)
+            arguments = state, item, self.wrt, self.by_state, self.by_wrt, self.scaler
+            by_state, by_wrt, overflow, amax = self.pullback(*arguments)
             if not overflow:
                 break
             lower = backed_off(self.rule, self.scaler)
             if lower is None:
                 raise _not_finite(index, self.scaler.scale, self.rule)
             self.scaler = lower
-        amax = grad_amax(unscaled) if takes_amax(self.rule) else None
+        self.by_state, self.by_wrt = by_state, by_wrt
         self.scaler = call_rule(self.rule, self.scaler, overflow, amax)
-        self.of_state, of_wrt = unscaled
-        self.of_wrt = [a + b for a, b in zip(self.of_wrt, of_wrt, strict=True)]
 
 
 def _not_finite(index: int, scale: Tensor, rule: Any) -> FloatingPointError:

@@ -251,8 +251,11 @@ class ValueAndGrad:
         if on_grad is not None:
             _backward(loss, inputs, on_grad)
         elif self.keeps_graph:
-            options = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
-            grads = list(torch.autograd.grad(loss, inputs, **options))
+            grads = list(
+                torch.autograd.grad(
+                    loss, inputs, create_graph=True, allow_unused=True, materialize_grads=True
+                )
+            )
         else:
             raw: list[Any] = _gradients(loss, inputs)
             for index, gradient in enumerate(raw):

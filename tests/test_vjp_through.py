@@ -1,0 +1,416 @@
+"""The derivative of a run: the unrolled gradient, differences, and what a replay must keep."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import purescale as ps
+from purescale.testing import same_bits
+
+N, CLASSES = 6, 3
+FLOAT64 = torch.float64
+
+
+def batches(number, dtype=torch.float32, size=N):
+    generator = torch.Generator().manual_seed(number)
+    return [
+        (
+            torch.randn(size, 5, generator=generator).to(dtype),
+            torch.randint(0, CLASSES, (size,), generator=generator),
+        )
+        for _ in range(number)
+    ]
+
+
+def net(*extra, width=33, dtype=torch.float32):
+    torch.manual_seed(0)
+    layers = nn.Linear(5, width), *extra, nn.Tanh(), nn.Linear(width, CLASSES)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def differentiable(cls=torch.optim.AdamW, **settings):
+    return ps.from_torch(cls, **{"lr": 0.01, **settings}, differentiable=True)
+
+
+def task(model=None, optimizer=None, rule=None, rng=None, window=1, policy=None, **settings):
+    """A step by weights of its examples, its first state, and a loss of the last one."""
+    optimizer, rule = optimizer or differentiable(), rule or ps.DynamicScale(init_scale=8.0)
+    apply, params, buffers = ps.make_functional(model or net())
+    forward = ps.with_policy(apply, policy) if policy else apply
+
+    def loss_fn(params, buffers, microbatch):
+        x, y, weights = microbatch
+        out, buffers = forward(params, buffers, x)
+        return (F.cross_entropy(out, y, reduction="none") * weights).mean(), buffers
+
+    def step(state, batch, weights):
+        rows = zip(*(part.chunk(window) for part in (*batch, weights)), strict=True)
+        options = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, **settings}
+        return ps.train_step(state, list(rows), **options)
+
+    def query(state):
+        return sum(p.square().sum() for p in state.params.values())
+
+    return step, ps.init_train_state(params, buffers, optimizer, rule, rng=rng), query
+
+
+def train(step, state, items, *wrt):
+    for item in items:
+        state, _ = step(state, item, *wrt)
+    return state
+
+
+def unrolled(step, state, items, query, weights):
+    def run(params, weights):
+        return query(train(step, state._replace(params=params), items, weights))
+
+    return torch.func.grad(run, (0, 1))(state.params, weights)
+
+
+def assert_is_unrolled_gradient(step, state, items, query, weights, **tolerance):
+    run = ps.vjp_through(step, state, items, query, wrt=weights)
+    by_params, by_weights = unrolled(step, state, items, query, weights)
+    tolerance = tolerance or {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(run.state.params, by_params, **tolerance)
+    torch.testing.assert_close(run.wrt, by_weights, **tolerance)
+    final = train(step, state, items, weights)
+    assert same_bits(run.final, final)
+    assert same_bits(run.value, query(final))
+
+
+CLASSES_OF_TORCH = [
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.ASGD, {}),
+]
+
+
+@pytest.mark.parametrize(("cls", "settings"), CLASSES_OF_TORCH)
+def test_the_derivative_has_the_bits_of_the_unrolled_gradient(cls, settings):
+    step, state, query = task(optimizer=differentiable(cls, **settings))
+    assert_is_unrolled_gradient(step, state, batches(5), query, torch.ones(N))
+
+
+def test_weights_of_one_run_have_the_derivative_of_finite_differences():
+    step, state, query = task(net(dtype=FLOAT64))
+    items, weights = batches(5, FLOAT64), torch.ones(N, dtype=FLOAT64)
+    run = ps.vjp_through(step, state, items, query, wrt=weights)
+    torch.testing.assert_close(run.wrt, differences(step, state, items, query, weights))
+
+
+def differences(step, state, items, query, weights, eps=1e-6, seed=3):
+    def value(weights):
+        torch.manual_seed(seed)
+        return query(train(step, state, items, weights))
+
+    rows = eps * torch.eye(len(weights), dtype=weights.dtype)
+    return torch.stack([(value(weights + d) - value(weights - d)) / (2 * eps) for d in rows])
+
+
+@given(number=st.integers(1, 9), every=st.integers(1, 11))
+def test_any_length_of_a_segment_has_the_same_bits(number, every):
+    step, state, query = task(net(width=5), differentiable(torch.optim.SGD, momentum=0.9))
+    items, weights = batches(number), torch.ones(N)
+    run = ps.vjp_through(step, state, items, query, wrt=weights, every=every)
+    assert same_bits(run, ps.vjp_through(step, state, items, query, wrt=weights))
+
+
+def by_name(name, param):
+    return "matrices" if param.ndim > 1 else "others"
+
+
+OPTIMIZERS = {
+    "partition": lambda: ps.partition(
+        {"matrices": differentiable(torch.optim.SGD), "others": differentiable()}, by_name
+    ),
+    "masters": lambda: ps.with_master_weights(differentiable()),
+    "fused": lambda: ps.from_torch(torch.optim.AdamW, lr=0.01),
+    "schedule": lambda: differentiable(lr=lambda count: 0.1 / (1 + count)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("settings", [{}, {"window": 3, "max_norm": 0.1}], ids=["plain", "window"])
+def test_every_kind_of_step_has_the_unrolled_gradient(name, settings):
+    step, state, query = task(optimizer=OPTIMIZERS[name](), **settings)
+    items, weights = batches(4), torch.ones(N)
+    run = ps.vjp_through(step, state, items, query, wrt=weights)
+    by_params, by_weights = unrolled(step, state, items, query, weights)
+    torch.testing.assert_close(run.state.params, by_params, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(run.wrt, by_weights, rtol=1e-5, atol=1e-6)
+
+
+def test_a_checkpointed_region_has_the_same_derivative():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    plain, kept = task(net()), task(Block())
+    items, weights = batches(3), torch.ones(N)
+    a = ps.vjp_through(plain[0], plain[1], items, plain[2], wrt=weights)
+    b = ps.vjp_through(kept[0], kept[1], items, kept[2], wrt=weights)
+    torch.testing.assert_close(a.wrt, b.wrt, rtol=1e-5, atol=1e-7)
+
+
+# ---- what is no parameter ------------------------------------------------------------------------
+
+
+def test_running_statistics_are_constants():
+    step, state, query = task(net(nn.BatchNorm1d(33)))
+    assert_is_unrolled_gradient(step, state, batches(4), query, torch.ones(N))
+    run = ps.vjp_through(step, state, batches(2), query, wrt=torch.ones(N))
+    assert set(run.state.buffers.values()) == {()}
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_dropout_draws_the_numbers_of_the_run(seed):
+    rng = None if seed is None else torch.Generator().manual_seed(seed).get_state()
+    step, state, query = task(net(nn.Dropout(0.3), dtype=FLOAT64), rng=rng)
+    items, weights = batches(5, FLOAT64), torch.ones(N, dtype=FLOAT64)
+    torch.manual_seed(3)
+    run = ps.vjp_through(step, state, items, query, wrt=weights)
+    after = torch.get_rng_state()
+    torch.testing.assert_close(run.wrt, differences(step, state, items, query, weights))
+    torch.manual_seed(3)
+    assert same_bits(run.final, train(step, state, items, weights))
+    assert torch.equal(after, torch.get_rng_state())
+
+
+@given(index=st.integers(0, 4), value=st.sampled_from([float("inf"), float("nan")]))
+def test_a_skipped_step_is_left_out_of_the_derivative(index, value):
+    step, state, query = task(net(width=5))
+    items, weights = batches(4), torch.ones(N)
+    bad = torch.full_like(items[0][0], value), items[0][1]
+    run = ps.vjp_through(step, state, [*items[:index], bad, *items[index:]], query, wrt=weights)
+    assert run.final.step == 4
+    without = ps.vjp_through(step, state, items, query, wrt=weights)
+    assert same_bits((run.wrt, run.state.params), (without.wrt, without.state.params))
+
+
+def test_a_retried_step_has_the_derivative_of_its_last_try():
+    policy = "params=float32,compute=float16,output=float32"
+    high = task(policy=policy, rule=ps.DynamicScale(2.0**24), max_retries=40)
+    items, weights = batches(3), torch.ones(N)
+    a = ps.vjp_through(high[0], high[1], items, high[2], wrt=weights, rule=ps.DynamicScale())
+    low = task(policy=policy, rule=ps.DynamicScale(a.final.scaler.scale.item()))
+    b = ps.vjp_through(low[0], low[1], items, low[2], wrt=weights, rule=ps.DynamicScale())
+    assert a.final.step == 3
+    torch.testing.assert_close(a.wrt, b.wrt, rtol=1e-2, atol=1e-4)
+
+
+# ---- the form ------------------------------------------------------------------------------------
+
+
+def test_two_runs_in_a_row_are_one_run():
+    step, state, query = task()
+    items, weights = batches(6), torch.ones(N)
+    whole = ps.vjp_through(step, state, items, query, wrt=weights)
+    middle = train(step, state, items[:2], weights)
+    second = ps.vjp_through(step, middle, items[2:], query, wrt=weights)
+    first = ps.vjp_through(step, state, items[:2], second.state, wrt=weights)
+    assert first.value == ()
+    assert same_bits((first.state, second.value), (whole.state, whole.value))
+    torch.testing.assert_close(first.wrt + second.wrt, whole.wrt)
+
+
+def test_kept_states_in_a_folder_have_the_same_bits_and_leave_no_file(tmp_path):
+    step, state, query = task()
+    arguments = step, state, batches(7), query
+    run = ps.vjp_through(*arguments, wrt=torch.ones(N), folder=tmp_path)
+    assert same_bits(run, ps.vjp_through(*arguments, wrt=torch.ones(N)))
+    assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_a_folder_is_left_empty_by_an_error(tmp_path):
+    step, state, _ = task()
+    with pytest.raises(TypeError, match="real 0-d tensor"):
+        ps.vjp_through(step, state, batches(4), lambda s: 1.0, wrt=torch.ones(N), folder=tmp_path)
+    assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_arguments_are_unchanged():
+    step, state, query = task(net(nn.BatchNorm1d(33)))
+    items, weights = batches(4), torch.ones(N)
+    before = ps.to_state_dict((state, items, weights))
+    before = ps.from_state_dict(before, like=(state, items, weights))
+    versions = [x._version for x in (*state.params.values(), *state.buffers.values(), weights)]
+    ps.vjp_through(step, state, items, query, wrt=weights)
+    after = [x._version for x in (*state.params.values(), *state.buffers.values(), weights)]
+    assert versions == after
+    assert same_bits(before, (state, items, weights))
+
+
+def test_derivatives_come_in_trees_of_floating_leaves():
+    def step(state, item, wrt):
+        value = state["x"] * wrt["a"][0] + item
+        return {"x": value, "count": state["count"] + 1}, ()
+
+    state = {"x": torch.tensor(1.0), "count": torch.tensor(0)}
+    wrt = {"a": [torch.tensor(2.0)], "index": torch.tensor(3)}
+    run = ps.vjp_through(step, state, [1.0, 1.0], lambda state: state["x"], wrt=wrt)
+    assert run.final == {"x": torch.tensor(7.0), "count": torch.tensor(2)}
+    assert run.state == {"x": torch.tensor(4.0), "count": ()}
+    assert run.wrt == {"a": [torch.tensor(5.0)], "index": ()}
+
+
+def test_half_leaves_have_derivatives_in_float32():
+    def step(x, item):
+        return x * item, ()
+
+    run = ps.vjp_through(step, torch.ones(3, dtype=torch.float16), [2.0] * 3, torch.Tensor.sum)
+    assert torch.equal(run.state, torch.full((3,), 8.0))
+
+
+# ---- a scale for cotangents ----------------------------------------------------------------------
+
+RULES = [ps.DynamicScale(), ps.HeadroomScale(), ps.DynamicScale(2.0**24), ps.StaticScale(2.0**-8)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_a_scale_changes_no_bit_of_what_fits(rule):
+    step, state, query = task()
+    arguments = step, state, batches(5), query
+    run = ps.vjp_through(*arguments, wrt=torch.ones(N), rule=rule)
+    plain = ps.vjp_through(*arguments, wrt=torch.ones(N))
+    torch.testing.assert_close(run.wrt, plain.wrt, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("inner", [0, 8, 14, 18])
+@pytest.mark.parametrize("rule", [ps.DynamicScale(), ps.HeadroomScale()], ids=type)
+def test_a_float16_run_has_the_derivative_of_float32_at_every_inner_scale(inner, rule):
+    items, weights = batches(16, size=300), torch.ones(300)
+    optimizer = differentiable(torch.optim.SGD, lr=0.1, momentum=0.9)
+    by_weights = []
+    for policy in (None, "params=float32,compute=float16,output=float32"):
+        settings = {"rule": ps.StaticScale(2.0**inner), "policy": policy}
+        step, state, query = task(optimizer=optimizer, **settings)
+        run = ps.vjp_through(step, state, items, query, wrt=weights, rule=rule)
+        assert run.final.step == 16
+        by_weights.append(run.wrt)
+    assert (by_weights[1] - by_weights[0]).norm() < 2e-3 * by_weights[0].norm()
+
+
+@pytest.mark.parametrize("rule", [None, ps.StaticScale(2.0**10), ps.DynamicScale()], ids=repr)
+def test_a_derivative_that_no_scale_makes_finite_is_refused(rule):
+    def step(x, item):
+        return (x - item).sqrt(), ()
+
+    with pytest.raises(FloatingPointError, match="the derivative through step 1 is not finite"):
+        ps.vjp_through(step, torch.ones(2), [0.0, 1.0, -1.0], torch.Tensor.sum, rule=rule)
+
+
+# ---- jit -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"window": 2, "max_norm": 0.1}], ids=["plain", "window"])
+def test_a_jitted_step_has_the_derivative_of_the_eager_one(settings):
+    # A bias before a batch norm has noise for a gradient, which SGD does not amplify.
+    optimizer = differentiable(torch.optim.SGD, momentum=0.9)
+    step, state, query = task(net(nn.BatchNorm1d(33)), optimizer, **settings)
+    arguments = state, batches(5), query
+    eager = ps.vjp_through(step, *arguments, wrt=torch.ones(N))
+    jitted = ps.vjp_through(ps.jit(step), *arguments, wrt=torch.ones(N), rule=ps.DynamicScale())
+    torch.testing.assert_close(jitted.wrt, eager.wrt, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(jitted.state.params, eager.state.params, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_dropout_under_jit_draws_the_numbers_of_the_run():
+    step, state, query = task(net(nn.Dropout(0.3), dtype=FLOAT64))
+    step = ps.jit(step)
+    items, weights = batches(4, FLOAT64), torch.ones(N, dtype=FLOAT64)
+    torch.manual_seed(3)
+    run = ps.vjp_through(step, state, items, query, wrt=weights)
+    differ = differences(step, state, items, query, weights, eps=1e-5)
+    torch.testing.assert_close(run.wrt, differ, rtol=1e-5, atol=1e-8)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def test_a_step_that_donates_is_refused():
+    step, state, query = task(donate=True)
+    before = {name: p.clone() for name, p in state.params.items()}
+    with pytest.raises(RuntimeError, match="overwrote its state"):
+        ps.vjp_through(step, state, batches(3), query, wrt=torch.ones(N))
+    assert same_bits(before, state.params)
+    with pytest.raises(ValueError, match="donates"):
+        ps.vjp_through(ps.jit(step, donate=0), state, batches(3), query, wrt=torch.ones(N))
+
+
+def test_a_step_that_is_not_a_function_of_its_arguments_is_refused():
+    calls = itertools.count()
+
+    def step(x, item):
+        return x * (1 + 0.1 * next(calls)), ()
+
+    with pytest.raises(RuntimeError, match="made again, gave another state"):
+        ps.vjp_through(step, torch.ones(2), [0, 0, 0], torch.Tensor.sum)
+
+
+def test_a_run_of_an_ensemble_is_refused():
+    def step(x, item):
+        return x, ps.StepInfo(*[torch.zeros(2)] * 6, ())
+
+    with pytest.raises(ValueError, match=r"found_inf has shape \(2,\)"):
+        ps.vjp_through(step, torch.ones(2), [0], torch.Tensor.sum)
+
+
+BAD = {
+    "an iterator": ({"items": iter([1.0])}, TypeError, "items is list_iterator"),
+    "no items": ({"items": []}, ValueError, "items is empty"),
+    "no rule": ({"rule": ps.DynamicScale}, TypeError, "rule is the class DynamicScale"),
+    "a length of 0": ({"every": 0}, ValueError, "every"),
+    "no function": ({"step": torch.ones(2)}, TypeError, "step is"),
+    "a step without info": ({"step": lambda x, item: x}, TypeError, "expected a pair"),
+    "another state": ({"step": lambda x, i: (x[0], ())}, ValueError, "the step returned"),
+    "another tree": ({"cotangent": {"a": 1.0}}, ValueError, "expected a tensor of shape"),
+    "another shape": ({"cotangent": torch.ones(3)}, ValueError, "expected a tensor of shape"),
+    "no scalar": ({"cotangent": lambda x: x}, TypeError, "real 0-d tensor"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_wrong_argument_is_refused_by_name(name):
+    changed, kind, match = BAD[name]
+    arguments = {
+        "step": lambda x, item: (x * item, ()),
+        "state": torch.ones(2),
+        "items": [2.0],
+        "cotangent": torch.sum,
+    }
+    with pytest.raises(kind, match=match):
+        ps.vjp_through(**{**arguments, **changed})
+
+
+def test_a_traced_call_is_refused():
+    def run(x):
+        return ps.vjp_through(lambda x, i: (x, ()), x, [0], torch.sum).value
+
+    with pytest.raises(ValueError, match="cannot be traced"):
+        torch.func.grad(run)(torch.ones(2))
+
+
+def test_a_bar_shows_the_steps_that_are_pulled_back(capfd):
+    ps.vjp_through(lambda x, i: (x * i, ()), torch.ones(2), [1.0] * 4, torch.sum, progress=True)
+    assert "4/4" in capfd.readouterr().err

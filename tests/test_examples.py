@@ -81,6 +81,12 @@ def test_the_loop_by_hand_runs_and_is_short(capsys):
 
 
 @pytest.mark.slow
+def test_the_attribution_predicts_trainings_without_some_digits(capsys):
+    runpy.run_path(str(ROOT / "examples" / "attribution.py"))
+    assert float(capsys.readouterr().out.split(": ")[-1]) > 0.95
+
+
+@pytest.mark.slow
 def test_the_ensemble_trains_each_rate_as_torch_would(capsys):
     runpy.run_path(str(ROOT / "examples" / "ensemble.py"))
     out = capsys.readouterr().out

@@ -215,31 +215,6 @@ def test_a_bar_is_shown_on_demand(capfd):
     assert "precise_bn: 100%" in capfd.readouterr().err
 
 
-def test_a_bar_without_tqdm_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)  # as if it was not installed
-    apply, params, buffers = ps.make_functional(net())
-    with pytest.raises(ImportError, match=r"Fix: `pip install '\.\[progress\]'` in a copy of the"):
-        ps.precise_bn(apply, params, buffers, images(4, 4), progress=True)
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_bar_in_a_log_is_a_line_a_minute(terminal, monkeypatch):
-    tqdm = pytest.importorskip("tqdm.std")
-
-    class Screen(io.StringIO):
-        def isatty(self):
-            return terminal
-
-    clock = itertools.count()  # a second between any two looks at it
-    monkeypatch.setattr(tqdm, "time", lambda: float(next(clock)))
-    monkeypatch.setattr(sys, "stderr", Screen())
-    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
-    ps.precise_bn(apply, params, buffers, [normal(4, 3)] * 100, progress=True)
-    lines = sys.stderr.getvalue().count("precise_bn")
-    assert lines > 90 if terminal else 3 <= lines < 10
-    assert "precise_bn: 100%" in sys.stderr.getvalue()
-
-
 # ---- sequential
 
 

@@ -18,7 +18,7 @@ from .._optim.step_inputs import flatten_together
 from .._torch import donation, dtensor, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
-from .._torch.tracing import is_on_a_graph, recorded_by_make_fx, traced
+from .._torch.tracing import by_torch_func, is_on_a_graph, recorded_by_make_fx
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import are_dense_real, as_tensor_list, versions
@@ -200,8 +200,9 @@ class ValueAndGrad:
         self.are_all_present = len(self.inputs) == len(params.leaves)
         self.dense_real = params.tensor_list.dense_off_graph or are_dense_real(params.leaves)
         self.sharded = not params.tensor_list.dense_off_graph and dtensor.any_dtensor(self.inputs)
-        self.uses_torch_func = traced()
-        self.keeps_graph = differentiable and is_on_a_graph(self.inputs) and not traced()
+        self.uses_torch_func = by_torch_func()
+        on_graph = differentiable and is_on_a_graph(self.inputs)
+        self.keeps_graph = on_graph and not self.uses_torch_func
         self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
         self.storages = storages if self.owns_gradients else None
         # make_fx does not see that a subclass is made, and would take parameters for constants.

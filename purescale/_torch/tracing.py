@@ -90,6 +90,11 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
     return all(set(map(type, x)) <= PLAIN_TYPES and all(map(_is_cpu, x)) for x in lists)
 
 
+def by_torch_func() -> bool:
+    """Return True if torch.func must take the gradients of a step."""
+    return traced()
+
+
 def refuse_in_a_trace(what: str, fix: str) -> None:
     """Refuse what a traced step cannot do."""
     if traced():

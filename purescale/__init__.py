@@ -64,6 +64,8 @@ Optimizers:
     schedule_from_torch   a learning rate by step from any scheduler of torch
     partition             one optimizer made of several, each for a kind of parameter
     replace_settings      replace a learning rate or another setting that a state holds
+    with_schedule_free    an optimizer whose average needs no schedule
+    averaged              that average, the parameters to evaluate
     OptState              the state of a torch optimizer
 
 The update of half parameters:
@@ -105,6 +107,7 @@ One graph:
 A whole run:
     vjp_through           the derivative of a run, by replay; syncs
     RunGradient           the result of vjp_through
+    fingerprint           one number that any flipped bit of a state changes
 
 Checkpoints:
     to_state_dict         any state as nested dicts of tensors
@@ -174,6 +177,7 @@ from ._optim.master_weights import (
     join_masters,
 )
 from ._optim.stochastic_rounding import with_stochastic_rounding, stochastic_round
+from ._optim.schedule_free import averaged, with_schedule_free
 from ._optim.state_dtype import with_state_dtype
 
 from ._batch_norm.bn_stats import (
@@ -200,6 +204,7 @@ from ._runs.vjp_through import RunGradient, vjp_through
 from ._checkpoint import to_state_dict, from_state_dict, save, load
 
 from ._tree.hints import hint_attributes as _hint_attributes
+from ._tree.fingerprint import fingerprint
 from ._tree.select import select
 from ._tree.stack import stack_states, member, ema
 
@@ -256,6 +261,8 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "schedule_from_torch",
     "partition",
     "replace_settings",
+    "with_schedule_free",
+    "averaged",
     "OptState",
     "with_master_weights",
     "master_weights",
@@ -287,6 +294,7 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "scan_steps",
     "vjp_through",
     "RunGradient",
+    "fingerprint",
     "to_state_dict",
     "from_state_dict",
     "save",

@@ -1,9 +1,6 @@
 """precise_bn: the statistics of a whole loader, in one pass or layer by layer."""
 
-import io
-import itertools
 import logging
-import sys
 
 import hypothesis.strategies as st
 import pytest

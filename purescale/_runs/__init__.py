@@ -4,5 +4,5 @@ A step is a pure function, so a run can be replayed from any state of it, with t
 
 Entry: `vjp_through.vjp_through`.
 Hands on: a `vjp_through.RunGradient`.
-May import: `_step`, `_loss_scale`, `_grads`, `_checkpoint.py`, `_tree`, `_torch`.
+May import: `_step`, `_jit`, `_loss_scale`, `_checkpoint.py`, `_tree`, `_torch`.
 """

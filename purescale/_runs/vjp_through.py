@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._jit.jit import Jitted, jit
+from .._jit.scan_steps import pair_of
 from .._loss_scale.headroom import grad_amax
 from .._loss_scale.rule_protocol import HasScale, Rule, call_rule, check_rule, takes_amax
 from .._loss_scale.rules import NoScale
 from .._loss_scale.scaling import unscale_and_check
 from .._runs.kept_states import Generators, KeptStates, Moment
-from .._step.jit import Jitted, jit
 from .._step.retry import backed_off
-from .._step.scan_steps import pair_of
 from .._torch.dtypes import wide_dtype
 from .._torch.progress import progress_bar
 from .._torch.tracing import refuse_in_a_trace, traced
 from .._tree import scalars
 from .._tree import tree as _tree
-from .._tree.fields import document_fields
+from .._tree.hints import document_fields
 from .._tree.leaves import versions
 from .._tree.tree import Leaves, Tree
 

@@ -1,0 +1,118 @@
+"""Schedule-free training: the published recurrence in float64, the laws of an optimizer, a run."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import purescale as ps
+from purescale.testing import assert_optimizer, same_bits
+
+CLASSES = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "betas": (0.0, 0.99)}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01}),
+}
+
+
+def reference(cls, settings, start, gradients, beta):
+    """x, y and z kept apart, with torch's own class over z, in float64."""
+    z = nn.Parameter(start.double())
+    x, y = z.detach().clone(), z.detach().clone()
+    inner = cls([z], **settings)
+    for count, gradient in enumerate(gradients, start=1):
+        z.grad = gradient(y)
+        inner.step()
+        x += (z.detach() - x) / count
+        y = (1 - beta) * z.detach() + beta * x
+    return y, x
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@given(size=st.sampled_from([5, 33, 300]), beta=st.sampled_from([0.1, 0.5, 0.9, 0.98]))
+def test_it_is_the_published_recurrence(name, size, beta):
+    cls, settings = CLASSES[name]
+    generator = torch.Generator().manual_seed(size)
+    start, target = torch.randn(2, size, generator=generator)
+    gradients = [lambda y: y - target] * 40
+    optimizer = ps.with_schedule_free(ps.from_torch(cls, **settings), beta)
+    params = {"w": start.double()}
+    state = optimizer.init(params)
+    for gradient in gradients:
+        params, state = optimizer.step(params, {"w": gradient(params["w"])}, state)
+    y, x = reference(cls, settings, start, gradients, beta)
+    torch.testing.assert_close(params["w"], y)
+    torch.testing.assert_close(ps.averaged(params, state)["w"], x)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_it_has_the_laws_of_an_optimizer(name):
+    cls, settings = CLASSES[name]
+    assert_optimizer(ps.with_schedule_free(ps.from_torch(cls, **settings)))
+
+
+def test_a_run_ends_at_its_average_better_than_at_its_iterate():
+    torch.manual_seed(0)
+    target, noise = torch.randn(33), torch.Generator().manual_seed(1)
+    optimizer = ps.with_schedule_free(ps.from_torch(torch.optim.SGD, lr=0.5))
+    params = {"w": torch.zeros(33)}
+    state = optimizer.init(params)
+    for _ in range(300):
+        gradient = params["w"] - target + torch.randn(33, generator=noise)
+        params, state = optimizer.step(params, {"w": gradient}, state)
+    off = [(tree["w"] - target).norm() for tree in (ps.averaged(params, state), state.iterate)]
+    assert off[0] < off[1] / 4
+
+
+def loss_fn(params, buffers, batch):
+    return F.mse_loss(batch[0] @ params["w"], batch[1]), buffers
+
+
+def test_a_skipped_step_leaves_iterate_average_and_count():
+    optimizer = ps.with_schedule_free(ps.from_torch(torch.optim.AdamW, lr=0.01))
+    rule = ps.DynamicScale(init_scale=8.0)
+    state = ps.init_train_state({"w": torch.randn(5)}, {}, optimizer, rule)
+    parts = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule}
+    state, _ = ps.train_step(state, [(torch.randn(33, 5), torch.randn(33))], **parts)
+    bad, info = ps.train_step(state, [(torch.full((33, 5), torch.inf), torch.randn(33))], **parts)
+    assert info.found_inf
+    assert same_bits((bad.params, bad.opt_state), (state.params, state.opt_state))
+    assert bad.opt_state.applied == 1
+
+
+def test_a_mapped_step_is_a_loop():
+    optimizer = ps.with_schedule_free(ps.from_torch(torch.optim.AdamW, lr=0.01))
+    params = [{"w": torch.randn(33)} for _ in range(3)]
+    states = [optimizer.init(each) for each in params]
+    grads = [{"w": torch.randn(33)} for _ in range(3)]
+    stacked = map(ps.stack_states, (params, grads, states))
+    mapped = torch.vmap(optimizer.step)(*stacked)
+    loop = ps.stack_states(
+        [optimizer.step(*each) for each in zip(params, grads, states, strict=True)]
+    )
+    torch.testing.assert_close(mapped, loop)
+
+
+def test_half_parameters_are_averaged_in_float32():
+    optimizer = ps.with_schedule_free(ps.from_torch(torch.optim.SGD, lr=0.1))
+    params = {"w": torch.ones(5, dtype=torch.bfloat16)}
+    state = optimizer.init(params)
+    params, state = optimizer.step(params, {"w": torch.ones(5, dtype=torch.bfloat16)}, state)
+    assert params["w"].dtype is torch.bfloat16
+    assert ps.averaged(params, state)["w"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("beta", [0, 1, -0.1, float("nan")])
+def test_a_beta_out_of_range_is_refused(beta):
+    with pytest.raises(ValueError, match="expected a number above 0 and below 1"):
+        ps.with_schedule_free(ps.from_torch(torch.optim.SGD, lr=0.1), beta)
+
+
+def test_the_state_of_another_optimizer_has_no_average():
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError, match="expected the state of with_schedule_free"):
+        ps.averaged({"w": torch.ones(2)}, sgd.init({"w": torch.ones(2)}))
+    with pytest.raises(TypeError, match="expected an object with `init` and `step`"):
+        ps.with_schedule_free(torch.optim.SGD)

@@ -297,9 +297,9 @@ def test_the_first_page_of_the_site_is_the_beginning_of_the_readme(site):
 
 def test_the_menu_of_the_site_has_the_guides_the_reference_and_the_notebooks(site):
     menu = site["index"]
-    assert ":caption: Guides\n:hidden:\n\nguide\nrecipes\nthe_update\ngpu\n" in menu
+    assert ":caption: Guides\n:hidden:\n\nguide\na_loop_that_stays\nrecipes\nthe_update\ngpu\n" in menu
     assert "\nreference\nreference/01_a_module_as_a_function\n" in menu
-    assert "notebooks/10_the_update\n" in menu
+    assert "notebooks/11_the_derivative_of_a_run\n" in menu
     assert menu.count("{toctree}") == 5
 
 

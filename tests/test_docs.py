@@ -297,7 +297,8 @@ def test_the_first_page_of_the_site_is_the_beginning_of_the_readme(site):
 
 def test_the_menu_of_the_site_has_the_guides_the_reference_and_the_notebooks(site):
     menu = site["index"]
-    assert ":caption: Guides\n:hidden:\n\nguide\na_loop_that_stays\nrecipes\nthe_update\ngpu\n" in menu
+    guides = "guide", "a_loop_that_stays", "recipes", "the_update", "gpu"
+    assert ":caption: Guides\n:hidden:\n\n" + "\n".join(guides) + "\n" in menu
     assert "\nreference\nreference/01_a_module_as_a_function\n" in menu
     assert "notebooks/11_the_derivative_of_a_run\n" in menu
     assert menu.count("{toctree}") == 5

@@ -45,6 +45,19 @@ def test_generators_draw_the_same_numbers_after_they_are_restored():
     assert torch.equal(torch.rand(5), first)
 
 
+def test_generators_are_restored_after_an_error():
+    before = torch.get_rng_state()
+
+    def draw_and_fail():
+        with Generators([]):
+            torch.rand(5)
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk"):
+        draw_and_fail()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_run_in_a_folder_leaves_no_file(tmp_path):
     ps.vjp_through(lambda x, i: (x * i, ()), torch.ones(2), [2.0] * 5, torch.sum, folder=tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,13 @@ class Generators:
         for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
             self._modules.append((torch.get_device_module(device), (device,)))
 
+    def __enter__(self) -> None:
+        """Remember the states, which are restored at the end."""
+        self._before = self.states()
+
+    def __exit__(self, *error: object) -> None:
+        self.restore(self._before)
+
     def states(self) -> list[Tensor]:
         return [module.get_rng_state(*where) for module, where in self._modules]
 
@@ -52,12 +58,7 @@ class KeptStates:
     def __enter__(self) -> KeptStates:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._directory is not None:
             self._directory.cleanup()
 

@@ -184,10 +184,11 @@ def vjp_through(
     with KeptStates(folder, Moment(first, generators.states())) as kept:
         run = _Run(pullback.call, items, wrt, generators)
         final, flags = run.forward(first, every, kept)
-        after, skipped = generators.states(), _read(flags)
+        skipped = _read(flags)
         value, cotangents = _first_cotangents(cotangent, final, pullback.floats)
         derivative = _Derivative(pullback.compiled(), cotangents, wrt, rule)
-        with progress_bar("vjp_through", "step", number) if progress else nullcontext() as bar:
+        bar = progress_bar("vjp_through", "step", number) if progress else nullcontext()
+        with generators, bar as bar:
             for start in range((number - 1) // every * every, -1, -every):
                 stop = min(start + every, number)
                 moments = run.replay(start, stop, kept.pop(start))
@@ -200,7 +201,6 @@ def vjp_through(
                         derivative.pull_back(before.state, items[index], index)
                     if bar is not None:
                         bar.update()
-        generators.restore(after)
     by_state = pullback.floats.only(derivative.by_state)
     return RunGradient(value, by_state, pullback.wanted.only(derivative.by_wrt), final)
 

@@ -184,15 +184,6 @@ class OptimizerSettings:
         whole = self.formula is not None and not self.formula.elementwise
         return [n for n in names if n in gradients and not (whole and not weights[n].numel())]
 
-    def fixed_groups(self, names: tuple[str, ...]) -> list[ParamGroup]:
-        """Return torch's parameter groups with their rates, and None for each setting that
-        varies.
-        """
-        pairs = zip(self.lrs, self.lr_varies, strict=True)
-        lrs = [None if varies else lr for lr, varies in pairs]
-        groups = self.torch_groups(names, dict.fromkeys(self.hyper))
-        return [group._replace(settings=group.with_lr(lrs)) for group in groups]
-
     def check_names(self, names: tuple[str, ...]) -> None:
         """Refuse a pattern that matches none of the names of all parameters."""
         unmatched = _matching(names, self._patterns)[1] if self._patterns else None

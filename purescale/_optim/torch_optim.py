@@ -344,15 +344,14 @@ class TorchOptimizer(Updater):
                 in it as `from_state_dict` finds them.
 
         Raises:
-            ValueError: If `like` has other parameters, leaves their order open, or has those of two
-                groups in one.
+            ValueError: If `like` has other parameters, several groups without names, or the
+                parameters of two groups in one.
         """
         groups = saved_groups(self._settings, opt_state, initial_lr)
         sd = state_dict(opt_state.slots, groups)
         if like is None:
             return sd
-        fixed = self._settings.fixed_groups(tuple(opt_state.slots))
-        return in_the_form_of(like, sd, fixed, opt_state.slots)
+        return in_the_form_of(like, sd, opt_state.slots)
 
     def settings_by_name(self, opt_state: OptState) -> dict[str, dict[str, Any]]:
         """Return the settings in the state for the torch group of each parameter."""
@@ -374,9 +373,7 @@ class TorchOptimizer(Updater):
 
         Parameters are found by name if the groups of `sd` have `param_names`, as `to_state_dict`
         writes them, and torch for an optimizer made from `model.named_parameters()`. Without names
-        they are found by position: one group has `params` in their order. Several groups may come
-        in any order, each with its parameters in the order of `params`, if sizes, shapes and
-        settings (`lr` or `initial_lr`, `weight_decay`, ...) tell them apart.
+        `sd` must be one group with the parameters in the order of `params`.
 
         Args:
             sd: A state dict of torch.optim or of `to_state_dict`. To name the parameters of one
@@ -391,15 +388,13 @@ class TorchOptimizer(Updater):
                 schedule it is `applied` by default.
 
         Raises:
-            ValueError: If the state is that of another class or model; if `sd` has no names, and
-                its groups do not fit or could be exchanged; if groups disagree on a setting in the
-                state; if a schedule needs a count and `sd` has none; none has that of iterations.
+            ValueError: If the state is that of another class or model; if `sd` has several groups
+                without names; if groups disagree on a setting in the state; if a schedule needs a
+                count and `sd` has none; none has that of iterations.
         """
         groups, states = checked_state_dict(sd)
         fresh = self.init(params)
-        names = tuple(fresh.slots)
-        fixed = self._settings.fixed_groups(names)
-        saved_params = find_parameters(groups, states, fixed, fresh.slots)
+        saved_params = find_parameters(groups, fresh.slots)
         slots = fresh.slots  # replaced one by one, so that memory holds one state only
         for name, param in saved_params.items():
             saved = states.get(param.key, {})

@@ -1,9 +1,8 @@
-"""torch's state dicts of an optimizer: written with names, read by name or by position."""
+"""torch's state dicts of an optimizer: written with names, read by name, or from one group."""
 
 from __future__ import annotations
 
 import copy
-import math
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -93,14 +92,12 @@ def _saved(slot: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def in_the_form_of(
-    like: Any, sd: dict[str, Any], groups: Sequence[ParamGroup], slots: Slots
-) -> dict[str, Any]:
+def in_the_form_of(like: Any, sd: dict[str, Any], slots: Slots) -> dict[str, Any]:
     """Return `sd` with the groups, the order and the flags of the state dict `like`, which keeps
     what it has of other parameters.
     """
     saved_groups, states = checked_state_dict(like)
-    saved_params = find_parameters(saved_groups, states, groups, slots)
+    saved_params = find_parameters(saved_groups, slots)
     written_as = {
         name: (group, key)
         for group in sd["param_groups"]
@@ -110,17 +107,20 @@ def in_the_form_of(
     for index, saved in enumerate(saved_groups):
         members = [name for name, param in saved_params.items() if param.group == index]
         settings = written_as[members[0]][0] if members else saved
+        listed = {"params", "param_names"}
         for name in members:
-            if mismatch := _setting_mismatch(settings, written_as[name][0]):
+            other = written_as[name][0]
+            differing = [n for n in settings if n not in listed and settings[n] != other.get(n)]
+            if differing:
                 raise ValueError(
                     f"like: param_groups[{index}] has {members[0]} and {name}, which are in two "
-                    f"groups here: {name} {mismatch}. Likely cause: overrides that the torch "
-                    "optimizer does not have. Fix: a torch optimizer made from these groups, "
-                    "`sd = optimizer.to_state_dict(opt_state)` and `cls([{'params': [(n, "
-                    "model.get_parameter(n)) for n in group['param_names']]} for group in "
-                    "sd['param_groups']])`."
+                    f"groups here with different {_tree.join_names(differing)}. Likely cause: "
+                    "overrides that the torch optimizer does not have. Fix: a torch optimizer made "
+                    "from these groups, `sd = optimizer.to_state_dict(opt_state)` and "
+                    "`cls([{'params': [(n, model.get_parameter(n)) for n in group['param_names']]} "
+                    "for group in sd['param_groups']])`."
                 )
-        kept = {"params", "param_names", *(saved.keys() & FLAGS)}
+        kept = {*listed, *(saved.keys() & FLAGS)}
         changed = {name: value for name, value in settings.items() if name not in kept}
         written.append({**saved, **changed})
     new = {param.key: sd["state"].get(written_as[name][1]) for name, param in saved_params.items()}
@@ -169,47 +169,33 @@ class SavedParam(NamedTuple):
 
 
 def find_parameters(
-    saved_groups: Sequence[Mapping[str, Any]],
-    states: Mapping[Any, Mapping[str, Any]],
-    groups: Sequence[ParamGroup],
-    slots: Slots,
+    saved_groups: Sequence[Mapping[str, Any]], slots: Slots
 ) -> dict[str, SavedParam]:
-    """Return where a state dict has each parameter: by name if it has names, else by position.
-
-    A state dict without names is that of `groups`, which have None for a setting that may have
-    moved, in any order. Positions are taken only if shapes and settings leave one order.
+    """Return where a state dict has each parameter: by name, or in the order of `slots` if it is
+    one group without names.
     """
-    keys = [[SavedParam(index, key) for key in g["params"]] for index, g in enumerate(saved_groups)]
+    params = [SavedParam(i, key) for i, group in enumerate(saved_groups) for key in group["params"]]
     names = _names_in(saved_groups)
-    if names is not None:
-        saved_params = dict(zip(names, [param for group in keys for param in group], strict=True))
-        missing = [name for name in slots if name not in saved_params]
-        if missing:
+    if names is None:
+        sizes = [len(group["params"]) for group in saved_groups if group["params"]]
+        if sum(sizes) != len(slots) or len(sizes) > 1:
             raise ValueError(
-                f"the state dict has no {_tree.join_names(missing)}; it has "
-                f"{_tree.join_names(list(saved_params))}. Likely cause: the names of a wrapped "
-                "model (`module.`, `_orig_mod.`), or another model. Fix: `for group in "
-                "sd['param_groups']: group['param_names'] = [name.removeprefix('module.') for name "
-                "in group['param_names']]`; without `param_names` it is read by position."
+                f"the state dict has groups of {sizes} parameters and no names, this optimizer has "
+                f"{len(slots)} parameters. Only one group of as many is read without names. "
+                f"{NAME_THEM}"
             )
-        return {name: saved_params[name] for name in slots}
-    filled = [index for index, group in enumerate(keys) if group]
-    if len(filled) < 2:
-        groups = [ParamGroup(list(slots), {})] if slots else []
-    sizes, expected = [len(keys[index]) for index in filled], [len(g.names) for g in groups]
-    if sorted(sizes) != sorted(expected):
+        names = list(slots)
+    saved_params = dict(zip(names, params, strict=True))
+    missing = [name for name in slots if name not in saved_params]
+    if missing:
         raise ValueError(
-            f"the state dict has groups of {sizes} parameters and no names, this optimizer has "
-            f"{expected}. Likely cause: other params, frozen ones that the dict counts, or other "
-            f"overrides. {NAME_THEM}"
+            f"the state dict has no {_tree.join_names(missing)}; it has "
+            f"{_tree.join_names(list(saved_params))}. Likely cause: the names of a wrapped "
+            "model (`module.`, `_orig_mod.`), or another model. Fix: `for group in "
+            "sd['param_groups']: group['param_names'] = [name.removeprefix('module.') for name "
+            "in group['param_names']]`."
         )
-    order = _order(saved_groups, states, groups, slots) if len(filled) > 1 else filled
-    positions = {
-        name: param
-        for group, index in zip(groups, order, strict=True)
-        for name, param in zip(group.names, keys[index], strict=True)
-    }
-    return {name: positions[name] for name in slots}
+    return {name: saved_params[name] for name in slots}
 
 
 def _names_in(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
@@ -233,93 +219,6 @@ def _names_in(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
             what = f"{next(name for name in names if names.count(name) > 1)!r} twice"
         raise ValueError(f"the state dict has {what}. Fix: a name of its own for each.")
     return names if are_named == {True} else None
-
-
-def _order(
-    saved_groups: Sequence[Mapping[str, Any]],
-    states: Mapping[Any, Mapping[str, Any]],
-    groups: Sequence[ParamGroup],
-    slots: Slots,
-) -> list[int]:
-    """Return which group of a state dict each group is, if shapes and settings leave one answer."""
-    mismatches = [
-        {
-            index: _group_mismatch(saved, states, group, slots)
-            for index, saved in enumerate(saved_groups)
-            if saved["params"]
-        }
-        for group in groups
-    ]
-    left = {
-        place: [index for index, mismatch in saved.items() if mismatch is None]
-        for place, saved in enumerate(mismatches)
-    }
-    order: dict[int, int] = {}
-    while left:
-        # If there is one order only, some group fits in one place only.
-        place = min(left, key=lambda index: len(left[index]))
-        fitting, names = left.pop(place), _tree.join_names(groups[place].names)
-        if not fitting:
-            reasons = [
-                f"param_groups[{index}] {mismatch or 'is another'}"
-                for index, mismatch in mismatches[place].items()
-            ]
-            raise ValueError(
-                f"the state dict has no names, and no group of it fits {names}: "
-                f"{'; '.join(reasons[:5])}. Likely cause: another order of parameters, or settings "
-                f"that were changed. {NAME_THEM}"
-            )
-        if len(fitting) > 1 and any(states.values()):
-            raise ValueError(
-                f"the state dict has no names, and param_groups{fitting} have the shapes and "
-                f"settings of {names}, so parameters could exchange their state. {NAME_THEM}"
-            )
-        order[place] = fitting[0]
-        for indices in left.values():
-            if fitting[0] in indices:
-                indices.remove(fitting[0])
-    return [order[place] for place in range(len(groups))]
-
-
-def _group_mismatch(
-    saved: Mapping[str, Any],
-    states: Mapping[Any, Mapping[str, Any]],
-    group: ParamGroup,
-    slots: Slots,
-) -> str | None:
-    """Return why a group of a state dict is not this one, or None."""
-    if len(saved["params"]) != len(group.names):
-        return f"has {len(saved['params'])} parameters, expected {len(group.names)}"
-    for name, key in zip(group.names, saved["params"], strict=True):
-        for slot, value in states.get(key, {}).items():
-            like = slots[name].get(slot)
-            if isinstance(value, Tensor) and like is not None and value.shape != like.shape:
-                return (
-                    f"has {slot} of shape {tuple(value.shape)} where {name} has {tuple(like.shape)}"
-                )
-    return _setting_mismatch(group.settings, saved)
-
-
-def _setting_mismatch(expected: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Return the first setting that two groups do not share, or None. A scheduler moves lr and
-    leaves initial_lr.
-    """
-    for name, value in expected.items():
-        if value is None or name in ("params", "param_names", *FLAGS) or name not in saved:
-            continue
-        values = [saved[name], saved.get("initial_lr")] if name == "lr" else [saved[name]]
-        if not any(_equal(value, other) for other in values):
-            return f"has {name} = {saved[name]}, expected {value}"
-    return None
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Compare two settings; a rate in float32 equals its number."""
-    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    if isinstance(a, (numbers.Real, Tensor)) and isinstance(b, (numbers.Real, Tensor)):
-        return math.isclose(float(a), float(b), rel_tol=1e-6)
-    return bool(a == b)
 
 
 def restored(name: str, saved: Mapping[str, Any], fresh: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -103,14 +103,14 @@ def _are_floating(tensor_list: TensorList) -> bool:
     return all([dtype.is_floating_point for dtype in tensor_list.dtypes])
 
 
-def fused_update(kernel: Kernel, settings: Settings, columns: Columns, skip: Tensor | bool) -> None:
+def fused_update(kernel: Kernel, settings: Settings, columns: Columns, skip: Tensor | None) -> None:
     """Update `columns` in place unless the step is skipped. If its gradients are owned, the kernel
     itself divides them.
     """
     if not _divided_by_kernel(columns):
         columns = columns._replace(grads=_as_the_kernel_takes_them(columns))
     params, grads, found_inf = columns.params.tensors, columns.grads, None
-    if isinstance(skip, Tensor):
+    if skip is not None:
         found_inf = skip.to(params[0].device, torch.float32)
     lr, arguments = settings["lr"], kernel.arguments(settings)
     if torch.compiler.is_compiling():

@@ -46,7 +46,7 @@ class FusedStep:
             return False
         return can_launch(params, grads)
 
-    def __call__(self, skip: Tensor | bool, inputs: StepInputs, current: CurrentSettings) -> None:
+    def __call__(self, skip: Tensor | None, inputs: StepInputs, current: CurrentSettings) -> None:
         """Update the parameters and slots of `inputs` in place, unless the step is skipped."""
         lrs, hyper = current
         params, slots, grads = inputs.named_params, inputs.opt_state.slots, inputs.grads
@@ -77,7 +77,7 @@ class FusedStep:
         self._launch(self._settings.torch_groups(tuple(params)), lrs, inputs, skip)
 
     def _launch(
-        self, groups: list[ParamGroup], lrs: list[Any], inputs: StepInputs, skip: Tensor | bool
+        self, groups: list[ParamGroup], lrs: list[Any], inputs: StepInputs, skip: Tensor | None
     ) -> None:
         """Launch a kernel for each group, device and dtype."""
         params, slots = inputs.present_params, inputs.opt_state.slots

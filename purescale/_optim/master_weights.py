@@ -349,9 +349,7 @@ class MasterOptimizer(Wrapper):
             masters[index] = master
         return with_params(inputs, masters, state.inner)
 
-    def encode(
-        self, inputs: StepInputs, params: Leaves, state: Tree, *, in_place: bool
-    ) -> tuple[Leaves, Tree]:
+    def encode(self, inputs: StepInputs, params: Leaves, state: Tree) -> tuple[Leaves, Tree]:
         """Split masters into two halves, or round them to the nearest float16."""
         stored, rest = list(params), inputs.structure.flatten_up_to(inputs.opt_state.rest)
         split = _indices(inputs.params, torch.bfloat16)
@@ -359,9 +357,7 @@ class MasterOptimizer(Wrapper):
         if traced() or any_dtensor(masters):
             pairs = list(map(_split, masters))
         else:
-            pairs = [(inputs.params[i], rest[i]) for i in split]
-            if not in_place:
-                pairs = [(torch.empty_like(hi), torch.empty_like(low)) for hi, low in pairs]
+            pairs = [(torch.empty_like(inputs.params[i]), torch.empty_like(rest[i])) for i in split]
             _write_halves(masters, [hi for hi, _ in pairs], [low for _, low in pairs])
         for index, pair in zip(split, pairs, strict=True):
             stored[index], rest[index] = pair

@@ -126,32 +126,43 @@ class PartitionOptimizer(Updater):
         """Return parameters and state after one step of each part, in fresh memory."""
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
-        return self.apply_step(inputs, self.prepare(inputs))
+        return self.apply_step(inputs, self.prepare(opt_state))
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parts."""
         for part in self.split(inputs):
             part.optimizer.check(part.inputs)
 
-    def prepare(self, inputs: StepInputs) -> dict[str, Any]:
+    def prepare(self, opt_state: dict[str, Any]) -> dict[str, Any]:
         """Return what each part prepares, by key."""
-        return {key: part.prepare(of_part) for key, part, of_part in self.split(inputs)}
+        return {key: part.prepare(opt_state[key]) for key, part in self._parts.items()}
 
-    def apply_step(
-        self, inputs: StepInputs, prepared: Any, *, in_place: bool = False
-    ) -> tuple[Tree, Tree]:
-        """Return parameters and state after a step of each part, as in `Updater`."""
-        return self.apply_step_unless(False, inputs, prepared, in_place=in_place)
+    def apply_step(self, inputs: StepInputs, prepared: Any) -> tuple[Tree, Tree]:
+        """Return parameters and state after a step of each part, in fresh memory."""
+        return self._joined(
+            inputs, lambda key, part, of_part: part.apply_step(of_part, prepared[key])
+        )
 
     def apply_step_unless(
-        self, skip: Tensor | bool, inputs: StepInputs, prepared: Any, *, in_place: bool = False
+        self, skip: Tensor, inputs: StepInputs, prepared: Any, *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after a step of each part, skipped or not."""
+        in_place = in_place and not self.calls_step  # a later part may raise
+        return self._joined(
+            inputs,
+            lambda key, part, of_part: part.apply_step_unless(
+                skip, of_part, prepared[key], in_place=in_place
+            ),
+        )
+
+    def _joined(
+        self, inputs: StepInputs, step: Callable[[str, Updater, StepInputs], tuple[Tree, Tree]]
+    ) -> tuple[Tree, Tree]:
+        """Return the parameters and states of all parts after `step` of each."""
         params: dict[str, Any] = {}
         opt_state: dict[str, Any] = {}
         for key, part, of_part in self.split(inputs):
-            stepped = part.apply_step_unless(skip, of_part, prepared[key], in_place=in_place)
-            new_params, opt_state[key] = of_part.restore(*stepped)
+            new_params, opt_state[key] = of_part.restore(*step(key, part, of_part))
             params.update(new_params)
         return inputs.params_tree(list(map(params.get, inputs.names))), opt_state
 

@@ -166,9 +166,7 @@ class StateDtypeOptimizer(Wrapper):
         wide = _cast(slots, _where_narrower(slots, self._wide_dtypes(inputs, slots)))
         return with_params(inputs, inputs.params, _with_slots(inputs.opt_state, wide))
 
-    def encode(
-        self, inputs: StepInputs, params: Leaves, state: Tree, *, in_place: bool
-    ) -> tuple[Leaves, Tree]:
+    def encode(self, inputs: StepInputs, params: Leaves, state: Tree) -> tuple[Leaves, Tree]:
         """Cast the state back to the dtypes that it had."""
         old, wide = _slots(inputs.opt_state), _slots(state)
         are_narrower = _where_narrower(old, [getattr(new, "dtype", None) for new in wide])

@@ -312,10 +312,9 @@ def _check_state_placements(opt_state: Tree, params: dict[str, Any]) -> None:
                 )
 
 
-def working_copies(inputs: StepInputs, *, in_place: bool, any_order: bool = False) -> StepInputs:
+def working_copies(inputs: StepInputs, *, in_place: bool) -> StepInputs:
     """Return the inputs with parameters and slots that a kernel may write into: the given ones off
-    the graph if `in_place`, else copies. Slots get the memory order of their parameter unless
-    `any_order` is set.
+    the graph if `in_place`, else copies. Slots get the memory order of their parameter.
     """
     params, slots = inputs.named_params, inputs.opt_state.slots
     old, lists = inputs.targets, inputs.lists
@@ -327,7 +326,7 @@ def working_copies(inputs: StepInputs, *, in_place: bool, any_order: bool = Fals
         new_params = dict(zip(params, working, strict=False))
         new_slots = slots_like(slots, working)
         lists = StepLists(TensorList(list(new_params.values())), None)
-    if not any_order and not old.are_contiguous:
+    if not old.are_contiguous:
         for name, slot in new_slots.items():
             param = new_params[name]
             for key, value in slot.items():

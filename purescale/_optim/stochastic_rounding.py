@@ -276,9 +276,7 @@ class RoundingOptimizer(Wrapper):
         params = [leaf.float() if is_half(leaf) else leaf for leaf in inputs.params]
         return with_params(inputs, params, inputs.opt_state.inner)
 
-    def encode(
-        self, inputs: StepInputs, params: Leaves, state: Tree, *, in_place: bool
-    ) -> tuple[Leaves, Tree]:
+    def encode(self, inputs: StepInputs, params: Leaves, state: Tree) -> tuple[Leaves, Tree]:
         """Round the parameters that were half."""
         applied, positions = inputs.opt_state.applied, inputs.all_positions
         count = 1 + max([position.leaf for position in positions.values()], default=0)

@@ -164,7 +164,7 @@ class TorchOptimizer(Updater):
         )
         self._layout = self._settings.layout
         self._formula = self._settings.formula
-        self.may_add_slots = self._formula is None
+        self.may_add_slots = self.calls_step = self._formula is None
         self.differentiable = self._settings.differentiable
         self.elementwise: bool | None = self._formula is not None and self._formula.elementwise
         self._fused_step = FusedStep(self._settings)
@@ -193,7 +193,7 @@ class TorchOptimizer(Updater):
         """
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
-        return inputs.restore(*self.apply_step(inputs, self.prepare(inputs)))
+        return inputs.restore(*self.apply_step(inputs, self.prepare(inputs.opt_state)))
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parameters."""
@@ -221,20 +221,18 @@ class TorchOptimizer(Updater):
         self._settings.check(opt_state)
         self._settings.check_names(tuple(params))
 
-    def prepare(self, inputs: StepInputs) -> CurrentSettings:
+    def prepare(self, opt_state: OptState) -> CurrentSettings:
         """Return the settings of a step that may differ from those of the step before."""
-        return self._settings.current(inputs.opt_state)
+        return self._settings.current(opt_state)
 
-    def apply_step(
-        self, inputs: StepInputs, prepared: CurrentSettings, *, in_place: bool = False
-    ) -> tuple[Tree, OptState]:
-        """Return parameters and state after the step, as in `Updater`."""
+    def apply_step(self, inputs: StepInputs, prepared: CurrentSettings) -> tuple[Tree, OptState]:
+        """Return parameters and state after the step, in fresh memory."""
         if self._fused_step.is_right_for(inputs):
-            return self._step_by_kernel(False, inputs, prepared, in_place=in_place)
+            return self._step_by_kernel(None, inputs, prepared, in_place=False)
         inputs = inputs.unscaled()
         gradients = _cast_gradients(inputs)
         if self._formula is None:
-            new = working_copies(inputs, in_place=in_place, any_order=True)
+            new = working_copies(inputs, in_place=False)
             params, slots = new.named_params, new.opt_state.slots
             slots = self._class_step(params, gradients, slots, prepared)
         else:
@@ -243,12 +241,7 @@ class TorchOptimizer(Updater):
         return self._as_trees(inputs, params, slots, 1)
 
     def apply_step_unless(
-        self,
-        skip: Tensor | bool,
-        inputs: StepInputs,
-        prepared: CurrentSettings,
-        *,
-        in_place: bool = False,
+        self, skip: Tensor, inputs: StepInputs, prepared: CurrentSettings, *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
         if self._fused_step.is_right_for(inputs):
@@ -256,7 +249,7 @@ class TorchOptimizer(Updater):
         return super().apply_step_unless(skip, inputs, prepared, in_place=in_place)
 
     def _step_by_kernel(
-        self, skip: Tensor | bool, inputs: StepInputs, prepared: CurrentSettings, *, in_place: bool
+        self, skip: Tensor | None, inputs: StepInputs, prepared: CurrentSettings, *, in_place: bool
     ) -> tuple[Tree, OptState]:
         if in_place:  # a rate that is not in the state may share memory with a parameter
             lr = inputs.opt_state.lr
@@ -268,10 +261,9 @@ class TorchOptimizer(Updater):
         new = working_copies(inputs, in_place=in_place)
         self._fused_step(skip, new, prepared)
         params, slots = new.named_params, new.opt_state.slots
-        if not isinstance(skip, Tensor):
-            return self._as_trees(inputs, params, slots, 1)
         # A captured CUDA graph needs its numbers at fixed addresses.
-        return self._as_trees(inputs, params, slots, ~skip, in_place=in_place)
+        count = 1 if skip is None else ~skip
+        return self._as_trees(inputs, params, slots, count, in_place=in_place)
 
     def _as_trees(
         self,

@@ -26,7 +26,7 @@ class Updater:
     # True if elements update independently, so that a shard can be stepped. None if that is
     # unknown: the optimizer then gets the DTensors themselves.
     elementwise: bool | None = None
-    # True if a step calls `step` of an object that is an `Optimizer` and no more.
+    # True if a step calls a `step` of a user's, which may raise: nothing is overwritten before.
     calls_step: bool = False
     # True if half gradients are to be unscaled and clipped in float32.
     wide_grads: bool = False
@@ -38,53 +38,37 @@ class Updater:
         """Refuse parameters and a state that do not belong together, before any work."""
         return None
 
-    def prepare(self, inputs: StepInputs) -> Any:
-        """Run the user's code for a step, such as schedules, and return its results. Whatever may
-        raise does so here, before anything is overwritten, except the `step` of a class of a user's
-        own, which runs in `apply_step`.
-        """
+    def prepare(self, opt_state: Tree) -> Any:
+        """Run the schedules of a step and return its settings, before anything is overwritten."""
         return None
 
-    def apply_step(
-        self, inputs: StepInputs, prepared: Any, *, in_place: bool = False
-    ) -> tuple[Tree, Tree]:
+    def apply_step(self, inputs: StepInputs, prepared: Any) -> tuple[Tree, Tree]:
         """Return parameters and state after the step, in fresh memory, from what `prepare`
-        returned. The gradients may still be scaled. With `in_place`, the caller guarantees that
-        nobody else holds the tensors of `inputs`: they are overwritten.
+        returned. The gradients may still be scaled.
         """
         raise NotImplementedError
 
     def apply_step_unless(
-        self, skip: Tensor | bool, inputs: StepInputs, prepared: Any, *, in_place: bool = False
+        self, skip: Tensor, inputs: StepInputs, prepared: Any, *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
-        """Equal to `select(skip, (old params, old state), self.apply_step(inputs, prepared))`.
-        `skip` is a tensor, or False for a step that is applied.
+        """Equal to `select(skip, (old params, old state), self.apply_step(inputs, prepared))`. With
+        `in_place`, the caller guarantees that nobody else holds the tensors of `inputs`: they are
+        overwritten.
         """
-        if not isinstance(skip, Tensor):
-            return self.apply_step(inputs, prepared, in_place=in_place)
+        old = inputs.params_tree(inputs.params), inputs.opt_state
         if self.may_add_slots:
-            if bool(skip):
-                return skipped_step(inputs, in_place=in_place)
-            return self.apply_step(inputs, prepared, in_place=in_place)
+            if not bool(skip):
+                return self.apply_step(inputs, prepared)
+            return _tree.clone((old[0], after_skip(old[1], in_place=False)))
         if self.differentiable or under_derivative():
             # `where` sends a derivative of 0 into what it does not choose: 0 * inf is NaN.
             inputs = inputs._replace(grads=inputs.grads.zeroed(skip))
         new = self.apply_step(inputs, prepared)
-        old = inputs.params_tree(inputs.params), after_skip(inputs.opt_state, in_place=in_place)
+        old = old[0], after_skip(old[1], in_place=in_place)
         keeps_graph = self.differentiable or traced()
         with torch.set_grad_enabled(torch.is_grad_enabled() and keeps_graph):
             before, after, structure = _tree.matching_leaves(old, new, "old", "new")
             return structure.unflatten(select_masked(skip, before, after, in_place=in_place))
-
-
-def skipped_step(inputs: StepInputs, *, in_place: bool) -> tuple[Tree, Tree]:
-    """Return parameters and state after a skipped step, copied unless `in_place`."""
-    old = inputs.params_tree(inputs.params), after_skip(inputs.opt_state, in_place=in_place)
-    return _tree.map(_off_graph, old) if in_place else _tree.clone(old)
-
-
-def _off_graph(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
 def as_updater(optimizer: Any) -> Updater:
@@ -105,7 +89,7 @@ class CalledOptimizer(Updater):
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
-    def prepare(self, inputs: StepInputs) -> tuple[Tree, Tree]:
+    def apply_step(self, inputs: StepInputs, prepared: Any) -> tuple[Tree, Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
         inputs = inputs.unscaled()
         old = inputs.params_tree(inputs.params), inputs.opt_state
@@ -114,10 +98,3 @@ class CalledOptimizer(Updater):
             stepped = self.optimizer.step(*trees)
             _tree.matching_leaves(old, stepped, "old", "new")
             return _tree.copy_aliased(stepped, trees)
-
-    def apply_step(
-        self, inputs: StepInputs, prepared: Any, *, in_place: bool = False
-    ) -> tuple[Tree, Tree]:
-        """Return what `prepare` returned, which is the whole step."""
-        new: tuple[Tree, Tree] = prepared
-        return new

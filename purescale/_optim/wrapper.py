@@ -8,14 +8,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, is_wrapped, without_wrappers
+from .._optim.opt_state import OptState, without_wrappers
 from .._optim.partition import PartitionOptimizer
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs, flatten_step, inputs_of_dict, present
 from .._optim.updater import Updater, as_updater
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
-from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import HALF
 from .._torch.tracing import is_differentiated, traced
 from .._tree import tree as _tree
@@ -81,12 +80,9 @@ class Wrapper(Updater):
         """
         raise NotImplementedError
 
-    def encode(
-        self, inputs: StepInputs, params: Leaves, state: Tree, *, in_place: bool
-    ) -> tuple[Leaves, Tree]:
+    def encode(self, inputs: StepInputs, params: Leaves, state: Tree) -> tuple[Leaves, Tree]:
         """Return parameters, a list in the order of `inputs`, and the state after the step, from
-        those of the inner optimizer. `in_place` allows writing into the tensors of `inputs`; other
-        results are copied there.
+        those of the inner optimizer.
         """
         raise NotImplementedError
 
@@ -105,65 +101,42 @@ class Wrapper(Updater):
         """Return parameters and state after one step, in fresh memory."""
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
-        return inputs.restore(*self.apply_step(inputs, self.prepare(inputs)))
+        return inputs.restore(*self.apply_step(inputs, self.prepare(inputs.opt_state)))
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parameters."""
         self.updater.check(self.stand_ins(inputs))
 
-    def prepare(self, inputs: StepInputs) -> Any:
-        """Return what the inner optimizer prepares; the whole step if that calls `step`."""
-        if self.calls_step:
-            return self._step(inputs, None, in_place=False)
-        state = inputs.opt_state
-        if isinstance(without_wrappers(state), OptState):  # its rates are asked without parameters
-            inner = inputs._replace(opt_state=state.inner if is_wrapped(state) else state)
-        else:
-            inner = self.stand_ins(inputs)
+    def prepare(self, opt_state: Tree) -> Any:
+        """Return what the inner optimizer prepares."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and traced()):
-            return self.updater.prepare(inner)
+            return self.updater.prepare(opt_state.inner if self.widens_params else opt_state)
 
-    def apply_step(
-        self, inputs: StepInputs, prepared: Any, *, in_place: bool = False
-    ) -> tuple[Tree, Tree]:
-        """Return parameters and state after the step, as in `Updater`."""
-        new: tuple[Tree, Tree] = prepared
-        return new if self.calls_step else self._step(inputs, prepared, in_place=in_place)
+    def apply_step(self, inputs: StepInputs, prepared: Any) -> tuple[Tree, Tree]:
+        """Return parameters and state after the step: decoded, stepped and encoded."""
+        inputs = inputs.unscaled(wide=self.wide_grads)
+        if traced():
+            leaves = _tree.flatten((inputs.params, inputs.opt_state))[0]
+            self._reject_derivatives([*leaves, *inputs.grads.tensors])
+        with torch.set_grad_enabled(torch.is_grad_enabled() and traced()):
+            stepped, state = self.updater.apply_step(self.decode(inputs), prepared)
+            params, state = self.encode(inputs, _tree.flatten(stepped)[0], state)
+        return inputs.params_tree(params), state
 
     def apply_step_unless(
-        self, skip: Tensor | bool, inputs: StepInputs, prepared: Any, *, in_place: bool = False
+        self, skip: Tensor, inputs: StepInputs, prepared: Any, *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
         """Return the step of a large model piece by piece, which bounds the memory for what is
         decoded.
         """
-        if not self._can_be_cut(inputs):
+        can_be_cut = isinstance(without_wrappers(inputs.opt_state), OptState)
+        if not can_be_cut or self.calls_step or traced():
             return super().apply_step_unless(skip, inputs, prepared, in_place=in_place)
         with torch.no_grad():
             inputs = _off_graph(inputs, copy=not in_place)
             for piece in self._pieces(inputs):
                 super().apply_step_unless(skip, piece, prepared, in_place=True)
         return inputs.params_tree(inputs.params), inputs.opt_state
-
-    def _step(self, inputs: StepInputs, prepared: Any, *, in_place: bool) -> tuple[Tree, Tree]:
-        inputs = inputs.unscaled(wide=self.wide_grads)
-        leaves = _tree.flatten((inputs.params, inputs.opt_state))[0]
-        # Slots that a first step adds have no memory yet; list operators do not take shards.
-        in_place = in_place and not (self.may_add_slots or any_dtensor(leaves))
-        if in_place:
-            inputs = _off_graph(inputs, copy=False)
-        old = inputs.params, inputs.opt_state
-        if traced():
-            self._reject_derivatives([*leaves, *inputs.grads.tensors])
-        with torch.set_grad_enabled(torch.is_grad_enabled() and traced()):
-            decoded = self.decode(inputs)
-            if self.calls_step:
-                prepared = self.updater.prepare(decoded)
-            stepped, state = self.updater.apply_step(decoded, prepared, in_place=in_place)
-            params, state = self.encode(inputs, _tree.flatten(stepped)[0], state, in_place=in_place)
-            if in_place:
-                _copy_into(_tree.flatten(old)[0], _tree.flatten((params, state))[0])
-                params, state = old
-        return inputs.params_tree(params), state
 
     def _reject_derivatives(self, leaves: Sequence[Any]) -> None:
         """Refuse a derivative through rounding, which would come out as zeros."""
@@ -178,14 +151,6 @@ class Wrapper(Updater):
             )
 
     # ---- pieces
-
-    def _can_be_cut(self, inputs: StepInputs) -> bool:
-        """Return True if a step in pieces is that of the whole, and no piece can raise."""
-        return (
-            not (self.calls_step or self.may_add_slots or traced())
-            and isinstance(without_wrappers(inputs.opt_state), OptState)
-            and not any_dtensor(_tree.flatten((inputs.params, inputs.opt_state))[0])
-        )
 
     def _pieces(self, inputs: StepInputs) -> Iterator[StepInputs]:
         """Yield a step that can be cut in pieces of at most `PIECE_NUMEL` elements, which share the
@@ -287,26 +252,14 @@ def _state_of(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree:
 
 def _off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
     """Return the inputs with parameters and state that may be overwritten."""
-    old = inputs.params, inputs.opt_state
-    leaves, structure = _tree.flatten(old)
-    indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    if copy:
-        for index, new in zip(indices, foreach.clone([leaves[i] for i in indices]), strict=True):
-            leaves[index] = new
-    elif not any([leaves[index].requires_grad for index in indices]):
-        return inputs
-    detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return with_params(inputs, *structure.unflatten(detached))
+    leaves, structure = _tree.flatten((inputs.params, inputs.opt_state))
+    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+    remaining = iter(foreach.clone(tensors) if copy else tensors)
+    leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return with_params(inputs, *structure.unflatten(leaves))
 
 
 # ---- for wrappers --------------------------------------------------------------------------------
-
-
-def _copy_into(targets: Leaves, results: Leaves) -> None:
-    """Copy the results of a step into these tensors, except those that are there already."""
-    leaves = zip(targets, results, strict=True)
-    pairs = [(a, b) for a, b in leaves if b is not a and isinstance(a, Tensor)]
-    foreach.copy_([a for a, _ in pairs], [b for _, b in pairs])
 
 
 def on_shards(function: Callable[..., Tensor], leaf: Tensor, *others: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from .._optim.wrapper import (
     is_half,
     on_shards,
     with_params,
-    with_stand_ins,
 )
 from .._torch import foreach
 from .._torch.autocast import outside_autocast
@@ -331,10 +330,9 @@ class MasterOptimizer(Wrapper):
         rest = structure.unflatten(list(map(_first_rest, leaves)))
         return MasterState(self.optimizer.init(structure.unflatten(wide)), rest)
 
-    def stand_ins(self, inputs: StepInputs) -> StepInputs:
-        """Return the step's inputs with masters without values and the inner state."""
-        state, _ = _checked(inputs.opt_state, inputs.structure, inputs.names, inputs.params)
-        return with_stand_ins(inputs, state.inner)
+    def check_state(self, inputs: StepInputs) -> None:
+        """Refuse a state without the rest of these parameters."""
+        _checked(inputs.opt_state, inputs.structure, inputs.names, inputs.params)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with the masters and the inner state."""

@@ -151,14 +151,14 @@ class StateDtypeOptimizer(Wrapper):
 
     # ---- the step
 
-    def stand_ins(self, inputs: StepInputs) -> StepInputs:
-        """Return the step's inputs with a wide state without values."""
+    def check(self, inputs: StepInputs) -> None:
+        """Refuse a state in other dtypes, and what the inner optimizer refuses."""
         state, slots = inputs.opt_state, _slots(inputs.opt_state)
         wide = self._wide_dtypes(inputs, slots)
         if not torch.compiler.is_dynamo_compiling():  # Dynamo traces neither optree nor fnmatch
             self._check_dtypes(_paths(state), slots, wide)
         wide_slots = stand_ins(slots, _where_narrower(slots, wide))
-        return with_params(inputs, inputs.params, _with_slots(state, wide_slots))
+        self.updater.check(with_params(inputs, inputs.params, _with_slots(state, wide_slots)))
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with the state in the dtypes of the inner optimizer."""

@@ -17,7 +17,6 @@ from .._optim.wrapper import (
     on_shards,
     widened,
     with_params,
-    with_stand_ins,
 )
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
@@ -266,10 +265,9 @@ class RoundingOptimizer(Wrapper):
         applied = torch.zeros((), dtype=torch.int64, device=device)
         return RoundingState(self.optimizer.init(wide), applied)
 
-    def stand_ins(self, inputs: StepInputs) -> StepInputs:
-        """Return the step's inputs in the dtypes of the inner step, without values."""
-        state = checked_state(inputs.opt_state, RoundingState)
-        return with_stand_ins(inputs, state.inner)
+    def check_state(self, inputs: StepInputs) -> None:
+        """Refuse a state without a count."""
+        checked_state(inputs.opt_state, RoundingState)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with half parameters in float32."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from .._torch.tracing import is_differentiated, traced
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.scalars import not_made
+from .._tree.select import select_masked
 from .._tree.tree import Leaves, Tree
 
 # The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,
@@ -29,7 +31,7 @@ PIECE_NUMEL = 2**20
 
 class Wrapper(Updater):
     """The base of optimizers around others, which store parameters and state in a form of their
-    own. A subclass has `init`, `decode` and its inverse `encode`, and `stand_ins`, which checks.
+    own. A subclass has `init`, `check_state`, `decode` and its inverse `encode`.
     """
 
     differentiable = False  # a rounded result has no derivative
@@ -68,10 +70,8 @@ class Wrapper(Updater):
         """Return the state before the first step."""
         raise NotImplementedError
 
-    def stand_ins(self, inputs: StepInputs) -> StepInputs:
-        """Return tensors with the shapes, dtypes and devices of the result of `decode`. Refuse a
-        state that is not this wrapper's.
-        """
+    def check_state(self, inputs: StepInputs) -> None:
+        """Refuse a state that is not this wrapper's."""
         raise NotImplementedError
 
     def decode(self, inputs: StepInputs) -> StepInputs:
@@ -105,7 +105,10 @@ class Wrapper(Updater):
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parameters."""
-        self.updater.check(self.stand_ins(inputs))
+        self.check_state(inputs)
+        dtypes = [torch.float32 if is_half(leaf) else None for leaf in inputs.params]
+        masters = stand_ins(inputs.params, dtypes)
+        self.updater.check(with_params(inputs, masters, inputs.opt_state.inner))
 
     def prepare(self, opt_state: Tree) -> Any:
         """Return what the inner optimizer prepares."""
@@ -114,14 +117,7 @@ class Wrapper(Updater):
 
     def apply_step(self, inputs: StepInputs, prepared: Any) -> tuple[Tree, Tree]:
         """Return parameters and state after the step: decoded, stepped and encoded."""
-        inputs = inputs.unscaled(wide=self.wide_grads)
-        if traced():
-            leaves = _tree.flatten((inputs.params, inputs.opt_state))[0]
-            self._reject_derivatives([*leaves, *inputs.grads.tensors])
-        with torch.set_grad_enabled(torch.is_grad_enabled() and traced()):
-            stepped, state = self.updater.apply_step(self.decode(inputs), prepared)
-            params, state = self.encode(inputs, _tree.flatten(stepped)[0], state)
-        return inputs.params_tree(params), state
+        return self._stepped(inputs, lambda decoded: self.updater.apply_step(decoded, prepared))
 
     def apply_step_unless(
         self, skip: Tensor, inputs: StepInputs, prepared: Any, *, in_place: bool = False
@@ -132,11 +128,30 @@ class Wrapper(Updater):
         can_be_cut = isinstance(without_wrappers(inputs.opt_state), OptState)
         if not can_be_cut or self.calls_step or traced():
             return super().apply_step_unless(skip, inputs, prepared, in_place=in_place)
+        step = functools.partial(
+            self.updater.apply_step_unless, skip, prepared=prepared, in_place=True
+        )
         with torch.no_grad():
             inputs = _off_graph(inputs, copy=not in_place)
             for piece in self._pieces(inputs):
-                super().apply_step_unless(skip, piece, prepared, in_place=True)
+                old = _tree.flatten((piece.params, piece.opt_state))[0]
+                new = _tree.flatten(self._stepped(piece, step))[0]
+                pairs = [(a, b) for a, b in zip(old, new, strict=True) if a is not b]
+                select_masked(skip, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
         return inputs.params_tree(inputs.params), inputs.opt_state
+
+    def _stepped(
+        self, inputs: StepInputs, step: Callable[[StepInputs], tuple[Tree, Tree]]
+    ) -> tuple[Tree, Tree]:
+        """Return parameters and state after `step` of what is decoded."""
+        inputs = inputs.unscaled(wide=self.wide_grads)
+        if traced():
+            leaves = _tree.flatten((inputs.params, inputs.opt_state))[0]
+            self._reject_derivatives([*leaves, *inputs.grads.tensors])
+        with torch.set_grad_enabled(torch.is_grad_enabled() and traced()):
+            params, state = step(self.decode(inputs))
+            encoded, state = self.encode(inputs, _tree.flatten(params)[0], state)
+        return inputs.params_tree(encoded), state
 
     def _reject_derivatives(self, leaves: Sequence[Any]) -> None:
         """Refuse a derivative through rounding, which would come out as zeros."""
@@ -163,11 +178,10 @@ class Wrapper(Updater):
         grads = dict(zip(inputs.names, inputs.local_grads, strict=True))
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True)
         for cut in cuts:
-            piece = {name: _cut(params[name], params[name], span) for name, span in cut.items()}
-            of_piece = [_cut(grads[name], params[name], span) for name, span in cut.items()]
+            of_piece = as_gradients(list(_cut_each(grads, params, cut).values()))
             yield inputs_of_dict(
-                piece,
-                inputs.grads.with_tensors_of(as_gradients(of_piece)),
+                _cut_each(params, params, cut),
+                inputs.grads.with_tensors_of(of_piece),
                 _state_of(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
                 dense_off_graph=inputs.dense_off_graph,
                 positions={
@@ -213,6 +227,11 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
     return cuts
 
 
+def _cut_each(values: Mapping[str, Any], params: dict[str, Tensor], cut: Cut) -> dict[str, Any]:
+    """Return what a piece has of these values of parameters, by name."""
+    return {name: _cut(values[name], params[name], span) for name, span in cut.items()}
+
+
 def _cut(value: Any, param: Tensor, span: slice) -> Any:
     """Return this part of a tensor that belongs to a parameter. A tensor of another shape, such as
     a step count, belongs to the last part; the other parts get copies.
@@ -227,26 +246,21 @@ def _cut(value: Any, param: Tensor, span: slice) -> Any:
 
 
 def _state_of(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree:
-    """Return the part of an optimizer's state for a piece. Numbers of the whole state belong to the
+    """Return what a piece has of an optimizer's state. Numbers of the whole state belong to the
     last piece; the other pieces get copies.
     """
-
-    def by_name(values: Mapping[str, Any]) -> dict[str, Any]:
-        params = inputs.named_params
-        return {name: _cut(values[name], params[name], span) for name, span in cut.items()}
-
-    if isinstance(state, OptState):
-        whole = state._replace(slots={})
-        return (whole if last else _tree.clone(whole))._replace(slots=by_name(state.slots))
     parts = {}
     for field, value in state._asdict().items():
         if field == "inner":
             parts[field] = _state_of(value, inputs, cut, last=last)
-        elif isinstance(value, Tensor) and value.ndim == 0:
-            parts[field] = value if last else value.clone()
-        else:  # like the parameters
-            leaves = inputs.structure.flatten_up_to(value)
-            parts[field] = by_name(dict(zip(inputs.names, leaves, strict=True)))
+        elif field in ("slots", "rest"):
+            leaves = value
+            if field == "rest":  # like the parameters
+                leaves = inputs.structure.flatten_up_to(value)
+                leaves = dict(zip(inputs.names, leaves, strict=True))
+            parts[field] = _cut_each(leaves, inputs.named_params, cut)
+        else:
+            parts[field] = value if last else _tree.clone(value)
     return type(state)(**parts)
 
 
@@ -280,12 +294,6 @@ def stand_ins(leaves: Leaves, dtypes: Sequence[torch.dtype | None]) -> Leaves:
                 empty[key] = torch.empty((), dtype=dtype, device=local.device).expand(local.shape)
             results[index] = dtensor.from_local_like(leaf, empty[key])
     return results
-
-
-def with_stand_ins(inputs: StepInputs, opt_state: Tree) -> StepInputs:
-    """Return the inputs with this state and float32 stand-ins for half parameters."""
-    dtypes = [torch.float32 if is_half(leaf) else None for leaf in inputs.params]
-    return with_params(inputs, stand_ins(inputs.params, dtypes), opt_state)
 
 
 def with_params(inputs: StepInputs, params: Leaves, opt_state: Tree) -> StepInputs:

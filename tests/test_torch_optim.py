@@ -559,22 +559,6 @@ def test_dampening_before_the_first_step_moves_to_torch():
     assert sgd.to_state_dict(sgd.init(params))["state"] == {}
 
 
-def test_groups_of_other_sizes_are_refused():
-    params = make_params()
-    theirs = OPTIM.AdamW(
-        [
-            {"params": [params["conv.weight"]]},
-            {"params": [params["head.weight"], params["gain"]], "lr": 0.1},
-        ]
-    )
-    optimizer = ps.from_torch(OPTIM.AdamW, overrides={"gain": {"lr": 0.1}})
-    with pytest.raises(
-        ValueError,
-        match=r"no group of it fits conv.weight, head.weight: param_groups\[0\] has 1 parameters",
-    ):
-        optimizer.from_state_dict(theirs.state_dict(), params)
-
-
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam", "Muon", "Adagrad"])
 def test_vmap_over_gradients_alone_equals_a_loop(name):
     optimizer = ps.from_torch(getattr(OPTIM, name))

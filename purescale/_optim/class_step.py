@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.in_state import each_number
+from .._optim.in_state import as_number, each_number
 from .._optim.opt_state import Slots, Tensors, as_tensors, with_python_scalars
-from .._optim.param_groups import CurrentSettings, OptimizerSettings
+from .._optim.param_groups import OptimizerSettings, Tables
 from .._torch import foreach
 from .._torch.dtypes import wide_dtype
 
@@ -21,15 +21,11 @@ class ClassStep:
     def __init__(self, settings: OptimizerSettings) -> None:
         self._settings, self._layout = settings, settings.layout
 
-    def __call__(
-        self, params: Tensors, gradients: Tensors, slots: Slots, current: CurrentSettings
-    ) -> Slots:
+    def __call__(self, params: Tensors, gradients: Tensors, slots: Slots, current: Tables) -> Slots:
         """Make the step in place, on tensors that nobody else sees, and return the slots. Half
         tensors are computed in float32.
         """
-        lrs = [lr.item() if isinstance(lr, Tensor) else lr for lr in current.lrs]
-        hyper = each_number(Tensor.item, current.hyper) if current.hyper else ()
-        current = CurrentSettings(lrs, hyper)
+        current = [each_number(as_number, table) for table in current]
         narrow = params, slots
         if any([param.dtype.itemsize == 2 for param in params.values()]):
             params, gradients = _widened(params), _widened(gradients)
@@ -48,17 +44,15 @@ class ClassStep:
             for key, value in slot.items()
         }
 
-    def _run(
-        self, params: Tensors, gradients: Tensors, slots: Slots, current: CurrentSettings
-    ) -> Slots:
+    def _run(self, params: Tensors, gradients: Tensors, slots: Slots, current: Tables) -> Slots:
         """Run the class's `step` on a copy of an optimizer that holds these tensors."""
         optimizer: Any = object.__new__(self._settings.cls)
         vars(optimizer).update(vars(self._settings.template))
         optimizer.param_groups, optimizer.state = [], defaultdict(dict)
-        for group in self._settings.torch_groups(tuple(params), current.hyper):
+        for group in self._settings.torch_groups(tuple(params), current):
             present = self._settings.stepped_names(group.names, params, gradients)
             members = {"params": [params[name] for name in present]}
-            optimizer.param_groups.append(group.with_lr(current.lrs) | members)
+            optimizer.param_groups.append(group.settings | members)
         try:
             for name, gradient in gradients.items():
                 params[name].grad = gradient

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._optim.in_state import each_number
 from .._optim.opt_state import Slots, Tensors, slots_like, values_of
-from .._optim.param_groups import CurrentSettings, OptimizerSettings
+from .._optim.param_groups import OptimizerSettings, Tables
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
 from .._torch.dtypes import on_device, wide_dtype, widest_float
@@ -40,34 +40,17 @@ class FormulaStep:
         self._sizes: dict[Any, Tensor] = {}
 
     def __call__(
-        self, inputs: StepInputs, gradients: Tensors, current: CurrentSettings, *, one_by_one: bool
+        self, inputs: StepInputs, gradients: Tensors, current: Tables, *, one_by_one: bool
     ) -> tuple[Tensors, Slots]:
         """Return new parameters and slots, in fresh memory. `one_by_one` steps each leaf alone and
         keeps its graph.
         """
         params, slots, count = inputs.named_params, inputs.opt_state.slots, inputs.opt_state.applied
         t = (count + 1).to(widest_float(count.device))
-        varying = self._varying_lrs(current.lrs, count)
-        hyper = _wide_settings(current.hyper, count.device) if current.hyper else ()
+        moving = [_as_arguments(table, count.device) for table in current]
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._step_as_list
-        new = iter(run(self._key, params, gradients, slots, (t, varying, hyper), one_by_one))
+        new = iter(run(self._key, params, gradients, slots, (t, moving), one_by_one))
         return dict(zip(params, new, strict=False)), slots_like(slots, new)
-
-    def _varying_lrs(self, lrs: Sequence[Any], like: Tensor) -> dict[int, Any]:
-        """Return those of `lrs` that are tensors or come from a schedule, by index."""
-        varying = {
-            index: lr
-            for index, lr in enumerate(lrs)
-            if isinstance(lr, Tensor) or callable(self._settings.lrs[index])
-        }
-        if not torch.compiler.is_compiling():
-            return varying
-        # A compiler would take a Python number for a constant.
-        number: dict[str, Any] = {"dtype": widest_float(like.device), "device": like.device}
-        return {
-            index: lr if isinstance(lr, Tensor) else torch.full((), lr, **number)
-            for index, lr in varying.items()
-        }
 
     def _step_as_list(
         self,
@@ -75,21 +58,18 @@ class FormulaStep:
         params: Tensors,
         gradients: Tensors,
         slots: Slots,
-        numbers: tuple[Tensor, dict[int, Any], Any],
+        numbers: tuple[Tensor, Tables],
         one_by_one: bool,
     ) -> list[Tensor]:
         """Return all new parameters, then all new slots, in order. `numbers` are the number of the
-        step, the varying rates and the settings in the state. `key` stands for the settings,
+        step and the settings that may differ in another one. `key` stands for the settings,
         because Dynamo guards the arguments only.
         """
-        t, varying, hyper = numbers
-        lrs = [varying.get(index, lr) for index, lr in enumerate(self._settings.lrs)]
+        t, moving = numbers
         results: dict[str, Any] = {}
         with torch.set_grad_enabled(one_by_one):
-            for group in self._settings.torch_groups(tuple(params), hyper):
-                h = SimpleNamespace(**group.with_lr(lrs))
-                h.step_number = t
-                h.lr_varies = self._settings.lr_varies[group.lr_index]
+            for group in self._settings.torch_groups(tuple(params), moving):
+                h = SimpleNamespace(**group.settings, step_number=t, lr_varies=group.lr_varies)
                 present = self._settings.stepped_names(group.names, params, gradients)
                 rows = [Row(params[name], gradients[name], slots[name]) for name in present]
                 try:
@@ -193,13 +173,19 @@ def _narrow(new: Tensor, old: Tensor) -> Tensor:
     return new if old.ndim else new.reshape(())
 
 
-def _wide_settings(hyper: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return settings that are wide enough for a formula, as `_wide_count`."""
+def _as_arguments(table: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return settings as arguments of a compiled step, which would take a Python number for a
+    constant, and wide enough for a formula, as `_wide_count`.
+    """
+    widest = widest_float(device)
 
-    def wide(value: Tensor) -> Tensor:
-        return value.to(device, torch.promote_types(value.dtype, widest_float(device)))
+    def argument(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device, torch.promote_types(value.dtype, widest))
+        compiled = torch.compiler.is_compiling()
+        return torch.full((), value, dtype=widest, device=device) if compiled else value
 
-    return each_number(wide, hyper)
+    return each_number(argument, table)
 
 
 def _wide_count(count: Tensor) -> Tensor:

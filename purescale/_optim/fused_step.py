@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .._optim.fused import Columns, can_launch, fused_update, kernel_of
-from .._optim.in_state import each_number
-from .._optim.opt_state import OptState, ParamGroup, Slots, Tensors
-from .._optim.param_groups import CurrentSettings, OptimizerSettings
+from .._optim.in_state import as_number, each_number
+from .._optim.opt_state import OptState, Slots, Tensors
+from .._optim.param_groups import OptimizerSettings, Tables
 from .._optim.step_inputs import StepInputs, inputs_of_dict
 from .._torch import private
 from .._torch.foreach import MAX_INLINE_LEAVES
@@ -36,7 +36,7 @@ class FusedStep:
             return False
         if self._settings.flag_named and not self._settings.settings.get("fused"):
             return False
-        if self._settings.hyper and not self._settings.are_readable(inputs.opt_state):
+        if inputs.opt_state.hyper and not self._settings.are_readable(inputs.opt_state):
             return False
         params, grads = inputs.present_params, inputs.grads.tensor_list
         if torch.compiler.is_dynamo_compiling() and (
@@ -46,16 +46,19 @@ class FusedStep:
             return False
         return can_launch(params, grads)
 
-    def __call__(self, skip: Tensor | None, inputs: StepInputs, current: CurrentSettings) -> None:
+    def __call__(self, skip: Tensor | None, inputs: StepInputs, current: Tables) -> None:
         """Update the parameters and slots of `inputs` in place, unless the step is skipped."""
-        lrs, hyper = current
         params, slots, grads = inputs.named_params, inputs.opt_state.slots, inputs.grads
         if torch.compiler.is_dynamo_compiling():
             pending = grads.divisor, grads.factor, grads.clip_value, skip
-            self._opaque(self._key, params, inputs.named_grads, slots, pending, lrs)
+            self._opaque(self._key, params, inputs.named_grads, slots, pending, current)
             return
-        hyper = each_number(Tensor.item, hyper) if hyper else ()
-        self._launch(self._settings.torch_groups(tuple(params), hyper), lrs, inputs, skip)
+        # The kernel takes a rate that is a tensor, and reads none.
+        numbers = [
+            {n: v if n == "lr" else each_number(as_number, {n: v})[n] for n, v in table.items()}
+            for table in current
+        ]
+        self._launch(numbers, inputs, skip)
 
     def _traced(
         self,
@@ -64,7 +67,7 @@ class FusedStep:
         grads: Tensors,
         slots: Slots,
         pending: tuple[Any, ...],
-        lrs: list[Any],
+        current: Tables,
     ) -> None:
         """Make the step from a compiled one, which is guarded by `key`."""
         divisor, factor, clip_value, skip = pending
@@ -74,17 +77,15 @@ class FusedStep:
         )
         state = OptState((), slots)  # type: ignore[arg-type]
         inputs = inputs_of_dict(params, gradients, state, dense_off_graph=False)
-        self._launch(self._settings.torch_groups(tuple(params)), lrs, inputs, skip)
+        self._launch(current, inputs, skip)
 
-    def _launch(
-        self, groups: list[ParamGroup], lrs: list[Any], inputs: StepInputs, skip: Tensor | None
-    ) -> None:
+    def _launch(self, current: Tables, inputs: StepInputs, skip: Tensor | None) -> None:
         """Launch a kernel for each group, device and dtype."""
         params, slots = inputs.present_params, inputs.opt_state.slots
         grads, names = inputs.grads.with_one_divisor(), list(inputs.named_params)
         gradient_of = {name: index for index, name in enumerate(inputs.grad_names)}
-        for group in groups:
-            settings = group.with_lr(lrs)
+        for group in self._settings.torch_groups(tuple(names), current):
+            settings = group.settings
             stepped = {name for name in group.names if name in gradient_of}
             for kind in params.kinds:
                 indices = [index for index in kind if names[index] in stepped]

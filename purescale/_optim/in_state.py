@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import Formula
-from .._optim.opt_state import OptState, each_of, map_opt_states
+from .._optim.opt_state import OptState, each_of, held_by, holding, map_opt_states
 from .._torch.dtypes import on_device
 from .._tree.leaves import describe
 from .._tree.scalars import as_float
@@ -119,6 +119,11 @@ def _check_range(what: str, number: float, dtype: torch.dtype) -> None:
         )
 
 
+def as_number(value: Any) -> Any:
+    """Return the number in a tensor, or any other value as it is."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
 def each_number(change: Callable[[Any], Any], hyper: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with `change` applied to every number, also within tuples."""
     return {
@@ -197,8 +202,7 @@ def _holders(state: Tree) -> list[_Holder]:
     holders = []
 
     def listed(each: OptState, keys: tuple[str, ...]) -> OptState:
-        rate = ("lr",) if isinstance(each.lr, Tensor) else ()
-        holders.append(_Holder(keys, (*rate, *(each.hyper or ()))))
+        holders.append(_Holder(keys, tuple(held_by(each))))
         return each
 
     map_opt_states(listed, state)
@@ -207,11 +211,9 @@ def _holders(state: Tree) -> list[_Holder]:
 
 def _replaced(state: OptState, settings: Mapping[str, Any]) -> OptState:
     """Return the state with those of the settings that it holds."""
-    if "lr" in settings and isinstance(state.lr, Tensor):
-        state = state._replace(lr=_like(state.lr, settings["lr"], "lr"))
-    hyper = {name: settings[name] for name in state.hyper or () if name in settings}
-    new = {name: _like(state.hyper[name], value, name) for name, value in hyper.items()}
-    return state._replace(hyper={**state.hyper, **new}) if new else state
+    held = held_by(state)
+    new = {n: _like(held[n], settings[n], n) for n in held if n in settings}
+    return holding(state, {**held, **new}) if new else state
 
 
 def _of_part(keys: tuple[str, ...], settings: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._optim.formulas import formula_of
-from .._optim.in_state import each_number
+from .._optim.in_state import as_number, each_number
 from .._optim.opt_state import OptState, ParamGroup, without_wrappers
 from .._optim.param_groups import FLAGS
 from .._optim.partition import PartitionOptimizer
@@ -72,7 +72,7 @@ def from_torch_optimizer(
     names = names_by_group(torch_optimizer, model, trained)
     stepped = {name for group in names for name in group}
     params = {name: p for name, p in trained.items() if name in stepped}
-    rates = [{"lr": _number(group.get("lr", 0.0))} for group in torch_optimizer.param_groups]
+    rates = [{"lr": as_number(group.get("lr", 0.0))} for group in torch_optimizer.param_groups]
     return converted(torch_optimizer, model, params, names, rates, in_state=in_state)
 
 
@@ -232,7 +232,7 @@ def _numbers_of_all(groups: Sequence[Mapping[str, Any]], in_state: Sequence[str]
 def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a parameter group as Python numbers, without the rate and flags."""
     accepted = inspect.signature(cls).parameters.keys() - {"params", "lr", *FLAGS}
-    settings = each_number(_number, {n: value for n, value in group.items() if n in accepted})
+    settings = each_number(as_number, {n: value for n, value in group.items() if n in accepted})
     if issubclass(cls, torch.optim.Adafactor):  # from_torch requires it by name
         settings["foreach"] = bool(group["foreach"])
     return settings
@@ -241,7 +241,7 @@ def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
 def _own_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a group of a user's class, whose groups may differ in their names."""
     left_out = {"params", "param_names", "initial_lr", "lr", *FLAGS}
-    return each_number(_number, {n: value for n, value in group.items() if n not in left_out})
+    return each_number(as_number, {n: value for n, value in group.items() if n not in left_out})
 
 
 def _template(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> Any:
@@ -256,10 +256,6 @@ def _template(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> 
         value = vars(optimizer)[name]
         vars(template)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
     return template
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
 
 
 # ---- into torch ----------------------------------------------------------------------------------

@@ -24,13 +24,9 @@ class ParamGroup(NamedTuple):
     """A parameter group of torch."""
 
     names: list[str]  # of its parameters
-    settings: dict[str, Any]  # complete, but for the learning rate
-    lr_index: int = 0  # of its learning rate among those of the optimizer
+    settings: dict[str, Any]  # complete
     overridden: frozenset[str] = frozenset()  # the settings that an override names
-
-    def with_lr(self, lrs: Sequence[Any]) -> dict[str, Any]:
-        """Return the complete settings, with the group's of these learning rates."""
-        return {"lr": lrs[self.lr_index], **self.settings}
+    lr_varies: bool = False  # its learning rate may differ in a later step
 
 
 @document_fields
@@ -105,11 +101,20 @@ def tensors_of(opt_state: OptState) -> list[Tensor]:
 
 def scalars_of(opt_state: OptState) -> list[Tensor]:
     """Return the settings in the state, then the number of iterations."""
-    _, _, lr, hyper, iteration = opt_state
-    numbers = [lr] if isinstance(lr, Tensor) else []
-    if hyper:
-        numbers += each_of(hyper)
+    numbers, iteration = each_of(held_by(opt_state)), opt_state.iteration
     return [*numbers, iteration] if isinstance(iteration, Tensor) else numbers
+
+
+def held_by(opt_state: OptState) -> dict[str, Any]:
+    """Return all settings in a state, the learning rate too."""
+    lr = {"lr": opt_state.lr} if isinstance(opt_state.lr, Tensor) else {}
+    return {**lr, **(opt_state.hyper or {})}
+
+
+def holding(opt_state: OptState, held: Mapping[str, Any]) -> OptState:
+    """Return the state with these settings, the inverse of `held_by`."""
+    hyper = {name: value for name, value in held.items() if name != "lr"}
+    return opt_state._replace(lr=held.get("lr", ()), hyper=hyper or ())
 
 
 def each_of(hyper: Any) -> list[Any]:
@@ -338,7 +343,7 @@ class SlotLayout:
             return True
         formula: Any = self._formula
         for group in groups(params):
-            settings = {"lr": 0.0, **group.settings}  # any rate has the same slots
+            settings = {**group.settings, "lr": 0.0}  # any rate has the same slots
             needed: dict[int, list[str]] = {}
             for name in group.names:
                 ndim = params[name].ndim

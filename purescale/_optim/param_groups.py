@@ -5,9 +5,10 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -21,12 +22,11 @@ from .._optim.in_state import (
     is_float_scalar,
     is_scheduled,
 )
-from .._optim.opt_state import OptState, ParamGroup, SlotLayout, Slots, each_of
+from .._optim.opt_state import OptState, ParamGroup, SlotLayout, Slots, each_of, held_by
 from .._optim.schedule import ScheduleBy, check_scheduled, checked_rate, first_numbers
 from .._torch import private
 from .._torch.dtypes import on_device
 from .._torch.tracing import (
-    any_requires_grad,
     constant_while_compiling,
     host_can_read,
     traced,
@@ -40,11 +40,10 @@ FLAGS = ("foreach", "fused", "capturable", "differentiable")
 _ANY_LR = 1e-3  # for torch to check in place of a schedule or a tensor
 
 
-class CurrentSettings(NamedTuple):
-    """The settings of one step that may differ from those of the step before."""
-
-    lrs: list[Any]  # of from_torch or of the state, then of each override; None if it has none
-    hyper: Any  # the other settings in the state, each times its schedule; () without
+# The settings for all parameters by name, then those of each override. A parameter takes a setting
+# from the last override that matches it and names the setting, else from those for all. There the
+# number in the state stands for the one that was given; a schedule multiplies it.
+Tables = list[dict[str, Any]]
 
 
 class OptimizerSettings:
@@ -72,54 +71,50 @@ class OptimizerSettings:
         self._template = template
         accepted = inspect.signature(cls).parameters
         self.accepted = [name for name in accepted if name != "params"]
-        self._lr = accepted["lr"].default if lr is None and "lr" in accepted else lr
+        lr = accepted["lr"].default if lr is None and "lr" in accepted else lr
         self._patterns = tuple(overrides)
         self._overrides = tuple(dict(extra) for extra in overrides.values())
         self.settings = settings
         self.flag_named = any(settings.get(name) is not None for name in FLAGS)
-        # The settings in the state that are schedules, or tuples with schedules in them.
-        self._schedules = {
-            name: settings[name]
-            for name in in_state
-            if name != "lr" and is_scheduled(settings.get(name))
-        }
-        first = {name: first_numbers(name, value) for name, value in self._schedules.items()}
-        start = {**settings, **first, "lr": self._lr}
+        self.in_state = tuple(in_state)
+        # Schedules of settings in the state, alone or in a tuple. A schedule of lr needs no state.
+        in_settings = {name: settings[name] for name in in_state if name in settings}
+        schedules = {name: value for name, value in in_settings.items() if is_scheduled(value)}
+        first = {name: first_numbers(name, value) for name, value in schedules.items()}
+        start = {**settings, **first, "lr": lr}
         # An optimizer over a probe parameter, from which those of a step are copied.
         self.template, slots = self._probed("from_torch", start)
-        self.defaults: dict[str, Any] = {"lr": self._lr, **self.template.defaults}
+        defaults: dict[str, Any] = {"lr": lr, **self.template.defaults}
         for pattern, extra in overrides.items():
             slots |= self._probed(f"overrides[{pattern!r}]", {**start, **extra})[1]
         # Ranks compare all settings, including defaults.
-        complete = {**self.defaults, **settings, "lr": self._lr}
+        complete = dict(sorted({**defaults, **settings, "lr": lr}.items()))
         patterns = dict(zip(self._patterns, self._overrides, strict=True))
-        complete = dict(sorted(complete.items()))
-        self.summary = cls, complete, patterns, tuple(in_state), schedule_by
+        self.summary = cls, complete, patterns, self.in_state, schedule_by
         self.differentiable = bool(settings.get("differentiable"))
-        self.lrs = tuple(
-            rate.clone() if isinstance(rate, Tensor) else rate
-            for rate in (self._lr, *(extra.get("lr") for extra in self._overrides))
-        )
-        self.in_state = tuple(in_state)
         for name in self.in_state:
-            check_setting(cls, name, {**self.defaults, "lr": 0.0}, self.formula)
-        # The initial numbers of the settings in the state, except the rate: 1 for a schedule,
-        # which it multiplies.
-        starts = {**self.defaults, **self._schedules}
-        self.hyper = each_number(
-            lambda number: 1.0 if callable(number) else float(number),
-            {name: starts[name] for name in self.in_state if name != "lr"},
+            check_setting(cls, name, {**defaults, "lr": 0.0}, self.formula)
+        self.tables: Tables = [
+            {n: v.clone() if isinstance(v, Tensor) else v for n, v in table.items()}
+            for table in ({**defaults, "lr": lr}, *self._overrides)
+        ]
+        # The schedules in each table, alone or in a tuple.
+        self.schedules: Tables = [
+            {"lr": table["lr"]} if callable(table.get("lr")) else {} for table in self.tables
+        ]
+        self.schedules[0] |= schedules
+        # The first numbers of the settings in the state: 1 for a schedule, which it multiplies.
+        given = {**self.tables[0], **self.schedules[0]}
+        self.starts = each_number(
+            lambda number: 1.0 if callable(number) else number, {n: given[n] for n in self.in_state}
         )
         self.settings_in_new_state(None)  # refuses what float32 cannot hold
-        # Per learning rate: True if it may differ in a later step.
-        self.lr_varies = (callable(self._lr) or "lr" in self.in_state, *map(callable, self.lrs[1:]))
         # A setting in the state may become nonzero, so it counts as nonzero here.
-        self.layout = SlotLayout(
-            cls, self.formula, slots, (*self.named_settings, dict.fromkeys(self.hyper, True))
-        )
+        named = (settings, *self._overrides, dict.fromkeys(self.starts, True))
+        self.layout = SlotLayout(cls, self.formula, slots, named)
 
     def __repr__(self) -> str:
-        extra = {"lr": self._lr, **self.settings}
+        extra = {"lr": self.summary[1]["lr"], **self.settings}
         *_, overrides, in_state, schedule_by = self.summary
         if in_state:
             extra["in_state"] = in_state
@@ -130,11 +125,6 @@ class OptimizerSettings:
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
         door = "from_formula" if "formula" in vars(self.cls) else "from_torch"
         return f"{door}({self.cls.__name__}, {settings})"
-
-    @property
-    def named_settings(self) -> tuple[dict[str, Any], ...]:
-        """The settings named for all parameters, then those of each override."""
-        return (self.settings, *self._overrides)
 
     def key(self) -> str:
         """Return as text all settings that a step reads. Rates that are tensors or schedules are
@@ -147,32 +137,25 @@ class OptimizerSettings:
         ]
         return repr((cls, id(cls), list(overrides), constant, in_state))
 
-    def torch_groups(
-        self, names: tuple[str, ...], hyper: Mapping[str, Any] | tuple[()] = ()
-    ) -> list[ParamGroup]:
-        """Return torch's parameter groups, in which `hyper` replaces the settings that are in the
-        state.
-        """
-        defaults = {**self.defaults, **(hyper or {})}
-        del defaults["lr"]
-        if not self._patterns:
-            return [ParamGroup(list(names), defaults)] if names else []
-        matches, _ = _matching(names, self._patterns)
-        canonical = {matching: self._canonical(matching) for matching in set(matches)}
+    def torch_groups(self, names: tuple[str, ...], current: Sequence[Any] = ()) -> list[ParamGroup]:
+        """Return torch's parameter groups. `current` has the settings that go before `tables`."""
+        pairs: Any = itertools.zip_longest(self.tables, current, fillvalue={})
+        tables = [{**table, **moving} for table, moving in pairs]
         members: dict[tuple[int, ...], list[str]] = {}
-        for name, matching in zip(names, matches, strict=True):
-            members.setdefault(canonical[matching], []).append(name)
+        if self._patterns:
+            matches = _matching(names, self._patterns)[0]
+            canonical = {matching: self._canonical(matching) for matching in set(matches)}
+            for name, matching in zip(names, matches, strict=True):
+                members.setdefault(canonical[matching], []).append(name)
+        elif names:
+            members[()] = list(names)
         groups = []
         for matching in sorted(members):
-            settings: dict[str, Any] = {}
-            lr_index = 0
-            for index in matching:
-                settings.update(self._overrides[index])
-                lr_index = index + 1 if "lr" in self._overrides[index] else lr_index
-            overridden = frozenset(settings)
-            settings.pop("lr", None)
-            group = ParamGroup(members[matching], {**defaults, **settings}, lr_index, overridden)
-            groups.append(group)
+            own = {n: index + 1 for index in matching for n in tables[index + 1]}
+            settings = {**tables[0], **{name: tables[table][name] for name, table in own.items()}}
+            table = own.get("lr", 0)
+            varies = "lr" in self.schedules[table] or (not table and "lr" in self.in_state)
+            groups.append(ParamGroup(members[matching], settings, frozenset(own), varies))
         return groups
 
     def stepped_names(
@@ -214,104 +197,82 @@ class OptimizerSettings:
     @property
     def has_schedules(self) -> bool:
         """True if a setting follows a schedule."""
-        return bool(self._schedules) or any(map(callable, self.lrs))
+        return any(self.schedules)
 
-    @property
-    def scheduled_in_state(self) -> set[str]:
-        """The settings in the state that a schedule multiplies."""
-        scheduled = {*self._schedules, "lr"} if callable(self._lr) else {*self._schedules}
-        return scheduled & {*self.in_state}
-
-    def current(self, opt_state: OptState) -> CurrentSettings:
-        """Return the settings of the next step that may move, from the state and by schedule."""
-        by_applied, hyper = self.schedule_by == "applied", opt_state.hyper
-        count = opt_state.applied if by_applied else opt_state.iteration
-        if self.hyper:
-            hyper = {**hyper, **self._scheduled(count, hyper)}
-            self._refuse_graphs(hyper)
-        return CurrentSettings(self.lrs_at(count, opt_state.lr), hyper)
-
-    def _scheduled(self, count: Tensor, hyper: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings in the state that have a schedule, multiplied by it."""
-
-        def times(name: str, schedule: Any, factor: Any) -> Any:
-            if isinstance(schedule, (tuple, list)):
-                return tuple([times(name, *pair) for pair in zip(schedule, factor, strict=True)])
-            if not callable(schedule):
-                return factor
-            number = schedule(count)
-            check_scheduled(name, number)
-            return factor * (on_device(number, count.device) if is_float_scalar(number) else number)
-
-        return {name: times(name, each, hyper[name]) for name, each in self._schedules.items()}
-
-    def lrs_at(self, count: Tensor, lr: Any) -> list[Any]:
-        """Return the rate of from_torch or of the state, then that of each override (None if it
-        names none), by schedules at `count`.
+    def current(self, opt_state: OptState) -> Tables:
+        """Return the settings of the next step that may differ from those of another one, from the
+        state and by schedule, and rates that are tensors.
         """
-        lrs: list[Any] = []
-        for index, rate in enumerate(self.lrs):
-            if callable(rate):
-                rate = rate(count)
-                check_scheduled("lr", rate)
-            if index == 0 and "lr" in self.in_state:
-                rate = lr * rate if callable(self._lr) else lr
-            if isinstance(rate, Tensor) and rate.requires_grad:
-                self._refuse_graph("the learning rate")
-            lrs.append(on_device(rate, count.device) if isinstance(rate, Tensor) else rate)
-        return lrs
+        count = opt_state.applied if self.schedule_by == "applied" else opt_state.iteration
+        return self.at(count, held_by(opt_state))
 
-    def _refuse_graph(self, what: str) -> None:
+    def at(self, count: Tensor, held: Mapping[str, Any]) -> Tables:
+        """Return `current` at this count of steps, with these settings in the state."""
+
+        def number(name: str, value: Any, factor: Any) -> Any:
+            if isinstance(factor, tuple):
+                return tuple([number(name, *pair) for pair in zip(value, factor, strict=True)])
+            if callable(value):
+                value = value(count)
+                check_scheduled(name, value)
+                if isinstance(value, Tensor):
+                    value = on_device(value, count.device)
+                value = value if factor is None else factor * value
+            elif factor is not None:
+                value = factor
+            if isinstance(value, Tensor) and value.requires_grad:
+                self._refuse_graph(name)
+            return on_device(value, count.device) if isinstance(value, Tensor) else value
+
+        tables: Tables = []
+        for table, schedules in zip(self.tables, self.schedules, strict=True):
+            factors = {} if tables else held
+            moving = {n: v for n, v in table.items() if isinstance(v, Tensor) or n in factors}
+            moving |= schedules
+            tables.append({n: number(n, v, factors.get(n)) for n, v in moving.items()})
+        return tables
+
+    def _refuse_graph(self, name: str) -> None:
         if torch.is_grad_enabled() and not (self.differentiable or traced()):
+            what = "the learning rate" if name == "lr" else f"opt_state.hyper[{name!r}]"
             raise ValueError(
                 f"{what} requires a gradient, and `.backward()` cannot go through a step. Fix: "
                 "torch.func.grad of a function that makes the step, or "
                 "from_torch(..., differentiable=True)."
             )
 
-    def _refuse_graphs(self, hyper: Mapping[str, Any]) -> None:
-        """Refuse settings, except the rate, with a graph that the step would drop."""
-        for name, value in hyper.items():
-            if any_requires_grad(each_of({name: value})):
-                self._refuse_graph(f"opt_state.hyper[{name!r}]")
-
     def are_readable(self, opt_state: OptState) -> bool:
         """Return True if the host can read the settings in the state. Without momentum torch's
         implementations leave its buffer alone, which the formula updates for a later step.
         """
-        return "momentum" not in self.hyper and host_can_read(each_of(opt_state.hyper))
+        return "momentum" not in self.starts and host_can_read(each_of(opt_state.hyper))
 
-    def settings_in_new_state(self, device: torch.device | None) -> tuple[Any, Any]:
-        """Return the rate and the other settings of a new state, each () if the state does not hold
-        it.
+    def settings_in_new_state(self, device: torch.device | None) -> dict[str, Any]:
+        """Return the settings that a new state holds."""
+        return each_number(lambda number: float32(number, device), self.starts)
+
+    def slot_groups(
+        self, params: Mapping[str, Tensor], current: Sequence[Mapping[str, Any]] = ({},)
+    ) -> list[ParamGroup]:
+        """Return the groups with the settings from which slots are made: all that a later value of
+        a setting in the state needs.
         """
+        first, *others = ({n: v for n, v in table.items() if n == "lr"} for table in current)
+        momentum = {"momentum": 0.5} if "momentum" in self.starts else {}
+        return self.torch_groups(tuple(params), [{**first, **momentum}, *others])
 
-        def start(number: Any) -> Tensor:
-            return float32(number, device)
-
-        lr = start(1.0 if callable(self._lr) else self.lrs[0]) if "lr" in self.in_state else ()
-        return lr, each_number(start, self.hyper) or ()
-
-    def settings_per_slot(self) -> dict[str, Any]:
-        """Return settings with which a state has all slots that a later value needs."""
-        return {"momentum": 0.5} if "momentum" in self.hyper else {}
-
-    def slot_groups(self, params: Mapping[str, Tensor]) -> list[ParamGroup]:
-        """Return the groups with the settings from which slots are made."""
-        return self.torch_groups(tuple(params), self.settings_per_slot())
-
-    def new_slots(self, named: Mapping[str, Tensor], lrs: Sequence[Any]) -> Slots:
+    def new_slots(self, named: Mapping[str, Tensor], current: Tables) -> Slots:
         """Return the slots of these parameters before their first step."""
         slots: Slots = {}
-        for group in self.slot_groups(named):
-            settings = group.with_lr(lrs)
+        for group in self.slot_groups(named, current):
             # torch checks shapes, and needs no memory for it.
             shapes = [
                 torch.empty(named[name].shape, dtype=named[name].dtype, device="meta")
                 for name in group.names
             ]
-            self._constructed(shapes, settings)
-            slots.update({name: self.layout.new(named[name], settings) for name in group.names})
+            self._constructed(shapes, group.settings)
+            new = {name: self.layout.new(named[name], group.settings) for name in group.names}
+            slots.update(new)
         return {name: slots[name] for name in named}
 
     def check(self, opt_state: OptState) -> None:
@@ -330,8 +291,9 @@ class OptimizerSettings:
                 f"opt_state.iteration is {iteration!r}, but the schedules of this optimizer count "
                 'applied steps and would ignore it. Fix: from_torch(..., schedule_by="iteration").'
             )
-        if hyper or self.hyper:
-            check_hyper(hyper, self.hyper)
+        starts = {name: start for name, start in self.starts.items() if name != "lr"}
+        if hyper or starts:
+            check_hyper(hyper, starts)
         if "lr" in self.in_state and not is_float_scalar(lr):
             raise ValueError(
                 f"opt_state.lr is {describe(lr)}, expected a floating 0-d tensor: this optimizer "

@@ -17,8 +17,10 @@ from .._optim.opt_state import (
     OptState,
     Slots,
     as_tensors,
+    held_by,
+    holding,
 )
-from .._optim.param_groups import CurrentSettings, OptimizerSettings, Overrides
+from .._optim.param_groups import OptimizerSettings, Overrides, Tables
 from .._optim.schedule import PARAMETERS_GIVEN, Schedule, ScheduleBy
 from .._optim.step_inputs import StepInputs, flatten_step, named_params, working_copies
 from .._optim.torch_state_dict import (
@@ -181,10 +183,11 @@ class TorchOptimizer(Updater):
         self._settings.check_names(tuple(named))
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
-        lr, hyper = self._settings.settings_in_new_state(device)
-        slots = self._settings.new_slots(named, self._settings.lrs_at(applied, lr))
         iteration = applied.clone() if self._settings.schedule_by == "iteration" else ()
-        return OptState(applied, slots, lr, hyper, iteration)
+        held = self._settings.settings_in_new_state(device)
+        opt_state = holding(OptState(applied, {}, iteration=iteration), held)
+        slots = self._settings.new_slots(named, self._settings.current(opt_state))
+        return opt_state._replace(slots=slots)
 
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
@@ -221,11 +224,11 @@ class TorchOptimizer(Updater):
         self._settings.check(opt_state)
         self._settings.check_names(tuple(params))
 
-    def prepare(self, opt_state: OptState) -> CurrentSettings:
+    def prepare(self, opt_state: OptState) -> Tables:
         """Return the settings of a step that may differ from those of the step before."""
         return self._settings.current(opt_state)
 
-    def apply_step(self, inputs: StepInputs, prepared: CurrentSettings) -> tuple[Tree, OptState]:
+    def apply_step(self, inputs: StepInputs, prepared: Tables) -> tuple[Tree, OptState]:
         """Return parameters and state after the step, in fresh memory."""
         if self._fused_step.is_right_for(inputs):
             return self._step_by_kernel(None, inputs, prepared, in_place=False)
@@ -241,7 +244,7 @@ class TorchOptimizer(Updater):
         return self._as_trees(inputs, params, slots, 1)
 
     def apply_step_unless(
-        self, skip: Tensor, inputs: StepInputs, prepared: CurrentSettings, *, in_place: bool = False
+        self, skip: Tensor, inputs: StepInputs, prepared: Tables, *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
         if self._fused_step.is_right_for(inputs):
@@ -249,15 +252,13 @@ class TorchOptimizer(Updater):
         return super().apply_step_unless(skip, inputs, prepared, in_place=in_place)
 
     def _step_by_kernel(
-        self, skip: Tensor | None, inputs: StepInputs, prepared: CurrentSettings, *, in_place: bool
+        self, skip: Tensor | None, inputs: StepInputs, prepared: Tables, *, in_place: bool
     ) -> tuple[Tree, OptState]:
         if in_place:  # a rate that is not in the state may share memory with a parameter
-            lr = inputs.opt_state.lr
-            apart = [
-                rate.clone() if isinstance(rate, Tensor) and rate is not lr else rate
-                for rate in prepared.lrs
+            prepared = [
+                {n: v.clone() if isinstance(v, Tensor) else v for n, v in table.items()}
+                for table in prepared
             ]
-            prepared = prepared._replace(lrs=apart)
         new = working_copies(inputs, in_place=in_place)
         self._fused_step(skip, new, prepared)
         params, slots = new.named_params, new.opt_state.slots
@@ -275,16 +276,14 @@ class TorchOptimizer(Updater):
         in_place: bool = False,
     ) -> tuple[Tree, OptState]:
         """Return the results of a step as trees, with `count` more applied steps."""
-        applied, _, lr, hyper, iteration = inputs.opt_state
+        old = inputs.opt_state
+        applied, iteration = old.applied, old.iteration
         keep = Tensor.detach if in_place else self._copy
         if self._settings.schedule_by == "iteration":
             iteration = iteration.add_(1) if in_place else iteration + 1
-        state = OptState(
-            applied.add_(count) if in_place else applied + count,
-            slots,
-            keep(lr) if isinstance(lr, Tensor) else lr,
-            hyper and each_number(keep, hyper),
-            iteration,
+        applied = applied.add_(count) if in_place else applied + count
+        state = holding(
+            OptState(applied, slots, iteration=iteration), each_number(keep, held_by(old))
         )
         return inputs.params_tree(list(map(params.get, inputs.names))), state
 
@@ -396,8 +395,8 @@ class TorchOptimizer(Updater):
                 slots[name] = restored(name, saved, slots[name])
         counts = counts_from(self._settings, fresh, applied, iteration, has_state=bool(states))
         group_of = {name: param.group for name, param in saved_params.items()}
-        numbers = settings_from(self._settings, groups, group_of, fresh)
-        return OptState(counts[0], slots, *numbers, counts[1])
+        held = settings_from(self._settings, groups, group_of, fresh)
+        return holding(OptState(counts[0], slots, iteration=counts[1]), held)
 
 
 def _cast_gradients(inputs: StepInputs) -> dict[str, Tensor]:

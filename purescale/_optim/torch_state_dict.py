@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._optim.formulas import FIRST_STEP
 from .._optim.in_state import agreed, each_number, float32
-from .._optim.opt_state import OptState, ParamGroup, Slots, is_python_scalar
+from .._optim.opt_state import OptState, ParamGroup, Slots, held_by, is_python_scalar
 from .._optim.param_groups import FLAGS, OptimizerSettings
 from .._tree import tree as _tree
 from .._tree.scalars import whole
@@ -54,26 +54,26 @@ def saved_groups(
     schedule.
     """
     settings.check(opt_state)
-    now, lr, scheduled = settings.current(opt_state), opt_state.lr, settings.scheduled_in_state
-    pairs = zip(now.lrs, settings.lr_varies, strict=True)
-    lrs = [float(rate) if varies else rate for rate, varies in pairs]
-    first = settings.lrs_at(torch.zeros_like(opt_state.applied), lr)
-    initial = [
-        max(float(start), rate) if callable(schedule) else None
-        for schedule, start, rate in zip(settings.lrs, first, lrs, strict=True)
-    ]
-    if "lr" in scheduled:
-        initial[0] = float(lr)
-    if initial_lr is not None:
-        initial[0] = float(initial_lr)
-    hyper, factors = (each_number(float, h or {}) for h in (now.hyper, opt_state.hyper))
+    held = held_by(opt_state)
+    first = settings.at(torch.zeros_like(opt_state.applied), held)
+    current: list[dict[str, Any]] = []
+    for index, table in enumerate(settings.current(opt_state)):
+        own, scheduled = held if index == 0 else {}, settings.schedules[index]
+        varying = {n: v for n, v in table.items() if n in own or n in scheduled}
+        now = {**table, **each_number(float, varying)}
+        initial = {}
+        for name in scheduled:
+            initial[name] = own[name] if name in own else max(float(first[index][name]), now[name])
+        if index == 0 and initial_lr is not None:
+            initial["lr"] = initial_lr
+        # A setting that an override names has an initial value of its own, or none.
+        absent = {f"initial_{name}": None for name in settings.tables[index] if index}
+        initial = {f"initial_{n}": v for n, v in each_number(float, initial).items()}
+        current.append({**now, **absent, **initial})
     groups = []
-    for group in settings.torch_groups(tuple(opt_state.slots), hyper):
-        complete = group.with_lr(lrs)
-        if initial[group.lr_index] is not None:
-            complete["initial_lr"] = initial[group.lr_index]
-        for name in scheduled - group.overridden - {"lr"}:
-            complete[f"initial_{name}"] = factors[name]
+    for group in settings.torch_groups(tuple(opt_state.slots), current):
+        pairs = group.settings.items()
+        complete = {n: v for n, v in pairs if v is not None or not n.startswith("initial_")}
         groups.append(group._replace(settings=complete))
     return groups
 
@@ -265,22 +265,18 @@ def settings_from(
     saved_groups: Sequence[Mapping[str, Any]],
     group_of: Mapping[str, int],
     fresh: OptState,
-) -> tuple[Any, Any]:
-    """Return the rate and the other settings in a state dict, from those groups that take theirs
-    from the state, or the fresh ones if the dict has none. `group_of` has the index of each
-    parameter's group.
+) -> dict[str, Any]:
+    """Return the settings in the state from those groups of a state dict that take theirs from it,
+    or the fresh ones if the dict has none. `group_of` has the index of each parameter's group.
     """
-    if not settings.in_state:
-        return fresh.lr, fresh.hyper
+    held, device = held_by(fresh), fresh.applied.device
     pairs = [
         (group, saved_groups[index])
         for group in settings.torch_groups(tuple(group_of))
         for index in dict.fromkeys(map(group_of.__getitem__, group.names))
     ]
-    lr, hyper, device = fresh.lr, dict(fresh.hyper), fresh.applied.device
-    scheduled = settings.scheduled_in_state
     for name in settings.in_state:
-        key = f"initial_{name}" if name in scheduled else name
+        key = f"initial_{name}" if name in settings.schedules[0] else name
         taken = [saved for group, saved in pairs if name not in group.overridden]
         if key == "initial_lr" and not all(key in saved for saved in taken):
             raise ValueError(
@@ -291,17 +287,14 @@ def settings_from(
         value = agreed(key, taken)
         if value is None:
             continue
-        if name == "lr":
-            lr = float32(value, device)
-            continue
-        if isinstance(value, tuple) != isinstance(hyper[name], tuple):
+        if isinstance(value, tuple) != isinstance(held[name], tuple):
             raise ValueError(
                 f"the state dict has {name} = {value}; expected what {settings.cls.__name__} has "
-                f"there, such as {settings.hyper[name]}. Likely cause: the state dict of another "
+                f"there, such as {settings.starts[name]}. Likely cause: the state dict of another "
                 "class."
             )
-        hyper |= each_number(lambda number: float32(number, device), {name: value})
-    return lr, hyper or ()
+        held |= each_number(lambda number: float32(number, device), {name: value})
+    return held
 
 
 # ---- counts of steps -----------------------------------------------------------------------------

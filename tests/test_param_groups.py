@@ -2,10 +2,12 @@
 
 import re
 
+import hypothesis.strategies as st
 import pytest
 import torch
 import torch.utils._pytree as pytree
 from helpers import same_bits
+from hypothesis import given
 from test_torch_optim import CASES, OPTIM, grads_at, implementation, make_params, ours, table
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR
 
@@ -33,6 +35,57 @@ def test_a_schedule_equals_setting_the_rate_by_hand(name, way):
         ours(ps.from_torch(getattr(OPTIM, name), lr=schedule), steps=5)[0],
         {n: p.detach() for n, p in params.items()},
     )
+
+
+NUMBERS = st.sampled_from([0.25, 0.5, 0.125])
+
+
+def halved(start):
+    return lambda count: start * 0.5**count
+
+
+@given(st.data())
+def test_a_setting_is_that_of_its_last_override_else_of_the_state_times_its_schedule_else_its_own(
+    data,
+):
+    """Every home of two settings at once, by arithmetic in float64."""
+    names = "lr", "weight_decay"
+    start, held = {}, data.draw(st.sets(st.sampled_from(names)))
+    for name in names:
+        kinds = [False, True] if name == "lr" or name in held else [False]
+        start[name] = data.draw(NUMBERS), data.draw(st.sampled_from(kinds))
+    pattern, kind = st.sampled_from(["a", "b", "*", ("a", "b")]), st.tuples(NUMBERS, st.booleans())
+    extra = st.fixed_dictionaries({}, optional={"lr": kind, "weight_decay": st.tuples(NUMBERS)})
+    overrides = data.draw(st.dictionaries(pattern, extra, max_size=3))
+
+    def given_as(value, scheduled=False):
+        return halved(value) if scheduled else value
+
+    optimizer = ps.from_torch(
+        OPTIM.SGD,
+        in_state=tuple(held),
+        overrides={p: {n: given_as(*v) for n, v in e.items()} for p, e in overrides.items()},
+        **{name: given_as(*value) for name, value in start.items()},
+    )
+    generator = torch.Generator().manual_seed(0)
+    params = {n: torch.randn(5, generator=generator, dtype=torch.float64) for n in ("a", "b")}
+    state, expected = optimizer.init(params), dict(params)
+    for step in range(3):
+        numbers = {name: data.draw(NUMBERS) for name in held}
+        state = ps.replace_settings(state, **numbers)
+        for parameter in params:
+            now = {n: v * 0.5**step if scheduled else v for n, (v, scheduled) in start.items()}
+            for name in held:
+                now[name] = numbers[name] * (now[name] if start[name][1] else 1.0)
+            for patterns, settings in overrides.items():
+                if patterns == "*" or parameter in patterns:
+                    for name, (value, *scheduled) in settings.items():
+                        now[name] = value * (0.5**step if any(scheduled) else 1.0)
+            p = expected[parameter]
+            expected[parameter] = p - now["lr"] * (1.0 + now["weight_decay"] * p)
+        ones = {name: torch.ones_like(p) for name, p in params.items()}
+        params, state = optimizer.step(params, ones, state)
+        torch.testing.assert_close(params, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

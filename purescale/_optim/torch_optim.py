@@ -92,7 +92,9 @@ def from_torch(
             the host can read it (on a CPU, in eager mode); elsewhere such a step goes up the
             gradient.
         overrides: Settings for some parameters, by dotted name or glob, or by a tuple of these.
-            Later ones win: `{("*.bias", "norm*"): {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`.
+            `{("*.bias", "norm*"): {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`. A setting of a
+            parameter is that of its last override with such a name, else the number in the state
+            times its schedule, if it has these, else what is given here.
         in_state: Names of settings to keep in the state as 0-d float32 tensors, so that one
             compiled step serves every value and they can be vmapped, saved and differentiated. The
             rate is `opt_state.lr`, the others are in `opt_state.hyper`;

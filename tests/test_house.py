@@ -266,7 +266,6 @@ TESTED_WITH = {
     "_loss_scale/rule_protocol.py": "test_rules.py",
     "_module/references.py": "test_functional.py",
     "_optim/fused.py": "test_laws_of_a_step.py",
-    "_optim/fused_step.py": "test_updater.py",
     "_optim/step_inputs.py": "test_leaves.py",
     "_optim/formula_step.py": "test_formulas.py",
     "_optim/wrapper.py": "test_stochastic_rounding.py",

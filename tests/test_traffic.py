@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import purescale as ps
 from purescale._grads import grad_stats
-from purescale._optim import fused_step
+from purescale._optim import fused
 from purescale._torch import foreach, tracing
 from purescale.testing import assert_sync_free
 
@@ -352,7 +352,7 @@ def test_the_norm_in_rows_and_chunks_equals_float64(length, chunk, sizes, power)
 @pytest.fixture
 def as_one_node(monkeypatch):
     """As with many parameters."""
-    for module in (foreach, fused_step):
+    for module in (foreach, fused):
         monkeypatch.setattr(module, "MAX_INLINE_LEAVES", 0)
 
 
@@ -447,8 +447,8 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer)
     kernel = optimizer._fused_step.kernel
     groups = optimizer._settings
-    [group] = groups.torch_groups(("0", "1"))
-    settings = group.with_lr(groups.lrs_at(state.applied, state.lr))
+    [group] = groups.torch_groups(("0", "1"), groups.current(state))
+    settings = group.settings
     slots = list(state.slots.values())
     targets = [*params.values(), *(slot[key] for key in kernel.slots(settings) for slot in slots)]
     for lr, found_inf, divisor in (

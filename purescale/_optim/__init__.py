@@ -6,7 +6,7 @@ methods of `updater.Updater`: `check`, `prepare`, `apply_step_unless(skip, ...)`
 protocol        Optimizer, `init` and `step`; (init, update) pairs
 torch_optim     from_torch: a class of torch.optim. Its settings: param_groups, in_state, schedule.
                 Its state: opt_state, torch_state_dict, live_optimizer. Its step: torch's fused
-                kernel (fused_step, fused), or its formula (formula_step, formulas); of a user's
+                kernel (fused), or its formula (formula_step, formulas); of a user's
                 class its own (class_step)
 from_formula    an optimizer from the mathematics of one leaf
 partition       several optimizers, one for each kind of parameter

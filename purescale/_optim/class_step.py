@@ -19,7 +19,7 @@ class ClassStep:
     """The `step` of a user's class with these settings."""
 
     def __init__(self, settings: OptimizerSettings) -> None:
-        self._settings, self._layout = settings, settings.layout
+        self._settings, self._layout = settings, settings.slot_layout
 
     def __call__(self, params: Tensors, gradients: Tensors, slots: Slots, current: Tables) -> Slots:
         """Make the step in place, on tensors that nobody else sees, and return the slots. Half

@@ -29,7 +29,7 @@ class FormulaStep:
     """The step of a class of torch.optim by its formula, which reads no value."""
 
     def __init__(self, settings: OptimizerSettings) -> None:
-        self._settings, self._layout = settings, settings.layout
+        self._settings, self._layout = settings, settings.slot_layout
         self._formula: Any = settings.formula  # a class without one has a step of its own
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
         # Dynamo sets no guards in it, so `_key`, which has all that the formula reads besides its

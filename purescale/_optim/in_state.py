@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -190,19 +190,16 @@ def replace_settings(state: S, **settings: Any) -> S:
     return map_opt_states(lambda each, keys: _replaced(each, _of_part(keys, settings)), state)
 
 
-class _Holder(NamedTuple):
-    """A state of from_torch within another state."""
-
-    keys: tuple[str, ...]  # the keys of the parts around it
-    names: tuple[str, ...]  # of the settings that it holds
+# The keys of the parts around a state of from_torch, and the names of the settings that it holds.
+Holder = tuple[tuple[str, ...], tuple[str, ...]]
 
 
-def _holders(state: Tree) -> list[_Holder]:
+def _holders(state: Tree) -> list[Holder]:
     """Return what each state of from_torch in `state` holds."""
-    holders = []
+    holders: list[Holder] = []
 
     def listed(each: OptState, keys: tuple[str, ...]) -> OptState:
-        holders.append(_Holder(keys, tuple(held_by(each))))
+        holders.append((keys, tuple(held_by(each))))
         return each
 
     map_opt_states(listed, state)
@@ -255,7 +252,7 @@ def _like(old: Any, new: Any, name: str) -> Any:
     )
 
 
-def _not_held(name: str, key: str | None, holders: Sequence[_Holder]) -> ValueError:
+def _not_held(name: str, key: str | None, holders: Sequence[Holder]) -> ValueError:
     listed = [
         f"{'.'.join(keys)}{': ' if keys else ''}{join_names(list(names), 20)}"
         for keys, names in holders

@@ -13,7 +13,7 @@ from .._optim.formulas import FIRST_STEP, Formula
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import traced
 from .._tree.hints import document_fields
-from .._tree.leaves import are_dense_real, describe
+from .._tree.leaves import describe
 from .._tree.tree import Tree
 
 Tensors = dict[str, Tensor]  # by the dotted name of a parameter
@@ -283,49 +283,37 @@ class SlotLayout:
             return
 
         def match() -> bool:
-            return self._all_match(slots, params) and self._check_keys(slots, params, groups)
+            for name, key in self._misfits(slots, params):
+                raise self._misfit_error(key, slots[name][key], name, params[name])
+            return self._check_keys(slots, params, groups)
 
         in_order = targets is not None and list(slots) == list(params)
         keys = set(map(tuple, slots.values())) if in_order else set()
         if targets is not None and len(keys) == 1:
-            matched = targets.cached((self._cache_key, *keys, *params), match)
+            targets.cached((self._cache_key, *keys, *params), match)
         else:
-            matched = match()
-        if matched:
-            return
-        for name, slot in slots.items():
-            for key, value in slot.items():
-                if not self._matches(key, value, params[name]):
-                    raise self._misfit_error(key, value, name, params[name])
-        self._check_keys(slots, params, groups)
+            match()
 
-    def _all_match(self, slots: Slots, params: Mapping[str, Tensor]) -> bool:
-        """Return True if all slots fit. It avoids calls, which a compiler traces slowly."""
-        counts = self._counts
+    def _misfits(self, slots: Slots, params: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+        """Return the parameter and the key of slots that do not fit. It avoids calls, which a
+        compiler traces slowly.
+        """
+        counts, known = self._counts, {*self._counts, *self._shaped}
         rows = [
-            (params[name], value, counts.get(key))
+            (name, key, value, params[name], counts.get(key))
             for name, slot in slots.items()
             for key, value in slot.items()
+            if key in known
         ]
-        return are_dense_real([value for _, value, _ in rows]) and all(
-            [
-                value.device == param.device
-                and value.dtype is (count or param.dtype)
-                and value.shape == (() if count else param.shape)
-                for param, value, count in rows
-            ]
-        )
-
-    def _matches(self, key: str, value: Tensor, param: Tensor) -> bool:
-        if value.is_nested:
-            return False
-        if key in self._counts:
-            dtype = self._counts[key]
-            return value.ndim == 0 and value.dtype is dtype and value.device == param.device
-        if key not in self._shaped:
-            return True
-        alike = value.shape == param.shape and value.dtype is param.dtype
-        return alike and value.device == param.device and value.layout is torch.strided
+        return [
+            (name, key)
+            for name, key, value, param, count in rows
+            if value.is_nested
+            or value.layout is not torch.strided
+            or value.device != param.device
+            or value.dtype is not (count or param.dtype)
+            or value.shape != (() if count else param.shape)
+        ]
 
     def _check_keys(
         self,

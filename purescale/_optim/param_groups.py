@@ -111,7 +111,7 @@ class OptimizerSettings:
         self.settings_in_new_state(None)  # refuses what float32 cannot hold
         # A setting in the state may become nonzero, so it counts as nonzero here.
         named = (settings, *self._overrides, dict.fromkeys(self.starts, True))
-        self.layout = SlotLayout(cls, self.formula, slots, named)
+        self.slot_layout = SlotLayout(cls, self.formula, slots, named)
 
     def __repr__(self) -> str:
         extra = {"lr": self.summary[1]["lr"], **self.settings}
@@ -271,7 +271,7 @@ class OptimizerSettings:
                 for name in group.names
             ]
             self._constructed(shapes, group.settings)
-            new = {name: self.layout.new(named[name], group.settings) for name in group.names}
+            new = {name: self.slot_layout.new(named[name], group.settings) for name in group.names}
             slots.update(new)
         return {name: slots[name] for name in named}
 

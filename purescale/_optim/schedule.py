@@ -308,7 +308,7 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, what: str)
         )
 
 
-class Columns(NamedTuple):
+class GroupNumbers(NamedTuple):
     """The settings that a scheduler changes in a parameter group, by step."""
 
     rates: list[float]
@@ -317,30 +317,30 @@ class Columns(NamedTuple):
 
 def rates_of(
     scheduler: LRScheduler, steps: int, fixed: Sequence[Mapping[str, Any]] | None = None
-) -> list[Columns]:
+) -> list[GroupNumbers]:
     """Step `scheduler`, and return for each parameter group the rates and momenta of the next
     `steps` steps. `fixed` are the settings that may not move, by default the current ones.
     """
     groups = scheduler.optimizer.param_groups
-    columns = [Columns([], []) for _ in groups]
+    moved = [GroupNumbers([], []) for _ in groups]
     fixed = [_fixed(group) for group in groups] if fixed is None else fixed
     for done in range(steps):
         if done:
             _step(scheduler, done, steps)
-        for group, settings, (rates, momenta) in zip(groups, fixed, columns, strict=True):
+        for group, settings, (rates, momenta) in zip(groups, fixed, moved, strict=True):
             _check_fixed(scheduler, group, settings)
             rates.append(float(group["lr"]))
             momenta.append(_betas(group)[0] if _betas(group) else group.get("momentum"))
-    return columns
+    return moved
 
 
-def scheduled_settings(group: Mapping[str, Any], columns: Columns, start: int) -> dict[str, Any]:
+def scheduled_settings(group: Mapping[str, Any], moved: GroupNumbers, start: int) -> dict[str, Any]:
     """Return the settings of a parameter group that a scheduler moves, as tables from the count
     `start`.
     """
-    settings: dict[str, Any] = {"lr": RateTable.of(columns.rates, start)}
-    if any(momentum != columns.momenta[0] for momentum in columns.momenta):
-        table = RateTable.of(columns.momenta, start)
+    settings: dict[str, Any] = {"lr": RateTable.of(moved.rates, start)}
+    if any(momentum != moved.momenta[0] for momentum in moved.momenta):
+        table = RateTable.of(moved.momenta, start)
         others = tuple(map(float, _betas(group)[1:]))
         settings |= {"betas": (table, *others)} if others else {"momentum": table}
     return settings
@@ -365,7 +365,7 @@ def _step(scheduler: LRScheduler, done: int, wanted: int) -> None:
         ) from error
 
 
-def rates_ahead(scheduler: LRScheduler, steps: int) -> list[Columns]:
+def rates_ahead(scheduler: LRScheduler, steps: int) -> list[GroupNumbers]:
     """Return `rates_of(scheduler, steps)` and leave the scheduler and its optimizer where they are.
     Refuse a schedule that gives other rates when it is asked again.
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._optim.class_step import ClassStep
 from .._optim.formula_step import FormulaStep
-from .._optim.fused_step import FusedStep
+from .._optim.fused import FusedStep
 from .._optim.in_state import each_number, names_in_state
 from .._optim.opt_state import (
     OptState,
@@ -166,7 +166,7 @@ class TorchOptimizer(Updater):
             schedule_by=schedule_by,
             template=template,
         )
-        self._layout = self._settings.layout
+        self._layout = self._settings.slot_layout
         self._formula = self._settings.formula
         self.may_add_slots = self.calls_step = self._formula is None
         self.differentiable = self._settings.differentiable

@@ -214,10 +214,10 @@ def test_what_cannot_be_in_the_state_is_refused_when_made(cls, settings, names, 
 @pytest.mark.parametrize(
     ("hyper", "message"),
     [
-        ((), r"opt_state.hyper has \(\).*'betas': a tuple of 2.*optimizer.init"),
-        ({"betas": torch.tensor(0.9)}, r"hyper\['betas'\] is torch.float32 \(\)"),
+        ((), r"holds the settings \[\].*'betas': a tuple of 2.*optimizer.init"),
+        ({"betas": torch.tensor(0.9)}, r"holds betas = torch.float32 \(\)"),
         ({"betas": (torch.ones(2), torch.ones(2))}, "floating 0-d tensors.*torch.vmap"),
-        ({"betas": (0.9, 0.99)}, "is 0.9, 0.99; expected floating 0-d tensors"),
+        ({"betas": (0.9, 0.99)}, "betas = 0.9, 0.99; expected floating 0-d tensors"),
     ],
 )
 def test_a_state_whose_settings_are_elsewhere_is_refused(hyper, message):
@@ -227,7 +227,7 @@ def test_a_state_whose_settings_are_elsewhere_is_refused(hyper, message):
         optimizer.step(params, params, state)
     if hyper:
         plain = ps.from_torch(OPTIM.AdamW)
-        with pytest.raises(ValueError, match=r"hyper has \['betas'\], this optimizer looks for"):
+        with pytest.raises(ValueError, match=r"settings \['betas'\], this optimizer looks for"):
             plain.step(params, params, plain.init(params)._replace(hyper=hyper))
 
 

@@ -204,9 +204,9 @@ def test_a_state_of_an_optimizer_with_other_numbers_in_it_is_refused(names):
     plain, state = ps.from_torch_optimizer(adamw, model)
     optimizer, with_numbers = ps.from_torch_optimizer(adamw, model, in_state=names)
     for each, other in ((optimizer, state), (plain, with_numbers)):
-        with pytest.raises(ValueError, match=r"opt_state\.(lr|hyper) (is|has) .*Fix: "):
+        with pytest.raises(ValueError, match=r"opt_state holds .*Fix: "):
             ps.to_torch_optimizer(other, each, adamw, model)
-        with pytest.raises(ValueError, match=r"opt_state\.(lr|hyper) (is|has) .*Fix: "):
+        with pytest.raises(ValueError, match=r"opt_state holds .*Fix: "):
             each.to_state_dict(other)
 
 

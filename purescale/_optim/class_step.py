@@ -11,8 +11,7 @@ from torch import Tensor
 from .._optim.in_state import as_number, each_number
 from .._optim.opt_state import Slots, Tensors, as_tensors, with_python_scalars
 from .._optim.param_groups import OptimizerSettings, Tables
-from .._torch import foreach
-from .._torch.dtypes import wide_dtype
+from .._torch.dtypes import HALF, wide_dtype
 
 
 class ClassStep:
@@ -21,27 +20,31 @@ class ClassStep:
     def __init__(self, settings: OptimizerSettings) -> None:
         self._settings, self._layout = settings, settings.slot_layout
 
-    def __call__(self, params: Tensors, gradients: Tensors, slots: Slots, current: Tables) -> Slots:
-        """Make the step in place, on tensors that nobody else sees, and return the slots. Half
-        tensors are computed in float32.
+    def __call__(
+        self, params: Tensors, gradients: Tensors, slots: Slots, current: Tables
+    ) -> tuple[Tensors, Slots]:
+        """Return parameters and slots after the step, in fresh memory. Half parameters and their
+        slots are computed in float32.
         """
-        current = [each_number(as_number, table) for table in current]
-        narrow = params, slots
-        if any([param.dtype.itemsize == 2 for param in params.values()]):
-            params, gradients = _widened(params), _widened(gradients)
-            slots = {name: self._widened_slot(slot) for name, slot in slots.items()}
-        with torch.no_grad():
-            new = self._run(params, gradients, slots, current)
-            if params is narrow[0]:
-                return new
-            for target, wide in zip(narrow[0].values(), params.values(), strict=True):
-                target.copy_(wide)
-            return {name: _copied_into(narrow[1][name], slot) for name, slot in new.items()}
 
-    def _widened_slot(self, slot: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            key: value if self._layout.is_count(key) else value.to(_wide_dtype_of(value))
-            for key, value in slot.items()
+        def copied(value: Tensor, name: str, key: str = "") -> Tensor:
+            wide = _is_half(params[name]) and _is_half(value) and not self._layout.is_count(key)
+            dtype = wide_dtype(value.dtype) if wide else value.dtype
+            return value.detach().to(dtype, copy=True)
+
+        new_params = {name: copied(param, name) for name, param in params.items()}
+        copies = {
+            name: {key: copied(value, name, key) for key, value in slot.items()}
+            for name, slot in slots.items()
+        }
+        gradients = {name: g.to(new_params[name].dtype) for name, g in gradients.items()}
+        numbers = [each_number(as_number, table) for table in current]
+        with torch.no_grad():
+            new_slots = self._run(new_params, gradients, copies, numbers)
+        new_params = {name: p.to(params[name].dtype) for name, p in new_params.items()}
+        return new_params, {
+            name: {key: _narrowed(value, slots[name].get(key)) for key, value in slot.items()}
+            for name, slot in new_slots.items()
         }
 
     def _run(self, params: Tensors, gradients: Tensors, slots: Slots, current: Tables) -> Slots:
@@ -67,15 +70,9 @@ class ClassStep:
         return slots | {name: as_tensors(state, name) for name, state in states.items()}
 
 
-def _wide_dtype_of(tensor: Tensor) -> torch.dtype:
-    number = tensor.is_floating_point() or tensor.is_complex()
-    return wide_dtype(tensor.dtype) if number else tensor.dtype
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.dtype in HALF
 
 
-def _widened(tensors: Tensors) -> Tensors:
-    dtypes = [_wide_dtype_of(tensor) for tensor in tensors.values()]
-    return dict(zip(tensors, foreach.cast(list(tensors.values()), dtypes), strict=True))
-
-
-def _copied_into(old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: old[key].copy_(value) if key in old else value for key, value in new.items()}
+def _narrowed(new: Tensor, old: Tensor | None) -> Tensor:
+    return new.to(old.dtype) if old is not None and _is_half(old) else new

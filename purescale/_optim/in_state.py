@@ -65,33 +65,32 @@ def check_setting(cls: Any, name: Any, values: Mapping[str, Any], formula: Formu
         )
 
 
-def check_hyper(hyper: Any, starts: Mapping[str, Any]) -> None:
+def check_held(opt_state: OptState, starts: Mapping[str, Any]) -> None:
     """Refuse settings in a state that differ from those that the optimizer keeps there."""
+    lr, hyper = opt_state.lr, opt_state.hyper or {}
+    held = {**({} if isinstance(lr, tuple) else {"lr": lr}), **hyper}
     expected = ", ".join(
         f"{name!r}: {f'a tuple of {len(value)}' if isinstance(value, tuple) else 'one'}"
         for name, value in starts.items()
     )
-    if not isinstance(hyper, dict) or hyper.keys() != starts.keys():
-        has = list(hyper) if isinstance(hyper, dict) else repr(hyper)
+    if held.keys() != starts.keys():
         raise ValueError(
-            f"opt_state.hyper has {has}, this optimizer looks for {{{expected}}} there. Likely "
-            "cause: the state of an optimizer with another in_state. Fix: from_torch(..., "
-            "in_state=(...)) with the names that the state has; or, from the optimizer `old` of "
-            f"this state, {_MOVED.format(new='optimizer', old='old')}; in a new run `opt_state = "
-            "optimizer.init(params)`."
+            f"opt_state holds the settings {list(held)}, this optimizer looks for {{{expected}}} "
+            "there, and would ignore others. Likely cause: the state of an optimizer with another "
+            "in_state. Fix: from_torch(..., in_state=(...)) with the names that the state has; or, "
+            f"from the optimizer `old` of this state, {_MOVED.format(new='optimizer', old='old')}; "
+            "in a new run `opt_state = optimizer.init(params)`."
         )
-    for name, value in hyper.items():
-        leaves = each_of({name: value})
-        length, expected_length = (
-            len(v) if isinstance(v, tuple) else None for v in (value, starts[name])
-        )
-        if length != expected_length or not all(map(is_float_scalar, leaves)):
-            has = list(map(describe, leaves))
+    for name, value in held.items():
+        leaves, likes = each_of({name: value}), each_of({name: starts[name]})
+        alike = isinstance(value, tuple) == isinstance(starts[name], tuple)
+        if not alike or len(leaves) != len(likes) or not all(map(is_float_scalar, leaves)):
+            change = "lr=..." if name == "lr" else f"hyper={{**opt_state.hyper, {name!r}: ...}}"
             raise ValueError(
-                f"opt_state.hyper[{name!r}] is {', '.join(has)}; expected floating 0-d "
-                f"tensors, {{{expected}}}. Fix: `opt_state._replace(hyper={{**opt_state.hyper, "
-                f"{name!r}: ...}})` with torch.tensor(0.1), or a tuple of them for a tuple; a "
-                "value for each member of an ensemble goes through torch.vmap."
+                f"opt_state holds {name} = {', '.join(map(describe, leaves))}; expected floating "
+                f"0-d tensors, {{{expected}}}. Fix: `opt_state._replace({change})` with "
+                "torch.tensor(0.1), or a tuple of them for a tuple; a value for each member of an "
+                "ensemble goes through torch.vmap."
             )
 
 

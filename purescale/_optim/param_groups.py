@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._optim.formulas import Formula, formula_of
 from .._optim.in_state import (
-    check_hyper,
+    check_held,
     check_setting,
     each_number,
     float32,
@@ -277,7 +277,7 @@ class OptimizerSettings:
 
     def check(self, opt_state: OptState) -> None:
         """Refuse a state whose settings do not match `in_state`, or without the count."""
-        lr, hyper, iteration = opt_state.lr, opt_state.hyper, opt_state.iteration
+        iteration = opt_state.iteration
         if self.schedule_by == "iteration" and not _is_count(iteration):
             raise ValueError(
                 f"opt_state.iteration is {describe(iteration)}, expected a 0-d int64 tensor: this "
@@ -291,21 +291,7 @@ class OptimizerSettings:
                 f"opt_state.iteration is {iteration!r}, but the schedules of this optimizer count "
                 'applied steps and would ignore it. Fix: from_torch(..., schedule_by="iteration").'
             )
-        starts = {name: start for name, start in self.starts.items() if name != "lr"}
-        if hyper or starts:
-            check_hyper(hyper, starts)
-        if "lr" in self.in_state and not is_float_scalar(lr):
-            raise ValueError(
-                f"opt_state.lr is {describe(lr)}, expected a floating 0-d tensor: this optimizer "
-                "was made with lr in the state. Fix: `opt_state = optimizer.init(params)`, or "
-                "`opt_state._replace(lr=torch.tensor(1e-3))`; a rate for each member of an "
-                "ensemble goes through torch.vmap."
-            )
-        if not ("lr" in self.in_state or isinstance(lr, tuple)):
-            raise ValueError(
-                f"opt_state.lr is {lr!r}, but this optimizer takes its rate from from_torch and "
-                'would ignore it. Fix: from_torch(..., in_state=("lr",)).'
-            )
+        check_held(opt_state, self.starts)
 
     def _probed(self, where: str, settings: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
         """Return an optimizer over one parameter and the tensors that it keeps for it. Settings

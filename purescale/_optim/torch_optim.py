@@ -237,9 +237,8 @@ class TorchOptimizer(Updater):
         inputs = inputs.unscaled()
         gradients = _cast_gradients(inputs)
         if self._formula is None:
-            new = working_copies(inputs, in_place=False)
-            params, slots = new.named_params, new.opt_state.slots
-            slots = self._class_step(params, gradients, slots, prepared)
+            old, slots = inputs.named_params, inputs.opt_state.slots
+            params, slots = self._class_step(old, gradients, slots, prepared)
         else:
             one_by_one = self.differentiable or traced()
             params, slots = self._formula_step(inputs, gradients, prepared, one_by_one=one_by_one)

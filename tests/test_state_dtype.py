@@ -363,6 +363,19 @@ def test_the_state_of_another_optimizer_is_refused(way):
         ps.with_state_dtype(torch.optim.AdamW, MOMENTS)
 
 
+class MakesItsState(torch.optim.SGD):
+    def step(self):
+        super().step()
+
+
+def test_a_class_that_makes_its_state_in_its_first_step_is_refused():
+    own = ps.from_torch(MakesItsState, lr=0.1, momentum=0.9)
+    both = ps.partition({"own": own, "adamw": made("AdamW")}, lambda name, param: "adamw")
+    for optimizer in (own, both, ps.with_master_weights(both)):
+        with pytest.raises(ValueError, match=r"in its first step\. Fix: a class of torch.optim"):
+            ps.with_state_dtype(optimizer, {"*": torch.bfloat16})
+
+
 def test_a_narrow_state_is_refused_by_the_optimizer_inside_after_steps_around_it():
     """What was seen of the narrow tensors must not answer for the wide ones."""
     inner, params = made("AdamW"), params_of((torch.float32,))

@@ -111,9 +111,16 @@ class Raises(StepAlone):
         raise ZeroDivisionError("of a user's step")
 
 
-@pytest.mark.parametrize("around", [lambda part: part, ps.with_master_weights])
-def test_a_users_step_that_raises_leaves_donated_parts_before_it_unchanged(around):
-    optimizer = in_two(of("SGD"), around(Raises()))
+class OwnRaises(torch.optim.SGD):
+    def step(self):
+        raise ZeroDivisionError("of a user's class")
+
+
+@pytest.mark.parametrize(
+    "last", [Raises(), ps.with_master_weights(Raises()), ps.from_torch(OwnRaises)]
+)
+def test_a_users_step_that_raises_leaves_donated_parts_before_it_unchanged(last):
+    optimizer = in_two(of("SGD"), last)
     params = {"3": torch.ones(3), "5": torch.ones(5, dtype=torch.bfloat16)}
     state = optimizer.init(params)
     with Untouched((params, state)), pytest.raises(ZeroDivisionError):

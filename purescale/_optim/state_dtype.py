@@ -93,6 +93,11 @@ class StateDtypeOptimizer(Wrapper):
             )
         self._dtypes = dict(dtypes)
         super().__init__(optimizer, self._dtypes)
+        if self.may_add_slots:
+            raise ValueError(
+                f"with_state_dtype around {optimizer!r}, where a class of your own makes its state "
+                "in its first step. Fix: a class of torch.optim, or from_formula."
+            )
         _check_parts(optimizer)
 
     def init(self, params: Tree) -> Tree:
@@ -106,12 +111,7 @@ class StateDtypeOptimizer(Wrapper):
         self, path: tuple[str, ...], slot: Any, dtype: torch.dtype
     ) -> torch.dtype | None:
         """Return the dtype in which a state keeps this slot of a parameter of this dtype."""
-        return self._stored_dtype(path, slot, self._wide_dtype(path, slot, dtype))
-
-    def _wide_dtype(
-        self, path: tuple[str, ...], slot: Any, dtype: torch.dtype
-    ) -> torch.dtype | None:
-        return super().slot_dtype(path, slot, dtype)
+        return self._stored_dtype(path, slot, super().slot_dtype(path, slot, dtype))
 
     def _stored_dtype(
         self, path: tuple[str, ...], slot: Any, wide: torch.dtype | None = None
@@ -179,10 +179,10 @@ class StateDtypeOptimizer(Wrapper):
     def _wide_dtypes(self, inputs: StepInputs, slots: Leaves) -> list[torch.dtype | None]:
         """Return the dtype in which the inner optimizer makes each tensor of its state."""
         if parts_of(without_wrappers(inputs.opt_state)):
-            params = inputs.named_params
+            params, wide_dtype = inputs.named_params, super().slot_dtype
             pairs = zip(_paths(inputs.opt_state), slots, strict=True)
             return [
-                self._wide_dtype(path, slot, params[path[0]].dtype) if path[0] in params else None
+                wide_dtype(path, slot, params[path[0]].dtype) if path[0] in params else None
                 for path, slot in pairs
             ]
         meta = [

@@ -4,7 +4,7 @@ A step flattens its trees into `step_inputs.StepInputs`, and asks an optimizer f
 methods of `updater.Updater`: `check`, `prepare`, `apply_step_unless(skip, ...)`.
 
 protocol        Optimizer, `init` and `step`; (init, update) pairs
-torch_optim     from_torch: a class of torch.optim. Its settings: param_groups, in_state, schedule.
+torch_optim     from_torch: a class of torch.optim. Its settings: settings, in_state, schedule.
                 Its state: opt_state, torch_state_dict, live_optimizer. Its step: torch's fused
                 kernel (fused), or its formula (formula_step, formulas); of a user's
                 class its own (class_step)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._optim.in_state import as_number, each_number
 from .._optim.opt_state import Slots, Tensors, as_tensors, with_python_scalars
-from .._optim.param_groups import OptimizerSettings, Tables
+from .._optim.settings import OptimizerSettings, Tables
 from .._torch.dtypes import HALF, wide_dtype
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._optim.in_state import each_number
 from .._optim.opt_state import Slots, Tensors, slots_like, values_of
-from .._optim.param_groups import OptimizerSettings, Tables
+from .._optim.settings import OptimizerSettings, Tables
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
 from .._torch.dtypes import on_device, wide_dtype, widest_float

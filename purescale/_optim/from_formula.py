@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .._optim.formulas import Formula, State, Step
 from .._optim.in_state import names_in_state
-from .._optim.param_groups import Overrides
 from .._optim.schedule import Schedule, ScheduleBy
+from .._optim.settings import Overrides
 from .._optim.torch_optim import TorchOptimizer
 from .._tree.leaves import describe
 from .._tree.scalars import short_repr

@@ -12,7 +12,7 @@ from torch.optim import adagrad, adam, sgd
 from .._optim import formulas
 from .._optim.in_state import as_number, each_number
 from .._optim.opt_state import OptState, Slots, Tensors
-from .._optim.param_groups import OptimizerSettings, Tables
+from .._optim.settings import OptimizerSettings, Tables
 from .._optim.step_inputs import StepInputs, inputs_of_dict
 from .._torch import foreach, private
 from .._torch.foreach import MAX_INLINE_LEAVES, same_memory_order

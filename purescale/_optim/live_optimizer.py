@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from .._optim.formulas import formula_of
 from .._optim.in_state import as_number, each_number
 from .._optim.opt_state import OptState, ParamGroup, without_wrappers
-from .._optim.param_groups import FLAGS
 from .._optim.partition import PartitionOptimizer
 from .._optim.schedule import ScheduleBy
+from .._optim.settings import FLAGS
 from .._optim.torch_optim import TorchOptimizer, from_torch
 from .._optim.torch_state_dict import state_dict
 from .._tree.tree import Tree, join_names

@@ -20,8 +20,8 @@ from .._optim.opt_state import (
     held_by,
     holding,
 )
-from .._optim.param_groups import OptimizerSettings, Overrides, Tables
 from .._optim.schedule import PARAMETERS_GIVEN, Schedule, ScheduleBy
+from .._optim.settings import OptimizerSettings, Overrides, Tables
 from .._optim.step_inputs import StepInputs, flatten_step, named_params, working_copies
 from .._optim.torch_state_dict import (
     checked_state_dict,

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._optim.formulas import FIRST_STEP
 from .._optim.in_state import agreed, each_number, float32
 from .._optim.opt_state import OptState, ParamGroup, Slots, held_by, is_python_scalar
-from .._optim.param_groups import FLAGS, OptimizerSettings
+from .._optim.settings import FLAGS, OptimizerSettings
 from .._tree import tree as _tree
 from .._tree.scalars import whole
 

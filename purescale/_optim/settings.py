@@ -1,4 +1,4 @@
-"""The settings of a class of torch.optim: parameter groups, overrides, learning rates."""
+"""The settings of a class of torch.optim, in one table: constant, by schedule, in the state."""
 
 from __future__ import annotations
 

@@ -69,13 +69,9 @@ def check_held(opt_state: OptState, starts: Mapping[str, Any]) -> None:
     """Refuse settings in a state that differ from those that the optimizer keeps there."""
     lr, hyper = opt_state.lr, opt_state.hyper or {}
     held = {**({} if isinstance(lr, tuple) else {"lr": lr}), **hyper}
-    expected = ", ".join(
-        f"{name!r}: {f'a tuple of {len(value)}' if isinstance(value, tuple) else 'one'}"
-        for name, value in starts.items()
-    )
     if held.keys() != starts.keys():
         raise ValueError(
-            f"opt_state holds the settings {list(held)}, this optimizer looks for {{{expected}}} "
+            f"opt_state holds the settings {list(held)}, this optimizer looks for {_form(starts)} "
             "there, and would ignore others. Likely cause: the state of an optimizer with another "
             "in_state. Fix: from_torch(..., in_state=(...)) with the names that the state has; or, "
             f"from the optimizer `old` of this state, {_MOVED.format(new='optimizer', old='old')}; "
@@ -88,10 +84,17 @@ def check_held(opt_state: OptState, starts: Mapping[str, Any]) -> None:
             change = "lr=..." if name == "lr" else f"hyper={{**opt_state.hyper, {name!r}: ...}}"
             raise ValueError(
                 f"opt_state holds {name} = {', '.join(map(describe, leaves))}; expected floating "
-                f"0-d tensors, {{{expected}}}. Fix: `opt_state._replace({change})` with "
+                f"0-d tensors, {_form(starts)}. Fix: `opt_state._replace({change})` with "
                 "torch.tensor(0.1), or a tuple of them for a tuple; a value for each member of an "
                 "ensemble goes through torch.vmap."
             )
+
+
+def _form(starts: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name!r}: {f'a tuple of {len(value)}' if isinstance(value, tuple) else 'one'}"
+        for name, value in starts.items()
+    ).join("{}")
 
 
 def is_float_scalar(leaf: Any) -> bool:

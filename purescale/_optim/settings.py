@@ -103,11 +103,15 @@ class OptimizerSettings:
             {"lr": table["lr"]} if callable(table.get("lr")) else {} for table in self.tables
         ]
         self.schedules[0] |= schedules
+        self._moving: Tables = [
+            {name: value for name, value in table.items() if isinstance(value, Tensor)} | schedule
+            for table, schedule in zip(self.tables, self.schedules, strict=True)
+        ]
         # The first numbers of the settings in the state: 1 for a schedule, which it multiplies.
         given = {**self.tables[0], **self.schedules[0]}
-        self.starts = each_number(
-            lambda number: 1.0 if callable(number) else number, {n: given[n] for n in self.in_state}
-        )
+        in_the_state = {name: given[name] for name in self.in_state}
+        self._moving[0] |= in_the_state
+        self.starts = each_number(lambda number: 1.0 if callable(number) else number, in_the_state)
         self.settings_in_new_state(None)  # refuses what float32 cannot hold
         # A setting in the state may become nonzero, so it counts as nonzero here.
         named = (settings, *self._overrides, dict.fromkeys(self.starts, True))
@@ -224,13 +228,11 @@ class OptimizerSettings:
                 self._refuse_graph(name)
             return on_device(value, count.device) if isinstance(value, Tensor) else value
 
-        tables: Tables = []
-        for table, schedules in zip(self.tables, self.schedules, strict=True):
-            factors = {} if tables else held
-            moving = {n: v for n, v in table.items() if isinstance(v, Tensor) or n in factors}
-            moving |= schedules
-            tables.append({n: number(n, v, factors.get(n)) for n, v in moving.items()})
-        return tables
+        first, *others = self._moving
+        return [
+            {name: number(name, value, held.get(name)) for name, value in first.items()},
+            *({name: number(name, value, None) for name, value in each.items()} for each in others),
+        ]
 
     def _refuse_graph(self, name: str) -> None:
         if torch.is_grad_enabled() and not (self.differentiable or traced()):

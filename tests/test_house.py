@@ -273,7 +273,6 @@ TESTED_WITH = {
     "_step/assemble.py": "test_train_step.py",
     "_step/decide.py": "test_laws_of_a_step.py",
     "_step/memory.py": "test_donation.py",
-    "_step/overlap.py": "test_reduce.py",
     "_step/step_info.py": "test_train_step.py",
     "_step/step_options.py": "test_train_step.py",
     "_step/train_state.py": "test_train_step.py",

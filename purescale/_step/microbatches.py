@@ -26,10 +26,9 @@ from .._distributed.process_group import all_reduce
 from .._grads.accumulate import is_weight
 from .._step.decide import WindowFlags
 from .._step.memory import Memory
-from .._step.overlap import GradientSender
 from .._step.step_options import FlatState, StepOptions
 from .._step.value_and_grad import ValueAndGrad, check_returned, check_unwritten
-from .._step.window_mean import MicrobatchWeights, RunningMean, ScaledSum, shares, weigh
+from .._step.window_mean import MicrobatchWeights, WindowMean, shares, weigh
 from .._torch.donation import storage_pointers
 from .._torch.dtypes import widest_float
 from .._torch.tracing import under_derivative
@@ -40,14 +39,6 @@ from .._tree.select import select_masked
 from .._tree.tree import Leaves, Tree
 
 
-class MicrobatchFlags(NamedTuple):
-    """The overflows of a window before its mean is measured."""
-
-    of_window: WindowFlags
-    counted: Tensor  # bool: a microbatch has a weight
-    mean_is_retryable: Tensor  # bool: an overflow of the mean is retryable
-
-
 class WindowResult(NamedTuple):
     """The results of the microbatches of a step, on this rank or on all of a group."""
 
@@ -55,7 +46,7 @@ class WindowResult(NamedTuple):
     loss: Tensor  # the mean over the microbatches that count
     buffers: Leaves
     aux: tuple[Any, ...]
-    microbatch_flags: MicrobatchFlags | None  # None without a group if only the mean is measured
+    totals: Tensor | None  # as `_Totals`; None without a group if only the mean is measured
     # by which this rank's mean is divided before the sum over ranks; inf without a weight
     divisor: Tensor | None = None
     # of a window of `window_size` of which nothing is dropped: the loss is, and the mean is to be
@@ -137,10 +128,8 @@ def _accumulate(
         )
     scale: Tensor = scaler.tree.scale
     weights = weigh(options, microbatches, scale)
-    single = len(microbatches) == 1 and options.group is None
-    kind = ScaledSum if single or options.on_nonfinite == "drop_window" else RunningMean
-    mean = kind(options, weights, value_and_grad)
-    sender = GradientSender.of(options, mean, sent_with)
+    mean = WindowMean(options, weights, value_and_grad)
+    reduction = mean.start_reduction(sent_with)
     carried, last = buffers.leaves, len(microbatches) - 1
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
@@ -149,11 +138,12 @@ def _accumulate(
         is_counted, microbatch = weights.is_counted[index], entry
         if isinstance(entry, FUNCTIONS):
             microbatch = _microbatch_of(entry, value_and_grad, memory)
-        if sender is not None and index == last:
-            out = value_and_grad(carried, microbatch, on_grad=sender.send)
+        if reduction is not None and index == last:
+            send = functools.partial(mean.send, reduction)
+            out = value_and_grad(carried, microbatch, on_grad=send)
         else:
             # The first gradients of a sum become the sum; others are only read.
-            first = isinstance(mean, ScaledSum) and mean.sums is None
+            first = mean.stays_scaled and mean.sums is None
             if value_and_grad.keeps_graph and last:
                 # The graph of one microbatch at a time: each is made again in the backward.
                 out = checkpoint(value_and_grad, carried, microbatch, use_reentrant=False)
@@ -165,10 +155,9 @@ def _accumulate(
         aux += tuple(out.aux)
         del out, microbatch  # so that the next ones reuse their memory
     check_unwritten(memory.microbatches, before)
-    grads = mean.result() if sender is None else as_gradients([], scale, owned=True)
-    loss, flags, divisor, share = _summary(weights, losses, mean.overflows, options, scale)
-    reduction = None if sender is None else sender.reduction
-    return WindowResult(grads, loss, carried, aux, flags, divisor, share, reduction)
+    grads = mean.result() if reduction is None else as_gradients([], scale, owned=True)
+    loss, totals, divisor, share = _summary(weights, losses, mean.overflows, options, scale)
+    return WindowResult(grads, loss, carried, aux, totals, divisor, share, reduction)
 
 
 def _unless_dropped(is_counted: bool | Tensor, before: Leaves, after: Leaves) -> Leaves:
@@ -199,26 +188,6 @@ def _microbatch_of(make: Callable[[], Any], value_and_grad: ValueAndGrad, memory
     return microbatch
 
 
-def flags_with_mean(window: WindowResult, overflow: Tensor, options: StepOptions) -> WindowFlags:
-    """Return the flags of a window whose mean was measured: its `overflow` counts as that of a
-    microbatch. A running mean leaves out what overflows.
-    """
-    flags = window.microbatch_flags
-    if flags is None:
-        retryable = overflow
-        if options.max_retries:
-            retryable = overflow & torch.isfinite(window.loss)
-        return WindowFlags(overflow, overflow, retryable, overflow)
-    before = flags.of_window
-    skip = before.skip | overflow
-    if window.grads.divisor is None:
-        return before._replace(skip=skip)
-    overflow = overflow & flags.counted
-    retryable = before.retryable | (overflow & flags.mean_is_retryable)
-    number = before.num_overflowed + overflow
-    return WindowFlags(before.overflow | overflow, skip, retryable, number)
-
-
 # ---- loss and flags ------------------------------------------------------------------------------
 
 
@@ -234,14 +203,31 @@ class _Totals(NamedTuple):
     diverged: Any  # with a loss that is not finite
 
 
+def window_flags(window: WindowResult, overflow: Tensor, options: StepOptions) -> WindowFlags:
+    """Return the flags of a window whose mean was measured: its `overflow` counts as that of a
+    microbatch, unless the mean leaves out what overflows.
+    """
+    if window.totals is None:
+        retryable = overflow & torch.isfinite(window.loss) if options.max_retries else overflow
+        return WindowFlags(overflow, overflow, retryable, overflow)
+    number = _Totals(*window.totals.unbind()).overflowed.to(torch.int64)
+    has = _Totals(*(window.totals > 0).unbind())
+    if window.grads.divisor is None:
+        return WindowFlags(has.overflowed, ~has.good | overflow, has.finite_overflowed, number)
+    skip = has.invalid | has.overflowed | ~has.good | overflow
+    overflow = overflow & has.weight
+    number, overflow = number + overflow, has.overflowed | overflow
+    return WindowFlags(overflow, skip, overflow & ~(has.diverged | has.invalid), number)
+
+
 def _summary(
     weights: MicrobatchWeights,
     losses: list[Tensor],
     overflows: list[Tensor],
     options: StepOptions,
     scale: Tensor,
-) -> tuple[Tensor, MicrobatchFlags | None, Tensor | None, Tensor | None]:
-    """Return loss, flags, divisor and share of a window, as in `WindowResult`, from its
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return loss, totals, divisor and share of a window, as in `WindowResult`, from its
     microbatches. With a group they are over all its ranks.
     """
     weight, group = weights.vector, options.group
@@ -255,12 +241,9 @@ def _summary(
             mean = torch.stack(losses).mean(dtype=wide).to(mean.dtype)
         return mean if share is None else (mean * share).to(mean.dtype), None, None, share
     loss = torch.stack(losses)
-    overflow = torch.zeros((), dtype=torch.bool, device=scale.device)
-    if overflows:
-        overflow = torch.stack(overflows)
     invalid = ~is_weight(weight)
     counts = ~invalid & (weight > 0)
-    overflow = overflow & counts
+    overflow = torch.stack(overflows) & counts if overflows else torch.zeros_like(counts)
     good, finite = counts & ~overflow, torch.isfinite(loss)
     flags = (good, invalid, overflow, overflow & finite, counts & ~finite)
     weight_of = [torch.where(flag, weight, 0).sum() for flag in (good, counts)]
@@ -276,28 +259,16 @@ def _summary(
         if parts:
             share = parts[0].squeeze() / dist.get_world_size(group)
         means = weighted / torch.where(sums[:2] > 0, sums[:2], 1)
-    total, has = _Totals(*sums.unbind()), _Totals(*(sums > 0).unbind())
-    mean_is_retryable = ~(has.diverged | has.invalid)
-    drops_one = options.on_nonfinite == "drop_microbatch"
-    if drops_one:
-        skip, retryable = ~has.good, has.finite_overflowed
+    total, mean, averaged = _Totals(*sums.unbind()), means[1], 1  # those that count
+    if options.on_nonfinite == "drop_microbatch":
         # If all were dropped, the loss of all of them shows why.
-        mean = torch.where(total.good > 0, means[0], means[1])
+        mean, averaged = torch.where(total.good > 0, means[0], mean), 0
         if options.window_size is not None:
             kept = total.good_weight / torch.where(total.weight > 0, total.weight, 1)
             share = torch.where(total.good > 0, kept, 1) * (1 if share is None else share)
-    else:
-        skip = has.invalid | has.overflowed | ~has.good
-        retryable, mean = has.overflowed & mean_is_retryable, means[1]
-    number = total.overflowed.to(torch.int64)
-    of_window = WindowFlags(has.overflowed, skip, retryable, number)
-    divisor = None
-    if group is not None:
-        here, all_ranks = (local[0], total.good_weight) if drops_one else (local[1], total.weight)
-        divisor = mean_divisor(here, all_ranks)
+    divisor = None if group is None else mean_divisor(local[averaged], total[averaged])
     mean = mean if share is None else mean * share
-    of_all = MicrobatchFlags(of_window, has.weight, mean_is_retryable)
-    return mean.to(loss.dtype), of_all, divisor, share
+    return mean.to(loss.dtype), sums, divisor, share
 
 
 def _mean(loss: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

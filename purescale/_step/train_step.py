@@ -22,7 +22,7 @@ from .._step.microbatches import (
     FUNCTIONS,
     WindowResult,
     accumulate_microbatches,
-    flags_with_mean,
+    window_flags,
 )
 from .._step.optimizer_step import update
 from .._step.reduce import check_on_all_ranks, reduce_window
@@ -191,7 +191,7 @@ def _stages(
         if window.share is not None:
             window = window._replace(grads=window.grads.multiplied(window.share))
         stats = measure(window.grads, scaler.tree.scale, stats_options)
-        return window, stats, flags_with_mean(window, stats.overflow, options)
+        return window, stats, window_flags(window, stats.overflow, options)
 
     attempt = retry_until_finite(options, flat, run_window)
     window, stats, flags = attempt.window, attempt.stats, attempt.flags

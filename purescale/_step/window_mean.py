@@ -1,13 +1,18 @@
-"""The mean gradients of a window: the weights of its microbatches, and two ways to average them."""
+"""The mean gradients of a window: the weights of its microbatches, their mean, and its way to other
+ranks.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._distributed.buckets import Reduction, mean_divisor, reduction_of
+from .._distributed.process_group import all_reduce
 from .._grads.accumulate import AccumState, add, as_weight, init_accum, is_weight
 from .._grads.measure import measure
 from .._step.step_options import StepOptions
@@ -18,6 +23,7 @@ from .._torch.private import listops
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import as_tensor_list
 from .._tree.scalars import as_floats
+from .._tree.tree import Leaves
 
 
 class MicrobatchWeights(NamedTuple):
@@ -64,52 +70,41 @@ def shares(weight: Tensor, is_counted: Tensor) -> Tensor:
 # ---- the mean ------------------------------------------------------------------------------------
 
 
-class GradientMean:
-    """The mean gradients of a window."""
+class WindowMean:
+    """The mean gradients of a window so far.
+
+    If an overflow skips the window, the mean stays scaled, so that an overflow in it is seen at the
+    end: it is the gradients of a single microbatch, unchanged, or the sum of those of several times
+    their shares. If an overflow drops its microbatch, the mean is an `AccumState`.
+    """
 
     def __init__(
-        self,
-        options: StepOptions,
-        weights: MicrobatchWeights,
-        value_and_grad: ValueAndGrad,
+        self, options: StepOptions, weights: MicrobatchWeights, value_and_grad: ValueAndGrad
     ) -> None:
         self.options = options
         self.weights, self.value_and_grad = weights, value_and_grad
         self.scale, self.owned = value_and_grad.scale, value_and_grad.owns_gradients
+        self.is_single = len(weights.is_counted) == 1 and options.group is None
+        self.stays_scaled = self.is_single or options.on_nonfinite == "drop_window"
+        self.sums: list[Tensor] | None = None  # before the first microbatch that counts
+        self.accum: AccumState | None = None  # unless the mean stays scaled
         self.overflows: list[Tensor] = []  # of each microbatch that was measured
 
     def add(self, index: int, grads: Gradients) -> bool | Tensor:
         """Average gradients in. Return True if their microbatch counts for the buffers."""
-        raise NotImplementedError
-
-    def result(self) -> Gradients:
-        """Return the mean: zeros if nothing counted."""
-        raise NotImplementedError
-
-    def _gradients(self, tensors: list[Tensor], scale: Tensor | None) -> Gradients:
-        likes, dense_real = self.value_and_grad.params.leaves, self.value_and_grad.dense_real
-        return Gradients(as_tensor_list(tensors), likes, dense_real, scale, owned=self.owned)
-
-
-class ScaledSum(GradientMean):
-    """A mean that stays scaled: the gradients of a single microbatch, unchanged, or the sum of
-    those of several times their shares. If one overflows, so does the sum.
-    """
-
-    sums: list[Tensor] | None = None  # before the first that counts
-
-    def add(self, index: int, grads: Gradients) -> bool | Tensor:
         if self.is_single:
             self.sums = grads.tensors
             return True  # an overflow skips the whole step
-        if self.options.max_retries:
+        is_counted = self.weights.is_counted[index]
+        if self.options.max_retries or not self.stays_scaled:
             self.overflows.append(measure(grads, self.scale).overflow)
-        self.sums = self.with_share(self.sums, grads.tensors, index)
-        return self.weights.is_counted[index]
-
-    @property
-    def is_single(self) -> bool:
-        return len(self.weights.is_counted) == 1 and self.options.group is None
+        if self.stays_scaled:
+            self.sums = self.with_share(self.sums, grads.tensors, index)
+            return is_counted
+        accum = init_accum(grads.tensors) if self.accum is None else self.accum
+        weight, overflow = self.weights.vector[index], self.overflows[-1]
+        self.accum = add(accum, grads, weight, overflow, owned=self.owned)
+        return is_counted & ~overflow
 
     def with_share(
         self, sums: list[Tensor] | None, new: list[Tensor], index: int
@@ -128,24 +123,46 @@ class ScaledSum(GradientMean):
         return weighted_sum(sums, new, share, is_counted, owned=self.owned)
 
     def result(self) -> Gradients:
-        sums = self.sums
-        if sums is None:
+        """Return the mean: zeros if nothing counted."""
+        sums, scale = self.sums, self.scale
+        if self.accum is not None:
+            sums, scale = self.accum.grads, None
+        elif sums is None:
             sums = as_gradients(self.value_and_grad.zeros()).tensors
-        return self._gradients(sums, self.scale)
+        likes, dense_real = self.value_and_grad.params.leaves, self.value_and_grad.dense_real
+        return Gradients(as_tensor_list(sums), likes, dense_real, scale, owned=self.owned)
+
+    # ---- sent during the last backward ----
+
+    def start_reduction(self, buffers: Leaves) -> Reduction | None:
+        """Return the reduction to which `send` sends the mean, and `buffers` after it; None without
+        a group, in a trace, or if the last microbatch has to be measured first.
+        """
+        group = self.options.group
+        if group is None or self.options.max_retries or not (self.stays_scaled and self.owned):
+            return None
+        # The divisor depends on the weights only, so it is known before the gradients.
+        vector = self.weights.vector
+        weight = torch.where(is_weight(vector), vector, 0).sum()
+        divisor = mean_divisor(weight, all_reduce(weight, "sum", group))
+        return reduction_of(self.value_and_grad.params.leaves, buffers, divisor, group)
+
+    def send(self, reduction: Reduction, place: int, gradient: Tensor) -> None:
+        """Add a gradient of the last microbatch to the mean, and send it."""
+        new, last = as_gradients([gradient]), len(self.weights.is_counted) - 1
+        before = None if self.sums is None else [self.sums[place]]
+        sums = self.with_share(before, new.tensors, last)
+        tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums
+        index = self.value_and_grad.present[place]
+        nan = sent_for_nan(self.options, last + 1)
+        reduction.put(index, new.restore(tensors)[0], owned=True, nan=nan)
 
 
-class RunningMean(GradientMean):
-    """An unscaled mean of the microbatches that do not overflow."""
-
-    accum: AccumState  # from the first microbatch on
-
-    def add(self, index: int, grads: Gradients) -> bool | Tensor:
-        overflow = measure(grads, self.scale).overflow
-        self.overflows.append(overflow)
-        if index == 0:
-            self.accum = init_accum(grads.tensors)
-        self.accum = add(self.accum, grads, self.weights.vector[index], overflow, owned=self.owned)
-        return self.weights.is_counted[index] & ~overflow  # it is dropped
-
-    def result(self) -> Gradients:
-        return self._gradients(self.accum.grads, None)
+def sent_for_nan(options: StepOptions, num_microbatches: int) -> float | None:
+    """Return the value that a NaN of a mean over microbatches is sent as; None if no norm is
+    measured, so that it is sent as it is. It is inf for several, as with
+    `StatsOptions(of_sum=True)`.
+    """
+    if options.clip.norm_type is None and not options.takes_amax:
+        return None
+    return math.nan if num_microbatches == 1 else math.inf

@@ -13,15 +13,11 @@ from .._step.decide import Decision
 from .._step.memory import Memory
 from .._step.retry import Attempt
 from .._step.step_info import StepInfo
-from .._step.step_options import FlatState, StepOptions
-from .._step.train_state import TrainState
+from .._step.step_options import StepOptions
+from .._step.train_state import FlatState, TrainState
 from .._tree import tree as _tree
 from .._tree.select import select, select_masked, write_over
 from .._tree.tree import FlatTree, Leaves, Tree
-
-StateNumbers = tuple[
-    Tree, Tensor, Any, Tree
-]  # the last fields of a state: scaler, step, rng, guard
 
 
 def advance(
@@ -30,9 +26,9 @@ def advance(
     attempt: Attempt,
     decision: Decision,
     guard_state: Tree,
-) -> StateNumbers:
-    """Return the numbers of the next state. `guard_state` is the guard's new state. It is kept if
-    the step is applied, or if only the guard rejected it.
+) -> tuple[Tree, Tensor, Any, Tree]:
+    """Return the last fields of the next state: scaler, step, rng, guard. `guard_state` is the
+    guard's new state. It is kept if the step is applied, or if only the guard rejected it.
     """
     if decision.rejected is not None:
         names = "state.guard", "the state that the guard returned"
@@ -49,7 +45,7 @@ def assemble(
     attempt: Attempt,
     decision: Decision,
     updated: tuple[Tree, Tree],
-    numbers: StateNumbers,
+    numbers: tuple[Tree, Tensor, Any, Tree],
 ) -> tuple[TrainState, StepInfo]:
     """Return the next state and the report. `updated`: the new parameters and optimizer state."""
     window, (params, opt_state) = attempt.window, updated

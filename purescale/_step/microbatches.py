@@ -26,7 +26,8 @@ from .._distributed.process_group import all_reduce
 from .._grads.accumulate import is_weight
 from .._step.decide import WindowFlags
 from .._step.memory import Memory
-from .._step.step_options import FlatState, StepOptions
+from .._step.step_options import StepOptions
+from .._step.train_state import FlatState
 from .._step.value_and_grad import ValueAndGrad, check_returned, check_unwritten
 from .._step.window_mean import MicrobatchWeights, WindowMean, shares, weigh
 from .._torch.donation import storage_pointers

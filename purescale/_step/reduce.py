@@ -16,7 +16,8 @@ from .._distributed.describe_settings import describe_setting
 from .._distributed.mesh import mesh_sizes
 from .._distributed.process_group import Group, all_reduce, check_group
 from .._step.microbatches import WindowResult
-from .._step.step_options import FlatState, StepOptions
+from .._step.step_options import StepOptions
+from .._step.train_state import FlatState
 from .._step.window_mean import sent_for_nan
 from .._torch import dtensor
 from .._torch.dtypes import wide_dtype

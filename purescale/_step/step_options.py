@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -20,21 +20,8 @@ from .._step.train_state import check_parts
 from .._step.value_and_grad import LossFn
 from .._torch.tracing import refuse_in_a_trace
 from .._tree.scalars import is_whole, short_repr
-from .._tree.tree import FlatTree, Tree
 
 BNUpdate = Literal["each", "window"]
-
-
-class FlatState(NamedTuple):
-    """A `TrainState` whose trees were flattened once, at the start of a step."""
-
-    params: FlatTree
-    buffers: FlatTree
-    opt_state: FlatTree
-    scaler: FlatTree
-    step: Tensor
-    rng: Any
-    guard: Tree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

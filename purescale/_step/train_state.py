@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from .._step.spike_guard import Guard, check_is_guard
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
 from .._tree.scalars import not_made
-from .._tree.tree import StateT, Tree, TreeT
+from .._tree.tree import FlatTree, StateT, Tree, TreeT
 
 
 @document_fields
@@ -39,6 +39,10 @@ class TrainState(NamedTuple, Generic[TreeT, StateT]):
     step: Tensor
     rng: Tensor | Any
     guard: Any = ()
+
+
+# The state of a step whose trees were flattened once, at its start. `buffers` is flat too.
+FlatState: TypeAlias = TrainState[FlatTree, FlatTree]
 
 
 def init_train_state(

@@ -29,8 +29,8 @@ from .._step.reduce import check_on_all_ranks, reduce_window
 from .._step.retry import retry_until_finite
 from .._step.spike_guard import Guard, call_guard, check_guarded
 from .._step.step_info import StepInfo
-from .._step.step_options import BNUpdate, FlatState, StepOptions, step_options
-from .._step.train_state import TrainState
+from .._step.step_options import BNUpdate, StepOptions, step_options
+from .._step.train_state import FlatState, TrainState
 from .._step.value_and_grad import LossFn
 from .._step.window_mean import check_weights
 from .._torch.autocast import outside_autocast
@@ -234,7 +234,7 @@ def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> F
     # Over a group a wrong weight must raise before the other ranks wait for a reduction.
     if options.weight_fn is not None and options.group is not None:
         check_weights(microbatches, options.weight_fn, scale)
-    return FlatState(params, buffers, opt_state, scaler, state.step, state.rng, state.guard)
+    return TrainState(params, buffers, opt_state, scaler, state.step, state.rng, state.guard)
 
 
 def _check_microbatches(microbatches: Any, max_retries: int) -> None:

@@ -14,12 +14,25 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 import torch
+from helpers import in_processes, small_net
 from hypothesis import given
 from test_reduce import OPTIMIZERS, RULES
 from torch import nn
 
 import purescale as ps
 from purescale._distributed.describe_settings import describe_setting
+
+
+class Doubling:
+    def __init__(self, start):
+        self.start = start
+
+    def rate(self, applied):
+        return self.start * 2**applied
+
+    def __call__(self, applied):
+        return self.rate(applied)
+
 
 PAIRS = {
     **OPTIMIZERS,
@@ -32,11 +45,9 @@ PAIRS = {
     "keys": ({"a": 1}, {"b": 1}),
     "order of overrides": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
     "partials": (functools.partial(max, key=abs), functools.partial(max)),
-    "lambdas": (lambda x: x + 1, lambda x: x - 1),
-    "constants": (lambda x: x * 2.0, lambda x: x * 3.0),
-    "defaults": (lambda x, a=1: x * a, lambda x, a=2: x * a),
-    "keyword defaults": (lambda x, *, a=1: x * a, lambda x, *, a=2: x * a),
-    "nested": (lambda x: [i * 2 for i in x], lambda x: [i * 3 for i in x]),
+    "names of functions": (max, min),
+    "names of one's own functions": (small_net, in_processes),
+    "methods": (Doubling(1).rate, Doubling(2).rate),
 }
 
 
@@ -121,6 +132,20 @@ def test_of_what_is_no_setting_the_kind_is_told():
     assert describe_setting(Unset()) == "Unset(there=1, missing=None)"
     assert describe_setting(torch.zeros(1000)) == "torch.float32 (1000,)"
     assert describe_setting(torch.zeros(2, device="meta")) == "torch.float32 (2,)"
+
+
+def test_functions_are_told_by_their_qualified_name_alone():
+    """Their values are told if they are the fields of an object or of a partial."""
+
+    def schedule(start):
+        return lambda applied: start * 2**applied
+
+    assert describe_setting(schedule(1)) == describe_setting(schedule(2))
+    assert describe_setting(schedule(1)) != describe_setting(lambda applied: 2**applied)
+    name = (
+        "test_functions_are_told_by_their_qualified_name_alone.<locals>.schedule.<locals>.<lambda>"
+    )
+    assert describe_setting(schedule(1)) == f"{__name__}.{name}"
 
 
 def test_a_compiled_function_is_that_which_was_compiled():

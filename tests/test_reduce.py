@@ -641,15 +641,6 @@ def _refusals(rank):
             gone()
 
 
-def by_hand(momentum):
-    """An (init, update) pair with its setting in a closure."""
-
-    def update(grads, state, params):
-        return ({name: -momentum * g for name, g in grads.items()}, state)
-
-    return ps.from_transformation((lambda params: (), update))
-
-
 class Halving:
     """A schedule that is an object."""
 
@@ -660,8 +651,8 @@ class Halving:
         return self.start * 0.5**applied
 
 
-def after(lr):
-    return lambda applied: lr * 0.9**applied
+def decayed(lr, applied):
+    return lr * 0.9**applied
 
 
 from_torch, optim = ps.from_torch, torch.optim
@@ -671,7 +662,7 @@ OPTIMIZERS = {
     "momentum": (from_torch(optim.SGD, momentum=0.9), from_torch(optim.SGD, momentum=0.8)),
     "rate": (from_torch(optim.SGD, lr=0.1), from_torch(optim.SGD, lr=0.2)),
     "rate as a tensor": [from_torch(optim.SGD, lr=torch.tensor(lr)) for lr in (0.1, 0.2)],
-    "schedule": [from_torch(optim.SGD, lr=after(lr)) for lr in (0.1, 0.2)],
+    "schedule": [from_torch(optim.SGD, lr=functools.partial(decayed, lr)) for lr in (0.1, 0.2)],
     "schedule, an object": [from_torch(optim.SGD, lr=Halving(lr)) for lr in (0.1, 0.2)],
     "a pair of numbers": [from_torch(optim.Adam, betas=(beta, 0.99)) for beta in (0.8, 0.9)],
     "a flag": [from_torch(optim.SGD, maximize=flag) for flag in (True, False)],
@@ -679,7 +670,6 @@ OPTIMIZERS = {
     "where overrides match": [
         from_torch(optim.SGD, overrides={f"{n}.weight": {"lr": 1.0}}) for n in "15"
     ],
-    "an (init, update) pair": (by_hand(0.1), by_hand(0.2)),
 }
 RULES = {
     "a string": [ps.DynamicScale(hysteresis=2, refill=refill) for refill in ("clean", "growth")],

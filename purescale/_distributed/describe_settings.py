@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import inspect
 import numbers
 import types
@@ -19,9 +18,9 @@ _MAX_VALUES = 64  # a tensor with more is compared by dtype and shape only
 
 def describe_setting(setting: Any) -> str:
     """Return what can be compared of `setting` between processes. Numbers, strings, dtypes,
-    containers and small tensors on a CPU have their values; functions their code and the values
-    that it refers to; rules and optimizers their fields. Other objects, and tensors on an
-    accelerator, whose values would need a sync, have their type only.
+    containers and small tensors on a CPU have their values; functions their qualified name; rules,
+    optimizers and functools.partial their fields. Other objects, and tensors on an accelerator,
+    whose values would need a sync, have their type only.
     """
     return _text(setting, ())
 
@@ -36,7 +35,7 @@ def _text(value: Any, parents: tuple[int, ...]) -> str:
         return repr(int(number) if number.is_integer() else number)
     if isinstance(value, Tensor):
         return _tensor(value)
-    if isinstance(value, type):
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         return f"{value.__module__}.{value.__qualname__}"
     if id(value) in parents:  # it contains itself
         return "..."
@@ -53,8 +52,6 @@ def _text(value: Any, parents: tuple[int, ...]) -> str:
         return _text((value.func, value.args, sorted(value.keywords.items())), parents)
     if isinstance(value, types.MethodType):
         return f"{_text(value.__self__, parents)}.{_text(value.__func__, parents)}"
-    if isinstance(value, types.FunctionType):
-        return _function(value, parents)
     return _object(value, parents)
 
 
@@ -64,39 +61,6 @@ def _tensor(tensor: Tensor) -> str:
     if not plain or tensor.device.type != "cpu" or tensor.numel() > _MAX_VALUES:
         return kind
     return f"{kind} {tensor.tolist()}"
-
-
-def _function(function: Any, parents: tuple[int, ...]) -> str:
-    """Return its name and a digest of its code and values, so that a schedule from 1e-3 differs
-    from one from 1e-2.
-    """
-    name = f"{function.__module__}.{function.__qualname__}"
-    wrapped = getattr(function, "__wrapped__", None)
-    if str(function.__globals__.get("__name__")).startswith("torch."):  # such as torch.compile
-        return name if wrapped is None else _text(wrapped, parents)
-    parts = [
-        *_code(function.__code__, function.__globals__),
-        *(_text(value, parents) for value in function.__defaults__ or ()),
-        _text(sorted((function.__kwdefaults__ or {}).items()), parents),
-    ]
-    for cell in function.__closure__ or ():
-        try:
-            parts.append(_text(cell.cell_contents, parents))
-        except ValueError:  # the cell is empty
-            parts.append("nothing")
-    digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=4).hexdigest()
-    return f"{name}#{digest}"
-
-
-def _code(code: types.CodeType, names: Mapping[str, Any]) -> list[str]:
-    """Return the bytecode, its constants, and the global numbers and strings that it refers to."""
-    parts = [code.co_code.hex(), repr(code.co_names)]
-    for constant in code.co_consts:
-        nested = isinstance(constant, types.CodeType)
-        parts += _code(constant, names) if nested else [_text(constant, ())]
-    plain = (bool, str, numbers.Real, Tensor)
-    parts += [_text(names[n], ()) for n in code.co_names if isinstance(names.get(n), plain)]
-    return parts
 
 
 def _object(value: Any, parents: tuple[int, ...]) -> str:

@@ -500,7 +500,7 @@ class Labelled(nn.Module):
         (
             {"num_samples": 0},
             ValueError,
-            r"num_samples must be a whole number above 0, got 0. Fix: num_samples=8192",
+            r"num_samples must be a whole number above 0, got 0",
         ),
         ({"num_samples": 1.5}, ValueError, r"got 1\.5"),
         (
@@ -553,9 +553,7 @@ def test_buffers_that_apply_does_not_hand_back_are_refused():
         return out, {name: t + 0 for name, t in new.items()}
 
     apply, params, buffers = ps.make_functional(Labelled())
-    with pytest.raises(
-        ValueError, match="Likely cause: new_buffers were copied or cast on the way out"
-    ):
+    with pytest.raises(ValueError, match="Fix: return them unchanged, not copied or cast"):
         ps.accumulate_bn_stats(ps.init_bn_stats(buffers), copying, params, buffers, normal(4, 3))
     with pytest.raises(TypeError, match=r"apply returned Tensor; expected \(out, new_buffers\)"):
         ps.accumulate_bn_stats(

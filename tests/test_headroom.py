@@ -384,7 +384,7 @@ def test_an_amax_of_any_dtype_or_a_number_will_do():
         ({"min_scale": 0.3}, "min_scale must be a power of two"),
         ({"max_scale": math.inf}, "max_scale must be a power of two"),
         ({"max_scale": 2.0}, "2\\*\\*-111 <= min_scale <= init_scale <= max_scale.*Fix"),
-        ({"min_scale": 2.0**-112}, "the widest are min_scale=2"),
+        ({"min_scale": 2.0**-112}, "-111 <= min_scale.*Fix: move the bound that is crossed"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, words):

@@ -305,7 +305,7 @@ def test_a_loader_of_images_and_labels_that_the_default_cannot_feed_shows_the_cu
     apply, params, buffers = ps.make_functional(Labelled())
     with pytest.raises(
         TypeError,
-        match=r"a tuple of 2, passed as 2 arguments.*"
+        match=r"a batch that is a tuple: .*"
         r"Fix: call=lambda forward, batch: forward\(batch\[0\]\)",
     ):
         ps.precise_bn(apply, params, buffers, [(torch.ones(4, 3), torch.ones(4))])

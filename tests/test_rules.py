@@ -434,7 +434,10 @@ def test_a_scale_that_is_no_number_is_refused(value):
             {"min_scale": 4.0, "init_scale": 8.0, "max_scale": 2.0},
             "min_scale <= init_scale <= max_scale",
         ),
-        ({"init_scale": 2.0**30}, r"the widest are min_scale"),
+        (
+            {"init_scale": 2.0**30},
+            r"<= max_scale must hold, got .*Fix: move the bound that is crossed",
+        ),
         ({"refill": "sometimes"}, "refill must be 'growth'"),
     ],
 )
@@ -474,7 +477,7 @@ def test_a_state_that_counts_no_skips_cannot_be_asked_how_many_there_were():
     with pytest.raises(
         TypeError,
         match=r"max_skips=3 with a Bare, which does not count skips. "
-        r"Fix: give it a field `consecutive_skips`",
+        r"Fix: a field `consecutive_skips`",
     ):
         ps.check_scaler(state, ps.DynamicScale(), max_skips=3)
 

@@ -586,9 +586,9 @@ def test_a_container_of_ones_own_is_a_tree_as_a_list_is(way):
             r"is a tuple; expected a list.*`train_step\(state, \[batch\], \.\.\.\)`",
         ),
         (torch.ones(2), TypeError, "is a Tensor; expected a list"),
-        (iter([1]), TypeError, r"is a list_iterator; .*of unknown length was passed.*islice\("),
-        ((b for b in [1]), TypeError, r"is a generator; .*of unknown length was passed.*islice\("),
-        ({"x": 1}, TypeError, r"is a dict; expected a list.*one \(input, target\) batch"),
+        (iter([1]), TypeError, r"is a list_iterator; .*islice\("),
+        ((b for b in [1]), TypeError, r"is a generator; .*islice\("),
+        ({"x": 1}, TypeError, r"is a dict; expected a list.*\[batch\].* for one batch"),
         (1.0, TypeError, r"is a float; expected a list, which makes one step\. Fix: `train_"),
     ],
 )
@@ -901,22 +901,15 @@ class OnlyInit:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        (ps.DynamicScale, r"rule is the class DynamicScale; .*Fix: rule=DynamicScale\(\)"),
-        (
-            OnlyUpdate(),
-            r"rule is OnlyUpdate, without `init`; "
-            r".*`init\(device\)`, which returns the first state",
-        ),
-        (OnlyInit(), r"rule is OnlyInit, without `update`; .*`update\(scaler, found_inf\)`"),
-        (
-            torch.amp.GradScaler("cpu"),
-            r"rule is GradScaler, without `init`; .*Fix: DynamicScale\(\)",
-        ),
-        (None, r"rule is NoneType, without `init` and `update`"),
+        (ps.DynamicScale, "rule is the class DynamicScale; "),
+        (OnlyUpdate(), r"rule is OnlyUpdate; .*`init\(device\)`"),
+        (OnlyInit(), r"rule is OnlyInit; .*`update\(scaler, found_inf\)`"),
+        (torch.amp.GradScaler("cpu"), r"rule is GradScaler; .*Fix: DynamicScale\(\)"),
+        (None, "rule is NoneType; "),
     ],
     ids=["class", "no init", "no update", "GradScaler", "None"],
 )
-def test_what_is_no_rule_is_refused_with_what_it_lacks(rule, words):
+def test_what_is_no_rule_is_refused_with_what_is_expected(rule, words):
     state, step = job(SGD, RULE)
     with pytest.raises(TypeError, match=words):
         step(state, [batch()], rule=rule)

@@ -117,10 +117,9 @@ class CaptureBatchNorm(TorchFunctionMode):
 
     def _batch_norm(self, a: _Arguments) -> Tensor:
         if a.training and a.input.numel() == a.input.shape[1]:
-            raise ValueError(  # as torch does
+            raise ValueError(
                 "batch norm got one value per channel in training, an input of shape "
-                f"{tuple(a.input.shape)}, which has no variance. Likely cause: a batch of one. "
-                "Fix: larger microbatches, or drop_last=True in the loader."
+                f"{tuple(a.input.shape)}, which has no variance. Fix: drop_last=True in the loader."
             )
         affine = a.weight, a.bias
         if not a.training or a.running_mean is None or a.running_var is None:
@@ -238,8 +237,7 @@ def named_calls(capture: CaptureBatchNorm, new_buffers: Tensors) -> list[tuple[s
         elif capture.evaluating:
             raise ValueError(
                 "a batch norm was given running statistics that are not among the new_buffers of "
-                "apply, so its layer is unknown. Likely cause: new_buffers were copied or cast on "
-                "the way out. Fix: return them unchanged, or use make_functional."
+                "apply, so its layer is unknown. Fix: return them unchanged, not copied or cast."
             )
     return named
 

@@ -185,8 +185,7 @@ def _gather(source: _Source, one_pass: _Pass) -> tuple[BNStatsState, list[str]]:
     if not stats.num_batches + stats.num_skipped:
         where = "" if source.group is None else " on any rank"
         raise ValueError(
-            f"the loader gave no batch{where}. Likely cause: it is empty, or a used-up iterator. "
-            "Fix: a loader with a batch, or a new iterator."
+            f"the loader gave no batch{where}. Likely cause: it is empty, or a used-up iterator."
         )
     return stats, order
 
@@ -264,15 +263,10 @@ def _feed(forward: Callable[..., Any], batch: Any) -> Any:
     except TypeError as error:
         if "argument" not in str(error):  # raised inside the model, not by the call
             raise
-        if isinstance(batch, (tuple, list)):
-            how = f"a {type(batch).__name__} of {len(batch)}, passed as {len(batch)} arguments"
-        else:
-            passed = "keyword arguments" if isinstance(batch, dict) else "the one argument"
-            how = f"a {type(batch).__name__}, passed as {passed}"
         raise TypeError(
-            f"the model could not be fed a batch that is {how}: {error}. Likely cause: the loader "
-            "gives labels too. Fix: call=lambda forward, batch: forward(batch[0]), or "
-            "batch['image'], or whatever the model takes."
+            f"the model could not be fed a batch that is a {type(batch).__name__}: {error}. By "
+            "default a tuple or list is passed as arguments, a dict as keyword arguments. Fix: "
+            "call=lambda forward, batch: forward(batch[0]), or whatever the model takes."
         ) from error
 
 
@@ -321,8 +315,7 @@ def _check_order(called: list[str], order: list[str]) -> None:
         twice = next(name for name in called if called.count(name) > 1)
         raise ValueError(
             f"normalize='sequential' computes one layer after the other, but {twice!r} is called "
-            f"{called.count(twice)} times in a forward. Fix: normalize='batch', or a separate "
-            "layer for each call."
+            f"{called.count(twice)} times in a forward. Fix: normalize='batch'."
         )
     if called != order:
         raise ValueError(
@@ -333,26 +326,18 @@ def _check_order(called: list[str], order: list[str]) -> None:
 
 def _check_settings(num_samples: Any, normalize: Any) -> None:
     if normalize not in ("batch", "sequential"):
-        raise ValueError(
-            f"normalize must be 'batch' or 'sequential', got {normalize!r}. Fix: "
-            "normalize='batch', the default."
-        )
+        raise ValueError(f"normalize must be 'batch' or 'sequential', got {normalize!r}.")
     if not scalars.is_whole(num_samples) or num_samples < 1:
-        raise ValueError(
-            f"num_samples must be a whole number above 0, got {num_samples!r}. Fix: "
-            "num_samples=8192, the default; 1 for a single batch."
-        )
+        raise ValueError(f"num_samples must be a whole number above 0, got {num_samples!r}.")
 
 
 def _check_loader(loader: Any, several_passes: bool) -> None:
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise TypeError(
-            f"loader is {type(loader).__name__}; expected an iterable of batches. Fix: [batch] "
-            "for a single one."
+            f"loader is {type(loader).__name__}; expected an iterable of batches. Fix: [batch]."
         )
     if several_passes and isinstance(loader, Iterator):
         raise ValueError(
             "normalize='sequential' iterates over the loader once per layer, but a "
-            f"{type(loader).__name__} can be iterated only once. Fix: a DataLoader, or "
-            "list(batches)."
+            f"{type(loader).__name__} can be iterated only once. Fix: list(batches)."
         )

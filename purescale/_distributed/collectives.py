@@ -121,7 +121,7 @@ def all_reduce_grads(
         if not size > 0:
             raise ValueError(
                 f"bucket_size_mb must be above 0, got {scalars.short_repr(bucket_size_mb)}. Fix: "
-                "25, as DistributedDataParallel; float('inf') for one bucket per dtype."
+                "25."
             )
         leaves, structure = _tree.flatten(grads)
         _tree.check_gradients(grads, leaves)
@@ -229,9 +229,8 @@ def agree_on_all_ranks(
     first, second = next((a, b) for a, b in pairs if a != b)
     raise ValueError(
         f"the ranks do not hold the same: {_rank_name(group, 0)} has {first}, "
-        f"{_rank_name(group, other)} has {second}. Trees must agree in names, order, shapes, "
-        "dtypes and kind of device. Likely cause: other models or settings on some ranks, or a "
-        "parameter without a gradient (None) on one of them. Fix: one model and one optimizer for "
+        f"{_rank_name(group, other)} has {second}. Likely cause: other models or settings on some "
+        "ranks, or a parameter without a gradient (None). Fix: one model and one optimizer for "
         "all, and zeros for a missing gradient."
     )
 

@@ -70,15 +70,13 @@ def resolve_group(group: Any) -> Any:
         return dist.group.WORLD if group is None else group
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            "this rank is not in group. Likely cause: `dist.new_group(ranks)` is called by every "
-            "rank and returns a placeholder on ranks that are not in `ranks`. Fix: `if "
-            "dist.get_rank() in ranks:` around what the group does."
+            "this rank is not in group: `dist.new_group(ranks)` returns a placeholder on other "
+            "ranks. Fix: `if dist.get_rank() in ranks:` around what the group does."
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
-            "group is given, but there is no process group. Likely cause: "
-            "`dist.destroy_process_group()` before the last step, or a group of an earlier run. "
-            "Fix: `dist.init_process_group(...)` first, under torchrun; group=None for one rank."
+            "group is given, but there is no process group. Fix: `dist.init_process_group(...)` "
+            "first, under torchrun; group=None for one rank."
         )
     group = dist.group.WORLD if group is None else group
     if isinstance(group, dist.ProcessGroup):
@@ -86,9 +84,8 @@ def resolve_group(group: Any) -> Any:
             dist.get_process_group_ranks(group)
         except (KeyError, ValueError):
             raise ValueError(
-                "group no longer exists. Likely cause: `dist.destroy_process_group(group)`, or a "
-                "default group that was destroyed and made anew. Fix: pass the current group, "
-                "`dist.group.WORLD` for all ranks."
+                "group no longer exists: it was destroyed, or the default group was made anew. "
+                "Fix: pass the current group, `dist.group.WORLD` for all ranks."
             ) from None
     return group
 
@@ -99,7 +96,6 @@ def check_group(group: Any) -> Group:
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"group is {short_repr(group)} ({type(group).__name__}); expected a process group. "
-            "Fix: `dist.group.WORLD`, `dist.new_group(ranks)`, or `mesh.get_group('dp')` of a "
-            "DeviceMesh."
+            "Fix: `dist.group.WORLD`, or `mesh.get_group('dp')` of a DeviceMesh."
         )
     return group

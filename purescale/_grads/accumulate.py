@@ -74,8 +74,7 @@ def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
     if dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
         raise ValueError(
             f"init_accum got dtype={dtype}; expected torch.float32, torch.bfloat16, torch.float64 "
-            "or None. Likely cause: the dtype of the parameters. Fix: leave dtype out; the mean of "
-            "half gradients is then float32."
+            "or None. Fix: leave dtype out; the mean of half gradients is then float32."
         )
     leaves = _tree.flatten(params)[0]
     _tree.check_gradients(params, leaves, "params")
@@ -338,8 +337,7 @@ def accumulation_window(index: int, every: int, total: int | None = None, start:
     if total is not None and index >= total:
         raise ValueError(
             f"index {index} is beyond total={total}: the last microbatch has index {total - 1}. "
-            "Likely cause: a count that continues over epochs. Fix: total=epochs * len(loader), or "
-            "leave total out."
+            "Fix: total=epochs * len(loader), or leave total out."
         )
     if index < start:
         raise ValueError(
@@ -385,8 +383,7 @@ def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
     number = as_float(weight)
     if number is None:
         raise TypeError(
-            f"{what} {short_repr(weight)}; a weight is a number or a 0-d tensor. Fix: "
-            "`len(batch[0])` for samples, `mask.sum()` for tokens."
+            f"{what} {short_repr(weight)}; a weight is a number or a 0-d tensor. Fix: `mask.sum()`."
         )
     if not 0 <= number <= _HEAVIEST:
         raise ValueError(

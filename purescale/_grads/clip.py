@@ -190,9 +190,8 @@ def check_grad_norm(norm: Tensor) -> None:
     value = float(norm)
     if not math.isfinite(value):
         raise FloatingPointError(
-            f"the global norm of the gradients is {value}. Likely cause: an overflow, or a loss "
-            "that is not finite. Fix: skip the step: give `found_inf` of unscale_and_check to "
-            "maybe_step."
+            f"the global norm of the gradients is {value}. Likely cause: an overflow. Fix: give "
+            "`found_inf` of unscale_and_check to maybe_step."
         )
 
 

@@ -124,10 +124,9 @@ class HeadroomScale:
         scalars.normalize_fields(self, functools.partial(scalars.whole, least=1), "window")
         if not _LEAST_SCALE <= self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
-                f"2**-111 <= min_scale <= init_scale <= max_scale must hold, got "
-                f"{self.min_scale!r}, {self.init_scale!r}, {self.max_scale!r}. Fix: move the "
-                "bound that is crossed; the widest are min_scale=2.0**-111 and "
-                "max_scale=2.0**127."
+                "2**-111 <= min_scale <= init_scale <= max_scale must hold, got "
+                f"{self.min_scale!r}, {self.init_scale!r}, {self.max_scale!r}. Fix: move the bound "
+                "that is crossed."
             )
 
     def init(self, device: torch.device | str | None = None) -> HeadroomState:
@@ -198,17 +197,15 @@ class HeadroomScale:
         if amax is None:
             raise TypeError(
                 f"{type(self).__name__}.update needs amax, the largest magnitude of the unscaled "
-                "gradients. Fix: `rule.update(scaler, found_inf, grad_amax(grads))` with the "
-                "gradients from unscale_and_check, before clipping; train_step does so by itself."
+                "gradients. Fix: `rule.update(scaler, found_inf, grad_amax(grads))`."
             )
         check_state(scaler, HeadroomState)
         history = scaler.amax_history
         if history.shape != (self.window,):
             raise ValueError(
                 f"scaler.amax_history has shape {tuple(history.shape)}, the rule has "
-                f"window={self.window}. Likely cause: a state that was saved with another window. "
-                "Fix: use that window, or `scaler = rule.init(device)`, which finds the scale in "
-                "one step; for stacked states, call this under `torch.vmap`."
+                f"window={self.window}. Fix: `scaler = rule.init(device)`; for stacked states, "
+                "`torch.vmap`."
             )
 
 

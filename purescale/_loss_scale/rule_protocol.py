@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._tree import tree as _tree
+from .._tree.scalars import not_made
 
 
 class HasScale(Protocol):
@@ -50,18 +51,10 @@ def check_rule(rule: Any) -> None:
     wants_amax = takes_amax(rule)
     if not torch.compiler.is_dynamo_compiling() and _CHECKED.get(type(rule)) is wants_amax:
         return
-    if isinstance(rule, type):
+    if what := not_made(rule, "init", "update"):
         raise TypeError(
-            f"rule is the class {rule.__name__}; expected an instance. Fix: rule={rule.__name__}()."
-        )
-    missing = [name for name in ("init", "update") if not callable(getattr(rule, name, None))]
-    if missing:
-        raise TypeError(
-            f"rule is {type(rule).__name__}, without "
-            f"{' and '.join(f'`{name}`' for name in missing)}; expected an object with "
-            "`init(device)`, which returns the first state, and `update(scaler, found_inf)`, "
-            "which returns the next. Fix: DynamicScale(), StaticScale(512.0) or NoScale(); "
-            "docs/recipes.md has a rule of your own."
+            f"rule is {what}; expected an object with `init(device)` and `update(scaler, "
+            "found_inf)`. Fix: DynamicScale(); docs/recipes.md has a rule of your own."
         )
     if torch.compiler.is_dynamo_compiling():
         return
@@ -95,8 +88,7 @@ def without_amax(update: Update) -> Update:
         if amax or named:
             raise TypeError(
                 f"{type(rule).__name__}.update takes no amax, only the flag. Fix: "
-                "`rule.update(scaler, found_inf)`; for a rule that uses the largest gradient, "
-                "HeadroomScale(). A loop for any rule asks `getattr(rule, 'takes_amax', False)`."
+                "`rule.update(scaler, found_inf)`, or HeadroomScale(), which uses it."
             )
         return update(rule, scaler, found_inf)
 

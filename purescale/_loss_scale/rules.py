@@ -57,13 +57,12 @@ def check_factors(rule: Any, growth: str, backoff: str | None = None) -> None:
     """Refuse a growth factor of at most 1 and a backoff factor of at least 1."""
     if getattr(rule, growth) <= 1:
         raise ValueError(
-            f"{growth} must be above 1, got {getattr(rule, growth)!r}: the scale would never grow. "
-            f"Fix: {growth}=2.0, as usual."
+            f"{growth} must be above 1, got {getattr(rule, growth)!r}. Fix: {growth}=2.0."
         )
     if backoff is not None and getattr(rule, backoff) >= 1:
         raise ValueError(
-            f"{backoff} must lie between 0 and 1, got {getattr(rule, backoff)!r}: an overflow "
-            f"would repeat for ever. Fix: {backoff}=0.5, as usual."
+            f"{backoff} must lie between 0 and 1, got {getattr(rule, backoff)!r}. Fix: "
+            f"{backoff}=0.5."
         )
 
 
@@ -132,14 +131,10 @@ class DynamicScale:
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
                 f"min_scale <= init_scale <= max_scale must hold, got {self.min_scale!r}, "
-                f"{self.init_scale!r}, {self.max_scale!r}. Fix: move the bound that is crossed; "
-                "the widest are min_scale=2.0**-149 and max_scale=2.0**127."
+                f"{self.init_scale!r}, {self.max_scale!r}. Fix: move the bound that is crossed."
             )
         if self.refill not in ("growth", "clean"):
-            raise ValueError(
-                f"refill must be 'growth' (Megatron-LM) or 'clean' (apex), got {self.refill!r}. "
-                "Fix: refill='growth', the default."
-            )
+            raise ValueError(f"refill must be 'growth' or 'clean', got {self.refill!r}.")
 
     def init(self, device: torch.device | str | None = None) -> ScalerState:
         """Return the state to start from, on `device` (that of the gradients)."""

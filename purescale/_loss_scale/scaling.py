@@ -154,9 +154,8 @@ def check_scaler(
     floor = getattr(rule, "min_scale", None)
     if not (math.isfinite(scale) and scale > 0):
         raise FloatingPointError(
-            f"the loss scale is {scale}, so no step can be taken. Likely cause: a damaged state, "
-            "or an interop rule whose peer has no floor or ceiling. DynamicScale recovers by "
-            "itself. Fix: `scaler = rule.init(device)`."
+            f"the loss scale is {scale}, so no step can be taken. Likely cause: a damaged state. "
+            "Fix: `scaler = rule.init(device)`."
         )
     if skips and floor is not None and scale <= floor:
         raise FloatingPointError(
@@ -167,11 +166,10 @@ def check_scaler(
     # min(): a rule that starts at its smallest scale has not fallen
     if floor is not None and scale <= floor and scale < min(1.0, float(rule.init("cpu").scale)):
         raise FloatingPointError(
-            f"the loss scale is at the smallest that the rule allows, {scale} (min_scale). A scale "
-            "so far below 1 makes float16 gradients 0, so that parameters do not move although no "
-            "step is bad. Likely cause: many batches in a row whose gradients were inf or NaN. "
-            "Look at the data, the learning rate, a division or log of 0. Fix: then go on with "
-            "`scaler = rule.init(device)`."
+            f"the loss scale is at the smallest that the rule allows, {scale} (min_scale), which "
+            "makes float16 gradients 0. Likely cause: many batches in a row whose gradients were "
+            "inf or NaN. Fix: look at the data and the learning rate, then `scaler = "
+            "rule.init(device)`."
         )
     if max_skips is not None and skips > max_skips:
         raise FloatingPointError(
@@ -186,14 +184,12 @@ def _check_state_and_loss(scaler: Any, max_skips: Any, loss: Any) -> None:
     if not isinstance(getattr(scaler, "scale", None), Tensor) or scaler.scale.ndim:
         raise TypeError(
             "check_scaler takes the state of one scaler, its `scale` a 0-d tensor, got "
-            f"{scalars.short_repr(scaler)}. Fix: `check_scaler(state.scaler, rule)` for a "
-            "TrainState; for an ensemble, one member at a time."
+            f"{scalars.short_repr(scaler)}. Fix: `check_scaler(state.scaler, rule)`."
         )
     if max_skips is not None and not hasattr(scaler, "consecutive_skips"):
         raise TypeError(
             f"max_skips={max_skips} with a {type(scaler).__name__}, which does not count skips. "
-            "Fix: give it a field `consecutive_skips`, an int32 tensor that starts at 0 and that "
-            "`update` sets to `torch.where(found_inf, scaler.consecutive_skips + 1, 0)`."
+            "Fix: a field `consecutive_skips`, an int32 tensor that `update` sets."
         )
     is_one_number = isinstance(loss, float | int) or (
         isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex()
@@ -208,33 +204,24 @@ def _check_state_and_loss(scaler: Any, max_skips: Any, loss: Any) -> None:
 def _where_to_look(loss: Any, lower: float | None = None) -> str:
     """Return advice for a run of skips. `lower`: a scale to start from, if a lower one may help."""
     if loss is not None and not math.isfinite(loss):
-        within = (
-            ""
-            if lower is None
-            else (
-                " A lower scale helps only if the loss holds a gradient of its own, scaled by the "
-                "scale: DynamicScale() then lowers it."
-            )
-        )
+        within = "" if lower is None else " A lower scale helps only if the loss holds a gradient "
+        within += within and "of its own, scaled by the scale: DynamicScale() then lowers it."
         return (
-            f"The loss itself is {float(loss)}. Look at the data, the learning rate, a division or "
-            "log of 0, and whether parameters are finite; `forward_report(apply, params, buffers, "
-            f"*inputs).first` names the module in which it arose.{within}"
+            f"The loss itself is {float(loss)}. Look at the data, the learning rate, and whether "
+            "parameters are finite; `forward_report(apply, params, buffers, *inputs).first` names "
+            f"the module in which it arose.{within}"
         )
     look = "look at the data, the learning rate, a division or log of 0"
     if lower is not None:
-        look += (
-            "; a few skips at the start of a run are normal, and fewer with "
-            f"DynamicScale(init_scale={lower!r})"
-        )
+        look += f"; at the start of a run fewer are skipped with DynamicScale(init_scale={lower!r})"
     if loss is not None:
         return (
             f"The loss is finite, {float(loss):.4g}, so its gradients overflow: `grad_report` "
             f"names them. Then {look}."
         )
     return (
-        "First check whether the loss itself is inf or NaN, which a scale can seldom mend: "
-        f"`check_scaler(..., loss=info.loss)`. If it is finite, {look}."
+        "First check whether the loss itself is inf or NaN: `check_scaler(..., loss=info.loss)`. "
+        f"If it is finite, {look}."
     )
 
 
@@ -263,8 +250,7 @@ def check_scale(
                     f"{at} is on meta, the scaler state on {scale.device}. {elsewhere(leaf.device)}"
                 )
             raise ValueError(
-                f"{at} is on {leaf.device}, the scaler state on {scale.device}; they must be on "
-                "one device, or each step would wait for a copy. Fix: `scaler = "
+                f"{at} is on {leaf.device}, the scaler state on {scale.device}. Fix: `scaler = "
                 f"rule.init(device={str(leaf.device)!r})`, or for a restored state `scaler = "
                 f"type(scaler)(*(t.to({str(leaf.device)!r}) for t in scaler))`."
             )
@@ -274,9 +260,8 @@ def _check_of_one_state(scale: Tensor) -> None:
     if scale.ndim:
         raise ValueError(
             f"the scale of the state has shape {tuple(scale.shape)}; that of one state is 0-d. "
-            "Likely cause: stacked states, and a step that is not mapped over them. Fix: "
-            "`torch.vmap(step, in_dims=(0, None))(states, batch)`, inside of `jit` too; for one of "
-            "them `member(states, 0)`."
+            "Likely cause: stacked states. Fix: `torch.vmap(step, in_dims=(0, None))(states, "
+            "batch)`, or `member(states, 0)`."
         )
 
 
@@ -289,17 +274,15 @@ def wide_loss(loss: Any, scale: Tensor, path: Callable[[], str] = lambda: "loss"
         )
     if not loss.is_floating_point():
         raise TypeError(
-            f"{path()} has dtype {loss.dtype}; a loss is real and floating. Likely cause: a count "
-            "of errors, or predictions, instead of a loss. Fix: `loss.float()` if that is meant, "
+            f"{path()} has dtype {loss.dtype}; a loss is real and floating. Fix: `loss.float()`, "
             "or `loss.abs()` for a complex loss."
         )
     if reason := unsupported_reason(loss):
         raise TypeError(f"{path()} {reason}")
     if loss.numel() != 1:
         raise ValueError(
-            f"{path()} has shape {tuple(loss.shape)}; a loss is one number. Likely cause: "
-            "reduction='none'. Fix: `loss.mean()`; for an ensemble with one loss per member, call "
-            "this under `torch.vmap`."
+            f"{path()} has shape {tuple(loss.shape)}; a loss is one number. Fix: `loss.mean()`, or "
+            "`torch.vmap` for one loss per member."
         )
     if loss.device != scale.device:
         raise ValueError(

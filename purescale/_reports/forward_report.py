@@ -285,9 +285,8 @@ def forward_report(
             private.remove_global_hook(hook)
     if not rows:
         raise ValueError(
-            "no module returned a floating tensor, so there is nothing to report. Likely cause: "
-            "`apply` does not call a module. Fix: `apply, params, buffers = "
-            "make_functional(model)`."
+            "no module returned a floating tensor, so there is nothing to report. Fix: `apply, "
+            "params, buffers = make_functional(model)`."
         )
     return ForwardReport(tuple(rows))
 

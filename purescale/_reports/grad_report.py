@@ -131,8 +131,7 @@ def grad_report(grads: Tree, sample: int = 1, dtype: torch.dtype | None = None) 
     present = {name: leaf for name, leaf in pairs if leaf is not None}
     if not present:
         raise ValueError(
-            "grads holds no tensor, so there is nothing to report. Likely cause: the `.grad` of "
-            "parameters before a backward, or a tree of None. Fix: pass the gradients that "
+            "grads holds no tensor, so there is nothing to report. Fix: pass the gradients that "
             "`torch.func.grad(loss_fn)(params)` returns."
         )
     kinds: dict[Any, list[str]] = {}

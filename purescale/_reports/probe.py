@@ -137,10 +137,6 @@ class ScaleProbe(NamedTuple):
         return _plot_scales(self)
 
 
-class _Scale(NamedTuple):
-    scale: Tensor
-
-
 @outside_autocast("loss_fn")
 def probe_scales(
     loss_fn: LossFn,
@@ -197,12 +193,14 @@ def probe_scales(
     flat = _tree.flatten_once(params)
     _tree.check_parameters(flat)
     device = _tree.device_of(*flat[:2], "params")
-    scaler = _tree.flatten_once(NoScale().init(device))
-    value_and_grad = ValueAndGrad(flat, _tree.flatten_once(buffers), scaler, loss_fn)
+    one = NoScale().init(device)
+    value_and_grad = ValueAndGrad(
+        flat, _tree.flatten_once(buffers), _tree.flatten_once(one), loss_fn
+    )
     if not value_and_grad.inputs:
         raise ValueError(
-            "params holds no tensor, so there is no gradient to probe. Fix: pass the `params` of "
-            "`apply, params, buffers = make_functional(model)`."
+            "params holds no tensor. Fix: those of `apply, params, buffers = "
+            "make_functional(model)`."
         )
     inputs, loss, _ = value_and_grad.run_forward(value_and_grad.buffers.leaves, microbatch)
     best: Leaves | None = None  # the gradients at the largest scale that fits
@@ -211,7 +209,7 @@ def probe_scales(
     for start in range(0, len(chosen), chunk):  # the largest first, which is the reference
         part = chosen[start : start + chunk]
         scales = torch.tensor([2.0**e for e in part], dtype=torch.float32, device=device)
-        grads, overflow = torch.vmap(lambda scale, grads: unscale_and_check(_Scale(scale), grads))(
+        grads, overflow = torch.vmap(lambda s, g: unscale_and_check(one._replace(scale=s), g))(
             scales, _gradients_at_scales(loss, inputs, scales)
         )
         flags = overflow.tolist()
@@ -239,8 +237,7 @@ def _exponents(exponents: Iterable[int]) -> list[int]:
     chosen = {scalars.whole("each of exponents", each, least=-149, most=127) for each in values}
     if not chosen:
         raise ValueError(
-            "exponents is empty, so there is no scale to probe. Fix: `range(-8, 25, 2)`, the "
-            "usual ones."
+            "exponents is empty, so there is no scale to probe. Fix: `range(-8, 25, 2)`."
         )
     return sorted(chosen, reverse=True)
 
@@ -261,9 +258,8 @@ def _gradients_at_scales(loss: Tensor, inputs: Leaves, scales: Tensor) -> Leaves
         except RuntimeError as error:
             raise RuntimeError(
                 f"the backward of the loss failed under torch.vmap over {len(scales)} scales (see "
-                "above). Likely cause: one of its operators does not support vmap or reads a "
-                "value, or memory ran out. Fix: probe_scales(..., chunk_size=1), which does not "
-                "use vmap; if memory ran out, a smaller chunk_size."
+                "above). Likely cause: an operator without vmap, or memory ran out. Fix: "
+                "probe_scales(..., chunk_size=1)."
             ) from error
     return [
         leaf.detach().new_zeros(()).expand(len(scales), *leaf.shape) if grad is None else grad

@@ -121,8 +121,7 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
                 rows[name] = _row(before, after, update)
     if not rows:
         raise ValueError(
-            "wanted holds no tensor, so there is nothing to report. Fix: pass the update of the "
-            "same step, `wanted_update(optimizer, old, grads, opt_state)`."
+            "wanted holds no tensor. Fix: `wanted_update(optimizer, old, grads, opt_state)`."
         )
     return UpdateReport(rows)
 

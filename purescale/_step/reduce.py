@@ -160,15 +160,12 @@ def _refuse_dtensors(trees: dict[str, Tree]) -> None:
                 mesh = mesh_sizes(leaf.device_mesh)
                 raise ValueError(
                     f"{at} is a DTensor, {leaf.placements} over a mesh of {mesh}; with a group "
-                    "every rank must hold the whole leaf, as a plain tensor. Likely cause: "
-                    "group=... in a script that now shards its parameters. Fix: leave group out, "
-                    "because a DTensor is reduced over its own mesh; for replicas of shards use a "
-                    "mesh of two dimensions and [Replicate(), Shard(0)]."
+                    "every rank must hold the whole leaf. Fix: leave group out, because a DTensor "
+                    "is reduced over its own mesh."
                 )
             if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
                 at = _tree.path(tree, f"state.{name}", index)
                 raise ValueError(
-                    f"{at} is {leaf.layout}; ranks average dense tensors only. Likely cause: a "
-                    "sparse buffer, such as an adjacency matrix. Fix: `buffer.to_dense()`, or let "
-                    "loss_fn close over a tensor that no step changes."
+                    f"{at} is {leaf.layout}; ranks average dense tensors only. Fix: "
+                    "`buffer.to_dense()`, or let loss_fn close over a tensor that no step changes."
                 )

@@ -117,10 +117,7 @@ class SpikeGuard:
         scalars.normalize_fields(self, functools.partial(scalars.whole, least=2), "warmup")
         scalars.normalize_fields(self, functools.partial(scalars.whole, least=1), "patience")
         if not self.decay < 1:
-            raise ValueError(
-                f"decay must be between 0 and 1, got {self.decay!r}. Fix: decay=0.99, about a "
-                "hundred steps."
-            )
+            raise ValueError(f"decay must be between 0 and 1, got {self.decay!r}. Fix: decay=0.99.")
 
     def init(self, device: torch.device | str | None = None) -> SpikeState:
         """Return the state to start from, without any statistics."""
@@ -144,9 +141,8 @@ class SpikeGuard:
         """
         if not isinstance(state, SpikeState):
             raise TypeError(
-                f"state is {type(state).__name__}; expected a SpikeState. Likely cause: the state "
-                "of another guard, or of a whole step. Fix: `guard.init(device)`, or "
-                "`guard.update(train_state.guard, loss, grad_norm)`."
+                f"state is {type(state).__name__}; expected a SpikeState. Fix: "
+                "`guard.init(device)`, or `guard.update(train_state.guard, loss, grad_norm)`."
             )
         numbers = (loss, grad_norm) if isinstance(grad_norm, Tensor) else (loss,)
         learnt = (state.loss, state.grad_norm)
@@ -219,19 +215,15 @@ def check_guard(state: Any, max_rejections: int) -> None:
     count = getattr(state, "consecutive_rejections", None)
     if not isinstance(count, Tensor) or count.ndim:
         raise TypeError(
-            f"check_guard takes the state of one guard, its `consecutive_rejections` a 0-d tensor, "
-            f"got {scalars.short_repr(state)}. Fix: `check_guard(state.guard, {most})` for a "
-            "TrainState, for an ensemble one member at a time; in a guard of your own an int32 "
-            "field of that name, which `update` sets to `torch.where(bad, "
-            "state.consecutive_rejections + 1, 0)`."
+            "check_guard takes the state of one guard, its `consecutive_rejections` a 0-d tensor, "
+            f"got {scalars.short_repr(state)}. Fix: `check_guard(state.guard, {most})`; in a guard "
+            "of your own, a field of that name."
         )
     if int(count) > most:
         raise FloatingPointError(
             f"{int(count)} steps in a row were rejected by the guard, more than "
-            f"max_rejections={most}. Likely cause: loss or gradient norm has risen for good, after "
-            "a bad step that was accepted, other data, or a higher rate. Fix: go back to a "
-            "checkpoint before the rise, or go on with "
-            "`state._replace(guard=guard.init(device))`, which learns anew."
+            f"max_rejections={most}. Likely cause: loss or gradient norm has risen for good. Fix: "
+            "a checkpoint before the rise, or `state._replace(guard=guard.init(device))`."
         )
 
 
@@ -252,15 +244,13 @@ def check_guarded(guard: Any, state: Tree) -> None:
     if guard is None:
         raise ValueError(
             f"state.guard is a {type(state).__name__}, but the step has no guard. Fix: "
-            "`train_step(..., guard=guard)` with the guard of init_train_state, or "
-            "`state._replace(guard=())` to go on without."
+            "`train_step(..., guard=guard)`, or `state._replace(guard=())`."
         )
     check_is_guard(guard)
     if state == () and guard.init(None) != ():  # the state of a guard may be ()
         raise ValueError(
-            "the step has a guard, but state.guard is (). Likely cause: a state that was made or "
-            "saved without a guard. Fix: `init_train_state(..., guard=guard)`, or "
-            "`state._replace(guard=guard.init(device))`."
+            "the step has a guard, but state.guard is (). Fix: `init_train_state(..., "
+            "guard=guard)`, or `state._replace(guard=guard.init(device))`."
         )
 
 

@@ -103,8 +103,8 @@ def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
             if leaf is not None and not isinstance(leaf, Tensor):
                 raise TypeError(
                     f"{_tree.path(info, f'infos[{index}]', place)} is {short_repr(leaf)}; only "
-                    "tensors are stacked. Fix: make it a tensor in loss_fn, `torch.tensor(...)`, "
-                    "or `info._replace(aux=())`."
+                    "tensors are stacked. Fix: `torch.tensor(...)` in loss_fn, or "
+                    "`info._replace(aux=())`."
                 )
     cause = (
         "Likely cause: a smaller last batch. Fix: return a mean or a sum in loss_fn, or "

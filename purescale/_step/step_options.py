@@ -90,8 +90,7 @@ def _check(options: StepOptions) -> None:
     window_size = options.window_size
     if window_size is not None and not (is_whole(window_size) and window_size > 0):
         raise ValueError(
-            "window_size must be a whole number above 0, the number of microbatches of a full "
-            f"window, or None; got {short_repr(window_size)}."
+            f"window_size must be a whole number above 0 or None, got {short_repr(window_size)}."
         )
     if max_retries and isinstance(rule, StaticScale):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -239,28 +239,17 @@ def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> F
 
 def _check_microbatches(microbatches: Any, max_retries: int) -> None:
     if not isinstance(microbatches, list):
-        single = isinstance(microbatches, (Tensor, tuple, Mapping))
-        several = not single and isinstance(microbatches, Iterable)
-        cause = "one (input, target) batch was passed. " if single else ""
-        cure = "`train_step(state, [batch], ...)`, a list of one"
-        if several:
-            cause = "an iterator or a loader of unknown length was passed. "
-            cure = (
-                "the microbatches of one step, `list(itertools.islice(batches, 4))`; for one batch "
-                "a step, `for batch in loader: train_step(state, [batch], ...)`"
-            )
         raise TypeError(
             f"microbatches is a {type(microbatches).__name__}; expected a list, which makes one "
-            f"step. {cause and f'Likely cause: {cause}'}Fix: {cure}."
+            "step. Fix: `train_step(state, [batch], ...)` for one batch, "
+            "`list(itertools.islice(batches, 4))` for those of an iterator."
         )
     if not microbatches:
         raise ValueError(
-            "microbatches is an empty list; a step needs at least one. Likely cause: a loader "
-            "that ran out. Fix: end the loop then."
+            "microbatches is an empty list. Likely cause: a loader that ran out. Fix: end the loop."
         )
     if max_retries and any(isinstance(entry, FUNCTIONS) for entry in microbatches):
         raise ValueError(
             f"max_retries={max_retries} runs a window again, and a function in it would make "
-            "another microbatch. Fix: microbatches in place of functions, `[make() for make in "
-            "microbatches]`; or max_retries=0."
+            "another microbatch. Fix: `[make() for make in microbatches]`, or max_retries=0."
         )

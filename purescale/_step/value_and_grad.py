@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._loss_scale.rule_protocol import HasScale
+from .._loss_scale.rules import NoScale
 from .._loss_scale.scaling import check_scale, wide_loss
 from .._optim.step_inputs import flatten_together
 from .._torch import donation, dtensor, private
@@ -21,7 +22,7 @@ from .._torch.dtypes import wide_dtype
 from .._torch.tracing import by_torch_func, is_on_a_graph, recorded_by_make_fx
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
-from .._tree.leaves import are_dense_real, as_tensor_list, versions
+from .._tree.leaves import are_dense_real, versions
 from .._tree.scalars import short_repr
 from .._tree.tree import FlatTree, Leaves, Tree
 
@@ -103,17 +104,11 @@ def value_and_grad(
     if not callable(loss_fn):
         raise TypeError(
             f"value_and_grad takes a function, got {type(loss_fn).__name__} {short_repr(loss_fn)}. "
-            "Likely cause: the loss was computed before. Fix: `fn = value_and_grad(loss_fn)`, then "
-            "`(loss, buffers), grads = fn(params, buffers, microbatch, scaler=scaler)`."
+            "Fix: `(loss, buffers), grads = value_and_grad(loss_fn)(params, buffers, microbatch, "
+            "scaler)`."
         )
     _check_form(loss_fn)
     return functools.partial(_value_and_grad, loss_fn)
-
-
-class _Unscaled(NamedTuple):
-    """The scaler of a loss that is not scaled."""
-
-    scale: Tensor
 
 
 @outside_autocast("loss_fn")
@@ -147,8 +142,8 @@ def _checked(
     _tree.check_parameters(flat_params)
     _tree.reject_autograd_history(params=flat_params, buffers=flat_buffers)
     if scaler is None:
-        one = torch.ones((), device=_tree.device_of(params, flat_params.leaves, "params"))
-        flat_scaler = FlatTree(_Unscaled(one), [one], None, as_tensor_list([one]))
+        device = _tree.device_of(params, flat_params.leaves, "params")
+        flat_scaler = _tree.flatten_once(NoScale().init(device))
     scale = getattr(flat_scaler.tree, "scale", None)
     if not isinstance(scale, Tensor) or scale.ndim:
         raise TypeError(
@@ -315,11 +310,10 @@ class ValueAndGrad:
             loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
         if not loss.requires_grad:
             raise ValueError(
-                "the loss does not depend on params. Likely cause: loss_fn calls the module "
-                "and not `apply(params, buffers, ...)`, runs under torch.no_grad or "
-                "inference_mode, or makes inner steps with an optimizer without "
-                "differentiable=True. Fix: `out, buffers = apply(params, buffers, x)` and a loss "
-                "of that `out`; from_torch(..., differentiable=True) for the inner steps."
+                "the loss does not depend on params. Likely cause: loss_fn calls the module and "
+                "not `apply(params, buffers, ...)`, runs under torch.no_grad or inference_mode, "
+                "or makes inner steps without differentiable=True. Fix: a loss of `out, buffers = "
+                "apply(params, buffers, x)`."
             )
         if versions(read_only) != before:
             self._refuse_write(_written(read_only, before))
@@ -342,14 +336,12 @@ class ValueAndGrad:
         if of_buffer < 0:
             raise RuntimeError(
                 f"loss_fn wrote into the parameter {self.names()[index]}; a step must not change "
-                "its arguments. Likely cause: weights that are clipped, renormalised or "
-                "initialised in forward, under torch.no_grad. Fix: compute a new tensor, `w = w / "
-                "w.norm()`, or change the parameters between two steps."
+                "its arguments. Fix: a new tensor, `w = w / w.norm()`, or the change between two "
+                "steps."
             )
         raise RuntimeError(
             f"loss_fn wrote into {_tree.path(self.buffers.tree, 'buffers', of_buffer)}; a step "
-            "must not change its arguments. Likely cause: an average that is updated in place, "
-            "which a skipped step would keep. Fix: return a new tensor, `{**buffers, 'mean': 0.9 * "
+            "must not change its arguments. Fix: return a new tensor, `{**buffers, 'mean': 0.9 * "
             "buffers['mean'] + 0.1 * x}`."
         )
 
@@ -408,10 +400,9 @@ def check_returned(returned: Any, buffers: Tree) -> tuple[Any, ...]:
     alike = both and new_buffers.keys() == buffers.keys()
     if not (alike or _like_buffers(new_buffers, buffers)):
         raise ValueError(
-            "new_buffers does not match buffers: loss_fn returned "
-            f"{_tree.described(new_buffers)} where the new buffers belong, "
-            f"{_tree.described(buffers)}. Likely cause: `return loss, aux`. Fix: `return loss, "
-            "new_buffers, aux`, or `return loss, buffers, aux` if nothing changes them."
+            f"new_buffers does not match buffers: loss_fn returned {_tree.described(new_buffers)} "
+            f"where the new buffers belong, {_tree.described(buffers)}. Fix: `return loss, "
+            "new_buffers, aux`, or `return loss, buffers, aux`."
         )
     return returned
 
@@ -429,9 +420,8 @@ def _check_form(loss_fn: Callable[..., Any]) -> None:
     except TypeError:
         raise TypeError(
             f"loss_fn takes {signature}; it is called as loss_fn(params, buffers, microbatch). "
-            "Likely cause: the form of JAX, loss_fn(params, batch). Fix: `def loss_fn(params, "
-            "buffers, microbatch)` that ends with `return loss, buffers`; functools.partial for "
-            "further arguments."
+            "Fix: `def loss_fn(params, buffers, microbatch)` that ends with `return loss, "
+            "buffers`."
         ) from None
 
 
@@ -480,8 +470,7 @@ def _backward(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], Non
             raise RuntimeError(
                 f"parameter {index} of {len(inputs)} got its gradient in two pieces, and the first "
                 "was already sent to the other ranks. Likely cause: a custom backward that calls "
-                "`.backward()` itself, as those of reversible layers do. Fix: several microbatches "
-                "to a step, or all_reduce_grads by hand after value_and_grad."
+                "`.backward()` itself. Fix: all_reduce_grads by hand after value_and_grad."
             )
         gradient = [leaf.grad]
         leaf.grad = None
@@ -515,10 +504,8 @@ def check_unwritten(batch: list[Tensor], before: list[int]) -> None:
         return
     raise RuntimeError(
         f"loss_fn wrote into its microbatch, into tensor {_written(batch, before)} of "
-        f"{len(batch)}; a step must not change its arguments. Likely cause: inputs that are "
-        "scaled or masked in place, or a first layer with inplace=True; the next use of the "
-        "same microbatch, as in a retry, would see it. Fix: `x = x / 255` in place of "
-        "`x.div_(255)`, or `x = x.clone()` first."
+        f"{len(batch)}; a step must not change its arguments. Likely cause: `x.div_(255)`, or a "
+        "first layer with inplace=True. Fix: `x = x / 255`, or `x = x.clone()` first."
     )
 
 

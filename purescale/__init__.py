@@ -135,7 +135,7 @@ from ._module.registered import load_into
 from ._module.policy import Policy, policy, with_policy
 from ._module.norms import norms_in_float32
 
-from ._loss_scale.rule_protocol import Rule, HasScale
+from ._loss_scale.rules import Rule, HasScale
 from ._loss_scale.rules import DynamicScale, StaticScale, NoScale, ScalerState
 from ._loss_scale.scaling import scale_loss, unscale_and_check, check_scaler
 from ._loss_scale.headroom import HeadroomScale, grad_amax

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._loss_scale.rule_protocol import Rule, call_rule, check_rule, takes_amax
+from ._loss_scale.rules import Rule, call_rule, check_rule, takes_amax
 from ._torch.autocast import outside_autocast
 from ._tree import scalars
 from ._tree import tree as _tree

@@ -258,12 +258,10 @@ def test_the_pages_for_contributors_name_every_file_and_no_other():
 TESTED_WITH = {
     "_batch_norm/capture.py": "test_bn_stats.py",
     "_distributed/buckets.py": "test_reduce.py",
-    "_distributed/mesh.py": "test_dtensor.py",
     "_distributed/process_group.py": "test_reduce.py",
     "_grads/grad_stats.py": "test_clip.py",
     "_grads/measure.py": "test_clip.py",
     "_grads/mesh_stats.py": "test_dtensor.py",
-    "_loss_scale/rule_protocol.py": "test_rules.py",
     "_module/references.py": "test_functional.py",
     "_optim/fused.py": "test_laws_of_a_step.py",
     "_optim/step_inputs.py": "test_leaves.py",

@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import purescale as ps
 from purescale import interop
-from purescale._loss_scale import rule_protocol
+from purescale._loss_scale import rules
 from purescale.testing import (
     assert_pure,
     assert_scale_rule,
@@ -381,7 +381,7 @@ def test_the_look_for_a_foreign_state_adds_nothing_to_a_graph(name, monkeypatch)
         return [node.target for node in graph.nodes if node.op == "call_function"]
 
     checked = operators()
-    monkeypatch.setattr(rule_protocol, "check_state", lambda scaler, kind: None)
+    monkeypatch.setattr(rules, "check_state", lambda scaler, kind: None)
     assert checked == operators()
 
 
@@ -394,7 +394,7 @@ def test_a_job_that_overflows_for_ever_is_still_seen_by_check_scaler(rule):
     state = rule.init()
     state = state._replace(consecutive_skips=torch.tensor(2**31 - 1, dtype=torch.int32))
     for _ in range(2):
-        given = (torch.tensor(1.0),) if rule_protocol.takes_amax(rule) else ()
+        given = (torch.tensor(1.0),) if rules.takes_amax(rule) else ()
         state = rule.update(state, torch.tensor(True), *given)
         assert state.consecutive_skips == 2**31 - 1
         with pytest.raises(FloatingPointError):

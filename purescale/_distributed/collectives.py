@@ -14,12 +14,12 @@ from torch import Tensor
 
 from .._distributed.buckets import Reduction
 from .._distributed.describe_settings import describe_setting
-from .._distributed.mesh import mesh_sizes
 from .._distributed.process_group import (
     Group,
     all_reduce,
     check_group,
     is_single_process,
+    mesh_sizes,
     naming_other_ranks,
     object_device,
     resolve_group,

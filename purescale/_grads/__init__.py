@@ -1,6 +1,7 @@
 """Gradients as lists of dense, real tensors: measured, clipped, averaged.
 
-Gradients are measured in one read: whether they overflow, their norm, and the largest magnitude.
+Gradients are measured together: whether they overflow, their norm, and the largest magnitude. On a
+CPU norm and largest magnitude are two reads, otherwise one.
 
 Entry: `measure.measure`, whose specification is `measure.exact_stats`;
 `clip.check_clip` and `clip.clip_factor`; `accumulate.accumulate_grads`, a running mean for a loop

@@ -11,8 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._distributed.mesh import all_gather_row, all_gather_row_of_group, mesh_sizes, num_replicas
-from .._distributed.process_group import Group
+from .._distributed.process_group import (
+    Group,
+    all_gather_row,
+    all_gather_row_of_group,
+    mesh_sizes,
+    num_replicas,
+)
 from .._grads.grad_stats import LocalStats, local_stats, norm_of_norms
 from .._torch import dtensor
 from .._torch.dtypes import widest_float

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.measure import is_usable, measure_amax
-from .._loss_scale.rule_protocol import check_state
+from .._loss_scale.rules import check_state
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import saturating
 from .._tree import scalars

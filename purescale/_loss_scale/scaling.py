@@ -15,8 +15,7 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.measure import StatsOptions, measure
-from .._loss_scale.rule_protocol import HasScale
-from .._loss_scale.rules import StaticScale
+from .._loss_scale.rules import HasScale, StaticScale
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import wide_dtype

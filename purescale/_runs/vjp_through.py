@@ -16,8 +16,7 @@ from torch import Tensor
 from .._jit.jit import Jitted, jit
 from .._jit.scan_steps import pair_of
 from .._loss_scale.headroom import grad_amax
-from .._loss_scale.rule_protocol import HasScale, Rule, call_rule, check_rule, takes_amax
-from .._loss_scale.rules import NoScale
+from .._loss_scale.rules import HasScale, NoScale, Rule, call_rule, check_rule, takes_amax
 from .._loss_scale.scaling import unscale_and_check
 from .._runs.kept_states import Generators, KeptStates, Moment
 from .._step.retry import backed_off

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rule_protocol import call_rule
+from .._loss_scale.rules import call_rule
 from .._step.decide import Decision
 from .._step.memory import Memory
 from .._step.retry import Attempt

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._distributed.process_group import Group
 from .._grads.clip import check_clip, check_ordered
 from .._grads.measure import StatsOptions, measure
-from .._loss_scale.rule_protocol import HasScale
+from .._loss_scale.rules import HasScale
 from .._loss_scale.scaling import check_scale
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs, flatten_step
@@ -143,8 +143,8 @@ def unscale_and_step(
         donate: `params`, `scaled_grads` and `opt_state` may be overwritten; the caller gives them
             up. Same bits.
         norm_type: As in `clip_by_global_norm`.
-        amax: Also return `grad_amax` of the unscaled gradients, from the same read, over `group`.
-            For a rule that takes it.
+        amax: Also return `grad_amax` of the unscaled gradients, over `group`, for a rule that takes
+            it. On a CPU, beside a norm, it takes a read of its own.
         norm_group: The ranks that hold other parts of the model, as `group` of
             `clip_by_global_norm`: norm, amax and flag are those of all parts, from one all-reduce.
             DTensors need no group for their own mesh.

@@ -13,8 +13,7 @@ from torch import Tensor
 from .._distributed.buckets import reduction_of
 from .._distributed.collectives import agree_on_all_ranks, describe_leaves, on_cpu
 from .._distributed.describe_settings import describe_setting
-from .._distributed.mesh import mesh_sizes
-from .._distributed.process_group import Group, all_reduce, check_group
+from .._distributed.process_group import Group, all_reduce, check_group, mesh_sizes
 from .._step.microbatches import WindowResult
 from .._step.step_options import StepOptions
 from .._step.train_state import FlatState

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._grads.measure import GradStats, is_usable
-from .._loss_scale.rule_protocol import HasScale, Rule, call_rule
+from .._loss_scale.rules import HasScale, Rule, call_rule
 from .._step.decide import WindowFlags
 from .._step.microbatches import WindowResult
 from .._step.step_options import StepOptions

@@ -11,8 +11,7 @@ from torch import Tensor
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
 from .._grads.clip import Clip, check_clip
-from .._loss_scale.rule_protocol import Rule, takes_amax
-from .._loss_scale.rules import StaticScale
+from .._loss_scale.rules import Rule, StaticScale, takes_amax
 from .._optim.protocol import Optimizer
 from .._optim.updater import Updater, as_updater
 from .._step.spike_guard import Guard

@@ -7,7 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .._loss_scale.rule_protocol import Rule, State, check_rule
+from .._loss_scale.rules import Rule, State, check_rule
 from .._optim.protocol import Optimizer
 from .._step.spike_guard import Guard, check_is_guard
 from .._tree import tree as _tree

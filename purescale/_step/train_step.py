@@ -11,7 +11,7 @@ from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
 from .._grads.clip import check_ordered
 from .._grads.measure import GradStats, StatsOptions, measure
-from .._loss_scale.rule_protocol import Rule
+from .._loss_scale.rules import Rule
 from .._loss_scale.scaling import check_scale
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import flatten_step, flatten_together

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from .._loss_scale.rule_protocol import HasScale
-from .._loss_scale.rules import NoScale
+from .._loss_scale.rules import HasScale, NoScale
 from .._loss_scale.scaling import check_scale, wide_loss
 from .._optim.step_inputs import flatten_together
 from .._torch import donation, dtensor, private

@@ -12,8 +12,14 @@ from typing import Any, ClassVar, Generic, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .._loss_scale.rule_protocol import State, checked_flag, without_amax
-from .._loss_scale.rules import ScalerState, check_factors, scaler_state
+from .._loss_scale.rules import (
+    ScalerState,
+    State,
+    check_factors,
+    checked_flag,
+    scaler_state,
+    without_amax,
+)
 from .._tree import scalars
 from .._tree.scalars import is_positive_float32, positive, real, short_repr, whole
 from .._tree.tree import counted, join_names

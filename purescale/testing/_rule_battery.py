@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import torch
 from torch import Tensor
 
-from .._loss_scale.rule_protocol import takes_amax
+from .._loss_scale.rules import takes_amax
 from .._tree import tree as _tree
 from ._battery import UPDATE_FIXES, UpdateBattery
 from ._laws import short

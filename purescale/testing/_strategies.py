@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.headroom import HeadroomScale
-from .._loss_scale.rule_protocol import takes_amax
-from .._loss_scale.rules import DynamicScale, NoScale, StaticScale
+from .._loss_scale.rules import DynamicScale, NoScale, StaticScale, takes_amax
 from .._tree import tree as _tree
 from .._tree.scalars import short_repr
 from .._tree.tree import Tree

@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers import Dispatched, Untouched, any32, same_bits, stack, trees, unstack
 from hypothesis import given
-from test_foreach import Launched, fake_cuda
 
 import purescale as ps
 from purescale._tree import tree as _tree
@@ -214,22 +213,6 @@ def test_nothing_is_read_until_it_is_printed():
     with Dispatched() as printing:
         str(report)
     assert printing.reads <= 4
-
-
-def launches(count, dtype):
-    with fake_cuda():
-        grads = {str(i): torch.empty(8, 4, dtype=dtype) for i in range(count)}
-        with Launched() as launched:
-            ps.grad_report(grads)
-    return sum(not func.is_view for func in launched.ops)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64], ids=str)
-def test_a_report_of_a_thousand_leaves_is_no_more_launches_than_one_of_ten(dtype):
-    counts = {count: launches(count, dtype) for count in (10, 100, 1000)}
-    assert len(set(counts.values())) == 1, counts
-    assert counts[10] <= 50
 
 
 def test_it_prints_the_worst_first_and_names_the_first_bad_leaf():

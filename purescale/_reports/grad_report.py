@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from .._reports.printing import Row, bar_panels, leaf_names, read_rows, table
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
-from .._torch.dtypes import on_device, real_dtype, wide_dtype
+from .._torch.dtypes import real_dtype, wide_dtype
 from .._torch.tracing import traced
 from .._tree import scalars
 from .._tree import tree as _tree
@@ -128,77 +127,35 @@ def grad_report(grads: Tree, sample: int = 1, dtype: torch.dtype | None = None) 
             "dtype=torch.float16, or None for that of each leaf."
         )
     pairs = zip(leaf_names(grads, "grads"), leaves, strict=True)
-    present = {name: leaf for name, leaf in pairs if leaf is not None}
+    present = [(name, leaf) for name, leaf in pairs if leaf is not None]
     if not present:
         raise ValueError(
             "grads holds no tensor, so there is nothing to report. Fix: pass the gradients that "
             "`torch.func.grad(loss_fn)(params)` returns."
         )
-    kinds: dict[Any, list[str]] = {}
-    for name, leaf in present.items():
-        kinds.setdefault((leaf.device, leaf.dtype), []).append(name)
-    reports: dict[str, LeafReport] = {}
     with torch.no_grad():
-        for (_, leaf_dtype), names in kinds.items():
-            judged = real_dtype(leaf_dtype) if dtype is None else dtype
-            columns = _columns_of([present[name] for name in names], judged, sample)
-            for name, *row in zip(names, *(c.unbind() for c in columns), strict=True):
-                reports[name] = LeafReport(*row)
-    return GradReport({name: reports[name] for name in present})
-
-
-# ---- reductions over many leaves -----------------------------------------------------------------
-
-# All leaves are split into rows of this length, the last row of each filled up, so that the number
-# of reductions does not grow with the number of leaves.
-_ROW = 64
-
-
-def _columns_of(leaves: Sequence[Tensor], dtype: torch.dtype, sample: int) -> list[Tensor]:
-    """Return `amax`, `zeros`, `subnormal` and `nonfinite`, [n] each, of n leaves with one dtype and
-    device, judged in `dtype`.
-    """
-    device, number, tiny = leaves[0].device, len(leaves), torch.finfo(dtype).tiny
-    sizes = [0] * number
-    amax = torch.zeros(number, dtype=wide_dtype(dtype), device=device)
-    counts = torch.zeros(number, 3, dtype=torch.int64, device=device)
-    for part in _chunks(leaves, sample, 2**19 if leaves[0].is_cpu else 2**24):
-        for index, values in part:
-            sizes[index] += values.numel()
-        lengths = [-(-values.numel() // _ROW) for _, values in part]
-        magnitude = _magnitudes_in_rows([values for _, values in part], lengths, dtype)
-        tests = (magnitude == 0, (magnitude > 0) & (magnitude < tiny), ~(magnitude < torch.inf))
-        row_counts = torch.stack([test.sum(1, dtype=torch.int32) for test in tests], 1)
-        leaf_of_row = torch.repeat_interleave(
-            on_device(torch.tensor([index for index, _ in part], device="cpu"), device),
-            on_device(torch.tensor(lengths, device="cpu"), device),
-            output_size=sum(lengths),
+        return GradReport(
+            {name: _row(leaf, dtype or real_dtype(leaf.dtype), sample) for name, leaf in present}
         )
-        amax = amax.scatter_reduce(0, leaf_of_row, magnitude.amax(1).to(amax.dtype), "amax")
-        counts = counts.index_add(0, leaf_of_row, row_counts.to(torch.int64))
-    zeros, subnormal, nonfinite = counts.unbind(1)
-    size = on_device(torch.tensor(sizes, device="cpu"), device).clamp(min=1).to(torch.float32)
+
+
+_CHUNK = 2**19  # elements at a time, which stay in a cache
+
+
+def _row(leaf: Tensor, dtype: torch.dtype, sample: int) -> LeafReport:
+    """Return the statistics of one leaf, judged in `dtype`, summed over chunks."""
+    values = _elements(stored_values(dtensor.full_tensor(leaf)))[::sample]
+    amax = torch.zeros((), dtype=wide_dtype(dtype), device=values.device)
+    counts = torch.zeros(3, dtype=torch.int64, device=values.device)
+    for part in torch.split(values, _CHUNK) if values.numel() else ():
+        magnitude = part.to(dtype).abs()
+        subnormal = (magnitude > 0) & (magnitude < torch.finfo(dtype).tiny)
+        tests = magnitude == 0, subnormal, ~(magnitude < torch.inf)
+        amax = torch.maximum(amax, magnitude.amax().to(amax.dtype))
+        counts = counts + torch.stack([test.sum() for test in tests])
+    zeros, subnormal = counts[:2].to(torch.float32) / max(values.numel(), 1)
     amax = torch.where(amax.isnan(), torch.nan, amax)  # the same bits for every NaN
-    return [amax, zeros.to(size.dtype) / size, subnormal.to(size.dtype) / size, nonfinite]
-
-
-def _chunks(
-    leaves: Sequence[Tensor], sample: int, limit: int
-) -> Iterator[list[tuple[int, Tensor]]]:
-    """Yield the elements of the leaves, about `limit` at a time, with the index of each leaf."""
-    chunk: list[tuple[int, Tensor]] = []
-    size = 0
-    for index, leaf in enumerate(leaves):
-        values = _elements(stored_values(dtensor.full_tensor(leaf)))
-        values = values[::sample] if sample > 1 else values
-        for part in torch.split(values, limit):
-            chunk.append((index, part))
-            size += part.numel()
-            if size >= limit:
-                yield chunk
-                chunk, size = [], 0
-    if chunk:
-        yield chunk
+    return LeafReport(amax, zeros, subnormal, counts[2])
 
 
 def _elements(leaf: Tensor) -> Tensor:
@@ -206,21 +163,6 @@ def _elements(leaf: Tensor) -> Tensor:
     if not traced():
         leaf = leaf.permute(sorted(range(leaf.ndim), key=leaf.stride, reverse=True))
     return leaf.reshape(-1)
-
-
-def _magnitudes_in_rows(values: list[Tensor], lengths: list[int], dtype: torch.dtype) -> Tensor:
-    """Return the magnitudes of each tensor in rows of its own, [sum(lengths), _ROW]. The last row
-    is filled up with -1, which is neither a zero nor subnormal and below every magnitude.
-    """
-    sizes = [v.numel() for v in values]
-    flat = torch.cat(values) if len(values) > 1 else values[0]
-    magnitude = flat.to(dtype).abs()
-    pads = [length * _ROW - size for length, size in zip(lengths, sizes, strict=True)]
-    if any(pads):
-        fill = torch.split(magnitude.new_full((sum(pads),), -1), pads)
-        pairs = zip(torch.split(magnitude, sizes), fill, strict=True)
-        magnitude = torch.cat([part for pair in pairs for part in pair])
-    return magnitude.reshape(-1, _ROW)
 
 
 # ---- the picture ---------------------------------------------------------------------------------

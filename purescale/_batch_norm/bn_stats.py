@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._batch_norm.capture import ApplyFn, Call, calls_of, key_of, layers_of
+from .._batch_norm.capture import ApplyFn, BatchNormCall, calls_of, key_of, layers_of
 from .._distributed.process_group import Group, all_reduce, is_single_process
 from .._module.registered import Tensors
 from .._torch.dtypes import widest_float
@@ -295,7 +295,7 @@ def _reduce(
 
 
 def add_batch(
-    stats: BNStatsState, calls: list[tuple[str, Call]], num_final: int = 0
+    stats: BNStatsState, calls: list[tuple[str, BatchNormCall]], num_final: int = 0
 ) -> BNStatsState:
     """Return `stats` with the calls of one batch merged in, if all of them are finite. The first
     `num_final` calls are only checked.

@@ -16,7 +16,7 @@ from .._torch import private
 ApplyFn = Callable[..., tuple[Any, Tensors]]
 
 
-class Call(NamedTuple):
+class BatchNormCall(NamedTuple):
     """One call of a batch norm in train mode."""
 
     running_mean: Tensor  # the argument itself: its identity tells the layer
@@ -74,7 +74,7 @@ class CaptureBatchNorm(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[BatchNormCall] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
 
     def __enter__(self) -> Self:
@@ -130,7 +130,7 @@ class CaptureBatchNorm(TorchFunctionMode):
         for average, new in ((a.running_mean, mean), (a.running_var, var)):
             average.mul_(1 - a.momentum).add_(new * a.momentum)
         values = a.input.numel() // a.input.shape[1]
-        self.calls.append(Call(a.running_mean, mean, var, values, a.momentum))
+        self.calls.append(BatchNormCall(a.running_mean, mean, var, values, a.momentum))
         return out
 
 
@@ -177,7 +177,7 @@ class CaptureForEval(CaptureBatchNorm):
             out = _normalized(x, affine, (mean, var), False, a.momentum, a.eps)
         else:
             out = _normalized_by_batch(x, affine, mean, var, a.eps)
-        self.calls.append(Call(a.running_mean, mean, var, values, a.momentum))
+        self.calls.append(BatchNormCall(a.running_mean, mean, var, values, a.momentum))
         return out.to(a.input.dtype)
 
 
@@ -205,7 +205,7 @@ def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def calls_of(
     apply: ApplyFn, params: Tensors, buffers: Tensors, args: Any, kwargs: Any, num_final: int = 0
-) -> tuple[Any, list[tuple[str, Call]]]:
+) -> tuple[Any, list[tuple[str, BatchNormCall]]]:
     """Run one forward for statistics to be used in eval mode. Return its output, and the calls of
     its batch norms with the names of their layers.
     """
@@ -219,7 +219,7 @@ def calls_of(
     return returned[0], named_calls(capture, returned[1])
 
 
-def named_calls(capture: CaptureBatchNorm, new_buffers: Tensors) -> list[tuple[str, Call]]:
+def named_calls(capture: CaptureBatchNorm, new_buffers: Tensors) -> list[tuple[str, BatchNormCall]]:
     """Return each call with the name of its layer, known by the identity of its running mean.
 
     A call without a name raises in `CaptureForEval`. In training it is left out: the statistics of

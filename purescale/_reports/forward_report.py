@@ -99,7 +99,7 @@ class ForwardReport(NamedTuple):
         return _plot_modules(_read_rows(self))
 
 
-class _Row(ModuleReport):
+class _ReadReport(ModuleReport):
     """A `ModuleReport` with Python numbers in place of tensors."""
 
     @property
@@ -118,11 +118,11 @@ class _Row(ModuleReport):
         return bool(self.given > self.given_neginf)
 
 
-def _read_rows(report: ForwardReport) -> list[_Row]:
+def _read_rows(report: ForwardReport) -> list[_ReadReport]:
     """Read all rows with one copy from the device. Syncs with the host."""
     numbers = iter(read([fact for row in report.rows for fact in row if isinstance(fact, Tensor)]))
     return [
-        _Row._make(next(numbers) if isinstance(fact, Tensor) else fact for fact in row)
+        _ReadReport._make(next(numbers) if isinstance(fact, Tensor) else fact for fact in row)
         for row in report.rows
     ]
 
@@ -130,7 +130,7 @@ def _read_rows(report: ForwardReport) -> list[_Row]:
 # ---- the first -----------------------------------------------------------------------------------
 
 
-def _first(rows: list[_Row]) -> int | str | None:
+def _first(rows: list[_ReadReport]) -> int | str | None:
     """Return the index of the call in which inf or NaN arose first, or `INPUTS`, or None.
 
     This call was given finite values and returned others. Nested calls come before the call that
@@ -155,7 +155,7 @@ def _first(rows: list[_Row]) -> int | str | None:
     return lowered if any(rows[index].lowered for index in _outermost(rows)) else None
 
 
-def _outermost(rows: list[_Row]) -> Iterator[int]:
+def _outermost(rows: list[_ReadReport]) -> Iterator[int]:
     """Yield the calls that are not nested in another, the last first."""
     index = len(rows) - 1
     while index >= 0:
@@ -163,7 +163,7 @@ def _outermost(rows: list[_Row]) -> Iterator[int]:
         index -= rows[index].inside + 1
 
 
-def _verdict(rows: list[_Row], first: int | str | None, bad: int) -> str:
+def _verdict(rows: list[_ReadReport], first: int | str | None, bad: int) -> str:
     if not bad:
         return "everything that a module returned is finite"
     verdict = f"{bad} of {len(rows)} calls returned something not finite"
@@ -176,7 +176,7 @@ def _verdict(rows: list[_Row], first: int | str | None, bad: int) -> str:
     return f"{verdict}. First: {rows[first].name}"
 
 
-def _cells(row: _Row) -> list[str]:
+def _cells(row: _ReadReport) -> list[str]:
     """Return the columns of the printed table."""
     magnitudes = ["-", "-"]
     if not row.nonfinite == row.size > 0:
@@ -246,7 +246,7 @@ def forward_report(
     rows: list[ModuleReport] = []
     names: dict[int, str] = {}  # "" is the whole model
     roots: list[nn.Module] = []  # kept alive, so that ids are not reused
-    running: list[_Call] = []
+    running: list[_OpenCall] = []
     thread = threading.get_ident()
 
     def entered(module: nn.Module, args: Any) -> None:
@@ -259,7 +259,7 @@ def forward_report(
                 names.setdefault(id(part), ".".join(filter(None, [*path, name])))
         registered = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         # Measured before the forward, which may write into them.
-        running.append(_Call(module, len(rows), _measured(args), _measured(registered)))
+        running.append(_OpenCall(module, len(rows), _measured(args), _measured(registered)))
 
     def returned(module: nn.Module, args: Any, *kwargs_and_out: Any) -> None:
         if threading.get_ident() != thread:
@@ -300,7 +300,7 @@ class _Facts(NamedTuple):
     size: int
 
 
-class _Call(NamedTuple):
+class _OpenCall(NamedTuple):
     """A call of a module that has not returned yet."""
 
     module: nn.Module
@@ -310,7 +310,7 @@ class _Call(NamedTuple):
 
 
 def _module_report(
-    name: str, call: _Call, out: _Facts, arguments: _Facts | None, rows: int
+    name: str, call: _OpenCall, out: _Facts, arguments: _Facts | None, rows: int
 ) -> ModuleReport:
     nonfinite, nan, posinf, masked = out.counts.unbind()
     zeros = torch.zeros_like(out.counts)
@@ -382,7 +382,7 @@ def _facts(values: Tensor) -> _Facts:
 # ---- the picture ---------------------------------------------------------------------------------
 
 
-def _plot_modules(rows: list[_Row]) -> Any:
+def _plot_modules(rows: list[_ReadReport]) -> Any:
     figure, (panel,) = empty_panels("report.plot()", 1, 1, 4.5)
     places = range(len(rows))
     for label, fact, colour in (

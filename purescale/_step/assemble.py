@@ -40,21 +40,18 @@ def advance(
 
 
 def assemble(
-    flat: FlatState,
-    memory: Memory,
-    attempt: Attempt,
-    decision: Decision,
-    updated: tuple[Tree, Tree],
-    numbers: tuple[Tree, Tensor, Any, Tree],
+    flat: FlatState, new: TrainState, attempt: Attempt, decision: Decision, memory: Memory
 ) -> tuple[TrainState, StepInfo]:
-    """Return the next state and the report. `updated`: the new parameters and optimizer state."""
-    window, (params, opt_state) = attempt.window, updated
+    """Return the next state and the report. `new`: the next state but for its buffers, which are
+    the leaves after the last microbatch.
+    """
+    window, numbers = attempt.window, new[3:]
     used_scale = attempt.scaler.tree.scale.clone()
     if memory.numbers:
         numbers = write_over((flat.scaler.tree, flat.step, flat.rng, flat.guard), numbers)
-    buffers = _next_buffers(memory, decision, flat.buffers, window.buffers)
+    buffers = _next_buffers(memory, decision, flat.buffers, new.buffers)
     new_buffers = flat.buffers.structure.unflatten(buffers)
-    new_state = TrainState(params, new_buffers, opt_state, *numbers)
+    new_state = TrainState(new.params, new_buffers, new.opt_state, *numbers)
     rejected = decision.rejected
     info = StepInfo(
         loss=window.loss,

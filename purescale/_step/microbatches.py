@@ -77,8 +77,7 @@ def accumulate_microbatches(
     if once:
         check_flat_buffers(buffers.tree)
     if not (once and layers_of(buffers.tree)):
-        arguments = options.loss_fn, flat, microbatches, memory, buffers.leaves
-        return _accumulate(options, *arguments)
+        return _accumulate(options, options.loss_fn, flat, microbatches, memory, buffers.leaves)
     momenta: dict[str, float] = {}
 
     @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
@@ -99,8 +98,7 @@ def accumulate_microbatches(
     # The statistics travel with the buffers, so that a dropped microbatch leaves both unchanged.
     carrying = _tree.flatten_once((buffers.tree, init_bn_stats(buffers.tree)))
     flat = flat._replace(buffers=carrying)
-    arguments = loss_and_stats, flat, microbatches, memory, buffers.leaves
-    window = _accumulate(options, *arguments)
+    window = _accumulate(options, loss_and_stats, flat, microbatches, memory, buffers.leaves)
     carried, stats = carrying.structure.unflatten(window.buffers)
     momentum_of: Mapping[str, float | Tensor] = momenta
     if options.group is not None:

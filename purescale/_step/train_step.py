@@ -203,8 +203,9 @@ def _stages(
     # Before anything is overwritten: what rule and guard return may be refused.
     numbers = advance(options, flat, attempt, decision, guard_state)
     inputs = inputs._replace(grads=decision.grads)
-    updated = update(options.optimizer, inputs, decision.skip, memory)
-    return assemble(flat, memory, attempt, decision, updated, numbers)
+    params, opt_state = update(options.optimizer, inputs, decision.skip, memory)
+    new = TrainState(params, window.buffers, opt_state, *numbers)
+    return assemble(flat, new, attempt, decision, memory)
 
 
 def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> FlatState:

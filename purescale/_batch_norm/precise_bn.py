@@ -9,7 +9,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -110,8 +110,8 @@ def precise_bn(
         sync=group is not None and on_cpu(check_group(group)),
     )
     sequential = normalize == "sequential"
-    source = _Source(loader, num_samples, call, group, progress)
-    stats, order = _gather(source, _Pass(apply, params, buffers, sequential))
+    first = _Pass(apply, params, buffers, sequential, loader, num_samples, call, group, progress)
+    stats, order = first.over_all_batches()
     if not sequential:
         new = bn_buffers(stats, buffers, estimator, correction)
     else:
@@ -119,8 +119,8 @@ def precise_bn(
         final = dict(stats.layers)
         for num_final, name in enumerate(order):
             if num_final:
-                one_pass = _Pass(apply, params, new, sequential, order, num_final)
-                stats, _ = _gather(source, one_pass)
+                later = dataclasses.replace(first, buffers=new, order=order, num_final=num_final)
+                stats, _ = later.over_all_batches()
             final[name] = stats.layers[name]
             new = bn_buffers(stats._replace(layers={name: final[name]}), new, estimator, correction)
         stats = stats._replace(layers=final)
@@ -128,32 +128,25 @@ def precise_bn(
     return new
 
 
-class _Source(NamedTuple):
-    """The loader and how a batch is fed, the same in every pass."""
-
-    loader: Iterable[Any]
-    num_samples: int
-    call: Callable[[Callable[..., Any], Any], Any] | None
-    group: Group | None
-    progress: bool
-
-
 @dataclasses.dataclass
 class _Pass:
-    """The statistics of one pass over the loader so far."""
+    """A pass over the loader, and its statistics so far."""
 
     apply: ApplyFn
     params: Tensors
     buffers: Tensors
     sequential: bool
+    loader: Iterable[Any]
+    limit: int  # of samples over all ranks
+    call: Callable[[Callable[..., Any], Any], Any] | None
+    group: Group | None
+    progress: bool
     # the layers in the order of their calls, known from the first forward that has any
     order: list[str] = dataclasses.field(default_factory=list)
     num_final: int = 0  # how many of them have final statistics in `buffers`
-    num_forwards: int = 0
-    num_samples: int = 0
 
     def __post_init__(self) -> None:
-        self.stats = init_bn_stats(self.buffers)
+        self.stats, self.num_forwards, self.num_samples = init_bn_stats(self.buffers), 0, 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, as `call` gets it, and add the statistics of its batch norms."""
@@ -167,53 +160,50 @@ class _Pass:
         self.stats = add_batch(self.stats, calls, self.num_final)
         return out
 
+    def over_all_batches(self) -> tuple[BNStatsState, list[str]]:
+        """Return the statistics over the loader and all ranks, and the layers in the order of their
+        calls. Syncs with the host at the end.
+        """
+        failure: Exception | None = None
+        try:
+            self._feed_batches()
+        except Exception as error:
+            if self.group is None:
+                raise
+            failure = error
+        stats, order = self.stats, self.order
+        if self.group is not None:
+            stats, order = _over_ranks(stats, order, failure, self.group)
+        if not stats.num_batches + stats.num_skipped:
+            where = "" if self.group is None else " on any rank"
+            raise ValueError(
+                f"the loader gave no batch{where}. Likely cause: it is empty, or a used-up "
+                "iterator."
+            )
+        return stats, order
 
-def _gather(source: _Source, one_pass: _Pass) -> tuple[BNStatsState, list[str]]:
-    """Return the statistics of one pass over the loader and all ranks, and the layers in the order
-    of their calls. Syncs with the host at the end.
-    """
-    failure: Exception | None = None
-    try:
-        _feed_batches(source, one_pass)
-    except Exception as error:
-        if source.group is None:
-            raise
-        failure = error
-    stats, order = one_pass.stats, one_pass.order
-    if source.group is not None:
-        stats, order = _over_ranks(stats, order, failure, source.group)
-    if not stats.num_batches + stats.num_skipped:
-        where = "" if source.group is None else " on any rank"
-        raise ValueError(
-            f"the loader gave no batch{where}. Likely cause: it is empty, or a used-up iterator."
-        )
-    return stats, order
-
-
-def _feed_batches(source: _Source, one_pass: _Pass) -> None:
-    """Feed at least one batch, until another like the last would exceed `num_samples`."""
-    _check_loader(source.loader, one_pass.sequential)
-    limit = source.num_samples // (1 if source.group is None else dist.get_world_size(source.group))
-    with _bar(source.group) if source.progress else nullcontext() as bar:
-        for index, batch in enumerate(source.loader):
-            forwards, samples = one_pass.num_forwards, one_pass.num_samples
-            if source.call is None:
-                _feed(one_pass.forward, batch)
-            else:
-                source.call(one_pass.forward, batch)
-            if one_pass.num_forwards == forwards:
-                raise ValueError(
-                    "call(forward, batch) did not call forward. Fix: call=lambda forward, batch: "
-                    "forward(batch[0])."
-                )
-            size = one_pass.num_samples - samples
-            if bar is not None and index == 0:
-                length = operator.length_hint(source.loader, sys.maxsize)
-                bar.reset(total=min(max(1, limit // max(1, size)), length))
-            if bar is not None:
-                bar.update()
-            if one_pass.num_samples + size > limit:
-                return
+    def _feed_batches(self) -> None:
+        """Feed at least one batch, until another like the last would exceed the limit."""
+        _check_loader(self.loader, self.sequential)
+        call = self.call or _feed
+        limit = self.limit // (1 if self.group is None else dist.get_world_size(self.group))
+        with _bar(self.group) if self.progress else nullcontext() as bar:
+            for index, batch in enumerate(self.loader):
+                forwards, samples = self.num_forwards, self.num_samples
+                call(self.forward, batch)
+                if self.num_forwards == forwards:
+                    raise ValueError(
+                        "call(forward, batch) did not call forward. Fix: call=lambda forward, "
+                        "batch: forward(batch[0])."
+                    )
+                size = self.num_samples - samples
+                if bar is not None and index == 0:
+                    length = operator.length_hint(self.loader, sys.maxsize)
+                    bar.reset(total=min(max(1, limit // max(1, size)), length))
+                if bar is not None:
+                    bar.update()
+                if self.num_samples + size > limit:
+                    return
 
 
 def _over_ranks(

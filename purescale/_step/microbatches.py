@@ -211,7 +211,7 @@ def window_flags(window: WindowResult, overflow: Tensor, options: StepOptions) -
         return WindowFlags(overflow, overflow, retryable, overflow)
     number = _Totals(*window.totals.unbind()).overflowed.to(torch.int64)
     has = _Totals(*(window.totals > 0).unbind())
-    if window.grads.divisor is None:
+    if window.grads.divisor is None:  # an unscaled mean, without what overflowed
         return WindowFlags(has.overflowed, ~has.good | overflow, has.finite_overflowed, number)
     skip = has.invalid | has.overflowed | ~has.good | overflow
     overflow = overflow & has.weight

@@ -395,9 +395,11 @@ def check_returned(returned: Any, buffers: Tree) -> tuple[Any, ...]:
             f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one "
             "element. Fix: return the loss first, `return loss, new_buffers`."
         )
-    both = type(buffers) is dict and type(new_buffers) is dict
-    alike = both and new_buffers.keys() == buffers.keys()
-    if not (alike or _like_buffers(new_buffers, buffers)):
+    expected: type[Any] = dict if isinstance(buffers, dict) else type(buffers)
+    fits = isinstance(new_buffers, expected)
+    if fits and expected is dict and new_buffers:  # a name in common
+        fits = any(name in buffers for name in new_buffers)
+    if not fits:
         raise ValueError(
             f"new_buffers does not match buffers: loss_fn returned {_tree.described(new_buffers)} "
             f"where the new buffers belong, {_tree.described(buffers)}. Fix: `return loss, "
@@ -506,12 +508,3 @@ def check_unwritten(batch: list[Tensor], before: list[int]) -> None:
         f"{len(batch)}; a step must not change its arguments. Likely cause: `x.div_(255)`, or a "
         "first layer with inplace=True. Fix: `x = x / 255`, or `x = x.clone()` first."
     )
-
-
-def _like_buffers(returned: Any, buffers: Tree) -> bool:
-    """Return True if it may be meant as the new buffers: the same kind, with a name in common."""
-    if isinstance(buffers, dict):
-        return isinstance(returned, dict) and (
-            not returned or any(name in buffers for name in returned)
-        )
-    return type(returned) is type(buffers)

@@ -124,7 +124,7 @@ def test_what_the_dtype_cannot_hold_is_not_finite():
 
 @pytest.mark.parametrize("wrong", ["float16", torch.int8, torch.complex64])
 def test_a_dtype_that_judges_no_gradient_is_refused(wrong):
-    with pytest.raises(TypeError, match=r"dtype must be .* got .*Fix: dtype=torch.float16"):
+    with pytest.raises(TypeError, match=r"dtype must be a floating torch.dtype or None, got "):
         ps.grad_report(torch.ones(2), dtype=wrong)
 
 

@@ -341,8 +341,7 @@ def accumulation_window(index: int, every: int, total: int | None = None, start:
         )
     if index < start:
         raise ValueError(
-            f"index {index} is before start={start}. Fix: start is the index at which this run "
-            "began."
+            f"index {index} is before start={start}, the index at which this run began."
         )
     begin = index - index % every
     end = begin + every if total is None else min(begin + every, total)

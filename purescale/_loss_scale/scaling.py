@@ -268,8 +268,7 @@ def wide_loss(loss: Any, scale: Tensor, path: Callable[[], str] = lambda: "loss"
     """Return a loss at least in float32; refuse a loss that is not one real number."""
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"{path()} is {type(loss).__name__} {loss!r}; a loss is a tensor. Fix: return the "
-            "tensor that was computed, not its `.item()`."
+            f"{path()} is {type(loss).__name__} {loss!r}; a loss is a tensor. Fix: no `.item()`."
         )
     if not loss.is_floating_point():
         raise TypeError(

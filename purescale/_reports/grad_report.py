@@ -123,8 +123,7 @@ def grad_report(grads: Tree, sample: int = 1, dtype: torch.dtype | None = None) 
     sample = scalars.whole("sample", sample, least=1)
     if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
         raise TypeError(
-            f"dtype must be a floating torch.dtype or None, got {scalars.short_repr(dtype)}. Fix: "
-            "dtype=torch.float16, or None for that of each leaf."
+            f"dtype must be a floating torch.dtype or None, got {scalars.short_repr(dtype)}."
         )
     pairs = zip(leaf_names(grads, "grads"), leaves, strict=True)
     present = [(name, leaf) for name, leaf in pairs if leaf is not None]

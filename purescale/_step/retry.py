@@ -51,9 +51,8 @@ def retry_until_finite(
         return Attempt(*result, scaler, next_rng, 0)
     if any_dtensor(flat.params.leaves):
         raise ValueError(
-            f"max_retries={options.max_retries} with parameters that are DTensors: each rank would "
-            "decide about a retry by its own loss, and ranks that disagree would deadlock. Fix: "
-            "max_retries=0; the next step uses the lower scale anyway."
+            f"max_retries={options.max_retries} with parameters that are DTensors: ranks that "
+            "disagree about a retry would deadlock. Fix: max_retries=0."
         )
     best: Attempt | None = None
     retries = 0

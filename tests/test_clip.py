@@ -310,7 +310,7 @@ def test_a_bound_of_inf_only_measures_even_inf(bound):
 
 @pytest.mark.parametrize("p", [0, -1, "2", None, torch.tensor(2.0)])
 def test_what_is_no_p_is_refused(p):
-    with pytest.raises(ValueError, match=r"norm_type must be above 0, got "):
+    with pytest.raises(ValueError, match=r"norm_type must be above 0, a number, got "):
         ps.clip_by_global_norm([torch.ones(1)], 1.0, norm_type=p)
 
 

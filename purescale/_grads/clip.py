@@ -50,7 +50,7 @@ def check_norm_type(norm_type: Any) -> float:
     """Return the p of a p-norm as a float."""
     p = as_float(norm_type)
     if p is None or not p > 0:
-        raise ValueError(f"norm_type must be above 0, got {short_repr(norm_type)}.")
+        raise ValueError(f"norm_type must be above 0, a number, got {short_repr(norm_type)}.")
     return p
 
 

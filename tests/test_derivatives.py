@@ -489,3 +489,29 @@ def test_a_derivative_through_a_step_that_rounds_is_refused(wrap):
         torch.func.jvp(lambda grad: stepped(weight, grad, call[2]), (weight,), (weight,))
     stacked = [torch.stack([one, one]) for one in call]
     torch.testing.assert_close(torch.vmap(stepped)(*stacked)[0], stepped(*call))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_backward_goes_through_a_batch_and_a_rate_though_no_parameter_is_on_a_graph(steps):
+    torch.manual_seed(0)
+    x, y, start = torch.randn(3, 9, 5), torch.randn(3, 9), {"w": torch.randn(5)}
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.1, in_state=("lr",), differentiable=True)
+    parts = {"optimizer": sgd, "rule": ps.NoScale()}
+
+    def loss_fn(params, buffers, batch):
+        x, y, weights = batch
+        return (weights * (torch.tanh(x @ params["w"]) - y) ** 2).mean(), buffers
+
+    def run(weights, rate):
+        state = ps.init_train_state(start, {}, **parts)
+        state = state._replace(opt_state=state.opt_state._replace(lr=rate))
+        for index in range(steps):
+            batch = x[index], y[index], weights
+            state, _ = ps.train_step(state, [batch], loss_fn=loss_fn, **parts)
+        return state.params["w"].square().sum()
+
+    arguments = torch.ones(9), torch.tensor(0.1)
+    expected = torch.func.grad(run, (0, 1))(*arguments)
+    leaves = [leaf.clone().requires_grad_() for leaf in arguments]
+    grads = torch.autograd.grad(run(*leaves), leaves)
+    torch.testing.assert_close(grads, expected)

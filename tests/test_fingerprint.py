@@ -89,10 +89,17 @@ def test_nothing_is_read_and_nothing_changes():
     assert [x._version for x in state.params.values()] == versions
 
 
-@pytest.mark.parametrize("leaf", [1.0, torch.eye(3).to_sparse()], ids=["a number", "sparse"])
-def test_what_is_no_dense_tensor_is_refused_by_name(leaf):
+NO_DENSE = {
+    "a number": lambda: 1.0,
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.parametrize("name", NO_DENSE)
+def test_what_is_no_dense_tensor_is_refused_by_name(name):
     with pytest.raises(TypeError, match=r"state\['x'\] is .*; a fingerprint is of dense tensors"):
-        ps.fingerprint({"x": leaf})
+        ps.fingerprint({"x": NO_DENSE[name]()})
 
 
 def test_an_empty_tree_has_the_fingerprint_0():

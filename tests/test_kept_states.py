@@ -10,7 +10,7 @@ from purescale.testing import same_bits
 
 def moment(value):
     state = {"x": torch.full((33,), value), "count": torch.tensor(3), "none": None}
-    return Moment(state, Generators([]).states())
+    return Moment(state, Generators(torch.device("cpu")).states())
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -38,7 +38,7 @@ def test_nothing_is_left_in_the_folder_after_an_error(tmp_path):
 
 
 def test_generators_draw_the_same_numbers_after_they_are_restored():
-    generators = Generators([])
+    generators = Generators(torch.device("cpu"))
     before = generators.states()
     first = torch.rand(5)
     generators.restore(before)
@@ -49,7 +49,7 @@ def test_generators_are_restored_after_an_error():
     before = torch.get_rng_state()
 
     def draw_and_fail():
-        with Generators([]):
+        with Generators(torch.device("cpu")):
             torch.rand(5)
             raise OSError("the disk is full")
 

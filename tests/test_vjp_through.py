@@ -1,6 +1,7 @@
 """The derivative of a run: the unrolled gradient, differences, and what a replay must keep."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -168,6 +169,159 @@ def test_a_checkpointed_region_has_the_same_derivative():
     a = ps.vjp_through(plain[0], plain[1], items, plain[2], wrt=weights)
     b = ps.vjp_through(kept[0], kept[1], items, kept[2], wrt=weights)
     torch.testing.assert_close(a.wrt, b.wrt, rtol=1e-5, atol=1e-7)
+
+
+# ---- steps of one's own --------------------------------------------------------------------------
+
+ONE, UNSCALED = torch.tensor(1.0, dtype=FLOAT64), ps.NoScale()
+
+
+def sgd(**settings):
+    return ps.from_torch(torch.optim.SGD, **{"lr": 0.1, **settings})
+
+
+def square(params, buffers, factor):
+    return factor * params["w"] ** 2, buffers
+
+
+def with_average(optimizer):
+    """A step whose state holds an average beside the TrainState."""
+    options = {"loss_fn": square, "optimizer": optimizer, "rule": UNSCALED}
+
+    def step(pair, item, factor):
+        state, average = pair
+        state, info = ps.train_step(state, [factor], **options)
+        return (state, 0.5 * average + 0.5 * state.params["w"]), info
+
+    state = ps.init_train_state({"w": ONE}, {}, optimizer, UNSCALED)
+    return step, (state, ONE), lambda pair: pair[1]
+
+
+def with_parts():
+    """A step of which one part alone is differentiable, and the other stands still."""
+    parts = {"a": sgd(differentiable=True), "b": sgd(lr=0.0)}
+    optimizer = ps.partition(parts, lambda name, param: "a" if name == "w" else "b")
+
+    def loss_fn(params, buffers, factor):
+        return factor * (params["w"] * params["v"]) ** 2, buffers
+
+    def step(state, item, factor):
+        options = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": UNSCALED}
+        return ps.train_step(state, [factor], **options)
+
+    state = ps.init_train_state({"w": ONE, "v": ONE}, {}, optimizer, UNSCALED)
+    return step, state, lambda state: state.params["w"] + state.params["v"]
+
+
+def by_hand(optimizer):
+    gradients = ps.value_and_grad(square)
+
+    def step(pair, item, factor):
+        _, grads = gradients(pair[0], {}, factor)
+        return optimizer.step(pair[0], grads, pair[1]), ()
+
+    return step, ({"w": ONE}, optimizer.init({"w": ONE})), lambda pair: pair[0]["w"]
+
+
+def that_trains(optimizer):
+    """A step that itself trains, from a constant."""
+    options = {"loss_fn": square, "optimizer": optimizer, "rule": UNSCALED}
+
+    def step(x, item, factor):
+        inner = ps.init_train_state({"w": ONE}, {}, optimizer, UNSCALED)
+        for _ in range(2):
+            inner, _ = ps.train_step(inner, [factor], **options)
+        return x - 0.1 * (x - inner.params["w"]), ()
+
+    return step, 2 * ONE, lambda x: x
+
+
+def with_a_mean_of_its_own():
+    """A buffer named as one of batch norm's, through which a derivative goes."""
+    options = {"optimizer": sgd(differentiable=True), "rule": UNSCALED}
+
+    def loss_fn(params, buffers, factor):
+        hidden = factor * params["w"]
+        mean = 0.7 * buffers["running_mean"] + 0.3 * hidden
+        return (hidden - buffers["running_mean"] - 2) ** 2, {"running_mean": mean}
+
+    def step(state, item, factor):
+        return ps.train_step(state, [factor], loss_fn=loss_fn, **options)
+
+    state = ps.init_train_state({"w": ONE}, {"running_mean": ONE}, **options)
+    return step, state, lambda state: state.params["w"]
+
+
+def with_maml():
+    """A loss after an inner step, from the parameters themselves."""
+    inner, outer = sgd(differentiable=True), sgd(differentiable=True)
+
+    def loss_fn(params, buffers, factor):
+        state = ps.init_train_state(params, {}, inner, UNSCALED)._replace(params=params)
+        options = {"loss_fn": square, "optimizer": inner, "rule": UNSCALED}
+        state, _ = ps.train_step(state, [factor], **options)
+        return square(state.params, buffers, factor)
+
+    def step(state, item, factor):
+        options = {"loss_fn": loss_fn, "optimizer": outer, "rule": UNSCALED}
+        return ps.train_step(state, [factor], **options)
+
+    return step, ps.init_train_state({"w": ONE}, {}, outer, UNSCALED), lambda s: s.params["w"]
+
+
+OWN = {
+    "an average, fused": lambda: with_average(sgd()),
+    "an average": lambda: with_average(sgd(differentiable=True)),
+    "an average, rounded": lambda: with_average(
+        ps.with_stochastic_rounding(sgd(differentiable=True))
+    ),
+    "a part that stands still": with_parts,
+    "by hand, fused": lambda: by_hand(sgd()),
+    "by hand": lambda: by_hand(sgd(differentiable=True)),
+    "a step that trains, fused": lambda: that_trains(sgd()),
+    "a step that trains": lambda: that_trains(sgd(differentiable=True)),
+    "a mean of its own": with_a_mean_of_its_own,
+    "MAML": with_maml,
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_step_of_ones_own_has_the_derivative_of_finite_differences(name):
+    step, state, query = OWN[name]()
+    run = ps.vjp_through(step, state, range(3), query, wrt=ONE)
+
+    def value(factor):
+        return query(train(step, state, range(3), factor))
+
+    expected = (value(ONE + 1e-5) - value(ONE - 1e-5)) / 2e-5
+    torch.testing.assert_close(run.wrt, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_an_average_that_follows_a_skipped_step_is_refused():
+    step, state, query = with_average(sgd())
+    bad = torch.tensor(torch.inf, dtype=FLOAT64)
+
+    def step_or_skip(pair, item, factor):
+        return step(pair, item, bad if item else factor)
+
+    with pytest.raises(ValueError, match=r"step 2 was skipped, and moved state\[1\]"):
+        ps.vjp_through(step_or_skip, state, [0, 0, 1, 0], query, wrt=ONE)
+
+
+def test_sums_over_many_steps_are_wide():
+    w = torch.tensor(0.0, dtype=torch.bfloat16)
+    run = ps.vjp_through(
+        lambda x, i, w: (x + w, ()), torch.tensor(0.0), range(1000), lambda x: x, wrt=w
+    )
+    assert run.wrt == 1000
+
+
+def test_what_a_step_closes_over_keeps_no_graph_of_the_run():
+    layer = nn.Linear(5, 5)
+    run = ps.vjp_through(
+        lambda x, i: (layer(x).tanh(), ()), torch.ones(5), range(7), torch.sum, every=2
+    )
+    assert not any(x.requires_grad for x in (run.final, run.value, run.state))
 
 
 # ---- what is no parameter ------------------------------------------------------------------------
@@ -369,6 +523,7 @@ def test_a_run_of_an_ensemble_is_refused():
 
 BAD = {
     "an iterator": ({"items": iter([1.0])}, TypeError, "items is list_iterator"),
+    "a dict": ({"items": {0: 1.0}}, TypeError, "items is dict"),
     "no items": ({"items": []}, ValueError, "items is empty"),
     "no rule": ({"rule": ps.DynamicScale}, TypeError, "rule is the class DynamicScale"),
     "a length of 0": ({"every": 0}, ValueError, "every"),
@@ -392,6 +547,30 @@ def test_a_wrong_argument_is_refused_by_name(name):
     }
     with pytest.raises(kind, match=match):
         ps.vjp_through(**{**arguments, **changed})
+
+
+def test_a_call_under_inference_mode_is_refused():
+    with pytest.raises(ValueError, match="under torch"), torch.inference_mode():
+        ps.vjp_through(lambda x, i: (x, ()), torch.ones(2), [0], torch.sum)
+
+
+def test_a_wrt_without_floating_leaves_is_passed_on():
+    run = ps.vjp_through(
+        lambda x, i, w: (x * w, ()), torch.ones(2), [0], torch.sum, wrt=torch.tensor(3)
+    )
+    assert run.value == 6
+    assert run.wrt == ()
+
+
+def test_runs_in_threads_with_their_own_generators_have_the_bits_of_runs_alone():
+    def derive(seed):
+        rng = torch.Generator().manual_seed(seed).get_state()
+        step, state, query = task(net(nn.Dropout(0.3)), rng=rng)
+        return ps.vjp_through(step, state, batches(5), query, wrt=torch.ones(N)).wrt
+
+    alone = [derive(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert same_bits(list(pool.map(derive, range(4))), alone)
 
 
 def test_a_traced_call_is_refused():

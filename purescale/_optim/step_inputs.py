@@ -21,7 +21,7 @@ from .._optim.opt_state import (
 from .._torch import dtensor, foreach
 from .._torch.foreach import same_memory_order
 from .._torch.tensor_list import TensorList
-from .._torch.tracing import is_lazy
+from .._torch.tracing import end_graph, is_lazy
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import as_tensor_list, is_constant
@@ -184,6 +184,8 @@ def flatten_step(
     flat_state, (tree, leaves, structure, param_list) = opt_state, params
     state_list, grad_list = flat_state.tensor_list, flat_grads.tensor_list
     dense_off_graph = all([part.dense_off_graph for part in (param_list, state_list, grad_list)])
+    if not optimizer.differentiable:
+        end_graph()
     if not (optimizer.differentiable or dense_off_graph):
         _tree.reject_autograd_history(params=params, grads=flat_grads, opt_state=flat_state)
     gradients = flat_grads.leaves

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._checkpoint import load, save
+from .._step.retry import generators_of
 from .._tree import tree as _tree
 from .._tree.tree import Tree
 
@@ -22,12 +23,10 @@ class Moment(NamedTuple):
 
 
 class Generators:
-    """The global generators of torch on the CPU and on the device of a run."""
+    """The global generators of torch from which the steps of a run draw."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._modules: list[tuple[Any, tuple[Any, ...]]] = [(torch, ())]
-        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
-            self._modules.append((torch.get_device_module(device), (device,)))
+    def __init__(self, device: torch.device) -> None:
+        self.generators = generators_of(device)
 
     def __enter__(self) -> None:
         """Remember the states, which are restored at the end."""
@@ -37,10 +36,10 @@ class Generators:
         self.restore(self._before)
 
     def states(self) -> list[Tensor]:
-        return [module.get_rng_state(*where) for module, where in self._modules]
+        return [module.get_rng_state(*where) for module, where in self.generators]
 
     def restore(self, states: list[Tensor]) -> None:
-        for (module, where), state in zip(self._modules, states, strict=True):
+        for (module, where), state in zip(self.generators, states, strict=True):
             module.set_rng_state(state, *where)
 
 

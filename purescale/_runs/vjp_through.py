@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -19,19 +19,21 @@ from .._loss_scale.headroom import grad_amax
 from .._loss_scale.rules import HasScale, NoScale, Rule, call_rule, check_rule, takes_amax
 from .._loss_scale.scaling import unscale_and_check
 from .._runs.kept_states import Generators, KeptStates, Moment
-from .._step.retry import backed_off
+from .._step.retry import backed_off, locked
 from .._torch.dtypes import wide_dtype
 from .._torch.progress import progress_bar
-from .._torch.tracing import refuse_in_a_trace, traced
+from .._torch.tracing import GraphEndError, refuse_in_a_trace, traced, whole_graph
 from .._tree import scalars
 from .._tree import tree as _tree
+from .._tree.fingerprint import fingerprint, is_plain
 from .._tree.hints import document_fields
 from .._tree.leaves import versions
 from .._tree.tree import Leaves, Tree
 
 Step = Callable[..., tuple[Tree, Tree]]
-# Batch norm has no derivative with respect to them, and the run has none through them.
-CONSTANTS = ("running_mean", "running_var")
+# The buffers of a batch norm. It has no derivative with respect to them, and the run none through
+# them. Its count tells it from a module that computes something of its own under these names.
+_STATISTICS, _COUNT = ("running_mean", "running_var"), "num_batches_tracked"
 
 
 @document_fields
@@ -41,7 +43,7 @@ class RunGradient(NamedTuple):
     Attributes:
         value: A 0-d tensor: what `cotangent` returned for the final state; `()` if it is a tree.
         state: The derivatives by the first state, a tree like it: a tensor for each floating leaf,
-            `()` for other leaves and for `running_mean` and `running_var`.
+            `()` for other leaves and for the statistics of batch norms.
         wrt: The derivatives by `wrt`, in the same form.
         final: The state after the last step.
     """
@@ -61,13 +63,14 @@ class Floats(NamedTuple):
     @classmethod
     def of(cls, tree: Tree) -> Floats:
         leaves, structure = _tree.flatten(tree)
-        names = [keys[-1].rpartition(".")[2] if keys else "" for keys in _tree.keys(tree)]
+        names = [".".join(keys).rpartition(".") for keys in _tree.keys(tree)]
+        norms = {module for module, _, name in names if name == _COUNT}
         places = [
             place
-            for place, (leaf, name) in enumerate(zip(leaves, names, strict=True))
+            for place, (leaf, (module, _, name)) in enumerate(zip(leaves, names, strict=True))
             if isinstance(leaf, Tensor)
             and (leaf.is_floating_point() or leaf.is_complex())
-            and name not in CONSTANTS
+            and not (name in _STATISTICS and module in norms)
         ]
         return cls(structure, tuple(places))
 
@@ -119,14 +122,15 @@ def vjp_through(
     between two of them is replayed, the last one first, and its steps are pulled back one by one.
 
     - The bits are those of the unrolled gradient where both make the same operators. So the
-      optimizer of an eager step should be `from_torch(..., differentiable=True)`. Without it a
-      fused kernel makes the run, and the derivative is that of its formula, by torch.func. That
-      takes twice the time, holds the graphs of all microbatches of a step at once, refuses a
-      checkpointed region and a state with `rng`.
+      optimizer of an eager step should be `from_torch(..., differentiable=True)`. Without it, or
+      with a loop by hand in the step, torch.func takes the derivative. That takes twice the time,
+      holds the graphs of all microbatches of a step at once, and refuses a checkpointed region and
+      a state with `rng`. A fused kernel makes the run then, and its formula the derivative.
     - A step whose `info.found_inf` is True is the identity. What comes out is the derivative of the
       run without it.
-    - Dropout draws the same numbers in a replay, from `state.rng` or from torch's generators.
-    - `running_mean` and `running_var` are constants, as in the unrolled gradient.
+    - Dropout draws the same numbers in a replay, from `state.rng` or from torch's generators. Runs
+      in several threads take turns.
+    - `running_mean` and `running_var` of batch norms are constants, as in the unrolled gradient.
     - If `step` was made by `jit`, each step is pulled back in one graph as well, which is compiled
       once.
 
@@ -152,12 +156,14 @@ def vjp_through(
 
     Returns:
         A `RunGradient`: `value`, the derivatives `state` and `wrt`, and the `final` state. They are
-        in the dtypes of the leaves, but in float32 for float16.
+        in the dtypes of the leaves, but float16 in float32, and sums by `wrt` at least in float32.
 
     Raises:
         FloatingPointError: A cotangent is not finite, and `rule` has no lower scale.
-        RuntimeError: The step overwrote its state, or a replay came out with other bits.
-        ValueError: There are no items, or this is called under torch.compile, torch.func or jit.
+        RuntimeError: The step overwrote its state, or the last one, made again, came out with other
+            bits.
+        ValueError: There are no items, a skipped step has moved an average, or this is called under
+            torch.compile, torch.func, jit or inference_mode.
         TypeError: An argument is of a wrong kind, or `items` can be read only once.
 
     Example:
@@ -175,19 +181,21 @@ def vjp_through(
     _check(step, items, rule)
     number = len(items)
     every = scalars.whole("every", math.isqrt(number) if every is None else every, least=1)
-    first = _tree.clone(state)
-    pullback = Pullback(
-        step, Floats.of(first), Floats.of(wrt), rule is not None and takes_amax(rule)
-    )
-    generators = Generators(_tree.tensors(first))
-    with KeptStates(folder, Moment(first, generators.states())) as kept:
+    first, wrt = _tree.clone(state), _tree.clone(wrt)
+    amax = rule is not None and takes_amax(rule)
+    pullback = Pullback(step, Floats.of(first), Floats.of(wrt), _is_given(wrt), amax)
+    floats, generators = pullback.floats, Generators(_device(first))
+    with (
+        locked(generators.generators),
+        KeptStates(folder, Moment(first, generators.states())) as kept,
+    ):
         run = _Run(pullback.call, items, wrt, generators)
-        final, flags = run.forward(first, every, kept)
-        skipped = _read(flags)
-        value, cotangents = _first_cotangents(cotangent, final, pullback.floats)
+        final, skipped = run.forward(first, every, kept)
+        value, cotangents = _first_cotangents(cotangent, final, floats)
         derivative = _Derivative(pullback.compiled(), cotangents, wrt, rule)
         bar = progress_bar("vjp_through", "step", number) if progress else nullcontext()
         with generators, bar as bar:
+            after = final
             for start in range((number - 1) // every * every, -1, -every):
                 stop = min(start + every, number)
                 moments = run.replay(start, stop, kept.pop(start))
@@ -195,13 +203,26 @@ def vjp_through(
                     run.check_last(moments[-1], final)
                 for index in reversed(range(start, stop)):
                     before = moments.pop()
-                    if not skipped[index]:
+                    if skipped[index]:
+                        _check_skipped(index, floats, before.state, after, derivative.by_state)
+                    else:
                         generators.restore(before.generators)
                         derivative.pull_back(before.state, items[index], index)
+                    after = before.state
                     if bar is not None:
                         bar.update()
-    by_state = pullback.floats.only(derivative.by_state)
-    return RunGradient(value, by_state, pullback.wanted.only(derivative.by_wrt), final)
+    by_wrt = pullback.wanted.only(derivative.by_wrt)
+    return RunGradient(value, floats.only(derivative.by_state), by_wrt, final)
+
+
+def _is_given(wrt: Tree) -> bool:
+    return not (isinstance(wrt, tuple) and not wrt)
+
+
+def _device(state: Tree) -> torch.device:
+    """Return the device whose generator the steps draw from."""
+    devices = [leaf.device for leaf in _tree.tensors(state)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -215,15 +236,15 @@ class _Run(NamedTuple):
     wrt: Tree
     generators: Generators
 
-    def forward(self, state: Tree, every: int, kept: KeptStates) -> tuple[Tree, list[Any]]:
-        """Return the final state, and what each step says of whether it was skipped."""
+    def forward(self, state: Tree, every: int, kept: KeptStates) -> tuple[Tree, list[bool]]:
+        """Return the final state, and which steps were skipped."""
         flags = []
         leaves = _tree.tensors(state)
         before = versions(leaves)
         for index, item in enumerate(self.items):
             if index % every == 0:
                 kept.keep(index, Moment(state, self.generators.states()))
-            new, info = pair_of(self.call(state, item, self.wrt))
+            new, info = self._step(state, item)
             if not index:
                 _tree.matching_leaves(state, new, "state", "the state that the step returned")
                 if versions(leaves) != before:
@@ -233,30 +254,39 @@ class _Run(NamedTuple):
                     )
             flags.append(getattr(info, "found_inf", False))
             state = new
-        return state, flags
+        return state, _read(flags)
+
+    def _step(self, state: Tree, item: Any) -> tuple[Tree, Any]:
+        # What the step closes over may require a gradient, and would keep the graphs of all steps.
+        new, info = pair_of(self.call(state, item, self.wrt))
+        return _tree.map(lambda leaf: _tree.off_graph(leaf) if _requires(leaf) else leaf, new), info
 
     def replay(self, start: int, stop: int, moment: Moment) -> list[Moment]:
         """Return the moments before the steps of a segment."""
         self.generators.restore(moment.generators)
         moments = [moment]
         for index in range(start, stop - 1):
-            state, _ = self.call(moments[-1].state, self.items[index], self.wrt)
+            state, _ = self._step(moments[-1].state, self.items[index])
             moments.append(Moment(state, self.generators.states()))
         return moments
 
     def check_last(self, before: Moment, final: Tree) -> None:
         """Refuse a step whose last call, made again, gives another state."""
         self.generators.restore(before.generators)
-        again, _ = self.call(before.state, self.items[-1], self.wrt)
+        again, _ = self._step(before.state, self.items[-1])
         leaves = _tree.flatten(final)[0], _tree.flatten(again)[0]
         for path, old, new in zip(_tree.paths(final, "state"), *leaves, strict=True):
-            if isinstance(old, Tensor) and not torch.equal(old.nan_to_num(), new.nan_to_num()):
+            if is_plain(old) and fingerprint(old) != fingerprint(new):
                 raise RuntimeError(
                     f"the last step, made again, gave another {path}. Likely cause: a step that "
                     "draws from NumPy or from a generator of its own, counts its calls, or gets "
                     "from items data that are made anew each time. Fix: items that are made once, "
                     "`list(itertools.islice(loader, 100))`; torch's generator."
                 )
+
+
+def _requires(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _read(flags: list[Any]) -> list[bool]:
@@ -271,6 +301,23 @@ def _read(flags: list[Any]) -> list[bool]:
     tensors = [flag for flag in flags if isinstance(flag, Tensor)]
     read = iter(torch.stack(tensors).tolist() if tensors else [])
     return [bool(next(read)) if isinstance(flag, Tensor) else bool(flag) for flag in flags]
+
+
+def _check_skipped(
+    index: int, floats: Floats, before: Tree, after: Tree, cotangents: Leaves
+) -> None:
+    """Refuse a skipped step that has moved what a derivative goes through."""
+    rows = floats.places, floats.values(before), floats.values(after), cotangents
+    keys = _tree.keys(before)
+    for place, old, new, cotangent in zip(*rows, strict=True):
+        if torch.equal(old, new) or "scaler" in keys[place]:  # a derivative by a scale is rounding
+            continue
+        if bool((cotangent != 0).any()):
+            raise ValueError(
+                f"step {index} was skipped, and moved {_tree.path(before, 'state', place)}. Likely "
+                "cause: an average that follows a skipped step. Fix: `select(info.found_inf, old, "
+                "new)`."
+            )
 
 
 # ---- cotangents ----------------------------------------------------------------------------------
@@ -326,10 +373,11 @@ class Pullback:
     step: Step
     floats: Floats  # of the state
     wanted: Floats  # of wrt
+    takes_wrt: bool
     with_amax: bool
 
     def call(self, state: Tree, item: Any, wrt: Tree) -> tuple[Tree, Tree]:
-        return self.step(state, item, wrt) if self.wanted.places else self.step(state, item)
+        return self.step(state, item, wrt) if self.takes_wrt else self.step(state, item)
 
     def compiled(self) -> Callable[..., Any]:
         """Return this function, in one graph if the step is: the same for each run of the step."""
@@ -371,10 +419,13 @@ class Pullback:
         if not traced():
             # Half the time of torch.func, and a checkpointed region is computed again.
             inputs = [leaf.detach().requires_grad_() for leaf in [*values, *others]]
-            with torch.enable_grad():
-                results = step(inputs[: len(values)], inputs[len(values) :])
-            if not _loses_derivative(values, results, cotangents):
-                recorded = [index for index, new in enumerate(results) if new.requires_grad]
+            try:
+                with torch.enable_grad(), whole_graph():
+                    results = step(inputs[: len(values)], inputs[len(values) :])
+            except GraphEndError:
+                results = []
+            recorded = [index for index, new in enumerate(results) if new.requires_grad]
+            if recorded:
                 grads = torch.autograd.grad(
                     [results[index] for index in recorded],
                     inputs,
@@ -383,24 +434,12 @@ class Pullback:
                     materialize_grads=True,
                 )
                 return list(grads[: len(values)]), list(grads[len(values) :])
-            del results
         pulled: tuple[Leaves, Leaves] = torch.func.vjp(step, values, others)[1](cotangents)
         return pulled
 
 
 # The graphs of pullbacks, by their step, so that a second run compiles nothing.
 _graphs: weakref.WeakKeyDictionary[Jitted, dict[Pullback, Jitted]] = weakref.WeakKeyDictionary()
-
-
-def _loses_derivative(before: Leaves, after: Leaves, cotangents: Leaves) -> bool:
-    """Return True if a step moves a leaf off the graph: a fused kernel, or an optimizer without
-    `differentiable=True`.
-    """
-    triples = zip(before, after, cotangents, strict=True)
-    return any(
-        not new.requires_grad and not torch.equal(old, new) and bool((cotangent != 0).any())
-        for old, new, cotangent in triples
-    )
 
 
 class _Derivative:
@@ -412,7 +451,10 @@ class _Derivative:
         self, pullback: Callable[..., Any], by_state: Leaves, wrt: Tree, rule: Rule[Any] | None
     ) -> None:
         self.pullback, self.by_state, self.wrt = pullback, by_state, wrt
-        self.by_wrt = list(map(torch.zeros_like, Floats.of(wrt).values(wrt)))
+        self.by_wrt = [
+            torch.zeros_like(leaf, dtype=wide_dtype(leaf.dtype))
+            for leaf in Floats.of(wrt).values(wrt)
+        ]
         self.rule: Rule[Any] = NoScale() if rule is None else rule
         self.scaler: HasScale = self.rule.init(by_state[0].device if by_state else None)
 
@@ -451,13 +493,19 @@ def _check(step: Any, items: Any, rule: Any) -> None:
         "vjp_through keeps states and reads flags, so it cannot be traced or mapped.",
         "call it outside of torch.compile, torch.func and jit; a jitted or mapped step inside.",
     )
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "vjp_through was called under torch.inference_mode, in which there are no derivatives. "
+            "Fix: leave it before the call."
+        )
     if not callable(step):
         raise TypeError(f"step is {scalars.short_repr(step)}; expected a function.")
     if isinstance(step, Jitted) and step.donate:
         raise ValueError(
             f"step donates {step.donate}, and a replay needs each state again. Fix: `jit(step)`."
         )
-    if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
+    by_index = hasattr(items, "__len__") and hasattr(items, "__getitem__")
+    if not by_index or isinstance(items, Mapping):
         raise TypeError(
             f"items is {type(items).__name__}; a replay asks for each item again. Fix: a sequence, "
             "such as `list(itertools.islice(loader, 100))`."

@@ -32,7 +32,7 @@ from .._step.value_and_grad import ValueAndGrad, check_returned, check_unwritten
 from .._step.window_mean import MicrobatchWeights, WindowMean, shares, weigh
 from .._torch.donation import storage_pointers
 from .._torch.dtypes import widest_float
-from .._torch.tracing import under_derivative
+from .._torch.tracing import is_on_a_graph, under_derivative
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import versions
@@ -116,7 +116,9 @@ def _accumulate(
     sent_with: Leaves,
 ) -> WindowResult:
     params, buffers, scaler = flat.params, flat.buffers, flat.scaler
-    differentiable = options.optimizer.differentiable
+    differentiable = options.optimizer.differentiable and is_on_a_graph(
+        _tree.all_tensors([params.leaves, buffers.leaves, scaler.leaves, microbatches])
+    )
     value_and_grad = ValueAndGrad(
         params, buffers, scaler, loss_fn, memory.arguments, differentiable=differentiable
     )

@@ -56,7 +56,7 @@ def retry_until_finite(
         )
     best: Attempt | None = None
     retries = 0
-    with _locked(_generators(device)) as states:
+    with locked(generators_of(device)) as states:
         while True:
             result, next_rng = _with_generator(rng, device, run_window, scaler)
             flags = result[2]
@@ -92,7 +92,7 @@ def backed_off(rule: Rule[Any], scaler: HasScale) -> HasScale | None:
 _Generator = tuple[Any, tuple[Any, ...]]  # the module that has it, and its device
 
 
-def _generators(device: torch.device) -> list[_Generator]:
+def generators_of(device: torch.device) -> list[_Generator]:
     """Return the global generators that a loss may use."""
     generators: list[_Generator] = [(torch, ())]
     if device.type != "cpu":
@@ -105,7 +105,7 @@ _locks: dict[tuple[Any, ...], Any] = {}
 
 
 @contextlib.contextmanager
-def _locked(generators: Sequence[_Generator]) -> Iterator[list[tuple[_Generator, Tensor]]]:
+def locked(generators: Sequence[_Generator]) -> Iterator[list[tuple[_Generator, Tensor]]]:
     """Wait for the other threads whose steps set these generators, which are of the whole process.
     Give the generators with their states.
     """
@@ -124,7 +124,7 @@ def _with_generator(
     """
     if isinstance(rng, tuple):
         return function(*arguments), rng
-    with _locked(_generators(device)[-1:]) as [((module, where), before)]:
+    with locked(generators_of(device)[-1:]) as [((module, where), before)]:
         module.set_rng_state(rng.clone(), *where)
         try:
             return function(*arguments), module.get_rng_state(*where)

@@ -18,7 +18,7 @@ from .._optim.step_inputs import flatten_together
 from .._torch import donation, dtensor, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
-from .._torch.tracing import by_torch_func, is_on_a_graph, recorded_by_make_fx
+from .._torch.tracing import by_torch_func, end_graph, recorded_by_make_fx
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import are_dense_real, versions
@@ -173,8 +173,8 @@ class ValueAndGrad:
     """The loss, the gradients and the new buffers of each microbatch of a step.
 
     Work that is the same for all microbatches is done once. `storages` are those of all that a
-    result must be apart from; None if they are unknown. `differentiable`: a `.backward()` shall go
-    through the gradients too.
+    result must be apart from; None if they are unknown. `differentiable`: the gradients
+    stay on the graph, so that a `.backward()` goes through them.
     """
 
     def __init__(
@@ -195,9 +195,10 @@ class ValueAndGrad:
         self.dense_real = params.tensor_list.dense_off_graph or are_dense_real(params.leaves)
         self.sharded = not params.tensor_list.dense_off_graph and dtensor.any_dtensor(self.inputs)
         self.uses_torch_func = by_torch_func()
-        on_graph = differentiable and is_on_a_graph(self.inputs)
-        self.keeps_graph = on_graph and not self.uses_torch_func
+        self.keeps_graph = differentiable and not self.uses_torch_func
         self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
+        if self.owns_gradients:
+            end_graph()
         self.storages = storages if self.owns_gradients else None
         # make_fx does not see that a subclass is made, and would take parameters for constants.
         self.is_recorded = not self.uses_torch_func and recorded_by_make_fx()

@@ -5,6 +5,7 @@ under_transform       vmap, grad or another of torch.func, forward mode, or reco
 under_derivative      a transform that differentiates;  is_differentiated: through this tensor
 recorded_by_make_fx   operators go into a graph of make_fx, whose code is that of eager mode
 is_on_a_graph         torch.autograd records operators on these tensors
+whole_graph           a graph of torch.autograd must not end;  end_graph: where it would
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
 """
 
@@ -14,6 +15,7 @@ import contextlib
 import operator
 import sys
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -93,6 +95,29 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
 def by_torch_func() -> bool:
     """Return True if torch.func must take the gradients of a step."""
     return traced()
+
+
+class GraphEndError(Exception):
+    """A graph of torch.autograd ends here, by which a derivative would be lost."""
+
+
+_wholly_recorded: ContextVar[bool] = ContextVar("wholly_recorded", default=False)
+
+
+@contextlib.contextmanager
+def whole_graph() -> Iterator[None]:
+    """Make what would end a graph of torch.autograd raise a `GraphEndError`."""
+    token = _wholly_recorded.set(True)
+    try:
+        yield
+    finally:
+        _wholly_recorded.reset(token)
+
+
+def end_graph() -> None:
+    """Say that the results of what follows are on no graph of torch.autograd."""
+    if not traced() and _wholly_recorded.get() and torch.is_grad_enabled():
+        raise GraphEndError
 
 
 def refuse_in_a_trace(what: str, fix: str) -> None:

@@ -47,7 +47,7 @@ def fingerprint(state: Tree) -> Tensor:
     for index, leaf in enumerate(leaves):
         if leaf is None:
             continue
-        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
+        if not is_plain(leaf):
             raise TypeError(
                 f"{_tree.path(state, 'state', index)} is {describe(leaf)}; a fingerprint is of "
                 "dense tensors. Fix: `.to_dense()`, `torch.tensor(...)` for a number."
@@ -55,6 +55,13 @@ def fingerprint(state: Tree) -> Tensor:
         number = _of_leaf(leaf, index)
         total = number if total is None else total + number.to(total.device)
     return torch.zeros((), dtype=torch.int64) if total is None else total
+
+
+def is_plain(leaf: object) -> bool:
+    """Return True for a tensor whose elements stand in its memory, one after the other."""
+    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+        return False
+    return not (leaf.is_nested or leaf.is_quantized)
 
 
 def _of_leaf(leaf: Tensor, index: int) -> Tensor:

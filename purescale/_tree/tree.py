@@ -18,7 +18,7 @@ from torch import Tensor
 from .._torch import dtensor, foreach, private
 from .._torch.donation import storage_pointer, storage_pointers
 from .._torch.tensor_list import TensorList
-from .._torch.tracing import PLAIN_TYPES, traced, under_transform
+from .._torch.tracing import PLAIN_TYPES, end_graph, traced, under_transform
 from .._tree import leaves as _leaf
 
 _map = map  # the builtin, which `map` over trees shadows below
@@ -337,6 +337,7 @@ def reject_autograd_history(**trees: Tree) -> None:
         flat = tree if isinstance(tree, FlatTree) else flatten_once(tree)
         for index, leaf in enumerate([] if flat.tensor_list.dense_off_graph else flat.leaves):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                end_graph()
                 raise ValueError(
                     f"{paths(flat.tree, name)[index]} is a result of torch.autograd "
                     f"({leaf.grad_fn.name()}), and `.backward()` cannot go through a step. Fix: "

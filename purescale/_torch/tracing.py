@@ -36,10 +36,8 @@ _as_an_accelerator = False
 
 def is_on_a_graph(tensors: Sequence[Tensor | None]) -> bool:
     """Return True if torch.autograd records operators on these tensors."""
-    return torch.is_grad_enabled() and any_requires_grad(tensors)
-
-
-def any_requires_grad(tensors: Sequence[Tensor | None]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
     return any([tensor is not None and tensor.requires_grad for tensor in tensors])
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .._jit.compile_log import SlowCall, warn_of_graphs
 from .._jit.pure_graph import Function, PureGraph, compiled, trace
 from .._torch import private
 from .._torch.autocast import active_autocast, outside_autocast
@@ -95,6 +96,7 @@ class Program:
         results: Results,
     ) -> None:
         self.form, self.setting, self.results = form, setting, results
+        self.shapes = [tensor.shape for tensor in tensors]
         self.closed_over, self.run = graph.closed_over, run
         self._are_like = private.metadata_guard(*tensors, *graph.closed_over)
         donated = graph.donated
@@ -145,7 +147,8 @@ class Program:
 class Programs:
     """The programs of one function, each made when arguments like its own first come."""
 
-    def __init__(self) -> None:
+    def __init__(self, fn: Callable[..., Tree]) -> None:
+        self._name = getattr(fn, "__qualname__", None) or short_repr(fn)
         self._programs: list[Program] = []
         self._lock = threading.Lock()
 
@@ -153,19 +156,26 @@ class Programs:
         self,
         tensors: list[Tensor],
         form: Any,
-        make: Callable[[], tuple[PureGraph, Function, Results]],
+        trace: Callable[[], tuple[PureGraph, Results]],
+        compile: Callable[[PureGraph], Function],
     ) -> Program:
-        """Return the program for arguments like these. If there is none yet, `make` it."""
+        """Return the program for arguments like these. If there is none yet, make it."""
         with self._lock:
             program = self.lookup(tensors, form)
             if program is None:
                 # A compiler may draw random numbers, and the first call draws those of later ones.
-                with torch.random.fork_rng({tensor.device for tensor in tensors if tensor.is_cuda}):
-                    graph, run, results = make()
+                with (
+                    torch.random.fork_rng({tensor.device for tensor in tensors if tensor.is_cuda}),
+                    SlowCall(self._name) as call,
+                ):
+                    graph, results = trace()
+                    call.compiles(len(graph.module.graph.nodes))
+                    run = compile(graph)
                 if active_autocast():  # the graph has the casts of the function
                     run = outside_autocast()(run)
                 program = Program(form, _setting(), tensors, graph, run, results)
                 self._programs = [program, *self._programs]
+                warn_of_graphs(self._name, [program.shapes for program in self._programs])
         return program
 
     def lookup(self, tensors: list[Tensor], form: Any) -> Program | None:
@@ -191,7 +201,7 @@ class Jitted:
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         self.fn, self.donate, self.backend, self.mode = fn, donate, backend, mode
-        self.programs, self.scans = Programs(), Programs()
+        self.programs, self.scans = Programs(fn), Programs(fn)
 
     def __call__(self, *args: Tree) -> Tree:
         if _inside_a_graph():
@@ -199,17 +209,16 @@ class Jitted:
         leaves, structure = _tree.flatten(args)
         tensors = [leaf for leaf in leaves if leaf is not None]
 
-        def make() -> tuple[PureGraph, Function, Results]:
+        def make() -> tuple[PureGraph, Results]:
             _check_donate(self.donate, args)
             flat = FlatFunction(self.fn, structure, leaves)
-            graph = trace(flat, tensors, _indices(args, self.donate))
-            return graph, self._compiled(graph), flat.results
+            return trace(flat, tensors, _indices(args, self.donate)), flat.results
 
         form = form_of(structure, leaves, tensors)
         program = self.programs.lookup(tensors, form)
         if program is None:
             tensors = resolved(check_arguments(args, leaves))
-            program = self.programs.of(tensors, form, make)
+            program = self.programs.of(tensors, form, make, self._compiled)
         return program(tensors)
 
     def compiles(self) -> bool:
@@ -354,7 +363,8 @@ def jit(
 
     The first call runs `fn` once with tensors that have no values, records its operators, and
     compiles them. Later calls with arguments of the same structure, shapes, strides, dtypes and
-    devices run that graph and no line of `fn`. There is a graph for each kind of arguments. No
+    devices run that graph and no line of `fn`. There is a graph for each kind of arguments; the
+    logger `purescale` warns at the ninth, and of a first call that takes more than 5 seconds. No
     Dynamo is involved, so a call has nothing else to check; a small step is much faster than under
     `torch.compile`, and traced in a tenth of the time. `fn` may hold `train_step` or a loop by
     hand, `torch.vmap` and `torch.func.grad`, and other functions of `jit`, which become a part of

@@ -17,7 +17,7 @@ from .._jit.jit import (
     form_of,
     resolved,
 )
-from .._jit.pure_graph import Function, PureGraph, scanned, trace
+from .._jit.pure_graph import PureGraph, scanned, trace
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import is_constant
@@ -113,12 +113,12 @@ def _in_one_graph(step: Jitted, state: Tree, batches: Tree, num_stacks: int) -> 
     stacks = [stack.contiguous() for stack in tensors[carried:]]
     first = [*tensors[:carried], *(stack[0] for stack in stacks)]
 
-    def make() -> tuple[PureGraph, Function, Results]:
+    def make() -> tuple[PureGraph, Results]:
         flat = FlatFunction(functools.partial(_checked, step.fn), structure, leaves)
-        graph = trace(flat, first)
-        return graph, scanned(graph, first, carried), flat.results
+        return trace(flat, first), flat.results
 
-    program = step.scans.of(first, form_of(structure, leaves, tensors), make)
+    form = form_of(structure, leaves, tensors)
+    program = step.scans.of(first, form, make, lambda graph: scanned(graph, first, carried))
     pair: tuple[Tree, Tree] = program([*tensors[:carried], *stacks])
     return pair
 

@@ -563,14 +563,16 @@ def test_a_wrt_without_floating_leaves_is_passed_on():
 
 
 def test_runs_in_threads_with_their_own_generators_have_the_bits_of_runs_alone():
-    def derive(seed):
-        rng = torch.Generator().manual_seed(seed).get_state()
-        step, state, query = task(net(nn.Dropout(0.3)), rng=rng)
+    rngs = [torch.Generator().manual_seed(seed).get_state() for seed in range(4)]
+    tasks = [task(net(nn.Dropout(0.3)), rng=rng) for rng in rngs]
+
+    def derive(parts):
+        step, state, query = parts
         return ps.vjp_through(step, state, batches(5), query, wrt=torch.ones(N)).wrt
 
-    alone = [derive(seed) for seed in range(4)]
+    alone = list(map(derive, tasks))
     with ThreadPoolExecutor(4) as pool:
-        assert same_bits(list(pool.map(derive, range(4))), alone)
+        assert same_bits(list(pool.map(derive, tasks)), alone)
 
 
 def test_a_traced_call_is_refused():

@@ -242,3 +242,21 @@ def test_what_is_no_formula_is_refused_with_the_cure(options, error, message):
 
 def test_it_says_what_it_was_made_of():
     assert repr(lion()) == ("from_formula(lion_step, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)")
+
+
+RESERVED = ("maximize", "params", "foreach", "capturable", "step_number", "lr_varies", "expand")
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_a_setting_with_a_name_that_means_something_else_is_refused(name):
+    def step(param, grad, slots, settings, t):
+        return param - settings["lr"] * grad, {}
+
+    with pytest.raises(ValueError, match=f"settings have '{name}'"):
+        ps.from_formula(step, **{name: True})
+
+
+@pytest.mark.parametrize("lr", [-1.0, float("nan")])
+def test_a_rate_that_is_no_rate_is_refused(lr):
+    with pytest.raises(ValueError, match="expected a number that is not negative"):
+        ps.from_formula(lambda param, grad, slots, settings, t: (param, {}), lr=lr)

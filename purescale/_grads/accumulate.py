@@ -32,7 +32,7 @@ class AccumState(NamedTuple):
     Attributes:
         grads: A tree like the parameters, at least float32: the weighted mean over the good
             microbatches.
-        weight: float64 []. The weight of the good microbatches.
+        weight: float64 [], float32 where there is none. The weight of the good microbatches.
         found_inf: bool []. True if a microbatch was bad.
         num_good: int32 []. The number of good microbatches.
         num_bad: int32 []. The number of bad microbatches.

@@ -1,4 +1,4 @@
-"""Gradient clipping by norm and by value: the bounds and the factor. `_step/masked.py` decides when
+"""Gradient clipping by norm and by value: the bounds and the factor. `_step/decide.py` decides when
 an invalid bound skips the step.
 """
 

@@ -56,15 +56,16 @@ def from_formula(
         lr, overrides, in_state, schedule_by: As in `from_torch`.
         differentiable: True if `.backward()` may go through a step.
         settings: Numbers, tuples of numbers and other constants that the formula reads, with their
-            values.
+            values. Names that a class of torch gives a meaning, such as `maximize`, are refused.
 
     Returns:
         An optimizer that holds settings and no state.
 
     Raises:
         TypeError: `step` is not a function of five arguments, or a slot is not a tensor.
-        ValueError: A slot has another shape than its parameter, and `elementwise` is True. Also
-            what `from_torch` refuses.
+        ValueError: A slot has another shape than its parameter, and `elementwise` is True. A
+            setting has a name with another meaning, or `lr` is a negative number. Also what
+            `from_torch` refuses.
 
     Example:
         >>> import torch
@@ -82,6 +83,7 @@ def from_formula(
     _check_step(step)
     makers = slots if isinstance(slots, Mapping) else dict.fromkeys(slots, torch.zeros_like)
     _check_slots(makers, elementwise)
+    _check_settings(lr, settings)
     names = ("lr", *settings)
     name = getattr(step, "__name__", type(step).__name__)
     formula = Formula(
@@ -125,6 +127,21 @@ def _check_step(step: Any) -> None:
             f"step is {short_repr(step)}: {error}. Expected a function of five arguments. Fix: "
             "`def step(param, grad, slots, settings, t): return param, slots`."
         ) from None
+
+
+_OF_TORCH = {"params", "maximize", "foreach", "fused", "capturable"}
+_OF_A_STEP = {"step_number", "lr_varies", "expand"}
+
+
+def _check_settings(lr: Any, settings: Mapping[str, Any]) -> None:
+    """Refuse names of settings that have another meaning, and a negative rate."""
+    if taken := settings.keys() & (_OF_TORCH | _OF_A_STEP):
+        raise ValueError(
+            f"settings have {min(taken)!r}, a name that a step gives a meaning of its own. Fix: "
+            "another name; for maximize, `-grad` in the formula."
+        )
+    if isinstance(lr, float | int) and not lr >= 0:
+        raise ValueError(f"lr is {lr}; expected a number that is not negative.")
 
 
 def _check_slots(makers: Mapping[str, NewSlot], elementwise: bool) -> None:

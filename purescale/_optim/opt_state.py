@@ -31,7 +31,8 @@ class ParamGroup(NamedTuple):
 
 @document_fields
 class OptState(NamedTuple):
-    """The state of a torch optimizer. Its structure is final from `init` on.
+    """The state of a torch optimizer. Its structure is final from `init` on, but for a class
+    of your own, which makes slots in its first step.
 
     Attributes:
         applied: int64 []. The number of applied steps.

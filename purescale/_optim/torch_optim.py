@@ -84,8 +84,8 @@ def from_torch(
 
     Args:
         cls: A class of torch.optim, a subclass, or a class of your own. A class with a `step` of
-            its own is called eagerly, on copies; it makes its slots in its first step, and where a
-            step waits for its flag (on an accelerator) it reads it.
+            its own is called eagerly, on copies. It makes its slots in its first step. A step reads
+            the flag of such a class, and waits for it on an accelerator.
         lr: A number, a 0-d tensor (which can be differentiated), or a schedule: a function from a
             count of steps, a 0-d int64 tensor, to the learning rate. `schedule_from_torch` makes
             one from a scheduler of torch. A negative rate is refused like a negative number where
@@ -142,8 +142,8 @@ def from_torch(
 
 
 class TorchOptimizer(Updater):
-    """A class of torch.optim as pure functions; made by `from_torch`. It holds settings, never
-    state.
+    """A class of torch.optim as pure functions; made by `from_torch` and `from_formula`. It
+    holds settings, never state.
     """
 
     def __init__(
@@ -180,7 +180,8 @@ class TorchOptimizer(Updater):
         return repr(self._settings)
 
     def init(self, params: Tree) -> OptState:
-        """Return the state before the first step, in fresh memory. Steps keep its structure."""
+        """Return the state before the first step, in fresh memory. Steps keep its structure, but
+        for the first one of a class of your own."""
         named = named_params(params)
         self._settings.check_names(tuple(named))
         device = next((leaf.device for leaf in named.values()), None)

@@ -126,7 +126,7 @@ def refuse_in_a_trace(what: str, fix: str) -> None:
 
 @contextlib.contextmanager
 def as_on_an_accelerator() -> Iterator[None]:
-    """Make every step masked on a CPU, as on an accelerator: no value is read. For tests."""
+    """Make a kernel on a CPU that of an accelerator, which reads no value. For tests."""
     global _as_an_accelerator
     before, _as_an_accelerator = _as_an_accelerator, True
     try:

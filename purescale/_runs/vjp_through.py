@@ -130,7 +130,9 @@ def vjp_through(
       run without it.
     - Dropout draws the same numbers in a replay, from `state.rng` or from torch's generators. Runs
       in several threads take turns.
-    - `running_mean` and `running_var` of batch norms are constants, as in the unrolled gradient.
+    - `running_mean` and `running_var` of batch norms are constants, as in the unrolled gradient. So
+      the derivative of a loss that reads them misses their part: with a batch norm take `cotangent`
+      at `train=True`.
     - If `step` was made by `jit`, each step is pulled back in one graph as well, which is compiled
       once.
 
@@ -479,9 +481,10 @@ def _not_finite(index: int, scale: Tensor, rule: Any) -> FloatingPointError:
         fix = "a rule with a lower `min_scale`; a square root or a norm of 0 in the loss"
     return FloatingPointError(
         f"the derivative through step {index} is not finite, at a scale of {float(scale):g} for "
-        "the cotangents. Likely cause: a half backward that overflows, a skipped step whose info "
-        "has no `found_inf`, or a function that has no finite derivative there, such as a root of "
-        f"0. Fix: {fix}."
+        "the cotangents. Likely cause: a half backward that overflows; a norm in float16, as under "
+        "autocast, whose second derivative overflows at any scale; a skipped step whose info has "
+        "no `found_inf`; a function without a finite derivative there, such as a root of 0. Fix: "
+        f"{fix}; for a norm `norms_in_float32()` around `apply`, or a policy."
     )
 
 

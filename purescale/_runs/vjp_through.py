@@ -194,7 +194,11 @@ def vjp_through(
         run = _Run(pullback.call, items, wrt, generators)
         final, skipped = run.forward(first, every, kept)
         value, cotangents = _first_cotangents(cotangent, final, floats)
-        derivative = _Derivative(pullback.compiled(), cotangents, wrt, rule)
+        by_wrt = [
+            torch.zeros_like(leaf, dtype=wide_dtype(leaf.dtype))
+            for leaf in pullback.wanted.values(wrt)
+        ]
+        derivative = _Derivative(pullback.compiled(), wrt, cotangents, by_wrt, rule)
         bar = progress_bar("vjp_through", "step", number) if progress else nullcontext()
         with generators, bar as bar:
             after = final
@@ -213,8 +217,8 @@ def vjp_through(
                     after = before.state
                     if bar is not None:
                         bar.update()
-    by_wrt = pullback.wanted.only(derivative.by_wrt)
-    return RunGradient(value, floats.only(derivative.by_state), by_wrt, final)
+    by_state, by_wrt = floats.only(derivative.by_state), pullback.wanted.only(derivative.by_wrt)
+    return RunGradient(value, by_state, by_wrt, final)
 
 
 def _is_given(wrt: Tree) -> bool:
@@ -261,7 +265,7 @@ class _Run(NamedTuple):
     def _step(self, state: Tree, item: Any) -> tuple[Tree, Any]:
         # What the step closes over may require a gradient, and would keep the graphs of all steps.
         new, info = pair_of(self.call(state, item, self.wrt))
-        return _tree.map(lambda leaf: _tree.off_graph(leaf) if _requires(leaf) else leaf, new), info
+        return _tree.map(lambda leaf: leaf.detach() if _requires(leaf) else leaf, new), info
 
     def replay(self, start: int, stop: int, moment: Moment) -> list[Moment]:
         """Return the moments before the steps of a segment."""
@@ -450,13 +454,15 @@ class _Derivative:
     """
 
     def __init__(
-        self, pullback: Callable[..., Any], by_state: Leaves, wrt: Tree, rule: Rule[Any] | None
+        self,
+        pullback: Callable[..., Any],
+        wrt: Tree,
+        by_state: Leaves,
+        by_wrt: Leaves,
+        rule: Rule[Any] | None,
     ) -> None:
-        self.pullback, self.by_state, self.wrt = pullback, by_state, wrt
-        self.by_wrt = [
-            torch.zeros_like(leaf, dtype=wide_dtype(leaf.dtype))
-            for leaf in Floats.of(wrt).values(wrt)
-        ]
+        self.pullback, self.wrt = pullback, wrt
+        self.by_state, self.by_wrt = by_state, by_wrt
         self.rule: Rule[Any] = NoScale() if rule is None else rule
         self.scaler: HasScale = self.rule.init(by_state[0].device if by_state else None)
 

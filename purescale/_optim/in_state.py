@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import Formula
-from .._optim.opt_state import OptState, each_of, held_by, holding, map_opt_states
+from .._optim.opt_state import OptState, each_of, map_opt_states, stored_settings, with_stored
 from .._torch.dtypes import on_device
 from .._tree.leaves import describe
 from .._tree.scalars import as_float
@@ -65,19 +65,20 @@ def check_setting(cls: Any, name: Any, values: Mapping[str, Any], formula: Formu
         )
 
 
-def check_held(opt_state: OptState, starts: Mapping[str, Any]) -> None:
+def check_stored(opt_state: OptState, starts: Mapping[str, Any]) -> None:
     """Refuse settings in a state that differ from those that the optimizer keeps there."""
     lr, hyper = opt_state.lr, opt_state.hyper or {}
-    held = {**({} if isinstance(lr, tuple) else {"lr": lr}), **hyper}
-    if held.keys() != starts.keys():
+    stored = {**({} if isinstance(lr, tuple) else {"lr": lr}), **hyper}
+    if stored.keys() != starts.keys():
         raise ValueError(
-            f"opt_state holds the settings {list(held)}, this optimizer looks for {_form(starts)} "
-            "there, and would ignore others. Likely cause: the state of an optimizer with another "
-            "in_state. Fix: from_torch(..., in_state=(...)) with the names that the state has; or, "
+            f"opt_state holds the settings {list(stored)}, this optimizer looks for "
+            f"{_form(starts)} there, and would ignore others. Likely cause: the state of an "
+            "optimizer with another in_state. Fix: from_torch(..., in_state=(...)) with the names "
+            "that the state has; or, "
             f"from the optimizer `old` of this state, {_MOVED.format(new='optimizer', old='old')}; "
             "in a new run `opt_state = optimizer.init(params)`."
         )
-    for name, value in held.items():
+    for name, value in stored.items():
         leaves, likes = each_of({name: value}), each_of({name: starts[name]})
         alike = isinstance(value, tuple) == isinstance(starts[name], tuple)
         if not alike or len(leaves) != len(likes) or not all(map(is_float_scalar, leaves)):
@@ -201,7 +202,7 @@ def _holders(state: Tree) -> list[Holder]:
     holders: list[Holder] = []
 
     def listed(each: OptState, keys: tuple[str, ...]) -> OptState:
-        holders.append((keys, tuple(held_by(each))))
+        holders.append((keys, tuple(stored_settings(each))))
         return each
 
     map_opt_states(listed, state)
@@ -210,9 +211,9 @@ def _holders(state: Tree) -> list[Holder]:
 
 def _replaced(state: OptState, settings: Mapping[str, Any]) -> OptState:
     """Return the state with those of the settings that it holds."""
-    held = held_by(state)
-    new = {n: _like(held[n], settings[n], n) for n in held if n in settings}
-    return holding(state, {**held, **new}) if new else state
+    stored = stored_settings(state)
+    new = {n: _like(stored[n], settings[n], n) for n in stored if n in settings}
+    return with_stored(state, {**stored, **new}) if new else state
 
 
 def _of_part(keys: tuple[str, ...], settings: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -102,20 +102,20 @@ def tensors_of(opt_state: OptState) -> list[Tensor]:
 
 def scalars_of(opt_state: OptState) -> list[Tensor]:
     """Return the settings in the state, then the number of iterations."""
-    numbers, iteration = each_of(held_by(opt_state)), opt_state.iteration
+    numbers, iteration = each_of(stored_settings(opt_state)), opt_state.iteration
     return [*numbers, iteration] if isinstance(iteration, Tensor) else numbers
 
 
-def held_by(opt_state: OptState) -> dict[str, Any]:
+def stored_settings(opt_state: OptState) -> dict[str, Any]:
     """Return all settings in a state, the learning rate too."""
     lr = {"lr": opt_state.lr} if isinstance(opt_state.lr, Tensor) else {}
     return {**lr, **(opt_state.hyper or {})}
 
 
-def holding(opt_state: OptState, held: Mapping[str, Any]) -> OptState:
-    """Return the state with these settings, the inverse of `held_by`."""
-    hyper = {name: value for name, value in held.items() if name != "lr"}
-    return opt_state._replace(lr=held.get("lr", ()), hyper=hyper or ())
+def with_stored(opt_state: OptState, stored: Mapping[str, Any]) -> OptState:
+    """Return the state with these settings, the inverse of `stored_settings`."""
+    hyper = {name: value for name, value in stored.items() if name != "lr"}
+    return opt_state._replace(lr=stored.get("lr", ()), hyper=hyper or ())
 
 
 def each_of(hyper: Any) -> list[Any]:

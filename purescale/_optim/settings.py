@@ -15,14 +15,14 @@ from torch import Tensor
 
 from .._optim.formulas import Formula, formula_of
 from .._optim.in_state import (
-    check_held,
     check_setting,
+    check_stored,
     each_number,
     float32,
     is_float_scalar,
     is_scheduled,
 )
-from .._optim.opt_state import OptState, ParamGroup, SlotLayout, Slots, each_of, held_by
+from .._optim.opt_state import OptState, ParamGroup, SlotLayout, Slots, each_of, stored_settings
 from .._optim.schedule import ScheduleBy, check_scheduled, checked_rate, first_numbers
 from .._torch import private
 from .._torch.dtypes import on_device
@@ -108,8 +108,8 @@ class OptimizerSettings:
             for table, schedule in zip(self.tables, self.schedules, strict=True)
         ]
         # The first numbers of the settings in the state: 1 for a schedule, which it multiplies.
-        given = {**self.tables[0], **self.schedules[0]}
-        in_the_state = {name: given[name] for name in self.in_state}
+        initial = {**self.tables[0], **self.schedules[0]}
+        in_the_state = {name: initial[name] for name in self.in_state}
         self._moving[0] |= in_the_state
         self.starts = each_number(lambda number: 1.0 if callable(number) else number, in_the_state)
         self.settings_in_new_state(None)  # refuses what float32 cannot hold
@@ -208,9 +208,9 @@ class OptimizerSettings:
         state and by schedule, and rates that are tensors.
         """
         count = opt_state.applied if self.schedule_by == "applied" else opt_state.iteration
-        return self.at(count, held_by(opt_state))
+        return self.at(count, stored_settings(opt_state))
 
-    def at(self, count: Tensor, held: Mapping[str, Any]) -> Tables:
+    def at(self, count: Tensor, stored: Mapping[str, Any]) -> Tables:
         """Return `current` at this count of steps, with these settings in the state."""
 
         def number(name: str, value: Any, factor: Any) -> Any:
@@ -230,7 +230,7 @@ class OptimizerSettings:
 
         first, *others = self._moving
         return [
-            {name: number(name, value, held.get(name)) for name, value in first.items()},
+            {name: number(name, value, stored.get(name)) for name, value in first.items()},
             *({name: number(name, value, None) for name, value in each.items()} for each in others),
         ]
 
@@ -293,7 +293,7 @@ class OptimizerSettings:
                 f"opt_state.iteration is {iteration!r}, but the schedules of this optimizer count "
                 'applied steps and would ignore it. Fix: from_torch(..., schedule_by="iteration").'
             )
-        check_held(opt_state, self.starts)
+        check_stored(opt_state, self.starts)
 
     def _probed(self, where: str, settings: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
         """Return an optimizer over one parameter and the tensors that it keeps for it. Settings

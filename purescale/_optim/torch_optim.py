@@ -17,8 +17,8 @@ from .._optim.opt_state import (
     OptState,
     Slots,
     as_tensors,
-    held_by,
-    holding,
+    stored_settings,
+    with_stored,
 )
 from .._optim.schedule import PARAMETERS_GIVEN, Schedule, ScheduleBy
 from .._optim.settings import OptimizerSettings, Overrides, Tables
@@ -187,8 +187,8 @@ class TorchOptimizer(Updater):
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
         iteration = applied.clone() if self._settings.schedule_by == "iteration" else ()
-        held = self._settings.settings_in_new_state(device)
-        opt_state = holding(OptState(applied, {}, iteration=iteration), held)
+        stored = self._settings.settings_in_new_state(device)
+        opt_state = with_stored(OptState(applied, {}, iteration=iteration), stored)
         slots = self._settings.new_slots(named, self._settings.current(opt_state))
         return opt_state._replace(slots=slots)
 
@@ -284,8 +284,8 @@ class TorchOptimizer(Updater):
         if self._settings.schedule_by == "iteration":
             iteration = iteration.add_(1) if in_place else iteration + 1
         applied = applied.add_(count) if in_place else applied + count
-        state = holding(
-            OptState(applied, slots, iteration=iteration), each_number(keep, held_by(old))
+        state = with_stored(
+            OptState(applied, slots, iteration=iteration), each_number(keep, stored_settings(old))
         )
         return inputs.params_tree(list(map(params.get, inputs.names))), state
 
@@ -397,8 +397,8 @@ class TorchOptimizer(Updater):
                 slots[name] = restored(name, saved, slots[name])
         counts = counts_from(self._settings, fresh, applied, iteration, has_state=bool(states))
         group_of = {name: param.group for name, param in saved_params.items()}
-        held = settings_from(self._settings, groups, group_of, fresh)
-        return holding(OptState(counts[0], slots, iteration=counts[1]), held)
+        stored = settings_from(self._settings, groups, group_of, fresh)
+        return with_stored(OptState(counts[0], slots, iteration=counts[1]), stored)
 
 
 def _cast_gradients(inputs: StepInputs) -> dict[str, Tensor]:

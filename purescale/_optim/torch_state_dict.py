@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._optim.formulas import FIRST_STEP
 from .._optim.in_state import agreed, each_number, float32
-from .._optim.opt_state import OptState, ParamGroup, Slots, held_by, is_python_scalar
+from .._optim.opt_state import OptState, ParamGroup, Slots, is_python_scalar, stored_settings
 from .._optim.settings import FLAGS, OptimizerSettings
 from .._tree import tree as _tree
 from .._tree.scalars import whole
@@ -54,11 +54,11 @@ def saved_groups(
     schedule.
     """
     settings.check(opt_state)
-    held = held_by(opt_state)
-    first = settings.at(torch.zeros_like(opt_state.applied), held)
+    stored = stored_settings(opt_state)
+    first = settings.at(torch.zeros_like(opt_state.applied), stored)
     current: list[dict[str, Any]] = []
     for index, table in enumerate(settings.current(opt_state)):
-        own, scheduled = held if index == 0 else {}, settings.schedules[index]
+        own, scheduled = stored if index == 0 else {}, settings.schedules[index]
         varying = {n: v for n, v in table.items() if n in own or n in scheduled}
         now = {**table, **each_number(float, varying)}
         initial = {}
@@ -269,7 +269,7 @@ def settings_from(
     """Return the settings in the state from those groups of a state dict that take theirs from it,
     or the fresh ones if the dict has none. `group_of` has the index of each parameter's group.
     """
-    held, device = held_by(fresh), fresh.applied.device
+    stored, device = stored_settings(fresh), fresh.applied.device
     pairs = [
         (group, saved_groups[index])
         for group in settings.torch_groups(tuple(group_of))
@@ -287,14 +287,14 @@ def settings_from(
         value = agreed(key, taken)
         if value is None:
             continue
-        if isinstance(value, tuple) != isinstance(held[name], tuple):
+        if isinstance(value, tuple) != isinstance(stored[name], tuple):
             raise ValueError(
                 f"the state dict has {name} = {value}; expected what {settings.cls.__name__} has "
                 f"there, such as {settings.starts[name]}. Likely cause: the state dict of another "
                 "class."
             )
-        held |= each_number(lambda number: float32(number, device), {name: value})
-    return held
+        stored |= each_number(lambda number: float32(number, device), {name: value})
+    return stored
 
 
 # ---- counts of steps -----------------------------------------------------------------------------

@@ -275,6 +275,7 @@ TESTED_WITH = {
     "_step/step_options.py": "test_train_step.py",
     "_step/train_state.py": "test_train_step.py",
     "_step/window_mean.py": "test_microbatches.py",
+    "_torch/operators.py": "test_traffic.py",
     "_torch/private.py": "test_private_names.py",
     "_torch/tracing.py": "test_laws.py",
     "_tree/gradients.py": "test_leaves.py",

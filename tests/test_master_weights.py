@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map
 
 import purescale as ps
-from purescale._optim import fused, wrapper
+from purescale._optim import wrapper
 from purescale._torch import tracing
 from purescale.testing import assert_optimizer, assert_pure, assert_single_graph
 
@@ -349,7 +349,7 @@ def test_inductor_keeps_what_is_below_half_precision():
 )
 def test_inductor_steps_masters(name, inline, donate, monkeypatch):
     """By a fused kernel, which writes into the masters, and by a formula."""
-    monkeypatch.setattr(fused, "MAX_INLINE_LEAVES", inline)
+    monkeypatch.setattr(tracing, "MAX_INLINE_LEAVES", inline)
     wrapped, params = ps.with_master_weights(made(name)), params_of()
     state, grads, no = wrapped.init(params), grads_of(params, 0), torch.tensor(False)
     expected = ps.maybe_step(wrapped, params, grads, state, no)

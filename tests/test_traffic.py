@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import purescale as ps
 from purescale._grads import grad_stats
-from purescale._optim import fused
-from purescale._torch import foreach, tracing
+from purescale._torch import tracing
 from purescale.testing import assert_sync_free
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
@@ -352,7 +351,7 @@ def test_the_norm_in_rows_and_chunks_equals_float64(length, chunk, sizes, power)
 @pytest.fixture
 def as_one_node(monkeypatch):
     """As with many parameters."""
-    for module in (foreach, fused):
+    for module in (tracing, grad_stats):
         monkeypatch.setattr(module, "MAX_INLINE_LEAVES", 0)
 
 
@@ -416,16 +415,15 @@ def test_a_compiled_step_over_parameters_on_a_graph_can_be_differentiated(as_one
 
 
 @pytest.mark.slow
-def test_a_compiled_step_of_many_parameters_has_two_nodes_for_all_after_backward():
+def test_a_compiled_update_of_many_parameters_is_one_node():
     scaler, params, grads, state = problem([(4,)] * 40)
-    nodes = torch.ops.purescale
+    node = torch.ops.purescale.fused_update_.default
     called = []
 
     def keep(graph, inputs):
         # a node that writes is the first argument of one that does not
         targets = [[node.target, *node.args[:1]] for node in graph.graph.nodes]
-        ours = (nodes.grad_stats.default, nodes.fused_update.default)
-        called.extend(part for target in targets for part in target if part in ours)
+        called.extend(part for target in targets for part in target if part is node)
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=keep)
@@ -435,7 +433,7 @@ def test_a_compiled_step_of_many_parameters_has_two_nodes_for_all_after_backward
         tensors(out),
         tensors(ps.unscale_and_step(ADAMW, scaler, params, grads, state, max_norm=1.0)),
     )
-    assert called == [nodes.grad_stats.default, nodes.fused_update.default]
+    assert called == [node]
 
 
 CHECKS = ("test_schema", "test_faketensor")
@@ -451,22 +449,23 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
     settings = group.settings
     slots = list(state.slots.values())
     targets = [*params.values(), *(slot[key] for key in kernel.slots(settings) for slot in slots)]
-    for lr, found_inf, divisor in (
-        (None, torch.tensor(0.0), scaler.scale),
-        (torch.tensor(0.1), None, None),
+    for lr, skip, divisor, factor in (
+        (None, torch.tensor(False), scaler.scale, torch.tensor(0.5, dtype=torch.float64)),
+        (torch.tensor(0.1), None, None, None),
     ):
         arguments = (
-            kernel.function.__name__,
-            list(grads.values()),
             targets,
+            list(grads.values()),
+            kernel.function.__name__,
             [0.1, *map(float, kernel.arguments(settings).values())],
             lr,
-            found_inf,
+            skip,
             divisor,
+            factor,
+            None,
         )
-        torch.library.opcheck(
-            torch.ops.purescale.fused_update.default, arguments, test_utils=CHECKS
-        )
+        for operator in (torch.ops.purescale.fused_update_, torch.ops.purescale.fused_update):
+            torch.library.opcheck(operator.default, arguments, test_utils=CHECKS)
 
 
 def test_a_mapped_step_that_is_not_differentiated_chooses_once_for_each_tensor_of_its_state():
@@ -478,14 +477,6 @@ def test_a_mapped_step_that_is_not_differentiated_chooses_once_for_each_tensor_o
         torch.vmap(functools.partial(ps.maybe_step, sgd))(params, params, state, skip)
     chosen = [op for op in run.ops if "where" in str(op)]
     assert len(chosen) == len(tensors((params, state)))
-
-
-@pytest.mark.parametrize("power", [None, 2.0, 3.0])
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float16, torch.float64])
-def test_the_node_of_the_stats_does_what_its_schema_says(power, grad_dtype):
-    grads = [torch.randn(3, 5), torch.randn(40).to(grad_dtype)]
-    arguments = grads, torch.tensor(SCALE), power
-    torch.library.opcheck(torch.ops.purescale.grad_stats.default, arguments, test_utils=CHECKS)
 
 
 @pytest.mark.slow

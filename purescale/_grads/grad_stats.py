@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from .._torch.dtypes import unscaled_dtype, wide_dtype, widest_float
-from .._torch.foreach import cast, flattened, way_over
+from .._torch.foreach import cast, flattened, lists_are_right, pieces
 from .._torch.private import listops
 from .._torch.tensor_list import TensorList
+from .._torch.tracing import MAX_INLINE_LEAVES
 
 
 class LocalStats(NamedTuple):
@@ -125,14 +126,11 @@ def local_stats(tensors: Sequence[Tensor], divisor: Tensor, norm_type: float | N
     p = None if norm_type == math.inf else norm_type
     stats: list[Tensor] = []  # the largest magnitude of each dtype, then the norm
     if present:
-        way = way_over(present)
-        if way == "plain":
-            stats = _inline_stats(present, divisor, dtypes, p)
-        elif way == "node":
-            stats = _stats_node(present, divisor, p)
-        else:
+        if lists_are_right(present):
             with torch.no_grad():
                 stats = _list_stats(present, divisor, dtypes, p)
+        else:
+            stats = _inline_stats(present, divisor, dtypes, p)
     amax, norms = dict(zip(dtypes, stats, strict=False)), stats[len(dtypes) :]
     if norm_type is None:
         return LocalStats(amax, None)
@@ -146,7 +144,12 @@ def local_stats(tensors: Sequence[Tensor], divisor: Tensor, norm_type: float | N
 def _inline_stats(
     tensors: Sequence[Tensor], divisor: Tensor, dtypes: Sequence[torch.dtype], p: float | None
 ) -> list[Tensor]:
-    """Return the largest magnitude of each dtype, then the norm, in plain operators."""
+    """Return the largest magnitude of each dtype, then the norm, in plain operators. Many tensors
+    are joined: a compiler takes seconds for each dozen of reductions.
+    """
+    if len(tensors) > MAX_INLINE_LEAVES:
+        kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
+        tensors = [flattened([tensors[i] for i in piece]) for piece in pieces(tensors, kinds)]
     tops = [(tensor.dtype, _at_least_float32(tensor.abs().amax())) for tensor in tensors]
     amaxes = [torch.stack([top for kind, top in tops if kind is dtype]).amax() for dtype in dtypes]
     if p is None:
@@ -199,6 +202,8 @@ def _vector_norm(values: Tensor, p: float, divisor: Tensor) -> Tensor:
     overflow there.
     """
     wide = widest_float(values.device)
+    if values.dtype.itemsize <= 4 and wide is torch.float64 and p <= _SAFE_POWER:
+        return torch.linalg.vector_norm(values, p, dtype=wide) / divisor
     values = _at_least_float32(values)
     unit = _unit(values.detach().abs().amax())  # the norm does not depend on it
     norm: Tensor = torch.linalg.vector_norm(values / unit, p, dtype=wide)
@@ -222,19 +227,3 @@ def _unit(amax: Tensor) -> Tensor:
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(wide_dtype(tensor.dtype))
-
-
-@torch.library.custom_op("purescale::grad_stats", mutates_args=())
-def _stats_node(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -> list[Tensor]:
-    """`_list_stats` as one node of a compiled graph, in place of one reduction per tensor."""
-    dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
-    return _list_stats(tensors, divisor, dtypes, p)
-
-
-@_stats_node.register_fake
-def _(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -> list[Tensor]:
-    narrow = dict.fromkeys(tensor.dtype for tensor in tensors)
-    dtypes = [torch.promote_types(dtype, torch.float32) for dtype in narrow]
-    if p is not None:
-        dtypes.append(widest_float(tensors[0].device))
-    return [tensors[0].new_empty((), dtype=dtype) for dtype in dtypes]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .._jit.compile_log import SlowCall, warn_of_graphs
-from .._jit.pure_graph import Function, PureGraph, compiled, trace
+from .._jit.cut import Function
+from .._jit.pure_graph import PureGraph, compiled, trace
 from .._torch import private
 from .._torch.autocast import active_autocast, outside_autocast
 from .._torch.donation import can_write, storage_pointers
@@ -218,7 +219,8 @@ class Jitted:
         program = self.programs.lookup(tensors, form)
         if program is None:
             tensors = resolved(check_arguments(args, leaves))
-            program = self.programs.of(tensors, form, make, self._compiled)
+            compile = functools.partial(compiled, backend=self.backend, mode=self.mode)
+            program = self.programs.of(tensors, form, make, compile)
         return program(tensors)
 
     def compiles(self) -> bool:
@@ -233,12 +235,6 @@ class Jitted:
         flat = FlatFunction(self.fn, structure, leaves)
         module: torch.fx.GraphModule = trace(flat, check_arguments(args, leaves)).module
         return module
-
-    def _compiled(self, graph: PureGraph) -> Function:
-        if self.backend == "aot_eager":
-            run: Function = torch.no_grad()(graph.module)  # a tensor from outside may record
-            return run
-        return compiled(graph, self.mode)
 
 
 def _inside_a_graph() -> bool:

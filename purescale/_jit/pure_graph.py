@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._jit.cut import Function, compiled_in_stages, memory, placeholders, separated
 from .._torch import private
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import PLAIN_TYPES, NoReads, ReadError, innermost, is_lazy, recording
-
-Function = Callable[..., Sequence[Any]]
 
 
 class PureGraph(NamedTuple):
@@ -108,10 +107,17 @@ def _watched(function: Function, outside: _Outside) -> Function:
 
 
 @outside_autocast()
-def compiled(graph: PureGraph, mode: str | None = None) -> Function:
-    """Return the graph as compiled by inductor, a function of its inputs and `closed_over`."""
+def compiled(graph: PureGraph, backend: str = "inductor", mode: str | None = None) -> Function:
+    """Return the graph as compiled code, a function of its inputs and `closed_over`."""
     options = None if mode is None else private.list_mode_options(mode)
-    return _compiled(graph.module, graph.examples, options)
+
+    def compile(module: Any, examples: Sequence[Tensor]) -> Function:
+        if backend == "inductor":
+            return _compiled(module, examples, options)
+        run: Function = torch.no_grad()(module)  # a tensor from outside may record
+        return run
+
+    return compiled_in_stages(graph.module, graph.examples, compile)
 
 
 def _compiled(module: Any, inputs: Sequence[Tensor], options: Any = None) -> Function:
@@ -168,24 +174,15 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
 # ---- the graph -----------------------------------------------------------------------------------
 
 
-def _placeholders(module: Any) -> list[Any]:
-    return [node for node in module.graph.nodes if node.op == "placeholder"]
-
-
 def _output(module: Any) -> Any:
-    return next(iter(reversed(module.graph.nodes)))
-
-
-def _memory(node: Any) -> Any:
-    """Return what is equal for nodes that share memory."""
-    return node.meta["val"].untyped_storage()._cdata
+    return module.graph.output_node()
 
 
 def _lift(module: Any, outside: _Outside) -> list[Tensor]:
     """Make inputs of the tensors that the function closes over, and return them."""
     closed_over: list[Tensor] = []
     inputs: dict[str, Any] = {}
-    last = ([None, *_placeholders(module)])[-1]
+    last = ([None, *placeholders(module)])[-1]
     for node in list(module.graph.nodes):
         if node.op != "get_attr":
             continue
@@ -211,18 +208,9 @@ def _lift(module: Any, outside: _Outside) -> list[Tensor]:
 
 def _separate(module: Any) -> None:
     """Copy the results that share memory with an input or an earlier result."""
-    taken = {_memory(node) for node in _placeholders(module)}
+    taken = set(map(memory, placeholders(module)))
     output = _output(module)
-    results = list(output.args[0])
-    with module.graph.inserting_before(output):
-        for index, node in enumerate(results):
-            if _memory(node) in taken:
-                results[index] = copy = module.graph.call_function(
-                    torch.ops.aten.clone.default, (node,)
-                )
-                copy.meta["val"] = node.meta["val"].clone()
-            taken.add(_memory(node))
-    output.args = (results,)
+    output.args = ([separated(module, node, taken) for node in output.args[0]],)
 
 
 def _donate(module: Any, donate: Sequence[int]) -> dict[int, int]:
@@ -231,17 +219,17 @@ def _donate(module: Any, donate: Sequence[int]) -> dict[int, int]:
     """
     if not donate:
         return {}
-    placeholders, output = _placeholders(module), _output(module)
+    inputs, output = placeholders(module), _output(module)
     free: dict[Any, list[int]] = {}
     for index in reversed(donate):
-        free.setdefault(_kind(placeholders[index]), []).append(index)
+        free.setdefault(_kind(inputs[index]), []).append(index)
     donated, rest = {}, []
     with module.graph.inserting_before(output):
         for place, node in enumerate(output.args[0]):
             if like := free.get(_kind(node)):
                 donated[place] = like.pop()
                 module.graph.call_function(
-                    torch.ops.aten.copy_.default, (placeholders[donated[place]], node)
+                    torch.ops.aten.copy_.default, (inputs[donated[place]], node)
                 )
             else:
                 rest.append(node)
@@ -413,10 +401,10 @@ def _check_unwritten(module: Any, count: int) -> None:
     """Refuse a graph that writes into its inputs, for what `_PureOnly` does not see. The first
     `count` are arguments.
     """
-    memories = list(map(_memory, _placeholders(module)))
+    memories = list(map(memory, placeholders(module)))
     arguments, outside = set(memories[:count]), set(memories[count:])
     for node in module.graph.nodes:
-        written = set(map(_memory, _targets(node))) if node.op == "call_function" else set()
+        written = set(map(memory, _targets(node))) if node.op == "call_function" else set()
         if written & arguments:
             raise _refusal(*_WRITES_ARGUMENT)
         if written & outside:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,11 @@ from .._optim.opt_state import OptState, Slots, Tensors
 from .._optim.settings import OptimizerSettings, Tables
 from .._optim.step_inputs import StepInputs, inputs_of_dict
 from .._torch import foreach, private
-from .._torch.foreach import MAX_INLINE_LEAVES, same_memory_order
+from .._torch.foreach import same_memory_order
+from .._torch.operators import define
 from .._torch.tensor_list import TensorList, have_one_order
-from .._torch.tracing import is_on_a_graph, under_transform
-from .._tree.gradients import Gradients, as_gradients
+from .._torch.tracing import host_can_read, may_be_opaque, traced
+from .._tree.gradients import Gradients
 
 Settings = Mapping[str, Any]
 
@@ -114,27 +115,18 @@ def fused_update(
     """Update `columns` in place unless the step is skipped. If its gradients are owned, the kernel
     itself divides them.
     """
+    if skip is not None and host_can_read([skip]):
+        if skip:
+            return
+        skip = None
     if not _divided_by_kernel(columns):
         columns = columns._replace(grads=_as_the_kernel_takes_them(columns))
-    params, grads, found_inf = columns.params.tensors, columns.grads, None
+    found_inf = None
     if skip is not None:
-        found_inf = skip.to(params[0].device, torch.float32)
-    lr, arguments = settings["lr"], kernel.arguments(settings)
-    if torch.compiler.is_compiling():
-        numbers = [0.0 if isinstance(lr, Tensor) else lr, *arguments.values()]
-        targets = [target for column in (params, *columns.slots) for target in column]
-        _fused_update_op(
-            kernel.function.__name__,
-            grads.tensors,
-            targets,
-            list(map(float, numbers)),
-            lr if isinstance(lr, Tensor) else None,
-            found_inf,
-            grads.divisor,
-        )
-    else:
-        with torch.no_grad():
-            kernel.update(columns, lr, arguments, grad_scale=grads.divisor, found_inf=found_inf)
+        found_inf = skip.to(columns.params.tensors[0].device, torch.float32)
+    arguments, scale = kernel.arguments(settings), columns.grads.divisor
+    with torch.no_grad():
+        kernel.update(columns, settings["lr"], arguments, grad_scale=scale, found_inf=found_inf)
 
 
 def _divided_by_kernel(columns: KernelLists) -> bool:
@@ -149,7 +141,7 @@ def _divided_by_kernel(columns: KernelLists) -> bool:
         and grads.tensor_list.dtypes == {dtype}
         and dtype.itemsize >= 4
         and divisor.dtype is torch.float32
-        and (grads.owned or torch.compiler.is_compiling())
+        and grads.owned
         and have_one_order(grads.tensor_list, params)
     )
 
@@ -171,33 +163,54 @@ def _laid_out_like(grad: Tensor, param: Tensor) -> Tensor:
     return grad if same_memory_order(grad, param) else torch.empty_like(param).copy_(grad)
 
 
-@torch.library.custom_op("purescale::fused_update", mutates_args=("targets",))
-def _fused_update_op(
-    name: str,
-    grads: Sequence[Tensor],
+# ---- one launch as an operator -------------------------------------------------------------------
+
+
+def _update_targets(
     targets: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    name: str,
     numbers: Sequence[float],
     lr: Tensor | None,
-    found_inf: Tensor | None,
+    skip: Tensor | None,
     divisor: Tensor | None,
+    factor: Tensor | None,
+    clip_value: Tensor | None,
+    owned: bool,
 ) -> None:
-    """Run `Kernel.update` as one node of a compiled graph. Traced operator by operator, a hundred
-    parameters would take minutes to compile. `targets`: the parameters, then each slot. `numbers`:
-    the rate, unless it is the tensor `lr`, then the other settings.
+    """`fused_update` as an operator of a graph. Traced operator by operator, a hundred parameters
+    would take minutes to compile. `targets`: the parameters, then each slot. `numbers`: the rate,
+    unless it is the tensor `lr`, then the other settings.
     """
     count, kernel = len(grads), _BY_NAME[name]
     params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
-    # The kernel would overwrite the gradients.
-    gradients = as_gradients(grads, divisor).unscaled()
     rate, *others = numbers
-    arguments = {
+    settings = {
         key: bool(number) if key in _FLAGS else number
         for key, number in zip(kernel.settings, others, strict=True)
     }
-    columns = KernelLists(TensorList(params), gradients, slots)
-    kernel.update(
-        columns, rate if lr is None else lr, arguments, grad_scale=None, found_inf=found_inf
-    )
+    tensor_list = TensorList(list(grads))
+    gradients = Gradients(tensor_list, grads, True, divisor, owned, factor, clip_value)
+    columns = KernelLists(TensorList(params), gradients.with_one_divisor(), slots)
+    fused_update(kernel, {**settings, "lr": rate if lr is None else lr}, columns, skip)
+
+
+define("fused_update", _update_targets)
+
+
+def _operands(
+    kernel: Kernel, settings: Settings, columns: KernelLists, skip: Tensor | None
+) -> tuple[Any, ...]:
+    """Return the operands of the operator `fused_update`."""
+    grads, lr, bound = columns.grads, settings["lr"], columns.grads.clip_value
+    targets = [target for column in (columns.params.tensors, *columns.slots) for target in column]
+    numbers = [0.0 if isinstance(lr, Tensor) else lr, *kernel.arguments(settings).values()]
+    rate = lr if isinstance(lr, Tensor) else None
+    if bound is not None and not isinstance(bound, Tensor):
+        bound = torch.full((), bound, dtype=grads.factor_dtype, device=targets[0].device)
+    name, numbers = kernel.function.__name__, list(map(float, numbers))
+    pending = grads.divisor, grads.factor, bound
+    return targets, grads.tensors, name, numbers, rate, skip, *pending
 
 
 # ---- a step --------------------------------------------------------------------------------------
@@ -216,17 +229,14 @@ class FusedStep:
 
     def is_right_for(self, inputs: StepInputs) -> bool:
         """Return True if the kernel makes this step."""
-        if self.kernel is None or self._layout.first_step_differs or under_transform():
+        if self.kernel is None or self._layout.first_step_differs:
             return False
         if self._settings.flag_named and not self._settings.settings.get("fused"):
             return False
         if inputs.opt_state.hyper and not self._settings.are_readable(inputs.opt_state):
             return False
         params, grads = inputs.present_params, inputs.grads.tensor_list
-        if torch.compiler.is_dynamo_compiling() and (
-            len(params.tensors) <= MAX_INLINE_LEAVES
-            or is_on_a_graph([*params.tensors, *grads.tensors])
-        ):
+        if traced() and not may_be_opaque(params.tensors, grads.tensors):
             return False
         return can_launch(params, grads)
 
@@ -242,7 +252,24 @@ class FusedStep:
             {n: v if n == "lr" else each_number(as_number, {n: v})[n] for n, v in table.items()}
             for table in current
         ]
-        self._launch(numbers, inputs, skip)
+        inputs = inputs._replace(grads=grads.with_one_divisor())
+        for settings, _, columns in self._launches(inputs, numbers):
+            fused_update(self.kernel, settings, columns, skip)
+
+    def new(
+        self, skip: Tensor | None, inputs: StepInputs, current: Tables
+    ) -> tuple[Tensors, Slots]:
+        """Return new parameters and slots from operators, which end a graph of `jit`."""
+        params = dict(inputs.named_params)
+        slots = {name: dict(slot) for name, slot in inputs.opt_state.slots.items()}
+        for settings, names, columns in self._launches(inputs, current):
+            operands = _operands(self.kernel, settings, columns, skip)
+            new = iter(torch.ops.purescale.fused_update(*operands))
+            params.update(zip(names, new, strict=False))
+            for key in self.kernel.slots(settings):
+                for name, value in zip(names, new, strict=False):
+                    slots[name][key] = value
+        return params, slots
 
     def _traced(
         self,
@@ -261,12 +288,15 @@ class FusedStep:
         )
         state = OptState((), slots)  # type: ignore[arg-type]
         inputs = inputs_of_dict(params, gradients, state, dense_off_graph=False)
-        self._launch(current, inputs, skip)
+        for settings, _, columns in self._launches(inputs, current):
+            torch.ops.purescale.fused_update_(*_operands(self.kernel, settings, columns, skip))
 
-    def _launch(self, current: Tables, inputs: StepInputs, skip: Tensor | None) -> None:
-        """Launch a kernel for each group, device and dtype."""
-        params, slots = inputs.present_params, inputs.opt_state.slots
-        grads, names = inputs.grads.with_one_divisor(), list(inputs.named_params)
+    def _launches(
+        self, inputs: StepInputs, current: Tables
+    ) -> Iterator[tuple[Settings, list[str], KernelLists]]:
+        """Yield the settings, the names and the tensors of each group, device and dtype."""
+        params, slots, grads = inputs.present_params, inputs.opt_state.slots, inputs.grads
+        names = list(inputs.named_params)
         gradient_of = {name: index for index, name in enumerate(inputs.grad_names)}
         for group in self._settings.torch_groups(tuple(names), current):
             settings = group.settings
@@ -281,7 +311,7 @@ class FusedStep:
                     grads.picked([gradient_of[name] for name in of_kind]),
                     [self._column(slots, of_kind, key) for key in self.kernel.slots(settings)],
                 )
-                fused_update(self.kernel, settings, columns, skip)
+                yield settings, of_kind, columns
 
     def _column(self, slots: Slots, names: list[str], key: str) -> list[Tensor]:
         try:

@@ -256,6 +256,9 @@ class TorchOptimizer(Updater):
     def _step_by_kernel(
         self, skip: Tensor | None, inputs: StepInputs, prepared: Tables, *, in_place: bool
     ) -> tuple[Tree, OptState]:
+        if traced() and not torch.compiler.is_dynamo_compiling():
+            params, slots = self._fused_step.new(skip, inputs, prepared)
+            return self._as_trees(inputs, params, slots, 1 if skip is None else ~skip)
         if in_place:  # a rate that is not in the state may share memory with a parameter
             prepared = [
                 {n: v.clone() if isinstance(v, Tensor) else v for n, v in table.items()}

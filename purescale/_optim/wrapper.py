@@ -117,7 +117,8 @@ class Wrapper(Updater):
 
     def apply_step(self, inputs: StepInputs, prepared: Any) -> tuple[Tree, Tree]:
         """Return parameters and state after the step: decoded, stepped and encoded."""
-        return self._stepped(inputs, lambda decoded: self.updater.apply_step(decoded, prepared))
+        step = functools.partial(self.updater.apply_step, prepared=prepared)
+        return self._stepped(inputs, step)[0]
 
     def apply_step_unless(
         self, skip: Tensor, inputs: StepInputs, prepared: Any, *, in_place: bool = False
@@ -126,32 +127,44 @@ class Wrapper(Updater):
         decoded.
         """
         can_be_cut = isinstance(without_wrappers(inputs.opt_state), OptState)
-        if not can_be_cut or self.calls_step or traced():
+        if not can_be_cut or self.calls_step or torch.compiler.is_compiling():
             return super().apply_step_unless(skip, inputs, prepared, in_place=in_place)
         step = functools.partial(
-            self.updater.apply_step_unless, skip, prepared=prepared, in_place=True
+            self.updater.apply_step_unless, skip, prepared=prepared, in_place=not traced()
         )
+        if traced():
+            new, chosen = self._stepped(inputs, step)
+            old = inputs.params_tree(inputs.params), inputs.opt_state
+            before, after, structure = _tree.matching_leaves(old, new, "old", "new")
+            done = set(map(id, chosen))
+            leaves = [
+                b if id(b) in done else select_masked(skip, [a], [b])[0]
+                for a, b in zip(before, after, strict=True)
+            ]
+            return structure.unflatten(leaves)
         with torch.no_grad():
             inputs = _off_graph(inputs, copy=not in_place)
             for piece in self._pieces(inputs):
-                old = _tree.flatten((piece.params, piece.opt_state))[0]
-                new = _tree.flatten(self._stepped(piece, step))[0]
-                pairs = [(a, b) for a, b in zip(old, new, strict=True) if a is not b]
+                leaves = _tree.flatten((piece.params, piece.opt_state))[0]
+                results = _tree.flatten(self._stepped(piece, step)[0])[0]
+                pairs = [(a, b) for a, b in zip(leaves, results, strict=True) if a is not b]
                 select_masked(skip, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
         return inputs.params_tree(inputs.params), inputs.opt_state
 
     def _stepped(
         self, inputs: StepInputs, step: Callable[[StepInputs], tuple[Tree, Tree]]
-    ) -> tuple[Tree, Tree]:
-        """Return parameters and state after `step` of what is decoded."""
+    ) -> tuple[tuple[Tree, Tree], Leaves]:
+        """Return parameters and state after `step` of what is decoded, and the leaves of what that
+        returned.
+        """
         inputs = inputs.unscaled(wide=self.wide_grads)
         if traced():
             leaves = _tree.flatten((inputs.params, inputs.opt_state))[0]
             self._reject_derivatives([*leaves, *inputs.grads.tensors])
         with torch.set_grad_enabled(torch.is_grad_enabled() and traced()):
-            params, state = step(self.decode(inputs))
+            params, state = stepped = step(self.decode(inputs))
             encoded, state = self.encode(inputs, _tree.flatten(params)[0], state)
-        return inputs.params_tree(encoded), state
+        return (inputs.params_tree(encoded), state), _tree.flatten(stepped)[0]
 
     def _reject_derivatives(self, leaves: Sequence[Any]) -> None:
         """Refuse a derivative through rounding, which would come out as zeros."""

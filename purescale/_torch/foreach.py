@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,20 +19,12 @@ from .._torch.dtypes import largest_within, on_device, saturating, unscaled_dtyp
 from .._torch.private import listops
 from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 
-# Up to this number of tensors a compiler's own kernels are faster than one node for all; for more
-# it takes minutes to compile them.
-MAX_INLINE_LEAVES = 16
 
-
-def way_over(tensors: Sequence[Tensor]) -> Literal["plain", "node", "lists"]:
-    """Return how a pass over these tensors runs: by plain operators, which transforms and autograd
-    follow; as one node of a compiled graph; or over lists.
+def lists_are_right(tensors: Sequence[Tensor]) -> bool:
+    """Return True if list operators may make a pass over these tensors. Transforms and graphs of
+    torch.autograd have no rules for them, and a compiler fuses plain ones better.
     """
-    if under_transform() or is_on_a_graph(tensors):
-        return "plain"
-    if torch.compiler.is_compiling():
-        return "plain" if len(tensors) <= MAX_INLINE_LEAVES else "node"
-    return "lists"
+    return not (traced() or is_on_a_graph(tensors))
 
 
 def is_launch_bound(tensor: Tensor) -> bool:

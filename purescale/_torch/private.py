@@ -32,19 +32,20 @@ def __getattr__(name: str) -> Any:
 # ---- transforms, modes, compilers ----------------------------------------------------------------
 
 
+def transformed() -> bool:
+    """Return True inside vmap, grad or another torch.func transform, or in forward mode."""
+    return bool(
+        _here.transforms_active()
+        or (not torch.compiler.is_dynamo_compiling() and _here.forward_ad._current_level >= 0)
+    )
+
+
 def under_transform() -> bool:
-    """Return True inside vmap, grad or another torch.func transform, in forward mode, or while
-    `jit` records a function.
+    """Return True if `transformed`, or while `jit` records a function.
 
     List operators have no vmap rule there, and fused kernels drop derivatives.
     """
-    return bool(
-        _here.transforms_active()
-        or (
-            not torch.compiler.is_dynamo_compiling()
-            and (_here.forward_ad._current_level >= 0 or thread.records)
-        )
-    )
+    return transformed() or (not torch.compiler.is_dynamo_compiling() and thread.records)
 
 
 def traced() -> bool:

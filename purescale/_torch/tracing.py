@@ -5,6 +5,7 @@ under_transform       vmap, grad or another of torch.func, forward mode, or reco
 under_derivative      a transform that differentiates;  is_differentiated: through this tensor
 recorded_by_make_fx   operators go into a graph of make_fx, whose code is that of eager mode
 is_on_a_graph         torch.autograd records operators on these tensors
+may_be_opaque         one operator may stand for a pass over many tensors, in a graph
 whole_graph           a graph of torch.autograd must not end;  end_graph: where it would
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
 """
@@ -39,6 +40,21 @@ def is_on_a_graph(tensors: Sequence[Tensor | None]) -> bool:
     if not torch.is_grad_enabled():
         return False
     return any([tensor is not None and tensor.requires_grad for tensor in tensors])
+
+
+# Up to this number of tensors a compiler's own kernels are faster than one operator for all; for
+# more it takes minutes to compile them.
+MAX_INLINE_LEAVES = 16
+
+
+def may_be_opaque(*lists: Sequence[Tensor]) -> bool:
+    """Return True if, in a trace, one operator may stand for a pass over these lists: there are
+    many tensors, and nothing needs its derivative or a rule for vmap.
+    """
+    if len(lists[0]) <= MAX_INLINE_LEAVES or any(map(is_on_a_graph, lists)):
+        return False
+    # `jit` counts as a transform, because what it records may be transformed inside of it.
+    return not under_transform() or (private.thread.records and not private.transformed())
 
 
 def recorded_by_make_fx() -> bool:

@@ -1,0 +1,223 @@
+"""A graph in stages: compiled code, the operators of the library, compiled code that follows."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from .._torch import private
+from .._torch.foreach import clone_listed
+from .._torch.operators import IN_PLACE
+
+Function = Callable[..., Sequence[Any]]
+Compile = Callable[[Any, Sequence[Tensor]], Function]  # of a graph and fake inputs like its own
+Stage = Callable[[list[Any]], Sequence[Any]]  # returns new values, from all that there are
+Nodes = list[fx.Node]
+_WRITE = torch.ops.aten.copy_.default
+_GONE = (
+    "The arguments that were donated to this jitted function may have been overwritten in part. "
+    "Fix: a checkpoint, or the same call without `donate`."
+)
+
+
+def compiled_in_stages(module: Any, examples: Sequence[Tensor], compile: Compile) -> Function:
+    """Return a function that runs a graph, whose only writes are those into donated inputs at its
+    end. `compile` is given what is before the operators of the library, and what follows them. The
+    operators run between, in place where a donated input takes their result: within compiled code
+    they would take copies of all operands, and twice the time to compile.
+    """
+    calls = [node for node in module.graph.nodes if node.target in IN_PLACE]
+    later = _followers(module, calls)
+    if not calls or any(not later.isdisjoint(call.all_input_nodes) for call in calls):
+        return compile(module, examples)
+    writes = _writes_in_place(module, calls, later)
+    _keep_values(module, calls, later, writes)
+    inputs, output = placeholders(module), module.graph.output_node()
+    outside = {
+        *inputs,
+        output,
+        *calls,
+        *writes.values(),
+        *(x for call in calls for x in call.users),
+    }
+    nodes = [node for node in module.graph.nodes if node not in outside]
+    stages = _Stages(module, inputs, compile)
+    stages.add_compiled([node for node in nodes if node not in later])
+    for call in calls:
+        stages.add_call(call, kept=[node for node in _targets(call) if node not in writes])
+    stages.add_compiled([node for node in nodes if node in later])
+    return stages.function(list(output.args[0]))
+
+
+def placeholders(module: Any) -> Nodes:
+    """Return the inputs of a graph."""
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def memory(node: fx.Node) -> Any:
+    """Return what is equal for nodes that share memory."""
+    return node.meta["val"].untyped_storage()._cdata
+
+
+def separated(module: Any, node: fx.Node, taken: set[Any]) -> fx.Node:
+    """Return a node whose memory is not in `taken`, to which it is added: a copy if need be."""
+    if memory(node) in taken:
+        place = node if node.op != "placeholder" else placeholders(module)[-1]
+        with module.graph.inserting_after(place):
+            copy = module.graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta["val"] = node.meta["val"].clone()
+        node = copy
+    taken.add(memory(node))
+    return node
+
+
+def _targets(call: fx.Node) -> Nodes:
+    """Return what an operator writes into."""
+    targets: Any = call.args[0]
+    return list(targets)
+
+
+def _followers(module: Any, calls: Nodes) -> set[fx.Node]:
+    """Return the nodes that need results of operators, and these themselves."""
+    later = set(calls)
+    for node in module.graph.nodes:
+        if not later.isdisjoint(node.all_input_nodes):
+            later.add(node)
+    return later
+
+
+def _writes_in_place(module: Any, calls: Nodes, later: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Return by donated input the write of an operator's result into its own target, if nothing
+    else reads that input later.
+    """
+    writes = {node.args[0]: node for node in module.graph.nodes if node.target is _WRITE}
+    in_place = {}
+    for call in calls:
+        targets = _targets(call)
+        for index, target in enumerate(targets):
+            write = writes.get(target)
+            if write is None or write not in later or targets.count(target) > 1:
+                continue
+            is_own = write.args[1].args == (call, index)
+            if is_own and later & target.users.keys() == {call, write}:
+                in_place[target] = write
+    return in_place
+
+
+def _keep_values(
+    module: Any, calls: Nodes, later: set[fx.Node], writes: dict[fx.Node, fx.Node]
+) -> None:
+    """Copy what an operator takes if somebody else has its memory: it may overwrite all of it. Copy
+    donated inputs that are read later, and have a new value by then.
+    """
+    results = [node for node in module.graph.output_node().args[0] if node not in later]
+    taken = set(map(memory, [*placeholders(module), *results]))
+    old = {x.args[0] for x in module.graph.nodes if x.target is _WRITE and x not in later}
+
+    def own(node: fx.Node) -> fx.Node:
+        if private.overlap_within(node.meta["val"]):
+            taken.add(memory(node))
+        return separated(module, node, taken)
+
+    @functools.cache
+    def kept(node: fx.Node) -> fx.Node:
+        is_input = node.op == "placeholder" and node not in old
+        return node if is_input or node in later else own(node)
+
+    for node in list(module.graph.nodes):
+        if node in calls:
+            targets = [target if target in writes else kept(target) for target in _targets(node)]
+            node.args = (targets, *map_arg(node.args[1:], own))
+        elif node in later and node.op != "output":
+            node.args, node.kwargs = map_arg(node.args, kept), map_arg(node.kwargs, kept)
+
+
+class _Stages:
+    """The stages of a graph, and where each finds the values of nodes among all so far."""
+
+    def __init__(self, module: Any, inputs: Nodes, compile: Compile) -> None:
+        self._module, self._compile = module, compile
+        self._place = {node: place for place, node in enumerate(inputs)}
+        self._number = len(inputs)
+        self._stages: list[Stage] = []
+
+    def add_compiled(self, nodes: Nodes) -> None:
+        """Add nodes of the graph as a graph of their own."""
+        if not nodes:
+            return
+        own, graph, new = set(nodes), fx.Graph(), {}
+        ins = list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in own))
+        outs = [node for node in nodes if not own.issuperset(node.users)]
+        for node in ins:
+            new[node] = graph.placeholder(node.name)
+        for node in nodes:
+            new[node] = graph.node_copy(node, new.__getitem__)
+        graph.output([new[node] for node in outs])
+        run = self._compile(fx.GraphModule(self._module, graph), list(map(_fake_like, ins)))
+        of_ins = self._getter(ins)
+        self._add(lambda values: run(*of_ins(values)), dict(enumerate(outs)))
+
+    def add_call(self, call: fx.Node, kept: Nodes) -> None:
+        """Add an operator, which writes into its targets. Inputs that are `kept` are copied."""
+        function, operands = IN_PLACE[call.target], list(map(self._getter, call.args[1:]))
+        nodes, of_targets = _targets(call), self._getter(call.args[0])
+        copied = [i for i, node in enumerate(nodes) if node.op == "placeholder" and node in kept]
+
+        @torch.no_grad()
+        def run(values: list[Any]) -> list[Any]:
+            targets = of_targets(values)
+            copies = clone_listed([targets[index] for index in copied])
+            for index, copy in zip(copied, copies, strict=True):
+                targets[index] = copy
+            function(targets, *[operand(values) for operand in operands])
+            return targets
+
+        results: dict[Any, Any] = dict.fromkeys(range(len(nodes)))
+        for node in call.users:
+            results[node.args[1]] = node
+        self._add(run, results)
+
+    def function(self, results: Nodes) -> Function:
+        """Return a function of the inputs that runs all stages."""
+        stages, of_results = self._stages, self._getter(results)
+        donates = any(node.target is _WRITE for node in self._module.graph.nodes)
+
+        def run(*inputs: Any) -> Sequence[Any]:
+            values = list(inputs)
+            try:
+                for stage in stages:
+                    values += stage(values)
+            except Exception as error:
+                if donates:
+                    error.add_note(_GONE)
+                raise
+            return of_results(values)
+
+        return run
+
+    def _add(self, stage: Stage, new: dict[int, Any]) -> None:
+        self._stages.append(stage)
+        self._place |= {node: self._number + index for index, node in new.items()}
+        self._number += len(new)
+
+    def _getter(self, arg: Any) -> Callable[[list[Any]], Any]:
+        """Return a function that returns an argument of a node from all values."""
+        if isinstance(arg, fx.Node):
+            return operator.itemgetter(self._place[arg])
+        if isinstance(arg, (list, tuple)) and all(isinstance(x, fx.Node) for x in arg):
+            places = [self._place[node] for node in arg]
+            return lambda values: [values[place] for place in places]
+        return lambda values: arg
+
+
+def _fake_like(node: fx.Node) -> Tensor:
+    """Return a fake tensor like a node, in memory of its own."""
+    x = node.meta["val"]
+    with x.fake_mode:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

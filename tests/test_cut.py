@@ -1,0 +1,226 @@
+"""A graph that ends with operators of the library: the results of the function, whoever else sees
+the memory that an operator writes into.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from helpers import assert_close, clone, examples, same_bits, tensors
+from hypothesis import given
+from hypothesis import strategies as st
+
+import purescale as ps
+from purescale._grads import grad_stats
+from purescale._optim import fused
+from purescale._torch import tracing
+
+in_order = functools.partial(ps.jit, backend="aot_eager")
+adamw = functools.partial(ps.from_torch, torch.optim.AdamW)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def many_leaves():
+    """Few leaves count as many."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (tracing, grad_stats):
+            patch.setattr(module, "MAX_INLINE_LEAVES", 0)
+        yield
+
+
+OPTIMIZERS = {
+    "AdamW": adamw(lr=0.1),
+    "amsgrad": ps.from_torch(torch.optim.Adam, lr=0.1, amsgrad=True, maximize=True),
+    "SGD": ps.from_torch(torch.optim.SGD, lr=0.1),
+    "momentum": ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "Adagrad": ps.from_torch(torch.optim.Adagrad, lr=0.1, lr_decay=0.1),
+    "groups": adamw(lr=0.1, overrides={"b": {"weight_decay": 0.5}, "c": {"lr": 0.01}}),
+    "schedule": adamw(lr=lambda count: 0.1 / (count + 1), schedule_by="iteration"),
+    "in the state": adamw(lr=0.1, in_state=("lr",)),
+    "a formula": ps.from_torch(torch.optim.NAdam, lr=0.1),
+    "masters": ps.with_master_weights(adamw(lr=0.1)),
+    "narrow": ps.with_state_dtype(adamw(lr=0.1), {"exp_avg": torch.bfloat16}),
+    "partition": ps.partition(
+        {"adamw": adamw(lr=0.1), "muon": ps.from_torch(torch.optim.Muon, lr=0.1)},
+        lambda name, leaf: "muon" if leaf.ndim == 2 else "adamw",
+    ),
+    "masters of parts": ps.partition(
+        {"a": ps.with_master_weights(adamw(lr=0.1)), "b": ps.from_torch(torch.optim.SGD, lr=0.1)},
+        lambda name, leaf: "b" if name == "b" else "a",
+    ),
+}
+RULES = {
+    "grows in each step": ps.DynamicScale(2.0**4, growth_interval=1),
+    "headroom": ps.HeadroomScale(),
+    "none": ps.NoScale(),
+}
+SIZES = {"a": (3, 11), "b": (300,), "c": (), "d": (0,), "unused": (5,)}
+
+
+def problem(optimizer, rule, mixed):
+    generator = torch.Generator().manual_seed(0)
+    params = {
+        name: torch.randn(size, generator=generator)
+        for name, size in SIZES.items()
+        if not (mixed and size == (0,))
+    }
+    if mixed:
+        params["b"] = params["b"].double()
+    if "masters" in optimizer:
+        params["a"] = params["a"].bfloat16()
+    optimizer, rule = OPTIMIZERS[optimizer], RULES[rule]
+    return ps.init_train_state(params, {"seen": torch.zeros(3)}, optimizer, rule)
+
+
+def loss_fn(params, buffers, x):
+    # b and c have gradients that are views of one another
+    loss = (params["a"].float() @ x).square().sum() + params["b"].sum().float() * params["c"]
+    return loss + params["c"], {"seen": buffers["seen"] + x[:3]}
+
+
+def programs():
+    """Draw the name of an optimizer and of a rule, arguments of a step, and what is done with the
+    state after it.
+    """
+    settings = st.fixed_dictionaries(
+        {"max_norm": st.sampled_from([None, 1.0]), "clip_value": st.sampled_from([None, 0.1])}
+    )
+    uses = st.sets(
+        st.sampled_from(["average", "difference", "view", "twice", "swap", "old"]), max_size=3
+    )
+    names = map(st.sampled_from, (list(OPTIMIZERS), list(RULES)))
+    return st.tuples(*names, settings, st.booleans(), uses)
+
+
+def step_of(optimizer, rule, settings, uses):
+    step = functools.partial(
+        ps.train_step,
+        loss_fn=loss_fn,
+        optimizer=OPTIMIZERS[optimizer],
+        rule=RULES[rule],
+        **settings,
+    )
+
+    def fn(carry, x):
+        state, other = carry
+        new, info = step(state, [x])
+        more = {"info": info, "buffers": new.buffers}
+        if "average" in uses:
+            other = pytree.tree_map(lambda a, b: a.lerp(b.to(a.dtype), 0.5), other, new.params)
+        if "difference" in uses:
+            more["difference"] = pytree.tree_map(torch.sub, new.params, state.params)
+        if "view" in uses:
+            more["view"] = new.params["a"].T, state.params["a"].T
+        if "old" in uses:  # numbers that the step has replaced
+            more["old"] = new.params["b"] * state.scaler.scale + state.buffers["seen"].sum()
+        if "twice" in uses:
+            more["twice"] = new.params, new.scaler.scale
+        if "swap" in uses:
+            other = pytree.tree_map(lambda a, b: b.to(a.dtype), other, new.params)
+        return (new, other), more
+
+    return fn
+
+
+def run(fn, carry, count=4):
+    """Return the carry after some steps, of which the third overflows, and what they return."""
+    generator, outs = torch.Generator().manual_seed(1), []
+    for index in range(count):
+        x = torch.randn(11, generator=generator) * (torch.inf if index == 2 else 1)
+        carry, more = fn(carry, x)
+        outs.append(clone(more))
+    return carry, outs
+
+
+def check(program, jit):
+    """Compare a program with itself under `jit`, donated and not."""
+    optimizer, rule, settings, mixed, uses = program
+    state = problem(optimizer, rule, mixed)
+    fn = step_of(optimizer, rule, settings, uses)
+    expected = run(fn, (state, state.params))
+    kept = run(jit(fn), (state, state.params))
+    donated = run(jit(fn, donate=0), clone((state, state.params)))
+    assert same_bits(kept, donated)
+    for result, other in zip(tensors(kept), tensors(expected), strict=True):
+        if result.dtype is not torch.int16:  # the last bits of masters
+            assert_close(result, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@examples(100)
+@given(programs())
+def test_a_step_has_the_results_of_the_eager_one_donated_or_not(program):
+    check(program, in_order)
+
+
+def gradients():
+    """Draw gradients: whether some share memory, or elements of one do."""
+    return st.sampled_from(["apart", "one tensor twice", "expanded", "views", "parameters"])
+
+
+@given(st.sampled_from(["AdamW", "SGD", "momentum"]), gradients(), st.booleans())
+def test_gradients_that_are_arguments_stay_as_they_are(name, kind, donate):
+    optimizer, params = OPTIMIZERS[name], {"a": torch.ones(33), "b": torch.ones(33)}
+    memory = torch.arange(66.0)
+    grads = {
+        "apart": {"a": torch.ones(33), "b": torch.arange(33.0)},
+        "one tensor twice": dict.fromkeys("ab", torch.arange(33.0)),
+        "expanded": {"a": torch.ones(()).expand(33), "b": torch.arange(33.0)},
+        "views": {"a": memory[:33], "b": memory[33:]},
+        "parameters": params,
+    }[kind]
+    state, scaler = optimizer.init(params), ps.DynamicScale(4.0, growth_interval=1).init()
+
+    def step(params, state, scaler, grads):
+        if kind == "parameters":
+            grads = params
+        stepped = ps.unscale_and_step(optimizer, scaler, params, grads, state, max_norm=1.0)
+        return stepped, pytree.tree_map(torch.add, grads, stepped.params)
+
+    arguments = params, state, scaler, grads
+    before = clone(arguments)
+    jitted = in_order(step, donate=(0, 1) if donate else ())
+    assert_close(jitted(*clone(arguments)), step(*arguments), rtol=1e-6, atol=1e-6)
+    assert_close(jitted(*clone(arguments[:3]), grads), step(*arguments), rtol=1e-6, atol=1e-6)
+    assert same_bits(arguments, before)
+
+
+@pytest.mark.parametrize("donate", [(), 0])
+def test_an_error_in_an_operator_says_if_donated_arguments_may_be_gone(donate, monkeypatch):
+    state = problem("SGD", "grows in each step", False)
+    step = in_order(step_of("SGD", "grows in each step", {}, set()), donate=donate)
+    carry = step(clone((state, state.params)), torch.ones(11))[0]
+
+    def fail(*args):
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(fused, "fused_update", fail)
+    with pytest.raises(MemoryError, match="none left") as caught:
+        step(carry, torch.ones(11))
+    notes = " ".join(getattr(caught.value, "__notes__", []))
+    assert ("a checkpoint" in notes) == (donate == 0)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "a formula"])
+def test_inside_of_a_transform_the_graph_has_operators_with_derivatives(name):
+    state = problem(name, "none", False)
+    step = step_of(name, "none", {}, set())
+
+    def moved(scale, x):
+        return step((state, state.params), x * scale)[0][0].params["a"].square().sum()
+
+    x, one = torch.ones(11), torch.ones(())
+    derivative = torch.func.grad(moved)
+    assert_close(in_order(derivative)(one, x), derivative(one, x), rtol=1e-4, atol=1e-6)
+    rows = torch.randn(3, 11)
+    mapped = torch.vmap(moved, (None, 0))
+    assert_close(in_order(mapped)(one, rows), mapped(one, rows), rtol=1e-4, atol=1e-6)
+    jvp = functools.partial(torch.func.jvp, lambda scale: moved(scale, x), (one,), (one,))
+    assert_close(in_order(lambda: jvp())(), jvp(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@examples(3)
+@given(programs())
+def test_a_compiled_step_has_the_results_of_the_eager_one_donated_or_not(program):
+    check(program, ps.jit)

@@ -3,6 +3,7 @@ the memory that an operator writes into.
 """
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -42,8 +43,8 @@ OPTIMIZERS = {
     "masters": ps.with_master_weights(adamw(lr=0.1)),
     "narrow": ps.with_state_dtype(adamw(lr=0.1), {"exp_avg": torch.bfloat16}),
     "partition": ps.partition(
-        {"adamw": adamw(lr=0.1), "muon": ps.from_torch(torch.optim.Muon, lr=0.1)},
-        lambda name, leaf: "muon" if leaf.ndim == 2 else "adamw",
+        {"adamw": adamw(lr=0.1), "nadam": ps.from_torch(torch.optim.NAdam, lr=0.1)},
+        lambda name, leaf: "nadam" if leaf.ndim == 2 else "adamw",
     ),
     "masters of parts": ps.partition(
         {"a": ps.with_master_weights(adamw(lr=0.1)), "b": ps.from_torch(torch.optim.SGD, lr=0.1)},
@@ -224,3 +225,39 @@ def test_inside_of_a_transform_the_graph_has_operators_with_derivatives(name):
 @given(programs())
 def test_a_compiled_step_has_the_results_of_the_eager_one_donated_or_not(program):
     check(program, ps.jit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["AdamW", "partition", "a formula"])
+def test_scanned_steps_are_the_loop_and_leave_the_state_of_the_caller(name):
+    fn = step_of(name, "grows in each step", {"max_norm": 1.0}, {"average"})
+    state = problem(name, "grows in each step", False)
+    carry, rows = (state, state.params), torch.randn(5, 11)
+    rows[2] = torch.inf
+    before = clone(carry)
+    expected = ps.scan_steps(fn, carry, rows)
+    for donate in ((), 0):
+        scanned = ps.scan_steps(ps.jit(fn, donate=donate), carry, rows)
+        assert_close(scanned, expected, rtol=1e-3, atol=1e-4, equal_nan=True)
+        assert same_bits(carry, before)
+
+
+def test_threads_run_two_steps_at_once():
+    names = "AdamW", "momentum"
+    expected, results = {}, {}
+    for name in names:
+        state = problem(name, "none", False)
+        fn = step_of(name, "none", {}, set())
+        expected[name] = run(fn, (state, state.params), 8)[0]
+
+    def train(name):
+        state = problem(name, "none", False)
+        step = in_order(step_of(name, "none", {}, set()), donate=0)
+        results[name] = run(step, clone((state, state.params)), 8)[0]
+
+    threads = [threading.Thread(target=train, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_close(results, expected, rtol=1e-4, atol=1e-5, equal_nan=True)

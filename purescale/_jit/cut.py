@@ -60,6 +60,11 @@ def placeholders(module: Any) -> Nodes:
     return [node for node in module.graph.nodes if node.op == "placeholder"]
 
 
+def has_operators(module: Any) -> bool:
+    """Return True if a graph has operators of the library."""
+    return any(node.target in IN_PLACE for node in module.graph.nodes)
+
+
 def memory(node: fx.Node) -> Any:
     """Return what is equal for nodes that share memory."""
     return node.meta["val"].untyped_storage()._cdata

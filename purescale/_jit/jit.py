@@ -145,13 +145,15 @@ class Program:
         return inputs
 
 
+_LOCK = threading.Lock()  # torch records one graph at a time in all threads
+
+
 class Programs:
     """The programs of one function, each made when arguments like its own first come."""
 
     def __init__(self, fn: Callable[..., Tree]) -> None:
         self._name = getattr(fn, "__qualname__", None) or short_repr(fn)
         self._programs: list[Program] = []
-        self._lock = threading.Lock()
 
     def of(
         self,
@@ -161,7 +163,7 @@ class Programs:
         compile: Callable[[PureGraph], Function],
     ) -> Program:
         """Return the program for arguments like these. If there is none yet, make it."""
-        with self._lock:
+        with _LOCK:
             program = self.lookup(tensors, form)
             if program is None:
                 # A compiler may draw random numbers, and the first call draws those of later ones.

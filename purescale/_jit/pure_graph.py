@@ -12,9 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._jit.cut import Function, compiled_in_stages, memory, placeholders, separated
+from .._jit.cut import (
+    Function,
+    compiled_in_stages,
+    has_operators,
+    memory,
+    placeholders,
+    separated,
+)
 from .._torch import private
 from .._torch.autocast import outside_autocast
+from .._torch.foreach import clone_listed
 from .._torch.tracing import PLAIN_TYPES, NoReads, ReadError, innermost, is_lazy, recording
 
 
@@ -135,6 +143,10 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
     `carried` results are the first inputs of the next repetition, and all other inputs have one
     dimension more in front. It returns the last carried results, and all others stacked.
     """
+    ends = placeholders(graph.module), _output(graph.module).args[0]
+    old, new = ([_kind(node) for node in nodes[:carried]] for nodes in ends)
+    if old == new and has_operators(graph.module):
+        return _looped(graph, len(inputs), carried)
     from torch.fx.experimental.symbolic_shapes import (
         DimDynamic,
         ShapeEnv,
@@ -169,6 +181,23 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
         return results if len(results) > 1 else [*results, results[0].clone()]
 
     return _compiled(_graph_of(repeat, examples, fake), examples)
+
+
+def _looped(graph: PureGraph, number: int, carried: int) -> Function:
+    """Return `scanned` as a loop over the compiled graph, which overwrites what is carried: within
+    one graph operators of the library would copy it in each repetition.
+    """
+    _donate(graph.module, range(carried))
+    once = compiled(graph)
+
+    def repeat(*tensors: Tensor) -> Sequence[Any]:
+        carry, stacks, closed_over = tensors[:carried], tensors[carried:number], tensors[number:]
+        carry = tuple(clone_listed(carry))
+        rows = zip(*[stack.unbind() for stack in stacks], strict=True)
+        rest = [once(*carry, *row, *closed_over) for row in rows]
+        return [*carry, *[torch.stack(column) for column in zip(*rest, strict=True)]]
+
+    return torch.no_grad()(repeat)
 
 
 # ---- the graph -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch.tracing import under_transform
+from .._torch.tracing import is_on_a_graph, under_derivative, under_transform
 
 State = dict[str, Tensor]
 Step = tuple[Tensor, State]
@@ -245,7 +245,7 @@ def _root(square: Tensor) -> Tensor:
     """Return the square root, with the derivative 0 at 0: torch's is inf there, and 0 * inf is
     NaN.
     """
-    if not (torch.is_grad_enabled() or under_transform()):
+    if not (under_derivative() or is_on_a_graph([square])):
         return square.sqrt()
     is_zero = square == 0
     return torch.where(is_zero, square.detach(), torch.where(is_zero, 1, square).sqrt())

@@ -113,7 +113,9 @@ def _hash(x: Any) -> Any:
     """Return a 32-bit hash of 32 bits in a Python number or an int64 tensor."""
     for _ in range(2):
         x = ((x ^ (x >> 16)) * _MULTIPLIER) & _32_BITS
-    return x ^ (x >> 16)
+    x = x ^ (x >> 16)
+    # inductor inlines what it has not stored: of each use of x, twice as much in each line above.
+    return x.as_strided(x.shape, x.stride()) if isinstance(x, Tensor) else x
 
 
 class Dice(NamedTuple):

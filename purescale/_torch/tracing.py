@@ -85,13 +85,14 @@ def is_differentiated(tensor: Tensor) -> bool:
 
 
 def under_derivative() -> bool:
-    """Return True inside a transform of torch.func that differentiates, and while Dynamo traces one
-    of any kind.
+    """Return True inside a transform of torch.func that differentiates, in forward mode, and while
+    Dynamo traces a transform of any kind.
     """
     if not under_transform() or torch.compiler.is_dynamo_compiling():
         return under_transform()
     # Such a transform wraps what is created inside it.
-    return is_differentiated(torch.empty((), device="cpu"))
+    in_forward_mode = bool(private.forward_ad._current_level >= 0)
+    return in_forward_mode or is_differentiated(torch.empty((), device="cpu"))
 
 
 _is_cpu = operator.attrgetter("is_cpu")

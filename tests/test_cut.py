@@ -261,3 +261,22 @@ def test_threads_run_two_steps_at_once():
     for thread in threads:
         thread.join()
     assert_close(results, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("donate", [(), 0])
+def test_one_gradient_of_several_parameters_is_unscaled_once_for_each(donate):
+    optimizer, rule = OPTIMIZERS["SGD"], RULES["grows in each step"]
+    params = {name: torch.full((33,), 1.0) for name in "abc"}
+    state = ps.init_train_state(params, {}, optimizer, rule)
+
+    def step(state, x):
+        def total(params, buffers, x):
+            return (sum(params.values()) * x).sum(), buffers
+
+        return ps.train_step(state, [x], loss_fn=total, optimizer=optimizer, rule=rule)
+
+    x = torch.arange(33.0)
+    expected = step(state, x)[0].params
+    stepped = ps.jit(step, donate=donate)(clone(state), x)[0].params
+    assert_close(stepped, expected, rtol=1e-6, atol=1e-6)

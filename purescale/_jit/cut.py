@@ -130,14 +130,16 @@ def _keep_values(
             taken.add(memory(node))
         return separated(module, node, taken)
 
+    def stays(node: fx.Node) -> bool:
+        return node in later or (node.op == "placeholder" and node not in old)
+
     @functools.cache
     def kept(node: fx.Node) -> fx.Node:
-        is_input = node.op == "placeholder" and node not in old
-        return node if is_input or node in later else own(node)
+        return node if stays(node) else own(node)
 
     for node in list(module.graph.nodes):
         if node in calls:
-            targets = [target if target in writes else kept(target) for target in _targets(node)]
+            targets = [x if x in writes or stays(x) else own(x) for x in _targets(node)]
             node.args = (targets, *map_arg(node.args[1:], own))
         elif node in later and node.op != "output":
             node.args, node.kwargs = map_arg(node.args, kept), map_arg(node.kwargs, kept)

@@ -32,11 +32,16 @@ def __getattr__(name: str) -> Any:
 # ---- transforms, modes, compilers ----------------------------------------------------------------
 
 
+def in_forward_mode() -> bool:
+    """Return True if torch carries tangents, by `torch.func.jvp` or a dual level."""
+    return bool(_here.forward_ad._current_level >= 0)
+
+
 def transformed() -> bool:
     """Return True inside vmap, grad or another torch.func transform, or in forward mode."""
     return bool(
         _here.transforms_active()
-        or (not torch.compiler.is_dynamo_compiling() and _here.forward_ad._current_level >= 0)
+        or (not torch.compiler.is_dynamo_compiling() and in_forward_mode())
     )
 
 
@@ -57,7 +62,7 @@ def traced() -> bool:
     return (
         torch.compiler.is_compiling()
         or _here.transforms_active()
-        or _here.forward_ad._current_level >= 0
+        or in_forward_mode()
         or thread.records
     )
 

@@ -91,8 +91,7 @@ def under_derivative() -> bool:
     if not under_transform() or torch.compiler.is_dynamo_compiling():
         return under_transform()
     # Such a transform wraps what is created inside it.
-    in_forward_mode = bool(private.forward_ad._current_level >= 0)
-    return in_forward_mode or is_differentiated(torch.empty((), device="cpu"))
+    return private.in_forward_mode() or is_differentiated(torch.empty((), device="cpu"))
 
 
 _is_cpu = operator.attrgetter("is_cpu")

@@ -40,6 +40,15 @@ OPTIMIZERS = {
     "schedule": adamw(lr=lambda count: 0.1 / (count + 1), schedule_by="iteration"),
     "in the state": adamw(lr=0.1, in_state=("lr",)),
     "a formula": ps.from_torch(torch.optim.NAdam, lr=0.1),
+    "a scheduled formula": ps.from_torch(
+        torch.optim.ASGD, lr=lambda count: 0.1 / (count + 1), overrides={"a": {"lr": 0.2}}
+    ),
+    "of one's own": ps.from_formula(
+        lambda p, g, slots, h, t: (p - h.lr * g.sign(), slots), slots=(), lr=0.01
+    ),
+    "RMSprop": ps.from_torch(
+        torch.optim.RMSprop, lr=0.1, overrides={("b", "c"): {"momentum": 0.9, "centered": True}}
+    ),
     "masters": ps.with_master_weights(adamw(lr=0.1)),
     "narrow": ps.with_state_dtype(adamw(lr=0.1), {"exp_avg": torch.bfloat16}),
     "partition": ps.partition(
@@ -260,7 +269,8 @@ def test_threads_run_two_steps_at_once():
         thread.start()
     for thread in threads:
         thread.join()
-    assert_close(results, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    for name in names:
+        assert_close(results[name], expected[name], rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.slow

@@ -50,7 +50,13 @@ def under_transform() -> bool:
 
     List operators have no vmap rule there, and fused kernels drop derivatives.
     """
-    return transformed() or (not torch.compiler.is_dynamo_compiling() and thread.records)
+    return bool(
+        _here.transforms_active()
+        or (
+            not torch.compiler.is_dynamo_compiling()
+            and (_here.forward_ad._current_level >= 0 or thread.records)
+        )
+    )
 
 
 def traced() -> bool:
@@ -62,7 +68,7 @@ def traced() -> bool:
     return (
         torch.compiler.is_compiling()
         or _here.transforms_active()
-        or in_forward_mode()
+        or _here.forward_ad._current_level >= 0
         or thread.records
     )
 

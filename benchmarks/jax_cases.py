@@ -107,7 +107,8 @@ def cases() -> dict[str, Callable[[], Case]]:
         "scan": lambda: mlp("ten steps of the tiny MLP in one call", *tiny, program="scan"),
         "maml": lambda: mlp("MAML, three inner steps", *tiny, program="maml"),
         "derivative": lambda: mlp("d loss / d lr of ten steps", *tiny, program="derivative"),
-        "tensors10": lambda: mlp("MLP of width 32, 10 tensors", *[32] * 6),
+        "tensors4": lambda: mlp("MLP of width 32, 4 tensors", *[32] * 3),
+        "tensors20": lambda: mlp("MLP of width 32, 20 tensors", *[32] * 11),
         "tensors50": lambda: mlp("MLP of width 32, 50 tensors", *[32] * 26),
         "tensors150": lambda: mlp("MLP of width 32, 150 tensors", *[32] * 76),
         "gpt64": lambda: gpt(64, 4),
@@ -129,17 +130,19 @@ def cpu_seconds() -> float:
 
 def serve(make: Callable[[Case], Callable[[], Any]]) -> None:
     """Run the case of the command line. `make` returns a function that makes one call, waits for
-    its results, and returns the losses. Print the seconds to the first result and the losses of
-    three calls; then, for each line of the input, the microseconds of a call.
+    its results, and returns the losses. Print the seconds of the imports, those of CPU and of the
+    clock to the first result, and the losses of three calls; then, for each line of the input, the
+    microseconds of a call.
     """
+    imports = cpu_seconds()
     case = cases()[sys.argv[-1]]()
-    start = cpu_seconds()
+    start = cpu_seconds(), time.monotonic()
     run = make(case)
     results = [run()]
-    first = cpu_seconds() - start
+    first = cpu_seconds() - start[0], time.monotonic() - start[1]
     results += [run(), run()]
     losses = [float(np.asarray(result).ravel()[-1]) for result in results]
-    print(json.dumps({"first": first, "losses": losses}), flush=True)
+    print(json.dumps({"imports": imports, "first": first, "losses": losses}), flush=True)
     began = time.process_time()
     run()
     calls = max(3, min(300, int(0.2 / (time.process_time() - began + 1e-6))))

@@ -1,6 +1,9 @@
 """What a user is told of compiling: a first call that takes long, and many graphs."""
 
 import logging
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -30,6 +33,17 @@ def test_a_first_call_that_takes_long_says_so_once_and_later_calls_nothing(monke
         assert torch.equal(jitted(torch.ones(3)), torch.full((3,), 2.0))
     (message,) = messages(caplog)
     assert "slow): tracing for more than 0.05 seconds" in message
+    assert "TORCHINDUCTOR_VEC_ISA_OK=1 skips" in message
+
+
+@pytest.mark.slow
+def test_the_variable_that_it_names_is_one_of_torch():
+    code = "from torch._inductor.cpu_vec_isa import VecAVX2; print(bool(VecAVX2()))"
+    # With a compiler that does not exist, only what is not probed is there.
+    settings = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "CXX": "no_such_compiler"}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
+    assert run.stdout == "True\n", run.stderr
 
 
 def test_it_names_the_number_of_operators_while_it_compiles(monkeypatch, caplog):

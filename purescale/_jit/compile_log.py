@@ -35,7 +35,8 @@ class SlowCall:
     def _say(self) -> None:
         _log.warning(
             "jit(%s): %s for more than %g seconds. Later calls with arguments of the same shapes "
-            "do not wait.",
+            "do not wait. In a new cache folder inductor first probes a CPU for some 8 seconds; "
+            "TORCHINDUCTOR_VEC_ISA_OK=1 skips that check.",
             *(self._name, self._doing, SECONDS),
         )
 

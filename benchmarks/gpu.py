@@ -30,6 +30,8 @@ import train_step  # noqa: E402
 import update  # noqa: E402
 from harness import SIZES, Job, Rows, compare  # noqa: E402
 
+import purescale as ps  # noqa: E402
+
 SECONDS = 540
 
 
@@ -80,10 +82,11 @@ def whole_steps(given: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
 
 def compiled_steps(given: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
     for task in (train_step.COMPILED[0], train_step.COMPILED[-1]):
-        yield (
-            f"Compiled step, {task.title}, {given.dtype}",
-            train_step.compiled(task, given),
-        )
+        rows = train_step.compiled(task, given)
+        jit = functools.partial(ps.jit, donate=0)
+        step = functools.partial(train_step.purescale, task, given, wrap=jit)
+        rows["purescale, jit, donate=0, as a captured graph"] = functools.partial(captured, step)
+        yield f"Compiled step, {task.title}, {given.dtype}", rows
 
 
 def half_parameters(given: argparse.Namespace) -> Iterator[tuple[str, Rows]]:

@@ -293,6 +293,7 @@ def compile_seconds(job: Job, device: str) -> float:
 
 def compiled(task: Task, given: argparse.Namespace) -> Rows:
     whole = functools.partial(torch.compile, fullgraph=True)
+    jit = functools.partial(ps.jit, donate=0)
     rows: Rows = {
         "GradScaler + fused AdamW, torch.compile(model)": lambda: grad_scaler(
             task, given, wrap=torch.compile, fused=True
@@ -302,6 +303,7 @@ def compiled(task: Task, given: argparse.Namespace) -> Rows:
         "purescale, donate=True, loss_fn compiled": lambda: purescale(
             task, given, wrap_loss=whole, donate=True
         ),
+        "purescale, jit, donate=0": lambda: purescale(task, given, wrap=jit),
     }
     if given.device == "cuda":
         mode = {"mode": "reduce-overhead"}
@@ -311,6 +313,9 @@ def compiled(task: Task, given: argparse.Namespace) -> Rows:
         )
         rows["purescale, donate=True, reduce-overhead"] = lambda: purescale(
             task, given, wrap=step, static=True, donate=True
+        )
+        rows["purescale, jit, donate=0, reduce-overhead"] = lambda: purescale(
+            task, given, wrap=functools.partial(jit, **mode)
         )
 
     def timed(name: str, make: Callable[[], Job]) -> Job:

@@ -120,9 +120,15 @@ def windows(data):
     return [(data[0] * (float("inf") if index == 5 else 1.0), data[1]) for index in range(8)]
 
 
+JITTED = functools.partial(ps.jit, donate=0)
+NEAR = {"rtol": 1e-2, "atol": 1e-3, "equal_nan": True}  # float16; the overflow has no loss
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, JITTED], ids=["eager", "jitted"])
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_a_donated_step_is_captured_once_and_replayed_overflow_included(name):
-    state, step, data = job(POLICY, OPTIMIZERS[name], max_norm=1.0, donate=True)
+def test_a_donated_step_is_captured_once_and_replayed_overflow_included(name, wrap):
+    state, eager, data = job(POLICY, OPTIMIZERS[name], max_norm=1.0, donate=True)
+    step = wrap(eager)
     expected, x, y = clone(state), data[0][0].clone(), data[0][1]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -138,12 +144,30 @@ def test_a_donated_step_is_captured_once_and_replayed_overflow_included(name):
     for batch in windows(data[0]):
         x.copy_(batch[0])
         graph.replay()
-        expected, told = step(expected, [batch])
+        expected, told = eager(expected, [batch])
         assert info.found_inf == told.found_inf
-        assert_close((info.loss, info.scale), (told.loss, told.scale), rtol=1e-2, atol=1e-3)
+        assert_close((info.loss, info.scale), (told.loss, told.scale), **NEAR)
     assert captured.step == 7
     assert_close(captured.scaler, expected.scaler, rtol=0, atol=0)
-    assert_close(captured.params, expected.params, rtol=1e-2, atol=1e-3)
+    assert_close(captured.params, expected.params, **NEAR)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_a_donated_jitted_step_is_the_eager_one_and_does_not_sync(name, mode):
+    state, eager, data = job(POLICY, OPTIMIZERS[name], max_norm=1.0, donate=True)
+    step, expected = JITTED(eager, mode=mode), clone(state)
+    for number, batch in enumerate(windows(data[0])):
+        expected, told = eager(expected, [batch])
+        torch.compiler.cudagraph_mark_step_begin()
+        # The first calls compile, and record a graph.
+        torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
+        state, info = step(state, [batch])
+        torch.cuda.set_sync_debug_mode("default")
+        assert info.found_inf == told.found_inf
+        assert_close((info.loss, info.scale), (told.loss, told.scale), **NEAR)
+    assert_close(state.scaler, expected.scaler, rtol=0, atol=0)
+    assert_close(state.params, expected.params, **NEAR)
 
 
 def test_a_compiled_donated_step_is_a_cuda_graph_overflow_included():
@@ -162,7 +186,7 @@ def test_a_compiled_donated_step_is_a_cuda_graph_overflow_included():
         state, info = compiled(state, [batch])
         flags.append(info.found_inf.item())
     assert flags == eager
-    assert_close(state.params, expected.params, rtol=1e-2, atol=1e-3)
+    assert_close(state.params, expected.params, **NEAR)
 
 
 # ---- wrappers, partitions, guards, checkpoints, the loop by hand: beside the CPU -----------------

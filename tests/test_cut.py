@@ -11,11 +11,16 @@ import torch.utils._pytree as pytree
 from helpers import assert_close, clone, examples, same_bits, tensors
 from hypothesis import given
 from hypothesis import strategies as st
+from test_foreach import Launched, WithoutDriver, fake_cuda
 
 import purescale as ps
 from purescale._grads import grad_stats
+from purescale._jit.cut import compiled_in_stages
+from purescale._jit.jit import FlatFunction
+from purescale._jit.pure_graph import trace
 from purescale._optim import fused
 from purescale._torch import tracing
+from purescale._tree import tree
 
 in_order = functools.partial(ps.jit, backend="aot_eager")
 adamw = functools.partial(ps.from_torch, torch.optim.AdamW)
@@ -209,6 +214,46 @@ def test_an_error_in_an_operator_says_if_donated_arguments_may_be_gone(donate, m
         step(carry, torch.ones(11))
     notes = " ".join(getattr(caught.value, "__notes__", []))
     assert ("a checkpoint" in notes) == (donate == 0)
+
+
+def launched(optimizer, number, donate, **settings):
+    """Return the operators of a jitted step over a number of tensors on a GPU that are not in its
+    compiled graph. A read of a value raises.
+    """
+    rule = RULES["grows in each step"]
+
+    def step(state, grads):
+        params, opt_state, scaler = state
+        new = ps.unscale_and_step(optimizer, scaler, params, grads, opt_state, **settings)
+        return new.params, new.opt_state, rule.update(scaler, new.found_inf)
+
+    with fake_cuda():
+        params, grads = ({str(i): torch.empty(8, 4) for i in range(number)} for _ in range(2))
+        args = (params, optimizer.init(params), rule.init("cuda")), grads
+    leaves, structure = tree.flatten(args)
+
+    def not_counted(module, inputs):
+        results = [node.meta["val"] for node in module.graph.output_node().args[0]]
+        return lambda *inputs: results
+
+    donated = range(len(leaves) - number) if donate else ()
+    with WithoutDriver():
+        graph = trace(FlatFunction(step, structure, leaves), leaves, donated)
+        run = compiled_in_stages(graph.module, graph.examples, not_counted)
+        with graph.examples[0].fake_mode, Launched() as mode:
+            run(*graph.examples)
+    return mode.ops
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("name", ["AdamW", "amsgrad", "momentum", "Adagrad", "masters", "narrow"])
+def test_on_a_gpu_few_operators_stand_beside_the_graph_whatever_the_number_of_tensors(
+    name, max_norm, donate
+):
+    few, many = (launched(OPTIMIZERS[name], n, donate, max_norm=max_norm) for n in (3, 12))
+    assert few == many
+    assert 0 < len(few) <= 20
 
 
 @pytest.mark.parametrize("name", ["AdamW", "a formula"])

@@ -92,8 +92,8 @@ The step:
     unscale_and_step      unscale, check, clip and step in the fewest passes
     Stepped               the result of unscale_and_step
     init_train_state      a new TrainState
-    train_step            a whole step over a list of microbatches
     TrainState            everything that a step changes, as one value
+    train_step            a whole step over a list of microbatches
     StepInfo              loss, found_inf, scale, grad_norm, grad_amax of a step
     stack_infos           the StepInfo of many steps as one value
     Guard                 the protocol of a guard: `init(device)` and `update(state, loss, norm)`
@@ -129,183 +129,129 @@ Beside it: purescale.types, the records that only annotations name; purescale.te
 
 import sys as _sys
 
-from ._module.functional import make_functional
-from ._module.registered import load_into
+from ._module.functional import make_functional as make_functional
+from ._module.registered import load_into as load_into
 
-from ._module.policy import Policy, policy, with_policy
-from ._module.norms import norms_in_float32
+from ._module.policy import Policy as Policy, policy as policy, with_policy as with_policy
+from ._module.norms import norms_in_float32 as norms_in_float32
 
-from ._loss_scale.rules import Rule, HasScale
-from ._loss_scale.rules import DynamicScale, StaticScale, NoScale, ScalerState
-from ._loss_scale.scaling import scale_loss, unscale_and_check, check_scaler
-from ._loss_scale.headroom import HeadroomScale, grad_amax
+from ._loss_scale.rules import Rule as Rule, HasScale as HasScale
+from ._loss_scale.rules import (
+    DynamicScale as DynamicScale,
+    StaticScale as StaticScale,
+    NoScale as NoScale,
+    ScalerState as ScalerState,
+)
+from ._loss_scale.scaling import (
+    scale_loss as scale_loss,
+    unscale_and_check as unscale_and_check,
+    check_scaler as check_scaler,
+)
+from ._loss_scale.headroom import HeadroomScale as HeadroomScale, grad_amax as grad_amax
 
-from ._reports.probe import probe_scales, ScaleProbe
-from ._reports.grad_report import grad_report, GradReport
-from ._reports.forward_report import forward_report, ForwardReport
-from ._reports.update_report import update_report, UpdateReport
-from ._reports.wanted_update import wanted_update
+from ._reports.probe import probe_scales as probe_scales, ScaleProbe as ScaleProbe
+from ._reports.grad_report import grad_report as grad_report, GradReport as GradReport
+from ._reports.forward_report import (
+    forward_report as forward_report,
+    ForwardReport as ForwardReport,
+)
+from ._reports.update_report import update_report as update_report, UpdateReport as UpdateReport
+from ._reports.wanted_update import wanted_update as wanted_update
 
-from ._distributed.collectives import all_reduce_grads, all_reduce_found_inf
-from ._batch_norm.bn_stats import all_reduce_bn_stats
+from ._distributed.collectives import (
+    all_reduce_grads as all_reduce_grads,
+    all_reduce_found_inf as all_reduce_found_inf,
+)
+from ._batch_norm.bn_stats import all_reduce_bn_stats as all_reduce_bn_stats
 
 from ._grads.accumulate import (
-    AccumState,
-    init_accum,
-    accumulate_grads,
-    accumulated_grads,
-    merge_accum,
-    accumulation_window,
+    AccumState as AccumState,
+    init_accum as init_accum,
+    accumulate_grads as accumulate_grads,
+    accumulated_grads as accumulated_grads,
+    merge_accum as merge_accum,
+    accumulation_window as accumulation_window,
 )
 
-from ._grads.clip import clip_by_global_norm, clip_by_value, check_grad_norm
+from ._grads.clip import (
+    clip_by_global_norm as clip_by_global_norm,
+    clip_by_value as clip_by_value,
+    check_grad_norm as check_grad_norm,
+)
 
-from ._optim.protocol import Optimizer, from_transformation, to_transformation
-from ._optim.torch_optim import from_torch
-from ._optim.from_formula import from_formula
-from ._optim.live_optimizer import from_torch_optimizer, to_torch_optimizer
-from ._optim.schedule import schedule_from_torch
-from ._optim.partition import partition
-from ._optim.in_state import replace_settings
+from ._optim.protocol import Optimizer as Optimizer
+from ._optim.torch_optim import from_torch as from_torch
+from ._optim.from_formula import from_formula as from_formula
+from ._optim.live_optimizer import (
+    from_torch_optimizer as from_torch_optimizer,
+    to_torch_optimizer as to_torch_optimizer,
+)
+from ._optim.protocol import (
+    from_transformation as from_transformation,
+    to_transformation as to_transformation,
+)
+from ._optim.schedule import schedule_from_torch as schedule_from_torch
+from ._optim.partition import partition as partition
+from ._optim.in_state import replace_settings as replace_settings
+from ._optim.schedule_free import with_schedule_free as with_schedule_free, averaged as averaged
 
-from ._optim.opt_state import OptState
+from ._optim.opt_state import OptState as OptState
 
 from ._optim.master_weights import (
-    with_master_weights,
-    master_weights,
-    split_masters,
-    join_masters,
+    with_master_weights as with_master_weights,
+    master_weights as master_weights,
+    split_masters as split_masters,
+    join_masters as join_masters,
 )
-from ._optim.stochastic_rounding import with_stochastic_rounding, stochastic_round
-from ._optim.schedule_free import averaged, with_schedule_free
-from ._optim.state_dtype import with_state_dtype
+from ._optim.stochastic_rounding import (
+    with_stochastic_rounding as with_stochastic_rounding,
+    stochastic_round as stochastic_round,
+)
+from ._optim.state_dtype import with_state_dtype as with_state_dtype
 
 from ._batch_norm.bn_stats import (
-    BNStatsState,
-    init_bn_stats,
-    accumulate_bn_stats,
-    merge_bn_stats,
-    bn_buffers,
+    BNStatsState as BNStatsState,
+    init_bn_stats as init_bn_stats,
+    accumulate_bn_stats as accumulate_bn_stats,
+    merge_bn_stats as merge_bn_stats,
+    bn_buffers as bn_buffers,
 )
-from ._batch_norm.precise_bn import precise_bn
+from ._batch_norm.precise_bn import precise_bn as precise_bn
 
-from ._step.value_and_grad import LossFn, value_and_grad
+from ._step.value_and_grad import LossFn as LossFn, value_and_grad as value_and_grad
 
-from ._step.optimizer_step import maybe_step, unscale_and_step, Stepped
+from ._step.optimizer_step import (
+    maybe_step as maybe_step,
+    unscale_and_step as unscale_and_step,
+    Stepped as Stepped,
+)
 
-from ._step.train_state import init_train_state, TrainState
-from ._step.train_step import train_step
-from ._step.step_info import StepInfo, stack_infos
-from ._step.spike_guard import Guard, SpikeGuard, check_guard
-from ._jit.jit import jit
-from ._jit.scan_steps import scan_steps
-from ._runs.vjp_through import RunGradient, vjp_through
+from ._step.train_state import init_train_state as init_train_state, TrainState as TrainState
+from ._step.train_step import train_step as train_step
+from ._step.step_info import StepInfo as StepInfo, stack_infos as stack_infos
+from ._step.spike_guard import Guard as Guard, SpikeGuard as SpikeGuard, check_guard as check_guard
+from ._jit.jit import jit as jit
+from ._jit.scan_steps import scan_steps as scan_steps
+from ._runs.vjp_through import vjp_through as vjp_through, RunGradient as RunGradient
+from ._tree.fingerprint import fingerprint as fingerprint
 
-from ._checkpoint import to_state_dict, from_state_dict, save, load
+from ._checkpoint import (
+    to_state_dict as to_state_dict,
+    from_state_dict as from_state_dict,
+    save as save,
+    load as load,
+)
 
 from ._tree.hints import hint_attributes as _hint_attributes
-from ._tree.fingerprint import fingerprint
-from ._tree.select import select
-from ._tree.stack import stack_states, member, ema
+from ._tree.select import select as select
+from ._tree.stack import stack_states as stack_states, member as member, ema as ema
 
-from . import simulate
-from . import interop
+from . import simulate as simulate
+from . import interop as interop
+
+__all__ = [name for name in globals() if not name.startswith("_")]  # in this order
+
 from .types import *  # noqa: F403  purescale.MasterState works too
-
-__all__ = [  # noqa: RUF022  in the order of a step
-    "make_functional",
-    "load_into",
-    "Policy",
-    "policy",
-    "with_policy",
-    "norms_in_float32",
-    "Rule",
-    "HasScale",
-    "DynamicScale",
-    "StaticScale",
-    "NoScale",
-    "ScalerState",
-    "scale_loss",
-    "unscale_and_check",
-    "check_scaler",
-    "HeadroomScale",
-    "grad_amax",
-    "probe_scales",
-    "ScaleProbe",
-    "grad_report",
-    "GradReport",
-    "forward_report",
-    "ForwardReport",
-    "update_report",
-    "UpdateReport",
-    "wanted_update",
-    "all_reduce_grads",
-    "all_reduce_found_inf",
-    "all_reduce_bn_stats",
-    "AccumState",
-    "init_accum",
-    "accumulate_grads",
-    "accumulated_grads",
-    "merge_accum",
-    "accumulation_window",
-    "clip_by_global_norm",
-    "clip_by_value",
-    "check_grad_norm",
-    "Optimizer",
-    "from_torch",
-    "from_formula",
-    "from_torch_optimizer",
-    "to_torch_optimizer",
-    "from_transformation",
-    "to_transformation",
-    "schedule_from_torch",
-    "partition",
-    "replace_settings",
-    "with_schedule_free",
-    "averaged",
-    "OptState",
-    "with_master_weights",
-    "master_weights",
-    "split_masters",
-    "join_masters",
-    "with_stochastic_rounding",
-    "stochastic_round",
-    "with_state_dtype",
-    "BNStatsState",
-    "init_bn_stats",
-    "accumulate_bn_stats",
-    "merge_bn_stats",
-    "bn_buffers",
-    "precise_bn",
-    "LossFn",
-    "value_and_grad",
-    "maybe_step",
-    "unscale_and_step",
-    "Stepped",
-    "init_train_state",
-    "train_step",
-    "TrainState",
-    "StepInfo",
-    "stack_infos",
-    "Guard",
-    "SpikeGuard",
-    "check_guard",
-    "jit",
-    "scan_steps",
-    "vjp_through",
-    "RunGradient",
-    "fingerprint",
-    "to_state_dict",
-    "from_state_dict",
-    "save",
-    "load",
-    "select",
-    "stack_states",
-    "member",
-    "ema",
-    "simulate",
-    "interop",
-]
 
 __version__ = "0.1.0"
 _hint_attributes(_sys.modules[__name__])

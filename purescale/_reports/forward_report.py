@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
-from .._reports.printing import MAX_LINES, empty_panels, read, table
+from .._reports.printing import MAX_LINES, bars, read, table
 from .._torch import private
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import full_tensor
@@ -83,20 +83,15 @@ class ForwardReport(NamedTuple):
 
     def __str__(self) -> str:
         rows = _read_rows(self)
-        bad = [index for index, row in enumerate(rows) if row.nonfinite]
-        largest = max(range(len(rows)), key=lambda index: float(rows[index].amax))
-        first = _first(rows)
-        middle = first if isinstance(first, int) else bad[0] if bad else largest
-        start = max(0, min(middle - MAX_LINES // 2, len(rows) - MAX_LINES))
         header = ("module", "kind", "amax", "smallest", "inf", "NaN", "inf or NaN given")
-        lines = table(header, list(map(_cells, rows)), start)
-        return "\n".join([_verdict(rows, first, len(bad)), *lines])
+        lines = table(header, list(map(_cells, rows)), _start(rows))
+        return "\n".join([_verdict(rows), *lines])
 
     def plot(self) -> Any:
-        """Syncs with the host. Draw a matplotlib Figure with the largest and smallest magnitude of
-        each module's output; a dotted line marks inf or NaN.
-        """
-        return _plot_modules(_read_rows(self))
+        """Syncs with the host. Draw a matplotlib Figure with bars for the rows of the table."""
+        rows = _read_rows(self)
+        shown = [(r.name, r.amax, r.smallest, r.nonfinite) for r in rows[_start(rows) :]]
+        return bars(shown, "largest magnitude", "smallest, not 0", "inf and NaN", log=2)
 
 
 class _ReadReport(ModuleReport):
@@ -163,7 +158,16 @@ def _outermost(rows: list[_ReadReport]) -> Iterator[int]:
         index -= rows[index].inside + 1
 
 
-def _verdict(rows: list[_ReadReport], first: int | str | None, bad: int) -> str:
+def _start(rows: list[_ReadReport]) -> int:
+    """Return the first row of the table, in whose middle is the fault, or the largest magnitude."""
+    first, bad = _first(rows), [index for index, row in enumerate(rows) if row.nonfinite]
+    largest = max(range(len(rows)), key=lambda index: float(rows[index].amax))
+    middle = first if isinstance(first, int) else bad[0] if bad else largest
+    return max(0, min(middle - MAX_LINES // 2, len(rows) - MAX_LINES))
+
+
+def _verdict(rows: list[_ReadReport]) -> str:
+    first, bad = _first(rows), sum(row.nonfinite > 0 for row in rows)
     if not bad:
         return "everything that a module returned is finite"
     verdict = f"{bad} of {len(rows)} calls returned something not finite"
@@ -377,27 +381,3 @@ def _facts(values: Tensor) -> _Facts:
     is_mask = (amax == 0) & finite.any() & (nan + posinf == 0)
     counts = torch.stack([nonfinite, nan, posinf, torch.where(is_mask, nonfinite, 0)])
     return _Facts(amax.to(wide), smallest.to(wide), counts, values.numel())
-
-
-# ---- the picture ---------------------------------------------------------------------------------
-
-
-def _plot_modules(rows: list[_ReadReport]) -> Any:
-    figure, (panel,) = empty_panels("report.plot()", 1, 1, 4.5)
-    places = range(len(rows))
-    for label, fact, colour in (
-        ("largest", "amax", "#0072B2"),
-        ("smallest, not 0", "smallest", "#E69F00"),
-    ):
-        values = [getattr(row, fact) or float("nan") for row in rows]
-        panel.plot(places, values, marker=".", color=colour, label=label)
-    for place in places:
-        if rows[place].nonfinite:
-            panel.axvline(place, color="#D55E00", linestyle=":", linewidth=1)
-    interval = -(-len(rows) // MAX_LINES)
-    panel.set_xticks(places[::interval], [row.name for row in rows[::interval]], rotation=90)
-    panel.set_yscale("log", base=2)
-    panel.set_ylabel("magnitude of what it returned")
-    panel.set_xlabel("module, in the order of the forward (dotted: not finite)")
-    panel.legend()
-    return figure

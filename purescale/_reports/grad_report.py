@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._reports.printing import Row, bar_panels, leaf_names, read_rows, table
+from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import real_dtype, wide_dtype
@@ -65,10 +64,9 @@ class GradReport(NamedTuple):
         return "\n".join(lines + table(header, cells))
 
     def plot(self) -> Any:
-        """Syncs with the host. Draw a matplotlib Figure with bars for the largest magnitude, zeros
-        and subnormals of each leaf, the worst first; leaves that are not finite are shaded.
-        """
-        return _plot_gradients(_worst_first(read_rows(self.rows)))
+        """Syncs with the host. Draw a matplotlib Figure with bars for the columns of the table."""
+        rows = _worst_first(read_rows(self.rows))
+        return bars(rows, "largest magnitude", "zeros", "subnormal", "not finite", log=1)
 
 
 def _worst_first(rows: list[Row]) -> list[Row]:
@@ -162,26 +160,3 @@ def _elements(leaf: Tensor) -> Tensor:
     if not traced():
         leaf = leaf.permute(sorted(range(leaf.ndim), key=leaf.stride, reverse=True))
     return leaf.reshape(-1)
-
-
-# ---- the picture ---------------------------------------------------------------------------------
-
-
-def _plot_gradients(rows: list[Row]) -> Any:
-    figure, (left, right), columns = bar_panels("report.plot()", rows)
-    names, amax, zeros, subnormal, nonfinite = columns
-    largest = [value if math.isfinite(value) else 0 for value in amax]
-    left.barh(names, largest, color="#0072B2")
-    if any(largest):
-        left.set_xscale("log", base=2)
-    left.set_xlabel("largest magnitude (shaded: not finite)")
-    right.barh(names, zeros, color="#E69F00", label="zeros")
-    right.barh(names, subnormal, left=zeros, color="#56B4E9", label="subnormal")
-    right.set_xlim(0, 1)
-    right.set_xlabel("share of the elements")
-    for panel in (left, right):
-        for place, count in enumerate(nonfinite):
-            if count:
-                panel.axhspan(place - 0.5, place + 0.5, color="#F4CDB3", linewidth=0, zorder=0)
-    figure.legend(loc="outside lower center", ncols=2)
-    return figure

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,29 +65,29 @@ def leaf_names(tree: Tree, whole: str) -> list[str]:
     return [f"{name} ({index})" for index, name in enumerate(names)]
 
 
-def pyplot(caller: str) -> Any:
+def pyplot() -> Any:
     """Import matplotlib, only when a figure is drawn."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as missing:
-        raise ImportError(
-            f"{caller} draws with matplotlib. Fix: pip install matplotlib"
-        ) from missing
+        raise ImportError("plot() draws with matplotlib. Fix: pip install matplotlib") from missing
     return plt
 
 
-def empty_panels(caller: str, rows: int, columns: int, height: float, **shared: bool) -> Any:
-    """Return a new matplotlib Figure and the list of its panels."""
-    figure, panels = pyplot(caller).subplots(
-        rows, columns, squeeze=False, figsize=(8, height), layout="constrained", **shared
+def bars(rows: Sequence[Row], *labels: str, log: int = 0) -> Any:
+    """Return a new Figure with a panel of bars for each column of the first rows, the first `log`
+    of them on a logarithmic scale. A number that is not finite has no bar.
+    """
+    names, *columns = zip(*rows[:MAX_LINES][::-1], strict=True)  # bars are drawn from below
+    height, places = 1.5 + 0.25 * len(names), range(len(names))
+    figure, panels = pyplot().subplots(
+        1, len(labels), sharey=True, figsize=(8, height), layout="constrained"
     )
-    for panel in panels.flat:
-        panel.spines[["top", "right"]].set_visible(False)
-    return figure, list(panels.flat)
-
-
-def bar_panels(caller: str, rows: Sequence[Row]) -> tuple[Any, Any, Iterator[Any]]:
-    """Return a new Figure, its two panels, and the columns of the first rows for bars in them."""
-    shown = rows[:MAX_LINES][::-1]  # bars are drawn from below
-    figure, panels = empty_panels(caller, 1, 2, 1.5 + 0.25 * len(shown), sharey=True)
-    return figure, panels, zip(*shown, strict=True)
+    for index, (panel, column) in enumerate(zip(panels, columns, strict=True)):
+        panel.barh(places, [number if math.isfinite(number) else 0 for number in column])
+        panel.set_xlabel(labels[index])
+        if index < log:
+            panel.set_xscale("symlog", base=2, linthresh=2.0**-24)
+            panel.xaxis.get_major_locator().set_params(numticks=4)
+    panels[0].set_yticks(places, names)
+    return figure

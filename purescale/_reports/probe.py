@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import NoScale
 from .._loss_scale.scaling import unscale_and_check
-from .._reports.printing import empty_panels, pyplot, table
+from .._reports.printing import pyplot, table
 from .._step.value_and_grad import LossFn, ValueAndGrad
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
@@ -131,10 +131,26 @@ class ScaleProbe(NamedTuple):
         return table(("leaf", "safe from"), rows)
 
     def plot(self) -> Any:
-        """Draw a matplotlib Figure of zeros and error over the exponents, with one line for each
-        leaf and the safe window shaded.
+        """Draw a matplotlib Figure of zeros and error over the exponents: a line for each leaf,
+        dashed without a safe scale, and the safe window shaded.
         """
-        return _plot_scales(self)
+        figure, panels = pyplot().subplots(
+            2, 1, sharex=True, figsize=(8, 6.5), layout="constrained"
+        )
+        for panel, columns in zip(panels, (self.zeros, self.error), strict=True):
+            if self.window is not None:
+                panel.axvspan(*self.window, color="0.85", label="safe for every leaf")
+            for name in sorted(columns, key=lambda name: name not in self.starved):
+                values = columns[name].double().where(~self.overflow, math.nan).tolist()
+                style = "--" if name in self.starved else "-"
+                panel.plot(self.exponents.tolist(), values, style, marker=".", label=name)
+        panels[0].set_ylabel("share of zeros")
+        panels[1].set_ylabel(f"error relative to scale 2**{self.high}")
+        panels[1].set_yscale("symlog", linthresh=1e-6)
+        panels[1].set_xlabel("loss scale, as a power of two (without a line: overflows)")
+        shown = [entries[:12] for entries in panels[0].get_legend_handles_labels()]
+        figure.legend(*shown, loc="outside lower center", ncols=3)
+        return figure
 
 
 @outside_autocast("loss_fn")
@@ -310,51 +326,3 @@ def _lows(
         # a lower one agrees with.
         lows.append(None if zeros_at_top == 1 or low == top else exponents[low])
     return lows
-
-
-# ---- the picture ---------------------------------------------------------------------------------
-
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
-
-
-def _plot_scales(probe: ScaleProbe) -> Any:
-    exponents = probe.exponents.tolist()
-    figure, panels = empty_panels("probe.plot()", 2, 1, 6.5, sharex=True)
-    shades = pyplot("probe.plot()").get_cmap("cividis")
-    many = len(probe.zeros) > len(_COLOURS)
-    for index, name in enumerate(probe.zeros):
-        # For more leaves than colours: dark to light, from the first layer to the last.
-        shade = shades(index / max(len(probe.zeros) - 1, 1))
-        starved = name in probe.starved
-        style = {
-            "color": shade if many else _COLOURS[index],
-            "linestyle": "--" if starved else "-",
-            "label": f"{name} (no safe scale)" if starved else name,
-            "marker": ".",
-        }
-        for panel, columns in zip(panels, (probe.zeros, probe.error), strict=True):
-            values = columns[name].double().where(~probe.overflow, math.nan).tolist()
-            panel.plot(exponents, values, **style)
-    for panel in panels:
-        if probe.window is not None:
-            panel.axvspan(*probe.window, color="0.85", zorder=0, label="safe for every leaf")
-        for exponent, bad in zip(exponents, probe.overflow.tolist(), strict=True):
-            if bad:
-                panel.axvline(exponent, color="0.6", linestyle=":", linewidth=1)
-    zeros, error = panels
-    zeros.set_ylabel("share of zeros in the gradient")
-    error.set_ylabel(f"relative error against scale 2**{probe.high}")
-    error.set_yscale("symlog", linthresh=1e-6)
-    error.set_ylim(bottom=0)
-    error.set_xlabel("loss scale, as a power of two (dotted: overflows)")
-    handles, labels = zeros.get_legend_handles_labels()
-    shown = [
-        (handle, label)
-        for handle, label in zip(handles, labels, strict=True)
-        if not many or label.startswith("safe for") or "no safe scale" in label
-    ]
-    if shown:
-        figure.legend(*zip(*shown, strict=True), loc="outside lower center", ncols=3)
-    if many:
-        zeros.set_title(f"{len(probe.zeros)} leaves, first dark, last light", fontsize="medium")
-    return figure

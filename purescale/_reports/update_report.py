@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._reports.printing import Row, bar_panels, leaf_names, read_rows, table
+from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import full_tensor
 from .._torch.dtypes import widest_float
@@ -51,10 +51,8 @@ class UpdateReport(NamedTuple):
         return "\n".join([verdict, *table(("leaf", "quality", "did not move"), cells)])
 
     def plot(self) -> Any:
-        """Syncs with the host. Draw a matplotlib Figure with bars for the quality of each leaf and
-        the share that did not move, the worst first.
-        """
-        return _plot_update(_read_worst_first(self.rows))
+        """Syncs with the host. Draw a matplotlib Figure with bars for the columns of the table."""
+        return bars(_read_worst_first(self.rows), "quality (1: it has arrived)", "did not move")
 
 
 def _read_worst_first(rows: dict[str, UpdateRow]) -> list[Row]:
@@ -166,14 +164,3 @@ def _row(old: Tensor, new: Tensor, wanted: Tensor) -> UpdateRow:
             num_wanted = num_wanted + is_wanted.sum()
     quality = torch.where(wanted_wanted == 0, 1, moved_wanted / wanted_wanted)
     return UpdateRow(quality, (num_unmoved / num_wanted.clamp(min=1)).to(torch.float32))
-
-
-def _plot_update(rows: list[Row]) -> Any:
-    figure, panels, (names, *columns) = bar_panels("report.plot()", rows)
-    labels = ("quality (1: all of the update has arrived)", "share that did not move")
-    colours = ("#0072B2", "#D55E00")
-    for panel, values, label, colour in zip(panels, columns, labels, colours, strict=True):
-        panel.barh(names, values, color=colour)
-        panel.set_xlabel(label)
-    panels[0].axvline(1, color="0.6", linestyle=":", linewidth=1)
-    return figure

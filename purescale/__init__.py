@@ -133,7 +133,7 @@ from ._module.functional import make_functional as make_functional
 from ._module.registered import load_into as load_into
 
 from ._module.policy import Policy as Policy, policy as policy, with_policy as with_policy
-from ._module.norms import norms_in_float32 as norms_in_float32
+from ._module.policy import norms_in_float32 as norms_in_float32
 
 from ._loss_scale.rules import Rule as Rule, HasScale as HasScale
 from ._loss_scale.rules import (
@@ -156,7 +156,7 @@ from ._reports.forward_report import (
     ForwardReport as ForwardReport,
 )
 from ._reports.update_report import update_report as update_report, UpdateReport as UpdateReport
-from ._reports.wanted_update import wanted_update as wanted_update
+from ._reports.update_report import wanted_update as wanted_update
 
 from ._distributed.collectives import (
     all_reduce_grads as all_reduce_grads,
@@ -228,12 +228,12 @@ from ._step.optimizer_step import (
 
 from ._step.train_state import init_train_state as init_train_state, TrainState as TrainState
 from ._step.train_step import train_step as train_step
-from ._step.step_info import StepInfo as StepInfo, stack_infos as stack_infos
+from ._step.train_state import StepInfo as StepInfo, stack_infos as stack_infos
 from ._step.spike_guard import Guard as Guard, SpikeGuard as SpikeGuard, check_guard as check_guard
 from ._jit.jit import jit as jit
 from ._jit.scan_steps import scan_steps as scan_steps
 from ._runs.vjp_through import vjp_through as vjp_through, RunGradient as RunGradient
-from ._tree.fingerprint import fingerprint as fingerprint
+from ._tree.stack import fingerprint as fingerprint
 
 from ._checkpoint import (
     to_state_dict as to_state_dict,

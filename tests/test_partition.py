@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._pytree import tree_map
 
 import purescale as ps
-from purescale._distributed.describe_settings import describe_setting
+from purescale._distributed.collectives import describe_setting
 from purescale._optim import wrapper
 from purescale._torch import tracing
 from purescale.testing import assert_optimizer, assert_pure, assert_single_graph

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import lr_scheduler as torchs
 
 import purescale as ps
-from purescale._distributed.describe_settings import describe_setting
+from purescale._distributed.collectives import describe_setting
 from purescale._optim.schedule import RateTable
 from purescale.testing import assert_sync_free, assert_vmap_equals_loop
 

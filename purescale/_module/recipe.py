@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._module.norms import SyncBatchNorm
+from .._module.policy import SyncBatchNorm
 from .._module.references import ATOMS, COMPUTED, Unreadable, check_references, is_array
 from .._module.registered import MODULE_ATTRIBUTES, STORES, RegisteredTensors, Tensors, keys_of
 from .._torch import private

@@ -25,9 +25,9 @@ from .._torch.progress import progress_bar
 from .._torch.tracing import GraphEndError, refuse_in_a_trace, traced, whole_graph
 from .._tree import scalars
 from .._tree import tree as _tree
-from .._tree.fingerprint import fingerprint, is_plain
 from .._tree.hints import document_fields
 from .._tree.leaves import versions
+from .._tree.stack import fingerprint, is_plain
 from .._tree.tree import Leaves, Tree
 
 Step = Callable[..., tuple[Tree, Tree]]

@@ -12,9 +12,7 @@ from .._loss_scale.rules import call_rule
 from .._step.decide import Decision
 from .._step.memory import Memory
 from .._step.retry import Attempt
-from .._step.step_info import StepInfo
-from .._step.step_options import StepOptions
-from .._step.train_state import FlatState, TrainState
+from .._step.train_state import FlatState, StepInfo, StepOptions, TrainState
 from .._tree import tree as _tree
 from .._tree.select import select, select_masked, write_over
 from .._tree.tree import FlatTree, Leaves, Tree

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .._optim.step_inputs import NOTHING, StepInputs
 from .._optim.updater import Updater
-from .._step.step_options import StepOptions
-from .._step.train_state import FlatState
+from .._step.train_state import FlatState, StepOptions
 from .._torch.donation import can_write_each, pointers_of_each, storage_pointers
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_on_a_graph

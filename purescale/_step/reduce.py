@@ -11,13 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._distributed.buckets import reduction_of
-from .._distributed.collectives import agree_on_all_ranks, describe_leaves, on_cpu
-from .._distributed.describe_settings import describe_setting
+from .._distributed.collectives import agree_on_all_ranks, describe_leaves, describe_setting, on_cpu
 from .._distributed.process_group import Group, all_reduce, check_group, mesh_sizes
-from .._step.microbatches import WindowResult
-from .._step.step_options import StepOptions
-from .._step.train_state import FlatState
-from .._step.window_mean import sent_for_nan
+from .._step.microbatches import WindowResult, sent_for_nan
+from .._step.train_state import FlatState, StepOptions
 from .._torch import dtensor
 from .._torch.dtypes import wide_dtype
 from .._tree import tree as _tree

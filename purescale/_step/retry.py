@@ -14,8 +14,7 @@ from .._grads.measure import GradStats, is_usable
 from .._loss_scale.rules import HasScale, Rule, call_rule
 from .._step.decide import WindowFlags
 from .._step.microbatches import WindowResult
-from .._step.step_options import StepOptions
-from .._step.train_state import FlatState
+from .._step.train_state import FlatState, StepOptions
 from .._torch.dtensor import any_dtensor
 from .._tree import tree as _tree
 from .._tree.tree import FlatTree

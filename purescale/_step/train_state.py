@@ -1,18 +1,28 @@
-"""The state of a training run: everything that a step changes."""
+"""The records of a step: the state, which it changes, its settings, and its report."""
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple, TypeAlias
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import Rule, State, check_rule
+from .._distributed.process_group import Group
+from .._grads.accumulate import OnNonfinite, check_on_nonfinite
+from .._grads.clip import Clip, check_clip
+from .._loss_scale.rules import Rule, State, StaticScale, check_rule, takes_amax
 from .._optim.protocol import Optimizer
+from .._optim.updater import Updater, as_updater
 from .._step.spike_guard import Guard, check_is_guard
+from .._step.value_and_grad import LossFn
+from .._torch.autocast import outside_autocast
+from .._torch.tracing import refuse_in_a_trace
 from .._tree import tree as _tree
-from .._tree.hints import document_fields
-from .._tree.scalars import not_made
+from .._tree.hints import document_fields, hint_attributes
+from .._tree.scalars import is_whole, not_made, short_repr
+from .._tree.stack import stacked
 from .._tree.tree import FlatTree, StateT, Tree, TreeT
 
 
@@ -119,3 +129,192 @@ def check_parts(optimizer: Any, rule: Any) -> None:
             f"Fix: from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
         )
     check_rule(rule)
+
+
+# ---- the report of a step ------------------------------------------------------------------------
+
+
+@document_fields
+@hint_attributes
+class StepInfo(NamedTuple):
+    """The report of a step: 0-d tensors, so that infos can be stacked. Reading one syncs; do it
+    when you log.
+
+    Attributes:
+        loss: float32 [], float64 for a float64 loss. Unscaled, the weighted mean of the
+            microbatches that count.
+        found_inf: bool []. True if the step was skipped.
+        scale: float32 []. The loss scale of this step.
+        grad_norm: float32 [], float64 for float64 gradients. The norm of the averaged, unscaled
+            gradients before clipping. Not finite if `found_inf`, unless `rejected`; `()` if
+            `max_norm` is None.
+        grad_amax: float32 []. The largest magnitude in these gradients, finite or not as
+            `grad_norm`; `()` if the rule does not take amax.
+        retries: int32 []. How often the window was run again.
+        aux: A tuple with one entry a microbatch: what `loss_fn` returned as its third value,
+            `(aux,)` for one microbatch. `()` if it returns two values.
+        rejected: bool []. True if the guard alone skipped the step; `()` without a guard.
+    """
+
+    loss: Tensor
+    found_inf: Tensor
+    scale: Tensor
+    grad_norm: Tensor | Any
+    grad_amax: Tensor | Any
+    retries: Tensor
+    aux: tuple[Any, ...]
+    rejected: Tensor | Any = ()
+
+
+@outside_autocast()
+def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
+    """Equal to `StepInfo(*(torch.stack(values) for values in zip(*infos)))`, leaf by leaf: a run as
+    one value, each tensor with one dimension more, [T] in front.
+
+    Reads no value, so keep infos as they come and look at them now and then:
+
+        infos += [info]                                             # each step
+        if step % 100 == 0:
+            run = stack_infos(infos)
+            print(f"{step}: loss {run.loss[-100:].mean():.4f}, scale {run.scale[-1]:g}, "
+                  f"{run.found_inf.sum()} skipped, norm {run.grad_norm[-1]:.3g}")
+
+    To see what the scale follows, five lines:
+
+        run = stack_infos(infos)
+        plt.semilogy(run.scale, base=2, drawstyle="steps-post", label="scale")
+        plt.semilogy(65504 / run.grad_amax, base=2, label="above this float16 overflows")
+        plt.vlines(torch.where(run.found_inf)[0], *plt.ylim(), linestyles=":", label="skipped")
+        plt.xlabel("step"), plt.legend(), plt.savefig("scale.png")
+
+    Args:
+        infos: A list of `StepInfo`, alike in what they have: `aux` has the same nesting of tensors
+            of the same shapes in each.
+
+    Returns:
+        A `StepInfo`. Fields that are `()` stay `()`.
+
+    Raises:
+        ValueError: The list is empty, or infos differ in what they have or in shapes.
+        TypeError: An item is not a `StepInfo`, or an `aux` holds something else than tensors.
+
+    Example:
+        >>> import torch
+        >>> fields = dict(found_inf=torch.tensor(False), scale=torch.tensor(8.0), grad_norm=())
+        >>> fields |= dict(grad_amax=(), retries=torch.tensor(0), aux=())
+        >>> infos = [StepInfo(loss=torch.tensor(loss), **fields) for loss in (2.0, 1.0)]
+        >>> run = stack_infos(infos)
+        >>> run.loss, run.grad_norm
+        (tensor([2., 1.]), ())
+    """
+    if isinstance(infos, StepInfo) or not isinstance(infos, Iterable):
+        got = "one StepInfo" if isinstance(infos, StepInfo) else short_repr(infos)
+        raise TypeError(f"stack_infos takes a list, got {got}. Fix: `infos += [info]`.")
+    infos = list(infos)
+    if not infos:
+        raise ValueError("stack_infos got no infos. Fix: `infos += [info]` after each step.")
+    for index, info in enumerate(infos):
+        if not isinstance(info, StepInfo):
+            raise TypeError(
+                f"infos[{index}] is {short_repr(info)}; expected a StepInfo. Fix: `state, info = "
+                "train_step(...)`, then `infos += [info]`, not `infos += info`."
+            )
+        for place, leaf in enumerate(_tree.flatten(info)[0]):
+            if leaf is not None and not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"{_tree.path(info, f'infos[{index}]', place)} is {short_repr(leaf)}; only "
+                    "tensors are stacked. Fix: `torch.tensor(...)` in loss_fn, or "
+                    "`info._replace(aux=())`."
+                )
+    cause = (
+        "Likely cause: a smaller last batch. Fix: return a mean or a sum in loss_fn, or "
+        "`info._replace(aux=())` before stacking."
+    )
+    run: StepInfo = stacked("infos", infos, cause)
+    return run
+
+
+# ---- the settings of a step ----------------------------------------------------------------------
+
+BNUpdate = Literal["each", "window"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepOptions:
+    """The arguments of `train_step` besides its state and its microbatches, checked by
+    `step_options`.
+    """
+
+    loss_fn: LossFn
+    optimizer: Updater
+    rule: Rule[Any]
+    clip: Clip
+    weight_fn: Callable[[Any], float | Tensor] | None = None
+    on_nonfinite: OnNonfinite = "drop_window"
+    bn_update: BNUpdate = "each"
+    group: Group | None = None
+    max_retries: int = 0
+    donate: bool = False
+    takes_amax: bool = False  # the rule uses the largest gradient
+    guard: Guard[Any] | None = None
+    window_size: int | None = None  # of a full window
+
+    def compared(self) -> dict[str, Any]:
+        """Return by name what all ranks of a group must have alike."""
+        same = ("optimizer", "rule", "guard", "on_nonfinite", "bn_update")
+        return {
+            **{name: getattr(self, name) for name in (*same, "max_retries", "window_size")},
+            "max_norm": self.clip.max_norm,
+            "clip_value": self.clip.value,
+            "norm_type": self.clip.norm_type,
+            # Its values may be of a rank's data, so only whether there is one must agree.
+            "weight_fn": None if self.weight_fn is None else "a function",
+        }
+
+
+def step_options(
+    optimizer: Optimizer,
+    rule: Rule[Any],
+    max_norm: float | Tensor | None,
+    clip_value: float | Tensor | None,
+    norm_type: float,
+    **settings: Any,
+) -> StepOptions:
+    """Return the settings of a step. Refuse those that are out of range or do not go together."""
+    check_parts(optimizer, rule)
+    options = StepOptions(
+        optimizer=as_updater(optimizer),
+        rule=rule,
+        clip=check_clip(max_norm, clip_value, norm_type),
+        takes_amax=takes_amax(rule),
+        **settings,
+    )
+    _check(options)
+    return options
+
+
+def _check(options: StepOptions) -> None:
+    rule, max_retries = options.rule, options.max_retries
+    check_on_nonfinite(options.on_nonfinite)
+    if options.bn_update not in ("each", "window"):
+        raise ValueError(f"bn_update must be 'each' or 'window', got {options.bn_update!r}.")
+    if not is_whole(max_retries) or max_retries < 0:
+        raise ValueError(
+            f"max_retries must be a whole number, 0 or more, got {short_repr(max_retries)}."
+        )
+    window_size = options.window_size
+    if window_size is not None and not (is_whole(window_size) and window_size > 0):
+        raise ValueError(
+            f"window_size must be a whole number above 0 or None, got {short_repr(window_size)}."
+        )
+    if max_retries and isinstance(rule, StaticScale):
+        raise ValueError(
+            f"max_retries={max_retries} with {rule!r}, whose scale never moves: every retry would "
+            "overflow again. Fix: DynamicScale(), or max_retries=0."
+        )
+    if max_retries:
+        refuse_in_a_trace(
+            "max_retries reads a flag on the host, which a traced step cannot do.",
+            "max_retries=0 under torch.compile and torch.func; the next step uses the lower scale "
+            "anyway.",
+        )

@@ -22,17 +22,15 @@ from .._step.microbatches import (
     FUNCTIONS,
     WindowResult,
     accumulate_microbatches,
+    check_weights,
     window_flags,
 )
 from .._step.optimizer_step import update
 from .._step.reduce import check_on_all_ranks, reduce_window
 from .._step.retry import retry_until_finite
 from .._step.spike_guard import Guard, call_guard, check_guarded
-from .._step.step_info import StepInfo
-from .._step.step_options import BNUpdate, StepOptions, step_options
-from .._step.train_state import FlatState, TrainState
+from .._step.train_state import BNUpdate, FlatState, StepInfo, StepOptions, TrainState, step_options
 from .._step.value_and_grad import LossFn
-from .._step.window_mean import check_weights
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree import tree as _tree

@@ -278,7 +278,6 @@ TESTED_WITH = {
     "_tree/gradients.py": "test_leaves.py",
     "_tree/tree.py": "test_leaves.py",
     "testing/_battery.py": "test_rule_battery.py",
-    "testing/_step_batches.py": "test_step_battery.py",
 }
 # Laws, counts, pages and options of a public function, over many files.
 ACROSS_FILES = {

@@ -14,7 +14,6 @@ except ImportError as missing:
         name="hypothesis",
     ) from missing
 
-from ._guard_battery import assert_guard
 from ._laws import (
     Untouched,
     assert_pure,
@@ -25,7 +24,7 @@ from ._laws import (
     shares_memory,
 )
 from ._optimizer_battery import assert_optimizer
-from ._rule_battery import assert_scale_rule
+from ._rule_battery import assert_guard, assert_scale_rule
 from ._step_battery import assert_step
 from ._strategies import grad_trees, overflow_runs, params_and_grads, scale_rules, scaler_states
 

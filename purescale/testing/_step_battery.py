@@ -8,7 +8,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from .._tree.scalars import not_made
 from .._tree.tree import Tree, join_names
 from ._battery import Battery, saved_and_loaded
 from ._laws import Untouched, same_bits, shares_memory, short
-from ._step_batches import StepBatches, not_finite
 
 _BATCH_NORM = ("*running_mean", "*running_var", "*num_batches_tracked")
 _CHANGED_BY_A_SKIP = ("*scaler*", "*loss_scale*", "*rng*", "*iteration")
@@ -106,13 +105,14 @@ def assert_step(
     if len(batches) < _BATCHES:
         raise ValueError(f"batches has {len(batches)} of at least {_BATCHES} batches. Fix: more.")
     run = _Trainer(step) if state is None else _Pure(step, state)
-    data = StepBatches(list(batches), overflow or not_finite, join, split)
+    data = _Batches(list(batches), overflow or _not_finite, join, split)
     battery = _StepBattery(run, data, tuple(skip_changes), scale, rtol, quirks)
     with torch.random.fork_rng():
         try:
             battery.run()
         finally:
-            run.close()
+            if isinstance(run, _Trainer):
+                run.trainer.load_state_dict(run.first)
 
 
 _BATCHES = 4
@@ -173,9 +173,6 @@ class _Pure:
         loaded = saved_and_loaded(between, state)
         return [(expected, self(each, windows[1])) for each in loaded]
 
-    def close(self) -> None:
-        """Leave all as it was: a pure step has changed nothing."""
-
 
 class _Trainer:
     """A trainer that holds its state, as a function of the state."""
@@ -227,9 +224,23 @@ class _Trainer:
         self.trainer.load_state_dict(copy.deepcopy(between))
         return [(parts, self._parts()), (expected, self._go_on(windows[1]))]
 
-    def close(self) -> None:
-        """Load the state that the trainer had."""
-        self.trainer.load_state_dict(self.first)
+
+class _Batches(NamedTuple):
+    """The batches, and the functions that make others of them."""
+
+    batches: list[Any]
+    overflow: Callable[[Any], Any]
+    join: Callable[[list[Any]], Any] | Literal[False] | None
+    split: Callable[[Any], list[Any]] | None
+
+    def in_parts(self, law: str) -> tuple[list[Any], Any] | None:
+        """Return the parts of a batch and the whole of it for a law; None if there are none."""
+        if law == "window" and self.join is not False:
+            some = self.batches[:2]
+            return some, (self.join or _joined)(some)
+        if law == "weights" and (self.split or self.join is not False):
+            return (self.split or _third_and_rest)(self.batches[0]), self.batches[0]
+        return None
 
 
 class _StepBattery(Battery):
@@ -244,7 +255,7 @@ class _StepBattery(Battery):
     def __init__(
         self,
         run: Any,
-        data: StepBatches,
+        data: _Batches,
         skip_changes: tuple[str, ...],
         scale: str,
         rtol: float,
@@ -341,11 +352,10 @@ class _StepBattery(Battery):
                 raise
             raise ValueError(
                 f"{self.name} takes batches[0], but no batch that was joined or split along the "
-                f"first dimension of its tensors, which is {self.data.sizes} long: "
-                f"{type(error).__name__}: {short(str(error), 200)}. Likely cause: samples along "
-                "another dimension, as in a hidden state [layers, batch, width], or a batch norm "
-                "over a single one. Fix: join=, a function from a list of batches to one, and "
-                "split=, from one to two; or join=False, if batches do not join."
+                f"first dimension of its tensors: {type(error).__name__}: {short(str(error), 200)}."
+                " Likely cause: samples along another dimension, as in a hidden state [layers, "
+                "batch, width], or a batch norm over a single one. Fix: join=, a function from a "
+                "list of batches to one, and split=, from one to two; or join=False."
             ) from error
         self.check_close(law, self.state, expected, came, whole)
 
@@ -413,6 +423,43 @@ class _StepBattery(Battery):
         came = self.attempt("compile", "one graph", lambda: compiled(self.state, window)[0])
         if came is not None:
             self.check_close("compile", self.state, self.step(self.state, window), came)
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+
+def _not_finite(batch: Any) -> Any:
+    """Return a batch with inf in its floating tensors."""
+
+    def spoilt(leaf: Tensor) -> Tensor:
+        return torch.full_like(leaf, math.inf) if leaf.is_floating_point() else leaf
+
+    return private.pytree.tree_map_only(Tensor, spoilt, batch)
+
+
+def _joined(batches: list[Any]) -> Any:
+    """Return batches as one, joined along the first dimension."""
+
+    def cat(*leaves: Any) -> Any:
+        first = leaves[0]
+        return torch.cat(leaves) if isinstance(first, Tensor) and first.ndim else first
+
+    return private.pytree.tree_map(cat, *batches)
+
+
+def _third_and_rest(batch: Any) -> list[Any]:
+    """Return the first third of a batch's samples, at least one, and the others."""
+
+    def part(index: int) -> Any:
+        def cut(leaf: Tensor) -> Tensor:
+            if not leaf.ndim:
+                return leaf
+            first = max(1, len(leaf) // 3)
+            return leaf[first:] if index else leaf[:first]
+
+        return private.pytree.tree_map_only(Tensor, cut, batch)
+
+    return [part(0), part(1)]
 
 
 # ---- states --------------------------------------------------------------------------------------

@@ -122,10 +122,9 @@ def schedule_from_torch(
     # Some schedulers require a momentum.
     weight = torch.zeros((), device="cpu")
     optimizer = torch.optim.SGD([weight], lr=real("lr", lr), momentum=_MOMENTUM)
-    fixed = [_fixed(group) for group in optimizer.param_groups]
     scheduler = make(optimizer)
     check_scheduler(scheduler, optimizer, "make(optimizer)")
-    ((rates, momenta),) = rates_of(scheduler, steps, fixed)
+    ((rates, momenta),) = rates_of(scheduler, steps)
     moves = any(momentum != _MOMENTUM for momentum in momenta)
     if moves and setting == "lr":
         raise _moves_error(scheduler, ["momentum"])
@@ -315,15 +314,13 @@ class GroupNumbers(NamedTuple):
     momenta: list[Any]  # the first of `betas`, or `momentum`
 
 
-def rates_of(
-    scheduler: LRScheduler, steps: int, fixed: Sequence[Mapping[str, Any]] | None = None
-) -> list[GroupNumbers]:
+def rates_of(scheduler: LRScheduler, steps: int) -> list[GroupNumbers]:
     """Step `scheduler`, and return for each parameter group the rates and momenta of the next
-    `steps` steps. `fixed` are the settings that may not move, by default the current ones.
+    `steps` steps.
     """
     groups = scheduler.optimizer.param_groups
     moved = [GroupNumbers([], []) for _ in groups]
-    fixed = [_fixed(group) for group in groups] if fixed is None else fixed
+    fixed = [_fixed(group) for group in groups]
     for done in range(steps):
         if done:
             _step(scheduler, done, steps)
@@ -363,28 +360,6 @@ def _step(scheduler: LRScheduler, done: int, wanted: int) -> None:
             f"asked for ({error}). Likely cause: a schedule with an end, as OneCycleLR's "
             f"total_steps. Fix: steps={done}, or a longer schedule."
         ) from error
-
-
-def rates_ahead(scheduler: LRScheduler, steps: int) -> list[GroupNumbers]:
-    """Return `rates_of(scheduler, steps)` and leave the scheduler and its optimizer where they are.
-    Refuse a schedule that gives other rates when it is asked again.
-    """
-    runs = []
-    for _ in range(2):
-        with undone(scheduler):
-            runs.append(rates_of(scheduler, steps))
-    by_step = [zip(*[group.rates for group in groups], strict=True) for groups in runs]
-    for step, (once, again) in enumerate(zip(*by_step, strict=True)):
-        if repr(once) != repr(again):
-            raise ValueError(
-                f"{type(scheduler).__name__} gave the rates {once} for step {step} from here and "
-                f"{again} when it was asked again, so no table can hold them. Likely cause: a "
-                "function that counts its calls, takes the next value of an iterator or draws a "
-                "random number; it was called for both. Fix: a function of the step that it is "
-                "given, made anew; or leave the scheduler out of take_over, and give back before "
-                "each `scheduler.step()`."
-            )
-    return runs[0]
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ torch.amp in both directions.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +30,6 @@ from .._optim.schedule import (
     advance,
     check_scheduler,
     place_of,
-    rates_ahead,
     rates_of,
     scheduled_settings,
     undone,
@@ -209,7 +207,7 @@ def take_over(
     the step that torch's own loop would make next.
 
     Copies everything and changes none of the live objects. The function of a `LambdaLR` must be a
-    function of the step: it is called twice for each. `give_back` is the inverse. Call it between
+    function of the step, which is called here for each. `give_back` is the inverse. Call it between
     two iterations, after `scaler.update()` and `optimizer.zero_grad()`.
 
     Args:
@@ -224,7 +222,7 @@ def take_over(
             one. A momentum that it cycles is in the state, as a factor. Leave out a scheduler that
             steps once an epoch: the rate is then constant until `give_back`.
         steps: The number of coming steps whose rates are tabulated, needed with a `scheduler`.
-            Later steps keep the last rate; if the scheduler moves on, `give_back` refuses them.
+            Later steps keep the last rate, and `give_back` refuses them.
         schedule_by: `"iteration"` for a loop that calls `scheduler.step()` once a batch, whether
             the optimizer's step was skipped or not, as most loops do; `"applied"` for one that
             calls it after applied steps only. It is `schedule_by` of `from_torch`.
@@ -240,10 +238,9 @@ def take_over(
     Raises:
         TypeError: `model`, `optimizer` or `scheduler` is not one of torch.
         ValueError: The parameters of optimizer and model differ; a parameter has a gradient that is
-            not 0, as in half a window; ReduceLROnPlateau, a scheduler that gives other rates the
-            second time, of another optimizer, without `steps`, or that moves a setting in the
-            state; and all that `make_functional`, `from_torch_optimizer` and `from_state_dict`
-            refuse.
+            not 0, as in half a window; ReduceLROnPlateau, a scheduler of another optimizer, without
+            `steps`, or that moves a setting in the state; and all that `make_functional`,
+            `from_torch_optimizer` and `from_state_dict` refuse.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -331,8 +328,8 @@ def give_back(
     Raises:
         TypeError: `rule` or `state` is not of `take_over`.
         ValueError: The model or the class of optimizer is another, the scheduler was stepped
-            meanwhile, ends before the last step, or moved on beyond the `steps` of `take_over`,
-            the state holds the rate beside a scheduler, or it is stacked.
+            meanwhile or ends before the last step, more steps were made than the `steps` of
+            `take_over`, the state holds the rate beside a scheduler, or it is stacked.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -362,8 +359,6 @@ def give_back(
     enabled = scaler if scaler is not None and scaler.is_enabled() else None
     saved = {} if enabled is None else to_state_dict(rule, state.scaler)
     steps = _steps_since(scheduler, torch_optimizer, inner, opt_state)
-    if scheduler is not None:
-        _check_rates(scheduler, steps, inner)
 
     load_into(model, params, state.buffers)
     load_state(torch_optimizer, model, loaded, numbers)
@@ -422,7 +417,9 @@ def _settings_from_now(
             "take_over(..., scheduler, steps=10_000), the largest number of steps made here."
         )
     count, place = whole("steps", steps, least=1), place_of(scheduler)
-    columns = zip(optimizer.param_groups, rates_ahead(scheduler, count), strict=True)
+    with undone(scheduler):
+        moved = rates_of(scheduler, count)
+    columns = zip(optimizer.param_groups, moved, strict=True)
     return [scheduled_settings(group, of_group, place) for group, of_group in columns], place
 
 
@@ -432,37 +429,14 @@ def _masters_or_params(state: TrainState) -> Any:
     return master_weights(state.params, inner) if isinstance(inner, MasterState) else state.params
 
 
-def _check_rates(scheduler: LRScheduler, steps: int, ours: TorchOptimizer) -> None:
-    """Refuse, before anything is changed, a scheduler that ends before the last of these steps, and
-    steps beyond the table with rates that the scheduler would not have had.
-    """
-    with undone(scheduler):
-        rates = rates_of(scheduler, steps + 1)
-    table = ours.summary[1]["lr"]
-    if not isinstance(table, RateTable):
-        return
-    tabulated = len(table.rates)
-    end = max(table.start + tabulated - place_of(scheduler), 1)
-    for column, _ in rates:
-        last = column[min(end, steps) - 1]
-        for rate in column[end:steps]:
-            if not math.isclose(rate, last, rel_tol=1e-6):  # a table has float32
-                raise ValueError(
-                    f"{steps - end} steps were made beyond the {tabulated} that take_over "
-                    f"tabulated, with the last rate, {last:g}, where {type(scheduler).__name__} "
-                    f"moves on to {rate:g}. Fix: take_over(..., steps={tabulated + steps - end}) "
-                    "or more, and the same steps again; to keep these, `load_into(model, "
-                    "state.params, state.buffers)`, `to_torch_optimizer(state.opt_state, "
-                    "optimizer, torch_optimizer, model)`, `scaler.load_state_dict("
-                    "to_state_dict(rule, state.scaler))`, and step the scheduler yourself."
-                )
-
-
 def _steps_since(
     scheduler: Any, optimizer: torch.optim.Optimizer, ours: TorchOptimizer, opt_state: OptState
 ) -> int:
-    """Return the number of steps since the scheduler's last: applied ones, or iterations."""
-    scheduled = callable(ours.summary[1]["lr"])
+    """Return the number of steps since the scheduler's last: applied ones, or iterations. Refuse
+    what the scheduler cannot follow, before anything is changed.
+    """
+    table = ours.summary[1]["lr"]
+    scheduled = callable(table)
     if scheduled != (scheduler is not None):
         raise ValueError(
             "take_over was given a scheduler, and give_back is not. Fix: give_back(..., scheduler)."
@@ -481,4 +455,12 @@ def _steps_since(
             f"the scheduler is at step {place}, the state at {count}. Likely cause: the "
             "scheduler was stepped after take_over. Fix: do not step it; give_back does."
         )
+    if isinstance(table, RateTable) and count > (end := table.start + len(table.rates)):
+        raise ValueError(
+            f"{count - end} steps were made beyond the {len(table.rates)} that take_over tabulated,"
+            f" at its last rate. Fix: take_over(..., steps={count - table.start}) or more, and the "
+            "same steps again."
+        )
+    with undone(scheduler):
+        advance(scheduler, count - place)
     return count - place

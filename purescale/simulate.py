@@ -12,6 +12,7 @@ from ._loss_scale.rules import Rule, call_rule, check_rule, takes_amax
 from ._torch.autocast import outside_autocast
 from ._tree import scalars
 from ._tree import tree as _tree
+from ._tree.leaves import describe
 from ._tree.tree import Tree
 
 
@@ -34,7 +35,7 @@ def simulate(rule: Rule[Any], found_infs: Tensor | Sequence[bool]) -> Any:
         step t at index t, on the device of `found_infs`.
 
     Raises:
-        TypeError: `rule` is not a rule, or an item of `found_infs` is not a number.
+        TypeError: `rule` is not a rule, or an item of `found_infs` is not a bool.
         ValueError: `found_infs` is not bool [T].
 
     Example:
@@ -113,31 +114,19 @@ def _run(rule: Any, series: Tensor, step: Any) -> tuple[Any, Tensor]:
 
 def _series(name: str, values: Any, kind: str, fits: Any) -> Tensor:
     """Return a tensor or a list of numbers as a tensor [T], checked to be of a `kind`."""
-    dtype = torch.bool if kind == "bool" else torch.float32
-    if isinstance(values, Tensor):
-        series = values
-    elif isinstance(values, Iterable) and not isinstance(values, (str, bytes)):
-        listed = list(values)
-        if listed and all(isinstance(value, Tensor) for value in listed):
-            series = torch.stack(listed)  # without reading them
-        elif any(scalars.as_float(value) is None and type(value) is not bool for value in listed):
-            raise TypeError(f"{name} holds something else than numbers. Fix: one {dtype} per step.")
-        else:
-            # float32 for fractions, because the default dtype may be narrower.
-            fractions = any(isinstance(value, float) for value in listed)
-            inferred = torch.float32 if fractions else None if listed else dtype
-            series = torch.tensor(listed, dtype=inferred)
-    else:
-        raise TypeError(
-            f"{name} is {scalars.short_repr(values)}; expected {kind} [T], one per step, or a "
-            f"list. Fix: `torch.tensor([{scalars.short_repr(values)}])`."
-        )
-    if series.ndim != 1 or not fits(series):
-        fix = f"`.to({dtype})`"
-        if series.ndim != 1:
-            fix = "for many runs at once, `torch.vmap` over the first dimension"
+    series = values
+    if isinstance(values, Iterable) and not isinstance(values, (Tensor, str, bytes)):
+        # float32 for fractions, because the default dtype may be narrower.
+        listed = [
+            torch.as_tensor(v, dtype=torch.float32 if type(v) is float else None) for v in values
+        ]
+        series = torch.stack(listed) if listed else torch.zeros(0).to(_DTYPES[kind])
+    if not isinstance(series, Tensor) or series.ndim != 1 or not fits(series):
         raise ValueError(
-            f"{name} is {series.dtype} {tuple(series.shape)}; expected {kind} [T], one per step. "
-            f"Fix: {fix}."
+            f"{name} is {describe(series)}; expected {kind} [T], one per step, or a list. Fix: "
+            f"`.to({_DTYPES[kind]})`; for many runs at once, `torch.vmap` over the first dimension."
         )
     return series
+
+
+_DTYPES = {"bool": torch.bool, "floating": torch.float32}

@@ -75,7 +75,8 @@ def test_the_state_of_a_0_d_parameter_is_not_that_of_a_longer_one():
     adamw = ps.from_torch(OPTIM.AdamW)
     state = adamw.init({"s": torch.tensor(1.0)})
     with pytest.raises(
-        ValueError, match=r"exp_avg of s is torch.float32 \(\), the parameter torch.float32 \(8,\)"
+        ValueError,
+        match=r"exp_avg of s is torch.float32 \(\) on cpu; expected torch.float32 \(8,\)",
     ):
         ps.maybe_step(adamw, {"s": torch.ones(8)}, {"s": torch.ones(8)}, state, False, donate=True)
 

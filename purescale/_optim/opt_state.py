@@ -160,14 +160,16 @@ def after_skip(state: Tree, *, in_place: bool) -> Tree:
 
 # ---- slots of a user's class ---------------------------------------------------------------------
 
-# What was a float stays a tensor, with which one calculates as with a number.
 _NUMBERS = (torch.int64, torch.bool)
 
 
 def as_tensors(slot: Mapping[str, Any], name: str) -> dict[str, Tensor]:
     """Return a slot with a 0-d tensor on the CPU for each Python number."""
     tensors = {
-        key: torch.tensor(value, dtype=_dtype_of(value), device="cpu")
+        # What was a float stays a tensor, with which one calculates as with a number.
+        key: torch.tensor(
+            value, dtype=torch.float64 if type(value) is float else None, device="cpu"
+        )
         if isinstance(value, (bool, int, float))
         else value
         for key, value in slot.items()
@@ -180,12 +182,6 @@ def as_tensors(slot: Mapping[str, Any], name: str) -> dict[str, Tensor]:
                 "`init` and `step`."
             )
     return tensors
-
-
-def _dtype_of(number: Any) -> torch.dtype:
-    if isinstance(number, bool):
-        return torch.bool
-    return torch.int64 if isinstance(number, int) else torch.float64
 
 
 def with_python_scalars(slot: Mapping[str, Tensor], param: Tensor) -> dict[str, Any]:
@@ -248,25 +244,12 @@ class SlotLayout:
         return key in self._counts
 
     def _misfit_error(self, key: str, value: Tensor, name: str, param: Tensor) -> ValueError:
-        what = (
-            f"a count {self._counts[key]} ()"
-            if key in self._counts
-            else f"the parameter {describe(param)}"
-        )
-        where = (
-            f" on {value.device}, its parameter on {param.device}"
-            if value.device != param.device
-            else ""
-        )
-        cause = (
-            "Likely cause: stacked states, and a step that is not mapped over them. Fix: "
-            "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
-            if key in self._counts and value.ndim
-            else "Likely cause: the state of another model, or of the model before it was changed "
-            "or moved. Fix: `opt_state = optimizer.init(params)`."
-        )
+        expected = f"a count {self._counts[key]} ()" if key in self._counts else describe(param)
         return ValueError(
-            f"opt_state: {key} of {name} is {describe(value)}, {what}{where}. {cause}"
+            f"opt_state: {key} of {name} is {describe(value)} on {value.device}; expected "
+            f"{expected} on {param.device}. Likely cause: the state of another model, or stacked "
+            "states outside of torch.vmap. Fix: `opt_state = optimizer.init(params)`, or "
+            "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
         )
 
     def check(

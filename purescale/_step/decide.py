@@ -57,7 +57,7 @@ def decide(
         rejected = rejects & ~skip
         skip = skip | rejected
     factor = None
-    if stats.norm is not None and not _is_unbounded(clip):
+    if stats.norm is not None and (isinstance(clip.max_norm, Tensor) or clip.max_norm != math.inf):
         # In the derivative of a step that is skipped, 0 * NaN would be NaN.
         finite = torch.where(skip, 1.0, stats.norm)
         factor = clip_factor(finite, clip.max_norm)  # type: ignore[arg-type]
@@ -72,8 +72,3 @@ def _reported(measured: Tensor, skip: Tensor, dtype: torch.dtype) -> Tensor:
     """
     number = measured.to(dtype)
     return torch.where(skip, number.clamp(min=math.inf), number)
-
-
-def _is_unbounded(clip: Clip) -> bool:
-    """Return True if the norm is only measured."""
-    return not isinstance(clip.max_norm, Tensor) and clip.max_norm == math.inf

@@ -189,14 +189,14 @@ def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
 
     Args:
         infos: A list of `StepInfo`, alike in what they have: `aux` has the same nesting of tensors
-            of the same shapes in each.
+            of the same shapes in each, and what is not a tensor is equal in all.
 
     Returns:
         A `StepInfo`. Fields that are `()` stay `()`.
 
     Raises:
         ValueError: The list is empty, or infos differ in what they have or in shapes.
-        TypeError: An item is not a `StepInfo`, or an `aux` holds something else than tensors.
+        TypeError: An item is not a `StepInfo`.
 
     Example:
         >>> import torch
@@ -219,13 +219,6 @@ def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
                 f"infos[{index}] is {short_repr(info)}; expected a StepInfo. Fix: `state, info = "
                 "train_step(...)`, then `infos += [info]`, not `infos += info`."
             )
-        for place, leaf in enumerate(_tree.flatten(info)[0]):
-            if leaf is not None and not isinstance(leaf, Tensor):
-                raise TypeError(
-                    f"{_tree.path(info, f'infos[{index}]', place)} is {short_repr(leaf)}; only "
-                    "tensors are stacked. Fix: `torch.tensor(...)` in loss_fn, or "
-                    "`info._replace(aux=())`."
-                )
     cause = (
         "Likely cause: a smaller last batch. Fix: return a mean or a sum in loss_fn, or "
         "`info._replace(aux=())` before stacking."

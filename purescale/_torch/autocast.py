@@ -13,22 +13,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-_DEVICES = tuple(
-    device
-    for device in (
-        "cpu",
-        "cuda",
-        "hpu",
-        "ipu",
-        "maia",
-        "mps",
-        "mtia",
-        "privateuseone",
-        "xla",
-        "xpu",
-    )
-    if torch.amp.is_autocast_available(device)
-)
+_NAMES = ["cpu", "cuda", "hpu", "ipu", "maia", "mps", "mtia", "privateuseone", "xla", "xpu"]
+_DEVICES = tuple(filter(torch.amp.is_autocast_available, _NAMES))
 
 
 class _Autocast(NamedTuple):

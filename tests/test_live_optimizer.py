@@ -240,9 +240,9 @@ def test_a_number_in_the_state_is_that_of_all_groups_but_those_with_0(first):
 @pytest.mark.parametrize(
     ("name", "values", "what"),
     [
-        ("lr", (0.1, 0.01), r"the rates \[0.1, 0.01\]"),
-        ("weight_decay", (0.5, 0.25), r"the values of weight_decay \[0.5, 0.25\]"),
-        ("betas", ((0.5, 0.6), (0.5, 0.7)), r"the values of betas \[\(0.5, 0.6\), \(0.5, 0.7\)\]"),
+        ("lr", (0.1, 0.01), r"lr = \[0.1, 0.01\]"),
+        ("weight_decay", (0.5, 0.25), r"weight_decay = \[0.5, 0.25\]"),
+        ("betas", ((0.5, 0.6), (0.5, 0.7)), r"betas = \[\(0.5, 0.6\), \(0.5, 0.7\)\]"),
     ],
 )
 def test_groups_with_several_numbers_for_one_in_the_state_are_refused(name, values, what):
@@ -251,7 +251,7 @@ def test_groups_with_several_numbers_for_one_in_the_state_are_refused(name, valu
         [{"params": [p], name: value} for p, value in zip(model.parameters(), values, strict=True)]
     )
     with pytest.raises(
-        ValueError, match=rf"{what}; the state holds one number .*Fix: leave {name}"
+        ValueError, match=rf"{what}, and the state holds one number .*Fix: leave {name}"
     ):
         ps.from_torch_optimizer(adamw, model, in_state=(name,))
 

@@ -136,14 +136,16 @@ def each_number(change: Callable[[Any], Any], hyper: Mapping[str, Any]) -> dict[
 
 
 def agreed(name: str, groups: Sequence[Mapping[str, Any]]) -> Any:
-    """Return the value that all these groups of a state dict share; None if no group has one."""
-    values = [each_number(float, {name: group[name]})[name] for group in groups if name in group]
+    """Return the value that all these parameter groups share; None if no group has one."""
+    values = [
+        each_number(as_number, {name: group[name]})[name] for group in groups if name in group
+    ]
     if len(set(values)) > 1:
-        what = "rates" if name == "lr" else f"values of {name}"
         raise ValueError(
-            f"the state dict has the {what} {values} in groups that take theirs from the state, "
-            "which holds one. Likely cause: groups with a setting of their own. Fix: "
-            f"`overrides={{pattern: {{{name!r}: ...}}}}` for all but one of them."
+            f"the groups of the torch optimizer have {name} = {values}, and the state holds one "
+            f"number for all. Fix: leave {name} out of in_state; or say which parameters keep "
+            f"theirs, `from_torch(cls, overrides={{pattern: {{{name!r}: ...}}}}, in_state="
+            f"({name!r},))`; to change each, a `partition` with an optimizer for each group."
         )
     return values[0] if values else None
 

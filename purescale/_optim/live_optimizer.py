@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._optim.formulas import formula_of
-from .._optim.in_state import as_number, each_number
+from .._optim.in_state import agreed, as_number, each_number
 from .._optim.opt_state import OptState, ParamGroup, without_wrappers
 from .._optim.partition import PartitionOptimizer
 from .._optim.schedule import ScheduleBy
@@ -213,19 +213,9 @@ def _numbers_of_all(groups: Sequence[Mapping[str, Any]], in_state: Sequence[str]
     """Return the numbers that the state holds, each that of all groups in which it is not 0."""
     numbers = {}
     for name in in_state:
-        values = [group[name] for group in groups if name in group]
-        others = [value for value in values if value != 0]
-        if any(value != others[0] for value in others):
-            what = "rates" if name == "lr" else f"values of {name}"
-            raise ValueError(
-                f"the groups of the optimizer have the {what} {values}; the state holds one number "
-                f"for all. Fix: leave {name} out of in_state; or say which parameters keep theirs, "
-                f"`optimizer = from_torch(cls, overrides={{pattern: {{{name!r}: ...}}}}, in_state="
-                f"({name!r},))` and `optimizer.from_state_dict(torch_optimizer.state_dict(), "
-                "params)`; to change each, a `partition` with an optimizer for each group."
-            )
-        if values:
-            numbers[name] = (others or values)[0]
+        having = [group for group in groups if name in group]
+        if having:
+            numbers[name] = agreed(name, [group for group in having if group[name] != 0] or having)
     return numbers
 
 

@@ -886,7 +886,7 @@ def test_a_rule_or_state_that_the_format_cannot_hold_is_refused(peer):
         module.to_state_dict(ps.DynamicScale(), ps.DynamicScale().init())
     with pytest.raises(TypeError, match="swapped"):
         module.to_state_dict(rule, {"scale": 8.0})
-    with pytest.raises(ValueError, match="states of an ensemble"):
+    with pytest.raises(ValueError, match="pass one at a time"):
         module.to_state_dict(rule, stack([rule.init(), rule.init()]))
 
 

@@ -582,7 +582,7 @@ REFUSED = {
         "LambdaLR ends after 3 steps.*Fix: steps=3",
     ),
     "other": (of_another, ValueError, "a StepLR of another optimizer"),
-    "none": (lambda opt: None, TypeError, r"make\(optimizer\) is NoneType.*missing `return`"),
+    "none": (lambda opt: None, TypeError, r"make\(optimizer\) is NoneType.*Fix: `lambda opt"),
     "function": (lambda opt: math.cos, TypeError, "expected a scheduler of torch"),
 }
 

@@ -166,9 +166,8 @@ def check_scaler(
     if floor is not None and scale <= floor and scale < min(1.0, float(rule.init("cpu").scale)):
         raise FloatingPointError(
             f"the loss scale is at the smallest that the rule allows, {scale} (min_scale), which "
-            "makes float16 gradients 0. Likely cause: many batches in a row whose gradients were "
-            "inf or NaN. Fix: look at the data and the learning rate, then `scaler = "
-            "rule.init(device)`."
+            "makes float16 gradients 0. Fix: look at the data and the learning rate, then `scaler "
+            "= rule.init(device)`."
         )
     if max_skips is not None and skips > max_skips:
         raise FloatingPointError(

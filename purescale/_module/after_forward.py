@@ -68,8 +68,7 @@ def refuse_new_registrations(copy: ModelCopy) -> None:
                 raise RuntimeError(
                     f"the forward of the model registered {key!r} in its "
                     f"{type(copy.objects[module]).__name__}. Parameters, buffers and modules must "
-                    "exist from the start, because their tensors are arguments and results of "
-                    "`apply`. Likely cause: the first forward makes it. Fix: run "
+                    "exist from the start. Likely cause: the first forward makes it. Fix: run "
                     "`model(example_batch)` once before make_functional(model)."
                 )
 
@@ -153,10 +152,9 @@ def _check_state(name: str, value: Any, before: Tensor) -> None:
     now = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else _tree.described(value)
     raise RuntimeError(
         f"the forward of the model set {name}, which state_attributes names, to {now}; expected a "
-        f"tensor of shape {tuple(before.shape)}, as before. Likely cause: another batch size than "
-        "that of the batch that made it, or a reset in forward. Fix: run `model(example_batch)` "
-        "with the batch size of the calls before make_functional, and reset by "
-        f"`buffers | {{{name!r}: torch.zeros(...)}}`."
+        f"tensor of shape {tuple(before.shape)}, as before. Likely cause: another batch size, or a "
+        "reset in forward. Fix: run `model(example_batch)` with the batch size of the calls before "
+        f"make_functional, and reset by `buffers | {{{name!r}: torch.zeros(...)}}`."
     )
 
 

@@ -339,8 +339,7 @@ def _check_tensors(registered: RegisteredTensors, params: Tensors) -> None:
     for name, param in (*params.items(), *registered.aliases.items()):
         if private.gradient_hooks(param) or private.has_accumulated_hooks(param):
             raise ValueError(
-                f"{name} has a hook on its gradient, of register_hook or "
-                "register_post_accumulate_grad_hook, which would never run: gradients are values "
+                f"{name} has a hook on its gradient, which would never run: gradients are values "
                 "here. Fix: remove it, and do its work on the gradients between value_and_grad "
                 "and the step."
             )

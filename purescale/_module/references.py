@@ -60,10 +60,9 @@ def _check_shared(
             if id(obj) in live:
                 raise ValueError(
                     f"{path} of the model holds its {live[id(obj)]}, which `apply` cannot replace "
-                    "there. Likely cause: a closure over the model, a compiled method, or an "
-                    "object other than a list, dict, tuple or one with a `__dict__`. Fix: a method "
-                    "or functools.partial(function, module) in place of the closure; a list, a "
-                    "dict or an attribute for a tensor; compile `apply`, not a part."
+                    "there. Likely cause: a closure over the model, or a compiled method. Fix: a "
+                    "method or functools.partial(function, module) in place of the closure; a "
+                    "list, a dict or an attribute for a tensor; compile `apply`, not a part."
                 )
             if id(obj) not in seen and type(obj) not in ATOMS and not isinstance(obj, type):
                 seen.add(id(obj))

@@ -157,19 +157,16 @@ def state_tensors(model: nn.Module, patterns: Sequence[str]) -> Tensors:
             plain = _tree.join_names(list(tensors_in_attributes(model)), 8)
             raise ValueError(
                 f"state_attributes has {pattern!r}, which matches no attribute of the model; its "
-                f"tensors in plain attributes are {plain}. Likely cause: a typing error, or "
-                "the first forward makes it. Fix: a dotted name or a glob, "
-                '`state_attributes=("*.mem",)`, and `model(example_batch)` once before '
-                "make_functional."
+                f"tensors in plain attributes are {plain}. Likely cause: the first forward makes "
+                "it. Fix: run `model(example_batch)` once before make_functional."
             )
         for name in matching:
             value = attributes[name]
             if not isinstance(value, Tensor):
                 raise ValueError(
                     f"{name} matches {pattern!r} of state_attributes and is "
-                    f"{_tree.described(value)}; expected a tensor. Likely cause: the first forward "
-                    "makes it. Fix: run `model(example_batch)` once before make_functional, or "
-                    "name less."
+                    f"{_tree.described(value)}; expected a tensor. Fix: run `model(example_batch)` "
+                    "once before make_functional, or name less."
                 )
             tensors[name] = value
     return tensors

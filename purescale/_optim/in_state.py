@@ -72,11 +72,9 @@ def check_stored(opt_state: OptState, starts: Mapping[str, Any]) -> None:
     if stored.keys() != starts.keys():
         raise ValueError(
             f"opt_state holds the settings {list(stored)}, this optimizer looks for "
-            f"{_form(starts)} there, and would ignore others. Likely cause: the state of an "
-            "optimizer with another in_state. Fix: from_torch(..., in_state=(...)) with the names "
-            "that the state has; or, "
-            f"from the optimizer `old` of this state, {_MOVED.format(new='optimizer', old='old')}; "
-            "in a new run `opt_state = optimizer.init(params)`."
+            f"{_form(starts)} there. Likely cause: the state of an optimizer with another "
+            "in_state. Fix: from_torch(..., in_state=(...)) with the names that the state has; or, "
+            f"from the optimizer `old` of this state, {_MOVED.format(new='optimizer', old='old')}."
         )
     for name, value in stored.items():
         leaves, likes = each_of({name: value}), each_of({name: starts[name]})
@@ -86,8 +84,7 @@ def check_stored(opt_state: OptState, starts: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"opt_state holds {name} = {', '.join(map(describe, leaves))}; expected floating "
                 f"0-d tensors, {_form(starts)}. Fix: `opt_state._replace({change})` with "
-                "torch.tensor(0.1), or a tuple of them for a tuple; a value for each member of an "
-                "ensemble goes through torch.vmap."
+                "torch.tensor(0.1); a value for each member goes through torch.vmap."
             )
 
 
@@ -241,10 +238,8 @@ def _like(old: Any, new: Any, name: str) -> Any:
     if isinstance(new, Tensor) and not (new.is_complex() or new.dtype is torch.bool):
         if new.shape not in (old.shape, ()):
             raise ValueError(
-                f"{name} is {describe(new)}, the state holds {describe(old)} there. Likely "
-                "cause: a value for each member, but a single state. Fix: a 0-d tensor; for an "
-                "ensemble `replace_settings(stack_states(states), ...)`, or replace_settings "
-                "inside of torch.vmap."
+                f"{name} is {describe(new)}, the state holds {describe(old)} there. Fix: a 0-d "
+                "tensor; for an ensemble `replace_settings(stack_states(states), ...)`."
             )
         return on_device(new, old.device, old.dtype).expand(old.shape).clone()
     number = as_float(new)

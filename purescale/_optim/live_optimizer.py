@@ -63,9 +63,8 @@ def from_torch_optimizer(
     if not isinstance(torch_optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"torch_optimizer is {type(torch_optimizer).__name__}; expected the live one of "
-            "torch.optim. Likely cause: a class in place of an instance. Fix: "
-            "`from_torch_optimizer(torch.optim.AdamW(model.parameters()), model)`, or "
-            "`from_torch(torch.optim.AdamW)`, which needs no model."
+            "torch.optim. Fix: `from_torch_optimizer(torch.optim.AdamW(model.parameters()), "
+            "model)`, or `from_torch(torch.optim.AdamW)`, which needs no model."
         )
     named = dict(model.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad} or named
@@ -153,10 +152,9 @@ def names_by_group(
             if id(parameter) not in names:
                 raise ValueError(
                     f"param_groups[{index}] of the optimizer has a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not in the model. Likely cause: the "
-                    "optimizer of another model, of several, or of this one before its parameters "
-                    "were replaced. Fix: pass the model whose `.parameters()` the optimizer was "
-                    "given; for several `nn.ModuleDict({'a': a, 'b': b})`."
+                    f"{tuple(parameter.shape)} that is not in the model. Fix: pass the model whose "
+                    "`.parameters()` the optimizer was given; for several `nn.ModuleDict({'a': a, "
+                    "'b': b})`."
                 )
         group_names = [names[id(parameter)] for parameter in group["params"]]
         groups.append(tuple(name for name in group_names if name in params))
@@ -266,8 +264,7 @@ def innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tuple[An
         raise ValueError(
             f"the optimizer has the parts {list(inner.optimizers)}; torch has one optimizer for "
             "each. Fix: for each key `to_torch_optimizer(opt_state[key], "
-            "optimizer.optimizers[key], torch_optimizers[key], model)`; of a TrainState "
-            "`state.opt_state[key]`, and `load_into(model, state.params, state.buffers)`."
+            "optimizer.optimizers[key], torch_optimizers[key], model)`."
         )
     cls, of_torch = inner.summary[0], without_wrappers(opt_state)
     if not isinstance(of_torch, OptState) or cls is not type(torch_optimizer):

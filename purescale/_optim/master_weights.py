@@ -313,9 +313,8 @@ def _checked(
             raise TypeError(
                 f"params: {name} is {describe(param)}, and the state keeps {describe(rest)} for "
                 "its master; expected int16 for bfloat16, float32 for float16, () for other "
-                "dtypes, of the same shape on the same device. Likely cause: parameters that were "
-                "cast or changed after `init`. Fix: `opt_state = optimizer.init(params)` for these "
-                "params."
+                "dtypes, of its shape and device. Likely cause: parameters that were cast after "
+                "`init`. Fix: `opt_state = optimizer.init(params)`."
             )
     return state, leaves
 

@@ -216,10 +216,9 @@ class PartitionOptimizer(Updater):
         for key, indices in indices_of.items():
             if not indices:
                 raise ValueError(
-                    f"no parameter has the label {key!r}, so its optimizer would do nothing. The "
-                    f"names are: {_tree.join_names(list(names), 20)}. Likely cause: label expects "
-                    "names of another model. Fix: correct `label(name, param)`, or leave "
-                    f"{key!r} out of the optimizers."
+                    f"no parameter has the label {key!r}; the names are: "
+                    f"{_tree.join_names(list(names), 20)}. Fix: correct `label(name, param)`, or "
+                    f"leave {key!r} out of the optimizers."
                 )
         return {
             key: Members(tuple([names[index] for index in indices]), tuple(indices))

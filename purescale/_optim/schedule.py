@@ -41,8 +41,7 @@ RATE_IN_THE_STATE = (
     "Fix: the rate in the state, `optimizer = from_torch(cls, lr=lr, in_state=('lr',))`; a "
     "scheduler of its own over `torch.optim.SGD([torch.zeros(1)], lr=lr)`, and after each "
     "`scheduler.step(loss)` `state = replace_settings(state, lr=scheduler.get_last_lr()[0])`. "
-    "With take_over, leave the scheduler out, and give back before "
-    "each `scheduler.step(loss)`."
+    "With take_over, leave the scheduler out, and give back before each `scheduler.step(loss)`."
 )
 
 
@@ -199,9 +198,8 @@ def check_rate(rate: float, what: str) -> None:
     if not rate >= -_ROUNDING:
         raise ValueError(
             f"{what} is {rate:g}; torch's optimizers refuse negative rates and NaN. Likely cause: "
-            "a schedule that runs on below 0 after its end. Fix: `.clamp(min=0)` in a function of "
-            "the step count, eta_min or end_factor of a scheduler; maximize=True to go up the "
-            "gradient."
+            "a schedule that runs on below 0 after its end. Fix: `.clamp(min=0)`, eta_min or "
+            "end_factor; maximize=True to go up the gradient."
         )
 
 
@@ -216,17 +214,15 @@ def checked_rate(where: str, lr: Any) -> Any:
     schedule that reads the count, which would fail later in a traced step.
     """
     if isinstance(lr, (bool, type)) or not (callable(lr) or isinstance(lr, (Tensor, numbers.Real))):
-        kind, likely = lr if isinstance(lr, type) else type(lr), "a string, or None"
+        kind = lr if isinstance(lr, type) else type(lr)
         got, fix = repr(lr), "Fix: lr=1e-3, or lr=lambda applied: 1e-3 * 0.95**applied."
-        if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
-            likely = "a scheduler of torch, which holds an optimizer and its own count"
+        if issubclass(kind, LRScheduler):
             fix = f"Fix: lr=schedule_from_torch(lambda opt: {kind.__name__}(opt, ...), lr, steps)."
-        cause = f"Likely cause: {likely}. {fix}"
-        if _may_be_parameters(lr):
-            got, cause = kind.__name__, PARAMETERS_GIVEN
+        elif _may_be_parameters(lr):
+            got, fix = kind.__name__, PARAMETERS_GIVEN
         raise TypeError(
             f"{where}: lr must be a number, a 0-d tensor or a function of the step count, got "
-            f"{got}. {cause}"
+            f"{got}. {fix}"
         )
     return _first(where, "lr", lr) if callable(lr) and not traced() else lr
 
@@ -247,11 +243,10 @@ def _first(where: str, name: str, schedule: Schedule) -> Any:
             number = schedule(torch.zeros((), dtype=torch.int64, device="cpu"))
     except ReadError:
         raise TypeError(
-            f"{where}: the schedule {schedule!r} reads the value of the step count. It works step "
-            "by step and breaks when the step is compiled or vmapped, or makes a GPU wait. Likely "
-            "cause: math.cos, an `if`, `int(applied)` or a list indexed by the count. Fix: "
-            f"torch.cos, torch.where(applied < 100, a, b); for a table, {_LOOKED_UP}; for a "
-            "scheduler of torch, schedule_from_torch(make, lr, steps)."
+            f"{where}: the schedule {schedule!r} reads the value of the step count. Likely cause: "
+            "math.cos, an `if`, `int(applied)` or a list indexed by the count. Fix: torch.cos, "
+            f"torch.where(applied < 100, a, b); for a table, {_LOOKED_UP}; for a scheduler of "
+            "torch, schedule_from_torch(make, lr, steps)."
         ) from None
     check_scheduled(name, number)
     return number
@@ -289,10 +284,9 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, what: str)
     kind = type(scheduler).__name__
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(
-            f"{what} is {kind}; expected a scheduler of torch.optim.lr_scheduler. Likely cause: a "
-            "missing `return`, or a scheduler of another library. Fix: `lambda opt: "
-            "CosineAnnealingLR(opt, T_max=1000)`; for another library's, a function of the step "
-            "count as the lr of from_torch."
+            f"{what} is {kind}; expected a scheduler of torch.optim.lr_scheduler. Fix: "
+            "`lambda opt: CosineAnnealingLR(opt, T_max=1000)`; for another library's, a function "
+            "of the step count as the lr of from_torch."
         )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(

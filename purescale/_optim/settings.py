@@ -283,10 +283,9 @@ class OptimizerSettings:
         if self.schedule_by == "iteration" and not _is_count(iteration):
             raise ValueError(
                 f"opt_state.iteration is {describe(iteration)}, expected a 0-d int64 tensor: this "
-                'optimizer was made with schedule_by="iteration". Likely cause: the state of one '
-                "whose schedules count applied steps. Fix: `opt_state = optimizer.init(params)`, "
-                "or `opt_state._replace(iteration=opt_state.applied.clone())` if no step was "
-                "skipped; a count for each member of an ensemble goes through torch.vmap."
+                'optimizer was made with schedule_by="iteration". Fix: `opt_state = optimizer.init('
+                "params)`; if no step was skipped, `opt_state._replace(iteration=opt_state.applied."
+                "clone())`; for the states of an ensemble torch.vmap."
             )
         if self.schedule_by == "applied" and not isinstance(iteration, tuple):
             raise ValueError(
@@ -309,17 +308,14 @@ class OptimizerSettings:
                 if self.formula is not None and name != "lr" and callable(one):
                     raise TypeError(
                         f"{where}: {name} {'is' if one is value else 'holds'} {one!r}; a schedule "
-                        "stands for lr, or for a number in the state. Fix: "
-                        f"from_torch(..., {name}=schedule, in_state=({name!r},)), and no schedule "
-                        "in overrides."
+                        "stands for lr, or for a number in the state, and not in overrides. Fix: "
+                        f"from_torch(..., {name}=schedule, in_state=({name!r},))."
                     )
                 if isinstance(one, Tensor) and not (name == "lr" and is_float_scalar(one)):
                     raise TypeError(
                         f"{where}: {name} {'is' if one is value else 'holds'} a tensor of shape "
-                        f"{tuple(one.shape)}, {one.dtype}; only lr may be one, floating and 0-d, "
-                        f"since torch's {self.cls.__name__} reads the others in Python. "
-                        f"Fix: a number to start from and in_state=({name!r},), and torch.vmap "
-                        "for a value a member."
+                        f"{tuple(one.shape)}, {one.dtype}; only lr may be one, floating and 0-d. "
+                        f"Fix: a number to start from and in_state=({name!r},)."
                     )
         rate = checked_rate(where, settings["lr"])
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")

@@ -128,8 +128,7 @@ class StateDtypeOptimizer(Wrapper):
             raise ValueError(
                 f"dtypes: {'.'.join(path)} is made in {wide}, and {dtype} is wider. Likely cause: "
                 "parameters in half precision, which give their dtype to the state. Fix: "
-                "with_state_dtype(with_master_weights(optimizer), dtypes), where the state is made "
-                "in float32."
+                "with_state_dtype(with_master_weights(optimizer), dtypes)."
             )
         return dtype if dtype.itemsize < wide.itemsize else wide
 

@@ -292,9 +292,8 @@ def _check_placements(param: Any, params: Tree, index: int, optimizer: Any) -> N
     if not optimizer.elementwise and dtensor.is_sharded(param):
         raise ValueError(
             f"{at} has the placements {param.placements}, and {optimizer} needs the whole of a "
-            "parameter, as Muon and Adafactor do. Fix: AdamW or another optimizer that updates "
-            "each element by itself, or `p.redistribute(placements=[Replicate()])`, for gradients "
-            "too."
+            "parameter. Fix: AdamW or another optimizer that updates each element by itself, or "
+            "`p.redistribute(placements=[Replicate()])`, for gradients too."
         )
 
 

@@ -114,11 +114,10 @@ def in_the_form_of(like: Any, sd: dict[str, Any], slots: Slots) -> dict[str, Any
             if differing:
                 raise ValueError(
                     f"like: param_groups[{index}] has {members[0]} and {name}, which are in two "
-                    f"groups here with different {_tree.join_names(differing)}. Likely cause: "
-                    "overrides that the torch optimizer does not have. Fix: a torch optimizer made "
-                    "from these groups, `sd = optimizer.to_state_dict(opt_state)` and "
-                    "`cls([{'params': [(n, model.get_parameter(n)) for n in group['param_names']]} "
-                    "for group in sd['param_groups']])`."
+                    f"groups here with different {_tree.join_names(differing)}. Fix: a torch "
+                    "optimizer made from these groups, `sd = optimizer.to_state_dict(opt_state)` "
+                    "and `cls([{'params': [(n, model.get_parameter(n)) for n in "
+                    "group['param_names']]} for group in sd['param_groups']])`."
                 )
         kept = {*listed, *(saved.keys() & FLAGS)}
         changed = {name: value for name, value in settings.items() if name not in kept}
@@ -152,11 +151,9 @@ def checked_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, A
             else type(sd).__name__
         )
         raise ValueError(
-            f"sd is {what}; expected "
-            "{'state': {index: slots}, 'param_groups': [{'params': [index, ...], ...}]}. "
-            "Likely cause: a whole checkpoint, or the state dict of a module. Fix: "
-            "`optimizer.from_state_dict(checkpoint['optimizer'], params)`, with the result of "
-            "`torch.optim.Optimizer.state_dict()`."
+            f"sd is {what}; expected {{'state': {{index: slots}}, 'param_groups': [{{'params': "
+            "[index, ...], ...}]}. Likely cause: a whole checkpoint, or the state dict of a "
+            "module. Fix: `optimizer.from_state_dict(checkpoint['optimizer'], params)`."
         )
     return list(groups), states
 
@@ -230,9 +227,8 @@ def restored(name: str, saved: Mapping[str, Any], fresh: dict[str, Tensor]) -> d
     if saved.keys() != kept:
         raise ValueError(
             f"the state of {name} has {sorted(map(str, saved))}, this optimizer keeps "
-            f"{sorted(kept)}. Likely cause: the state dict of another class or of other settings "
-            "(momentum, amsgrad, centered). Fix: from_torch with the class and settings that "
-            "wrote it."
+            f"{sorted(kept)}. Fix: from_torch with the class and the settings (momentum, amsgrad, "
+            "centered) that wrote it."
         )
     restored = {}
     for key, like in fresh.items():

@@ -310,10 +310,9 @@ class ValueAndGrad:
             loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
         if not loss.requires_grad:
             raise ValueError(
-                "the loss does not depend on params. Likely cause: loss_fn calls the module and "
-                "not `apply(params, buffers, ...)`, runs under torch.no_grad or inference_mode, "
-                "or makes inner steps without differentiable=True. Fix: a loss of `out, buffers = "
-                "apply(params, buffers, x)`."
+                "the loss does not depend on params. Likely cause: loss_fn calls the module, runs "
+                "under torch.no_grad, or makes inner steps without differentiable=True. Fix: a "
+                "loss of `out, buffers = apply(params, buffers, x)`."
             )
         if versions(read_only) != before:
             self._refuse_write(_written(read_only, before))

@@ -274,9 +274,8 @@ def leaves_like(
     extra = [path for path in got if path not in expected]
     raise ValueError(
         f"{name} does not match {like_name}: missing {join_names(missing)}; not in {like_name}: "
-        f"{join_names(extra)}. Likely cause: {name} was made from other {like_name} than these, or "
-        f"leaves were dropped, which must be None. Fix: for flat dicts `{name} = {{key: "
-        f"{name}.get(key) for key in {like_name}}}`."
+        f"{join_names(extra)}. Likely cause: leaves were dropped, which must be None. Fix: for "
+        f"flat dicts `{name} = {{key: {name}.get(key) for key in {like_name}}}`."
     )
 
 
@@ -341,9 +340,8 @@ def reject_autograd_history(**trees: Tree) -> None:
                 raise ValueError(
                     f"{paths(flat.tree, name)[index]} is a result of torch.autograd "
                     f"({leaf.grad_fn.name()}), and `.backward()` cannot go through a step. Fix: "
-                    "for a derivative torch.func.grad of a function that makes the step, or "
-                    "from_torch(..., differentiable=True); to drop the graph as torch.optim does, "
-                    "`with torch.no_grad():` around the step."
+                    "`with torch.no_grad():` around the step; for a derivative torch.func.grad of "
+                    "a function that makes it, or from_torch(..., differentiable=True)."
                 )
 
 

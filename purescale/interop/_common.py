@@ -226,10 +226,9 @@ def check_saveable(
     """Check that `peer`'s format can hold this rule and state."""
     if not isinstance(rule, rule_kinds):
         raise TypeError(
-            f"interop.{peer}.to_state_dict got the rule {rule!r}; expected one that "
-            f"`interop.{peer}.rule(...)` returned. Likely cause: a rule of another library, whose "
-            f"settings this format cannot hold. Fix: `interop.{peer}.rule(...)` with the settings "
-            "of the job."
+            f"interop.{peer}.to_state_dict got the rule {rule!r}, whose settings this format "
+            f"cannot hold; expected one that `interop.{peer}.rule(...)` returned. Fix: that, with "
+            "the settings of the job."
         )
     if not isinstance(scaler, state_kind):
         raise TypeError(
@@ -241,8 +240,7 @@ def check_saveable(
     if stacked:
         raise ValueError(
             f"interop.{peer}.to_state_dict takes one state of 0-d tensors; {_listed(stacked)} have "
-            "more dimensions. Likely cause: states of an ensemble. Fix: pass one at a time, "
-            "`type(state)(*(t[i] for t in state))`."
+            "more dimensions. Fix: pass one at a time, `member(state, i)`."
         )
 
 

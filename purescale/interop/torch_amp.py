@@ -263,10 +263,9 @@ def take_over(
     missing = params.keys() - {name for group in names for name in group}
     if missing:
         raise ValueError(
-            f"the optimizer does not have {join_names(sorted(missing))} of the model, and here "
-            "every parameter that requires a gradient is trained. Fix: before take_over, "
-            f"`model.get_parameter({min(missing)!r}).requires_grad_(False)` for each that is not "
-            "trained."
+            f"the optimizer does not have {join_names(sorted(missing))} of the model. Fix: before "
+            f"take_over, `model.get_parameter({min(missing)!r}).requires_grad_(False)` for each "
+            "that is not trained."
         )
     _check_no_gradients(optimizer, model)
     settings, place = _settings_from_now(optimizer, scheduler, steps)
@@ -346,9 +345,8 @@ def give_back(
     if not isinstance(state, TrainState):
         raise TypeError(
             f"give_back got a {type(state).__name__} and a {type(optimizer).__name__}; expected "
-            "the TrainState of train_step and the optimizer of take_over. Likely cause: arguments "
-            "in the wrong order. Fix: give_back(state, optimizer, rule, model, torch_optimizer, "
-            "scaler, scheduler)."
+            "the TrainState of train_step and the optimizer of take_over. Fix: give_back(state, "
+            "optimizer, rule, model, torch_optimizer, scaler, scheduler)."
         )
     inner, opt_state = innermost(state.opt_state, optimizer, torch_optimizer)
     if scheduler is not None and "lr" in inner.summary[3]:
@@ -391,9 +389,8 @@ def _check_no_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> N
     if waiting:
         raise ValueError(
             f"{join_names(waiting)} {'have gradients' if waiting[1:] else 'has a gradient'} in "
-            "`.grad`, which a step here would not have. Likely cause: half a window, or gradients "
-            "that the loop clears before its next backward. Fix: if they wait for a step, finish "
-            "it, `scaler.step(optimizer)` and `scaler.update()`; then `optimizer.zero_grad()`."
+            "`.grad`, which a step here would not have. Fix: if they wait for a step, finish it, "
+            "`scaler.step(optimizer)` and `scaler.update()`; then `optimizer.zero_grad()`."
         )
 
 

@@ -1,4 +1,6 @@
-"""Every private name of torch in use, what needs it, and what happens without it."""
+"""The private functions and classes of torch in use, what needs each, and what happens without it.
+Private attributes of its objects, such as `_cdata` of a storage, stand where they are read.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +23,18 @@ def advance(
     attempt: Attempt,
     decision: Decision,
     guard_state: Tree,
-) -> tuple[Tree, Tensor, Any, Tree]:
-    """Return the last fields of the next state: scaler, step, rng, guard. `guard_state` is the
-    guard's new state. It is kept if the step is applied, or if only the guard rejected it.
+) -> TrainState:
+    """Return the state with its next scaler, step, rng and guard. `guard_state` is the guard's new
+    state. It is kept if the step is applied, or if only the guard rejected it.
     """
     if decision.rejected is not None:
         names = "state.guard", "the state that the guard returned"
         old, new, structure = _tree.matching_leaves(flat.guard, guard_state, *names)
         drop = decision.skip & ~decision.rejected
         guard_state = structure.unflatten(select_masked(drop, old, new))
-    next_scaler = _next_scaler(options, flat.scaler, attempt, decision)
-    return next_scaler, flat.step + ~decision.skip, attempt.rng, guard_state
+    scaler = _next_scaler(options, flat.scaler, attempt, decision)
+    step = flat.step + ~decision.skip
+    return flat._replace(scaler=scaler, step=step, rng=attempt.rng, guard=guard_state)
 
 
 def assemble(
@@ -43,14 +43,13 @@ def assemble(
     """Return the next state and the report. `new`: the next state but for its buffers, which are
     the leaves after the last microbatch.
     """
-    window, numbers = attempt.window, new[3:]
+    window, rejected = attempt.window, decision.rejected
     used_scale = attempt.scaler.tree.scale.clone()
-    if memory.numbers:
-        numbers = write_over((flat.scaler.tree, flat.step, flat.rng, flat.guard), numbers)
+    if memory.others:
+        old = (flat.scaler.tree, flat.step, flat.rng, flat.guard)
+        new = TrainState(*new[:3], *write_over(old, new[3:]))
     buffers = _next_buffers(memory, decision, flat.buffers, new.buffers)
-    new_buffers = flat.buffers.structure.unflatten(buffers)
-    new_state = TrainState(new.params, new_buffers, new.opt_state, *numbers)
-    rejected = decision.rejected
+    new = new._replace(buffers=flat.buffers.structure.unflatten(buffers))
     info = StepInfo(
         loss=window.loss,
         found_inf=decision.skip,
@@ -61,7 +60,7 @@ def assemble(
         aux=window.aux,
         rejected=() if rejected is None else rejected,
     )
-    return new_state, info
+    return new, info
 
 
 _FROM_RULE = "the state that the rule returned"

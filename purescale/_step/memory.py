@@ -30,7 +30,7 @@ class Memory(NamedTuple):
     microbatches: list[Tensor]  # the tensors in them; empty while tracing
     optimizer: bool = False  # parameters and the state of the optimizer may be overwritten
     buffers: bool = False
-    numbers: bool = False  # scaler, step count, generator and guard
+    others: bool = False  # scaler, step count, generator and guard
 
 
 def memory_of_step(
@@ -39,14 +39,14 @@ def memory_of_step(
     inputs: StepInputs,
     microbatches: list[Any],
 ) -> Memory:
-    """Return the memory of one step. One that is captured in a CUDA graph needs its numbers at
+    """Return the memory of one step. One that is captured in a CUDA graph needs it all at
     fixed addresses, so either all of a donated state is overwritten or nothing.
     """
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     # Without donation nothing is written into the state of the optimizer.
-    replaced, numbers_of_optimizer = inputs.replaced if donate else (inputs.present_params, NOTHING)
-    numbers = [
-        *numbers_of_optimizer.tensors,
+    replaced, of_optimizer = inputs.replaced if donate else (inputs.present_params, NOTHING)
+    others = [
+        *of_optimizer.tensors,
         *_tree.all_tensors((flat.scaler.tree, flat.step, flat.rng, flat.guard)),
     ]
     buffers = flat.buffers.tensor_list
@@ -57,9 +57,9 @@ def memory_of_step(
     read_only += batch
     lists = [replaced, buffers]
     if donate:
-        lists.append(TensorList(numbers))
+        lists.append(TensorList(others))
     else:
-        read_only += numbers
+        read_only += others
     pointers = pointers_of_each([*[some.tensors for some in lists], read_only])
     arguments = {None, *chain.from_iterable(pointers)} if pointers else None
     if arguments is not None and not flat.params.tensor_list.dense_off_graph:

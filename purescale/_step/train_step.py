@@ -199,10 +199,10 @@ def _stages(
         guard_state, rejects = call_guard(options.guard, flat.guard, window.loss, stats.norm, dtype)
     decision = decide(stats, options.clip, window.grads, flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
-    numbers = advance(options, flat, attempt, decision, guard_state)
+    new = advance(options, flat, attempt, decision, guard_state)
     inputs = inputs._replace(grads=decision.grads)
     params, opt_state = update(options.optimizer, inputs, decision.skip, memory)
-    new = TrainState(params, window.buffers, opt_state, *numbers)
+    new = new._replace(params=params, buffers=window.buffers, opt_state=opt_state)
     return assemble(flat, new, attempt, decision, memory)
 
 

@@ -62,10 +62,7 @@ class OptimizerSettings:
     ) -> None:
         _check_class(cls)
         if schedule_by not in get_args(ScheduleBy):
-            raise ValueError(
-                f'schedule_by is {schedule_by!r}, expected "applied", the number of applied steps, '
-                'or "iteration", which counts skipped ones too.'
-            )
+            raise ValueError(f'schedule_by is {schedule_by!r}, expected "applied" or "iteration".')
         self.cls, self.schedule_by = cls, schedule_by
         self.formula: Formula | None = formula_of(cls)
         self._template = template
@@ -78,8 +75,7 @@ class OptimizerSettings:
         self.flag_named = any(settings.get(name) is not None for name in FLAGS)
         self.in_state = tuple(in_state)
         # Schedules of settings in the state, alone or in a tuple. A schedule of lr needs no state.
-        in_settings = {name: settings[name] for name in in_state if name in settings}
-        schedules = {name: value for name, value in in_settings.items() if is_scheduled(value)}
+        schedules = {n: settings[n] for n in in_state if is_scheduled(settings.get(n))}
         first = {name: first_numbers(name, value) for name, value in schedules.items()}
         start = {**settings, **first, "lr": lr}
         # An optimizer over a probe parameter, from which those of a step are copied.

@@ -832,7 +832,7 @@ def test_a_scheduler_of_torch_is_refused_with_the_way_to_write_one():
     scheduler = OPTIM.lr_scheduler.LambdaLR(OPTIM.SGD([p], lr=1.0), lambda n: 0.5)
     for lr in (scheduler, OPTIM.lr_scheduler.LambdaLR):
         with pytest.raises(
-            TypeError, match=r"a scheduler of torch.*lr=schedule_from_torch.*LambdaLR"
+            TypeError, match=r"a function of the step count.*lr=schedule_from_torch.*LambdaLR"
         ):
             ps.from_torch(OPTIM.SGD, lr=lr)
 

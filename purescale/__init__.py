@@ -233,7 +233,7 @@ from ._step.spike_guard import Guard as Guard, SpikeGuard as SpikeGuard, check_g
 from ._jit.jit import jit as jit
 from ._jit.scan_steps import scan_steps as scan_steps
 from ._runs.vjp_through import vjp_through as vjp_through, RunGradient as RunGradient
-from ._tree.stack import fingerprint as fingerprint
+from ._tree.states import fingerprint as fingerprint
 
 from ._checkpoint import (
     to_state_dict as to_state_dict,
@@ -243,8 +243,8 @@ from ._checkpoint import (
 )
 
 from ._tree.hints import hint_attributes as _hint_attributes
-from ._tree.select import select as select
-from ._tree.stack import stack_states as stack_states, member as member, ema as ema
+from ._tree.states import select as select
+from ._tree.states import stack_states as stack_states, member as member, ema as ema
 
 from . import simulate as simulate
 from . import interop as interop

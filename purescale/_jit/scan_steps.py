@@ -21,7 +21,7 @@ from .._jit.pure_graph import PureGraph, scanned, trace
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import is_constant
-from .._tree.stack import num_members, stacked
+from .._tree.states import num_members, stacked
 from .._tree.tree import Leaves, Tree, TreeDef
 
 Step = Callable[[Tree, Tree], tuple[Tree, Tree]]

@@ -12,7 +12,7 @@ from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
 from .._torch.tracing import traced, under_derivative
 from .._tree import tree as _tree
-from .._tree.select import select_masked
+from .._tree.states import select_masked
 from .._tree.tree import Tree
 
 

@@ -21,7 +21,7 @@ from .._torch.tracing import is_differentiated, traced
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.scalars import not_made
-from .._tree.select import select_masked
+from .._tree.states import select_masked
 from .._tree.tree import Leaves, Tree
 
 # The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,

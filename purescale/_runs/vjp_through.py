@@ -27,7 +27,7 @@ from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
 from .._tree.leaves import versions
-from .._tree.stack import fingerprint, is_plain
+from .._tree.states import fingerprint, is_plain
 from .._tree.tree import Leaves, Tree
 
 Step = Callable[..., tuple[Tree, Tree]]

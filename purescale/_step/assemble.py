@@ -13,7 +13,7 @@ from .._step.memory import Memory
 from .._step.retry import Attempt
 from .._step.train_state import FlatState, StepInfo, StepOptions, TrainState
 from .._tree import tree as _tree
-from .._tree.select import select, select_masked, write_over
+from .._tree.states import select, select_masked, write_over
 from .._tree.tree import FlatTree, Leaves, Tree
 
 

@@ -39,7 +39,7 @@ from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import as_tensor_list, versions
 from .._tree.scalars import as_floats
-from .._tree.select import select_masked
+from .._tree.states import select_masked
 from .._tree.tree import Leaves, Tree
 
 

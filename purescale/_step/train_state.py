@@ -22,7 +22,7 @@ from .._torch.tracing import refuse_in_a_trace
 from .._tree import tree as _tree
 from .._tree.hints import document_fields, hint_attributes
 from .._tree.scalars import is_whole, not_made, short_repr
-from .._tree.stack import stacked
+from .._tree.states import stacked
 from .._tree.tree import FlatTree, StateT, Tree, TreeT
 
 

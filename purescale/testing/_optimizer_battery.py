@@ -14,7 +14,7 @@ from .._optim.opt_state import after_skip
 from .._optim.protocol import Optimizer
 from .._step.optimizer_step import maybe_step
 from .._tree import tree as _tree
-from .._tree.stack import stack_states
+from .._tree.states import stack_states
 from .._tree.tree import Tree
 from ._battery import Battery, saved_and_loaded
 from ._laws import (

@@ -101,6 +101,14 @@ def test_what_a_scanned_step_closes_over_is_an_input():
 
 
 @pytest.mark.slow
+def test_a_literal_in_a_scanned_step_is_the_number_that_it_is():
+    step = ps.jit(lambda total, x: (total * torch.tensor(1.5) + x, total))
+    x = torch.tensor([1.0, 2.0, 3.0])
+    total, _ = ps.scan_steps(step, torch.tensor(0.0), x)
+    assert total.item() == (1.0 * 1.5 + 2.0) * 1.5 + 3.0
+
+
+@pytest.mark.slow
 def test_a_state_of_one_memory_is_scanned_as_in_the_loop():
     shared, x = torch.ones(3), torch.randn(4, 3)
 

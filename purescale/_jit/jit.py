@@ -390,7 +390,7 @@ def jit(
         backend: `"inductor"` compiles the graph. `"aot_eager"` runs its operators one by one, on
             any device.
         mode: A mode of `torch.compile`, such as `"max-autotune"`. `"reduce-overhead"` captures a
-            CUDA graph.
+            CUDA graph, but not with `donate`: torch captures no write into an argument.
 
     Returns:
         A function of the same arguments. Its results are off every graph, in memory of their own or

@@ -38,7 +38,13 @@ class PureGraph(NamedTuple):
     donated: dict[int, int]
 
 
-def trace(function: Function, inputs: Sequence[Tensor], donate: Sequence[int] = ()) -> PureGraph:
+def trace(
+    function: Function,
+    inputs: Sequence[Tensor],
+    donate: Sequence[int] = (),
+    *,
+    literals: bool = True,
+) -> PureGraph:
     """Return the graph of a function that returns tensors. It is called once, with tensors that
     have no values.
 
@@ -46,6 +52,8 @@ def trace(function: Function, inputs: Sequence[Tensor], donate: Sequence[int] = 
         function: A function of the inputs.
         inputs: Examples, which are not read.
         donate: The indices of inputs whose memory results may take.
+        literals: If False, tensors such as `torch.tensor(1.0)` in the code are closed over: torch's
+            scan takes no constants.
 
     Raises:
         ValueError: The function reads a value, or writes into an input or into a tensor that it
@@ -61,7 +69,7 @@ def trace(function: Function, inputs: Sequence[Tensor], donate: Sequence[int] = 
         if (cause := _cause(error)) is None:
             raise
         raise _refusal(*cause, error) from error
-    closed_over = _lift(module, outside)
+    closed_over = _lift(module, outside, literals)
     examples = _apart(fake, [*inputs, *closed_over])
     module = _functional(module, examples, fake)
     _check_unwritten(module, len(inputs))
@@ -128,12 +136,12 @@ def compiled(graph: PureGraph, backend: str = "inductor", mode: str | None = Non
     return compiled_in_stages(graph.module, graph.examples, compile)
 
 
-def _compiled(module: Any, inputs: Sequence[Tensor], options: Any = None) -> Function:
+def _compiled(module: Any, inputs: Sequence[Tensor], options: Any, **more: Any) -> Function:
     # A small graph on a CPU waits for what calls its kernels: in C++ that takes three quarters. In
     # one file with the kernels it would compile for as long as they do, several times over.
     if options is None and all(tensor.is_cpu for tensor in inputs):
         options = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
-    function: Function = private.compile_graph(module, inputs, options)
+    function: Function = private.compile_graph(module, inputs, {**(options or {}), **more})
     return function
 
 
@@ -180,7 +188,10 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
         # inductor takes no scan with a single result (torch 2.13).
         return results if len(results) > 1 else [*results, results[0].clone()]
 
-    return _compiled(_graph_of(repeat, examples, fake), examples)
+    # torch caches no graph with a scan unless it is told that the key has all of its body.
+    cached = {"torch.ops.higher_order.scan": "1"}
+    module = _graph_of(repeat, examples, fake)
+    return _compiled(module, examples, None, unsafe_marked_cacheable_functions=cached)
 
 
 def _looped(graph: PureGraph, number: int, carried: int) -> Function:
@@ -207,8 +218,10 @@ def _output(module: Any) -> Any:
     return module.graph.output_node()
 
 
-def _lift(module: Any, outside: _Outside) -> list[Tensor]:
-    """Make inputs of the tensors that the function closes over, and return them."""
+def _lift(module: Any, outside: _Outside, literals: bool) -> list[Tensor]:
+    """Make inputs of the tensors that the function closes over, and return them. With `literals`,
+    those of the code stay constants.
+    """
     closed_over: list[Tensor] = []
     inputs: dict[str, Any] = {}
     last = ([None, *placeholders(module)])[-1]
@@ -220,8 +233,9 @@ def _lift(module: Any, outside: _Outside) -> list[Tensor]:
             raise _refusal(*_DRAWS)
         if not isinstance(value, Tensor):  # a graph of its own, as of torch.cond
             continue
-        # A literal of the code, such as `torch.tensor(1.0)`, stays a constant.
-        if all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users):
+        if literals and all(
+            user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users
+        ):
             continue
         if name not in inputs:
             with module.graph.inserting_after(last):

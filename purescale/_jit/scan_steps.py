@@ -115,7 +115,7 @@ def _in_one_graph(step: Jitted, state: Tree, batches: Tree, num_stacks: int) -> 
 
     def make() -> tuple[PureGraph, Results]:
         flat = FlatFunction(functools.partial(_checked, step.fn), structure, leaves)
-        return trace(flat, first), flat.results
+        return trace(flat, first, literals=False), flat.results
 
     form = form_of(structure, leaves, tensors)
     program = step.scans.of(first, form, make, lambda graph: scanned(graph, first, carried))

@@ -1,16 +1,20 @@
 """Kept states: what comes back, and that nothing is left in the folder."""
 
+import functools
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import purescale as ps
-from purescale._runs.kept_states import Generators, KeptStates, Moment
+from purescale._runs.kept_states import KeptStates, Moment, steps_to_keep
 from purescale.testing import same_bits
 
 
 def moment(value):
     state = {"x": torch.full((33,), value), "count": torch.tensor(3), "none": None}
-    return Moment(state, Generators(torch.device("cpu")).states())
+    return Moment(state, [torch.get_rng_state()])
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -37,27 +41,32 @@ def test_nothing_is_left_in_the_folder_after_an_error(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_generators_draw_the_same_numbers_after_they_are_restored():
-    generators = Generators(torch.device("cpu"))
-    before = generators.states()
-    first = torch.rand(5)
-    generators.restore(before)
-    assert torch.equal(torch.rand(5), first)
-
-
-def test_generators_are_restored_after_an_error():
-    before = torch.get_rng_state()
-
-    def draw_and_fail():
-        with Generators(torch.device("cpu")):
-            torch.rand(5)
-            raise OSError("the disk is full")
-
-    with pytest.raises(OSError, match="the disk"):
-        draw_and_fail()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_run_in_a_folder_leaves_no_file(tmp_path):
     ps.vjp_through(lambda x, i: (x * i, ()), torch.ones(2), [2.0] * 5, torch.sum, folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@functools.cache
+def fewest(number, slots):
+    """How often steps are made on the way back: the minimum over all choices of the second one."""
+    if slots == 1:
+        return number * (number - 1) // 2
+    ways = (n + fewest(number - n, slots - 1) + fewest(n, slots) for n in range(1, number))
+    return min(ways, default=0)
+
+
+def made(number, slots):
+    steps = steps_to_keep(0, number, slots)
+    assert len(steps) <= slots
+    assert steps[0] == 0
+    assert steps == sorted(set(steps))
+    if len(steps) == 1:
+        return number * (number - 1) // 2
+    n = steps[1]
+    assert steps[1:] == steps_to_keep(n, number, slots - 1)
+    return n + made(number - n, slots - 1) + made(n, slots)
+
+
+@given(number=st.integers(1, 60), slots=st.integers(1, 12))
+def test_no_other_choice_of_kept_states_makes_fewer_steps_again(number, slots):
+    assert made(number, slots) == fewest(number, slots)

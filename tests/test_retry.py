@@ -22,6 +22,7 @@ from test_microbatches import INF, RULE, SGD, mean_job, numbers, overflowing
 from torch import nn
 
 import purescale as ps
+from purescale._step.retry import Generators
 from purescale.testing import assert_sync_free
 
 
@@ -248,3 +249,24 @@ def test_a_loss_that_raises_ends_its_turn():
         step(loss_fn=drawing(lambda: 1 / 0))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(step, loss_fn=drawing(lambda: None)).result(timeout=60)
+
+
+def test_generators_draw_the_same_numbers_after_they_are_restored():
+    generators = Generators.of(torch.device("cpu"))
+    before = generators.states()
+    first = torch.rand(5)
+    generators.restore(before)
+    assert torch.equal(torch.rand(5), first)
+
+
+def test_generators_are_restored_after_an_error():
+    before = torch.get_rng_state()
+
+    def draw_and_fail():
+        with Generators.of(torch.device("cpu")).unchanged():
+            torch.rand(5)
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk"):
+        draw_and_fail()
+    assert torch.equal(torch.get_rng_state(), before)

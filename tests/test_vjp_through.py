@@ -1,5 +1,6 @@
 """The derivative of a run: the unrolled gradient, differences, and what a replay must keep."""
 
+import gc
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -122,12 +123,39 @@ def differences(step, state, items, query, weights, eps=1e-6, seed=3):
     return torch.stack([(value(weights + d) - value(weights - d)) / (2 * eps) for d in rows])
 
 
-@given(number=st.integers(1, 9), every=st.integers(1, 11))
+@given(number=st.integers(1, 13), every=st.integers(1, 15))
 def test_any_length_of_a_segment_has_the_same_bits(number, every):
     step, state, query = task(net(width=5), differentiable(torch.optim.SGD, momentum=0.9))
     items, weights = batches(number), torch.ones(N)
     run = ps.vjp_through(step, state, items, query, wrt=weights, every=every)
     assert same_bits(run, ps.vjp_through(step, state, items, query, wrt=weights))
+
+
+@pytest.mark.parametrize(("number", "most"), [(8, 4), (160, 17), (1000, 32)])
+def test_a_run_takes_the_memory_of_its_kept_states(number, most, frozen_objects):
+    peak = 0
+
+    def step(x, item):
+        nonlocal peak
+        alive = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.shape == x.shape]
+        peak = max(peak, len(alive))
+        return x * item, ()
+
+    items = [1.0 + 2.0**-20 * i for i in range(number)]
+    start = torch.linspace(1, 2, 33)
+    run = ps.vjp_through(step, start, items, torch.sum)
+    # Besides: the first state, the last one, the one at work, those around a pullback, cotangents.
+    assert peak <= most + 10
+    assert same_bits(run, ps.vjp_through(step, start, items, torch.sum, every=number))
+
+
+@pytest.fixture
+def frozen_objects():
+    """Leave the objects that are alive now out of `gc.get_objects`."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def by_name(name, param):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import tempfile
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .._checkpoint import load, save
-from .._step.retry import generators_of
+from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.tree import Tree
 
@@ -22,25 +23,36 @@ class Moment(NamedTuple):
     generators: list[Tensor]
 
 
-class Generators:
-    """The global generators of torch from which the steps of a run draw."""
+def plan(number: int, every: int | None, in_a_folder: bool) -> tuple[list[int], int]:
+    """Return the steps before which a state of the run is kept, and how many states at once there
+    may be.
+    """
+    root = math.isqrt(number)
+    if every is None and not in_a_folder:
+        # Up to 500 steps those with which none is made more than twice, then as few as 32.
+        slots = min(math.isqrt(2 * number), max(32, root))
+        return steps_to_keep(0, number, slots), slots
+    every = scalars.whole("every", root if every is None else every, least=1)
+    steps = list(range(0, number, every))
+    return steps, len(steps) + every
 
-    def __init__(self, device: torch.device) -> None:
-        self.generators = generators_of(device)
 
-    def __enter__(self) -> None:
-        """Remember the states, which are restored at the end."""
-        self._before = self.states()
+def steps_to_keep(start: int, stop: int, slots: int) -> list[int]:
+    """Return the steps of a segment before which a state is kept, at most `slots`: those with which
+    the fewest steps are made again on the way back through the segment.
 
-    def __exit__(self, *error: object) -> None:
-        self.restore(self._before)
-
-    def states(self) -> list[Tensor]:
-        return [module.get_rng_state(*where) for module, where in self.generators]
-
-    def restore(self, states: list[Tensor]) -> None:
-        for (module, where), state in zip(self.generators, states, strict=True):
-            module.set_rng_state(state, *where)
+    Source: Griewank and Walther 2000, "Revolve". `comb(slots + times, times)` steps are the most
+    of which each is made at most `times` times.
+    """
+    steps = []
+    while slots and start < stop:
+        steps.append(start)
+        times = next(t for t in itertools.count(1) if math.comb(slots + t, t) >= stop - start)
+        # The steps up to the next state have all slots again, and have been made once by then.
+        most, least = math.comb(slots + times - 1, slots), math.comb(slots + times - 2, slots - 1)
+        start += max(1, min(most, stop - start - least))
+        slots -= 1
+    return steps
 
 
 class KeptStates:

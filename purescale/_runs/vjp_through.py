@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -18,8 +17,8 @@ from .._jit.scan_steps import pair_of
 from .._loss_scale.headroom import grad_amax
 from .._loss_scale.rules import HasScale, NoScale, Rule, call_rule, check_rule, takes_amax
 from .._loss_scale.scaling import unscale_and_check
-from .._runs.kept_states import Generators, KeptStates, Moment
-from .._step.retry import backed_off, locked
+from .._runs.kept_states import KeptStates, Moment, plan, steps_to_keep
+from .._step.retry import Generators, backed_off
 from .._torch.dtypes import wide_dtype
 from .._torch.progress import progress_bar
 from .._torch.tracing import GraphEndError, refuse_in_a_trace, traced, whole_graph
@@ -106,8 +105,8 @@ def vjp_through(
     progress: bool = False,
     folder: str | os.PathLike[str] | None = None,
 ) -> RunGradient:
-    """Equal to the code below, in the memory of some `2 * sqrt(len(items))` states. Syncs with the
-    host after each step that it pulls back.
+    """Equal to the code below, in the memory of at most 32 states up to 1,000 steps, beyond of
+    `sqrt(len(items))`. Syncs with the host after each step that it pulls back.
 
         def run(state, wrt):
             for item in items:
@@ -118,8 +117,8 @@ def vjp_through(
             state, wrt)
 
     The derivative of a training: by the weights of its examples, by its learning rates, by what it
-    starts from. The run is done once, and every `every`-th state of it is kept. Then each segment
-    between two of them is replayed, the last one first, and its steps are pulled back one by one.
+    starts from. The run is done once, and some states of it are kept. Then each segment between two
+    of them is replayed, the last one first, and its steps are pulled back one by one.
 
     - The bits are those of the unrolled gradient where both make the same operators. So the
       optimizer of an eager step should be `from_torch(..., differentiable=True)`. Without it, or
@@ -142,19 +141,21 @@ def vjp_through(
             same result each time. It cannot have `donate=True` or a `group`.
         state: The state before the first step. It is not changed.
         items: A sequence of what the steps take, such as a list of batches: `items[i]` is asked for
-            up to three times.
+            several times.
         cotangent: A function of the final state that returns a real scalar, such as a loss on
             validation data. Or a tree like the state: the derivatives by the final state, with
             `()` for 0, such as the `state` of a later run's `RunGradient`.
         wrt: A tree of other tensors that `step` takes, to be differentiated.
-        every: How many steps a segment has. By default the square root of `len(items)`.
+        every: How many steps a segment has, whose states are all kept while it is pulled back. By
+            default segments of unequal lengths, in which the fewest steps are made again; with
+            `folder` the square root of `len(items)`.
         rule: A rule for a loss scale of the cotangents, which underflow in a half backward as
             gradients do. A step whose cotangents overflow is pulled back again at a lower scale. A
             power of two changes no bit of a cotangent that fits. A rule that takes amax gets that
             of the derivatives by `state.params`, or by the whole state if it has none.
         progress: Show a progress bar over the steps that are pulled back (needs tqdm).
-        folder: A directory for the kept states, in files that are removed afterwards. By default
-            they are in memory.
+        folder: A directory for the kept states, in files that are removed afterwards. Only those
+            of one segment are in memory then.
 
     Returns:
         A `RunGradient`: `value`, the derivatives `state` and `wrt`, and the `final` state. They are
@@ -178,37 +179,38 @@ def vjp_through(
         (tensor(1.7500), tensor(3.0625), tensor(0.8750), tensor(3.5000))
 
     Source of the method: MAGIC (arXiv 2503.13751), there with torchopt; checkpoints of the square
-    root of a run: Chen et al. (arXiv 1604.06174). The scale of the cotangents is ours.
+    root of a run: Chen et al. (arXiv 1604.06174); which states are kept: Griewank and Walther
+    (revolve, 2000). The scale of the cotangents is ours.
     """
     _check(step, items, rule)
     number = len(items)
-    every = scalars.whole("every", math.isqrt(number) if every is None else every, least=1)
+    steps, slots = plan(number, every, folder is not None)
     first, wrt = _tree.clone(state), _tree.clone(wrt)
-    amax = rule is not None and takes_amax(rule)
-    pullback = Pullback(step, Floats.of(first), Floats.of(wrt), _is_given(wrt), amax)
-    floats, generators = pullback.floats, Generators(_device(first))
+    rule = NoScale() if rule is None else rule
+    pullback = Pullback(step, Floats.of(first), Floats.of(wrt), _is_given(wrt), rule)
+    floats, generators = pullback.floats, Generators.of(_device(first))
     with (
-        locked(generators.generators),
+        generators.locked(),
         KeptStates(folder, Moment(first, generators.states())) as kept,
     ):
         run = _Run(pullback.call, items, wrt, generators)
-        final, skipped = run.forward(first, every, kept)
+        final, skipped = run.forward(first, steps, kept)
         value, cotangents = _first_cotangents(cotangent, final, floats)
         by_wrt = [
             torch.zeros_like(leaf, dtype=wide_dtype(leaf.dtype))
             for leaf in pullback.wanted.values(wrt)
         ]
-        derivative = _Derivative(pullback.compiled(), wrt, cotangents, by_wrt, rule)
+        scaler = rule.init(cotangents[0].device if cotangents else None)
+        derivative = _Derivative(pullback.compiled(), rule, scaler, wrt, cotangents, by_wrt)
         bar = progress_bar("vjp_through", "step", number) if progress else nullcontext()
-        with generators, bar as bar:
-            after = final
-            for start in range((number - 1) // every * every, -1, -every):
-                stop = min(start + every, number)
-                moments = run.replay(start, stop, kept.pop(start))
-                if stop == number:
-                    run.check_last(moments[-1], final)
-                for index in reversed(range(start, stop)):
-                    before = moments.pop()
+        with generators.unchanged(), bar as bar:
+            after, index = final, number
+            while steps:
+                start = steps.pop()
+                for before in run.backwards(start, index, kept.pop(start), slots - len(steps)):
+                    index -= 1
+                    if index == number - 1:
+                        run.check_last(before, final)
                     if skipped[index]:
                         _check_skipped(index, floats, before.state, after, derivative.by_state)
                     else:
@@ -242,13 +244,13 @@ class _Run(NamedTuple):
     wrt: Tree
     generators: Generators
 
-    def forward(self, state: Tree, every: int, kept: KeptStates) -> tuple[Tree, list[bool]]:
+    def forward(self, state: Tree, steps: list[int], kept: KeptStates) -> tuple[Tree, list[bool]]:
         """Return the final state, and which steps were skipped."""
         flags = []
         leaves = _tree.tensors(state)
         before = versions(leaves)
         for index, item in enumerate(self.items):
-            if index % every == 0:
+            if index in steps:
                 kept.keep(index, Moment(state, self.generators.states()))
             new, info = self._step(state, item)
             if not index:
@@ -265,16 +267,28 @@ class _Run(NamedTuple):
     def _step(self, state: Tree, item: Any) -> tuple[Tree, Any]:
         # What the step closes over may require a gradient, and would keep the graphs of all steps.
         new, info = pair_of(self.call(state, item, self.wrt))
-        return _tree.map(lambda leaf: leaf.detach() if _requires(leaf) else leaf, new), info
+        if any(leaf.requires_grad for leaf in _tree.tensors(new)):
+            new = _tree.map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, new)
+        return new, info
 
-    def replay(self, start: int, stop: int, moment: Moment) -> list[Moment]:
-        """Return the moments before the steps of a segment."""
-        self.generators.restore(moment.generators)
-        moments = [moment]
-        for index in range(start, stop - 1):
-            state, _ = self._step(moments[-1].state, self.items[index])
-            moments.append(Moment(state, self.generators.states()))
-        return moments
+    def backwards(self, start: int, stop: int, moment: Moment, slots: int) -> Iterator[Moment]:
+        """Yield the moments before the steps of a segment, the last one first, of which at most
+        `slots` are kept.
+        """
+        kept = [(start, moment)]
+        while kept:
+            first, moment = kept[-1]
+            steps = steps_to_keep(first, stop, slots - len(kept) + 1)
+            self.generators.restore(moment.generators)
+            for index in range(first + 1, stop):
+                state, _ = self._step(moment.state, self.items[index - 1])
+                moment = Moment(state, self.generators.states())
+                if index in steps:
+                    kept.append((index, moment))
+            yield moment
+            stop -= 1
+            if kept[-1][0] == stop:
+                kept.pop()
 
     def check_last(self, before: Moment, final: Tree) -> None:
         """Refuse a step whose last call, made again, gives another state."""
@@ -289,10 +303,6 @@ class _Run(NamedTuple):
                     "from items data that are made anew each time. Fix: items that are made once, "
                     "`list(itertools.islice(loader, 100))`; torch's generator."
                 )
-
-
-def _requires(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _read(flags: list[Any]) -> list[bool]:
@@ -380,7 +390,7 @@ class Pullback:
     floats: Floats  # of the state
     wanted: Floats  # of wrt
     takes_wrt: bool
-    with_amax: bool
+    rule: Rule[Any]
 
     def call(self, state: Tree, item: Any, wrt: Tree) -> tuple[Tree, Tree]:
         return self.step(state, item, wrt) if self.takes_wrt else self.step(state, item)
@@ -397,9 +407,9 @@ class Pullback:
 
     def __call__(
         self, state: Tree, item: Any, wrt: Tree, after: Leaves, sums: Leaves, scaler: HasScale
-    ) -> tuple[Leaves, Leaves, Tensor, Any]:
+    ) -> tuple[Leaves, Leaves, Tensor, HasScale]:
         """Return the derivatives by the state before the step, from those by the state after it,
-        the sums of those by wrt, whether they overflow, and their amax.
+        the sums of those by wrt, whether they overflow, and the next state of the rule.
         """
         scaled = [
             (leaf.to(wide_dtype(leaf.dtype)) * scaler.scale).to(like.dtype)
@@ -408,12 +418,11 @@ class Pullback:
         (by_state, by_wrt), overflow = unscale_and_check(
             scaler, self._pull(state, item, wrt, scaled)
         )
-        amax: Any = ()
-        if self.with_amax:
-            # Those by moments are larger by far, and pass through no half backward.
-            tree = self.floats.only(by_state)
-            amax = grad_amax(getattr(tree, "params", tree))
-        return by_state, [a + b for a, b in zip(sums, by_wrt, strict=True)], overflow, amax
+        # Those by moments are larger by far, and pass through no half backward.
+        tree = self.floats.only(by_state)
+        amax = grad_amax(getattr(tree, "params", tree)) if takes_amax(self.rule) else ()
+        sums = [a + b for a, b in zip(sums, by_wrt, strict=True)]
+        return by_state, sums, overflow, call_rule(self.rule, scaler, overflow, amax)
 
     def _pull(self, state: Tree, item: Any, wrt: Tree, cotangents: Leaves) -> tuple[Leaves, Leaves]:
         values, others = self.floats.values(state), self.wanted.values(wrt)
@@ -448,37 +457,31 @@ class Pullback:
 _graphs: weakref.WeakKeyDictionary[Jitted, dict[Pullback, Jitted]] = weakref.WeakKeyDictionary()
 
 
+@dataclasses.dataclass
 class _Derivative:
     """The derivatives by a state, pulled back through one step after the other, and the sums of
     those by `wrt`.
     """
 
-    def __init__(
-        self,
-        pullback: Callable[..., Any],
-        wrt: Tree,
-        by_state: Leaves,
-        by_wrt: Leaves,
-        rule: Rule[Any] | None,
-    ) -> None:
-        self.pullback, self.wrt = pullback, wrt
-        self.by_state, self.by_wrt = by_state, by_wrt
-        self.rule: Rule[Any] = NoScale() if rule is None else rule
-        self.scaler: HasScale = self.rule.init(by_state[0].device if by_state else None)
+    pullback: Callable[..., Any]
+    rule: Rule[Any]
+    scaler: HasScale
+    wrt: Tree
+    by_state: Leaves
+    by_wrt: Leaves
 
     def pull_back(self, state: Tree, item: Any, index: int) -> None:
         """Replace the derivatives by those before the step of this index."""
         while True:
             arguments = state, item, self.wrt, self.by_state, self.by_wrt, self.scaler
-            by_state, by_wrt, overflow, amax = self.pullback(*arguments)
+            by_state, by_wrt, overflow, scaler = self.pullback(*arguments)
             if not overflow:
                 break
             lower = backed_off(self.rule, self.scaler)
             if lower is None:
                 raise _not_finite(index, self.scaler.scale, self.rule)
             self.scaler = lower
-        self.by_state, self.by_wrt = by_state, by_wrt
-        self.scaler = call_rule(self.rule, self.scaler, overflow, amax)
+        self.by_state, self.by_wrt, self.scaler = by_state, by_wrt, scaler
 
 
 def _not_finite(index: int, scale: Tensor, rule: Any) -> FloatingPointError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -55,7 +55,9 @@ def retry_until_finite(
         )
     best: Attempt | None = None
     retries = 0
-    with locked(generators_of(device)) as states:
+    generators = Generators.of(device)
+    with generators.locked():
+        before = generators.states()
         while True:
             result, next_rng = _with_generator(rng, device, run_window, scaler)
             flags = result[2]
@@ -67,8 +69,7 @@ def retry_until_finite(
             if lower is None:
                 return best._replace(retries=retries)
             scaler, retries = _tree.flatten_once(lower), retries + 1
-            for (module, where), before in states:
-                module.set_rng_state(before, *where)
+            generators.restore(before)
 
 
 _MAX_UPDATES = 100  # overflows that a rule may let pass before it lowers the scale
@@ -88,30 +89,48 @@ def backed_off(rule: Rule[Any], scaler: HasScale) -> HasScale | None:
     return None
 
 
-_Generator = tuple[Any, tuple[Any, ...]]  # the module that has it, and its device
-
-
-def generators_of(device: torch.device) -> list[_Generator]:
-    """Return the global generators that a loss may use."""
-    generators: list[_Generator] = [(torch, ())]
-    if device.type != "cpu":
-        generators.append((getattr(torch, device.type), (device,)))
-    return generators
-
-
 # A loss may make steps itself, so a thread may take its turn again.
 _locks: dict[tuple[Any, ...], Any] = {}
 
 
-@contextlib.contextmanager
-def locked(generators: Sequence[_Generator]) -> Iterator[list[tuple[_Generator, Tensor]]]:
-    """Wait for the other threads whose steps set these generators, which are of the whole process.
-    Give the generators with their states.
+class Generators(NamedTuple):
+    """Global generators of torch, which are of the whole process: each one as the module that has
+    it and its device.
     """
-    with contextlib.ExitStack() as stack:
-        for _, where in generators:
-            stack.enter_context(_locks.setdefault(where, threading.RLock()))
-        yield [((module, where), module.get_rng_state(*where)) for module, where in generators]
+
+    places: list[tuple[Any, tuple[Any, ...]]]
+
+    @classmethod
+    def of(cls, device: torch.device) -> Generators:
+        """Return the generators that a loss may use."""
+        places: list[tuple[Any, tuple[Any, ...]]] = [(torch, ())]
+        if device.type != "cpu":
+            places.append((getattr(torch, device.type), (device,)))
+        return cls(places)
+
+    def states(self) -> list[Tensor]:
+        return [module.get_rng_state(*where) for module, where in self.places]
+
+    def restore(self, states: list[Tensor]) -> None:
+        for (module, where), state in zip(self.places, states, strict=True):
+            module.set_rng_state(state, *where)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Wait for the other threads whose steps set these generators."""
+        with contextlib.ExitStack() as stack:
+            for _, where in self.places:
+                stack.enter_context(_locks.setdefault(where, threading.RLock()))
+            yield
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Restore the states at the end, whatever is drawn or set."""
+        before = self.states()
+        try:
+            yield
+        finally:
+            self.restore(before)
 
 
 def _with_generator(
@@ -123,9 +142,8 @@ def _with_generator(
     """
     if isinstance(rng, tuple):
         return function(*arguments), rng
-    with locked(generators_of(device)[-1:]) as [((module, where), before)]:
-        module.set_rng_state(rng.clone(), *where)
-        try:
-            return function(*arguments), module.get_rng_state(*where)
-        finally:
-            module.set_rng_state(before, *where)
+    generator = Generators(Generators.of(device).places[-1:])
+    with generator.locked(), generator.unchanged():
+        generator.restore([rng.clone()])
+        result = function(*arguments)
+        return result, generator.states()[0]

@@ -387,6 +387,18 @@ def test_a_skipped_step_is_left_out_of_the_derivative(index, value):
     assert same_bits((run.wrt, run.state.params), (without.wrt, without.state.params))
 
 
+def test_a_dropped_microbatch_is_refused_and_its_window_skipped_by_default():
+    step, state, query = task(window=2, on_nonfinite="drop_microbatch")
+    items, weights = batches(3), torch.ones(N)
+    items[1][0][-1] = torch.inf
+    assert not step(state, items[1], weights)[1].found_inf
+    with pytest.raises(FloatingPointError, match=r"step 1 .* that was dropped"):
+        ps.vjp_through(step, state, items, query, wrt=weights)
+    skipping, state, query = task(window=2)
+    run = ps.vjp_through(skipping, state, items, query, wrt=weights)
+    assert same_bits(run.wrt, ps.vjp_through(step, state, items[::2], query, wrt=weights).wrt)
+
+
 def test_a_retried_step_has_the_derivative_of_its_last_try():
     policy = "params=float32,compute=float16,output=float32"
     high = task(policy=policy, rule=ps.DynamicScale(2.0**24), max_retries=40)

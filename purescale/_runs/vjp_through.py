@@ -126,14 +126,14 @@ def vjp_through(
       holds the graphs of all microbatches of a step at once, and refuses a checkpointed region and
       a state with `rng`. A fused kernel makes the run then, and its formula the derivative.
     - A step whose `info.found_inf` is True is the identity. What comes out is the derivative of the
-      run without it.
+      run without it. A single microbatch that `on_nonfinite="drop_microbatch"` dropped is refused.
     - Dropout draws the same numbers in a replay, from `state.rng` or from torch's generators. Runs
       in several threads take turns.
     - `running_mean` and `running_var` of batch norms are constants, as in the unrolled gradient. So
       the derivative of a loss that reads them misses their part: with a batch norm take `cotangent`
       at `train=True`.
     - If `step` was made by `jit`, each step is pulled back in one graph as well, which is compiled
-      once.
+      once. A name that it closes over and that is bound anew later keeps its old value.
 
     Args:
         step: A pure function `step(state, item)`, or `step(state, item, wrt)` if `wrt` is given,
@@ -492,8 +492,9 @@ def _not_finite(index: int, scale: Tensor, rule: Any) -> FloatingPointError:
         f"the derivative through step {index} is not finite, at a scale of {float(scale):g} for "
         "the cotangents. Likely cause: a half backward that overflows; a norm in float16, as under "
         "autocast, whose second derivative overflows at any scale; a skipped step whose info has "
-        "no `found_inf`; a function without a finite derivative there, such as a root of 0. Fix: "
-        f"{fix}; for a norm `norms_in_float32()` around `apply`, or a policy."
+        "no `found_inf`; a microbatch that was dropped; a function without a finite derivative "
+        f"there, such as a root of 0. Fix: {fix}; for a norm `norms_in_float32()` around `apply`, "
+        "or a policy; `on_nonfinite='drop_window'`."
     )
 
 

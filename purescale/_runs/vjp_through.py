@@ -105,8 +105,8 @@ def vjp_through(
     progress: bool = False,
     folder: str | os.PathLike[str] | None = None,
 ) -> RunGradient:
-    """Equal to the code below, in the memory of at most 32 states up to 1,000 steps, beyond of
-    `sqrt(len(items))`. Syncs with the host after each step that it pulls back.
+    """Equal to the code below, in the memory of some 32 states up to 1,000 steps, and of
+    `sqrt(len(items))` beyond. Syncs with the host after each step that it pulls back.
 
         def run(state, wrt):
             for item in items:
@@ -189,10 +189,8 @@ def vjp_through(
     rule = NoScale() if rule is None else rule
     pullback = Pullback(step, Floats.of(first), Floats.of(wrt), _is_given(wrt), rule)
     floats, generators = pullback.floats, Generators.of(_device(first))
-    with (
-        generators.locked(),
-        KeptStates(folder, Moment(first, generators.states())) as kept,
-    ):
+    like = Moment(first, generators.states())
+    with generators.locked(), KeptStates(folder, like) as kept:
         run = _Run(pullback.call, items, wrt, generators)
         final, skipped = run.forward(first, steps, kept)
         value, cotangents = _first_cotangents(cotangent, final, floats)
@@ -246,11 +244,11 @@ class _Run(NamedTuple):
 
     def forward(self, state: Tree, steps: list[int], kept: KeptStates) -> tuple[Tree, list[bool]]:
         """Return the final state, and which steps were skipped."""
-        flags = []
+        flags, to_keep = [], set(steps)
         leaves = _tree.tensors(state)
         before = versions(leaves)
         for index, item in enumerate(self.items):
-            if index in steps:
+            if index in to_keep:
                 kept.keep(index, Moment(state, self.generators.states()))
             new, info = self._step(state, item)
             if not index:
@@ -278,12 +276,12 @@ class _Run(NamedTuple):
         kept = [(start, moment)]
         while kept:
             first, moment = kept[-1]
-            steps = steps_to_keep(first, stop, slots - len(kept) + 1)
+            to_keep = set(steps_to_keep(first, stop, slots - len(kept) + 1))
             self.generators.restore(moment.generators)
             for index in range(first + 1, stop):
                 state, _ = self._step(moment.state, self.items[index - 1])
                 moment = Moment(state, self.generators.states())
-                if index in steps:
+                if index in to_keep:
                     kept.append((index, moment))
             yield moment
             stop -= 1

@@ -59,32 +59,21 @@ def test_the_python_of_a_page_runs(name, tmp_path, monkeypatch):
     run(name)
 
 
-def torchrun(*arguments, cwd):
+@pytest.mark.slow
+def test_the_script_that_scaling_up_begins_with_trains_over_two_ranks(tmp_path):
+    page = PAGES["docs/scaling.md"].read_text()
+    command = re.search(r"^OMP_NUM_THREADS=1 torchrun (.*) train.py$", page, re.M)
+    (tmp_path / "train.py").write_text(blocks(PAGES["docs/scaling.md"])[0])
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *arguments],
-        cwd=cwd,
+        [sys.executable, "-m", "torch.distributed.run", *command[1].split(), "train.py"],
+        cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_the_loop_that_stays_is_that_of_gradscaler_over_two_ranks(tmp_path):
-    (tmp_path / "loop.py").write_text("\n".join(blocks(PAGES["docs/a_loop_that_stays.md"])))
-    torchrun("--standalone", "--nproc-per-node", "2", "loop.py", cwd=tmp_path)
-
-
-@pytest.mark.slow
-def test_the_script_that_scaling_up_begins_with_trains_over_two_ranks(tmp_path):
-    page = PAGES["docs/scaling.md"].read_text()
-    command = re.search(r"^OMP_NUM_THREADS=1 torchrun (.*) train.py$", page, re.M)
-    (tmp_path / "train.py").write_text(blocks(PAGES["docs/scaling.md"])[0])
-    printed = torchrun(*command[1].split(), "train.py", cwd=tmp_path)
-    loss, steps = re.fullmatch(r"loss (\S+), (\d+) steps, scale 65536\n", printed).groups()
+    loss, steps = re.fullmatch(r"loss (\S+), (\d+) steps, scale 65536\n", done.stdout).groups()
     assert page.index("```python") < 200
     assert f"Two ranks take {steps} steps" in page
     assert float(loss) < 0.5

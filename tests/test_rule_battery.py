@@ -332,7 +332,7 @@ def test_a_quirk_is_let_through_and_must_be_seen():
     assert_scale_rule(ByThirds(), quirks=["power_of_two"])
     with pytest.raises(AssertionError, match="keeps power_of_two, which quirks says it breaks"):
         assert_scale_rule(Halving(), quirks=["power_of_two"])
-    with pytest.raises(ValueError, match=r"quirks has \['powers'\]; expected some of value, init"):
+    with pytest.raises(ValueError, match=r"quirks has \['powers'\]; expected some of init, raises"):
         assert_scale_rule(Halving(), quirks=["powers"])
 
 

@@ -170,7 +170,8 @@ def test_a_step_has_the_results_of_the_eager_one_donated_or_not(program):
 
 def gradients():
     """Draw gradients: whether some share memory, or elements of one do."""
-    return st.sampled_from(["apart", "one tensor twice", "expanded", "views", "parameters"])
+    kinds = ["apart", "one tensor twice", "expanded", "views", "parameters", "overlapping"]
+    return st.sampled_from(kinds)
 
 
 @given(st.sampled_from(["AdamW", "SGD", "momentum"]), gradients(), st.booleans())
@@ -183,12 +184,16 @@ def test_gradients_that_are_arguments_stay_as_they_are(name, kind, donate):
         "expanded": {"a": torch.ones(()).expand(33), "b": torch.arange(33.0)},
         "views": {"a": memory[:33], "b": memory[33:]},
         "parameters": params,
+        "overlapping": {"a": torch.arange(34.0), "b": torch.arange(34.0)},
     }[kind]
     state, scaler = optimizer.init(params), ps.DynamicScale(4.0, growth_interval=1).init()
 
     def step(params, state, scaler, grads):
         if kind == "parameters":
             grads = params
+        if kind == "overlapping":
+            grads = {name: (2 * g).unfold(0, 2, 1)[:, 0] for name, g in grads.items()}
+            grads["b"] = grads["a"].as_strided((33,), (1,), 0)
         stepped = ps.unscale_and_step(optimizer, scaler, params, grads, state, max_norm=1.0)
         return stepped, pytree.tree_map(torch.add, grads, stepped.params)
 
@@ -335,3 +340,49 @@ def test_one_gradient_of_several_parameters_is_unscaled_once_for_each(donate):
     expected = step(state, x)[0].params
     stepped = ps.jit(step, donate=donate)(clone(state), x)[0].params
     assert_close(stepped, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "momentum", "Adagrad"])
+@pytest.mark.parametrize("turned", ["parameters", "slots"])
+def test_slots_may_have_another_memory_order_than_parameters(name, turned):
+    optimizer, w, g = OPTIMIZERS[name], torch.randn(5, 3), torch.randn(5, 3)
+    params, state = optimizer.step({"w": w}, {"w": g}, optimizer.init({"w": w}))
+
+    def transposed(leaf):
+        return leaf.T.contiguous().T if leaf.ndim == 2 else leaf
+
+    if turned == "parameters":
+        params = pytree.tree_map(transposed, params)
+    else:
+        state = pytree.tree_map(transposed, state)
+    expected = optimizer.step(params, {"w": g}, state)
+    jitted = in_order(optimizer.step)(params, {"w": g}, state)
+    assert_close(jitted, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "momentum"])
+@pytest.mark.parametrize("by", ["slot", "scale", "max_norm", "clip_value"])
+def test_a_derivative_by_a_number_of_the_step_is_that_of_torch_func(name, by):
+    optimizer = OPTIMIZERS[name]
+    params, grads = {"a": torch.randn(7)}, {"a": torch.randn(7)}
+    params, state = optimizer.step(params, grads, optimizer.init(params))
+
+    def moved(x):
+        scaler, slots, settings = ps.StaticScale(2.0).init(), state, {}
+        if by == "slot":
+            key = next(key for key, slot in state.slots["a"].items() if slot.ndim)
+            slots = state._replace(slots={"a": {**state.slots["a"], key: x * grads["a"]}})
+        elif by == "scale":
+            scaler = scaler._replace(scale=x)
+        else:
+            settings = {by: x}
+        stepped = ps.unscale_and_step(optimizer, scaler, params, grads, slots, **settings)
+        return stepped.params["a"].square().sum()
+
+    def derivative(x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(moved(x), x)[0]
+
+    x = torch.tensor(0.5)
+    assert_close(in_order(derivative)(x), torch.func.grad(moved)(x), rtol=1e-4, atol=1e-6)

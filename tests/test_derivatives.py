@@ -515,3 +515,33 @@ def test_backward_goes_through_a_batch_and_a_rate_though_no_parameter_is_on_a_gr
     leaves = [leaf.clone().requires_grad_() for leaf in arguments]
     grads = torch.autograd.grad(run(*leaves), leaves)
     torch.testing.assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "RMSprop"])
+def test_a_backward_through_a_map_of_steps_is_the_sum_of_theirs_also_at_a_gradient_of_0(name):
+    optimizer = ps.from_torch(getattr(OPTIM, name), lr=0.1, differentiable=True)
+    weight = torch.ones(2, requires_grad=True)
+    state, factors = optimizer.init({"w": weight.detach()}), torch.tensor([1.0, 2.0])
+
+    def after(factor, weight):
+        return optimizer.step({"w": weight}, {"w": weight * 0 * factor}, state)[0]["w"].sum()
+
+    mapped = torch.autograd.grad(torch.vmap(after, (0, None))(factors, weight).sum(), weight)
+    each = torch.autograd.grad(sum(after(factor, weight) for factor in factors), weight)
+    torch.testing.assert_close(mapped, each)
+    assert each[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD", "Adagrad"])
+def test_a_backward_through_a_map_of_skipped_steps_is_that_of_the_identity(name):
+    optimizer = ps.from_torch(getattr(OPTIM, name), lr=0.1, weight_decay=0.1)
+    weight = torch.ones(2, requires_grad=True)
+    state, factors = optimizer.init({"w": weight.detach()}), torch.tensor([1.0, 2.0])
+    grads = {"w": torch.tensor([float("inf"), 1.0])}
+
+    def skipped(factor, weight):
+        found_inf = torch.tensor(True)
+        return ps.maybe_step(optimizer, {"w": weight}, grads, state, found_inf)[0]["w"].sum()
+
+    total = torch.vmap(skipped, (0, None))(factors, weight).sum()
+    assert torch.autograd.grad(total, weight)[0].tolist() == [2.0, 2.0]

@@ -98,6 +98,40 @@ def test_any_tree_comes_back_as_it_is(tree):
     assert same_bits(in_order(lambda tree: tree)(tree), tree)
 
 
+@pytest.mark.parametrize("view", ["slice", "transpose", "expand", "reshape"])
+def test_a_view_that_a_function_closes_over_is_seen_through_later_writes(view):
+    base = torch.arange(6.0)
+    closed_over = {
+        "slice": lambda: base[1:4],
+        "transpose": lambda: base.view(2, 3).T,
+        "expand": lambda: base[2].expand(4),
+        "reshape": lambda: base.view(3, 2),
+    }[view]()
+    jitted = in_order(lambda x: x * closed_over)
+    for number in (1.0, 2.0):
+        base.fill_(number)
+        result = jitted(torch.tensor(3.0))
+        assert type(result) is torch.Tensor
+        assert same_bits(result, torch.full(closed_over.shape, 3.0 * number))
+
+
+@pytest.mark.slow
+def test_what_a_compiler_takes_for_its_argument_is_in_memory_of_its_own():
+    one, constant = torch.ones(3), torch.arange(3.0)
+
+    def function(x):
+        y = x * 2
+        return x * one, y, y + torch.zeros(3), constant / torch.ones(3)
+
+    jitted, x = ps.jit(function), torch.arange(3.0)
+    for _ in range(2):
+        results = jitted(x)
+        for result in results:
+            result.zero_()
+        assert x.tolist() == constant.tolist() == [0.0, 1.0, 2.0]
+    assert len({result.data_ptr() for result in results}) == 4
+
+
 def test_a_tree_keeps_its_containers_none_and_constants():
     def function(tree):
         return {"pair": Pair(tree["b"] + 1, None), "count": 3, "list": [tree["a"], "text", ()]}

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from .._torch import private
-from .._torch.foreach import clone_listed
+from .._torch.foreach import clone_listed, is_gapless
 from .._torch.operators import IN_PLACE
 
 Function = Callable[..., Sequence[Any]]
@@ -126,7 +125,7 @@ def _keep_values(
     old = {x.args[0] for x in module.graph.nodes if x.target is _WRITE and x not in later}
 
     def own(node: fx.Node) -> fx.Node:
-        if private.overlap_within(node.meta["val"]):
+        if not is_gapless(node.meta["val"]):  # elements may share memory
             taken.add(memory(node))
         return separated(module, node, taken)
 

@@ -141,8 +141,31 @@ def _compiled(module: Any, inputs: Sequence[Tensor], options: Any, **more: Any) 
     # one file with the kernels it would compile for as long as they do, several times over.
     if options is None and all(tensor.is_cpu for tensor in inputs):
         options = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
-    function: Function = private.compile_graph(module, inputs, {**(options or {}), **more})
-    return function
+    return _apart_from_inputs(private.compile_graph(module, inputs, {**(options or {}), **more}))
+
+
+def _apart_from_inputs(compiled: Function) -> Function:
+    """Return a compiled function whose results share memory with no input and with no other result:
+    inductor takes `x` for `x * ones` and `x + zeros`. Which do is the same in every call.
+    """
+    shared: list[int] | None = None
+
+    def apart(*inputs: Tensor) -> list[Tensor]:
+        nonlocal shared
+        results = list(compiled(*inputs))
+        if shared is None:
+            memories = {x.untyped_storage().data_ptr() for x in inputs if x.numel()}
+            shared = []
+            for index, result in enumerate(results):
+                pointer = result.untyped_storage().data_ptr()
+                if result.numel() and pointer in memories:
+                    shared.append(index)
+                memories.add(pointer)
+        for index in shared:
+            results[index] = results[index].detach().clone()
+        return results
+
+    return apart
 
 
 @outside_autocast()
@@ -390,8 +413,10 @@ class _Outside:
         if id(tensor) not in self._pairs:
             if is_lazy(tensor):
                 raise _EffectError(*_LAZY)
+            # A view is recorded as one of its base, of which nobody keeps the original.
+            plain = tensor if tensor.requires_grad else private.outside_of_modes(tensor.detach)
             # It shares memory with those of other views, as theirs, so that writes are noticed.
-            self._pairs[id(tensor)] = tensor, self._fake.from_tensor(tensor)
+            self._pairs[id(tensor)] = tensor, self._fake.from_tensor(plain)
         return self._pairs[id(tensor)][1]
 
     def holds(self, tensor: Tensor) -> bool:

@@ -227,7 +227,7 @@ class FusedStep:
             lambda *args: self._traced(*args), lambda: torch.compiler.allow_in_graph
         )
 
-    def is_right_for(self, inputs: StepInputs) -> bool:
+    def is_right_for(self, inputs: StepInputs, current: Tables) -> bool:
         """Return True if the kernel makes this step."""
         if self.kernel is None or self._layout.first_step_differs:
             return False
@@ -236,9 +236,25 @@ class FusedStep:
         if inputs.opt_state.hyper and not self._settings.are_readable(inputs.opt_state):
             return False
         params, grads = inputs.present_params, inputs.grads.tensor_list
-        if traced() and not may_be_opaque(params.tensors, grads.tensors):
+        if traced() and not self._may_be_opaque(inputs, current):
             return False
         return can_launch(params, grads)
+
+    def _may_be_opaque(self, inputs: StepInputs, current: Tables) -> bool:
+        """Return True if the operator may stand for the step in a graph."""
+        grads, params = inputs.grads, inputs.named_params
+        numbers = [value for table in current for value in table.values()]
+        numbers += [grads.divisor, grads.factor, grads.clip_value]
+        scalars = [number for number in numbers if isinstance(number, Tensor)]
+        targets = inputs.targets.tensors
+        if not may_be_opaque(inputs.present_params.tensors, grads.tensors, targets, scalars):
+            return False
+        # The operator returns slots as they are laid out; the kernel walks them as the parameter.
+        return torch.compiler.is_compiling() or all(
+            value.shape != params[name].shape or same_memory_order(value, params[name])
+            for name, slot in inputs.opt_state.slots.items()
+            for value in slot.values()
+        )
 
     def __call__(self, skip: Tensor | None, inputs: StepInputs, current: Tables) -> None:
         """Update the parameters and slots of `inputs` in place, unless the step is skipped."""

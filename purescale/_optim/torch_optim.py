@@ -233,7 +233,7 @@ class TorchOptimizer(Updater):
 
     def apply_step(self, inputs: StepInputs, prepared: Tables) -> tuple[Tree, OptState]:
         """Return parameters and state after the step, in fresh memory."""
-        if self._fused_step.is_right_for(inputs):
+        if self._fused_step.is_right_for(inputs, prepared):
             return self._step_by_kernel(None, inputs, prepared, in_place=False)
         inputs = inputs.unscaled()
         gradients = _cast_gradients(inputs)
@@ -249,7 +249,7 @@ class TorchOptimizer(Updater):
         self, skip: Tensor, inputs: StepInputs, prepared: Tables, *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
-        if self._fused_step.is_right_for(inputs):
+        if self._fused_step.is_right_for(inputs, prepared):
             return self._step_by_kernel(skip, inputs, prepared, in_place=in_place)
         return super().apply_step_unless(skip, inputs, prepared, in_place=in_place)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._optim.opt_state import after_skip
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._torch.tracing import traced, under_derivative
+from .._torch.tracing import is_on_a_graph, traced, under_derivative
 from .._tree import tree as _tree
 from .._tree.states import select_masked
 from .._tree.tree import Tree
@@ -60,7 +60,11 @@ class Updater:
             if not bool(skip):
                 return self.apply_step(inputs, prepared)
             return _tree.clone((old[0], after_skip(old[1], in_place=False)))
-        if self.differentiable or under_derivative():
+        if (
+            self.differentiable
+            or under_derivative()
+            or (traced() and is_on_a_graph([*inputs.named_params.values(), *inputs.grads.tensors]))
+        ):
             # `where` sends a derivative of 0 into what it does not choose: 0 * inf is NaN.
             inputs = inputs._replace(grads=inputs.grads.zeroed(skip))
         new = self.apply_step(inputs, prepared)

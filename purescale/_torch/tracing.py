@@ -36,10 +36,16 @@ _as_an_accelerator = False
 
 
 def is_on_a_graph(tensors: Sequence[Tensor | None]) -> bool:
-    """Return True if torch.autograd records operators on these tensors."""
+    """Return True if torch.autograd records operators on these tensors, or on what a transform
+    wraps in them.
+    """
     if not torch.is_grad_enabled():
         return False
-    return any([tensor is not None and tensor.requires_grad for tensor in tensors])
+    if any([tensor is not None and tensor.requires_grad for tensor in tensors]):
+        return True
+    if torch.compiler.is_compiling() or not private.transforms_active():
+        return False
+    return any([tensor is not None and innermost(tensor).requires_grad for tensor in tensors])
 
 
 # Up to this number of tensors a compiler's own kernels are faster than one operator for all; for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ Function = Callable[..., Sequence[Any]]
 Compile = Callable[[Any, Sequence[Tensor]], Function]  # of a graph and fake inputs like its own
 Stage = Callable[[list[Any]], Sequence[Any]]  # returns new values, from all that there are
 Nodes = list[fx.Node]
-_WRITE = torch.ops.aten.copy_.default
+WRITE = torch.ops.aten.copy_.default
 _GONE = (
     "The arguments that were donated to this jitted function may have been overwritten in part. "
     "Fix: a checkpoint, or the same call without `donate`."
@@ -49,7 +49,7 @@ def compiled_in_stages(module: Any, examples: Sequence[Tensor], compile: Compile
     stages = _Stages(module, inputs, compile)
     stages.add_compiled([node for node in nodes if node not in later])
     for call in calls:
-        stages.add_call(call, kept=[node for node in _targets(call) if node not in writes])
+        stages.add_call(call, writes)
     stages.add_compiled([node for node in nodes if node in later])
     return stages.function(list(output.args[0]))
 
@@ -67,6 +67,11 @@ def has_operators(module: Any) -> bool:
 def memory(node: fx.Node) -> Any:
     """Return what is equal for nodes that share memory."""
     return node.meta["val"].untyped_storage()._cdata
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """Return a tensor with the strides of `x`, also where its elements share memory."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def separated(module: Any, node: fx.Node, taken: set[Any]) -> fx.Node:
@@ -100,7 +105,7 @@ def _writes_in_place(module: Any, calls: Nodes, later: set[fx.Node]) -> dict[fx.
     """Return by donated input the write of an operator's result into its own target, if nothing
     else reads that input later.
     """
-    writes = {node.args[0]: node for node in module.graph.nodes if node.target is _WRITE}
+    writes = {node.args[0]: node for node in module.graph.nodes if node.target is WRITE}
     in_place = {}
     for call in calls:
         targets = _targets(call)
@@ -122,7 +127,7 @@ def _keep_values(
     """
     results = [node for node in module.graph.output_node().args[0] if node not in later]
     taken = set(map(memory, [*placeholders(module), *results]))
-    old = {x.args[0] for x in module.graph.nodes if x.target is _WRITE and x not in later}
+    old = {x.args[0] for x in module.graph.nodes if x.target is WRITE and x not in later}
 
     def own(node: fx.Node) -> fx.Node:
         if not is_gapless(node.meta["val"]):  # elements may share memory
@@ -169,11 +174,13 @@ class _Stages:
         of_ins = self._getter(ins)
         self._add(lambda values: run(*of_ins(values)), dict(enumerate(outs)))
 
-    def add_call(self, call: fx.Node, kept: Nodes) -> None:
-        """Add an operator, which writes into its targets. Inputs that are `kept` are copied."""
+    def add_call(self, call: fx.Node, writes: Mapping[fx.Node, fx.Node]) -> None:
+        """Add an operator, which writes into its targets, or a copy of an input not in `writes`."""
         function, operands = IN_PLACE[call.target], list(map(self._getter, call.args[1:]))
         nodes, of_targets = _targets(call), self._getter(call.args[0])
-        copied = [i for i, node in enumerate(nodes) if node.op == "placeholder" and node in kept]
+        copied = [
+            i for i, node in enumerate(nodes) if node.op == "placeholder" and node not in writes
+        ]
 
         @torch.no_grad()
         def run(values: list[Any]) -> list[Any]:
@@ -192,7 +199,7 @@ class _Stages:
     def function(self, results: Nodes) -> Function:
         """Return a function of the inputs that runs all stages."""
         stages, of_results = self._stages, self._getter(results)
-        donates = any(node.target is _WRITE for node in self._module.graph.nodes)
+        donates = any(node.target is WRITE for node in self._module.graph.nodes)
 
         def run(*inputs: Any) -> Sequence[Any]:
             values = list(inputs)
@@ -224,6 +231,5 @@ class _Stages:
 
 def _fake_like(node: fx.Node) -> Tensor:
     """Return a fake tensor like a node, in memory of its own."""
-    x = node.meta["val"]
-    with x.fake_mode:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    with node.meta["val"].fake_mode:
+        return empty_like(node.meta["val"])

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._jit.cut import (
+    WRITE,
     Function,
     compiled_in_stages,
+    empty_like,
     has_operators,
     memory,
     placeholders,
@@ -102,10 +104,7 @@ def _apart(fake: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
     for two inputs, and a view for an input like others.
     """
     with fake:
-        return [
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-            for x in tensors
-        ]
+        return list(map(empty_like, tensors))
 
 
 @outside_autocast()  # the graph has the casts of the function
@@ -174,7 +173,7 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
     `carried` results are the first inputs of the next repetition, and all other inputs have one
     dimension more in front. It returns the last carried results, and all others stacked.
     """
-    ends = placeholders(graph.module), _output(graph.module).args[0]
+    ends = placeholders(graph.module), graph.module.graph.output_node().args[0]
     old, new = ([_kind(node) for node in nodes[:carried]] for nodes in ends)
     if old == new and has_operators(graph.module):
         return _looped(graph, len(inputs), carried)
@@ -228,17 +227,13 @@ def _looped(graph: PureGraph, number: int, carried: int) -> Function:
         carry, stacks, closed_over = tensors[:carried], tensors[carried:number], tensors[number:]
         carry = tuple(clone_listed(carry))
         rows = zip(*[stack.unbind() for stack in stacks], strict=True)
-        rest = [once(*carry, *row, *closed_over) for row in rows]
-        return [*carry, *[torch.stack(column) for column in zip(*rest, strict=True)]]
+        results = [once(*carry, *row, *closed_over) for row in rows]
+        return [*carry, *[torch.stack(column) for column in zip(*results, strict=True)]]
 
     return torch.no_grad()(repeat)
 
 
 # ---- the graph -----------------------------------------------------------------------------------
-
-
-def _output(module: Any) -> Any:
-    return module.graph.output_node()
 
 
 def _lift(module: Any, outside: _Outside, literals: bool) -> list[Tensor]:
@@ -275,7 +270,7 @@ def _lift(module: Any, outside: _Outside, literals: bool) -> list[Tensor]:
 def _separate(module: Any) -> None:
     """Copy the results that share memory with an input or an earlier result."""
     taken = set(map(memory, placeholders(module)))
-    output = _output(module)
+    output = module.graph.output_node()
     output.args = ([separated(module, node, taken) for node in output.args[0]],)
 
 
@@ -285,7 +280,7 @@ def _donate(module: Any, donate: Sequence[int]) -> dict[int, int]:
     """
     if not donate:
         return {}
-    inputs, output = placeholders(module), _output(module)
+    inputs, output = placeholders(module), module.graph.output_node()
     free: dict[Any, list[int]] = {}
     for index in reversed(donate):
         free.setdefault(_kind(inputs[index]), []).append(index)
@@ -294,9 +289,7 @@ def _donate(module: Any, donate: Sequence[int]) -> dict[int, int]:
         for place, node in enumerate(output.args[0]):
             if like := free.get(_kind(node)):
                 donated[place] = like.pop()
-                module.graph.call_function(
-                    torch.ops.aten.copy_.default, (inputs[donated[place]], node)
-                )
+                module.graph.call_function(WRITE, (inputs[donated[place]], node))
             else:
                 rest.append(node)
     output.args = (rest,)

@@ -113,7 +113,7 @@ def fused_update(
     kernel: Kernel, settings: Settings, columns: KernelLists, skip: Tensor | None
 ) -> None:
     """Update `columns` in place unless the step is skipped. If its gradients are owned, the kernel
-    itself divides them.
+    itself divides them. On a CPU the flag is read.
     """
     if skip is not None and host_can_read([skip]):
         if skip:

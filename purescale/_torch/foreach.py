@@ -163,7 +163,7 @@ def _with_operand(
     if not tensors:
         return []
     # List operators have no derivative with respect to the operand.
-    if traced() or is_on_a_graph(tensors) or is_on_a_graph([operand]):
+    if not lists_are_right([*tensors, operand]):
         results = [_in_own_dtype(plain, tensor, operand) for tensor in tensors]
         if in_place and torch.compiler.is_compiling():
             return [old.copy_(new) for old, new in zip(tensors, results, strict=True)]
@@ -192,7 +192,7 @@ def clamp(
 ) -> list[Tensor]:
     """Clamp each tensor to plus and minus `bound`; NaN stays NaN."""
     operand = [bound] if isinstance(bound, Tensor) else []
-    if not tensors or traced() or is_on_a_graph([*tensors, *operand]):
+    if not (tensors and lists_are_right([*tensors, *operand])):
         return [_clamped(tensor, bound, in_place=False) for tensor in tensors]
     if not is_launch_bound(tensors[0]):
         with torch.no_grad():
@@ -271,7 +271,7 @@ def cast(
     pairs = list(zip(tensors, dtypes, strict=True))
     if not tensors or all(tensor.dtype is dtype for tensor, dtype in pairs):
         return list(tensors)
-    if traced() or is_on_a_graph(tensors) or not is_launch_bound(tensors[0]):
+    if not (lists_are_right(tensors) and is_launch_bound(tensors[0])):
         return [saturating(t, dtype) if bounded else t.to(dtype) for t, dtype in pairs]
     results = list(tensors)
     kinds: dict[Any, list[int]] = {}
@@ -363,7 +363,7 @@ def where(
             shared = not memories.isdisjoint(map(_pointer, map(Tensor.untyped_storage, new)))
             copy_(old, clone(new) if shared else new)  # a new value may be another old one
         return list(old)
-    if traced() or is_on_a_graph([*old, *new]) or not all(map(is_launch_bound, old)):
+    if not (lists_are_right([*old, *new]) and all(map(is_launch_bound, old))):
         # All are selected before any is written, because a new value may alias an old one.
         chosen = [torch.where(skip, a, b) for a, b in zip(old, new, strict=True)]
         return [a.copy_(c) for a, c in zip(old, chosen, strict=True)] if in_place else chosen

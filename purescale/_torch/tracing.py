@@ -59,8 +59,7 @@ def may_be_opaque(*lists: Sequence[Tensor]) -> bool:
     """
     if len(lists[0]) <= MAX_INLINE_LEAVES or any(map(is_on_a_graph, lists)):
         return False
-    # `jit` counts as a transform, because what it records may be transformed inside of it.
-    return not under_transform() or (private.thread.records and not private.transformed())
+    return not private.transformed()
 
 
 def recorded_by_make_fx() -> bool:

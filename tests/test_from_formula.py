@@ -244,7 +244,7 @@ def test_it_says_what_it_was_made_of():
     assert repr(lion()) == ("from_formula(lion_step, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)")
 
 
-RESERVED = ("maximize", "params", "foreach", "capturable", "step_number", "lr_varies", "expand")
+RESERVED = ("maximize", "params", "foreach", "capturable")
 
 
 @pytest.mark.parametrize("name", RESERVED)
@@ -254,6 +254,52 @@ def test_a_setting_with_a_name_that_means_something_else_is_refused(name):
 
     with pytest.raises(ValueError, match=f"settings have '{name}'"):
         ps.from_formula(step, **{name: True})
+
+
+@pytest.mark.parametrize("name", ["expand", "t", "settings", "h"])
+def test_any_other_name_is_a_setting(name):
+    def step(param, grad, slots, settings, t):
+        return param - settings[name] * grad, {}
+
+    optimizer, params = ps.from_formula(step, **{name: 0.5}), {"w": torch.ones(3)}
+    assert torch.equal(
+        optimizer.step(params, params, optimizer.init(params))[0]["w"], torch.full((3,), 0.5)
+    )
+
+
+def test_a_setting_that_there_is_not_is_named_by_pythons_own_error():
+    def step(param, grad, slots, settings, t):
+        return param - settings["lrr"] * grad, {}
+
+    optimizer, params = ps.from_formula(step, elementwise=False), {"w": torch.ones(3)}
+    with pytest.raises(KeyError, match=r"^'lrr'$"):
+        optimizer.step(params, params, optimizer.init(params))
+
+
+@pytest.mark.parametrize("new", [{}, {"momentun": 0}, {"momentum": 0, "other": 0}])
+def test_a_step_that_returns_other_slots_than_it_was_given_is_refused(new):
+    def step(param, grad, slots, settings, t):
+        return param - grad, dict.fromkeys(new, slots["momentum"] + grad)
+
+    optimizer = ps.from_formula(step, ("momentum",), elementwise=False)
+    params = {"w": torch.ones(3)}
+    with pytest.raises(ValueError, match=r"step returned the slots .*expected \['momentum'\]"):
+        optimizer.step(params, params, optimizer.init(params))
+
+
+def norm_step(param, grad, slots, settings, t):
+    return param - settings["lr"] * grad / grad.norm(), {}
+
+
+def first_step(param, grad, slots, settings, t):
+    return param - settings["lr"] * grad[:1], {}
+
+
+@pytest.mark.parametrize("step", [norm_step, first_step])
+def test_a_step_that_is_not_elementwise_is_refused_as_one(step):
+    with pytest.raises(ValueError, match=r"result for a part of a parameter.*elementwise=False"):
+        ps.from_formula(step)
+    ps.from_formula(step, elementwise=False)
 
 
 @pytest.mark.parametrize("lr", [-1.0, float("nan")])

@@ -264,6 +264,7 @@ TESTED_WITH = {
     "_grads/mesh_stats.py": "test_dtensor.py",
     "_module/references.py": "test_functional.py",
     "_optim/fused.py": "test_laws_of_a_step.py",
+    "_optim/opt_state.py": "test_in_state.py",
     "_optim/step_inputs.py": "test_leaves.py",
     "_optim/formula_step.py": "test_formulas.py",
     "_optim/wrapper.py": "test_stochastic_rounding.py",

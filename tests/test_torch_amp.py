@@ -400,7 +400,7 @@ def test_a_schedule_that_reads_the_optimizer_reads_that_of_the_table():
         live.optimizer, lambda n: 0.5 if group.param_groups[0]["lr"] > 0.05 else 0.9
     )
     optimizer = torch_amp.take_over(*live.all, steps=3)[1]
-    rates = optimizer.summary[1]["lr"](torch.arange(3))
+    rates = optimizer.settings.lr(torch.arange(3))
     assert rates.tolist() == pytest.approx([0.1, 0.05, 0.045])
 
 
@@ -435,7 +435,7 @@ def test_what_a_schedule_only_asks_for_its_length_is_not_copied(form):
     }[form]
     live.scheduler = lr_scheduler.LambdaLR(live.optimizer, rate)
     optimizer = torch_amp.take_over(*live.all, steps=5)[1]
-    assert optimizer.summary[1]["lr"](torch.tensor(2)) == 3e-3 / 2
+    assert optimizer.settings.lr(torch.tensor(2)) == 3e-3 / 2
 
 
 # ---- rates that are tensors

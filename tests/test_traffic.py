@@ -444,7 +444,7 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
     optimizer = FUSED[name]
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer)
     kernel = optimizer._fused_step.kernel
-    groups = optimizer._settings
+    groups = optimizer.settings
     [group] = groups.torch_groups(("0", "1"), groups.current(state))
     settings = group.settings
     slots = list(state.slots.values())

@@ -87,10 +87,10 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
     inputs, params, state = scaled_inputs(optimizer, factor, overflow=overflow)
     old = clone((params, state))
     unscaled = inputs.unscaled(wide=updater.wide_grads)
-    applied = updater.apply_step(unscaled, updater.prepare(state))
+    applied = updater.apply_step(unscaled, updater.current_settings(state))
     expected = ps.select(overflow, old, applied)
-    prepared = updater.prepare(inputs.opt_state)
-    stepped = updater.apply_step_unless(torch.tensor(overflow), inputs, prepared, in_place=in_place)
+    current = updater.current_settings(inputs.opt_state)
+    stepped = updater.apply_step_unless(torch.tensor(overflow), inputs, current, in_place=in_place)
     if factor == 0.3:  # scale and factor are one division in a kernel
         assert_close(stepped, expected, rtol=1e-6, atol=1e-7)
     else:
@@ -102,8 +102,10 @@ def test_neither_preparing_nor_applying_a_step_changes_its_arguments(kind):
     updater = as_updater(OPTIMIZERS[kind])
     inputs, params, state = scaled_inputs(OPTIMIZERS[kind], 0.25, overflow=False)
     with Untouched((params, state, inputs.grads.tensors)):
-        updater.apply_step_unless(torch.tensor(False), inputs, updater.prepare(inputs.opt_state))
-        updater.apply_step(inputs, updater.prepare(inputs.opt_state))
+        updater.apply_step_unless(
+            torch.tensor(False), inputs, updater.current_settings(inputs.opt_state)
+        )
+        updater.apply_step(inputs, updater.current_settings(inputs.opt_state))
 
 
 class Raises(StepAlone):

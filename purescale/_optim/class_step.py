@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._optim.in_state import as_number, each_number
-from .._optim.opt_state import Slots, Tensors, as_tensors, with_python_scalars
-from .._optim.settings import OptimizerSettings, Tables
+from .._optim.opt_state import Slots, Tensors
+from .._optim.settings import Current, OptimizerSettings
+from .._optim.slot_layout import SlotLayout
+from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import HALF, wide_dtype
 
 
 class ClassStep:
     """The `step` of a user's class with these settings."""
 
-    def __init__(self, settings: OptimizerSettings) -> None:
-        self._settings, self._layout = settings, settings.slot_layout
+    def __init__(self, settings: OptimizerSettings, slot_layout: SlotLayout) -> None:
+        self._settings, self._slot_layout = settings, slot_layout
 
     def __call__(
-        self, params: Tensors, gradients: Tensors, slots: Slots, current: Tables
+        self, inputs: StepInputs, gradients: Tensors, current: Current
     ) -> tuple[Tensors, Slots]:
         """Return parameters and slots after the step, in fresh memory. Half parameters and their
         slots are computed in float32.
         """
+        params, slots = inputs.named_params, inputs.opt_state.slots
 
         def copied(value: Tensor, name: str, key: str = "") -> Tensor:
-            wide = _is_half(params[name]) and _is_half(value) and not self._layout.is_count(key)
+            wide = (
+                _is_half(params[name]) and _is_half(value) and not self._slot_layout.is_count(key)
+            )
             dtype = wide_dtype(value.dtype) if wide else value.dtype
             return value.detach().to(dtype, copy=True)
 
@@ -38,16 +44,16 @@ class ClassStep:
             for name, slot in slots.items()
         }
         gradients = {name: g.to(new_params[name].dtype) for name, g in gradients.items()}
-        numbers = [each_number(as_number, table) for table in current]
+        current = [each_number(as_number, table) for table in current]
         with torch.no_grad():
-            new_slots = self._run(new_params, gradients, copies, numbers)
+            new_slots = self._run(new_params, gradients, copies, current)
         new_params = {name: p.to(params[name].dtype) for name, p in new_params.items()}
         return new_params, {
             name: {key: _narrowed(value, slots[name].get(key)) for key, value in slot.items()}
             for name, slot in new_slots.items()
         }
 
-    def _run(self, params: Tensors, gradients: Tensors, slots: Slots, current: Tables) -> Slots:
+    def _run(self, params: Tensors, gradients: Tensors, slots: Slots, current: Current) -> Slots:
         """Run the class's `step` on a copy of an optimizer that holds these tensors."""
         optimizer: Any = object.__new__(self._settings.cls)
         vars(optimizer).update(vars(self._settings.template))
@@ -62,12 +68,53 @@ class ClassStep:
                 optimizer.state[params[name]] = with_python_scalars(slots[name], params[name])
             self._settings.cls.step(optimizer)
         except KeyError as error:  # the slots of such a class are not known
-            raise self._layout.foreign(str(error)) from None
+            raise self._slot_layout.foreign(str(error)) from None
         finally:
             for name in gradients:
                 params[name].grad = None
         states = {name: optimizer.state[params[name]] for name in gradients}
         return slots | {name: as_tensors(state, name) for name, state in states.items()}
+
+
+# ---- its slots, which may be Python numbers ------------------------------------------------------
+
+_NUMBERS = (torch.int64, torch.bool)
+
+
+def as_tensors(slot: Mapping[str, Any], name: str) -> dict[str, Tensor]:
+    """Return a slot with a 0-d tensor on the CPU for each Python number."""
+    tensors = {
+        # What was a float stays a tensor, with which one calculates as with a number.
+        key: torch.tensor(
+            value, dtype=torch.float64 if type(value) is float else None, device="cpu"
+        )
+        if isinstance(value, (bool, int, float))
+        else value
+        for key, value in slot.items()
+    }
+    for key, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"the step left {key} of {name} = {value!r} in the optimizer's state; expected a "
+                "tensor or a number. Fix: a tensor for each, or an optimizer of your own with "
+                "`init` and `step`."
+            )
+    return tensors
+
+
+def with_python_scalars(slot: Mapping[str, Tensor], param: Tensor) -> dict[str, Any]:
+    """Return a slot with the Python numbers that `as_tensors` stored, the inverse of it."""
+    if param.ndim == 0:  # its moments look like numbers
+        return dict(slot)
+    return {key: value.item() if is_python_scalar(value) else value for key, value in slot.items()}
+
+
+def is_python_scalar(value: Tensor) -> bool:
+    """Return True if a slot of a user's class was an int or a bool before it was a tensor."""
+    return value.ndim == 0 and value.is_cpu and value.dtype in _NUMBERS
+
+
+# ---- dtypes --------------------------------------------------------------------------------------
 
 
 def _is_half(tensor: Tensor) -> bool:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._optim.formulas import Hyperparameters
 from .._optim.in_state import each_number
 from .._optim.opt_state import Slots, Tensors, slots_like, values_of
-from .._optim.settings import OptimizerSettings, Tables
+from .._optim.settings import Current, OptimizerSettings
+from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
 from .._torch.dtypes import on_device, wide_dtype, widest_float
+from .._torch.tracing import traced
 
 
 class Row(NamedTuple):
@@ -28,28 +30,28 @@ class Row(NamedTuple):
 class FormulaStep:
     """The step of a class of torch.optim by its formula, which reads no value."""
 
-    def __init__(self, settings: OptimizerSettings) -> None:
-        self._settings, self._layout = settings, settings.slot_layout
+    def __init__(self, settings: OptimizerSettings, slot_layout: SlotLayout) -> None:
+        self._settings, self._slot_layout = settings, slot_layout
         self._formula: Any = settings.formula  # a class without one has a step of its own
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
-        # Dynamo sets no guards in it, so `_key`, which has all that the formula reads besides its
-        # arguments, guards the compiled step.
+        # Dynamo sets no guards in it, so the key of the settings, which has all that the formula
+        # reads besides its arguments, guards the compiled step.
         self._opaque = private.Opaque(self._step_as_list, lambda: private.nonstrict_trace)
-        self._key = settings.key()
         # By sizes and device. A captured graph needs them at fixed addresses.
         self._sizes: dict[Any, Tensor] = {}
 
     def __call__(
-        self, inputs: StepInputs, gradients: Tensors, current: Tables, *, one_by_one: bool
+        self, inputs: StepInputs, gradients: Tensors, current: Current
     ) -> tuple[Tensors, Slots]:
-        """Return new parameters and slots, in fresh memory. `one_by_one` steps each leaf alone and
-        keeps its graph.
+        """Return new parameters and slots, in fresh memory. Each leaf is stepped alone and keeps
+        its graph if the step may be differentiated.
         """
         params, slots, count = inputs.named_params, inputs.opt_state.slots, inputs.opt_state.applied
         t = (count + 1).to(widest_float(count.device))
-        moving = [_as_arguments(table, count.device) for table in current]
+        current = [_as_arguments(table, count.device) for table in current]
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._step_as_list
-        new = iter(run(self._key, params, gradients, slots, (t, moving), one_by_one))
+        one_by_one = self._settings.differentiable or traced()
+        new = iter(run(self._settings.key, params, gradients, slots, (t, current), one_by_one))
         return dict(zip(params, new, strict=False)), slots_like(slots, new)
 
     def _step_as_list(
@@ -58,24 +60,25 @@ class FormulaStep:
         params: Tensors,
         gradients: Tensors,
         slots: Slots,
-        numbers: tuple[Tensor, Tables],
+        numbers: tuple[Tensor, Current],
         one_by_one: bool,
     ) -> list[Tensor]:
         """Return all new parameters, then all new slots, in order. `numbers` are the number of the
-        step and the settings that may differ in another one. `key` stands for the settings,
-        because Dynamo guards the arguments only.
+        step and the current settings. `key` stands for the others, because Dynamo guards the
+        arguments only.
         """
-        t, moving = numbers
+        t, current = numbers
         results: dict[str, Any] = {}
         with torch.set_grad_enabled(one_by_one):
-            for group in self._settings.torch_groups(tuple(params), moving):
-                h = SimpleNamespace(**group.settings, step_number=t, lr_varies=group.lr_varies)
+            for group in self._settings.torch_groups(tuple(params), current):
                 present = self._settings.stepped_names(group.names, params, gradients)
                 rows = [Row(params[name], gradients[name], slots[name]) for name in present]
                 try:
-                    stepped = self._step_group(rows, h, one_by_one=one_by_one)
+                    stepped = self._step_group(rows, group.settings, t, one_by_one=one_by_one)
                 except KeyError as error:
-                    raise self._layout.foreign(str(error)) from None
+                    if error.args[0] not in self._slot_layout.keys:  # a mistake in a user's formula
+                        raise
+                    raise self._slot_layout.foreign(str(error)) from None
                 results.update(zip(present, stepped, strict=True))
             for name in params.keys() - results.keys():
                 slot = {key: value.clone() for key, value in slots[name].items()}
@@ -83,34 +86,43 @@ class FormulaStep:
         new_slots = {name: results[name][1] for name in params}
         return [*(results[name][0] for name in params), *values_of(new_slots)]
 
-    def _step_group(self, rows: list[Row], h: Any, *, one_by_one: bool) -> list[Any]:
+    def _step_group(
+        self, rows: list[Row], settings: Mapping[str, Any], t: Tensor, *, one_by_one: bool
+    ) -> list[tuple[Tensor, dict[str, Tensor]]]:
         """Return the new parameter and slots of each row."""
         if one_by_one or not self._formula.elementwise:
-            return [self._step_leaf(row, h) for row in rows]
+            return [self._step_leaf(row, settings, t) for row in rows]
         stepped: list[Any] = [None] * len(rows)
         kinds = [(row.param.device, row.param.dtype, tuple(row.slot)) for row in rows]
         for indices in foreach.pieces([row.param for row in rows], kinds):
             piece = [rows[index] for index in indices]
-            new = self._step_joined(piece, h) if len(piece) > 1 else [self._step_leaf(piece[0], h)]
+            if len(piece) > 1:
+                new = self._step_joined(piece, settings, t)
+            else:
+                new = [self._step_leaf(piece[0], settings, t)]
             for index, result in zip(indices, new, strict=True):
                 stepped[index] = result
         return stepped
 
-    def _step_leaf(self, row: Row, h: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _step_leaf(
+        self, row: Row, settings: Mapping[str, Any], t: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         param, gradient, slot = row
         p = _wide(param)
         state = {
-            key: _wide_count(value) if self._layout.is_count(key) else _wide(value)
+            key: _wide_count(value) if self._slot_layout.is_count(key) else _wide(value)
             for key, value in slot.items()
         }
-        h.expand = lambda number: _of_dtype(number, p.dtype)
-        h.step_number = on_device(h.step_number, p.device)
-        new_p, new = self._formula.step(p, _negated_if_maximize(_wide(gradient), h), state, h)
+        h = Hyperparameters(settings, on_device(t, p.device), lambda n: _of_dtype(n, p.dtype))
+        g = _negated_if_maximize(_wide(gradient), settings)
+        new_p, new = self._formula.step(p, g, state, h)
         return _narrow(new_p, param), {
             key: _narrow(new[key], old) if key in new else old.clone() for key, old in slot.items()
         }
 
-    def _step_joined(self, rows: list[Row], h: Any) -> list[Any]:
+    def _step_joined(
+        self, rows: list[Row], settings: Mapping[str, Any], t: Tensor
+    ) -> list[tuple[Tensor, dict[str, Tensor]]]:
         """Step leaves of one kind as one leaf. Each count becomes a vector with a number for each
         leaf, which `expand` repeats for the elements of that leaf.
         """
@@ -119,7 +131,7 @@ class FormulaStep:
         p = _joined(params, params)
         state = {
             key: _wide_count(torch.stack(column))
-            if self._layout.is_count(key)
+            if self._slot_layout.is_count(key)
             else _joined(column, params)
             for key, column in columns.items()
         }
@@ -129,12 +141,14 @@ class FormulaStep:
             numbers = _of_dtype(numbers, p.dtype)
             return torch.repeat_interleave(numbers, sizes, output_size=p.numel())
 
-        h.expand, h.step_number = expand, on_device(h.step_number, p.device)
-        g = _negated_if_maximize(_joined(gradients, params), h)
+        h = Hyperparameters(settings, on_device(t, p.device), expand)
+        g = _negated_if_maximize(_joined(gradients, params), settings)
         new_p, new = self._formula.step(p, g, state, h)
         new_columns = {
             key: _split_column(
-                new.get(key, state[key]), column, column if self._layout.is_count(key) else params
+                new.get(key, state[key]),
+                column,
+                column if self._slot_layout.is_count(key) else params,
             )
             for key, column in columns.items()
         }
@@ -208,6 +222,6 @@ def _split_column(joined: Tensor, tensors: list[Tensor], likes: list[Tensor]) ->
     return foreach.split_like(joined, tensors, likes)
 
 
-def _negated_if_maximize(gradient: Tensor, h: Any) -> Tensor:
+def _negated_if_maximize(gradient: Tensor, settings: Mapping[str, Any]) -> Tensor:
     """Return the gradient of what is minimised."""
-    return -gradient if getattr(h, "maximize", False) else gradient
+    return -gradient if settings.get("maximize") else gradient

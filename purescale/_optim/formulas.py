@@ -1,7 +1,7 @@
 """Every class of torch.optim as mathematics: the specification of a step.
 
 A formula is a function of one leaf, `(p, g, state, h) -> (p, state)`: parameter, gradient, slots by
-torch's names, and hyperparameters. It reads no value and writes into nothing, so each
+torch's names, and `Hyperparameters`. It reads no value and writes into nothing, so each
 hyperparameter may be a tensor, and a step can be compiled, mapped and differentiated. Half leaves
 come in float32, complex ones as reals, counts in float64 where the device has it.
 
@@ -11,6 +11,7 @@ the elements of a leaf, because several leaves can be stepped as one (`formula_s
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -25,6 +26,21 @@ Step = tuple[Tensor, State]
 
 # A slot of SGD, which torch does not have: True until the parameter has a momentum buffer.
 FIRST_STEP = "is_first_step"
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyperparameters:
+    """What a formula reads beside a leaf. Each setting is an attribute too, by torch's name."""
+
+    settings: Mapping[str, Any]
+    t: Tensor  # the number of the step: one more than were applied
+    expand: Callable[[Any], Tensor]  # from numbers of leaves to numbers of their elements
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.settings[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 # ---- the formulas --------------------------------------------------------------------------------
@@ -144,9 +160,7 @@ def radam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
 def asgd(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     """Polyak and Juditsky, Acceleration of stochastic approximation by averaging (1992)."""
     t, g = state["step"] + 1, _decayed(p, g, h)
-    eta, mu = state["eta"], state["mu"]
-    if h.lr_varies:
-        eta = torch.where(t == 1, h.lr, eta)
+    eta, mu = torch.where(t == 1, h.lr, state["eta"]), state["mu"]
     p = p * h.expand(1 - h.lambd * eta) - h.expand(eta) * g
     ax = torch.where(h.expand(mu == 1), p, state["ax"] + h.expand(mu) * (p - state["ax"]))
     eta = h.lr / (1 + h.lambd * h.lr * t) ** h.alpha
@@ -157,8 +171,7 @@ def asgd(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
 def rprop(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     """Riedmiller and Braun, A direct adaptive method for faster backpropagation learning (1993)."""
     t, size = state["step"] + 1, state["step_size"]
-    if h.lr_varies:
-        size = torch.where(h.expand(t == 1), torch.ones_like(size) * h.lr, size)
+    size = torch.where(h.expand(t == 1), torch.ones_like(size) * h.lr, size)
     shrink, grow = h.etas
     least, most = h.step_sizes
     turn = g * state["prev"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.formulas import Formula, State, Step
+from .._optim.formulas import Formula, Hyperparameters, State, Step
 from .._optim.in_state import names_in_state
 from .._optim.schedule import Schedule, ScheduleBy
-from .._optim.settings import Overrides
+from .._optim.settings import OptimizerSettings, Overrides
 from .._optim.torch_optim import TorchOptimizer
+from .._torch.tracing import traced
 from .._tree.leaves import describe
 from .._tree.scalars import short_repr
 
@@ -63,9 +65,10 @@ def from_formula(
 
     Raises:
         TypeError: `step` is not a function of five arguments, or a slot is not a tensor.
-        ValueError: A slot has another shape than its parameter, and `elementwise` is True. A
-            setting has a name with another meaning, or `lr` is a negative number. Also what
-            `from_torch` refuses.
+        ValueError: `elementwise` is True, and a slot has another shape than its parameter, or
+            `step` gives another result for a part of a parameter. A setting has a name with
+            another meaning, or `lr` is a negative number. Also what `from_torch` refuses; and from
+            a step, if `step` returns other slots than it was given.
 
     Example:
         >>> import torch
@@ -84,16 +87,15 @@ def from_formula(
     makers = slots if isinstance(slots, Mapping) else dict.fromkeys(slots, torch.zeros_like)
     _check_slots(makers, elementwise)
     _check_settings(lr, settings)
-    names = ("lr", *settings)
     name = getattr(step, "__name__", type(step).__name__)
     formula = Formula(
-        lambda p, g, state, h: step(p, g, state, {n: vars(h)[n] for n in names}, h.step_number),
+        functools.partial(_checked_step, step, name, ("lr", *settings)),
         lambda p, _: {key: make(p) for key, make in makers.items()},
         elementwise,
     )
     defaults = {**settings, "differentiable": differentiable}
     named = {**settings, "differentiable": True} if differentiable else settings
-    return TorchOptimizer(
+    all_settings = OptimizerSettings(
         _class_of(name, formula, defaults),
         lr,
         overrides or {},
@@ -101,6 +103,47 @@ def from_formula(
         in_state=names_in_state(in_state),
         schedule_by=schedule_by,
     )
+    if elementwise and not traced():
+        _check_elementwise(name, formula, all_settings.template.defaults)
+    return TorchOptimizer(all_settings)
+
+
+def _checked_step(
+    step: Any,
+    name: str,
+    settings: Sequence[str],
+    param: Tensor,
+    grad: Tensor,
+    slots: State,
+    h: Hyperparameters,
+) -> Step:
+    """Return what `step` returns for a leaf. Refuse other slots than it was given."""
+    new, new_slots = step(param, grad, slots, {n: h.settings[n] for n in settings}, h.t)
+    if new_slots.keys() != slots.keys():
+        raise ValueError(
+            f"{name} returned the slots {sorted(new_slots)}, expected {sorted(slots)}, which it "
+            "was given. Likely cause: a typing error, which would leave a slot as it was. Fix: "
+            "`return param, {name: new for each slot}`."
+        )
+    return new, new_slots
+
+
+def _check_elementwise(name: str, formula: Formula, settings: Mapping[str, Any]) -> None:
+    """Refuse a step whose result for a part of a parameter is not that part of its result."""
+    t = torch.ones((), dtype=torch.float64, device="cpu")
+    param = torch.linspace(0.5, 2.0, 6, dtype=torch.float64, device="cpu")
+
+    def stepped(p: Tensor) -> Tensor:
+        h = Hyperparameters(settings, t, torch.as_tensor)
+        return formula.step(p, p.square(), formula.slots(p, settings), h)[0].detach()
+
+    parts = torch.cat([stepped(part) for part in param.view(2, 3)])
+    if not torch.allclose(stepped(param), parts, rtol=1e-6, equal_nan=True):
+        raise ValueError(
+            f"{name} gives another result for a part of a parameter than for the whole, and an "
+            "elementwise step is given several parameters as one. Likely cause: a norm or a mean. "
+            "Fix: from_formula(..., elementwise=False)."
+        )
 
 
 def _class_of(name: str, formula: Formula, defaults: dict[str, Any]) -> type[torch.optim.Optimizer]:
@@ -130,12 +173,11 @@ def _check_step(step: Any) -> None:
 
 
 _OF_TORCH = {"params", "maximize", "foreach", "fused", "capturable"}
-_OF_A_STEP = {"step_number", "lr_varies", "expand"}
 
 
 def _check_settings(lr: Any, settings: Mapping[str, Any]) -> None:
     """Refuse names of settings that have another meaning, and a negative rate."""
-    if taken := settings.keys() & (_OF_TORCH | _OF_A_STEP):
+    if taken := settings.keys() & _OF_TORCH:
         raise ValueError(
             f"settings have {min(taken)!r}, a name that a step gives a meaning of its own. Fix: "
             "another name; for maximize, `-grad` in the formula."

@@ -11,8 +11,9 @@ from torch.optim import adagrad, adam, sgd
 
 from .._optim import formulas
 from .._optim.in_state import as_number, each_number
-from .._optim.opt_state import OptState, Slots, Tensors
-from .._optim.settings import OptimizerSettings, Tables
+from .._optim.opt_state import OptState, Slots, Tensors, each_of
+from .._optim.settings import FLAGS, Current, OptimizerSettings
+from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs, inputs_of_dict
 from .._torch import foreach, private
 from .._torch.foreach import same_memory_order
@@ -219,28 +220,31 @@ def _operands(
 class FusedStep:
     """The step of a class of torch.optim by torch's fused kernel, if it has one."""
 
-    def __init__(self, settings: OptimizerSettings) -> None:
-        self._settings, self._layout = settings, settings.slot_layout
+    def __init__(self, settings: OptimizerSettings, slot_layout: SlotLayout) -> None:
+        self._settings, self._slot_layout = settings, slot_layout
         self.kernel: Any = kernel_of(settings.formula)
-        self._key = settings.key()
+        # torch's own class then runs no fused kernel.
+        flags = {name for name in FLAGS if settings.arguments.get(name) is not None}
+        self._is_refused = bool(flags) and not settings.arguments.get("fused")
         self._opaque = private.Opaque(
             lambda *args: self._traced(*args), lambda: torch.compiler.allow_in_graph
         )
 
-    def is_right_for(self, inputs: StepInputs, current: Tables) -> bool:
+    def is_right_for(self, inputs: StepInputs, current: Current) -> bool:
         """Return True if the kernel makes this step."""
-        if self.kernel is None or self._layout.first_step_differs:
+        if self.kernel is None or self._is_refused or self._slot_layout.first_step_differs:
             return False
-        if self._settings.flag_named and not self._settings.settings.get("fused"):
-            return False
-        if inputs.opt_state.hyper and not self._settings.are_readable(inputs.opt_state):
+        # Without momentum the kernel leaves its buffer alone, which the formula updates for a later
+        # step.
+        numbers = each_of(inputs.opt_state.hyper)
+        if "momentum" in self._settings.in_state or (numbers and not host_can_read(numbers)):
             return False
         params, grads = inputs.present_params, inputs.grads.tensor_list
         if traced() and not self._may_be_opaque(inputs, current):
             return False
         return can_launch(params, grads)
 
-    def _may_be_opaque(self, inputs: StepInputs, current: Tables) -> bool:
+    def _may_be_opaque(self, inputs: StepInputs, current: Current) -> bool:
         """Return True if the operator may stand for the step in a graph."""
         grads, params = inputs.grads, inputs.named_params
         numbers = [value for table in current for value in table.values()]
@@ -256,24 +260,24 @@ class FusedStep:
             for value in slot.values()
         )
 
-    def __call__(self, skip: Tensor | None, inputs: StepInputs, current: Tables) -> None:
+    def __call__(self, inputs: StepInputs, current: Current, skip: Tensor | None) -> None:
         """Update the parameters and slots of `inputs` in place, unless the step is skipped."""
         params, slots, grads = inputs.named_params, inputs.opt_state.slots, inputs.grads
         if torch.compiler.is_dynamo_compiling():
             pending = grads.divisor, grads.factor, grads.clip_value, skip
-            self._opaque(self._key, params, inputs.named_grads, slots, pending, current)
+            self._opaque(self._settings.key, params, inputs.named_grads, slots, pending, current)
             return
         # The kernel takes a rate that is a tensor, and reads none.
-        numbers = [
+        current = [
             {n: v if n == "lr" else each_number(as_number, {n: v})[n] for n, v in table.items()}
             for table in current
         ]
         inputs = inputs._replace(grads=grads.with_one_divisor())
-        for settings, _, columns in self._launches(inputs, numbers):
+        for settings, _, columns in self._launches(inputs, current):
             fused_update(self.kernel, settings, columns, skip)
 
     def new(
-        self, skip: Tensor | None, inputs: StepInputs, current: Tables
+        self, inputs: StepInputs, current: Current, skip: Tensor | None
     ) -> tuple[Tensors, Slots]:
         """Return new parameters and slots from operators, which end a graph of `jit`."""
         params = dict(inputs.named_params)
@@ -294,7 +298,7 @@ class FusedStep:
         grads: Tensors,
         slots: Slots,
         pending: tuple[Any, ...],
-        current: Tables,
+        current: Current,
     ) -> None:
         """Make the step from a compiled one, which is guarded by `key`."""
         divisor, factor, clip_value, skip = pending
@@ -308,7 +312,7 @@ class FusedStep:
             torch.ops.purescale.fused_update_(*_operands(self.kernel, settings, columns, skip))
 
     def _launches(
-        self, inputs: StepInputs, current: Tables
+        self, inputs: StepInputs, current: Current
     ) -> Iterator[tuple[Settings, list[str], KernelLists]]:
         """Yield the settings, the names and the tensors of each group, device and dtype."""
         params, slots, grads = inputs.present_params, inputs.opt_state.slots, inputs.grads
@@ -333,4 +337,4 @@ class FusedStep:
         try:
             return [slots[name][key] for name in names]
         except KeyError:
-            raise self._layout.foreign(key) from None
+            raise self._slot_layout.foreign(key) from None

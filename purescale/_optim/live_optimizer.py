@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from .._optim.formulas import formula_of
 from .._optim.in_state import agreed, as_number, each_number
-from .._optim.opt_state import OptState, ParamGroup, without_wrappers
+from .._optim.opt_state import OptState, without_wrappers
 from .._optim.partition import PartitionOptimizer
 from .._optim.schedule import ScheduleBy
-from .._optim.settings import FLAGS
+from .._optim.settings import FLAGS, OptimizerSettings, ParamGroup
 from .._optim.torch_optim import TorchOptimizer, from_torch
 from .._optim.torch_state_dict import state_dict
 from .._tree.tree import Tree, join_names
@@ -195,15 +195,17 @@ def _with_overrides(
         return from_torch(
             cls, overrides=overrides, in_state=in_state, schedule_by=schedule_by, **changed
         )
-    lr = first.pop("lr")
+    lr, template = first.pop("lr"), _template(optimizer, first)
     return TorchOptimizer(
-        cls,
-        lr,
-        overrides,
-        first,
-        in_state=tuple(in_state),
-        schedule_by=schedule_by,
-        template=_template(optimizer, first),
+        OptimizerSettings(
+            cls,
+            lr,
+            overrides,
+            first,
+            in_state=in_state,
+            schedule_by=schedule_by,
+            template=template,
+        )
     )
 
 
@@ -266,7 +268,7 @@ def innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tuple[An
             "each. Fix: for each key `to_torch_optimizer(opt_state[key], "
             "optimizer.optimizers[key], torch_optimizers[key], model)`."
         )
-    cls, of_torch = inner.summary[0], without_wrappers(opt_state)
+    cls, of_torch = inner.settings.cls, without_wrappers(opt_state)
     if not isinstance(of_torch, OptState) or cls is not type(torch_optimizer):
         raise ValueError(
             f"the state is a {type(of_torch).__name__} of {cls.__name__}, the live optimizer a "

@@ -105,7 +105,7 @@ class PartitionOptimizer(Updater):
         self._cache_key = object()  # keeps nothing else alive
         # A part that is not differentiable would detach what is on a graph.
         self.differentiable = all(part.differentiable for part in self._parts.values())
-        self.summary = self.optimizers, label
+        self.compared = self.optimizers, label
 
     def __repr__(self) -> str:
         return f"partition({self.optimizers!r}, {self.label!r})"
@@ -126,32 +126,32 @@ class PartitionOptimizer(Updater):
         """Return parameters and state after one step of each part, in fresh memory."""
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
-        return self.apply_step(inputs, self.prepare(opt_state))
+        return self.apply_step(inputs, self.current_settings(opt_state))
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parts."""
         for part in self.split(inputs):
             part.optimizer.check(part.inputs)
 
-    def prepare(self, opt_state: dict[str, Any]) -> dict[str, Any]:
+    def current_settings(self, opt_state: dict[str, Any]) -> dict[str, Any]:
         """Return what each part prepares, by key."""
-        return {key: part.prepare(opt_state[key]) for key, part in self._parts.items()}
+        return {key: part.current_settings(opt_state[key]) for key, part in self._parts.items()}
 
-    def apply_step(self, inputs: StepInputs, prepared: Any) -> tuple[Tree, Tree]:
+    def apply_step(self, inputs: StepInputs, current: Any) -> tuple[Tree, Tree]:
         """Return parameters and state after a step of each part, in fresh memory."""
         return self._joined(
-            inputs, lambda key, part, of_part: part.apply_step(of_part, prepared[key])
+            inputs, lambda key, part, of_part: part.apply_step(of_part, current[key])
         )
 
     def apply_step_unless(
-        self, skip: Tensor, inputs: StepInputs, prepared: Any, *, in_place: bool = False
+        self, skip: Tensor, inputs: StepInputs, current: Any, *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after a step of each part, skipped or not."""
         in_place = in_place and not self.calls_step  # a later part may raise
         return self._joined(
             inputs,
             lambda key, part, of_part: part.apply_step_unless(
-                skip, of_part, prepared[key], in_place=in_place
+                skip, of_part, current[key], in_place=in_place
             ),
         )
 

@@ -166,7 +166,7 @@ class RateTable:
         return cls(digest, start, torch.tensor(rounded, dtype=torch.float32, device="cpu"))
 
     @property
-    def summary(self) -> tuple[str, int]:
+    def compared(self) -> tuple[str, int]:
         """The values that ranks compare."""
         return self.digest, self.start
 

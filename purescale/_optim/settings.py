@@ -1,4 +1,4 @@
-"""The settings of a class of torch.optim, in one table: constant, by schedule, in the state."""
+"""The settings of a class of torch.optim: as given, by schedule, in the state."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import inspect
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from .._optim.formulas import Formula, formula_of
+from .._optim.formulas import formula_of
 from .._optim.in_state import (
     check_setting,
     check_stored,
@@ -22,15 +22,11 @@ from .._optim.in_state import (
     is_float_scalar,
     is_scheduled,
 )
-from .._optim.opt_state import OptState, ParamGroup, SlotLayout, Slots, each_of, stored_settings
+from .._optim.opt_state import OptState, stored_settings
 from .._optim.schedule import ScheduleBy, check_scheduled, checked_rate, first_numbers
 from .._torch import private
 from .._torch.dtypes import on_device
-from .._torch.tracing import (
-    constant_while_compiling,
-    host_can_read,
-    traced,
-)
+from .._torch.tracing import constant_while_compiling, traced
 from .._tree import tree as _tree
 from .._tree.leaves import describe
 
@@ -40,110 +36,113 @@ FLAGS = ("foreach", "fused", "capturable", "differentiable")
 _ANY_LR = 1e-3  # for torch to check in place of a schedule or a tensor
 
 
-# The settings for all parameters by name, then those of each override. A parameter takes a setting
-# from the last override that matches it and names the setting, else from those for all. There the
-# number in the state stands for the one that was given; a schedule multiplies it.
-Tables = list[dict[str, Any]]
+class Table(NamedTuple):
+    """The settings for all parameters, or those of one override."""
+
+    values: dict[str, Any]  # as they were given; for all parameters with torch's defaults
+    scheduled: dict[str, Any]  # those that follow a schedule
+    varying: dict[str, Any]  # those that may differ in another step
+
+
+# The settings of a step that vary, for each table in order.
+Current = list[dict[str, Any]]
+
+
+class ParamGroup(NamedTuple):
+    """A parameter group of torch."""
+
+    names: list[str]  # of its parameters
+    settings: dict[str, Any]  # complete
+    overridden: frozenset[str] = frozenset()  # the settings that an override names
 
 
 class OptimizerSettings:
-    """The settings that from_torch was given, and what follows from them. No state."""
+    """The settings that from_torch was given, and what follows from them. No state.
+
+    `tables` has the settings for all parameters, then those of each override. A parameter takes a
+    setting from the last override that matches it and names the setting, else from those for all.
+    There the number in the state stands for the one that was given; a schedule multiplies it.
+    """
 
     def __init__(
         self,
         cls: Any,
         lr: Any,
         overrides: Overrides,
-        settings: dict[str, Any],
+        arguments: dict[str, Any],
         *,
-        in_state: Sequence[str],
-        schedule_by: ScheduleBy,
+        in_state: Sequence[str] = (),
+        schedule_by: ScheduleBy = "applied",
         template: Any = None,
     ) -> None:
         _check_class(cls)
         if schedule_by not in get_args(ScheduleBy):
             raise ValueError(f'schedule_by is {schedule_by!r}, expected "applied" or "iteration".')
-        self.cls, self.schedule_by = cls, schedule_by
-        self.formula: Formula | None = formula_of(cls)
-        self._template = template
+        self.cls, self.formula = cls, formula_of(cls)
+        self.arguments, self.in_state, self.schedule_by = arguments, tuple(in_state), schedule_by
+        self.overrides = {pattern: dict(extra) for pattern, extra in overrides.items()}
+        self.differentiable = bool(arguments.get("differentiable"))
         accepted = inspect.signature(cls).parameters
-        self.accepted = [name for name in accepted if name != "params"]
-        lr = accepted["lr"].default if lr is None and "lr" in accepted else lr
-        self._patterns = tuple(overrides)
-        self._overrides = tuple(dict(extra) for extra in overrides.values())
-        self.settings = settings
-        self.flag_named = any(settings.get(name) is not None for name in FLAGS)
-        self.in_state = tuple(in_state)
+        self._accepted = [name for name in accepted if name != "params"]
+        self.lr = lr = accepted["lr"].default if lr is None and "lr" in accepted else lr
         # Schedules of settings in the state, alone or in a tuple. A schedule of lr needs no state.
-        schedules = {n: settings[n] for n in in_state if is_scheduled(settings.get(n))}
+        schedules = {n: arguments[n] for n in in_state if is_scheduled(arguments.get(n))}
         first = {name: first_numbers(name, value) for name, value in schedules.items()}
-        start = {**settings, **first, "lr": lr}
+        start = {**arguments, **first, "lr": lr}
         # An optimizer over a probe parameter, from which those of a step are copied.
-        self.template, slots = self._probed("from_torch", start)
-        defaults: dict[str, Any] = {"lr": lr, **self.template.defaults}
-        for pattern, extra in overrides.items():
-            slots |= self._probed(f"overrides[{pattern!r}]", {**start, **extra})[1]
-        # Ranks compare all settings, including defaults.
-        complete = dict(sorted({**defaults, **settings, "lr": lr}.items()))
-        patterns = dict(zip(self._patterns, self._overrides, strict=True))
-        self.summary = cls, complete, patterns, self.in_state, schedule_by
-        self.differentiable = bool(settings.get("differentiable"))
+        self._is_constructed = template is None
+        self.template = template
+        self.template = self._probed("from_torch", start)
+        for pattern, extra in self.overrides.items():
+            self._probed(f"overrides[{pattern!r}]", {**start, **extra})
+        values = {**self.template.defaults, "lr": lr}
         for name in self.in_state:
-            check_setting(cls, name, {**defaults, "lr": 0.0}, self.formula)
-        self.tables: Tables = [
-            {n: v.clone() if isinstance(v, Tensor) else v for n, v in table.items()}
-            for table in ({**defaults, "lr": lr}, *self._overrides)
-        ]
-        # The schedules in each table, alone or in a tuple.
-        self.schedules: Tables = [
-            {"lr": table["lr"]} if callable(table.get("lr")) else {} for table in self.tables
-        ]
-        self.schedules[0] |= schedules
-        self._moving: Tables = [
-            {name: value for name, value in table.items() if isinstance(value, Tensor)} | schedule
-            for table, schedule in zip(self.tables, self.schedules, strict=True)
-        ]
+            check_setting(cls, name, {**values, "lr": 0.0}, self.formula)
+        table = _table(values, schedules)
+        in_the_state = {name: {**values, **table.scheduled}[name] for name in self.in_state}
+        table = table._replace(varying={**table.varying, **in_the_state})
+        self.tables = [table, *map(_table, self.overrides.values())]
         # The first numbers of the settings in the state: 1 for a schedule, which it multiplies.
-        initial = {**self.tables[0], **self.schedules[0]}
-        in_the_state = {name: initial[name] for name in self.in_state}
-        self._moving[0] |= in_the_state
-        self.starts = each_number(lambda number: 1.0 if callable(number) else number, in_the_state)
-        self.settings_in_new_state(None)  # refuses what float32 cannot hold
-        # A setting in the state may become nonzero, so it counts as nonzero here.
-        named = (settings, *self._overrides, dict.fromkeys(self.starts, True))
-        self.slot_layout = SlotLayout(cls, self.formula, slots, named)
+        self.initial = each_number(lambda number: 1.0 if callable(number) else number, in_the_state)
+        self.in_new_state(None)  # refuses what float32 cannot hold
+        # Ranks compare all settings, including defaults.
+        complete = dict(sorted({**values, **arguments, "lr": lr}.items()))
+        self.compared = cls, complete, self.overrides, self.in_state, schedule_by
+        self.key = self._key(complete)
 
     def __repr__(self) -> str:
-        extra = {"lr": self.summary[1]["lr"], **self.settings}
-        *_, overrides, in_state, schedule_by = self.summary
-        if in_state:
-            extra["in_state"] = in_state
-        if schedule_by != "applied":
-            extra["schedule_by"] = schedule_by
-        if overrides:
-            extra["overrides"] = overrides
+        extra = {"lr": self.lr, **self.arguments}
+        if self.in_state:
+            extra["in_state"] = self.in_state
+        if self.schedule_by != "applied":
+            extra["schedule_by"] = self.schedule_by
+        if self.overrides:
+            extra["overrides"] = self.overrides
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
         door = "from_formula" if "formula" in vars(self.cls) else "from_torch"
         return f"{door}({self.cls.__name__}, {settings})"
 
-    def key(self) -> str:
+    def _key(self, complete: Mapping[str, Any]) -> str:
         """Return as text all settings that a step reads. Rates that are tensors or schedules are
         left out, because they reach the formula as arguments.
         """
-        cls, complete, overrides, in_state, _ = self.summary
         constant = [
             {k: v for k, v in settings.items() if not (isinstance(v, Tensor) or is_scheduled(v))}
-            for settings in (complete, *overrides.values())
+            for settings in (complete, *self.overrides.values())
         ]
-        return repr((cls, id(cls), list(overrides), constant, in_state))
+        return repr((self.cls, id(self.cls), list(self.overrides), constant, self.in_state))
 
-    def torch_groups(self, names: tuple[str, ...], current: Sequence[Any] = ()) -> list[ParamGroup]:
-        """Return torch's parameter groups. `current` has the settings that go before `tables`."""
+    def torch_groups(
+        self, names: tuple[str, ...], current: Sequence[Mapping[str, Any]] = ()
+    ) -> list[ParamGroup]:
+        """Return torch's parameter groups, with the settings of `current` before those that were
+        given.
+        """
         pairs: Any = itertools.zip_longest(self.tables, current, fillvalue={})
-        tables = [{**table, **moving} for table, moving in pairs]
+        tables: Current = [{**table.values, **now} for table, now in pairs]
         members: dict[tuple[int, ...], list[str]] = {}
-        if self._patterns:
-            matches = _matching(names, self._patterns)[0]
+        if self.overrides:
+            matches = _matching(names, tuple(self.overrides))[0]
             canonical = {matching: self._canonical(matching) for matching in set(matches)}
             for name, matching in zip(names, matches, strict=True):
                 members.setdefault(canonical[matching], []).append(name)
@@ -151,11 +150,9 @@ class OptimizerSettings:
             members[()] = list(names)
         groups = []
         for matching in sorted(members):
-            own = {n: index + 1 for index in matching for n in tables[index + 1]}
-            settings = {**tables[0], **{name: tables[table][name] for name, table in own.items()}}
-            table = own.get("lr", 0)
-            varies = "lr" in self.schedules[table] or (not table and "lr" in self.in_state)
-            groups.append(ParamGroup(members[matching], settings, frozenset(own), varies))
+            own = {name: value for index in matching for name, value in tables[index + 1].items()}
+            settings = {**tables[0], **own}
+            groups.append(ParamGroup(members[matching], settings, frozenset(own)))
         return groups
 
     def stepped_names(
@@ -169,7 +166,7 @@ class OptimizerSettings:
 
     def check_names(self, names: tuple[str, ...]) -> None:
         """Refuse a pattern that matches none of the names of all parameters."""
-        unmatched = _matching(names, self._patterns)[1] if self._patterns else None
+        unmatched = _matching(names, tuple(self.overrides))[1] if self.overrides else None
         if unmatched is not None:
             raise ValueError(
                 f"overrides: {unmatched!r} matches no parameter. The names are: "
@@ -183,10 +180,9 @@ class OptimizerSettings:
         """
         if not matching:
             return matching
-        merged: dict[str, Any] = {}
-        for index in matching:
-            merged.update(self._overrides[index])
-        for index, extra in enumerate(self._overrides):
+        overrides = list(self.overrides.values())
+        merged = {name: value for index in matching for name, value in overrides[index].items()}
+        for index, extra in enumerate(overrides):
             if extra.keys() == merged.keys() and all(
                 extra[k] is v or (not isinstance(v, Tensor) and extra[k] == v)
                 for k, v in merged.items()
@@ -197,16 +193,16 @@ class OptimizerSettings:
     @property
     def has_schedules(self) -> bool:
         """True if a setting follows a schedule."""
-        return any(self.schedules)
+        return any([table.scheduled for table in self.tables])
 
-    def current(self, opt_state: OptState) -> Tables:
-        """Return the settings of the next step that may differ from those of another one, from the
-        state and by schedule, and rates that are tensors.
+    def current(self, opt_state: OptState) -> Current:
+        """Return the varying settings of the next step: from the state, by schedule, and those that
+        are tensors.
         """
         count = opt_state.applied if self.schedule_by == "applied" else opt_state.iteration
         return self.at(count, stored_settings(opt_state))
 
-    def at(self, count: Tensor, stored: Mapping[str, Any]) -> Tables:
+    def at(self, count: Tensor, stored: Mapping[str, Any]) -> Current:
         """Return `current` at this count of steps, with these settings in the state."""
 
         def number(name: str, value: Any, factor: Any) -> Any:
@@ -224,7 +220,7 @@ class OptimizerSettings:
                 self._refuse_graph(name)
             return on_device(value, count.device) if isinstance(value, Tensor) else value
 
-        first, *others = self._moving
+        first, *others = [table.varying for table in self.tables]
         return [
             {name: number(name, value, stored.get(name)) for name, value in first.items()},
             *({name: number(name, value, None) for name, value in each.items()} for each in others),
@@ -239,39 +235,9 @@ class OptimizerSettings:
                 "from_torch(..., differentiable=True)."
             )
 
-    def are_readable(self, opt_state: OptState) -> bool:
-        """Return True if the host can read the settings in the state. Without momentum torch's
-        implementations leave its buffer alone, which the formula updates for a later step.
-        """
-        return "momentum" not in self.starts and host_can_read(each_of(opt_state.hyper))
-
-    def settings_in_new_state(self, device: torch.device | None) -> dict[str, Any]:
+    def in_new_state(self, device: torch.device | None) -> dict[str, Any]:
         """Return the settings that a new state holds."""
-        return each_number(lambda number: float32(number, device), self.starts)
-
-    def slot_groups(
-        self, params: Mapping[str, Tensor], current: Sequence[Mapping[str, Any]] = ({},)
-    ) -> list[ParamGroup]:
-        """Return the groups with the settings from which slots are made: all that a later value of
-        a setting in the state needs.
-        """
-        first, *others = ({n: v for n, v in table.items() if n == "lr"} for table in current)
-        momentum = {"momentum": 0.5} if "momentum" in self.starts else {}
-        return self.torch_groups(tuple(params), [{**first, **momentum}, *others])
-
-    def new_slots(self, named: Mapping[str, Tensor], current: Tables) -> Slots:
-        """Return the slots of these parameters before their first step."""
-        slots: Slots = {}
-        for group in self.slot_groups(named, current):
-            # torch checks shapes, and needs no memory for it.
-            shapes = [
-                torch.empty(named[name].shape, dtype=named[name].dtype, device="meta")
-                for name in group.names
-            ]
-            self._constructed(shapes, group.settings)
-            new = {name: self.slot_layout.new(named[name], group.settings) for name in group.names}
-            slots.update(new)
-        return {name: slots[name] for name in named}
+        return each_number(lambda number: float32(number, device), self.initial)
 
     def check(self, opt_state: OptState) -> None:
         """Refuse a state whose settings do not match `in_state`, or without the count."""
@@ -288,17 +254,17 @@ class OptimizerSettings:
                 f"opt_state.iteration is {iteration!r}, but the schedules of this optimizer count "
                 'applied steps and would ignore it. Fix: from_torch(..., schedule_by="iteration").'
             )
-        check_stored(opt_state, self.starts)
+        check_stored(opt_state, self.initial)
 
-    def _probed(self, where: str, settings: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-        """Return an optimizer over one parameter and the tensors that it keeps for it. Settings
-        that the class refuses raise torch's own error.
+    def _probed(self, where: str, settings: dict[str, Any]) -> Any:
+        """Return an optimizer over one parameter. Settings that the class refuses raise torch's own
+        error.
         """
         for name, value in settings.items():
-            if name not in self.accepted and self._template is None:
+            if name not in self._accepted and self._is_constructed:
                 raise ValueError(
                     f"{where}: {self.cls.__name__} has no setting {name!r}. It has: "
-                    f"{', '.join(self.accepted)}."
+                    f"{', '.join(self._accepted)}."
                 )
             for one in value if isinstance(value, (tuple, list)) else (value,):
                 if self.formula is not None and name != "lr" and callable(one):
@@ -315,20 +281,26 @@ class OptimizerSettings:
                     )
         rate = checked_rate(where, settings["lr"])
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
-        template = self._constructed([probe], {**settings, "lr": rate})
-        if self.formula is None:
-            return template, {}
-        return template, self.formula.slots(probe, {**template.defaults, "lr": _ANY_LR})
+        return self.constructed([probe], {**settings, "lr": rate})
 
-    def _constructed(self, probes: list[Tensor], settings: Mapping[str, Any]) -> Any:
+    def constructed(self, probes: list[Tensor], settings: Mapping[str, Any]) -> Any:
         """Return torch's own optimizer over these tensors. It refuses settings and shapes."""
-        if self._template is not None:
-            return self._template
-        arguments = {name: value for name, value in settings.items() if name in self.accepted}
+        if not self._is_constructed:
+            return self.template
+        arguments = {name: value for name, value in settings.items() if name in self._accepted}
         if "lr" in arguments and (isinstance(arguments["lr"], Tensor) or callable(arguments["lr"])):
             arguments["lr"] = _ANY_LR
         with torch.device("cpu"):  # torch keeps step counts there, whatever the default device is
             return private.without_compiler(self.cls)(probes, **arguments)
+
+
+def _table(values: Mapping[str, Any], schedules: Mapping[str, Any] | None = None) -> Table:
+    """Return a table of settings, with these schedules of settings in the state."""
+    values = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}
+    scheduled = {"lr": values["lr"]} if callable(values.get("lr")) else {}
+    scheduled.update(schedules or {})
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return Table(values, scheduled, {**tensors, **scheduled})
 
 
 def _is_count(leaf: Any) -> bool:

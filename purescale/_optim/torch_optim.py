@@ -9,19 +9,14 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from .._optim.class_step import ClassStep
+from .._optim.class_step import ClassStep, as_tensors
 from .._optim.formula_step import FormulaStep
 from .._optim.fused import FusedStep
 from .._optim.in_state import each_number, names_in_state
-from .._optim.opt_state import (
-    OptState,
-    Slots,
-    as_tensors,
-    stored_settings,
-    with_stored,
-)
+from .._optim.opt_state import OptState, Slots, Tensors, stored_settings, with_stored
 from .._optim.schedule import PARAMETERS_GIVEN, Schedule, ScheduleBy
-from .._optim.settings import OptimizerSettings, Overrides, Tables
+from .._optim.settings import Current, OptimizerSettings, Overrides
+from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs, flatten_step, named_params, working_copies
 from .._optim.torch_state_dict import (
     checked_state_dict,
@@ -137,7 +132,9 @@ def from_torch(
         )
     names = names_in_state(in_state)
     return TorchOptimizer(
-        cls, lr, overrides or {}, settings, in_state=names, schedule_by=schedule_by
+        OptimizerSettings(
+            cls, lr, overrides or {}, settings, in_state=names, schedule_by=schedule_by
+        )
     )
 
 
@@ -146,51 +143,33 @@ class TorchOptimizer(Updater):
     holds settings, never state.
     """
 
-    def __init__(
-        self,
-        cls: Any,
-        lr: Any,
-        overrides: Overrides,
-        settings: dict[str, Any],
-        *,
-        in_state: Sequence[str] = (),
-        schedule_by: ScheduleBy = "applied",
-        template: Any = None,
-    ) -> None:
-        self._settings = OptimizerSettings(
-            cls,
-            lr,
-            overrides,
-            settings,
-            in_state=in_state,
-            schedule_by=schedule_by,
-            template=template,
-        )
-        self._layout = self._settings.slot_layout
-        self._formula = self._settings.formula
+    def __init__(self, settings: OptimizerSettings) -> None:
+        self.settings, self.compared = settings, settings.compared
+        self._formula = settings.formula
         self.may_add_slots = self.calls_step = self._formula is None
-        self.differentiable = self._settings.differentiable
+        self.differentiable = settings.differentiable
         self.elementwise: bool | None = self._formula is not None and self._formula.elementwise
-        self._fused_step = FusedStep(self._settings)
-        self._class_step = ClassStep(self._settings)
-        self._formula_step = FormulaStep(self._settings)
-        self.summary = self._settings.summary
+        self._slot_layout = SlotLayout(settings)
+        self._fused_step = FusedStep(settings, self._slot_layout)
+        self._class_step = ClassStep(settings, self._slot_layout)
+        self._formula_step = FormulaStep(settings, self._slot_layout)
 
     def __repr__(self) -> str:
-        return repr(self._settings)
+        return repr(self.settings)
 
     def init(self, params: Tree) -> OptState:
         """Return the state before the first step, in fresh memory. Steps keep its structure, but
         for the first one of a class of your own."""
         named = named_params(params)
-        self._settings.check_names(tuple(named))
+        self.settings.check_names(tuple(named))
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
-        iteration = applied.clone() if self._settings.schedule_by == "iteration" else ()
-        stored = self._settings.settings_in_new_state(device)
+        iteration = applied.clone() if self.settings.schedule_by == "iteration" else ()
+        stored = self.settings.in_new_state(device)
         opt_state = with_stored(OptState(applied, {}, iteration=iteration), stored)
-        slots = self._settings.new_slots(named, self._settings.current(opt_state))
-        return opt_state._replace(slots=slots)
+        return opt_state._replace(
+            slots=self._slot_layout.new(named, self.settings.current(opt_state))
+        )
 
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
@@ -199,7 +178,7 @@ class TorchOptimizer(Updater):
         """
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
-        return inputs.restore(*self.apply_step(inputs, self.prepare(inputs.opt_state)))
+        return inputs.restore(*self.apply_step(inputs, self.current_settings(inputs.opt_state)))
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parameters."""
@@ -211,7 +190,7 @@ class TorchOptimizer(Updater):
             )
         if self._formula is None and traced():
             raise ValueError(
-                f"{self._settings.cls.__name__} has a step of its own, which is called and cannot "
+                f"{self.settings.cls.__name__} has a step of its own, which is called and cannot "
                 "be compiled, mapped or differentiated. Fix: call the step eagerly, take a class "
                 "of torch.optim, or write an (init, update) pair for from_transformation."
             )
@@ -223,58 +202,53 @@ class TorchOptimizer(Updater):
                 "`opt_state = optimizer.init(params)` for these params."
             )
         targets = inputs.targets if inputs.lists else None
-        self._layout.check(opt_state.slots, params, self._settings.slot_groups, targets)
-        self._settings.check(opt_state)
-        self._settings.check_names(tuple(params))
+        self._slot_layout.check(opt_state.slots, params, targets)
+        self.settings.check(opt_state)
+        self.settings.check_names(tuple(params))
 
-    def prepare(self, opt_state: OptState) -> Tables:
+    def current_settings(self, opt_state: OptState) -> Current:
         """Return the settings of a step that may differ from those of the step before."""
-        return self._settings.current(opt_state)
+        return self.settings.current(opt_state)
 
-    def apply_step(self, inputs: StepInputs, prepared: Tables) -> tuple[Tree, OptState]:
+    def apply_step(self, inputs: StepInputs, current: Current) -> tuple[Tree, OptState]:
         """Return parameters and state after the step, in fresh memory."""
-        if self._fused_step.is_right_for(inputs, prepared):
-            return self._step_by_kernel(None, inputs, prepared, in_place=False)
+        if self._fused_step.is_right_for(inputs, current):
+            return self._step_by_kernel(None, inputs, current, in_place=False)
         inputs = inputs.unscaled()
-        gradients = _cast_gradients(inputs)
-        if self._formula is None:
-            old, slots = inputs.named_params, inputs.opt_state.slots
-            params, slots = self._class_step(old, gradients, slots, prepared)
-        else:
-            one_by_one = self.differentiable or traced()
-            params, slots = self._formula_step(inputs, gradients, prepared, one_by_one=one_by_one)
+        step = self._formula_step if self._formula else self._class_step
+        params, slots = step(inputs, _cast_gradients(inputs), current)
         return self._as_trees(inputs, params, slots, 1)
 
     def apply_step_unless(
-        self, skip: Tensor, inputs: StepInputs, prepared: Tables, *, in_place: bool = False
+        self, skip: Tensor, inputs: StepInputs, current: Current, *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
-        if self._fused_step.is_right_for(inputs, prepared):
-            return self._step_by_kernel(skip, inputs, prepared, in_place=in_place)
-        return super().apply_step_unless(skip, inputs, prepared, in_place=in_place)
+        if self._fused_step.is_right_for(inputs, current):
+            return self._step_by_kernel(skip, inputs, current, in_place=in_place)
+        return super().apply_step_unless(skip, inputs, current, in_place=in_place)
 
     def _step_by_kernel(
-        self, skip: Tensor | None, inputs: StepInputs, prepared: Tables, *, in_place: bool
+        self, skip: Tensor | None, inputs: StepInputs, current: Current, *, in_place: bool
     ) -> tuple[Tree, OptState]:
+        count = 1 if skip is None else ~skip
         if traced() and not torch.compiler.is_dynamo_compiling():
-            params, slots = self._fused_step.new(skip, inputs, prepared)
-            return self._as_trees(inputs, params, slots, 1 if skip is None else ~skip)
+            params, slots = self._fused_step.new(inputs, current, skip)
+            return self._as_trees(inputs, params, slots, count)
         if in_place:  # a rate that is not in the state may share memory with a parameter
-            prepared = [
+            current = [
                 {n: v.clone() if isinstance(v, Tensor) else v for n, v in table.items()}
-                for table in prepared
+                for table in current
             ]
         new = working_copies(inputs, in_place=in_place)
-        self._fused_step(skip, new, prepared)
+        self._fused_step(new, current, skip)
         params, slots = new.named_params, new.opt_state.slots
         # A captured CUDA graph needs its numbers at fixed addresses.
-        count = 1 if skip is None else ~skip
         return self._as_trees(inputs, params, slots, count, in_place=in_place)
 
     def _as_trees(
         self,
         inputs: StepInputs,
-        params: dict[str, Tensor],
+        params: Tensors,
         slots: Slots,
         count: Any,
         *,
@@ -284,7 +258,7 @@ class TorchOptimizer(Updater):
         old = inputs.opt_state
         applied, iteration = old.applied, old.iteration
         keep = Tensor.detach if in_place else self._copy
-        if self._settings.schedule_by == "iteration":
+        if self.settings.schedule_by == "iteration":
             iteration = iteration.add_(1) if in_place else iteration + 1
         applied = applied.add_(count) if in_place else applied + count
         state = with_stored(
@@ -301,7 +275,7 @@ class TorchOptimizer(Updater):
         slots = {
             name: {
                 key: value
-                if self._layout.is_count(key)
+                if self._slot_layout.is_count(key)
                 else value.to(torch.promote_types(value.dtype, dtype))
                 for key, value in slot.items()
             }
@@ -343,7 +317,7 @@ class TorchOptimizer(Updater):
             ValueError: If `like` has other parameters, several groups without names, or the
                 parameters of two groups in one.
         """
-        groups = saved_groups(self._settings, opt_state, initial_lr)
+        groups = saved_groups(self.settings, opt_state, initial_lr)
         sd = state_dict(opt_state.slots, groups)
         if like is None:
             return sd
@@ -352,8 +326,8 @@ class TorchOptimizer(Updater):
     def settings_by_name(self, opt_state: OptState) -> dict[str, dict[str, Any]]:
         """Return the settings in the state for the torch group of each parameter."""
         return {
-            name: {key: group.settings[key] for key in self._settings.in_state}
-            for group in saved_groups(self._settings, opt_state, None)
+            name: {key: group.settings[key] for key in self.settings.in_state}
+            for group in saved_groups(self.settings, opt_state, None)
             for name in group.names
         }
 
@@ -398,13 +372,13 @@ class TorchOptimizer(Updater):
                 slots[name] = _tree.clone(as_tensors(saved, name))
             else:
                 slots[name] = restored(name, saved, slots[name])
-        counts = counts_from(self._settings, fresh, applied, iteration, has_state=bool(states))
+        counts = counts_from(self.settings, fresh, applied, iteration, has_state=bool(states))
         group_of = {name: param.group for name, param in saved_params.items()}
-        stored = settings_from(self._settings, groups, group_of, fresh)
+        stored = settings_from(self.settings, groups, group_of, fresh)
         return with_stored(OptState(counts[0], slots, iteration=counts[1]), stored)
 
 
-def _cast_gradients(inputs: StepInputs) -> dict[str, Tensor]:
+def _cast_gradients(inputs: StepInputs) -> Tensors:
     """Return the gradients by name, in the form and dtype of their parameters. Complex ones are not
     clamped to a range.
     """

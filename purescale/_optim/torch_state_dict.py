@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._optim.class_step import is_python_scalar
 from .._optim.formulas import FIRST_STEP
 from .._optim.in_state import agreed, each_number, float32
-from .._optim.opt_state import OptState, ParamGroup, Slots, is_python_scalar, stored_settings
-from .._optim.settings import FLAGS, OptimizerSettings
+from .._optim.opt_state import OptState, Slots, stored_settings
+from .._optim.settings import FLAGS, Current, OptimizerSettings, ParamGroup
 from .._tree import tree as _tree
 from .._tree.scalars import whole
 
@@ -56,9 +57,9 @@ def saved_groups(
     settings.check(opt_state)
     stored = stored_settings(opt_state)
     first = settings.at(torch.zeros_like(opt_state.applied), stored)
-    current: list[dict[str, Any]] = []
+    current: Current = []
     for index, table in enumerate(settings.current(opt_state)):
-        own, scheduled = stored if index == 0 else {}, settings.schedules[index]
+        own, scheduled = stored if index == 0 else {}, settings.tables[index].scheduled
         varying = {n: v for n, v in table.items() if n in own or n in scheduled}
         now = {**table, **each_number(float, varying)}
         initial = {}
@@ -67,7 +68,7 @@ def saved_groups(
         if index == 0 and initial_lr is not None:
             initial["lr"] = initial_lr
         # A setting that an override names has an initial value of its own, or none.
-        absent = {f"initial_{name}": None for name in settings.tables[index] if index}
+        absent = {f"initial_{name}": None for name in settings.tables[index].values if index}
         initial = {f"initial_{n}": v for n, v in each_number(float, initial).items()}
         current.append({**now, **absent, **initial})
     groups = []
@@ -272,7 +273,7 @@ def settings_from(
         for index in dict.fromkeys(map(group_of.__getitem__, group.names))
     ]
     for name in settings.in_state:
-        key = f"initial_{name}" if name in settings.schedules[0] else name
+        key = f"initial_{name}" if name in settings.tables[0].scheduled else name
         taken = [saved for group, saved in pairs if name not in group.overridden]
         if key == "initial_lr" and not all(key in saved for saved in taken):
             raise ValueError(
@@ -286,7 +287,7 @@ def settings_from(
         if isinstance(value, tuple) != isinstance(stored[name], tuple):
             raise ValueError(
                 f"the state dict has {name} = {value}; expected what {settings.cls.__name__} has "
-                f"there, such as {settings.starts[name]}. Likely cause: the state dict of another "
+                f"there, such as {settings.initial[name]}. Likely cause: the state dict of another "
                 "class."
             )
         stored |= each_number(lambda number: float32(number, device), {name: value})

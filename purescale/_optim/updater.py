@@ -17,8 +17,8 @@ from .._tree.tree import Tree
 
 
 class Updater:
-    """An optimizer as a step calls it, over the lists of `StepInputs`: `check`, `prepare`, then
-    `apply_step_unless`. `as_updater` makes one of any optimizer.
+    """An optimizer as a step calls it, over the lists of `StepInputs`: `check`,
+    `current_settings`, then `apply_step_unless`. `as_updater` makes one of any optimizer.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
@@ -38,27 +38,27 @@ class Updater:
         """Refuse parameters and a state that do not belong together, before any work."""
         return None
 
-    def prepare(self, opt_state: Tree) -> Any:
-        """Run the schedules of a step and return its settings, before anything is overwritten."""
+    def current_settings(self, opt_state: Tree) -> Any:
+        """Return the settings of the next step. Schedules run here, before anything is written."""
         return None
 
-    def apply_step(self, inputs: StepInputs, prepared: Any) -> tuple[Tree, Tree]:
-        """Return parameters and state after the step, in fresh memory, from what `prepare`
-        returned. The gradients may still be scaled.
+    def apply_step(self, inputs: StepInputs, current: Any) -> tuple[Tree, Tree]:
+        """Return parameters and state after the step with these settings, in fresh memory. The
+        gradients may still be scaled.
         """
         raise NotImplementedError
 
     def apply_step_unless(
-        self, skip: Tensor, inputs: StepInputs, prepared: Any, *, in_place: bool = False
+        self, skip: Tensor, inputs: StepInputs, current: Any, *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
-        """Equal to `select(skip, (old params, old state), self.apply_step(inputs, prepared))`. With
+        """Equal to `select(skip, (old params, old state), self.apply_step(inputs, current))`. With
         `in_place`, the caller guarantees that nobody else holds the tensors of `inputs`: they are
         overwritten.
         """
         old = inputs.params_tree(inputs.params), inputs.opt_state
         if self.may_add_slots:
             if not bool(skip):
-                return self.apply_step(inputs, prepared)
+                return self.apply_step(inputs, current)
             return _tree.clone((old[0], after_skip(old[1], in_place=False)))
         if (
             self.differentiable
@@ -67,7 +67,7 @@ class Updater:
         ):
             # `where` sends a derivative of 0 into what it does not choose: 0 * inf is NaN.
             inputs = inputs._replace(grads=inputs.grads.zeroed(skip))
-        new = self.apply_step(inputs, prepared)
+        new = self.apply_step(inputs, current)
         old = old[0], after_skip(old[1], in_place=in_place)
         keeps_graph = self.differentiable or traced()
         with torch.set_grad_enabled(torch.is_grad_enabled() and keeps_graph):
@@ -86,14 +86,14 @@ class CalledOptimizer(Updater):
     calls_step = True
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = self.summary = optimizer
+        self.optimizer = self.compared = optimizer
         self.differentiable = getattr(optimizer, "differentiable", Updater.differentiable)
         self.elementwise = getattr(optimizer, "elementwise", Updater.elementwise)
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
-    def apply_step(self, inputs: StepInputs, prepared: Any) -> tuple[Tree, Tree]:
+    def apply_step(self, inputs: StepInputs, current: Any) -> tuple[Tree, Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
         inputs = inputs.unscaled()
         old = inputs.params_tree(inputs.params), inputs.opt_state

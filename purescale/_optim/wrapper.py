@@ -58,11 +58,11 @@ class Wrapper(Updater):
         self.calls_step = self.updater.calls_step
         self.may_add_slots = self.updater.may_add_slots
         self.wide_grads = self.widens_params or self.updater.wide_grads
-        self.summary = (optimizer, *settings)
+        self.compared = (optimizer, *settings)
 
     def __repr__(self) -> str:
         name = type(self).__name__
-        return f"{name}({', '.join(map(repr, self.summary))})"
+        return f"{name}({', '.join(map(repr, self.compared))})"
 
     # ---- for subclasses
 
@@ -101,7 +101,7 @@ class Wrapper(Updater):
         """Return parameters and state after one step, in fresh memory."""
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
-        return inputs.restore(*self.apply_step(inputs, self.prepare(inputs.opt_state)))
+        return inputs.restore(*self.apply_step(inputs, self.current_settings(inputs.opt_state)))
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parameters."""
@@ -110,27 +110,29 @@ class Wrapper(Updater):
         masters = stand_ins(inputs.params, dtypes)
         self.updater.check(with_params(inputs, masters, inputs.opt_state.inner))
 
-    def prepare(self, opt_state: Tree) -> Any:
+    def current_settings(self, opt_state: Tree) -> Any:
         """Return what the inner optimizer prepares."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and traced()):
-            return self.updater.prepare(opt_state.inner if self.widens_params else opt_state)
+            return self.updater.current_settings(
+                opt_state.inner if self.widens_params else opt_state
+            )
 
-    def apply_step(self, inputs: StepInputs, prepared: Any) -> tuple[Tree, Tree]:
+    def apply_step(self, inputs: StepInputs, current: Any) -> tuple[Tree, Tree]:
         """Return parameters and state after the step: decoded, stepped and encoded."""
-        step = functools.partial(self.updater.apply_step, prepared=prepared)
+        step = functools.partial(self.updater.apply_step, current=current)
         return self._stepped(inputs, step)[0]
 
     def apply_step_unless(
-        self, skip: Tensor, inputs: StepInputs, prepared: Any, *, in_place: bool = False
+        self, skip: Tensor, inputs: StepInputs, current: Any, *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
         """Return the step of a large model piece by piece, which bounds the memory for what is
         decoded.
         """
         can_be_cut = isinstance(without_wrappers(inputs.opt_state), OptState)
         if not can_be_cut or self.calls_step or torch.compiler.is_compiling():
-            return super().apply_step_unless(skip, inputs, prepared, in_place=in_place)
+            return super().apply_step_unless(skip, inputs, current, in_place=in_place)
         step = functools.partial(
-            self.updater.apply_step_unless, skip, prepared=prepared, in_place=not traced()
+            self.updater.apply_step_unless, skip, current=current, in_place=not traced()
         )
         if traced():
             new, chosen = self._stepped(inputs, step)

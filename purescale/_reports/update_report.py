@@ -250,7 +250,7 @@ def _wanted(optimizer: Any, inputs: StepInputs) -> Leaves:
 
 def _stepped(optimizer: Any, inputs: StepInputs) -> Tree:
     if not isinstance(optimizer, CalledOptimizer):
-        return optimizer.apply_step(inputs, optimizer.prepare(inputs.opt_state))[0]
+        return optimizer.apply_step(inputs, optimizer.current_settings(inputs.opt_state))[0]
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     trees = inputs.params_tree(inputs.params), inputs.params_tree(inputs.local_grads)
     return optimizer.optimizer.step(*trees, inputs.opt_state)[0]

@@ -31,8 +31,8 @@ def update(
     """
     if torch.compiler.is_compiling():  # which fuses; writing into gradients would only add work
         inputs = inputs._replace(grads=inputs.grads._replace(owned=False))
-    in_place, prepared = memory.optimizer, optimizer.prepare(inputs.opt_state)
-    stepped = optimizer.apply_step_unless(skip, inputs, prepared, in_place=in_place)
+    in_place, current = memory.optimizer, optimizer.current_settings(inputs.opt_state)
+    stepped = optimizer.apply_step_unless(skip, inputs, current, in_place=in_place)
     return inputs.restore(*stepped)
 
 

@@ -349,7 +349,7 @@ def give_back(
             "optimizer, rule, model, torch_optimizer, scaler, scheduler)."
         )
     inner, opt_state = innermost(state.opt_state, optimizer, torch_optimizer)
-    if scheduler is not None and "lr" in inner.summary[3]:
+    if scheduler is not None and "lr" in inner.settings.in_state:
         raise _error_of_both("lr")
     params = _masters_or_params(state)
     loaded = state_dict_with(torch_optimizer, model, opt_state)
@@ -432,7 +432,7 @@ def _steps_since(
     """Return the number of steps since the scheduler's last: applied ones, or iterations. Refuse
     what the scheduler cannot follow, before anything is changed.
     """
-    table = ours.summary[1]["lr"]
+    table = ours.settings.lr
     scheduled = callable(table)
     if scheduled != (scheduler is not None):
         raise ValueError(

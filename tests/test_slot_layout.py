@@ -1,4 +1,4 @@
-"""The state of an optimizer: states that do not fit."""
+"""The slots of an optimizer: states that do not fit."""
 
 import contextlib
 import subprocess

@@ -1,0 +1,174 @@
+"""What a class of torch.optim keeps for each parameter: its slots before the first step, and the
+check of those that a step is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._optim.formulas import FIRST_STEP
+from .._optim.opt_state import Slots
+from .._optim.settings import Current, OptimizerSettings, ParamGroup
+from .._torch.tensor_list import TensorList
+from .._torch.tracing import traced
+from .._tree.leaves import describe
+
+_ANY_LR = {"lr": 0.0}  # the names and shapes of slots do not depend on it
+
+
+class SlotLayout:
+    """The slots of one class with these settings, by those of a probe of shape (2, 3). A user's
+    class makes its own in its first step, and nobody knows them.
+    """
+
+    def __init__(self, settings: OptimizerSettings) -> None:
+        self._settings, self._formula = settings, settings.formula
+        self._cache_key = object()  # keeps nothing else alive
+        self._complete: Any = None  # the names of the last slots that lacked none
+        first, tables = settings.tables[0].values, settings.tables
+        probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
+        probed: dict[str, Tensor] = {}
+        if self._formula is not None:
+            for table in tables:
+                probed |= self._formula.slots(probe, {**first, **table.values, **_ANY_LR})
+        self._counts = {key: value.dtype for key, value in probed.items() if value.ndim == 0}
+        self._shaped = {key for key, value in probed.items() if value.shape == probe.shape}
+        self._shaped.add("momentum_buffer")
+        # torch's SGD ignores dampening in the step that makes a parameter's momentum buffer. A
+        # setting in the state may become nonzero.
+        self.first_step_differs = issubclass(settings.cls, torch.optim.SGD) and (
+            "dampening" in settings.in_state
+            or any([table.values.get("dampening") for table in tables])
+        )
+        if self.first_step_differs:
+            self._counts[FIRST_STEP] = torch.bool
+        self.keys = {*probed, *self._counts, *self._shaped}
+
+    def is_count(self, key: str) -> bool:
+        """Return True if this slot is one number for each parameter, whatever its shape."""
+        return key in self._counts
+
+    def new(self, params: Mapping[str, Tensor], current: Current) -> Slots:
+        """Return the slots of these parameters before their first step."""
+        slots: Slots = {}
+        for group in self._groups(params, current):
+            # torch checks shapes, and needs no memory for it.
+            shapes = [
+                torch.empty(params[name].shape, dtype=params[name].dtype, device="meta")
+                for name in group.names
+            ]
+            self._settings.constructed(shapes, group.settings)
+            for name in group.names:
+                slots[name] = self._new_slot(params[name], group.settings) if self._formula else {}
+        return {name: slots[name] for name in params}
+
+    def _new_slot(self, param: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+        formula: Any = self._formula
+        if param.is_complex() and not formula.elementwise:
+            raise ValueError(
+                f"{self._settings.cls.__name__} was given a complex parameter "
+                f"{tuple(param.shape)}; it has no rule for it. Fix: a partition with AdamW for "
+                "complex parameters."
+            )
+        slot: dict[str, Tensor] = formula.slots(param.detach(), settings)
+        if self.first_step_differs and "momentum_buffer" in slot:
+            slot[FIRST_STEP] = torch.ones((), dtype=torch.bool, device=param.device)
+        return slot
+
+    def _groups(self, params: Mapping[str, Tensor], current: Current) -> list[ParamGroup]:
+        """Return the groups with the settings from which slots are made: all that a later value of
+        a setting in the state needs.
+        """
+        rates = [{n: v for n, v in table.items() if n == "lr"} for table in current]
+        if "momentum" in self._settings.in_state:
+            rates[0]["momentum"] = 0.5
+        return self._settings.torch_groups(tuple(params), rates)
+
+    # ---- the check
+
+    def check(
+        self, slots: Slots, params: Mapping[str, Tensor], targets: TensorList | None = None
+    ) -> None:
+        """Refuse slots that differ from those that `new` makes, because torch's kernels do not
+        check what they read. `targets` lists parameters, then slots, if all are dense and off
+        graph.
+        """
+        if self._formula is None:
+            return
+
+        def match() -> bool:
+            for name, key in self._misfits(slots, params):
+                raise self._misfit_error(key, slots[name][key], name, params[name])
+            return self._check_keys(slots, params)
+
+        in_order = targets is not None and list(slots) == list(params)
+        keys = set(map(tuple, slots.values())) if in_order else set()
+        if targets is not None and len(keys) == 1:
+            targets.cached((self._cache_key, *keys, *params), match)
+        else:
+            match()
+
+    def _misfits(self, slots: Slots, params: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+        """Return the parameter and the key of slots that do not fit. It avoids calls, which a
+        compiler traces slowly.
+        """
+        counts, known = self._counts, {*self._counts, *self._shaped}
+        rows = [
+            (name, key, value, params[name], counts.get(key))
+            for name, slot in slots.items()
+            for key, value in slot.items()
+            if key in known
+        ]
+        return [
+            (name, key)
+            for name, key, value, param, count in rows
+            if value.is_nested
+            or value.layout is not torch.strided
+            or value.device != param.device
+            or value.dtype is not (count or param.dtype)
+            or value.shape != (() if count else param.shape)
+        ]
+
+    def _misfit_error(self, key: str, value: Tensor, name: str, param: Tensor) -> ValueError:
+        expected = f"a count {self._counts[key]} ()" if key in self._counts else describe(param)
+        return ValueError(
+            f"opt_state: {key} of {name} is {describe(value)} on {value.device}; expected "
+            f"{expected} on {param.device}. Likely cause: the state of another model, or stacked "
+            "states outside of torch.vmap. Fix: `opt_state = optimizer.init(params)`, or "
+            "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
+        )
+
+    def _check_keys(self, slots: Slots, params: Mapping[str, Tensor]) -> bool:
+        """Refuse slots that lack one of those that `new` makes with the settings of their group.
+        Return True.
+        """
+        if traced():  # where a step that raises later has changed nothing
+            return True
+        names_of_slots = tuple((name, params[name].ndim, *slot) for name, slot in slots.items())
+        if names_of_slots == self._complete:
+            return True
+        formula: Any = self._formula
+        for group in self._groups(params, [{}]):
+            needed: dict[int, list[str]] = {}
+            for name in group.names:
+                ndim = params[name].ndim
+                if ndim not in needed:
+                    like = torch.empty([1] * ndim, device="cpu")  # "meta" imports sympy
+                    needed[ndim] = list(formula.slots(like, {**group.settings, **_ANY_LR}))
+                for key in needed[ndim]:
+                    if key not in slots[name]:
+                        raise self.foreign(key)
+        self._complete = names_of_slots
+        return True
+
+    def foreign(self, missing: str) -> ValueError:
+        """Return the error of slots without this one."""
+        return ValueError(
+            f"opt_state has no {missing} that {self._settings.cls.__name__} keeps. Likely cause: "
+            "the state of another class or of other settings. Fix: `opt_state = "
+            "optimizer.init(params)`."
+        )

@@ -14,7 +14,7 @@ from .._optim.in_state import as_number, each_number
 from .._optim.opt_state import OptState, Slots, Tensors, each_of
 from .._optim.settings import FLAGS, Current, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
-from .._optim.step_inputs import StepInputs, inputs_of_dict
+from .._optim.step_inputs import StepInputs, inputs_of_dict, working_copies
 from .._torch import foreach, private
 from .._torch.foreach import same_memory_order
 from .._torch.operators import define
@@ -260,13 +260,22 @@ class FusedStep:
             for value in slot.values()
         )
 
-    def __call__(self, inputs: StepInputs, current: Current, skip: Tensor | None) -> None:
-        """Update the parameters and slots of `inputs` in place, unless the step is skipped."""
+    def __call__(
+        self, inputs: StepInputs, current: Current, skip: Tensor | None, *, in_place: bool = False
+    ) -> tuple[Tensors, Slots]:
+        """Return parameters and slots after the step, unless it is skipped. With `in_place` those
+        of `inputs` are overwritten.
+        """
+        if traced() and not torch.compiler.is_dynamo_compiling():
+            return self._new(inputs, current, skip)
+        if in_place:  # a rate that is not in the state may share memory with a parameter
+            current = [each_number(_copied, table) for table in current]
+        inputs = working_copies(inputs, in_place=in_place)
         params, slots, grads = inputs.named_params, inputs.opt_state.slots, inputs.grads
         if torch.compiler.is_dynamo_compiling():
             pending = grads.divisor, grads.factor, grads.clip_value, skip
             self._opaque(self._settings.key, params, inputs.named_grads, slots, pending, current)
-            return
+            return params, slots
         # The kernel takes a rate that is a tensor, and reads none.
         current = [
             {n: v if n == "lr" else each_number(as_number, {n: v})[n] for n, v in table.items()}
@@ -275,8 +284,9 @@ class FusedStep:
         inputs = inputs._replace(grads=grads.with_one_divisor())
         for settings, _, columns in self._launches(inputs, current):
             fused_update(self.kernel, settings, columns, skip)
+        return params, slots
 
-    def new(
+    def _new(
         self, inputs: StepInputs, current: Current, skip: Tensor | None
     ) -> tuple[Tensors, Slots]:
         """Return new parameters and slots from operators, which end a graph of `jit`."""
@@ -338,3 +348,7 @@ class FusedStep:
             return [slots[name][key] for name in names]
         except KeyError:
             raise self._slot_layout.foreign(key) from None
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -17,7 +17,7 @@ from .._optim.opt_state import OptState, Slots, Tensors, stored_settings, with_s
 from .._optim.schedule import PARAMETERS_GIVEN, Schedule, ScheduleBy
 from .._optim.settings import Current, OptimizerSettings, Overrides
 from .._optim.slot_layout import SlotLayout
-from .._optim.step_inputs import StepInputs, flatten_step, named_params, working_copies
+from .._optim.step_inputs import StepInputs, flatten_step, named_params
 from .._optim.torch_state_dict import (
     checked_state_dict,
     counts_from,
@@ -213,37 +213,20 @@ class TorchOptimizer(Updater):
     def apply_step(self, inputs: StepInputs, current: Current) -> tuple[Tree, OptState]:
         """Return parameters and state after the step, in fresh memory."""
         if self._fused_step.is_right_for(inputs, current):
-            return self._step_by_kernel(None, inputs, current, in_place=False)
+            return self._as_trees(inputs, *self._fused_step(inputs, current, None), 1)
         inputs = inputs.unscaled()
         step = self._formula_step if self._formula else self._class_step
-        params, slots = step(inputs, _cast_gradients(inputs), current)
-        return self._as_trees(inputs, params, slots, 1)
+        return self._as_trees(inputs, *step(inputs, _cast_gradients(inputs), current), 1)
 
     def apply_step_unless(
         self, skip: Tensor, inputs: StepInputs, current: Current, *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
-        if self._fused_step.is_right_for(inputs, current):
-            return self._step_by_kernel(skip, inputs, current, in_place=in_place)
-        return super().apply_step_unless(skip, inputs, current, in_place=in_place)
-
-    def _step_by_kernel(
-        self, skip: Tensor | None, inputs: StepInputs, current: Current, *, in_place: bool
-    ) -> tuple[Tree, OptState]:
-        count = 1 if skip is None else ~skip
-        if traced() and not torch.compiler.is_dynamo_compiling():
-            params, slots = self._fused_step.new(inputs, current, skip)
-            return self._as_trees(inputs, params, slots, count)
-        if in_place:  # a rate that is not in the state may share memory with a parameter
-            current = [
-                {n: v.clone() if isinstance(v, Tensor) else v for n, v in table.items()}
-                for table in current
-            ]
-        new = working_copies(inputs, in_place=in_place)
-        self._fused_step(new, current, skip)
-        params, slots = new.named_params, new.opt_state.slots
+        if not self._fused_step.is_right_for(inputs, current):
+            return super().apply_step_unless(skip, inputs, current, in_place=in_place)
+        params, slots = self._fused_step(inputs, current, skip, in_place=in_place)
         # A captured CUDA graph needs its numbers at fixed addresses.
-        return self._as_trees(inputs, params, slots, count, in_place=in_place)
+        return self._as_trees(inputs, params, slots, ~skip, in_place=in_place)
 
     def _as_trees(
         self,

@@ -448,7 +448,10 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
     [group] = groups.torch_groups(("0", "1"), groups.current(state))
     settings = group.settings
     slots = list(state.slots.values())
-    targets = [*params.values(), *(slot[key] for key in kernel.slots(settings) for slot in slots)]
+    targets = [
+        *params.values(),
+        *(slot[key] for key in kernel.slots_with(settings) for slot in slots),
+    ]
     for lr, skip, divisor, factor in (
         (None, torch.tensor(False), scaler.scale, torch.tensor(0.5, dtype=torch.float64)),
         (torch.tensor(0.1), None, None, None),

@@ -32,15 +32,15 @@ class Kernel(NamedTuple):
     """One of torch's fused kernels, by the function of torch that launches it."""
 
     function: Callable[..., None]
-    columns: tuple[str, ...]  # the slots that it updates besides the parameter
+    slots: tuple[str, ...]  # that it updates besides the parameter
     optional: str  # the setting without which the last of them is absent; "" if all are there
     settings: tuple[str, ...]  # torch's names, without the learning rate
     counts: bool = True  # it updates step counts too, the last of the slots
 
-    def slots(self, settings: Settings) -> tuple[str, ...]:
+    def slots_with(self, settings: Settings) -> tuple[str, ...]:
         """Return the slots that it updates with these settings."""
         is_complete = not self.optional or settings[self.optional]
-        slots = self.columns if is_complete else self.columns[:-1]
+        slots = self.slots if is_complete else self.slots[:-1]
         return (*slots, "step") if self.counts else slots
 
     def arguments(self, settings: Settings) -> dict[str, Any]:
@@ -51,13 +51,13 @@ class Kernel(NamedTuple):
         return {name: settings[name] for name in self.settings}
 
     def update(
-        self, columns: KernelLists, lr: float | Tensor, arguments: dict[str, Any], **amp: Any
+        self, lists: KernelLists, lr: float | Tensor, arguments: dict[str, Any], **amp: Any
     ) -> None:
         """Update the parameters and slots in place."""
-        params, grads, slots = columns.params.tensors, columns.grads.tensors, list(columns.slots)
-        if len(slots) < len(self.columns) + self.counts:
+        params, grads, slots = lists.params.tensors, lists.grads.tensors, list(lists.slots)
+        if len(slots) < len(self.slots) + self.counts:
             absent: list[Any] = [] if self.counts else [None] * len(params)
-            slots.insert(len(self.columns) - 1, absent)
+            slots.insert(len(self.slots) - 1, absent)
         self.function(params, grads, *slots, fused=True, foreach=False, lr=lr, **arguments, **amp)
 
 
@@ -87,7 +87,7 @@ class KernelLists(NamedTuple):
 
     params: TensorList
     grads: Gradients  # with one divisor, `scale`
-    slots: list[list[Tensor]]  # of each of `Kernel.slots`
+    slots: list[list[Tensor]]  # of each of `Kernel.slots_with`
 
 
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
@@ -111,30 +111,30 @@ def _are_floating(tensor_list: TensorList) -> bool:
 
 
 def fused_update(
-    kernel: Kernel, settings: Settings, columns: KernelLists, skip: Tensor | None
+    kernel: Kernel, settings: Settings, lists: KernelLists, skip: Tensor | None
 ) -> None:
-    """Update `columns` in place unless the step is skipped. If its gradients are owned, the kernel
+    """Update `lists` in place unless the step is skipped. If its gradients are owned, the kernel
     itself divides them. On a CPU the flag is read.
     """
     if skip is not None and host_can_read([skip]):
         if skip:
             return
         skip = None
-    if not _divided_by_kernel(columns):
-        columns = columns._replace(grads=_as_the_kernel_takes_them(columns))
+    if not _divided_by_kernel(lists):
+        lists = lists._replace(grads=_as_the_kernel_takes_them(lists))
     found_inf = None
     if skip is not None:
-        found_inf = skip.to(columns.params.tensors[0].device, torch.float32)
-    arguments, scale = kernel.arguments(settings), columns.grads.divisor
+        found_inf = skip.to(lists.params.tensors[0].device, torch.float32)
+    arguments, scale = kernel.arguments(settings), lists.grads.divisor
     with torch.no_grad():
-        kernel.update(columns, settings["lr"], arguments, grad_scale=scale, found_inf=found_inf)
+        kernel.update(lists, settings["lr"], arguments, grad_scale=scale, found_inf=found_inf)
 
 
-def _divided_by_kernel(columns: KernelLists) -> bool:
+def _divided_by_kernel(lists: KernelLists) -> bool:
     """Return True if the kernel can divide: by a float32 number only, and it overwrites the
     gradients with the result.
     """
-    grads, params = columns.grads, columns.params
+    grads, params = lists.grads, lists.params
     [dtype], divisor = params.dtypes, grads.divisor
     return (
         divisor is not None
@@ -147,12 +147,12 @@ def _divided_by_kernel(columns: KernelLists) -> bool:
     )
 
 
-def _as_the_kernel_takes_them(columns: KernelLists) -> Gradients:
+def _as_the_kernel_takes_them(lists: KernelLists) -> Gradients:
     """Return the gradients unscaled and clipped, in the parameters' dtype and memory order."""
-    params = columns.params
+    params = lists.params
     [dtype] = params.dtypes
     with torch.no_grad():
-        grads = columns.grads.unscaled()
+        grads = lists.grads.unscaled()
         tensor_list = TensorList(foreach.cast(grads.tensors, dtype))
     if not have_one_order(tensor_list, params):
         pairs = zip(tensor_list.tensors, params.tensors, strict=True)
@@ -192,19 +192,19 @@ def _update_targets(
     }
     tensor_list = TensorList(list(grads))
     gradients = Gradients(tensor_list, grads, True, divisor, owned, factor, clip_value)
-    columns = KernelLists(TensorList(params), gradients.with_one_divisor(), slots)
-    fused_update(kernel, {**settings, "lr": rate if lr is None else lr}, columns, skip)
+    lists = KernelLists(TensorList(params), gradients.with_one_divisor(), slots)
+    fused_update(kernel, {**settings, "lr": rate if lr is None else lr}, lists, skip)
 
 
 define("fused_update", _update_targets)
 
 
 def _operands(
-    kernel: Kernel, settings: Settings, columns: KernelLists, skip: Tensor | None
+    kernel: Kernel, settings: Settings, lists: KernelLists, skip: Tensor | None
 ) -> tuple[Any, ...]:
     """Return the operands of the operator `fused_update`."""
-    grads, lr, bound = columns.grads, settings["lr"], columns.grads.clip_value
-    targets = [target for column in (columns.params.tensors, *columns.slots) for target in column]
+    grads, lr, bound = lists.grads, settings["lr"], lists.grads.clip_value
+    targets = [target for column in (lists.params.tensors, *lists.slots) for target in column]
     numbers = [0.0 if isinstance(lr, Tensor) else lr, *kernel.arguments(settings).values()]
     rate = lr if isinstance(lr, Tensor) else None
     if bound is not None and not isinstance(bound, Tensor):
@@ -282,8 +282,8 @@ class FusedStep:
             for table in current
         ]
         inputs = inputs._replace(grads=grads.with_one_divisor())
-        for settings, _, columns in self._launches(inputs, current):
-            fused_update(self.kernel, settings, columns, skip)
+        for settings, _, lists in self._launches(inputs, current):
+            fused_update(self.kernel, settings, lists, skip)
         return params, slots
 
     def _new(
@@ -292,11 +292,11 @@ class FusedStep:
         """Return new parameters and slots from operators, which end a graph of `jit`."""
         params = dict(inputs.named_params)
         slots = {name: dict(slot) for name, slot in inputs.opt_state.slots.items()}
-        for settings, names, columns in self._launches(inputs, current):
-            operands = _operands(self.kernel, settings, columns, skip)
+        for settings, names, lists in self._launches(inputs, current):
+            operands = _operands(self.kernel, settings, lists, skip)
             new = iter(torch.ops.purescale.fused_update(*operands))
             params.update(zip(names, new, strict=False))
-            for key in self.kernel.slots(settings):
+            for key in self.kernel.slots_with(settings):
                 for name, value in zip(names, new, strict=False):
                     slots[name][key] = value
         return params, slots
@@ -318,8 +318,8 @@ class FusedStep:
         )
         state = OptState((), slots)  # type: ignore[arg-type]
         inputs = inputs_of_dict(params, gradients, state, dense_off_graph=False)
-        for settings, _, columns in self._launches(inputs, current):
-            torch.ops.purescale.fused_update_(*_operands(self.kernel, settings, columns, skip))
+        for settings, _, lists in self._launches(inputs, current):
+            torch.ops.purescale.fused_update_(*_operands(self.kernel, settings, lists, skip))
 
     def _launches(
         self, inputs: StepInputs, current: Current
@@ -336,12 +336,12 @@ class FusedStep:
                 if not indices:
                     continue
                 of_kind = [names[index] for index in indices]
-                columns = KernelLists(
+                lists = KernelLists(
                     params.picked(indices),
                     grads.picked([gradient_of[name] for name in of_kind]),
-                    [self._column(slots, of_kind, key) for key in self.kernel.slots(settings)],
+                    [self._column(slots, of_kind, key) for key in self.kernel.slots_with(settings)],
                 )
-                yield settings, of_kind, columns
+                yield settings, of_kind, lists
 
     def _column(self, slots: Slots, names: list[str], key: str) -> list[Tensor]:
         try:

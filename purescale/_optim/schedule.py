@@ -317,7 +317,7 @@ def rates_of(scheduler: LRScheduler, steps: int) -> list[GroupNumbers]:
     fixed = [_fixed(group) for group in groups]
     for done in range(steps):
         if done:
-            _step(scheduler, done, steps)
+            _step_once(scheduler, done, steps)
         for group, settings, (rates, momenta) in zip(groups, fixed, moved, strict=True):
             _check_fixed(scheduler, group, settings)
             rates.append(float(group["lr"]))
@@ -337,12 +337,13 @@ def scheduled_settings(group: Mapping[str, Any], moved: GroupNumbers, start: int
     return settings
 
 
-def advance(scheduler: LRScheduler, steps: int) -> None:
+def step_scheduler(scheduler: LRScheduler, steps: int) -> None:
+    """Step a scheduler so many times."""
     for done in range(steps):
-        _step(scheduler, done + 1, steps + 1)
+        _step_once(scheduler, done + 1, steps + 1)
 
 
-def _step(scheduler: LRScheduler, done: int, wanted: int) -> None:
+def _step_once(scheduler: LRScheduler, done: int, wanted: int) -> None:
     try:
         with warnings.catch_warnings():
             # torch warns if the optimizer was not stepped first; here it never is.
@@ -357,8 +358,8 @@ def _step(scheduler: LRScheduler, done: int, wanted: int) -> None:
 
 
 @contextlib.contextmanager
-def undone(scheduler: LRScheduler) -> Iterator[None]:
-    """Undo the steps that a scheduler makes inside. What a function of the user's counts stays."""
+def restoring(scheduler: LRScheduler) -> Iterator[None]:
+    """Restore a scheduler and its groups at the end. What a function of the user's counts stays."""
     groups = scheduler.optimizer.param_groups
     attributes = [
         (vars(each), {name: _copied(value) for name, value in vars(each).items()})
@@ -399,7 +400,7 @@ def _schedulers_in(scheduler: LRScheduler) -> Iterator[LRScheduler]:
                 yield from _schedulers_in(entry)
 
 
-def place_of(scheduler: Any) -> int:
+def steps_of(scheduler: Any) -> int:
     """Return how often a scheduler was stepped. A ChainedScheduler does not count, but its parts
     do.
     """

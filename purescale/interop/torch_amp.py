@@ -27,12 +27,12 @@ from .._optim.opt_state import OptState
 from .._optim.schedule import (
     RateTable,
     ScheduleBy,
-    advance,
     check_scheduler,
-    place_of,
     rates_of,
+    restoring,
     scheduled_settings,
-    undone,
+    step_scheduler,
+    steps_of,
 )
 from .._optim.torch_optim import TorchOptimizer
 from .._step.train_state import TrainState
@@ -365,7 +365,7 @@ def give_back(
         enabled.scale(state.scaler.scale)  # makes its tensors, which `update` needs
         enabled.update(saved["scale"])  # forgets an `unscale_` that no step followed
     if scheduler is not None:
-        advance(scheduler, steps)
+        step_scheduler(scheduler, steps)
 
 
 def _error_of_both(name: str) -> ValueError:
@@ -413,8 +413,8 @@ def _settings_from_now(
             "take_over got a scheduler, whose rates are tabulated, and no `steps`. Fix: "
             "take_over(..., scheduler, steps=10_000), the largest number of steps made here."
         )
-    count, place = whole("steps", steps, least=1), place_of(scheduler)
-    with undone(scheduler):
+    count, place = whole("steps", steps, least=1), steps_of(scheduler)
+    with restoring(scheduler):
         moved = rates_of(scheduler, count)
     columns = zip(optimizer.param_groups, moved, strict=True)
     return [scheduled_settings(group, of_group, place) for group, of_group in columns], place
@@ -446,7 +446,7 @@ def _steps_since(
     check_scheduler(scheduler, optimizer, "scheduler")
     by_iteration = isinstance(opt_state.iteration, Tensor)
     count = int(opt_state.iteration if by_iteration else opt_state.applied)
-    place = place_of(scheduler)
+    place = steps_of(scheduler)
     if count < place:
         raise ValueError(
             f"the scheduler is at step {place}, the state at {count}. Likely cause: the "
@@ -458,6 +458,6 @@ def _steps_since(
             f" at its last rate. Fix: take_over(..., steps={count - table.start}) or more, and the "
             "same steps again."
         )
-    with undone(scheduler):
-        advance(scheduler, count - place)
+    with restoring(scheduler):
+        step_scheduler(scheduler, count - place)
     return count - place

@@ -5,12 +5,13 @@ methods of `updater.Updater`: `check`, `current_settings`, `apply_step_unless(sk
 
 protocol        Optimizer, `init` and `step`; (init, update) pairs
 torch_optim     from_torch: a class of torch.optim. Its settings: settings, in_state, schedule.
-                Its state: opt_state, torch_state_dict, live_optimizer. Its step: torch's fused
-                kernel (fused), or its formula (formula_step, formulas); of a user's
-                class its own (class_step)
+                What it keeps for each parameter: slot_layout. Its state: opt_state,
+                torch_state_dict, live_optimizer. Its step: torch's fused kernel (fused), or its
+                formula (formula_step, formulas); of a user's class its own (class_step)
 from_formula    an optimizer from the mathematics of one leaf
 partition       several optimizers, one for each kind of parameter
 wrapper         an optimizer around another: master_weights, stochastic_rounding, state_dtype
+schedule_free   an optimizer around another that keeps an average; it only calls `init` and `step`
 
 Takes gradients that are still scaled, as `Gradients`; hands on new parameters and a new state.
 May import: `_tree`, `_torch`.

@@ -131,14 +131,14 @@ def _checked_step(
 def _check_elementwise(name: str, formula: Formula, settings: Mapping[str, Any]) -> None:
     """Refuse a step whose result for a part of a parameter is not that part of its result."""
     t = torch.ones((), dtype=torch.float64, device="cpu")
-    param = torch.linspace(0.5, 2.0, 6, dtype=torch.float64, device="cpu")
+    param = torch.linspace(0.5, 2.0, 6, dtype=torch.float32, device="cpu")
 
     def stepped(p: Tensor) -> Tensor:
         h = Hyperparameters(settings, t, torch.as_tensor)
         return formula.step(p, p.square(), formula.slots(p, settings), h)[0].detach()
 
     parts = torch.cat([stepped(part) for part in param.view(2, 3)])
-    if not torch.allclose(stepped(param), parts, rtol=1e-6, equal_nan=True):
+    if not torch.allclose(stepped(param), parts, rtol=1e-4, equal_nan=True):
         raise ValueError(
             f"{name} gives another result for a part of a parameter than for the whole, and an "
             "elementwise step is given several parameters as one. Likely cause: a norm or a mean. "

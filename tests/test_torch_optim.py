@@ -487,7 +487,9 @@ def test_a_state_of_other_parameters_is_refused():
 
 
 def test_an_integer_parameter_is_refused():
-    with pytest.raises(TypeError, match=r"steps is torch\.int64; a parameter is a floating"):
+    with pytest.raises(
+        TypeError, match=r"params\['steps'\] has dtype torch\.int64; a parameter is floating"
+    ):
         ps.from_torch(OPTIM.SGD).init({"steps": torch.tensor(1)})
 
 

@@ -29,7 +29,7 @@ class ClassStep:
         """Return parameters and slots after the step, in fresh memory. Half parameters and their
         slots are computed in float32.
         """
-        params, slots = inputs.named_params, inputs.opt_state.slots
+        params, slots = inputs.params, inputs.opt_state.slots
 
         def copied(value: Tensor, name: str, key: str = "") -> Tensor:
             wide = (

@@ -46,7 +46,7 @@ class FormulaStep:
         """Return new parameters and slots, in fresh memory. Each leaf is stepped alone and keeps
         its graph if the step may be differentiated.
         """
-        params, slots, count = inputs.named_params, inputs.opt_state.slots, inputs.opt_state.applied
+        params, slots, count = inputs.params, inputs.opt_state.slots, inputs.opt_state.applied
         t = (count + 1).to(widest_float(count.device))
         current = [_as_arguments(table, count.device) for table in current]
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._step_as_list

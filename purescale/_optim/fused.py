@@ -11,10 +11,10 @@ from torch.optim import adagrad, adam, sgd
 
 from .._optim import formulas
 from .._optim.in_state import as_number, each_number
-from .._optim.opt_state import OptState, Slots, Tensors, each_of
+from .._optim.opt_state import OptState, Slots, Tensors, each_of, values_of
 from .._optim.settings import FLAGS, Current, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
-from .._optim.step_inputs import StepInputs, inputs_of_dict, working_copies
+from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
 from .._torch.foreach import same_memory_order
 from .._torch.operators import define
@@ -239,19 +239,19 @@ class FusedStep:
         numbers = each_of(inputs.opt_state.hyper)
         if "momentum" in self._settings.in_state or (numbers and not host_can_read(numbers)):
             return False
-        params, grads = inputs.present_params, inputs.grads.tensor_list
+        params, grads = inputs.param_list, inputs.grads.tensor_list
         if traced() and not self._may_be_opaque(inputs, current):
             return False
         return can_launch(params, grads)
 
     def _may_be_opaque(self, inputs: StepInputs, current: Current) -> bool:
         """Return True if the operator may stand for the step in a graph."""
-        grads, params = inputs.grads, inputs.named_params
+        grads, params = inputs.grads, inputs.params
         numbers = [value for table in current for value in table.values()]
         numbers += [grads.divisor, grads.factor, grads.clip_value]
         scalars = [number for number in numbers if isinstance(number, Tensor)]
-        targets = inputs.targets.tensors
-        if not may_be_opaque(inputs.present_params.tensors, grads.tensors, targets, scalars):
+        slots = values_of(inputs.opt_state.slots)
+        if not may_be_opaque(inputs.param_list.tensors, grads.tensors, slots, scalars):
             return False
         # The operator returns slots as they are laid out; the kernel walks them as the parameter.
         return torch.compiler.is_compiling() or all(
@@ -270,11 +270,12 @@ class FusedStep:
             return self._new(inputs, current, skip)
         if in_place:  # a rate that is not in the state may share memory with a parameter
             current = [each_number(_copied, table) for table in current]
-        inputs = working_copies(inputs, in_place=in_place)
-        params, slots, grads = inputs.named_params, inputs.opt_state.slots, inputs.grads
+        inputs = inputs.writable(in_place=in_place)
+        params, slots, grads = inputs.params, inputs.opt_state.slots, inputs.grads
         if torch.compiler.is_dynamo_compiling():
             pending = grads.divisor, grads.factor, grads.clip_value, skip
-            self._opaque(self._settings.key, params, inputs.named_grads, slots, pending, current)
+            named = dict(zip(inputs.grad_names, grads.tensors, strict=True))
+            self._opaque(self._settings.key, params, named, slots, pending, current)
             return params, slots
         # The kernel takes a rate that is a tensor, and reads none.
         current = [
@@ -290,7 +291,7 @@ class FusedStep:
         self, inputs: StepInputs, current: Current, skip: Tensor | None
     ) -> tuple[Tensors, Slots]:
         """Return new parameters and slots from operators, which end a graph of `jit`."""
-        params = dict(inputs.named_params)
+        params = dict(inputs.params)
         slots = {name: dict(slot) for name, slot in inputs.opt_state.slots.items()}
         for settings, names, lists in self._launches(inputs, current):
             operands = _operands(self.kernel, settings, lists, skip)
@@ -317,7 +318,7 @@ class FusedStep:
             tensor_list, likes, False, divisor=divisor, factor=factor, clip_value=clip_value
         )
         state = OptState((), slots)  # type: ignore[arg-type]
-        inputs = inputs_of_dict(params, gradients, state, dense_off_graph=False)
+        inputs = StepInputs.of_dict(params, gradients, state)
         for settings, _, lists in self._launches(inputs, current):
             torch.ops.purescale.fused_update_(*_operands(self.kernel, settings, lists, skip))
 
@@ -325,8 +326,8 @@ class FusedStep:
         self, inputs: StepInputs, current: Current
     ) -> Iterator[tuple[Settings, list[str], KernelLists]]:
         """Yield the settings, the names and the tensors of each group, device and dtype."""
-        params, slots, grads = inputs.present_params, inputs.opt_state.slots, inputs.grads
-        names = list(inputs.named_params)
+        params, slots, grads = inputs.param_list, inputs.opt_state.slots, inputs.grads
+        names = list(inputs.params)
         gradient_of = {name: index for index, name in enumerate(inputs.grad_names)}
         for group in self._settings.torch_groups(tuple(names), current):
             settings = group.settings

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import is_wrapped
+from .._optim.opt_state import Tensors, is_wrapped
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
 from .._optim.wrapper import (
@@ -17,7 +17,6 @@ from .._optim.wrapper import (
     checked_state,
     is_half,
     on_shards,
-    with_params,
 )
 from .._torch import foreach
 from .._torch.autocast import outside_autocast
@@ -329,47 +328,47 @@ class MasterOptimizer(Wrapper):
         rest = structure.unflatten(list(map(_first_rest, leaves)))
         return MasterState(self.optimizer.init(structure.unflatten(wide)), rest)
 
-    def check_state(self, inputs: StepInputs) -> None:
-        """Refuse a state without the rest of these parameters."""
-        _checked(inputs.opt_state, inputs.structure, inputs.names, inputs.params)
+    def check(self, inputs: StepInputs) -> None:
+        """Refuse a state without the rest of these parameters, and what the inner optimizer
+        refuses.
+        """
+        leaves = list(map(inputs.params.get, inputs.names))
+        _checked(inputs.opt_state, inputs.structure, inputs.names, leaves)
+        super().check(inputs)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with the masters and the inner state."""
-        state = inputs.opt_state
-        masters = list(inputs.params)
-        rest = inputs.structure.flatten_up_to(state.rest)
-        for index in _indices(masters, torch.float16):
-            masters[index] = rest[index]
-        halves = _indices(masters, torch.bfloat16)
-        joined = _join([masters[i] for i in halves], [rest[i] for i in halves])
-        for index, master in zip(halves, joined, strict=True):
-            masters[index] = master
-        return with_params(inputs, masters, state.inner)
+        params, state = inputs.params, inputs.opt_state
+        rest, halves = inputs.named(state.rest), _of_dtype(params, torch.bfloat16)
+        joined = _join([params[n] for n in halves], [rest[n] for n in halves])
+        masters = {n: rest[n] for n in _of_dtype(params, torch.float16)}
+        masters.update(zip(halves, joined, strict=True))
+        return inputs.with_params({**params, **masters}, state.inner)
 
-    def encode(self, inputs: StepInputs, params: Leaves, state: Tree) -> tuple[Leaves, Tree]:
+    def encode(self, inputs: StepInputs, params: Tensors, state: Tree) -> tuple[Tensors, Tree]:
         """Split masters into two halves, or round them to the nearest float16."""
-        stored, rest = list(params), inputs.structure.flatten_up_to(inputs.opt_state.rest)
-        split = _indices(inputs.params, torch.bfloat16)
-        masters = [params[i] for i in split]
+        old, stored, rest = inputs.params, dict(params), inputs.named(inputs.opt_state.rest)
+        halves = _of_dtype(old, torch.bfloat16)
+        masters = [params[name] for name in halves]
         if traced() or any_dtensor(masters):
             pairs = list(map(_split, masters))
         else:
-            pairs = [(torch.empty_like(inputs.params[i]), torch.empty_like(rest[i])) for i in split]
+            pairs = [(torch.empty_like(old[n]), torch.empty_like(rest[n])) for n in halves]
             _write_halves(masters, [hi for hi, _ in pairs], [low for _, low in pairs])
-        for index, pair in zip(split, pairs, strict=True):
-            stored[index], rest[index] = pair
-        for index in _indices(inputs.params, torch.float16):
-            stored[index] = on_shards(_to_float16, params[index])
-            rest[index] = params[index]
-        return stored, MasterState(state, inputs.structure.unflatten(rest))
+        for name, pair in zip(halves, pairs, strict=True):
+            stored[name], rest[name] = pair
+        for name in _of_dtype(old, torch.float16):
+            stored[name] = on_shards(_to_float16, params[name])
+            rest[name] = params[name]
+        return stored, MasterState(state, inputs.params_tree(rest))
 
 
 def _to_float16(master: Tensor) -> Tensor:
     return saturating(master, torch.float16)
 
 
-def _indices(params: Leaves, dtype: torch.dtype) -> list[int]:
-    return [index for index, leaf in enumerate(params) if getattr(leaf, "dtype", None) is dtype]
+def _of_dtype(params: Tensors, dtype: torch.dtype) -> list[str]:
+    return [name for name, param in params.items() if param.dtype is dtype]
 
 
 def _join(params: list[Tensor], rest: list[Tensor]) -> list[Tensor]:

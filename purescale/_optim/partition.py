@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
-from .._optim.opt_state import scalars_of
+from .._optim.opt_state import are_parts, scalars_of
 from .._optim.protocol import Optimizer
-from .._optim.step_inputs import StepInputs, StepLists, flatten_step, inputs_of_dict
+from .._optim.step_inputs import StepInputs, flatten_step, named_params
 from .._optim.updater import Updater, as_updater
-from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
-from .._tree.gradients import Gradients
 from .._tree.leaves import describe
 from .._tree.scalars import not_made
-from .._tree.tree import Leaves, Tree
+from .._tree.tree import Tree
 
 Label = Callable[[str, Tensor], str]
 
@@ -73,22 +70,6 @@ def partition(optimizers: Mapping[str, Optimizer], label: Label) -> PartitionOpt
     return PartitionOptimizer(optimizers, label)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Members:
-    """The parameters of one optimizer."""
-
-    names: tuple[str, ...]
-    indices: tuple[int, ...]  # among all leaves
-
-
-class Part(NamedTuple):
-    """One optimizer with the inputs of its part of a step."""
-
-    key: str
-    optimizer: Updater
-    inputs: StepInputs
-
-
 class PartitionOptimizer(Updater):
     """Several optimizers, each for its part of the parameters; made by `partition`."""
 
@@ -98,13 +79,12 @@ class PartitionOptimizer(Updater):
     def __init__(self, optimizers: Mapping[str, Optimizer], label: Label) -> None:
         _check(optimizers, label)
         self.optimizers, self.label = dict(optimizers), label
-        self._parts = {key: as_updater(each) for key, each in self.optimizers.items()}
-        self.calls_step = any(part.calls_step for part in self._parts.values())
-        self.wide_grads = any(part.wide_grads for part in self._parts.values())
-        self.may_add_slots = any(part.may_add_slots for part in self._parts.values())
+        self.parts = {key: as_updater(each) for key, each in self.optimizers.items()}
+        self.calls_step = any(part.calls_step for part in self.parts.values())
+        self.may_add_slots = any(part.may_add_slots for part in self.parts.values())
         self._cache_key = object()  # keeps nothing else alive
         # A part that is not differentiable would detach what is on a graph.
-        self.differentiable = all(part.differentiable for part in self._parts.values())
+        self.differentiable = all(part.differentiable for part in self.parts.values())
         self.compared = self.optimizers, label
 
     def __repr__(self) -> str:
@@ -112,103 +92,85 @@ class PartitionOptimizer(Updater):
 
     def init(self, params: Tree) -> dict[str, Any]:
         """Return the states of all optimizers by key, each for its part."""
-        flat = _tree.flatten_once(params)
-        _tree.check_parameters(flat)
-        names = _tree.names(params)
-        members = self._members(names, flat.leaves, flat.tensor_list)
+        named = named_params(params)
+        names, leaves = list(named), list(named.values())
         return {
-            key: optimizer.init(_by_name(members[key], flat.leaves))
-            for key, optimizer in self.optimizers.items()
+            key: self.optimizers[key].init({names[index]: leaves[index] for index in members})
+            for key, members in self._members(named).items()
         }
-
-    @outside_autocast()
-    def step(self, params: Tree, grads: Tree, opt_state: dict[str, Any]) -> tuple[Tree, Tree]:
-        """Return parameters and state after one step of each part, in fresh memory."""
-        inputs = flatten_step(self, params, grads, opt_state)
-        self.check(inputs)
-        return self.apply_step(inputs, self.current_settings(opt_state))
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parts."""
-        for part in self.split(inputs):
-            part.optimizer.check(part.inputs)
+        for key, part in self.split(inputs).items():
+            self.parts[key].check(part)
 
     def current_settings(self, opt_state: dict[str, Any]) -> dict[str, Any]:
-        """Return what each part prepares, by key."""
-        return {key: part.current_settings(opt_state[key]) for key, part in self._parts.items()}
+        """Return the settings of each part, by key."""
+        return {key: part.current_settings(opt_state[key]) for key, part in self.parts.items()}
 
-    def apply_step(self, inputs: StepInputs, current: Any) -> tuple[Tree, Tree]:
+    def apply_step(self, inputs: StepInputs, current: dict[str, Any]) -> tuple[Tree, Tree]:
         """Return parameters and state after a step of each part, in fresh memory."""
-        return self._joined(
-            inputs, lambda key, part, of_part: part.apply_step(of_part, current[key])
+        return self._step_each(
+            inputs, lambda key, part: self.parts[key].apply_step(part, current[key])
         )
 
     def apply_step_unless(
-        self, skip: Tensor, inputs: StepInputs, current: Any, *, in_place: bool = False
+        self, skip: Tensor, inputs: StepInputs, current: dict[str, Any], *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after a step of each part, skipped or not."""
         in_place = in_place and not self.calls_step  # a later part may raise
-        return self._joined(
+        return self._step_each(
             inputs,
-            lambda key, part, of_part: part.apply_step_unless(
-                skip, of_part, current[key], in_place=in_place
+            lambda key, part: self.parts[key].apply_step_unless(
+                skip, part, current[key], in_place=in_place
             ),
         )
 
-    def _joined(
-        self, inputs: StepInputs, step: Callable[[str, Updater, StepInputs], tuple[Tree, Tree]]
+    def _step_each(
+        self, inputs: StepInputs, step: Callable[[str, StepInputs], tuple[Tree, Tree]]
     ) -> tuple[Tree, Tree]:
         """Return the parameters and states of all parts after `step` of each."""
         params: dict[str, Any] = {}
         opt_state: dict[str, Any] = {}
-        for key, part, of_part in self.split(inputs):
-            new_params, opt_state[key] = of_part.restore(*step(key, part, of_part))
+        for key, part in self.split(inputs).items():
+            new_params, opt_state[key] = part.restore(*step(key, part))
             params.update(new_params)
-        return inputs.params_tree(list(map(params.get, inputs.names))), opt_state
+        return inputs.params_tree(params), opt_state
 
-    def split(self, inputs: StepInputs, members: dict[str, Members] | None = None) -> list[Part]:
-        """Return the inputs of each part. `members` are those of the parts, if they are known."""
-        opt_state = inputs.opt_state
-        if not (isinstance(opt_state, dict) and opt_state.keys() == self._parts.keys()):
+    def split(self, inputs: StepInputs) -> dict[str, StepInputs]:
+        """Return the inputs of each part by key. What is known of the whole step is known of it."""
+        opt_state, targets = inputs.opt_state, inputs.targets
+        if not (isinstance(opt_state, dict) and opt_state.keys() == self.parts.keys()):
             has = list(opt_state) if isinstance(opt_state, dict) else type(opt_state).__name__
             raise ValueError(
                 f"opt_state has the parts {has}, this optimizer has {list(self.optimizers)}. "
                 "Likely cause: the state of one optimizer alone, or of another partition. Fix: "
                 "`opt_state = optimizer.init(params)`, or what the last step returned."
             )
-        lists = inputs.lists
-        present = None if lists is None else lists.params
-        members = members or self._members(inputs.names, inputs.params, present)
-        leaves = () if inputs.dense_off_graph else (*inputs.params, *inputs.grads.likes)
-        if any_dtensor(leaves):
-            return [
-                Part(key, part, _part_of_dtensors(inputs, members[key], part, opt_state[key]))
-                for key, part in self._parts.items()
-            ]
-        slots = _slots(inputs) if lists is not None and lists.targets is not None else {}
-        return [
-            Part(key, part, _part(inputs, members[key], opt_state[key], slots.get(key)))
-            for key, part in self._parts.items()
-        ]
+        if targets is None:
+            members = self._members(inputs.params)
+        else:
+            key = self._cache_key, *inputs.params
+            members = inputs.param_list.cached(key, lambda: self._members(inputs.params))
+        likes = () if targets is not None or inputs.grads is None else inputs.grads.likes
+        if targets is None and any_dtensor([*inputs.params.values(), *likes]):
+            return {
+                key: _part_of_dtensors(inputs, members[key], part, opt_state[key])
+                for key, part in self.parts.items()
+            }
+        slots = _slot_ranges(inputs) if targets is not None and are_parts(opt_state) else {}
+        return {
+            key: _part(inputs, members[key], opt_state[key], slots.get(key)) for key in self.parts
+        }
 
-    def _members(
-        self, names: Sequence[str], leaves: Leaves, present: TensorList | None
-    ) -> dict[str, Members]:
-        if present is None or not present.dense_off_graph:
-            return self._labelled(names, leaves)
-        key = self._cache_key, *names
-        return present.cached(key, lambda: self._labelled(names, leaves))
-
-    def _labelled(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
-        _tree.check_names(names)
-        indices_of: dict[str, list[int]] = {key: [] for key in self._parts}
-        for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
-            if leaf is None:
-                continue
-            key = self.label(name, leaf)
+    def _members(self, params: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """Return the indices of the parameters of each part."""
+        indices_of: dict[str, list[int]] = {key: [] for key in self.parts}
+        for index, (name, param) in enumerate(params.items()):
+            key = self.label(name, param)
             if not (isinstance(key, str) and key in indices_of):
                 raise ValueError(
-                    f"label gives {key!r} for {name}, {describe(leaf)}; the optimizers are "
+                    f"label gives {key!r} for {name}, {describe(param)}; the optimizers are "
                     f"{list(indices_of)}. Likely cause: a kind of parameter that label does not "
                     "cover. Fix: a last line that returns a default key, such as that of AdamW."
                 )
@@ -217,13 +179,10 @@ class PartitionOptimizer(Updater):
             if not indices:
                 raise ValueError(
                     f"no parameter has the label {key!r}; the names are: "
-                    f"{_tree.join_names(list(names), 20)}. Fix: correct `label(name, param)`, or "
+                    f"{_tree.join_names(list(params), 20)}. Fix: correct `label(name, param)`, or "
                     f"leave {key!r} out of the optimizers."
                 )
-        return {
-            key: Members(tuple([names[index] for index in indices]), tuple(indices))
-            for key, indices in indices_of.items()
-        }
+        return {key: tuple(indices) for key, indices in indices_of.items()}
 
 
 def _check(optimizers: Any, label: Any) -> None:
@@ -247,11 +206,7 @@ def _check(optimizers: Any, label: Any) -> None:
         )
 
 
-def _by_name(members: Members, leaves: Leaves) -> dict[str, Any]:
-    return dict(zip(members.names, map(leaves.__getitem__, members.indices), strict=True))
-
-
-def _slots(inputs: StepInputs) -> dict[str, range]:
+def _slot_ranges(inputs: StepInputs) -> dict[str, range]:
     """Return the range of each part's slots in `inputs.targets`."""
     ranges, stop = {}, len(inputs.params)
     for key, state in inputs.opt_state.items():
@@ -262,47 +217,32 @@ def _slots(inputs: StepInputs) -> dict[str, range]:
     return ranges
 
 
-def _part(inputs: StepInputs, members: Members, opt_state: Tree, slots: range | None) -> StepInputs:
-    """Return the inputs of one part. What is known of the whole step is known of it. `slots` is the
-    range of its slots in `inputs.targets`.
-    """
-    names, indices = members.names, members.indices
-    params, lists = list(map(inputs.params.__getitem__, indices)), None
-    if inputs.lists is not None:
-        targets = None
-        if inputs.lists.targets is not None and slots is not None:
-            targets = inputs.lists.targets.picked((*indices, *slots), (members, slots))
-        lists = StepLists(inputs.lists.params.picked(indices, members), targets)
-    return inputs_of_dict(
-        dict(zip(names, params, strict=True)),
-        _grads_of(inputs.grads, members),
-        opt_state,
-        dense_off_graph=inputs.dense_off_graph,
-        lists=lists,
-    )
-
-
-def _grads_of(grads: Gradients, members: Members) -> Gradients:
-    """Return the gradients of these parameters, or the empty ones if they are still to be made."""
-    if not grads.likes:
-        return grads
-    if grads.dense_real:
-        return grads.picked(members.indices, members)
-    remaining = iter(grads.tensors)
-    tensors = [None if like is None else next(remaining) for like in grads.likes]
-    tensor_list = TensorList(
-        [tensors[index] for index in members.indices if tensors[index] is not None]
-    )
-    likes = [grads.likes[index] for index in members.indices]
-    return grads._replace(tensor_list=tensor_list, likes=likes)
+def _part(
+    inputs: StepInputs, members: tuple[int, ...], opt_state: Tree, slots: range | None
+) -> StepInputs:
+    """Return the inputs of one part. `slots` is the range of its slots in `inputs.targets`."""
+    names = list(map(list(inputs.params).__getitem__, members))
+    param_list, grads, targets = inputs.param_list.picked(members), inputs.grads, None
+    if slots is not None:
+        targets = inputs.targets.picked((*members, *slots))  # type: ignore[union-attr]
+    if grads is not None and grads.dense_real:
+        grads = grads.picked(members)
+    elif grads is not None:
+        tensors = dict(zip(inputs.grad_names, grads.tensors, strict=True))
+        likes = dict(zip(inputs.names, grads.likes, strict=True))
+        tensor_list = TensorList([tensors[name] for name in names if name in tensors])
+        grads = grads._replace(tensor_list=tensor_list, likes=list(map(likes.get, names)))
+    params = dict(zip(names, param_list.tensors, strict=True))
+    return StepInputs.of_dict(params, grads, opt_state, param_list, targets=targets)
 
 
 def _part_of_dtensors(
-    inputs: StepInputs, members: Members, optimizer: Updater, opt_state: Tree
+    inputs: StepInputs, members: tuple[int, ...], optimizer: Updater, opt_state: Tree
 ) -> StepInputs:
     """Return the inputs of one part with DTensors, flattened for its own optimizer."""
-    grads = None
-    if inputs.grads.likes:
-        grads = _by_name(members, inputs.grads.leaves)
-    part = flatten_step(optimizer, _by_name(members, inputs.params), grads, opt_state)
+    part = _part(inputs, members, opt_state, None)
+    grads = part.grads and part.params_tree(part.local_grads)
+    part = flatten_step(optimizer, part.params, grads, opt_state)
+    if part.grads is None:
+        return part
     return part._replace(grads=inputs.grads.with_tensors_of(part.grads)._replace(owned=False))

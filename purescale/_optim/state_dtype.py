@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._optim.opt_state import (
     OptState,
+    Tensors,
     are_parts,
     is_wrapped,
     parts_of,
@@ -21,7 +22,7 @@ from .._optim.opt_state import (
 from .._optim.partition import PartitionOptimizer
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.wrapper import Wrapper, stand_ins, with_params
+from .._optim.wrapper import Wrapper, stand_ins
 from .._torch import foreach
 from .._torch.dtypes import HALF, nearest_on_bits
 from .._torch.tracing import constant_while_compiling
@@ -103,9 +104,9 @@ class StateDtypeOptimizer(Wrapper):
     def init(self, params: Tree) -> Tree:
         """Return the state before the first step."""
         state = self.optimizer.init(params)
-        paths, slots = _paths(state), _slots(state)
+        paths, slots = _paths(state), _castable(state)
         self._check_all_match(paths, slots)
-        return _with_slots(state, _cast(slots, list(map(self._stored_dtype, paths, slots))))
+        return _with_castable(state, _cast(slots, list(map(self._stored_dtype, paths, slots))))
 
     def slot_dtype(
         self, path: tuple[str, ...], slot: Any, dtype: torch.dtype
@@ -122,7 +123,7 @@ class StateDtypeOptimizer(Wrapper):
         if not _can_be_cast(slot):
             return None
         wide = wide or slot.dtype
-        matching = self._matching(path)
+        matching = self._patterns(path)
         dtype = self._dtypes[matching[-1]] if matching else wide
         if dtype.itemsize > wide.itemsize:
             raise ValueError(
@@ -132,16 +133,16 @@ class StateDtypeOptimizer(Wrapper):
             )
         return dtype if dtype.itemsize < wide.itemsize else wide
 
-    def _matching(self, path: tuple[str, ...]) -> list[str]:
+    def _patterns(self, path: tuple[str, ...]) -> list[str]:
         """Return the patterns that match a part of a leaf's path, or all of it."""
         return _matching((*path, ".".join(path)), tuple(self._dtypes))
 
     def _check_all_match(self, paths: list[tuple[str, ...]], slots: Leaves) -> None:
-        castable = [path for path, slot in zip(paths, slots, strict=True) if _can_be_cast(slot)]
-        matched = {pattern for path in castable for pattern in self._matching(path)}
+        to_cast = [path for path, slot in zip(paths, slots, strict=True) if _can_be_cast(slot)]
+        matched = {pattern for path in to_cast for pattern in self._patterns(path)}
         for pattern in self._dtypes.keys() - matched:
-            never = any([pattern in self._matching(path) for path in paths])
-            names = _tree.join_names(sorted({path[-1] for path in castable if path}), 20)
+            never = any([pattern in self._patterns(path) for path in paths])
+            names = _tree.join_names(sorted({path[-1] for path in to_cast if path}), 20)
             raise ValueError(
                 f"dtypes: {pattern!r} matches {'only what is never cast' if never else 'nothing'} "
                 f"in the state of {self.optimizer!r}. It has the slots: {names}; step counts and "
@@ -150,47 +151,49 @@ class StateDtypeOptimizer(Wrapper):
 
     # ---- the step
 
+    def inner_state(self, opt_state: Tree) -> Tree:
+        """Return the state itself, which has narrow tensors and no state within."""
+        return opt_state
+
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state in other dtypes, and what the inner optimizer refuses."""
-        state, slots = inputs.opt_state, _slots(inputs.opt_state)
+        state, slots = inputs.opt_state, _castable(inputs.opt_state)
         wide = self._wide_dtypes(inputs, slots)
         if not torch.compiler.is_dynamo_compiling():  # Dynamo traces neither optree nor fnmatch
             self._check_dtypes(_paths(state), slots, wide)
         wide_slots = stand_ins(slots, _where_narrower(slots, wide))
-        self.updater.check(with_params(inputs, inputs.params, _with_slots(state, wide_slots)))
+        self.updater.check(inputs.with_params(inputs.params, _with_castable(state, wide_slots)))
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with the state in the dtypes of the inner optimizer."""
-        slots = _slots(inputs.opt_state)
+        slots = _castable(inputs.opt_state)
         wide = _cast(slots, _where_narrower(slots, self._wide_dtypes(inputs, slots)))
-        return with_params(inputs, inputs.params, _with_slots(inputs.opt_state, wide))
+        return inputs.with_params(inputs.params, _with_castable(inputs.opt_state, wide))
 
-    def encode(self, inputs: StepInputs, params: Leaves, state: Tree) -> tuple[Leaves, Tree]:
+    def encode(self, inputs: StepInputs, params: Tensors, state: Tree) -> tuple[Tensors, Tree]:
         """Cast the state back to the dtypes that it had."""
-        old, wide = _slots(inputs.opt_state), _slots(state)
+        old, wide = _castable(inputs.opt_state), _castable(state)
         are_narrower = _where_narrower(old, [getattr(new, "dtype", None) for new in wide])
         dtypes = [
             slot.dtype if narrower else None
             for slot, narrower in zip(old, are_narrower, strict=True)
         ]
-        return params, _with_slots(state, _cast(wide, dtypes))
+        return params, _with_castable(state, _cast(wide, dtypes))
 
     def _wide_dtypes(self, inputs: StepInputs, slots: Leaves) -> list[torch.dtype | None]:
         """Return the dtype in which the inner optimizer makes each tensor of its state."""
         if parts_of(without_wrappers(inputs.opt_state)):
-            params, wide_dtype = inputs.named_params, super().slot_dtype
+            params, wide_dtype = inputs.params, super().slot_dtype
             pairs = zip(_paths(inputs.opt_state), slots, strict=True)
             return [
                 wide_dtype(path, slot, params[path[0]].dtype) if path[0] in params else None
                 for path, slot in pairs
             ]
-        meta = [
-            torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in inputs.params
-        ]
-        new = _slots(self.optimizer.init(inputs.params_tree(meta)))
+        meta = {
+            name: torch.empty(param.shape, dtype=param.dtype, device="meta")
+            for name, param in inputs.params.items()
+        }
+        new = _castable(self.optimizer.init(inputs.params_tree(meta)))
         if len(new) != len(slots):
             raise ValueError(
                 f"opt_state has {len(slots)} leaves, {self.optimizer!r} makes {len(new)} for "
@@ -233,7 +236,7 @@ def _matching(texts: tuple[str, ...], patterns: tuple[str, ...]) -> list[str]:
 # ---- the tensors of a state ----------------------------------------------------------------------
 
 
-def _slots(state: Tree) -> Leaves:
+def _castable(state: Tree) -> Leaves:
     """Return the leaves of a state that may be narrow, in order."""
     state = without_wrappers(state)
     parts = parts_of(state)
@@ -243,7 +246,7 @@ def _slots(state: Tree) -> Leaves:
 
 
 def _paths(state: Tree) -> list[tuple[str, ...]]:
-    """Return the path of each leaf of `_slots`; for torch's classes the parameter and the slot."""
+    """Return the path of each leaf of `_castable`; for torch's classes parameter and slot."""
     state = without_wrappers(state)
     parts = parts_of(state)
     if not parts:
@@ -251,16 +254,16 @@ def _paths(state: Tree) -> list[tuple[str, ...]]:
     return [(name, key) for part in parts for name, slot in part.slots.items() for key in slot]
 
 
-def _with_slots(state: Tree, leaves: Iterable[Any]) -> Tree:
-    """Return the state with other leaves in place of `_slots`."""
+def _with_castable(state: Tree, leaves: Iterable[Any]) -> Tree:
+    """Return the state with other leaves in place of `_castable`."""
     if is_wrapped(state):
-        return state._replace(inner=_with_slots(state.inner, leaves))
+        return state._replace(inner=_with_castable(state.inner, leaves))
     if isinstance(state, OptState):
         return state._replace(slots=slots_like(state.slots, leaves))
     if not are_parts(state):
         return _tree.flatten(state)[1].unflatten(leaves)
     remaining = iter(leaves)
-    return {key: _with_slots(part, remaining) for key, part in state.items()}
+    return {key: _with_castable(part, remaining) for key, part in state.items()}
 
 
 def _can_be_cast(leaf: Any) -> bool:

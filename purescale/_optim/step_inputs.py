@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from .._torch.tensor_list import TensorList
 from .._torch.tracing import end_graph, is_lazy
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
-from .._tree.leaves import as_tensor_list, is_constant
+from .._tree.leaves import as_tensor_list
 from .._tree.tree import FlatDict, FlatTree, Leaves, Tree, TreeDef
 
 
@@ -36,138 +37,117 @@ class Position(NamedTuple):
     dtensor: Any  # the DTensor that this rank has a part of, or None
 
 
-class StepLists(NamedTuple):
-    """Lists of parameters and state that were recognised together."""
-
-    params: TensorList
-    # of parameters, then the slots of an OptState or all tensors of a dict of such states; None for
-    # the state of any other optimizer
-    targets: TensorList | None
-
-
 class StepInputs(NamedTuple):
-    """Parameters, their gradients in the same order, and the optimizer's state, on this rank."""
+    """What one step of an optimizer takes: parameters, gradients and state, on this rank."""
 
     structure: TreeDef  # of the parameters
-    names: list[str]  # of every leaf
-    params: Leaves  # with None; the local shard of a DTensor if the optimizer is elementwise
-    grads: Gradients
+    names: list[str]  # of the leaves of this structure
+    params: dict[str, Tensor]  # by dotted name; a leaf that is None has no entry
+    grads: Any  # `Gradients`, in the order of `names`; None while they are still to be made
     opt_state: Tree
-    named_params: dict[str, Tensor]  # the parameters that are tensors, by dotted name
-    dense_off_graph: bool  # True if parameters, state and given gradients all are
-    dtensors: tuple[Leaves, Leaves] | None = (
-        None  # the leaves of params and of the state before they were local, if sharded
-    )
-    lists: StepLists | None = None  # if all leaves are dense and off graph
-    positions: dict[str, Position] | None = (
-        None  # a `Position` by name, if the inputs are a piece of a larger step
-    )
+    param_list: TensorList  # of `params`
+    # the parameters, then the slots of an OptState, or all tensors of any other state; None unless
+    # all are known to be dense and off graph
+    targets: TensorList | None = None
+    # parameters and state as they came, if `params` and `opt_state` are the shards of DTensors
+    dtensors: tuple[Tree, Tree] | None = None
+    positions: dict[str, Position] | None = None  # by name, if these are a piece of a larger step
 
-    @property
-    def present_params(self) -> TensorList:
-        """The parameters that are not None."""
-        return (
-            TensorList(list(self.named_params.values()))
-            if self.lists is None
-            else self.lists.params
+    @classmethod
+    def of_dict(
+        cls,
+        params: dict[str, Tensor],
+        grads: Gradients | None,
+        opt_state: Tree,
+        param_list: TensorList | None = None,
+        **others: Any,
+    ) -> StepInputs:
+        """Return the inputs of a step over a flat dict of parameters, such as a part of a step."""
+        structure, param_list = FlatDict(tuple(params)), param_list or _list_of(params)
+        return cls(structure, list(params), params, grads, opt_state, param_list, **others)
+
+    def with_params(self, params: dict[str, Any], opt_state: Tree) -> StepInputs:
+        """Return the inputs with other tensors in place of the parameters, and this state."""
+        return self._replace(
+            params=params, opt_state=opt_state, param_list=_list_of(params), targets=None
         )
 
-    @property
-    def targets(self) -> TensorList:
-        """The tensors that a step of a class of torch updates: parameters, then slots."""
-        if self.lists is not None and self.lists.targets is not None:
-            return self.lists.targets
-        return TensorList([*self.named_params.values(), *values_of(self.opt_state.slots)])
+    def unscaled(self, *, wide: bool = False) -> StepInputs:
+        """Return the inputs with gradients for an optimizer, as `Gradients.unscaled`."""
+        return self._replace(grads=self.grads.unscaled(wide=wide))
+
+    def writable(self, *, in_place: bool) -> StepInputs:
+        """Return the inputs with parameters and slots that a kernel may write into: these, off the
+        graph, if `in_place`, else copies. Slots get the memory order of their parameter.
+        """
+        params, slots = self.params, self.opt_state.slots
+        old = self.targets or TensorList([*params.values(), *values_of(slots)])
+        if in_place and not old.any_requires_grad:
+            inputs, slots = self, {name: {**slot} for name, slot in slots.items()}
+        else:
+            new = old.tensors if in_place else foreach.clone(old.tensors)
+            working = iter([t.detach() if t.requires_grad else t for t in new])
+            inputs = self.with_params(dict(zip(params, working, strict=False)), ())
+            slots = slots_like(slots, working)
+        if not old.are_contiguous:
+            for name, slot in slots.items():
+                param = inputs.params[name]
+                for key, value in slot.items():
+                    if value.shape == param.shape and not same_memory_order(value, param):
+                        slot[key] = torch.empty_like(param, dtype=value.dtype).copy_(value)
+        return inputs._replace(opt_state=self.opt_state._replace(slots=slots))
 
     @property
-    def replaced(self) -> tuple[TensorList, TensorList]:
-        """The tensors of this rank that a step replaces: parameters and slots, and the rest of the
-        state.
-        """
-        if self.lists is not None and self.lists.targets is not None:
-            state = self.opt_state
-            scalars = [state.applied, *scalars_of(state)] if isinstance(state, OptState) else []
-            return self.lists.targets, TensorList(scalars, dense_off_graph=True)
-        leaves = [*self.params, *_tree.flatten(self.opt_state)[0]]
-        shards = [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
-        return TensorList(shards, dense_off_graph=self.dense_off_graph), NOTHING
+    def grad_names(self) -> list[str]:
+        """The names of the gradients that are not None."""
+        if self.grads.dense_real:
+            return self.names
+        return list(_by_name(self.names, self.grads.likes))
+
+    @property
+    def local_grads(self) -> dict[str, Tensor]:
+        """The gradients by name, in the form of the parameters: shards if these are."""
+        leaves = self.grads.leaves
+        return _by_name(self.names, map(dtensor.shard, leaves) if self.dtensors else leaves)
 
     @property
     def all_positions(self) -> dict[str, Position]:
         """The position of each parameter's elements, by name."""
         if self.positions is not None:
             return self.positions
-        leaves = self.params if self.dtensors is None else self.dtensors[0]
+        leaves = self.named(self.trees[0] if self.dtensors is None else self.dtensors[0])
         return {
             name: Position(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
-            for index, (name, leaf) in enumerate(zip(self.names, leaves, strict=True))
+            for index, (name, leaf) in enumerate(leaves.items())
         }
 
     @property
-    def grad_names(self) -> list[str]:
-        """The dotted names of the gradients that are not None."""
-        if self.grads.dense_real:
-            return self.names
-        return list(present(self.names, self.grads.likes))
+    def trees(self) -> tuple[Tree, Tree]:
+        """Parameters and state."""
+        return self.params_tree(self.params), self.opt_state
 
-    @property
-    def named_grads(self) -> dict[str, Tensor]:
-        """The gradients that are not None, as dense, real tensors by dotted name."""
-        return dict(zip(self.grad_names, self.grads.tensors, strict=True))
+    def params_tree(self, values: Mapping[str, Any]) -> Tree:
+        """Return a tree like the parameters from values by name, with None for the others."""
+        return self.structure.unflatten(list(map(values.get, self.names)))
 
-    def params_tree(self, leaves: Leaves) -> Tree:
-        """Return a tree like the parameters with these leaves, which are in their order."""
-        return self.structure.unflatten(leaves)
-
-    @property
-    def local_grads(self) -> Leaves:
-        """The gradients in the order and form of the parameters, with None. DTensors become local
-        shards if the parameters are.
-        """
-        leaves = self.grads.leaves
-        return leaves if self.dtensors is None else list(map(dtensor.shard, leaves))
-
-    def unscaled(self, *, wide: bool = False) -> StepInputs:
-        """Return the inputs with gradients for an optimizer, as `Gradients.unscaled`."""
-        return self._replace(grads=self.grads.unscaled(wide=wide))
+    def named(self, tree: Tree) -> dict[str, Any]:
+        """Return the leaves of a tree like the parameters by name, also those that are None."""
+        return dict(zip(self.names, self.structure.flatten_up_to(tree), strict=True))
 
     def restore(self, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
         """Return the results of a step, as DTensors if the arguments were."""
         if self.dtensors is None:
             return params, opt_state
-        trees = []
-        for tree, dtensors in zip((params, opt_state), self.dtensors, strict=True):
-            leaves, structure = _tree.flatten(tree)
-            pairs = zip(dtensors, leaves, strict=True)
-            trees.append(structure.unflatten([dtensor.from_local_like(*pair) for pair in pairs]))
-        return trees[0], trees[1]
+        return _tree.map(dtensor.from_local_like, self.dtensors, (params, opt_state))
 
 
-def inputs_of_dict(
-    params: dict[str, Tensor],
-    grads: Gradients,
-    opt_state: Tree,
-    *,
-    dense_off_graph: bool,
-    lists: StepLists | None = None,
-    positions: dict[str, Position] | None = None,
-) -> StepInputs:
-    """Return the inputs of a step over parameters by dotted name, such as a part of a step."""
-    return StepInputs(
-        FlatDict(tuple(params)),
-        list(params),
-        list(params.values()),
-        grads,
-        opt_state,
-        params,
-        dense_off_graph,
-        lists=lists,
-        positions=positions,
-    )
+def _list_of(params: dict[str, Any]) -> TensorList:
+    return TensorList(list(params.values()))
 
 
-NOTHING = TensorList([], dense_off_graph=True)
-NO_GRADS = FlatTree(None, [], None, NOTHING)  # of gradients that are still to be made
+def _by_name(names: Sequence[str], leaves: Iterable[Any]) -> dict[str, Any]:
+    """Return by name the leaves that are not None."""
+    return {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
 
 
 def flatten_step(
@@ -180,73 +160,70 @@ def flatten_step(
     if not isinstance(params, FlatTree):
         params, opt_state = flatten_together([params], opt_state)
         _tree.check_parameters(params)
-    flat_grads = NO_GRADS if grads is None else _tree.gradients_like(params, grads)
-    flat_state, (tree, leaves, structure, param_list) = opt_state, params
-    state_list, grad_list = flat_state.tensor_list, flat_grads.tensor_list
-    dense_off_graph = all([part.dense_off_graph for part in (param_list, state_list, grad_list)])
+    if grads is not None:
+        grads = _tree.gradients_like(params, grads)
+    known = [flat.tensor_list for flat in (params, opt_state, grads) if flat is not None]
+    dense_off_graph = all([tensors.dense_off_graph for tensors in known])
     if not optimizer.differentiable:
         end_graph()
     if not (optimizer.differentiable or dense_off_graph):
-        _tree.reject_autograd_history(params=params, grads=flat_grads, opt_state=flat_state)
-    gradients = flat_grads.leaves
-    if not param_list.dense_off_graph:  # torch's kernels ignore lazy negation
-        leaves = [
-            leaf.resolve_conj().resolve_neg()
-            if isinstance(leaf, Tensor) and is_lazy(leaf)
-            else leaf
-            for leaf in leaves
-        ]
-    names, opt_state = _tree.names(tree), flat_state.tree
-    sharded = not dense_off_graph and dtensor.any_dtensor([*leaves, *gradients])
-    if sharded and optimizer.elementwise is not None:
-        flat = FlatTree(tree, leaves, structure, param_list)
-        return _flatten_shards(optimizer, flat, names, gradients, opt_state)
-    dense = grad_list.dense_off_graph
-    return StepInputs(
-        structure,
-        names,
-        leaves,
-        Gradients(grad_list, gradients, True) if dense else as_gradients(gradients),
-        opt_state,
-        present(names, leaves),
-        dense_off_graph,
-        lists=_step_lists(param_list, state_list, opt_state) if dense_off_graph else None,
-    )
+        _tree.reject_autograd_history(params=params, grads=grads, opt_state=opt_state)
+    names, structure = _tree.names(params.tree), params.structure
+    state_list, opt_state = opt_state.tensor_list, opt_state.tree
+    if dense_off_graph:
+        if isinstance(opt_state, OptState):  # its slots alone
+            state_list = state_list.part(1, len(state_list.tensors) - len(scalars_of(opt_state)))
+        targets = params.tensor_list.joined(state_list)
+        named = _by_name(names, params.leaves)
+        gradients = None if grads is None else Gradients(grads.tensor_list, grads.leaves, True)
+        inputs = StepInputs(
+            structure, names, named, gradients, opt_state, params.tensor_list, targets
+        )
+    else:
+        inputs = _flatten_unknown(optimizer, params, names, grads and grads.leaves, opt_state)
+    if len(inputs.params) < len(names):
+        _tree.check_names(names)
+    return inputs
 
 
-def _flatten_shards(
-    optimizer: Any, params: FlatTree, names: list[str], gradients: Leaves, opt_state: Tree
+def _flatten_unknown(
+    optimizer: Any, params: FlatTree, names: list[str], gradients: Any, opt_state: Tree
 ) -> StepInputs:
-    """Return the inputs of a step over this rank's shards of DTensors."""
-    leaves = params.leaves
+    """Return the inputs of a step over tensors of any kind."""
+    leaves = [  # torch's kernels ignore lazy negation
+        leaf.resolve_conj().resolve_neg() if isinstance(leaf, Tensor) and is_lazy(leaf) else leaf
+        for leaf in params.leaves
+    ]
+    dtensors = None
+    sharded = dtensor.any_dtensor([*leaves, *(gradients or [])])
+    if sharded and optimizer.elementwise is not None:
+        _check_shards(optimizer, params.tree, names, leaves, gradients, opt_state)
+        dtensors = params.structure.unflatten(leaves), opt_state
+        if gradients is not None:
+            gradients = list(map(dtensor.redistribute_like, gradients, leaves))
+        shard = functools.partial(dtensor.shard, on_graph=optimizer.differentiable)
+        leaves, opt_state = list(map(shard, leaves)), _tree.map(shard, opt_state)
+    named = _by_name(names, leaves)
+    gradients = None if gradients is None else as_gradients(gradients)
+    structure, param_list = params.structure, _list_of(named)
+    return StepInputs(structure, names, named, gradients, opt_state, param_list, dtensors=dtensors)
+
+
+def _check_shards(
+    optimizer: Any,
+    tree: Tree,
+    names: list[str],
+    leaves: Leaves,
+    gradients: Leaves | None,
+    opt_state: Tree,
+) -> None:
+    """Refuse DTensors whose shards this optimizer cannot step."""
     gradients = gradients or [None] * len(leaves)
     for index, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
         if gradient is not None and (reason := dtensor.placement_mismatch(gradient, leaf)):
-            raise ValueError(f"{_tree.path(params.tree, 'grads', index)} {reason}")
-        _check_placements(leaf, params.tree, index, optimizer)
+            raise ValueError(f"{_tree.path(tree, 'grads', index)} {reason}")
+        _check_placements(leaf, tree, index, optimizer)
     _check_state_placements(opt_state, dict(zip(names, leaves, strict=True)))
-    pairs = zip(gradients, leaves, strict=True)
-    gradients = [dtensor.redistribute_like(gradient, leaf) for gradient, leaf in pairs]
-    of_state, state = _tree.flatten(opt_state)
-    on_graph = optimizer.differentiable
-    local = [dtensor.shard(leaf, on_graph=on_graph) for leaf in leaves]
-    return StepInputs(
-        params.structure,
-        names,
-        local,
-        as_gradients(gradients),
-        state.unflatten([dtensor.shard(leaf, on_graph=on_graph) for leaf in of_state]),
-        present(names, local),
-        False,
-        (leaves, of_state),
-    )
-
-
-def _step_lists(params: TensorList, state: TensorList, opt_state: Tree) -> StepLists:
-    if isinstance(opt_state, OptState):
-        end = len(state.tensors) - len(scalars_of(opt_state))
-        return StepLists(params, params.joined(state.part(1, end)))
-    return StepLists(params, params.joined(state) if are_parts(opt_state) else None)
 
 
 def flatten_together(trees: Sequence[Tree], *opt_states: Tree) -> list[FlatTree]:
@@ -263,11 +240,6 @@ def flatten_together(trees: Sequence[Tree], *opt_states: Tree) -> list[FlatTree]
         flats.append(FlatTree(tree, leaves, structure, joined.part(start, stop)))
         start = stop
     return flats
-
-
-def present(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
-    """Return by name the leaves that are not None."""
-    return {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
 
 
 def _flatten_state(opt_state: Tree) -> tuple[Leaves, Any]:
@@ -313,46 +285,9 @@ def _check_state_placements(opt_state: Tree, params: dict[str, Any]) -> None:
                 )
 
 
-def working_copies(inputs: StepInputs, *, in_place: bool) -> StepInputs:
-    """Return the inputs with parameters and slots that a kernel may write into: the given ones off
-    the graph if `in_place`, else copies. Slots get the memory order of their parameter.
-    """
-    params, slots = inputs.named_params, inputs.opt_state.slots
-    old, lists = inputs.targets, inputs.lists
-    if in_place and not old.any_requires_grad:
-        new_params, new_slots = params, {name: {**slot} for name, slot in slots.items()}
-    else:
-        new = old.tensors if in_place else foreach.clone(old.tensors)
-        working = iter([t.detach() if t.requires_grad else t for t in new])
-        new_params = dict(zip(params, working, strict=False))
-        new_slots = slots_like(slots, working)
-        lists = StepLists(TensorList(list(new_params.values())), None)
-    if not old.are_contiguous:
-        for name, slot in new_slots.items():
-            param = new_params[name]
-            for key, value in slot.items():
-                if value.shape == param.shape and not same_memory_order(value, param):
-                    slot[key] = torch.empty_like(param, dtype=value.dtype).copy_(value)
-    applied, _, *numbers = inputs.opt_state
-    opt_state = OptState(applied, new_slots, *numbers)
-    return inputs._replace(named_params=new_params, opt_state=opt_state, lists=lists)
-
-
 def named_params(params: Tree) -> dict[str, Tensor]:
     """Return the parameters that are not None by dotted name, or refuse a leaf that is not one."""
-    flat = _tree.flatten_once(params)
-    leaves = flat.leaves
-    names = _tree.names(params)
+    flat, names = _tree.flatten_once(params), _tree.names(params)
     _tree.check_names(names)
-    named = dict(zip(names, leaves, strict=True))
-    for name, leaf in named.items():
-        if leaf is not None and not (
-            isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-        ):
-            what = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise TypeError(
-                f"params: {name} is {what}; a parameter is a floating or complex tensor. Fix: put "
-                "it among the buffers."
-            )
     _tree.check_parameters(flat)
-    return {name: leaf for name, leaf in named.items() if leaf is not None}
+    return _by_name(names, flat.leaves)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._optim.opt_state import Tensors
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import Position, StepInputs
 from .._optim.wrapper import (
@@ -15,8 +16,6 @@ from .._optim.wrapper import (
     checked_state,
     is_half,
     on_shards,
-    widened,
-    with_params,
 )
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
@@ -26,7 +25,7 @@ from .._tree import tree as _tree
 from .._tree.hints import document_fields
 from .._tree.leaves import describe, unsupported_reason
 from .._tree.scalars import whole
-from .._tree.tree import Leaves, Tree, TreeT
+from .._tree.tree import Tree, TreeT
 
 
 @outside_autocast()
@@ -71,7 +70,7 @@ def stochastic_round(
             "Fix: `stochastic_round(tree, torch.bfloat16, seed=0)`."
         )
     leaves, structure = _tree.flatten(tree)
-    dice = Dice.of(_seed(seed), _step(step), len(leaves))
+    dice = Dice.of(_seed(seed), _count(step), len(leaves))
     results = []
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
@@ -91,7 +90,7 @@ def _seed(seed: Any) -> int:
     return whole("seed", seed, least=-(2**63), most=2**63 - 1)
 
 
-def _step(step: Any) -> Tensor:
+def _count(step: Any) -> Tensor:
     if not isinstance(step, Tensor):
         number = whole("step", step, least=-(2**63), most=2**63 - 1)
         return torch.full((), number, dtype=torch.int64, device="cpu")
@@ -262,29 +261,30 @@ class RoundingOptimizer(Wrapper):
 
     def init(self, params: Tree) -> RoundingState:
         """Return the state before the first step."""
-        wide = _tree.map(lambda p: p.to(widened(p.dtype)) if isinstance(p, Tensor) else p, params)
+        wide = _tree.map(lambda p: p.float() if is_half(p) else p, params)
         device = next((p.device for p in _tree.tensors(params)), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
         return RoundingState(self.optimizer.init(wide), applied)
 
-    def check_state(self, inputs: StepInputs) -> None:
-        """Refuse a state without a count."""
+    def check(self, inputs: StepInputs) -> None:
+        """Refuse a state without a count, and what the inner optimizer refuses."""
         checked_state(inputs.opt_state, RoundingState)
+        super().check(inputs)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with half parameters in float32."""
-        params = [leaf.float() if is_half(leaf) else leaf for leaf in inputs.params]
-        return with_params(inputs, params, inputs.opt_state.inner)
+        params = {n: p.float() if is_half(p) else p for n, p in inputs.params.items()}
+        return inputs.with_params(params, inputs.opt_state.inner)
 
-    def encode(self, inputs: StepInputs, params: Leaves, state: Tree) -> tuple[Leaves, Tree]:
+    def encode(self, inputs: StepInputs, params: Tensors, state: Tree) -> tuple[Tensors, Tree]:
         """Round the parameters that were half."""
         applied, positions = inputs.opt_state.applied, inputs.all_positions
         count = 1 + max([position.leaf for position in positions.values()], default=0)
         dice = Dice.of(self._seed, applied, count)
-        results = list(params)
-        for index, (name, old) in enumerate(zip(inputs.names, inputs.params, strict=True)):
+        results = dict(params)
+        for name, old in inputs.params.items():
             if is_half(old):
                 rounded = functools.partial(_rounded, dtype=old.dtype, dice=dice)
                 rounded = functools.partial(rounded, position=positions[name])
-                results[index] = on_shards(rounded, params[index])
+                results[name] = on_shards(rounded, params[name])
         return results, RoundingState(state, applied + 1)

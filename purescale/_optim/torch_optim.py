@@ -17,7 +17,7 @@ from .._optim.opt_state import OptState, Slots, Tensors, stored_settings, with_s
 from .._optim.schedule import PARAMETERS_GIVEN, Schedule, ScheduleBy
 from .._optim.settings import Current, OptimizerSettings, Overrides
 from .._optim.slot_layout import SlotLayout
-from .._optim.step_inputs import StepInputs, flatten_step, named_params
+from .._optim.step_inputs import StepInputs, named_params
 from .._optim.torch_state_dict import (
     checked_state_dict,
     counts_from,
@@ -30,7 +30,6 @@ from .._optim.torch_state_dict import (
 )
 from .._optim.updater import Updater
 from .._torch import foreach
-from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
@@ -171,15 +170,6 @@ class TorchOptimizer(Updater):
             slots=self._slot_layout.new(named, self.settings.current(opt_state))
         )
 
-    @outside_autocast()
-    def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
-        """Return parameters and state after one step, in fresh memory. A parameter whose gradient
-        is None does not change, as in torch.optim.
-        """
-        inputs = flatten_step(self, params, grads, opt_state)
-        self.check(inputs)
-        return inputs.restore(*self.apply_step(inputs, self.current_settings(inputs.opt_state)))
-
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parameters."""
         opt_state = inputs.opt_state
@@ -194,15 +184,14 @@ class TorchOptimizer(Updater):
                 "be compiled, mapped or differentiated. Fix: call the step eagerly, take a class "
                 "of torch.optim, or write an (init, update) pair for from_transformation."
             )
-        params = inputs.named_params
+        params = inputs.params
         if opt_state.slots.keys() != params.keys():
             raise ValueError(
                 f"opt_state knows the parameters {_tree.join_names(list(opt_state.slots))}, "
                 f"params has {_tree.join_names(inputs.names)}. Fix: "
                 "`opt_state = optimizer.init(params)` for these params."
             )
-        targets = inputs.targets if inputs.lists else None
-        self._slot_layout.check(opt_state.slots, params, targets)
+        self._slot_layout.check(opt_state.slots, params, inputs.targets)
         self.settings.check(opt_state)
         self.settings.check_names(tuple(params))
 
@@ -247,7 +236,7 @@ class TorchOptimizer(Updater):
         state = with_stored(
             OptState(applied, slots, iteration=iteration), each_number(keep, stored_settings(old))
         )
-        return inputs.params_tree(list(map(params.get, inputs.names))), state
+        return inputs.params_tree(params), state
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Copy into fresh memory, on the graph only if the step is to be differentiated."""
@@ -365,11 +354,10 @@ def _cast_gradients(inputs: StepInputs) -> Tensors:
     """Return the gradients by name, in the form and dtype of their parameters. Complex ones are not
     clamped to a range.
     """
-    leaves = [leaf for leaf in inputs.local_grads if leaf is not None]
-    names = inputs.grad_names
-    dtypes = [inputs.named_params[name].dtype for name in names]
+    grads = inputs.local_grads
+    leaves, dtypes = list(grads.values()), [inputs.params[name].dtype for name in grads]
     if any(leaf.is_complex() for leaf in leaves):
         leaves = [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
     else:
         leaves = foreach.cast(leaves, dtypes)
-    return dict(zip(names, leaves, strict=True))
+    return dict(zip(grads, leaves, strict=True))

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .._optim.opt_state import after_skip
 from .._optim.protocol import Optimizer
-from .._optim.step_inputs import StepInputs
+from .._optim.step_inputs import StepInputs, flatten_step
+from .._torch.autocast import outside_autocast
 from .._torch.tracing import is_on_a_graph, traced, under_derivative
 from .._tree import tree as _tree
 from .._tree.states import select_masked
@@ -34,6 +35,15 @@ class Updater:
     # the flag of a skip is read.
     may_add_slots: bool = False
 
+    @outside_autocast()
+    def step(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
+        """Return parameters and state after one step, in fresh memory. A parameter whose gradient
+        is None does not change, as in torch.optim.
+        """
+        inputs = flatten_step(self, params, grads, opt_state)
+        self.check(inputs)
+        return inputs.restore(*self.apply_step(inputs, self.current_settings(inputs.opt_state)))
+
     def check(self, inputs: StepInputs) -> None:
         """Refuse parameters and a state that do not belong together, before any work."""
         return None
@@ -55,7 +65,7 @@ class Updater:
         `in_place`, the caller guarantees that nobody else holds the tensors of `inputs`: they are
         overwritten.
         """
-        old = inputs.params_tree(inputs.params), inputs.opt_state
+        old = inputs.trees
         if self.may_add_slots:
             if not bool(skip):
                 return self.apply_step(inputs, current)
@@ -63,7 +73,7 @@ class Updater:
         if (
             self.differentiable
             or under_derivative()
-            or (traced() and is_on_a_graph([*inputs.named_params.values(), *inputs.grads.tensors]))
+            or (traced() and is_on_a_graph([*inputs.params.values(), *inputs.grads.tensors]))
         ):
             # `where` sends a derivative of 0 into what it does not choose: 0 * inf is NaN.
             inputs = inputs._replace(grads=inputs.grads.zeroed(skip))
@@ -96,7 +106,7 @@ class CalledOptimizer(Updater):
     def apply_step(self, inputs: StepInputs, current: Any) -> tuple[Tree, Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
         inputs = inputs.unscaled()
-        old = inputs.params_tree(inputs.params), inputs.opt_state
+        old = inputs.trees
         trees = old[0], inputs.params_tree(inputs.local_grads), old[1]
         with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
             stepped = self.optimizer.step(*trees)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, without_wrappers
+from .._optim.opt_state import OptState, Tensors, without_wrappers
 from .._optim.partition import PartitionOptimizer
 from .._optim.protocol import Optimizer
-from .._optim.step_inputs import StepInputs, flatten_step, inputs_of_dict, present
+from .._optim.step_inputs import StepInputs
 from .._optim.updater import Updater, as_updater
 from .._torch import dtensor, foreach
-from .._torch.autocast import outside_autocast
-from .._torch.dtypes import HALF
+from .._torch.dtypes import HALF, wide_dtype
 from .._torch.tracing import is_differentiated, traced
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
@@ -31,7 +29,7 @@ PIECE_NUMEL = 2**20
 
 class Wrapper(Updater):
     """The base of optimizers around others, which store parameters and state in a form of their
-    own. A subclass has `init`, `check_state`, `decode` and its inverse `encode`.
+    own. A subclass has `init`, `decode` and its inverse `encode`.
     """
 
     differentiable = False  # a rounded result has no derivative
@@ -70,57 +68,47 @@ class Wrapper(Updater):
         """Return the state before the first step."""
         raise NotImplementedError
 
-    def check_state(self, inputs: StepInputs) -> None:
-        """Refuse a state that is not this wrapper's."""
-        raise NotImplementedError
-
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the inputs of the inner optimizer's step, except gradients. Decoded tensors are in
         fresh memory.
         """
         raise NotImplementedError
 
-    def encode(self, inputs: StepInputs, params: Leaves, state: Tree) -> tuple[Leaves, Tree]:
-        """Return parameters, a list in the order of `inputs`, and the state after the step, from
-        those of the inner optimizer.
+    def encode(self, inputs: StepInputs, params: Tensors, state: Tree) -> tuple[Tensors, Tree]:
+        """Return parameters by name and the state after the step, from those of the inner
+        optimizer.
         """
         raise NotImplementedError
+
+    def inner_state(self, opt_state: Tree) -> Tree:
+        """Return the part of a state that has the form of the inner optimizer's."""
+        return opt_state.inner
 
     def slot_dtype(
         self, path: tuple[str, ...], slot: Any, dtype: torch.dtype
     ) -> torch.dtype | None:
         """Return the dtype in which a state keeps this slot of a parameter of this dtype."""
-        dtype = widened(dtype) if self.widens_params else dtype
+        dtype = wide_dtype(dtype) if self.widens_params else dtype
         inner = self.optimizer
         return inner.slot_dtype(path, slot, dtype) if isinstance(inner, Wrapper) else dtype
 
     # ---- the step
 
-    @outside_autocast()
-    def step(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
-        """Return parameters and state after one step, in fresh memory."""
-        inputs = flatten_step(self, params, grads, opt_state)
-        self.check(inputs)
-        return inputs.restore(*self.apply_step(inputs, self.current_settings(inputs.opt_state)))
-
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parameters."""
-        self.check_state(inputs)
-        dtypes = [torch.float32 if is_half(leaf) else None for leaf in inputs.params]
-        masters = stand_ins(inputs.params, dtypes)
-        self.updater.check(with_params(inputs, masters, inputs.opt_state.inner))
+        params = list(inputs.params.values())
+        wide = stand_ins(params, [torch.float32 if is_half(param) else None for param in params])
+        named, state = dict(zip(inputs.params, wide, strict=True)), inputs.opt_state
+        self.updater.check(inputs.with_params(named, self.inner_state(state)))
 
     def current_settings(self, opt_state: Tree) -> Any:
-        """Return what the inner optimizer prepares."""
+        """Return the settings of the inner optimizer's step."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and traced()):
-            return self.updater.current_settings(
-                opt_state.inner if self.widens_params else opt_state
-            )
+            return self.updater.current_settings(self.inner_state(opt_state))
 
     def apply_step(self, inputs: StepInputs, current: Any) -> tuple[Tree, Tree]:
         """Return parameters and state after the step: decoded, stepped and encoded."""
-        step = functools.partial(self.updater.apply_step, current=current)
-        return self._stepped(inputs, step)[0]
+        return self._stepped(inputs, lambda inner: self.updater.apply_step(inner, current))[0]
 
     def apply_step_unless(
         self, skip: Tensor, inputs: StepInputs, current: Any, *, in_place: bool = False
@@ -131,13 +119,13 @@ class Wrapper(Updater):
         can_be_cut = isinstance(without_wrappers(inputs.opt_state), OptState)
         if not can_be_cut or self.calls_step or torch.compiler.is_compiling():
             return super().apply_step_unless(skip, inputs, current, in_place=in_place)
-        step = functools.partial(
-            self.updater.apply_step_unless, skip, current=current, in_place=not traced()
-        )
+
+        def step(inner: StepInputs) -> tuple[Tree, Tree]:
+            return self.updater.apply_step_unless(skip, inner, current, in_place=not traced())
+
         if traced():
             new, chosen = self._stepped(inputs, step)
-            old = inputs.params_tree(inputs.params), inputs.opt_state
-            before, after, structure = _tree.matching_leaves(old, new, "old", "new")
+            before, after, structure = _tree.matching_leaves(inputs.trees, new, "old", "new")
             done = set(map(id, chosen))
             leaves = [
                 b if id(b) in done else select_masked(skip, [a], [b])[0]
@@ -147,11 +135,11 @@ class Wrapper(Updater):
         with torch.no_grad():
             inputs = _off_graph(inputs, copy=not in_place)
             for piece in self._pieces(inputs):
-                leaves = _tree.flatten((piece.params, piece.opt_state))[0]
+                leaves = _tree.flatten(piece.trees)[0]
                 results = _tree.flatten(self._stepped(piece, step)[0])[0]
                 pairs = [(a, b) for a, b in zip(leaves, results, strict=True) if a is not b]
                 select_masked(skip, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
-        return inputs.params_tree(inputs.params), inputs.opt_state
+        return inputs.trees
 
     def _stepped(
         self, inputs: StepInputs, step: Callable[[StepInputs], tuple[Tree, Tree]]
@@ -161,11 +149,11 @@ class Wrapper(Updater):
         """
         inputs = inputs.unscaled(wide=self.wide_grads)
         if traced():
-            leaves = _tree.flatten((inputs.params, inputs.opt_state))[0]
+            leaves = _tree.flatten(inputs.trees)[0]
             self._reject_derivatives([*leaves, *inputs.grads.tensors])
         with torch.set_grad_enabled(torch.is_grad_enabled() and traced()):
             params, state = stepped = step(self.decode(inputs))
-            encoded, state = self.encode(inputs, _tree.flatten(params)[0], state)
+            encoded, state = self.encode(inputs, inputs.named(params), state)
         return (inputs.params_tree(encoded), state), _tree.flatten(stepped)[0]
 
     def _reject_derivatives(self, leaves: Sequence[Any]) -> None:
@@ -186,19 +174,18 @@ class Wrapper(Updater):
         """Yield a step that can be cut in pieces of at most `PIECE_NUMEL` elements, which share the
         memory of `inputs`.
         """
-        params, positions = inputs.named_params, inputs.all_positions
+        params = inputs.params
         if sum([leaf.numel() for leaf in params.values()]) <= PIECE_NUMEL:
             yield inputs
             return
-        grads = dict(zip(inputs.names, inputs.local_grads, strict=True))
+        grads, positions = inputs.local_grads, inputs.all_positions
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True)
         for cut in cuts:
-            of_piece = as_gradients(list(_cut_each(grads, params, cut).values()))
-            yield inputs_of_dict(
+            of_piece = [_cut(grads.get(name), params[name], span) for name, span in cut.items()]
+            yield StepInputs.of_dict(
                 _cut_each(params, params, cut),
-                inputs.grads.with_tensors_of(of_piece),
+                inputs.grads.with_tensors_of(as_gradients(of_piece)),
                 _state_of(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
-                dense_off_graph=inputs.dense_off_graph,
                 positions={
                     name: positions[name]._replace(start=positions[name].start + span.start)
                     for name, span in cut.items()
@@ -228,7 +215,7 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
     whole_shapes = {leaf.shape for leaf in state if not leaf.is_contiguous()}
     cuts: list[Cut] = [{}]
     room = PIECE_NUMEL
-    for name, leaf in inputs.named_params.items():
+    for name, leaf in inputs.params.items():
         count = max(leaf.numel(), 1)
         may_cut = cut_leaves and leaf.is_contiguous() and leaf.shape not in whole_shapes
         size = PIECE_NUMEL if may_cut else count
@@ -269,11 +256,8 @@ def _state_of(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree:
         if field == "inner":
             parts[field] = _state_of(value, inputs, cut, last=last)
         elif field in ("slots", "rest"):
-            leaves = value
-            if field == "rest":  # like the parameters
-                leaves = inputs.structure.flatten_up_to(value)
-                leaves = dict(zip(inputs.names, leaves, strict=True))
-            parts[field] = _cut_each(leaves, inputs.named_params, cut)
+            named = inputs.named(value) if field == "rest" else value
+            parts[field] = _cut_each(named, inputs.params, cut)
         else:
             parts[field] = value if last else _tree.clone(value)
     return type(state)(**parts)
@@ -285,7 +269,7 @@ def _off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
     remaining = iter(foreach.clone(tensors) if copy else tensors)
     leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return with_params(inputs, *structure.unflatten(leaves))
+    return inputs.with_params(*structure.unflatten(leaves))
 
 
 # ---- for wrappers --------------------------------------------------------------------------------
@@ -311,19 +295,8 @@ def stand_ins(leaves: Leaves, dtypes: Sequence[torch.dtype | None]) -> Leaves:
     return results
 
 
-def with_params(inputs: StepInputs, params: Leaves, opt_state: Tree) -> StepInputs:
-    """Return the inputs with these parameters, in their order, and this state."""
-    named = present(inputs.names, params)
-    return inputs._replace(params=params, named_params=named, opt_state=opt_state, lists=None)
-
-
 def is_half(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dtype in HALF
-
-
-def widened(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for a half dtype; any other dtype unchanged."""
-    return torch.float32 if dtype in HALF else dtype
 
 
 def checked_state(state: Tree, kind: type) -> Tree:

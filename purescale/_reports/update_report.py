@@ -14,7 +14,7 @@ from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._optim.torch_optim import TorchOptimizer
 from .._optim.updater import CalledOptimizer, as_updater
-from .._optim.wrapper import Wrapper, with_params
+from .._optim.wrapper import Wrapper
 from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like, full_tensor
@@ -227,33 +227,31 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
         return inputs.params_tree(_wanted(updater, inputs))
 
 
-def _wanted(optimizer: Any, inputs: StepInputs) -> Leaves:
-    """Return the update of each parameter in order, as a DTensor for one."""
+def _wanted(optimizer: Any, inputs: StepInputs) -> dict[str, Any]:
+    """Return the update of each parameter by name, as a DTensor for one."""
     if isinstance(optimizer, Wrapper):
         return _wanted(optimizer.updater, optimizer.decode(inputs))
     if isinstance(optimizer, PartitionOptimizer):
-        by_name: dict[str, Any] = {}
-        for _, part, of_part in optimizer.split(inputs):
-            by_name.update(zip(of_part.names, _wanted(part, of_part), strict=True))
-        return list(map(by_name.get, inputs.names))
-    old = list(map(_wide, inputs.params))
+        updates: dict[str, Any] = {}
+        for key, part in optimizer.split(inputs).items():
+            updates |= _wanted(optimizer.parts[key], part)
+        return updates
+    old = {name: _wide(param) for name, param in inputs.params.items()}
     wide_grads = TensorList(list(map(_wide, inputs.grads.tensors)))
     grads = inputs.grads._replace(tensor_list=wide_grads)
-    wide = with_params(inputs, old, _wide_state(optimizer, inputs))._replace(grads=grads)
-    new = inputs.structure.flatten_up_to(_stepped(optimizer, wide))
-    likes = inputs.params if inputs.dtensors is None else inputs.dtensors[0]
-    return [
-        None if before is None else from_local_like(leaf, after - before)
-        for leaf, before, after in zip(likes, old, new, strict=True)
-    ]
+    wide = inputs.with_params(old, _wide_state(optimizer, inputs))._replace(grads=grads)
+    new = inputs.named(_stepped(optimizer, wide))
+    likes = inputs.params if inputs.dtensors is None else inputs.named(inputs.dtensors[0])
+    return {name: from_local_like(likes[name], new[name] - before) for name, before in old.items()}
 
 
 def _stepped(optimizer: Any, inputs: StepInputs) -> Tree:
     if not isinstance(optimizer, CalledOptimizer):
         return optimizer.apply_step(inputs, optimizer.current_settings(inputs.opt_state))[0]
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
-    trees = inputs.params_tree(inputs.params), inputs.params_tree(inputs.local_grads)
-    return optimizer.optimizer.step(*trees, inputs.opt_state)[0]
+    params, opt_state = inputs.trees
+    grads = inputs.params_tree(inputs.local_grads)
+    return optimizer.optimizer.step(params, grads, opt_state)[0]
 
 
 def _wide(leaf: Any) -> Any:

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.step_inputs import NOTHING, StepInputs
+from .._optim.opt_state import OptState, scalars_of
+from .._optim.step_inputs import StepInputs
 from .._optim.updater import Updater
 from .._step.train_state import FlatState, StepOptions
+from .._torch import dtensor
 from .._torch.donation import can_write_each, pointers_of_each, storage_pointers
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_on_a_graph
@@ -44,9 +46,9 @@ def memory_of_step(
     """
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     # Without donation nothing is written into the state of the optimizer.
-    replaced, of_optimizer = inputs.replaced if donate else (inputs.present_params, NOTHING)
+    replaced, numbers = _replaced(inputs) if donate else (inputs.param_list, [])
     others = [
-        *of_optimizer.tensors,
+        *numbers,
         *_tree.all_tensors((flat.scaler.tree, flat.step, flat.rng, flat.guard)),
     ]
     buffers = flat.buffers.tensor_list
@@ -79,11 +81,26 @@ def donated_memory(
     optimizer: Updater, inputs: StepInputs, read_only: Sequence[Tensor]
 ) -> tuple[Memory, bool]:
     """Return the memory of a step over given gradients, and True if these may be overwritten."""
-    allowed = can_write_each([*inputs.replaced, inputs.grads.tensor_list], read_only)
-    replaced = allowed[0] and allowed[1] and not _on_graph(optimizer, inputs)
-    return Memory(None, [], optimizer=replaced), allowed[2]
+    replaced, numbers = _replaced(inputs)
+    lists = [replaced, TensorList(numbers), inputs.grads.tensor_list]
+    allowed = can_write_each(lists, read_only)
+    in_place = allowed[0] and allowed[1] and not _on_graph(optimizer, inputs)
+    return Memory(None, [], optimizer=in_place), allowed[2]
 
 
 def _on_graph(optimizer: Updater, inputs: StepInputs) -> bool:
     """Return True if a derivative goes through the step, which must then overwrite nothing."""
-    return optimizer.differentiable and is_on_a_graph(inputs.present_params.tensors)
+    return optimizer.differentiable and is_on_a_graph(inputs.param_list.tensors)
+
+
+def _replaced(inputs: StepInputs) -> tuple[TensorList, list[Tensor]]:
+    """Return the tensors of this rank that a step replaces: parameters and slots, and the numbers
+    in the state of a class of torch.
+    """
+    state = inputs.opt_state
+    if inputs.targets is None:
+        leaves = [*inputs.params.values(), *_tree.flatten(state)[0]]
+        shards = [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
+        return TensorList(shards), []
+    numbers = [state.applied, *scalars_of(state)] if isinstance(state, OptState) else []
+    return inputs.targets, numbers

@@ -31,9 +31,8 @@ def update(
     """
     if torch.compiler.is_compiling():  # which fuses; writing into gradients would only add work
         inputs = inputs._replace(grads=inputs.grads._replace(owned=False))
-    in_place, current = memory.optimizer, optimizer.current_settings(inputs.opt_state)
-    stepped = optimizer.apply_step_unless(skip, inputs, current, in_place=in_place)
-    return inputs.restore(*stepped)
+    current, in_place = optimizer.current_settings(inputs.opt_state), memory.optimizer
+    return inputs.restore(*optimizer.apply_step_unless(skip, inputs, current, in_place=in_place))
 
 
 @document_fields
@@ -101,7 +100,7 @@ def maybe_step(
     updater = as_updater(optimizer)
     inputs = flatten_step(updater, params, grads, opt_state)
     updater.check(inputs)
-    skip = _tree.flag(found_inf, like=next(iter(inputs.named_params.values()), None))
+    skip = _tree.flag(found_inf, like=next(iter(inputs.params.values()), None))
     memory = donated_memory(updater, inputs, [skip])[0] if donate else NO_MEMORY
     return update(updater, inputs, skip, memory)
 

@@ -13,7 +13,6 @@ from .._optim.opt_state import (
     OptState,
     are_parts,
     is_of_torch,
-    scalars_of,
     slots_like,
     tensors_of,
     values_of,
@@ -95,7 +94,8 @@ class StepInputs(NamedTuple):
                 for key, value in slot.items():
                     if value.shape == param.shape and not same_memory_order(value, param):
                         slot[key] = torch.empty_like(param, dtype=value.dtype).copy_(value)
-        return inputs._replace(opt_state=self.opt_state._replace(slots=slots))
+        applied, _, *numbers = self.opt_state
+        return inputs._replace(opt_state=OptState(applied, slots, *numbers))
 
     @property
     def grad_names(self) -> list[str]:
@@ -172,7 +172,7 @@ def flatten_step(
     state_list, opt_state = opt_state.tensor_list, opt_state.tree
     if dense_off_graph:
         if isinstance(opt_state, OptState):  # its slots alone
-            state_list = state_list.part(1, len(state_list.tensors) - len(scalars_of(opt_state)))
+            state_list = state_list.part(1, 1 + sum(map(len, opt_state.slots.values())))
         targets = params.tensor_list.joined(state_list)
         named = _by_name(names, params.leaves)
         gradients = None if grads is None else Gradients(grads.tensor_list, grads.leaves, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +24,9 @@ def advance(
     attempt: Attempt,
     decision: Decision,
     guard_state: Tree,
-) -> TrainState:
-    """Return the state with its next scaler, step, rng and guard. `guard_state` is the guard's new
-    state. It is kept if the step is applied, or if only the guard rejected it.
+) -> tuple[Tree, Tensor, Any, Tree]:
+    """Return the next scaler, step, rng and guard, the last fields of a state. `guard_state` is the
+    guard's new state. It is kept if the step is applied, or if only the guard rejected it.
     """
     if decision.rejected is not None:
         names = "state.guard", "the state that the guard returned"
@@ -33,23 +34,25 @@ def advance(
         drop = decision.skip & ~decision.rejected
         guard_state = structure.unflatten(select_masked(drop, old, new))
     scaler = _next_scaler(options, flat.scaler, attempt, decision)
-    step = flat.step + ~decision.skip
-    return flat._replace(scaler=scaler, step=step, rng=attempt.rng, guard=guard_state)
+    return scaler, flat.step + ~decision.skip, attempt.rng, guard_state
 
 
 def assemble(
-    flat: FlatState, new: TrainState, attempt: Attempt, decision: Decision, memory: Memory
+    flat: FlatState,
+    attempt: Attempt,
+    decision: Decision,
+    advanced: tuple[Any, ...],
+    updated: tuple[Tree, Tree],
+    memory: Memory,
 ) -> tuple[TrainState, StepInfo]:
-    """Return the next state and the report. `new`: the next state but for its buffers, which are
-    the leaves after the last microbatch.
-    """
+    """Return the next state and the report, from what `advance` and `update` returned."""
     window, rejected = attempt.window, decision.rejected
     used_scale = attempt.scaler.tree.scale.clone()
-    if memory.others:
+    if memory.may_write_others:
         old = (flat.scaler.tree, flat.step, flat.rng, flat.guard)
-        new = TrainState(*new[:3], *write_over(old, new[3:]))
-    buffers = _next_buffers(memory, decision, flat.buffers, new.buffers)
-    new = new._replace(buffers=flat.buffers.structure.unflatten(buffers))
+        advanced = write_over(old, advanced)
+    buffers = _next_buffers(memory, decision, flat.buffers, window.buffers)
+    (params, opt_state), buffers = updated, flat.buffers.structure.unflatten(buffers)
     info = StepInfo(
         loss=window.loss,
         found_inf=decision.skip,
@@ -60,7 +63,7 @@ def assemble(
         aux=window.aux,
         rejected=() if rejected is None else rejected,
     )
-    return new, info
+    return TrainState(params, buffers, opt_state, *advanced), info
 
 
 _FROM_RULE = "the state that the rule returned"
@@ -119,4 +122,4 @@ def _next_buffers(memory: Memory, decision: Decision, before: FlatTree, new: Lea
     old = before.leaves
     if not before.tensor_list.dense_off_graph or any([leaf.requires_grad for leaf in old]):
         old = [_tree.off_graph(t) if getattr(t, "requires_grad", False) else t for t in old]
-    return select_masked(decision.skip, old, new, in_place=memory.buffers)
+    return select_masked(decision.skip, old, new, in_place=memory.may_write_buffers)

@@ -30,9 +30,9 @@ class Memory(NamedTuple):
     # the storages of the step's arguments; None while tracing, where they cannot be compared
     arguments: Set[int | None] | None
     microbatches: list[Tensor]  # the tensors in them; empty while tracing
-    optimizer: bool = False  # parameters and the state of the optimizer may be overwritten
-    buffers: bool = False
-    others: bool = False  # scaler, step count, generator and guard
+    may_write_optimizer: bool = False  # parameters and the state of the optimizer
+    may_write_buffers: bool = False
+    may_write_others: bool = False  # scaler, step count, generator and guard
 
 
 def memory_of_step(
@@ -85,7 +85,7 @@ def donated_memory(
     lists = [replaced, TensorList(numbers), inputs.grads.tensor_list]
     allowed = can_write_each(lists, read_only)
     in_place = allowed[0] and allowed[1] and not _on_graph(optimizer, inputs)
-    return Memory(None, [], optimizer=in_place), allowed[2]
+    return Memory(None, [], may_write_optimizer=in_place), allowed[2]
 
 
 def _on_graph(optimizer: Updater, inputs: StepInputs) -> bool:

@@ -31,7 +31,7 @@ def update(
     """
     if torch.compiler.is_compiling():  # which fuses; writing into gradients would only add work
         inputs = inputs._replace(grads=inputs.grads._replace(owned=False))
-    current, in_place = optimizer.current_settings(inputs.opt_state), memory.optimizer
+    current, in_place = optimizer.current_settings(inputs.opt_state), memory.may_write_optimizer
     return inputs.restore(*optimizer.apply_step_unless(skip, inputs, current, in_place=in_place))
 
 

@@ -1,4 +1,4 @@
-"""Retries of a window at a lower loss scale, with the same random numbers."""
+"""A window with its random numbers, and again at a lower loss scale."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Attempt(NamedTuple):
     retries: int
 
 
-def retry_until_finite(
+def attempt_window(
     options: StepOptions,
     flat: FlatState,
     run_window: Callable[[FlatTree], tuple[WindowResult, GradStats, WindowFlags]],
 ) -> Attempt:
-    """Return the result of `run_window(scaler)` at the first scale at which the window is finite.
-    Syncs with the host if `max_retries` is above 0.
+    """Return the result of `run_window(scaler)`: with `max_retries` at the first scale at which the
+    window is finite, for which the host reads flags.
 
     If no try is finite, return the one that lost the fewest microbatches, and of those the one at
     the highest scale. All ranks of a group read the same flags, so they retry together.

@@ -27,7 +27,7 @@ from .._step.microbatches import (
 )
 from .._step.optimizer_step import update
 from .._step.reduce import check_on_all_ranks, reduce_window
-from .._step.retry import retry_until_finite
+from .._step.retry import attempt_window
 from .._step.spike_guard import Guard, call_guard, check_guarded
 from .._step.train_state import BNUpdate, FlatState, StepInfo, StepOptions, TrainState, step_options
 from .._step.value_and_grad import LossFn
@@ -191,7 +191,7 @@ def _stages(
         stats = measure(window.grads, scaler.tree.scale, stats_options)
         return window, stats, window_flags(window, stats.overflow, options)
 
-    attempt = retry_until_finite(options, flat, run_window)
+    attempt = attempt_window(options, flat, run_window)
     window, stats, flags = attempt.window, attempt.stats, attempt.flags
     guard_state, rejects = flat.guard, None
     if options.guard is not None:
@@ -199,11 +199,10 @@ def _stages(
         guard_state, rejects = call_guard(options.guard, flat.guard, window.loss, stats.norm, dtype)
     decision = decide(stats, options.clip, window.grads, flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
-    new = advance(options, flat, attempt, decision, guard_state)
+    advanced = advance(options, flat, attempt, decision, guard_state)
     inputs = inputs._replace(grads=decision.grads)
-    params, opt_state = update(options.optimizer, inputs, decision.skip, memory)
-    new = new._replace(params=params, buffers=window.buffers, opt_state=opt_state)
-    return assemble(flat, new, attempt, decision, memory)
+    updated = update(options.optimizer, inputs, decision.skip, memory)
+    return assemble(flat, attempt, decision, advanced, updated, memory)
 
 
 def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> FlatState:

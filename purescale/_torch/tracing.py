@@ -43,7 +43,7 @@ def is_on_a_graph(tensors: Sequence[Tensor | None]) -> bool:
         return False
     if any([tensor is not None and tensor.requires_grad for tensor in tensors]):
         return True
-    if torch.compiler.is_compiling() or not private.transforms_active():
+    if not private.transforms_active() or torch.compiler.is_compiling():
         return False
     return any([tensor is not None and innermost(tensor).requires_grad for tensor in tensors])
 

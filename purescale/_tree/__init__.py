@@ -7,5 +7,5 @@ Entry: `tree.flatten` and `tree.flatten_once`; `gradients.as_gradients`, which m
 real and local; `states.select`, old or new; `states.stack_states`.
 Hands on: `tree.FlatTree`, the leaves of a tree and its structure; `gradients.Gradients`, dense,
 real tensors with `restore`, which turns them back into leaves.
-May import: `_torch`. `tree.py` is the only user of optree.
+May import: `_torch`. Only `tree.py` and `_torch/private_names.py` call optree.
 """

@@ -88,17 +88,19 @@ def _chosen(
     skip: Tensor | bool, old: list[Tensor], new: list[Tensor], *, in_place: bool
 ) -> list[Tensor]:
     # torch refuses in-place writes to a leaf that requires grad
-    if not (traced() or is_on_a_graph([*old, *new])):
+    if any([leaf.requires_grad for leaf in old]) and not (traced() or is_on_a_graph([*old, *new])):
         old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
     flag = _tree.flag(skip, like=old[0] if old else None)
     return foreach.where(flag, old, new, in_place=in_place)
 
 
 def write_over(old: Tree, new: Tree) -> Tree:
-    """Write `new` into the tensors of `old`, of which the caller guarantees that nothing else
-    shares their memory: a captured step is replayed over the memory that it was captured with.
+    """Write `new`, which differs in values only, into the tensors of `old`, of which the caller
+    guarantees that nothing else shares their memory: a captured step is replayed over the memory
+    that it was captured with.
     """
-    leaves, others, structure = _tree.matching_leaves(old, new, "old", "new")
+    leaves, structure = _tree.flatten(old)
+    others = structure.flatten_up_to(new)
     if any(map(is_constant, leaves)) or is_on_a_graph([*leaves, *others]):
         return new
     foreach.copy_(leaves, others)

@@ -1,4 +1,4 @@
-"""Pytrees of tensors: structure, names, matching of two trees. The only module that uses optree.
+"""Pytrees of tensors: structure, names, matching of two trees, by optree.
 
 A tree is any nesting of dict, list, tuple and NamedTuple. `None` is a leaf and passes through every
 function. Dicts keep their key order: outputs with sorted keys would retrace a compiled step.

@@ -1,4 +1,4 @@
-"""The stages `advance` and `assemble` of a step: the next state, and what the step reports."""
+"""The stages `advance` and `assemble` of a step: the next state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .._loss_scale.rules import call_rule
 from .._step.decide import Decision
 from .._step.memory import Memory
 from .._step.retry import Attempt
-from .._step.train_state import FlatState, StepInfo, StepOptions, TrainState
+from .._step.train_state import FlatState, StepOptions, TrainState
 from .._tree import tree as _tree
 from .._tree.states import select, select_masked, write_over
 from .._tree.tree import FlatTree, Leaves, Tree
@@ -39,31 +39,20 @@ def advance(
 
 def assemble(
     flat: FlatState,
-    attempt: Attempt,
-    decision: Decision,
-    advanced: tuple[Any, ...],
     updated: tuple[Tree, Tree],
+    advanced: tuple[Any, ...],
+    buffers: Leaves,
+    decision: Decision,
     memory: Memory,
-) -> tuple[TrainState, StepInfo]:
-    """Return the next state and the report, from what `advance` and `update` returned."""
-    window, rejected = attempt.window, decision.rejected
-    used_scale = attempt.scaler.tree.scale.clone()
+) -> TrainState:
+    """Return the next state, from what `update` and `advance` returned and the buffers after the
+    last microbatch.
+    """
     if memory.may_write_others:
-        old = (flat.scaler.tree, flat.step, flat.rng, flat.guard)
-        advanced = write_over(old, advanced)
-    buffers = _next_buffers(memory, decision, flat.buffers, window.buffers)
-    (params, opt_state), buffers = updated, flat.buffers.structure.unflatten(buffers)
-    info = StepInfo(
-        loss=window.loss,
-        found_inf=decision.skip,
-        scale=used_scale,
-        grad_norm=decision.grad_norm,
-        grad_amax=decision.grad_amax,
-        retries=torch.full((), attempt.retries, dtype=torch.int32, device=used_scale.device),
-        aux=window.aux,
-        rejected=() if rejected is None else rejected,
-    )
-    return TrainState(params, buffers, opt_state, *advanced), info
+        advanced = write_over((flat.scaler.tree, flat.step, flat.rng, flat.guard), advanced)
+    buffers = _next_buffers(memory, decision, flat.buffers, buffers)
+    params, opt_state = updated
+    return TrainState(params, flat.buffers.structure.unflatten(buffers), opt_state, *advanced)
 
 
 _FROM_RULE = "the state that the rule returned"

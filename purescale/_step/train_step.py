@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._distributed.process_group import Group
@@ -202,7 +203,18 @@ def _stages(
     advanced = advance(options, flat, attempt, decision, guard_state)
     inputs = inputs._replace(grads=decision.grads)
     updated = update(options.optimizer, inputs, decision.skip, memory)
-    return assemble(flat, attempt, decision, advanced, updated, memory)
+    scale = attempt.scaler.tree.scale.clone()  # `assemble` may write into it
+    info = StepInfo(
+        loss=window.loss,
+        found_inf=decision.skip,
+        scale=scale,
+        grad_norm=decision.grad_norm,
+        grad_amax=decision.grad_amax,
+        retries=torch.full((), attempt.retries, dtype=torch.int32, device=scale.device),
+        aux=window.aux,
+        rejected=() if decision.rejected is None else decision.rejected,
+    )
+    return assemble(flat, updated, advanced, window.buffers, decision, memory), info
 
 
 def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> FlatState:

@@ -161,32 +161,31 @@ class StateDtypeOptimizer(Wrapper):
         wide = self._wide_dtypes(inputs, slots)
         if not torch.compiler.is_dynamo_compiling():  # Dynamo traces neither optree nor fnmatch
             self._check_dtypes(_paths(state), slots, wide)
-        wide_slots = stand_ins(slots, _where_narrower(slots, wide))
-        self.updater.check(inputs.with_params(inputs.params, _with_castable(state, wide_slots)))
+        wide_state = _with_castable(state, stand_ins(slots, wide))
+        self.updater.check(inputs.with_params(inputs.params, wide_state))
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with the state in the dtypes of the inner optimizer."""
         slots = _castable(inputs.opt_state)
-        wide = _cast(slots, _where_narrower(slots, self._wide_dtypes(inputs, slots)))
+        wide = _cast(slots, self._wide_dtypes(inputs, slots))
         return inputs.with_params(inputs.params, _with_castable(inputs.opt_state, wide))
 
     def encode(self, inputs: StepInputs, params: Tensors, state: Tree) -> tuple[Tensors, Tree]:
         """Cast the state back to the dtypes that it had."""
-        old, wide = _castable(inputs.opt_state), _castable(state)
-        are_narrower = _where_narrower(old, [getattr(new, "dtype", None) for new in wide])
-        dtypes = [
-            slot.dtype if narrower else None
-            for slot, narrower in zip(old, are_narrower, strict=True)
-        ]
-        return params, _with_castable(state, _cast(wide, dtypes))
+        stored = [_castable_dtype(slot) for slot in _castable(inputs.opt_state)]
+        return params, _with_castable(state, _cast(_castable(state), stored))
 
     def _wide_dtypes(self, inputs: StepInputs, slots: Leaves) -> list[torch.dtype | None]:
-        """Return the dtype in which the inner optimizer makes each tensor of its state."""
+        """Return the dtype in which the inner optimizer makes each tensor of its state, None for
+        what is never cast.
+        """
         if parts_of(without_wrappers(inputs.opt_state)):
             params, wide_dtype = inputs.params, super().slot_dtype
             pairs = zip(_paths(inputs.opt_state), slots, strict=True)
             return [
-                wide_dtype(path, slot, params[path[0]].dtype) if path[0] in params else None
+                wide_dtype(path, slot, params[path[0]].dtype)
+                if path[0] in params and _can_be_cast(slot)
+                else None
                 for path, slot in pairs
             ]
         meta = {
@@ -200,7 +199,7 @@ class StateDtypeOptimizer(Wrapper):
                 "these parameters. Likely cause: the state of another optimizer or model. Fix: "
                 "`opt_state = optimizer.init(params)`."
             )
-        return [getattr(leaf, "dtype", None) for leaf in new]
+        return list(map(_castable_dtype, new))
 
     def _check_dtypes(
         self, paths: list[tuple[str, ...]], slots: Leaves, wide: list[torch.dtype | None]
@@ -270,12 +269,9 @@ def _can_be_cast(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 0
 
 
-def _where_narrower(leaves: Leaves, wide: Sequence[torch.dtype | None]) -> list[torch.dtype | None]:
-    """Return the wide dtype of each leaf that is in a narrower one, and None for the others."""
-    return [
-        dtype if dtype and _can_be_cast(leaf) and leaf.dtype.itemsize < dtype.itemsize else None
-        for leaf, dtype in zip(leaves, wide, strict=True)
-    ]
+def _castable_dtype(leaf: Any) -> torch.dtype | None:
+    """Return the dtype of a leaf, None if it is never cast."""
+    return leaf.dtype if _can_be_cast(leaf) else None
 
 
 def _cast(leaves: Leaves, dtypes: Sequence[torch.dtype | None]) -> Leaves:

@@ -282,11 +282,13 @@ def on_shards(function: Callable[..., Tensor], leaf: Tensor, *others: Tensor) ->
 
 
 def stand_ins(leaves: Leaves, dtypes: Sequence[torch.dtype | None]) -> Leaves:
-    """Return leaves with these dtypes and memory for one element; those with None as they are."""
+    """Return leaves with these dtypes and memory for one element. A leaf with None, or of this
+    dtype already, is returned as it is.
+    """
     empty: dict[Any, Tensor] = {}
     results = list(leaves)
     for index, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
-        if dtype is not None:
+        if dtype is not None and leaf.dtype is not dtype:
             local = dtensor.shard(leaf)
             key = local.shape, local.device, dtype
             if key not in empty:

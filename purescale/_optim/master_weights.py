@@ -358,13 +358,9 @@ class MasterOptimizer(Wrapper):
         for name, pair in zip(halves, pairs, strict=True):
             stored[name], rest[name] = pair
         for name in _of_dtype(old, torch.float16):
-            stored[name] = on_shards(_to_float16, params[name])
+            stored[name] = on_shards(lambda m: saturating(m, torch.float16), params[name])
             rest[name] = params[name]
         return stored, MasterState(state, inputs.params_tree(rest))
-
-
-def _to_float16(master: Tensor) -> Tensor:
-    return saturating(master, torch.float16)
 
 
 def _of_dtype(params: Tensors, dtype: torch.dtype) -> list[str]:

@@ -222,7 +222,21 @@ def _check_shards(
     for index, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
         if gradient is not None and (reason := dtensor.placement_mismatch(gradient, leaf)):
             raise ValueError(f"{_tree.path(tree, 'grads', index)} {reason}")
-        _check_placements(leaf, tree, index, optimizer)
+        if not dtensor.is_dtensor(leaf):
+            continue
+        at = _tree.path(tree, "params", index)
+        if any(placement.is_partial() for placement in leaf.placements):
+            raise ValueError(
+                f"{at} has the placements {leaf.placements}: it has a Partial placement, and "
+                "updating each rank's part does not update their sum. Fix: "
+                "`p.redistribute(placements=[Replicate()])`."
+            )
+        if not optimizer.elementwise and dtensor.is_sharded(leaf):
+            raise ValueError(
+                f"{at} has the placements {leaf.placements}, and {optimizer} needs the whole of a "
+                "parameter. Fix: AdamW or another optimizer that updates each element by itself, "
+                "or `p.redistribute(placements=[Replicate()])`, for gradients too."
+            )
     _check_state_placements(opt_state, dict(zip(names, leaves, strict=True)))
 
 
@@ -249,24 +263,6 @@ def _flatten_state(opt_state: Tree) -> tuple[Leaves, Any]:
     if are_parts(opt_state):
         return [leaf for state in opt_state.values() for leaf in tensors_of(state)], None
     return _tree.flatten(opt_state)
-
-
-def _check_placements(param: Any, params: Tree, index: int, optimizer: Any) -> None:
-    if not dtensor.is_dtensor(param):
-        return
-    at = _tree.path(params, "params", index)
-    if any(placement.is_partial() for placement in param.placements):
-        raise ValueError(
-            f"{at} has the placements {param.placements}: it has a Partial placement, and "
-            "updating each rank's part does not update their sum. Fix: "
-            "`p.redistribute(placements=[Replicate()])`."
-        )
-    if not optimizer.elementwise and dtensor.is_sharded(param):
-        raise ValueError(
-            f"{at} has the placements {param.placements}, and {optimizer} needs the whole of a "
-            "parameter. Fix: AdamW or another optimizer that updates each element by itself, or "
-            "`p.redistribute(placements=[Replicate()])`, for gradients too."
-        )
 
 
 def _check_state_placements(opt_state: Tree, params: dict[str, Any]) -> None:

@@ -170,7 +170,7 @@ class WindowMean:
         before = None if self.sums is None else [self.sums[place]]
         sums = self.with_share(before, new.tensors, last)
         tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums
-        index = self.value_and_grad.present[place]
+        index = self.value_and_grad.indices[place]
         nan = sent_for_nan(self.options, last + 1)
         reduction.put(index, new.restore(tensors)[0], owned=True, nan=nan)
 

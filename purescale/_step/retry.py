@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from .._torch.dtensor import any_dtensor
 from .._tree import tree as _tree
 from .._tree.tree import FlatTree
 
-T = TypeVar("T")
-
 
 class Attempt(NamedTuple):
     """A window at one loss scale, measured."""
@@ -33,36 +31,34 @@ class Attempt(NamedTuple):
     retries: int
 
 
-def attempt_window(
-    options: StepOptions,
-    flat: FlatState,
-    run_window: Callable[[FlatTree], tuple[WindowResult, GradStats, WindowFlags]],
-) -> Attempt:
+# Runs the microbatches at the loss scale of this state.
+RunWindow: TypeAlias = Callable[[FlatTree], tuple[WindowResult, GradStats, WindowFlags]]
+
+
+def attempt_window(options: StepOptions, flat: FlatState, run_window: RunWindow) -> Attempt:
     """Return the result of `run_window(scaler)`: with `max_retries` at the first scale at which the
     window is finite, for which the host reads flags.
 
     If no try is finite, return the one that lost the fewest microbatches, and of those the one at
     the highest scale. All ranks of a group read the same flags, so they retry together.
     """
-    scaler, rng, device = flat.scaler, flat.rng, flat.scaler.tree.scale.device
     if not options.max_retries:
-        result, next_rng = _with_generator(rng, device, run_window, scaler)
-        return Attempt(*result, scaler, next_rng, 0)
+        return _attempt(flat.rng, run_window, flat.scaler, 0)
     if any_dtensor(flat.params.leaves):
         raise ValueError(
             f"max_retries={options.max_retries} with parameters that are DTensors: ranks that "
             "disagree about a retry would deadlock. Fix: max_retries=0."
         )
     best: Attempt | None = None
-    retries = 0
-    generators = Generators.of(device)
+    scaler, retries = flat.scaler, 0
+    generators = Generators.of(scaler.tree.scale.device)
     with generators.locked():
         before = generators.states()
         while True:
-            result, next_rng = _with_generator(rng, device, run_window, scaler)
-            flags = result[2]
+            attempt = _attempt(flat.rng, run_window, scaler, retries)
+            flags = attempt.flags
             if best is None or bool(flags.num_overflowed < best.flags.num_overflowed):
-                best = Attempt(*result, scaler, next_rng, retries)
+                best = attempt
             lower = None
             if retries < options.max_retries and bool(flags.retryable):
                 lower = backed_off(options.rule, scaler.tree)
@@ -70,6 +66,19 @@ def attempt_window(
                 return best._replace(retries=retries)
             scaler, retries = _tree.flatten_once(lower), retries + 1
             generators.restore(before)
+
+
+def _attempt(rng: Any, run_window: RunWindow, scaler: FlatTree, retries: int) -> Attempt:
+    """Run a window with random numbers from `rng`, the state of a generator. With `()` it uses the
+    global generator, which is otherwise left unchanged.
+    """
+    if isinstance(rng, tuple):
+        return Attempt(*run_window(scaler), scaler, rng, retries)
+    generator = Generators(Generators.of(scaler.tree.scale.device).places[-1:])
+    with generator.locked(), generator.unchanged():
+        generator.restore([rng.clone()])
+        result = run_window(scaler)
+        return Attempt(*result, scaler, generator.states()[0], retries)
 
 
 _MAX_UPDATES = 100  # overflows that a rule may let pass before it lowers the scale
@@ -131,19 +140,3 @@ class Generators(NamedTuple):
             yield
         finally:
             self.restore(before)
-
-
-def _with_generator(
-    rng: Any, device: torch.device, function: Callable[..., T], *arguments: Any
-) -> tuple[T, Any]:
-    """Call the function with random numbers from `rng`, the state of a generator, and return its
-    result and the next state. With `()` it uses the global generator, which is otherwise left
-    unchanged.
-    """
-    if isinstance(rng, tuple):
-        return function(*arguments), rng
-    generator = Generators(Generators.of(device).places[-1:])
-    with generator.locked(), generator.unchanged():
-        generator.restore([rng.clone()])
-        result = function(*arguments)
-        return result, generator.states()[0]

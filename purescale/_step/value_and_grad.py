@@ -189,8 +189,8 @@ class ValueAndGrad:
     ) -> None:
         self.scale, self.loss_fn, self.buffers = scaler.tree.scale, loss_fn, buffers
         self.params, self.structure = params, params.structure
-        self.present = [index for index, leaf in enumerate(params.leaves) if leaf is not None]
-        self.inputs = [params.leaves[index] for index in self.present]
+        self.indices = [index for index, leaf in enumerate(params.leaves) if leaf is not None]
+        self.inputs = [params.leaves[index] for index in self.indices]
         self.are_all_present = len(self.inputs) == len(params.leaves)
         self.dense_real = params.tensor_list.dense_off_graph or are_dense_real(params.leaves)
         self.sharded = not params.tensor_list.dense_off_graph and dtensor.any_dtensor(self.inputs)
@@ -215,14 +215,14 @@ class ValueAndGrad:
     def names(self) -> list[str]:
         """Return the dotted names of the parameters that are tensors."""
         names = _tree.names(self.params.tree)
-        return [names[index] for index in self.present]
+        return [names[index] for index in self.indices]
 
     def _leaves(self, tensors: list[Any]) -> Leaves:
         """Return one leaf for each of the parameters, None where they are None."""
         if self.are_all_present:
             return tensors
         leaves: Leaves = [None] * len(self.params.leaves)
-        for index, tensor in zip(self.present, tensors, strict=True):
+        for index, tensor in zip(self.indices, tensors, strict=True):
             leaves[index] = tensor
         return leaves
 

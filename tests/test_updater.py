@@ -75,6 +75,12 @@ def scaled_inputs(optimizer, factor, *, overflow):
     return inputs._replace(grads=grads), params, state
 
 
+def test_two_leaves_of_one_dotted_name_are_refused_by_the_step_of_any_optimizer():
+    params, optimizer = {"a.b": torch.ones(5), "a": {"b": torch.ones(5)}}, StepAlone()
+    with pytest.raises(ValueError, match="two leaves have the same dotted name"):
+        ps.maybe_step(optimizer, params, params, optimizer.init(params), found_inf=False)
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("overflow", [False, True])
 @pytest.mark.parametrize("factor", [None, 0.25, 0.3])

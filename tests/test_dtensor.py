@@ -391,8 +391,21 @@ def _refused(rank):
         def step(self, closure=None):
             return super().step(closure)
 
-    # a class whose step nobody knows, and a pair that is given the DTensors themselves
-    assert not ps.from_torch(Own).elementwise
+    # a class whose step nobody knows, and a pair, are given the DTensors themselves
+    optimizer, plain = ps.from_torch(Own, lr=0.1, momentum=0.9), {"w": weight}
+    expected = of_plain = None
+    for params in (plain, sharded, copied):
+        opt_state = optimizer.init(params)
+        for donate in (False, True, True):
+            grads = {"w": params["w"] * 0.5}
+            params = {"w": params["w"].clone()}
+            params, opt_state = ps.maybe_step(
+                *(optimizer, params, grads, opt_state, flag), donate=donate
+            )
+        of_plain = of_plain or params
+        expected = expected or opt_state.slots
+        close(params, of_plain)
+        close(opt_state.slots, expected)
     tx = ps.from_transformation(
         (lambda params: (), lambda g, s, params: ({"w": -g["w"] / g["w"].norm()}, s))
     )

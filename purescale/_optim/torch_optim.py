@@ -147,7 +147,7 @@ class TorchOptimizer(Updater):
         self._formula = settings.formula
         self.may_add_slots = self.calls_step = self._formula is None
         self.differentiable = settings.differentiable
-        self.elementwise: bool | None = self._formula is not None and self._formula.elementwise
+        self.elementwise: bool | None = self._formula.elementwise if self._formula else None
         self._slot_layout = SlotLayout(settings)
         self._fused_step = FusedStep(settings, self._slot_layout)
         self._class_step = ClassStep(settings, self._slot_layout)

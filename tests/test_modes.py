@@ -104,6 +104,16 @@ def test_a_train_that_reads_and_writes_weights_leaves_the_model_alone(mode):
     torch.testing.assert_close(out, model.train(mode)(X).detach())
 
 
+def test_a_hook_that_an_overridden_train_installs_is_in_no_call():
+    class Hooked(nn.Linear):
+        def train(self, mode=True):
+            self.register_forward_hook(lambda module, inputs, out: out + 1)
+            return super().train(mode)
+
+    model = Hooked(3, 3)
+    assert same_bits(called(model, X, True)[0], model(X).detach())
+
+
 @pytest.mark.parametrize("train", [Fits.train, fits_data])
 @pytest.mark.parametrize("outer", [lambda m: m, nn.Sequential])
 @pytest.mark.parametrize("mode", [True, False])

@@ -283,6 +283,19 @@ def test_nothing_that_a_forward_keeps_of_its_arguments_stays_alive(name):
     assert seen() is None
 
 
+def test_a_hook_that_the_first_forward_installs_dies_with_its_call():
+    apply, params, buffers = ps.make_functional(Net())
+    installed = weakref.WeakSet()
+
+    def install(net, x):
+        net.drop.register_forward_hook(hook := lambda module, inputs, out: out)
+        installed.add(hook)
+
+    apply(params, buffers, torch.ones(2, 3), [install])
+    gc.collect()
+    assert not installed
+
+
 def test_a_backward_hook_that_a_forward_installs_is_there_for_the_backward_of_that_call():
     net, apply, (params, buffers, x) = functional()
     grads = []

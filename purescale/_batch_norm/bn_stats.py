@@ -395,9 +395,9 @@ def check_flat_buffers(buffers: Any) -> None:
         isinstance(key, str) and isinstance(value, Tensor) for key, value in buffers.items()
     ):
         raise TypeError(
-            f"buffers is {_tree.described(buffers)}; expected the flat dict of tensors by dotted "
-            "name that make_functional returns. Fix: for several models, merge the dicts under a "
-            "prefix."
+            f"buffers is {_tree.describe_argument(buffers)}; expected the flat dict of tensors by "
+            "dotted name that make_functional returns. Fix: for several models, merge the dicts "
+            "under a prefix."
         )
 
 

@@ -155,8 +155,8 @@ def _num_batches(batches: Tree, leaves: Leaves) -> int:
     """Return the first dimension of all tensors. Refuse what has no batch, or no number of them."""
     if not any([isinstance(leaf, Tensor) for leaf in leaves]):
         raise ValueError(
-            f"batches is {_tree.described(batches)} without a tensor; the first dimension of its "
-            f"tensors is the number of steps. {_no_tensor_cause(leaves)}"
+            f"batches is {_tree.describe_argument(batches)} without a tensor; the first dimension "
+            f"of its tensors is the number of steps. {_no_tensor_cause(leaves)}"
         )
     cause = (
         "Likely cause: batches that are not stacked, or a tensor that is the same in all steps. "
@@ -188,7 +188,7 @@ def pair_of(returned: Tree) -> tuple[Tree, Tree]:
     """Refuse what is not a pair of a state and an info."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(
-            f"the step returned {_tree.described(returned)}; expected a pair, the next state and "
-            "an info. Fix: `return state, info`, with `info = ()` for none."
+            f"the step returned {_tree.describe_argument(returned)}; expected a pair, the next "
+            "state and an info. Fix: `return state, info`, with `info = ()` for none."
         )
     return returned

@@ -31,23 +31,24 @@ FIX = (
 
 
 @private.only_inlined
-def new_buffers(copy: ModelCopy, buffers: Tensors) -> Tensors:
-    """Return the buffers after the forward, which wrote into `buffers` or replaced them."""
-    for number, path in copy.layout.views if not torch.compiler.is_dynamo_compiling() else ():
+def new_buffers(copy: ModelCopy, own_buffers: Tensors) -> Tensors:
+    """Return the buffers after the forward, which wrote into `own_buffers` or replaced them."""
+    layout = copy.layout
+    for number, path in layout.views if not torch.compiler.is_dynamo_compiling() else ():
         if versions([copy.objects[number]]) != [0]:
             raise RuntimeError(
                 f"the forward of the model wrote into {path}, which shares memory with another "
                 "plain attribute. In the model the write changes both; in a call they are "
                 "separate. Fix: `.clone()` it where it is set."
             )
-    now = copy.registered()
-    if len(now) == len(copy.before) and all(map(operator.is_, now, copy.before)):
-        return buffers
+    if not layout.has_state:
+        now = copy.registered()
+        if len(now) == len(copy.before) and all(map(operator.is_, now, copy.before)):
+            return own_buffers
     refuse_new_registrations(copy)
-    for state in copy.layout.state_containers:
-        if not _is_followed(copy, state):
-            raise _container_error(copy, state)
-    return {**buffers, **_replaced(copy, buffers)}
+    for state in layout.state_containers:
+        _follow(copy, state)
+    return {**own_buffers, **_replaced(copy, own_buffers)}
 
 
 def refuse_new_registrations(copy: ModelCopy) -> None:
@@ -80,41 +81,37 @@ def _is_of_arguments(module: nn.Module | None, copy: ModelCopy) -> bool:
     return all(id(t) in arguments for t in (*module.parameters(), *module.buffers()))
 
 
-def _is_followed(copy: ModelCopy, state: StateContainer) -> bool:
-    """Let the list or dict that the forward has put in place of one with state be that one. Return
-    False if it is not like it, or is not in all of its places.
+def _follow(copy: ModelCopy, state: StateContainer) -> None:
+    """Let the list or dict that the forward has put in place of one with state be that one. Refuse
+    one that is not like it, or is not in all of its places.
     """
     first, *others = map(copy.value, state.places)
     before = copy.contents[state.container]
-    if type(first) is not type(before) or any(other is not first for other in others):
-        return False
+    in_all_places = all(other is first for other in others)
+    if not (in_all_places and type(first) is type(before) and tuple(keys_of(first)) == state.keys):
+        raise RuntimeError(
+            f"the forward of the model left {_tree.describe_argument(first)} in "
+            f"{state.places[0].path}, whose elements state_attributes names; expected in all its "
+            f"places one {type(before).__name__} with the keys {list(state.keys)}, as before. "
+            "Likely cause: it grows in each call, or the first calls fill it. Fix: run "
+            "`model(example_batch)` until it is full before make_functional, and keep its length: "
+            "`self.h = self.h[1:] + [x]`."
+        )
     copy.contents[state.container] = first
-    return tuple(keys_of(first)) == state.keys
 
 
-def _container_error(copy: ModelCopy, state: StateContainer) -> RuntimeError:
-    return RuntimeError(
-        f"the forward of the model left {_tree.described(copy.value(state.places[0]))} in "
-        f"{state.places[0].path}, whose elements state_attributes names; expected in all its "
-        f"places one {type(copy.objects[state.container]).__name__} with the keys "
-        f"{list(state.keys)}, as before. Likely cause: it grows in each call, or the first calls "
-        "fill it. Fix: run `model(example_batch)` until it is full before make_functional, and "
-        "keep its length: `self.h = self.h[1:] + [x]`."
-    )
-
-
-def _replaced(copy: ModelCopy, buffers: Tensors) -> Tensors:
+def _replaced(copy: ModelCopy, own_buffers: Tensors) -> Tensors:
     """Return the buffers that the forward replaced."""
     new = {}
     for name, (first, *others) in copy.layout.places:
         before, value = copy.arguments[name], copy.value(first)
         if value is not before:
-            if name not in buffers:
+            if name not in own_buffers:
                 raise RuntimeError(
                     f"the forward of the model replaced its parameter {name} by another tensor. "
                     f"{FIX}"
                 )
-            new[name] = _new_buffer(name, value, buffers[name], is_attribute=not first.in_store)
+            new[name] = _new_buffer(name, value, own_buffers[name], is_attribute=not first.in_store)
         for place in others:
             other = copy.value(place)
             # An attribute that a forward sets to something new is not state.
@@ -149,7 +146,11 @@ def _check_state(name: str, value: Any, before: Tensor) -> None:
     """Refuse a value of a state attribute that another call could not start from."""
     if isinstance(value, Tensor) and value.shape == before.shape:
         return
-    now = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else _tree.described(value)
+    now = (
+        f"shape {tuple(value.shape)}"
+        if isinstance(value, Tensor)
+        else _tree.describe_argument(value)
+    )
     raise RuntimeError(
         f"the forward of the model set {name}, which state_attributes names, to {now}; expected a "
         f"tensor of shape {tuple(before.shape)}, as before. Likely cause: another batch size, or a "

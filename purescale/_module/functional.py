@@ -7,7 +7,7 @@ import inspect
 import operator
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from .._module.registered import (
     state_containers,
     state_tensors,
 )
+from .._module.walk import recipe_of
 from .._torch import foreach, private
 from .._torch.autocast import explain_autocast
 from .._torch.tracing import PLAIN_TYPES, host_can_read, under_transform
@@ -40,13 +41,30 @@ Method = str | Callable[..., Any] | None
 _WITHOUT_STATISTICS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm)
 
 
+class Call(NamedTuple):
+    """What is called in a copy of the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    train: bool
+    method: Method
+
+
+@dataclasses.dataclass
+class Learned:
+    """What the calls so far have shown of the model, on which no result depends."""
+
+    recipes: tuple[Recipe, Recipe]  # by `train`; without shared containers once one was filled
+    compares_values: bool = True  # of parameters, in the next call in training: in the first one
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Apply:
     """The function that `make_functional` returns: `apply(params, buffers, *args, train=True,
     method=None, **kwargs) -> (out, new_buffers)`.
     """
 
-    _recipe: Recipe
+    _learned: Learned
     _params: frozenset[str]
     _buffers: frozenset[str]
     norm_params: frozenset[str]  # the weights and biases of normalisation layers
@@ -71,45 +89,50 @@ class Apply:
             raise RuntimeError(self._wrong_names(params, buffers))
         if method is not None:
             _check_method(method)
-        call = (args, kwargs, bool(train), method)
-        # A buffer that is not dense, such as a sparse adjacency matrix, is returned as it is.
-        constants = _constants(buffers)
-        compiling, transformed = torch.compiler.is_dynamo_compiling(), under_transform()
-        # List kernels have no vmap rule.
-        copies = _copies(buffers, constants, one_by_one=compiling or transformed)
-        if compiling:
-            # Writes into these copies do not reach params. The compiler removes unused copies.
-            tensors = {name: param.clone() for name, param in params.items()} | copies
+        call = Call(args, kwargs, bool(train), method)
+        if torch.compiler.is_dynamo_compiling():
             # If the graph breaks inside a `try`, Dynamo gives up this frame and runs it eagerly,
             # so the condition is read again.
             try:
                 if torch.compiler.is_dynamo_compiling():
-                    return self._forward(tensors, copies, call)[1:]
+                    return self._compiled(params, buffers, call)
             except Exception:
                 raise
-        return self._eager(params, constants, copies, call, transformed)
+        return self._eager(params, buffers, call)
 
     @private.only_inlined
-    def _eager(
-        self, params: Tensors, constants: Tensors, copies: Tensors, call: Any, transformed: bool
-    ) -> tuple[Any, Tensors]:
-        tensors = {**params, **copies}
+    def _compiled(self, params: Tensors, buffers: Tensors, call: Call) -> tuple[Any, Tensors]:
+        own_buffers = _own_copies(buffers, _constants(buffers), one_by_one=True)
+        # Writes into these copies do not reach params. The compiler removes unused copies.
+        tensors = {name: param.clone() for name, param in params.items()} | own_buffers
+        return self._forward(tensors, own_buffers, call)[1:]
+
+    @private.only_inlined
+    def _eager(self, params: Tensors, buffers: Tensors, call: Call) -> tuple[Any, Tensors]:
+        transformed, recipes = under_transform(), self._learned.recipes
+        # A buffer that is not dense, such as a sparse adjacency matrix, is returned as it is.
+        constants = _constants(buffers)
+        # List kernels have no vmap rule.
+        own_buffers = _own_copies(buffers, constants, one_by_one=transformed)
+        tensors = {**params, **own_buffers}
         for name in self._renormalised:
             tensors[name] = params[name].clone()
         has_graph = torch.is_grad_enabled() and not transformed
         watched = {**params, **constants} if constants else params
         before = stamps(watched.values(), transformed)
         flags = list(map(_requires_grad, tensors.values()))
-        values = self._values_to_compare(params, call, has_graph) if not transformed else {}
+        values = self._values_to_compare(params) if has_graph and call.train else {}
         try:
-            copy, out, new = self._forward(tensors, copies, call)
+            copy, out, new = self._forward(tensors, own_buffers, call)
         except RuntimeError as error:
             if transformed:
                 explain_checkpointing(error)
                 explain_autocast(error)
             raise
         finally:
-            filled = self._recipe.release_filled()
+            if filled := any(recipes[0].shared_empty):
+                evaluating, training = recipes
+                self._learned.recipes = evaluating.with_own_empty(), training.with_own_empty()
             if list(map(_requires_grad, tensors.values())) != flags:
                 for tensor, flag in zip(tensors.values(), flags, strict=True):
                     if tensor.is_leaf:
@@ -122,34 +145,32 @@ class Apply:
             forbid_recompute(copy)
         elif has_graph:
             # A second run of a batch norm then writes into those of the copy.
-            new = _copies(new, constants, one_by_one=False) if new else new
+            new = _own_copies(new, constants, one_by_one=False) if new else new
             keep_modes(copy)
         return out, new
 
-    def _values_to_compare(self, params: Tensors, call: Any, has_graph: bool) -> Tensors:
+    def _values_to_compare(self, params: Tensors) -> Tensors:
         """Return copies of parameters to compare with, which finds writes through `.data`, in the
         first call in training.
         """
-        is_first = has_graph and call[2] and self._recipe.watches_next
-        if is_first:
-            self._recipe.watches_next = False
-            is_first = host_can_read(list(params.values()))
-        return _detached_copies(params) if is_first else {}
+        if not self._learned.compares_values:
+            return {}
+        self._learned.compares_values = False
+        return _detached_copies(params) if host_can_read(list(params.values())) else {}
 
     @private.only_inlined
     def _forward(
-        self, tensors: Tensors, copies: Tensors, call: Any
+        self, tensors: Tensors, own_buffers: Tensors, call: Call
     ) -> tuple[ModelCopy, Any, Tensors]:
         """Run the forward in a copy of the model, and read the buffers that it leaves there."""
-        args, kwargs, train, function = call
-        copy = self._recipe.make(tensors, train=train)
-        if function is None:
-            out = copy.root(*args, **kwargs)
-        elif isinstance(function, str):
-            out = _method_of(copy.root, function)(*args, **kwargs)
+        copy = self._learned.recipes[call.train].make(tensors)
+        if call.method is None:
+            out = copy.root(*call.args, **call.kwargs)
+        elif isinstance(call.method, str):
+            out = _method_of(copy.root, call.method)(*call.args, **call.kwargs)
         else:
-            out = function(copy.root, *args, **kwargs)
-        return copy, out, new_buffers(copy, copies)
+            out = call.method(copy.root, *call.args, **call.kwargs)
+        return copy, out, new_buffers(copy, own_buffers)
 
     def _wrong_names(self, params: Tensors, buffers: Tensors) -> str:
         rows = (("params", params, self._params), ("buffers", buffers, self._buffers))
@@ -183,7 +204,7 @@ def _are_tensors(tree: Any) -> bool:
     return type(tree) is dict and set(map(type, tree.values())) <= PLAIN_TYPES
 
 
-def _copies(buffers: Tensors, constants: Tensors, *, one_by_one: bool) -> Tensors:
+def _own_copies(buffers: Tensors, constants: Tensors, *, one_by_one: bool) -> Tensors:
     """Return copies that the forward may write into. Constants are not copied."""
     values = buffers.values()
     if one_by_one or constants or not buffers or any(map(_requires_grad, values)):
@@ -312,14 +333,10 @@ def make_functional(
     params = {name: p for name, p in registered.params.items() if name not in frozen}
     buffers = frozen | registered.buffers
     _check_tensors(registered, params)
-    recipe = Recipe(model, registered, state_containers(model, state_attributes))
-
-    def modules() -> list[nn.Module]:
-        return recipe.make(_detached_copies(params | buffers), train=True).modules()
-
-    recipe.with_modes(*_modes_of(model, modules))
+    recipe = recipe_of(model, registered, state_containers(model, state_attributes))
+    evaluating, training = _modes_of(model, recipe, params | buffers)
     apply = Apply(
-        recipe,
+        Learned((recipe.with_modes(evaluating), recipe.with_modes(training))),
         _params=frozenset(params),
         _buffers=frozenset(buffers),
         frozen_params=frozenset(frozen),
@@ -411,29 +428,25 @@ def _is_norm(module: nn.Module) -> bool:
 # ---- which modules train, as `model.train()` and `model.eval()` decide ---------------------------
 
 
-def _modes_of(
-    model: nn.Module, copied: Callable[[], list[nn.Module]]
-) -> tuple[list[bool], list[bool]]:
+def _modes_of(model: nn.Module, recipe: Recipe, tensors: Tensors) -> tuple[list[bool], list[bool]]:
     """Return the modes of `model.modules()` after `model.eval()` and after `model.train()`. If
     `model` is in train mode, what it has in eval mode stays there.
 
-    `copied()` returns a new copy of these modules. A class may override `train`, to freeze a batch
-    norm or to merge weights, so it is called on a copy.
+    A class may override `train`, to freeze a batch norm or to merge weights, so it is called on a
+    copy.
     """
     modules = list(model.modules())
 
-    def modes_after(call: Callable[[nn.Module], Any]) -> list[bool]:
-        copy = copied()
-        call(copy[0])
-        return [module.training for module in copy]
+    def modes_after(change: Callable[[nn.Module], Any]) -> list[bool]:
+        copy = recipe.with_own_empty().make(_detached_copies(tensors))  # it may install hooks
+        change(copy.root)
+        return [module.training for module in copy.modules()]
 
     evaluating, training = [False for _ in modules], [True for _ in modules]
-    if type(model).eval is not nn.Module.eval:
-        evaluating = modes_after(lambda root: root.eval())
-        training = modes_after(lambda root: _set_mode(root, True))
-    elif any([type(module).train is not nn.Module.train for module in modules]):
-        evaluating = modes_after(lambda root: _set_mode(root, False))
-        training = modes_after(lambda root: _set_mode(root, True))
+    has_own_eval = type(model).eval is not nn.Module.eval
+    if has_own_eval or any(type(module).train is not nn.Module.train for module in modules):
+        evaluating = modes_after(lambda m: m.eval() if has_own_eval else _set_mode(m, False))
+        training = modes_after(lambda m: _set_mode(m, True))
     if model.training:
         training = [t and module.training for t, module in zip(training, modules, strict=True)]
     return evaluating, training

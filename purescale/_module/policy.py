@@ -1,6 +1,4 @@
-"""Mixed-precision policies: the dtypes of parameters, computation, outputs and norms; norms in
-another dtype than their inputs, and a SyncBatchNorm with an option for the statistics of one rank.
-"""
+"""Mixed-precision policies: the dtypes of parameters, computation, outputs and norms."""
 
 from __future__ import annotations
 
@@ -12,105 +10,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
+from .._module.norms import NormsIn
 from .._module.registered import check_dicts
-from .._torch import private
 from .._torch.dtypes import HALF
 from .._torch.tracing import under_transform
 from .._tree.tree import Tree, cast, join_names
-
-# For each operator: the positions of the running statistics that it updates in place.
-_RUNNING_STATISTICS: dict[Callable[..., Any], tuple[tuple[int, str], ...]] = {
-    **dict.fromkeys((F.layer_norm, F.group_norm, F.rms_norm), ()),
-    **dict.fromkeys((torch.layer_norm, torch.group_norm, torch.rms_norm), ()),
-    **dict.fromkeys((F.batch_norm, F.instance_norm), ((1, "running_mean"), (2, "running_var"))),
-    **dict.fromkeys(
-        (torch.batch_norm, torch.instance_norm), ((3, "running_mean"), (4, "running_var"))
-    ),
-}
-
-
-class NormsIn(TorchFunctionMode):
-    """A mode in which norms with an input in one of `input_dtypes` compute in `dtype`: input,
-    weights and running statistics are cast. The output has the dtype of the input.
-    """
-
-    def __init__(self, dtype: torch.dtype, input_dtypes: tuple[torch.dtype, ...]) -> None:
-        super().__init__()
-        self.dtype, self.input_dtypes = dtype, input_dtypes
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        x = args[0] if args else kwargs.get("input")
-        if (
-            func not in _RUNNING_STATISTICS
-            or not isinstance(x, Tensor)
-            or x.dtype not in self.input_dtypes
-        ):
-            # Tensor.unflatten calls super(), which Dynamo does not follow in a mode.
-            func = torch.unflatten if func is Tensor.unflatten else func
-            return func(*args, **kwargs)
-
-        cast_args, cast_kwargs = list(cast(args, self.dtype)), cast(kwargs, self.dtype)
-        out = func(*cast_args, **cast_kwargs)
-        # In eval mode the statistics are not written back, because a cast to a narrower dtype and
-        # back would change them.
-        updated = (
-            args[5]
-            if len(args) > 5
-            else kwargs.get("training", kwargs.get("use_input_stats", func is F.instance_norm))
-        )
-        for position, name in _RUNNING_STATISTICS[func] if updated else ():
-            stored, computed = (
-                (args[position], cast_args[position])
-                if position < len(args)
-                else (kwargs.get(name), cast_kwargs.get(name))
-            )
-            if stored is not None and computed is not stored:
-                stored.copy_(computed)
-        return out.to(x.dtype)
-
-
-class norms_in_float32(NormsIn):  # noqa: N801, a context manager is used like a function
-    """Equal to calling every norm of torch.nn.functional inside as `norm(x.float()).to(x.dtype)`.
-
-    A context manager, for batch, layer, rms, group and instance norm. Only norms with half inputs
-    change. Their weights are cast too; running statistics are updated in float32 and keep their
-    dtype. Works under compile and vmap, where half BatchNorm otherwise raises.
-
-    Example:
-        >>> import torch
-        >>> with norms_in_float32():
-        ...     torch.nn.functional.layer_norm(torch.tensor([6e4, -6e4], dtype=torch.float16), (2,))
-        tensor([ 1., -1.], dtype=torch.float16)
-
-    Source of the rule: mmpose's patch_norm_fp32, apex's keep_batchnorm_fp32.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(torch.float32, HALF)
-
-
-class SyncBatchNorm(nn.SyncBatchNorm):
-    """A SyncBatchNorm that uses the statistics of this rank alone inside a mode with
-    `local_statistics`; these are reduced over ranks afterwards.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        if any(getattr(mode, "local_statistics", False) for mode in private.function_modes()):
-            out: Tensor = nn.BatchNorm1d.forward(self, input)
-            return out
-        return super().forward(input)
-
 
 _DTYPES = {
     **dict.fromkeys(("float16", "f16", "fp16", "half"), torch.float16),

@@ -25,35 +25,20 @@ ATOMS = frozenset(
     }
 )
 
+Objects = list[tuple[str, Any]]  # with their paths in the model
+
 
 def is_array(obj: Any) -> bool:
     """Return True for an array of NumPy, which may not be installed."""
     return (type(obj).__module__, type(obj).__name__) == ("numpy", "ndarray")
 
 
-def check_references(
-    objects: list[tuple[str, Any]],
-    shared: list[tuple[str, Any]],
-    tensors: Tensors,
-    modules: dict[str, nn.Module],
-) -> None:
-    """Refuse parts of the live model in what calls share: the classes of all objects of the model,
-    and some objects.
-    """
-    _check_classes(objects, tensors, modules)
-    _check_shared(shared, tensors, modules)
-
-
-def _check_shared(
-    shared: list[tuple[str, Any]],
-    tensors: Tensors,
-    modules: dict[str, nn.Module],
-) -> None:
-    """Refuse a registered tensor or a module of the live model in an object that calls share."""
+def check_shared(objects: Objects, tensors: Tensors, modules: dict[str, nn.Module]) -> None:
+    """Refuse a registered tensor or a module of the live model in objects that calls share."""
     live = {id(module): f"module {path or 'itself'}" for path, module in modules.items()}
     live |= {id(tensor): f"tensor {name}" for name, tensor in tensors.items()}
     seen: set[int] = set()
-    for path, obj in shared:
+    for path, obj in objects:
         waiting = [obj]
         while waiting:
             obj = waiting.pop()
@@ -84,10 +69,8 @@ def _referents(obj: Any) -> list[Any]:
     return [] if isinstance(obj, Tensor) else gc.get_referents(obj)
 
 
-def _check_classes(
-    objects: list[tuple[str, Any]],
-    tensors: Tensors,
-    modules: dict[str, nn.Module],
+def check_class_attributes(
+    objects: Objects, tensors: Tensors, modules: dict[str, nn.Module]
 ) -> None:
     """Refuse a parameter in a class attribute of one of `objects`, which all calls share."""
     attributes = list(_class_attributes(objects))
@@ -111,7 +94,7 @@ def _check_classes(
             )
 
 
-def _class_attributes(objects: list[tuple[str, Any]]) -> Iterator[tuple[str, type, str, Any]]:
+def _class_attributes(objects: Objects) -> Iterator[tuple[str, type, str, Any]]:
     """Yield the modules and tensors in class attributes of some objects with paths: the path, the
     class, the attribute and the value.
     """

@@ -117,15 +117,15 @@ def _sharing_error(span: _Span, another: _Span) -> ValueError:
     name, other = span.name, another.name
     return ValueError(
         f"{name} and {other} of the model share memory but are not one tensor: {name} is "
-        f"{_described(span.tensor)}, {other} is {_described(another.tensor)}. In the model a write "
-        "into one may change the other; as arguments they would be separate. Likely cause: one "
-        "was made from a view of the other, such as `.detach()`, `.data` or a slice, or both from "
-        "one tensor, such as its columns or `.real` and `.imag`. Fix: `.clone()` one; to tie two "
-        "weights set the parameter, `head.weight = embed.weight`."
+        f"{_describe_tensor(span.tensor)}, {other} is {_describe_tensor(another.tensor)}. In the "
+        "model a write into one may change the other; as arguments they would be separate. Likely "
+        "cause: one was made from a view of the other, such as `.detach()`, `.data` or a slice, or "
+        "both from one tensor, such as its columns or `.real` and `.imag`. Fix: `.clone()` one; to "
+        "tie two weights set the parameter, `head.weight = embed.weight`."
     )
 
 
-def _described(tensor: Tensor) -> str:
+def _describe_tensor(tensor: Tensor) -> str:
     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     grad = "requires a gradient" if tensor.requires_grad else "does not require a gradient"
     return f"a {kind} of {tensor.dtype} and shape {tuple(tensor.shape)} that {grad}"
@@ -165,8 +165,8 @@ def state_tensors(model: nn.Module, patterns: Sequence[str]) -> Tensors:
             if not isinstance(value, Tensor):
                 raise ValueError(
                     f"{name} matches {pattern!r} of state_attributes and is "
-                    f"{_tree.described(value)}; expected a tensor. Fix: run `model(example_batch)` "
-                    "once before make_functional, or name less."
+                    f"{_tree.describe_argument(value)}; expected a tensor. Fix: run "
+                    "`model(example_batch)` once before make_functional, or name less."
                 )
             tensors[name] = value
     return tensors
@@ -313,8 +313,8 @@ def check_dicts(params: Any, buffers: Any) -> None:
     for which, tree in (("params", params), ("buffers", buffers)):
         if not isinstance(tree, dict):
             raise TypeError(
-                f"{which} is {_tree.described(tree)}; expected the dict of tensors by dotted name "
-                "that make_functional returns. Likely cause: a missing argument. Fix: "
+                f"{which} is {_tree.describe_argument(tree)}; expected the dict of tensors by "
+                "dotted name that make_functional returns. Likely cause: a missing argument. Fix: "
                 "`out, buffers = apply(params, buffers, x)`; a model without buffers takes {}."
             )
         for name, value in tree.items():

@@ -364,9 +364,9 @@ def _cotangents_of(tree: Tree, final: Tree, floats: Floats, likes: Leaves) -> Le
         leaves = floats.structure.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"cotangent is {_tree.described(tree)}, and not a tree like the final state, "
-            f"{_tree.described(final)}. Fix: a function of the final state that returns a scalar, "
-            "or the `state` of a later run's RunGradient."
+            f"cotangent is {_tree.describe_argument(tree)}, and not a tree like the final state, "
+            f"{_tree.describe_argument(final)}. Fix: a function of the final state that returns a "
+            "scalar, or the `state` of a later run's RunGradient."
         ) from error
     cotangents = []
     for place, like in zip(floats.places, likes, strict=True):

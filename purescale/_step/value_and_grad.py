@@ -401,9 +401,10 @@ def check_returned(returned: Any, buffers: Tree) -> tuple[Any, ...]:
         fits = any(name in buffers for name in new_buffers)
     if not fits:
         raise ValueError(
-            f"new_buffers does not match buffers: loss_fn returned {_tree.described(new_buffers)} "
-            f"where the new buffers belong, {_tree.described(buffers)}. Fix: `return loss, "
-            "new_buffers, aux`, or `return loss, buffers, aux`."
+            "new_buffers does not match buffers: loss_fn returned "
+            f"{_tree.describe_argument(new_buffers)} where the new buffers belong, "
+            f"{_tree.describe_argument(buffers)}. Fix: `return loss, new_buffers, "
+            "aux`, or `return loss, buffers, aux`."
         )
     return returned
 

@@ -310,7 +310,7 @@ def gradients_like(params: FlatTree, grads: Tree) -> FlatTree:
     return flat
 
 
-def described(tree: Any) -> str:
+def describe_argument(tree: Any) -> str:
     """Return a short description of an object that was passed in place of a tree."""
     if isinstance(tree, Tensor):
         return f"a tensor of shape {tuple(tree.shape)}"

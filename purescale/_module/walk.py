@@ -1,0 +1,343 @@
+"""A walk over the objects of a model, once, which sorts them into the rows of a recipe.
+
+What becomes of what a forward changes, and where that is decided:
+
+- An attribute, a list that it appends to, a dict, a set, an array: the change ends with the call,
+  because each copy has its own (`_Walk._add_container`).
+- A helper object: the same, if its class is in Python and has no `__slots__` (`_is_helper`). All
+  calls share another object, such as a lock (`_Walk.opaque`). `references.py` refuses one that
+  holds a part of the live model.
+- A tuple, a partial, a bound method or a weak reference: each copy has its own if it leads to
+  something of which each copy has its own (`_parts_of_immutable`).
+- A hook that it installs: it ends with the call (`Recipe.with_own_empty`).
+- A buffer, or a tensor that `state_attributes` names: `apply` returns the new value, whether the
+  forward writes into it or replaces it (`after_forward.new_buffers`).
+- A tensor in any other attribute: the change ends with the call (`Recipe.own`).
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+import itertools
+import sys
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._module.norms import SyncBatchNorm
+from .._module.recipe import Layout, Place, Recipe, StateContainer, share_layout
+from .._module.references import (
+    ATOMS,
+    COMPUTED,
+    Objects,
+    Unreadable,
+    check_class_attributes,
+    check_shared,
+    is_array,
+)
+from .._module.registered import MODULE_ATTRIBUTES, STORES, RegisteredTensors, keys_of
+from .._torch.donation import storage_pointer
+
+_CONTAINERS: tuple[Any, ...] = (dict, list, set, collections.deque, OrderedDict)
+_CONTAINERS += (collections.defaultdict, collections.Counter)
+# The containers that each module has as attributes.
+_OF_A_MODULE = [key for key, cls in MODULE_ATTRIBUTES.items() if cls in _CONTAINERS]
+# Attributes that no forward reads. torch.ao keeps a closure over the module in `qconfig`.
+_NEVER_READ = {"_compiled_call_impl", "qconfig"}
+
+
+def recipe_of(
+    model: nn.Module, registered: RegisteredTensors, state_containers: list[Any]
+) -> Recipe:
+    """Return the recipe of a model.
+
+    Args:
+        model: The module.
+        registered: Its parameters, buffers and state attributes, with their names.
+        state_containers: The lists and dicts in attributes that have state.
+
+    Raises:
+        TypeError: A call cannot make a module anew.
+        ValueError: What calls share holds a part of the live model.
+    """
+    walk = _Walk(registered)
+    walk.visit_all(model)
+    walk.check_classes()
+    modules = dict(model.named_modules())
+    check_class_attributes(walk.visited, walk.tensors, modules)
+    check_shared(walk.opaque, walk.tensors, modules)
+    return walk.recipe(list(modules.values()), state_containers)
+
+
+Identity = int | str  # of an object in a walk: its id; the name of a parameter or buffer
+
+
+class _Walk:
+    """A walk over all objects that can be reached from a model. It sorts into rows those of which
+    each copy has its own, by identity.
+    """
+
+    def __init__(self, registered: RegisteredTensors) -> None:
+        self.instances: dict[Identity, tuple[type, dict[str, Any]]] = {}  # class and attributes
+        self.containers: dict[Identity, Any] = {}
+        self.arguments = dict.fromkeys(registered.names.values())
+        self.own: dict[Identity, Tensor] = {}
+        self.shared: dict[Identity, Any] = {}
+        self.immutables: dict[Identity, tuple[Callable[..., Any], list[Identity]]] = {}
+        self.shared_empty: list[Any] = []
+        self.links: list[tuple[Identity, Any, Identity, str]] = []  # container, key, object, path
+        self.stores: dict[Identity, tuple[Identity, str]] = {}  # with module and attribute
+        self.identities: dict[int, Identity | None] = {**registered.names}  # None: copies share it
+        self.visited: Objects = []  # keeps objects alive, so that an id stays theirs
+        self.opaque: Objects = []  # what the walk does not enter
+        self.waiting: list[tuple[Identity, Any, list[tuple[Any, Any]], str]] = []
+        self.tensors = {**registered.params, **registered.buffers, **registered.aliases}
+        self.memories = set(map(storage_pointer, self.tensors.values())) - {None, 0}
+
+    def visit_all(self, model: nn.Module) -> None:
+        """Visit all objects that can be reached, in a loop: a chain of them may be long."""
+        self._visit(model, "")
+        while self.waiting:
+            container, template, items, path = self.waiting.pop()
+            is_list_or_dict = container in self.containers and container not in self.stores
+            for key, value in items:
+                inner = f"{path}[{key!r}]" if is_list_or_dict else f"{path}.{key}".lstrip(".")
+                if (identity := self._visit(value, inner)) is not None:
+                    self.links.append((container, key, identity, inner))
+                    template[key] = None
+
+    def _visit(self, obj: Any, path: str) -> Identity | None:
+        """Return the identity of an object, which is added if new; None if copies share it."""
+        cls = type(obj)
+        if cls in ATOMS or isinstance(obj, type):
+            return None
+        if id(obj) in self.identities:
+            return self.identities[id(obj)]
+        self.visited.append((path, obj))
+        if isinstance(obj, Tensor):
+            if obj.is_leaf and storage_pointer(obj) not in self.memories:
+                return self._add(self.own, obj, obj.detach().clone())
+            return self._add(self.shared, obj, Unreadable(COMPUTED.format(path)))
+        if cls.__name__ == "OptimizedModule":  # by torch.compile: what it compiles
+            self.identities[id(obj)] = self._visit(obj._orig_mod, path)
+            return self.identities[id(obj)]
+        if isinstance(obj, nn.Module):
+            return self._add_module(obj, path)
+        if cls in _CONTAINERS or (is_array(obj) and not obj.dtype.hasobject):
+            return self._add_container(obj, path)
+        if (immutable := _parts_of_immutable(obj)) is not None:
+            build, parts = immutable
+            identities = [self._visit(part, f"{path}[{n}]") for n, part in enumerate(parts)]
+            if any(identities):
+                for n, part in enumerate(parts):
+                    if identities[n] is None:
+                        self.shared[id(part)], identities[n] = part, id(part)
+                return self._add(self.immutables, obj, (build, identities))
+        elif _is_helper(cls):
+            attributes = vars(obj).copy()
+            identity = self._add(self.instances, obj, (cls, attributes))
+            self._visit_later(identity, attributes, attributes.items(), path)
+            return identity
+        self.identities[id(obj)] = None
+        self.opaque.append((path, obj))
+        return None
+
+    def _add(self, rows: dict[Identity, Any], obj: Any, row: Any) -> Identity:
+        rows[id(obj)] = row
+        self.identities[id(obj)] = id(obj)
+        return id(obj)
+
+    def _visit_later(
+        self, identity: Identity, template: Any, items: Iterable[tuple[Any, Any]], path: str
+    ) -> None:
+        """Visit what an object holds. The template then has None for what each copy has."""
+        if items := [(key, value) for key, value in items if type(value) not in ATOMS]:
+            self.waiting.append((identity, template, items, path))
+
+    def _add_container(self, obj: Any, path: str) -> Identity:
+        template = obj.copy()
+        identity = self._add(self.containers, obj, template)
+        if isinstance(obj, (dict, set)):
+            keys = [(f"a key of {path}", key) for key in obj if type(key) not in ATOMS]
+            self.visited += keys
+            self.opaque += keys
+        if not (isinstance(obj, set) or is_array(obj)):
+            items = obj.items() if isinstance(obj, dict) else enumerate(obj)
+            self._visit_later(identity, template, items, path)
+        return identity
+
+    def _add_module(self, module: nn.Module, path: str) -> Identity:
+        cls = SyncBatchNorm if type(module) is nn.SyncBatchNorm else type(module)
+        attributes = vars(module).copy()
+        if isinstance(module, nn.RNNBase):  # on CUDA it moves the weights into one block of memory
+            attributes["flatten_parameters"] = _left_as_they_are
+            attributes["_flat_weight_refs"] = [None] * len(attributes["_flat_weights"])
+        attributes |= dict.fromkeys(_NEVER_READ & attributes.keys())
+        identity = self._add(self.instances, module, (cls, attributes))
+        items = dict(attributes)
+        # A layer of torch, whose forward registers no parameter, buffer or module.
+        is_torchs = cls.__module__.startswith("torch.nn.modules.") and "forward" not in attributes
+        for key in filter(attributes.__contains__, _OF_A_MODULE):
+            value = attributes[key]
+            if key in STORES and (value or not is_torchs):
+                del items[key]
+                template, attributes[key] = dict(value), None
+                store = self._add(self.containers, value, template)
+                self.stores[store] = identity, key
+                self.links.append((identity, key, store, path))
+                self._visit_later(store, template, value.items(), path)
+            elif not value or "state_dict" in key:  # which no forward reads
+                del items[key]
+                attributes[key] = type(value)()
+                self.shared_empty.append(attributes[key])
+        self._visit_later(identity, attributes, items.items(), path)
+        return identity
+
+    def check_classes(self) -> None:
+        """Refuse a module that `object.__new__` and its `__dict__` do not make."""
+        instances = [(path, obj) for path, obj in self.visited if id(obj) in self.instances]
+        for cls, path in {type(obj): path for path, obj in reversed(instances)}.items():
+            if obstacle := _obstacle(cls):
+                raise TypeError(
+                    f"{path or 'the model'} is a {cls.__name__}, which a call cannot make anew "
+                    f"({obstacle}). Likely cause: a base class in C besides nn.Module, or "
+                    "__slots__. Fix: keep an object of that base class in an attribute; remove the "
+                    "__slots__."
+                )
+
+    # ---- what it amounts to
+
+    def recipe(self, modules: list[nn.Module], state_containers: list[Any]) -> Recipe:
+        """Return the recipe, in which objects have numbers in place of identities."""
+        rows = (self.instances, self.containers, self.arguments, self.own, self.shared)
+        identities = itertools.chain(*rows, self.immutables)
+        numbers = {identity: number for number, identity in enumerate(identities)}
+        key, layout = share_layout(self._layout(numbers, modules, state_containers))
+        return Recipe(
+            classes=[cls for cls, _ in self.instances.values()],
+            attributes=[attributes for _, attributes in self.instances.values()],
+            containers=list(self.containers.values()),
+            own=list(self.own.values()),
+            shared=list(self.shared.values()),
+            immutables=[
+                (build, [numbers[part] for part in parts])
+                for build, parts in self.immutables.values()
+            ],
+            shared_empty=self.shared_empty,
+            own_empty=[],
+            layout=layout,
+            key=key,
+        )
+
+    def _layout(
+        self, numbers: dict[Any, int], modules: list[nn.Module], state_containers: list[Any]
+    ) -> Layout:
+        containers = {self.identities[id(container)]: container for container in state_containers}
+        places: dict[Any, list[Place]] = {key: [] for key in (*self.arguments, *containers)}
+        for container, key, identity, path in self.links:
+            if identity in places:
+                place = Place(numbers[container], key, path, container in self.stores)
+                places[identity].append(place)
+        arguments = tuple(
+            (name, tuple(sorted(places[name], key=lambda p: (not p.in_store, p.path != name))))
+            for name in self.arguments
+        )
+        own = [(storage_pointer(t), id(t), path) for path, t in self.visited if id(t) in self.own]
+        sharing = collections.Counter(pointer for pointer, _, _ in own)
+        return Layout(
+            links=tuple((numbers[c], key, numbers[obj]) for c, key, obj, _ in self.links),
+            places=arguments,
+            state_containers=tuple(
+                StateContainer(numbers[identity], tuple(keys_of(c)), tuple(places[identity]))
+                for identity, c in containers.items()
+            ),
+            has_state=bool(containers) or any(not first.in_store for _, (first, *_) in arguments),
+            modules=tuple(numbers[self.identities[id(module)]] for module in modules),
+            stores=tuple(
+                (numbers[store], numbers[module], key)
+                for store, (module, key) in self.stores.items()
+            ),
+            views=tuple(
+                (numbers[identity], path)
+                for pointer, identity, path in own
+                if pointer and sharing[pointer] > 1
+            ),
+        )
+
+
+# ---- kinds of objects ----------------------------------------------------------------------------
+
+
+def _obstacle(cls: type) -> str:
+    """Return why `object.__new__` and a `__dict__` do not make an object of this class; "" if they
+    do.
+    """
+    if any(base.__dict__.get("__slots__") for base in cls.__mro__):
+        return "it has __slots__"
+    try:
+        return "" if hasattr(object.__new__(cls), "__dict__") else "it has no __dict__"
+    except TypeError as error:  # laid out in C
+        return str(error)
+
+
+def _is_helper(cls: type) -> bool:
+    """Return True if an object of this class is all in its `__dict__`, and a forward may change it.
+    Those of the standard library and of torch, such as loggers and meshes, are for all to share.
+    """
+    package = cls.__module__.partition(".")[0]
+    if package in sys.stdlib_module_names or (
+        package == "torch" and not cls.__module__.startswith(("torch.nn.", "torch.utils.hooks"))
+    ):
+        return False
+    if issubclass(cls, enum.Enum) or hasattr(cls, "__del__"):
+        return False
+    for name in ("__deepcopy__", "__reduce__", "__reduce_ex__"):
+        if getattr(cls, name, None) is not getattr(object, name, None):
+            return False
+    return not _obstacle(cls)
+
+
+def _left_as_they_are() -> None:
+    """Replaces RNNBase.flatten_parameters."""
+
+
+def _parts_of_immutable(obj: Any) -> tuple[Callable[..., Any], list[Any]] | None:
+    """Return how to build a tuple, a partial, a bound method or a weak reference of its parts:
+    `build(*parts)`; None for an object of another kind.
+    """
+    cls = type(obj)
+    if isinstance(obj, tuple):
+        return functools.partial(_new_tuple, cls), list(tuple.__iter__(obj))
+    if cls is functools.partial:
+        parts = [obj.func, *obj.args, *obj.keywords.values()]
+        return functools.partial(_new_partial, list(obj.keywords)), parts
+    if cls is types.MethodType:
+        owner, function = obj.__self__, obj.__func__
+        name = getattr(function, "__name__", "")
+        if getattr(type(owner), name, None) is function:
+            return functools.partial(_method_of_class, name), [owner]
+        return functools.partial(types.MethodType, function), [owner]
+    if cls is weakref.ref:
+        return weakref.ref, [obj()]
+    return None
+
+
+def _method_of_class(name: str, owner: Any) -> Any:
+    return getattr(owner, name)  # torch.compile does not follow MethodType
+
+
+def _new_tuple(cls: type, *parts: Any) -> Any:
+    return tuple.__new__(cls, parts)
+
+
+def _new_partial(keywords: list[str], function: Any, *values: Any) -> Any:
+    args = values[: len(values) - len(keywords)]
+    return functools.partial(
+        function, *args, **dict(zip(keywords, values[len(args) :], strict=True))
+    )

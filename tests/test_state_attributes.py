@@ -413,7 +413,9 @@ def test_a_state_that_changes_its_shape_is_refused():
     model = nn.Sequential(nn.Linear(3, 3), Leaky())
     model[1].mem = torch.zeros(())
     apply, params, buffers = ps.make_functional(model, ("*.mem",))
-    message = r"set 1\.mem.*to shape \(5, 3\); expected a tensor of shape \(\).*Fix: run"
+    message = (
+        r"set 1\.mem.*to a tensor of shape \(5, 3\); expected a tensor of shape \(\).*Fix: run"
+    )
     with pytest.raises(RuntimeError, match=message):
         apply(params, buffers, torch.randn(5, 3))
 

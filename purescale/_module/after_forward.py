@@ -23,7 +23,7 @@ from .._torch.tracing import PLAIN_TYPES, innermost
 from .._tree import tree as _tree
 from .._tree.leaves import is_constant, versions
 
-FIX = (
+_FIX = (
     "A parameter is an argument here. Fix: compute with a changed copy in forward, or change "
     "params between steps. If the forward alone moves it, like a codebook, call "
     "`requires_grad_(False)` on it before make_functional: it is then a buffer."
@@ -52,9 +52,7 @@ def new_buffers(copy: ModelCopy, own_buffers: Tensors) -> Tensors:
 
 
 def refuse_new_registrations(copy: ModelCopy) -> None:
-    """Refuse a parameter, buffer or module that was not there before the forward. A tensor may have
-    replaced another; a module too, if all of its tensors are arguments.
-    """
+    """Refuse a parameter, buffer or module that was not there before the forward."""
     before_forward = {(c, key): copy.objects[number] for c, key, number in copy.layout.links}
     stores = {(module, key): store for store, module, key in copy.layout.stores}
     for module in copy.layout.modules:
@@ -62,23 +60,23 @@ def refuse_new_registrations(copy: ModelCopy) -> None:
             container = stores.get((module, store), -1)
             for key, value in copy.contents[module].get(store, {}).items():
                 before = before_forward.get((container, key))
-                if value is before or (
-                    before is not None and (store != "_modules" or _is_of_arguments(value, copy))
-                ):
-                    continue
-                raise RuntimeError(
-                    f"the forward of the model registered {key!r} in its "
-                    f"{type(copy.objects[module]).__name__}. Parameters, buffers and modules must "
-                    "exist from the start. Likely cause: the first forward makes it. Fix: run "
-                    "`model(example_batch)` once before make_functional(model)."
-                )
+                if value is not before and not _may_replace(before, value, copy):
+                    raise RuntimeError(
+                        f"the forward of the model registered {key!r} in its "
+                        f"{type(copy.objects[module]).__name__}. Parameters, buffers and modules "
+                        "must exist from the start. Likely cause: the first forward makes it. Fix: "
+                        "run `model(example_batch)` once before make_functional(model)."
+                    )
 
 
-def _is_of_arguments(module: nn.Module | None, copy: ModelCopy) -> bool:
-    if module is None:
-        return True
+def _may_replace(before: Any, after: Any, copy: ModelCopy) -> bool:
+    """Return True if a forward may put `after` in place of `before`: any tensor, None, or a module
+    of arguments alone, such as the attention that BigBird makes for a short input.
+    """
+    if before is None or not isinstance(after, nn.Module):
+        return before is not None
     arguments = set(map(id, copy.arguments.values()))
-    return all(id(t) in arguments for t in (*module.parameters(), *module.buffers()))
+    return all(id(t) in arguments for t in (*after.parameters(), *after.buffers()))
 
 
 def _follow(copy: ModelCopy, state: StateContainer) -> None:
@@ -109,7 +107,7 @@ def _replaced(copy: ModelCopy, own_buffers: Tensors) -> Tensors:
             if name not in own_buffers:
                 raise RuntimeError(
                     f"the forward of the model replaced its parameter {name} by another tensor. "
-                    f"{FIX}"
+                    f"{_FIX}"
                 )
             new[name] = _new_buffer(name, value, own_buffers[name], is_attribute=not first.in_store)
         for place in others:
@@ -134,29 +132,18 @@ def _new_buffer(name: str, value: Any, before: Tensor, *, is_attribute: bool) ->
             "Buffers are the state of a step and must be the same ones before and after. "
             "Fix: fill it with zeros, or keep values of one forward in a plain attribute."
         )
-    if is_attribute:
-        _check_state(name, value, before)
+    if is_attribute and not (isinstance(value, Tensor) and value.shape == before.shape):
+        raise RuntimeError(
+            f"the forward of the model set {name}, which state_attributes names, to "
+            f"{_tree.describe_argument(value)}; expected a tensor of shape {tuple(before.shape)}, "
+            "as before. Likely cause: another batch size, or a reset in forward. Fix: run "
+            "`model(example_batch)` with the batch size of the calls before make_functional, and "
+            f"reset by `buffers | {{{name!r}: torch.zeros(...)}}`."
+        )
     new: Tensor = value.clone()  # it may be an argument
     if new.is_floating_point() and before.is_floating_point():
         new = new.to(before.dtype)
     return new
-
-
-def _check_state(name: str, value: Any, before: Tensor) -> None:
-    """Refuse a value of a state attribute that another call could not start from."""
-    if isinstance(value, Tensor) and value.shape == before.shape:
-        return
-    now = (
-        f"shape {tuple(value.shape)}"
-        if isinstance(value, Tensor)
-        else _tree.describe_argument(value)
-    )
-    raise RuntimeError(
-        f"the forward of the model set {name}, which state_attributes names, to {now}; expected a "
-        f"tensor of shape {tuple(before.shape)}, as before. Likely cause: another batch size, or a "
-        "reset in forward. Fix: run `model(example_batch)` with the batch size of the calls before "
-        f"make_functional, and reset by `buffers | {{{name!r}: torch.zeros(...)}}`."
-    )
 
 
 # ---- writes into tensors that are not the forward's own ------------------------------------------
@@ -194,7 +181,7 @@ def refuse_writes(tensors: Tensors, before: list[Any], after: list[Any], values:
             )
         raise RuntimeError(
             f"the forward of the model wrote into its parameter {name}, so params[{name!r}] "
-            f"changed. {FIX}"
+            f"changed. {_FIX}"
         )
 
 

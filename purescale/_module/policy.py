@@ -236,7 +236,7 @@ def with_policy(
             for name, weight in weights.items()
         }
 
-    @functools.wraps(apply)
+    @functools.wraps(apply)  # with its attributes, such as `norm_params`
     def cast_apply(
         params: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
@@ -265,7 +265,6 @@ def with_policy(
             new_buffers[name] = _written(frozen[name], computed[name], new_buffers[name])
         return cast(out, rules.output_dtype), new_buffers
 
-    cast_apply.norm_params, cast_apply.frozen_params = norm_params, frozen_params  # type: ignore[attr-defined]
     return cast_apply
 
 

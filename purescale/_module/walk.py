@@ -18,7 +18,6 @@ What becomes of what a forward changes, and where that is decided:
 from __future__ import annotations
 
 import collections
-import enum
 import functools
 import itertools
 import sys
@@ -186,15 +185,13 @@ class _Walk:
         for key in filter(attributes.__contains__, _OF_A_MODULE):
             value = attributes[key]
             if key in STORES and (value or not is_torchs):
-                del items[key]
-                template, attributes[key] = dict(value), None
+                template, attributes[key], items[key] = dict(value), None, None
                 store = self._add(self.containers, value, template)
                 self.stores[store] = identity, key
                 self.links.append((identity, key, store, path))
                 self._visit_later(store, template, value.items(), path)
             elif not value or "state_dict" in key:  # which no forward reads
-                del items[key]
-                attributes[key] = type(value)()
+                attributes[key], items[key] = type(value)(), None
                 self.shared_empty.append(attributes[key])
         self._visit_later(identity, attributes, items.items(), path)
         return identity
@@ -219,9 +216,10 @@ class _Walk:
         identities = itertools.chain(*rows, self.immutables)
         numbers = {identity: number for number, identity in enumerate(identities)}
         key, layout = share_layout(self._layout(numbers, modules, state_containers))
+        classes, attributes = map(list, zip(*self.instances.values(), strict=True))
         return Recipe(
-            classes=[cls for cls, _ in self.instances.values()],
-            attributes=[attributes for _, attributes in self.instances.values()],
+            classes=classes,
+            attributes=attributes,
             containers=list(self.containers.values()),
             own=list(self.own.values()),
             shared=list(self.shared.values()),
@@ -291,16 +289,16 @@ def _is_helper(cls: type) -> bool:
     Those of the standard library and of torch, such as loggers and meshes, are for all to share.
     """
     package = cls.__module__.partition(".")[0]
-    if package in sys.stdlib_module_names or (
-        package == "torch" and not cls.__module__.startswith(("torch.nn.", "torch.utils.hooks"))
-    ):
-        return False
-    if issubclass(cls, enum.Enum) or hasattr(cls, "__del__"):
-        return False
-    for name in ("__deepcopy__", "__reduce__", "__reduce_ex__"):
-        if getattr(cls, name, None) is not getattr(object, name, None):
-            return False
-    return not _obstacle(cls)
+    is_of_torch = package == "torch" and not cls.__module__.startswith(
+        ("torch.nn.", "torch.utils.hooks")
+    )
+    special = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__del__")
+    return not (
+        is_of_torch
+        or package in sys.stdlib_module_names
+        or any(getattr(cls, name, None) is not getattr(object, name, None) for name in special)
+        or _obstacle(cls)
+    )
 
 
 def _left_as_they_are() -> None:

@@ -33,7 +33,7 @@ from .._module.registered import (
 from .._module.walk import recipe_of
 from .._torch import foreach, private
 from .._torch.autocast import explain_autocast
-from .._torch.tracing import PLAIN_TYPES, host_can_read, under_transform
+from .._torch.tracing import host_can_read, under_transform
 from .._tree import tree as _tree
 from .._tree.leaves import are_dense_real, is_constant
 
@@ -83,8 +83,7 @@ class Apply:
         method: Method = None,
         **kwargs: Any,
     ) -> tuple[Any, Tensors]:
-        if not (_are_tensors(params) and _are_tensors(buffers)):
-            check_dicts(params, buffers)
+        check_dicts(params, buffers)
         if params.keys() != self._params or buffers.keys() != self._buffers:
             raise RuntimeError(self._wrong_names(params, buffers))
         if method is not None:
@@ -197,11 +196,6 @@ class Apply:
 
 
 _requires_grad = operator.attrgetter("requires_grad")
-
-
-def _are_tensors(tree: Any) -> bool:
-    """Return True for a plain dict of plain tensors. Other valid dicts give False."""
-    return type(tree) is dict and set(map(type, tree.values())) <= PLAIN_TYPES
 
 
 def _own_copies(buffers: Tensors, constants: Tensors, *, one_by_one: bool) -> Tensors:

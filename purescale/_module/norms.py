@@ -36,20 +36,11 @@ class NormsIn(TorchFunctionMode):
         super().__init__()
         self.dtype, self.input_dtypes = dtype, input_dtypes
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         x = args[0] if args else kwargs.get("input")
-        if (
-            func not in _RUNNING_STATISTICS
-            or not isinstance(x, Tensor)
-            or x.dtype not in self.input_dtypes
-        ):
+        is_cast = isinstance(x, Tensor) and x.dtype in self.input_dtypes
+        if func not in _RUNNING_STATISTICS or not is_cast:
             # Tensor.unflatten calls super(), which Dynamo does not follow in a mode.
             func = torch.unflatten if func is Tensor.unflatten else func
             return func(*args, **kwargs)
@@ -58,17 +49,12 @@ class NormsIn(TorchFunctionMode):
         out = func(*cast_args, **cast_kwargs)
         # In eval mode the statistics are not written back, because a cast to a narrower dtype and
         # back would change them.
-        updated = (
-            args[5]
-            if len(args) > 5
-            else kwargs.get("training", kwargs.get("use_input_stats", func is F.instance_norm))
-        )
-        for position, name in _RUNNING_STATISTICS[func] if updated else ():
-            stored, computed = (
-                (args[position], cast_args[position])
-                if position < len(args)
-                else (kwargs.get(name), cast_kwargs.get(name))
-            )
+        training = kwargs.get("training", kwargs.get("use_input_stats", func is F.instance_norm))
+        updates = args[5] if len(args) > 5 else training
+        for position, name in _RUNNING_STATISTICS[func] if updates else ():
+            by_position = position < len(args)
+            stored = args[position] if by_position else kwargs.get(name)
+            computed = cast_args[position] if by_position else cast_kwargs.get(name)
             if stored is not None and computed is not stored:
                 stored.copy_(computed)
         return out.to(x.dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._module.norms import NormsIn
-from .._module.registered import check_dicts
+from .._module.registered import Tensors, check_dicts
 from .._torch.dtypes import HALF
 from .._torch.tracing import under_transform
 from .._tree.tree import Tree, cast, join_names
@@ -226,7 +226,7 @@ def with_policy(
     norm_params: frozenset[str] = getattr(apply, "norm_params", frozenset())
     frozen_params: frozenset[str] = getattr(apply, "frozen_params", frozenset())
 
-    def compute(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def compute(weights: Tensors) -> Tensors:
         if rules.autocast:
             return weights
         return {
@@ -238,8 +238,8 @@ def with_policy(
 
     @functools.wraps(apply)  # with its attributes, such as `norm_params`
     def cast_apply(
-        params: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any, **kwargs: Any
-    ) -> tuple[Any, dict[str, Tensor]]:
+        params: Tensors, buffers: Tensors, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Tensors]:
         check_dicts(params, buffers)
         _check_params(params, rules)
         frozen = {name: buffer for name, buffer in buffers.items() if name in frozen_params}
@@ -278,9 +278,7 @@ def _written(old: Tensor, cast: Tensor, new: Tensor) -> Tensor:
 
 
 @contextmanager
-def _mixed_dtypes_explained(
-    rules: Policy, buffers: dict[str, Tensor], frozen: dict[str, Tensor]
-) -> Iterator[None]:
+def _mixed_dtypes_explained(rules: Policy, buffers: Tensors, frozen: Tensors) -> Iterator[None]:
     """Add the likely cause to torch's errors about mixed dtypes."""
     try:
         yield
@@ -306,7 +304,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_params(params: dict[str, Tensor], rules: Policy) -> None:
+def _check_params(params: Tensors, rules: Policy) -> None:
     for name, weight in params.items():
         if weight.is_floating_point() and weight.dtype is not rules.param_dtype:
             raise TypeError(

@@ -91,10 +91,8 @@ class Recipe:
     classes: list[Any]  # of the instances: modules and helper objects
     attributes: list[dict[str, Any]]  # of the instances
     containers: list[Any]
-    own: list[Tensor]  # those that are not arguments
-    shared: list[
-        Any
-    ]  # by all copies: parts of immutable objects, and stand-ins for what is refused
+    plain_tensors: list[Tensor]  # in plain attributes: those that are not arguments
+    shared_parts: list[Any]  # of immutable objects; and placeholders that refuse to be read
     immutables: list[tuple[Callable[..., Any], list[int]]]  # `build(*parts)`
     # Empty containers in the attributes of modules, which copies share until a forward fills one,
     # as hardly any does. Then, by instance, the attributes in which each copy gets new ones.
@@ -117,8 +115,8 @@ class Recipe:
         contents += containers
         objects += containers
         objects += [tensors[name] for name, _ in layout.places]
-        objects += [tensor.clone() for tensor in self.own]
-        objects += self.shared
+        objects += [tensor.clone() for tensor in self.plain_tensors]
+        objects += self.shared_parts
         for build, parts in self.immutables:
             objects.append(build(*[objects[part] for part in parts]))
         for container, key, number in layout.links:

@@ -126,9 +126,7 @@ class Unreadable:
         raise RuntimeError(vars(self)["why"])
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = private.pytree.tree_leaves((args, kwargs))
         next(leaf for leaf in leaves if isinstance(leaf, cls))._refuse()
 

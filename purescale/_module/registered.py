@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import dtensor, private
+from .._torch.tracing import PLAIN_TYPES
 from .._tree import tree as _tree
 
 Tensors = dict[str, Tensor]
@@ -311,6 +312,8 @@ def _unfit_reason(target: Tensor, source: Tensor | None) -> str:
 def check_dicts(params: Any, buffers: Any) -> None:
     """Check that `params` and `buffers` are dicts of tensors."""
     for which, tree in (("params", params), ("buffers", buffers)):
+        if type(tree) is dict and set(map(type, tree.values())) <= PLAIN_TYPES:
+            continue  # nearly always
         if not isinstance(tree, dict):
             raise TypeError(
                 f"{which} is {_tree.describe_argument(tree)}; expected the dict of tensors by "

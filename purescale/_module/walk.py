@@ -12,7 +12,7 @@ What becomes of what a forward changes, and where that is decided:
 - A hook that it installs: it ends with the call (`Recipe.with_own_empty`).
 - A buffer, or a tensor that `state_attributes` names: `apply` returns the new value, whether the
   forward writes into it or replaces it (`after_forward.new_buffers`).
-- A tensor in any other attribute: the change ends with the call (`Recipe.own`).
+- A tensor in any other attribute: the change ends with the call (`Recipe.plain_tensors`).
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class _Walk:
         self.instances: dict[Identity, tuple[type, dict[str, Any]]] = {}  # class and attributes
         self.containers: dict[Identity, Any] = {}
         self.arguments = dict.fromkeys(registered.names.values())
-        self.own: dict[Identity, Tensor] = {}
-        self.shared: dict[Identity, Any] = {}
+        self.plain_tensors: dict[Identity, Tensor] = {}
+        self.shared_parts: dict[Identity, Any] = {}
         self.immutables: dict[Identity, tuple[Callable[..., Any], list[Identity]]] = {}
         self.shared_empty: list[Any] = []
         self.links: list[tuple[Identity, Any, Identity, str]] = []  # container, key, object, path
@@ -121,8 +121,8 @@ class _Walk:
         self.visited.append((path, obj))
         if isinstance(obj, Tensor):
             if obj.is_leaf and storage_pointer(obj) not in self.memories:
-                return self._add(self.own, obj, obj.detach().clone())
-            return self._add(self.shared, obj, Unreadable(COMPUTED.format(path)))
+                return self._add(self.plain_tensors, obj, obj.detach().clone())
+            return self._add(self.shared_parts, obj, Unreadable(COMPUTED.format(path)))
         if cls.__name__ == "OptimizedModule":  # by torch.compile: what it compiles
             self.identities[id(obj)] = self._visit(obj._orig_mod, path)
             return self.identities[id(obj)]
@@ -136,7 +136,7 @@ class _Walk:
             if any(identities):
                 for n, part in enumerate(parts):
                     if identities[n] is None:
-                        self.shared[id(part)], identities[n] = part, id(part)
+                        self.shared_parts[id(part)], identities[n] = part, id(part)
                 return self._add(self.immutables, obj, (build, identities))
         elif _is_helper(cls):
             attributes = vars(obj).copy()
@@ -212,7 +212,13 @@ class _Walk:
 
     def recipe(self, modules: list[nn.Module], state_containers: list[Any]) -> Recipe:
         """Return the recipe, in which objects have numbers in place of identities."""
-        rows = (self.instances, self.containers, self.arguments, self.own, self.shared)
+        rows = (
+            self.instances,
+            self.containers,
+            self.arguments,
+            self.plain_tensors,
+            self.shared_parts,
+        )
         identities = itertools.chain(*rows, self.immutables)
         numbers = {identity: number for number, identity in enumerate(identities)}
         key, layout = share_layout(self._layout(numbers, modules, state_containers))
@@ -221,8 +227,8 @@ class _Walk:
             classes=classes,
             attributes=attributes,
             containers=list(self.containers.values()),
-            own=list(self.own.values()),
-            shared=list(self.shared.values()),
+            plain_tensors=list(self.plain_tensors.values()),
+            shared_parts=list(self.shared_parts.values()),
             immutables=[
                 (build, [numbers[part] for part in parts])
                 for build, parts in self.immutables.values()
@@ -246,8 +252,8 @@ class _Walk:
             (name, tuple(sorted(places[name], key=lambda p: (not p.in_store, p.path != name))))
             for name in self.arguments
         )
-        own = [(storage_pointer(t), id(t), path) for path, t in self.visited if id(t) in self.own]
-        sharing = collections.Counter(pointer for pointer, _, _ in own)
+        plain = [(path, t) for path, t in self.visited if id(t) in self.plain_tensors]
+        in_memory: Any = collections.Counter(filter(None, (storage_pointer(t) for _, t in plain)))
         return Layout(
             links=tuple((numbers[c], key, numbers[obj]) for c, key, obj, _ in self.links),
             places=arguments,
@@ -262,9 +268,7 @@ class _Walk:
                 for store, (module, key) in self.stores.items()
             ),
             views=tuple(
-                (numbers[identity], path)
-                for pointer, identity, path in own
-                if pointer and sharing[pointer] > 1
+                (numbers[id(t)], path) for path, t in plain if in_memory[storage_pointer(t)] > 1
             ),
         )
 

@@ -4,8 +4,8 @@ A call makes a copy of the model around its tensors, runs the forward in it, rea
 it and drops it. What a copy consists of is found once, so that later changes to the user's module
 do not reach the function, and a call does not change the module.
 
-once:    model -> walk.recipe_of -> Recipe (all objects as flat rows, and the links between them)
-a call:  params, buffers -> Recipe.make -> forward in the copy -> after_forward.new_buffers
+once:    model -> registered_tensors (their names) -> recipe_of -> Recipe (rows of all objects)
+a call:  params, buffers -> Recipe.make -> ModelCopy -> its forward -> after_forward.new_buffers
 
 Entry: `functional.make_functional`, `policy.with_policy`, `norms.norms_in_float32`.
 Hands on: `Apply`, called as `apply(params, buffers, *args)`, and the two dicts `params` and

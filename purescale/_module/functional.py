@@ -54,8 +54,8 @@ class Call(NamedTuple):
 class Learned:
     """What the calls so far have shown of the model, on which no result depends."""
 
-    recipes: tuple[Recipe, Recipe]  # by `train`; without shared containers once one was filled
-    compares_values: bool = True  # of parameters, in the next call in training: in the first one
+    recipes: tuple[Recipe, Recipe]  # by `train`; once a forward filled what copies share, others
+    compares_values: bool = True  # of parameters: only the first call in training does
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -432,7 +432,8 @@ def _modes_of(model: nn.Module, recipe: Recipe, tensors: Tensors) -> tuple[list[
     modules = list(model.modules())
 
     def modes_after(change: Callable[[nn.Module], Any]) -> list[bool]:
-        copy = recipe.with_own_empty().make(_detached_copies(tensors))  # it may install hooks
+        # With its own containers, because it may install hooks.
+        copy = recipe.with_own_empty().make(_detached_copies(tensors))
         change(copy.root)
         return [module.training for module in copy.modules()]
 

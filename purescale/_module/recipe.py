@@ -1,8 +1,8 @@
 """A recipe, from which each call makes a copy of the model: flat rows, and links between objects.
 
-A forward may change whatever it likes in its copy. The copy is dropped after the call, so nothing
-has to be put back. A graph whose backward runs a part of the forward again (torch.utils.checkpoint)
-keeps the copy of its own call.
+A forward may change whatever it likes in its copy, and `walk.py` lists what becomes of it. The copy
+is dropped after the call, so nothing has to be put back. A graph whose backward runs a part of the
+forward again (torch.utils.checkpoint) keeps the copy of its own call.
 """
 
 from __future__ import annotations

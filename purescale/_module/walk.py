@@ -4,8 +4,8 @@ What becomes of what a forward changes, and where that is decided:
 
 - An attribute, a list that it appends to, a dict, a set, an array: the change ends with the call,
   because each copy has its own (`_Walk._add_container`).
-- A helper object: the same, if its class is in Python and has no `__slots__` (`_is_helper`). All
-  calls share another object, such as a lock (`_Walk.opaque`). `references.py` refuses one that
+- A helper object: the same, if it is all in its `__dict__` (`_is_helper`). All calls share another
+  object, such as a lock or one with `__slots__` (`_Walk.opaque`). `references.py` refuses one that
   holds a part of the live model.
 - A tuple, a partial, a bound method or a weak reference: each copy has its own if it leads to
   something of which each copy has its own (`_parts_of_immutable`).
@@ -51,15 +51,13 @@ _OF_A_MODULE = [key for key, cls in MODULE_ATTRIBUTES.items() if cls in _CONTAIN
 _NEVER_READ = {"_compiled_call_impl", "qconfig"}
 
 
-def recipe_of(
-    model: nn.Module, registered: RegisteredTensors, state_containers: list[Any]
-) -> Recipe:
+def recipe_of(model: nn.Module, registered: RegisteredTensors, containers: list[Any]) -> Recipe:
     """Return the recipe of a model.
 
     Args:
         model: The module.
         registered: Its parameters, buffers and state attributes, with their names.
-        state_containers: The lists and dicts in attributes that have state.
+        containers: The lists and dicts in attributes that have state.
 
     Raises:
         TypeError: A call cannot make a module anew.
@@ -71,15 +69,15 @@ def recipe_of(
     modules = dict(model.named_modules())
     check_class_attributes(walk.visited, walk.tensors, modules)
     check_shared(walk.opaque, walk.tensors, modules)
-    return walk.recipe(list(modules.values()), state_containers)
+    return walk.recipe(list(modules.values()), containers)
 
 
 Identity = int | str  # of an object in a walk: its id; the name of a parameter or buffer
 
 
 class _Walk:
-    """A walk over all objects that can be reached from a model. It sorts into rows those of which
-    each copy has its own, by identity.
+    """A walk over all objects that can be reached from a model, which sorts into rows those of
+    which each copy has its own, by identity.
     """
 
     def __init__(self, registered: RegisteredTensors) -> None:
@@ -212,14 +210,9 @@ class _Walk:
 
     def recipe(self, modules: list[nn.Module], state_containers: list[Any]) -> Recipe:
         """Return the recipe, in which objects have numbers in place of identities."""
-        rows = (
-            self.instances,
-            self.containers,
-            self.arguments,
-            self.plain_tensors,
-            self.shared_parts,
-        )
-        identities = itertools.chain(*rows, self.immutables)
+        # In the order in which `Recipe.make` makes them.
+        rows = (self.instances, self.containers, self.arguments, self.plain_tensors)
+        identities = itertools.chain(*rows, self.shared_parts, self.immutables)
         numbers = {identity: number for number, identity in enumerate(identities)}
         key, layout = share_layout(self._layout(numbers, modules, state_containers))
         classes, attributes = map(list, zip(*self.instances.values(), strict=True))

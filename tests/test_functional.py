@@ -1080,6 +1080,10 @@ class Numbered(list):
 Pair = collections.namedtuple("Pair", "first second")
 
 
+def weight_of(module):
+    return module.w
+
+
 class Elsewhere(nn.Module):
     """Its weight stands in one more place, from which the forward reads it."""
 
@@ -1103,6 +1107,10 @@ FOLLOWED = {
     "a partial": (lambda m: functools.partial(dict, w=m.w), lambda kept: kept()["w"]),
     "its module in a tuple": (lambda m: (m,), lambda kept: kept[0].w),
     "a method": (lambda m: m.parameters, lambda kept: next(kept())),
+    "a function that was bound by hand": (
+        lambda m: types.MethodType(weight_of, m),
+        lambda kept: kept(),
+    ),
     "a tuple": (lambda m: (m.w,), lambda kept: kept[0]),
     "a tuple in a list": (lambda m: [(1, m.w)], lambda kept: kept[0][1]),
     "a named tuple": (lambda m: Pair(1, m.w), lambda kept: kept.second),
@@ -1110,7 +1118,6 @@ FOLLOWED = {
     "a deque": (lambda m: collections.deque([m.w]), lambda kept: kept[0]),
     "a weak reference": (lambda m: weakref.ref(m.w), lambda kept: kept()),
 }
-NOT_COMPILED = {"a partial", "positional arguments", "a weak reference"}
 REFUSED = {
     "a set": lambda m: {m.w},
     "a set of layers": lambda m: {m},
@@ -1139,13 +1146,8 @@ def tied(weight):
     return linear
 
 
-@pytest.mark.parametrize(
-    ("where", "how"),
-    [
-        *((where, "eager") for where in FOLLOWED),
-        *((where, "compiled") for where in FOLLOWED if where not in NOT_COMPILED),
-    ],
-)
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("where", FOLLOWED)
 def test_a_weight_that_stands_elsewhere_too_is_that_of_the_call(where, how):
     model = Elsewhere(*FOLLOWED[where])
     apply, params, buffers = ps.make_functional(model)

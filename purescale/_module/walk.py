@@ -313,22 +313,20 @@ def _parts_of_immutable(obj: Any) -> tuple[Callable[..., Any], list[Any]] | None
         parts = [obj.func, *obj.args, *obj.keywords.values()]
         return functools.partial(_new_partial, list(obj.keywords)), parts
     if cls is types.MethodType:
-        owner, function = obj.__self__, obj.__func__
-        name = getattr(function, "__name__", "")
-        if getattr(type(owner), name, None) is function:
-            return functools.partial(_method_of_class, name), [owner]
-        return functools.partial(types.MethodType, function), [owner]
+        return functools.partial(_new_method, obj.__func__), [obj.__self__]
     if cls is weakref.ref:
         return weakref.ref, [obj()]
     return None
 
 
-def _method_of_class(name: str, owner: Any) -> Any:
-    return getattr(owner, name)  # torch.compile does not follow MethodType
-
-
 def _new_tuple(cls: type, *parts: Any) -> Any:
     return tuple.__new__(cls, parts)
+
+
+def _new_method(function: Any, owner: Any) -> Any:
+    if isinstance(function, types.FunctionType):
+        return function.__get__(owner)  # torch.compile does not follow MethodType
+    return types.MethodType(function, owner)
 
 
 def _new_partial(keywords: list[str], function: Any, *values: Any) -> Any:

@@ -122,10 +122,12 @@ class Recipe:
         for container, key, number in layout.links:
             contents[container][key] = objects[number]
         if torch.compiler.is_dynamo_compiling():
-            for store, module, attribute in layout.stores:
-                cls = self.classes[module]
-                if attribute == "_buffers" and cls.register_buffer is nn.Module.register_buffer:
-                    contents[module]["register_buffer"] = Register(contents[store])
+            # nn.Module.__setattr__ looks at its `__func__` where a forward replaces a buffer, which
+            # torch.compile does not see of a method of a module that is made within the graph.
+            for _, module, attribute in layout.stores:
+                register = self.classes[module].register_buffer
+                if attribute == "_buffers" and register is nn.Module.register_buffer:
+                    contents[module]["register_buffer"] = register.__get__(objects[module])
         # Attributes, because torch.compile would check arguments of the class for constants.
         copy = ModelCopy()
         copy.layout, copy.arguments = layout, tensors
@@ -166,20 +168,6 @@ class Recipe:
     def __setstate__(self, state: dict[str, Any]) -> None:
         key, layout = share_layout(state["layout"])
         vars(self).update(state, key=key, layout=layout)
-
-
-class Register:
-    """`register_buffer` of a module, in the form in which torch.compile follows a buffer that a
-    forward replaces: `nn.Module.__setattr__` looks at `__func__`, which torch.compile does not see
-    of a method of a module that is made within the graph.
-    """
-
-    def __init__(self, buffers: dict[str, Tensor]) -> None:
-        self.__func__ = nn.Module.register_buffer
-        self.buffers = buffers
-
-    def __call__(self, name: str, tensor: Tensor, persistent: bool = True) -> None:
-        self.buffers[name] = tensor
 
 
 # torch.compile guards the key alone: guards on thousands of numbers would be slow to make and to

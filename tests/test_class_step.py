@@ -38,6 +38,15 @@ class Lion(torch.optim.Optimizer):
                 state["m"].lerp_(p.grad, 1 - beta2)
 
 
+def test_a_rate_that_a_class_needs_is_asked_for():
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, params, lr):
+            super().__init__(params, {"lr": lr})
+
+    with pytest.raises(TypeError, match=r"lr must be a number.*got None\. Fix: lr=1e-3"):
+        ps.from_torch(Plain)
+
+
 class Cautious(torch.optim.AdamW):
     """A subclass that changes gradients before torch's step."""
 

@@ -228,6 +228,10 @@ REFUSED = [
     ({"slots": {"m": torch.zeros(())}}, TypeError, r"slots\['m'\] gives tensor.*zeros_like"),
     ({"slots": {"m": lambda p: 0.0}}, TypeError, r"slots\['m'\] gives 0.0"),
     ({"slots": {"m": torch.sum}}, ValueError, r"slots\['m'\] is .*elementwise=False"),
+    ({"slots": {"m": lambda p: p.float()}}, ValueError, r"'m'\] is torch.float32 for .*bfloat16"),
+    ({"slots": {"m": lambda p: p > 0}}, ValueError, r"slots\['m'\] is torch.bool .*zeros_like"),
+    ({"slots": ("step",)}, ValueError, "slots have 'step'.*Fix: another name"),
+    ({"in_state": "lr"}, TypeError, r"in_state is 'lr'.*with a comma"),
     ({"in_state": ("beta",)}, ValueError, "has no setting 'beta'"),
     ({"overrides": {"*": {"beta": 1.0}}}, ValueError, "has no setting 'beta'"),
 ]
@@ -295,11 +299,40 @@ def first_step(param, grad, slots, settings, t):
     return param - settings["lr"] * grad[:1], {}
 
 
-@pytest.mark.parametrize("step", [norm_step, first_step])
-def test_a_step_that_is_not_elementwise_is_refused_as_one(step):
+def masked_step(param, grad, slots, settings, t):
+    mask = (grad * slots["m"] >= 0).to(grad.dtype)
+    m = 0.9 * slots["m"] + 0.1 * grad
+    return param - settings["lr"] * m * mask / mask.mean(), {"m": m}
+
+
+def slot_step(param, grad, slots, settings, t):
+    return param - settings["lr"] * grad, {"m": slots["m"] + grad.mean()}
+
+
+NOT_ELEMENTWISE = {norm_step: (), first_step: (), masked_step: ("m",), slot_step: ("m",)}
+
+
+@pytest.mark.parametrize("lr", [1.0, 1e-6])
+@pytest.mark.parametrize("step", NOT_ELEMENTWISE)
+def test_a_step_that_is_not_elementwise_is_refused_as_one(step, lr):
     with pytest.raises(ValueError, match=r"result for a part of a parameter.*elementwise=False"):
-        ps.from_formula(step)
-    ps.from_formula(step, elementwise=False)
+        ps.from_formula(step, NOT_ELEMENTWISE[step], lr=lr)
+    ps.from_formula(step, NOT_ELEMENTWISE[step], elementwise=False, lr=lr)
+
+
+def test_slots_are_in_memory_of_their_own():
+    def step(param, grad, slots, settings, t):
+        return param - grad, {"anchor": slots["anchor"]}
+
+    optimizer, params = ps.from_formula(step, {"anchor": lambda p: p}), {"w": torch.ones(3)}
+    slots = optimizer.init(params).slots["w"]
+    assert torch.equal(slots["anchor"], params["w"])
+    assert slots["anchor"].data_ptr() != params["w"].data_ptr()
+
+
+def test_a_rate_of_an_override_is_checked_as_that_of_all():
+    with pytest.raises(ValueError, match=r"lr is -1.0; expected a number that is not negative"):
+        lion(overrides={"*.bias": {"lr": -1.0}})
 
 
 @pytest.mark.parametrize("lr", [-1.0, float("nan")])

@@ -1,4 +1,4 @@
-"""The step of a class of a user's own: its `step`, on copies, the only one that is called."""
+"""The step of a class of a user's own: its `step`, on copies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.in_state import as_number, each_number
+from .._optim.in_state import item_of, map_numbers
 from .._optim.opt_state import Slots, Tensors
 from .._optim.settings import Current, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
@@ -33,24 +33,24 @@ class ClassStep:
 
         def copied(value: Tensor, name: str, key: str = "") -> Tensor:
             wide = (
-                _is_half(params[name]) and _is_half(value) and not self._slot_layout.is_count(key)
+                _is_half(params[name]) and _is_half(value) and not self._slot_layout.is_number(key)
             )
             dtype = wide_dtype(value.dtype) if wide else value.dtype
             return value.detach().to(dtype, copy=True)
 
         new_params = {name: copied(param, name) for name, param in params.items()}
         copies = {
-            name: {key: copied(value, name, key) for key, value in slot.items()}
-            for name, slot in slots.items()
+            name: {key: copied(value, name, key) for key, value in entry.items()}
+            for name, entry in slots.items()
         }
         gradients = {name: g.to(new_params[name].dtype) for name, g in gradients.items()}
-        current = [each_number(as_number, table) for table in current]
+        current = [map_numbers(item_of, table) for table in current]
         with torch.no_grad():
             new_slots = self._run(new_params, gradients, copies, current)
         new_params = {name: p.to(params[name].dtype) for name, p in new_params.items()}
         return new_params, {
-            name: {key: _narrowed(value, slots[name].get(key)) for key, value in slot.items()}
-            for name, slot in new_slots.items()
+            name: {key: _narrowed(value, slots[name].get(key)) for key, value in entry.items()}
+            for name, entry in new_slots.items()
         }
 
     def _run(self, params: Tensors, gradients: Tensors, slots: Slots, current: Current) -> Slots:
@@ -81,7 +81,7 @@ class ClassStep:
 _NUMBERS = (torch.int64, torch.bool)
 
 
-def as_tensors(slot: Mapping[str, Any], name: str) -> dict[str, Tensor]:
+def as_tensors(entry: Mapping[str, Any], name: str) -> dict[str, Tensor]:
     """Return a slot with a 0-d tensor on the CPU for each Python number."""
     tensors = {
         # What was a float stays a tensor, with which one calculates as with a number.
@@ -90,7 +90,7 @@ def as_tensors(slot: Mapping[str, Any], name: str) -> dict[str, Tensor]:
         )
         if isinstance(value, (bool, int, float))
         else value
-        for key, value in slot.items()
+        for key, value in entry.items()
     }
     for key, value in tensors.items():
         if not isinstance(value, Tensor):
@@ -102,11 +102,11 @@ def as_tensors(slot: Mapping[str, Any], name: str) -> dict[str, Tensor]:
     return tensors
 
 
-def with_python_scalars(slot: Mapping[str, Tensor], param: Tensor) -> dict[str, Any]:
+def with_python_scalars(entry: Mapping[str, Tensor], param: Tensor) -> dict[str, Any]:
     """Return a slot with the Python numbers that `as_tensors` stored, the inverse of it."""
     if param.ndim == 0:  # its moments look like numbers
-        return dict(slot)
-    return {key: value.item() if is_python_scalar(value) else value for key, value in slot.items()}
+        return dict(entry)
+    return {key: value.item() if is_python_scalar(value) else value for key, value in entry.items()}
 
 
 def is_python_scalar(value: Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import Hyperparameters
-from .._optim.in_state import each_number
+from .._optim.in_state import map_numbers
 from .._optim.opt_state import Slots, Tensors, slots_like, values_of
 from .._optim.settings import Current, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
@@ -24,7 +24,7 @@ class Row(NamedTuple):
 
     param: Tensor
     gradient: Tensor
-    slot: dict[str, Tensor]
+    entry: dict[str, Tensor]
 
 
 class FormulaStep:
@@ -81,8 +81,8 @@ class FormulaStep:
                     raise self._slot_layout.foreign(str(error)) from None
                 results.update(zip(present, stepped, strict=True))
             for name in params.keys() - results.keys():
-                slot = {key: value.clone() for key, value in slots[name].items()}
-                results[name] = params[name].clone(), slot
+                entry = {key: value.clone() for key, value in slots[name].items()}
+                results[name] = params[name].clone(), entry
         new_slots = {name: results[name][1] for name in params}
         return [*(results[name][0] for name in params), *values_of(new_slots)]
 
@@ -93,7 +93,7 @@ class FormulaStep:
         if one_by_one or not self._formula.elementwise:
             return [self._step_leaf(row, settings, t) for row in rows]
         stepped: list[Any] = [None] * len(rows)
-        kinds = [(row.param.device, row.param.dtype, tuple(row.slot)) for row in rows]
+        kinds = [(row.param.device, row.param.dtype, tuple(row.entry)) for row in rows]
         for indices in foreach.pieces([row.param for row in rows], kinds):
             piece = [rows[index] for index in indices]
             if len(piece) > 1:
@@ -107,17 +107,17 @@ class FormulaStep:
     def _step_leaf(
         self, row: Row, settings: Mapping[str, Any], t: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        param, gradient, slot = row
+        param, gradient, entry = row
         p = _wide(param)
         state = {
-            key: _wide_count(value) if self._slot_layout.is_count(key) else _wide(value)
-            for key, value in slot.items()
+            key: _wide_count(value) if self._slot_layout.is_number(key) else _wide(value)
+            for key, value in entry.items()
         }
         h = Hyperparameters(settings, on_device(t, p.device), lambda n: _of_dtype(n, p.dtype))
         g = _negated_if_maximize(_wide(gradient), settings)
         new_p, new = self._formula.step(p, g, state, h)
         return _narrow(new_p, param), {
-            key: _narrow(new[key], old) if key in new else old.clone() for key, old in slot.items()
+            key: _narrow(new[key], old) if key in new else old.clone() for key, old in entry.items()
         }
 
     def _step_joined(
@@ -127,11 +127,11 @@ class FormulaStep:
         leaf, which `expand` repeats for the elements of that leaf.
         """
         params, gradients = [row.param for row in rows], [row.gradient for row in rows]
-        columns = {key: [row.slot[key] for row in rows] for key in rows[0].slot}
+        columns = {key: [row.entry[key] for row in rows] for key in rows[0].entry}
         p = _joined(params, params)
         state = {
             key: _wide_count(torch.stack(column))
-            if self._slot_layout.is_count(key)
+            if self._slot_layout.is_number(key)
             else _joined(column, params)
             for key, column in columns.items()
         }
@@ -148,7 +148,7 @@ class FormulaStep:
             key: _split_column(
                 new.get(key, state[key]),
                 column,
-                column if self._slot_layout.is_count(key) else params,
+                column if self._slot_layout.is_number(key) else params,
             )
             for key, column in columns.items()
         }
@@ -199,7 +199,7 @@ def _as_arguments(table: Mapping[str, Any], device: torch.device) -> dict[str, A
         compiled = torch.compiler.is_compiling()
         return torch.full((), value, dtype=widest, device=device) if compiled else value
 
-    return each_number(argument, table)
+    return map_numbers(argument, table)
 
 
 def _wide_count(count: Tensor) -> Tensor:

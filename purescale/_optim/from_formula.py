@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import Formula, Hyperparameters, State, Step
-from .._optim.in_state import names_in_state
 from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import OptimizerSettings, Overrides
 from .._optim.torch_optim import TorchOptimizer
@@ -66,9 +65,10 @@ def from_formula(
     Raises:
         TypeError: `step` is not a function of five arguments, or a slot is not a tensor.
         ValueError: `elementwise` is True, and a slot has another shape than its parameter, or
-            `step` gives another result for a part of a parameter. A setting has a name with
-            another meaning, or `lr` is a negative number. Also what `from_torch` refuses; and from
-            a step, if `step` returns other slots than it was given.
+            `step` gives another result for a part of a parameter. A slot has another dtype than its
+            parameter, unless it is one number. A slot or a setting has a name with another meaning,
+            or `lr` is a negative number. Also what `from_torch` refuses; and from a step, if `step`
+            returns other slots than it was given.
 
     Example:
         >>> import torch
@@ -86,11 +86,11 @@ def from_formula(
     _check_step(step)
     makers = slots if isinstance(slots, Mapping) else dict.fromkeys(slots, torch.zeros_like)
     _check_slots(makers, elementwise)
-    _check_settings(lr, settings)
+    _check_settings(settings)
     name = getattr(step, "__name__", type(step).__name__)
     formula = Formula(
         functools.partial(_checked_step, step, name, ("lr", *settings)),
-        lambda p, _: {key: make(p) for key, make in makers.items()},
+        lambda p, _: {key: make(p).clone() for key, make in makers.items()},
         elementwise,
     )
     defaults = {**settings, "differentiable": differentiable}
@@ -100,7 +100,7 @@ def from_formula(
         lr,
         overrides or {},
         named,
-        in_state=names_in_state(in_state),
+        in_state=in_state,
         schedule_by=schedule_by,
     )
     if elementwise and not traced():
@@ -130,27 +130,40 @@ def _checked_step(
 
 def _check_elementwise(name: str, formula: Formula, settings: Mapping[str, Any]) -> None:
     """Refuse a step whose result for a part of a parameter is not that part of its result."""
-    t = torch.ones((), dtype=torch.float64, device="cpu")
-    param = torch.linspace(0.5, 2.0, 6, dtype=torch.float32, device="cpu")
+    settings = {**settings, "lr": 1.0}  # by which an update is as large as the parameter
 
-    def stepped(p: Tensor) -> Tensor:
-        h = Hyperparameters(settings, t, torch.as_tensor)
-        return formula.step(p, p.square(), formula.slots(p, settings), h)[0].detach()
+    def two_steps(p: Tensor, *gradients: Tensor) -> list[Tensor]:
+        entry, results = formula.slots(p, settings), []
+        for number, g in enumerate(gradients, 1):
+            t = torch.full((), number, dtype=torch.float64, device="cpu")
+            h = Hyperparameters(settings, t, torch.as_tensor)
+            p, entry = formula.step(p, g, entry, h)
+            results += [p.detach(), *[value.detach() for value in entry.values()]]
+        return results
 
-    parts = torch.cat([stepped(part) for part in param.view(2, 3)])
-    if not torch.allclose(stepped(param), parts, rtol=1e-4, equal_nan=True):
-        raise ValueError(
-            f"{name} gives another result for a part of a parameter than for the whole, and an "
-            "elementwise step is given several parameters as one. Likely cause: a norm or a mean. "
-            "Fix: from_formula(..., elementwise=False)."
-        )
+    numbers = [
+        [0.5, -1.0, 1.5, -2.0, 0.25, 3.0],
+        [1.0, 2.0, -0.5, -3.0, -0.25, 1.5],
+        [0.5, -1.0, -1.0, -2.0, 0.5, -1.5],
+    ]
+    whole = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+    parts = zip(two_steps(*whole[:, :3]), two_steps(*whole[:, 3:]), strict=True)
+    for result, pair in zip(two_steps(*whole), parts, strict=True):
+        if not torch.allclose(result, torch.cat(pair), rtol=1e-4, atol=1e-5, equal_nan=True):
+            raise ValueError(
+                f"{name} gives another result for a part of a parameter than for the whole, and an "
+                "elementwise step is given several parameters as one. Likely cause: a norm or a "
+                "mean. Fix: from_formula(..., elementwise=False)."
+            )
 
 
 def _class_of(name: str, formula: Formula, defaults: dict[str, Any]) -> type[torch.optim.Optimizer]:
     """Return a class of torch.optim that holds groups and settings, with this formula."""
 
-    def init(self: Any, params: Any, **settings: Any) -> None:
-        torch.optim.Optimizer.__init__(self, params, {"lr": 1.0, **defaults, **settings})
+    def init(self: Any, params: Any, lr: Any = 1.0, **settings: Any) -> None:
+        if not lr >= 0:
+            raise ValueError(f"lr is {lr}; expected a number that is not negative.")
+        torch.optim.Optimizer.__init__(self, params, {**defaults, **settings, "lr": lr})
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(each, kind) for each in ("self", "params", "lr", *defaults)]
@@ -175,29 +188,40 @@ def _check_step(step: Any) -> None:
 _OF_TORCH = {"params", "maximize", "foreach", "fused", "capturable"}
 
 
-def _check_settings(lr: Any, settings: Mapping[str, Any]) -> None:
-    """Refuse names of settings that have another meaning, and a negative rate."""
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse names of settings that have another meaning."""
     if taken := settings.keys() & _OF_TORCH:
         raise ValueError(
             f"settings have {min(taken)!r}, a name that a step gives a meaning of its own. Fix: "
             "another name; for maximize, `-grad` in the formula."
         )
-    if isinstance(lr, float | int) and not lr >= 0:
-        raise ValueError(f"lr is {lr}; expected a number that is not negative.")
 
 
 def _check_slots(makers: Mapping[str, NewSlot], elementwise: bool) -> None:
     """Refuse a slot that is not a tensor, or that joined leaves cannot have."""
-    probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
-    for name, make in makers.items():
-        slot = make(probe) if callable(make) else make
-        if not callable(make) or not isinstance(slot, Tensor):
-            raise TypeError(
-                f"slots[{name!r}] gives {short_repr(slot)}; expected a function of the parameter "
-                f"that returns a tensor. Fix: `{{{name!r}: torch.zeros_like}}`."
-            )
-        if elementwise and slot.shape != probe.shape:
-            raise ValueError(
-                f"slots[{name!r}] is {describe(slot)} for a parameter of shape (2, 3), and an "
-                "elementwise step has slots like its parameter. Fix: elementwise=False."
-            )
+    if "step" in makers:
+        raise ValueError(
+            "slots have 'step', which is torch's name of a count of steps. Fix: another name; the "
+            "number of the step is `t`."
+        )
+    for dtype in (torch.float32, torch.bfloat16):
+        probe = torch.zeros(2, 3, dtype=dtype, device="cpu")
+        for name, make in makers.items():
+            slot = make(probe) if callable(make) else make
+            if not callable(make) or not isinstance(slot, Tensor):
+                raise TypeError(
+                    f"slots[{name!r}] gives {short_repr(slot)}; expected a function of the "
+                    f"parameter that returns a tensor. Fix: `{{{name!r}: torch.zeros_like}}`."
+                )
+            if elementwise and slot.shape != probe.shape:
+                raise ValueError(
+                    f"slots[{name!r}] is {describe(slot)} for a parameter of shape (2, 3), and an "
+                    "elementwise step has slots like its parameter. Fix: elementwise=False."
+                )
+            if slot.dtype is not (dtype if slot.ndim else torch.float32):
+                raise ValueError(
+                    f"slots[{name!r}] is {slot.dtype} for a parameter of {dtype}; expected the "
+                    "parameter's dtype, or float32 for one number. The step is given both in "
+                    f"float32. Fix: `{{{name!r}: torch.zeros_like}}`; `with_master_weights` keeps "
+                    "slots in float32 for half parameters."
+                )

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import adagrad, adam, sgd
 
 from .._optim import formulas
-from .._optim.in_state import as_number, each_number
-from .._optim.opt_state import OptState, Slots, Tensors, each_of, values_of
-from .._optim.settings import FLAGS, Current, OptimizerSettings
+from .._optim.in_state import item_of, map_numbers
+from .._optim.opt_state import OptState, Slots, Tensors, numbers_of, values_of
+from .._optim.settings import IMPLEMENTATION_FLAGS, Current, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
@@ -61,7 +61,7 @@ class Kernel(NamedTuple):
         self.function(params, grads, *slots, fused=True, foreach=False, lr=lr, **arguments, **amp)
 
 
-_FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
+_BOOLEANS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
 _ADAM = ("beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize", "decoupled_weight_decay")
 _SGD = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
 _KERNELS: dict[Any, Kernel] = {
@@ -86,7 +86,7 @@ class KernelLists(NamedTuple):
     """The tensors of one device and dtype that one kernel reads and updates, in one order."""
 
     params: TensorList
-    grads: Gradients  # with one divisor, `scale`
+    grads: Gradients
     slots: list[list[Tensor]]  # of each of `Kernel.slots_with`
 
 
@@ -187,7 +187,7 @@ def _update_targets(
     params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
     rate, *others = numbers
     settings = {
-        key: bool(number) if key in _FLAGS else number
+        key: bool(number) if key in _BOOLEANS else number
         for key, number in zip(kernel.settings, others, strict=True)
     }
     tensor_list = TensorList(list(grads))
@@ -224,7 +224,7 @@ class FusedStep:
         self._settings, self._slot_layout = settings, slot_layout
         self.kernel: Any = kernel_of(settings.formula)
         # torch's own class then runs no fused kernel.
-        flags = {name for name in FLAGS if settings.arguments.get(name) is not None}
+        flags = {name for name in IMPLEMENTATION_FLAGS if settings.arguments.get(name) is not None}
         self._is_refused = bool(flags) and not settings.arguments.get("fused")
         self._opaque = private.Opaque(
             lambda *args: self._traced(*args), lambda: torch.compiler.allow_in_graph
@@ -236,7 +236,7 @@ class FusedStep:
             return False
         # Without momentum the kernel leaves its buffer alone, which the formula updates for a later
         # step.
-        numbers = each_of(inputs.opt_state.hyper)
+        numbers = numbers_of(inputs.opt_state.hyper)
         if "momentum" in self._settings.in_state or (numbers and not host_can_read(numbers)):
             return False
         params, grads = inputs.param_list, inputs.grads.tensor_list
@@ -269,7 +269,7 @@ class FusedStep:
         if traced() and not torch.compiler.is_dynamo_compiling():
             return self._new(inputs, current, skip)
         if in_place:  # a rate that is not in the state may share memory with a parameter
-            current = [each_number(_copied, table) for table in current]
+            current = [map_numbers(_copied, table) for table in current]
         inputs = inputs.writable(in_place=in_place)
         params, slots, grads = inputs.params, inputs.opt_state.slots, inputs.grads
         if torch.compiler.is_dynamo_compiling():
@@ -279,7 +279,7 @@ class FusedStep:
             return params, slots
         # The kernel takes a rate that is a tensor, and reads none.
         current = [
-            {n: v if n == "lr" else each_number(as_number, {n: v})[n] for n, v in table.items()}
+            {n: v if n == "lr" else map_numbers(item_of, {n: v})[n] for n, v in table.items()}
             for table in current
         ]
         inputs = inputs._replace(grads=grads.with_one_divisor())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import Formula
-from .._optim.opt_state import OptState, each_of, map_opt_states, stored_settings, with_stored
+from .._optim.opt_state import OptState, map_opt_states, numbers_of, stored_settings, with_stored
 from .._torch.dtypes import on_device
 from .._tree.leaves import describe
 from .._tree.scalars import as_float
@@ -77,7 +77,7 @@ def check_stored(opt_state: OptState, starts: Mapping[str, Any]) -> None:
             f"from the optimizer `old` of this state, {_MOVED.format(new='optimizer', old='old')}."
         )
     for name, value in stored.items():
-        leaves, likes = each_of({name: value}), each_of({name: starts[name]})
+        leaves, likes = numbers_of({name: value}), numbers_of({name: starts[name]})
         alike = isinstance(value, tuple) == isinstance(starts[name], tuple)
         if not alike or len(leaves) != len(likes) or not all(map(is_float_scalar, leaves)):
             change = "lr=..." if name == "lr" else f"hyper={{**opt_state.hyper, {name!r}: ...}}"
@@ -119,12 +119,12 @@ def _check_range(what: str, number: float, dtype: torch.dtype) -> None:
         )
 
 
-def as_number(value: Any) -> Any:
+def item_of(value: Any) -> Any:
     """Return the number in a tensor, or any other value as it is."""
     return value.item() if isinstance(value, Tensor) else value
 
 
-def each_number(change: Callable[[Any], Any], hyper: Mapping[str, Any]) -> dict[str, Any]:
+def map_numbers(change: Callable[[Any], Any], hyper: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with `change` applied to every number, also within tuples."""
     return {
         name: tuple(map(change, value)) if isinstance(value, (tuple, list)) else change(value)
@@ -134,9 +134,7 @@ def each_number(change: Callable[[Any], Any], hyper: Mapping[str, Any]) -> dict[
 
 def agreed(name: str, groups: Sequence[Mapping[str, Any]]) -> Any:
     """Return the value that all these parameter groups share; None if no group has one."""
-    values = [
-        each_number(as_number, {name: group[name]})[name] for group in groups if name in group
-    ]
+    values = [map_numbers(item_of, {name: group[name]})[name] for group in groups if name in group]
     if len(set(values)) > 1:
         raise ValueError(
             f"the groups of the torch optimizer have {name} = {values}, and the state holds one "

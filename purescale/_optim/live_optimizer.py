@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from .._optim.formulas import formula_of
-from .._optim.in_state import agreed, as_number, each_number
+from .._optim.in_state import agreed, item_of, map_numbers
 from .._optim.opt_state import OptState, without_wrappers
 from .._optim.partition import PartitionOptimizer
 from .._optim.schedule import ScheduleBy
-from .._optim.settings import FLAGS, OptimizerSettings, ParamGroup
+from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerSettings, ParamGroup
 from .._optim.torch_optim import TorchOptimizer, from_torch
 from .._optim.torch_state_dict import state_dict
 from .._tree.tree import Tree, join_names
@@ -71,7 +71,7 @@ def from_torch_optimizer(
     names = names_by_group(torch_optimizer, model, trained)
     stepped = {name for group in names for name in group}
     params = {name: p for name, p in trained.items() if name in stepped}
-    rates = [{"lr": as_number(group.get("lr", 0.0))} for group in torch_optimizer.param_groups]
+    rates = [{"lr": item_of(group.get("lr", 0.0))} for group in torch_optimizer.param_groups]
     return converted(torch_optimizer, model, params, names, rates, in_state=in_state)
 
 
@@ -221,8 +221,8 @@ def _numbers_of_all(groups: Sequence[Mapping[str, Any]], in_state: Sequence[str]
 
 def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a parameter group as Python numbers, without the rate and flags."""
-    accepted = inspect.signature(cls).parameters.keys() - {"params", "lr", *FLAGS}
-    settings = each_number(as_number, {n: value for n, value in group.items() if n in accepted})
+    accepted = inspect.signature(cls).parameters.keys() - {"params", "lr", *IMPLEMENTATION_FLAGS}
+    settings = map_numbers(item_of, {n: value for n, value in group.items() if n in accepted})
     if issubclass(cls, torch.optim.Adafactor):  # from_torch requires it by name
         settings["foreach"] = bool(group["foreach"])
     return settings
@@ -230,8 +230,8 @@ def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _own_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a group of a user's class, whose groups may differ in their names."""
-    left_out = {"params", "param_names", "initial_lr", "lr", *FLAGS}
-    return each_number(as_number, {n: value for n, value in group.items() if n not in left_out})
+    left_out = {"params", "param_names", "initial_lr", "lr", *IMPLEMENTATION_FLAGS}
+    return map_numbers(item_of, {n: value for n, value in group.items() if n not in left_out})
 
 
 def _template(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> Any:
@@ -298,24 +298,24 @@ def state_dict_with(
     trained = list(opt_state.slots)
     by_index = state_dict(opt_state.slots, [ParamGroup(trained, {"lr": 0.0})])["state"]
     live = optimizer.state_dict()
-    state = {places[trained[index]]: slot for index, slot in by_index.items()}
+    state = {places[trained[index]]: entry for index, entry in by_index.items()}
     if formula_of(type(optimizer)) is None:
-        state = {place: _with_floats(slot, parameters[place]) for place, slot in state.items()}
+        state = {place: _with_floats(entry, parameters[place]) for place, entry in state.items()}
     return {**live, "state": {**live["state"], **state}}
 
 
-def _with_floats(slot: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+def _with_floats(entry: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Return the state of a user's class with Python floats, as its step had made them. torch would
     round a tensor to the dtype of the parameter.
     """
     if parameter.ndim == 0:  # its moments look like numbers
-        return dict(slot)
+        return dict(entry)
 
     def restored(value: Any) -> Any:
         is_float = isinstance(value, Tensor) and value.ndim == 0 and value.dtype is torch.float64
         return value.item() if is_float and value.is_cpu else value
 
-    return {key: restored(value) for key, value in slot.items()}
+    return {key: restored(value) for key, value in entry.items()}
 
 
 def load_state(

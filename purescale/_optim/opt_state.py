@@ -47,7 +47,7 @@ def values_of(slots: Slots) -> list[Tensor]:
 def slots_like(slots: Slots, values: Iterable[Tensor]) -> Slots:
     """Return slots of these names with the next of these values, the inverse of `values_of`."""
     remaining = iter(values)
-    return {name: dict(zip(slot, remaining, strict=False)) for name, slot in slots.items()}
+    return {name: dict(zip(entry, remaining, strict=False)) for name, entry in slots.items()}
 
 
 def is_wrapped(state: Tree) -> bool:
@@ -88,7 +88,7 @@ def tensors_of(opt_state: OptState) -> list[Tensor]:
 
 def scalars_of(opt_state: OptState) -> list[Tensor]:
     """Return the settings in the state, then the number of iterations."""
-    numbers, iteration = each_of(stored_settings(opt_state)), opt_state.iteration
+    numbers, iteration = numbers_of(stored_settings(opt_state)), opt_state.iteration
     return [*numbers, iteration] if isinstance(iteration, Tensor) else numbers
 
 
@@ -104,7 +104,7 @@ def with_stored(opt_state: OptState, stored: Mapping[str, Any]) -> OptState:
     return opt_state._replace(lr=stored.get("lr", ()), hyper=hyper or ())
 
 
-def each_of(hyper: Any) -> list[Any]:
+def numbers_of(hyper: Any) -> list[Any]:
     """Return every number of the settings in the state, also those within tuples."""
     values = hyper.values() if hyper else ()
     return [one for v in values for one in (v if isinstance(v, tuple) else (v,))]

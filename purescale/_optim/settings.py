@@ -17,10 +17,11 @@ from .._optim.formulas import formula_of
 from .._optim.in_state import (
     check_setting,
     check_stored,
-    each_number,
     float32,
     is_float_scalar,
     is_scheduled,
+    map_numbers,
+    names_in_state,
 )
 from .._optim.opt_state import OptState, stored_settings
 from .._optim.schedule import ScheduleBy, check_scheduled, checked_rate, first_numbers
@@ -32,7 +33,7 @@ from .._tree.leaves import describe
 
 Pattern = str | tuple[str, ...]  # a dotted name or a glob, or several
 Overrides = Mapping[Any, Mapping[str, Any]]  # by `Pattern`
-FLAGS = ("foreach", "fused", "capturable", "differentiable")
+IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 _ANY_LR = 1e-3  # for torch to check in place of a schedule or a tensor
 
 
@@ -79,14 +80,21 @@ class OptimizerSettings:
         if schedule_by not in get_args(ScheduleBy):
             raise ValueError(f'schedule_by is {schedule_by!r}, expected "applied" or "iteration".')
         self.cls, self.formula = cls, formula_of(cls)
-        self.arguments, self.in_state, self.schedule_by = arguments, tuple(in_state), schedule_by
+        self.arguments, self.schedule_by = arguments, schedule_by
+        self.in_state = names_in_state(in_state)
         self.overrides = {pattern: dict(extra) for pattern, extra in overrides.items()}
         self.differentiable = bool(arguments.get("differentiable"))
         accepted = inspect.signature(cls).parameters
         self._accepted = [name for name in accepted if name != "params"]
-        self.lr = lr = accepted["lr"].default if lr is None and "lr" in accepted else lr
+        if (
+            lr is None
+            and "lr" in accepted
+            and accepted["lr"].default is not inspect.Parameter.empty
+        ):
+            lr = accepted["lr"].default
+        self.lr = lr
         # Schedules of settings in the state, alone or in a tuple. A schedule of lr needs no state.
-        schedules = {n: arguments[n] for n in in_state if is_scheduled(arguments.get(n))}
+        schedules = {n: arguments[n] for n in self.in_state if is_scheduled(arguments.get(n))}
         first = {name: first_numbers(name, value) for name, value in schedules.items()}
         start = {**arguments, **first, "lr": lr}
         # An optimizer over a probe parameter, from which those of a step are copied.
@@ -103,7 +111,7 @@ class OptimizerSettings:
         table = table._replace(varying={**table.varying, **in_the_state})
         self.tables = [table, *map(_table, self.overrides.values())]
         # The first numbers of the settings in the state: 1 for a schedule, which it multiplies.
-        self.initial = each_number(lambda number: 1.0 if callable(number) else number, in_the_state)
+        self.initial = map_numbers(lambda number: 1.0 if callable(number) else number, in_the_state)
         self.in_new_state(None)  # refuses what float32 cannot hold
         # Ranks compare all settings, including defaults.
         complete = dict(sorted({**values, **arguments, "lr": lr}.items()))
@@ -237,7 +245,7 @@ class OptimizerSettings:
 
     def in_new_state(self, device: torch.device | None) -> dict[str, Any]:
         """Return the settings that a new state holds."""
-        return each_number(lambda number: float32(number, device), self.initial)
+        return map_numbers(lambda number: float32(number, device), self.initial)
 
     def check(self, opt_state: OptState) -> None:
         """Refuse a state whose settings do not match `in_state`, or without the count."""

@@ -17,7 +17,7 @@ from .._torch.tensor_list import TensorList
 from .._torch.tracing import traced
 from .._tree.leaves import describe
 
-_ANY_LR = {"lr": 0.0}  # the names and shapes of slots do not depend on it
+_NO_LR = {"lr": 0.0}  # the names and shapes of slots do not depend on it
 
 
 class SlotLayout:
@@ -30,27 +30,28 @@ class SlotLayout:
         self._cache_key = object()  # keeps nothing else alive
         self._complete: Any = None  # the names of the last slots that lacked none
         first, tables = settings.tables[0].values, settings.tables
+        # What a later value of a setting in the state needs is there from the start.
+        self._nonzero = {"momentum": 0.5} if "momentum" in settings.in_state else {}
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         probed: dict[str, Tensor] = {}
         if self._formula is not None:
             for table in tables:
-                probed |= self._formula.slots(probe, {**first, **table.values, **_ANY_LR})
-        self._counts = {key: value.dtype for key, value in probed.items() if value.ndim == 0}
+                others = {**table.values, **self._nonzero, **_NO_LR}
+                probed |= self._formula.slots(probe, {**first, **others})
+        self._numbers = {key: value.dtype for key, value in probed.items() if value.ndim == 0}
         self._shaped = {key for key, value in probed.items() if value.shape == probe.shape}
-        self._shaped.add("momentum_buffer")
-        # torch's SGD ignores dampening in the step that makes a parameter's momentum buffer. A
-        # setting in the state may become nonzero.
+        # torch's SGD ignores dampening in the step that makes a parameter's momentum buffer.
         self.first_step_differs = issubclass(settings.cls, torch.optim.SGD) and (
             "dampening" in settings.in_state
             or any([table.values.get("dampening") for table in tables])
         )
         if self.first_step_differs:
-            self._counts[FIRST_STEP] = torch.bool
-        self.keys = {*probed, *self._counts, *self._shaped}
+            self._numbers[FIRST_STEP] = torch.bool
+        self.keys = {*probed, *self._numbers, *self._shaped}
 
-    def is_count(self, key: str) -> bool:
+    def is_number(self, key: str) -> bool:
         """Return True if this slot is one number for each parameter, whatever its shape."""
-        return key in self._counts
+        return key in self._numbers
 
     def new(self, params: Mapping[str, Tensor], current: Current) -> Slots:
         """Return the slots of these parameters before their first step."""
@@ -63,10 +64,10 @@ class SlotLayout:
             ]
             self._settings.constructed(shapes, group.settings)
             for name in group.names:
-                slots[name] = self._new_slot(params[name], group.settings) if self._formula else {}
+                slots[name] = self._new_entry(params[name], group.settings) if self._formula else {}
         return {name: slots[name] for name in params}
 
-    def _new_slot(self, param: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _new_entry(self, param: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
         formula: Any = self._formula
         if param.is_complex() and not formula.elementwise:
             raise ValueError(
@@ -74,19 +75,15 @@ class SlotLayout:
                 f"{tuple(param.shape)}; it has no rule for it. Fix: a partition with AdamW for "
                 "complex parameters."
             )
-        slot: dict[str, Tensor] = formula.slots(param.detach(), settings)
-        if self.first_step_differs and "momentum_buffer" in slot:
-            slot[FIRST_STEP] = torch.ones((), dtype=torch.bool, device=param.device)
-        return slot
+        entry: dict[str, Tensor] = formula.slots(param.detach(), settings)
+        if self.first_step_differs and "momentum_buffer" in entry:
+            entry[FIRST_STEP] = torch.ones((), dtype=torch.bool, device=param.device)
+        return entry
 
     def _groups(self, params: Mapping[str, Tensor], current: Current) -> list[ParamGroup]:
-        """Return the groups with the settings from which slots are made: all that a later value of
-        a setting in the state needs.
-        """
-        rates = [{n: v for n, v in table.items() if n == "lr"} for table in current]
-        if "momentum" in self._settings.in_state:
-            rates[0]["momentum"] = 0.5
-        return self._settings.torch_groups(tuple(params), rates)
+        """Return the groups with the settings from which slots are made."""
+        first, *others = [{n: v for n, v in table.items() if n == "lr"} for table in current]
+        return self._settings.torch_groups(tuple(params), [{**first, **self._nonzero}, *others])
 
     # ---- the check
 
@@ -116,11 +113,11 @@ class SlotLayout:
         """Return the parameter and the key of slots that do not fit. It avoids calls, which a
         compiler traces slowly.
         """
-        counts, known = self._counts, {*self._counts, *self._shaped}
+        numbers, known = self._numbers, {*self._numbers, *self._shaped}
         rows = [
-            (name, key, value, params[name], counts.get(key))
-            for name, slot in slots.items()
-            for key, value in slot.items()
+            (name, key, value, params[name], numbers.get(key))
+            for name, entry in slots.items()
+            for key, value in entry.items()
             if key in known
         ]
         return [
@@ -134,7 +131,7 @@ class SlotLayout:
         ]
 
     def _misfit_error(self, key: str, value: Tensor, name: str, param: Tensor) -> ValueError:
-        expected = f"a count {self._counts[key]} ()" if key in self._counts else describe(param)
+        expected = f"a count {self._numbers[key]} ()" if key in self._numbers else describe(param)
         return ValueError(
             f"opt_state: {key} of {name} is {describe(value)} on {value.device}; expected "
             f"{expected} on {param.device}. Likely cause: the state of another model, or stacked "
@@ -148,7 +145,7 @@ class SlotLayout:
         """
         if traced():  # where a step that raises later has changed nothing
             return True
-        names_of_slots = tuple((name, params[name].ndim, *slot) for name, slot in slots.items())
+        names_of_slots = tuple((name, params[name].ndim, *entry) for name, entry in slots.items())
         if names_of_slots == self._complete:
             return True
         formula: Any = self._formula
@@ -158,7 +155,7 @@ class SlotLayout:
                 ndim = params[name].ndim
                 if ndim not in needed:
                     like = torch.empty([1] * ndim, device="cpu")  # "meta" imports sympy
-                    needed[ndim] = list(formula.slots(like, {**group.settings, **_ANY_LR}))
+                    needed[ndim] = list(formula.slots(like, {**group.settings, **_NO_LR}))
                 for key in needed[ndim]:
                     if key not in slots[name]:
                         raise self.foreign(key)

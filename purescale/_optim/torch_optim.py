@@ -12,7 +12,7 @@ from torch import Tensor
 from .._optim.class_step import ClassStep, as_tensors
 from .._optim.formula_step import FormulaStep
 from .._optim.fused import FusedStep
-from .._optim.in_state import each_number, names_in_state
+from .._optim.in_state import map_numbers
 from .._optim.opt_state import OptState, Slots, Tensors, stored_settings, with_stored
 from .._optim.schedule import PARAMETERS_GIVEN, Schedule, ScheduleBy
 from .._optim.settings import Current, OptimizerSettings, Overrides
@@ -129,10 +129,9 @@ def from_torch(
             "be made. Fix: make the optimizer outside; a rate that the function is given goes "
             "through from_torch(..., in_state=('lr',)) and replace_settings(opt_state, lr=...)."
         )
-    names = names_in_state(in_state)
     return TorchOptimizer(
         OptimizerSettings(
-            cls, lr, overrides or {}, settings, in_state=names, schedule_by=schedule_by
+            cls, lr, overrides or {}, settings, in_state=in_state, schedule_by=schedule_by
         )
     )
 
@@ -150,8 +149,8 @@ class TorchOptimizer(Updater):
         self.elementwise: bool | None = self._formula.elementwise if self._formula else None
         self._slot_layout = SlotLayout(settings)
         self._fused_step = FusedStep(settings, self._slot_layout)
-        self._class_step = ClassStep(settings, self._slot_layout)
-        self._formula_step = FormulaStep(settings, self._slot_layout)
+        step = ClassStep if self._formula is None else FormulaStep
+        self._unfused_step = step(settings, self._slot_layout)
 
     def __repr__(self) -> str:
         return repr(self.settings)
@@ -204,8 +203,8 @@ class TorchOptimizer(Updater):
         if self._fused_step.is_right_for(inputs, current):
             return self._as_trees(inputs, *self._fused_step(inputs, current, None), 1)
         inputs = inputs.unscaled()
-        step = self._formula_step if self._formula else self._class_step
-        return self._as_trees(inputs, *step(inputs, _cast_gradients(inputs), current), 1)
+        gradients = _cast_gradients(inputs)
+        return self._as_trees(inputs, *self._unfused_step(inputs, gradients, current), 1)
 
     def apply_step_unless(
         self, skip: Tensor, inputs: StepInputs, current: Current, *, in_place: bool = False
@@ -234,7 +233,7 @@ class TorchOptimizer(Updater):
             iteration = iteration.add_(1) if in_place else iteration + 1
         applied = applied.add_(count) if in_place else applied + count
         state = with_stored(
-            OptState(applied, slots, iteration=iteration), each_number(keep, stored_settings(old))
+            OptState(applied, slots, iteration=iteration), map_numbers(keep, stored_settings(old))
         )
         return inputs.params_tree(params), state
 
@@ -247,11 +246,11 @@ class TorchOptimizer(Updater):
         slots = {
             name: {
                 key: value
-                if self._slot_layout.is_count(key)
+                if self._slot_layout.is_number(key)
                 else value.to(torch.promote_types(value.dtype, dtype))
-                for key, value in slot.items()
+                for key, value in entry.items()
             }
-            for name, slot in opt_state.slots.items()
+            for name, entry in opt_state.slots.items()
         }
         return opt_state._replace(slots=slots)
 

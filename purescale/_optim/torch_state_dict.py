@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .._optim.class_step import is_python_scalar
 from .._optim.formulas import FIRST_STEP
-from .._optim.in_state import agreed, each_number, float32
+from .._optim.in_state import agreed, float32, map_numbers
 from .._optim.opt_state import OptState, Slots, stored_settings
-from .._optim.settings import FLAGS, Current, OptimizerSettings, ParamGroup
+from .._optim.settings import IMPLEMENTATION_FLAGS, Current, OptimizerSettings, ParamGroup
 from .._tree import tree as _tree
 from .._tree.scalars import whole
 
@@ -42,7 +42,7 @@ def state_dict(slots: Slots, groups: Sequence[ParamGroup]) -> dict[str, Any]:
         indices = list(range(start, len(state)))
         listed.append({**settings, "lr": lr, "params": indices, "param_names": list(names)})
     return {
-        "state": {index: slot for index, slot in state.items() if slot},
+        "state": {index: entry for index, entry in state.items() if entry},
         "param_groups": listed,
     }
 
@@ -61,7 +61,7 @@ def saved_groups(
     for index, table in enumerate(settings.current(opt_state)):
         own, scheduled = stored if index == 0 else {}, settings.tables[index].scheduled
         varying = {n: v for n, v in table.items() if n in own or n in scheduled}
-        now = {**table, **each_number(float, varying)}
+        now = {**table, **map_numbers(float, varying)}
         initial = {}
         for name in scheduled:
             initial[name] = own[name] if name in own else max(float(first[index][name]), now[name])
@@ -69,7 +69,7 @@ def saved_groups(
             initial["lr"] = initial_lr
         # A setting that an override names has an initial value of its own, or none.
         absent = {f"initial_{name}": None for name in settings.tables[index].values if index}
-        initial = {f"initial_{n}": v for n, v in each_number(float, initial).items()}
+        initial = {f"initial_{n}": v for n, v in map_numbers(float, initial).items()}
         current.append({**now, **absent, **initial})
     groups = []
     for group in settings.torch_groups(tuple(opt_state.slots), current):
@@ -79,16 +79,16 @@ def saved_groups(
     return groups
 
 
-def _saved(slot: Mapping[str, Tensor]) -> dict[str, Any]:
+def _saved(entry: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return copies of the slots of a parameter, none if they are still as `init` made them."""
-    if slot.get(FIRST_STEP, False):
+    if entry.get(FIRST_STEP, False):
         return {}
     # torch keeps step counts on the CPU, and moves them itself if an implementation needs it.
     return {
         key: value.item()
         if is_python_scalar(value)
         else (value.cpu() if key == "step" else value).clone()
-        for key, value in slot.items()
+        for key, value in entry.items()
         if key != FIRST_STEP
     }
 
@@ -120,7 +120,7 @@ def in_the_form_of(like: Any, sd: dict[str, Any], slots: Slots) -> dict[str, Any
                     "and `cls([{'params': [(n, model.get_parameter(n)) for n in "
                     "group['param_names']]} for group in sd['param_groups']])`."
                 )
-        kept = {*listed, *(saved.keys() & FLAGS)}
+        kept = {*listed, *(saved.keys() & IMPLEMENTATION_FLAGS)}
         changed = {name: value for name, value in settings.items() if name not in kept}
         written.append({**saved, **changed})
     new = {param.key: sd["state"].get(written_as[name][1]) for name, param in saved_params.items()}
@@ -129,7 +129,7 @@ def in_the_form_of(like: Any, sd: dict[str, Any], slots: Slots) -> dict[str, Any
         for group in saved_groups
         for key in group["params"]
     }
-    return {"state": {key: slot for key, slot in state.items() if slot}, "param_groups": written}
+    return {"state": {key: entry for key, entry in state.items() if entry}, "param_groups": written}
 
 
 # ---- read ----------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def settings_from(
                 f"there, such as {settings.initial[name]}. Likely cause: the state dict of another "
                 "class."
             )
-        stored |= each_number(lambda number: float32(number, device), {name: value})
+        stored |= map_numbers(lambda number: float32(number, device), {name: value})
     return stored
 
 
@@ -305,7 +305,7 @@ def counts_from(
     """
     number = _whole_count("applied", applied)
     iterations = _iterations(settings, iteration)
-    steps = [slot["step"] for slot in fresh.slots.values() if "step" in slot]
+    steps = [entry["step"] for entry in fresh.slots.values() if "step" in entry]
     if steps and not bool(torch.isfinite(torch.stack(steps)).all()):
         raise ValueError(
             "the state dict has a step count that is inf or NaN. Likely cause: a damaged "

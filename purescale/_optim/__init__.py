@@ -13,6 +13,7 @@ partition       several optimizers, one for each kind of parameter
 wrapper         an optimizer around another: master_weights, stochastic_rounding, state_dtype
 schedule_free   an optimizer around another that keeps an average; it only calls `init` and `step`
 
+Entry: `torch_optim.from_torch`, `from_formula.from_formula`; a step calls `updater.as_updater`.
 Takes gradients that are still scaled, as `Gradients`; hands on new parameters and a new state.
 May import: `_tree`, `_torch`.
 """

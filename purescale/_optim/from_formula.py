@@ -163,7 +163,7 @@ def _class_of(name: str, formula: Formula, defaults: dict[str, Any]) -> type[tor
     def init(self: Any, params: Any, lr: Any = 1.0, **settings: Any) -> None:
         if not lr >= 0:
             raise ValueError(f"lr is {lr}; expected a number that is not negative.")
-        torch.optim.Optimizer.__init__(self, params, {**defaults, **settings, "lr": lr})
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, **defaults, **settings})
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(each, kind) for each in ("self", "params", "lr", *defaults)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._optim.in_state import item_of, map_numbers
 from .._optim.opt_state import Slots, Tensors
-from .._optim.settings import Current, OptimizerSettings
+from .._optim.settings import CurrentSettings, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import HALF, wide_dtype
@@ -24,23 +24,23 @@ class ClassStep:
         self._settings, self._slot_layout = settings, slot_layout
 
     def __call__(
-        self, inputs: StepInputs, gradients: Tensors, current: Current
+        self, inputs: StepInputs, gradients: Tensors, current: CurrentSettings
     ) -> tuple[Tensors, Slots]:
         """Return parameters and slots after the step, in fresh memory. Half parameters and their
         slots are computed in float32.
         """
         params, slots = inputs.params, inputs.opt_state.slots
 
-        def copied(value: Tensor, name: str, key: str = "") -> Tensor:
+        def copy(value: Tensor, name: str, key: str = "") -> Tensor:
             wide = (
-                _is_half(params[name]) and _is_half(value) and not self._slot_layout.is_number(key)
+                _is_half(params[name]) and _is_half(value) and not self._slot_layout.is_scalar(key)
             )
             dtype = wide_dtype(value.dtype) if wide else value.dtype
             return value.detach().to(dtype, copy=True)
 
-        new_params = {name: copied(param, name) for name, param in params.items()}
+        new_params = {name: copy(param, name) for name, param in params.items()}
         copies = {
-            name: {key: copied(value, name, key) for key, value in entry.items()}
+            name: {key: copy(value, name, key) for key, value in entry.items()}
             for name, entry in slots.items()
         }
         gradients = {name: g.to(new_params[name].dtype) for name, g in gradients.items()}
@@ -49,11 +49,13 @@ class ClassStep:
             new_slots = self._run(new_params, gradients, copies, current)
         new_params = {name: p.to(params[name].dtype) for name, p in new_params.items()}
         return new_params, {
-            name: {key: _narrowed(value, slots[name].get(key)) for key, value in entry.items()}
+            name: {key: _narrow(value, slots[name].get(key)) for key, value in entry.items()}
             for name, entry in new_slots.items()
         }
 
-    def _run(self, params: Tensors, gradients: Tensors, slots: Slots, current: Current) -> Slots:
+    def _run(
+        self, params: Tensors, gradients: Tensors, slots: Slots, current: CurrentSettings
+    ) -> Slots:
         """Run the class's `step` on a copy of an optimizer that holds these tensors."""
         optimizer: Any = object.__new__(self._settings.cls)
         vars(optimizer).update(vars(self._settings.template))
@@ -68,7 +70,7 @@ class ClassStep:
                 optimizer.state[params[name]] = with_python_scalars(slots[name], params[name])
             self._settings.cls.step(optimizer)
         except KeyError as error:  # the slots of such a class are not known
-            raise self._slot_layout.foreign(str(error)) from None
+            raise self._slot_layout.foreign_error(str(error)) from None
         finally:
             for name in gradients:
                 params[name].grad = None
@@ -78,7 +80,7 @@ class ClassStep:
 
 # ---- its slots, which may be Python numbers ------------------------------------------------------
 
-_NUMBERS = (torch.int64, torch.bool)
+_NUMBER_DTYPES = (torch.int64, torch.bool)
 
 
 def as_tensors(entry: Mapping[str, Any], name: str) -> dict[str, Tensor]:
@@ -111,7 +113,7 @@ def with_python_scalars(entry: Mapping[str, Tensor], param: Tensor) -> dict[str,
 
 def is_python_scalar(value: Tensor) -> bool:
     """Return True if a slot of a user's class was an int or a bool before it was a tensor."""
-    return value.ndim == 0 and value.is_cpu and value.dtype in _NUMBERS
+    return value.ndim == 0 and value.is_cpu and value.dtype in _NUMBER_DTYPES
 
 
 # ---- dtypes --------------------------------------------------------------------------------------
@@ -121,5 +123,5 @@ def _is_half(tensor: Tensor) -> bool:
     return tensor.dtype in HALF
 
 
-def _narrowed(new: Tensor, old: Tensor | None) -> Tensor:
+def _narrow(new: Tensor, old: Tensor | None) -> Tensor:
     return new.to(old.dtype) if old is not None and _is_half(old) else new

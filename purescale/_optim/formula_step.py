@@ -11,7 +11,7 @@ from torch import Tensor
 from .._optim.formulas import Hyperparameters
 from .._optim.in_state import map_numbers
 from .._optim.opt_state import Slots, Tensors, slots_like, values_of
-from .._optim.settings import Current, OptimizerSettings
+from .._optim.settings import CurrentSettings, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
@@ -41,7 +41,7 @@ class FormulaStep:
         self._sizes: dict[Any, Tensor] = {}
 
     def __call__(
-        self, inputs: StepInputs, gradients: Tensors, current: Current
+        self, inputs: StepInputs, gradients: Tensors, current: CurrentSettings
     ) -> tuple[Tensors, Slots]:
         """Return new parameters and slots, in fresh memory. Each leaf is stepped alone and keeps
         its graph if the step may be differentiated.
@@ -60,7 +60,7 @@ class FormulaStep:
         params: Tensors,
         gradients: Tensors,
         slots: Slots,
-        numbers: tuple[Tensor, Current],
+        numbers: tuple[Tensor, CurrentSettings],
         one_by_one: bool,
     ) -> list[Tensor]:
         """Return all new parameters, then all new slots, in order. `numbers` are the number of the
@@ -78,7 +78,7 @@ class FormulaStep:
                 except KeyError as error:
                     if error.args[0] not in self._slot_layout.keys:  # a mistake in a user's formula
                         raise
-                    raise self._slot_layout.foreign(str(error)) from None
+                    raise self._slot_layout.foreign_error(str(error)) from None
                 results.update(zip(present, stepped, strict=True))
             for name in params.keys() - results.keys():
                 entry = {key: value.clone() for key, value in slots[name].items()}
@@ -108,13 +108,13 @@ class FormulaStep:
         self, row: Row, settings: Mapping[str, Any], t: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         param, gradient, entry = row
-        p = _wide(param)
+        p = _widen(param)
         state = {
-            key: _wide_count(value) if self._slot_layout.is_number(key) else _wide(value)
+            key: _wide_count(value) if self._slot_layout.is_scalar(key) else _widen(value)
             for key, value in entry.items()
         }
         h = Hyperparameters(settings, on_device(t, p.device), lambda n: _of_dtype(n, p.dtype))
-        g = _negated_if_maximize(_wide(gradient), settings)
+        g = _negate_if_maximize(_widen(gradient), settings)
         new_p, new = self._formula.step(p, g, state, h)
         return _narrow(new_p, param), {
             key: _narrow(new[key], old) if key in new else old.clone() for key, old in entry.items()
@@ -128,11 +128,11 @@ class FormulaStep:
         """
         params, gradients = [row.param for row in rows], [row.gradient for row in rows]
         columns = {key: [row.entry[key] for row in rows] for key in rows[0].entry}
-        p = _joined(params, params)
+        p = _join(params, params)
         state = {
             key: _wide_count(torch.stack(column))
-            if self._slot_layout.is_number(key)
-            else _joined(column, params)
+            if self._slot_layout.is_scalar(key)
+            else _join(column, params)
             for key, column in columns.items()
         }
         sizes = self._sizes_of(params)
@@ -142,13 +142,13 @@ class FormulaStep:
             return torch.repeat_interleave(numbers, sizes, output_size=p.numel())
 
         h = Hyperparameters(settings, on_device(t, p.device), expand)
-        g = _negated_if_maximize(_joined(gradients, params), settings)
+        g = _negate_if_maximize(_join(gradients, params), settings)
         new_p, new = self._formula.step(p, g, state, h)
         new_columns = {
             key: _split_column(
                 new.get(key, state[key]),
                 column,
-                column if self._slot_layout.is_number(key) else params,
+                column if self._slot_layout.is_scalar(key) else params,
             )
             for key, column in columns.items()
         }
@@ -171,7 +171,7 @@ class FormulaStep:
         return vector
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _widen(tensor: Tensor) -> Tensor:
     """Return a half tensor in float32, a complex one as its reals, a single number as a vector:
     it would take the dtype of a setting that is a tensor.
     """
@@ -181,7 +181,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _narrow(new: Tensor, old: Tensor) -> Tensor:
-    """Return a result in the dtype of the old value, the inverse of `_wide`."""
+    """Return a result in the dtype of the old value, the inverse of `_widen`."""
     new = torch.view_as_complex(new) if old.is_complex() else new
     new = new.to(old.dtype)
     return new if old.ndim else new.reshape(())
@@ -211,17 +211,17 @@ def _of_dtype(number: Tensor, dtype: torch.dtype) -> Tensor:
     return number if number.dtype is torch.bool else number.to(dtype)
 
 
-def _joined(tensors: list[Tensor], likes: list[Tensor]) -> Tensor:
-    return _wide(foreach.join(tensors, likes)).reshape(-1)
+def _join(tensors: list[Tensor], likes: list[Tensor]) -> Tensor:
+    return _widen(foreach.join(tensors, likes)).reshape(-1)
 
 
 def _split_column(joined: Tensor, tensors: list[Tensor], likes: list[Tensor]) -> list[Tensor]:
-    """Return the inverse of `_joined`, in the dtypes of `tensors`."""
+    """Return the inverse of `_join`, in the dtypes of `tensors`."""
     if tensors[0].is_complex():
         joined = torch.view_as_complex(joined.view(-1, 2))
     return foreach.split_like(joined, tensors, likes)
 
 
-def _negated_if_maximize(gradient: Tensor, settings: Mapping[str, Any]) -> Tensor:
+def _negate_if_maximize(gradient: Tensor, settings: Mapping[str, Any]) -> Tensor:
     """Return the gradient of what is minimised."""
     return -gradient if settings.get("maximize") else gradient

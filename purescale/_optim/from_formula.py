@@ -89,7 +89,7 @@ def from_formula(
     _check_settings(settings)
     name = getattr(step, "__name__", type(step).__name__)
     formula = Formula(
-        functools.partial(_checked_step, step, name, ("lr", *settings)),
+        functools.partial(_call_step, step, name, ("lr", *settings)),
         lambda p, _: {key: make(p).clone() for key, make in makers.items()},
         elementwise,
     )
@@ -108,7 +108,7 @@ def from_formula(
     return TorchOptimizer(all_settings)
 
 
-def _checked_step(
+def _call_step(
     step: Any,
     name: str,
     settings: Sequence[str],
@@ -185,12 +185,12 @@ def _check_step(step: Any) -> None:
         ) from None
 
 
-_OF_TORCH = {"params", "maximize", "foreach", "fused", "capturable"}
+_RESERVED = {"params", "maximize", "foreach", "fused", "capturable"}
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
     """Refuse names of settings that have another meaning."""
-    if taken := settings.keys() & _OF_TORCH:
+    if taken := settings.keys() & _RESERVED:
         raise ValueError(
             f"settings have {min(taken)!r}, a name that a step gives a meaning of its own. Fix: "
             "another name; for maximize, `-grad` in the formula."

@@ -12,7 +12,7 @@ from torch.optim import adagrad, adam, sgd
 from .._optim import formulas
 from .._optim.in_state import item_of, map_numbers
 from .._optim.opt_state import OptState, Slots, Tensors, numbers_of, values_of
-from .._optim.settings import IMPLEMENTATION_FLAGS, Current, OptimizerSettings
+from .._optim.settings import IMPLEMENTATION_FLAGS, CurrentSettings, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
@@ -91,7 +91,7 @@ class KernelLists(NamedTuple):
 
 
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
-MASKED_BY_KERNELS = {"cuda", "xpu"}
+SKIP_IN_KERNEL = {"cuda", "xpu"}
 
 
 def can_launch(params: TensorList, grads: TensorList) -> bool:
@@ -101,7 +101,7 @@ def can_launch(params: TensorList, grads: TensorList) -> bool:
     """
     for device in params.devices:
         on_cpu = device.type == "cpu" and params.dtypes <= {torch.float32, torch.float64}
-        if not (on_cpu or (device.type in MASKED_BY_KERNELS and _are_floating(params))):
+        if not (on_cpu or (device.type in SKIP_IN_KERNEL and _are_floating(params))):
             return False
     return _are_floating(grads)
 
@@ -120,8 +120,8 @@ def fused_update(
         if skip:
             return
         skip = None
-    if not _divided_by_kernel(lists):
-        lists = lists._replace(grads=_as_the_kernel_takes_them(lists))
+    if not _kernel_divides(lists):
+        lists = lists._replace(grads=_prepare_gradients(lists))
     found_inf = None
     if skip is not None:
         found_inf = skip.to(lists.params.tensors[0].device, torch.float32)
@@ -130,7 +130,7 @@ def fused_update(
         kernel.update(lists, settings["lr"], arguments, grad_scale=scale, found_inf=found_inf)
 
 
-def _divided_by_kernel(lists: KernelLists) -> bool:
+def _kernel_divides(lists: KernelLists) -> bool:
     """Return True if the kernel can divide: by a float32 number only, and it overwrites the
     gradients with the result.
     """
@@ -147,7 +147,7 @@ def _divided_by_kernel(lists: KernelLists) -> bool:
     )
 
 
-def _as_the_kernel_takes_them(lists: KernelLists) -> Gradients:
+def _prepare_gradients(lists: KernelLists) -> Gradients:
     """Return the gradients unscaled and clipped, in the parameters' dtype and memory order."""
     params = lists.params
     [dtype] = params.dtypes
@@ -156,11 +156,11 @@ def _as_the_kernel_takes_them(lists: KernelLists) -> Gradients:
         tensor_list = TensorList(foreach.cast(grads.tensors, dtype))
     if not have_one_order(tensor_list, params):
         pairs = zip(tensor_list.tensors, params.tensors, strict=True)
-        tensor_list = TensorList([_laid_out_like(*pair) for pair in pairs])
+        tensor_list = TensorList([_lay_out_like(*pair) for pair in pairs])
     return grads._replace(tensor_list=tensor_list)
 
 
-def _laid_out_like(grad: Tensor, param: Tensor) -> Tensor:
+def _lay_out_like(grad: Tensor, param: Tensor) -> Tensor:
     return grad if same_memory_order(grad, param) else torch.empty_like(param).copy_(grad)
 
 
@@ -227,10 +227,10 @@ class FusedStep:
         flags = {name for name in IMPLEMENTATION_FLAGS if settings.arguments.get(name) is not None}
         self._is_refused = bool(flags) and not settings.arguments.get("fused")
         self._opaque = private.Opaque(
-            lambda *args: self._traced(*args), lambda: torch.compiler.allow_in_graph
+            lambda *args: self._step_traced(*args), lambda: torch.compiler.allow_in_graph
         )
 
-    def is_right_for(self, inputs: StepInputs, current: Current) -> bool:
+    def is_right_for(self, inputs: StepInputs, current: CurrentSettings) -> bool:
         """Return True if the kernel makes this step."""
         if self.kernel is None or self._is_refused or self._slot_layout.first_step_differs:
             return False
@@ -244,7 +244,7 @@ class FusedStep:
             return False
         return can_launch(params, grads)
 
-    def _may_be_opaque(self, inputs: StepInputs, current: Current) -> bool:
+    def _may_be_opaque(self, inputs: StepInputs, current: CurrentSettings) -> bool:
         """Return True if the operator may stand for the step in a graph."""
         grads, params = inputs.grads, inputs.params
         numbers = [value for table in current for value in table.values()]
@@ -261,15 +261,20 @@ class FusedStep:
         )
 
     def __call__(
-        self, inputs: StepInputs, current: Current, skip: Tensor | None, *, in_place: bool = False
+        self,
+        inputs: StepInputs,
+        current: CurrentSettings,
+        skip: Tensor | None,
+        *,
+        in_place: bool = False,
     ) -> tuple[Tensors, Slots]:
         """Return parameters and slots after the step, unless it is skipped. With `in_place` those
         of `inputs` are overwritten.
         """
         if traced() and not torch.compiler.is_dynamo_compiling():
-            return self._new(inputs, current, skip)
+            return self._step_by_operators(inputs, current, skip)
         if in_place:  # a rate that is not in the state may share memory with a parameter
-            current = [map_numbers(_copied, table) for table in current]
+            current = [map_numbers(_clone, table) for table in current]
         inputs = inputs.writable(in_place=in_place)
         params, slots, grads = inputs.params, inputs.opt_state.slots, inputs.grads
         if torch.compiler.is_dynamo_compiling():
@@ -287,8 +292,8 @@ class FusedStep:
             fused_update(self.kernel, settings, lists, skip)
         return params, slots
 
-    def _new(
-        self, inputs: StepInputs, current: Current, skip: Tensor | None
+    def _step_by_operators(
+        self, inputs: StepInputs, current: CurrentSettings, skip: Tensor | None
     ) -> tuple[Tensors, Slots]:
         """Return new parameters and slots from operators, which end a graph of `jit`."""
         params = dict(inputs.params)
@@ -302,14 +307,14 @@ class FusedStep:
                     slots[name][key] = value
         return params, slots
 
-    def _traced(
+    def _step_traced(
         self,
         key: str,
         params: Tensors,
         grads: Tensors,
         slots: Slots,
         pending: tuple[Any, ...],
-        current: Current,
+        current: CurrentSettings,
     ) -> None:
         """Make the step from a compiled one, which is guarded by `key`."""
         divisor, factor, clip_value, skip = pending
@@ -323,7 +328,7 @@ class FusedStep:
             torch.ops.purescale.fused_update_(*_operands(self.kernel, settings, lists, skip))
 
     def _launches(
-        self, inputs: StepInputs, current: Current
+        self, inputs: StepInputs, current: CurrentSettings
     ) -> Iterator[tuple[Settings, list[str], KernelLists]]:
         """Yield the settings, the names and the tensors of each group, device and dtype."""
         params, slots, grads = inputs.param_list, inputs.opt_state.slots, inputs.grads
@@ -348,8 +353,8 @@ class FusedStep:
         try:
             return [slots[name][key] for name in names]
         except KeyError:
-            raise self._slot_layout.foreign(key) from None
+            raise self._slot_layout.foreign_error(key) from None
 
 
-def _copied(value: Any) -> Any:
+def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value

@@ -19,7 +19,7 @@ from .._tree.tree import Tree, join_names
 S = TypeVar("S")
 
 # The moments of a run that goes on with another in_state.
-_MOVED = (
+_MOVE_STATE = (
     "`opt_state = {new}.from_state_dict({old}.to_state_dict(opt_state), params, "
     "applied=opt_state.applied)`, which keeps the moments"
 )
@@ -65,33 +65,34 @@ def check_setting(cls: Any, name: Any, values: Mapping[str, Any], formula: Formu
         )
 
 
-def check_stored(opt_state: OptState, starts: Mapping[str, Any]) -> None:
+def check_stored(opt_state: OptState, initial: Mapping[str, Any]) -> None:
     """Refuse settings in a state that differ from those that the optimizer keeps there."""
     lr, hyper = opt_state.lr, opt_state.hyper or {}
     stored = {**({} if isinstance(lr, tuple) else {"lr": lr}), **hyper}
-    if stored.keys() != starts.keys():
+    if stored.keys() != initial.keys():
         raise ValueError(
             f"opt_state holds the settings {list(stored)}, this optimizer looks for "
-            f"{_form(starts)} there. Likely cause: the state of an optimizer with another "
-            "in_state. Fix: from_torch(..., in_state=(...)) with the names that the state has; or, "
-            f"from the optimizer `old` of this state, {_MOVED.format(new='optimizer', old='old')}."
+            f"{_describe_form(initial)} there. Likely cause: the state of an optimizer with "
+            "another in_state. Fix: from_torch(..., in_state=(...)) with the names that the state "
+            "has; or, from the optimizer `old` of this state, "
+            f"{_MOVE_STATE.format(new='optimizer', old='old')}."
         )
     for name, value in stored.items():
-        leaves, likes = numbers_of({name: value}), numbers_of({name: starts[name]})
-        alike = isinstance(value, tuple) == isinstance(starts[name], tuple)
+        leaves, likes = numbers_of({name: value}), numbers_of({name: initial[name]})
+        alike = isinstance(value, tuple) == isinstance(initial[name], tuple)
         if not alike or len(leaves) != len(likes) or not all(map(is_float_scalar, leaves)):
             change = "lr=..." if name == "lr" else f"hyper={{**opt_state.hyper, {name!r}: ...}}"
             raise ValueError(
                 f"opt_state holds {name} = {', '.join(map(describe, leaves))}; expected floating "
-                f"0-d tensors, {_form(starts)}. Fix: `opt_state._replace({change})` with "
+                f"0-d tensors, {_describe_form(initial)}. Fix: `opt_state._replace({change})` with "
                 "torch.tensor(0.1); a value for each member goes through torch.vmap."
             )
 
 
-def _form(starts: Mapping[str, Any]) -> str:
+def _describe_form(initial: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{name!r}: {f'a tuple of {len(value)}' if isinstance(value, tuple) else 'one'}"
-        for name, value in starts.items()
+        for name, value in initial.items()
     ).join("{}")
 
 
@@ -100,7 +101,7 @@ def is_float_scalar(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point()
 
 
-def float32(number: Any, device: torch.device | None) -> Tensor:
+def as_float32(number: Any, device: torch.device | None) -> Tensor:
     """Return a number as a 0-d float32 tensor in fresh memory."""
     if isinstance(number, Tensor):
         return number.detach().to(device, torch.float32, copy=True)
@@ -132,7 +133,7 @@ def map_numbers(change: Callable[[Any], Any], hyper: Mapping[str, Any]) -> dict[
     }
 
 
-def agreed(name: str, groups: Sequence[Mapping[str, Any]]) -> Any:
+def common_value(name: str, groups: Sequence[Mapping[str, Any]]) -> Any:
     """Return the value that all these parameter groups share; None if no group has one."""
     values = [map_numbers(item_of, {name: group[name]})[name] for group in groups if name in group]
     if len(set(values)) > 1:
@@ -186,8 +187,10 @@ def replace_settings(state: S, **settings: Any) -> S:
     for name, value in settings.items():
         for key in value if isinstance(value, Mapping) else (None,):
             if not any([name in names and key in (None, *keys) for keys, names in holders]):
-                raise _not_held(name, key, holders)
-    return map_opt_states(lambda each, keys: _replaced(each, _of_part(keys, settings)), state)
+                raise _missing_error(name, key, holders)
+    return map_opt_states(
+        lambda each, keys: _replace_in(each, _settings_of_part(keys, settings)), state
+    )
 
 
 # The keys of the parts around a state of from_torch, and the names of the settings that it holds.
@@ -206,14 +209,14 @@ def _holders(state: Tree) -> list[Holder]:
     return holders
 
 
-def _replaced(state: OptState, settings: Mapping[str, Any]) -> OptState:
+def _replace_in(state: OptState, settings: Mapping[str, Any]) -> OptState:
     """Return the state with those of the settings that it holds."""
     stored = stored_settings(state)
-    new = {n: _like(stored[n], settings[n], n) for n in stored if n in settings}
+    new = {n: _convert_like(stored[n], settings[n], n) for n in stored if n in settings}
     return with_stored(state, {**stored, **new}) if new else state
 
 
-def _of_part(keys: tuple[str, ...], settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def _settings_of_part(keys: tuple[str, ...], settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings for a part, from those that are dicts by key."""
     for key in keys:
         settings = {
@@ -224,7 +227,7 @@ def _of_part(keys: tuple[str, ...], settings: Mapping[str, Any]) -> Mapping[str,
     return settings
 
 
-def _like(old: Any, new: Any, name: str) -> Any:
+def _convert_like(old: Any, new: Any, name: str) -> Any:
     """Return a setting with the form of the old one, in fresh memory."""
     if isinstance(old, tuple):
         if not (isinstance(new, (tuple, list)) and len(new) == len(old)):
@@ -232,7 +235,7 @@ def _like(old: Any, new: Any, name: str) -> Any:
                 f"{name} is {new!r}; the state holds a tuple of {len(old)} there. Fix: "
                 f"replace_settings(state, {name}=({', '.join(['0.9'] * len(old))}))."
             )
-        return tuple([_like(*pair, name) for pair in zip(old, new, strict=True)])
+        return tuple([_convert_like(*pair, name) for pair in zip(old, new, strict=True)])
     if isinstance(new, Tensor) and not (new.is_complex() or new.dtype is torch.bool):
         if new.shape not in (old.shape, ()):
             raise ValueError(
@@ -250,7 +253,7 @@ def _like(old: Any, new: Any, name: str) -> Any:
     )
 
 
-def _not_held(name: str, key: str | None, holders: Sequence[Holder]) -> ValueError:
+def _missing_error(name: str, key: str | None, holders: Sequence[Holder]) -> ValueError:
     listed = [
         f"{'.'.join(keys)}{': ' if keys else ''}{join_names(list(names), 20)}"
         for keys, names in holders
@@ -260,6 +263,6 @@ def _not_held(name: str, key: str | None, holders: Sequence[Holder]) -> ValueErr
         f"{where} holds no setting {name!r}. It holds: {'; '.join(listed) or 'nothing'}. "
         "Likely cause: a setting that in_state does not name. Fix: `new = from_torch(..., "
         f"in_state=({name!r},))`, with the names that are there already, and "
-        f"{_MOVED.format(new='new', old='optimizer')}; or "
+        f"{_MOVE_STATE.format(new='new', old='optimizer')}; or "
         "`new.init(params)` in a new run."
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._optim.formulas import formula_of
-from .._optim.in_state import agreed, item_of, map_numbers
+from .._optim.in_state import common_value, item_of, map_numbers
 from .._optim.opt_state import OptState, without_wrappers
 from .._optim.partition import PartitionOptimizer
 from .._optim.schedule import ScheduleBy
@@ -72,7 +72,7 @@ def from_torch_optimizer(
     stepped = {name for group in names for name in group}
     params = {name: p for name, p in trained.items() if name in stepped}
     rates = [{"lr": item_of(group.get("lr", 0.0))} for group in torch_optimizer.param_groups]
-    return converted(torch_optimizer, model, params, names, rates, in_state=in_state)
+    return convert_optimizer(torch_optimizer, model, params, names, rates, in_state=in_state)
 
 
 def to_torch_optimizer(
@@ -104,7 +104,7 @@ def to_torch_optimizer(
         >>> sgd.param_groups[0]["lr"]
         0.25
     """
-    inner, of_torch = innermost(opt_state, optimizer, torch_optimizer)
+    inner, of_torch = check_innermost(opt_state, optimizer, torch_optimizer)
     loaded = state_dict_with(torch_optimizer, model, of_torch)
     load_state(torch_optimizer, model, loaded, inner.settings_by_name(of_torch))
 
@@ -112,7 +112,7 @@ def to_torch_optimizer(
 # ---- from torch ----------------------------------------------------------------------------------
 
 
-def converted(
+def convert_optimizer(
     torch_optimizer: torch.optim.Optimizer,
     model: nn.Module,
     params: Mapping[str, Tensor],
@@ -126,7 +126,7 @@ def converted(
     """Return a live optimizer with these names of its groups, with the rate and other settings in
     place of theirs, and its state for `params`. `count` is that from which schedules go on.
     """
-    optimizer = _with_overrides(torch_optimizer, names, settings, in_state, schedule_by)
+    optimizer = _make_optimizer(torch_optimizer, names, settings, in_state, schedule_by)
     # One group, in the order of `params`, because groups with equal settings are one here.
     live = dict(model.named_parameters())
     state = {index: torch_optimizer.state.get(live[name], {}) for index, name in enumerate(params)}
@@ -136,7 +136,7 @@ def converted(
     return optimizer, optimizer.from_state_dict(sd, params, **counts)
 
 
-def _names(model: nn.Module) -> dict[int, str]:
+def _name_by_id(model: nn.Module) -> dict[int, str]:
     """Return the name of each parameter by id."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -145,7 +145,7 @@ def names_by_group(
     optimizer: torch.optim.Optimizer, model: nn.Module, params: Mapping[str, Tensor]
 ) -> list[tuple[str, ...]]:
     """Return the names of the trained parameters in each group of a live optimizer."""
-    names = _names(model)
+    names = _name_by_id(model)
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -161,7 +161,7 @@ def names_by_group(
     return groups
 
 
-def _with_overrides(
+def _make_optimizer(
     optimizer: torch.optim.Optimizer,
     names: list[tuple[str, ...]],
     settings: Sequence[Mapping[str, Any]],
@@ -178,7 +178,7 @@ def _with_overrides(
         for group, others in zip(optimizer.param_groups, settings, strict=True)
     ]
     stepped = [group for members, group in zip(names, groups, strict=True) if members]
-    first = {**groups[0], **_numbers_of_all(stepped, in_state)}
+    first = {**groups[0], **_common_numbers(stepped, in_state)}
     overrides = {}
     for members, group in zip(names, groups, strict=True):
         differing = {
@@ -209,13 +209,15 @@ def _with_overrides(
     )
 
 
-def _numbers_of_all(groups: Sequence[Mapping[str, Any]], in_state: Sequence[str]) -> dict[str, Any]:
+def _common_numbers(groups: Sequence[Mapping[str, Any]], in_state: Sequence[str]) -> dict[str, Any]:
     """Return the numbers that the state holds, each that of all groups in which it is not 0."""
     numbers = {}
     for name in in_state:
         having = [group for group in groups if name in group]
         if having:
-            numbers[name] = agreed(name, [group for group in having if group[name] != 0] or having)
+            numbers[name] = common_value(
+                name, [group for group in having if group[name] != 0] or having
+            )
     return numbers
 
 
@@ -251,7 +253,7 @@ def _template(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> 
 # ---- into torch ----------------------------------------------------------------------------------
 
 
-def innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tuple[Any, OptState]:
+def check_innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tuple[Any, OptState]:
     """Return the innermost optimizer and its state, checked to fit `torch_optimizer`."""
     inner = optimizer
     while hasattr(inner, "optimizer"):
@@ -286,7 +288,7 @@ def state_dict_with(
     optimizer: torch.optim.Optimizer, model: nn.Module, opt_state: OptState
 ) -> dict[str, Any]:
     """Return the live optimizer's state dict with these slots. Its groups do not change."""
-    names = _names(model)
+    names = _name_by_id(model)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     places = {names.get(id(parameter)): place for place, parameter in enumerate(parameters)}
     missing = opt_state.slots.keys() - places.keys()
@@ -300,11 +302,11 @@ def state_dict_with(
     live = optimizer.state_dict()
     state = {places[trained[index]]: entry for index, entry in by_index.items()}
     if formula_of(type(optimizer)) is None:
-        state = {place: _with_floats(entry, parameters[place]) for place, entry in state.items()}
+        state = {place: _restore_floats(entry, parameters[place]) for place, entry in state.items()}
     return {**live, "state": {**live["state"], **state}}
 
 
-def _with_floats(entry: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+def _restore_floats(entry: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Return the state of a user's class with Python floats, as its step had made them. torch would
     round a tensor to the dtype of the parameter.
     """
@@ -327,7 +329,7 @@ def load_state(
     """Load what `state_dict_with` returned, and the settings in the state by parameter. The groups
     stay the same objects with their tensors.
     """
-    groups, names = optimizer.param_groups, _names(model)
+    groups, names = optimizer.param_groups, _name_by_id(model)
     optimizer.load_state_dict(loaded)
     optimizer.param_groups = groups
     for group in groups:
@@ -336,11 +338,11 @@ def load_state(
             if isinstance(group[name], Tensor):  # groups may share it
                 group[name].fill_(value)
             else:
-                group[name] = _unless_rounded(group[name], value)
+                group[name] = _keep_if_rounded(group[name], value)
 
 
-def _unless_rounded(live: Any, value: Any) -> Any:
+def _keep_if_rounded(live: Any, value: Any) -> Any:
     """Return the number of a state, or the live one if that is rounded to it in float32."""
     if isinstance(value, tuple):
-        return tuple([_unless_rounded(*pair) for pair in zip(live, value, strict=True)])
+        return tuple([_keep_if_rounded(*pair) for pair in zip(live, value, strict=True)])
     return live if array.array("f", [live])[0] == value else value

@@ -123,7 +123,7 @@ def schedule_from_torch(
     optimizer = torch.optim.SGD([weight], lr=real("lr", lr), momentum=_MOMENTUM)
     scheduler = make(optimizer)
     check_scheduler(scheduler, optimizer, "make(optimizer)")
-    ((rates, momenta),) = rates_of(scheduler, steps)
+    ((rates, momenta),) = tabulate(scheduler, steps)
     moves = any(momentum != _MOMENTUM for momentum in momenta)
     if moves and setting == "lr":
         raise _moves_error(scheduler, ["momentum"])
@@ -224,7 +224,7 @@ def checked_rate(where: str, lr: Any) -> Any:
             f"{where}: lr must be a number, a 0-d tensor or a function of the step count, got "
             f"{got}. {fix}"
         )
-    return _first(where, "lr", lr) if callable(lr) and not traced() else lr
+    return _first_number(where, "lr", lr) if callable(lr) and not traced() else lr
 
 
 def first_numbers(name: str, value: Any) -> Any:
@@ -233,10 +233,10 @@ def first_numbers(name: str, value: Any) -> Any:
         return tuple([first_numbers(name, one) for one in value])
     if not callable(value):
         return value
-    return float(private.outside_of_modes(lambda: _first("from_torch", name, value)))
+    return float(private.outside_of_modes(lambda: _first_number("from_torch", name, value)))
 
 
-def _first(where: str, name: str, schedule: Schedule) -> Any:
+def _first_number(where: str, name: str, schedule: Schedule) -> Any:
     """Return the number of a schedule at 0. Refuse one that reads the count."""
     try:
         with NoReads():
@@ -308,13 +308,13 @@ class GroupNumbers(NamedTuple):
     momenta: list[Any]  # the first of `betas`, or `momentum`
 
 
-def rates_of(scheduler: LRScheduler, steps: int) -> list[GroupNumbers]:
+def tabulate(scheduler: LRScheduler, steps: int) -> list[GroupNumbers]:
     """Step `scheduler`, and return for each parameter group the rates and momenta of the next
     `steps` steps.
     """
     groups = scheduler.optimizer.param_groups
     moved = [GroupNumbers([], []) for _ in groups]
-    fixed = [_fixed(group) for group in groups]
+    fixed = [_fixed_settings(group) for group in groups]
     for done in range(steps):
         if done:
             _step_once(scheduler, done, steps)
@@ -362,7 +362,7 @@ def restoring(scheduler: LRScheduler) -> Iterator[None]:
     """Restore a scheduler and its groups at the end. What a function of the user's counts stays."""
     groups = scheduler.optimizer.param_groups
     attributes = [
-        (vars(each), {name: _copied(value) for name, value in vars(each).items()})
+        (vars(each), {name: _copy(value) for name, value in vars(each).items()})
         for each in _schedulers_in(scheduler)
     ]
     settings = [
@@ -387,7 +387,7 @@ def restoring(scheduler: LRScheduler) -> Iterator[None]:
                     group[name] = value
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, (list, dict)) else value
 
 
@@ -414,7 +414,7 @@ def _betas(group: Mapping[str, Any]) -> Sequence[Any]:
     return betas if isinstance(betas, (tuple, list)) else ()
 
 
-def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:
+def _fixed_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a parameter group except rate and momentum."""
     left_out = ("params", "lr", "betas" if _betas(group) else "momentum")
     others = {name: value for name, value in group.items() if name not in left_out}
@@ -424,7 +424,7 @@ def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:
 def _check_fixed(
     scheduler: LRScheduler, group: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> None:
-    now = _fixed(group)
+    now = _fixed_settings(group)
     moved = [name for name, value in settings.items() if now[name] != value]
     if moved:
         raise _moves_error(scheduler, moved)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .._optim.formulas import formula_of
 from .._optim.in_state import (
+    as_float32,
     check_setting,
     check_stored,
-    float32,
     is_float_scalar,
     is_scheduled,
     map_numbers,
@@ -46,7 +46,7 @@ class Table(NamedTuple):
 
 
 # The settings of a step that vary, for each table in order.
-Current = list[dict[str, Any]]
+CurrentSettings = list[dict[str, Any]]
 
 
 class ParamGroup(NamedTuple):
@@ -100,9 +100,9 @@ class OptimizerSettings:
         # An optimizer over a probe parameter, from which those of a step are copied.
         self._is_constructed = template is None
         self.template = template
-        self.template = self._probed("from_torch", start)
+        self.template = self._probe("from_torch", start)
         for pattern, extra in self.overrides.items():
-            self._probed(f"overrides[{pattern!r}]", {**start, **extra})
+            self._probe(f"overrides[{pattern!r}]", {**start, **extra})
         values = {**self.template.defaults, "lr": lr}
         for name in self.in_state:
             check_setting(cls, name, {**values, "lr": 0.0}, self.formula)
@@ -112,7 +112,7 @@ class OptimizerSettings:
         self.tables = [table, *map(_table, self.overrides.values())]
         # The first numbers of the settings in the state: 1 for a schedule, which it multiplies.
         self.initial = map_numbers(lambda number: 1.0 if callable(number) else number, in_the_state)
-        self.in_new_state(None)  # refuses what float32 cannot hold
+        self.initial_settings(None)  # refuses what float32 cannot hold
         # Ranks compare all settings, including defaults.
         complete = dict(sorted({**values, **arguments, "lr": lr}.items()))
         self.compared = cls, complete, self.overrides, self.in_state, schedule_by
@@ -147,11 +147,11 @@ class OptimizerSettings:
         given.
         """
         pairs: Any = itertools.zip_longest(self.tables, current, fillvalue={})
-        tables: Current = [{**table.values, **now} for table, now in pairs]
+        tables: CurrentSettings = [{**table.values, **now} for table, now in pairs]
         members: dict[tuple[int, ...], list[str]] = {}
         if self.overrides:
-            matches = _matching(names, tuple(self.overrides))[0]
-            canonical = {matching: self._canonical(matching) for matching in set(matches)}
+            matches = _match_patterns(names, tuple(self.overrides))[0]
+            canonical = {matching: self._first_equal(matching) for matching in set(matches)}
             for name, matching in zip(names, matches, strict=True):
                 members.setdefault(canonical[matching], []).append(name)
         elif names:
@@ -174,7 +174,7 @@ class OptimizerSettings:
 
     def check_names(self, names: tuple[str, ...]) -> None:
         """Refuse a pattern that matches none of the names of all parameters."""
-        unmatched = _matching(names, tuple(self.overrides))[1] if self.overrides else None
+        unmatched = _match_patterns(names, tuple(self.overrides))[1] if self.overrides else None
         if unmatched is not None:
             raise ValueError(
                 f"overrides: {unmatched!r} matches no parameter. The names are: "
@@ -182,7 +182,7 @@ class OptimizerSettings:
                 "parameter, which is a buffer. Fix: one of these names, or a glob, '*.bias'."
             )
 
-    def _canonical(self, matching: tuple[int, ...]) -> tuple[int, ...]:
+    def _first_equal(self, matching: tuple[int, ...]) -> tuple[int, ...]:
         """Return the first pattern with the same settings, so that `{"*.bias": no_decay, "norm.*":
         no_decay}` is one group.
         """
@@ -203,14 +203,14 @@ class OptimizerSettings:
         """True if a setting follows a schedule."""
         return any([table.scheduled for table in self.tables])
 
-    def current(self, opt_state: OptState) -> Current:
+    def current(self, opt_state: OptState) -> CurrentSettings:
         """Return the varying settings of the next step: from the state, by schedule, and those that
         are tensors.
         """
         count = opt_state.applied if self.schedule_by == "applied" else opt_state.iteration
-        return self.at(count, stored_settings(opt_state))
+        return self.settings_at(count, stored_settings(opt_state))
 
-    def at(self, count: Tensor, stored: Mapping[str, Any]) -> Current:
+    def settings_at(self, count: Tensor, stored: Mapping[str, Any]) -> CurrentSettings:
         """Return `current` at this count of steps, with these settings in the state."""
 
         def number(name: str, value: Any, factor: Any) -> Any:
@@ -243,9 +243,9 @@ class OptimizerSettings:
                 "from_torch(..., differentiable=True)."
             )
 
-    def in_new_state(self, device: torch.device | None) -> dict[str, Any]:
+    def initial_settings(self, device: torch.device | None) -> dict[str, Any]:
         """Return the settings that a new state holds."""
-        return map_numbers(lambda number: float32(number, device), self.initial)
+        return map_numbers(lambda number: as_float32(number, device), self.initial)
 
     def check(self, opt_state: OptState) -> None:
         """Refuse a state whose settings do not match `in_state`, or without the count."""
@@ -264,7 +264,7 @@ class OptimizerSettings:
             )
         check_stored(opt_state, self.initial)
 
-    def _probed(self, where: str, settings: dict[str, Any]) -> Any:
+    def _probe(self, where: str, settings: dict[str, Any]) -> Any:
         """Return an optimizer over one parameter. Settings that the class refuses raise torch's own
         error.
         """
@@ -289,9 +289,9 @@ class OptimizerSettings:
                     )
         rate = checked_rate(where, settings["lr"])
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
-        return self.constructed([probe], {**settings, "lr": rate})
+        return self.construct([probe], {**settings, "lr": rate})
 
-    def constructed(self, probes: list[Tensor], settings: Mapping[str, Any]) -> Any:
+    def construct(self, probes: list[Tensor], settings: Mapping[str, Any]) -> Any:
         """Return torch's own optimizer over these tensors. It refuses settings and shapes."""
         if not self._is_constructed:
             return self.template
@@ -343,17 +343,17 @@ def _check_class(cls: Any) -> None:
 
 
 @constant_while_compiling  # Dynamo need not trace it
-def _matching(
+def _match_patterns(
     names: tuple[str, ...], patterns: tuple[Pattern, ...]
 ) -> tuple[tuple[tuple[int, ...], ...], str | None]:
     """Return for each name the indices of the patterns that match it, and the first name or glob in
     them that matches none.
     """
-    return _cached_matching(names, patterns)
+    return _match_cached(names, patterns)
 
 
 @functools.lru_cache(maxsize=64)
-def _cached_matching(
+def _match_cached(
     names: tuple[str, ...], patterns: tuple[Pattern, ...]
 ) -> tuple[tuple[tuple[int, ...], ...], str | None]:
     matches: dict[str, list[int]] = {name: [] for name in names}

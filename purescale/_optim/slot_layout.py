@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._optim.formulas import FIRST_STEP
 from .._optim.opt_state import Slots
-from .._optim.settings import Current, OptimizerSettings, ParamGroup
+from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import traced
 from .._tree.leaves import describe
@@ -38,7 +38,7 @@ class SlotLayout:
             for table in tables:
                 others = {**table.values, **self._nonzero, **_NO_LR}
                 probed |= self._formula.slots(probe, {**first, **others})
-        self._numbers = {key: value.dtype for key, value in probed.items() if value.ndim == 0}
+        self._scalars = {key: value.dtype for key, value in probed.items() if value.ndim == 0}
         self._shaped = {key for key, value in probed.items() if value.shape == probe.shape}
         # torch's SGD ignores dampening in the step that makes a parameter's momentum buffer.
         self.first_step_differs = issubclass(settings.cls, torch.optim.SGD) and (
@@ -46,14 +46,14 @@ class SlotLayout:
             or any([table.values.get("dampening") for table in tables])
         )
         if self.first_step_differs:
-            self._numbers[FIRST_STEP] = torch.bool
-        self.keys = {*probed, *self._numbers, *self._shaped}
+            self._scalars[FIRST_STEP] = torch.bool
+        self.keys = {*probed, *self._scalars, *self._shaped}
 
-    def is_number(self, key: str) -> bool:
+    def is_scalar(self, key: str) -> bool:
         """Return True if this slot is one number for each parameter, whatever its shape."""
-        return key in self._numbers
+        return key in self._scalars
 
-    def new(self, params: Mapping[str, Tensor], current: Current) -> Slots:
+    def new_slots(self, params: Mapping[str, Tensor], current: CurrentSettings) -> Slots:
         """Return the slots of these parameters before their first step."""
         slots: Slots = {}
         for group in self._groups(params, current):
@@ -62,7 +62,7 @@ class SlotLayout:
                 torch.empty(params[name].shape, dtype=params[name].dtype, device="meta")
                 for name in group.names
             ]
-            self._settings.constructed(shapes, group.settings)
+            self._settings.construct(shapes, group.settings)
             for name in group.names:
                 slots[name] = self._new_entry(params[name], group.settings) if self._formula else {}
         return {name: slots[name] for name in params}
@@ -80,7 +80,7 @@ class SlotLayout:
             entry[FIRST_STEP] = torch.ones((), dtype=torch.bool, device=param.device)
         return entry
 
-    def _groups(self, params: Mapping[str, Tensor], current: Current) -> list[ParamGroup]:
+    def _groups(self, params: Mapping[str, Tensor], current: CurrentSettings) -> list[ParamGroup]:
         """Return the groups with the settings from which slots are made."""
         first, *others = [{n: v for n, v in table.items() if n == "lr"} for table in current]
         return self._settings.torch_groups(tuple(params), [{**first, **self._nonzero}, *others])
@@ -90,9 +90,8 @@ class SlotLayout:
     def check(
         self, slots: Slots, params: Mapping[str, Tensor], targets: TensorList | None = None
     ) -> None:
-        """Refuse slots that differ from those that `new` makes, because torch's kernels do not
-        check what they read. `targets` lists parameters, then slots, if all are dense and off
-        graph.
+        """Refuse slots that differ from those of `new_slots`, because torch's kernels do not check
+        what they read. `targets` lists parameters, then slots, if all are dense and off graph.
         """
         if self._formula is None:
             return
@@ -113,7 +112,7 @@ class SlotLayout:
         """Return the parameter and the key of slots that do not fit. It avoids calls, which a
         compiler traces slowly.
         """
-        numbers, known = self._numbers, {*self._numbers, *self._shaped}
+        numbers, known = self._scalars, {*self._scalars, *self._shaped}
         rows = [
             (name, key, value, params[name], numbers.get(key))
             for name, entry in slots.items()
@@ -131,7 +130,7 @@ class SlotLayout:
         ]
 
     def _misfit_error(self, key: str, value: Tensor, name: str, param: Tensor) -> ValueError:
-        expected = f"a count {self._numbers[key]} ()" if key in self._numbers else describe(param)
+        expected = f"a count {self._scalars[key]} ()" if key in self._scalars else describe(param)
         return ValueError(
             f"opt_state: {key} of {name} is {describe(value)} on {value.device}; expected "
             f"{expected} on {param.device}. Likely cause: the state of another model, or stacked "
@@ -140,7 +139,7 @@ class SlotLayout:
         )
 
     def _check_keys(self, slots: Slots, params: Mapping[str, Tensor]) -> bool:
-        """Refuse slots that lack one of those that `new` makes with the settings of their group.
+        """Refuse slots that lack one of those of `new_slots` with the settings of their group.
         Return True.
         """
         if traced():  # where a step that raises later has changed nothing
@@ -158,11 +157,11 @@ class SlotLayout:
                     needed[ndim] = list(formula.slots(like, {**group.settings, **_NO_LR}))
                 for key in needed[ndim]:
                     if key not in slots[name]:
-                        raise self.foreign(key)
+                        raise self.foreign_error(key)
         self._complete = names_of_slots
         return True
 
-    def foreign(self, missing: str) -> ValueError:
+    def foreign_error(self, missing: str) -> ValueError:
         """Return the error of slots without this one."""
         return ValueError(
             f"opt_state has no {missing} that {self._settings.cls.__name__} keeps. Likely cause: "

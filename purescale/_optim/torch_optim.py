@@ -15,17 +15,17 @@ from .._optim.fused import FusedStep
 from .._optim.in_state import map_numbers
 from .._optim.opt_state import OptState, Slots, Tensors, stored_settings, with_stored
 from .._optim.schedule import PARAMETERS_GIVEN, Schedule, ScheduleBy
-from .._optim.settings import Current, OptimizerSettings, Overrides
+from .._optim.settings import CurrentSettings, OptimizerSettings, Overrides
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs, named_params
 from .._optim.torch_state_dict import (
-    checked_state_dict,
-    counts_from,
+    check_state_dict,
+    current_groups,
+    fill_state_dict,
     find_parameters,
-    in_the_form_of,
-    restored,
-    saved_groups,
-    settings_from,
+    read_counts,
+    read_settings,
+    restore_entry,
     state_dict,
 )
 from .._optim.updater import Updater
@@ -38,7 +38,7 @@ from .._tree.tree import Tree
 P = ParamSpec("P")
 
 
-def _without_parameters(make: Callable[P, TorchOptimizer]) -> Callable[P, TorchOptimizer]:
+def _refuse_parameters(make: Callable[P, TorchOptimizer]) -> Callable[P, TorchOptimizer]:
     """Explain the error if `from_torch` is called like a class of torch, with parameters first."""
 
     @functools.wraps(make)
@@ -54,7 +54,7 @@ def _without_parameters(make: Callable[P, TorchOptimizer]) -> Callable[P, TorchO
 
 
 @hint_keywords
-@_without_parameters
+@_refuse_parameters
 def from_torch(
     cls: type[torch.optim.Optimizer],
     lr: float | Tensor | Schedule | None = None,
@@ -163,10 +163,10 @@ class TorchOptimizer(Updater):
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
         iteration = applied.clone() if self.settings.schedule_by == "iteration" else ()
-        stored = self.settings.in_new_state(device)
+        stored = self.settings.initial_settings(device)
         opt_state = with_stored(OptState(applied, {}, iteration=iteration), stored)
         return opt_state._replace(
-            slots=self._slot_layout.new(named, self.settings.current(opt_state))
+            slots=self._slot_layout.new_slots(named, self.settings.current(opt_state))
         )
 
     def check(self, inputs: StepInputs) -> None:
@@ -194,11 +194,11 @@ class TorchOptimizer(Updater):
         self.settings.check(opt_state)
         self.settings.check_names(tuple(params))
 
-    def current_settings(self, opt_state: OptState) -> Current:
+    def current_settings(self, opt_state: OptState) -> CurrentSettings:
         """Return the settings of a step that may differ from those of the step before."""
         return self.settings.current(opt_state)
 
-    def apply_step(self, inputs: StepInputs, current: Current) -> tuple[Tree, OptState]:
+    def apply_step(self, inputs: StepInputs, current: CurrentSettings) -> tuple[Tree, OptState]:
         """Return parameters and state after the step, in fresh memory."""
         if self._fused_step.is_right_for(inputs, current):
             return self._as_trees(inputs, *self._fused_step(inputs, current, None), 1)
@@ -207,7 +207,7 @@ class TorchOptimizer(Updater):
         return self._as_trees(inputs, *self._unfused_step(inputs, gradients, current), 1)
 
     def apply_step_unless(
-        self, skip: Tensor, inputs: StepInputs, current: Current, *, in_place: bool = False
+        self, skip: Tensor, inputs: StepInputs, current: CurrentSettings, *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
         if not self._fused_step.is_right_for(inputs, current):
@@ -246,7 +246,7 @@ class TorchOptimizer(Updater):
         slots = {
             name: {
                 key: value
-                if self._slot_layout.is_number(key)
+                if self._slot_layout.is_scalar(key)
                 else value.to(torch.promote_types(value.dtype, dtype))
                 for key, value in entry.items()
             }
@@ -288,17 +288,17 @@ class TorchOptimizer(Updater):
             ValueError: If `like` has other parameters, several groups without names, or the
                 parameters of two groups in one.
         """
-        groups = saved_groups(self.settings, opt_state, initial_lr)
+        groups = current_groups(self.settings, opt_state, initial_lr)
         sd = state_dict(opt_state.slots, groups)
         if like is None:
             return sd
-        return in_the_form_of(like, sd, opt_state.slots)
+        return fill_state_dict(like, sd, opt_state.slots)
 
     def settings_by_name(self, opt_state: OptState) -> dict[str, dict[str, Any]]:
         """Return the settings in the state for the torch group of each parameter."""
         return {
             name: {key: group.settings[key] for key in self.settings.in_state}
-            for group in saved_groups(self.settings, opt_state, None)
+            for group in current_groups(self.settings, opt_state, None)
             for name in group.names
         }
 
@@ -333,7 +333,7 @@ class TorchOptimizer(Updater):
                 without names; if groups disagree on a setting in the state; if a schedule needs a
                 count and `sd` has none; none has that of iterations.
         """
-        groups, states = checked_state_dict(sd)
+        groups, states = check_state_dict(sd)
         fresh = self.init(params)
         saved_params = find_parameters(groups, fresh.slots)
         slots = fresh.slots  # replaced one by one, so that memory holds one state only
@@ -342,10 +342,10 @@ class TorchOptimizer(Updater):
             if self._formula is None:
                 slots[name] = _tree.clone(as_tensors(saved, name))
             else:
-                slots[name] = restored(name, saved, slots[name])
-        counts = counts_from(self.settings, fresh, applied, iteration, has_state=bool(states))
+                slots[name] = restore_entry(name, saved, slots[name])
+        counts = read_counts(self.settings, fresh, applied, iteration, has_state=bool(states))
         group_of = {name: param.group for name, param in saved_params.items()}
-        stored = settings_from(self.settings, groups, group_of, fresh)
+        stored = read_settings(self.settings, groups, group_of, fresh)
         return with_stored(OptState(counts[0], slots, iteration=counts[1]), stored)
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .._optim.class_step import is_python_scalar
 from .._optim.formulas import FIRST_STEP
-from .._optim.in_state import agreed, float32, map_numbers
+from .._optim.in_state import as_float32, common_value, map_numbers
 from .._optim.opt_state import OptState, Slots, stored_settings
-from .._optim.settings import IMPLEMENTATION_FLAGS, Current, OptimizerSettings, ParamGroup
+from .._optim.settings import IMPLEMENTATION_FLAGS, CurrentSettings, OptimizerSettings, ParamGroup
 from .._tree import tree as _tree
 from .._tree.scalars import whole
 
@@ -36,7 +36,7 @@ def state_dict(slots: Slots, groups: Sequence[ParamGroup]) -> dict[str, Any]:
     listed = []
     for names, settings, *_ in groups:
         start = len(state)
-        state.update(enumerate([_saved(slots[name]) for name in names], start))
+        state.update(enumerate([_save_entry(slots[name]) for name in names], start))
         lr = settings["lr"]
         lr = lr.clone() if isinstance(lr, Tensor) else lr
         indices = list(range(start, len(state)))
@@ -47,7 +47,7 @@ def state_dict(slots: Slots, groups: Sequence[ParamGroup]) -> dict[str, Any]:
     }
 
 
-def saved_groups(
+def current_groups(
     settings: OptimizerSettings, opt_state: OptState, initial_lr: float | None
 ) -> list[ParamGroup]:
     """Return torch's parameter groups with the current settings and rates: Python numbers, except a
@@ -56,8 +56,8 @@ def saved_groups(
     """
     settings.check(opt_state)
     stored = stored_settings(opt_state)
-    first = settings.at(torch.zeros_like(opt_state.applied), stored)
-    current: Current = []
+    first = settings.settings_at(torch.zeros_like(opt_state.applied), stored)
+    current: CurrentSettings = []
     for index, table in enumerate(settings.current(opt_state)):
         own, scheduled = stored if index == 0 else {}, settings.tables[index].scheduled
         varying = {n: v for n, v in table.items() if n in own or n in scheduled}
@@ -79,7 +79,7 @@ def saved_groups(
     return groups
 
 
-def _saved(entry: Mapping[str, Tensor]) -> dict[str, Any]:
+def _save_entry(entry: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return copies of the slots of a parameter, none if they are still as `init` made them."""
     if entry.get(FIRST_STEP, False):
         return {}
@@ -93,11 +93,11 @@ def _saved(entry: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def in_the_form_of(like: Any, sd: dict[str, Any], slots: Slots) -> dict[str, Any]:
+def fill_state_dict(like: Any, sd: dict[str, Any], slots: Slots) -> dict[str, Any]:
     """Return `sd` with the groups, the order and the flags of the state dict `like`, which keeps
     what it has of other parameters.
     """
-    saved_groups, states = checked_state_dict(like)
+    saved_groups, states = check_state_dict(like)
     saved_params = find_parameters(saved_groups, slots)
     written_as = {
         name: (group, key)
@@ -135,7 +135,7 @@ def in_the_form_of(like: Any, sd: dict[str, Any], slots: Slots) -> dict[str, Any
 # ---- read ----------------------------------------------------------------------------------------
 
 
-def checked_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
+def check_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
     """Return the groups and states of `torch.optim.Optimizer.state_dict()`, or refuse the dict."""
     parts = sd if isinstance(sd, Mapping) else {}
     groups, states = parts.get("param_groups"), parts.get("state")
@@ -219,7 +219,9 @@ def _names_in(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
     return names if are_named == {True} else None
 
 
-def restored(name: str, saved: Mapping[str, Any], fresh: dict[str, Tensor]) -> dict[str, Tensor]:
+def restore_entry(
+    name: str, saved: Mapping[str, Any], fresh: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """Return the slots of one parameter in a state dict, copied; the fresh ones if it has none."""
     saved = {key: value for key, value in saved.items() if value is not None}
     if not saved:
@@ -231,10 +233,10 @@ def restored(name: str, saved: Mapping[str, Any], fresh: dict[str, Tensor]) -> d
             f"{sorted(kept)}. Fix: from_torch with the class and the settings (momentum, amsgrad, "
             "centered) that wrote it."
         )
-    restored = {}
+    new = {}
     for key, like in fresh.items():
         if key == FIRST_STEP:
-            restored[key] = torch.zeros_like(like)
+            new[key] = torch.zeros_like(like)
             continue
         value = saved[key]
         if isinstance(value, numbers.Real):
@@ -250,14 +252,14 @@ def restored(name: str, saved: Mapping[str, Any], fresh: dict[str, Tensor]) -> d
                 f"expected {tuple(like.shape)}, {like.dtype}. Likely cause: another model, or a "
                 f"dict without names whose optimizer had another order. {NAME_THEM}"
             )
-        restored[key] = value.detach().to(like.device, like.dtype, copy=True)
-    return restored
+        new[key] = value.detach().to(like.device, like.dtype, copy=True)
+    return new
 
 
 # ---- settings in the state -----------------------------------------------------------------------
 
 
-def settings_from(
+def read_settings(
     settings: OptimizerSettings,
     saved_groups: Sequence[Mapping[str, Any]],
     group_of: Mapping[str, int],
@@ -281,7 +283,7 @@ def settings_from(
                 "multiplies. Likely cause: the state dict of an optimizer without a scheduler. "
                 "Fix: `group['initial_lr'] = 1e-3` for its param_groups."
             )
-        value = agreed(key, taken)
+        value = common_value(key, taken)
         if value is None:
             continue
         if isinstance(value, tuple) != isinstance(stored[name], tuple):
@@ -290,21 +292,21 @@ def settings_from(
                 f"there, such as {settings.initial[name]}. Likely cause: the state dict of another "
                 "class."
             )
-        stored |= map_numbers(lambda number: float32(number, device), {name: value})
+        stored |= map_numbers(lambda number: as_float32(number, device), {name: value})
     return stored
 
 
 # ---- counts of steps -----------------------------------------------------------------------------
 
 
-def counts_from(
+def read_counts(
     settings: OptimizerSettings, fresh: OptState, applied: Any, iteration: Any, *, has_state: bool
 ) -> tuple[Tensor, Any]:
     """Return the number of applied steps, and that of iterations or (), of a restored state with
     the slots of `fresh`: as given, else by its step counts.
     """
     number = _whole_count("applied", applied)
-    iterations = _iterations(settings, iteration)
+    iterations = _read_iterations(settings, iteration)
     steps = [entry["step"] for entry in fresh.slots.values() if "step" in entry]
     if steps and not bool(torch.isfinite(torch.stack(steps)).all()):
         raise ValueError(
@@ -329,7 +331,7 @@ def counts_from(
     return count, count.clone() if iterations is None else torch.full_like(count, iterations)
 
 
-def _iterations(settings: OptimizerSettings, iteration: Any) -> int | None:
+def _read_iterations(settings: OptimizerSettings, iteration: Any) -> int | None:
     by_iteration = settings.schedule_by == "iteration"
     if iteration is not None and not by_iteration:
         raise ValueError(

@@ -16,8 +16,8 @@ from .._loss_scale.rules import NoScale, ScalerState
 from .._module.functional import Apply, make_functional
 from .._module.registered import load_into
 from .._optim.live_optimizer import (
-    converted,
-    innermost,
+    check_innermost,
+    convert_optimizer,
     load_state,
     names_by_group,
     state_dict_with,
@@ -28,11 +28,11 @@ from .._optim.schedule import (
     RateTable,
     ScheduleBy,
     check_scheduler,
-    rates_of,
     restoring,
     scheduled_settings,
     step_scheduler,
     steps_of,
+    tabulate,
 )
 from .._optim.torch_optim import TorchOptimizer
 from .._step.train_state import TrainState
@@ -275,7 +275,7 @@ def take_over(
             if name in scheduled:
                 raise _error_of_both(name)
         in_state = [*in_state, *(name for name in scheduled if name != "lr")]
-    ours, opt_state = converted(
+    ours, opt_state = convert_optimizer(
         optimizer,
         model,
         params,
@@ -348,7 +348,7 @@ def give_back(
             "the TrainState of train_step and the optimizer of take_over. Fix: give_back(state, "
             "optimizer, rule, model, torch_optimizer, scaler, scheduler)."
         )
-    inner, opt_state = innermost(state.opt_state, optimizer, torch_optimizer)
+    inner, opt_state = check_innermost(state.opt_state, optimizer, torch_optimizer)
     if scheduler is not None and "lr" in inner.settings.in_state:
         raise _error_of_both("lr")
     params = _masters_or_params(state)
@@ -415,7 +415,7 @@ def _settings_from_now(
         )
     count, place = whole("steps", steps, least=1), steps_of(scheduler)
     with restoring(scheduler):
-        moved = rates_of(scheduler, count)
+        moved = tabulate(scheduler, count)
     columns = zip(optimizer.param_groups, moved, strict=True)
     return [scheduled_settings(group, of_group, place) for group, of_group in columns], place
 

@@ -6,7 +6,7 @@ from purescale._optim import fused
 WHY_NOT = sim.why_not()
 if WHY_NOT is None:
     sim.load()
-    fused.MASKED_BY_KERNELS.add("sim")  # whose fused kernels are the CPU's, which are masked
+    fused.SKIP_IN_KERNEL.add("sim")  # whose fused kernels are the CPU's, which are masked
 
 
 def pytest_collection_modifyitems(items):

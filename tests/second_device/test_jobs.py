@@ -62,7 +62,7 @@ def test_the_table_in_the_docs_is_that_of_these_jobs():
 @pytest.mark.slow
 @each
 def test_a_device_as_mps_has_the_same_numbers_without_float64_and_fused_kernels(name, monkeypatch):
-    monkeypatch.setattr(fused, "MASKED_BY_KERNELS", ())
+    monkeypatch.setattr(fused, "SKIP_IN_KERNEL", ())
     monkeypatch.setattr(dtypes, "WITHOUT_FLOAT64", ("sim",))
     with sim.without_float64(), sim.launched() as names:
         found = trained("sim", name)

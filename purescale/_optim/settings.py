@@ -86,12 +86,8 @@ class OptimizerSettings:
         self.differentiable = bool(arguments.get("differentiable"))
         accepted = inspect.signature(cls).parameters
         self._accepted = [name for name in accepted if name != "params"]
-        if (
-            lr is None
-            and "lr" in accepted
-            and accepted["lr"].default is not inspect.Parameter.empty
-        ):
-            lr = accepted["lr"].default
+        default = getattr(accepted.get("lr"), "default", None)
+        lr = default if lr is None and default is not inspect.Parameter.empty else lr
         self.lr = lr
         # Schedules of settings in the state, alone or in a tuple. A schedule of lr needs no state.
         schedules = {n: arguments[n] for n in self.in_state if is_scheduled(arguments.get(n))}

@@ -11,6 +11,7 @@ import sys
 import threading
 import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
 import numpy as np
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from helpers import Untouched, same_bits, shares_memory, small_net
 from hypothesis import given
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
@@ -1026,6 +1028,37 @@ def test_apply_takes_inference_tensors():
         apply(params, buffers, torch.ones(1, 2))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_frozen_embedding_that_renormalises_its_weight_is_written_as_torch_writes_it(compiled):
+    model = nn.Sequential(
+        nn.Embedding.from_pretrained(torch.ones(5, 3), max_norm=0.5), nn.Linear(3, 2)
+    )
+    apply, params, buffers = ps.make_functional(model)
+    call = torch.compile(apply, backend="aot_eager") if compiled else apply
+    rows = torch.tensor([0, 3])
+    with Untouched(buffers):
+        out, new_buffers = call(params, buffers, rows)
+    assert same_bits(out, model(rows))
+    assert same_bits(new_buffers, {"0.weight": model[0].weight})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        nn.utils.parametrizations.weight_norm,
+        functools.partial(prune.l1_unstructured, name="weight", amount=0.5),
+    ],
+)
+def test_an_embedding_with_max_norm_may_compute_its_weight(change):
+    model = nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Linear(3, 2))
+    change(model[0])
+    apply, params, buffers = ps.make_functional(model)
+    rows = torch.tensor([0, 3])
+    with Untouched(params):
+        out, _ = apply(params, buffers, rows)
+    assert same_bits(out, model(rows))
+
+
 def test_an_embedding_with_max_norm_that_is_tied_leaves_params_alone():
     class Tied(nn.Module):
         def __init__(self):
@@ -1136,6 +1169,8 @@ REFUSED = {
     "a method of the tensor": lambda m: m.w.t,
     "a closure": lambda m: lambda: m.w,
     "a cached method": lambda m: functools.lru_cache(m.parameters),
+    "the function of a method": lambda m: types.MethodType(lambda part: m.w, m),
+    "a factory of defaults": lambda m: collections.defaultdict(m.parameters),
     "an array": lambda m: np.array([m, None], dtype=object),
 }
 
@@ -1163,12 +1198,21 @@ def test_a_weight_that_stands_elsewhere_too_is_that_of_the_call(where, how):
         assert same_bits(apply(moved, buffers, torch.eye(5))[0], moved["w"] + 1)
 
 
+def test_a_weight_in_a_partial_that_is_bound_by_hand_is_that_of_the_call():
+    model = Elsewhere(
+        lambda m: types.MethodType(functools.partial(dict, w=m.w), ()), lambda kept: kept()["w"]
+    )
+    apply, params, buffers = ps.make_functional(model)
+    moved = {"w": params["w"] * 2}
+    assert same_bits(apply(moved, buffers, torch.eye(5))[0], moved["w"] + 1)
+
+
 # of itertools, since Python 3.12
 @pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support")
 @pytest.mark.parametrize("where", REFUSED)
 def test_a_weight_where_none_can_be_put_is_refused_by_name(where):
     model = nn.Sequential(nn.ReLU(), Elsewhere(REFUSED[where], None))
-    named = r"^(a key of )?1\.kept of the model holds its .* 1.*Fix: "
+    named = r"^(a key of )?1\.kept\S* of the model holds its .* 1.*Fix: "
     with pytest.raises(ValueError, match=named):
         ps.make_functional(model)
 
@@ -1320,6 +1364,11 @@ def through_a_helper(net):
     net[0].register_forward_hook(lambda module, inputs, out: held["deep"][0].weight(out))
 
 
+def patched_by_a_method(net):
+    old = net[1].forward
+    net[1].forward = types.MethodType(lambda part, x: old(x), net[1])
+
+
 def over_a_tensor(net):
     weight = net[0].weight
     net[1].register_forward_pre_hook(lambda module, inputs: inputs[0] + weight.sum())
@@ -1335,6 +1384,7 @@ GLOBALS = {}
 LIVE = {
     hook_that_calls_another: ("0._forward_hooks", "module itself"),
     patched: ("1.forward", "module 1"),
+    patched_by_a_method: ("1.forward", "module 1"),
     compiled_forward: ("0.forward", "module 0"),
     with_a_default: ("0._forward_pre_hooks", "module 1"),
     through_a_helper: ("0._forward_hooks", "module 1"),
@@ -1558,6 +1608,30 @@ def test_hooks_that_a_forward_installs_are_gone_after_the_call(hooked, replace, 
         *[add_one] * (hooked and not replace),
         double,
     ]
+
+
+@pytest.mark.parametrize("inside", ["the call", "a thread"])
+def test_a_call_while_another_goes_on_does_not_see_the_hooks_that_it_installed(inside):
+    class DoublesThen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x, then):
+            self.layer.register_forward_hook(double)
+            return self.layer(x), then()
+
+    apply, params, buffers = ps.make_functional(DoublesThen())
+    x = torch.ones(2, 3)
+
+    def another():
+        return apply(params, buffers, x, lambda: None)[0][0]
+
+    with ThreadPoolExecutor() as threads:
+        run = another if inside == "the call" else lambda: threads.submit(another).result()
+        (outer, inner), _ = apply(params, buffers, x, run)
+    assert same_bits(inner, outer)
+    assert same_bits(inner, 2 * F.linear(x, params["layer.weight"], params["layer.bias"]))
 
 
 def test_a_buffer_that_a_forward_replaces_in_another_dtype_keeps_its_own():

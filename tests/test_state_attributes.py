@@ -395,6 +395,24 @@ def test_an_empty_container_that_a_glob_names_stays_empty_or_is_refused():
         apply(params, buffers, torch.ones(3))
 
 
+def test_an_empty_dict_beside_a_full_one_does_not_lose_the_key_that_is_named():
+    model = nn.Sequential(*(Keeper("dict", [_grow], False) for _ in range(2)))
+    model[1].kept = {}
+    apply, params, buffers = ps.make_functional(model, ("*.kept.a",))
+    assert list(buffers) == ["0.kept.a"]
+    model[0].changes, model[1].changes = [], [lambda net, x: net.kept.update(a=x)]
+    apply, params, buffers = ps.make_functional(model, ("*.kept.a",))
+    with pytest.raises(RuntimeError, match=r"1\.kept.*state_attributes"):
+        apply(params, buffers, torch.ones(3))
+
+
+def test_a_forward_that_reorders_the_keys_of_a_state_is_told_so():
+    model = Keeper("dict", [lambda net, x: net.kept.update(a=net.kept.pop("a") + x)], False)
+    apply, params, buffers = ps.make_functional(model, ("kept.*",))
+    with pytest.raises(RuntimeError, match=r"a dict of 'b', 'a' in kept.* in this order"):
+        apply(params, buffers, torch.ones(3))
+
+
 def test_half_compute_returns_the_state_in_its_own_dtype():
     apply, params, buffers = ps.make_functional(stepped_leaky(), ("*.mem",))
     half = ps.with_policy(apply, "params=float32,compute=autocast(bfloat16)")
@@ -432,13 +450,15 @@ def test_a_reset_in_forward_is_refused():
     ("names", "error", "message"),
     [
         ("*.mem", TypeError, r"state_attributes=\('\*\.mem',\)"),
-        (("*.meem",), ValueError, r"'\*\.meem', which matches no attribute.* are 1\.mem\."),
+        (("*.meem",), ValueError, r"'\*\.meem', which matches no.* are 1\.mem, 1\.past\.0\."),
         (("1.beta",), ValueError, r"1\.beta matches '1\.beta'.* is float"),
+        (("1.past",), ValueError, r"1\.past is a list.*Fix: '1\.past\.\*'"),
+        (("1.none",), ValueError, r"1\.none is an empty dict.*Fix: '1\.none\.\*'.* once"),
     ],
 )
 def test_what_is_no_tensor_of_the_model_is_refused(names, error, message):
     model = stepped_leaky()
-    model[1].beta = 0.5
+    model[1].beta, model[1].past, model[1].none = 0.5, [torch.ones(3)], {}
     with pytest.raises(error, match=message):
         ps.make_functional(model, names)
 

@@ -90,8 +90,8 @@ def _follow(copy: ModelCopy, state: StateContainer) -> None:
         raise RuntimeError(
             f"the forward of the model left {_tree.describe_argument(first)} in "
             f"{state.places[0].path}, whose elements state_attributes names; expected in all its "
-            f"places one {type(before).__name__} with the keys {list(state.keys)}, as before. "
-            "Likely cause: it grows in each call, or the first calls fill it. Fix: run "
+            f"places one {type(before).__name__} with the keys {list(state.keys)} in this order, "
+            "as before. Likely cause: it grows in each call, or the first calls fill it. Fix: run "
             "`model(example_batch)` until it is full before make_functional, and keep its length: "
             "`self.h = self.h[1:] + [x]`."
         )

@@ -54,7 +54,10 @@ class Call(NamedTuple):
 class Learned:
     """What the calls so far have shown of the model, on which no result depends."""
 
-    recipes: tuple[Recipe, Recipe]  # by `train`; once a forward filled what copies share, others
+    # By `train`. Once a forward has filled what copies share, or a call began before another one
+    # had ended, those whose copies share nothing.
+    recipes: tuple[Recipe, Recipe]
+    idle: list[bool] = dataclasses.field(default_factory=lambda: [True])  # empty during a call
     compares_values: bool = True  # of parameters: only the first call in training does
 
 
@@ -108,14 +111,18 @@ class Apply:
 
     @private.only_inlined
     def _eager(self, params: Tensors, buffers: Tensors, call: Call) -> tuple[Any, Tensors]:
-        transformed, recipes = under_transform(), self._learned.recipes
+        transformed, learned = under_transform(), self._learned
+        try:
+            learned.idle.pop()  # in one thread only
+        except IndexError:
+            learned.recipes = _with_own_empty(learned.recipes)
+        recipes = learned.recipes
         # A buffer that is not dense, such as a sparse adjacency matrix, is returned as it is.
         constants = _constants(buffers)
         # List kernels have no vmap rule.
         own_buffers = _own_copies(buffers, constants, one_by_one=transformed)
         tensors = {**params, **own_buffers}
-        for name in self._renormalised:
-            tensors[name] = params[name].clone()
+        tensors |= {name: params[name].clone() for name in self._renormalised & params.keys()}
         has_graph = torch.is_grad_enabled() and not transformed
         watched = {**params, **constants} if constants else params
         before = stamps(watched.values(), transformed)
@@ -130,8 +137,8 @@ class Apply:
             raise
         finally:
             if filled := any(recipes[0].shared_empty):
-                evaluating, training = recipes
-                self._learned.recipes = evaluating.with_own_empty(), training.with_own_empty()
+                learned.recipes = _with_own_empty(recipes)
+            learned.idle = [True]
             if list(map(_requires_grad, tensors.values())) != flags:
                 for tensor, flag in zip(tensors.values(), flags, strict=True):
                     if tensor.is_leaf:
@@ -196,6 +203,11 @@ class Apply:
 
 
 _requires_grad = operator.attrgetter("requires_grad")
+
+
+def _with_own_empty(recipes: tuple[Recipe, Recipe]) -> tuple[Recipe, Recipe]:
+    evaluating, training = recipes
+    return evaluating.with_own_empty(), training.with_own_empty()
 
 
 def _own_copies(buffers: Tensors, constants: Tensors, *, one_by_one: bool) -> Tensors:
@@ -392,7 +404,7 @@ def _facts_of_modules(model: nn.Module, names: dict[int, str]) -> dict[str, Any]
             norms |= {names[id(p)] for p in module.parameters()}
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             if module.max_norm is not None:
-                renormalised.add(names[id(module.weight)])
+                renormalised |= {names[id(p)] for p in module.parameters(recurse=False)}
             if module.sparse:
                 not_in_half.append(
                     f"{path or 'the model'} is {type(module).__name__}(sparse=True), whose sparse "

@@ -151,6 +151,8 @@ class Recipe:
         """Return a recipe whose copies share no empty containers, for use after a forward has
         filled one. Its copy keeps them, because its backward may run a part of it again.
         """
+        if not self.shared_empty:
+            return self
         shared = set(map(id, self.shared_empty))
         return dataclasses.replace(
             self,

@@ -155,12 +155,7 @@ def state_tensors(model: nn.Module, patterns: Sequence[str]) -> Tensors:
     for pattern in patterns:
         matching = [n for n in attributes if fnmatch.fnmatchcase(n, pattern)]
         if not (matching or any(fnmatch.fnmatchcase(n, pattern) for n in buffers)):
-            plain = _tree.join_names(list(tensors_in_attributes(model)), 8)
-            raise ValueError(
-                f"state_attributes has {pattern!r}, which matches no attribute of the model; its "
-                f"tensors in plain attributes are {plain}. Likely cause: the first forward makes "
-                "it. Fix: run `model(example_batch)` once before make_functional."
-            )
+            raise _no_match_error(model, pattern)
         for name in matching:
             value = attributes[name]
             if not isinstance(value, Tensor):
@@ -173,17 +168,39 @@ def state_tensors(model: nn.Module, patterns: Sequence[str]) -> Tensors:
     return tensors
 
 
+def _no_match_error(model: nn.Module, pattern: str) -> ValueError:
+    for name, value in _plain_attributes(model):
+        if type(value) in (list, dict) and fnmatch.fnmatchcase(name, pattern):
+            fill = "" if value else ", after `model(example_batch)` was run once to fill it"
+            return ValueError(
+                f"state_attributes has {pattern!r}; {name} is {'a' if value else 'an empty'} "
+                f"{type(value).__name__}, whose elements have names. Fix: {f'{name}.*'!r}{fill}."
+            )
+    return ValueError(
+        f"state_attributes has {pattern!r}, which matches no attribute of the model; its tensors "
+        f"in plain attributes are {_tree.join_names(list(tensors_in_attributes(model)), 8)}. "
+        "Likely cause: the first forward makes it. Fix: run `model(example_batch)` once before "
+        "make_functional."
+    )
+
+
 def state_containers(model: nn.Module, patterns: Sequence[str]) -> list[Any]:
     """Return the lists and dicts in plain attributes whose elements have names that match, which
-    must be alike after each call. One that is empty is among them, as it would lose what it gets.
+    must be alike after each call. One that is empty is among them if it would lose what it gets:
+    the first element of a list, or a key of another one.
     """
-    return [
-        value
+    containers = {
+        name: value
         for name, value in (_plain_attributes(model) if patterns else ())
         if type(value) in (list, dict)
-        and any(
+    }
+    keys = {0, *itertools.chain.from_iterable(map(keys_of, containers.values()))}
+    return [
+        value
+        for name, value in containers.items()
+        if any(
             fnmatch.fnmatchcase(f"{name}.{key}", pattern)
-            for key in (keys_of(value) or [0])
+            for key in keys_of(value) or keys
             for pattern in patterns
         )
     ]

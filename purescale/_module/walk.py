@@ -164,6 +164,8 @@ class _Walk:
             keys = [(f"a key of {path}", key) for key in obj if type(key) not in ATOMS]
             self.visited += keys
             self.opaque += keys
+        if isinstance(obj, collections.defaultdict):
+            self.opaque.append((f"{path}.default_factory", obj.default_factory))
         if not (isinstance(obj, set) or is_array(obj)):
             items = obj.items() if isinstance(obj, dict) else enumerate(obj)
             self._visit_later(identity, template, items, path)
@@ -313,7 +315,7 @@ def _parts_of_immutable(obj: Any) -> tuple[Callable[..., Any], list[Any]] | None
         parts = [obj.func, *obj.args, *obj.keywords.values()]
         return functools.partial(_new_partial, list(obj.keywords)), parts
     if cls is types.MethodType:
-        return functools.partial(_new_method, obj.__func__), [obj.__self__]
+        return _new_method, [obj.__func__, obj.__self__]
     if cls is weakref.ref:
         return weakref.ref, [obj()]
     return None

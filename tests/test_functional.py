@@ -362,6 +362,19 @@ def test_a_forward_that_replaces_a_parameter_is_refused_and_params_stay(how):
         HOW[how](lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())(params)
 
 
+@pytest.mark.parametrize("remove", [delattr, lambda part, name: setattr(part, name, None)])
+def test_a_forward_that_removes_a_parameter_is_told_so(remove):
+    class Removes(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            remove(self, "bias")
+            return out
+
+    apply, params, buffers = ps.make_functional(Removes(3, 3))
+    with pytest.raises(RuntimeError, match=r"removed its parameter bias.*Fix: "):
+        apply(params, buffers, torch.ones(1, 3))
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("write", WRITES)

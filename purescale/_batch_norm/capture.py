@@ -69,7 +69,7 @@ class CaptureBatchNorm(TorchFunctionMode):
     what the forward computes.
     """
 
-    local_statistics = False  # SyncBatchNorm of `policy.py` reads this
+    local_statistics = False  # LocalSyncBatchNorm of `norms.py` reads this
     evaluating = False
 
     def __init__(self) -> None:

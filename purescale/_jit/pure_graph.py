@@ -25,7 +25,7 @@ from .._jit.cut import (
 from .._torch import private
 from .._torch.autocast import outside_autocast
 from .._torch.foreach import clone_listed
-from .._torch.tracing import PLAIN_TYPES, NoReads, ReadError, innermost, is_lazy, recording
+from .._torch.tracing import PLAIN_TYPES, NoReads, ReadError, innermost, is_unresolved, recording
 
 
 class PureGraph(NamedTuple):
@@ -404,7 +404,7 @@ class _Outside:
 
     def _fake_for(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._pairs:
-            if is_lazy(tensor):
+            if is_unresolved(tensor):
                 raise _EffectError(*_LAZY)
             # A view is recorded as one of its base, of which nobody keeps the original.
             plain = tensor if tensor.requires_grad else private.outside_of_modes(tensor.detach)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .._module.recipe import ModelCopy, StateContainer
 from .._module.references import Unreadable
-from .._module.registered import STORES, Tensors, keys_of
+from .._module.registered import STORE_NAMES, Tensors, keys_of
 from .._torch import private
 from .._torch.tracing import PLAIN_TYPES, innermost
 from .._tree import tree as _tree
@@ -45,21 +45,22 @@ def new_buffers(copy: ModelCopy, own_buffers: Tensors) -> Tensors:
         now = copy.registered()
         if len(now) == len(copy.before) and all(map(operator.is_, now, copy.before)):
             return own_buffers
-    refuse_new_registrations(copy)
+    check_registrations(copy)
     for state in layout.state_containers:
         _follow(copy, state)
     return {**own_buffers, **_replaced(copy, own_buffers)}
 
 
-def refuse_new_registrations(copy: ModelCopy) -> None:
+def check_registrations(copy: ModelCopy) -> None:
     """Refuse a parameter, buffer or module that was not there before the forward."""
-    before_forward = {(c, key): copy.objects[number] for c, key, number in copy.layout.links}
-    stores = {(module, key): store for store, module, key in copy.layout.stores}
-    for module in copy.layout.modules:
-        for store in STORES:
-            container = stores.get((module, store), -1)
-            for key, value in copy.contents[module].get(store, {}).items():
-                before = before_forward.get((container, key))
+    layout = copy.layout
+    before_forward = {(h, key): copy.objects[number] for h, key, number in layout.links}
+    number_of_store = {(module, key): store for store, module, key in layout.store_rows}
+    for module in layout.modules:
+        for name in STORE_NAMES:
+            store = number_of_store.get((module, name), -1)
+            for key, value in copy.contents[module].get(name, {}).items():
+                before = before_forward.get((store, key))
                 if value is not before and not _may_replace(before, value, copy):
                     raise RuntimeError(
                         f"the forward of the model registered {key!r} in its "
@@ -101,13 +102,13 @@ def _follow(copy: ModelCopy, state: StateContainer) -> None:
 def _replaced(copy: ModelCopy, own_buffers: Tensors) -> Tensors:
     """Return the buffers that the forward replaced."""
     new = {}
-    for name, (first, *others) in copy.layout.places:
+    for name, (first, *others) in copy.layout.places_of_arguments:
         before, value = copy.arguments[name], copy.value(first)
         if value is not before:
             if name not in own_buffers:
                 raise RuntimeError(
-                    f"the forward of the model replaced its parameter {name} by another tensor. "
-                    f"{_FIX}"
+                    f"the forward of the model {'removed' if value is None else 'replaced'} its "
+                    f"parameter {name}. {_FIX}"
                 )
             new[name] = _new_buffer(name, value, own_buffers[name], is_attribute=not first.in_store)
         for place in others:
@@ -165,7 +166,7 @@ def stamps(tensors: Collection[Tensor], transformed: bool) -> list[Any]:
     return versions(tensors)
 
 
-def refuse_writes(tensors: Tensors, before: list[Any], after: list[Any], values: Tensors) -> None:
+def check_writes(tensors: Tensors, before: list[Any], after: list[Any], values: Tensors) -> None:
     """Refuse a write into a parameter or constant. `values`: copies of parameters to compare."""
     written = [n for n, old, new in zip(tensors, before, after, strict=True) if old != new]
     written += [
@@ -189,7 +190,7 @@ def refuse_writes(tensors: Tensors, before: list[Any], after: list[Any], values:
 
 
 @private.only_inlined
-def keep_modes(copy: ModelCopy) -> None:
+def rerun_under_function_modes(copy: ModelCopy) -> None:
     """Let what runs again run under the function modes of the call, even after they were exited."""
     if modes := private.function_modes():
         for module in copy.modules():
@@ -217,7 +218,7 @@ def forbid_recompute(copy: ModelCopy) -> None:
     """Leave placeholders in the modules of a call under a transform, whose tensors have no values
     once it has ended.
     """
-    for name, places in copy.layout.places:
+    for name, places in copy.layout.places_of_arguments:
         why = (
             f"{name} of the model is read outside of a call of `apply`, where it has no value. "
             "Likely cause: a backward reads it through the module after torch.vmap or torch.func "
@@ -226,7 +227,7 @@ def forbid_recompute(copy: ModelCopy) -> None:
         )
         for place in places:
             if place.in_store:
-                copy.contents[place.container][place.key] = Unreadable(why)
+                copy.contents[place.holder][place.key] = Unreadable(why)
 
 
 def explain_checkpointing(error: RuntimeError) -> None:

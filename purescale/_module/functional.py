@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from .._module.after_forward import (
+    check_registrations,
+    check_writes,
     explain_checkpointing,
     forbid_recompute,
-    keep_modes,
     new_buffers,
-    refuse_new_registrations,
-    refuse_writes,
+    rerun_under_function_modes,
     stamps,
 )
 from .._module.recipe import ModelCopy, Recipe
@@ -68,8 +68,8 @@ class Apply:
     """
 
     _learned: Learned
-    _params: frozenset[str]
-    _buffers: frozenset[str]
+    _param_names: frozenset[str]
+    _buffer_names: frozenset[str]
     norm_params: frozenset[str]  # the weights and biases of normalisation layers
     # parameters with requires_grad=False, which are among the buffers
     frozen_params: frozenset[str]
@@ -87,7 +87,7 @@ class Apply:
         **kwargs: Any,
     ) -> tuple[Any, Tensors]:
         check_dicts(params, buffers)
-        if params.keys() != self._params or buffers.keys() != self._buffers:
+        if params.keys() != self._param_names or buffers.keys() != self._buffer_names:
             raise RuntimeError(self._wrong_names(params, buffers))
         if method is not None:
             _check_method(method)
@@ -144,15 +144,15 @@ class Apply:
                     if tensor.is_leaf:
                         tensor.requires_grad_(flag)
         if (after := stamps(watched.values(), transformed)) != before or values:
-            refuse_writes(watched, before, after, values)
+            check_writes(watched, before, after, values)
         if filled:
-            refuse_new_registrations(copy)
+            check_registrations(copy)
         if transformed:
             forbid_recompute(copy)
         elif has_graph:
             # A second run of a batch norm then writes into those of the copy.
             new = _own_copies(new, constants, one_by_one=False) if new else new
-            keep_modes(copy)
+            rerun_under_function_modes(copy)
         return out, new
 
     def _values_to_compare(self, params: Tensors) -> Tensors:
@@ -179,7 +179,7 @@ class Apply:
         return copy, out, new_buffers(copy, own_buffers)
 
     def _wrong_names(self, params: Tensors, buffers: Tensors) -> str:
-        rows = (("params", params, self._params), ("buffers", buffers, self._buffers))
+        rows = (("params", params, self._param_names), ("buffers", buffers, self._buffer_names))
         faults = [
             f"{which} has the wrong names: missing {_tree.join_names(sorted(names - set(tree)))}; "
             f"not in the model: {_tree.join_names([str(n) for n in tree if n not in names])}"
@@ -187,7 +187,7 @@ class Apply:
             if set(tree) != names
         ]
         cause = "they belong to another model, or to this one before it was changed"
-        if set(params) | set(buffers) == self._params | self._buffers:
+        if set(params) | set(buffers) == self._param_names | self._buffer_names:
             cause = (
                 "params and buffers are swapped, or a parameter is in the wrong one: one with "
                 "requires_grad=False belongs in buffers, any other in params; if no parameter "
@@ -343,10 +343,10 @@ def make_functional(
     evaluating, training = _modes_of(model, recipe, params | buffers)
     apply = Apply(
         Learned((recipe.with_modes(evaluating), recipe.with_modes(training))),
-        _params=frozenset(params),
-        _buffers=frozenset(buffers),
+        _param_names=frozenset(params),
+        _buffer_names=frozenset(buffers),
         frozen_params=frozenset(frozen),
-        **_facts_of_modules(model, registered.names),
+        **_facts_of_modules(model, registered.first_name_of),
     )
     return apply, _detached_copies(params), _detached_copies(buffers)
 

@@ -16,8 +16,8 @@ from .._torch import private
 from .._torch.dtypes import HALF
 from .._tree.tree import cast
 
-# For each operator: the positions of the running statistics that it updates in place.
-_RUNNING_STATISTICS: dict[Callable[..., Any], tuple[tuple[int, str], ...]] = {
+# For each norm: the positions of the running statistics that it updates in place.
+_NORMS: dict[Callable[..., Any], tuple[tuple[int, str], ...]] = {
     **dict.fromkeys((F.layer_norm, F.group_norm, F.rms_norm), ()),
     **dict.fromkeys((torch.layer_norm, torch.group_norm, torch.rms_norm), ()),
     **dict.fromkeys((F.batch_norm, F.instance_norm), ((1, "running_mean"), (2, "running_var"))),
@@ -40,7 +40,7 @@ class NormsIn(TorchFunctionMode):
         kwargs = kwargs or {}
         x = args[0] if args else kwargs.get("input")
         is_cast = isinstance(x, Tensor) and x.dtype in self.input_dtypes
-        if func not in _RUNNING_STATISTICS or not is_cast:
+        if func not in _NORMS or not is_cast:
             # Tensor.unflatten calls super(), which Dynamo does not follow in a mode.
             func = torch.unflatten if func is Tensor.unflatten else func
             return func(*args, **kwargs)
@@ -51,7 +51,7 @@ class NormsIn(TorchFunctionMode):
         # back would change them.
         training = kwargs.get("training", kwargs.get("use_input_stats", func is F.instance_norm))
         updates = args[5] if len(args) > 5 else training
-        for position, name in _RUNNING_STATISTICS[func] if updates else ():
+        for position, name in _NORMS[func] if updates else ():
             by_position = position < len(args)
             stored = args[position] if by_position else kwargs.get(name)
             computed = cast_args[position] if by_position else cast_kwargs.get(name)
@@ -80,7 +80,7 @@ class norms_in_float32(NormsIn):  # noqa: N801, a context manager is used like a
         super().__init__(torch.float32, HALF)
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
+class LocalSyncBatchNorm(nn.SyncBatchNorm):
     """A SyncBatchNorm that uses the statistics of this rank alone inside a mode with
     `local_statistics`; these are reduced over ranks afterwards.
     """

@@ -24,8 +24,8 @@ _DTYPES = {
     **dict.fromkeys(("float32", "f32", "fp32", "full"), torch.float32),
     **dict.fromkeys(("float64", "f64", "fp64"), torch.float64),
 }
-_NAMES = ("params", "compute", "output", "norms")
-_KEYS = {key: name for name in _NAMES for key in (name, name[0])}
+_FIELDS = ("params", "compute", "output", "norms")
+_KEYS = {key: name for name in _FIELDS for key in (name, name[0])}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,13 +268,13 @@ def with_policy(
     return cast_apply
 
 
-def _written(old: Tensor, cast: Tensor, new: Tensor) -> Tensor:
-    """Return a frozen parameter after a forward, which was called with its `cast`: the elements
-    that it wrote are those of `new`, all others have the bits of `old`, which the cast rounded.
+def _written(old: Tensor, computed: Tensor, new: Tensor) -> Tensor:
+    """Return a frozen parameter after a forward, which was called with `computed`, its cast: the
+    elements that it wrote are those of `new`, all others have the bits of `old`.
     """
     if new.dtype is old.dtype:
         return new.clone() if new is old else new
-    return torch.where(new == cast, old, new.to(old.dtype))
+    return torch.where(new == computed, old, new.to(old.dtype))
 
 
 @contextmanager

@@ -21,9 +21,9 @@ from .._torch import private
 
 
 class Place(NamedTuple):
-    """A place in which a copy has a parameter or buffer: `contents[container][key]`."""
+    """A place in which a copy has a parameter or buffer: `contents[holder][key]`."""
 
-    container: int
+    holder: int
     key: Any
     path: str  # in the model
     in_store: bool  # in `_parameters` or `_buffers` of a module
@@ -42,18 +42,19 @@ class Layout:
     """The place of everything in a copy of a model. Those of models that are alike are equal.
 
     An object is known by its number, its index in `ModelCopy.objects`, which is the same in all
-    copies. A container is the number of an instance, whose content is its `__dict__`, or of a
+    copies. A holder is the number of an instance, whose content is its `__dict__`, or of a
     container.
     """
 
-    # (container, key, object): `contents[container][key] = objects[object]`. Plain tuples: a call
+    # (holder, key, object): `contents[holder][key] = objects[object]`. Plain tuples: a call
     # unpacks thousands, and Python unpacks a NamedTuple seven times as slowly.
     links: tuple[tuple[int, Any, int], ...]
-    places: tuple[tuple[str, tuple[Place, ...]], ...]  # by argument; those in stores come first
+    # By parameter or buffer. Those in stores come first.
+    places_of_arguments: tuple[tuple[str, tuple[Place, ...]], ...]
     state_containers: tuple[StateContainer, ...]
     has_state: bool  # in plain attributes
     modules: tuple[int, ...]  # in the order of `model.modules()`
-    stores: tuple[tuple[int, int, str], ...]  # container, module, attribute
+    store_rows: tuple[tuple[int, int, str], ...]  # container, module, attribute
     views: tuple[tuple[int, str], ...]  # tensors that share memory in the model, with their paths
 
 
@@ -64,7 +65,7 @@ class ModelCopy:
     arguments: Tensors  # all parameters and buffers, as they are in it before the forward
     objects: list[Any]
     contents: list[Any]  # by number: the `__dict__` of an instance, a container itself
-    stores: list[dict[str, Any]]  # the contents of `layout.stores`
+    store_dicts: list[dict[str, Any]]  # of `layout.store_rows`
     before: list[Any]  # what was registered before the forward
     root: nn.Module
 
@@ -74,14 +75,14 @@ class ModelCopy:
 
     def value(self, place: Place) -> Any:
         """Return what is in a place now; None if nothing is."""
-        content = self.contents[place.container]
+        content = self.contents[place.holder]
         if isinstance(content, dict):
             return content.get(place.key)
         return content[place.key] if place.key < len(content) else None
 
     def registered(self) -> list[Any]:
         """Return all parameters, buffers and modules that are registered now."""
-        return list(itertools.chain.from_iterable(map(dict.values, self.stores)))
+        return list(itertools.chain.from_iterable(map(dict.values, self.store_dicts)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,8 +103,8 @@ class Recipe:
     key: str  # of the layout
 
     @private.only_inlined
-    def make(self, tensors: Tensors) -> ModelCopy:
-        """Return a copy of the model around `tensors`."""
+    def make(self, arguments: Tensors) -> ModelCopy:
+        """Return a copy of the model around `arguments`."""
         layout = layout_of(self.key)
         objects: list[Any] = list(map(object.__new__, self.classes))
         contents: list[Any] = [instance.__dict__ for instance in objects]
@@ -114,25 +115,25 @@ class Recipe:
         containers = [template.copy() for template in self.containers]
         contents += containers
         objects += containers
-        objects += [tensors[name] for name, _ in layout.places]
+        objects += [arguments[name] for name, _ in layout.places_of_arguments]
         objects += [tensor.clone() for tensor in self.plain_tensors]
         objects += self.shared_parts
         for build, parts in self.immutables:
             objects.append(build(*[objects[part] for part in parts]))
-        for container, key, number in layout.links:
-            contents[container][key] = objects[number]
+        for holder, key, number in layout.links:
+            contents[holder][key] = objects[number]
         if torch.compiler.is_dynamo_compiling():
             # nn.Module.__setattr__ looks at its `__func__` where a forward replaces a buffer, which
             # torch.compile does not see of a method of a module that is made within the graph.
-            for _, module, attribute in layout.stores:
+            for _, module, attribute in layout.store_rows:
                 register = self.classes[module].register_buffer
                 if attribute == "_buffers" and register is nn.Module.register_buffer:
                     contents[module]["register_buffer"] = register.__get__(objects[module])
         # Attributes, because torch.compile would check arguments of the class for constants.
         copy = ModelCopy()
-        copy.layout, copy.arguments = layout, tensors
+        copy.layout, copy.arguments = layout, arguments
         copy.objects, copy.contents = objects, contents
-        copy.stores = [contents[store] for store, _, _ in layout.stores]
+        copy.store_dicts = [contents[store] for store, _, _ in layout.store_rows]
         copy.before, copy.root = copy.registered(), objects[layout.modules[0]]
         return copy
 

@@ -33,7 +33,7 @@ def is_array(obj: Any) -> bool:
     return (type(obj).__module__, type(obj).__name__) == ("numpy", "ndarray")
 
 
-def check_shared(objects: Objects, tensors: Tensors, modules: dict[str, nn.Module]) -> None:
+def check_references(objects: Objects, tensors: Tensors, modules: dict[str, nn.Module]) -> None:
     """Refuse a registered tensor or a module of the live model in objects that calls share."""
     live = {id(module): f"module {path or 'itself'}" for path, module in modules.items()}
     live |= {id(tensor): f"tensor {name}" for name, tensor in tensors.items()}

@@ -20,7 +20,7 @@ Tensors = dict[str, Tensor]
 
 # The attributes that torch gives each module, with their types. What is registered is in these.
 MODULE_ATTRIBUTES = {key: type(value) for key, value in vars(nn.Module()).items()}
-STORES = ("_parameters", "_buffers", "_modules")
+STORE_NAMES = ("_parameters", "_buffers", "_modules")
 
 
 class RegisteredTensors(NamedTuple):
@@ -28,7 +28,7 @@ class RegisteredTensors(NamedTuple):
 
     params: Tensors
     buffers: Tensors
-    names: dict[int, str]  # by the id of every registered tensor: the first name of its memory
+    first_name_of: dict[int, str]  # by id of a registered tensor: the first name of its memory
     aliases: Tensors  # by own name: tensors over the same memory as an earlier one
 
 
@@ -42,7 +42,7 @@ def registered_tensors(model: nn.Module, state: Tensors | None = None) -> Regist
     """
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     buffers |= state or {}
-    names: dict[int, str] = {}
+    first_name_of: dict[int, str] = {}
     aliases: Tensors = {}
     spans: dict[Any, _Span] = {}
     all_frozen = not any(param.requires_grad for param in params.values())
@@ -51,20 +51,20 @@ def registered_tensors(model: nn.Module, state: Tensors | None = None) -> Regist
         return isinstance(tensor, nn.Parameter) and (tensor.requires_grad or all_frozen)
 
     for place, (name, tensor) in enumerate((*params.items(), *buffers.items())):
-        if id(tensor) in names:  # a parameter that is a buffer too
+        if id(tensor) in first_name_of:  # a parameter that is a buffer too
             continue
         span = _span(place, name, tensor)
         first = span and spans.setdefault(span.elements, span)
-        names[id(tensor)] = first.name if first else name
+        first_name_of[id(tensor)] = first.name if first else name
         if first and span and first is not span:
             aliases[name] = tensor
             if is_trained(tensor) != is_trained(first.tensor):
                 raise _sharing_error(first, span)
-    _refuse_overlaps(list(spans.values()))
+    _check_overlaps(list(spans.values()))
     return RegisteredTensors(
-        {name: tensor for name, tensor in params.items() if names[id(tensor)] == name},
-        {name: tensor for name, tensor in buffers.items() if names[id(tensor)] == name},
-        names,
+        {name: tensor for name, tensor in params.items() if first_name_of[id(tensor)] == name},
+        {name: tensor for name, tensor in buffers.items() if first_name_of[id(tensor)] == name},
+        first_name_of,
         aliases,
     )
 
@@ -106,7 +106,7 @@ def _span(place: int, name: str, tensor: Tensor) -> _Span | None:
     return _Span(place, name, tensor, device, start, end, elements)
 
 
-def _refuse_overlaps(spans: list[_Span]) -> None:
+def _check_overlaps(spans: list[_Span]) -> None:
     """Refuse two tensors whose ranges of memory overlap."""
     spans = sorted(spans, key=lambda span: (span.device, span.start))
     for span, after in itertools.pairwise(spans):
@@ -282,7 +282,7 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     faults = [f"missing {name}" for name in targets if name not in sources]
     for name in sources:
         if name in registered.aliases:
-            first = registered.names[id(registered.aliases[name])]
+            first = registered.first_name_of[id(registered.aliases[name])]
             faults.append(f"{name} is tied to {first} in the model, use that name")
         elif name not in targets:
             faults.append(f"{name} is not in the model")

@@ -5,7 +5,7 @@ What becomes of what a forward changes, and where that is decided:
 - An attribute, a list that it appends to, a dict, a set, an array: the change ends with the call,
   because each copy has its own (`_Walk._add_container`).
 - A helper object: the same, if it is all in its `__dict__` (`_is_helper`). All calls share another
-  object, such as a lock or one with `__slots__` (`_Walk.opaque`). `references.py` refuses one that
+  object, such as a lock or one with `__slots__` (`_Walk.shared`). `references.py` refuses one that
   holds a part of the live model.
 - A tuple, a partial, a bound method or a weak reference: each copy has its own if it leads to
   something of which each copy has its own (`_parts_of_immutable`).
@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._module.norms import SyncBatchNorm
+from .._module.norms import LocalSyncBatchNorm
 from .._module.recipe import Layout, Place, Recipe, StateContainer, share_layout
 from .._module.references import (
     ATOMS,
@@ -37,10 +37,10 @@ from .._module.references import (
     Objects,
     Unreadable,
     check_class_attributes,
-    check_shared,
+    check_references,
     is_array,
 )
-from .._module.registered import MODULE_ATTRIBUTES, STORES, RegisteredTensors, keys_of
+from .._module.registered import MODULE_ATTRIBUTES, STORE_NAMES, RegisteredTensors, keys_of
 from .._torch.donation import storage_pointer
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, set, collections.deque, OrderedDict)
@@ -68,7 +68,7 @@ def recipe_of(model: nn.Module, registered: RegisteredTensors, containers: list[
     walk.check_classes()
     modules = dict(model.named_modules())
     check_class_attributes(walk.visited, walk.tensors, modules)
-    check_shared(walk.opaque, walk.tensors, modules)
+    check_references(walk.shared, walk.tensors, modules)
     return walk.recipe(list(modules.values()), containers)
 
 
@@ -83,16 +83,17 @@ class _Walk:
     def __init__(self, registered: RegisteredTensors) -> None:
         self.instances: dict[Identity, tuple[type, dict[str, Any]]] = {}  # class and attributes
         self.containers: dict[Identity, Any] = {}
-        self.arguments = dict.fromkeys(registered.names.values())
+        self.arguments = dict.fromkeys(registered.first_name_of.values())
         self.plain_tensors: dict[Identity, Tensor] = {}
         self.shared_parts: dict[Identity, Any] = {}
         self.immutables: dict[Identity, tuple[Callable[..., Any], list[Identity]]] = {}
         self.shared_empty: list[Any] = []
-        self.links: list[tuple[Identity, Any, Identity, str]] = []  # container, key, object, path
-        self.stores: dict[Identity, tuple[Identity, str]] = {}  # with module and attribute
-        self.identities: dict[int, Identity | None] = {**registered.names}  # None: copies share it
+        self.links: list[tuple[Identity, Any, Identity, str]] = []  # holder, key, object, path
+        self.owner_of_store: dict[Identity, tuple[Identity, str]] = {}  # module, attribute
+        # By id. None: copies share the object.
+        self.identities: dict[int, Identity | None] = {**registered.first_name_of}
         self.visited: Objects = []  # keeps objects alive, so that an id stays theirs
-        self.opaque: Objects = []  # what the walk does not enter
+        self.shared: Objects = []  # by all copies; the walk does not enter them
         self.waiting: list[tuple[Identity, Any, list[tuple[Any, Any]], str]] = []
         self.tensors = {**registered.params, **registered.buffers, **registered.aliases}
         self.memories = set(map(storage_pointer, self.tensors.values())) - {None, 0}
@@ -101,12 +102,12 @@ class _Walk:
         """Visit all objects that can be reached, in a loop: a chain of them may be long."""
         self._visit(model, "")
         while self.waiting:
-            container, template, items, path = self.waiting.pop()
-            is_list_or_dict = container in self.containers and container not in self.stores
+            holder, template, items, path = self.waiting.pop()
+            is_list_or_dict = holder in self.containers and holder not in self.owner_of_store
             for key, value in items:
                 inner = f"{path}[{key!r}]" if is_list_or_dict else f"{path}.{key}".lstrip(".")
                 if (identity := self._visit(value, inner)) is not None:
-                    self.links.append((container, key, identity, inner))
+                    self.links.append((holder, key, identity, inner))
                     template[key] = None
 
     def _visit(self, obj: Any, path: str) -> Identity | None:
@@ -142,7 +143,7 @@ class _Walk:
             self._visit_later(identity, attributes, attributes.items(), path)
             return identity
         self.identities[id(obj)] = None
-        self.opaque.append((path, obj))
+        self.shared.append((path, obj))
         return None
 
     def _add(self, rows: dict[Identity, Any], obj: Any, row: Any) -> Identity:
@@ -163,16 +164,16 @@ class _Walk:
         if isinstance(obj, (dict, set)):
             keys = [(f"a key of {path}", key) for key in obj if type(key) not in ATOMS]
             self.visited += keys
-            self.opaque += keys
+            self.shared += keys
         if isinstance(obj, collections.defaultdict):
-            self.opaque.append((f"{path}.default_factory", obj.default_factory))
+            self.shared.append((f"{path}.default_factory", obj.default_factory))
         if not (isinstance(obj, set) or is_array(obj)):
             items = obj.items() if isinstance(obj, dict) else enumerate(obj)
             self._visit_later(identity, template, items, path)
         return identity
 
     def _add_module(self, module: nn.Module, path: str) -> Identity:
-        cls = SyncBatchNorm if type(module) is nn.SyncBatchNorm else type(module)
+        cls = LocalSyncBatchNorm if type(module) is nn.SyncBatchNorm else type(module)
         attributes = vars(module).copy()
         if isinstance(module, nn.RNNBase):  # on CUDA it moves the weights into one block of memory
             attributes["flatten_parameters"] = _left_as_they_are
@@ -184,10 +185,10 @@ class _Walk:
         is_torchs = cls.__module__.startswith("torch.nn.modules.") and "forward" not in attributes
         for key in filter(attributes.__contains__, _OF_A_MODULE):
             value = attributes[key]
-            if key in STORES and (value or not is_torchs):
+            if key in STORE_NAMES and (value or not is_torchs):
                 template, attributes[key], items[key] = dict(value), None, None
                 store = self._add(self.containers, value, template)
-                self.stores[store] = identity, key
+                self.owner_of_store[store] = identity, key
                 self.links.append((identity, key, store, path))
                 self._visit_later(store, template, value.items(), path)
             elif not value or "state_dict" in key:  # which no forward reads
@@ -239,28 +240,29 @@ class _Walk:
     ) -> Layout:
         containers = {self.identities[id(container)]: container for container in state_containers}
         places: dict[Any, list[Place]] = {key: [] for key in (*self.arguments, *containers)}
-        for container, key, identity, path in self.links:
+        for holder, key, identity, path in self.links:
             if identity in places:
-                place = Place(numbers[container], key, path, container in self.stores)
+                place = Place(numbers[holder], key, path, holder in self.owner_of_store)
                 places[identity].append(place)
-        arguments = tuple(
+        places_of_arguments = tuple(
             (name, tuple(sorted(places[name], key=lambda p: (not p.in_store, p.path != name))))
             for name in self.arguments
         )
         plain = [(path, t) for path, t in self.visited if id(t) in self.plain_tensors]
         in_memory: Any = collections.Counter(filter(None, (storage_pointer(t) for _, t in plain)))
         return Layout(
-            links=tuple((numbers[c], key, numbers[obj]) for c, key, obj, _ in self.links),
-            places=arguments,
+            links=tuple((numbers[holder], key, numbers[obj]) for holder, key, obj, _ in self.links),
+            places_of_arguments=places_of_arguments,
             state_containers=tuple(
                 StateContainer(numbers[identity], tuple(keys_of(c)), tuple(places[identity]))
                 for identity, c in containers.items()
             ),
-            has_state=bool(containers) or any(not first.in_store for _, (first, *_) in arguments),
+            has_state=bool(containers)
+            or any(not first.in_store for _, (first, *_) in places_of_arguments),
             modules=tuple(numbers[self.identities[id(module)]] for module in modules),
-            stores=tuple(
+            store_rows=tuple(
                 (numbers[store], numbers[module], key)
-                for store, (module, key) in self.stores.items()
+                for store, (module, key) in self.owner_of_store.items()
             ),
             views=tuple(
                 (numbers[id(t)], path) for path, t in plain if in_memory[storage_pointer(t)] > 1

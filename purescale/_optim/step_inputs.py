@@ -21,7 +21,7 @@ from .._optim.opt_state import (
 from .._torch import dtensor, foreach
 from .._torch.foreach import same_memory_order
 from .._torch.tensor_list import TensorList
-from .._torch.tracing import end_graph, is_lazy
+from .._torch.tracing import end_graph, is_unresolved
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import as_tensor_list
@@ -191,7 +191,9 @@ def _flatten_unknown(
 ) -> StepInputs:
     """Return the inputs of a step over tensors of any kind."""
     leaves = [  # torch's kernels ignore lazy negation
-        leaf.resolve_conj().resolve_neg() if isinstance(leaf, Tensor) and is_lazy(leaf) else leaf
+        leaf.resolve_conj().resolve_neg()
+        if isinstance(leaf, Tensor) and is_unresolved(leaf)
+        else leaf
         for leaf in params.leaves
     ]
     dtensors = None

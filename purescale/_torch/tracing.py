@@ -69,7 +69,7 @@ def recorded_by_make_fx() -> bool:
     return module is not None and module.get_proxy_mode() is not None
 
 
-def is_lazy(tensor: Tensor) -> bool:
+def is_unresolved(tensor: Tensor) -> bool:
     """Return True if a negation or conjugation is pending, which torch's kernels ignore."""
     return not torch.compiler.is_compiling() and (tensor.is_neg() or tensor.is_conj())
 

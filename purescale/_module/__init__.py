@@ -4,10 +4,12 @@ A call makes a copy of the model around its tensors, runs the forward in it, rea
 it and drops it. What a copy consists of is found once, so that later changes to the user's module
 do not reach the function, and a call does not change the module.
 
-once:    model -> registered_tensors (their names) -> recipe_of -> Recipe (rows of all objects)
+once:    model -> registered_tensors (their names, state attributes among them) -> recipe_of
+         -> Recipe (rows of all objects) -> with_modes, one for train=False and one for train=True
 a call:  params, buffers -> Recipe.make -> ModelCopy -> its forward -> after_forward.new_buffers
 
-Entry: `functional.make_functional`, `policy.with_policy`, `norms.norms_in_float32`.
+Entry: `functional.make_functional`, `registered.load_into`, its inverse, `policy.with_policy`,
+`norms.norms_in_float32`.
 Hands on: `Apply`, called as `apply(params, buffers, *args)`, and the two dicts `params` and
 `buffers`; `policy.Policy`, the dtypes of parameters, computation, output and norms.
 May import: `_tree`, `_torch`.

@@ -287,7 +287,10 @@ def make_functional(
     - A parameter or buffer that is also in a list, a tuple, a dict or an attribute of the model is
       replaced there too.
     - `out` is what the module returns. It may be an argument or a view of one.
-    - `apply.norm_params` names the weights of torch's own normalisation layers, for `with_policy`.
+    - `train` and `method` do not reach the forward by keyword. One that has an argument of that
+      name takes it by position, or by `method=lambda m, x: m(x, train=True)`.
+    - `apply.norm_params` names the weights of normalisation layers, for `with_policy`: those of
+      torch and of classes that derive from them.
       Add those of your own class with
       `dataclasses.replace(apply, norm_params=apply.norm_params | {"my_norm.weight"})`.
     - Dropout draws from torch's global generator, unless `train_step` is given an `rng`.

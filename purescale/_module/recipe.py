@@ -87,7 +87,9 @@ class ModelCopy:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recipe:
-    """The objects of a model of which each copy has its own, in the order of their numbers."""
+    """The objects of a copy in the order of their numbers: instances, containers, the arguments of
+    the call, plain tensors, shared parts, immutables. Each copy has its own, except shared parts.
+    """
 
     classes: list[Any]  # of the instances: modules and helper objects
     attributes: list[dict[str, Any]]  # of the instances

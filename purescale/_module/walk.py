@@ -4,9 +4,9 @@ What becomes of what a forward changes, and where that is decided:
 
 - An attribute, a list that it appends to, a dict, a set, an array: the change ends with the call,
   because each copy has its own (`_Walk._add_container`).
-- A helper object: the same, if it is all in its `__dict__` (`_is_helper`). All calls share another
-  object, such as a lock or one with `__slots__` (`_Walk.shared`). `references.py` refuses one that
-  holds a part of the live model.
+- A helper object: the same, if its class is a user's and derives from no container
+  (`_is_helper`). All calls share another object, such as a lock, a SimpleNamespace or one with
+  `__slots__` (`_Walk.shared`). `references.py` refuses one that holds a part of the live model.
 - A tuple, a partial, a bound method or a weak reference: each copy has its own if it leads to
   something of which each copy has its own (`_parts_of_immutable`).
 - A hook that it installs: it ends with the call (`Recipe.with_own_empty`).
@@ -213,7 +213,6 @@ class _Walk:
 
     def recipe(self, modules: list[nn.Module], state_containers: list[Any]) -> Recipe:
         """Return the recipe, in which objects have numbers in place of identities."""
-        # In the order in which `Recipe.make` makes them.
         rows = (self.instances, self.containers, self.arguments, self.plain_tensors)
         identities = itertools.chain(*rows, self.shared_parts, self.immutables)
         numbers = {identity: number for number, identity in enumerate(identities)}

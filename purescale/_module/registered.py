@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._torch import dtensor, private
+from .._torch import dtensor
 from .._torch.tracing import PLAIN_TYPES
 from .._tree import tree as _tree
 
@@ -309,7 +309,7 @@ def _unfit_reason(target: Tensor, source: Tensor | None) -> str:
         return "of the model has no memory, run `model.to_empty(device=...)` first"
     if target.is_inference() and not torch.is_inference_mode_enabled():
         return "of the model was made under inference_mode, make it outside"
-    if target.layout is torch.strided and private.overlap_within(target) == 1:
+    if target.layout is torch.strided and _is_expanded(target):
         return "of the model was expanded, so its elements share memory, `.clone()` it"
     if source is None:
         return ""
@@ -324,6 +324,11 @@ def _unfit_reason(target: Tensor, source: Tensor | None) -> str:
         for t in (source, target)
     )
     return "" if kind == expected else f"is {kind}, expected {expected}"
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and not stride for size, stride in sizes)
 
 
 def check_dicts(params: Any, buffers: Any) -> None:

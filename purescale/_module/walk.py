@@ -65,7 +65,6 @@ def recipe_of(model: nn.Module, registered: RegisteredTensors, containers: list[
     """
     walk = _Walk(registered)
     walk.visit_all(model)
-    walk.check_classes()
     modules = dict(model.named_modules())
     check_class_attributes(walk.visited, walk.tensors, modules)
     check_references(walk.shared, walk.tensors, modules)
@@ -174,6 +173,12 @@ class _Walk:
 
     def _add_module(self, module: nn.Module, path: str) -> Identity:
         cls = LocalSyncBatchNorm if type(module) is nn.SyncBatchNorm else type(module)
+        if obstacle := _obstacle(cls):
+            raise TypeError(
+                f"{path or 'the model'} is a {cls.__name__}, which a call cannot make anew "
+                f"({obstacle}). Likely cause: a base class in C besides nn.Module, or __slots__. "
+                "Fix: keep an object of that base class in an attribute; remove the __slots__."
+            )
         attributes = vars(module).copy()
         if isinstance(module, nn.RNNBase):  # on CUDA it moves the weights into one block of memory
             attributes["flatten_parameters"] = _left_as_they_are
@@ -196,18 +201,6 @@ class _Walk:
                 self.shared_empty.append(attributes[key])
         self._visit_later(identity, attributes, items.items(), path)
         return identity
-
-    def check_classes(self) -> None:
-        """Refuse a module that `object.__new__` and its `__dict__` do not make."""
-        instances = [(path, obj) for path, obj in self.visited if id(obj) in self.instances]
-        for cls, path in {type(obj): path for path, obj in reversed(instances)}.items():
-            if obstacle := _obstacle(cls):
-                raise TypeError(
-                    f"{path or 'the model'} is a {cls.__name__}, which a call cannot make anew "
-                    f"({obstacle}). Likely cause: a base class in C besides nn.Module, or "
-                    "__slots__. Fix: keep an object of that base class in an attribute; remove the "
-                    "__slots__."
-                )
 
     # ---- what it amounts to
 

@@ -156,13 +156,6 @@ def is_spectral_norm(module: nn.Module) -> bool:
     )
 
 
-def overlap_within(tensor: Tensor) -> bool:
-    """Return True if elements of a tensor share memory, as in an expanded one."""
-    return any(
-        size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-
-
 def gradient_hooks(tensor: Tensor) -> tuple[Callable[[Tensor], Any], ...]:
     """Return the hooks that `register_hook` added to a tensor."""
     return tuple((_here.hooks(tensor) or {}).values())

@@ -21,6 +21,8 @@ from .._module.after_forward import (
     rerun_under_function_modes,
     stamps,
 )
+from .._module.norms import norm_params, norms_without_statistics
+from .._module.policy import not_in_half
 from .._module.recipe import ModelCopy, Recipe
 from .._module.registered import (
     RegisteredTensors,
@@ -38,7 +40,6 @@ from .._tree import tree as _tree
 from .._tree.leaves import are_dense_real, is_constant
 
 Method = str | Callable[..., Any] | None
-_WITHOUT_STATISTICS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm)
 
 
 class Call(NamedTuple):
@@ -111,27 +112,45 @@ class Apply:
 
     @private.only_inlined
     def _eager(self, params: Tensors, buffers: Tensors, call: Call) -> tuple[Any, Tensors]:
-        transformed, learned = under_transform(), self._learned
-        try:
-            learned.idle.pop()  # in one thread only
-        except IndexError:
-            learned.recipes = _with_own_empty(learned.recipes)
-        recipes = learned.recipes
+        transformed = under_transform()
+        has_graph = torch.is_grad_enabled() and not transformed
         # A buffer that is not dense, such as a sparse adjacency matrix, is returned as it is.
         constants = _constants(buffers)
         # List kernels have no vmap rule.
         own_buffers = _own_copies(buffers, constants, one_by_one=transformed)
         tensors = {**params, **own_buffers}
         tensors |= {name: params[name].clone() for name in self._renormalised & params.keys()}
-        has_graph = torch.is_grad_enabled() and not transformed
         watched = {**params, **constants} if constants else params
         before = stamps(watched.values(), transformed)
-        flags = list(map(_requires_grad, tensors.values()))
         values = self._values_to_compare(params) if has_graph and call.train else {}
+
+        copy, out, new = self._run(tensors, own_buffers, call)
+
+        if (after := stamps(watched.values(), transformed)) != before or values:
+            check_writes(watched, before, after, values)
+        if transformed:
+            forbid_recompute(copy)
+        elif has_graph:
+            # A second run of a batch norm then writes into those of the copy.
+            new = _own_copies(new, constants, one_by_one=False) if new else new
+            rerun_under_function_modes(copy)
+        return out, new
+
+    @private.only_inlined
+    def _run(
+        self, tensors: Tensors, own_buffers: Tensors, call: Call
+    ) -> tuple[ModelCopy, Any, Tensors]:
+        """Run the forward eagerly, and put back what it changed of what other calls read."""
+        learned = self._learned
+        try:
+            learned.idle.pop()  # succeeds in one thread only
+        except IndexError:
+            learned.recipes = _with_own_empty(learned.recipes)
+        recipes, flags = learned.recipes, list(map(_requires_grad, tensors.values()))
         try:
             copy, out, new = self._forward(tensors, own_buffers, call)
         except RuntimeError as error:
-            if transformed:
+            if under_transform():
                 explain_checkpointing(error)
                 explain_autocast(error)
             raise
@@ -143,17 +162,9 @@ class Apply:
                 for tensor, flag in zip(tensors.values(), flags, strict=True):
                     if tensor.is_leaf:
                         tensor.requires_grad_(flag)
-        if (after := stamps(watched.values(), transformed)) != before or values:
-            check_writes(watched, before, after, values)
         if filled:
             check_registrations(copy)
-        if transformed:
-            forbid_recompute(copy)
-        elif has_graph:
-            # A second run of a batch norm then writes into those of the copy.
-            new = _own_copies(new, constants, one_by_one=False) if new else new
-            rerun_under_function_modes(copy)
-        return out, new
+        return copy, out, new
 
     def _values_to_compare(self, params: Tensors) -> Tensors:
         """Return copies of parameters to compare with, which finds writes through `.data`, in the
@@ -349,7 +360,10 @@ def make_functional(
         _param_names=frozenset(params),
         _buffer_names=frozenset(buffers),
         frozen_params=frozenset(frozen),
-        **_facts_of_modules(model, registered.first_name_of),
+        norm_params=norm_params(model, registered.first_name_of),
+        without_statistics=norms_without_statistics(model),
+        _renormalised=_renormalised_params(model, registered.first_name_of),
+        _not_in_half=not_in_half(model),
     )
     return apply, _detached_copies(params), _detached_copies(buffers)
 
@@ -395,42 +409,13 @@ def _check_module(model: nn.Module) -> None:
             )
 
 
-def _facts_of_modules(model: nn.Module, names: dict[int, str]) -> dict[str, Any]:
-    """Return the fields of `Apply` that follow from the classes of the modules. `names`: the names
-    of parameters by id.
-    """
-    norms, without_statistics, renormalised, not_in_half = set(), [], set(), []
-    for path, module in model.named_modules():
-        if isinstance(module, _WITHOUT_STATISTICS):
-            without_statistics.append(path)
-        if _is_norm(module):
-            norms |= {names[id(p)] for p in module.parameters()}
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            if module.max_norm is not None:
-                renormalised |= {names[id(p)] for p in module.parameters(recurse=False)}
-            if module.sparse:
-                not_in_half.append(
-                    f"{path or 'the model'} is {type(module).__name__}(sparse=True), whose sparse "
-                    "gradient torch cannot cast. Fix: sparse=False, which gives the same values"
-                )
-        if private.is_spectral_norm(module):
-            not_in_half.append(
-                f"{path or 'the model'} is a spectral norm, which multiplies the cast weight by "
-                "buffers, which are never cast. Fix: compute=autocast(float16)"
-            )
-    return {
-        "norm_params": frozenset(norms),
-        "_renormalised": frozenset(renormalised),
-        "_not_in_half": tuple(not_in_half),
-        "without_statistics": tuple(without_statistics),
-    }
-
-
-def _is_norm(module: nn.Module) -> bool:
-    # The second holds for batch and instance norms, also those that other libraries derive from
-    # torch's own base class.
-    return isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)) or (
-        hasattr(module, "track_running_stats") and hasattr(module, "running_mean")
+def _renormalised_params(model: nn.Module, first_name_of: dict[int, str]) -> frozenset[str]:
+    """Return the names of what embeddings with `max_norm` write into."""
+    return frozenset(
+        first_name_of[id(param)]
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+        for param in module.parameters(recurse=False)
     )
 
 

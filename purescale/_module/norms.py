@@ -1,5 +1,5 @@
-"""Norms in another dtype than their inputs, and a SyncBatchNorm that can use the statistics of one
-rank.
+"""Norms in another dtype than their inputs, a SyncBatchNorm that can use the statistics of one
+rank, and what makes a module a norm.
 """
 
 from __future__ import annotations
@@ -90,3 +90,28 @@ class LocalSyncBatchNorm(nn.SyncBatchNorm):
             out: Tensor = nn.BatchNorm1d.forward(self, input)
             return out
         return super().forward(input)
+
+
+# ---- the norms of a model ------------------------------------------------------------------------
+
+_WITHOUT_STATISTICS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm)
+
+
+def norm_params(model: nn.Module, first_name_of: dict[int, str]) -> frozenset[str]:
+    """Return the names of the weights and biases of normalisation layers."""
+    norms = filter(_is_norm, model.modules())
+    return frozenset(first_name_of[id(p)] for norm in norms for p in norm.parameters())
+
+
+def norms_without_statistics(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the norms that keep no statistics of a batch."""
+    modules = model.named_modules()
+    return tuple(path for path, module in modules if isinstance(module, _WITHOUT_STATISTICS))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    # The second holds for batch and instance norms, also those that other libraries derive from
+    # torch's own base class.
+    return isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)) or (
+        hasattr(module, "track_running_stats") and hasattr(module, "running_mean")
+    )

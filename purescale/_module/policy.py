@@ -10,10 +10,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._module.norms import NormsIn
 from .._module.registered import Tensors, check_dicts
+from .._torch import private
 from .._torch.dtypes import HALF
 from .._torch.tracing import under_transform
 from .._tree.tree import Tree, cast, join_names
@@ -313,3 +314,21 @@ def _check_params(params: Tensors, rules: Policy) -> None:
                 "policy.cast_to_param(params)`, or "
                 f"'params={_name(weight.dtype)}' in the policy."
             )
+
+
+def not_in_half(model: nn.Module) -> tuple[str, ...]:
+    """Return a message for each part that plain half compute cannot run."""
+    messages = []
+    for path, module in model.named_modules():
+        what = f"{path or 'the model'} is"
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            messages.append(
+                f"{what} {type(module).__name__}(sparse=True), whose sparse gradient torch cannot "
+                "cast. Fix: sparse=False, which gives the same values"
+            )
+        if private.is_spectral_norm(module):
+            messages.append(
+                f"{what} a spectral norm, which multiplies the cast weight by buffers, which are "
+                "never cast. Fix: compute=autocast(float16)"
+            )
+    return tuple(messages)

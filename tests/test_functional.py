@@ -661,6 +661,43 @@ def test_what_is_not_there_in_every_call_is_refused_every_time(what, message):
             apply(params, buffers, torch.ones(1, 3))
 
 
+def append_a_layer(model, x):
+    if not model.layers:
+        model.layers.append(nn.Linear(3, 3))
+
+
+LATE = {
+    "a layer in an empty list": append_a_layer,
+    "a buffer of a layer of torch": lambda m, x: m.linear.register_buffer("late", x),
+    "a parameter of a layer of torch": lambda m, x: m.relu.register_parameter(
+        "late", nn.Parameter(x.clone())
+    ),
+}
+
+
+@pytest.mark.parametrize("hook_first", [False, True])
+@pytest.mark.parametrize("what", LATE)
+def test_what_is_put_into_a_layer_of_torch_is_refused_every_time(what, hook_first):
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.linear, self.relu = nn.ModuleList(), nn.Linear(3, 3), nn.ReLU()
+
+        def forward(self, x, late=True):
+            if late:
+                LATE[what](self, x)
+            else:
+                self.linear.register_forward_hook(lambda *args: None)
+            return self.relu(self.linear(x))
+
+    apply, params, buffers = ps.make_functional(Late())
+    if hook_first:  # from then on copies have empty containers of their own
+        apply(params, buffers, torch.ones(1, 3), late=False)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="the forward of the model registered"):
+            apply(params, buffers, torch.ones(1, 3))
+
+
 def test_a_model_that_has_seen_a_batch_has_its_late_buffer():
     class Rotary(nn.Module):
         def forward(self, x):

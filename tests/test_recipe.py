@@ -641,6 +641,20 @@ def test_models_of_a_thousand_layers_are_recorded():
     assert torch.equal(apply(params, buffers, x)[0], net(x).detach())
 
 
+def test_an_attribute_of_a_users_own_may_have_the_name_of_torchs():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qconfig, self.linear = {"factor": 2.0}, nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.linear(x) * self.qconfig["factor"]
+
+    model, x = Scaled(), torch.ones(1, 3)
+    apply, params, buffers = ps.make_functional(model)
+    assert torch.equal(apply(params, buffers, x)[0], model(x))
+
+
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
 )

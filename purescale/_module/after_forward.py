@@ -47,7 +47,7 @@ def new_buffers(copy: ModelCopy, own_buffers: Tensors) -> Tensors:
             return own_buffers
     check_registrations(copy)
     for state in layout.state_containers:
-        _follow(copy, state)
+        _adopt_container(copy, state)
     return {**own_buffers, **_replaced(copy, own_buffers)}
 
 
@@ -80,7 +80,7 @@ def _may_replace(before: Any, after: Any, copy: ModelCopy) -> bool:
     return all(id(t) in arguments for t in (*after.parameters(), *after.buffers()))
 
 
-def _follow(copy: ModelCopy, state: StateContainer) -> None:
+def _adopt_container(copy: ModelCopy, state: StateContainer) -> None:
     """Let the list or dict that the forward has put in place of one with state be that one. Refuse
     one that is not like it, or is not in all of its places.
     """

@@ -154,7 +154,7 @@ def policy(text: str) -> Policy:
     )
 
 
-_parsed = policy  # with_policy has a parameter of that name
+_parse = policy  # with_policy has a parameter of that name
 
 
 def _dtype(text: str, name: str) -> torch.dtype:
@@ -213,7 +213,7 @@ def with_policy(
     Source of the rule: jmp.Policy; mmpose's patch_norm_fp32 and apex's keep_batchnorm_fp32, which
     rewrite the module instead.
     """
-    rules = _parsed(policy) if isinstance(policy, str) else policy
+    rules = _parse(policy) if isinstance(policy, str) else policy
     if not isinstance(rules, Policy):
         raise TypeError(
             f"with_policy takes a Policy or its string, got {policy!r}. Fix: "

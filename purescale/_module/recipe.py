@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._module.registered import Tensors
+from .._module.registered import STORE_NAMES, Tensors
 from .._torch import private
 
 
 class Place(NamedTuple):
-    """A place in which a copy has a parameter or buffer: `contents[holder][key]`."""
+    """A place in which a copy has an argument, or a list or dict with state:
+    `contents[holder][key]`.
+    """
 
     holder: int
     key: Any
@@ -111,9 +113,12 @@ class Recipe:
         objects: list[Any] = list(map(object.__new__, self.classes))
         contents: list[Any] = [instance.__dict__ for instance in objects]
         list(map(dict.update, contents, self.attributes))
+        own_stores = []
         for content, empty in zip(contents, self.own_empty, strict=False):
             for key, cls in empty.items():
                 content[key] = cls()
+                if key in STORE_NAMES:
+                    own_stores.append(content[key])
         containers = [template.copy() for template in self.containers]
         contents += containers
         objects += containers
@@ -135,7 +140,7 @@ class Recipe:
         copy = ModelCopy()
         copy.layout, copy.arguments = layout, arguments
         copy.objects, copy.contents = objects, contents
-        copy.store_dicts = [contents[store] for store, _, _ in layout.store_rows]
+        copy.store_dicts = [contents[store] for store, _, _ in layout.store_rows] + own_stores
         copy.before, copy.root = copy.registered(), objects[layout.modules[0]]
         return copy
 

@@ -12,6 +12,8 @@ What becomes of what a forward changes, and where that is decided:
 - A hook that it installs: it ends with the call (`Recipe.with_own_empty`).
 - A buffer, or a tensor that `state_attributes` names: `apply` returns the new value, whether the
   forward writes into it or replaces it (`after_forward.new_buffers`).
+- A list or dict whose elements `state_attributes` names: `apply` returns them, and refuses one
+  with other keys than before (`after_forward._adopt_container`).
 - A tensor in any other attribute: the change ends with the call (`Recipe.plain_tensors`).
 """
 
@@ -47,17 +49,17 @@ _CONTAINERS: tuple[Any, ...] = (dict, list, set, collections.deque, OrderedDict)
 _CONTAINERS += (collections.defaultdict, collections.Counter)
 # The containers that each module has as attributes.
 _OF_A_MODULE = [key for key, cls in MODULE_ATTRIBUTES.items() if cls in _CONTAINERS]
-# Attributes that no forward reads. torch.ao keeps a closure over the module in `qconfig`.
-_NEVER_READ = {"_compiled_call_impl", "qconfig"}
 
 
-def recipe_of(model: nn.Module, registered: RegisteredTensors, containers: list[Any]) -> Recipe:
+def recipe_of(
+    model: nn.Module, registered: RegisteredTensors, state_containers: list[Any]
+) -> Recipe:
     """Return the recipe of a model.
 
     Args:
         model: The module.
         registered: Its parameters, buffers and state attributes, with their names.
-        containers: The lists and dicts in attributes that have state.
+        state_containers: The lists and dicts in attributes that have state.
 
     Raises:
         TypeError: A call cannot make a module anew.
@@ -68,7 +70,7 @@ def recipe_of(model: nn.Module, registered: RegisteredTensors, containers: list[
     modules = dict(model.named_modules())
     check_class_attributes(walk.visited, walk.tensors, modules)
     check_references(walk.shared, walk.tensors, modules)
-    return walk.recipe(list(modules.values()), containers)
+    return walk.recipe(list(modules.values()), state_containers)
 
 
 Identity = int | str  # of an object in a walk: its id; the name of a parameter or buffer
@@ -183,10 +185,10 @@ class _Walk:
         if isinstance(module, nn.RNNBase):  # on CUDA it moves the weights into one block of memory
             attributes["flatten_parameters"] = _left_as_they_are
             attributes["_flat_weight_refs"] = [None] * len(attributes["_flat_weights"])
-        attributes |= dict.fromkeys(_NEVER_READ & attributes.keys())
+        attributes |= dict.fromkeys(filter(attributes.__contains__, _never_read(module)))
         identity = self._add(self.instances, module, (cls, attributes))
         items = dict(attributes)
-        # A layer of torch, whose forward registers no parameter, buffer or module.
+        # A layer of torch, whose own forward registers no parameter, buffer or module.
         is_torchs = cls.__module__.startswith("torch.nn.modules.") and "forward" not in attributes
         for key in filter(attributes.__contains__, _OF_A_MODULE):
             value = attributes[key]
@@ -230,8 +232,8 @@ class _Walk:
     def _layout(
         self, numbers: dict[Any, int], modules: list[nn.Module], state_containers: list[Any]
     ) -> Layout:
-        containers = {self.identities[id(container)]: container for container in state_containers}
-        places: dict[Any, list[Place]] = {key: [] for key in (*self.arguments, *containers)}
+        with_state = {self.identities[id(container)]: container for container in state_containers}
+        places: dict[Any, list[Place]] = {key: [] for key in (*self.arguments, *with_state)}
         for holder, key, identity, path in self.links:
             if identity in places:
                 place = Place(numbers[holder], key, path, holder in self.owner_of_store)
@@ -247,9 +249,9 @@ class _Walk:
             places_of_arguments=places_of_arguments,
             state_containers=tuple(
                 StateContainer(numbers[identity], tuple(keys_of(c)), tuple(places[identity]))
-                for identity, c in containers.items()
+                for identity, c in with_state.items()
             ),
-            has_state=bool(containers)
+            has_state=bool(with_state)
             or any(not first.in_store for _, (first, *_) in places_of_arguments),
             modules=tuple(numbers[self.identities[id(module)]] for module in modules),
             store_rows=tuple(
@@ -275,6 +277,15 @@ def _obstacle(cls: type) -> str:
         return "" if hasattr(object.__new__(cls), "__dict__") else "it has no __dict__"
     except TypeError as error:  # laid out in C
         return str(error)
+
+
+def _never_read(module: nn.Module) -> list[str]:
+    """Return the attributes that no forward reads. torch.ao keeps a closure over the module in
+    `qconfig`.
+    """
+    qconfig = vars(module).get("qconfig")
+    is_of_torch = type(qconfig).__module__.startswith("torch.ao.")
+    return ["_compiled_call_impl", *(["qconfig"] if is_of_torch else [])]
 
 
 def _is_helper(cls: type) -> bool:

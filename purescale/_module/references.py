@@ -117,7 +117,7 @@ COMPUTED = (
 
 
 class Unreadable:
-    """A placeholder that refuses what one computes with it, for a tensor that has no value in a call."""
+    """A placeholder that refuses arithmetic, for a tensor that has no value in a call."""
 
     def __init__(self, why: str) -> None:
         vars(self)["why"] = why

@@ -1165,3 +1165,16 @@ def test_a_shorter_window_refuses_a_loss_fn_by_its_own_signature():
         step(
             state, [2.0], window_size=4, loss_fn=lambda params, buffers, batch: params["w"] * batch
         )
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+def test_each_microbatch_is_weighed_once_however_often_its_window_runs(retries):
+    """A `weight_fn` with a state of its own would else weigh the second run in another way."""
+    state, step, microbatches = overflowing(104)
+    weights = iter(range(1, 100))
+    by_hand = {id(microbatch): weight for weight, microbatch in enumerate(microbatches, 1)}
+    assert same_bits(
+        step(state, microbatches, max_retries=retries, weight_fn=lambda _: next(weights)),
+        step(state, microbatches, max_retries=retries, weight_fn=lambda m: by_hand[id(m)]),
+    )
+    assert next(weights) == len(microbatches) + 1

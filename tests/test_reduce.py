@@ -607,6 +607,13 @@ def _refusals(rank):
         expected = r"returned -1|^1$|rank 1 refused its arguments: (Value|Key)Error"
         with pytest.raises((ValueError, KeyError), match=expected):
             step(state, data, group=world, weight_fn=weight_fn)
+    weights = iter((rank + 1, 7, 7, 7))  # a microbatch is weighed once, as in one process
+    assert same_bits(
+        step(state, data, group=world, weight_fn=lambda m: next(weights)),
+        step(state, data, group=world, weight_fn=lambda m: rank + 1),
+    )
+    assert next(weights) == 7
+    assert list(weights) == [7, 7]
     with pytest.raises(ValueError, match=r"an empty list|rank 1 refused its arguments: ValueError"):
         step(state, [] if rank else data, group=world)
     other = state._replace(params={**state.params, "5.bias": torch.zeros(3 + rank)})

@@ -70,14 +70,6 @@ def weigh(options: StepOptions, microbatches: list[Any], scale: Tensor) -> Micro
     return MicrobatchWeights(vector, shares(vector, is_counted).unbind(), is_counted.unbind())
 
 
-def check_weights(
-    microbatches: list[Any], weight_fn: Callable[[Any], float | Tensor], scale: Tensor
-) -> None:
-    """Refuse invalid return values of `weight_fn`."""
-    for microbatch in microbatches:
-        as_weight("weight_fn returned", weight_fn(microbatch), scale)
-
-
 def shares(weight: Tensor, is_counted: Tensor) -> Tensor:
     """Return the weights of those that count over their sum, zeros if none does."""
     shares = torch.where(is_counted, weight, 0)
@@ -208,6 +200,7 @@ def accumulate_microbatches(
     options: StepOptions,
     flat: FlatState,
     microbatches: list[Any],
+    weights: MicrobatchWeights,
     memory: Memory,
 ) -> WindowResult:
     """Return the weighted mean of the microbatches' gradients and losses, and the buffers after
@@ -222,7 +215,9 @@ def accumulate_microbatches(
     if once:
         check_flat_buffers(buffers.tree)
     if not (once and layers_of(buffers.tree)):
-        return _accumulate(options, options.loss_fn, flat, microbatches, memory, buffers.leaves)
+        return _accumulate(
+            options, options.loss_fn, flat, microbatches, weights, memory, buffers.leaves
+        )
     momenta: dict[str, float] = {}
 
     @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
@@ -243,7 +238,9 @@ def accumulate_microbatches(
     # The statistics travel with the buffers, so that a dropped microbatch leaves both unchanged.
     carrying = _tree.flatten_once((buffers.tree, init_bn_stats(buffers.tree)))
     flat = flat._replace(buffers=carrying)
-    window = _accumulate(options, loss_and_stats, flat, microbatches, memory, buffers.leaves)
+    window = _accumulate(
+        options, loss_and_stats, flat, microbatches, weights, memory, buffers.leaves
+    )
     carried, stats = carrying.structure.unflatten(window.buffers)
     momentum_of: Mapping[str, float | Tensor] = momenta
     if options.group is not None:
@@ -257,6 +254,7 @@ def _accumulate(
     loss_fn: Any,
     flat: FlatState,
     microbatches: list[Any],
+    weights: MicrobatchWeights,
     memory: Memory,
     sent_with: Leaves,
 ) -> WindowResult:
@@ -273,7 +271,6 @@ def _accumulate(
             "arrive without a graph. Fix: group=None, with the microbatches of all ranks on one."
         )
     scale: Tensor = scaler.tree.scale
-    weights = weigh(options, microbatches, scale)
     mean = WindowMean(options, weights, value_and_grad)
     reduction = mean.start_reduction(sent_with)
     carried, last = buffers.leaves, len(microbatches) - 1

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import Tensor
 from .._distributed.buckets import reduction_of
 from .._distributed.collectives import agree_on_all_ranks, describe_leaves, describe_setting, on_cpu
 from .._distributed.process_group import Group, all_reduce, check_group, mesh_sizes
-from .._step.microbatches import WindowResult, sent_for_nan
+from .._step.microbatches import MicrobatchWeights, WindowResult, sent_for_nan
 from .._step.train_state import FlatState, StepOptions
 from .._torch import dtensor
 from .._torch.dtypes import wide_dtype
@@ -95,28 +94,31 @@ def _largest_integers(before: Leaves, after: Leaves, group: Group | None) -> Lea
     return results
 
 
+# The arguments of a step, checked.
+Checked: TypeAlias = tuple[FlatState, StepOptions, MicrobatchWeights]
+
+
 def check_on_all_ranks(
-    group: Group | None, check: Callable[[], tuple[FlatState, StepOptions]], state: Any
-) -> tuple[FlatState, StepOptions]:
-    """Return the result of `check`, where the group of a single rank becomes None. If the ranks
-    meet on a CPU, an error or a difference on one rank raises on every rank; otherwise nothing is
-    compared.
+    group: Group | None, check: Callable[[Group | None], Checked], state: Any
+) -> Checked:
+    """Return the result of `check(group)`, where the group of a single rank becomes None. If the
+    ranks meet on a CPU, an error or a difference on one rank raises on every rank; otherwise
+    nothing is compared.
     """
     if group is None:
-        return check()
+        return check(None)
     group = check_group(group)
+    several = dist.get_world_size(group) > 1
 
-    def check_all() -> tuple[FlatState, StepOptions]:
-        checked = check()
+    def check_all() -> Checked:
+        checked = check(group if several else None)
         _refuse_dtensors({name: getattr(state, name) for name in ("params", "buffers", "scaler")})
         return checked
 
-    def describe(checked: tuple[FlatState, StepOptions]) -> list[str]:
+    def describe(checked: Checked) -> list[str]:
         return _all_that_must_agree(checked[1].compared(), state)
 
-    flat, options = agree_on_all_ranks(group, check_all, describe, sync=on_cpu(group))
-    several = dist.get_world_size(group) > 1
-    return flat, dataclasses.replace(options, group=group if several else None)
+    return agree_on_all_ranks(group, check_all, describe, sync=on_cpu(group))
 
 
 def _all_that_must_agree(settings: dict[str, Any], state: Any) -> list[str]:

@@ -21,9 +21,10 @@ from .._step.decide import WindowFlags, decide
 from .._step.memory import memory_of_step
 from .._step.microbatches import (
     FUNCTIONS,
+    MicrobatchWeights,
     WindowResult,
     accumulate_microbatches,
-    check_weights,
+    weigh,
     window_flags,
 )
 from .._step.optimizer_step import update
@@ -149,7 +150,7 @@ def train_step(
         ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
 
-    def check() -> tuple[FlatState, StepOptions]:
+    def check(group: Group | None) -> tuple[FlatState, StepOptions, MicrobatchWeights]:
         options = step_options(
             optimizer,
             rule,
@@ -166,14 +167,15 @@ def train_step(
             guard=guard,
             window_size=window_size,
         )
-        return _check_call(state, microbatches, options), options
+        flat = _check_call(state, microbatches, options)
+        return flat, options, weigh(options, microbatches, flat.scaler.tree.scale)
 
-    flat, options = check_on_all_ranks(group, check, state)
-    return _stages(options, flat, microbatches)
+    flat, options, weights = check_on_all_ranks(group, check, state)
+    return _stages(options, flat, microbatches, weights)
 
 
 def _stages(
-    options: StepOptions, flat: FlatState, microbatches: list[Any]
+    options: StepOptions, flat: FlatState, microbatches: list[Any], weights: MicrobatchWeights
 ) -> tuple[TrainState, StepInfo]:
     """Run the stages of a step in order."""
     inputs = flatten_step(options.optimizer, flat.params, None, flat.opt_state)
@@ -184,7 +186,7 @@ def _stages(
 
     def run_window(scaler: FlatTree) -> tuple[WindowResult, GradStats, WindowFlags]:
         scaled = flat if scaler is flat.scaler else flat._replace(scaler=scaler)
-        window = accumulate_microbatches(options, scaled, microbatches, memory)
+        window = accumulate_microbatches(options, scaled, microbatches, weights, memory)
         if options.group is not None:
             window = reduce_window(options, window, flat, len(microbatches))
         if window.share is not None:
@@ -241,9 +243,6 @@ def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> F
             "state._replace(rng=()), torch.manual_seed before the step, and for vmap "
             "randomness='different'.",
         )
-    # Over a group a wrong weight must raise before the other ranks wait for a reduction.
-    if options.weight_fn is not None and options.group is not None:
-        check_weights(microbatches, options.weight_fn, scale)
     return TrainState(params, buffers, opt_state, scaler, state.step, state.rng, state.guard)
 
 

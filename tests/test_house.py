@@ -271,6 +271,7 @@ TESTED_WITH = {
     "_optim/formula_step.py": "test_formulas.py",
     "_optim/wrapper.py": "test_stochastic_rounding.py",
     "_reports/printing.py": "test_grad_report.py",
+    "_step/agree.py": "test_reduce.py",
     "_step/assemble.py": "test_train_step.py",
     "_step/decide.py": "test_laws_of_a_step.py",
     "_step/memory.py": "test_donation.py",

@@ -16,6 +16,7 @@ from .._loss_scale.rules import Rule
 from .._loss_scale.scaling import check_scale
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import flatten_step, flatten_together
+from .._step.agree import check_on_all_ranks
 from .._step.assemble import advance, assemble
 from .._step.decide import WindowFlags, decide
 from .._step.memory import memory_of_step
@@ -28,7 +29,7 @@ from .._step.microbatches import (
     window_flags,
 )
 from .._step.optimizer_step import update
-from .._step.reduce import check_on_all_ranks, reduce_window
+from .._step.reduce import reduce_window
 from .._step.retry import attempt_window
 from .._step.spike_guard import Guard, call_guard, check_guarded
 from .._step.train_state import BNUpdate, FlatState, StepInfo, StepOptions, TrainState, step_options

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import call_rule
 from .._step.decide import Decision
-from .._step.memory import Memory
+from .._step.memory import MayWrite
 from .._step.retry import Attempt
 from .._step.train_state import FlatState, StepOptions, TrainState
 from .._tree import tree as _tree
@@ -43,14 +43,14 @@ def assemble(
     advanced: tuple[Any, ...],
     buffers: Leaves,
     decision: Decision,
-    memory: Memory,
+    may_write: MayWrite,
 ) -> TrainState:
     """Return the next state, from what `update` and `advance` returned and the buffers after the
     last microbatch.
     """
-    if memory.may_write_others:
+    if may_write.others:
         advanced = write_over((flat.scaler.tree, flat.step, flat.rng, flat.guard), advanced)
-    buffers = _next_buffers(memory, decision, flat.buffers, buffers)
+    buffers = _next_buffers(flat.buffers, buffers, decision.skip, in_place=may_write.buffers)
     params, opt_state = updated
     return TrainState(params, flat.buffers.structure.unflatten(buffers), opt_state, *advanced)
 
@@ -103,7 +103,7 @@ def _rule_arguments(
     return found_inf, decision.grad_amax.masked_fill(decision.skip & ~found_inf, torch.nan)
 
 
-def _next_buffers(memory: Memory, decision: Decision, before: FlatTree, new: Leaves) -> Leaves:
+def _next_buffers(before: FlatTree, new: Leaves, skip: Tensor, *, in_place: bool) -> Leaves:
     """Return the buffers after the step in memory of their own, because a loss may keep the tensors
     that it returned, or return them as aux too. Buffers that require a gradient are not returned on
     their graph.
@@ -111,4 +111,4 @@ def _next_buffers(memory: Memory, decision: Decision, before: FlatTree, new: Lea
     old = before.leaves
     if not before.tensor_list.dense_off_graph or any([leaf.requires_grad for leaf in old]):
         old = [_tree.off_graph(t) if getattr(t, "requires_grad", False) else t for t in old]
-    return select_masked(decision.skip, old, new, in_place=memory.may_write_buffers)
+    return select_masked(skip, old, new, in_place=in_place)

@@ -27,9 +27,8 @@ from .._distributed.process_group import all_reduce
 from .._grads.accumulate import AccumState, add, as_weight, init_accum, is_weight
 from .._grads.measure import measure
 from .._step.decide import WindowFlags
-from .._step.memory import Memory
 from .._step.train_state import FlatState, StepOptions
-from .._step.value_and_grad import ValueAndGrad, check_returned, check_unwritten
+from .._step.value_and_grad import ArgumentMemory, ValueAndGrad, check_returned, check_unwritten
 from .._torch.donation import storage_pointers
 from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
@@ -201,7 +200,7 @@ def accumulate_microbatches(
     flat: FlatState,
     microbatches: list[Any],
     weights: MicrobatchWeights,
-    memory: Memory,
+    memory: ArgumentMemory,
 ) -> WindowResult:
     """Return the weighted mean of the microbatches' gradients and losses, and the buffers after
     them.
@@ -255,7 +254,7 @@ def _accumulate(
     flat: FlatState,
     microbatches: list[Any],
     weights: MicrobatchWeights,
-    memory: Memory,
+    memory: ArgumentMemory,
     sent_with: Leaves,
 ) -> WindowResult:
     params, buffers, scaler = flat.params, flat.buffers, flat.scaler
@@ -263,7 +262,7 @@ def _accumulate(
         _tree.all_tensors([params.leaves, buffers.leaves, scaler.leaves, microbatches])
     )
     value_and_grad = ValueAndGrad(
-        params, buffers, scaler, loss_fn, memory.arguments, differentiable=differentiable
+        params, buffers, scaler, loss_fn, memory.storages, differentiable=differentiable
     )
     if options.group is not None and (value_and_grad.keeps_graph or under_derivative()):
         raise ValueError(
@@ -321,13 +320,15 @@ FUNCTIONS = (
 )
 
 
-def _microbatch_of(make: Callable[[], Any], value_and_grad: ValueAndGrad, memory: Memory) -> Any:
+def _microbatch_of(
+    make: Callable[[], Any], value_and_grad: ValueAndGrad, memory: ArgumentMemory
+) -> Any:
     """Return the microbatch of a function in the window."""
     microbatch = make()
-    if value_and_grad.storages is not None and memory.arguments is not None:
+    if value_and_grad.storages is not None and memory.storages is not None:
         # What a loss returns must not share its memory: a function may keep what it has made.
         pointers = storage_pointers(_tree.all_tensors(microbatch))
-        value_and_grad.storages = {*memory.arguments, *pointers}
+        value_and_grad.storages = {*memory.storages, *pointers}
     return microbatch
 
 

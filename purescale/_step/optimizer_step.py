@@ -1,4 +1,4 @@
-"""One optimizer step, skipped or applied, from gradients that are still scaled."""
+"""The stage `update` of a step, and one optimizer step by hand, skipped or applied."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._optim.updater import Updater, as_updater
 from .._step.decide import decide
-from .._step.memory import NO_MEMORY, Memory, donated_memory
+from .._step.memory import may_write_given
 from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
+from .._tree.gradients import Gradients
 from .._tree.hints import document_fields, hint_keywords
 from .._tree.tree import StateT, Tree, TreeT
 
 
 def update(
-    optimizer: Updater, inputs: StepInputs, skip: Tensor, memory: Memory
+    optimizer: Updater, inputs: StepInputs, grads: Gradients, skip: Tensor, *, in_place: bool
 ) -> tuple[Tree, Tree]:
-    """Return the old parameters and state if `skip`, else those after the step, in the trees of the
-    arguments.
+    """Return the old parameters and state if `skip`, else those after the step with `grads`, in the
+    trees of the arguments.
     """
     if torch.compiler.is_compiling():  # which fuses; writing into gradients would only add work
-        inputs = inputs._replace(grads=inputs.grads._replace(owned=False))
-    current, in_place = optimizer.current_settings(inputs.opt_state), memory.may_write_optimizer
+        grads = grads._replace(owned=False)
+    inputs, current = inputs._replace(grads=grads), optimizer.current_settings(inputs.opt_state)
     return inputs.restore(*optimizer.apply_step_unless(skip, inputs, current, in_place=in_place))
 
 
@@ -101,8 +102,8 @@ def maybe_step(
     inputs = flatten_step(updater, params, grads, opt_state)
     updater.check(inputs)
     skip = _tree.flag(found_inf, like=next(iter(inputs.params.values()), None))
-    memory = donated_memory(updater, inputs, [skip])[0] if donate else NO_MEMORY
-    return update(updater, inputs, skip, memory)
+    in_place = donate and may_write_given(updater, inputs, [skip])[0]
+    return update(updater, inputs, inputs.grads, skip, in_place=in_place)
 
 
 @hint_keywords
@@ -174,15 +175,13 @@ def unscale_and_step(
     if clip.value is not None:
         check_ordered(params, inputs.grads.likes, "grads")
     updater.check(inputs)
-    memory, owned = NO_MEMORY, False
+    in_place = owned = False
     if donate:
-        memory, owned = donated_memory(
-            updater, inputs, [*_tree.tensors(scaler), *clip.tensor_bounds]
-        )
+        read_only = [*_tree.tensors(scaler), *clip.tensor_bounds]
+        in_place, owned = may_write_given(updater, inputs, read_only)
     # An optimizer with `step` alone may raise, and nothing must be half-changed then.
     grads = inputs.grads._replace(divisor=scale, owned=owned and not updater.calls_step)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
     decision = decide(measure(grads, scale, options), clip, grads)
-    inputs = inputs._replace(grads=decision.grads)
-    stepped = update(updater, inputs, decision.skip, memory)
+    stepped = update(updater, inputs, decision.grads, decision.skip, in_place=in_place)
     return Stepped(*stepped, decision.skip, decision.grad_norm, decision.grad_amax)

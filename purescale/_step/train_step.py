@@ -181,7 +181,7 @@ def _stages(
     """Run the stages of a step in order."""
     inputs = flatten_step(options.optimizer, flat.params, None, flat.opt_state)
     options.optimizer.check(inputs)
-    memory = memory_of_step(options, flat, inputs, microbatches)
+    memory, may_write = memory_of_step(options, flat, inputs, microbatches)
     of_sum = len(microbatches) > 1
     stats_options = StatsOptions(options.clip.norm_type, options.takes_amax, of_sum)
 
@@ -204,8 +204,8 @@ def _stages(
     decision = decide(stats, options.clip, window.grads, flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
     advanced = advance(options, flat, attempt, decision, guard_state)
-    inputs = inputs._replace(grads=decision.grads)
-    updated = update(options.optimizer, inputs, decision.skip, memory)
+    in_place = may_write.optimizer
+    updated = update(options.optimizer, inputs, decision.grads, decision.skip, in_place=in_place)
     scale = attempt.scaler.tree.scale.clone()  # `assemble` may write into it
     info = StepInfo(
         loss=window.loss,
@@ -217,7 +217,7 @@ def _stages(
         aux=window.aux,
         rejected=() if decision.rejected is None else decision.rejected,
     )
-    return assemble(flat, updated, advanced, window.buffers, decision, memory), info
+    return assemble(flat, updated, advanced, window.buffers, decision, may_write), info
 
 
 def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> FlatState:

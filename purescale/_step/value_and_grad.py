@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Set
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -117,12 +117,10 @@ def _value_and_grad(
     flat = flat_params, flat_buffers, _ = _checked(params, buffers, scaler)
     batch = _tree.all_tensors(microbatch)
     lists = [*(tree.leaves for tree in flat), batch]
-    pointers = donation.pointers_of_each(lists)
-    arguments = {None, *itertools.chain.from_iterable(pointers)} if pointers else None
-    watched = batch if pointers else []
-    before = versions(watched)
-    out = ValueAndGrad(*flat, loss_fn, arguments)(flat_buffers.leaves, microbatch)
-    check_unwritten(watched, before)
+    memory = ArgumentMemory.of(donation.pointers_of_each(lists), batch)
+    before = versions(memory.microbatches)
+    out = ValueAndGrad(*flat, loss_fn, memory.storages)(flat_buffers.leaves, microbatch)
+    check_unwritten(memory.microbatches, before)
     new_buffers = flat_buffers.structure.unflatten(out.buffers)
     return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
 
@@ -152,6 +150,22 @@ def _checked(
         )
     check_scale(scale, params, flat_params.leaves, "params", flat_params.tensor_list)
     return flat_params, flat_buffers, flat_scaler
+
+
+class ArgumentMemory(NamedTuple):
+    """The memory of the arguments: a result that shares it is copied, so that the answers about
+    donated memory stay right until the step ends, and loss_fn must not write into a microbatch.
+    """
+
+    storages: set[int | None] | None  # None while tracing, where they cannot be compared
+    microbatches: list[Tensor]  # the tensors in them; empty while tracing
+
+    @classmethod
+    def of(cls, pointers: list[list[int | None]], microbatches: list[Tensor]) -> Self:
+        """Return the memory of arguments from their `pointers_of_each`."""
+        if not pointers:
+            return cls(None, [])
+        return cls({None, *itertools.chain.from_iterable(pointers)}, microbatches)
 
 
 class MicrobatchResult(NamedTuple):
@@ -281,14 +295,15 @@ class ValueAndGrad:
         return self._result(list(grads), private.pytree.tree_unflatten(leaves, structure))
 
     def _result(self, grads: Leaves, outputs: tuple[Tensor, Leaves, list[Any]]) -> MicrobatchResult:
-        taken = self.storages
-        detached = _tree.detach_unaliased([outputs[0], *outputs[1]], taken)
+        storages = self.storages
+        detached = _tree.detach_unaliased([outputs[0], *outputs[1]], storages)
         loss, *buffers = detached
         aux = outputs[2]
         if aux:
             leaves, structure = _tree.flatten(aux)
-            taken = None if taken is None else {*taken, *donation.storage_pointers(detached)}
-            aux = structure.unflatten(_tree.detach_unaliased(leaves, taken))
+            if storages is not None:
+                storages = {*storages, *donation.storage_pointers(detached)}
+            aux = structure.unflatten(_tree.detach_unaliased(leaves, storages))
         if grads and not self.are_all_present:
             grads = self._leaves(grads)
         return MicrobatchResult(grads, loss, buffers, aux)

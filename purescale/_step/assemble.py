@@ -19,11 +19,7 @@ from .._tree.tree import FlatTree, Leaves, Tree
 
 
 def advance(
-    options: StepOptions,
-    flat: FlatState,
-    attempt: Attempt,
-    decision: Decision,
-    guard_state: Tree,
+    options: StepOptions, flat: FlatState, attempt: Attempt, decision: Decision, guard_state: Tree
 ) -> tuple[Tree, Tensor, Any, Tree]:
     """Return the next scaler, step, rng and guard, the last fields of a state. `guard_state` is the
     guard's new state. It is kept if the step is applied, or if only the guard rejected it.
@@ -40,7 +36,7 @@ def advance(
 def assemble(
     flat: FlatState,
     updated: tuple[Tree, Tree],
-    advanced: tuple[Any, ...],
+    advanced: tuple[Tree, Tensor, Any, Tree],
     buffers: Leaves,
     decision: Decision,
     may_write: MayWrite,
@@ -50,19 +46,14 @@ def assemble(
     """
     if may_write.others:
         advanced = write_over((flat.scaler.tree, flat.step, flat.rng, flat.guard), advanced)
-    buffers = _next_buffers(flat.buffers, buffers, decision.skip, in_place=may_write.buffers)
-    params, opt_state = updated
-    return TrainState(params, flat.buffers.structure.unflatten(buffers), opt_state, *advanced)
-
-
-_FROM_RULE = "the state that the rule returned"
+    leaves = _next_buffers(flat.buffers, buffers, decision.skip, in_place=may_write.buffers)
+    (params, opt_state), (scaler, step, rng, guard) = updated, advanced
+    new_buffers = flat.buffers.structure.unflatten(leaves)
+    return TrainState(params, new_buffers, opt_state, scaler, step, rng, guard)
 
 
 def _next_scaler(
-    options: StepOptions,
-    before: FlatTree,
-    attempt: Attempt,
-    decision: Decision,
+    options: StepOptions, before: FlatTree, attempt: Attempt, decision: Decision
 ) -> Tree:
     """Return the loss scale after the step."""
     used, skip, overflow = attempt.scaler.tree, decision.skip, attempt.flags.overflow
@@ -70,9 +61,8 @@ def _next_scaler(
     # If no try was finite, the scale ends as after one ordinary skip.
     start = used if used is before.tree else select(overflow, before.tree, used)
     updated_scaler = call_rule(options.rule, start, found_inf, amax)
-    new = _tree.matching_leaves(
-        before.tree, updated_scaler, "state.scaler", _FROM_RULE, flat=before
-    )[1]
+    names = "state.scaler", "the state that the rule returned"
+    new = _tree.matching_leaves(before.tree, updated_scaler, *names, flat=before)[1]
     # If nothing but an overflow can skip the step, both are one flag, and no mask is needed.
     if skip is overflow:  # a rule may return its arguments
         arguments = [*before.leaves, found_inf, *([] if amax is None else [amax])]

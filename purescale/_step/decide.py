@@ -10,18 +10,9 @@ from torch import Tensor
 
 from .._grads.clip import Clip, clip_factor
 from .._grads.measure import GradStats
+from .._step.microbatches import WindowFlags
 from .._torch.dtypes import on_device
 from .._tree.gradients import Gradients
-
-
-class WindowFlags(NamedTuple):
-    """The overflows of a window, on this rank or on all of a group: 0-d tensors."""
-
-    overflow: Tensor  # bool: a microbatch with a weight overflowed; the scale follows it
-    skip: Tensor  # bool: for an overflow, or because no weight is left
-    # bool: fewer may overflow at a lower scale, because the loss of what overflowed is finite
-    retryable: Tensor
-    num_overflowed: Tensor  # a flag if only the mean was measured
 
 
 class Decision(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import types
@@ -23,10 +24,9 @@ from .._batch_norm.bn_stats import (
 )
 from .._batch_norm.capture import CaptureBatchNorm, layers_of, named_calls
 from .._distributed.buckets import Reduction, mean_divisor, reduction_of
-from .._distributed.process_group import all_reduce
+from .._distributed.process_group import Group, all_reduce
 from .._grads.accumulate import AccumState, add, as_weight, init_accum, is_weight
 from .._grads.measure import measure
-from .._step.decide import WindowFlags
 from .._step.train_state import FlatState, StepOptions
 from .._step.value_and_grad import ArgumentMemory, ValueAndGrad, check_returned, check_unwritten
 from .._torch.donation import storage_pointers
@@ -66,13 +66,13 @@ def weigh(options: StepOptions, microbatches: list[Any], scale: Tensor) -> Micro
         total = sum(numbers) or 1.0
         return MicrobatchWeights(vector, [n / total for n in numbers], [n > 0 for n in numbers])
     is_counted = is_weight(vector) & (vector > 0)
-    return MicrobatchWeights(vector, shares(vector, is_counted).unbind(), is_counted.unbind())
+    return MicrobatchWeights(vector, normalized(vector, is_counted).unbind(), is_counted.unbind())
 
 
-def shares(weight: Tensor, is_counted: Tensor) -> Tensor:
+def normalized(weight: Tensor, is_counted: Tensor) -> Tensor:
     """Return the weights of those that count over their sum, zeros if none does."""
-    shares = torch.where(is_counted, weight, 0)
-    return shares / torch.where(is_counted.any(), shares.sum(), 1)
+    counted = torch.where(is_counted, weight, 0)
+    return counted / torch.where(is_counted.any(), counted.sum(), 1)
 
 
 # ---- the mean ------------------------------------------------------------------------------------
@@ -180,16 +180,20 @@ class WindowResult(NamedTuple):
     """The results of the microbatches of a step, on this rank or on all of a group."""
 
     grads: Gradients  # the mean; none while `reduction` has them
-    loss: Tensor  # the mean over the microbatches that count
+    loss: Tensor  # the mean over the microbatches that count, times `window_fraction`
     buffers: Leaves
     aux: tuple[Any, ...]
-    totals: Tensor | None  # as `_Totals`; None without a group if only the mean is measured
-    # by which this rank's mean is divided before the sum over ranks; inf without a weight
-    divisor: Tensor | None = None
-    # of a window of `window_size` of which nothing is dropped: the loss is, and the mean is to be
-    # multiplied by it
-    share: Tensor | None = None
     reduction: Reduction | None = None  # on its way to the other ranks
+    totals: Tensor | None = None  # as `_Totals`; None without a group if only the mean is measured
+    # by which this rank's mean is divided before the sum over ranks; inf without a weight
+    rank_divisor: Tensor | None = None
+    # the part of `window_size` that counts, by which the mean is still to be multiplied; None for 1
+    window_fraction: Tensor | None = None
+
+    @property
+    def leaves_out_overflows(self) -> bool:
+        """True if microbatches that overflowed are not in the mean, which is then unscaled."""
+        return self.grads.divisor is None
 
 
 # ---- the window ----------------------------------------------------------------------------------
@@ -214,9 +218,7 @@ def accumulate_microbatches(
     if once:
         check_flat_buffers(buffers.tree)
     if not (once and layers_of(buffers.tree)):
-        return _accumulate(
-            options, options.loss_fn, flat, microbatches, weights, memory, buffers.leaves
-        )
+        return _accumulate(options, flat, microbatches, weights, memory, buffers.leaves)
     momenta: dict[str, float] = {}
 
     @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
@@ -237,9 +239,8 @@ def accumulate_microbatches(
     # The statistics travel with the buffers, so that a dropped microbatch leaves both unchanged.
     carrying = _tree.flatten_once((buffers.tree, init_bn_stats(buffers.tree)))
     flat = flat._replace(buffers=carrying)
-    window = _accumulate(
-        options, loss_and_stats, flat, microbatches, weights, memory, buffers.leaves
-    )
+    capturing = dataclasses.replace(options, loss_fn=loss_and_stats)
+    window = _accumulate(capturing, flat, microbatches, weights, memory, buffers.leaves)
     carried, stats = carrying.structure.unflatten(window.buffers)
     momentum_of: Mapping[str, float | Tensor] = momenta
     if options.group is not None:
@@ -250,7 +251,6 @@ def accumulate_microbatches(
 
 def _accumulate(
     options: StepOptions,
-    loss_fn: Any,
     flat: FlatState,
     microbatches: list[Any],
     weights: MicrobatchWeights,
@@ -262,7 +262,7 @@ def _accumulate(
         _tree.all_tensors([params.leaves, buffers.leaves, scaler.leaves, microbatches])
     )
     value_and_grad = ValueAndGrad(
-        params, buffers, scaler, loss_fn, memory.storages, differentiable=differentiable
+        *(params, buffers, scaler, options.loss_fn, memory.storages), differentiable=differentiable
     )
     if options.group is not None and (value_and_grad.keeps_graph or under_derivative()):
         raise ValueError(
@@ -298,8 +298,8 @@ def _accumulate(
         del out, microbatch  # so that the next ones reuse their memory
     check_unwritten(memory.microbatches, before)
     grads = mean.result() if reduction is None else as_gradients([], scale, owned=True)
-    loss, totals, divisor, share = _summary(weights, losses, mean.overflows, options, scale)
-    return WindowResult(grads, loss, carried, aux, totals, divisor, share, reduction)
+    window = WindowResult(grads, losses[0], carried, aux, reduction)
+    return _summarized(window, options, weights, mean.overflows, losses, scale)
 
 
 def _unless_dropped(is_counted: bool | Tensor, before: Leaves, after: Leaves) -> Leaves:
@@ -335,6 +335,33 @@ def _microbatch_of(
 # ---- loss and flags ------------------------------------------------------------------------------
 
 
+class WindowFlags(NamedTuple):
+    """The overflows of a window, on this rank or on all of a group: 0-d tensors."""
+
+    overflow: Tensor  # bool: a microbatch with a weight overflowed; the scale follows it
+    skip: Tensor  # bool: for an overflow, or because no weight is left
+    # bool: fewer may overflow at a lower scale, because the loss of what overflowed is finite
+    retryable: Tensor
+    num_overflowed: Tensor  # a flag if only the mean was measured
+
+
+def window_flags(window: WindowResult, overflow: Tensor, options: StepOptions) -> WindowFlags:
+    """Return the flags of a window whose mean was measured: its `overflow` counts as that of a
+    microbatch, unless the mean leaves out what overflows.
+    """
+    if window.totals is None:
+        retryable = overflow & torch.isfinite(window.loss) if options.max_retries else overflow
+        return WindowFlags(overflow, overflow, retryable, overflow)
+    number = _Totals(*window.totals.unbind()).overflowed.to(torch.int64)
+    has = _Totals(*(window.totals > 0).unbind())
+    if window.leaves_out_overflows:
+        return WindowFlags(has.overflowed, ~has.good | overflow, has.finite_overflowed, number)
+    skip = has.invalid | has.overflowed | ~has.good | overflow
+    overflow = overflow & has.weight
+    number, overflow = number + overflow, has.overflowed | overflow
+    return WindowFlags(overflow, skip, overflow & ~(has.diverged | has.invalid), number)
+
+
 class _Totals(NamedTuple):
     """Sums over the microbatches of a window, or flags that are True if they are above 0."""
 
@@ -347,73 +374,75 @@ class _Totals(NamedTuple):
     diverged: Any  # with a loss that is not finite
 
 
-def window_flags(window: WindowResult, overflow: Tensor, options: StepOptions) -> WindowFlags:
-    """Return the flags of a window whose mean was measured: its `overflow` counts as that of a
-    microbatch, unless the mean leaves out what overflows.
-    """
-    if window.totals is None:
-        retryable = overflow & torch.isfinite(window.loss) if options.max_retries else overflow
-        return WindowFlags(overflow, overflow, retryable, overflow)
-    number = _Totals(*window.totals.unbind()).overflowed.to(torch.int64)
-    has = _Totals(*(window.totals > 0).unbind())
-    if window.grads.divisor is None:  # an unscaled mean, without what overflowed
-        return WindowFlags(has.overflowed, ~has.good | overflow, has.finite_overflowed, number)
-    skip = has.invalid | has.overflowed | ~has.good | overflow
-    overflow = overflow & has.weight
-    number, overflow = number + overflow, has.overflowed | overflow
-    return WindowFlags(overflow, skip, overflow & ~(has.diverged | has.invalid), number)
-
-
-def _summary(
-    weights: MicrobatchWeights,
-    losses: list[Tensor],
-    overflows: list[Tensor],
+def _summarized(
+    window: WindowResult,
     options: StepOptions,
+    weights: MicrobatchWeights,
+    overflows: list[Tensor],
+    losses: list[Tensor],
     scale: Tensor,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return loss, totals, divisor and share of a window, as in `WindowResult`, from its
-    microbatches. With a group they are over all its ranks.
+) -> WindowResult:
+    """Return the window with what its losses and overflows tell. With a group it is that of all
+    ranks.
     """
-    weight, group = weights.vector, options.group
-    full: float = options.window_size or len(losses)
-    wide, share = widest_float(scale.device), None
-    if full != len(losses):
-        share = torch.full((), len(losses) / full, dtype=wide, device=scale.device)
-    if weight is None:  # equal weights, of which only the mean is measured
-        mean = losses[0]
-        if len(losses) > 1:
-            mean = torch.stack(losses).mean(dtype=wide).to(mean.dtype)
-        return mean if share is None else (mean * share).to(mean.dtype), None, None, share
-    loss = torch.stack(losses)
+    size, group, loss = options.window_size, options.group, losses[0]
+    wide, fraction = widest_float(scale.device), None
+    if size is not None and (group is not None or size != len(losses)):
+        fraction = torch.full((), len(losses) / size, dtype=wide, device=scale.device)
+    totals = rank_divisor = None
+    if weights.vector is not None:
+        totals, means = _totals(weights.vector, torch.stack(losses), overflows)
+        own_weights = totals[:2]
+        if group is not None:
+            totals, means, fraction = _over_ranks(totals, means, fraction, group)
+        total, loss, averaged = _Totals(*totals.unbind()), means[1], 1  # those that count
+        if options.on_nonfinite == "drop_microbatch":
+            # If all were dropped, the loss of all of them shows why.
+            loss, averaged = torch.where(total.good > 0, means[0], loss), 0
+            if size is not None:
+                kept = total.good_weight / torch.where(total.weight > 0, total.weight, 1)
+                kept = torch.where(total.good > 0, kept, 1)
+                fraction = kept if fraction is None else kept * fraction
+        if group is not None:
+            rank_divisor = mean_divisor(own_weights[averaged], totals[averaged])
+    elif len(losses) > 1:
+        loss = torch.stack(losses).mean(dtype=wide).to(loss.dtype)
+    loss = loss if fraction is None else loss * fraction
+    return window._replace(
+        loss=loss.to(losses[0].dtype),
+        totals=totals,
+        rank_divisor=rank_divisor,
+        window_fraction=fraction,
+    )
+
+
+def _totals(weight: Tensor, loss: Tensor, overflows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return `_Totals` as one tensor and two mean losses: of those that count and did not overflow,
+    and of all that count.
+    """
     invalid = ~is_weight(weight)
-    counts = ~invalid & (weight > 0)
-    overflow = torch.stack(overflows) & counts if overflows else torch.zeros_like(counts)
-    good, finite = counts & ~overflow, torch.isfinite(loss)
-    flags = (good, invalid, overflow, overflow & finite, counts & ~finite)
-    weight_of = [torch.where(flag, weight, 0).sum() for flag in (good, counts)]
-    sums = torch.stack([*weight_of, *(flag.sum().to(weight.dtype) for flag in flags)])
-    local = sums[:2]
-    means = torch.stack([_mean(loss, weight, flag) for flag in (good, counts)])
-    if group is not None:
-        row = [sums, torch.where(local > 0, local * means, 0)]
-        if options.window_size is not None:
-            row.append(torch.full_like(local[:1], len(losses) / full))
-        reduced = all_reduce(torch.cat(row), "sum", group)
-        sums, weighted, *parts = torch.split(reduced, [part.numel() for part in row])
-        if parts:
-            share = parts[0].squeeze() / dist.get_world_size(group)
-        means = weighted / torch.where(sums[:2] > 0, sums[:2], 1)
-    total, mean, averaged = _Totals(*sums.unbind()), means[1], 1  # those that count
-    if options.on_nonfinite == "drop_microbatch":
-        # If all were dropped, the loss of all of them shows why.
-        mean, averaged = torch.where(total.good > 0, means[0], mean), 0
-        if options.window_size is not None:
-            kept = total.good_weight / torch.where(total.weight > 0, total.weight, 1)
-            share = torch.where(total.good > 0, kept, 1) * (1 if share is None else share)
-    divisor = None if group is None else mean_divisor(local[averaged], total[averaged])
-    mean = mean if share is None else mean * share
-    return mean.to(loss.dtype), sums, divisor, share
+    is_counted = ~invalid & (weight > 0)
+    overflow = torch.zeros_like(is_counted)
+    if overflows:
+        overflow = torch.stack(overflows) & is_counted
+    good, finite = is_counted & ~overflow, torch.isfinite(loss)
+    flags = (good, invalid, overflow, overflow & finite, is_counted & ~finite)
+    averaged = (good, is_counted)
+    weights = [torch.where(flag, weight, 0).sum() for flag in averaged]
+    means = [(torch.where(flag, loss, 0) * normalized(weight, flag)).sum() for flag in averaged]
+    totals = torch.stack([*weights, *(flag.sum().to(weight.dtype) for flag in flags)])
+    return totals, torch.stack(means)
 
 
-def _mean(loss: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    return (torch.where(counts, loss, 0) * shares(weight, counts)).sum()
+def _over_ranks(
+    totals: Tensor, means: Tensor, fraction: Tensor | None, group: Group
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the totals, mean losses and mean window fraction of all ranks, from one reduction."""
+    weights = totals[:2]
+    row = [totals, torch.where(weights > 0, weights * means, 0)]
+    if fraction is not None:
+        row.append(fraction.reshape(1))
+    reduced = all_reduce(torch.cat(row), "sum", group)
+    totals, weighted, *rest = torch.split(reduced, [part.numel() for part in row])
+    means = weighted / torch.where(totals[:2] > 0, totals[:2], 1)
+    return totals, means, rest[0].squeeze() / dist.get_world_size(group) if rest else None

@@ -28,13 +28,13 @@ def reduce_window(
 
     If only the mean is measured, no flag tells of an overflow: that of one rank is inf or NaN in
     the sum, so every rank measures the same. If a norm is measured, -inf is sent as inf, so that an
-    overflow on several ranks has the norm inf, as in one process. `microbatches._summary` has
+    overflow on several ranks has the norm inf, as in one process. `microbatches._summarized` has
     already reduced the flags of single microbatches and of weights.
     """
     params, before, after = flat.params.leaves, flat.buffers.leaves, window.buffers
     reduction = window.reduction
     if reduction is None:
-        reduction = reduction_of(params, before, window.divisor, options.group)
+        reduction = reduction_of(params, before, window.rank_divisor, options.group)
         leaves, nan = window.grads.leaves, sent_for_nan(options, num_microbatches)
         for index in reversed(range(len(params))):
             if index in reduction.bucket_of:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from .._grads.measure import GradStats, is_usable
 from .._loss_scale.rules import HasScale, Rule, call_rule
-from .._step.decide import WindowFlags
-from .._step.microbatches import WindowResult
+from .._step.microbatches import WindowFlags, WindowResult
 from .._step.train_state import FlatState, StepOptions
 from .._torch.dtensor import any_dtensor
 from .._tree import tree as _tree

@@ -18,11 +18,12 @@ from .._optim.protocol import Optimizer
 from .._optim.step_inputs import flatten_step, flatten_together
 from .._step.agree import check_on_all_ranks
 from .._step.assemble import advance, assemble
-from .._step.decide import WindowFlags, decide
+from .._step.decide import decide
 from .._step.memory import memory_of_step
 from .._step.microbatches import (
     FUNCTIONS,
     MicrobatchWeights,
+    WindowFlags,
     WindowResult,
     accumulate_microbatches,
     weigh,
@@ -190,8 +191,8 @@ def _stages(
         window = accumulate_microbatches(options, scaled, microbatches, weights, memory)
         if options.group is not None:
             window = reduce_window(options, window, flat, len(microbatches))
-        if window.share is not None:
-            window = window._replace(grads=window.grads.multiplied(window.share))
+        if window.window_fraction is not None:
+            window = window._replace(grads=window.grads.multiplied(window.window_fraction))
         stats = measure(window.grads, scaler.tree.scale, stats_options)
         return window, stats, window_flags(window, stats.overflow, options)
 

@@ -90,7 +90,8 @@ def _rule_arguments(
     dropped = options.on_nonfinite == "drop_microbatch"
     overflow = flags.retryable if dropped else flags.overflow
     found_inf = overflow & (attempt.window.loss.abs() < math.inf)
-    return found_inf, decision.grad_amax.masked_fill(decision.skip & ~found_inf, torch.nan)
+    amax: Any = decision.grad_amax
+    return found_inf, amax.masked_fill(decision.skip & ~found_inf, torch.nan)
 
 
 def _next_buffers(before: FlatTree, new: Leaves, skip: Tensor, *, in_place: bool) -> Leaves:

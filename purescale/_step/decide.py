@@ -21,9 +21,9 @@ class Decision(NamedTuple):
     skip: Tensor  # bool []
     rejected: Tensor | None  # bool []: a guard alone skips the step; None without a guard
     grads: Gradients  # with the factor and the bound by which they are still to be clipped
-    # before clipping; not finite if the step is skipped, unless rejected; () without max_norm
-    grad_norm: Any
-    grad_amax: Any  # likewise; () if not asked for
+    # before clipping; not finite if the step is skipped, unless rejected; None without max_norm
+    grad_norm: Tensor | None
+    grad_amax: Tensor | None  # likewise; None if not asked for
 
 
 def decide(
@@ -41,8 +41,8 @@ def decide(
     skip = stats.overflow if flags is None else flags.skip
     for bound in clip.tensor_bounds:
         skip = skip | ~(on_device(bound, skip.device) > 0)
-    norm = () if stats.norm is None else _reported(stats.norm, skip, grads.factor_dtype)
-    amax = () if stats.amax is None else _reported(stats.amax, skip, torch.float32)
+    norm = None if stats.norm is None else _reported(stats.norm, skip, grads.factor_dtype)
+    amax = None if stats.amax is None else _reported(stats.amax, skip, torch.float32)
     rejected = None
     if rejects is not None:
         rejected = rejects & ~skip
@@ -55,6 +55,11 @@ def decide(
     if factor is not None or clip.value is not None:
         grads = grads._replace(factor=factor, clip_value=clip.value)
     return Decision(skip, rejected, grads, norm, amax)
+
+
+def or_empty(value: Tensor | None) -> Any:
+    """Return what public records and guards get for a number: `()` if it is absent."""
+    return () if value is None else value
 
 
 def _reported(measured: Tensor, skip: Tensor, dtype: torch.dtype) -> Tensor:

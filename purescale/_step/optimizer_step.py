@@ -15,7 +15,7 @@ from .._loss_scale.scaling import check_scale
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._optim.updater import Updater, as_updater
-from .._step.decide import decide
+from .._step.decide import decide, or_empty
 from .._step.memory import may_write_given
 from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
@@ -184,4 +184,5 @@ def unscale_and_step(
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
     decision = decide(measure(grads, scale, options), clip, grads)
     stepped = update(updater, inputs, decision.grads, decision.skip, in_place=in_place)
-    return Stepped(*stepped, decision.skip, decision.grad_norm, decision.grad_amax)
+    norm, amax = or_empty(decision.grad_norm), or_empty(decision.grad_amax)
+    return Stepped(*stepped, decision.skip, norm, amax)

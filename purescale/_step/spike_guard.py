@@ -254,18 +254,9 @@ def check_guarded(guard: Any, state: Tree) -> None:
         )
 
 
-def call_guard(
-    guard: Guard[Any], state: Tree, loss: Tensor, norm: Any, dtype: torch.dtype
-) -> tuple[Tree, Tensor]:
-    """Call `guard.update` with the loss and the norm that `StepInfo` reports, in `dtype`. `norm`: a
-    tensor, a float, or None.
-    """
-    reported: Any = () if norm is None else norm
-    if isinstance(norm, float):
-        reported = torch.tensor(norm, dtype=dtype, device=loss.device)
-    elif norm is not None:
-        reported = norm.to(dtype)
-    returned = guard.update(state, loss, reported)
+def call_guard(guard: Guard[Any], state: Tree, loss: Tensor, grad_norm: Any) -> tuple[Tree, Tensor]:
+    """Return what `guard.update` returns. Refuse all but a state and a flag."""
+    returned = guard.update(state, loss, grad_norm)
     pair = isinstance(returned, tuple) and len(returned) == 2
     bad = returned[1] if pair else None
     if not isinstance(bad, Tensor) or bad.dtype is not torch.bool or bad.ndim:

@@ -18,7 +18,7 @@ from .._optim.protocol import Optimizer
 from .._optim.step_inputs import flatten_step, flatten_together
 from .._step.agree import check_on_all_ranks
 from .._step.assemble import advance, assemble
-from .._step.decide import decide
+from .._step.decide import decide, or_empty
 from .._step.memory import memory_of_step
 from .._step.microbatches import (
     FUNCTIONS,
@@ -200,8 +200,8 @@ def _stages(
     window, stats, flags = attempt.window, attempt.stats, attempt.flags
     guard_state, rejects = flat.guard, None
     if options.guard is not None:
-        dtype = window.grads.factor_dtype
-        guard_state, rejects = call_guard(options.guard, flat.guard, window.loss, stats.norm, dtype)
+        norm = () if stats.norm is None else stats.norm.to(window.grads.factor_dtype)
+        guard_state, rejects = call_guard(options.guard, flat.guard, window.loss, norm)
     decision = decide(stats, options.clip, window.grads, flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
     advanced = advance(options, flat, attempt, decision, guard_state)
@@ -212,11 +212,11 @@ def _stages(
         loss=window.loss,
         found_inf=decision.skip,
         scale=scale,
-        grad_norm=decision.grad_norm,
-        grad_amax=decision.grad_amax,
+        grad_norm=or_empty(decision.grad_norm),
+        grad_amax=or_empty(decision.grad_amax),
         retries=torch.full((), attempt.retries, dtype=torch.int32, device=scale.device),
         aux=window.aux,
-        rejected=() if decision.rejected is None else decision.rejected,
+        rejected=or_empty(decision.rejected),
     )
     return assemble(flat, updated, advanced, window.buffers, decision, may_write), info
 

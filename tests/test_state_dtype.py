@@ -359,7 +359,7 @@ def test_the_state_of_another_optimizer_is_refused(way):
     another = ps.with_state_dtype(momentum(), {"mu": torch.bfloat16})
     with pytest.raises(ValueError, match=r"opt_state has 1 leaves.*makes 2"):
         another.step(params, params, {"mu": torch.ones(5)})
-    with pytest.raises(TypeError, match=r"expected an optimizer.*Fix: from_torch"):
+    with pytest.raises(TypeError, match=r"expected an object with `init`.*Fix: from_torch"):
         ps.with_state_dtype(torch.optim.AdamW, MOMENTS)
 
 
@@ -426,3 +426,12 @@ def test_a_state_that_is_one_tensor_is_kept_narrow():
     assert state.dtype is torch.bfloat16
     params, state = optimizer.step(params, {"w": torch.ones(3)}, state)
     assert same_bits((params["w"], state), (torch.zeros(3), torch.ones(3).bfloat16()))
+
+
+def test_of_several_names_that_match_nothing_the_first_is_told():
+    names = [f"absent_{index}" for index in range(16)]
+    optimizer = ps.with_state_dtype(
+        ps.from_torch(torch.optim.AdamW, lr=1e-3), dict.fromkeys(names, torch.bfloat16)
+    )
+    with pytest.raises(ValueError, match=r"dtypes: 'absent_0' matches nothing"):
+        optimizer.init({"w": torch.ones(3)})

@@ -172,7 +172,7 @@ def test_what_is_no_half_precision_and_no_number_is_refused():
         ps.stochastic_round(torch.ones(2), torch.bfloat16, seed=0, step=torch.tensor(1.0))
     with pytest.raises(TypeError, match=r"tree\['a'\] has the layout torch.sparse_coo"):
         ps.stochastic_round({"a": torch.ones(2).to_sparse()}, torch.bfloat16, seed=0)
-    with pytest.raises(TypeError, match=r"expected an optimizer.*Fix: from_torch"):
+    with pytest.raises(TypeError, match=r"expected an object with `init`.*Fix: from_torch"):
         ps.with_stochastic_rounding(torch.optim.AdamW)
 
 

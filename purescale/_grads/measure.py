@@ -23,8 +23,8 @@ class StatsOptions(NamedTuple):
 
     norm_type: float | None = None  # the p of the norm; None for no norm
     amax: bool = False
-    # The gradients are a sum over ranks or microbatches, in which inf and -inf give NaN or inf,
-    # depending on the order of the terms; their norm is then inf.
+    # The gradients are a sum over microbatches, in which inf and -inf give NaN or inf, depending on
+    # the order of the terms; their norm is then inf.
     of_sum: bool = False
     # The ranks that decide together; None in a `train_step`, which reduces before it measures.
     group: Group | None = None

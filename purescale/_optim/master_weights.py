@@ -12,12 +12,7 @@ from torch import Tensor
 from .._optim.opt_state import Tensors, is_wrapped
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.wrapper import (
-    Wrapper,
-    checked_state,
-    is_half,
-    on_shards,
-)
+from .._optim.wrapper import Wrapper, checked_state, is_half, on_shards
 from .._torch import foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
@@ -320,6 +315,8 @@ def _checked(
 
 class MasterOptimizer(Wrapper):
     """An optimizer that steps masters; made by `with_master_weights`."""
+
+    made_by = "with_master_weights"
 
     def init(self, params: Tree) -> MasterState:
         """Return the state before the first step. Masters are the parameters."""

@@ -10,12 +10,11 @@ from torch import Tensor
 from .._optim.opt_state import are_parts, scalars_of
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs, flatten_step, named_params
-from .._optim.updater import Updater, as_updater
+from .._optim.updater import Updater, as_updater, check_optimizer
 from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
 from .._tree.leaves import describe
-from .._tree.scalars import not_made
 from .._tree.tree import Tree
 
 Label = Callable[[str, Tensor], str]
@@ -193,11 +192,11 @@ def _check(optimizers: Any, label: Any) -> None:
             "from_torch(torch.optim.AdamW)}, label)."
         )
     for key, each in optimizers.items():
-        if not isinstance(key, str) or not_made(each, "init", "step"):
+        check_optimizer(each, f"optimizers[{key!r}]")
+        if not isinstance(key, str):
             raise TypeError(
-                f"optimizers[{key!r}] is {each!r}; expected an optimizer, an object with `init` "
-                'and `step`, under a string. Fix: {"adamw": from_torch(torch.optim.AdamW, '
-                "lr=1e-3)}."
+                f"optimizers has the key {key!r}; expected strings, which label returns. Fix: "
+                '{"adamw": from_torch(torch.optim.AdamW, lr=1e-3)}.'
             )
     if not callable(label):
         raise TypeError(

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from .._optim.protocol import Optimizer
+from .._optim.updater import check_optimizer
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype, widest_float
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
-from .._tree.scalars import not_made, real
+from .._tree.scalars import real
 from .._tree.tree import Tree, TreeT
 
 
@@ -70,8 +71,7 @@ def with_schedule_free(optimizer: Optimizer, beta: float = 0.9) -> ScheduleFreeO
     Source of the rule: Defazio et al., The Road Less Scheduled (2024), and the reference wrapper
     of their package schedule_free.
     """
-    if what := not_made(optimizer, "init", "step"):
-        raise TypeError(f"optimizer is {what}; expected an object with `init` and `step`.")
+    check_optimizer(optimizer)
     beta = real("beta", beta)
     if not 0 < beta < 1:
         raise ValueError(f"beta is {beta}; expected a number above 0 and below 1, such as 0.9.")

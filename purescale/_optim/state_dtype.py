@@ -83,6 +83,7 @@ def with_state_dtype(
 class StateDtypeOptimizer(Wrapper):
     """An optimizer with a narrow state; made by `with_state_dtype`."""
 
+    made_by = "with_state_dtype"
     widens_params = False
 
     def __init__(self, optimizer: Optimizer, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -140,7 +141,7 @@ class StateDtypeOptimizer(Wrapper):
     def _check_all_match(self, paths: list[tuple[str, ...]], slots: Leaves) -> None:
         to_cast = [path for path, slot in zip(paths, slots, strict=True) if _can_be_cast(slot)]
         matched = {pattern for path in to_cast for pattern in self._patterns(path)}
-        for pattern in self._dtypes.keys() - matched:
+        for pattern in [pattern for pattern in self._dtypes if pattern not in matched]:
             never = any([pattern in self._patterns(path) for path in paths])
             names = _tree.join_names(sorted({path[-1] for path in to_cast if path}), 20)
             raise ValueError(
@@ -250,7 +251,7 @@ def _paths(state: Tree) -> list[tuple[str, ...]]:
     parts = parts_of(state)
     if not parts:
         return _tree.keys(state)
-    return [(name, key) for part in parts for name, slot in part.slots.items() for key in slot]
+    return [(name, key) for part in parts for name, entry in part.slots.items() for key in entry]
 
 
 def _with_castable(state: Tree, leaves: Iterable[Any]) -> Tree:
@@ -275,7 +276,9 @@ def _castable_dtype(leaf: Any) -> torch.dtype | None:
 
 
 def _cast(leaves: Leaves, dtypes: Sequence[torch.dtype | None]) -> Leaves:
-    """Return leaves in these dtypes, in fresh memory; a leaf with None is returned as it is."""
+    """Return leaves in these dtypes. A leaf with None, or of this dtype already, is returned as it
+    is.
+    """
     new = {
         index: dtype
         for index, dtype in enumerate(dtypes)

@@ -82,20 +82,19 @@ class StepInputs(NamedTuple):
         params, slots = self.params, self.opt_state.slots
         old = self.targets or TensorList([*params.values(), *values_of(slots)])
         if in_place and not old.any_requires_grad:
-            inputs, slots = self, {name: {**slot} for name, slot in slots.items()}
+            inputs, slots = self, {name: {**entry} for name, entry in slots.items()}
         else:
             new = old.tensors if in_place else foreach.clone(old.tensors)
             working = iter([t.detach() if t.requires_grad else t for t in new])
             inputs = self.with_params(dict(zip(params, working, strict=False)), ())
             slots = slots_like(slots, working)
         if not old.are_contiguous:
-            for name, slot in slots.items():
+            for name, entry in slots.items():
                 param = inputs.params[name]
-                for key, value in slot.items():
-                    if value.shape == param.shape and not same_memory_order(value, param):
-                        slot[key] = torch.empty_like(param, dtype=value.dtype).copy_(value)
-        applied, _, *numbers = self.opt_state
-        return inputs._replace(opt_state=OptState(applied, slots, *numbers))
+                for key, slot in entry.items():
+                    if slot.shape == param.shape and not same_memory_order(slot, param):
+                        entry[key] = torch.empty_like(param, dtype=slot.dtype).copy_(slot)
+        return inputs._replace(opt_state=self.opt_state._replace(slots=slots))
 
     @property
     def grad_names(self) -> list[str]:
@@ -150,37 +149,41 @@ def _by_name(names: Sequence[str], leaves: Iterable[Any]) -> dict[str, Any]:
     return {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
 
 
-def flatten_step(
-    optimizer: Any, params: Tree | FlatTree, grads: Tree, opt_state: Tree | FlatTree
-) -> StepInputs:
-    """Return the checked inputs of a step. Refuse, naming the leaf, gradients that do not fit
-    `params`, tensors on a graph, and shards of a parameter that the optimizer needs as a whole.
-    `grads=None` means that the gradients are still to be made.
+def flatten_step(optimizer: Any, params: Tree, grads: Tree, opt_state: Tree) -> StepInputs:
+    """Return the checked inputs of a step over trees, as `step_inputs`. Refuse, naming the leaf,
+    gradients that do not fit `params`.
     """
-    if not isinstance(params, FlatTree):
-        params, opt_state = flatten_together([params], opt_state)
-        _tree.check_parameters(params)
+    flat_params, flat_state = flatten_together([params], opt_state)
+    _tree.check_parameters(flat_params)
+    flat_grads = None if grads is None else _tree.gradients_like(flat_params, grads)
+    return step_inputs(optimizer, flat_params, flat_state, flat_grads)
+
+
+def step_inputs(
+    optimizer: Any, params: FlatTree, opt_state: FlatTree, grads: FlatTree | None = None
+) -> StepInputs:
+    """Return the inputs of a step over checked parameters. Refuse, naming the leaf, tensors on a
+    graph, and shards of a parameter that the optimizer needs as a whole. `grads=None` means that
+    the gradients are still to be made.
+    """
+    dense_off_graph = params.tensor_list.dense_off_graph and opt_state.tensor_list.dense_off_graph
     if grads is not None:
-        grads = _tree.gradients_like(params, grads)
-    known = [flat.tensor_list for flat in (params, opt_state, grads) if flat is not None]
-    dense_off_graph = all([tensors.dense_off_graph for tensors in known])
+        dense_off_graph = dense_off_graph and grads.tensor_list.dense_off_graph
     if not optimizer.differentiable:
         end_graph()
     if not (optimizer.differentiable or dense_off_graph):
         _tree.reject_autograd_history(params=params, grads=grads, opt_state=opt_state)
     names, structure = _tree.names(params.tree), params.structure
-    state_list, opt_state = opt_state.tensor_list, opt_state.tree
+    state_list, state = opt_state.tensor_list, opt_state.tree
     if dense_off_graph:
-        if isinstance(opt_state, OptState):  # its slots alone
-            state_list = state_list.part(1, 1 + sum(map(len, opt_state.slots.values())))
+        if isinstance(state, OptState):  # its slots alone
+            state_list = state_list.part(1, 1 + sum(map(len, state.slots.values())))
         targets = params.tensor_list.joined(state_list)
         named = _by_name(names, params.leaves)
         gradients = None if grads is None else Gradients(grads.tensor_list, grads.leaves, True)
-        inputs = StepInputs(
-            structure, names, named, gradients, opt_state, params.tensor_list, targets
-        )
+        inputs = StepInputs(structure, names, named, gradients, state, params.tensor_list, targets)
     else:
-        inputs = _flatten_unknown(optimizer, params, names, grads and grads.leaves, opt_state)
+        inputs = _flatten_unknown(optimizer, params, names, grads and grads.leaves, state)
     if len(inputs.params) < len(names):
         _tree.check_names(names)
     return inputs
@@ -268,16 +271,16 @@ def _flatten_state(opt_state: Tree) -> tuple[Leaves, Any]:
 
 
 def _check_state_placements(opt_state: Tree, params: dict[str, Any]) -> None:
-    for name, slot in getattr(without_wrappers(opt_state), "slots", {}).items():
+    for name, entry in getattr(without_wrappers(opt_state), "slots", {}).items():
         param = params.get(name)
-        for key, value in slot.items():
-            if dtensor.is_dtensor(value) and not (
+        for key, slot in entry.items():
+            if dtensor.is_dtensor(slot) and not (
                 dtensor.is_dtensor(param)
-                and (value.device_mesh, value.placements) == (param.device_mesh, param.placements)
+                and (slot.device_mesh, slot.placements) == (param.device_mesh, param.placements)
             ):
                 has = f"{param.placements}" if dtensor.is_dtensor(param) else "none"
                 raise ValueError(
-                    f"opt_state: {key} of {name} has the placements {value.placements}, its "
+                    f"opt_state: {key} of {name} has the placements {slot.placements}, its "
                     f"parameter has {has}. Likely cause: the state of the parameters before they "
                     "were sharded. Fix: `opt_state = optimizer.init(params)` once they are."
                 )

@@ -11,12 +11,7 @@ from torch import Tensor
 from .._optim.opt_state import Tensors
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import Position, StepInputs
-from .._optim.wrapper import (
-    Wrapper,
-    checked_state,
-    is_half,
-    on_shards,
-)
+from .._optim.wrapper import Wrapper, checked_state, is_half, on_shards
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import HALF, rounded_on_bits
@@ -255,6 +250,8 @@ def with_stochastic_rounding(optimizer: Optimizer, seed: int = 0) -> RoundingOpt
 class RoundingOptimizer(Wrapper):
     """An optimizer that rounds by chance; made by `with_stochastic_rounding`."""
 
+    made_by = "with_stochastic_rounding"
+
     def __init__(self, optimizer: Optimizer, seed: int) -> None:
         super().__init__(optimizer, seed)
         self._seed = seed
@@ -284,7 +281,7 @@ class RoundingOptimizer(Wrapper):
         results = dict(params)
         for name, old in inputs.params.items():
             if is_half(old):
-                rounded = functools.partial(_rounded, dtype=old.dtype, dice=dice)
-                rounded = functools.partial(rounded, position=positions[name])
+                position = positions[name]
+                rounded = functools.partial(_rounded, dtype=old.dtype, dice=dice, position=position)
                 results[name] = on_shards(rounded, params[name])
         return results, RoundingState(state, applied + 1)

@@ -13,6 +13,7 @@ from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import is_on_a_graph, traced, under_derivative
 from .._tree import tree as _tree
+from .._tree.scalars import not_made
 from .._tree.states import select_masked
 from .._tree.tree import Tree
 
@@ -29,8 +30,6 @@ class Updater:
     elementwise: bool | None = None
     # True if a step calls a `step` of a user's, which may raise: nothing is overwritten before.
     calls_step: bool = False
-    # True if half gradients are to be unscaled and clipped in float32.
-    wide_grads: bool = False
     # True if the first step may add to the state. Old and new then cannot be chosen by a mask, so
     # the flag of a skip is read.
     may_add_slots: bool = False
@@ -46,11 +45,9 @@ class Updater:
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse parameters and a state that do not belong together, before any work."""
-        return None
 
     def current_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the next step. Schedules run here, before anything is written."""
-        return None
 
     def apply_step(self, inputs: StepInputs, current: Any) -> tuple[Tree, Tree]:
         """Return parameters and state after the step with these settings, in fresh memory. The
@@ -83,6 +80,15 @@ class Updater:
         with torch.set_grad_enabled(torch.is_grad_enabled() and keeps_graph):
             before, after, structure = _tree.matching_leaves(old, new, "old", "new")
             return structure.unflatten(select_masked(skip, before, after, in_place=in_place))
+
+
+def check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
+    """Refuse an object that is not an optimizer."""
+    if what := not_made(optimizer, "init", "step"):
+        raise TypeError(
+            f"{name} is {what}; expected an object with `init` and `step`. Fix: "
+            "from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
+        )
 
 
 def as_updater(optimizer: Any) -> Updater:

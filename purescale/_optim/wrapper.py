@@ -12,13 +12,12 @@ from .._optim.opt_state import OptState, Tensors, without_wrappers
 from .._optim.partition import PartitionOptimizer
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.updater import Updater, as_updater
+from .._optim.updater import Updater, as_updater, check_optimizer
 from .._torch import dtensor, foreach
 from .._torch.dtypes import HALF, wide_dtype
 from .._torch.tracing import is_differentiated, traced
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
-from .._tree.scalars import not_made
 from .._tree.states import select_masked
 from .._tree.tree import Leaves, Tree
 
@@ -32,16 +31,13 @@ class Wrapper(Updater):
     own. A subclass has `init`, `decode` and its inverse `encode`.
     """
 
+    made_by: str  # the public function that makes it
     differentiable = False  # a rounded result has no derivative
     # True if the inner optimizer steps half parameters in float32.
     widens_params = True
 
     def __init__(self, optimizer: Optimizer, *settings: Any) -> None:
-        if not_made(optimizer, "init", "step"):
-            raise TypeError(
-                f"expected an optimizer, an object with `init` and `step`, got {optimizer!r}. Fix: "
-                "from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
-            )
+        check_optimizer(optimizer)
         for inner in _wrappers_in(optimizer):
             if self.widens_params and inner.widens_params:
                 raise ValueError(
@@ -55,12 +51,12 @@ class Wrapper(Updater):
         self.elementwise = self.updater.elementwise
         self.calls_step = self.updater.calls_step
         self.may_add_slots = self.updater.may_add_slots
-        self.wide_grads = self.widens_params or self.updater.wide_grads
+        # True if half gradients are to be unscaled and clipped in float32.
+        self.wide_grads = self.widens_params or getattr(self.updater, "wide_grads", False)
         self.compared = (optimizer, *settings)
 
     def __repr__(self) -> str:
-        name = type(self).__name__
-        return f"{name}({', '.join(map(repr, self.compared))})"
+        return f"{self.made_by}({', '.join(map(repr, self.compared))})"
 
     # ---- for subclasses
 
@@ -69,8 +65,8 @@ class Wrapper(Updater):
         raise NotImplementedError
 
     def decode(self, inputs: StepInputs) -> StepInputs:
-        """Return the inputs of the inner optimizer's step, except gradients. Decoded tensors are in
-        fresh memory.
+        """Return the inputs of the inner optimizer's step. What is not stored in another form stays
+        the same tensor.
         """
         raise NotImplementedError
 

@@ -297,9 +297,7 @@ def _accumulate(
         aux += tuple(out.aux)
         del out, microbatch  # so that the next ones reuse their memory
     check_unwritten(memory.microbatches, before)
-    grads = mean.result() if reduction is None else as_gradients([], scale, owned=True)
-    window = WindowResult(grads, losses[0], carried, aux, reduction)
-    return _summarized(window, options, weights, mean.overflows, losses, scale)
+    return _window_result(mean, losses, carried, aux, reduction)
 
 
 def _unless_dropped(is_counted: bool | Tensor, before: Leaves, after: Leaves) -> Leaves:
@@ -374,24 +372,22 @@ class _Totals(NamedTuple):
     diverged: Any  # with a loss that is not finite
 
 
-def _summarized(
-    window: WindowResult,
-    options: StepOptions,
-    weights: MicrobatchWeights,
-    overflows: list[Tensor],
+def _window_result(
+    mean: WindowMean,
     losses: list[Tensor],
-    scale: Tensor,
+    buffers: Leaves,
+    aux: tuple[Any, ...],
+    reduction: Reduction | None,
 ) -> WindowResult:
-    """Return the window with what its losses and overflows tell. With a group it is that of all
-    ranks.
-    """
+    """Return the mean and what losses and overflows tell; with a group this is of all ranks."""
+    options, weight, scale = mean.options, mean.weights.vector, mean.scale
     size, group, loss = options.window_size, options.group, losses[0]
-    wide, fraction = widest_float(scale.device), None
+    wide, dtype = widest_float(scale.device), loss.dtype
+    totals = rank_divisor = fraction = None
     if size is not None and (group is not None or size != len(losses)):
         fraction = torch.full((), len(losses) / size, dtype=wide, device=scale.device)
-    totals = rank_divisor = None
-    if weights.vector is not None:
-        totals, means = _totals(weights.vector, torch.stack(losses), overflows)
+    if weight is not None:
+        totals, means = _totals(weight, torch.stack(losses), mean.overflows)
         own_weights = totals[:2]
         if group is not None:
             totals, means, fraction = _over_ranks(totals, means, fraction, group)
@@ -405,15 +401,11 @@ def _summarized(
                 fraction = kept if fraction is None else kept * fraction
         if group is not None:
             rank_divisor = mean_divisor(own_weights[averaged], totals[averaged])
-    elif len(losses) > 1:
-        loss = torch.stack(losses).mean(dtype=wide).to(loss.dtype)
-    loss = loss if fraction is None else loss * fraction
-    return window._replace(
-        loss=loss.to(losses[0].dtype),
-        totals=totals,
-        rank_divisor=rank_divisor,
-        window_fraction=fraction,
-    )
+    elif not mean.is_single:
+        loss = torch.stack(losses).mean(dtype=wide).to(dtype)
+    loss = (loss if fraction is None else loss * fraction).to(dtype)
+    grads = mean.result() if reduction is None else as_gradients([], scale, owned=True)
+    return WindowResult(grads, loss, buffers, aux, reduction, totals, rank_divisor, fraction)
 
 
 def _totals(weight: Tensor, loss: Tensor, overflows: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ def reduce_window(
 
     If only the mean is measured, no flag tells of an overflow: that of one rank is inf or NaN in
     the sum, so every rank measures the same. If a norm is measured, -inf is sent as inf, so that an
-    overflow on several ranks has the norm inf, as in one process. `microbatches._summarized` has
+    overflow on several ranks has the norm inf, as in one process. `microbatches._window_result` has
     already reduced the flags of single microbatches and of weights.
     """
     params, before, after = flat.params.leaves, flat.buffers.leaves, window.buffers

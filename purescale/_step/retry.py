@@ -27,7 +27,7 @@ class Attempt(NamedTuple):
     flags: WindowFlags
     scaler: FlatTree  # the state that scaled it
     rng: Any  # the next state of the generator
-    retries: int
+    retries: int = 0  # how often the step ran its window again
 
 
 # Runs the microbatches at the loss scale of this state.
@@ -42,7 +42,7 @@ def attempt_window(options: StepOptions, flat: FlatState, run_window: RunWindow)
     the highest scale. All ranks of a group read the same flags, so they retry together.
     """
     if not options.max_retries:
-        return _attempt(flat.rng, run_window, flat.scaler, 0)
+        return _attempt(flat.rng, run_window, flat.scaler)
     if any_dtensor(flat.params.leaves):
         raise ValueError(
             f"max_retries={options.max_retries} with parameters that are DTensors: ranks that "
@@ -54,7 +54,7 @@ def attempt_window(options: StepOptions, flat: FlatState, run_window: RunWindow)
     with generators.locked():
         before = generators.states()
         while True:
-            attempt = _attempt(flat.rng, run_window, scaler, retries)
+            attempt = _attempt(flat.rng, run_window, scaler)
             flags = attempt.flags
             if best is None or bool(flags.num_overflowed < best.flags.num_overflowed):
                 best = attempt
@@ -67,17 +67,17 @@ def attempt_window(options: StepOptions, flat: FlatState, run_window: RunWindow)
             generators.restore(before)
 
 
-def _attempt(rng: Any, run_window: RunWindow, scaler: FlatTree, retries: int) -> Attempt:
+def _attempt(rng: Any, run_window: RunWindow, scaler: FlatTree) -> Attempt:
     """Run a window with random numbers from `rng`, the state of a generator. With `()` it uses the
     global generator, which is otherwise left unchanged.
     """
     if isinstance(rng, tuple):
-        return Attempt(*run_window(scaler), scaler, rng, retries)
+        return Attempt(*run_window(scaler), scaler, rng)
     generator = Generators(Generators.of(scaler.tree.scale.device).places[-1:])
     with generator.locked(), generator.unchanged():
         generator.restore([rng.clone()])
         result = run_window(scaler)
-        return Attempt(*result, scaler, generator.states()[0], retries)
+        return Attempt(*result, scaler, generator.states()[0])
 
 
 _MAX_UPDATES = 100  # overflows that a rule may let pass before it lowers the scale

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
-from .._grads.clip import Clip, check_clip
-from .._loss_scale.rules import Rule, State, StaticScale, check_rule, takes_amax
+from .._grads.clip import Clip
+from .._loss_scale.rules import Rule, State, StaticScale, check_rule
 from .._optim.protocol import Optimizer
-from .._optim.updater import Updater, as_updater
+from .._optim.updater import Updater, check_optimizer
 from .._step.spike_guard import Guard, check_is_guard
 from .._step.value_and_grad import LossFn
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree import tree as _tree
 from .._tree.hints import document_fields, hint_attributes
-from .._tree.scalars import is_whole, not_made, short_repr
+from .._tree.scalars import is_whole, short_repr
 from .._tree.states import stacked
 from .._tree.tree import FlatTree, StateT, Tree, TreeT
 
@@ -51,7 +51,8 @@ class TrainState(NamedTuple, Generic[TreeT, StateT]):
     guard: Any = ()
 
 
-# The state of a step whose trees were flattened once, at its start. `buffers` is flat too.
+# The state of a step whose trees were flattened once, at its start: `params`, `buffers`,
+# `opt_state` and `scaler` are each a FlatTree.
 FlatState: TypeAlias = TrainState[FlatTree, FlatTree]
 
 
@@ -94,7 +95,8 @@ def init_train_state(
         >>> state.step, state.scaler.scale
         (tensor(0), tensor(65536.))
     """
-    check_parts(optimizer, rule)
+    check_optimizer(optimizer)
+    check_rule(rule)
     if guard is not None:
         check_is_guard(guard)
     weights = _tree.tensors(params)
@@ -119,16 +121,6 @@ def init_train_state(
         rng=() if rng is None else rng.clone(),
         guard=() if guard is None else guard.init(device),
     )
-
-
-def check_parts(optimizer: Any, rule: Any) -> None:
-    """Refuse an optimizer or a rule that lacks its methods."""
-    if what := not_made(optimizer, "init", "step"):
-        raise TypeError(
-            f"optimizer is {what}; expected an object with `init` and `step`. "
-            f"Fix: from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
-        )
-    check_rule(rule)
 
 
 # ---- the report of a step ------------------------------------------------------------------------
@@ -234,9 +226,7 @@ BNUpdate = Literal["each", "window"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepOptions:
-    """The arguments of `train_step` besides its state and its microbatches, checked by
-    `step_options`.
-    """
+    """The arguments of `train_step` besides its state and its microbatches."""
 
     loss_fn: LossFn
     optimizer: Updater
@@ -265,28 +255,8 @@ class StepOptions:
         }
 
 
-def step_options(
-    optimizer: Optimizer,
-    rule: Rule[Any],
-    max_norm: float | Tensor | None,
-    clip_value: float | Tensor | None,
-    norm_type: float,
-    **settings: Any,
-) -> StepOptions:
-    """Return the settings of a step. Refuse those that are out of range or do not go together."""
-    check_parts(optimizer, rule)
-    options = StepOptions(
-        optimizer=as_updater(optimizer),
-        rule=rule,
-        clip=check_clip(max_norm, clip_value, norm_type),
-        takes_amax=takes_amax(rule),
-        **settings,
-    )
-    _check(options)
-    return options
-
-
-def _check(options: StepOptions) -> None:
+def check_options(options: StepOptions) -> None:
+    """Refuse settings that are out of range or do not go together."""
     rule, max_retries = options.rule, options.max_retries
     check_on_nonfinite(options.on_nonfinite)
     if options.bn_update not in ("each", "window"):

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
-from .._grads.clip import check_ordered
+from .._grads.clip import check_clip, check_ordered
 from .._grads.measure import GradStats, StatsOptions, measure
-from .._loss_scale.rules import Rule
+from .._loss_scale.rules import Rule, check_rule, takes_amax
 from .._loss_scale.scaling import check_scale
 from .._optim.protocol import Optimizer
-from .._optim.step_inputs import flatten_step, flatten_together
+from .._optim.step_inputs import flatten_together, step_inputs
+from .._optim.updater import as_updater, check_optimizer
 from .._step.agree import check_on_all_ranks
 from .._step.assemble import advance, assemble
 from .._step.decide import decide, or_empty
@@ -33,7 +34,14 @@ from .._step.optimizer_step import update
 from .._step.reduce import reduce_window
 from .._step.retry import attempt_window
 from .._step.spike_guard import Guard, call_guard, check_guarded
-from .._step.train_state import BNUpdate, FlatState, StepInfo, StepOptions, TrainState, step_options
+from .._step.train_state import (
+    BNUpdate,
+    FlatState,
+    StepInfo,
+    StepOptions,
+    TrainState,
+    check_options,
+)
 from .._step.value_and_grad import LossFn
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
@@ -152,27 +160,29 @@ def train_step(
         ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
 
-    def check(group: Group | None) -> tuple[FlatState, StepOptions, MicrobatchWeights]:
-        options = step_options(
-            optimizer,
-            rule,
-            max_norm,
-            clip_value,
-            norm_type,
+    def check_call(group: Group | None) -> tuple[FlatState, StepOptions, MicrobatchWeights]:
+        check_optimizer(optimizer)
+        check_rule(rule)
+        options = StepOptions(
             loss_fn=loss_fn,
+            optimizer=as_updater(optimizer),
+            rule=rule,
+            clip=check_clip(max_norm, clip_value, norm_type),
             weight_fn=weight_fn,
             on_nonfinite=on_nonfinite,
             bn_update=bn_update,
             group=group,
             max_retries=max_retries,
             donate=donate,
+            takes_amax=takes_amax(rule),
             guard=guard,
             window_size=window_size,
         )
-        flat = _check_call(state, microbatches, options)
+        check_options(options)
+        flat = _flatten_checked(state, microbatches, options)
         return flat, options, weigh(options, microbatches, flat.scaler.tree.scale)
 
-    flat, options, weights = check_on_all_ranks(group, check, state)
+    flat, options, weights = check_on_all_ranks(group, check_call, state)
     return _stages(options, flat, microbatches, weights)
 
 
@@ -180,7 +190,7 @@ def _stages(
     options: StepOptions, flat: FlatState, microbatches: list[Any], weights: MicrobatchWeights
 ) -> tuple[TrainState, StepInfo]:
     """Run the stages of a step in order."""
-    inputs = flatten_step(options.optimizer, flat.params, None, flat.opt_state)
+    inputs = step_inputs(options.optimizer, flat.params, flat.opt_state)
     options.optimizer.check(inputs)
     memory, may_write = memory_of_step(options, flat, inputs, microbatches)
     of_sum = len(microbatches) > 1
@@ -221,7 +231,7 @@ def _stages(
     return assemble(flat, updated, advanced, window.buffers, decision, may_write), info
 
 
-def _check_call(state: TrainState, microbatches: Any, options: StepOptions) -> FlatState:
+def _flatten_checked(state: TrainState, microbatches: Any, options: StepOptions) -> FlatState:
     """Check the state and the microbatches, and return the state, flat."""
     if not isinstance(state, TrainState):
         raise TypeError(

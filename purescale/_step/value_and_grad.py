@@ -18,7 +18,7 @@ from .._optim.step_inputs import flatten_together
 from .._torch import donation, dtensor, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
-from .._torch.tracing import by_torch_func, end_graph, recorded_by_make_fx
+from .._torch.tracing import end_graph, recorded_by_make_fx, traced
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import are_dense_real, versions
@@ -114,7 +114,7 @@ def value_and_grad(
 def _value_and_grad(
     loss_fn: LossFn, params: Tree, buffers: Tree, microbatch: Any, scaler: HasScale | None = None
 ) -> tuple[Any, Tree]:
-    flat = flat_params, flat_buffers, _ = _checked(params, buffers, scaler)
+    flat = flat_params, flat_buffers, _ = _flatten_checked(params, buffers, scaler)
     batch = _tree.all_tensors(microbatch)
     lists = [*(tree.leaves for tree in flat), batch]
     memory = ArgumentMemory.of(donation.pointers_of_each(lists), batch)
@@ -125,7 +125,7 @@ def _value_and_grad(
     return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
 
 
-def _checked(
+def _flatten_checked(
     params: Tree, buffers: Tree, scaler: HasScale | None
 ) -> tuple[FlatTree, FlatTree, FlatTree]:
     """Check parameters, buffers and scaler, and return them flat."""
@@ -202,13 +202,13 @@ class ValueAndGrad:
         differentiable: bool = False,
     ) -> None:
         self.scale, self.loss_fn, self.buffers = scaler.tree.scale, loss_fn, buffers
-        self.params, self.structure = params, params.structure
+        self.params = params
         self.indices = [index for index, leaf in enumerate(params.leaves) if leaf is not None]
         self.inputs = [params.leaves[index] for index in self.indices]
         self.are_all_present = len(self.inputs) == len(params.leaves)
         self.dense_real = params.tensor_list.dense_off_graph or are_dense_real(params.leaves)
         self.sharded = not params.tensor_list.dense_off_graph and dtensor.any_dtensor(self.inputs)
-        self.uses_torch_func = by_torch_func()
+        self.uses_torch_func = traced()
         self.keeps_graph = differentiable and not self.uses_torch_func
         self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
         if self.owns_gradients:
@@ -364,7 +364,7 @@ class ValueAndGrad:
     ) -> tuple[Tensor, tuple[Tensor, Leaves, list[Any]]]:
         # Without the call where it would do nothing, because this is run for each microbatch.
         leaves = inputs if self.are_all_present else self._leaves(inputs)
-        params = self.structure.unflatten(leaves)
+        params = self.params.structure.unflatten(leaves)
         carried = self.buffers.structure.unflatten(buffers)
         try:
             returned = self.loss_fn(params, carried, microbatch)

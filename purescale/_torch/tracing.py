@@ -111,11 +111,6 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
     return all(set(map(type, x)) <= PLAIN_TYPES and all(map(_is_cpu, x)) for x in lists)
 
 
-def by_torch_func() -> bool:
-    """Return True if torch.func must take the gradients of a step."""
-    return traced()
-
-
 class GraphEndError(Exception):
     """A graph of torch.autograd ends here, by which a derivative would be lost."""
 

@@ -330,6 +330,18 @@ def test_slots_are_in_memory_of_their_own():
     assert slots["anchor"].data_ptr() != params["w"].data_ptr()
 
 
+def test_a_state_dict_without_the_count_that_a_formula_reads_is_refused():
+    def step(param, grad, slots, settings, t):
+        return param - grad / t.to(param.dtype), {"m": slots["m"] + grad}
+
+    optimizer, params = ps.from_formula(step, ("m",)), {"w": torch.ones(3)}
+    _, state = optimizer.step(params, params, optimizer.init(params))
+    sd = optimizer.to_state_dict(state)
+    with pytest.raises(ValueError, match=r"step is given the number of the step.*applied="):
+        optimizer.from_state_dict(sd, params)
+    assert same_bits(optimizer.from_state_dict(sd, params, applied=state.applied), state)
+
+
 def test_a_rate_of_an_override_is_checked_as_that_of_all():
     with pytest.raises(ValueError, match=r"lr is -1.0; expected a number that is not negative"):
         lion(overrides={"*.bias": {"lr": -1.0}})

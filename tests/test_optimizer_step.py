@@ -1,6 +1,7 @@
 """maybe_step and unscale_and_step: a step over gradients that the caller brings."""
 
 import hypothesis.strategies as st
+import pytest
 import torch
 import torch.utils._pytree as pytree
 from helpers import (
@@ -83,3 +84,22 @@ def test_half_parameters_do_not_become_inf_from_a_finite_gradient():
         sgd, params, {"w": torch.tensor([1e6])}, sgd.init(params), torch.tensor(False)
     )
     assert torch.isfinite(stepped["w"]).all()
+
+
+def test_a_live_optimizer_of_torch_is_refused_with_the_cure():
+    params, live = {"w": torch.ones(3)}, torch.optim.AdamW([torch.ones(3)])
+    message = "optimizer is .*expected an object with `init`.*from_torch"
+    with pytest.raises(TypeError, match=message):
+        ps.maybe_step(live, params, params, (), False)
+    with pytest.raises(TypeError, match=message):
+        ps.unscale_and_step(live, RULE.init(), params, params, ())
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW])
+def test_gradients_of_none_are_a_missing_gradient_or_refused(optimizer):
+    leaf, tree, skip = torch.ones(3), {"w": torch.ones(3)}, torch.tensor(False)
+    new, state = ps.maybe_step(optimizer, leaf, None, optimizer.init(leaf), skip)
+    assert same_bits(new, leaf)
+    assert state.applied == 1
+    with pytest.raises((TypeError, ValueError), match="grads"):
+        ps.maybe_step(optimizer, tree, None, optimizer.init(tree), skip)

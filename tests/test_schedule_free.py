@@ -116,3 +116,9 @@ def test_the_state_of_another_optimizer_has_no_average():
         ps.averaged({"w": torch.ones(2)}, sgd.init({"w": torch.ones(2)}))
     with pytest.raises(TypeError, match="expected an object with `init` and `step`"):
         ps.with_schedule_free(torch.optim.SGD)
+
+
+def test_masters_in_it_are_seen_by_masters_around_it():
+    inner = ps.with_master_weights(ps.from_torch(torch.optim.SGD, lr=0.1))
+    with pytest.raises(ValueError, match="inside of another optimizer that steps half"):
+        ps.with_master_weights(ps.with_schedule_free(inner))

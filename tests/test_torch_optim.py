@@ -1313,3 +1313,16 @@ def test_a_rate_that_torchs_lists_refuse_as_a_tensor_reaches_them_as_a_number(mo
 def test_a_negative_rate_is_refused_also_where_it_is_in_the_state():
     with pytest.raises(ValueError, match="learning rate"):
         ps.from_torch(torch.optim.AdamW, lr=-1.0, in_state=("lr",))
+
+
+def test_a_flag_that_is_named_with_its_default_changes_nothing():
+    params = {"w": torch.randn(300)}
+    results = []
+    for named in ({}, {"differentiable": False}, {"foreach": None}):
+        optimizer = ps.from_torch(OPTIM.AdamW, lr=0.1, **named)
+        state = optimizer.init(params)
+        for _ in range(3):
+            new, state = optimizer.step(params, params, state)
+        results.append((new, state))
+    assert same_bits(results[0], results[1])
+    assert same_bits(results[0], results[2])

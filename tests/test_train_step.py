@@ -966,7 +966,7 @@ def test_donation_to_an_optimizer_that_swaps_its_parameters_gives_the_same_bits(
 
     results = [
         ps.maybe_step(
-            Swap,
+            Swap(),
             {"a": torch.zeros(2), "b": torch.ones(2)},
             {"a": None, "b": None},
             (),

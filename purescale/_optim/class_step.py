@@ -84,7 +84,7 @@ _NUMBER_DTYPES = (torch.int64, torch.bool)
 
 
 def as_tensors(entry: Mapping[str, Any], name: str) -> dict[str, Tensor]:
-    """Return a slot with a 0-d tensor on the CPU for each Python number."""
+    """Return the slots of a parameter with a 0-d tensor on the CPU for each Python number."""
     tensors = {
         # What was a float stays a tensor, with which one calculates as with a number.
         key: torch.tensor(
@@ -105,7 +105,7 @@ def as_tensors(entry: Mapping[str, Any], name: str) -> dict[str, Tensor]:
 
 
 def with_python_scalars(entry: Mapping[str, Tensor], param: Tensor) -> dict[str, Any]:
-    """Return a slot with the Python numbers that `as_tensors` stored, the inverse of it."""
+    """Return the slots of a parameter with the Python numbers that `as_tensors` stored."""
     if param.ndim == 0:  # its moments look like numbers
         return dict(entry)
     return {key: value.item() if is_python_scalar(value) else value for key, value in entry.items()}

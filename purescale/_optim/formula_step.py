@@ -110,7 +110,7 @@ class FormulaStep:
         param, gradient, entry = row
         p = _widen(param)
         state = {
-            key: _wide_count(value) if self._slot_layout.is_scalar(key) else _widen(value)
+            key: _wide_scalar(value) if self._slot_layout.is_scalar(key) else _widen(value)
             for key, value in entry.items()
         }
         h = Hyperparameters(settings, on_device(t, p.device), lambda n: _of_dtype(n, p.dtype))
@@ -130,7 +130,7 @@ class FormulaStep:
         columns = {key: [row.entry[key] for row in rows] for key in rows[0].entry}
         p = _join(params, params)
         state = {
-            key: _wide_count(torch.stack(column))
+            key: _wide_scalar(torch.stack(column))
             if self._slot_layout.is_scalar(key)
             else _join(column, params)
             for key, column in columns.items()
@@ -189,7 +189,7 @@ def _narrow(new: Tensor, old: Tensor) -> Tensor:
 
 def _as_arguments(table: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return settings as arguments of a compiled step, which would take a Python number for a
-    constant, and wide enough for a formula, as `_wide_count`.
+    constant, and wide enough for a formula, as `_wide_scalar`.
     """
     widest = widest_float(device)
 
@@ -202,7 +202,7 @@ def _as_arguments(table: Mapping[str, Any], device: torch.device) -> dict[str, A
     return map_numbers(argument, table)
 
 
-def _wide_count(count: Tensor) -> Tensor:
+def _wide_scalar(count: Tensor) -> Tensor:
     """Return a count in the widest dtype: a beta to the power of it needs more than float32."""
     return _of_dtype(count, widest_float(count.device))
 

@@ -1,6 +1,6 @@
 """Every class of torch.optim as mathematics: the specification of a step.
 
-A formula is a function of one leaf, `(p, g, state, h) -> (p, state)`: parameter, gradient, slots by
+A formula is a function of one leaf, `(p, g, entry, h) -> (p, state)`: parameter, gradient, slots by
 torch's names, and `Hyperparameters`. It reads no value and writes into nothing, so each
 hyperparameter may be a tensor, and a step can be compiled, mapped and differentiated. Half leaves
 come in float32, complex ones as reals, counts in float64 where the device has it.
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from .._torch.tracing import is_on_a_graph, under_derivative, under_transform
 
-State = dict[str, Tensor]
-Step = tuple[Tensor, State]
+Entry = dict[str, Tensor]
+NewLeaf = tuple[Tensor, Entry]
 
 # A slot of SGD, which torch does not have: True until the parameter has a momentum buffer.
 FIRST_STEP = "is_first_step"
@@ -46,7 +46,7 @@ class Hyperparameters:
 # ---- the formulas --------------------------------------------------------------------------------
 
 
-def sgd(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+def sgd(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
     """Sutskever et al., On the importance of initialization and momentum (2013), as torch has it:
     the first buffer is the gradient.
     """
@@ -57,80 +57,80 @@ def sgd(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     dampening: Any = h.dampening
     if isinstance(h.momentum, Tensor):  # without momentum there is no dampening
         dampening = dampening * (h.momentum != 0)
-    m = h.momentum * state["momentum_buffer"] + (1 - dampening) * g
-    if FIRST_STEP in state:
-        m = torch.where(h.expand(state[FIRST_STEP]), g, m)
-        new[FIRST_STEP] = torch.zeros_like(state[FIRST_STEP])
+    m = h.momentum * entry["momentum_buffer"] + (1 - dampening) * g
+    if FIRST_STEP in entry:
+        m = torch.where(h.expand(entry[FIRST_STEP]), g, m)
+        new[FIRST_STEP] = torch.zeros_like(entry[FIRST_STEP])
     direction = g + h.momentum * m if h.nesterov else m
     return p - h.lr * direction, {"momentum_buffer": m, **new}
 
 
-def adam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+def adam(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
     """Kingma and Ba, Adam (2015); Reddi et al., On the convergence of Adam and beyond (2018), with
     `amsgrad`; Loshchilov and Hutter, Decoupled weight decay regularization (2019), for AdamW.
     """
     beta1, beta2 = h.betas
-    t = state["step"] + 1
+    t = entry["step"] + 1
     p, g = _decoupled(p, g, h)
-    m = _average(state["exp_avg"], g, beta1)
-    v = _average_square(state["exp_avg_sq"], g, beta2)
+    m = _average(entry["exp_avg"], g, beta1)
+    v = _average_square(entry["exp_avg_sq"], g, beta2)
     new = {"step": t, "exp_avg": m, "exp_avg_sq": v}
     if h.amsgrad:
-        new["max_exp_avg_sq"] = v = torch.maximum(state["max_exp_avg_sq"], v)
+        new["max_exp_avg_sq"] = v = torch.maximum(entry["max_exp_avg_sq"], v)
     denominator = _root(v) / h.expand((1 - beta2**t).sqrt()) + h.eps
     return p - h.expand(h.lr / (1 - beta1**t)) * m / denominator, new
 
 
-def adagrad(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+def adagrad(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
     """Duchi et al., Adaptive subgradient methods (2011), with a rate that decays."""
-    t, g = state["step"] + 1, _decayed(p, g, h)
-    total = state["sum"] + g * g
+    t, g = entry["step"] + 1, _decayed(p, g, h)
+    total = entry["sum"] + g * g
     rate = h.expand(h.lr / (1 + (t - 1) * h.lr_decay))
     return p - rate * g / (_root(total) + h.eps), {"step": t, "sum": total}
 
 
-def rmsprop(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+def rmsprop(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
     """Tieleman and Hinton, lecture 6.5 (2012); `centered` by Graves (2013)."""
     g = _decayed(p, g, h)
-    v = _average_square(state["square_avg"], g, h.alpha)
-    new, variance = {"step": state["step"] + 1, "square_avg": v}, v
+    v = _average_square(entry["square_avg"], g, h.alpha)
+    new, variance = {"step": entry["step"] + 1, "square_avg": v}, v
     if h.centered:
-        new["grad_avg"] = mean = _average(state["grad_avg"], g, h.alpha)
+        new["grad_avg"] = mean = _average(entry["grad_avg"], g, h.alpha)
         variance = v - mean * mean
     direction = g / (_root(variance) + h.eps)
     if not _is_zero(h.momentum):
-        direction = h.momentum * state["momentum_buffer"] + direction
+        direction = h.momentum * entry["momentum_buffer"] + direction
         new["momentum_buffer"] = direction
     return p - h.lr * direction, new
 
 
-def adadelta(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+def adadelta(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
     """Zeiler, ADADELTA (2012)."""
     g = _decayed(p, g, h)
-    v = _average_square(state["square_avg"], g, h.rho)
-    delta = _root(state["acc_delta"] + h.eps) / _root(v + h.eps) * g
-    deltas = _average_square(state["acc_delta"], delta, h.rho)
-    return p - h.lr * delta, {"step": state["step"] + 1, "square_avg": v, "acc_delta": deltas}
+    v = _average_square(entry["square_avg"], g, h.rho)
+    delta = _root(entry["acc_delta"] + h.eps) / _root(v + h.eps) * g
+    deltas = _average_square(entry["acc_delta"], delta, h.rho)
+    return p - h.lr * delta, {"step": entry["step"] + 1, "square_avg": v, "acc_delta": deltas}
 
 
-def adamax(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+def adamax(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
     """Kingma and Ba, Adam (2015), section 7.1."""
     beta1, beta2 = h.betas
-    t, g = state["step"] + 1, _decayed(p, g, h)
-    m = _average(state["exp_avg"], g, beta1)
-    u = torch.maximum(beta2 * state["exp_inf"], g.abs() + h.eps)
+    t, g = entry["step"] + 1, _decayed(p, g, h)
+    m = _average(entry["exp_avg"], g, beta1)
+    u = torch.maximum(beta2 * entry["exp_inf"], g.abs() + h.eps)
     return p - h.expand(h.lr / (1 - beta1**t)) * m / u, {"step": t, "exp_avg": m, "exp_inf": u}
 
 
-def nadam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+def nadam(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
     """Dozat, Incorporating Nesterov momentum into Adam (2016)."""
     beta1, beta2 = h.betas
-    t = state["step"] + 1
+    t = entry["step"] + 1
     p, g = _decoupled(p, g, h)
     mu, mu_next = (beta1 * (1 - 0.5 * 0.96 ** (n * h.momentum_decay)) for n in (t, t + 1))
-    product = state["mu_product"] * mu
-    m = _average(state["exp_avg"], g, beta1)
-    v = _average_square(state["exp_avg_sq"], g, beta2)
+    product = entry["mu_product"] * mu
+    m = _average(entry["exp_avg"], g, beta1)
+    v = _average_square(entry["exp_avg_sq"], g, beta2)
     denominator = _root(v / h.expand(1 - beta2**t)) + h.eps
     of_g = h.expand(h.lr * (1 - mu) / (1 - product))
     of_m = h.expand(h.lr * mu_next / (1 - product * mu_next))
@@ -138,13 +138,13 @@ def nadam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     return p - of_g * (g / denominator) - of_m * (m / denominator), new
 
 
-def radam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+def radam(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
     """Liu et al., On the variance of the adaptive learning rate and beyond (2020)."""
     beta1, beta2 = h.betas
-    t = state["step"] + 1
+    t = entry["step"] + 1
     p, g = _decoupled(p, g, h)
-    m = _average(state["exp_avg"], g, beta1)
-    v = _average_square(state["exp_avg_sq"], g, beta2)
+    m = _average(entry["exp_avg"], g, beta1)
+    v = _average_square(entry["exp_avg_sq"], g, beta2)
     # The length of a simple moving average of the same centre, now and in the limit.
     limit = 2 / (1 - beta2) - 1
     length = limit - 2 * t * beta2**t / (1 - beta2**t)
@@ -157,35 +157,35 @@ def radam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     return p - step, {"step": t, "exp_avg": m, "exp_avg_sq": v}
 
 
-def asgd(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+def asgd(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
     """Polyak and Juditsky, Acceleration of stochastic approximation by averaging (1992)."""
-    t, g = state["step"] + 1, _decayed(p, g, h)
-    eta, mu = torch.where(t == 1, h.lr, state["eta"]), state["mu"]
+    t, g = entry["step"] + 1, _decayed(p, g, h)
+    eta, mu = torch.where(t == 1, h.lr, entry["eta"]), entry["mu"]
     p = p * h.expand(1 - h.lambd * eta) - h.expand(eta) * g
-    ax = torch.where(h.expand(mu == 1), p, state["ax"] + h.expand(mu) * (p - state["ax"]))
+    ax = torch.where(h.expand(mu == 1), p, entry["ax"] + h.expand(mu) * (p - entry["ax"]))
     eta = h.lr / (1 + h.lambd * h.lr * t) ** h.alpha
     mu = 1 / torch.clamp(t - h.t0, min=1)
     return p, {"step": t, "eta": eta, "mu": mu, "ax": ax}
 
 
-def rprop(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+def rprop(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
     """Riedmiller and Braun, A direct adaptive method for faster backpropagation learning (1993)."""
-    t, size = state["step"] + 1, state["step_size"]
+    t, size = entry["step"] + 1, entry["step_size"]
     size = torch.where(h.expand(t == 1), torch.ones_like(size) * h.lr, size)
     shrink, grow = h.etas
     least, most = h.step_sizes
-    turn = g * state["prev"]
+    turn = g * entry["prev"]
     size = torch.where(turn > 0, size * grow, torch.where(turn < 0, size * shrink, size))
     size = torch.clamp(size, least, most)
     g = torch.where(turn < 0, 0.0, g)
     return p - g.sign() * size, {"step": t, "prev": g, "step_size": size}
 
 
-def muon(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+def muon(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
     """Jordan et al., Muon (2024): the momentum made orthogonal by Newton and Schulz, in
     bfloat16.
     """
-    m = _average(state["momentum_buffer"], g, h.momentum)
+    m = _average(entry["momentum_buffer"], g, h.momentum)
     x = (_average(g, m, 1 - h.momentum) if h.nesterov else m).bfloat16()
     rows, columns = p.shape
     x = x.mT if rows > columns else x
@@ -203,21 +203,21 @@ def muon(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     return p - h.lr * factor * x.to(p.dtype), {"momentum_buffer": m}
 
 
-def adafactor(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+def adafactor(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
     """Shazeer and Stern, Adafactor (2018), without momentum, as torch has it."""
-    t = state["step"] + 1
+    t = entry["step"] + 1
     eps = torch.finfo(p.dtype).eps if h.eps[0] is None else h.eps[0]
     size, beta = max(p.numel(), 1) ** 0.5, 1 - t**h.beta2_decay
     rate = torch.clamp(_root((p * p).sum()) / size, min=h.eps[1])
     rate = rate * torch.clamp(t**-0.5, max=h.lr)
     if not _is_zero(h.weight_decay):
         p = p * (1 - h.lr * h.weight_decay)
-    if "variance" in state:
-        v = _average(state["variance"], g * g, beta.to(g.dtype))
+    if "variance" in entry:
+        v = _average(entry["variance"], g * g, beta.to(g.dtype))
         new = {"step": t, "variance": v}
     else:
-        row = _average(state["row_var"], (g * g).mean(-1, keepdim=True), beta.to(g.dtype))
-        col = _average(state["col_var"], (g * g).mean(-2, keepdim=True), beta.to(g.dtype))
+        row = _average(entry["row_var"], (g * g).mean(-1, keepdim=True), beta.to(g.dtype))
+        col = _average(entry["col_var"], (g * g).mean(-2, keepdim=True), beta.to(g.dtype))
         new = {"step": t, "row_var": row, "col_var": col}
         v = row @ col / row.mean(-2, keepdim=True).clamp(min=eps)
     update = g * v.clamp(min=eps * eps).rsqrt()
@@ -279,9 +279,9 @@ def _scaled_sum(beta: Any, x: Tensor, alpha: Any, a: Tensor, b: Tensor) -> Tenso
 class Formula(NamedTuple):
     """The mathematics of an optimizer."""
 
-    step: Callable[[Tensor, Tensor, State, Any], Step]
+    step: Callable[[Tensor, Tensor, Entry, Any], NewLeaf]
     # the slots of a parameter with these settings before its first step
-    slots: Callable[[Tensor, Mapping[str, Any]], State]
+    new_entry: Callable[[Tensor, Mapping[str, Any]], Entry]
     elementwise: bool = True  # elements update independently, so that a part can be stepped alone
     constants: tuple[str, ...] = ()  # the settings that cannot be tensors
 
@@ -317,7 +317,7 @@ def filled_like(like: Tensor, number: Any) -> Tensor:
     return (torch.complex(filled, filled) if like.is_complex() else filled).to(like.dtype)
 
 
-def _slots(p: Tensor, counts: Mapping[str, Any], moments: Mapping[str, Any]) -> State:
+def _slots(p: Tensor, counts: Mapping[str, Any], moments: Mapping[str, Any]) -> Entry:
     """Return these counts as 0-d tensors, and these moments in the shape of the parameter."""
     # A step of a rate that is a tensor can be differentiated.
     number = torch.zeros((), dtype=torch.float32, device=p.device)
@@ -327,48 +327,48 @@ def _slots(p: Tensor, counts: Mapping[str, Any], moments: Mapping[str, Any]) -> 
     }
 
 
-def _with_moments(*names: str) -> Callable[[Tensor, Mapping[str, Any]], State]:
+def _with_moments(*names: str) -> Callable[[Tensor, Mapping[str, Any]], Entry]:
     return lambda p, settings: _slots(p, {"step": 0.0}, dict.fromkeys(names, 0.0))
 
 
-def _sgd_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+def _sgd_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
     # `momentum * -0.0 + g` is g for every g, as torch's first buffer is.
     return _slots(p, {}, {"momentum_buffer": -0.0} if settings["momentum"] != 0 else {})
 
 
-def _adam_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+def _adam_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
     largest = ("max_exp_avg_sq",) if settings["amsgrad"] else ()
     return _with_moments("exp_avg", "exp_avg_sq", *largest)(p, settings)
 
 
-def _adagrad_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+def _adagrad_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
     return _slots(p, {"step": 0.0}, {"sum": settings["initial_accumulator_value"]})
 
 
-def _rmsprop_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+def _rmsprop_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
     momentum = ("momentum_buffer",) if settings["momentum"] > 0 else ()
     mean = ("grad_avg",) if settings["centered"] else ()
     return _with_moments("square_avg", *momentum, *mean)(p, settings)
 
 
-def _nadam_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+def _nadam_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
     moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), 0.0)
     return _slots(p, {"step": 0.0, "mu_product": 1.0}, moments)
 
 
-def _asgd_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+def _asgd_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
     return _slots(p, {"step": 0.0, "eta": settings["lr"], "mu": 1.0}, {"ax": 0.0})
 
 
-def _rprop_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+def _rprop_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
     return _slots(p, {"step": 0.0}, {"prev": 0.0, "step_size": settings["lr"]})
 
 
-def _muon_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+def _muon_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
     return _slots(p, {}, {"momentum_buffer": 0.0})
 
 
-def _adafactor_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+def _adafactor_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
     if p.ndim < 2:
         return _with_moments("variance")(p, settings)
     shapes = {"row_var": (*p.shape[:-1], 1), "col_var": (*p.shape[:-2], 1, p.shape[-1])}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.formulas import Formula, Hyperparameters, State, Step
+from .._optim.formulas import Entry, Formula, Hyperparameters, NewLeaf
 from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import OptimizerSettings, Overrides
 from .._optim.torch_optim import TorchOptimizer
@@ -22,7 +22,7 @@ NewSlot = Callable[[Tensor], Tensor]
 
 
 def from_formula(
-    step: Callable[[Tensor, Tensor, State, Mapping[str, Any], Tensor], Step],
+    step: Callable[[Tensor, Tensor, Entry, Mapping[str, Any], Tensor], NewLeaf],
     slots: Sequence[str] | Mapping[str, NewSlot] = (),
     elementwise: bool = True,
     *,
@@ -114,9 +114,9 @@ def _call_step(
     settings: Sequence[str],
     param: Tensor,
     grad: Tensor,
-    slots: State,
+    slots: Entry,
     h: Hyperparameters,
-) -> Step:
+) -> NewLeaf:
     """Return what `step` returns for a leaf. Refuse other slots than it was given."""
     new, new_slots = step(param, grad, slots, {n: h.settings[n] for n in settings}, h.t)
     if new_slots.keys() != slots.keys():
@@ -133,7 +133,7 @@ def _check_elementwise(name: str, formula: Formula, settings: Mapping[str, Any])
     settings = {**settings, "lr": 1.0}  # by which an update is as large as the parameter
 
     def two_steps(p: Tensor, *gradients: Tensor) -> list[Tensor]:
-        entry, results = formula.slots(p, settings), []
+        entry, results = formula.new_entry(p, settings), []
         for number, g in enumerate(gradients, 1):
             t = torch.full((), number, dtype=torch.float64, device="cpu")
             h = Hyperparameters(settings, t, torch.as_tensor)

@@ -12,7 +12,7 @@ from torch.optim import adagrad, adam, sgd
 from .._optim import formulas
 from .._optim.in_state import item_of, map_numbers
 from .._optim.opt_state import OptState, Slots, Tensors, numbers_of, values_of
-from .._optim.settings import IMPLEMENTATION_FLAGS, CurrentSettings, OptimizerSettings
+from .._optim.settings import CurrentSettings, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
@@ -35,13 +35,13 @@ class Kernel(NamedTuple):
     slots: tuple[str, ...]  # that it updates besides the parameter
     optional: str  # the setting without which the last of them is absent; "" if all are there
     settings: tuple[str, ...]  # torch's names, without the learning rate
-    counts: bool = True  # it updates step counts too, the last of the slots
+    has_step: bool = True  # it updates step counts too, the last of the slots
 
     def slots_with(self, settings: Settings) -> tuple[str, ...]:
         """Return the slots that it updates with these settings."""
         is_complete = not self.optional or settings[self.optional]
         slots = self.slots if is_complete else self.slots[:-1]
-        return (*slots, "step") if self.counts else slots
+        return (*slots, "step") if self.has_step else slots
 
     def arguments(self, settings: Settings) -> dict[str, Any]:
         """Return the settings by the names that the function gives them."""
@@ -55,8 +55,8 @@ class Kernel(NamedTuple):
     ) -> None:
         """Update the parameters and slots in place."""
         params, grads, slots = lists.params.tensors, lists.grads.tensors, list(lists.slots)
-        if len(slots) < len(self.slots) + self.counts:
-            absent: list[Any] = [] if self.counts else [None] * len(params)
+        if len(slots) < len(self.slots) + self.has_step:
+            absent: list[Any] = [] if self.has_step else [None] * len(params)
             slots.insert(len(self.slots) - 1, absent)
         self.function(params, grads, *slots, fused=True, foreach=False, lr=lr, **arguments, **amp)
 
@@ -66,7 +66,7 @@ _ADAM = ("beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize", "decoup
 _SGD = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
 _KERNELS: dict[Any, Kernel] = {
     formulas.adam: Kernel(adam.adam, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), "amsgrad", _ADAM),
-    formulas.sgd: Kernel(sgd.sgd, ("momentum_buffer",), "momentum", _SGD, counts=False),
+    formulas.sgd: Kernel(sgd.sgd, ("momentum_buffer",), "momentum", _SGD, has_step=False),
     formulas.adagrad: Kernel(
         adagrad.adagrad, ("sum",), "", ("lr_decay", "weight_decay", "eps", "maximize")
     ),
@@ -185,7 +185,7 @@ def _update_targets(
     """
     count, kernel = len(grads), _BY_NAME[name]
     params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
-    rate, *others = numbers
+    lr_number, *others = numbers
     settings = {
         key: bool(number) if key in _BOOLEANS else number
         for key, number in zip(kernel.settings, others, strict=True)
@@ -193,7 +193,7 @@ def _update_targets(
     tensor_list = TensorList(list(grads))
     gradients = Gradients(tensor_list, grads, True, divisor, owned, factor, clip_value)
     lists = KernelLists(TensorList(params), gradients.with_one_divisor(), slots)
-    fused_update(kernel, {**settings, "lr": rate if lr is None else lr}, lists, skip)
+    fused_update(kernel, {**settings, "lr": lr_number if lr is None else lr}, lists, skip)
 
 
 define("fused_update", _update_targets)
@@ -206,12 +206,12 @@ def _operands(
     grads, lr, bound = lists.grads, settings["lr"], lists.grads.clip_value
     targets = [target for column in (lists.params.tensors, *lists.slots) for target in column]
     numbers = [0.0 if isinstance(lr, Tensor) else lr, *kernel.arguments(settings).values()]
-    rate = lr if isinstance(lr, Tensor) else None
+    lr_tensor = lr if isinstance(lr, Tensor) else None
     if bound is not None and not isinstance(bound, Tensor):
         bound = torch.full((), bound, dtype=grads.factor_dtype, device=targets[0].device)
     name, numbers = kernel.function.__name__, list(map(float, numbers))
     pending = grads.divisor, grads.factor, bound
-    return targets, grads.tensors, name, numbers, rate, skip, *pending
+    return targets, grads.tensors, name, numbers, lr_tensor, skip, *pending
 
 
 # ---- a step --------------------------------------------------------------------------------------
@@ -224,8 +224,11 @@ class FusedStep:
         self._settings, self._slot_layout = settings, slot_layout
         self.kernel: Any = kernel_of(settings.formula)
         # torch's own class then runs no fused kernel.
-        flags = {name for name in IMPLEMENTATION_FLAGS if settings.arguments.get(name) is not None}
-        self._is_refused = bool(flags) and not settings.arguments.get("fused")
+        arguments = settings.arguments
+        flags = [
+            name for name in ("foreach", "fused", "capturable") if arguments.get(name) is not None
+        ]
+        self._is_refused = (flags or settings.differentiable) and not arguments.get("fused")
         self._opaque = private.Opaque(
             lambda *args: self._step_traced(*args), lambda: torch.compiler.allow_in_graph
         )
@@ -256,8 +259,8 @@ class FusedStep:
         # The operator returns slots as they are laid out; the kernel walks them as the parameter.
         return torch.compiler.is_compiling() or all(
             value.shape != params[name].shape or same_memory_order(value, params[name])
-            for name, slot in inputs.opt_state.slots.items()
-            for value in slot.values()
+            for name, entry in inputs.opt_state.slots.items()
+            for value in entry.values()
         )
 
     def __call__(
@@ -297,7 +300,7 @@ class FusedStep:
     ) -> tuple[Tensors, Slots]:
         """Return new parameters and slots from operators, which end a graph of `jit`."""
         params = dict(inputs.params)
-        slots = {name: dict(slot) for name, slot in inputs.opt_state.slots.items()}
+        slots = {name: dict(entry) for name, entry in inputs.opt_state.slots.items()}
         for settings, names, lists in self._launches(inputs, current):
             operands = _operands(self.kernel, settings, lists, skip)
             new = iter(torch.ops.purescale.fused_update(*operands))

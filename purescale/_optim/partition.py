@@ -9,7 +9,13 @@ from torch import Tensor
 
 from .._optim.opt_state import are_parts, scalars_of
 from .._optim.protocol import Optimizer
-from .._optim.step_inputs import StepInputs, flatten_step, named_params
+from .._optim.step_inputs import (
+    StepInputs,
+    flatten_step,
+    flatten_together,
+    named_params,
+    step_inputs,
+)
 from .._optim.updater import Updater, as_updater, check_optimizer
 from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import TensorList
@@ -240,8 +246,7 @@ def _part_of_dtensors(
 ) -> StepInputs:
     """Return the inputs of one part with DTensors, flattened for its own optimizer."""
     part = _part(inputs, members, opt_state, None)
-    grads = part.grads and part.params_tree(part.local_grads)
-    part = flatten_step(optimizer, part.params, grads, opt_state)
     if part.grads is None:
-        return part
+        return step_inputs(optimizer, *flatten_together([part.params], opt_state))
+    part = flatten_step(optimizer, part.params, part.params_tree(part.local_grads), opt_state)
     return part._replace(grads=inputs.grads.with_tensors_of(part.grads)._replace(owned=False))

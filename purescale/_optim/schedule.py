@@ -140,7 +140,7 @@ _MOMENTUM = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class RateTable:
-    """A rate for each number of applied steps; made by `schedule_from_torch`."""
+    """A number for each count of steps; made by `schedule_from_torch`."""
 
     digest: str  # a hash of the rates, by which tables are compared
     start: int  # the count of the first rate
@@ -170,11 +170,11 @@ class RateTable:
         """The values that ranks compare."""
         return self.digest, self.start
 
-    def __call__(self, applied: Tensor) -> Tensor:
+    def __call__(self, count: Tensor) -> Tensor:
         # `table[count]` would read the count, and `take` has no batching rule for vmap.
-        index = (applied - self.start).clamp(0, len(self.rates) - 1)
-        rates: Tensor = self._on(applied.device, self.digest)
-        return rates.gather(0, index.reshape(-1)).reshape(applied.shape)
+        index = (count - self.start).clamp(0, len(self.rates) - 1)
+        rates: Tensor = self._on(count.device, self.digest)
+        return rates.gather(0, index.reshape(-1)).reshape(count.shape)
 
     def __repr__(self) -> str:
         first, last = self.rates[0].item(), self.rates[-1].item()

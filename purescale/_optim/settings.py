@@ -80,6 +80,7 @@ class OptimizerSettings:
         if schedule_by not in get_args(ScheduleBy):
             raise ValueError(f'schedule_by is {schedule_by!r}, expected "applied" or "iteration".')
         self.cls, self.formula = cls, formula_of(cls)
+        self.is_of_formula = "formula" in vars(cls)  # of `from_formula`
         self.arguments, self.schedule_by = arguments, schedule_by
         self.in_state = names_in_state(in_state)
         self.overrides = {pattern: dict(extra) for pattern, extra in overrides.items()}
@@ -123,7 +124,7 @@ class OptimizerSettings:
         if self.overrides:
             extra["overrides"] = self.overrides
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
-        door = "from_formula" if "formula" in vars(self.cls) else "from_torch"
+        door = "from_formula" if self.is_of_formula else "from_torch"
         return f"{door}({self.cls.__name__}, {settings})"
 
     def _key(self, complete: Mapping[str, Any]) -> str:

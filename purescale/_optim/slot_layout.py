@@ -37,7 +37,7 @@ class SlotLayout:
         if self._formula is not None:
             for table in tables:
                 others = {**table.values, **self._nonzero, **_NO_LR}
-                probed |= self._formula.slots(probe, {**first, **others})
+                probed |= self._formula.new_entry(probe, {**first, **others})
         self._scalars = {key: value.dtype for key, value in probed.items() if value.ndim == 0}
         self._shaped = {key for key, value in probed.items() if value.shape == probe.shape}
         # torch's SGD ignores dampening in the step that makes a parameter's momentum buffer.
@@ -75,7 +75,7 @@ class SlotLayout:
                 f"{tuple(param.shape)}; it has no rule for it. Fix: a partition with AdamW for "
                 "complex parameters."
             )
-        entry: dict[str, Tensor] = formula.slots(param.detach(), settings)
+        entry: dict[str, Tensor] = formula.new_entry(param.detach(), settings)
         if self.first_step_differs and "momentum_buffer" in entry:
             entry[FIRST_STEP] = torch.ones((), dtype=torch.bool, device=param.device)
         return entry
@@ -112,25 +112,27 @@ class SlotLayout:
         """Return the parameter and the key of slots that do not fit. It avoids calls, which a
         compiler traces slowly.
         """
-        numbers, known = self._scalars, {*self._scalars, *self._shaped}
+        scalars, known = self._scalars, {*self._scalars, *self._shaped}
         rows = [
-            (name, key, value, params[name], numbers.get(key))
+            (name, key, value, params[name], scalars.get(key))
             for name, entry in slots.items()
             for key, value in entry.items()
             if key in known
         ]
         return [
             (name, key)
-            for name, key, value, param, count in rows
+            for name, key, value, param, scalar_dtype in rows
             if value.is_nested
             or value.layout is not torch.strided
             or value.device != param.device
-            or value.dtype is not (count or param.dtype)
-            or value.shape != (() if count else param.shape)
+            or value.dtype is not (scalar_dtype or param.dtype)
+            or value.shape != (() if scalar_dtype else param.shape)
         ]
 
     def _misfit_error(self, key: str, value: Tensor, name: str, param: Tensor) -> ValueError:
-        expected = f"a count {self._scalars[key]} ()" if key in self._scalars else describe(param)
+        expected = (
+            f"one number, {self._scalars[key]} ()" if key in self._scalars else describe(param)
+        )
         return ValueError(
             f"opt_state: {key} of {name} is {describe(value)} on {value.device}; expected "
             f"{expected} on {param.device}. Likely cause: the state of another model, or stacked "
@@ -154,7 +156,7 @@ class SlotLayout:
                 ndim = params[name].ndim
                 if ndim not in needed:
                     like = torch.empty([1] * ndim, device="cpu")  # "meta" imports sympy
-                    needed[ndim] = list(formula.slots(like, {**group.settings, **_NO_LR}))
+                    needed[ndim] = list(formula.new_entry(like, {**group.settings, **_NO_LR}))
                 for key in needed[ndim]:
                     if key not in slots[name]:
                         raise self.foreign_error(key)

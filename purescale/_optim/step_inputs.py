@@ -155,7 +155,7 @@ def flatten_step(optimizer: Any, params: Tree, grads: Tree, opt_state: Tree) -> 
     """
     flat_params, flat_state = flatten_together([params], opt_state)
     _tree.check_parameters(flat_params)
-    flat_grads = None if grads is None else _tree.gradients_like(flat_params, grads)
+    flat_grads = _tree.gradients_like(flat_params, grads)
     return step_inputs(optimizer, flat_params, flat_state, flat_grads)
 
 

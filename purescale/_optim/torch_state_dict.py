@@ -320,6 +320,12 @@ def read_counts(
             "count to go on from. Fix: `optimizer.from_state_dict(sd, params, "
             "applied=scheduler.last_epoch)`, the number of steps made so far."
         )
+    if number is None and settings.is_of_formula and has_state:
+        raise ValueError(
+            f"{settings.cls.__name__} is given the number of the step, which a state dict does not "
+            "have. Fix: `optimizer.from_state_dict(sd, params, applied=opt_state.applied)`, the "
+            "number of steps made so far."
+        )
     if number is not None:
         count = torch.full_like(fresh.applied, number)
     elif steps:

@@ -93,7 +93,10 @@ def check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
 
 def as_updater(optimizer: Any) -> Updater:
     """Return the optimizer if it is an updater, else a `CalledOptimizer` of it."""
-    return optimizer if isinstance(optimizer, Updater) else CalledOptimizer(optimizer)
+    if isinstance(optimizer, Updater):
+        return optimizer
+    check_optimizer(optimizer)
+    return CalledOptimizer(optimizer)
 
 
 class CalledOptimizer(Updater):

@@ -12,7 +12,7 @@ from .._optim.opt_state import OptState, Tensors, without_wrappers
 from .._optim.partition import PartitionOptimizer
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.updater import Updater, as_updater, check_optimizer
+from .._optim.updater import Updater, as_updater
 from .._torch import dtensor, foreach
 from .._torch.dtypes import HALF, wide_dtype
 from .._torch.tracing import is_differentiated, traced
@@ -37,7 +37,8 @@ class Wrapper(Updater):
     widens_params = True
 
     def __init__(self, optimizer: Optimizer, *settings: Any) -> None:
-        check_optimizer(optimizer)
+        self.optimizer = optimizer
+        self.updater = as_updater(optimizer)
         for inner in _wrappers_in(optimizer):
             if self.widens_params and inner.widens_params:
                 raise ValueError(
@@ -46,8 +47,6 @@ class Wrapper(Updater):
                     "the two, `with_master_weights` (exact) or `with_stochastic_rounding` (no "
                     "memory)."
                 )
-        self.optimizer = optimizer
-        self.updater = as_updater(optimizer)
         self.elementwise = self.updater.elementwise
         self.calls_step = self.updater.calls_step
         self.may_add_slots = self.updater.may_add_slots
@@ -93,7 +92,8 @@ class Wrapper(Updater):
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parameters."""
         params = list(inputs.params.values())
-        wide = stand_ins(params, [torch.float32 if is_half(param) else None for param in params])
+        widened = [self.widens_params and is_half(param) for param in params]
+        wide = stand_ins(params, [torch.float32 if each else None for each in widened])
         named, state = dict(zip(inputs.params, wide, strict=True)), inputs.opt_state
         self.updater.check(inputs.with_params(named, self.inner_state(state)))
 
@@ -193,10 +193,11 @@ def _wrappers_in(optimizer: Any) -> Iterator[Wrapper]:
     """Yield the wrappers in an optimizer, itself and those in parts of a partition too."""
     if isinstance(optimizer, Wrapper):
         yield optimizer
-        yield from _wrappers_in(optimizer.optimizer)
-    elif isinstance(optimizer, PartitionOptimizer):
+    if isinstance(optimizer, PartitionOptimizer):
         for part in optimizer.optimizers.values():
             yield from _wrappers_in(part)
+    elif hasattr(optimizer, "optimizer"):  # with_schedule_free has one too
+        yield from _wrappers_in(optimizer.optimizer)
 
 
 Cut = dict[str, slice]  # the elements of each parameter in a piece

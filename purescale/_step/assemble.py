@@ -87,8 +87,8 @@ def _rule_arguments(
     if not options.takes_amax:
         return _tree.flag(flags.overflow, like=scale), None
     # The loss of the step leaves out a microbatch that was dropped.
-    dropped = options.on_nonfinite == "drop_microbatch"
-    overflow = flags.retryable if dropped else flags.overflow
+    drops = options.on_nonfinite == "drop_microbatch"
+    overflow = flags.retryable if drops else flags.overflow
     found_inf = overflow & (attempt.window.loss.abs() < math.inf)
     amax: Any = decision.grad_amax
     return found_inf, amax.masked_fill(decision.skip & ~found_inf, torch.nan)

@@ -340,7 +340,8 @@ class WindowFlags(NamedTuple):
     skip: Tensor  # bool: for an overflow, or because no weight is left
     # bool: fewer may overflow at a lower scale, because the loss of what overflowed is finite
     retryable: Tensor
-    num_overflowed: Tensor  # a flag if only the mean was measured
+    # of microbatches, if these were measured, and one more of their mean: by it tries are compared
+    num_overflows: Tensor
 
 
 def window_flags(window: WindowResult, overflow: Tensor, options: StepOptions) -> WindowFlags:
@@ -391,16 +392,17 @@ def _window_result(
         own_weights = totals[:2]
         if group is not None:
             totals, means, fraction = _over_ranks(totals, means, fraction, group)
-        total, loss, averaged = _Totals(*totals.unbind()), means[1], 1  # those that count
+        total, loss = _Totals(*totals.unbind()), means[1]
         if options.on_nonfinite == "drop_microbatch":
             # If all were dropped, the loss of all of them shows why.
-            loss, averaged = torch.where(total.good > 0, means[0], loss), 0
+            loss = torch.where(total.good > 0, means[0], loss)
             if size is not None:
                 kept = total.good_weight / torch.where(total.weight > 0, total.weight, 1)
                 kept = torch.where(total.good > 0, kept, 1)
                 fraction = kept if fraction is None else kept * fraction
         if group is not None:
-            rank_divisor = mean_divisor(own_weights[averaged], totals[averaged])
+            divides = 0 if options.on_nonfinite == "drop_microbatch" else 1
+            rank_divisor = mean_divisor(own_weights[divides], totals[divides])
     elif not mean.is_single:
         loss = torch.stack(losses).mean(dtype=wide).to(dtype)
     loss = (loss if fraction is None else loss * fraction).to(dtype)
@@ -419,9 +421,9 @@ def _totals(weight: Tensor, loss: Tensor, overflows: list[Tensor]) -> tuple[Tens
         overflow = torch.stack(overflows) & is_counted
     good, finite = is_counted & ~overflow, torch.isfinite(loss)
     flags = (good, invalid, overflow, overflow & finite, is_counted & ~finite)
-    averaged = (good, is_counted)
-    weights = [torch.where(flag, weight, 0).sum() for flag in averaged]
-    means = [(torch.where(flag, loss, 0) * normalized(weight, flag)).sum() for flag in averaged]
+    both = (good, is_counted)
+    weights = [torch.where(flag, weight, 0).sum() for flag in both]
+    means = [(torch.where(flag, loss, 0) * normalized(weight, flag)).sum() for flag in both]
     totals = torch.stack([*weights, *(flag.sum().to(weight.dtype) for flag in flags)])
     return totals, torch.stack(means)
 

@@ -56,7 +56,7 @@ def attempt_window(options: StepOptions, flat: FlatState, run_window: RunWindow)
         while True:
             attempt = _attempt(flat.rng, run_window, scaler)
             flags = attempt.flags
-            if best is None or bool(flags.num_overflowed < best.flags.num_overflowed):
+            if best is None or bool(flags.num_overflows < best.flags.num_overflows):
                 best = attempt
             lower = None
             if retries < options.max_retries and bool(flags.retryable):
@@ -69,7 +69,7 @@ def attempt_window(options: StepOptions, flat: FlatState, run_window: RunWindow)
 
 def _attempt(rng: Any, run_window: RunWindow, scaler: FlatTree) -> Attempt:
     """Run a window with random numbers from `rng`, the state of a generator. With `()` it uses the
-    global generator, which is otherwise left unchanged.
+    global generator; with a state it leaves that one unchanged.
     """
     if isinstance(rng, tuple):
         return Attempt(*run_window(scaler), scaler, rng)

@@ -16,7 +16,7 @@ from .._loss_scale.rules import Rule, check_rule, takes_amax
 from .._loss_scale.scaling import check_scale
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import flatten_together, step_inputs
-from .._optim.updater import as_updater, check_optimizer
+from .._optim.updater import as_updater
 from .._step.agree import check_on_all_ranks
 from .._step.assemble import advance, assemble
 from .._step.decide import decide, or_empty
@@ -161,11 +161,11 @@ def train_step(
     """
 
     def check_call(group: Group | None) -> tuple[FlatState, StepOptions, MicrobatchWeights]:
-        check_optimizer(optimizer)
+        updater = as_updater(optimizer)
         check_rule(rule)
         options = StepOptions(
             loss_fn=loss_fn,
-            optimizer=as_updater(optimizer),
+            optimizer=updater,
             rule=rule,
             clip=check_clip(max_norm, clip_value, norm_type),
             weight_fn=weight_fn,
@@ -202,7 +202,8 @@ def _stages(
         if options.group is not None:
             window = reduce_window(options, window, flat, len(microbatches))
         if window.window_fraction is not None:
-            window = window._replace(grads=window.grads.multiplied(window.window_fraction))
+            grads = window.grads.multiplied(window.window_fraction)
+            window = window._replace(grads=grads, window_fraction=None)
         stats = measure(window.grads, scaler.tree.scale, stats_options)
         return window, stats, window_flags(window, stats.overflow, options)
 

@@ -44,7 +44,9 @@ def with_schedule_free(optimizer: Optimizer, beta: float = 0.9) -> ScheduleFreeO
     A rate without a schedule, warmed up at most, trains as one that decays to 0. `averaged(params,
     opt_state)` is x, the parameters to evaluate and to keep. There is no train mode and no eval
     mode: both are functions of one state. Batch norms have the statistics of y; `precise_bn` at x
-    gives those of x.
+    gives those of x. Half parameters lose small updates of x: put
+    `with_master_weights` around, and x is `averaged(master_weights(params, opt_state),
+    opt_state.inner)`.
 
     Args:
         optimizer: Any optimizer. Its decay acts on z. `betas=(0.0, ...)` is usual for Adam and

@@ -181,3 +181,14 @@ def test_a_state_that_is_no_number_is_refused_by_its_name():
     params = tree(torch.Generator().manual_seed(0))
     with pytest.raises(TypeError, match=r"history of a = \[1, 2\].*expected a tensor or a number"):
         optimizer.step(params, params, optimizer.init(params))
+
+
+def test_a_misspelt_setting_in_a_step_is_pythons_error_with_a_note():
+    class Misspelt(Lion):
+        def step(self, closure=None):
+            return self.param_groups[0]["betaz"]
+
+    optimizer, params = ps.from_torch(Misspelt), {"w": torch.ones(3)}
+    with pytest.raises(KeyError, match="betaz") as error:
+        optimizer.step(params, params, optimizer.init(params))
+    assert "Misspelt" in error.value.__notes__[0]

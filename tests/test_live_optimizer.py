@@ -352,3 +352,13 @@ def test_what_does_not_go_back_is_refused_before_anything_is_written():
         with pytest.raises((TypeError, ValueError), match=words):
             ps.to_torch_optimizer(*arguments)
         assert adamw.state == {}
+
+
+def test_a_parameter_that_the_model_has_not_stays_as_it_is_when_the_others_are_given_back():
+    model, other = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    optimizer, opt_state = ps.from_torch_optimizer(sgd, model, in_state=("lr",))
+    sgd.add_param_group({"params": [other], "lr": 0.125})
+    opt_state = ps.replace_settings(opt_state, lr=0.25)
+    ps.to_torch_optimizer(opt_state, optimizer, sgd, model)
+    assert [group["lr"] for group in sgd.param_groups] == [0.25, 0.125]

@@ -122,3 +122,42 @@ def test_masters_in_it_are_seen_by_masters_around_it():
     inner = ps.with_master_weights(ps.from_torch(torch.optim.SGD, lr=0.1))
     with pytest.raises(ValueError, match="inside of another optimizer that steps half"):
         ps.with_master_weights(ps.with_schedule_free(inner))
+
+
+class Momentum(torch.optim.Optimizer):
+    """A class of a user's own, which makes its slots in its first step."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                slots = self.state[p]
+                slots["m"] = p.grad + 0.9 * slots.get("m", torch.zeros_like(p))
+                p.sub_(group["lr"] * slots["m"])
+
+
+def test_a_class_of_a_users_own_may_make_its_slots_in_the_first_step():
+    optimizer = ps.with_schedule_free(ps.from_torch(Momentum))
+    known = ps.with_schedule_free(ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9))
+    params = expected = {"w": torch.linspace(-1, 1, 33)}
+    state, other = optimizer.init(params), known.init(params)
+    for skip in (False, False, True, False):
+        grads = {"w": torch.cos(params["w"])}
+        params, state = ps.maybe_step(optimizer, params, grads, state, torch.tensor(skip))
+        expected, other = ps.maybe_step(known, expected, grads, other, torch.tensor(skip))
+        torch.testing.assert_close(params, expected)
+
+
+def test_half_gradients_are_clipped_in_float32_for_masters_in_it():
+    masters = ps.with_master_weights(ps.from_torch(torch.optim.SGD, lr=1.0))
+    params = {"w": torch.ones(33, dtype=torch.bfloat16)}
+    grads = {"w": torch.linspace(1, 2, 33).bfloat16()}
+    scaler, optimizer = ps.NoScale().init(), ps.with_schedule_free(masters)
+    inside, alone = (
+        ps.unscale_and_step(each, scaler, params, grads, each.init(params), max_norm=1.0)
+        for each in (optimizer, masters)
+    )
+    assert same_bits(inside.opt_state.inner, alone.opt_state)

@@ -70,7 +70,8 @@ class ClassStep:
                 optimizer.state[params[name]] = with_python_scalars(slots[name], params[name])
             self._settings.cls.step(optimizer)
         except KeyError as error:  # the slots of such a class are not known
-            raise self._slot_layout.foreign_error(str(error)) from None
+            error.add_note(str(self._slot_layout.foreign_error(str(error))))
+            raise
         finally:
             for name in gradients:
                 params[name].grad = None

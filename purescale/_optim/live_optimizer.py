@@ -333,7 +333,7 @@ def load_state(
     optimizer.load_state_dict(loaded)
     optimizer.param_groups = groups
     for group in groups:
-        stepped = [names[id(p)] for p in group["params"] if names[id(p)] in numbers]
+        stepped = [names[id(p)] for p in group["params"] if names.get(id(p)) in numbers]
         for name, value in numbers[stepped[0]].items() if stepped else ():
             if isinstance(group[name], Tensor):  # groups may share it
                 group[name].fill_(value)

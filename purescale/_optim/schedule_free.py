@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._optim.protocol import Optimizer
-from .._optim.updater import check_optimizer
+from .._optim.updater import as_updater
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype, widest_float
 from .._tree import tree as _tree
@@ -73,7 +73,7 @@ def with_schedule_free(optimizer: Optimizer, beta: float = 0.9) -> ScheduleFreeO
     Source of the rule: Defazio et al., The Road Less Scheduled (2024), and the reference wrapper
     of their package schedule_free.
     """
-    check_optimizer(optimizer)
+    as_updater(optimizer)  # refuses what is none
     beta = real("beta", beta)
     if not 0 < beta < 1:
         raise ValueError(f"beta is {beta}; expected a number above 0 and below 1, such as 0.9.")
@@ -85,7 +85,9 @@ class ScheduleFreeOptimizer:
 
     def __init__(self, optimizer: Optimizer, beta: float) -> None:
         self.optimizer, self.beta = optimizer, beta
-        self.differentiable = bool(getattr(optimizer, "differentiable", False))
+        inner = as_updater(optimizer)
+        self.differentiable, self.may_add_slots = inner.differentiable, inner.may_add_slots
+        self.wide_grads = inner.wide_grads
 
     def __repr__(self) -> str:
         return f"with_schedule_free({self.optimizer!r}, beta={self.beta})"

@@ -1,4 +1,11 @@
-"""The settings of a class of torch.optim: as given, by schedule, in the state."""
+"""The settings of a class of torch.optim: as given, by schedule, in the state.
+
+arguments    those that `from_torch` was given by name;  values: with torch's defaults
+scheduled    those that follow a schedule
+stored       those that a state holds, in `lr` and `hyper`;  initial: their first numbers
+varying      those that may differ in another step: scheduled, stored, and tensors
+current      the varying ones of one step
+"""
 
 from __future__ import annotations
 

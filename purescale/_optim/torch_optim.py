@@ -201,10 +201,11 @@ class TorchOptimizer(Updater):
     def apply_step(self, inputs: StepInputs, current: CurrentSettings) -> tuple[Tree, OptState]:
         """Return parameters and state after the step, in fresh memory."""
         if self._fused_step.is_right_for(inputs, current):
-            return self._as_trees(inputs, *self._fused_step(inputs, current, None), 1)
-        inputs = inputs.unscaled()
-        gradients = _cast_gradients(inputs)
-        return self._as_trees(inputs, *self._unfused_step(inputs, gradients, current), 1)
+            params, slots = self._fused_step(inputs, current, None)
+        else:
+            inputs = inputs.unscaled()
+            params, slots = self._unfused_step(inputs, _cast_gradients(inputs), current)
+        return self._as_trees(inputs, params, slots, 1)
 
     def apply_step_unless(
         self, skip: Tensor, inputs: StepInputs, current: CurrentSettings, *, in_place: bool = False

@@ -33,6 +33,9 @@ class Updater:
     # True if the first step may add to the state. Old and new then cannot be chosen by a mask, so
     # the flag of a skip is read.
     may_add_slots: bool = False
+    # True if half gradients are to be unscaled and clipped in float32.
+    wide_grads: bool = False
+    compared: Any  # what ranks compare of it
 
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
@@ -106,18 +109,19 @@ class CalledOptimizer(Updater):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = self.compared = optimizer
-        self.differentiable = getattr(optimizer, "differentiable", Updater.differentiable)
-        self.elementwise = getattr(optimizer, "elementwise", Updater.elementwise)
+        for name in ("differentiable", "elementwise", "may_add_slots", "wide_grads"):
+            setattr(self, name, getattr(optimizer, name, getattr(Updater, name)))
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
     def apply_step(self, inputs: StepInputs, current: Any) -> tuple[Tree, Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
-        inputs = inputs.unscaled()
+        inputs = inputs.unscaled(wide=self.wide_grads)
         old = inputs.trees
         trees = old[0], inputs.params_tree(inputs.local_grads), old[1]
         with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
             stepped = self.optimizer.step(*trees)
-            _tree.matching_leaves(old, stepped, "old", "new")
+            before, after = (old[0], stepped[0]) if self.may_add_slots else (old, stepped)
+            _tree.matching_leaves(before, after, "old", "new")
             return _tree.copy_aliased(stepped, trees)

@@ -50,8 +50,7 @@ class Wrapper(Updater):
         self.elementwise = self.updater.elementwise
         self.calls_step = self.updater.calls_step
         self.may_add_slots = self.updater.may_add_slots
-        # True if half gradients are to be unscaled and clipped in float32.
-        self.wide_grads = self.widens_params or getattr(self.updater, "wide_grads", False)
+        self.wide_grads = self.widens_params or self.updater.wide_grads
         self.compared = (optimizer, *settings)
 
     def __repr__(self) -> str:

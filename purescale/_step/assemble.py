@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,21 @@ from .._tree.states import select, select_masked, write_over
 from .._tree.tree import FlatTree, Leaves, Tree
 
 
+class Advanced(NamedTuple):
+    """The fields of the next state that no optimizer and no loss makes."""
+
+    scaler: Tree
+    step: Tensor
+    rng: Any
+    guard: Tree
+
+
 def advance(
     options: StepOptions, flat: FlatState, attempt: Attempt, decision: Decision, guard_state: Tree
-) -> tuple[Tree, Tensor, Any, Tree]:
-    """Return the next scaler, step, rng and guard, the last fields of a state. `guard_state` is the
-    guard's new state. It is kept if the step is applied, or if only the guard rejected it.
+) -> Advanced:
+    """Return what the next state has besides the results of the optimizer and of the loss.
+    `guard_state` is the guard's new state. It is kept if the step is applied, or if only the guard
+    rejected it.
     """
     if decision.rejected is not None:
         names = "state.guard", "the state that the guard returned"
@@ -30,13 +40,13 @@ def advance(
         drop = decision.skip & ~decision.rejected
         guard_state = structure.unflatten(select_masked(drop, old, new))
     scaler = _next_scaler(options, flat.scaler, attempt, decision)
-    return scaler, flat.step + ~decision.skip, attempt.rng, guard_state
+    return Advanced(scaler, flat.step + ~decision.skip, attempt.rng, guard_state)
 
 
 def assemble(
     flat: FlatState,
     updated: tuple[Tree, Tree],
-    advanced: tuple[Tree, Tensor, Any, Tree],
+    advanced: Advanced,
     buffers: Leaves,
     decision: Decision,
     may_write: MayWrite,
@@ -45,11 +55,16 @@ def assemble(
     last microbatch.
     """
     if may_write.others:
-        advanced = write_over((flat.scaler.tree, flat.step, flat.rng, flat.guard), advanced)
+        old = Advanced(flat.scaler.tree, flat.step, flat.rng, flat.guard)
+        advanced = write_over(old, advanced)
     leaves = _next_buffers(flat.buffers, buffers, decision.skip, in_place=may_write.buffers)
-    (params, opt_state), (scaler, step, rng, guard) = updated, advanced
-    new_buffers = flat.buffers.structure.unflatten(leaves)
-    return TrainState(params, new_buffers, opt_state, scaler, step, rng, guard)
+    params, opt_state = updated
+    return TrainState(
+        params=params,
+        buffers=flat.buffers.structure.unflatten(leaves),
+        opt_state=opt_state,
+        **advanced._asdict(),
+    )
 
 
 def _next_scaler(

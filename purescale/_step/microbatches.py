@@ -401,8 +401,10 @@ def _window_result(
                 kept = torch.where(total.good > 0, kept, 1)
                 fraction = kept if fraction is None else kept * fraction
         if group is not None:
-            divides = 0 if options.on_nonfinite == "drop_microbatch" else 1
-            rank_divisor = mean_divisor(own_weights[divides], totals[divides])
+            own, of_all = own_weights[1], total.weight
+            if options.on_nonfinite == "drop_microbatch":
+                own, of_all = own_weights[0], total.good_weight
+            rank_divisor = mean_divisor(own, of_all)
     elif not mean.is_single:
         loss = torch.stack(losses).mean(dtype=wide).to(dtype)
     loss = (loss if fraction is None else loss * fraction).to(dtype)

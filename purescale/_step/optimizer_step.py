@@ -184,5 +184,5 @@ def unscale_and_step(
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
     decision = decide(measure(grads, scale, options), clip, grads)
     stepped = update(updater, inputs, decision.grads, decision.skip, in_place=in_place)
-    norm, amax = or_empty(decision.grad_norm), or_empty(decision.grad_amax)
-    return Stepped(*stepped, decision.skip, norm, amax)
+    numbers = or_empty(decision.grad_norm), or_empty(decision.grad_amax)
+    return Stepped(*stepped, decision.skip, *numbers)

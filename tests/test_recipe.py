@@ -641,6 +641,20 @@ def test_models_of_a_thousand_layers_are_recorded():
     assert torch.equal(apply(params, buffers, x)[0], net(x).detach())
 
 
+def test_a_result_with_names_is_made_anew_as_one():
+    class Largest(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.last = nn.Linear(3, 3), torch.arange(6.0).view(2, 3).max(0)
+
+        def forward(self, x):
+            return self.linear(x) + self.last.values + self.last.indices
+
+    model, x = Largest(), torch.ones(1, 3)
+    apply, params, buffers = ps.make_functional(model)
+    assert torch.equal(apply(params, buffers, x)[0], model(x))
+
+
 def test_an_attribute_of_a_users_own_may_have_the_name_of_torchs():
     class Scaled(nn.Module):
         def __init__(self):

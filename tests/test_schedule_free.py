@@ -155,9 +155,10 @@ def test_half_gradients_are_clipped_in_float32_for_masters_in_it():
     masters = ps.with_master_weights(ps.from_torch(torch.optim.SGD, lr=1.0))
     params = {"w": torch.ones(33, dtype=torch.bfloat16)}
     grads = {"w": torch.linspace(1, 2, 33).bfloat16()}
-    scaler, optimizer = ps.NoScale().init(), ps.with_schedule_free(masters)
-    inside, alone = (
-        ps.unscale_and_step(each, scaler, params, grads, each.init(params), max_norm=1.0)
-        for each in (optimizer, masters)
+    scaler, parts = ps.NoScale().init(), ps.partition({"all": masters}, lambda name, p: "all")
+    alone, inside, of_parts = (
+        ps.unscale_and_step(each, scaler, params, grads, each.init(params), max_norm=1.0).opt_state
+        for each in (masters, ps.with_schedule_free(masters), ps.with_schedule_free(parts))
     )
-    assert same_bits(inside.opt_state.inner, alone.opt_state)
+    assert same_bits(inside.inner, alone)
+    assert same_bits(of_parts.inner["all"], alone)

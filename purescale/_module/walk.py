@@ -327,6 +327,8 @@ def _parts_of_immutable(obj: Any) -> tuple[Callable[..., Any], list[Any]] | None
 
 
 def _new_tuple(cls: type, *parts: Any) -> Any:
+    if hasattr(cls, "n_sequence_fields"):  # a struct sequence, such as torch.return_types.max
+        return cls(parts)
     return tuple.__new__(cls, parts)
 
 

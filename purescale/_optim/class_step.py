@@ -109,10 +109,10 @@ def with_python_scalars(entry: Mapping[str, Tensor], param: Tensor) -> dict[str,
     """Return the slots of a parameter with the Python numbers that `as_tensors` stored."""
     if param.ndim == 0:  # its moments look like numbers
         return dict(entry)
-    return {key: value.item() if is_python_scalar(value) else value for key, value in entry.items()}
+    return {key: value.item() if was_int_or_bool(value) else value for key, value in entry.items()}
 
 
-def is_python_scalar(value: Tensor) -> bool:
+def was_int_or_bool(value: Tensor) -> bool:
     """Return True if a slot of a user's class was an int or a bool before it was a tensor."""
     return value.ndim == 0 and value.is_cpu and value.dtype in _NUMBER_DTYPES
 

@@ -107,17 +107,18 @@ class FormulaStep:
     def _step_leaf(
         self, row: Row, settings: Mapping[str, Any], t: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        param, gradient, entry = row
+        param, gradient, old_entry = row
         p = _widen(param)
-        state = {
+        entry = {
             key: _wide_scalar(value) if self._slot_layout.is_scalar(key) else _widen(value)
-            for key, value in entry.items()
+            for key, value in old_entry.items()
         }
         h = Hyperparameters(settings, on_device(t, p.device), lambda n: _of_dtype(n, p.dtype))
         g = _negate_if_maximize(_widen(gradient), settings)
-        new_p, new = self._formula.step(p, g, state, h)
+        new_p, new = self._formula.step(p, g, entry, h)
         return _narrow(new_p, param), {
-            key: _narrow(new[key], old) if key in new else old.clone() for key, old in entry.items()
+            key: _narrow(new[key], old) if key in new else old.clone()
+            for key, old in old_entry.items()
         }
 
     def _step_joined(
@@ -129,7 +130,7 @@ class FormulaStep:
         params, gradients = [row.param for row in rows], [row.gradient for row in rows]
         columns = {key: [row.entry[key] for row in rows] for key in rows[0].entry}
         p = _join(params, params)
-        state = {
+        entry = {
             key: _wide_scalar(torch.stack(column))
             if self._slot_layout.is_scalar(key)
             else _join(column, params)
@@ -143,10 +144,10 @@ class FormulaStep:
 
         h = Hyperparameters(settings, on_device(t, p.device), expand)
         g = _negate_if_maximize(_join(gradients, params), settings)
-        new_p, new = self._formula.step(p, g, state, h)
+        new_p, new = self._formula.step(p, g, entry, h)
         new_columns = {
             key: _split_column(
-                new.get(key, state[key]),
+                new.get(key, entry[key]),
                 column,
                 column if self._slot_layout.is_scalar(key) else params,
             )

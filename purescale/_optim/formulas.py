@@ -1,6 +1,6 @@
 """Every class of torch.optim as mathematics: the specification of a step.
 
-A formula is a function of one leaf, `(p, g, entry, h) -> (p, state)`: parameter, gradient, slots by
+A formula is a function of one leaf, `(p, g, entry, h) -> (p, entry)`: parameter, gradient, slots by
 torch's names, and `Hyperparameters`. It reads no value and writes into nothing, so each
 hyperparameter may be a tensor, and a step can be compiled, mapped and differentiated. Half leaves
 come in float32, complex ones as reals, counts in float64 where the device has it.

@@ -228,14 +228,14 @@ class FusedStep:
         flags = [
             name for name in ("foreach", "fused", "capturable") if arguments.get(name) is not None
         ]
-        self._is_refused = (flags or settings.differentiable) and not arguments.get("fused")
+        self._is_ruled_out = (flags or settings.differentiable) and not arguments.get("fused")
         self._opaque = private.Opaque(
             lambda *args: self._step_traced(*args), lambda: torch.compiler.allow_in_graph
         )
 
     def is_right_for(self, inputs: StepInputs, current: CurrentSettings) -> bool:
         """Return True if the kernel makes this step."""
-        if self.kernel is None or self._is_refused or self._slot_layout.first_step_differs:
+        if self.kernel is None or self._is_ruled_out or self._slot_layout.first_step_differs:
             return False
         # Without momentum the kernel leaves its buffer alone, which the formula updates for a later
         # step.

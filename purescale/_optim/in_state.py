@@ -125,11 +125,11 @@ def item_of(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def map_numbers(change: Callable[[Any], Any], hyper: Mapping[str, Any]) -> dict[str, Any]:
+def map_numbers(change: Callable[[Any], Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with `change` applied to every number, also within tuples."""
     return {
         name: tuple(map(change, value)) if isinstance(value, (tuple, list)) else change(value)
-        for name, value in hyper.items()
+        for name, value in settings.items()
     }
 
 

@@ -142,12 +142,12 @@ def _name_by_id(model: nn.Module) -> dict[int, str]:
 
 
 def names_by_group(
-    optimizer: torch.optim.Optimizer, model: nn.Module, params: Mapping[str, Tensor]
+    torch_optimizer: torch.optim.Optimizer, model: nn.Module, params: Mapping[str, Tensor]
 ) -> list[tuple[str, ...]]:
     """Return the names of the trained parameters in each group of a live optimizer."""
     names = _name_by_id(model)
     groups = []
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(torch_optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise ValueError(
@@ -162,7 +162,7 @@ def names_by_group(
 
 
 def _make_optimizer(
-    optimizer: torch.optim.Optimizer,
+    torch_optimizer: torch.optim.Optimizer,
     names: list[tuple[str, ...]],
     settings: Sequence[Mapping[str, Any]],
     in_state: Sequence[str],
@@ -171,11 +171,11 @@ def _make_optimizer(
     """Return a pure optimizer with the settings of the first group, except what the state holds for
     all, and overrides for groups that differ.
     """
-    cls = type(optimizer)
+    cls = type(torch_optimizer)
     is_torchs = cls.__module__.startswith("torch.optim.")
     groups = [
         {**(_settings_of(cls, group) if is_torchs else _own_settings(group)), **others}
-        for group, others in zip(optimizer.param_groups, settings, strict=True)
+        for group, others in zip(torch_optimizer.param_groups, settings, strict=True)
     ]
     stepped = [group for members, group in zip(names, groups, strict=True) if members]
     first = {**groups[0], **_common_numbers(stepped, in_state)}
@@ -195,7 +195,7 @@ def _make_optimizer(
         return from_torch(
             cls, overrides=overrides, in_state=in_state, schedule_by=schedule_by, **changed
         )
-    lr, template = first.pop("lr"), _template(optimizer, first)
+    lr, template = first.pop("lr"), _template(torch_optimizer, first)
     return TorchOptimizer(
         OptimizerSettings(
             cls,
@@ -236,16 +236,18 @@ def _own_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return map_numbers(item_of, {n: value for n, value in group.items() if n not in left_out})
 
 
-def _template(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> Any:
+def _template(torch_optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> Any:
     """Return an optimizer of a user's class without its parameters, state and hooks. It is not
     made by its own constructor, whose arguments nobody knows any more.
     """
-    template: Any = object.__new__(type(optimizer))
+    template: Any = object.__new__(type(torch_optimizer))
     probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
-    torch.optim.Optimizer.__init__(template, [probe], {**optimizer.defaults, **settings})
-    own = vars(optimizer).keys() - vars(template).keys() - {"step"}  # a scheduler wraps `step`
+    torch.optim.Optimizer.__init__(template, [probe], {**torch_optimizer.defaults, **settings})
+    own = (
+        vars(torch_optimizer).keys() - vars(template).keys() - {"step"}
+    )  # a scheduler wraps `step`
     for name in own:
-        value = vars(optimizer)[name]
+        value = vars(torch_optimizer)[name]
         vars(template)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
     return template
 
@@ -285,11 +287,13 @@ def check_innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tu
 
 
 def state_dict_with(
-    optimizer: torch.optim.Optimizer, model: nn.Module, opt_state: OptState
+    torch_optimizer: torch.optim.Optimizer, model: nn.Module, opt_state: OptState
 ) -> dict[str, Any]:
     """Return the live optimizer's state dict with these slots. Its groups do not change."""
     names = _name_by_id(model)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [
+        parameter for group in torch_optimizer.param_groups for parameter in group["params"]
+    ]
     places = {names.get(id(parameter)): place for place, parameter in enumerate(parameters)}
     missing = opt_state.slots.keys() - places.keys()
     if missing:
@@ -299,9 +303,9 @@ def state_dict_with(
         )
     trained = list(opt_state.slots)
     by_index = state_dict(opt_state.slots, [ParamGroup(trained, {"lr": 0.0})])["state"]
-    live = optimizer.state_dict()
+    live = torch_optimizer.state_dict()
     state = {places[trained[index]]: entry for index, entry in by_index.items()}
-    if formula_of(type(optimizer)) is None:
+    if formula_of(type(torch_optimizer)) is None:
         state = {place: _restore_floats(entry, parameters[place]) for place, entry in state.items()}
     return {**live, "state": {**live["state"], **state}}
 
@@ -321,7 +325,7 @@ def _restore_floats(entry: Mapping[str, Any], parameter: Tensor) -> dict[str, An
 
 
 def load_state(
-    optimizer: torch.optim.Optimizer,
+    torch_optimizer: torch.optim.Optimizer,
     model: nn.Module,
     loaded: dict[str, Any],
     numbers: Mapping[str, Mapping[str, Any]],
@@ -329,9 +333,9 @@ def load_state(
     """Load what `state_dict_with` returned, and the settings in the state by parameter. The groups
     stay the same objects with their tensors.
     """
-    groups, names = optimizer.param_groups, _name_by_id(model)
-    optimizer.load_state_dict(loaded)
-    optimizer.param_groups = groups
+    groups, names = torch_optimizer.param_groups, _name_by_id(model)
+    torch_optimizer.load_state_dict(loaded)
+    torch_optimizer.param_groups = groups
     for group in groups:
         stepped = [names[id(p)] for p in group["params"] if names.get(id(p)) in numbers]
         for name, value in numbers[stepped[0]].items() if stepped else ():

@@ -336,16 +336,16 @@ class MasterOptimizer(Wrapper):
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with the masters and the inner state."""
         params, state = inputs.params, inputs.opt_state
-        rest, halves = inputs.named(state.rest), _of_dtype(params, torch.bfloat16)
+        rest, halves = inputs.named(state.rest), _names_of_dtype(params, torch.bfloat16)
         joined = _join([params[n] for n in halves], [rest[n] for n in halves])
-        masters = {n: rest[n] for n in _of_dtype(params, torch.float16)}
+        masters = {n: rest[n] for n in _names_of_dtype(params, torch.float16)}
         masters.update(zip(halves, joined, strict=True))
         return inputs.with_params({**params, **masters}, state.inner)
 
     def encode(self, inputs: StepInputs, params: Tensors, state: Tree) -> tuple[Tensors, Tree]:
         """Split masters into two halves, or round them to the nearest float16."""
         old, stored, rest = inputs.params, dict(params), inputs.named(inputs.opt_state.rest)
-        halves = _of_dtype(old, torch.bfloat16)
+        halves = _names_of_dtype(old, torch.bfloat16)
         masters = [params[name] for name in halves]
         if traced() or any_dtensor(masters):
             pairs = list(map(_split, masters))
@@ -354,13 +354,13 @@ class MasterOptimizer(Wrapper):
             _write_halves(masters, [hi for hi, _ in pairs], [low for _, low in pairs])
         for name, pair in zip(halves, pairs, strict=True):
             stored[name], rest[name] = pair
-        for name in _of_dtype(old, torch.float16):
+        for name in _names_of_dtype(old, torch.float16):
             stored[name] = on_shards(lambda m: saturating(m, torch.float16), params[name])
             rest[name] = params[name]
         return stored, MasterState(state, inputs.params_tree(rest))
 
 
-def _of_dtype(params: Tensors, dtype: torch.dtype) -> list[str]:
+def _names_of_dtype(params: Tensors, dtype: torch.dtype) -> list[str]:
     return [name for name, param in params.items() if param.dtype is dtype]
 
 

@@ -104,9 +104,9 @@ def with_stored(opt_state: OptState, stored: Mapping[str, Any]) -> OptState:
     return opt_state._replace(lr=stored.get("lr", ()), hyper=hyper or ())
 
 
-def numbers_of(hyper: Any) -> list[Any]:
+def numbers_of(settings: Any) -> list[Any]:
     """Return every number of the settings in the state, also those within tuples."""
-    values = hyper.values() if hyper else ()
+    values = settings.values() if settings else ()
     return [one for v in values for one in (v if isinstance(v, tuple) else (v,))]
 
 

@@ -87,6 +87,7 @@ class PartitionOptimizer(Updater):
         self.parts = {key: as_updater(each) for key, each in self.optimizers.items()}
         self.calls_step = any(part.calls_step for part in self.parts.values())
         self.may_add_slots = any(part.may_add_slots for part in self.parts.values())
+        self.wide_grads = any(part.wide_grads for part in self.parts.values())
         self._cache_key = object()  # keeps nothing else alive
         # A part that is not differentiable would detach what is on a graph.
         self.differentiable = all(part.differentiable for part in self.parts.values())

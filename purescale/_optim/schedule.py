@@ -209,7 +209,7 @@ def check_rate(rate: float, what: str) -> None:
 _LOOKED_UP = "rates.gather(0, applied.clamp(max=len(rates) - 1).view(1))[0]"
 
 
-def checked_rate(where: str, lr: Any) -> Any:
+def first_rate(where: str, lr: Any) -> Any:
     """Return the first rate that a step is given. Refuse anything but a learning rate, and a
     schedule that reads the count, which would fail later in a traced step.
     """

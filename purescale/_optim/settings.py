@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .._optim.formulas import formula_of
+from .._optim.formulas import Formula, formula_of
 from .._optim.in_state import (
     as_float32,
     check_setting,
@@ -31,7 +31,7 @@ from .._optim.in_state import (
     names_in_state,
 )
 from .._optim.opt_state import OptState, stored_settings
-from .._optim.schedule import ScheduleBy, check_scheduled, checked_rate, first_numbers
+from .._optim.schedule import ScheduleBy, check_scheduled, first_numbers, first_rate
 from .._torch import private
 from .._torch.dtypes import on_device
 from .._torch.tracing import constant_while_compiling, traced
@@ -87,7 +87,7 @@ class OptimizerSettings:
         if schedule_by not in get_args(ScheduleBy):
             raise ValueError(f'schedule_by is {schedule_by!r}, expected "applied" or "iteration".')
         self.cls, self.formula = cls, formula_of(cls)
-        self.is_of_formula = "formula" in vars(cls)  # of `from_formula`
+        self.is_of_formula = isinstance(vars(cls).get("formula"), Formula)  # of `from_formula`
         self.arguments, self.schedule_by = arguments, schedule_by
         self.in_state = names_in_state(in_state)
         self.overrides = {pattern: dict(extra) for pattern, extra in overrides.items()}
@@ -291,7 +291,7 @@ class OptimizerSettings:
                         f"{tuple(one.shape)}, {one.dtype}; only lr may be one, floating and 0-d. "
                         f"Fix: a number to start from and in_state=({name!r},)."
                     )
-        rate = checked_rate(where, settings["lr"])
+        rate = first_rate(where, settings["lr"])
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         return self.construct([probe], {**settings, "lr": rate})
 

@@ -144,17 +144,17 @@ class Dice(NamedTuple):
 
 def _element_indices(local: Tensor, position: Position) -> Tensor:
     """Return the index of each element in the whole leaf, int32, flat."""
-    whole: Any = position.dtensor
+    full: Any = position.dtensor
     count, start, device = local.numel(), position.start, local.device
-    shape = local.shape if whole is None else dtensor.shard(whole).shape
-    first = (0,) * len(shape) if whole is None else dtensor.offsets(whole)
-    if whole is None or shape[1:] == whole.shape[1:]:  # the elements are consecutive
+    shape = local.shape if full is None else dtensor.shard(full).shape
+    first = (0,) * len(shape) if full is None else dtensor.offsets(full)
+    if full is None or shape[1:] == full.shape[1:]:  # the elements are consecutive
         if shape and first[0]:
             start += first[0] * shape[1:].numel()
         return _range(start, count, device)
     indices = torch.zeros((), dtype=torch.int32, device=device)
-    for size, offset, full in zip(shape, first, whole.shape, strict=True):
-        indices = indices.unsqueeze(-1) * full + _range(offset, size, device)
+    for size, offset, full_size in zip(shape, first, full.shape, strict=True):
+        indices = indices.unsqueeze(-1) * full_size + _range(offset, size, device)
     return indices.reshape(-1)[start : start + count]
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.class_step import is_python_scalar
+from .._optim.class_step import was_int_or_bool
 from .._optim.formulas import FIRST_STEP
 from .._optim.in_state import as_float32, common_value, map_numbers
 from .._optim.opt_state import OptState, Slots, stored_settings
@@ -86,7 +86,7 @@ def _save_entry(entry: Mapping[str, Tensor]) -> dict[str, Any]:
     # torch keeps step counts on the CPU, and moves them itself if an implementation needs it.
     return {
         key: value.item()
-        if is_python_scalar(value)
+        if was_int_or_bool(value)
         else (value.cpu() if key == "step" else value).clone()
         for key, value in entry.items()
         if key != FIRST_STEP
@@ -307,7 +307,7 @@ def read_counts(
     """
     number = _whole_count("applied", applied)
     iterations = _read_iterations(settings, iteration)
-    steps = [entry["step"] for entry in fresh.slots.values() if "step" in entry]
+    steps = [entry["step"].cpu() for entry in fresh.slots.values() if "step" in entry]
     if steps and not bool(torch.isfinite(torch.stack(steps)).all()):
         raise ValueError(
             "the state dict has a step count that is inf or NaN. Likely cause: a damaged "
@@ -329,7 +329,7 @@ def read_counts(
     if number is not None:
         count = torch.full_like(fresh.applied, number)
     elif steps:
-        count = torch.stack(steps).max().to(torch.int64)
+        count = torch.stack(steps).max().to(fresh.applied.device, torch.int64)
     else:
         count = fresh.applied + has_state
     if by_applied:

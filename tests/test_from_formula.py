@@ -309,7 +309,18 @@ def slot_step(param, grad, slots, settings, t):
     return param - settings["lr"] * grad, {"m": slots["m"] + grad.mean()}
 
 
-NOT_ELEMENTWISE = {norm_step: (), first_step: (), masked_step: ("m",), slot_step: ("m",)}
+def matrix_step(param, grad, slots, settings, t):
+    decay = 0.1 if param.ndim > 1 else 0.0
+    return param - settings["lr"] * (grad + decay * param), {}
+
+
+NOT_ELEMENTWISE = {
+    matrix_step: (),
+    norm_step: (),
+    first_step: (),
+    masked_step: ("m",),
+    slot_step: ("m",),
+}
 
 
 @pytest.mark.parametrize("lr", [1.0, 1e-6])

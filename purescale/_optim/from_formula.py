@@ -148,13 +148,16 @@ def _check_elementwise(name: str, formula: Formula, settings: Mapping[str, Any])
     ]
     whole = torch.tensor(numbers, dtype=torch.float32, device="cpu")
     parts = zip(two_steps(*whole[:, :3]), two_steps(*whole[:, 3:]), strict=True)
-    for result, pair in zip(two_steps(*whole), parts, strict=True):
-        if not torch.allclose(result, torch.cat(pair), rtol=1e-4, atol=1e-5, equal_nan=True):
-            raise ValueError(
-                f"{name} gives another result for a part of a parameter than for the whole, and an "
-                "elementwise step is given several parameters as one. Likely cause: a norm or a "
-                "mean. Fix: from_formula(..., elementwise=False)."
-            )
+    rows = zip(two_steps(*whole), parts, two_steps(*whole.view(3, 2, 3)), strict=True)
+    for result, pair, matrix in rows:
+        for other in (torch.cat(pair), matrix.flatten()):
+            if not torch.allclose(result, other, rtol=1e-4, atol=1e-5, equal_nan=True):
+                raise ValueError(
+                    f"{name} gives another result for a part of a parameter than for the whole, or "
+                    "for a matrix than for its elements, and an elementwise step is given several "
+                    "parameters as one vector. Likely cause: a norm, a mean, or `param.ndim`. Fix: "
+                    "from_formula(..., elementwise=False)."
+                )
 
 
 def _class_of(name: str, formula: Formula, defaults: dict[str, Any]) -> type[torch.optim.Optimizer]:

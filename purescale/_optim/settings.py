@@ -88,6 +88,7 @@ class OptimizerSettings:
             raise ValueError(f'schedule_by is {schedule_by!r}, expected "applied" or "iteration".')
         self.cls, self.formula = cls, formula_of(cls)
         self.is_of_formula = isinstance(vars(cls).get("formula"), Formula)  # of `from_formula`
+        self._door = "from_formula" if self.is_of_formula else "from_torch"
         self.arguments, self.schedule_by = arguments, schedule_by
         self.in_state = names_in_state(in_state)
         self.overrides = {pattern: dict(extra) for pattern, extra in overrides.items()}
@@ -104,7 +105,7 @@ class OptimizerSettings:
         # An optimizer over a probe parameter, from which those of a step are copied.
         self._is_constructed = template is None
         self.template = template
-        self.template = self._probe("from_torch", start)
+        self.template = self._probe(self._door, start)
         for pattern, extra in self.overrides.items():
             self._probe(f"overrides[{pattern!r}]", {**start, **extra})
         values = {**self.template.defaults, "lr": lr}
@@ -131,8 +132,7 @@ class OptimizerSettings:
         if self.overrides:
             extra["overrides"] = self.overrides
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
-        door = "from_formula" if self.is_of_formula else "from_torch"
-        return f"{door}({self.cls.__name__}, {settings})"
+        return f"{self._door}({self.cls.__name__}, {settings})"
 
     def _key(self, complete: Mapping[str, Any]) -> str:
         """Return as text all settings that a step reads. Rates that are tensors or schedules are

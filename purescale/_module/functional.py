@@ -43,7 +43,7 @@ Method = str | Callable[..., Any] | None
 
 
 class Call(NamedTuple):
-    """What is called in a copy of the model."""
+    """The arguments of a call of the model, and the method that it calls."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -53,7 +53,7 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass
 class Learned:
-    """What the calls so far have shown of the model, on which no result depends."""
+    """The facts about a model that its calls have shown, on which no result depends."""
 
     # By `train`. Once a forward has filled what copies share, or a call began before another one
     # had ended, those whose copies share nothing.

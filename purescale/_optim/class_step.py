@@ -14,7 +14,7 @@ from .._optim.opt_state import Slots, Tensors
 from .._optim.settings import CurrentSettings, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
-from .._torch.dtypes import HALF, wide_dtype
+from .._torch.dtypes import is_half, wide_dtype
 
 
 class ClassStep:
@@ -32,9 +32,7 @@ class ClassStep:
         params, slots = inputs.params, inputs.opt_state.slots
 
         def copy(value: Tensor, name: str, key: str = "") -> Tensor:
-            wide = (
-                _is_half(params[name]) and _is_half(value) and not self._slot_layout.is_scalar(key)
-            )
+            wide = is_half(params[name]) and is_half(value) and not self._slot_layout.is_scalar(key)
             dtype = wide_dtype(value.dtype) if wide else value.dtype
             return value.detach().to(dtype, copy=True)
 
@@ -120,9 +118,5 @@ def was_int_or_bool(value: Tensor) -> bool:
 # ---- dtypes --------------------------------------------------------------------------------------
 
 
-def _is_half(tensor: Tensor) -> bool:
-    return tensor.dtype in HALF
-
-
 def _narrow(new: Tensor, old: Tensor | None) -> Tensor:
-    return new.to(old.dtype) if old is not None and _is_half(old) else new
+    return new.to(old.dtype) if old is not None and is_half(old) else new

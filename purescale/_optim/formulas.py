@@ -30,7 +30,7 @@ FIRST_STEP = "is_first_step"
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """What a formula reads beside a leaf. Each setting is an attribute too, by torch's name."""
+    """The numbers that a formula reads beside a leaf. Each setting is an attribute, by its name."""
 
     settings: Mapping[str, Any]
     t: Tensor  # the number of the step: one more than were applied

@@ -146,9 +146,9 @@ def _check_elementwise(name: str, formula: Formula, settings: Mapping[str, Any])
         [1.0, 2.0, -0.5, -3.0, -0.25, 1.5],
         [0.5, -1.0, -1.0, -2.0, 0.5, -1.5],
     ]
-    whole = torch.tensor(numbers, dtype=torch.float32, device="cpu")
-    parts = zip(two_steps(*whole[:, :3]), two_steps(*whole[:, 3:]), strict=True)
-    rows = zip(two_steps(*whole), parts, two_steps(*whole.view(3, 2, 3)), strict=True)
+    probe = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+    parts = zip(two_steps(*probe[:, :3]), two_steps(*probe[:, 3:]), strict=True)
+    rows = zip(two_steps(*probe), parts, two_steps(*probe.view(3, 2, 3)), strict=True)
     for result, pair, matrix in rows:
         for other in (torch.cat(pair), matrix.flatten()):
             if not torch.allclose(result, other, rtol=1e-4, atol=1e-5, equal_nan=True):

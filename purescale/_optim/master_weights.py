@@ -12,11 +12,11 @@ from torch import Tensor
 from .._optim.opt_state import Tensors, is_wrapped
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.wrapper import Wrapper, checked_state, is_half, on_shards
+from .._optim.wrapper import Wrapper, checked_state, on_shards
 from .._torch import foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
-from .._torch.dtypes import saturating
+from .._torch.dtypes import is_half, saturating
 from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
 from .._tree.hints import document_fields

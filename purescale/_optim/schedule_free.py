@@ -73,7 +73,6 @@ def with_schedule_free(optimizer: Optimizer, beta: float = 0.9) -> ScheduleFreeO
     Source of the rule: Defazio et al., The Road Less Scheduled (2024), and the reference wrapper
     of their package schedule_free.
     """
-    as_updater(optimizer)  # refuses what is none
     beta = real("beta", beta)
     if not 0 < beta < 1:
         raise ValueError(f"beta is {beta}; expected a number above 0 and below 1, such as 0.9.")

@@ -1,5 +1,5 @@
-"""What a class of torch.optim keeps for each parameter: its slots before the first step, and the
-check of those that a step is given.
+"""The slots that a class of torch.optim keeps for each parameter: those before the first step, and
+the check of those that a step is given.
 """
 
 from __future__ import annotations

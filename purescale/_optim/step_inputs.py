@@ -37,7 +37,7 @@ class Position(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What one step of an optimizer takes: parameters, gradients and state, on this rank."""
+    """The parameters, gradients and state of one step of an optimizer, on this rank."""
 
     structure: TreeDef  # of the parameters
     names: list[str]  # of the leaves of this structure

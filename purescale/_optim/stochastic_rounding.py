@@ -11,10 +11,10 @@ from torch import Tensor
 from .._optim.opt_state import Tensors
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import Position, StepInputs
-from .._optim.wrapper import Wrapper, checked_state, is_half, on_shards
+from .._optim.wrapper import Wrapper, checked_state, on_shards
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
-from .._torch.dtypes import HALF, rounded_on_bits
+from .._torch.dtypes import HALF, is_half, rounded_on_bits
 from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.hints import document_fields

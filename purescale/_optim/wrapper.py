@@ -14,7 +14,7 @@ from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
 from .._optim.updater import Updater, as_updater
 from .._torch import dtensor, foreach
-from .._torch.dtypes import HALF, wide_dtype
+from .._torch.dtypes import is_half, wide_dtype
 from .._torch.tracing import is_differentiated, traced
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
@@ -291,10 +291,6 @@ def stand_ins(leaves: Leaves, dtypes: Sequence[torch.dtype | None]) -> Leaves:
                 empty[key] = torch.empty((), dtype=dtype, device=local.device).expand(local.shape)
             results[index] = dtensor.from_local_like(leaf, empty[key])
     return results
-
-
-def is_half(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dtype in HALF
 
 
 def checked_state(state: Tree, kind: type) -> Tree:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,11 @@ _PARTS = {
 }
 _WIDE = {kind: kind for kind in (torch.float32, torch.float64, torch.complex64, torch.complex128)}
 _WIDE |= {**dict.fromkeys(HALF, torch.float32), torch.complex32: torch.complex64}
+
+
+def is_half(value: Any) -> bool:
+    """Return True for a tensor in half precision."""
+    return isinstance(value, Tensor) and value.dtype in HALF
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -4,7 +4,8 @@ compiled.
 
 Run: `python benchmarks/jax_side_by_side.py --jax-python PATH`, the Python of an environment of its
 own with JAX in it: `python -m venv build/jax && build/jax/bin/pip install jax flax optax`. Each way
-is a process of its own with one thread; the processes run in turn. Microseconds are of CPU time.
+is a process of its own with one thread; the processes run in turn. Microseconds are of CPU time, on
+a GPU of the clock until a call has its result; float32 is no TF32 there, on either side.
 
 The seconds are those to the first result, of CPU time, compilers included, and of the clock: with
 an empty cache of compiled code, and in a second process with what the first one left. JAX has such
@@ -95,9 +96,12 @@ MODELS: dict[str, Callable[..., Any]] = {"mlp": mlp, "conv": conv, "gpt": gpt}
 
 
 def make(way: str, case: Case) -> Callable[[], Any]:
-    params = {name: torch.from_numpy(value) for name, value in case.params.items()}
-    buffers = {name: torch.from_numpy(value) for name, value in case.buffers.items()}
-    batch = tuple(map(torch.from_numpy, case.batch))
+    def tensor(array: Any) -> Tensor:
+        return torch.from_numpy(array).to(jax_cases.DEVICE)
+
+    params = {name: tensor(value) for name, value in case.params.items()}
+    buffers = {name: tensor(value) for name, value in case.buffers.items()}
+    batch = tuple(map(tensor, case.batch))
     model, rule = MODELS[case.model], ps.DynamicScale(2.0**16, growth_interval=2000)
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
@@ -132,7 +136,7 @@ def make(way: str, case: Case) -> Callable[[], Any]:
             return info.loss
 
         fn = ps.jit(torch.func.grad(after_lr))
-        lr, start = torch.tensor(jax_cases.INNER_LR), init(sgd)
+        lr, start = torch.tensor(jax_cases.INNER_LR, device=jax_cases.DEVICE), init(sgd)
         return lambda: fn(lr, start, batch)
 
     sweeps = case.program == "sweep"
@@ -145,11 +149,12 @@ def make(way: str, case: Case) -> Callable[[], Any]:
     step = functools.partial(train_step, optimizer=adamw, max_norm=jax_cases.MAX_NORM)
     state = init(adamw)
     if sweeps:
-        lrs = jax_cases.LR * (1 + torch.arange(case.members) / case.members)
+        members = torch.arange(case.members, device=jax_cases.DEVICE)
+        lrs = jax_cases.LR * (1 + members / case.members)
         state = ps.stack_states([ps.replace_settings(state, lr=lr) for lr in lrs])
         fn = ps.jit(torch.vmap(step, in_dims=(0, None)), donate=0)
     elif case.program == "scan":
-        batch = tuple(torch.from_numpy(stacked(array, jax_cases.SCANNED)) for array in case.batch)
+        batch = tuple(tensor(stacked(array, jax_cases.SCANNED)) for array in case.batch)
         fn = functools.partial(ps.scan_steps, ps.jit(step))
     elif way == "jit":
         fn = ps.jit(step, donate=0)
@@ -173,9 +178,13 @@ def make(way: str, case: Case) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def process(cache: str, python: str, script: str, *arguments: str) -> Iterator[Any]:
+def process(device: str, cache: str, python: str, script: str, *arguments: str) -> Iterator[Any]:
     """Start one way, with one thread and a folder for compiled code."""
     settings = {
+        "DEVICE": device,
+        "JAX_PLATFORMS": device,
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": cache,
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
@@ -200,9 +209,9 @@ def compare(name: str, ways: dict[str, tuple[str, ...]], given: Any) -> None:
     with contextlib.ExitStack() as stack:
         for way, command in ways.items():
             cache = stack.enter_context(tempfile.TemporaryDirectory())
-            with process(cache, *command) as first:
+            with process(given.device, cache, *command) as first:
                 firsts[way] = answer(first)
-            started[way] = stack.enter_context(process(cache, *command))
+            started[way] = stack.enter_context(process(given.device, cache, *command))
             seconds[way] = answer(started[way])
         times: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(given.rounds):
@@ -260,6 +269,14 @@ if __name__ == "__main__":
         import torch._inductor.compile_fx  # an import, as JAX's compiler is
 
         torch.set_num_threads(1)
-        serve(functools.partial(make, sys.argv[2]))
+        torch.backends.cudnn.allow_tf32 = False
+
+        def finished(case: Case) -> Callable[[], Any]:
+            run = make(sys.argv[2], case)
+            return (
+                run if jax_cases.DEVICE == "cpu" else lambda: (run(), torch.cuda.synchronize())[0]
+            )
+
+        serve(finished)
     else:
         main()

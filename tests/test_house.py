@@ -292,6 +292,7 @@ ACROSS_FILES = {
     "test_compiled_loss.py",
     "test_contributing.py",
     "test_cuda.py",
+    "test_cuda_jobs.py",
     "test_default_dtype.py",
     "test_derivatives.py",
     "test_docs.py",

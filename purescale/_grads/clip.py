@@ -16,6 +16,7 @@ from .._distributed.process_group import Group, object_device, resolve_group
 from .._grads.measure import StatsOptions, measure
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
+from .._torch.dtypes import on_device
 from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
@@ -70,12 +71,12 @@ def check_ordered(grads: Tree, leaves: Sequence[Any], name: str = "grads") -> No
 def clip_factor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     """Return the factor for gradients of this norm: `min(1, max_norm / (norm + 1e-6))`."""
     # A tensor, because torch computes number / tensor as reciprocal * number, with other bits.
-    most = _or_nan(max_norm) if isinstance(max_norm, Tensor) else torch.full_like(norm, max_norm)
-    factor = (most / (norm + 1e-6)).clamp(max=1.0)
-    unbounded = max_norm == math.inf
-    if isinstance(unbounded, Tensor):
-        return torch.where(unbounded, 1.0, factor)  # inf / inf is NaN
-    return torch.ones_like(factor) if unbounded else factor
+    if not isinstance(max_norm, Tensor):
+        factor = (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0)
+        return torch.ones_like(factor) if max_norm == math.inf else factor
+    max_norm = on_device(max_norm, norm.device)  # `where` would wait for a flag from the host
+    factor = (_or_nan(max_norm) / (norm + 1e-6)).clamp(max=1.0)
+    return torch.where(max_norm == math.inf, 1.0, factor)  # inf / inf is NaN
 
 
 def _or_nan(bound: Tensor) -> Tensor:

@@ -242,6 +242,10 @@ class FusedStep:
         numbers = numbers_of(inputs.opt_state.hyper)
         if "momentum" in self._settings.in_state or (numbers and not host_can_read(numbers)):
             return False
+        # On an accelerator it reads a rate as float32.
+        rates = [table["lr"] for table in current if isinstance(table.get("lr"), Tensor)]
+        if any([rate.dtype is not torch.float32 and not rate.is_cpu for rate in rates]):
+            return False
         params, grads = inputs.param_list, inputs.grads.tensor_list
         if traced() and not self._may_be_opaque(inputs, current):
             return False

@@ -207,9 +207,10 @@ def clamp(
 
 
 def _clamped(tensor: Tensor, bound: float | Tensor, *, in_place: bool) -> Tensor:
-    limit: Any = (
-        bound.to(tensor) if isinstance(bound, Tensor) else _within_range(bound, tensor.dtype)
-    )
+    if isinstance(bound, Tensor):
+        limit: Any = on_device(bound, tensor.device, tensor.dtype)
+    else:
+        limit = _within_range(bound, tensor.dtype)
     return tensor.clamp_(-limit, limit) if in_place else tensor.clamp(-limit, limit)
 
 

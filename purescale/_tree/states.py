@@ -346,7 +346,7 @@ def _averaged(a: Any, b: Any, decay: float | Tensor) -> Any:
     if not _is_averaged(a):
         return b.clone()
     wide = torch.promote_types(wide_dtype(a.dtype), wide_dtype(b.dtype))
-    share = 1 - (decay.to(wide) if isinstance(decay, Tensor) else decay)
+    share = 1 - (on_device(decay, a.device, wide) if isinstance(decay, Tensor) else decay)
     a_wide, b_wide = a.to(wide), b.to(wide)
     # lerp keeps equal elements, which a sum of two products would round. But it gives NaN for equal
     # infinities, is not finite if the difference overflows, and gives 0.0 for two -0.0.

@@ -1,0 +1,129 @@
+"""The jobs of tests/second_device on a GPU: each kind of training has the numbers of the CPU, waits
+for nothing, stays where it is when it is donated, and is captured. Skipped where there is none.
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import clone, tensors
+
+import purescale as ps
+
+sys.path.append(str(Path(__file__).parent / "second_device"))
+from jobs import JOBS, to
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    # cuDNN wants the weights of an RNN in one block, and copies those of a functional call.
+    pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous"),
+]
+
+WAITS = ("`max_retries=2`",)
+BY_HAND = ("a loop by hand", "`accumulate_grads`", "an ensemble, by vmap")
+# The state of a generator is on the host, and a rule in a loop by hand makes a scale anew.
+NOT_CAPTURED = (*WAITS, *BY_HAND, "`rng` in the state", "`unscale_and_step`")
+# Muon orthogonalizes in bfloat16.
+HALF = ("float16", "bfloat16", "masters", "rounding", "moments", "Muon")
+
+
+@pytest.fixture(autouse=True)
+def _float32_is_float32(monkeypatch):
+    """A convolution in TF32 has ten bits."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def trained(device, name, wrap=lambda step: step, **settings):
+    """Return the last state of a job and what its steps told, on the CPU. No warm step waits."""
+    state, step, windows = JOBS[name](device)
+    step, told = wrap(step), []
+    for window in windows:
+        waits = device == "cpu" or name in WAITS
+        torch.cuda.set_sync_debug_mode("default" if waits else "error")
+        try:
+            state, info = step(state, window, **settings)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        told.append(clone(info))
+    return numbers(state, told)
+
+
+def numbers(state, told):
+    """Return these on the CPU, masters as the numbers that they are."""
+    masters = []
+    if isinstance(state.opt_state, ps.MasterState):
+        masters = tensors(ps.master_weights(state.params, state.opt_state))
+        state = state._replace(opt_state=state.opt_state.inner)
+    return tensors(to("cpu", (state._replace(rng=()), told, masters)))
+
+
+def assert_agree(name, actual, expected):
+    # A half number that falls to the other side is one unit in the last place away.
+    rtol, atol = (2e-2, 4e-3) if any(word in name for word in HALF) else (1e-4, 1e-5)
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_has_the_numbers_of_the_cpu_and_does_not_sync(name):
+    assert_agree(name, trained("cuda", name), trained("cpu", name))
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in BY_HAND])
+def test_a_donated_job_has_the_numbers_of_one_in_fresh_memory(name):
+    assert_agree(name, trained("cuda", name, donate=True), trained("cuda", name))
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in NOT_CAPTURED])
+def test_a_donated_step_is_captured_and_replayed(name):
+    state, step, windows = JOBS[name]("cuda")
+    expected, told = clone(state), []
+    window = clone(windows[0])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what libraries allocate in their first calls is no part of it
+        warm = clone(state)
+        for _ in range(2):
+            warm, _ = step(warm, window, donate=True)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, info = step(state, window, donate=True)
+    assert [t.data_ptr() for t in tensors(captured)] == [t.data_ptr() for t in tensors(state)]
+    replayed = []
+    for batches in windows:
+        for old, new in zip(tensors(window), tensors(batches), strict=True):
+            old.copy_(new)
+        graph.replay()
+        replayed.append(clone(info))
+        expected, one = step(expected, batches)
+        told.append(one)
+    assert_agree(name, numbers(captured, replayed), numbers(expected, told))
+
+
+# `jit` refuses what these do, in words that tests/test_jit.py asks for.
+REFUSED = (*WAITS, "`rng` in the state", "transformer block, checkpointed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in REFUSED])
+def test_a_jitted_job_has_the_numbers_of_the_eager_one(name):
+    state, step, windows = JOBS[name]("cuda")
+    step = ps.jit(step, donate=0)
+    step(clone(state), windows[0])  # which compiles
+    jitted = trained("cuda", name, lambda _: step)
+    assert_agree(name, jitted, trained("cuda", name))
+
+
+def test_a_step_over_one_rank_of_nccl_is_the_step_alone(tmp_path):
+    name = "3 microbatches"
+    alone = trained("cuda", name)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        ranks = functools.partial(functools.partial, group=dist.group.WORLD)
+        of_ranks = trained("cuda", name, ranks)
+    finally:
+        dist.destroy_process_group()
+    assert_agree(name, of_ranks, alone)

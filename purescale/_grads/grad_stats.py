@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._torch.dtypes import unscaled_dtype, wide_dtype, widest_float
-from .._torch.foreach import cast, flattened, lists_are_right, pieces
+from .._torch.foreach import cast, flattened, is_launch_bound, join, lists_are_right, pieces
 from .._torch.private import listops
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import MAX_INLINE_LEAVES
@@ -30,8 +30,9 @@ class LocalStats(NamedTuple):
 
         The largest magnitude is enough: division is monotone, and inf and NaN stay so.
         """
+        # of what is not negative; torch.isfinite takes four operators
         finite = [
-            torch.isfinite((amax / divisor).to(unscaled_dtype(dtype)))
+            (amax / divisor).to(unscaled_dtype(dtype)) < math.inf
             for dtype, amax in self.amax.items()
         ]
         if not finite:
@@ -167,15 +168,29 @@ def _list_stats(
     amaxes, norms = [], []
     for dtype in dtypes:
         same = [tensor for tensor in tensors if tensor.dtype is dtype]
-        if same[0].is_cpu:
+        if is_launch_bound(same[0]):
+            same = _join_small(same)
+            amax = _at_least_float32(torch.stack(listops.norm(same, math.inf)).amax())
+        else:
             ends = [end for rows in _rows(same) for end in torch.aminmax(rows)]
             amax = _at_least_float32(torch.stack(ends)).abs().amax()
-        else:
-            amax = _at_least_float32(torch.stack(listops.norm(same, math.inf)).amax())
         amaxes.append(amax)
         if p is not None:
             norms.append(_norm_of_list(same, p, amax, divisor))
     return amaxes if p is None else [*amaxes, norm_of_norms(norms, p)]
+
+
+def _join_small(tensors: list[Tensor]) -> list[Tensor]:
+    """Return tensors with the elements of these, small ones joined: in the norm of a list each
+    tensor takes the host as long as a copy of `_JOINED` elements takes an accelerator.
+    """
+    small = [tensor for tensor in tensors if tensor.numel() <= _JOINED]
+    if len(small) < 2:
+        return tensors
+    return [join(small, small), *[tensor for tensor in tensors if tensor.numel() > _JOINED]]
+
+
+_JOINED = 2**18  # elements
 
 
 def _norm_of_list(tensors: list[Tensor], p: float, amax: Tensor, divisor: Tensor) -> Tensor:

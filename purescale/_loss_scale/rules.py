@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -264,7 +263,9 @@ class DynamicScale:
         Reads no tensor value; raises only for the state of another rule.
         """
         found_inf = checked_flag(found_inf, scaler, ScalerState)
-        scale, tolerance = scaler.scale, scaler.hysteresis_tracker
+        # inf and NaN become 0, which the clamp repairs as it repairs what is below 0.
+        scale = scaler.scale.nan_to_num(0.0, 0.0, 0.0)
+        tolerance = scaler.hysteresis_tracker
 
         clean_steps = (scaler.growth_tracker.clamp(0, 2**31 - 2) + 1).masked_fill(found_inf, 0)
         # >= and not ==: growth_interval may be lowered below the count.
@@ -275,8 +276,6 @@ class DynamicScale:
 
         moved = torch.where(interval_reached, scale * self.growth_factor, scale)
         moved = torch.where(back_off, scale * self.backoff_factor, moved)
-        # Repairs inf and NaN, for which the comparison is false; the clamp repairs 0 and less.
-        moved = torch.where(scale < math.inf, moved, self.min_scale)
         return ScalerState(
             scale=moved.clamp(self.min_scale, self.max_scale),
             growth_tracker=clean_steps.masked_fill(interval_reached, 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -93,7 +94,7 @@ class Gradients(NamedTuple):
                 return self._replace(divisor=divisor, factor=None)
         unscaling = torch.ones_like(factor) if divisor is None else divisor
         divisor = (unscaling / factor).to(dtype)
-        fits = torch.isfinite(divisor)
+        fits = divisor < math.inf  # if it is negative the step is skipped
         divisor = torch.where(fits, divisor, unscaling.to(dtype))
         multiplied = self.multiplied(torch.where(fits, 1.0, factor))
         return multiplied._replace(divisor=divisor, factor=None)

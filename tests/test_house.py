@@ -270,7 +270,6 @@ TESTED_WITH = {
     "_optim/opt_state.py": "test_in_state.py",
     "_optim/step_inputs.py": "test_leaves.py",
     "_optim/formula_step.py": "test_formulas.py",
-    "_optim/wrapper.py": "test_stochastic_rounding.py",
     "_reports/printing.py": "test_grad_report.py",
     "_step/agree.py": "test_reduce.py",
     "_step/assemble.py": "test_train_step.py",

@@ -525,6 +525,8 @@ def test_narrow_moments_go_around_parts_without_wrappers_only():
         ValueError, match=r"whose part 'others' is with_master_weights.*Fix: partition\("
     ):
         narrow(made(MOMENTUM, ps.with_master_weights(ADAMW)))
+    with pytest.raises(ValueError, match="whose part 'others' is with_schedule_free"):
+        narrow(made(MOMENTUM, ps.with_schedule_free(ADAMW)))
 
 
 def test_a_part_may_be_stepped_by_an_optimizer_that_offers_step_alone():

@@ -15,6 +15,9 @@ CLASSES = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "betas": (0.0, 0.99)}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.01}),
 }
+PARAMS = {"w": torch.ones(33)}
+SGD = ps.from_torch(torch.optim.SGD, lr=0.1)
+FREE = ps.with_schedule_free(SGD)
 
 
 def reference(cls, settings, start, gradients, beta):
@@ -95,6 +98,23 @@ def test_a_mapped_step_is_a_loop():
     torch.testing.assert_close(mapped, loop)
 
 
+def test_a_backward_goes_through_a_step_of_a_differentiable_optimizer():
+    generator = torch.Generator().manual_seed(0)
+    params, grads = ({"w": torch.randn(33, generator=generator)} for _ in range(2))
+
+    def loss(params, grads, optimizer):
+        return optimizer.step(params, grads, optimizer.init(PARAMS))[0]["w"].square().sum()
+
+    plain, told = (
+        ps.with_schedule_free(ps.from_torch(torch.optim.SGD, lr=0.1, **settings))
+        for settings in ({}, {"differentiable": True})
+    )
+    expected = torch.func.grad(loss, argnums=(0, 1))(params, grads, plain)
+    leaves = [t["w"].clone().requires_grad_() for t in (params, grads)]
+    loss(*({"w": leaf} for leaf in leaves), told).backward()
+    torch.testing.assert_close([leaf.grad for leaf in leaves], [t["w"] for t in expected])
+
+
 def test_half_parameters_are_averaged_in_float32():
     optimizer = ps.with_schedule_free(ps.from_torch(torch.optim.SGD, lr=0.1))
     params = {"w": torch.ones(5, dtype=torch.bfloat16)}
@@ -110,10 +130,32 @@ def test_a_beta_out_of_range_is_refused(beta):
         ps.with_schedule_free(ps.from_torch(torch.optim.SGD, lr=0.1), beta)
 
 
-def test_the_state_of_another_optimizer_has_no_average():
-    sgd = ps.from_torch(torch.optim.SGD, lr=0.1)
-    with pytest.raises(TypeError, match="expected the state of with_schedule_free"):
-        ps.averaged({"w": torch.ones(2)}, sgd.init({"w": torch.ones(2)}))
+FOREIGN = {
+    "of another optimizer": (SGD.init(PARAMS), TypeError, "OptState, expected ScheduleFreeState"),
+    "of no optimizer": ((), TypeError, "opt_state is tuple, expected ScheduleFreeState"),
+    "of other names": (FREE.init({"v": torch.ones(33)}), ValueError, "iterate has another struct"),
+    "of other shapes": (FREE.init({"w": torch.ones(5)}), TypeError, r"\(33,\), opt_state.iterate"),
+    "of other dtypes": (
+        FREE.init({"w": torch.ones(33).double()}),
+        TypeError,
+        "float64.*cast",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_the_state_of_another_is_refused_in_words(kind):
+    state, error, words = FOREIGN[kind]
+    for use in (
+        lambda: FREE.step(PARAMS, PARAMS, state),
+        lambda: ps.maybe_step(FREE, PARAMS, PARAMS, state, found_inf=False),
+        lambda: ps.averaged(PARAMS, state),
+    ):
+        with pytest.raises(error, match=words):
+            use()
+
+
+def test_what_is_no_optimizer_is_refused():
     with pytest.raises(TypeError, match="expected an object with `init` and `step`"):
         ps.with_schedule_free(torch.optim.SGD)
 

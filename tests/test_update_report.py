@@ -293,6 +293,15 @@ def test_under_a_wrapper_it_is_that_of_the_optimizer_within(name, kind, dtype, s
     assert same_bits(ps.wanted_update(optimizer, params, grads, state), expected)
 
 
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_of_schedule_free_it_is_what_a_step_adds_in_float64(name):
+    optimizer = ps.with_schedule_free(made(name))
+    params, grads, state = begun(optimizer, torch.float64)
+    new, _ = optimizer.step(params, grads, state)
+    added = {n: new[n] - p for n, p in params.items()}
+    assert_close(ps.wanted_update(optimizer, params, grads, state), added, rtol=1e-9, atol=1e-15)
+
+
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_masters_hold_what_is_wanted_and_half_weights_do_not(kind):
     optimizer = WRAPPERS[kind](made(lr=1e-4, weight_decay=0.0))

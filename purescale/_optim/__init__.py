@@ -10,8 +10,8 @@ torch_optim     from_torch: a class of torch.optim. Its settings: settings, in_s
                 formula (formula_step, formulas); of a user's class its own (class_step)
 from_formula    an optimizer from the mathematics of one leaf
 partition       several optimizers, one for each kind of parameter
-wrapper         an optimizer around another: master_weights, stochastic_rounding, state_dtype
-schedule_free   an optimizer around another that keeps an average; it only calls `init` and `step`
+wrapper         an optimizer around another: master_weights, stochastic_rounding, state_dtype,
+                schedule_free
 
 Entry: `torch_optim.from_torch`, `from_formula.from_formula`; a step calls `updater.as_updater`.
 Takes gradients that are still scaled, as `Gradients`; hands on new parameters and a new state.

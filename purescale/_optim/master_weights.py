@@ -12,7 +12,7 @@ from torch import Tensor
 from .._optim.opt_state import Tensors, is_wrapped
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.wrapper import Wrapper, checked_state, on_shards
+from .._optim.wrapper import Wrapper, checked_state, leaves_by_param, on_shards
 from .._torch import foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
@@ -295,13 +295,7 @@ def _checked(
     belong to them.
     """
     state = checked_state(opt_state, MasterState)
-    try:
-        leaves = structure.flatten_up_to(state.rest)
-    except (ValueError, KeyError):
-        raise ValueError(
-            "opt_state.rest has another structure than params. Likely cause: the state of other "
-            "parameters. Fix: `opt_state = optimizer.init(params)` for these params."
-        ) from None
+    leaves = leaves_by_param("rest", state.rest, structure)
     for name, param, rest in zip(names, params, leaves, strict=True):
         if not _is_rest_of(param, rest):
             raise TypeError(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._optim.opt_state import Tensors
 from .._optim.protocol import Optimizer
-from .._optim.updater import as_updater
+from .._optim.step_inputs import StepInputs
+from .._optim.wrapper import Wrapper, checked_state, leaves_by_param
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype, widest_float
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
+from .._tree.leaves import describe, same_metadata
 from .._tree.scalars import real
-from .._tree.tree import Tree, TreeT
+from .._tree.tree import Leaves, Tree, TreeT
 
 
 @document_fields
@@ -58,7 +61,8 @@ def with_schedule_free(optimizer: Optimizer, beta: float = 0.9) -> ScheduleFreeO
 
     Raises:
         ValueError: `beta` is out of range.
-        TypeError: `optimizer` has no `init` and `step`.
+        TypeError: `optimizer` has no `init` and `step`; from `step`, if the state is of another
+            optimizer or of parameters of other shapes or dtypes.
 
     Example:
         >>> import torch
@@ -79,17 +83,15 @@ def with_schedule_free(optimizer: Optimizer, beta: float = 0.9) -> ScheduleFreeO
     return ScheduleFreeOptimizer(optimizer, beta)
 
 
-class ScheduleFreeOptimizer:
+class ScheduleFreeOptimizer(Wrapper):
     """An optimizer whose gradients are taken near an average; made by `with_schedule_free`."""
 
-    def __init__(self, optimizer: Optimizer, beta: float) -> None:
-        self.optimizer, self.beta = optimizer, beta
-        inner = as_updater(optimizer)
-        self.differentiable, self.may_add_slots = inner.differentiable, inner.may_add_slots
-        self.wide_grads = inner.wide_grads
+    made_by = "with_schedule_free"
+    rounds = widens_params = False
 
-    def __repr__(self) -> str:
-        return f"with_schedule_free({self.optimizer!r}, beta={self.beta})"
+    def __init__(self, optimizer: Optimizer, beta: float) -> None:
+        super().__init__(optimizer, beta)
+        self._beta = beta
 
     def init(self, params: Tree) -> ScheduleFreeState:
         """Return the state before the first step, at which x, y and z are the parameters."""
@@ -98,34 +100,33 @@ class ScheduleFreeOptimizer:
             self.optimizer.init(params),
             _tree.clone(params),
             torch.zeros((), dtype=torch.int64, device=device),
-            torch.full((), self.beta, dtype=widest_float(device), device=device),
+            torch.full((), self._beta, dtype=widest_float(device), device=device),
         )
 
-    @outside_autocast()
-    def step(self, params: Tree, grads: Tree, opt_state: ScheduleFreeState) -> tuple[Tree, Any]:
-        """Return parameters and state after one step."""
-        iterate, inner = self.optimizer.step(opt_state.iterate, grads, opt_state.inner)
-        applied = opt_state.applied + 1
+    def check(self, inputs: StepInputs) -> None:
+        """Refuse a state without the iterate of these parameters, and what the inner optimizer
+        refuses.
+        """
+        _iterate_of(inputs.trees[0], inputs.opt_state)
+        super().check(inputs)
 
-        def mixed(y: Tensor, old: Tensor, new: Tensor, grad: Any) -> Tensor:
-            if grad is None:
-                return y.clone()
-            x, z = _average(y, old, opt_state.beta), new.to(wide_dtype(new.dtype))
+    def decode(self, inputs: StepInputs) -> StepInputs:
+        """Return the step's inputs with a copy of the iterate in place of the parameters."""
+        iterate = inputs.named(inputs.opt_state.iterate)
+        copies = {name: iterate[name].clone() for name in inputs.params}
+        return inputs.with_params(copies, inputs.opt_state.inner)
+
+    def encode(self, inputs: StepInputs, params: Tensors, state: Tree) -> tuple[Tensors, Tree]:
+        """Average the new iterate in, and mix both. `params` are the iterate after the step."""
+        _, iterate, applied, beta = inputs.opt_state
+        old, applied, stepped = inputs.named(iterate), applied + 1, set(inputs.grad_names)
+        mixed = {}
+        for name, y in inputs.params.items():
+            x, z = _average(y, old[name], beta), params[name].to(wide_dtype(y.dtype))
             x = x + (z - x) / applied
-            return (z + opt_state.beta * (x - z)).to(y.dtype)
-
-        leaves, structure = _tree.flatten(params)
-        rows = zip(
-            leaves,
-            structure.flatten_up_to(opt_state.iterate),
-            structure.flatten_up_to(iterate),
-            structure.flatten_up_to(grads),
-            strict=True,
-        )
-        new = [None if row[0] is None else mixed(*row) for row in rows]
-        return structure.unflatten(new), ScheduleFreeState(
-            inner, iterate, applied, opt_state.beta.clone()
-        )
+            mixed[name] = (z + beta * (x - z)).to(y.dtype) if name in stepped else y.clone()
+        iterate = inputs.params_tree(params)
+        return mixed, ScheduleFreeState(state, iterate, applied, beta.clone())
 
 
 def _average(y: Tensor, z: Tensor, beta: Tensor) -> Tensor:
@@ -133,6 +134,22 @@ def _average(y: Tensor, z: Tensor, beta: Tensor) -> Tensor:
     wide = wide_dtype(y.dtype)
     y, z = y.to(wide), z.to(wide)
     return z + (y - z) / beta
+
+
+def _iterate_of(params: Tree, opt_state: Tree) -> Leaves:
+    """Return the leaves of the iterate, or refuse a state that is not of these parameters."""
+    state = checked_state(opt_state, ScheduleFreeState)
+    leaves, structure = _tree.flatten(params)
+    iterate = leaves_by_param("iterate", state.iterate, structure)
+    for index, (y, z) in enumerate(zip(leaves, iterate, strict=True)):
+        if not same_metadata(y, z):
+            raise TypeError(
+                f"{_tree.path(params, 'params', index)} is {describe(y)}, opt_state.iterate there "
+                f"{describe(z)}; expected one shape, dtype and device. Likely cause: the state of "
+                "other parameters, or parameters that were cast after `init`. Fix: `opt_state = "
+                "optimizer.init(params)`."
+            )
+    return iterate
 
 
 @outside_autocast()
@@ -148,7 +165,9 @@ def averaged(params: TreeT, opt_state: ScheduleFreeState) -> TreeT:
         A tree like `params`, in fresh memory.
 
     Raises:
-        TypeError: `opt_state` is the state of another optimizer.
+        TypeError: `opt_state` is the state of another optimizer, or of parameters of other shapes
+            or dtypes.
+        ValueError: It is the state of other parameters.
 
     Example:
         >>> import torch
@@ -160,11 +179,11 @@ def averaged(params: TreeT, opt_state: ScheduleFreeState) -> TreeT:
 
     Source of the rule: Defazio et al. (2024); `schedule_free_eval_params` of optax.contrib.
     """
-    if not isinstance(opt_state, ScheduleFreeState):
-        raise TypeError(
-            f"opt_state is {type(opt_state).__name__}; expected the state of with_schedule_free. "
-            "Fix: `averaged(state.params, state.opt_state)`."
-        )
-    return _tree.map(
-        lambda y, z: _average(y, z, opt_state.beta).to(y.dtype).clone(), params, opt_state.iterate
+    leaves, structure = _tree.flatten(params)
+    iterate = _iterate_of(params, opt_state)
+    return structure.unflatten(
+        [
+            None if y is None else _average(y, z, opt_state.beta).to(y.dtype).clone()
+            for y, z in zip(leaves, iterate, strict=True)
+        ]
     )

@@ -46,6 +46,10 @@ class Updater:
         self.check(inputs)
         return inputs.restore(*self.apply_step(inputs, self.current_settings(inputs.opt_state)))
 
+    def grad_mode(self) -> torch.set_grad_enabled:
+        """Return a context that records a graph only if a derivative may go through the step."""
+        return torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable))
+
     def check(self, inputs: StepInputs) -> None:
         """Refuse parameters and a state that do not belong together, before any work."""
 
@@ -79,8 +83,7 @@ class Updater:
             inputs = inputs._replace(grads=inputs.grads.zeroed(skip))
         new = self.apply_step(inputs, current)
         old = old[0], after_skip(old[1], in_place=in_place)
-        keeps_graph = self.differentiable or traced()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and keeps_graph):
+        with self.grad_mode():
             before, after, structure = _tree.matching_leaves(old, new, "old", "new")
             return structure.unflatten(select_masked(skip, before, after, in_place=in_place))
 
@@ -120,7 +123,7 @@ class CalledOptimizer(Updater):
         inputs = inputs.unscaled(wide=self.wide_grads)
         old = inputs.trees
         trees = old[0], inputs.params_tree(inputs.local_grads), old[1]
-        with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
+        with self.grad_mode():
             stepped = self.optimizer.step(*trees)
             before, after = (old[0], stepped[0]) if self.may_add_slots else (old, stepped)
             _tree.matching_leaves(before, after, "old", "new")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,20 +19,25 @@ from .._torch.tracing import is_differentiated, traced
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.states import select_masked
-from .._tree.tree import Leaves, Tree
+from .._tree.tree import Leaves, Tree, TreeDef
 
 # The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,
 # depending on class and wrapper: at most 64 MiB in all.
 PIECE_NUMEL = 2**20
+# The fields of a state that are cut with the parameters: by name in an OptState, else a tree like
+# these.
+BY_PARAM = ("slots", "rest", "iterate")
 
 
 class Wrapper(Updater):
-    """The base of optimizers around others, which store parameters and state in a form of their
-    own. A subclass has `init`, `decode` and its inverse `encode`.
+    """The base of optimizers around others, whose parameters and state have another form. A
+    subclass has `init`, `decode` and its inverse `encode`. Its state has the inner one as `inner`;
+    its fields with something for each parameter are in `BY_PARAM`.
     """
 
     made_by: str  # the public function that makes it
-    differentiable = False  # a rounded result has no derivative
+    # True if `encode` rounds what the inner optimizer returns, which has no derivative then.
+    rounds = True
     # True if the inner optimizer steps half parameters in float32.
     widens_params = True
 
@@ -47,6 +52,7 @@ class Wrapper(Updater):
                     "the two, `with_master_weights` (exact) or `with_stochastic_rounding` (no "
                     "memory)."
                 )
+        self.differentiable = self.updater.differentiable and not self.rounds
         self.elementwise = self.updater.elementwise
         self.calls_step = self.updater.calls_step
         self.may_add_slots = self.updater.may_add_slots
@@ -98,7 +104,7 @@ class Wrapper(Updater):
 
     def current_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the inner optimizer's step."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and traced()):
+        with self.grad_mode():
             return self.updater.current_settings(self.inner_state(opt_state))
 
     def apply_step(self, inputs: StepInputs, current: Any) -> tuple[Tree, Tree]:
@@ -111,8 +117,8 @@ class Wrapper(Updater):
         """Return the step of a large model piece by piece, which bounds the memory for what is
         decoded.
         """
-        can_be_cut = isinstance(without_wrappers(inputs.opt_state), OptState)
-        if not can_be_cut or self.calls_step or torch.compiler.is_compiling():
+        whole = self.calls_step or self.differentiable or torch.compiler.is_compiling()
+        if whole or not isinstance(without_wrappers(inputs.opt_state), OptState):
             return super().apply_step_unless(skip, inputs, current, in_place=in_place)
 
         def step(inner: StepInputs) -> tuple[Tree, Tree]:
@@ -143,10 +149,10 @@ class Wrapper(Updater):
         returned.
         """
         inputs = inputs.unscaled(wide=self.wide_grads)
-        if traced():
+        if self.rounds and traced():
             leaves = _tree.flatten(inputs.trees)[0]
             self._reject_derivatives([*leaves, *inputs.grads.tensors])
-        with torch.set_grad_enabled(torch.is_grad_enabled() and traced()):
+        with self.grad_mode():
             params, state = stepped = step(self.decode(inputs))
             encoded, state = self.encode(inputs, inputs.named(params), state)
         return (inputs.params_tree(encoded), state), _tree.flatten(stepped)[0]
@@ -176,11 +182,11 @@ class Wrapper(Updater):
         grads, positions = inputs.local_grads, inputs.all_positions
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True)
         for cut in cuts:
-            of_piece = [_cut(grads.get(name), params[name], span) for name, span in cut.items()]
+            of_piece = {name: _cut(grads.get(name), params[name], cut[name]) for name in cut}
             yield StepInputs.of_dict(
-                _cut_each(params, params, cut),
-                inputs.grads.with_tensors_of(as_gradients(of_piece)),
-                _state_of(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
+                {name: _cut(params[name], params[name], span) for name, span in cut.items()},
+                inputs.grads.with_tensors_of(as_gradients(list(of_piece.values()))),
+                _cut_state(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
                 positions={
                     name: positions[name]._replace(start=positions[name].start + span.start)
                     for name, span in cut.items()
@@ -192,11 +198,10 @@ def _wrappers_in(optimizer: Any) -> Iterator[Wrapper]:
     """Yield the wrappers in an optimizer, itself and those in parts of a partition too."""
     if isinstance(optimizer, Wrapper):
         yield optimizer
+        yield from _wrappers_in(optimizer.optimizer)
     if isinstance(optimizer, PartitionOptimizer):
         for part in optimizer.optimizers.values():
             yield from _wrappers_in(part)
-    elif hasattr(optimizer, "optimizer"):  # with_schedule_free has one too
-        yield from _wrappers_in(optimizer.optimizer)
 
 
 Cut = dict[str, slice]  # the elements of each parameter in a piece
@@ -225,11 +230,6 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
     return cuts
 
 
-def _cut_each(values: Mapping[str, Any], params: dict[str, Tensor], cut: Cut) -> dict[str, Any]:
-    """Return what a piece has of these values of parameters, by name."""
-    return {name: _cut(values[name], params[name], span) for name, span in cut.items()}
-
-
 def _cut(value: Any, param: Tensor, span: slice) -> Any:
     """Return this part of a tensor that belongs to a parameter. A tensor of another shape, such as
     a step count, belongs to the last part; the other parts get copies.
@@ -243,20 +243,20 @@ def _cut(value: Any, param: Tensor, span: slice) -> Any:
     return value if span.stop == param.numel() else value.clone()
 
 
-def _state_of(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree:
+def _cut_state(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree:
     """Return what a piece has of an optimizer's state. Numbers of the whole state belong to the
     last piece; the other pieces get copies.
     """
-    parts = {}
+    fields = {}
     for field, value in state._asdict().items():
         if field == "inner":
-            parts[field] = _state_of(value, inputs, cut, last=last)
-        elif field in ("slots", "rest"):
-            named = inputs.named(value) if field == "rest" else value
-            parts[field] = _cut_each(named, inputs.params, cut)
+            fields[field] = _cut_state(value, inputs, cut, last=last)
+        elif field in BY_PARAM:
+            named = value if isinstance(state, OptState) else inputs.named(value)
+            fields[field] = {n: _cut(named[n], inputs.params[n], span) for n, span in cut.items()}
         else:
-            parts[field] = value if last else _tree.clone(value)
-    return type(state)(**parts)
+            fields[field] = value if last else _tree.clone(value)
+    return type(state)(**fields)
 
 
 def _off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
@@ -302,3 +302,16 @@ def checked_state(state: Tree, kind: type) -> Tree:
             "the last step returned; for a TrainState `state.opt_state`."
         )
     return state
+
+
+def leaves_by_param(field: str, tree: Tree, structure: TreeDef) -> Leaves:
+    """Return the leaves of this field of a state in the order of the parameters, or refuse another
+    structure than theirs.
+    """
+    try:
+        return structure.flatten_up_to(tree)
+    except (ValueError, KeyError):
+        raise ValueError(
+            f"opt_state.{field} has another structure than params. Likely cause: the state of "
+            "other parameters. Fix: `opt_state = optimizer.init(params)` for these params."
+        ) from None

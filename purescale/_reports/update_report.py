@@ -17,7 +17,7 @@ from .._optim.updater import CalledOptimizer, as_updater
 from .._optim.wrapper import Wrapper
 from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch.autocast import outside_autocast
-from .._torch.dtensor import from_local_like, full_tensor
+from .._torch.dtensor import from_local_like, full_tensor, shard
 from .._torch.dtypes import widest_float
 from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
@@ -187,7 +187,7 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
     `update_report(old, new, wanted)`.
 
     Args:
-        optimizer: Any optimizer. Wrappers round, so the update is that of the innermost optimizer;
+        optimizer: Any optimizer. For wrappers that round it is the update of the optimizer within;
             a `partition` has that of each part. One that computes in half itself, as Muon does,
             does so here too.
         params: The parameters before the step. Nothing is changed.
@@ -230,7 +230,15 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
 def _wanted(optimizer: Any, inputs: StepInputs) -> dict[str, Any]:
     """Return the update of each parameter by name, as a DTensor for one."""
     if isinstance(optimizer, Wrapper):
-        return _wanted(optimizer.updater, optimizer.decode(inputs))
+        inner = optimizer.decode(inputs)
+        wanted = _wanted(optimizer.updater, inner)
+        if optimizer.rounds:
+            return wanted
+        old = {name: _wide(param) for name, param in inputs.params.items()}
+        stepped = {name: _wide(inner.params[name]) + shard(u) for name, u in wanted.items()}
+        wide = inputs.with_params(old, inputs.opt_state)
+        new = optimizer.encode(wide, stepped, inner.opt_state)[0]
+        return {name: from_local_like(u, new[name] - old[name]) for name, u in wanted.items()}
     if isinstance(optimizer, PartitionOptimizer):
         updates: dict[str, Any] = {}
         for key, part in optimizer.split(inputs).items():

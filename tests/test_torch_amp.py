@@ -682,6 +682,28 @@ def test_a_narrow_state_is_given_back_in_the_dtype_of_torch():
     live.train(batches(2))
 
 
+@pytest.mark.parametrize("around", [lambda free: free, ps.with_master_weights])
+def test_an_iterate_that_torch_has_no_place_for_is_refused_before_anything_is_written(around):
+    live = job("AdamW")
+    live.train(batches(3))
+    _, inner, rule, state = torch_amp.take_over(*live.all)
+    optimizer = around(ps.with_schedule_free(inner))
+    state = state._replace(
+        params={name: p + 1 for name, p in state.params.items()},
+        opt_state=optimizer.init(state.params),
+    )
+    before = copy.deepcopy((live.model.state_dict(), live.optimizer.state_dict()))
+    for back in (
+        lambda: torch_amp.give_back(state, optimizer, rule, *live.all),
+        lambda: ps.to_torch_optimizer(state.opt_state, optimizer, live.optimizer, live.model),
+    ):
+        with pytest.raises(ValueError, match=r"with_schedule_free.*averaged\(params, opt_state\)"):
+            back()
+    after = live.model.state_dict(), live.optimizer.state_dict()
+    assert same_bits(*(dict(model) for model, _ in (before, after)))
+    assert same_bits(before[1]["state"], after[1]["state"])
+
+
 def test_half_parameters_without_masters_are_stepped_as_torch_does():
     def half_job():
         torch.manual_seed(1)

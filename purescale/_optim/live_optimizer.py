@@ -17,9 +17,11 @@ from .._optim.in_state import common_value, item_of, map_numbers
 from .._optim.opt_state import OptState, without_wrappers
 from .._optim.partition import PartitionOptimizer
 from .._optim.schedule import ScheduleBy
+from .._optim.schedule_free import ScheduleFreeOptimizer
 from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerSettings, ParamGroup
 from .._optim.torch_optim import TorchOptimizer, from_torch
 from .._optim.torch_state_dict import state_dict
+from .._optim.wrapper import Wrapper
 from .._tree.tree import Tree, join_names
 
 
@@ -87,7 +89,8 @@ def to_torch_optimizer(
 
     Args:
         opt_state: The state that the last step returned. It is not changed.
-        optimizer: The optimizer of `from_torch_optimizer`, or a wrapper of it.
+        optimizer: The optimizer of `from_torch_optimizer`, or a wrapper of it that is not
+            `with_schedule_free`.
         torch_optimizer: The live optimizer.
         model: The model whose parameters it steps.
 
@@ -258,7 +261,13 @@ def _template(torch_optimizer: torch.optim.Optimizer, settings: Mapping[str, Any
 def check_innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tuple[Any, OptState]:
     """Return the innermost optimizer and its state, checked to fit `torch_optimizer`."""
     inner = optimizer
-    while hasattr(inner, "optimizer"):
+    while isinstance(inner, Wrapper):
+        if isinstance(inner, ScheduleFreeOptimizer):
+            raise ValueError(
+                "the optimizer is of with_schedule_free, whose iterate and average no optimizer of "
+                "torch has. Fix: to evaluate or to end the run, `load_into(model, "
+                "averaged(params, opt_state), buffers)`."
+            )
         inner = inner.optimizer
     if not isinstance(inner, (TorchOptimizer, PartitionOptimizer)):
         raise TypeError(

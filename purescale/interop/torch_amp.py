@@ -316,8 +316,8 @@ def give_back(
 
     Args:
         state: The state that the last `train_step` returned. It is not changed.
-        optimizer: The optimizer from `take_over`, or a wrapper of it. From `with_master_weights`
-            the model gets the float32 masters.
+        optimizer: The optimizer from `take_over`, or a wrapper of it that is not
+            `with_schedule_free`. From `with_master_weights` the model gets the float32 masters.
         rule: The rule from `take_over`.
         model: The live model that `take_over` was given.
         torch_optimizer: The live optimizer that `take_over` was given.

@@ -9,13 +9,7 @@ from torch import Tensor
 
 from .._optim.opt_state import are_parts, scalars_of
 from .._optim.protocol import Optimizer
-from .._optim.step_inputs import (
-    StepInputs,
-    flatten_step,
-    flatten_together,
-    named_params,
-    step_inputs,
-)
+from .._optim.step_inputs import StepInputs, flatten_step, named_params
 from .._optim.updater import Updater, as_updater, check_optimizer
 from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import TensorList
@@ -158,8 +152,7 @@ class PartitionOptimizer(Updater):
         else:
             key = self._cache_key, *inputs.params
             members = inputs.param_list.cached(key, lambda: self._members(inputs.params))
-        likes = () if targets is not None or inputs.grads is None else inputs.grads.likes
-        if targets is None and any_dtensor([*inputs.params.values(), *likes]):
+        if targets is None and any_dtensor([*inputs.params.values(), *inputs.grads.likes]):
             return {
                 key: _part_of_dtensors(inputs, members[key], part, opt_state[key])
                 for key, part in self.parts.items()
@@ -231,9 +224,9 @@ def _part(
     param_list, grads, targets = inputs.param_list.picked(members), inputs.grads, None
     if slots is not None:
         targets = inputs.targets.picked((*members, *slots))  # type: ignore[union-attr]
-    if grads is not None and grads.dense_real:
+    if grads.dense_real:
         grads = grads.picked(members)
-    elif grads is not None:
+    else:
         tensors = dict(zip(inputs.grad_names, grads.tensors, strict=True))
         likes = dict(zip(inputs.names, grads.likes, strict=True))
         tensor_list = TensorList([tensors[name] for name in names if name in tensors])
@@ -247,7 +240,5 @@ def _part_of_dtensors(
 ) -> StepInputs:
     """Return the inputs of one part with DTensors, flattened for its own optimizer."""
     part = _part(inputs, members, opt_state, None)
-    if part.grads is None:
-        return step_inputs(optimizer, *flatten_together([part.params], opt_state))
     part = flatten_step(optimizer, part.params, part.params_tree(part.local_grads), opt_state)
     return part._replace(grads=inputs.grads.with_tensors_of(part.grads)._replace(owned=False))

@@ -42,7 +42,7 @@ class StepInputs(NamedTuple):
     structure: TreeDef  # of the parameters
     names: list[str]  # of the leaves of this structure
     params: dict[str, Tensor]  # by dotted name; a leaf that is None has no entry
-    grads: Any  # `Gradients`, in the order of `names`; None while they are still to be made
+    grads: Gradients  # in the order of `names`; each None while they are still to be made
     opt_state: Tree
     param_list: TensorList  # of `params`
     # the parameters, then the slots of an OptState, or all tensors of any other state; None unless
@@ -56,7 +56,7 @@ class StepInputs(NamedTuple):
     def of_dict(
         cls,
         params: dict[str, Tensor],
-        grads: Gradients | None,
+        grads: Gradients,
         opt_state: Tree,
         param_list: TensorList | None = None,
         **others: Any,
@@ -166,9 +166,9 @@ def step_inputs(
     graph, and shards of a parameter that the optimizer needs as a whole. `grads=None` means that
     the gradients are still to be made.
     """
-    dense_off_graph = params.tensor_list.dense_off_graph and opt_state.tensor_list.dense_off_graph
-    if grads is not None:
-        dense_off_graph = dense_off_graph and grads.tensor_list.dense_off_graph
+    lists = [tree.tensor_list for tree in (params, opt_state, grads) if tree is not None]
+    dense_off_graph = all([some.dense_off_graph for some in lists])
+    grad_leaves = [None] * len(params.leaves) if grads is None else grads.leaves
     if not optimizer.differentiable:
         end_graph()
     if not (optimizer.differentiable or dense_off_graph):
@@ -180,17 +180,18 @@ def step_inputs(
             state_list = state_list.part(1, 1 + sum(map(len, state.slots.values())))
         targets = params.tensor_list.joined(state_list)
         named = _by_name(names, params.leaves)
-        gradients = None if grads is None else Gradients(grads.tensor_list, grads.leaves, True)
+        grad_list = TensorList([]) if grads is None else grads.tensor_list
+        gradients = Gradients(grad_list, grad_leaves, dense_real=grads is not None)
         inputs = StepInputs(structure, names, named, gradients, state, params.tensor_list, targets)
     else:
-        inputs = _flatten_unknown(optimizer, params, names, grads and grads.leaves, state)
+        inputs = _flatten_unknown(optimizer, params, names, grad_leaves, state)
     if len(inputs.params) < len(names):
         _tree.check_names(names)
     return inputs
 
 
 def _flatten_unknown(
-    optimizer: Any, params: FlatTree, names: list[str], gradients: Any, opt_state: Tree
+    optimizer: Any, params: FlatTree, names: list[str], grads: Leaves, opt_state: Tree
 ) -> StepInputs:
     """Return the inputs of a step over tensors of any kind."""
     leaves = [  # torch's kernels ignore lazy negation
@@ -200,17 +201,15 @@ def _flatten_unknown(
         for leaf in params.leaves
     ]
     dtensors = None
-    sharded = dtensor.any_dtensor([*leaves, *(gradients or [])])
+    sharded = dtensor.any_dtensor([*leaves, *grads])
     if sharded and optimizer.elementwise is not None:
-        _check_shards(optimizer, params.tree, names, leaves, gradients, opt_state)
+        _check_shards(optimizer, params.tree, names, leaves, grads, opt_state)
         dtensors = params.structure.unflatten(leaves), opt_state
-        if gradients is not None:
-            gradients = list(map(dtensor.redistribute_like, gradients, leaves))
+        grads = list(map(dtensor.redistribute_like, grads, leaves))
         shard = functools.partial(dtensor.shard, on_graph=optimizer.differentiable)
         leaves, opt_state = list(map(shard, leaves)), _tree.map(shard, opt_state)
     named = _by_name(names, leaves)
-    gradients = None if gradients is None else as_gradients(gradients)
-    structure, param_list = params.structure, _list_of(named)
+    gradients, structure, param_list = as_gradients(grads), params.structure, _list_of(named)
     return StepInputs(structure, names, named, gradients, opt_state, param_list, dtensors=dtensors)
 
 
@@ -219,12 +218,11 @@ def _check_shards(
     tree: Tree,
     names: list[str],
     leaves: Leaves,
-    gradients: Leaves | None,
+    grads: Leaves,
     opt_state: Tree,
 ) -> None:
     """Refuse DTensors whose shards this optimizer cannot step."""
-    gradients = gradients or [None] * len(leaves)
-    for index, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
+    for index, (leaf, gradient) in enumerate(zip(leaves, grads, strict=True)):
         if gradient is not None and (reason := dtensor.placement_mismatch(gradient, leaf)):
             raise ValueError(f"{_tree.path(tree, 'grads', index)} {reason}")
         if not dtensor.is_dtensor(leaf):

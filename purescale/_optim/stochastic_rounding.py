@@ -219,7 +219,8 @@ def with_stochastic_rounding(optimizer: Optimizer, seed: int = 0) -> RoundingOpt
     parameter.
 
     A skipped step does not advance the dice. Ranks that hold the same parameters round alike, and a
-    shard of a DTensor gets the dice of its place in the whole.
+    shard of a DTensor gets the dice of its place in the whole. So do two parts of a `partition`
+    with one seed, parameter by parameter: give each part its own, or put this around the partition.
 
     Args:
         optimizer: Any optimizer. It steps half parameters in float32, with float32 state

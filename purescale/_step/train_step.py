@@ -111,7 +111,7 @@ def train_step(
             number of samples or tokens: a number or a 0-d tensor, not negative. By default all
             weights are equal; a microbatch of weight 0 is ignored. All weights are asked for before
             the first backward, so if an entry is a function, `weight_fn` receives that function,
-            not its microbatch.
+            not its microbatch. `rng` in the state is for `loss_fn` and for such functions.
         max_norm, clip_value, norm_type: As in `clip_by_global_norm` and `clip_by_value`, for the
             averaged, unscaled gradients.
         on_nonfinite: `"drop_window"` skips the step if a microbatch overflows, and

@@ -351,23 +351,27 @@ def window_flags(window: WindowResult, overflow: Tensor, options: StepOptions) -
     if window.totals is None:
         retryable = overflow & torch.isfinite(window.loss) if options.max_retries else overflow
         return WindowFlags(overflow, overflow, retryable, overflow)
-    number = _Totals(*window.totals.unbind()).overflowed.to(torch.int64)
     has = _Totals(*(window.totals > 0).unbind())
+    num_overflows = _Totals(*window.totals.unbind()).overflowed.to(torch.int64)
     if window.leaves_out_overflows:
-        return WindowFlags(has.overflowed, ~has.good | overflow, has.finite_overflowed, number)
+        skip = ~has.good | overflow
+        return WindowFlags(has.overflowed, skip, has.finite_overflowed, num_overflows)
     skip = has.invalid | has.overflowed | ~has.good | overflow
     overflow = overflow & has.weight
-    number, overflow = number + overflow, has.overflowed | overflow
-    return WindowFlags(overflow, skip, overflow & ~(has.diverged | has.invalid), number)
+    num_overflows, overflow = num_overflows + overflow, has.overflowed | overflow
+    return WindowFlags(overflow, skip, overflow & ~(has.diverged | has.invalid), num_overflows)
 
 
 class _Totals(NamedTuple):
-    """Sums over the microbatches of a window, or flags that are True if they are above 0."""
+    """Sums over the microbatches of a window, or flags that are True if they are above 0. Good ones
+    count, by a weight that is valid and above 0, and did not overflow.
+    """
 
-    good_weight: Any  # the weight of those that count and did not overflow
-    weight: Any  # of those that count
-    good: Any
-    invalid: Any
+    good_weight: Any  # the weight of the good ones
+    weight: Any  # of all that count
+    number: Any  # of all microbatches
+    good: Any  # the number of the good ones
+    invalid: Any  # of those with an invalid weight
     overflowed: Any
     finite_overflowed: Any  # overflowed, with a finite loss
     diverged: Any  # with a loss that is not finite
@@ -382,63 +386,66 @@ def _window_result(
 ) -> WindowResult:
     """Return the mean and what losses and overflows tell; with a group this is of all ranks."""
     options, weight, scale = mean.options, mean.weights.vector, mean.scale
-    size, group, loss = options.window_size, options.group, losses[0]
-    wide, dtype = widest_float(scale.device), loss.dtype
-    totals = rank_divisor = fraction = None
-    if size is not None and (group is not None or size != len(losses)):
-        fraction = torch.full((), len(losses) / size, dtype=wide, device=scale.device)
+    loss, totals, rank_divisor = losses[0], None, None
     if weight is not None:
-        totals, means = _totals(weight, torch.stack(losses), mean.overflows)
-        own_weights = totals[:2]
-        if group is not None:
-            totals, means, fraction = _over_ranks(totals, means, fraction, group)
-        total, loss = _Totals(*totals.unbind()), means[1]
-        if options.on_nonfinite == "drop_microbatch":
-            # If all were dropped, the loss of all of them shows why.
-            loss = torch.where(total.good > 0, means[0], loss)
-            if size is not None:
-                kept = total.good_weight / torch.where(total.weight > 0, total.weight, 1)
-                kept = torch.where(total.good > 0, kept, 1)
-                fraction = kept if fraction is None else kept * fraction
-        if group is not None:
-            own, of_all = own_weights[1], total.weight
-            if options.on_nonfinite == "drop_microbatch":
-                own, of_all = own_weights[0], total.good_weight
-            rank_divisor = mean_divisor(own, of_all)
+        drops = options.on_nonfinite == "drop_microbatch"
+        own, means = _totals(weight, torch.stack(losses), mean.overflows)
+        totals = own
+        if options.group is not None:
+            totals, means = _over_ranks(own, means, options.group)
+            in_mean = 0 if drops else 1  # the index of `good_weight` or `weight`
+            rank_divisor = mean_divisor(own[in_mean], totals[in_mean])
+        # If all were dropped, the loss of all of them shows why.
+        loss = torch.where(totals[0] > 0, means[0], means[1]) if drops else means[1]
     elif not mean.is_single:
-        loss = torch.stack(losses).mean(dtype=wide).to(dtype)
-    loss = (loss if fraction is None else loss * fraction).to(dtype)
+        loss = torch.stack(losses).mean(dtype=widest_float(scale.device)).to(loss.dtype)
+    fraction = _window_fraction(options, totals, len(losses), scale.device)
+    loss = (loss if fraction is None else loss * fraction).to(losses[0].dtype)
     grads = mean.result() if reduction is None else as_gradients([], scale, owned=True)
     return WindowResult(grads, loss, buffers, aux, reduction, totals, rank_divisor, fraction)
 
 
 def _totals(weight: Tensor, loss: Tensor, overflows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return `_Totals` as one tensor and two mean losses: of those that count and did not overflow,
-    and of all that count.
+    """Return `_Totals` as one tensor, and the mean losses of the good ones and of all that
+    count.
     """
     invalid = ~is_weight(weight)
     is_counted = ~invalid & (weight > 0)
-    overflow = torch.zeros_like(is_counted)
-    if overflows:
-        overflow = torch.stack(overflows) & is_counted
+    overflow = torch.stack(overflows) & is_counted if overflows else torch.zeros_like(is_counted)
     good, finite = is_counted & ~overflow, torch.isfinite(loss)
-    flags = (good, invalid, overflow, overflow & finite, is_counted & ~finite)
-    both = (good, is_counted)
-    weights = [torch.where(flag, weight, 0).sum() for flag in both]
-    means = [(torch.where(flag, loss, 0) * normalized(weight, flag)).sum() for flag in both]
+    weights = [torch.where(flag, weight, 0).sum() for flag in (good, is_counted)]
+    means = [
+        (torch.where(flag, loss, 0) * normalized(weight, flag)).sum() for flag in (good, is_counted)
+    ]
+    flags = torch.ones_like(good), good, invalid, overflow, overflow & finite, is_counted & ~finite
     totals = torch.stack([*weights, *(flag.sum().to(weight.dtype) for flag in flags)])
     return totals, torch.stack(means)
 
 
-def _over_ranks(
-    totals: Tensor, means: Tensor, fraction: Tensor | None, group: Group
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the totals, mean losses and mean window fraction of all ranks, from one reduction."""
+def _over_ranks(totals: Tensor, means: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Return the totals and mean losses of all ranks, from one reduction."""
     weights = totals[:2]
-    row = [totals, torch.where(weights > 0, weights * means, 0)]
-    if fraction is not None:
-        row.append(fraction.reshape(1))
-    reduced = all_reduce(torch.cat(row), "sum", group)
-    totals, weighted, *rest = torch.split(reduced, [part.numel() for part in row])
-    means = weighted / torch.where(totals[:2] > 0, totals[:2], 1)
-    return totals, means, rest[0].squeeze() / dist.get_world_size(group) if rest else None
+    row = torch.cat([totals, torch.where(weights > 0, weights * means, 0)])
+    totals, weighted = torch.split(all_reduce(row, "sum", group), [len(totals), len(means)])
+    return totals, weighted / torch.where(totals[:2] > 0, totals[:2], 1)
+
+
+def _window_fraction(
+    options: StepOptions, totals: Tensor | None, number: int, device: torch.device
+) -> Tensor | None:
+    """Return the part of a full window that is in the mean over all ranks; None for 1. It does not
+    shrink if all microbatches were dropped.
+    """
+    size, group, fraction = options.window_size, options.group, None
+    total = None if totals is None else _Totals(*totals.unbind())
+    if size is None:
+        return None
+    if group is not None and total is not None:
+        fraction = total.number / (size * dist.get_world_size(group))
+    elif size != number:
+        fraction = torch.full((), number / size, dtype=widest_float(device), device=device)
+    if options.on_nonfinite == "drop_microbatch" and total is not None:
+        kept = total.good_weight / torch.where(total.weight > 0, total.weight, 1)
+        kept = torch.where(total.good > 0, kept, 1)
+        fraction = kept if fraction is None else kept * fraction
+    return fraction

@@ -74,8 +74,11 @@ def are_parts(state: Tree) -> bool:
     return type(state) is dict and len(state) > 0 and all(map(is_of_torch, state.values()))
 
 
-def parts_of(state: Tree) -> list[OptState]:
-    """Return the states of torch's classes in one state or a dict of states, else an empty list."""
+def opt_states_of(state: Tree) -> list[OptState]:
+    """Return the states of torch's classes in a state, which may be of wrappers and of a
+    `partition`; an empty list for the state of any other optimizer.
+    """
+    state = without_wrappers(state)
     if are_parts(state):
         return list(state.values())
     return [state] if isinstance(state, OptState) else []

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import (
-    OptState,
     Tensors,
-    are_parts,
     is_wrapped,
-    parts_of,
+    map_opt_states,
+    opt_states_of,
     slots_like,
     values_of,
     without_wrappers,
@@ -180,7 +179,7 @@ class StateDtypeOptimizer(Wrapper):
         """Return the dtype in which the inner optimizer makes each tensor of its state, None for
         what is never cast.
         """
-        if parts_of(without_wrappers(inputs.opt_state)):
+        if opt_states_of(inputs.opt_state):
             params, wide_dtype = inputs.params, super().slot_dtype
             pairs = zip(_paths(inputs.opt_state), slots, strict=True)
             return [
@@ -238,32 +237,28 @@ def _matching(texts: tuple[str, ...], patterns: tuple[str, ...]) -> list[str]:
 
 def _castable(state: Tree) -> Leaves:
     """Return the leaves of a state that may be narrow, in order."""
-    state = without_wrappers(state)
-    parts = parts_of(state)
-    if not parts:
-        return _tree.flatten(state)[0]
-    return [leaf for part in parts for leaf in values_of(part.slots)]
+    if opt_states := opt_states_of(state):
+        return [leaf for each in opt_states for leaf in values_of(each.slots)]
+    return _tree.flatten(without_wrappers(state))[0]
 
 
 def _paths(state: Tree) -> list[tuple[str, ...]]:
     """Return the path of each leaf of `_castable`; for torch's classes parameter and slot."""
-    state = without_wrappers(state)
-    parts = parts_of(state)
-    if not parts:
-        return _tree.keys(state)
-    return [(name, key) for part in parts for name, entry in part.slots.items() for key in entry]
+    if not (opt_states := opt_states_of(state)):
+        return _tree.keys(without_wrappers(state))
+    return [(n, key) for each in opt_states for n, entry in each.slots.items() for key in entry]
 
 
 def _with_castable(state: Tree, leaves: Iterable[Any]) -> Tree:
     """Return the state with other leaves in place of `_castable`."""
     if is_wrapped(state):
         return state._replace(inner=_with_castable(state.inner, leaves))
-    if isinstance(state, OptState):
-        return state._replace(slots=slots_like(state.slots, leaves))
-    if not are_parts(state):
+    if not opt_states_of(state):
         return _tree.flatten(state)[1].unflatten(leaves)
     remaining = iter(leaves)
-    return {key: _with_castable(part, remaining) for key, part in state.items()}
+    return map_opt_states(
+        lambda each, _: each._replace(slots=slots_like(each.slots, remaining)), state
+    )
 
 
 def _can_be_cast(leaf: Any) -> bool:

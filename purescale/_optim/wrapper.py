@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -96,11 +96,11 @@ class Wrapper(Updater):
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parameters."""
-        params = list(inputs.params.values())
-        widened = [self.widens_params and is_half(param) for param in params]
-        wide = stand_ins(params, [torch.float32 if each else None for each in widened])
-        named, state = dict(zip(inputs.params, wide, strict=True)), inputs.opt_state
-        self.updater.check(inputs.with_params(named, self.inner_state(state)))
+        params = inputs.params
+        if self.widens_params:
+            wide = [torch.float32 if is_half(param) else None for param in params.values()]
+            params = dict(zip(params, stand_ins(list(params.values()), wide), strict=True))
+        self.updater.check(inputs.with_params(params, self.inner_state(inputs.opt_state)))
 
     def current_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the inner optimizer's step."""
@@ -182,10 +182,10 @@ class Wrapper(Updater):
         grads, positions = inputs.local_grads, inputs.all_positions
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True)
         for cut in cuts:
-            of_piece = {name: _cut(grads.get(name), params[name], cut[name]) for name in cut}
+            of_piece = as_gradients(list(_cut_each(grads, params, cut).values()))
             yield StepInputs.of_dict(
-                {name: _cut(params[name], params[name], span) for name, span in cut.items()},
-                inputs.grads.with_tensors_of(as_gradients(list(of_piece.values()))),
+                _cut_each(params, params, cut),
+                inputs.grads.with_tensors_of(of_piece),
                 _cut_state(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
                 positions={
                     name: positions[name]._replace(start=positions[name].start + span.start)
@@ -230,6 +230,11 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
     return cuts
 
 
+def _cut_each(values: Mapping[str, Any], params: Tensors, cut: Cut) -> dict[str, Any]:
+    """Return what a piece has of these values of parameters, None where there is none."""
+    return {name: _cut(values.get(name), params[name], span) for name, span in cut.items()}
+
+
 def _cut(value: Any, param: Tensor, span: slice) -> Any:
     """Return this part of a tensor that belongs to a parameter. A tensor of another shape, such as
     a step count, belongs to the last part; the other parts get copies.
@@ -253,7 +258,7 @@ def _cut_state(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree
             fields[field] = _cut_state(value, inputs, cut, last=last)
         elif field in BY_PARAM:
             named = value if isinstance(state, OptState) else inputs.named(value)
-            fields[field] = {n: _cut(named[n], inputs.params[n], span) for n, span in cut.items()}
+            fields[field] = _cut_each(named, inputs.params, cut)
         else:
             fields[field] = value if last else _tree.clone(value)
     return type(state)(**fields)

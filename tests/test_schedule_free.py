@@ -193,6 +193,20 @@ def test_a_class_of_a_users_own_may_make_its_slots_in_the_first_step():
         torch.testing.assert_close(params, expected)
 
 
+def test_masters_in_it_are_those_of_the_iterate_and_of_no_parameters():
+    wide = ps.from_torch(torch.optim.SGD, lr=0.1)
+    optimizer = ps.with_schedule_free(ps.with_master_weights(wide))
+    params = {"w": torch.linspace(1, 2, 33).bfloat16()}
+    grads, masters = {"w": torch.linspace(0, 1, 33).bfloat16()}, {"w": params["w"].float()}
+    state = optimizer.init(params)
+    for _ in range(3):
+        params, state = optimizer.step(params, grads, state)
+        masters, _ = wide.step(masters, {"w": grads["w"].float()}, wide.init(masters))
+    assert same_bits(ps.master_weights(state.iterate, state.inner), masters)
+    with pytest.raises(TypeError, match=r"master_weights\(opt_state.iterate, opt_state.inner\)"):
+        ps.master_weights(params, state)
+
+
 def test_half_gradients_are_clipped_in_float32_for_masters_in_it():
     masters = ps.with_master_weights(ps.from_torch(torch.optim.SGD, lr=1.0))
     params = {"w": torch.ones(33, dtype=torch.bfloat16)}

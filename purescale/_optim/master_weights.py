@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._optim.opt_state import Tensors, is_wrapped
 from .._optim.protocol import Optimizer
+from .._optim.schedule_free import ScheduleFreeState
 from .._optim.step_inputs import StepInputs
 from .._optim.wrapper import Wrapper, checked_state, leaves_by_param, on_shards
 from .._torch import foreach
@@ -94,7 +95,9 @@ def master_weights(params: TreeT, opt_state: MasterState) -> TreeT:
     Args:
         params: The parameters.
         opt_state: The state that belongs to them, also within other wrappers or in parts of a
-            `partition`. Parameters of parts without masters come back as they are.
+            `partition`. Parameters of parts without masters come back as they are. Within
+            `with_schedule_free` masters are of the iterate: `master_weights(opt_state.iterate,
+            opt_state.inner)`.
 
     Returns:
         A tree like `params`.
@@ -116,6 +119,11 @@ def master_weights(params: TreeT, opt_state: MasterState) -> TreeT:
         isinstance(masters_within(part), MasterState) for part in state.values()
     ):
         return structure.unflatten(_of_parts(_tree.names(params), leaves, state))
+    if isinstance(state, ScheduleFreeState):
+        raise TypeError(
+            "opt_state is of with_schedule_free; masters within it are of its iterate, not of the "
+            "parameters. Fix: `master_weights(opt_state.iterate, opt_state.inner)`."
+        )
     _, rest = _checked(state, structure, _tree.names(params), leaves)
     masters = []
     for leaf, other in zip(leaves, rest, strict=True):
@@ -129,8 +137,10 @@ def master_weights(params: TreeT, opt_state: MasterState) -> TreeT:
 
 
 def masters_within(state: Tree) -> Tree:
-    """Return the state that has masters, within other wrappers, else the innermost state."""
-    while not isinstance(state, MasterState) and is_wrapped(state):
+    """Return the state that has masters of the parameters, within other wrappers, else the
+    innermost state or that of a `with_schedule_free`, where masters are of the iterate.
+    """
+    while is_wrapped(state) and not isinstance(state, (MasterState, ScheduleFreeState)):
         state = state.inner
     return state
 

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from helpers import in_processes
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import purescale as ps
 from purescale.testing import assert_optimizer, same_bits
@@ -218,3 +222,31 @@ def test_half_gradients_are_clipped_in_float32_for_masters_in_it():
     )
     assert same_bits(inside.inner, alone)
     assert same_bits(of_parts.inner["all"], alone)
+
+
+def _shards_are_stepped_as_the_whole(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    optimizer = ps.with_schedule_free(ps.from_torch(torch.optim.AdamW, lr=0.01))
+
+    def spread(tree):
+        on = {"rows": [Shard(0)], "copied": [Replicate()]}
+        return {n: distribute_tensor(x, mesh, on[n]) for n, x in tree.items()}
+
+    torch.manual_seed(0)
+    whole = {"rows": torch.randn(6, 5), "copied": torch.randn(33)}
+    shards = spread(whole)
+    one, many = (whole, optimizer.init(whole)), (shards, optimizer.init(shards))
+    for skip, donate in ((False, False), (True, True), (False, True)):
+        grads = {name: torch.cos(w) for name, w in one[0].items()}
+        spread_grads = spread(grads)
+        one = ps.maybe_step(optimizer, one[0], grads, one[1], skip)
+        many = ps.maybe_step(optimizer, many[0], spread_grads, many[1], skip, donate=donate)
+        for of_shards, of_whole in ((many[0], one[0]), (ps.averaged(*many), ps.averaged(*one))):
+            full = {name: x.full_tensor() for name, x in of_shards.items()}
+            torch.testing.assert_close(full, of_whole)
+    assert dist.get_rank() == rank
+
+
+@pytest.mark.slow
+def test_shards_are_stepped_as_the_whole():
+    in_processes(_shards_are_stepped_as_the_whole)

@@ -298,7 +298,7 @@ def test_parameters_of_another_dtype_than_the_state_are_refused():
     state = wrapped.init(params)
     for other in (torch.float32, torch.float16):
         cast = {**params, "w": params["w"].to(other)}
-        with pytest.raises(TypeError, match=r"params: w is.*Fix: `opt_state = optimizer.init"):
+        with pytest.raises(TypeError, match=r"\['w'\] is.*Fix: `opt_state = optimizer.init"):
             wrapped.step(cast, {n: p.float() for n, p in cast.items()}, state)
     with pytest.raises(TypeError, match=r"opt_state is OptState, expected MasterState"):
         wrapped.step(params, params, state.inner)

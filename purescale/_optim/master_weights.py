@@ -22,7 +22,7 @@ from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
 from .._tree.leaves import describe
-from .._tree.tree import Leaves, Tree, TreeDef, TreeT
+from .._tree.tree import Leaves, Tree, TreeT
 
 
 @document_fields
@@ -124,7 +124,7 @@ def master_weights(params: TreeT, opt_state: MasterState) -> TreeT:
             "opt_state is of with_schedule_free; masters within it are of its iterate, not of the "
             "parameters. Fix: `master_weights(opt_state.iterate, opt_state.inner)`."
         )
-    _, rest = _checked(state, structure, _tree.names(params), leaves)
+    rest = _rest_of(params, state)
     masters = []
     for leaf, other in zip(leaves, rest, strict=True):
         if not isinstance(leaf, Tensor):
@@ -298,23 +298,11 @@ def _is_rest_of(param: Any, rest: Any) -> bool:
     )
 
 
-def _checked(
-    opt_state: Tree, structure: TreeDef, names: Sequence[str], params: Leaves
-) -> tuple[MasterState, Leaves]:
-    """Return the state and `rest` in the order of the parameters, or refuse a state that does not
-    belong to them.
-    """
+def _rest_of(params: Tree, opt_state: Tree) -> Leaves:
+    """Return `rest` in the order of the parameters, or refuse a state that is not of these."""
     state = checked_state(opt_state, MasterState)
-    leaves = leaves_by_param("rest", state.rest, structure)
-    for name, param, rest in zip(names, params, leaves, strict=True):
-        if not _is_rest_of(param, rest):
-            raise TypeError(
-                f"params: {name} is {describe(param)}, and the state keeps {describe(rest)} for "
-                "its master; expected int16 for bfloat16, float32 for float16, () for other "
-                "dtypes, of its shape and device. Likely cause: parameters that were cast after "
-                "`init`. Fix: `opt_state = optimizer.init(params)`."
-            )
-    return state, leaves
+    expected = "int16 for bfloat16, float32 for float16, () for other dtypes"
+    return leaves_by_param(state, "rest", params, _is_rest_of, expected)
 
 
 class MasterOptimizer(Wrapper):
@@ -333,8 +321,7 @@ class MasterOptimizer(Wrapper):
         """Refuse a state without the rest of these parameters, and what the inner optimizer
         refuses.
         """
-        leaves = list(map(inputs.params.get, inputs.names))
-        _checked(inputs.opt_state, inputs.structure, inputs.names, leaves)
+        _rest_of(inputs.trees[0], inputs.opt_state)
         super().check(inputs)
 
     def decode(self, inputs: StepInputs) -> StepInputs:

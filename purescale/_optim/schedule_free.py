@@ -15,7 +15,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype, widest_float
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
-from .._tree.leaves import describe, same_metadata
+from .._tree.leaves import same_metadata
 from .._tree.scalars import real
 from .._tree.tree import Leaves, Tree, TreeT
 
@@ -139,17 +139,7 @@ def _average(y: Tensor, z: Tensor, beta: Tensor) -> Tensor:
 def _iterate_of(params: Tree, opt_state: Tree) -> Leaves:
     """Return the leaves of the iterate, or refuse a state that is not of these parameters."""
     state = checked_state(opt_state, ScheduleFreeState)
-    leaves, structure = _tree.flatten(params)
-    iterate = leaves_by_param("iterate", state.iterate, structure)
-    for index, (y, z) in enumerate(zip(leaves, iterate, strict=True)):
-        if not same_metadata(y, z):
-            raise TypeError(
-                f"{_tree.path(params, 'params', index)} is {describe(y)}, opt_state.iterate there "
-                f"{describe(z)}; expected one shape, dtype and device. Likely cause: the state of "
-                "other parameters, or parameters that were cast after `init`. Fix: `opt_state = "
-                "optimizer.init(params)`."
-            )
-    return iterate
+    return leaves_by_param(state, "iterate", params, same_metadata, "one of its dtype")
 
 
 @outside_autocast()

@@ -18,8 +18,9 @@ from .._torch.dtypes import is_half, wide_dtype
 from .._torch.tracing import is_differentiated, traced
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
+from .._tree.leaves import describe
 from .._tree.states import select_masked
-from .._tree.tree import Leaves, Tree, TreeDef
+from .._tree.tree import Leaves, Tree
 
 # The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,
 # depending on class and wrapper: at most 64 MiB in all.
@@ -309,14 +310,26 @@ def checked_state(state: Tree, kind: type) -> Tree:
     return state
 
 
-def leaves_by_param(field: str, tree: Tree, structure: TreeDef) -> Leaves:
-    """Return the leaves of this field of a state in the order of the parameters, or refuse another
-    structure than theirs.
+def leaves_by_param(
+    state: Tree, field: str, params: Tree, fits: Callable[[Any, Any], bool], expected: str
+) -> Leaves:
+    """Return the leaves of a field of a state in the order of the parameters. Refuse a state of
+    other parameters: one whose leaf does not `fit` its parameter.
     """
+    leaves, structure = _tree.flatten(params)
     try:
-        return structure.flatten_up_to(tree)
+        values: Leaves = structure.flatten_up_to(getattr(state, field))
     except (ValueError, KeyError):
         raise ValueError(
             f"opt_state.{field} has another structure than params. Likely cause: the state of "
             "other parameters. Fix: `opt_state = optimizer.init(params)` for these params."
         ) from None
+    for index, (param, value) in enumerate(zip(leaves, values, strict=True)):
+        if not fits(param, value):
+            raise TypeError(
+                f"{_tree.path(params, 'params', index)} is {describe(param)}, opt_state.{field} "
+                f"there {describe(value)}; expected {expected}, of its shape and device. "
+                "Likely cause: parameters that were cast after `init`. Fix: `opt_state = "
+                "optimizer.init(params)`."
+            )
+    return values

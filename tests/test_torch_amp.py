@@ -696,6 +696,7 @@ def test_an_iterate_that_torch_has_no_place_for_is_refused_before_anything_is_wr
     for back in (
         lambda: torch_amp.give_back(state, optimizer, rule, *live.all),
         lambda: ps.to_torch_optimizer(state.opt_state, optimizer, live.optimizer, live.model),
+        lambda: ps.to_torch_optimizer(state.opt_state, inner, live.optimizer, live.model),
     ):
         with pytest.raises(ValueError, match=r"with_schedule_free.*averaged\(params, opt_state\)"):
             back()

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from .._optim.formulas import formula_of
 from .._optim.in_state import common_value, item_of, map_numbers
-from .._optim.opt_state import OptState, without_wrappers
+from .._optim.opt_state import OptState, is_wrapped
 from .._optim.partition import PartitionOptimizer
 from .._optim.schedule import ScheduleBy
-from .._optim.schedule_free import ScheduleFreeOptimizer
+from .._optim.schedule_free import ScheduleFreeState
 from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerSettings, ParamGroup
 from .._optim.torch_optim import TorchOptimizer, from_torch
 from .._optim.torch_state_dict import state_dict
@@ -262,12 +262,6 @@ def check_innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tu
     """Return the innermost optimizer and its state, checked to fit `torch_optimizer`."""
     inner = optimizer
     while isinstance(inner, Wrapper):
-        if isinstance(inner, ScheduleFreeOptimizer):
-            raise ValueError(
-                "the optimizer is of with_schedule_free, whose iterate and average no optimizer of "
-                "torch has. Fix: to evaluate or to end the run, `load_into(model, "
-                "averaged(params, opt_state), buffers)`."
-            )
         inner = inner.optimizer
     if not isinstance(inner, (TorchOptimizer, PartitionOptimizer)):
         raise TypeError(
@@ -281,7 +275,15 @@ def check_innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tu
             "each. Fix: for each key `to_torch_optimizer(opt_state[key], "
             "optimizer.optimizers[key], torch_optimizers[key], model)`."
         )
-    cls, of_torch = inner.settings.cls, without_wrappers(opt_state)
+    cls, of_torch = inner.settings.cls, opt_state
+    while is_wrapped(of_torch):
+        if isinstance(of_torch, ScheduleFreeState):
+            raise ValueError(
+                "the state is of with_schedule_free, whose iterate and average no optimizer of "
+                "torch has. Fix: to evaluate or to end the run, `load_into(model, "
+                "averaged(params, opt_state), buffers)`."
+            )
+        of_torch = of_torch.inner
     if not isinstance(of_torch, OptState) or cls is not type(torch_optimizer):
         raise ValueError(
             f"the state is a {type(of_torch).__name__} of {cls.__name__}, the live optimizer a "

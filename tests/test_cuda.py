@@ -103,12 +103,23 @@ def test_a_step_on_a_gpu_agrees_with_the_cpu(name, max_norm, donate):
     )
 
 
-def test_launches_do_not_grow_with_the_number_of_tensors():
+WRAPS = {
+    "none": (lambda optimizer: optimizer, torch.float32),
+    "masters": (ps.with_master_weights, torch.bfloat16),
+    "rounding": (ps.with_stochastic_rounding, torch.bfloat16),
+    "narrow": (lambda o: ps.with_state_dtype(o, {"exp_avg": torch.bfloat16}), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_launches_do_not_grow_with_the_number_of_tensors(name):
     launches = []
+    wrap, dtype = WRAPS[name]
+    optimizer = wrap(OPTIMIZERS["AdamW"])
     for number in (10, 300):
-        params = {str(i): torch.randn(64, device="cuda") for i in range(number)}
-        state, scaler = OPTIMIZERS["AdamW"].init(params), ps.DynamicScale().init("cuda")
-        step = functools.partial(ps.unscale_and_step, OPTIMIZERS["AdamW"], scaler, donate=True)
+        params = {str(i): torch.randn(64, device="cuda").to(dtype) for i in range(number)}
+        state, scaler = optimizer.init(params), ps.DynamicScale().init("cuda")
+        step = functools.partial(ps.unscale_and_step, optimizer, scaler, donate=True)
         step(clone(params), clone(params), clone(state))
         arguments = clone((params, params, state))
         torch.cuda.synchronize()

@@ -26,8 +26,7 @@ WAITS = ("`max_retries=2`",)
 BY_HAND = ("a loop by hand", "`accumulate_grads`", "an ensemble, by vmap")
 # The state of a generator is on the host, and a rule in a loop by hand makes a scale anew.
 NOT_CAPTURED = (*WAITS, *BY_HAND, "`rng` in the state", "`unscale_and_step`")
-# Muon orthogonalizes in bfloat16.
-HALF = ("float16", "bfloat16", "masters", "rounding", "moments", "Muon")
+HALF = ("float16", "bfloat16", "masters", "rounding", "moments")
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +60,11 @@ def numbers(state, told):
 
 
 def assert_agree(name, actual, expected):
-    # A half number that falls to the other side is one unit in the last place away.
-    rtol, atol = (2e-2, 4e-3) if any(word in name for word in HALF) else (1e-4, 1e-5)
+    rtol, atol = 1e-4, 1e-5
+    if any(word in name for word in HALF):  # one unit in the last place
+        rtol, atol = 2e-2, 4e-3
+    if "Muon" in name:  # which orthogonalizes in bfloat16
+        rtol, atol = 2e-2, 1e-2
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=True)
 
 
@@ -105,10 +107,12 @@ def test_a_donated_step_is_captured_and_replayed(name):
 
 # `jit` refuses what these do, in words that tests/test_jit.py asks for.
 REFUSED = (*WAITS, "`rng` in the state", "transformer block, checkpointed")
+# torch cannot trace the gradient of cuDNN's layers, and inductor no sparse one (docs/limits.md).
+UNTRACED = ("RNN", "LSTM", "GRU", *[name for name in JOBS if "sparse" in name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in JOBS if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in (*REFUSED, *UNTRACED)])
 def test_a_jitted_job_has_the_numbers_of_the_eager_one(name):
     state, step, windows = JOBS[name]("cuda")
     step = ps.jit(step, donate=0)

@@ -376,7 +376,6 @@ def _write_halves(masters: list[Tensor], params: list[Tensor], rest: list[Tensor
     for indices in foreach.by_kind(masters):
         some = [masters[i] for i in indices]
         bits = _bits(foreach.gather(some))
-        foreach.copy_([rest[i] for i in indices], foreach.views(bits, some))
-        bits = (bits + 0x8000).bitwise_right_shift_(16)
-        upper = [params[i].view(torch.int16) for i in indices]
-        foreach.copy_(upper, foreach.views(bits, some))
+        halves = _upper_half(bits), bits.to(torch.int16)
+        for targets, half in zip((params, rest), halves, strict=True):
+            foreach.copy_([targets[i] for i in indices], foreach.views(half, some))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +14,9 @@ from .._optim.opt_state import Tensors
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import Position, StepInputs
 from .._optim.wrapper import Wrapper, checked_state, on_shards
-from .._torch import dtensor
+from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
-from .._torch.dtypes import HALF, is_half, rounded_on_bits
+from .._torch.dtypes import HALF, is_half, on_device, rounded_on_bits
 from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
@@ -115,8 +117,8 @@ def _hash(x: Any) -> Any:
 class Dice(NamedTuple):
     """Two numbers below 2**31 for each leaf, which its dice are computed from."""
 
-    factors: Any  # odd
-    shifts: Any
+    factors: Tensor  # int32, odd
+    shifts: Tensor  # int32
 
     @classmethod
     def of(cls, seed: int, step: Tensor, leaves: int) -> Dice:
@@ -125,10 +127,10 @@ class Dice(NamedTuple):
         mixed = _hash(_hash(mixed ^ (step & _32_BITS)) ^ ((step >> 32) & _32_BITS))
         row = _hash((mixed + torch.arange(leaves, device=mixed.device)) & _32_BITS)
         factors = ((_hash(row ^ 1) & _31_BITS) | 1).to(torch.int32)
-        return cls(factors.unbind(), (row & _31_BITS).to(torch.int32).unbind())
+        return cls(factors, (row & _31_BITS).to(torch.int32))
 
-    def roll(self, numbers: Tensor, leaf: int) -> Tensor:
-        """Return 31 bits for each element, a hash of its number."""
+    def roll(self, numbers: Tensor, leaf: int | Tensor) -> Tensor:
+        """Return 31 bits for each element, a hash of its number and its leaf."""
         x: Tensor
         # int32 wraps around, keeps the lower 31 bits of a product and is twice as fast as int64.
         # A compiler may compute int32 in wider integers, so traced code takes int64.
@@ -167,6 +169,7 @@ def _range(start: int, count: int, device: torch.device) -> Tensor:
 # ---- rounding ------------------------------------------------------------------------------------
 
 _BLOCK = 2**18  # elements that stay in a CPU cache from one operator to the next
+_SMALL = 2**13  # elements: below this an operator takes a CPU longer than they do
 
 
 def _rounded(x: Tensor, dtype: torch.dtype, dice: Dice, position: Position) -> Tensor:
@@ -174,7 +177,7 @@ def _rounded(x: Tensor, dtype: torch.dtype, dice: Dice, position: Position) -> T
     if x.dtype is dtype:
         return x.clone()
     numbers = _element_indices(x, position)
-    if traced() or x.numel() <= _BLOCK or not x.is_contiguous():
+    if traced() or foreach.is_launch_bound(x) or x.numel() <= _BLOCK or not x.is_contiguous():
         dropped = dice.roll(numbers, position.leaf).reshape(x.shape)
         return _up_or_down(x, dropped, dtype)
     result = torch.empty_like(x, dtype=dtype)
@@ -182,6 +185,21 @@ def _rounded(x: Tensor, dtype: torch.dtype, dice: Dice, position: Position) -> T
     for target, row, some in zip(*columns, strict=True):
         target.copy_(_up_or_down(row, dice.roll(some, position.leaf), dtype))
     return result
+
+
+def _rounded_together(
+    tensors: Sequence[Tensor], dtype: torch.dtype, dice: Dice, rows: Tensor
+) -> list[Tensor]:
+    """Return `_rounded` of contiguous tensors of one kind, in operators over all their elements.
+    `rows`: for each tensor its size, the number of its first element less the elements before it,
+    and its leaf.
+    """
+    flat = foreach.gather(tensors)
+    sizes, firsts, leaves = rows
+    index = torch.repeat_interleave(sizes, output_size=flat.numel())
+    numbers = torch.arange(flat.numel(), device=flat.device) + firsts[index]
+    dropped = dice.roll(numbers.to(torch.int32), leaves[index])
+    return foreach.views(_up_or_down(flat, dropped, dtype), tensors)
 
 
 def _up_or_down(x: Tensor, dice: Tensor, dtype: torch.dtype) -> Tensor:
@@ -256,6 +274,7 @@ class RoundingOptimizer(Wrapper):
     def __init__(self, optimizer: Optimizer, seed: int) -> None:
         super().__init__(optimizer, seed)
         self._seed = seed
+        self._rows: dict[Any, Tensor] = {}
 
     def init(self, params: Tree) -> RoundingState:
         """Return the state before the first step."""
@@ -271,8 +290,10 @@ class RoundingOptimizer(Wrapper):
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with half parameters in float32."""
-        params = {n: p.float() if is_half(p) else p for n, p in inputs.params.items()}
-        return inputs.with_params(params, inputs.opt_state.inner)
+        params = inputs.params
+        wide = [torch.float32 if is_half(param) else param.dtype for param in params.values()]
+        named = zip(params, foreach.cast(list(params.values()), wide), strict=True)
+        return inputs.with_params(dict(named), inputs.opt_state.inner)
 
     def encode(self, inputs: StepInputs, params: Tensors, state: Tree) -> tuple[Tensors, Tree]:
         """Round the parameters that were half."""
@@ -280,9 +301,45 @@ class RoundingOptimizer(Wrapper):
         count = 1 + max([position.leaf for position in positions.values()], default=0)
         dice = Dice.of(self._seed, applied, count)
         results = dict(params)
-        for name, old in inputs.params.items():
-            if is_half(old):
-                position = positions[name]
-                rounded = functools.partial(_rounded, dtype=old.dtype, dice=dice, position=position)
-                results[name] = on_shards(rounded, params[name])
+        halves = {name: old for name, old in inputs.params.items() if is_half(old)}
+        for names in [] if traced() else _names_of_small(halves, params, positions):
+            tensors, dtype = [params[name] for name in names], halves[names[0]].dtype
+            rows = self._rows_of(tensors, [positions[name] for name in names])
+            rounded = _rounded_together(tensors, dtype, dice, rows)
+            results.update(zip(names, rounded, strict=True))
+            halves = {name: old for name, old in halves.items() if name not in names}
+        for name, old in halves.items():
+            one = functools.partial(_rounded, dtype=old.dtype, dice=dice, position=positions[name])
+            results[name] = on_shards(one, params[name])
         return results, RoundingState(state, applied + 1)
+
+    def _rows_of(self, tensors: Sequence[Tensor], positions: Sequence[Position]) -> Tensor:
+        """Return the `rows` of `_rounded_together`, on the device of the tensors. They are sent
+        there once, because a graph cannot be captured meanwhile.
+        """
+        sizes = list(map(Tensor.numel, tensors))
+        before = itertools.accumulate(sizes[:-1], initial=0)
+        firsts = [position.start - b for position, b in zip(positions, before, strict=True)]
+        table = sizes, firsts, [position.leaf for position in positions]
+        key = tuple(map(tuple, table)), tensors[0].device
+        if key not in self._rows:
+            rows = on_device(torch.tensor(table, device="cpu"), tensors[0].device)
+            if type(rows) is not Tensor:  # a fake one has no values for the next step
+                return rows
+            self._rows[key] = rows
+        return self._rows[key]
+
+
+def _names_of_small(
+    halves: Tensors, params: Tensors, positions: Mapping[str, Position]
+) -> list[list[str]]:
+    """Return the names of parameters that are rounded together: of one kind, and so small that
+    an operator takes longer than its elements, as all are on an accelerator.
+    """
+    kinds: dict[Any, list[str]] = {}
+    for name, old in halves.items():
+        new = params[name]
+        small = foreach.is_launch_bound(new) or new.numel() <= _SMALL
+        if small and positions[name].dtensor is None and new.is_contiguous():
+            kinds.setdefault((new.device, new.dtype, old.dtype), []).append(name)
+    return [names for names in kinds.values() if len(names) > 1]

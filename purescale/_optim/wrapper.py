@@ -23,7 +23,8 @@ from .._tree.states import select_masked
 from .._tree.tree import Leaves, Tree
 
 # The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,
-# depending on class and wrapper: at most 64 MiB in all.
+# depending on class and wrapper: at most 64 MiB in all. On an accelerator, where a launch takes the
+# time of many elements, it is 8 times that number and at most 1 GiB.
 PIECE_NUMEL = 2**20
 # The fields of a state that are cut with the parameters: by name in an OptState, else a tree like
 # these.
@@ -173,15 +174,17 @@ class Wrapper(Updater):
     # ---- pieces
 
     def _pieces(self, inputs: StepInputs) -> Iterator[StepInputs]:
-        """Yield a step that can be cut in pieces of at most `PIECE_NUMEL` elements, which share the
+        """Yield a step that can be cut in pieces of a bounded number of elements, which share the
         memory of `inputs`.
         """
         params = inputs.params
-        if sum([leaf.numel() for leaf in params.values()]) <= PIECE_NUMEL:
+        launch_bound = any(map(foreach.is_launch_bound, params.values()))
+        size = 8 * PIECE_NUMEL if launch_bound else PIECE_NUMEL
+        if sum([leaf.numel() for leaf in params.values()]) <= size:
             yield inputs
             return
         grads, positions = inputs.local_grads, inputs.all_positions
-        cuts = _cuts(inputs, cut_leaves=self.elementwise is True)
+        cuts = _cuts(inputs, size, cut_leaves=self.elementwise is True)
         for cut in cuts:
             of_piece = as_gradients(list(_cut_each(grads, params, cut).values()))
             yield StepInputs.of_dict(
@@ -208,24 +211,24 @@ def _wrappers_in(optimizer: Any) -> Iterator[Wrapper]:
 Cut = dict[str, slice]  # the elements of each parameter in a piece
 
 
-def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
-    """Return the elements of the parameters in each piece: whole parameters up to `PIECE_NUMEL`
-    elements, or a part of a larger one.
+def _cuts(inputs: StepInputs, size: int, *, cut_leaves: bool) -> list[Cut]:
+    """Return the elements of the parameters in each piece: whole parameters up to `size` elements,
+    or a part of a larger one.
     """
     # A part of a tensor in another memory order would be a copy, and writes into it lost.
     state = _tree.tensors(inputs.opt_state)
     whole_shapes = {leaf.shape for leaf in state if not leaf.is_contiguous()}
     cuts: list[Cut] = [{}]
-    room = PIECE_NUMEL
+    room = size
     for name, leaf in inputs.params.items():
         count = max(leaf.numel(), 1)
         may_cut = cut_leaves and leaf.is_contiguous() and leaf.shape not in whole_shapes
-        size = PIECE_NUMEL if may_cut else count
-        for start in range(0, count, size):
-            stop = min(start + size, leaf.numel())
+        step = size if may_cut else count
+        for start in range(0, count, step):
+            stop = min(start + step, leaf.numel())
             if stop - start > room and cuts[-1]:
                 cuts.append({})
-                room = PIECE_NUMEL
+                room = size
             cuts[-1][name] = slice(start, stop)
             room -= stop - start
     return cuts

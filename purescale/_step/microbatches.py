@@ -437,9 +437,9 @@ def _window_fraction(
     shrink if all microbatches were dropped.
     """
     size, group, fraction = options.window_size, options.group, None
-    total = None if totals is None else _Totals(*totals.unbind())
     if size is None:
         return None
+    total = None if totals is None else _Totals(*totals.unbind())
     if group is not None and total is not None:
         fraction = total.number / (size * dist.get_world_size(group))
     elif size != number:

@@ -111,20 +111,27 @@ def ensembles(given: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
     yield f"Ensemble of 16 MLPs, {given.dtype}", rows
 
 
-TABLES = (after_backward, whole_steps, half_parameters, ensembles, compiled_steps)
+TABLES = (after_backward, whole_steps, compiled_steps, ensembles, half_parameters)
 REHEARSED = (after_backward, whole_steps)  # what needs no compiler
 
 
 # ---- the page ------------------------------------------------------------------------------------
 
 
-class Echo(io.StringIO):
-    """Text that is kept for the page and shown while it comes."""
+class Page(io.StringIO):
+    """Text that is shown, and written to a file, while it comes."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
 
     def write(self, text: str) -> int:
         sys.__stdout__.write(text)  # type: ignore[union-attr]
         sys.__stdout__.flush()  # type: ignore[union-attr]
-        return super().write(text)
+        length = super().write(text)
+        self.path.write_text(self.getvalue())
+        return length
 
 
 def heading(given: argparse.Namespace) -> str:
@@ -153,17 +160,14 @@ def gpu_tests() -> str:
     return "\n".join(lines or (run.stdout + run.stderr).splitlines()[-20:])
 
 
-def tables(given: argparse.Namespace, started: float) -> str:
-    page = Echo()
-    with contextlib.redirect_stdout(page):
-        for table in REHEARSED if given.rehearse else TABLES:
-            torch.compiler.reset()
-            for title, rows in table(given):
-                if time.monotonic() - started > given.seconds:
-                    print(f"{title}: left out, for want of time.\n")
-                else:
-                    compare(title, rows, given)
-    return page.getvalue()
+def tables(given: argparse.Namespace, started: float) -> None:
+    for table in REHEARSED if given.rehearse else TABLES:
+        torch.compiler.reset()
+        for title, rows in table(given):
+            if time.monotonic() - started > given.seconds:
+                print(f"{title}: left out, for want of time.\n")
+            else:
+                compare(title, rows, given)
 
 
 def main() -> None:
@@ -185,17 +189,17 @@ def main() -> None:
             "machine, so run it where `python3 -c 'import torch; print(torch.cuda.is_available())'`"
             " prints True."
         )
-    started, page = time.monotonic(), heading(given)
-    if not given.rehearse:
-        page += f"\n## Tests\n\n```\n{gpu_tests()}\n```\n"
-    print(page, flush=True)
-    page += "\n## Figures\n\n" + tables(given, started)
-    name = re.sub("[^a-z0-9]+", "-", page.splitlines()[0].lower()).strip("-")
+    started, title = time.monotonic(), heading(given)
+    name = re.sub("[^a-z0-9]+", "-", title.splitlines()[0].lower()).strip("-")
     path = Path(__file__).parent / "results" / "gpu" / f"{name}-torch-{torch.__version__[:4]}.md"
     if given.rehearse:
         path = ROOT / "build" / "gpu.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page)
+    with contextlib.redirect_stdout(Page(path)):
+        print(title)
+        if not given.rehearse:
+            print(f"## Tests\n\n```\n{gpu_tests()}\n```\n")
+        print("## Figures\n")
+        tables(given, started)
     print(f"Written: {path.relative_to(ROOT)}. Commit it, or send it in.")
 
 

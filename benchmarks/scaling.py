@@ -31,7 +31,7 @@ import purescale as ps
 
 BUCKET = 25 * 2**20
 LARGE = 2**20  # on a CPU a leaf of this size travels by itself
-SCALARS = 8 + 9 * 8  # the weight of a rank, then what decides: in float64
+SCALARS = 8 + 10 * 8  # the weight of a rank, then what decides: in float64
 COMPARED = 16  # a fingerprint, where the ranks meet on a CPU
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.formulas import Hyperparameters
+from .._optim.formulas import SIZES, Entry, NewLeaf, Settings
 from .._optim.in_state import map_numbers
 from .._optim.opt_state import Slots, Tensors, slots_like, values_of
 from .._optim.settings import CurrentSettings, OptimizerSettings
@@ -23,8 +23,8 @@ class Row(NamedTuple):
     """A parameter with what belongs to it."""
 
     param: Tensor
-    gradient: Tensor
-    entry: dict[str, Tensor]
+    grad: Tensor
+    entry: Entry
 
 
 class FormulaStep:
@@ -87,8 +87,8 @@ class FormulaStep:
         return [*(results[name][0] for name in params), *values_of(new_slots)]
 
     def _step_group(
-        self, rows: list[Row], settings: Mapping[str, Any], t: Tensor, *, one_by_one: bool
-    ) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        self, rows: list[Row], settings: Settings, t: Tensor, *, one_by_one: bool
+    ) -> list[NewLeaf]:
         """Return the new parameter and slots of each row."""
         if one_by_one or not self._formula.elementwise:
             return [self._step_leaf(row, settings, t) for row in rows]
@@ -104,60 +104,53 @@ class FormulaStep:
                 stepped[index] = result
         return stepped
 
-    def _step_leaf(
-        self, row: Row, settings: Mapping[str, Any], t: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        param, gradient, old_entry = row
-        p = _widen(param)
-        entry = {
+    def _step_leaf(self, row: Row, settings: Settings, t: Tensor) -> NewLeaf:
+        param, grad, entry = row
+        slots = {
             key: _wide_scalar(value) if self._slot_layout.is_scalar(key) else _widen(value)
-            for key, value in old_entry.items()
+            for key, value in entry.items()
         }
-        h = Hyperparameters(settings, on_device(t, p.device), lambda n: _of_dtype(n, p.dtype))
-        g = _negate_if_maximize(_widen(gradient), settings)
-        new_p, new = self._formula.step(p, g, entry, h)
-        return _narrow(new_p, param), {
-            key: _narrow(new[key], old) if key in new else old.clone()
-            for key, old in old_entry.items()
+        new, new_slots = self._call(_widen(param), _widen(grad), slots, settings, t)
+        return _narrow(new, param), {
+            key: _narrow(new_slots[key], old) if key in new_slots else old.clone()
+            for key, old in entry.items()
         }
 
-    def _step_joined(
-        self, rows: list[Row], settings: Mapping[str, Any], t: Tensor
-    ) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    def _step_joined(self, rows: list[Row], settings: Settings, t: Tensor) -> list[NewLeaf]:
         """Step leaves of one kind as one leaf. Each count becomes a vector with a number for each
-        leaf, which `expand` repeats for the elements of that leaf.
+        leaf.
         """
-        params, gradients = [row.param for row in rows], [row.gradient for row in rows]
+        params, grads = [row.param for row in rows], [row.grad for row in rows]
         columns = {key: [row.entry[key] for row in rows] for key in rows[0].entry}
-        p = _join(params, params)
-        entry = {
-            key: _wide_scalar(torch.stack(column))
-            if self._slot_layout.is_scalar(key)
-            else _join(column, params)
-            for key, column in columns.items()
-        }
-        sizes = self._sizes_of(params)
-
-        def expand(numbers: Any) -> Tensor:
-            numbers = _of_dtype(numbers, p.dtype)
-            return torch.repeat_interleave(numbers, sizes, output_size=p.numel())
-
-        h = Hyperparameters(settings, on_device(t, p.device), expand)
-        g = _negate_if_maximize(_join(gradients, params), settings)
-        new_p, new = self._formula.step(p, g, entry, h)
+        slots, likes = {}, {}
+        for key, column in columns.items():
+            is_scalar = self._slot_layout.is_scalar(key)
+            likes[key] = column if is_scalar else params
+            slots[key] = _wide_scalar(torch.stack(column)) if is_scalar else _join(column, params)
+        if any(map(self._slot_layout.is_scalar, columns)):
+            slots[SIZES] = self._sizes_of(params)
+        new, new_slots = self._call(_join(params, params), _join(grads, params), slots, settings, t)
         new_columns = {
-            key: _split_column(
-                new.get(key, entry[key]),
-                column,
-                column if self._slot_layout.is_scalar(key) else params,
-            )
+            key: _split_column(new_slots.get(key, slots[key]), column, likes[key])
             for key, column in columns.items()
         }
-        new_slots = [
+        new_entries = [
             {key: column[index] for key, column in new_columns.items()}
             for index in range(len(rows))
         ]
-        return list(zip(_split_column(new_p, params, params), new_slots, strict=True))
+        return list(zip(_split_column(new, params, params), new_entries, strict=True))
+
+    def _call(
+        self, param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor
+    ) -> NewLeaf:
+        """Call the formula with the gradient of what is minimised, and with the number of the
+        leaf's own step if its slots count them.
+        """
+        grad = -grad if settings.get("maximize") else grad
+        has_count = "step" in self._slot_layout.keys
+        t = slots["step"] + 1 if has_count else on_device(t, param.device)
+        new, new_slots = self._formula.step(param, grad, slots, settings, t)
+        return new, {**new_slots, "step": t} if has_count else new_slots
 
     def _sizes_of(self, params: Sequence[Tensor]) -> Tensor:
         """Return the number of reals in each param, on their device."""
@@ -205,11 +198,7 @@ def _as_arguments(table: Mapping[str, Any], device: torch.device) -> dict[str, A
 
 def _wide_scalar(count: Tensor) -> Tensor:
     """Return a count in the widest dtype: a beta to the power of it needs more than float32."""
-    return _of_dtype(count, widest_float(count.device))
-
-
-def _of_dtype(number: Tensor, dtype: torch.dtype) -> Tensor:
-    return number if number.dtype is torch.bool else number.to(dtype)
+    return count if count.dtype is torch.bool else count.to(widest_float(count.device))
 
 
 def _join(tensors: list[Tensor], likes: list[Tensor]) -> Tensor:
@@ -221,8 +210,3 @@ def _split_column(joined: Tensor, tensors: list[Tensor], likes: list[Tensor]) ->
     if tensors[0].is_complex():
         joined = torch.view_as_complex(joined.view(-1, 2))
     return foreach.split_like(joined, tensors, likes)
-
-
-def _negate_if_maximize(gradient: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """Return the gradient of what is minimised."""
-    return -gradient if settings.get("maximize") else gradient

@@ -1,17 +1,19 @@
 """Every class of torch.optim as mathematics: the specification of a step.
 
-A formula is a function of one leaf, `(p, g, entry, h) -> (p, entry)`: parameter, gradient, slots by
-torch's names, and `Hyperparameters`. It reads no value and writes into nothing, so each
-hyperparameter may be a tensor, and a step can be compiled, mapped and differentiated. Half leaves
-come in float32, complex ones as reals, counts in float64 where the device has it.
+A formula is a function as `from_formula` takes it, `step(param, grad, slots, settings, t)`, with
+torch's names of slots and settings. It reads no value and writes into nothing, so each setting may
+be a tensor, and a step can be compiled, mapped and differentiated. Half leaves come in float32,
+complex ones as reals, counts in float64 where the device has it. A slot that it does not return
+stays as it was.
 
-A number that follows from a count, such as `1 - beta1**t`, goes through `h.expand` before it meets
-the elements of a leaf, because several leaves can be stepped as one (`formula_step.py`).
+torch counts the steps of each parameter in a slot, `step`; `t` is then one more than that, and
+becomes the new count. Several leaves can be stepped as one (`formula_step.py`), with the counts of
+all in a vector, so a number that follows from a count, such as `1 - beta1**t`, goes through
+`_expand` before it meets the elements of a leaf.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -21,130 +23,116 @@ from torch import Tensor
 
 from .._torch.tracing import is_on_a_graph, under_derivative, under_transform
 
-Entry = dict[str, Tensor]
+Settings = Mapping[str, Any]
+Entry = dict[str, Tensor]  # the slots of one parameter
 NewLeaf = tuple[Tensor, Entry]
 
-# A slot of SGD, which torch does not have: True until the parameter has a momentum buffer.
+# Slots that torch does not have. SGD: True until the parameter has a momentum buffer.
 FIRST_STEP = "is_first_step"
-
-
-@dataclasses.dataclass(frozen=True)
-class Hyperparameters:
-    """The numbers that a formula reads beside a leaf. Each setting is an attribute, by its name."""
-
-    settings: Mapping[str, Any]
-    t: Tensor  # the number of the step: one more than were applied
-    expand: Callable[[Any], Tensor]  # from numbers of leaves to numbers of their elements
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.settings[name]
-        except KeyError:
-            raise AttributeError(name) from None
+# Of leaves that are stepped as one and have counts: the number of elements of each.
+SIZES = "sizes"
 
 
 # ---- the formulas --------------------------------------------------------------------------------
 
 
-def sgd(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
+def sgd(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
     """Sutskever et al., On the importance of initialization and momentum (2013), as torch has it:
     the first buffer is the gradient.
     """
-    g = _decayed(p, g, h)
-    if _is_zero(h.momentum):
-        return p - h.lr * g, {}
-    new = {}
-    dampening: Any = h.dampening
-    if isinstance(h.momentum, Tensor):  # without momentum there is no dampening
-        dampening = dampening * (h.momentum != 0)
-    m = h.momentum * entry["momentum_buffer"] + (1 - dampening) * g
-    if FIRST_STEP in entry:
-        m = torch.where(h.expand(entry[FIRST_STEP]), g, m)
-        new[FIRST_STEP] = torch.zeros_like(entry[FIRST_STEP])
-    direction = g + h.momentum * m if h.nesterov else m
-    return p - h.lr * direction, {"momentum_buffer": m, **new}
+    grad, momentum = _decayed(param, grad, settings), settings["momentum"]
+    if _is_zero(momentum):
+        return param - settings["lr"] * grad, {}
+    new, dampening = {}, settings["dampening"]
+    if isinstance(momentum, Tensor):  # without momentum there is no dampening
+        dampening = dampening * (momentum != 0)
+    m = momentum * slots["momentum_buffer"] + (1 - dampening) * grad
+    if FIRST_STEP in slots:
+        m = torch.where(_expand(slots[FIRST_STEP], param, slots), grad, m)
+        new[FIRST_STEP] = torch.zeros_like(slots[FIRST_STEP])
+    direction = grad + momentum * m if settings["nesterov"] else m
+    return param - settings["lr"] * direction, {"momentum_buffer": m, **new}
 
 
-def adam(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
+def adam(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
     """Kingma and Ba, Adam (2015); Reddi et al., On the convergence of Adam and beyond (2018), with
     `amsgrad`; Loshchilov and Hutter, Decoupled weight decay regularization (2019), for AdamW.
     """
-    beta1, beta2 = h.betas
-    t = entry["step"] + 1
-    p, g = _decoupled(p, g, h)
-    m = _average(entry["exp_avg"], g, beta1)
-    v = _average_square(entry["exp_avg_sq"], g, beta2)
-    new = {"step": t, "exp_avg": m, "exp_avg_sq": v}
-    if h.amsgrad:
-        new["max_exp_avg_sq"] = v = torch.maximum(entry["max_exp_avg_sq"], v)
-    denominator = _root(v) / h.expand((1 - beta2**t).sqrt()) + h.eps
-    return p - h.expand(h.lr / (1 - beta1**t)) * m / denominator, new
+    beta1, beta2 = settings["betas"]
+    param, grad = _decoupled(param, grad, settings)
+    m = _average(slots["exp_avg"], grad, beta1)
+    v = _average_square(slots["exp_avg_sq"], grad, beta2)
+    new = {"exp_avg": m, "exp_avg_sq": v}
+    if settings["amsgrad"]:
+        new["max_exp_avg_sq"] = v = torch.maximum(slots["max_exp_avg_sq"], v)
+    rate = _expand(settings["lr"] / (1 - beta1**t), param, slots)
+    denominator = _root(v) / _expand((1 - beta2**t).sqrt(), param, slots) + settings["eps"]
+    return param - rate * m / denominator, new
 
 
-def adagrad(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
+def adagrad(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
     """Duchi et al., Adaptive subgradient methods (2011), with a rate that decays."""
-    t, g = entry["step"] + 1, _decayed(p, g, h)
-    total = entry["sum"] + g * g
-    rate = h.expand(h.lr / (1 + (t - 1) * h.lr_decay))
-    return p - rate * g / (_root(total) + h.eps), {"step": t, "sum": total}
+    grad = _decayed(param, grad, settings)
+    total = slots["sum"] + grad * grad
+    rate = _expand(settings["lr"] / (1 + (t - 1) * settings["lr_decay"]), param, slots)
+    return param - rate * grad / (_root(total) + settings["eps"]), {"sum": total}
 
 
-def rmsprop(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
+def rmsprop(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
     """Tieleman and Hinton, lecture 6.5 (2012); `centered` by Graves (2013)."""
-    g = _decayed(p, g, h)
-    v = _average_square(entry["square_avg"], g, h.alpha)
-    new, variance = {"step": entry["step"] + 1, "square_avg": v}, v
-    if h.centered:
-        new["grad_avg"] = mean = _average(entry["grad_avg"], g, h.alpha)
+    grad = _decayed(param, grad, settings)
+    v = _average_square(slots["square_avg"], grad, settings["alpha"])
+    new, variance = {"square_avg": v}, v
+    if settings["centered"]:
+        new["grad_avg"] = mean = _average(slots["grad_avg"], grad, settings["alpha"])
         variance = v - mean * mean
-    direction = g / (_root(variance) + h.eps)
-    if not _is_zero(h.momentum):
-        direction = h.momentum * entry["momentum_buffer"] + direction
+    direction = grad / (_root(variance) + settings["eps"])
+    if not _is_zero(settings["momentum"]):
+        direction = settings["momentum"] * slots["momentum_buffer"] + direction
         new["momentum_buffer"] = direction
-    return p - h.lr * direction, new
+    return param - settings["lr"] * direction, new
 
 
-def adadelta(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
+def adadelta(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
     """Zeiler, ADADELTA (2012)."""
-    g = _decayed(p, g, h)
-    v = _average_square(entry["square_avg"], g, h.rho)
-    delta = _root(entry["acc_delta"] + h.eps) / _root(v + h.eps) * g
-    deltas = _average_square(entry["acc_delta"], delta, h.rho)
-    return p - h.lr * delta, {"step": entry["step"] + 1, "square_avg": v, "acc_delta": deltas}
+    grad = _decayed(param, grad, settings)
+    v = _average_square(slots["square_avg"], grad, settings["rho"])
+    delta = _root(slots["acc_delta"] + settings["eps"]) / _root(v + settings["eps"]) * grad
+    deltas = _average_square(slots["acc_delta"], delta, settings["rho"])
+    return param - settings["lr"] * delta, {"square_avg": v, "acc_delta": deltas}
 
 
-def adamax(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
+def adamax(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
     """Kingma and Ba, Adam (2015), section 7.1."""
-    beta1, beta2 = h.betas
-    t, g = entry["step"] + 1, _decayed(p, g, h)
-    m = _average(entry["exp_avg"], g, beta1)
-    u = torch.maximum(beta2 * entry["exp_inf"], g.abs() + h.eps)
-    return p - h.expand(h.lr / (1 - beta1**t)) * m / u, {"step": t, "exp_avg": m, "exp_inf": u}
+    beta1, beta2 = settings["betas"]
+    grad = _decayed(param, grad, settings)
+    m = _average(slots["exp_avg"], grad, beta1)
+    u = torch.maximum(beta2 * slots["exp_inf"], grad.abs() + settings["eps"])
+    rate = _expand(settings["lr"] / (1 - beta1**t), param, slots)
+    return param - rate * m / u, {"exp_avg": m, "exp_inf": u}
 
 
-def nadam(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
+def nadam(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
     """Dozat, Incorporating Nesterov momentum into Adam (2016)."""
-    beta1, beta2 = h.betas
-    t = entry["step"] + 1
-    p, g = _decoupled(p, g, h)
-    mu, mu_next = (beta1 * (1 - 0.5 * 0.96 ** (n * h.momentum_decay)) for n in (t, t + 1))
-    product = entry["mu_product"] * mu
-    m = _average(entry["exp_avg"], g, beta1)
-    v = _average_square(entry["exp_avg_sq"], g, beta2)
-    denominator = _root(v / h.expand(1 - beta2**t)) + h.eps
-    of_g = h.expand(h.lr * (1 - mu) / (1 - product))
-    of_m = h.expand(h.lr * mu_next / (1 - product * mu_next))
-    new = {"step": t, "mu_product": product, "exp_avg": m, "exp_avg_sq": v}
-    return p - of_g * (g / denominator) - of_m * (m / denominator), new
+    beta1, beta2 = settings["betas"]
+    param, grad = _decoupled(param, grad, settings)
+    mu, mu_next = (beta1 * (1 - 0.5 * 0.96 ** (n * settings["momentum_decay"])) for n in (t, t + 1))
+    product = slots["mu_product"] * mu
+    m = _average(slots["exp_avg"], grad, beta1)
+    v = _average_square(slots["exp_avg_sq"], grad, beta2)
+    denominator = _root(v / _expand(1 - beta2**t, param, slots)) + settings["eps"]
+    of_g = _expand(settings["lr"] * (1 - mu) / (1 - product), param, slots)
+    of_m = _expand(settings["lr"] * mu_next / (1 - product * mu_next), param, slots)
+    new = {"mu_product": product, "exp_avg": m, "exp_avg_sq": v}
+    return param - of_g * (grad / denominator) - of_m * (m / denominator), new
 
 
-def radam(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
+def radam(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
     """Liu et al., On the variance of the adaptive learning rate and beyond (2020)."""
-    beta1, beta2 = h.betas
-    t = entry["step"] + 1
-    p, g = _decoupled(p, g, h)
-    m = _average(entry["exp_avg"], g, beta1)
-    v = _average_square(entry["exp_avg_sq"], g, beta2)
+    beta1, beta2 = settings["betas"]
+    param, grad = _decoupled(param, grad, settings)
+    m = _average(slots["exp_avg"], grad, beta1)
+    v = _average_square(slots["exp_avg_sq"], grad, beta2)
     # The length of a simple moving average of the same centre, now and in the limit.
     limit = 2 / (1 - beta2) - 1
     length = limit - 2 * t * beta2**t / (1 - beta2**t)
@@ -152,96 +140,105 @@ def radam(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
     long = torch.where(late, length, 6.0)
     of_variance = (long - 4) * (long - 2) * limit / ((limit - 4) * (limit - 2) * long)
     rectified = (of_variance.abs() * (1 - beta2**t)).sqrt()
-    scale = torch.where(h.expand(late), h.expand(rectified) / (_root(v) + h.eps), 1.0)
-    step = h.expand(h.lr / (1 - beta1**t)) * m * scale
-    return p - step, {"step": t, "exp_avg": m, "exp_avg_sq": v}
+    rectified = _expand(rectified, param, slots) / (_root(v) + settings["eps"])
+    scale = torch.where(_expand(late, param, slots), rectified, 1.0)
+    rate = _expand(settings["lr"] / (1 - beta1**t), param, slots)
+    return param - rate * m * scale, {"exp_avg": m, "exp_avg_sq": v}
 
 
-def asgd(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
+def asgd(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
     """Polyak and Juditsky, Acceleration of stochastic approximation by averaging (1992)."""
-    t, g = entry["step"] + 1, _decayed(p, g, h)
-    eta, mu = torch.where(t == 1, h.lr, entry["eta"]), entry["mu"]
-    p = p * h.expand(1 - h.lambd * eta) - h.expand(eta) * g
-    ax = torch.where(h.expand(mu == 1), p, entry["ax"] + h.expand(mu) * (p - entry["ax"]))
-    eta = h.lr / (1 + h.lambd * h.lr * t) ** h.alpha
-    mu = 1 / torch.clamp(t - h.t0, min=1)
-    return p, {"step": t, "eta": eta, "mu": mu, "ax": ax}
+    lr, lambd, ax = settings["lr"], settings["lambd"], slots["ax"]
+    grad = _decayed(param, grad, settings)
+    eta, mu = torch.where(t == 1, lr, slots["eta"]), _expand(slots["mu"], param, slots)
+    shrink = _expand(1 - lambd * eta, param, slots)
+    param = param * shrink - _expand(eta, param, slots) * grad
+    ax = torch.where(mu == 1, param, ax + mu * (param - ax))
+    eta = lr / (1 + lambd * lr * t) ** settings["alpha"]
+    return param, {"eta": eta, "mu": 1 / torch.clamp(t - settings["t0"], min=1), "ax": ax}
 
 
-def rprop(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
+def rprop(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
     """Riedmiller and Braun, A direct adaptive method for faster backpropagation learning (1993)."""
-    t, size = entry["step"] + 1, entry["step_size"]
-    size = torch.where(h.expand(t == 1), torch.ones_like(size) * h.lr, size)
-    shrink, grow = h.etas
-    least, most = h.step_sizes
-    turn = g * entry["prev"]
+    size, is_first = slots["step_size"], _expand(t == 1, param, slots)
+    size = torch.where(is_first, torch.ones_like(size) * settings["lr"], size)
+    shrink, grow = settings["etas"]
+    least, most = settings["step_sizes"]
+    turn = grad * slots["prev"]
     size = torch.where(turn > 0, size * grow, torch.where(turn < 0, size * shrink, size))
     size = torch.clamp(size, least, most)
-    g = torch.where(turn < 0, 0.0, g)
-    return p - g.sign() * size, {"step": t, "prev": g, "step_size": size}
+    grad = torch.where(turn < 0, 0.0, grad)
+    return param - grad.sign() * size, {"prev": grad, "step_size": size}
 
 
-def muon(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
+def muon(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
     """Jordan et al., Muon (2024): the momentum made orthogonal by Newton and Schulz, in
     bfloat16.
     """
-    m = _average(entry["momentum_buffer"], g, h.momentum)
-    x = (_average(g, m, 1 - h.momentum) if h.nesterov else m).bfloat16()
-    rows, columns = p.shape
+    m = _average(slots["momentum_buffer"], grad, settings["momentum"])
+    x = (_average(grad, m, 1 - settings["momentum"]) if settings["nesterov"] else m).bfloat16()
+    rows, columns = param.shape
     x = x.mT if rows > columns else x
-    x = x / x.norm().clamp(min=h.eps)
-    a, b, c = h.ns_coefficients
-    for _ in range(h.ns_steps):
+    x = x / x.norm().clamp(min=settings["eps"])
+    a, b, c = settings["ns_coefficients"]
+    for _ in range(settings["ns_steps"]):
         gram = x @ x.mT
         x = _scaled_sum(a, x, 1, _scaled_sum(b, gram, c, gram, gram), x)
     x = x.mT if rows > columns else x
     factor = {"match_rms_adamw": 0.2 * max(rows, columns) ** 0.5}.get(
-        h.adjust_lr_fn, max(1, rows / columns) ** 0.5
+        settings["adjust_lr_fn"], max(1, rows / columns) ** 0.5
     )
-    if not _is_zero(h.weight_decay):
-        p = p * (1 - h.lr * h.weight_decay)
-    return p - h.lr * factor * x.to(p.dtype), {"momentum_buffer": m}
+    if not _is_zero(settings["weight_decay"]):
+        param = param * (1 - settings["lr"] * settings["weight_decay"])
+    return param - settings["lr"] * factor * x.to(param.dtype), {"momentum_buffer": m}
 
 
-def adafactor(p: Tensor, g: Tensor, entry: Entry, h: Any) -> NewLeaf:
+def adafactor(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
     """Shazeer and Stern, Adafactor (2018), without momentum, as torch has it."""
-    t = entry["step"] + 1
-    eps = torch.finfo(p.dtype).eps if h.eps[0] is None else h.eps[0]
-    size, beta = max(p.numel(), 1) ** 0.5, 1 - t**h.beta2_decay
-    rate = torch.clamp(_root((p * p).sum()) / size, min=h.eps[1])
-    rate = rate * torch.clamp(t**-0.5, max=h.lr)
-    if not _is_zero(h.weight_decay):
-        p = p * (1 - h.lr * h.weight_decay)
-    if "variance" in entry:
-        v = _average(entry["variance"], g * g, beta.to(g.dtype))
-        new = {"step": t, "variance": v}
+    eps = torch.finfo(param.dtype).eps if settings["eps"][0] is None else settings["eps"][0]
+    size, beta = max(param.numel(), 1) ** 0.5, 1 - t ** settings["beta2_decay"]
+    rate = torch.clamp(_root((param * param).sum()) / size, min=settings["eps"][1])
+    rate = rate * torch.clamp(t**-0.5, max=settings["lr"])
+    if not _is_zero(settings["weight_decay"]):
+        param = param * (1 - settings["lr"] * settings["weight_decay"])
+    if "variance" in slots:
+        v = _average(slots["variance"], grad * grad, beta.to(grad.dtype))
+        new = {"variance": v}
     else:
-        row = _average(entry["row_var"], (g * g).mean(-1, keepdim=True), beta.to(g.dtype))
-        col = _average(entry["col_var"], (g * g).mean(-2, keepdim=True), beta.to(g.dtype))
-        new = {"step": t, "row_var": row, "col_var": col}
+        row = _average(slots["row_var"], (grad * grad).mean(-1, keepdim=True), beta.to(grad.dtype))
+        col = _average(slots["col_var"], (grad * grad).mean(-2, keepdim=True), beta.to(grad.dtype))
+        new = {"row_var": row, "col_var": col}
         v = row @ col / row.mean(-2, keepdim=True).clamp(min=eps)
-    update = g * v.clamp(min=eps * eps).rsqrt()
-    length = _root((update * update).sum()) / (size * h.d)
-    return p - (rate / length.clamp(min=1)).to(p.dtype) * update, new
+    update = grad * v.clamp(min=eps * eps).rsqrt()
+    length = _root((update * update).sum()) / (size * settings["d"])
+    return param - (rate / length.clamp(min=1)).to(param.dtype) * update, new
 
 
 # ---- what they share -----------------------------------------------------------------------------
+
+
+def _expand(number: Tensor, param: Tensor, slots: Entry) -> Tensor:
+    """Return a number of each leaf as a number of each element, in the dtype of `param`."""
+    number = number if number.dtype is torch.bool else number.to(param.dtype)
+    if SIZES not in slots:
+        return number
+    return torch.repeat_interleave(number, slots[SIZES], output_size=param.numel())
 
 
 def _is_zero(number: Any) -> bool:
     return not isinstance(number, Tensor) and number == 0
 
 
-def _decayed(p: Tensor, g: Tensor, h: Any) -> Tensor:
+def _decayed(param: Tensor, grad: Tensor, settings: Settings) -> Tensor:
     """Return the gradient of the loss with an L2 penalty."""
-    return g if _is_zero(h.weight_decay) else g + h.weight_decay * p
+    return grad if _is_zero(settings["weight_decay"]) else grad + settings["weight_decay"] * param
 
 
-def _decoupled(p: Tensor, g: Tensor, h: Any) -> tuple[Tensor, Tensor]:
+def _decoupled(param: Tensor, grad: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """Return parameter and gradient after a weight decay of either kind."""
-    if h.decoupled_weight_decay and not _is_zero(h.weight_decay):
-        return p * (1 - h.lr * h.weight_decay), g
-    return p, g if h.decoupled_weight_decay else _decayed(p, g, h)
+    if settings["decoupled_weight_decay"] and not _is_zero(settings["weight_decay"]):
+        return param * (1 - settings["lr"] * settings["weight_decay"]), grad
+    return param, grad if settings["decoupled_weight_decay"] else _decayed(param, grad, settings)
 
 
 def _average(old: Tensor, new: Tensor, beta: Any) -> Tensor:
@@ -279,9 +276,9 @@ def _scaled_sum(beta: Any, x: Tensor, alpha: Any, a: Tensor, b: Tensor) -> Tenso
 class Formula(NamedTuple):
     """The mathematics of an optimizer."""
 
-    step: Callable[[Tensor, Tensor, Entry, Any], NewLeaf]
+    step: Callable[[Tensor, Tensor, Entry, Settings, Tensor], NewLeaf]
     # the slots of a parameter with these settings before its first step
-    new_entry: Callable[[Tensor, Mapping[str, Any]], Entry]
+    new_entry: Callable[[Tensor, Settings], Entry]
     elementwise: bool = True  # elements update independently, so that a part can be stepped alone
     constants: tuple[str, ...] = ()  # the settings that cannot be tensors
 
@@ -327,48 +324,48 @@ def _slots(p: Tensor, counts: Mapping[str, Any], moments: Mapping[str, Any]) -> 
     }
 
 
-def _with_moments(*names: str) -> Callable[[Tensor, Mapping[str, Any]], Entry]:
+def _with_moments(*names: str) -> Callable[[Tensor, Settings], Entry]:
     return lambda p, settings: _slots(p, {"step": 0.0}, dict.fromkeys(names, 0.0))
 
 
-def _sgd_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
+def _sgd_slots(p: Tensor, settings: Settings) -> Entry:
     # `momentum * -0.0 + g` is g for every g, as torch's first buffer is.
     return _slots(p, {}, {"momentum_buffer": -0.0} if settings["momentum"] != 0 else {})
 
 
-def _adam_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
+def _adam_slots(p: Tensor, settings: Settings) -> Entry:
     largest = ("max_exp_avg_sq",) if settings["amsgrad"] else ()
     return _with_moments("exp_avg", "exp_avg_sq", *largest)(p, settings)
 
 
-def _adagrad_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
+def _adagrad_slots(p: Tensor, settings: Settings) -> Entry:
     return _slots(p, {"step": 0.0}, {"sum": settings["initial_accumulator_value"]})
 
 
-def _rmsprop_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
+def _rmsprop_slots(p: Tensor, settings: Settings) -> Entry:
     momentum = ("momentum_buffer",) if settings["momentum"] > 0 else ()
     mean = ("grad_avg",) if settings["centered"] else ()
     return _with_moments("square_avg", *momentum, *mean)(p, settings)
 
 
-def _nadam_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
+def _nadam_slots(p: Tensor, settings: Settings) -> Entry:
     moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), 0.0)
     return _slots(p, {"step": 0.0, "mu_product": 1.0}, moments)
 
 
-def _asgd_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
+def _asgd_slots(p: Tensor, settings: Settings) -> Entry:
     return _slots(p, {"step": 0.0, "eta": settings["lr"], "mu": 1.0}, {"ax": 0.0})
 
 
-def _rprop_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
+def _rprop_slots(p: Tensor, settings: Settings) -> Entry:
     return _slots(p, {"step": 0.0}, {"prev": 0.0, "step_size": settings["lr"]})
 
 
-def _muon_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
+def _muon_slots(p: Tensor, settings: Settings) -> Entry:
     return _slots(p, {}, {"momentum_buffer": 0.0})
 
 
-def _adafactor_slots(p: Tensor, settings: Mapping[str, Any]) -> Entry:
+def _adafactor_slots(p: Tensor, settings: Settings) -> Entry:
     if p.ndim < 2:
         return _with_moments("variance")(p, settings)
     shapes = {"row_var": (*p.shape[:-1], 1), "col_var": (*p.shape[:-2], 1, p.shape[-1])}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.formulas import Entry, Formula, Hyperparameters, NewLeaf
+from .._optim.formulas import Entry, Formula, NewLeaf, Settings
 from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import OptimizerSettings, Overrides
 from .._optim.torch_optim import TorchOptimizer
@@ -22,7 +22,7 @@ NewSlot = Callable[[Tensor], Tensor]
 
 
 def from_formula(
-    step: Callable[[Tensor, Tensor, Entry, Mapping[str, Any], Tensor], NewLeaf],
+    step: Callable[[Tensor, Tensor, Entry, Settings, Tensor], NewLeaf],
     slots: Sequence[str] | Mapping[str, NewSlot] = (),
     elementwise: bool = True,
     *,
@@ -89,7 +89,7 @@ def from_formula(
     _check_settings(settings)
     name = getattr(step, "__name__", type(step).__name__)
     formula = Formula(
-        functools.partial(_call_step, step, name, ("lr", *settings)),
+        functools.partial(_call_step, step, name),
         lambda p, _: {key: make(p).clone() for key, make in makers.items()},
         elementwise,
     )
@@ -111,14 +111,14 @@ def from_formula(
 def _call_step(
     step: Any,
     name: str,
-    settings: Sequence[str],
     param: Tensor,
     grad: Tensor,
     slots: Entry,
-    h: Hyperparameters,
+    settings: Settings,
+    t: Tensor,
 ) -> NewLeaf:
     """Return what `step` returns for a leaf. Refuse other slots than it was given."""
-    new, new_slots = step(param, grad, slots, {n: h.settings[n] for n in settings}, h.t)
+    new, new_slots = step(param, grad, slots, settings, t)
     if new_slots.keys() != slots.keys():
         raise ValueError(
             f"{name} returned the slots {sorted(new_slots)}, expected {sorted(slots)}, which it "
@@ -128,7 +128,7 @@ def _call_step(
     return new, new_slots
 
 
-def _check_elementwise(name: str, formula: Formula, settings: Mapping[str, Any]) -> None:
+def _check_elementwise(name: str, formula: Formula, settings: Settings) -> None:
     """Refuse a step whose result for a part of a parameter is not that part of its result."""
     settings = {**settings, "lr": 1.0}  # by which an update is as large as the parameter
 
@@ -136,8 +136,7 @@ def _check_elementwise(name: str, formula: Formula, settings: Mapping[str, Any])
         entry, results = formula.new_entry(p, settings), []
         for number, g in enumerate(gradients, 1):
             t = torch.full((), number, dtype=torch.float64, device="cpu")
-            h = Hyperparameters(settings, t, torch.as_tensor)
-            p, entry = formula.step(p, g, entry, h)
+            p, entry = formula.step(p, g, entry, settings, t)
             results += [p.detach(), *[value.detach() for value in entry.values()]]
         return results
 

@@ -32,7 +32,7 @@ class FormulaStep:
 
     def __init__(self, settings: OptimizerSettings, slot_layout: SlotLayout) -> None:
         self._settings, self._slot_layout = settings, slot_layout
-        self._formula: Any = settings.formula  # a class without one has a step of its own
+        self._formula = settings.formula
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
         # Dynamo sets no guards in it, so the key of the settings, which has all that the formula
         # reads besides its arguments, guards the compiled step.

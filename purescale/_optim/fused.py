@@ -76,7 +76,7 @@ _BY_NAME = {kernel.function.__name__: kernel for kernel in _KERNELS.values()}
 
 def kernel_of(formula: formulas.Formula | None) -> Kernel | None:
     """Return the kernel that makes the steps of a class with this formula."""
-    return _KERNELS.get(formula.step) if formula is not None else None
+    return _KERNELS.get(formula.step) if formula else None
 
 
 # ---- one launch ----------------------------------------------------------------------------------

@@ -84,9 +84,12 @@ class OptimizerSettings:
         template: Any = None,
     ) -> None:
         _check_class(cls)
+        formula: Any = formula_of(cls)
         if schedule_by not in get_args(ScheduleBy):
             raise ValueError(f'schedule_by is {schedule_by!r}, expected "applied" or "iteration".')
-        self.cls, self.formula = cls, formula_of(cls)
+        self.cls, self.formula = cls, formula
+        self.calls_step = formula is None  # of a user's class, on copies
+        self.elementwise: bool | None = None if self.calls_step else formula.elementwise
         self.is_of_formula = isinstance(vars(cls).get("formula"), Formula)  # of `from_formula`
         self._door = "from_formula" if self.is_of_formula else "from_torch"
         self.arguments, self.schedule_by = arguments, schedule_by
@@ -173,8 +176,8 @@ class OptimizerSettings:
         """Return the names of the parameters that a step moves. A formula that is not elementwise
         divides by a size, which may be 0.
         """
-        whole = self.formula is not None and not self.formula.elementwise
-        return [n for n in names if n in gradients and not (whole and not weights[n].numel())]
+        skips_empty = self.elementwise is False
+        return [n for n in names if n in gradients and (weights[n].numel() or not skips_empty)]
 
     def check_names(self, names: tuple[str, ...]) -> None:
         """Refuse a pattern that matches none of the names of all parameters."""
@@ -279,7 +282,7 @@ class OptimizerSettings:
                     f"{', '.join(self._accepted)}."
                 )
             for one in value if isinstance(value, (tuple, list)) else (value,):
-                if self.formula is not None and name != "lr" and callable(one):
+                if not self.calls_step and name != "lr" and callable(one):
                     raise TypeError(
                         f"{where}: {name} {'is' if one is value else 'holds'} {one!r}; a schedule "
                         "stands for lr, or for a number in the state, and not in overrides. Fix: "

@@ -34,7 +34,7 @@ class SlotLayout:
         self._nonzero = {"momentum": 0.5} if "momentum" in settings.in_state else {}
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         probed: dict[str, Tensor] = {}
-        if self._formula is not None:
+        if not settings.calls_step:
             for table in tables:
                 others = {**table.values, **self._nonzero, **_NO_LR}
                 probed |= self._formula.new_entry(probe, {**first, **others})
@@ -64,18 +64,19 @@ class SlotLayout:
             ]
             self._settings.construct(shapes, group.settings)
             for name in group.names:
-                slots[name] = self._new_entry(params[name], group.settings) if self._formula else {}
+                slots[name] = self._new_entry(params[name], group.settings)
         return {name: slots[name] for name in params}
 
     def _new_entry(self, param: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
-        formula: Any = self._formula
-        if param.is_complex() and not formula.elementwise:
+        if self._settings.calls_step:
+            return {}
+        if param.is_complex() and not self._settings.elementwise:
             raise ValueError(
                 f"{self._settings.cls.__name__} was given a complex parameter "
                 f"{tuple(param.shape)}; it has no rule for it. Fix: a partition with AdamW for "
                 "complex parameters."
             )
-        entry: dict[str, Tensor] = formula.new_entry(param.detach(), settings)
+        entry: dict[str, Tensor] = self._formula.new_entry(param.detach(), settings)
         if self.first_step_differs and "momentum_buffer" in entry:
             entry[FIRST_STEP] = torch.ones((), dtype=torch.bool, device=param.device)
         return entry
@@ -93,7 +94,7 @@ class SlotLayout:
         """Refuse slots that differ from those of `new_slots`, because torch's kernels do not check
         what they read. `targets` lists parameters, then slots, if all are dense and off graph.
         """
-        if self._formula is None:
+        if self._settings.calls_step:
             return
 
         def match() -> bool:
@@ -149,14 +150,13 @@ class SlotLayout:
         names_of_slots = tuple((name, params[name].ndim, *entry) for name, entry in slots.items())
         if names_of_slots == self._complete:
             return True
-        formula: Any = self._formula
         for group in self._groups(params, [{}]):
             needed: dict[int, list[str]] = {}
             for name in group.names:
                 ndim = params[name].ndim
                 if ndim not in needed:
                     like = torch.empty([1] * ndim, device="cpu")  # "meta" imports sympy
-                    needed[ndim] = list(formula.new_entry(like, {**group.settings, **_NO_LR}))
+                    needed[ndim] = list(self._formula.new_entry(like, {**group.settings, **_NO_LR}))
                 for key in needed[ndim]:
                     if key not in slots[name]:
                         raise self.foreign_error(key)

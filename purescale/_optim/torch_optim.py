@@ -143,13 +143,11 @@ class TorchOptimizer(Updater):
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self.settings, self.compared = settings, settings.compared
-        self._formula = settings.formula
-        self.may_add_slots = self.calls_step = self._formula is None
-        self.differentiable = settings.differentiable
-        self.elementwise: bool | None = self._formula.elementwise if self._formula else None
+        self.may_add_slots = self.calls_step = settings.calls_step
+        self.differentiable, self.elementwise = settings.differentiable, settings.elementwise
         self._slot_layout = SlotLayout(settings)
         self._fused_step = FusedStep(settings, self._slot_layout)
-        step = ClassStep if self._formula is None else FormulaStep
+        step = ClassStep if self.calls_step else FormulaStep
         self._unfused_step = step(settings, self._slot_layout)
 
     def __repr__(self) -> str:
@@ -177,7 +175,7 @@ class TorchOptimizer(Updater):
                 f"opt_state is {type(opt_state).__name__}. Fix: `opt_state = "
                 "optimizer.init(params)`, or what the last step returned."
             )
-        if self._formula is None and traced():
+        if self.calls_step and traced():
             raise ValueError(
                 f"{self.settings.cls.__name__} has a step of its own, which is called and cannot "
                 "be compiled, mapped or differentiated. Fix: call the step eagerly, take a class "
@@ -340,7 +338,7 @@ class TorchOptimizer(Updater):
         slots = fresh.slots  # replaced one by one, so that memory holds one state only
         for name, param in saved_params.items():
             saved = states.get(param.key, {})
-            if self._formula is None:
+            if self.calls_step:
                 slots[name] = _tree.clone(as_tensors(saved, name))
             else:
                 slots[name] = restore_entry(name, saved, slots[name])

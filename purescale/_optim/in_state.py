@@ -65,34 +65,34 @@ def check_setting(cls: Any, name: Any, values: Mapping[str, Any], formula: Formu
         )
 
 
-def check_stored(opt_state: OptState, initial: Mapping[str, Any]) -> None:
+def check_stored(opt_state: OptState, expected: Mapping[str, Any]) -> None:
     """Refuse settings in a state that differ from those that the optimizer keeps there."""
     lr, hyper = opt_state.lr, opt_state.hyper or {}
     stored = {**({} if isinstance(lr, tuple) else {"lr": lr}), **hyper}
-    if stored.keys() != initial.keys():
+    if stored.keys() != expected.keys():
         raise ValueError(
             f"opt_state holds the settings {list(stored)}, this optimizer looks for "
-            f"{_describe_form(initial)} there. Likely cause: the state of an optimizer with "
+            f"{_describe_form(expected)} there. Likely cause: the state of an optimizer with "
             "another in_state. Fix: from_torch(..., in_state=(...)) with the names that the state "
             "has; or, from the optimizer `old` of this state, "
             f"{_MOVE_STATE.format(new='optimizer', old='old')}."
         )
     for name, value in stored.items():
-        leaves, likes = numbers_of({name: value}), numbers_of({name: initial[name]})
-        alike = isinstance(value, tuple) == isinstance(initial[name], tuple)
+        leaves, likes = numbers_of({name: value}), numbers_of({name: expected[name]})
+        alike = isinstance(value, tuple) == isinstance(expected[name], tuple)
         if not alike or len(leaves) != len(likes) or not all(map(is_float_scalar, leaves)):
             change = "lr=..." if name == "lr" else f"hyper={{**opt_state.hyper, {name!r}: ...}}"
             raise ValueError(
                 f"opt_state holds {name} = {', '.join(map(describe, leaves))}; expected floating "
-                f"0-d tensors, {_describe_form(initial)}. Fix: `opt_state._replace({change})` with "
-                "torch.tensor(0.1); a value for each member goes through torch.vmap."
+                f"0-d tensors, {_describe_form(expected)}. Fix: `opt_state._replace({change})` "
+                "with torch.tensor(0.1); a value for each member goes through torch.vmap."
             )
 
 
-def _describe_form(initial: Mapping[str, Any]) -> str:
+def _describe_form(expected: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{name!r}: {f'a tuple of {len(value)}' if isinstance(value, tuple) else 'one'}"
-        for name, value in initial.items()
+        for name, value in expected.items()
     ).join("{}")
 
 

@@ -1,10 +1,9 @@
-"""The settings of a class of torch.optim: as given, by schedule, in the state.
+"""The settings of a class of torch.optim: numbers, tuples of numbers and constants by name, for all
+parameters and for those of each override.
 
-arguments    those that `from_torch` was given by name;  values: with torch's defaults
-scheduled    those that follow a schedule
-stored       those that a state holds, in `lr` and `hyper`;  initial: their first numbers
-varying      those that may differ in another step: scheduled, stored, and tensors
-current      the varying ones of one step
+scheduled   a function of a count stands for the number
+stored      the state holds the number, in `lr` or `hyper`: a factor of it if it is scheduled too
+current     the numbers of one step: what is scheduled or stored, and a rate that is a tensor
 """
 
 from __future__ import annotations
@@ -47,13 +46,11 @@ _ANY_LR = 1e-3  # for torch to check in place of a schedule or a tensor
 class Table(NamedTuple):
     """The settings for all parameters, or those of one override."""
 
-    values: dict[str, Any]  # as they were given; for all parameters with torch's defaults
-    scheduled: dict[str, Any]  # those that follow a schedule
-    varying: dict[str, Any]  # those that may differ in another step
+    values: dict[str, Any]  # for all parameters with torch's defaults
+    schedules: dict[str, Any]  # of those that are scheduled
 
 
-# The settings of a step that vary, for each table in order.
-CurrentSettings = list[dict[str, Any]]
+CurrentSettings = list[dict[str, Any]]  # for each table
 
 
 class ParamGroup(NamedTuple):
@@ -84,45 +81,33 @@ class OptimizerSettings:
         template: Any = None,
     ) -> None:
         _check_class(cls)
-        formula: Any = formula_of(cls)
         if schedule_by not in get_args(ScheduleBy):
             raise ValueError(f'schedule_by is {schedule_by!r}, expected "applied" or "iteration".')
+        formula: Any = formula_of(cls)
         self.cls, self.formula = cls, formula
         self.calls_step = formula is None  # of a user's class, on copies
         self.elementwise: bool | None = None if self.calls_step else formula.elementwise
-        self.is_of_formula = isinstance(vars(cls).get("formula"), Formula)  # of `from_formula`
-        self._door = "from_formula" if self.is_of_formula else "from_torch"
+        of_formula = isinstance(vars(cls).get("formula"), Formula)
+        self.made_by = "from_formula" if of_formula else "from_torch"
+        accepted = inspect.signature(cls).parameters
+        default = getattr(accepted.get("lr"), "default", None)
+        self.lr = default if lr is None and default is not inspect.Parameter.empty else lr
         self.arguments, self.schedule_by = arguments, schedule_by
+        self.differentiable = bool(arguments.get("differentiable"))
         self.in_state = names_in_state(in_state)
         self.overrides = {pattern: dict(extra) for pattern, extra in overrides.items()}
-        self.differentiable = bool(arguments.get("differentiable"))
-        accepted = inspect.signature(cls).parameters
-        self._accepted = [name for name in accepted if name != "params"]
-        default = getattr(accepted.get("lr"), "default", None)
-        lr = default if lr is None and default is not inspect.Parameter.empty else lr
-        self.lr = lr
-        # Schedules of settings in the state, alone or in a tuple. A schedule of lr needs no state.
-        schedules = {n: arguments[n] for n in self.in_state if is_scheduled(arguments.get(n))}
-        first = {name: first_numbers(name, value) for name, value in schedules.items()}
-        start = {**arguments, **first, "lr": lr}
+        self._accepted, self._live = [name for name in accepted if name != "params"], template
+        schedules = _scheduled({**arguments, "lr": self.lr}, ("lr", *self.in_state))
         # An optimizer over a probe parameter, from which those of a step are copied.
-        self._is_constructed = template is None
-        self.template = template
-        self.template = self._probe(self._door, start)
-        for pattern, extra in self.overrides.items():
-            self._probe(f"overrides[{pattern!r}]", {**start, **extra})
-        values = {**self.template.defaults, "lr": lr}
-        for name in self.in_state:
-            check_setting(cls, name, {**values, "lr": 0.0}, self.formula)
-        table = _table(values, schedules)
-        in_the_state = {name: {**values, **table.scheduled}[name] for name in self.in_state}
-        table = table._replace(varying={**table.varying, **in_the_state})
-        self.tables = [table, *map(_table, self.overrides.values())]
-        # The first numbers of the settings in the state: 1 for a schedule, which it multiplies.
-        self.initial = map_numbers(lambda number: 1.0 if callable(number) else number, in_the_state)
-        self.initial_settings(None)  # refuses what float32 cannot hold
+        self.template = self._check_settings(schedules)
+        values = {**self.template.defaults, "lr": self.lr}
+        self.tables = [Table(_own(values), schedules)]
+        self.tables += [Table(_own(v), _scheduled(v, ("lr",))) for v in self.overrides.values()]
+        self.has_schedules = any([table.schedules for table in self.tables])
+        self.stored = {name: {**values, **schedules}[name] for name in self.in_state}
+        self.new_stored(None)  # refuses what float32 cannot hold
         # Ranks compare all settings, including defaults.
-        complete = dict(sorted({**values, **arguments, "lr": lr}.items()))
+        complete = dict(sorted({**values, **arguments}.items()))
         self.compared = cls, complete, self.overrides, self.in_state, schedule_by
         self.key = self._key(complete)
 
@@ -135,7 +120,7 @@ class OptimizerSettings:
         if self.overrides:
             extra["overrides"] = self.overrides
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
-        return f"{self._door}({self.cls.__name__}, {settings})"
+        return f"{self.made_by}({self.cls.__name__}, {settings})"
 
     def _key(self, complete: Mapping[str, Any]) -> str:
         """Return as text all settings that a step reads. Rates that are tensors or schedules are
@@ -205,41 +190,37 @@ class OptimizerSettings:
                 return (index,)
         return matching
 
-    @property
-    def has_schedules(self) -> bool:
-        """True if a setting follows a schedule."""
-        return any([table.scheduled for table in self.tables])
-
     def current(self, opt_state: OptState) -> CurrentSettings:
-        """Return the varying settings of the next step: from the state, by schedule, and those that
-        are tensors.
-        """
+        """Return the current settings of the next step."""
+        stored = stored_settings(opt_state)
         count = opt_state.applied if self.schedule_by == "applied" else opt_state.iteration
-        return self.settings_at(count, stored_settings(opt_state))
 
-    def settings_at(self, count: Tensor, stored: Mapping[str, Any]) -> CurrentSettings:
-        """Return `current` at this count of steps, with these settings in the state."""
+        def put(value: Any) -> Any:
+            return on_device(value, count.device) if isinstance(value, Tensor) else value
 
         def number(name: str, value: Any, factor: Any) -> Any:
             if isinstance(factor, tuple):
                 return tuple([number(name, *pair) for pair in zip(value, factor, strict=True)])
-            if callable(value):
-                value = value(count)
-                check_scheduled(name, value)
-                if isinstance(value, Tensor):
-                    value = on_device(value, count.device)
-                value = value if factor is None else factor * value
-            elif factor is not None:
-                value = factor
+            if not callable(value):
+                value = value if factor is None else factor
+            else:
+                check_scheduled(name, scheduled := value(count))
+                value = put(scheduled) if factor is None else factor * put(scheduled)
             if isinstance(value, Tensor) and value.requires_grad:
                 self._refuse_graph(name)
-            return on_device(value, count.device) if isinstance(value, Tensor) else value
+            return put(value)
 
-        first, *others = [table.varying for table in self.tables]
-        return [
-            {name: number(name, value, stored.get(name)) for name, value in first.items()},
-            *({name: number(name, value, None) for name, value in each.items()} for each in others),
-        ]
+        current = []
+        for index, (values, schedules) in enumerate(self.tables):
+            factors = {} if index else stored
+            current.append(
+                {
+                    name: number(name, value, factors.get(name))
+                    for name, value in {**values, **schedules}.items()
+                    if name in schedules or name in factors or isinstance(value, Tensor)
+                }
+            )
+        return current
 
     def _refuse_graph(self, name: str) -> None:
         if torch.is_grad_enabled() and not (self.differentiable or traced()):
@@ -250,9 +231,13 @@ class OptimizerSettings:
                 "from_torch(..., differentiable=True)."
             )
 
-    def initial_settings(self, device: torch.device | None) -> dict[str, Any]:
-        """Return the settings that a new state holds."""
-        return map_numbers(lambda number: as_float32(number, device), self.initial)
+    def new_stored(self, device: torch.device | None) -> dict[str, Any]:
+        """Return the settings that a new state holds. The factor of a schedule is 1."""
+
+        def first(number: Any) -> Tensor:
+            return as_float32(1.0 if callable(number) else number, device)
+
+        return map_numbers(first, self.stored)
 
     def check(self, opt_state: OptState) -> None:
         """Refuse a state whose settings do not match `in_state`, or without the count."""
@@ -269,30 +254,41 @@ class OptimizerSettings:
                 f"opt_state.iteration is {iteration!r}, but the schedules of this optimizer count "
                 'applied steps and would ignore it. Fix: from_torch(..., schedule_by="iteration").'
             )
-        check_stored(opt_state, self.initial)
+        check_stored(opt_state, self.stored)
+
+    def _check_settings(self, schedules: Mapping[str, Any]) -> Any:
+        """Return an optimizer over one parameter. What the class refuses, also in an override,
+        raises torch's own error.
+        """
+        first = {n: first_numbers(n, value) for n, value in schedules.items() if n != "lr"}
+        settings = {**self.arguments, **first, "lr": self.lr}
+        template = self._probe(self.made_by, settings)
+        for pattern, extra in self.overrides.items():
+            self._probe(f"overrides[{pattern!r}]", {**settings, **extra})
+        for name in self.in_state:
+            check_setting(self.cls, name, {**template.defaults, "lr": 0.0}, self.formula)
+        return template
 
     def _probe(self, where: str, settings: dict[str, Any]) -> Any:
-        """Return an optimizer over one parameter. Settings that the class refuses raise torch's own
-        error.
-        """
         for name, value in settings.items():
-            if name not in self._accepted and self._is_constructed:
+            if name not in self._accepted and self._live is None:
                 raise ValueError(
                     f"{where}: {self.cls.__name__} has no setting {name!r}. It has: "
                     f"{', '.join(self._accepted)}."
                 )
             for one in value if isinstance(value, (tuple, list)) else (value,):
-                if not self.calls_step and name != "lr" and callable(one):
+                what = f"{where}: {name} {'is' if one is value else 'holds'}"
+                if callable(one) and name != "lr" and not self.calls_step:
                     raise TypeError(
-                        f"{where}: {name} {'is' if one is value else 'holds'} {one!r}; a schedule "
-                        "stands for lr, or for a number in the state, and not in overrides. Fix: "
+                        f"{what} {one!r}; a schedule stands for lr, or for a number in the state, "
+                        "and not in overrides. Fix: "
                         f"from_torch(..., {name}=schedule, in_state=({name!r},))."
                     )
                 if isinstance(one, Tensor) and not (name == "lr" and is_float_scalar(one)):
                     raise TypeError(
-                        f"{where}: {name} {'is' if one is value else 'holds'} a tensor of shape "
-                        f"{tuple(one.shape)}, {one.dtype}; only lr may be one, floating and 0-d. "
-                        f"Fix: a number to start from and in_state=({name!r},)."
+                        f"{what} a tensor of shape {tuple(one.shape)}, {one.dtype}; only lr may be "
+                        "one, floating and 0-d. Fix: a number to start from and "
+                        f"in_state=({name!r},)."
                     )
         rate = first_rate(where, settings["lr"])
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
@@ -300,8 +296,8 @@ class OptimizerSettings:
 
     def construct(self, probes: list[Tensor], settings: Mapping[str, Any]) -> Any:
         """Return torch's own optimizer over these tensors. It refuses settings and shapes."""
-        if not self._is_constructed:
-            return self.template
+        if self._live is not None:
+            return self._live
         arguments = {name: value for name, value in settings.items() if name in self._accepted}
         if "lr" in arguments and (isinstance(arguments["lr"], Tensor) or callable(arguments["lr"])):
             arguments["lr"] = _ANY_LR
@@ -309,13 +305,13 @@ class OptimizerSettings:
             return private.without_compiler(self.cls)(probes, **arguments)
 
 
-def _table(values: Mapping[str, Any], schedules: Mapping[str, Any] | None = None) -> Table:
-    """Return a table of settings, with these schedules of settings in the state."""
-    values = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}
-    scheduled = {"lr": values["lr"]} if callable(values.get("lr")) else {}
-    scheduled.update(schedules or {})
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    return Table(values, scheduled, {**tensors, **scheduled})
+def _scheduled(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return those of the settings with these names that are schedules."""
+    return {name: settings[name] for name in names if is_scheduled(settings.get(name))}
+
+
+def _own(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: v.clone() if isinstance(v, Tensor) else v for n, v in settings.items()}
 
 
 def _is_count(leaf: Any) -> bool:

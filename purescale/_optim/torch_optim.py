@@ -161,7 +161,7 @@ class TorchOptimizer(Updater):
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
         iteration = applied.clone() if self.settings.schedule_by == "iteration" else ()
-        stored = self.settings.initial_settings(device)
+        stored = self.settings.new_stored(device)
         opt_state = with_stored(OptState(applied, {}, iteration=iteration), stored)
         return opt_state._replace(
             slots=self._slot_layout.new_slots(named, self.settings.current(opt_state))

@@ -56,10 +56,11 @@ def current_groups(
     """
     settings.check(opt_state)
     stored = stored_settings(opt_state)
-    first = settings.settings_at(torch.zeros_like(opt_state.applied), stored)
+    zero = torch.zeros_like(opt_state.applied)
+    first = settings.current(opt_state._replace(applied=zero, iteration=zero))
     current: CurrentSettings = []
     for index, table in enumerate(settings.current(opt_state)):
-        own, scheduled = stored if index == 0 else {}, settings.tables[index].scheduled
+        own, scheduled = stored if index == 0 else {}, settings.tables[index].schedules
         varying = {n: v for n, v in table.items() if n in own or n in scheduled}
         now = {**table, **map_numbers(float, varying)}
         initial = {}
@@ -275,7 +276,7 @@ def read_settings(
         for index in dict.fromkeys(map(group_of.__getitem__, group.names))
     ]
     for name in settings.in_state:
-        key = f"initial_{name}" if name in settings.tables[0].scheduled else name
+        key = f"initial_{name}" if name in settings.tables[0].schedules else name
         taken = [saved for group, saved in pairs if name not in group.overridden]
         if key == "initial_lr" and not all(key in saved for saved in taken):
             raise ValueError(
@@ -289,8 +290,8 @@ def read_settings(
         if isinstance(value, tuple) != isinstance(stored[name], tuple):
             raise ValueError(
                 f"the state dict has {name} = {value}; expected what {settings.cls.__name__} has "
-                f"there, such as {settings.initial[name]}. Likely cause: the state dict of another "
-                "class."
+                f"there, such as {settings.stored[name]}. Likely cause: the state dict of "
+                "another class."
             )
         stored |= map_numbers(lambda number: as_float32(number, device), {name: value})
     return stored
@@ -320,7 +321,7 @@ def read_counts(
             "count to go on from. Fix: `optimizer.from_state_dict(sd, params, "
             "applied=scheduler.last_epoch)`, the number of steps made so far."
         )
-    if number is None and settings.is_of_formula and has_state:
+    if number is None and settings.made_by == "from_formula" and has_state:
         raise ValueError(
             f"{settings.cls.__name__} is given the number of the step, which a state dict does not "
             "have. Fix: `optimizer.from_state_dict(sd, params, applied=opt_state.applied)`, the "

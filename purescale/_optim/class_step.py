@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._optim.in_state import item_of, map_numbers
-from .._optim.opt_state import Slots, Tensors
+from .._optim.opt_state import Slots, Tensors, python_numbers
 from .._optim.settings import CurrentSettings, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
@@ -42,7 +41,7 @@ class ClassStep:
             for name, entry in slots.items()
         }
         gradients = {name: g.to(new_params[name].dtype) for name, g in gradients.items()}
-        current = [map_numbers(item_of, table) for table in current]
+        current = list(map(python_numbers, current))
         with torch.no_grad():
             new_slots = self._run(new_params, gradients, copies, current)
         new_params = {name: p.to(params[name].dtype) for name, p in new_params.items()}
@@ -103,16 +102,19 @@ def as_tensors(entry: Mapping[str, Any], name: str) -> dict[str, Tensor]:
     return tensors
 
 
-def with_python_scalars(entry: Mapping[str, Tensor], param: Tensor) -> dict[str, Any]:
-    """Return the slots of a parameter with the Python numbers that `as_tensors` stored."""
+def with_python_scalars(
+    entry: Mapping[str, Any], param: Tensor, dtypes: Sequence[torch.dtype] = _NUMBER_DTYPES
+) -> dict[str, Any]:
+    """Return the slots of a parameter with the Python numbers that `as_tensors` stored so."""
     if param.ndim == 0:  # its moments look like numbers
         return dict(entry)
-    return {key: value.item() if was_int_or_bool(value) else value for key, value in entry.items()}
+    return {k: value.item() if was_python(value, dtypes) else value for k, value in entry.items()}
 
 
-def was_int_or_bool(value: Tensor) -> bool:
-    """Return True if a slot of a user's class was an int or a bool before it was a tensor."""
-    return value.ndim == 0 and value.is_cpu and value.dtype in _NUMBER_DTYPES
+def was_python(value: Any, dtypes: Sequence[torch.dtype] = _NUMBER_DTYPES) -> bool:
+    """Return True if a slot was an int or a bool before it was a tensor of these dtypes."""
+    is_scalar = isinstance(value, Tensor) and value.ndim == 0 and value.is_cpu
+    return is_scalar and value.dtype in dtypes
 
 
 # ---- dtypes --------------------------------------------------------------------------------------

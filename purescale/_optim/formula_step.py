@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import SIZES, Entry, NewLeaf, Settings
-from .._optim.in_state import map_numbers
-from .._optim.opt_state import Slots, Tensors, slots_like, values_of
+from .._optim.opt_state import Slots, Tensors, map_numbers, slots_like, values_of
 from .._optim.settings import CurrentSettings, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs

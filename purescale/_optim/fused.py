@@ -10,8 +10,15 @@ from torch import Tensor
 from torch.optim import adagrad, adam, sgd
 
 from .._optim import formulas
-from .._optim.in_state import item_of, map_numbers
-from .._optim.opt_state import OptState, Slots, Tensors, numbers_of, values_of
+from .._optim.opt_state import (
+    OptState,
+    Slots,
+    Tensors,
+    map_numbers,
+    numbers_of,
+    python_numbers,
+    values_of,
+)
 from .._optim.settings import CurrentSettings, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
@@ -291,7 +298,7 @@ class FusedStep:
             return params, slots
         # The kernel takes a rate that is a tensor, and reads none.
         current = [
-            {n: v if n == "lr" else map_numbers(item_of, {n: v})[n] for n, v in table.items()}
+            {n: v if n == "lr" else python_numbers({n: v})[n] for n, v in table.items()}
             for table in current
         ]
         inputs = inputs._replace(grads=grads.with_one_divisor())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -118,32 +118,6 @@ def _check_range(what: str, number: float, dtype: torch.dtype) -> None:
             f"at most {most:.3g}. Likely cause: a wrong exponent, or a product that overflowed. "
             "Fix: a number in range, such as 1e-3."
         )
-
-
-def item_of(value: Any) -> Any:
-    """Return the number in a tensor, or any other value as it is."""
-    return value.item() if isinstance(value, Tensor) else value
-
-
-def map_numbers(change: Callable[[Any], Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with `change` applied to every number, also within tuples."""
-    return {
-        name: tuple(map(change, value)) if isinstance(value, (tuple, list)) else change(value)
-        for name, value in settings.items()
-    }
-
-
-def common_value(name: str, groups: Sequence[Mapping[str, Any]]) -> Any:
-    """Return the value that all these parameter groups share; None if no group has one."""
-    values = [map_numbers(item_of, {name: group[name]})[name] for group in groups if name in group]
-    if len(set(values)) > 1:
-        raise ValueError(
-            f"the groups of the torch optimizer have {name} = {values}, and the state holds one "
-            f"number for all. Fix: leave {name} out of in_state; or say which parameters keep "
-            f"theirs, `from_torch(cls, overrides={{pattern: {{{name!r}: ...}}}}, in_state="
-            f"({name!r},))`; to change each, a `partition` with an optimizer for each group."
-        )
-    return values[0] if values else None
 
 
 # ---- replaced ------------------------------------------------------------------------------------

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._optim.formulas import formula_of
-from .._optim.in_state import common_value, item_of, map_numbers
-from .._optim.opt_state import OptState, is_wrapped
+from .._optim.class_step import with_python_scalars
+from .._optim.opt_state import OptState, is_wrapped, python_numbers
 from .._optim.partition import PartitionOptimizer
 from .._optim.schedule import ScheduleBy
 from .._optim.schedule_free import ScheduleFreeState
-from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerSettings, ParamGroup
+from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerSettings
 from .._optim.torch_optim import TorchOptimizer, from_torch
-from .._optim.torch_state_dict import state_dict
+from .._optim.torch_state_dict import common_value, write_state_dict
 from .._optim.wrapper import Wrapper
 from .._tree.tree import Tree, join_names
 
@@ -73,7 +72,7 @@ def from_torch_optimizer(
     names = names_by_group(torch_optimizer, model, trained)
     stepped = {name for group in names for name in group}
     params = {name: p for name, p in trained.items() if name in stepped}
-    rates = [{"lr": item_of(group.get("lr", 0.0))} for group in torch_optimizer.param_groups]
+    rates = [python_numbers({"lr": g.get("lr", 0.0)}) for g in torch_optimizer.param_groups]
     return convert_optimizer(torch_optimizer, model, params, names, rates, in_state=in_state)
 
 
@@ -108,8 +107,8 @@ def to_torch_optimizer(
         0.25
     """
     inner, of_torch = check_innermost(opt_state, optimizer, torch_optimizer)
-    loaded = state_dict_with(torch_optimizer, model, of_torch)
-    load_state(torch_optimizer, model, loaded, inner.settings_by_name(of_torch))
+    loaded = state_dict_with(torch_optimizer, model, inner.settings, of_torch)
+    load_state(torch_optimizer, loaded, inner.settings.in_state)
 
 
 # ---- from torch ----------------------------------------------------------------------------------
@@ -227,7 +226,7 @@ def _common_numbers(groups: Sequence[Mapping[str, Any]], in_state: Sequence[str]
 def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a parameter group as Python numbers, without the rate and flags."""
     accepted = inspect.signature(cls).parameters.keys() - {"params", "lr", *IMPLEMENTATION_FLAGS}
-    settings = map_numbers(item_of, {n: value for n, value in group.items() if n in accepted})
+    settings = python_numbers({n: value for n, value in group.items() if n in accepted})
     if issubclass(cls, torch.optim.Adafactor):  # from_torch requires it by name
         settings["foreach"] = bool(group["foreach"])
     return settings
@@ -236,7 +235,7 @@ def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
 def _own_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a group of a user's class, whose groups may differ in their names."""
     left_out = {"params", "param_names", "initial_lr", "lr", *IMPLEMENTATION_FLAGS}
-    return map_numbers(item_of, {n: value for n, value in group.items() if n not in left_out})
+    return python_numbers({n: value for n, value in group.items() if n not in left_out})
 
 
 def _template(torch_optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> Any:
@@ -298,13 +297,14 @@ def check_innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tu
 
 
 def state_dict_with(
-    torch_optimizer: torch.optim.Optimizer, model: nn.Module, opt_state: OptState
+    torch_optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    settings: OptimizerSettings,
+    opt_state: OptState,
 ) -> dict[str, Any]:
-    """Return the live optimizer's state dict with these slots. Its groups do not change."""
-    names = _name_by_id(model)
-    parameters = [
-        parameter for group in torch_optimizer.param_groups for parameter in group["params"]
-    ]
+    """Return the live optimizer's state dict with the slots and the stored settings of a state."""
+    names, live = _name_by_id(model), torch_optimizer.state_dict()
+    parameters = [p for group in torch_optimizer.param_groups for p in group["params"]]
     places = {names.get(id(parameter)): place for place, parameter in enumerate(parameters)}
     missing = opt_state.slots.keys() - places.keys()
     if missing:
@@ -312,48 +312,39 @@ def state_dict_with(
             f"the state has {join_names(sorted(missing))}, the live optimizer does not. Likely "
             "cause: another model or optimizer than the state was made of. Fix: pass those."
         )
-    trained = list(opt_state.slots)
-    by_index = state_dict(opt_state.slots, [ParamGroup(trained, {"lr": 0.0})])["state"]
-    live = torch_optimizer.state_dict()
-    state = {places[trained[index]]: entry for index, entry in by_index.items()}
-    if formula_of(type(torch_optimizer)) is None:
-        state = {place: _restore_floats(entry, parameters[place]) for place, entry in state.items()}
-    return {**live, "state": {**live["state"], **state}}
-
-
-def _restore_floats(entry: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """Return the state of a user's class with Python floats, as its step had made them. torch would
-    round a tensor to the dtype of the parameter.
-    """
-    if parameter.ndim == 0:  # its moments look like numbers
-        return dict(entry)
-
-    def restored(value: Any) -> Any:
-        is_float = isinstance(value, Tensor) and value.ndim == 0 and value.dtype is torch.float64
-        return value.item() if is_float and value.is_cpu else value
-
-    return {key: restored(value) for key, value in entry.items()}
+    state, groups = {**live["state"]}, [{**group} for group in live["param_groups"]]
+    group_of = {place: group for group in groups for place in group["params"]}
+    sd = write_state_dict(settings, opt_state)
+    for written in sd["param_groups"]:
+        for name, index in zip(written["param_names"], written["params"], strict=True):
+            place = places[name]
+            group_of[place].update({key: written[key] for key in settings.in_state})
+            entry = sd["state"].get(index, {})
+            if settings.calls_step:  # torch would round a float64 to the parameter's dtype
+                entry = with_python_scalars(entry, parameters[place], (torch.float64,))
+            if entry:
+                state[place] = entry
+    return {**live, "state": state, "param_groups": groups}
 
 
 def load_state(
-    torch_optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    loaded: dict[str, Any],
-    numbers: Mapping[str, Mapping[str, Any]],
+    torch_optimizer: torch.optim.Optimizer, loaded: dict[str, Any], stored: Sequence[str]
 ) -> None:
-    """Load what `state_dict_with` returned, and the settings in the state by parameter. The groups
-    stay the same objects with their tensors.
+    """Load what `state_dict_with` returned, with these stored settings. The groups stay the same
+    objects with their tensors.
     """
-    groups, names = torch_optimizer.param_groups, _name_by_id(model)
+    groups = torch_optimizer.param_groups
     torch_optimizer.load_state_dict(loaded)
     torch_optimizer.param_groups = groups
-    for group in groups:
-        stepped = [names[id(p)] for p in group["params"] if names.get(id(p)) in numbers]
-        for name, value in numbers[stepped[0]].items() if stepped else ():
-            if isinstance(group[name], Tensor):  # groups may share it
-                group[name].fill_(value)
+    for group, new in zip(groups, loaded["param_groups"], strict=True):
+        for name in stored:
+            live, value = group.get(name), new.get(name)
+            if value is live:  # of parameters that are not stepped
+                continue
+            if isinstance(live, Tensor):  # groups may share it
+                live.fill_(value)
             else:
-                group[name] = _keep_if_rounded(group[name], value)
+                group[name] = _keep_if_rounded(live, value)
 
 
 def _keep_if_rounded(live: Any, value: Any) -> Any:

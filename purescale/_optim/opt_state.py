@@ -113,6 +113,19 @@ def numbers_of(settings: Any) -> list[Any]:
     return [one for v in values for one in (v if isinstance(v, tuple) else (v,))]
 
 
+def map_numbers(change: Callable[[Any], Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with `change` applied to every number, also within tuples."""
+    return {
+        name: tuple(map(change, value)) if isinstance(value, (tuple, list)) else change(value)
+        for name, value in settings.items()
+    }
+
+
+def python_numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with a Python number for each tensor, which is read."""
+    return map_numbers(lambda value: value.item() if isinstance(value, Tensor) else value, settings)
+
+
 def map_opt_states(
     change: Callable[[OptState, tuple[str, ...]], OptState], state: Tree, keys: tuple[str, ...] = ()
 ) -> Tree:

@@ -26,10 +26,9 @@ from .._optim.in_state import (
     check_stored,
     is_float_scalar,
     is_scheduled,
-    map_numbers,
     names_in_state,
 )
-from .._optim.opt_state import OptState, stored_settings
+from .._optim.opt_state import OptState, map_numbers, stored_settings
 from .._optim.schedule import ScheduleBy, check_scheduled, first_numbers, first_rate
 from .._torch import private
 from .._torch.dtypes import on_device

@@ -9,25 +9,15 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from .._optim.class_step import ClassStep, as_tensors
+from .._optim.class_step import ClassStep
 from .._optim.formula_step import FormulaStep
 from .._optim.fused import FusedStep
-from .._optim.in_state import map_numbers
-from .._optim.opt_state import OptState, Slots, Tensors, stored_settings, with_stored
+from .._optim.opt_state import OptState, Slots, Tensors, map_numbers, stored_settings, with_stored
 from .._optim.schedule import PARAMETERS_GIVEN, Schedule, ScheduleBy
 from .._optim.settings import CurrentSettings, OptimizerSettings, Overrides
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs, named_params
-from .._optim.torch_state_dict import (
-    check_state_dict,
-    current_groups,
-    fill_state_dict,
-    find_parameters,
-    read_counts,
-    read_settings,
-    restore_entry,
-    state_dict,
-)
+from .._optim.torch_state_dict import read_state_dict, write_state_dict
 from .._optim.updater import Updater
 from .._torch import foreach
 from .._torch.tracing import traced
@@ -287,19 +277,7 @@ class TorchOptimizer(Updater):
             ValueError: If `like` has other parameters, several groups without names, or the
                 parameters of two groups in one.
         """
-        groups = current_groups(self.settings, opt_state, initial_lr)
-        sd = state_dict(opt_state.slots, groups)
-        if like is None:
-            return sd
-        return fill_state_dict(like, sd, opt_state.slots)
-
-    def settings_by_name(self, opt_state: OptState) -> dict[str, dict[str, Any]]:
-        """Return the settings in the state for the torch group of each parameter."""
-        return {
-            name: {key: group.settings[key] for key in self.settings.in_state}
-            for group in current_groups(self.settings, opt_state, None)
-            for name in group.names
-        }
+        return write_state_dict(self.settings, opt_state, initial_lr, like)
 
     def from_state_dict(
         self,
@@ -332,20 +310,7 @@ class TorchOptimizer(Updater):
                 without names; if groups disagree on a setting in the state; if a schedule needs a
                 count and `sd` has none; none has that of iterations.
         """
-        groups, states = check_state_dict(sd)
-        fresh = self.init(params)
-        saved_params = find_parameters(groups, fresh.slots)
-        slots = fresh.slots  # replaced one by one, so that memory holds one state only
-        for name, param in saved_params.items():
-            saved = states.get(param.key, {})
-            if self.calls_step:
-                slots[name] = _tree.clone(as_tensors(saved, name))
-            else:
-                slots[name] = restore_entry(name, saved, slots[name])
-        counts = read_counts(self.settings, fresh, applied, iteration, has_state=bool(states))
-        group_of = {name: param.group for name, param in saved_params.items()}
-        stored = read_settings(self.settings, groups, group_of, fresh)
-        return with_stored(OptState(counts[0], slots, iteration=counts[1]), stored)
+        return read_state_dict(self.settings, sd, self.init(params), applied, iteration)
 
 
 def _cast_gradients(inputs: StepInputs) -> Tensors:

@@ -10,10 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.class_step import was_int_or_bool
+from .._optim.class_step import as_tensors, was_python
 from .._optim.formulas import FIRST_STEP
-from .._optim.in_state import as_float32, common_value, map_numbers
-from .._optim.opt_state import OptState, Slots, stored_settings
+from .._optim.in_state import as_float32
+from .._optim.opt_state import (
+    OptState,
+    Slots,
+    map_numbers,
+    python_numbers,
+    stored_settings,
+    with_stored,
+)
 from .._optim.settings import IMPLEMENTATION_FLAGS, CurrentSettings, OptimizerSettings, ParamGroup
 from .._tree import tree as _tree
 from .._tree.scalars import whole
@@ -28,26 +35,28 @@ NAME_THEM = (
 # ---- written -------------------------------------------------------------------------------------
 
 
-def state_dict(slots: Slots, groups: Sequence[ParamGroup]) -> dict[str, Any]:
-    """Return `torch.optim.Optimizer.state_dict()` of these slots, with copied tensors. The settings
-    of the groups include their rates.
-    """
+def write_state_dict(
+    settings: OptimizerSettings,
+    opt_state: OptState,
+    initial_lr: float | None = None,
+    like: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return a state in torch's format, as `TorchOptimizer.to_state_dict`."""
     state: dict[int, dict[str, Any]] = {}
-    listed = []
-    for names, settings, *_ in groups:
+    groups = []
+    for names, values, *_ in _current_groups(settings, opt_state, initial_lr):
         start = len(state)
-        state.update(enumerate([_save_entry(slots[name]) for name in names], start))
-        lr = settings["lr"]
+        state.update(enumerate([_save_entry(opt_state.slots[name]) for name in names], start))
+        lr = values["lr"]
         lr = lr.clone() if isinstance(lr, Tensor) else lr
         indices = list(range(start, len(state)))
-        listed.append({**settings, "lr": lr, "params": indices, "param_names": list(names)})
-    return {
-        "state": {index: entry for index, entry in state.items() if entry},
-        "param_groups": listed,
-    }
+        groups.append({**values, "lr": lr, "params": indices, "param_names": list(names)})
+    kept = {index: entry for index, entry in state.items() if entry}
+    sd = {"state": kept, "param_groups": groups}
+    return sd if like is None else _fill(like, sd, opt_state.slots)
 
 
-def current_groups(
+def _current_groups(
     settings: OptimizerSettings, opt_state: OptState, initial_lr: float | None
 ) -> list[ParamGroup]:
     """Return torch's parameter groups with the current settings and rates: Python numbers, except a
@@ -87,19 +96,19 @@ def _save_entry(entry: Mapping[str, Tensor]) -> dict[str, Any]:
     # torch keeps step counts on the CPU, and moves them itself if an implementation needs it.
     return {
         key: value.item()
-        if was_int_or_bool(value)
+        if was_python(value)
         else (value.cpu() if key == "step" else value).clone()
         for key, value in entry.items()
         if key != FIRST_STEP
     }
 
 
-def fill_state_dict(like: Any, sd: dict[str, Any], slots: Slots) -> dict[str, Any]:
+def _fill(like: Any, sd: dict[str, Any], slots: Slots) -> dict[str, Any]:
     """Return `sd` with the groups, the order and the flags of the state dict `like`, which keeps
     what it has of other parameters.
     """
-    saved_groups, states = check_state_dict(like)
-    saved_params = find_parameters(saved_groups, slots)
+    saved_groups, states = _check_state_dict(like)
+    saved_params = _find_parameters(saved_groups, slots)
     written_as = {
         name: (group, key)
         for group in sd["param_groups"]
@@ -136,7 +145,30 @@ def fill_state_dict(like: Any, sd: dict[str, Any], slots: Slots) -> dict[str, An
 # ---- read ----------------------------------------------------------------------------------------
 
 
-def check_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
+def read_state_dict(
+    settings: OptimizerSettings,
+    sd: Mapping[str, Any],
+    fresh: OptState,
+    applied: int | Tensor | None,
+    iteration: int | Tensor | None,
+) -> OptState:
+    """Return the state in torch's format, for `TorchOptimizer.from_state_dict`. `fresh` is a new
+    state, whose slots are replaced one by one, so that memory holds one state only.
+    """
+    groups, states = _check_state_dict(sd)
+    saved_params, slots = _find_parameters(groups, fresh.slots), fresh.slots
+    for name, param in saved_params.items():
+        saved = states.get(param.key, {})
+        if settings.calls_step:
+            slots[name] = _tree.clone(as_tensors(saved, name))
+        else:
+            slots[name] = _restore_entry(name, saved, slots[name])
+    count, iterations = _read_counts(settings, fresh, applied, iteration, has_state=bool(states))
+    stored = _read_stored(settings, groups, saved_params, fresh)
+    return with_stored(OptState(count, slots, iteration=iterations), stored)
+
+
+def _check_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
     """Return the groups and states of `torch.optim.Optimizer.state_dict()`, or refuse the dict."""
     parts = sd if isinstance(sd, Mapping) else {}
     groups, states = parts.get("param_groups"), parts.get("state")
@@ -167,7 +199,7 @@ class SavedParam(NamedTuple):
     key: Any  # in sd["state"]
 
 
-def find_parameters(
+def _find_parameters(
     saved_groups: Sequence[Mapping[str, Any]], slots: Slots
 ) -> dict[str, SavedParam]:
     """Return where a state dict has each parameter: by name, or in the order of `slots` if it is
@@ -220,7 +252,7 @@ def _names_in(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
     return names if are_named == {True} else None
 
 
-def restore_entry(
+def _restore_entry(
     name: str, saved: Mapping[str, Any], fresh: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the slots of one parameter in a state dict, copied; the fresh ones if it has none."""
@@ -257,23 +289,23 @@ def restore_entry(
     return new
 
 
-# ---- settings in the state -----------------------------------------------------------------------
+# ---- stored settings -----------------------------------------------------------------------
 
 
-def read_settings(
+def _read_stored(
     settings: OptimizerSettings,
     saved_groups: Sequence[Mapping[str, Any]],
-    group_of: Mapping[str, int],
+    saved_params: Mapping[str, SavedParam],
     fresh: OptState,
 ) -> dict[str, Any]:
-    """Return the settings in the state from those groups of a state dict that take theirs from it,
-    or the fresh ones if the dict has none. `group_of` has the index of each parameter's group.
+    """Return the stored settings from those groups of a state dict that take theirs from the state,
+    or the fresh ones if the dict has none.
     """
     stored, device = stored_settings(fresh), fresh.applied.device
     pairs = [
         (group, saved_groups[index])
-        for group in settings.torch_groups(tuple(group_of))
-        for index in dict.fromkeys(map(group_of.__getitem__, group.names))
+        for group in settings.torch_groups(tuple(saved_params))
+        for index in dict.fromkeys([saved_params[name].group for name in group.names])
     ]
     for name in settings.in_state:
         key = f"initial_{name}" if name in settings.tables[0].schedules else name
@@ -297,10 +329,23 @@ def read_settings(
     return stored
 
 
+def common_value(name: str, groups: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the value that all these parameter groups share; None if no group has one."""
+    values = [python_numbers({name: group[name]})[name] for group in groups if name in group]
+    if len(set(values)) > 1:
+        raise ValueError(
+            f"the groups of the torch optimizer have {name} = {values}, and the state holds one "
+            f"number for all. Fix: leave {name} out of in_state; or say which parameters keep "
+            f"theirs, `from_torch(cls, overrides={{pattern: {{{name!r}: ...}}}}, in_state="
+            f"({name!r},))`; to change each, a `partition` with an optimizer for each group."
+        )
+    return values[0] if values else None
+
+
 # ---- counts of steps -----------------------------------------------------------------------------
 
 
-def read_counts(
+def _read_counts(
     settings: OptimizerSettings, fresh: OptState, applied: Any, iteration: Any, *, has_state: bool
 ) -> tuple[Tensor, Any]:
     """Return the number of applied steps, and that of iterations or (), of a restored state with

@@ -352,14 +352,13 @@ def give_back(
     if scheduler is not None and "lr" in inner.settings.in_state:
         raise _error_of_both("lr")
     params = _masters_or_params(state)
-    loaded = state_dict_with(torch_optimizer, model, opt_state)
-    numbers = inner.settings_by_name(opt_state)
+    loaded = state_dict_with(torch_optimizer, model, inner.settings, opt_state)
     enabled = scaler if scaler is not None and scaler.is_enabled() else None
     saved = {} if enabled is None else to_state_dict(rule, state.scaler)
     steps = _steps_since(scheduler, torch_optimizer, inner, opt_state)
 
     load_into(model, params, state.buffers)
-    load_state(torch_optimizer, model, loaded, numbers)
+    load_state(torch_optimizer, loaded, inner.settings.in_state)
     if enabled is not None:
         enabled.load_state_dict(saved)
         enabled.scale(state.scaler.scale)  # makes its tensors, which `update` needs

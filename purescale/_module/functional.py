@@ -29,8 +29,7 @@ from .._module.registered import (
     Tensors,
     check_dicts,
     registered_tensors,
-    state_containers,
-    state_tensors,
+    state_in_attributes,
 )
 from .._module.walk import recipe_of
 from .._torch import foreach, private
@@ -346,14 +345,15 @@ def make_functional(
     the live module; `method` is that of flax's Module.apply.
     """
     _check_module(model)
-    registered = registered_tensors(model, state_tensors(model, state_attributes))
+    state, state_containers = state_in_attributes(model, state_attributes)
+    registered = registered_tensors(model, state)
     frozen = {name: p for name, p in registered.params.items() if not p.requires_grad}
     if len(frozen) == len(registered.params):
         frozen = {}
     params = {name: p for name, p in registered.params.items() if name not in frozen}
     buffers = frozen | registered.buffers
     _check_tensors(registered, params)
-    recipe = recipe_of(model, registered, state_containers(model, state_attributes))
+    recipe = recipe_of(model, registered, state_containers)
     evaluating, training = _modes_of(model, recipe, params | buffers)
     apply = Apply(
         Learned((recipe.with_modes(evaluating), recipe.with_modes(training))),

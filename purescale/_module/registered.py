@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -135,9 +135,11 @@ def _describe_tensor(tensor: Tensor) -> str:
 # ---- state in plain attributes, as that of spiking nets: it becomes buffers ----------------------
 
 
-def state_tensors(model: nn.Module, patterns: Sequence[str]) -> Tensors:
-    """Return the tensors in plain attributes whose names match a pattern. The tensor of a list or
-    dict in an attribute has the name `part.attribute.key`.
+def state_in_attributes(model: nn.Module, patterns: Sequence[str]) -> tuple[Tensors, list[Any]]:
+    """Return the tensors in plain attributes whose names match a pattern, and the lists and dicts
+    whose elements have such names, which must be alike after each call. The tensor of a list or
+    dict has the name `part.attribute.key`. An empty one is among them if it would lose what it
+    gets: the first element of a list, or a key of another one.
 
     Raises:
         TypeError: `patterns` is a string.
@@ -149,13 +151,14 @@ def state_tensors(model: nn.Module, patterns: Sequence[str]) -> Tensors:
             f"state_attributes=({patterns!r},)."
         )
     if not patterns:
-        return {}
-    attributes, buffers = dict(_attributes(model)), [name for name, _ in model.named_buffers()]
+        return {}, []
+    attributes, containers = _attributes(model)
+    buffers = [name for name, _ in model.named_buffers()]
     tensors: Tensors = {}
     for pattern in patterns:
         matching = [n for n in attributes if fnmatch.fnmatchcase(n, pattern)]
         if not (matching or any(fnmatch.fnmatchcase(n, pattern) for n in buffers)):
-            raise _no_match_error(model, pattern)
+            raise _no_match_error(attributes, containers, pattern)
         for name in matching:
             value = attributes[name]
             if not isinstance(value, Tensor):
@@ -165,37 +168,8 @@ def state_tensors(model: nn.Module, patterns: Sequence[str]) -> Tensors:
                     "`model(example_batch)` once before make_functional, or name less."
                 )
             tensors[name] = value
-    return tensors
-
-
-def _no_match_error(model: nn.Module, pattern: str) -> ValueError:
-    for name, value in _plain_attributes(model):
-        if type(value) in (list, dict) and fnmatch.fnmatchcase(name, pattern):
-            fill = "" if value else ", after `model(example_batch)` was run once to fill it"
-            return ValueError(
-                f"state_attributes has {pattern!r}; {name} is {'a' if value else 'an empty'} "
-                f"{type(value).__name__}, whose elements have names. Fix: {f'{name}.*'!r}{fill}."
-            )
-    return ValueError(
-        f"state_attributes has {pattern!r}, which matches no attribute of the model; its tensors "
-        f"in plain attributes are {_tree.join_names(list(tensors_in_attributes(model)), 8)}. "
-        "Likely cause: the first forward makes it. Fix: run `model(example_batch)` once before "
-        "make_functional."
-    )
-
-
-def state_containers(model: nn.Module, patterns: Sequence[str]) -> list[Any]:
-    """Return the lists and dicts in plain attributes whose elements have names that match, which
-    must be alike after each call. One that is empty is among them if it would lose what it gets:
-    the first element of a list, or a key of another one.
-    """
-    containers = {
-        name: value
-        for name, value in (_plain_attributes(model) if patterns else ())
-        if type(value) in (list, dict)
-    }
     keys = {0, *itertools.chain.from_iterable(map(keys_of, containers.values()))}
-    return [
+    return tensors, [
         value
         for name, value in containers.items()
         if any(
@@ -206,30 +180,47 @@ def state_containers(model: nn.Module, patterns: Sequence[str]) -> list[Any]:
     ]
 
 
+def _no_match_error(
+    attributes: dict[str, Any], containers: dict[str, Any], pattern: str
+) -> ValueError:
+    for name, value in containers.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            fill = "" if value else ", after `model(example_batch)` was run once to fill it"
+            return ValueError(
+                f"state_attributes has {pattern!r}; {name} is {'a' if value else 'an empty'} "
+                f"{type(value).__name__}, whose elements have names. Fix: {f'{name}.*'!r}{fill}."
+            )
+    tensors = [name for name, value in attributes.items() if isinstance(value, Tensor)]
+    return ValueError(
+        f"state_attributes has {pattern!r}, which matches no attribute of the model; its tensors "
+        f"in plain attributes are {_tree.join_names(tensors, 8)}. "
+        "Likely cause: the first forward makes it. Fix: run `model(example_batch)` once before "
+        "make_functional."
+    )
+
+
 def keys_of(container: list[Any] | dict[Any, Any]) -> list[Any]:
     """Return the keys of a dict, or the indices of a list."""
     return list(container) if isinstance(container, dict) else list(range(len(container)))
 
 
-def tensors_in_attributes(model: nn.Module) -> Tensors:
-    """Return all tensors in plain attributes by name."""
-    return {name: value for name, value in _attributes(model) if isinstance(value, Tensor)}
-
-
-def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the plain attributes of all modules, and what is in lists and dicts there, by name."""
-    for name, value in _plain_attributes(model):
-        if type(value) in (list, dict):
-            yield from ((f"{name}.{key}", value[key]) for key in keys_of(value))
-        else:
-            yield name, value
-
-
-def _plain_attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _attributes(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the plain attributes of all modules by name, with what is in lists and dicts there in
+    place of these; and the lists and dicts.
+    """
+    attributes: dict[str, Any] = {}
+    containers: dict[str, Any] = {}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
-            if key not in MODULE_ATTRIBUTES:
-                yield (f"{path}.{key}" if path else key), value
+            name = f"{path}.{key}" if path else key
+            if key in MODULE_ATTRIBUTES:
+                continue
+            if type(value) in (list, dict):
+                containers[name] = value
+                attributes |= {f"{name}.{inner}": value[inner] for inner in keys_of(value)}
+            else:
+                attributes[name] = value
+    return attributes, containers
 
 
 # ---- load_into -----------------------------------------------------------------------------------
@@ -275,7 +266,8 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     check_dicts(params, buffers)
     registered = registered_tensors(model)
     if rest := buffers.keys() - {*registered.params, *registered.buffers, *registered.aliases}:
-        state = {n: t for n, t in tensors_in_attributes(model).items() if n in rest}
+        attributes = _attributes(model)[0].items()
+        state = {n: t for n, t in attributes if n in rest and isinstance(t, Tensor)}
         registered = registered_tensors(model, state)
     targets = registered.params | registered.buffers
     sources = {**params, **buffers}

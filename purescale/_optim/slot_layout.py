@@ -38,20 +38,22 @@ class SlotLayout:
             for table in tables:
                 others = {**table.values, **self._nonzero, **_NO_LR}
                 probed |= self._formula.new_entry(probe, {**first, **others})
-        self._scalars = {key: value.dtype for key, value in probed.items() if value.ndim == 0}
-        self._shaped = {key for key, value in probed.items() if value.shape == probe.shape}
+        # Of a slot that is one number its dtype, of one like its parameter None. The factors of
+        # Adafactor are neither.
+        alike = {key: value for key, value in probed.items() if value.shape in ((), probe.shape)}
+        self._dtypes = {key: None if value.ndim else value.dtype for key, value in alike.items()}
         # torch's SGD ignores dampening in the step that makes a parameter's momentum buffer.
         self.first_step_differs = issubclass(settings.cls, torch.optim.SGD) and (
             "dampening" in settings.in_state
             or any([table.values.get("dampening") for table in tables])
         )
         if self.first_step_differs:
-            self._scalars[FIRST_STEP] = torch.bool
-        self.keys = {*probed, *self._scalars, *self._shaped}
+            self._dtypes[FIRST_STEP] = torch.bool
+        self.keys = {*probed, *self._dtypes}
 
     def is_scalar(self, key: str) -> bool:
         """Return True if this slot is one number for each parameter, whatever its shape."""
-        return key in self._scalars
+        return self._dtypes.get(key) is not None
 
     def new_slots(self, params: Mapping[str, Tensor], current: CurrentSettings) -> Slots:
         """Return the slots of these parameters before their first step."""
@@ -113,12 +115,11 @@ class SlotLayout:
         """Return the parameter and the key of slots that do not fit. It avoids calls, which a
         compiler traces slowly.
         """
-        scalars, known = self._scalars, {*self._scalars, *self._shaped}
         rows = [
-            (name, key, value, params[name], scalars.get(key))
+            (name, key, value, params[name], self._dtypes[key])
             for name, entry in slots.items()
             for key, value in entry.items()
-            if key in known
+            if key in self._dtypes
         ]
         return [
             (name, key)
@@ -131,9 +132,8 @@ class SlotLayout:
         ]
 
     def _misfit_error(self, key: str, value: Tensor, name: str, param: Tensor) -> ValueError:
-        expected = (
-            f"one number, {self._scalars[key]} ()" if key in self._scalars else describe(param)
-        )
+        dtype = self._dtypes[key]
+        expected = f"one number, {dtype} ()" if dtype else describe(param)
         return ValueError(
             f"opt_state: {key} of {name} is {describe(value)} on {value.device}; expected "
             f"{expected} on {param.device}. Likely cause: the state of another model, or stacked "

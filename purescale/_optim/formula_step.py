@@ -50,7 +50,7 @@ class FormulaStep:
         current = [_as_arguments(table, count.device) for table in current]
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._step_as_list
         one_by_one = self._settings.differentiable or traced()
-        new = iter(run(self._settings.key, params, gradients, slots, (t, current), one_by_one))
+        new = iter(run(self._settings.key, params, gradients, slots, t, current, one_by_one))
         return dict(zip(params, new, strict=False)), slots_like(slots, new)
 
     def _step_as_list(
@@ -59,14 +59,13 @@ class FormulaStep:
         params: Tensors,
         gradients: Tensors,
         slots: Slots,
-        numbers: tuple[Tensor, CurrentSettings],
+        t: Tensor,
+        current: CurrentSettings,
         one_by_one: bool,
     ) -> list[Tensor]:
-        """Return all new parameters, then all new slots, in order. `numbers` are the number of the
-        step and the current settings. `key` stands for the others, because Dynamo guards the
-        arguments only.
+        """Return all new parameters, then all new slots, in order. `key` stands for the settings
+        that are not current, because Dynamo guards the arguments only.
         """
-        t, current = numbers
         results: dict[str, Any] = {}
         with torch.set_grad_enabled(one_by_one):
             for group in self._settings.torch_groups(tuple(params), current):

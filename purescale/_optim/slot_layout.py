@@ -115,11 +115,12 @@ class SlotLayout:
         """Return the parameter and the key of slots that do not fit. It avoids calls, which a
         compiler traces slowly.
         """
+        dtypes = self._dtypes
         rows = [
-            (name, key, value, params[name], self._dtypes[key])
+            (name, key, value, params[name], dtypes[key])
             for name, entry in slots.items()
             for key, value in entry.items()
-            if key in self._dtypes
+            if key in dtypes
         ]
         return [
             (name, key)

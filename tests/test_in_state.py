@@ -90,6 +90,21 @@ def test_settings_in_the_state_give_the_numbers_of_the_same_settings(name, setti
     assert same_bits(donated, (got, after))
 
 
+@pytest.mark.parametrize("first", [0.5, lambda count: 0.5 * 0.9**count])
+@pytest.mark.parametrize(("name", "setting"), [("Adamax", "betas"), ("Rprop", "etas")])
+def test_a_setting_that_is_a_list_is_in_the_state_as_a_tuple(name, setting, first):
+    params = {"w": torch.randn(33)}
+    results = []
+    for kind in (list, tuple):
+        numbers = kind([first, 1.5 if name == "Rprop" else 0.75])
+        optimizer = ps.from_torch(
+            getattr(OPTIM, name), lr=0.1, in_state=(setting,), **{setting: numbers}
+        )
+        state = optimizer.init(params)
+        results.append(steps_of(optimizer, params, [{"w": torch.ones(33)}] * 3, state))
+    assert same_bits(*results)
+
+
 @each_class
 def test_settings_in_the_state_are_one_a_member_under_vmap(name, settings):
     """Also where nothing but they is batched. Muon's products in bfloat16 round otherwise."""

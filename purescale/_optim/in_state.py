@@ -35,11 +35,6 @@ def names_in_state(in_state: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(in_state))
 
 
-def is_scheduled(value: Any) -> bool:
-    """Return True if a setting, or a number of a tuple of them, is a schedule."""
-    return any(map(callable, value)) if isinstance(value, (tuple, list)) else callable(value)
-
-
 def check_setting(cls: Any, name: Any, values: Mapping[str, Any], formula: Formula | None) -> None:
     """Refuse a setting of `cls` that is not a number."""
     if name not in values:

@@ -209,6 +209,11 @@ def check_rate(rate: float, what: str) -> None:
 _LOOKED_UP = "rates.gather(0, applied.clamp(max=len(rates) - 1).view(1))[0]"
 
 
+def is_scheduled(value: Any) -> bool:
+    """Return True if a setting, or a number of a tuple of them, is a schedule."""
+    return any(map(callable, value)) if isinstance(value, (tuple, list)) else callable(value)
+
+
 def first_rate(where: str, lr: Any) -> Any:
     """Return the first rate that a step is given. Refuse anything but a learning rate, and a
     schedule that reads the count, which would fail later in a traced step.

@@ -25,11 +25,16 @@ from .._optim.in_state import (
     check_setting,
     check_stored,
     is_float_scalar,
-    is_scheduled,
     names_in_state,
 )
 from .._optim.opt_state import OptState, map_numbers, stored_settings
-from .._optim.schedule import ScheduleBy, check_scheduled, first_numbers, first_rate
+from .._optim.schedule import (
+    ScheduleBy,
+    check_scheduled,
+    first_numbers,
+    first_rate,
+    is_scheduled,
+)
 from .._torch import private
 from .._torch.dtypes import on_device
 from .._torch.tracing import constant_while_compiling, traced
@@ -103,7 +108,9 @@ class OptimizerSettings:
         self.tables = [Table(_own(values), schedules)]
         self.tables += [Table(_own(v), _scheduled(v, ("lr",))) for v in self.overrides.values()]
         self.has_schedules = any([table.schedules for table in self.tables])
-        self.stored = {name: {**values, **schedules}[name] for name in self.in_state}
+        stored = {name: {**values, **schedules}[name] for name in self.in_state}
+        # The numbers of a new state. That of a schedule is a factor.
+        self.stored = map_numbers(lambda number: 1.0 if callable(number) else number, stored)
         self.new_stored(None)  # refuses what float32 cannot hold
         # Ranks compare all settings, including defaults.
         complete = dict(sorted({**values, **arguments}.items()))
@@ -200,11 +207,11 @@ class OptimizerSettings:
         def number(name: str, value: Any, factor: Any) -> Any:
             if isinstance(factor, tuple):
                 return tuple([number(name, *pair) for pair in zip(value, factor, strict=True)])
-            if not callable(value):
-                value = value if factor is None else factor
-            else:
+            if callable(value):
                 check_scheduled(name, scheduled := value(count))
                 value = put(scheduled) if factor is None else factor * put(scheduled)
+            elif factor is not None:
+                value = factor
             if isinstance(value, Tensor) and value.requires_grad:
                 self._refuse_graph(name)
             return put(value)
@@ -231,12 +238,8 @@ class OptimizerSettings:
             )
 
     def new_stored(self, device: torch.device | None) -> dict[str, Any]:
-        """Return the settings that a new state holds. The factor of a schedule is 1."""
-
-        def first(number: Any) -> Tensor:
-            return as_float32(1.0 if callable(number) else number, device)
-
-        return map_numbers(first, self.stored)
+        """Return the settings that a new state holds."""
+        return map_numbers(lambda number: as_float32(number, device), self.stored)
 
     def check(self, opt_state: OptState) -> None:
         """Refuse a state whose settings do not match `in_state`, or without the count."""
@@ -298,7 +301,7 @@ class OptimizerSettings:
         if self._live is not None:
             return self._live
         arguments = {name: value for name, value in settings.items() if name in self._accepted}
-        if "lr" in arguments and (isinstance(arguments["lr"], Tensor) or callable(arguments["lr"])):
+        if isinstance(arguments["lr"], Tensor) or callable(arguments["lr"]):
             arguments["lr"] = _ANY_LR
         with torch.device("cpu"):  # torch keeps step counts there, whatever the default device is
             return private.without_compiler(self.cls)(probes, **arguments)

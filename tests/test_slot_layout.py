@@ -120,3 +120,20 @@ def test_a_step_whose_state_lacks_a_slot_changes_nothing(name, around, forced):
     mode = tracing.as_on_an_accelerator() if forced else contextlib.nullcontext()
     with mode, Untouched((params, state)), pytest.raises(ValueError, match=f"has no {missing}"):
         ps.maybe_step(optimizer, params, grads, state, torch.tensor(False), donate=True)
+
+
+def test_dampening_begins_within_a_run_as_in_torchs():
+    """The state of an optimizer without it has no flag of a first step."""
+    weight, grads = torch.randn(33), [torch.randn(33) for _ in range(4)]
+    theirs = weight.clone().requires_grad_()
+    sgd = torch.optim.SGD([theirs], lr=0.1, momentum=0.5)
+    optimizer = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.5)
+    params, state = {"w": weight}, optimizer.init({"w": weight})
+    for step, grad in enumerate(grads):
+        if step == 2:
+            sgd.param_groups[0]["dampening"] = 0.25
+            optimizer = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.5, dampening=0.25)
+        theirs.grad = grad
+        sgd.step()
+        params, state = optimizer.step(params, {"w": grad}, state)
+    torch.testing.assert_close(params["w"], theirs.detach(), rtol=1e-6, atol=1e-6)

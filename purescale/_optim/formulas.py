@@ -329,8 +329,13 @@ def _with_moments(*names: str) -> Callable[[Tensor, Settings], Entry]:
 
 
 def _sgd_slots(p: Tensor, settings: Settings) -> Entry:
+    if settings["momentum"] == 0:
+        return {}
     # `momentum * -0.0 + g` is g for every g, as torch's first buffer is.
-    return _slots(p, {}, {"momentum_buffer": -0.0} if settings["momentum"] != 0 else {})
+    slots = _slots(p, {}, {"momentum_buffer": -0.0})
+    if settings["dampening"] != 0:  # which torch ignores in the step that makes the buffer
+        slots[FIRST_STEP] = torch.ones((), dtype=torch.bool, device=p.device)
+    return slots
 
 
 def _adam_slots(p: Tensor, settings: Settings) -> Entry:

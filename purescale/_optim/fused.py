@@ -229,20 +229,19 @@ class FusedStep:
 
     def __init__(self, settings: OptimizerSettings, slot_layout: SlotLayout) -> None:
         self._settings, self._slot_layout = settings, slot_layout
-        self.kernel: Any = kernel_of(settings.formula)
-        # torch's own class then runs no fused kernel.
-        arguments = settings.arguments
-        flags = [
-            name for name in ("foreach", "fused", "capturable") if arguments.get(name) is not None
-        ]
-        self._is_ruled_out = (flags or settings.differentiable) and not arguments.get("fused")
+        flags = list(map(settings.arguments.get, ("foreach", "fused", "capturable")))
+        # torch's own class runs no kernel with such a flag. A kernel knows of no first step.
+        is_named = settings.differentiable or any([flag is not None for flag in flags])
+        ruled_out = is_named and not settings.arguments.get("fused")
+        ruled_out = ruled_out or slot_layout.is_scalar(formulas.FIRST_STEP)
+        self.kernel: Any = None if ruled_out else kernel_of(settings.formula)
         self._opaque = private.Opaque(
             lambda *args: self._step_traced(*args), lambda: torch.compiler.allow_in_graph
         )
 
     def is_right_for(self, inputs: StepInputs, current: CurrentSettings) -> bool:
         """Return True if the kernel makes this step."""
-        if self.kernel is None or self._is_ruled_out or self._slot_layout.first_step_differs:
+        if self.kernel is None:
             return False
         # Without momentum the kernel leaves its buffer alone, which the formula updates for a later
         # step.

@@ -31,7 +31,8 @@ class SlotLayout:
         self._complete: Any = None  # the names of the last slots that lacked none
         first, tables = settings.tables[0].values, settings.tables
         # What a later value of a setting in the state needs is there from the start.
-        self._nonzero = {"momentum": 0.5} if "momentum" in settings.in_state else {}
+        may_move = {"momentum", "dampening"} & {*settings.in_state}
+        self._nonzero: dict[str, Any] = dict.fromkeys(may_move, 0.5)
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         probed: dict[str, Tensor] = {}
         if not settings.calls_step:
@@ -42,14 +43,7 @@ class SlotLayout:
         # Adafactor are neither.
         alike = {key: value for key, value in probed.items() if value.shape in ((), probe.shape)}
         self._dtypes = {key: None if value.ndim else value.dtype for key, value in alike.items()}
-        # torch's SGD ignores dampening in the step that makes a parameter's momentum buffer.
-        self.first_step_differs = issubclass(settings.cls, torch.optim.SGD) and (
-            "dampening" in settings.in_state
-            or any([table.values.get("dampening") for table in tables])
-        )
-        if self.first_step_differs:
-            self._dtypes[FIRST_STEP] = torch.bool
-        self.keys = {*probed, *self._dtypes}
+        self.keys = set(probed)
 
     def is_scalar(self, key: str) -> bool:
         """Return True if this slot is one number for each parameter, whatever its shape."""
@@ -57,16 +51,14 @@ class SlotLayout:
 
     def new_slots(self, params: Mapping[str, Tensor], current: CurrentSettings) -> Slots:
         """Return the slots of these parameters before their first step."""
-        slots: Slots = {}
-        for group in self._groups(params, current):
-            # torch checks shapes, and needs no memory for it.
-            shapes = [
-                torch.empty(params[name].shape, dtype=params[name].dtype, device="meta")
-                for name in group.names
-            ]
-            self._settings.construct(shapes, group.settings)
-            for name in group.names:
-                slots[name] = self._new_entry(params[name], group.settings)
+        if params:  # torch checks shapes, and needs no memory for it
+            shapes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in params.values()]
+            self._settings.construct(shapes, self._settings.tables[0].values)
+        slots = {
+            name: self._new_entry(params[name], group.settings)
+            for group in self._groups(params, current)
+            for name in group.names
+        }
         return {name: slots[name] for name in params}
 
     def _new_entry(self, param: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -78,10 +70,7 @@ class SlotLayout:
                 f"{tuple(param.shape)}; it has no rule for it. Fix: a partition with AdamW for "
                 "complex parameters."
             )
-        entry: dict[str, Tensor] = self._formula.new_entry(param.detach(), settings)
-        if self.first_step_differs and "momentum_buffer" in entry:
-            entry[FIRST_STEP] = torch.ones((), dtype=torch.bool, device=param.device)
-        return entry
+        return self._formula.new_entry(param.detach(), settings)
 
     def _groups(self, params: Mapping[str, Tensor], current: CurrentSettings) -> list[ParamGroup]:
         """Return the groups with the settings from which slots are made."""
@@ -159,7 +148,7 @@ class SlotLayout:
                     like = torch.empty([1] * ndim, device="cpu")  # "meta" imports sympy
                     needed[ndim] = list(self._formula.new_entry(like, {**group.settings, **_NO_LR}))
                 for key in needed[ndim]:
-                    if key not in slots[name]:
+                    if key not in slots[name] and key != FIRST_STEP:  # it never had dampening
                         raise self.foreign_error(key)
         self._complete = names_of_slots
         return True

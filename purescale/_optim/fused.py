@@ -229,12 +229,15 @@ class FusedStep:
 
     def __init__(self, settings: OptimizerSettings, slot_layout: SlotLayout) -> None:
         self._settings, self._slot_layout = settings, slot_layout
-        flags = list(map(settings.arguments.get, ("foreach", "fused", "capturable")))
-        # torch's own class runs no kernel with such a flag. A kernel knows of no first step.
-        is_named = settings.differentiable or any([flag is not None for flag in flags])
-        ruled_out = is_named and not settings.arguments.get("fused")
-        ruled_out = ruled_out or slot_layout.is_scalar(formulas.FIRST_STEP)
-        self.kernel: Any = None if ruled_out else kernel_of(settings.formula)
+        flags = {settings.arguments.get(name) for name in ("foreach", "fused", "capturable")}
+        ruled_out = (
+            # torch's own class runs no kernel then
+            (settings.differentiable or flags != {None}) and not settings.arguments.get("fused"),
+            slot_layout.is_scalar(formulas.FIRST_STEP),  # of which it does not know
+            # at 0 it leaves the buffer alone, which the formula updates for a later step
+            "momentum" in settings.in_state,
+        )
+        self.kernel: Any = None if any(ruled_out) else kernel_of(settings.formula)
         self._opaque = private.Opaque(
             lambda *args: self._step_traced(*args), lambda: torch.compiler.allow_in_graph
         )
@@ -243,10 +246,7 @@ class FusedStep:
         """Return True if the kernel makes this step."""
         if self.kernel is None:
             return False
-        # Without momentum the kernel leaves its buffer alone, which the formula updates for a later
-        # step.
-        numbers = numbers_of(inputs.opt_state.hyper)
-        if "momentum" in self._settings.in_state or (numbers and not host_can_read(numbers)):
+        if (numbers := numbers_of(inputs.opt_state.hyper)) and not host_can_read(numbers):
             return False
         # On an accelerator it reads a rate as float32.
         rates = [table["lr"] for table in current if isinstance(table.get("lr"), Tensor)]

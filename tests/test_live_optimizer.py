@@ -362,3 +362,11 @@ def test_a_parameter_that_the_model_has_not_stays_as_it_is_when_the_others_are_g
     opt_state = ps.replace_settings(opt_state, lr=0.25)
     ps.to_torch_optimizer(opt_state, optimizer, sgd, model)
     assert [group["lr"] for group in sgd.param_groups] == [0.25, 0.125]
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adafactor", "Muon"])
+def test_the_optimizer_of_a_live_one_shows_the_settings_that_are_not_torchs_defaults(name):
+    model = nn.Linear(3, 5, bias=False)
+    live = getattr(torch.optim, name)(model.parameters(), lr=0.5, weight_decay=0.25)
+    optimizer, _ = ps.from_torch_optimizer(live, model)
+    assert repr(optimizer) == f"from_torch({name}, lr=0.5, weight_decay=0.25)"

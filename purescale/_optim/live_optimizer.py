@@ -174,7 +174,7 @@ def _make_optimizer(
     all, and overrides for groups that differ.
     """
     cls = type(torch_optimizer)
-    is_torchs = cls.__module__.startswith("torch.optim.")
+    is_torchs = getattr(torch.optim, cls.__name__, None) is cls
     groups = [
         {**(_settings_of(cls, group) if is_torchs else _own_settings(group)), **others}
         for group, others in zip(torch_optimizer.param_groups, settings, strict=True)
@@ -226,10 +226,7 @@ def _common_numbers(groups: Sequence[Mapping[str, Any]], in_state: Sequence[str]
 def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a parameter group as Python numbers, without the rate and flags."""
     accepted = inspect.signature(cls).parameters.keys() - {"params", "lr", *IMPLEMENTATION_FLAGS}
-    settings = python_numbers({n: value for n, value in group.items() if n in accepted})
-    if issubclass(cls, torch.optim.Adafactor):  # from_torch requires it by name
-        settings["foreach"] = bool(group["foreach"])
-    return settings
+    return python_numbers({n: value for n, value in group.items() if n in accepted})
 
 
 def _own_settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,10 +242,8 @@ def _template(torch_optimizer: torch.optim.Optimizer, settings: Mapping[str, Any
     template: Any = object.__new__(type(torch_optimizer))
     probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
     torch.optim.Optimizer.__init__(template, [probe], {**torch_optimizer.defaults, **settings})
-    own = (
-        vars(torch_optimizer).keys() - vars(template).keys() - {"step"}
-    )  # a scheduler wraps `step`
-    for name in own:
+    # A scheduler wraps `step`.
+    for name in vars(torch_optimizer).keys() - vars(template).keys() - {"step"}:
         value = vars(torch_optimizer)[name]
         vars(template)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
     return template

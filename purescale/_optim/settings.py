@@ -71,6 +71,7 @@ class OptimizerSettings:
     `tables` has the settings for all parameters, then those of each override. A parameter takes a
     setting from the last override that matches it and names the setting, else from those for all.
     There the number in the state stands for the one that was given; a schedule multiplies it.
+    `template` is a live optimizer without its parameters, which takes the place of new ones.
     """
 
     def __init__(
@@ -162,13 +163,13 @@ class OptimizerSettings:
         return groups
 
     def stepped_names(
-        self, names: Sequence[str], weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+        self, names: Sequence[str], params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
     ) -> list[str]:
         """Return the names of the parameters that a step moves. A formula that is not elementwise
         divides by a size, which may be 0.
         """
-        skips_empty = self.elementwise is False
-        return [n for n in names if n in gradients and (weights[n].numel() or not skips_empty)]
+        steps_empty = self.elementwise is not False
+        return [n for n in names if n in gradients and (steps_empty or params[n].numel())]
 
     def check_names(self, names: tuple[str, ...]) -> None:
         """Refuse a pattern that matches none of the names of all parameters."""

@@ -64,21 +64,21 @@ def _current_groups(
     schedule.
     """
     settings.check(opt_state)
-    stored = stored_settings(opt_state)
     zero = torch.zeros_like(opt_state.applied)
     first = settings.current(opt_state._replace(applied=zero, iteration=zero))
     current: CurrentSettings = []
     for index, table in enumerate(settings.current(opt_state)):
-        own, scheduled = stored if index == 0 else {}, settings.tables[index].schedules
-        varying = {n: v for n, v in table.items() if n in own or n in scheduled}
-        now = {**table, **map_numbers(float, varying)}
-        initial = {}
-        for name in scheduled:
-            initial[name] = own[name] if name in own else max(float(first[index][name]), now[name])
+        values, scheduled = settings.tables[index]
+        stored = {} if index else stored_settings(opt_state)
+        now = table | map_numbers(float, {name: table[name] for name in {**stored, **scheduled}})
+        initial = {
+            name: stored[name] if name in stored else max(float(first[index][name]), now[name])
+            for name in scheduled
+        }
         if index == 0 and initial_lr is not None:
             initial["lr"] = initial_lr
         # A setting that an override names has an initial value of its own, or none.
-        absent = {f"initial_{name}": None for name in settings.tables[index].values if index}
+        absent = {f"initial_{name}": None for name in values if index}
         initial = {f"initial_{n}": v for n, v in map_numbers(float, initial).items()}
         current.append({**now, **absent, **initial})
     groups = []

@@ -314,68 +314,68 @@ def filled_like(like: Tensor, number: Any) -> Tensor:
     return (torch.complex(filled, filled) if like.is_complex() else filled).to(like.dtype)
 
 
-def _slots(p: Tensor, counts: Mapping[str, Any], moments: Mapping[str, Any]) -> Entry:
+def _slots(param: Tensor, counts: Mapping[str, Any], moments: Mapping[str, Any]) -> Entry:
     """Return these counts as 0-d tensors, and these moments in the shape of the parameter."""
     # A step of a rate that is a tensor can be differentiated.
-    number = torch.zeros((), dtype=torch.float32, device=p.device)
+    number = torch.zeros((), dtype=torch.float32, device=param.device)
     return {
         **{name: filled_like(number, first) for name, first in counts.items()},
-        **{name: filled_like(p, first) for name, first in moments.items()},
+        **{name: filled_like(param, first) for name, first in moments.items()},
     }
 
 
 def _with_moments(*names: str) -> Callable[[Tensor, Settings], Entry]:
-    return lambda p, settings: _slots(p, {"step": 0.0}, dict.fromkeys(names, 0.0))
+    return lambda param, settings: _slots(param, {"step": 0.0}, dict.fromkeys(names, 0.0))
 
 
-def _sgd_slots(p: Tensor, settings: Settings) -> Entry:
+def _sgd_slots(param: Tensor, settings: Settings) -> Entry:
     if settings["momentum"] == 0:
         return {}
-    # `momentum * -0.0 + g` is g for every g, as torch's first buffer is.
-    slots = _slots(p, {}, {"momentum_buffer": -0.0})
+    # `momentum * -0.0 + grad` is `grad`, as torch's first buffer is, also for -0.0.
+    slots = _slots(param, {}, {"momentum_buffer": -0.0})
     if settings["dampening"] != 0:  # which torch ignores in the step that makes the buffer
-        slots[FIRST_STEP] = torch.ones((), dtype=torch.bool, device=p.device)
+        slots[FIRST_STEP] = torch.ones((), dtype=torch.bool, device=param.device)
     return slots
 
 
-def _adam_slots(p: Tensor, settings: Settings) -> Entry:
+def _adam_slots(param: Tensor, settings: Settings) -> Entry:
     largest = ("max_exp_avg_sq",) if settings["amsgrad"] else ()
-    return _with_moments("exp_avg", "exp_avg_sq", *largest)(p, settings)
+    return _with_moments("exp_avg", "exp_avg_sq", *largest)(param, settings)
 
 
-def _adagrad_slots(p: Tensor, settings: Settings) -> Entry:
-    return _slots(p, {"step": 0.0}, {"sum": settings["initial_accumulator_value"]})
+def _adagrad_slots(param: Tensor, settings: Settings) -> Entry:
+    return _slots(param, {"step": 0.0}, {"sum": settings["initial_accumulator_value"]})
 
 
-def _rmsprop_slots(p: Tensor, settings: Settings) -> Entry:
+def _rmsprop_slots(param: Tensor, settings: Settings) -> Entry:
     momentum = ("momentum_buffer",) if settings["momentum"] > 0 else ()
     mean = ("grad_avg",) if settings["centered"] else ()
-    return _with_moments("square_avg", *momentum, *mean)(p, settings)
+    return _with_moments("square_avg", *momentum, *mean)(param, settings)
 
 
-def _nadam_slots(p: Tensor, settings: Settings) -> Entry:
+def _nadam_slots(param: Tensor, settings: Settings) -> Entry:
     moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), 0.0)
-    return _slots(p, {"step": 0.0, "mu_product": 1.0}, moments)
+    return _slots(param, {"step": 0.0, "mu_product": 1.0}, moments)
 
 
-def _asgd_slots(p: Tensor, settings: Settings) -> Entry:
-    return _slots(p, {"step": 0.0, "eta": settings["lr"], "mu": 1.0}, {"ax": 0.0})
+def _asgd_slots(param: Tensor, settings: Settings) -> Entry:
+    return _slots(param, {"step": 0.0, "eta": settings["lr"], "mu": 1.0}, {"ax": 0.0})
 
 
-def _rprop_slots(p: Tensor, settings: Settings) -> Entry:
-    return _slots(p, {"step": 0.0}, {"prev": 0.0, "step_size": settings["lr"]})
+def _rprop_slots(param: Tensor, settings: Settings) -> Entry:
+    return _slots(param, {"step": 0.0}, {"prev": 0.0, "step_size": settings["lr"]})
 
 
-def _muon_slots(p: Tensor, settings: Settings) -> Entry:
-    return _slots(p, {}, {"momentum_buffer": 0.0})
+def _muon_slots(param: Tensor, settings: Settings) -> Entry:
+    return _slots(param, {}, {"momentum_buffer": 0.0})
 
 
-def _adafactor_slots(p: Tensor, settings: Settings) -> Entry:
-    if p.ndim < 2:
-        return _with_moments("variance")(p, settings)
-    shapes = {"row_var": (*p.shape[:-1], 1), "col_var": (*p.shape[:-2], 1, p.shape[-1])}
-    factors = {name: p.new_zeros(shape) for name, shape in shapes.items()}
-    return {**_slots(p, {"step": 0.0}, {}), **factors}
+def _adafactor_slots(param: Tensor, settings: Settings) -> Entry:
+    if param.ndim < 2:
+        return _with_moments("variance")(param, settings)
+    shapes = {"row_var": (*param.shape[:-1], 1), "col_var": (*param.shape[:-2], 1, param.shape[-1])}
+    factors = {name: param.new_zeros(shape) for name, shape in shapes.items()}
+    return {**_slots(param, {"step": 0.0}, {}), **factors}
 
 
 _FORMULAS: dict[Any, Formula] = {

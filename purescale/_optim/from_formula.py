@@ -90,7 +90,7 @@ def from_formula(
     name = getattr(step, "__name__", type(step).__name__)
     formula = Formula(
         functools.partial(_call_step, step, name),
-        lambda p, _: {key: make(p).clone() for key, make in makers.items()},
+        lambda param, _: {key: make(param).clone() for key, make in makers.items()},
         elementwise,
     )
     defaults = {**settings, "differentiable": differentiable}
@@ -132,12 +132,12 @@ def _check_elementwise(name: str, formula: Formula, settings: Settings) -> None:
     """Refuse a step whose result for a part of a parameter is not that part of its result."""
     settings = {**settings, "lr": 1.0}  # by which an update is as large as the parameter
 
-    def two_steps(p: Tensor, *gradients: Tensor) -> list[Tensor]:
-        entry, results = formula.new_entry(p, settings), []
-        for number, g in enumerate(gradients, 1):
+    def two_steps(param: Tensor, *grads: Tensor) -> list[Tensor]:
+        slots, results = formula.new_entry(param, settings), []
+        for number, grad in enumerate(grads, 1):
             t = torch.full((), number, dtype=torch.float64, device="cpu")
-            p, entry = formula.step(p, g, entry, settings, t)
-            results += [p.detach(), *[value.detach() for value in entry.values()]]
+            param, slots = formula.step(param, grad, slots, settings, t)
+            results += [param.detach(), *[value.detach() for value in slots.values()]]
         return results
 
     numbers = [

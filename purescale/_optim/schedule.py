@@ -264,6 +264,7 @@ def _may_be_parameters(lr: Any) -> bool:
 
 
 def check_scheduled(name: str, number: Any) -> None:
+    """Refuse what a schedule returned that is not a number, or not a rate."""
     value = number.detach() if is_float_scalar(number) else as_float(number)
     if value is not None or isinstance(number, torch.SymFloat):
         if name != "lr" or value is None:

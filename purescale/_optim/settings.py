@@ -51,7 +51,7 @@ class Table(NamedTuple):
     """The settings for all parameters, or those of one override."""
 
     values: dict[str, Any]  # for all parameters with torch's defaults
-    schedules: dict[str, Any]  # of those that are scheduled
+    schedules: dict[str, Any]  # `values` has the first number of one that is stored too
 
 
 CurrentSettings = list[dict[str, Any]]  # for each table
@@ -88,6 +88,8 @@ class OptimizerSettings:
         _check_class(cls)
         if schedule_by not in get_args(ScheduleBy):
             raise ValueError(f'schedule_by is {schedule_by!r}, expected "applied" or "iteration".')
+
+        # The class.
         formula: Any = formula_of(cls)
         self.cls, self.formula = cls, formula
         self.calls_step = formula is None  # of a user's class, on copies
@@ -95,19 +97,22 @@ class OptimizerSettings:
         of_formula = isinstance(vars(cls).get("formula"), Formula)
         self.made_by = "from_formula" if of_formula else "from_torch"
         accepted = inspect.signature(cls).parameters
+        self._accepted, self._live = [name for name in accepted if name != "params"], template
+
+        # What was given.
         default = getattr(accepted.get("lr"), "default", None)
         self.lr = default if lr is None and default is not inspect.Parameter.empty else lr
         self.arguments, self.schedule_by = arguments, schedule_by
         self.differentiable = bool(arguments.get("differentiable"))
         self.in_state = names_in_state(in_state)
         self.overrides = {pattern: dict(extra) for pattern, extra in overrides.items()}
-        self._accepted, self._live = [name for name in accepted if name != "params"], template
         schedules = _scheduled({**arguments, "lr": self.lr}, ("lr", *self.in_state))
-        # An optimizer over a probe parameter, from which those of a step are copied.
+
+        # What follows: first an optimizer over a probe, from which those of a step are copied.
         self.template = self._check_settings(schedules)
         values = {**self.template.defaults, "lr": self.lr}
-        self.tables = [Table(_own(values), schedules)]
-        self.tables += [Table(_own(v), _scheduled(v, ("lr",))) for v in self.overrides.values()]
+        self.tables = [Table(_copied(values), schedules)]
+        self.tables += [Table(_copied(v), _scheduled(v, ("lr",))) for v in self.overrides.values()]
         self.has_schedules = any([table.schedules for table in self.tables])
         stored = {name: {**values, **schedules}[name] for name in self.in_state}
         # The numbers of a new state. That of a schedule is a factor.
@@ -313,7 +318,7 @@ def _scheduled(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
     return {name: settings[name] for name in names if is_scheduled(settings.get(name))}
 
 
-def _own(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {n: v.clone() if isinstance(v, Tensor) else v for n, v in settings.items()}
 
 

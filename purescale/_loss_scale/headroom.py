@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._distributed.process_group import Group
-from .._grads.measure import is_usable, measure_amax
+from .._grads.measure import measure_amax
 from .._loss_scale.rules import check_state
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import saturating
@@ -167,8 +167,8 @@ class HeadroomScale:
         history = (
             torch.where(informative, torch.cat([history[1:], seen.reshape(1)]), history) / growth
         )
-        largest = torch.where(history < math.inf, history, 0).amax()
-        unchanged = torch.where(is_usable(scale), scale * growth, self.min_scale)
+        largest = history.nan_to_num(0.0, 0.0).amax()
+        unchanged = scale.nan_to_num(0.0, 0.0, 0.0) * growth  # the clamp repairs 0 and less
         return HeadroomState(
             scale=torch.where(largest > 0, self._scale_for(largest), unchanged).clamp(
                 self.min_scale, self.max_scale

@@ -101,7 +101,8 @@ class Gradients(NamedTuple):
 
     def widened(self) -> Gradients:
         """Return them in float32 where they are narrower."""
-        tensors = [t.float() if t.dtype.itemsize < 4 else t for t in self.tensors]
+        dtypes = [torch.float32 if t.dtype.itemsize < 4 else t.dtype for t in self.tensors]
+        tensors = foreach.cast(self.tensors, dtypes)
         fresh = all([new is not old for new, old in zip(tensors, self.tensors, strict=True)])
         return self._replace(tensor_list=TensorList(tensors), owned=self.owned or fresh)
 

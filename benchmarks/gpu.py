@@ -162,8 +162,8 @@ def gpu_tests() -> str:
 
 def tables(given: argparse.Namespace, started: float) -> None:
     for table in REHEARSED if given.rehearse else TABLES:
-        torch.compiler.reset()
         for title, rows in table(given):
+            torch.compiler.reset()
             if time.monotonic() - started > given.seconds:
                 print(f"{title}: left out, for want of time.\n")
             else:

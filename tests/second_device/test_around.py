@@ -88,14 +88,23 @@ def test_a_donated_optimizer_step_with_a_gradient_elsewhere_changes_nothing(devi
 # ---- launches ------------------------------------------------------------------------------------
 
 CLASSES = ("AdamW", "SGD", "Adagrad", "RMSprop", "NAdam")
+AROUND = {
+    "masters": (ps.with_master_weights(ADAMW), torch.bfloat16),
+    "rounding": (ps.with_stochastic_rounding(ADAMW), torch.bfloat16),
+    "narrow": (ps.with_state_dtype(ADAMW, {"exp_avg": torch.bfloat16}), torch.float32),
+    **{
+        name: (ps.from_torch(getattr(torch.optim, name), lr=1e-2), torch.float32)
+        for name in CLASSES
+    },
+}
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", AROUND)
 def test_launches_do_not_grow_with_the_number_of_tensors(name):
-    optimizer = ps.from_torch(getattr(torch.optim, name), lr=1e-2)
+    optimizer, dtype = AROUND[name]
     launches = []
     for number in (10, 300):
-        params = {str(i): torch.randn(64, device=SIM) for i in range(number)}
+        params = {str(i): torch.randn(64, device=SIM).to(dtype) for i in range(number)}
         state, scaler = optimizer.init(params), RULE.init(SIM)
         arguments = [clone((params, params, state)) for _ in range(2)]
         ps.unscale_and_step(optimizer, scaler, *arguments[0], 1.0, donate=True)

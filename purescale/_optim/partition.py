@@ -139,7 +139,7 @@ class PartitionOptimizer(Updater):
 
     def split(self, inputs: StepInputs) -> dict[str, StepInputs]:
         """Return the inputs of each part by key. What is known of the whole step is known of it."""
-        opt_state, targets = inputs.opt_state, inputs.targets
+        opt_state, targets = inputs.opt_state, inputs.target_list
         if not (isinstance(opt_state, dict) and opt_state.keys() == self.parts.keys()):
             has = list(opt_state) if isinstance(opt_state, dict) else type(opt_state).__name__
             raise ValueError(
@@ -206,7 +206,7 @@ def _check(optimizers: Any, label: Any) -> None:
 
 
 def _slot_ranges(inputs: StepInputs) -> dict[str, range]:
-    """Return the range of each part's slots in `inputs.targets`."""
+    """Return the range of each part's slots in `inputs.target_list`."""
     ranges, stop = {}, len(inputs.params)
     for key, state in inputs.opt_state.items():
         start = stop + 1  # after `applied`
@@ -219,11 +219,11 @@ def _slot_ranges(inputs: StepInputs) -> dict[str, range]:
 def _part(
     inputs: StepInputs, members: tuple[int, ...], opt_state: Tree, slots: range | None
 ) -> StepInputs:
-    """Return the inputs of one part. `slots` is the range of its slots in `inputs.targets`."""
+    """Return the inputs of one part. `slots` is the range of its slots in `inputs.target_list`."""
     names = list(map(list(inputs.params).__getitem__, members))
     param_list, grads, targets = inputs.param_list.picked(members), inputs.grads, None
     if slots is not None:
-        targets = inputs.targets.picked((*members, *slots))  # type: ignore[union-attr]
+        targets = inputs.target_list.picked((*members, *slots))  # type: ignore[union-attr]
     if grads.dense_real:
         grads = grads.picked(members)
     else:
@@ -232,7 +232,7 @@ def _part(
         tensor_list = TensorList([tensors[name] for name in names if name in tensors])
         grads = grads._replace(tensor_list=tensor_list, likes=list(map(likes.get, names)))
     params = dict(zip(names, param_list.tensors, strict=True))
-    return StepInputs.of_dict(params, grads, opt_state, param_list, targets=targets)
+    return StepInputs.of_dict(params, grads, opt_state, param_list, target_list=targets)
 
 
 def _part_of_dtensors(

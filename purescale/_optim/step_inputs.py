@@ -44,10 +44,10 @@ class StepInputs(NamedTuple):
     params: dict[str, Tensor]  # by dotted name; a leaf that is None has no entry
     grads: Gradients  # in the order of `names`; each None while they are still to be made
     opt_state: Tree
-    param_list: TensorList  # of `params`
-    # the parameters, then the slots of an OptState, or all tensors of any other state; None unless
-    # all are known to be dense and off graph
-    targets: TensorList | None = None
+    param_list: TensorList  # of `params`, with what is known of them
+    # what a step replaces: the parameters, then the slots of an OptState, or all tensors of any
+    # other state; None unless all are known to be dense and off graph
+    target_list: TensorList | None = None
     # parameters and state as they came, if `params` and `opt_state` are the shards of DTensors
     dtensors: tuple[Tree, Tree] | None = None
     positions: dict[str, Position] | None = None  # by name, if these are a piece of a larger step
@@ -68,7 +68,7 @@ class StepInputs(NamedTuple):
     def with_params(self, params: dict[str, Any], opt_state: Tree) -> StepInputs:
         """Return the inputs with other tensors in place of the parameters, and this state."""
         return self._replace(
-            params=params, opt_state=opt_state, param_list=_list_of(params), targets=None
+            params=params, opt_state=opt_state, param_list=_list_of(params), target_list=None
         )
 
     def unscaled(self, *, wide: bool = False) -> StepInputs:
@@ -80,7 +80,7 @@ class StepInputs(NamedTuple):
         graph, if `in_place`, else copies. Slots get the memory order of their parameter.
         """
         params, slots = self.params, self.opt_state.slots
-        old = self.targets or TensorList([*params.values(), *values_of(slots)])
+        old = self.target_list or TensorList([*params.values(), *values_of(slots)])
         if in_place and not old.any_requires_grad:
             inputs, slots = self, {name: {**entry} for name, entry in slots.items()}
         else:
@@ -178,11 +178,11 @@ def step_inputs(
     if dense_off_graph:
         if isinstance(state, OptState):  # its slots alone
             state_list = state_list.part(1, 1 + sum(map(len, state.slots.values())))
-        targets = params.tensor_list.joined(state_list)
-        named = _by_name(names, params.leaves)
+        param_list, named = params.tensor_list, _by_name(names, params.leaves)
+        target_list = param_list.joined(state_list)
         grad_list = TensorList([]) if grads is None else grads.tensor_list
         gradients = Gradients(grad_list, grad_leaves, dense_real=grads is not None)
-        inputs = StepInputs(structure, names, named, gradients, state, params.tensor_list, targets)
+        inputs = StepInputs(structure, names, named, gradients, state, param_list, target_list)
     else:
         inputs = _flatten_unknown(optimizer, params, names, grad_leaves, state)
     if len(inputs.params) < len(names):
@@ -248,7 +248,7 @@ def flatten_together(trees: Sequence[Tree], *opt_states: Tree) -> list[FlatTree]
     a class of torch, and a dict of such states, has no structure: it is never rebuilt from its
     leaves.
     """
-    pairs = [*map(_tree.flatten, trees), *map(_flatten_state, opt_states)]
+    pairs = [*map(_tree.flatten, trees), *map(_flatten_opt_state, opt_states)]
     trees = *trees, *opt_states
     joined = as_tensor_list([leaf for leaves, _ in pairs for leaf in leaves])
     flats, start = [], 0
@@ -259,7 +259,7 @@ def flatten_together(trees: Sequence[Tree], *opt_states: Tree) -> list[FlatTree]
     return flats
 
 
-def _flatten_state(opt_state: Tree) -> tuple[Leaves, Any]:
+def _flatten_opt_state(opt_state: Tree) -> tuple[Leaves, Any]:
     # Listing the tensors is faster than walking through the dicts.
     if is_of_torch(opt_state):
         return tensors_of(opt_state), None

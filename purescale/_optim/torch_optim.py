@@ -178,7 +178,7 @@ class TorchOptimizer(Updater):
                 f"params has {_tree.join_names(inputs.names)}. Fix: "
                 "`opt_state = optimizer.init(params)` for these params."
             )
-        self._slot_layout.check(opt_state.slots, params, inputs.targets)
+        self._slot_layout.check(opt_state.slots, params, inputs.target_list)
         self.settings.check(opt_state)
         self.settings.check_names(tuple(params))
 

@@ -81,9 +81,9 @@ def _replaced(inputs: StepInputs) -> tuple[TensorList, list[Tensor]]:
     in the state of a class of torch.
     """
     state = inputs.opt_state
-    if inputs.targets is None:
+    if inputs.target_list is None:
         leaves = [*inputs.params.values(), *_tree.flatten(state)[0]]
         shards = [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
         return TensorList(shards), []
     numbers = [state.applied, *scalars_of(state)] if isinstance(state, OptState) else []
-    return inputs.targets, numbers
+    return inputs.target_list, numbers

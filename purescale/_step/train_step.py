@@ -12,7 +12,7 @@ from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
 from .._grads.clip import check_clip, check_ordered
 from .._grads.measure import GradStats, StatsOptions, measure
-from .._loss_scale.rules import Rule, check_rule, takes_amax
+from .._loss_scale.rules import Rule, check_rule
 from .._loss_scale.scaling import check_scale
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import flatten_together, step_inputs
@@ -174,12 +174,11 @@ def train_step(
             group=group,
             max_retries=max_retries,
             donate=donate,
-            takes_amax=takes_amax(rule),
             guard=guard,
             window_size=window_size,
         )
         check_options(options)
-        flat = _flatten_checked(state, microbatches, options)
+        flat = _flatten_state(state, microbatches, options)
         return flat, options, weigh(options, microbatches, flat.scaler.tree.scale)
 
     flat, options, weights = check_on_all_ranks(group, check_call, state)
@@ -232,7 +231,7 @@ def _stages(
     return assemble(flat, updated, advanced, window.buffers, decision, may_write), info
 
 
-def _flatten_checked(state: TrainState, microbatches: Any, options: StepOptions) -> FlatState:
+def _flatten_state(state: TrainState, microbatches: Any, options: StepOptions) -> FlatState:
     """Check the state and the microbatches, and return the state, flat."""
     if not isinstance(state, TrainState):
         raise TypeError(

@@ -114,7 +114,7 @@ def value_and_grad(
 def _value_and_grad(
     loss_fn: LossFn, params: Tree, buffers: Tree, microbatch: Any, scaler: HasScale | None = None
 ) -> tuple[Any, Tree]:
-    flat = flat_params, flat_buffers, _ = _flatten_checked(params, buffers, scaler)
+    flat = flat_params, flat_buffers, _ = _flatten_arguments(params, buffers, scaler)
     batch = _tree.all_tensors(microbatch)
     lists = [*(tree.leaves for tree in flat), batch]
     memory = ArgumentMemory.of(donation.pointers_of_each(lists), batch)
@@ -125,7 +125,7 @@ def _value_and_grad(
     return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
 
 
-def _flatten_checked(
+def _flatten_arguments(
     params: Tree, buffers: Tree, scaler: HasScale | None
 ) -> tuple[FlatTree, FlatTree, FlatTree]:
     """Check parameters, buffers and scaler, and return them flat."""

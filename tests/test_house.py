@@ -159,6 +159,7 @@ AFTER_FLATTEN = [
     "_step/microbatches.py",
     "_step/optimizer_step.py",
     "_step/train_step.py",
+    "_step/window_result.py",
 ]
 ASKED = {
     "layout",
@@ -276,6 +277,7 @@ TESTED_WITH = {
     "_step/decide.py": "test_laws_of_a_step.py",
     "_step/memory.py": "test_donation.py",
     "_step/train_state.py": "test_train_step.py",
+    "_step/window_result.py": "test_microbatches.py",
     "_torch/operators.py": "test_traffic.py",
     "_torch/private.py": "test_private_names.py",
     "_torch/tracing.py": "test_laws.py",

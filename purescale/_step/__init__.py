@@ -9,7 +9,7 @@ the diagram. There is one path for all devices. A kernel below it may depend on 
 Entry: `train_step.train_step`; by hand `value_and_grad.value_and_grad`, then
 `optimizer_step.unscale_and_step` or `optimizer_step.maybe_step`.
 Hands on: the next `train_state.TrainState` and a `train_state.StepInfo`; between the stages
-`microbatches.WindowResult` and `decide.Decision`. Settings travel as `train_state.StepOptions`.
+`window_result.WindowResult` and `decide.Decision`. Settings travel as `train_state.StepOptions`.
 May import: `_loss_scale`, `_grads`, `_batch_norm`, `_optim`, `_module`, `_distributed`, `_tree`,
 `_torch`.
 """

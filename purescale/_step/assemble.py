@@ -78,8 +78,7 @@ def _next_scaler(
     updated_scaler = call_rule(options.rule, start, found_inf, amax)
     names = "state.scaler", "the state that the rule returned"
     new = _tree.matching_leaves(before.tree, updated_scaler, *names, flat=before)[1]
-    # If nothing but an overflow can skip the step, both are one flag, and no mask is needed.
-    if skip is overflow:  # a rule may return its arguments
+    if decision.only_overflow_skips:  # no mask is needed, but a rule may return its arguments
         arguments = [*before.leaves, found_inf, *([] if amax is None else [amax])]
         new = _tree.leaves_apart(new, arguments)
     else:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._grads.clip import Clip, clip_factor
 from .._grads.measure import GradStats
-from .._step.microbatches import WindowFlags
+from .._step.window_result import WindowFlags
 from .._torch.dtypes import on_device
 from .._tree.gradients import Gradients
 
@@ -24,6 +24,7 @@ class Decision(NamedTuple):
     # before clipping; not finite if the step is skipped, unless rejected; None without max_norm
     grad_norm: Tensor | None
     grad_amax: Tensor | None  # likewise; None if not asked for
+    only_overflow_skips: bool  # nothing else can skip the step: `skip` is the flag of an overflow
 
 
 def decide(
@@ -38,6 +39,7 @@ def decide(
     A step is skipped if its gradients overflow, if `flags` say so (for its weights, a microbatch or
     another rank), if a bound is 0, negative or NaN, or if a guard `rejects` it.
     """
+    overflow = stats.overflow if flags is None else flags.overflow
     skip = stats.overflow if flags is None else flags.skip
     for bound in clip.tensor_bounds:
         skip = skip | ~(on_device(bound, skip.device) > 0)
@@ -54,7 +56,7 @@ def decide(
         factor = clip_factor(finite, clip.max_norm)  # type: ignore[arg-type]
     if factor is not None or clip.value is not None:
         grads = grads._replace(factor=factor, clip_value=clip.value)
-    return Decision(skip, rejected, grads, norm, amax)
+    return Decision(skip, rejected, grads, norm, amax, only_overflow_skips=skip is overflow)
 
 
 def or_empty(value: Tensor | None) -> Any:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -24,11 +23,19 @@ from .._batch_norm.bn_stats import (
 )
 from .._batch_norm.capture import CaptureBatchNorm, layers_of, named_calls
 from .._distributed.buckets import Reduction, mean_divisor, reduction_of
-from .._distributed.process_group import Group, all_reduce
+from .._distributed.process_group import all_reduce
 from .._grads.accumulate import AccumState, add, as_weight, init_accum, is_weight
 from .._grads.measure import measure
 from .._step.train_state import FlatState, StepOptions
 from .._step.value_and_grad import ArgumentMemory, ValueAndGrad, check_returned, check_unwritten
+from .._step.window_result import (
+    Totals,
+    WindowResult,
+    normalized,
+    sum_microbatches,
+    sum_ranks,
+    window_fraction,
+)
 from .._torch.donation import storage_pointers
 from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
@@ -67,12 +74,6 @@ def weigh(options: StepOptions, microbatches: list[Any], scale: Tensor) -> Micro
         return MicrobatchWeights(vector, [n / total for n in numbers], [n > 0 for n in numbers])
     is_counted = is_weight(vector) & (vector > 0)
     return MicrobatchWeights(vector, normalized(vector, is_counted).unbind(), is_counted.unbind())
-
-
-def normalized(weight: Tensor, is_counted: Tensor) -> Tensor:
-    """Return the weights of those that count over their sum, zeros if none does."""
-    counted = torch.where(is_counted, weight, 0)
-    return counted / torch.where(is_counted.any(), counted.sum(), 1)
 
 
 # ---- the mean ------------------------------------------------------------------------------------
@@ -176,26 +177,6 @@ def sent_for_nan(options: StepOptions, num_microbatches: int) -> float | None:
     return math.nan if num_microbatches == 1 else math.inf
 
 
-class WindowResult(NamedTuple):
-    """The results of the microbatches of a step, on this rank or on all of a group."""
-
-    grads: Gradients  # the mean; none while `reduction` has them
-    loss: Tensor  # the mean over the microbatches that count, times `window_fraction`
-    buffers: Leaves
-    aux: tuple[Any, ...]
-    reduction: Reduction | None = None  # on its way to the other ranks
-    totals: Tensor | None = None  # as `_Totals`; None without a group if only the mean is measured
-    # by which this rank's mean is divided before the sum over ranks; inf without a weight
-    rank_divisor: Tensor | None = None
-    # the part of `window_size` that counts, by which the mean is still to be multiplied; None for 1
-    window_fraction: Tensor | None = None
-
-    @property
-    def leaves_out_overflows(self) -> bool:
-        """True if microbatches that overflowed are not in the mean, which is then unscaled."""
-        return self.grads.divisor is None
-
-
 # ---- the window ----------------------------------------------------------------------------------
 
 
@@ -255,7 +236,7 @@ def _accumulate(
     microbatches: list[Any],
     weights: MicrobatchWeights,
     memory: ArgumentMemory,
-    sent_with: Leaves,
+    buffers_to_reduce: Leaves,
 ) -> WindowResult:
     params, buffers, scaler = flat.params, flat.buffers, flat.scaler
     differentiable = options.optimizer.differentiable and is_on_a_graph(
@@ -271,7 +252,7 @@ def _accumulate(
         )
     scale: Tensor = scaler.tree.scale
     mean = WindowMean(options, weights, value_and_grad)
-    reduction = mean.start_reduction(sent_with)
+    reduction = mean.start_reduction(buffers_to_reduce)
     carried, last = buffers.leaves, len(microbatches) - 1
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
@@ -286,7 +267,7 @@ def _accumulate(
         else:
             # The first gradients of a sum become the sum; others are only read.
             first = mean.stays_scaled and mean.sums is None
-            if value_and_grad.keeps_graph and last:
+            if value_and_grad.keeps_graph and len(microbatches) > 1:
                 # The graph of one microbatch at a time: each is made again in the backward.
                 out = checkpoint(value_and_grad, carried, microbatch, use_reentrant=False)
             else:
@@ -330,53 +311,6 @@ def _microbatch_of(
     return microbatch
 
 
-# ---- loss and flags ------------------------------------------------------------------------------
-
-
-class WindowFlags(NamedTuple):
-    """The overflows of a window, on this rank or on all of a group: 0-d tensors."""
-
-    overflow: Tensor  # bool: a microbatch with a weight overflowed; the scale follows it
-    skip: Tensor  # bool: for an overflow, or because no weight is left
-    # bool: fewer may overflow at a lower scale, because the loss of what overflowed is finite
-    retryable: Tensor
-    # of microbatches, if these were measured, and one more of their mean: by it tries are compared
-    num_overflows: Tensor
-
-
-def window_flags(window: WindowResult, overflow: Tensor, options: StepOptions) -> WindowFlags:
-    """Return the flags of a window whose mean was measured: its `overflow` counts as that of a
-    microbatch, unless the mean leaves out what overflows.
-    """
-    if window.totals is None:
-        retryable = overflow & torch.isfinite(window.loss) if options.max_retries else overflow
-        return WindowFlags(overflow, overflow, retryable, overflow)
-    has = _Totals(*(window.totals > 0).unbind())
-    num_overflows = _Totals(*window.totals.unbind()).overflowed.to(torch.int64)
-    if window.leaves_out_overflows:
-        skip = ~has.good | overflow
-        return WindowFlags(has.overflowed, skip, has.finite_overflowed, num_overflows)
-    skip = has.invalid | has.overflowed | ~has.good | overflow
-    overflow = overflow & has.weight
-    num_overflows, overflow = num_overflows + overflow, has.overflowed | overflow
-    return WindowFlags(overflow, skip, overflow & ~(has.diverged | has.invalid), num_overflows)
-
-
-class _Totals(NamedTuple):
-    """Sums over the microbatches of a window, or flags that are True if they are above 0. Good ones
-    count, by a weight that is valid and above 0, and did not overflow.
-    """
-
-    good_weight: Any  # the weight of the good ones
-    weight: Any  # of all that count
-    number: Any  # of all microbatches
-    good: Any  # the number of the good ones
-    invalid: Any  # of those with an invalid weight
-    overflowed: Any
-    finite_overflowed: Any  # overflowed, with a finite loss
-    diverged: Any  # with a loss that is not finite
-
-
 def _window_result(
     mean: WindowMean,
     losses: list[Tensor],
@@ -389,63 +323,21 @@ def _window_result(
     loss, totals, rank_divisor = losses[0], None, None
     if weight is not None:
         drops = options.on_nonfinite == "drop_microbatch"
-        own, means = _totals(weight, torch.stack(losses), mean.overflows)
+        own, means = sum_microbatches(weight, torch.stack(losses), mean.overflows)
         totals = own
         if options.group is not None:
-            totals, means = _over_ranks(own, means, options.group)
-            in_mean = 0 if drops else 1  # the index of `good_weight` or `weight`
-            rank_divisor = mean_divisor(own[in_mean], totals[in_mean])
-        # If all were dropped, the loss of all of them shows why.
-        loss = torch.where(totals[0] > 0, means[0], means[1]) if drops else means[1]
+            totals, means = sum_ranks(own, means, options.group)
+            of_rank, of_all = Totals.of(own), Totals.of(totals)
+            if drops:
+                rank_divisor = mean_divisor(of_rank.good_weight, of_all.good_weight)
+            else:
+                rank_divisor = mean_divisor(of_rank.weight, of_all.weight)
+        loss_of_good, loss = means.unbind()
+        if drops:  # if all were dropped, the loss of all of them shows why
+            loss = torch.where(Totals.of(totals).good_weight > 0, loss_of_good, loss)
     elif not mean.is_single:
         loss = torch.stack(losses).mean(dtype=widest_float(scale.device)).to(loss.dtype)
-    fraction = _window_fraction(options, totals, len(losses), scale.device)
+    fraction = window_fraction(options, totals, len(losses), scale.device)
     loss = (loss if fraction is None else loss * fraction).to(losses[0].dtype)
     grads = mean.result() if reduction is None else as_gradients([], scale, owned=True)
     return WindowResult(grads, loss, buffers, aux, reduction, totals, rank_divisor, fraction)
-
-
-def _totals(weight: Tensor, loss: Tensor, overflows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return `_Totals` as one tensor, and the mean losses of the good ones and of all that
-    count.
-    """
-    invalid = ~is_weight(weight)
-    is_counted = ~invalid & (weight > 0)
-    overflow = torch.stack(overflows) & is_counted if overflows else torch.zeros_like(is_counted)
-    good, finite = is_counted & ~overflow, torch.isfinite(loss)
-    weights = [torch.where(flag, weight, 0).sum() for flag in (good, is_counted)]
-    means = [
-        (torch.where(flag, loss, 0) * normalized(weight, flag)).sum() for flag in (good, is_counted)
-    ]
-    flags = torch.ones_like(good), good, invalid, overflow, overflow & finite, is_counted & ~finite
-    totals = torch.stack([*weights, *(flag.sum().to(weight.dtype) for flag in flags)])
-    return totals, torch.stack(means)
-
-
-def _over_ranks(totals: Tensor, means: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Return the totals and mean losses of all ranks, from one reduction."""
-    weights = totals[:2]
-    row = torch.cat([totals, torch.where(weights > 0, weights * means, 0)])
-    totals, weighted = torch.split(all_reduce(row, "sum", group), [len(totals), len(means)])
-    return totals, weighted / torch.where(totals[:2] > 0, totals[:2], 1)
-
-
-def _window_fraction(
-    options: StepOptions, totals: Tensor | None, number: int, device: torch.device
-) -> Tensor | None:
-    """Return the part of a full window that is in the mean over all ranks; None for 1. It does not
-    shrink if all microbatches were dropped.
-    """
-    size, group, fraction = options.window_size, options.group, None
-    if size is None:
-        return None
-    total = None if totals is None else _Totals(*totals.unbind())
-    if group is not None and total is not None:
-        fraction = total.number / (size * dist.get_world_size(group))
-    elif size != number:
-        fraction = torch.full((), number / size, dtype=widest_float(device), device=device)
-    if options.on_nonfinite == "drop_microbatch" and total is not None:
-        kept = total.good_weight / torch.where(total.weight > 0, total.weight, 1)
-        kept = torch.where(total.good > 0, kept, 1)
-        fraction = kept if fraction is None else kept * fraction
-    return fraction

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .._distributed.buckets import reduction_of
 from .._distributed.process_group import Group, all_reduce
-from .._step.microbatches import WindowResult, sent_for_nan
+from .._step.microbatches import sent_for_nan
 from .._step.train_state import FlatState, StepOptions
+from .._step.window_result import WindowResult
 from .._torch.dtypes import wide_dtype
 from .._tree.gradients import as_gradients
 from .._tree.tree import Leaves
@@ -28,7 +29,7 @@ def reduce_window(
 
     If only the mean is measured, no flag tells of an overflow: that of one rank is inf or NaN in
     the sum, so every rank measures the same. If a norm is measured, -inf is sent as inf, so that an
-    overflow on several ranks has the norm inf, as in one process. `microbatches._window_result` has
+    overflow on several ranks has the norm inf, as in one process. `window_result.sum_ranks` has
     already reduced the flags of single microbatches and of weights.
     """
     params, before, after = flat.params.leaves, flat.buffers.leaves, window.buffers

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .._grads.measure import GradStats, is_usable
 from .._loss_scale.rules import HasScale, Rule, call_rule
-from .._step.microbatches import WindowFlags, WindowResult
 from .._step.train_state import FlatState, StepOptions
+from .._step.window_result import WindowFlags, WindowResult
 from .._torch.dtensor import any_dtensor
 from .._tree import tree as _tree
 from .._tree.tree import FlatTree

@@ -24,11 +24,8 @@ from .._step.memory import memory_of_step
 from .._step.microbatches import (
     FUNCTIONS,
     MicrobatchWeights,
-    WindowFlags,
-    WindowResult,
     accumulate_microbatches,
     weigh,
-    window_flags,
 )
 from .._step.optimizer_step import update
 from .._step.reduce import reduce_window
@@ -43,6 +40,7 @@ from .._step.train_state import (
     check_options,
 )
 from .._step.value_and_grad import LossFn
+from .._step.window_result import WindowFlags, WindowResult, window_flags
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree import tree as _tree
@@ -200,9 +198,7 @@ def _stages(
         window = accumulate_microbatches(options, scaled, microbatches, weights, memory)
         if options.group is not None:
             window = reduce_window(options, window, flat, len(microbatches))
-        if window.window_fraction is not None:
-            grads = window.grads.multiplied(window.window_fraction)
-            window = window._replace(grads=grads, window_fraction=None)
+        window = window.with_fraction_applied()
         stats = measure(window.grads, scaler.tree.scale, stats_options)
         return window, stats, window_flags(window, stats.overflow, options)
 

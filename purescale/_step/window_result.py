@@ -1,0 +1,150 @@
+"""The result of a window: its mean gradients and loss, and the flags that follow from totals over
+its microbatches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._distributed.buckets import Reduction
+from .._distributed.process_group import Group, all_reduce
+from .._grads.accumulate import is_weight
+from .._step.train_state import StepOptions
+from .._torch.dtypes import widest_float
+from .._tree.gradients import Gradients
+from .._tree.tree import Leaves
+
+
+class WindowResult(NamedTuple):
+    """The results of the microbatches of a step, on this rank or on all of a group."""
+
+    grads: Gradients  # the mean; none while `reduction` has them
+    loss: Tensor  # the mean over the microbatches that count, times `window_fraction`
+    buffers: Leaves
+    aux: tuple[Any, ...]
+    reduction: Reduction | None = None  # on its way to the other ranks
+    totals: Tensor | None = None  # as `Totals`; None without a group if only the mean is measured
+    # by which this rank's mean is divided before the sum over ranks; inf without a weight
+    rank_divisor: Tensor | None = None
+    # the part of `window_size` that counts, by which the mean is still to be multiplied; None for 1
+    window_fraction: Tensor | None = None
+
+    @property
+    def leaves_out_overflows(self) -> bool:
+        """True if microbatches that overflowed are not in the mean, which is then unscaled."""
+        return self.grads.divisor is None
+
+    def with_fraction_applied(self) -> WindowResult:
+        """Return the window with its mean, that of all ranks, times `window_fraction`."""
+        if self.window_fraction is None:
+            return self
+        grads = self.grads.multiplied(self.window_fraction)
+        return self._replace(grads=grads, window_fraction=None)
+
+
+class WindowFlags(NamedTuple):
+    """The overflows of a window, on this rank or on all of a group: 0-d tensors."""
+
+    overflow: Tensor  # bool: a microbatch with a weight overflowed; the scale follows it
+    skip: Tensor  # bool: for an overflow, or because no weight is left
+    # bool: fewer may overflow at a lower scale, because the loss of what overflowed is finite
+    retryable: Tensor
+    # of microbatches, if these were measured, and one more of their mean: by it tries are compared
+    num_overflows: Tensor
+
+
+def window_flags(window: WindowResult, overflow: Tensor, options: StepOptions) -> WindowFlags:
+    """Return the flags of a window whose mean was measured: its `overflow` counts as that of a
+    microbatch, unless the mean leaves out what overflows.
+    """
+    if window.totals is None:
+        retryable = overflow & torch.isfinite(window.loss) if options.max_retries else overflow
+        return WindowFlags(overflow, overflow, retryable, overflow)
+    has = Totals.of(window.totals > 0)
+    num_overflows = Totals.of(window.totals).overflowed.to(torch.int64)
+    if window.leaves_out_overflows:
+        skip = ~has.good | overflow
+        return WindowFlags(has.overflowed, skip, has.finite_overflowed, num_overflows)
+    skip = has.invalid | has.overflowed | ~has.good | overflow
+    overflow = overflow & has.weight
+    num_overflows, overflow = num_overflows + overflow, has.overflowed | overflow
+    return WindowFlags(overflow, skip, overflow & ~(has.diverged | has.invalid), num_overflows)
+
+
+class Totals(NamedTuple):
+    """Sums over the microbatches of a window, or flags that are True if they are above 0. Good ones
+    count, by a weight that is valid and above 0, and did not overflow.
+    """
+
+    good_weight: Any  # the weight of the good ones
+    weight: Any  # of all that count
+    number: Any  # of all microbatches
+    good: Any  # the number of the good ones
+    invalid: Any  # of those with an invalid weight
+    overflowed: Any
+    finite_overflowed: Any  # overflowed, with a finite loss
+    diverged: Any  # with a loss that is not finite
+
+    @classmethod
+    def of(cls, totals: Tensor) -> Self:
+        """Return the fields of totals that are one tensor."""
+        return cls(*totals.unbind())
+
+
+def normalized(weight: Tensor, is_counted: Tensor) -> Tensor:
+    """Return the weights of those that count over their sum, zeros if none does."""
+    counted = torch.where(is_counted, weight, 0)
+    return counted / torch.where(is_counted.any(), counted.sum(), 1)
+
+
+def sum_microbatches(
+    weight: Tensor, loss: Tensor, overflows: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return `Totals` as one tensor, and the mean losses of the good ones and of all that
+    count.
+    """
+    invalid = ~is_weight(weight)
+    is_counted = ~invalid & (weight > 0)
+    overflow = torch.stack(overflows) & is_counted if overflows else torch.zeros_like(is_counted)
+    good, finite = is_counted & ~overflow, torch.isfinite(loss)
+    weights = [torch.where(flag, weight, 0).sum() for flag in (good, is_counted)]
+    means = [
+        (torch.where(flag, loss, 0) * normalized(weight, flag)).sum() for flag in (good, is_counted)
+    ]
+    flags = torch.ones_like(good), good, invalid, overflow, overflow & finite, is_counted & ~finite
+    totals = torch.stack([*weights, *(flag.sum().to(weight.dtype) for flag in flags)])
+    return totals, torch.stack(means)
+
+
+def sum_ranks(totals: Tensor, means: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Return the totals and mean losses of all ranks, from one reduction."""
+    weights = totals[:2]  # those of the mean losses: `good_weight` and `weight`
+    row = torch.cat([totals, torch.where(weights > 0, weights * means, 0)])
+    totals, weighted = torch.split(all_reduce(row, "sum", group), [len(totals), len(means)])
+    weights = totals[:2]
+    return totals, weighted / torch.where(weights > 0, weights, 1)
+
+
+def window_fraction(
+    options: StepOptions, totals: Tensor | None, number: int, device: torch.device
+) -> Tensor | None:
+    """Return the part of a full window that is in the mean over all ranks; None for 1. It does not
+    shrink if all microbatches were dropped.
+    """
+    size, group, fraction = options.window_size, options.group, None
+    if size is None:
+        return None
+    total = None if totals is None else Totals.of(totals)
+    if group is not None and total is not None:
+        fraction = total.number / (size * dist.get_world_size(group))
+    elif size != number:
+        fraction = torch.full((), number / size, dtype=widest_float(device), device=device)
+    if options.on_nonfinite == "drop_microbatch" and total is not None:
+        kept = total.good_weight / torch.where(total.weight > 0, total.weight, 1)
+        kept = torch.where(total.good > 0, kept, 1)
+        fraction = kept if fraction is None else kept * fraction
+    return fraction

@@ -46,35 +46,6 @@ class WindowResult(NamedTuple):
         return self._replace(grads=grads, window_fraction=None)
 
 
-class WindowFlags(NamedTuple):
-    """The overflows of a window, on this rank or on all of a group: 0-d tensors."""
-
-    overflow: Tensor  # bool: a microbatch with a weight overflowed; the scale follows it
-    skip: Tensor  # bool: for an overflow, or because no weight is left
-    # bool: fewer may overflow at a lower scale, because the loss of what overflowed is finite
-    retryable: Tensor
-    # of microbatches, if these were measured, and one more of their mean: by it tries are compared
-    num_overflows: Tensor
-
-
-def window_flags(window: WindowResult, overflow: Tensor, options: StepOptions) -> WindowFlags:
-    """Return the flags of a window whose mean was measured: its `overflow` counts as that of a
-    microbatch, unless the mean leaves out what overflows.
-    """
-    if window.totals is None:
-        retryable = overflow & torch.isfinite(window.loss) if options.max_retries else overflow
-        return WindowFlags(overflow, overflow, retryable, overflow)
-    has = Totals.of(window.totals > 0)
-    num_overflows = Totals.of(window.totals).overflowed.to(torch.int64)
-    if window.leaves_out_overflows:
-        skip = ~has.good | overflow
-        return WindowFlags(has.overflowed, skip, has.finite_overflowed, num_overflows)
-    skip = has.invalid | has.overflowed | ~has.good | overflow
-    overflow = overflow & has.weight
-    num_overflows, overflow = num_overflows + overflow, has.overflowed | overflow
-    return WindowFlags(overflow, skip, overflow & ~(has.diverged | has.invalid), num_overflows)
-
-
 class Totals(NamedTuple):
     """Sums over the microbatches of a window, or flags that are True if they are above 0. Good ones
     count, by a weight that is valid and above 0, and did not overflow.
@@ -93,6 +64,17 @@ class Totals(NamedTuple):
     def of(cls, totals: Tensor) -> Self:
         """Return the fields of totals that are one tensor."""
         return cls(*totals.unbind())
+
+
+class WindowFlags(NamedTuple):
+    """The overflows of a window, on this rank or on all of a group: 0-d tensors."""
+
+    overflow: Tensor  # bool: a microbatch with a weight overflowed; the scale follows it
+    skip: Tensor  # bool: for an overflow, or because no weight is left
+    # bool: fewer may overflow at a lower scale, because the loss of what overflowed is finite
+    retryable: Tensor
+    # of microbatches, if these were measured, and one more of their mean: by it tries are compared
+    num_overflows: Tensor
 
 
 def normalized(weight: Tensor, is_counted: Tensor) -> Tensor:
@@ -148,3 +130,21 @@ def window_fraction(
         kept = torch.where(total.good > 0, kept, 1)
         fraction = kept if fraction is None else kept * fraction
     return fraction
+
+
+def window_flags(window: WindowResult, overflow: Tensor, options: StepOptions) -> WindowFlags:
+    """Return the flags of a window whose mean was measured: its `overflow` counts as that of a
+    microbatch, unless the mean leaves out what overflows.
+    """
+    if window.totals is None:
+        retryable = overflow & torch.isfinite(window.loss) if options.max_retries else overflow
+        return WindowFlags(overflow, overflow, retryable, overflow)
+    has = Totals.of(window.totals > 0)
+    num_overflows = Totals.of(window.totals).overflowed.to(torch.int64)
+    if window.leaves_out_overflows:
+        skip = ~has.good | overflow
+        return WindowFlags(has.overflowed, skip, has.finite_overflowed, num_overflows)
+    skip = has.invalid | has.overflowed | ~has.good | overflow
+    overflow = overflow & has.weight
+    num_overflows, overflow = num_overflows + overflow, has.overflowed | overflow
+    return WindowFlags(overflow, skip, overflow & ~(has.diverged | has.invalid), num_overflows)

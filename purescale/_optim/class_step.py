@@ -58,7 +58,7 @@ class ClassStep:
         vars(optimizer).update(vars(self._settings.template))
         optimizer.param_groups, optimizer.state = [], defaultdict(dict)
         for group in self._settings.torch_groups(tuple(params), current):
-            present = self._settings.stepped_names(group.names, params, gradients)
+            present = [name for name in group.names if name in gradients]
             members = {"params": [params[name] for name in present]}
             optimizer.param_groups.append(group.settings | members)
         try:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.formulas import SIZES, Entry, NewLeaf, Settings
+from .._optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
 from .._optim.opt_state import Slots, Tensors, map_numbers, slots_like, values_of
 from .._optim.settings import CurrentSettings, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
     param: Tensor
     grad: Tensor
-    entry: Entry
+    slots: LeafSlots
 
 
 class FormulaStep:
@@ -69,7 +69,12 @@ class FormulaStep:
         results: dict[str, Any] = {}
         with torch.set_grad_enabled(one_by_one):
             for group in self._settings.torch_groups(tuple(params), current):
-                present = self._settings.stepped_names(group.names, params, gradients)
+                present = [
+                    name
+                    for name in group.names
+                    # A formula that is not elementwise divides by a size, which may be 0.
+                    if name in gradients and (self._formula.elementwise or params[name].numel())
+                ]
                 rows = [Row(params[name], gradients[name], slots[name]) for name in present]
                 try:
                     stepped = self._step_group(rows, group.settings, t, one_by_one=one_by_one)
@@ -91,7 +96,7 @@ class FormulaStep:
         if one_by_one or not self._formula.elementwise:
             return [self._step_leaf(row, settings, t) for row in rows]
         stepped: list[Any] = [None] * len(rows)
-        kinds = [(row.param.device, row.param.dtype, tuple(row.entry)) for row in rows]
+        kinds = [(row.param.device, row.param.dtype, tuple(row.slots)) for row in rows]
         for indices in foreach.pieces([row.param for row in rows], kinds):
             piece = [rows[index] for index in indices]
             if len(piece) > 1:
@@ -119,7 +124,7 @@ class FormulaStep:
         leaf.
         """
         params, grads = [row.param for row in rows], [row.grad for row in rows]
-        columns = {key: [row.entry[key] for row in rows] for key in rows[0].entry}
+        columns = {key: [row.slots[key] for row in rows] for key in rows[0].slots}
         slots, likes = {}, {}
         for key, column in columns.items():
             is_scalar = self._slot_layout.is_scalar(key)
@@ -132,14 +137,14 @@ class FormulaStep:
             key: _split_column(new_slots.get(key, slots[key]), column, likes[key])
             for key, column in columns.items()
         }
-        new_entries = [
+        new_leaf_slots = [
             {key: column[index] for key, column in new_columns.items()}
             for index in range(len(rows))
         ]
-        return list(zip(_split_column(new, params, params), new_entries, strict=True))
+        return list(zip(_split_column(new, params, params), new_leaf_slots, strict=True))
 
     def _call(
-        self, param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor
+        self, param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor
     ) -> NewLeaf:
         """Call the formula with the gradient of what is minimised, and with the number of the
         leaf's own step if its slots count them.
@@ -194,9 +199,9 @@ def _as_arguments(table: Mapping[str, Any], device: torch.device) -> dict[str, A
     return map_numbers(argument, table)
 
 
-def _wide_scalar(count: Tensor) -> Tensor:
-    """Return a count in the widest dtype: a beta to the power of it needs more than float32."""
-    return count if count.dtype is torch.bool else count.to(widest_float(count.device))
+def _wide_scalar(number: Tensor) -> Tensor:
+    """Return a number in the widest dtype: a beta to the power of it needs more than float32."""
+    return number if number.dtype is torch.bool else number.to(widest_float(number.device))
 
 
 def _join(tensors: list[Tensor], likes: list[Tensor]) -> Tensor:

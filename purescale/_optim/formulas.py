@@ -24,8 +24,8 @@ from torch import Tensor
 from .._torch.tracing import is_on_a_graph, under_derivative, under_transform
 
 Settings = Mapping[str, Any]
-Entry = dict[str, Tensor]  # the slots of one parameter
-NewLeaf = tuple[Tensor, Entry]
+LeafSlots = dict[str, Tensor]  # the slots of one parameter
+NewLeaf = tuple[Tensor, LeafSlots]
 
 # Slots that torch does not have. SGD: True until the parameter has a momentum buffer.
 FIRST_STEP = "is_first_step"
@@ -36,7 +36,7 @@ SIZES = "sizes"
 # ---- the formulas --------------------------------------------------------------------------------
 
 
-def sgd(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
+def sgd(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor) -> NewLeaf:
     """Sutskever et al., On the importance of initialization and momentum (2013), as torch has it:
     the first buffer is the gradient.
     """
@@ -54,7 +54,7 @@ def sgd(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor
     return param - settings["lr"] * direction, {"momentum_buffer": m, **new}
 
 
-def adam(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
+def adam(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor) -> NewLeaf:
     """Kingma and Ba, Adam (2015); Reddi et al., On the convergence of Adam and beyond (2018), with
     `amsgrad`; Loshchilov and Hutter, Decoupled weight decay regularization (2019), for AdamW.
     """
@@ -70,7 +70,9 @@ def adam(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tenso
     return param - rate * m / denominator, new
 
 
-def adagrad(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
+def adagrad(
+    param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor
+) -> NewLeaf:
     """Duchi et al., Adaptive subgradient methods (2011), with a rate that decays."""
     grad = _decayed(param, grad, settings)
     total = slots["sum"] + grad * grad
@@ -78,7 +80,9 @@ def adagrad(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Te
     return param - rate * grad / (_root(total) + settings["eps"]), {"sum": total}
 
 
-def rmsprop(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
+def rmsprop(
+    param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor
+) -> NewLeaf:
     """Tieleman and Hinton, lecture 6.5 (2012); `centered` by Graves (2013)."""
     grad = _decayed(param, grad, settings)
     v = _average_square(slots["square_avg"], grad, settings["alpha"])
@@ -93,7 +97,9 @@ def rmsprop(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Te
     return param - settings["lr"] * direction, new
 
 
-def adadelta(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
+def adadelta(
+    param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor
+) -> NewLeaf:
     """Zeiler, ADADELTA (2012)."""
     grad = _decayed(param, grad, settings)
     v = _average_square(slots["square_avg"], grad, settings["rho"])
@@ -102,7 +108,7 @@ def adadelta(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: T
     return param - settings["lr"] * delta, {"square_avg": v, "acc_delta": deltas}
 
 
-def adamax(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
+def adamax(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor) -> NewLeaf:
     """Kingma and Ba, Adam (2015), section 7.1."""
     beta1, beta2 = settings["betas"]
     grad = _decayed(param, grad, settings)
@@ -112,7 +118,7 @@ def adamax(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Ten
     return param - rate * m / u, {"exp_avg": m, "exp_inf": u}
 
 
-def nadam(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
+def nadam(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor) -> NewLeaf:
     """Dozat, Incorporating Nesterov momentum into Adam (2016)."""
     beta1, beta2 = settings["betas"]
     param, grad = _decoupled(param, grad, settings)
@@ -127,7 +133,7 @@ def nadam(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tens
     return param - of_g * (grad / denominator) - of_m * (m / denominator), new
 
 
-def radam(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
+def radam(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor) -> NewLeaf:
     """Liu et al., On the variance of the adaptive learning rate and beyond (2020)."""
     beta1, beta2 = settings["betas"]
     param, grad = _decoupled(param, grad, settings)
@@ -146,7 +152,7 @@ def radam(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tens
     return param - rate * m * scale, {"exp_avg": m, "exp_avg_sq": v}
 
 
-def asgd(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
+def asgd(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor) -> NewLeaf:
     """Polyak and Juditsky, Acceleration of stochastic approximation by averaging (1992)."""
     lr, lambd, ax = settings["lr"], settings["lambd"], slots["ax"]
     grad = _decayed(param, grad, settings)
@@ -158,7 +164,7 @@ def asgd(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tenso
     return param, {"eta": eta, "mu": 1 / torch.clamp(t - settings["t0"], min=1), "ax": ax}
 
 
-def rprop(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
+def rprop(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor) -> NewLeaf:
     """Riedmiller and Braun, A direct adaptive method for faster backpropagation learning (1993)."""
     size, is_first = slots["step_size"], _expand(t == 1, param, slots)
     size = torch.where(is_first, torch.ones_like(size) * settings["lr"], size)
@@ -171,7 +177,7 @@ def rprop(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tens
     return param - grad.sign() * size, {"prev": grad, "step_size": size}
 
 
-def muon(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
+def muon(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor) -> NewLeaf:
     """Jordan et al., Muon (2024): the momentum made orthogonal by Newton and Schulz, in
     bfloat16.
     """
@@ -193,7 +199,9 @@ def muon(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tenso
     return param - settings["lr"] * factor * x.to(param.dtype), {"momentum_buffer": m}
 
 
-def adafactor(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: Tensor) -> NewLeaf:
+def adafactor(
+    param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor
+) -> NewLeaf:
     """Shazeer and Stern, Adafactor (2018), without momentum, as torch has it."""
     eps = torch.finfo(param.dtype).eps if settings["eps"][0] is None else settings["eps"][0]
     size, beta = max(param.numel(), 1) ** 0.5, 1 - t ** settings["beta2_decay"]
@@ -217,7 +225,7 @@ def adafactor(param: Tensor, grad: Tensor, slots: Entry, settings: Settings, t: 
 # ---- what they share -----------------------------------------------------------------------------
 
 
-def _expand(number: Tensor, param: Tensor, slots: Entry) -> Tensor:
+def _expand(number: Tensor, param: Tensor, slots: LeafSlots) -> Tensor:
     """Return a number of each leaf as a number of each element, in the dtype of `param`."""
     number = number if number.dtype is torch.bool else number.to(param.dtype)
     if SIZES not in slots:
@@ -276,9 +284,9 @@ def _scaled_sum(beta: Any, x: Tensor, alpha: Any, a: Tensor, b: Tensor) -> Tenso
 class Formula(NamedTuple):
     """The mathematics of an optimizer."""
 
-    step: Callable[[Tensor, Tensor, Entry, Settings, Tensor], NewLeaf]
+    step: Callable[[Tensor, Tensor, LeafSlots, Settings, Tensor], NewLeaf]
     # the slots of a parameter with these settings before its first step
-    new_entry: Callable[[Tensor, Settings], Entry]
+    init_slots: Callable[[Tensor, Settings], LeafSlots]
     elementwise: bool = True  # elements update independently, so that a part can be stepped alone
     constants: tuple[str, ...] = ()  # the settings that cannot be tensors
 
@@ -314,7 +322,7 @@ def filled_like(like: Tensor, number: Any) -> Tensor:
     return (torch.complex(filled, filled) if like.is_complex() else filled).to(like.dtype)
 
 
-def _slots(param: Tensor, counts: Mapping[str, Any], moments: Mapping[str, Any]) -> Entry:
+def _slots(param: Tensor, counts: Mapping[str, Any], moments: Mapping[str, Any]) -> LeafSlots:
     """Return these counts as 0-d tensors, and these moments in the shape of the parameter."""
     # A step of a rate that is a tensor can be differentiated.
     number = torch.zeros((), dtype=torch.float32, device=param.device)
@@ -324,11 +332,11 @@ def _slots(param: Tensor, counts: Mapping[str, Any], moments: Mapping[str, Any])
     }
 
 
-def _with_moments(*names: str) -> Callable[[Tensor, Settings], Entry]:
+def _with_moments(*names: str) -> Callable[[Tensor, Settings], LeafSlots]:
     return lambda param, settings: _slots(param, {"step": 0.0}, dict.fromkeys(names, 0.0))
 
 
-def _sgd_slots(param: Tensor, settings: Settings) -> Entry:
+def _sgd_slots(param: Tensor, settings: Settings) -> LeafSlots:
     if settings["momentum"] == 0:
         return {}
     # `momentum * -0.0 + grad` is `grad`, as torch's first buffer is, also for -0.0.
@@ -338,39 +346,39 @@ def _sgd_slots(param: Tensor, settings: Settings) -> Entry:
     return slots
 
 
-def _adam_slots(param: Tensor, settings: Settings) -> Entry:
+def _adam_slots(param: Tensor, settings: Settings) -> LeafSlots:
     largest = ("max_exp_avg_sq",) if settings["amsgrad"] else ()
     return _with_moments("exp_avg", "exp_avg_sq", *largest)(param, settings)
 
 
-def _adagrad_slots(param: Tensor, settings: Settings) -> Entry:
+def _adagrad_slots(param: Tensor, settings: Settings) -> LeafSlots:
     return _slots(param, {"step": 0.0}, {"sum": settings["initial_accumulator_value"]})
 
 
-def _rmsprop_slots(param: Tensor, settings: Settings) -> Entry:
+def _rmsprop_slots(param: Tensor, settings: Settings) -> LeafSlots:
     momentum = ("momentum_buffer",) if settings["momentum"] > 0 else ()
     mean = ("grad_avg",) if settings["centered"] else ()
     return _with_moments("square_avg", *momentum, *mean)(param, settings)
 
 
-def _nadam_slots(param: Tensor, settings: Settings) -> Entry:
+def _nadam_slots(param: Tensor, settings: Settings) -> LeafSlots:
     moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), 0.0)
     return _slots(param, {"step": 0.0, "mu_product": 1.0}, moments)
 
 
-def _asgd_slots(param: Tensor, settings: Settings) -> Entry:
+def _asgd_slots(param: Tensor, settings: Settings) -> LeafSlots:
     return _slots(param, {"step": 0.0, "eta": settings["lr"], "mu": 1.0}, {"ax": 0.0})
 
 
-def _rprop_slots(param: Tensor, settings: Settings) -> Entry:
+def _rprop_slots(param: Tensor, settings: Settings) -> LeafSlots:
     return _slots(param, {"step": 0.0}, {"prev": 0.0, "step_size": settings["lr"]})
 
 
-def _muon_slots(param: Tensor, settings: Settings) -> Entry:
+def _muon_slots(param: Tensor, settings: Settings) -> LeafSlots:
     return _slots(param, {}, {"momentum_buffer": 0.0})
 
 
-def _adafactor_slots(param: Tensor, settings: Settings) -> Entry:
+def _adafactor_slots(param: Tensor, settings: Settings) -> LeafSlots:
     if param.ndim < 2:
         return _with_moments("variance")(param, settings)
     shapes = {"row_var": (*param.shape[:-1], 1), "col_var": (*param.shape[:-2], 1, param.shape[-1])}

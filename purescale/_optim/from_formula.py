@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.formulas import Entry, Formula, NewLeaf, Settings
+from .._optim.formulas import Formula, LeafSlots, NewLeaf, Settings
 from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import OptimizerSettings, Overrides
 from .._optim.torch_optim import TorchOptimizer
@@ -22,7 +22,7 @@ NewSlot = Callable[[Tensor], Tensor]
 
 
 def from_formula(
-    step: Callable[[Tensor, Tensor, Entry, Settings, Tensor], NewLeaf],
+    step: Callable[[Tensor, Tensor, LeafSlots, Settings, Tensor], NewLeaf],
     slots: Sequence[str] | Mapping[str, NewSlot] = (),
     elementwise: bool = True,
     *,
@@ -113,7 +113,7 @@ def _call_step(
     name: str,
     param: Tensor,
     grad: Tensor,
-    slots: Entry,
+    slots: LeafSlots,
     settings: Settings,
     t: Tensor,
 ) -> NewLeaf:
@@ -133,7 +133,7 @@ def _check_elementwise(name: str, formula: Formula, settings: Settings) -> None:
     settings = {**settings, "lr": 1.0}  # by which an update is as large as the parameter
 
     def two_steps(param: Tensor, *grads: Tensor) -> list[Tensor]:
-        slots, results = formula.new_entry(param, settings), []
+        slots, results = formula.init_slots(param, settings), []
         for number, grad in enumerate(grads, 1):
             t = torch.full((), number, dtype=torch.float64, device="cpu")
             param, slots = formula.step(param, grad, slots, settings, t)

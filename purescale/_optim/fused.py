@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import adagrad, adam, sgd
 
 from .._optim import formulas
+from .._optim.formulas import Settings
 from .._optim.opt_state import (
     OptState,
     Slots,
@@ -28,9 +29,6 @@ from .._torch.operators import define
 from .._torch.tensor_list import TensorList, have_one_order
 from .._torch.tracing import host_can_read, may_be_opaque, traced
 from .._tree.gradients import Gradients
-
-Settings = Mapping[str, Any]
-
 
 # ---- the kernels ---------------------------------------------------------------------------------
 
@@ -239,7 +237,7 @@ class FusedStep:
         )
         self.kernel: Any = None if any(ruled_out) else kernel_of(settings.formula)
         self._opaque = private.Opaque(
-            lambda *args: self._step_traced(*args), lambda: torch.compiler.allow_in_graph
+            lambda *args: self._step_for_dynamo(*args), lambda: torch.compiler.allow_in_graph
         )
 
     def is_right_for(self, inputs: StepInputs, current: CurrentSettings) -> bool:
@@ -285,7 +283,7 @@ class FusedStep:
         of `inputs` are overwritten.
         """
         if traced() and not torch.compiler.is_dynamo_compiling():
-            return self._step_by_operators(inputs, current, skip)
+            return self._step_for_make_fx(inputs, current, skip)
         if in_place:  # a rate that is not in the state may share memory with a parameter
             current = [map_numbers(_clone, table) for table in current]
         inputs = inputs.writable(in_place=in_place)
@@ -305,7 +303,7 @@ class FusedStep:
             fused_update(self.kernel, settings, lists, skip)
         return params, slots
 
-    def _step_by_operators(
+    def _step_for_make_fx(
         self, inputs: StepInputs, current: CurrentSettings, skip: Tensor | None
     ) -> tuple[Tensors, Slots]:
         """Return new parameters and slots from operators, which end a graph of `jit`."""
@@ -320,7 +318,7 @@ class FusedStep:
                     slots[name][key] = value
         return params, slots
 
-    def _step_traced(
+    def _step_for_dynamo(
         self,
         key: str,
         params: Tensors,

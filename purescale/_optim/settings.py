@@ -167,15 +167,6 @@ class OptimizerSettings:
             groups.append(ParamGroup(members[matching], settings, frozenset(own)))
         return groups
 
-    def stepped_names(
-        self, names: Sequence[str], params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
-    ) -> list[str]:
-        """Return the names of the parameters that a step moves. A formula that is not elementwise
-        divides by a size, which may be 0.
-        """
-        steps_empty = self.elementwise is not False
-        return [n for n in names if n in gradients and (steps_empty or params[n].numel())]
-
     def check_names(self, names: tuple[str, ...]) -> None:
         """Refuse a pattern that matches none of the names of all parameters."""
         unmatched = _match_patterns(names, tuple(self.overrides))[1] if self.overrides else None

@@ -38,7 +38,7 @@ class SlotLayout:
         if not settings.calls_step:
             for table in tables:
                 others = {**table.values, **self._nonzero, **_NO_LR}
-                probed |= self._formula.new_entry(probe, {**first, **others})
+                probed |= self._formula.init_slots(probe, {**first, **others})
         # Of a slot that is one number its dtype, of one like its parameter None. The factors of
         # Adafactor are neither.
         alike = {key: value for key, value in probed.items() if value.shape in ((), probe.shape)}
@@ -55,13 +55,13 @@ class SlotLayout:
             shapes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in params.values()]
             self._settings.construct(shapes, self._settings.tables[0].values)
         slots = {
-            name: self._new_entry(params[name], group.settings)
+            name: self._init_slots(params[name], group.settings)
             for group in self._groups(params, current)
             for name in group.names
         }
         return {name: slots[name] for name in params}
 
-    def _new_entry(self, param: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _init_slots(self, param: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
         if self._settings.calls_step:
             return {}
         if param.is_complex() and not self._settings.elementwise:
@@ -70,7 +70,7 @@ class SlotLayout:
                 f"{tuple(param.shape)}; it has no rule for it. Fix: a partition with AdamW for "
                 "complex parameters."
             )
-        return self._formula.new_entry(param.detach(), settings)
+        return self._formula.init_slots(param.detach(), settings)
 
     def _groups(self, params: Mapping[str, Tensor], current: CurrentSettings) -> list[ParamGroup]:
         """Return the groups with the settings from which slots are made."""
@@ -146,7 +146,9 @@ class SlotLayout:
                 ndim = params[name].ndim
                 if ndim not in needed:
                     like = torch.empty([1] * ndim, device="cpu")  # "meta" imports sympy
-                    needed[ndim] = list(self._formula.new_entry(like, {**group.settings, **_NO_LR}))
+                    needed[ndim] = list(
+                        self._formula.init_slots(like, {**group.settings, **_NO_LR})
+                    )
                 for key in needed[ndim]:
                     if key not in slots[name] and key != FIRST_STEP:  # it never had dampening
                         raise self.foreign_error(key)

@@ -137,8 +137,8 @@ class TorchOptimizer(Updater):
         self.differentiable, self.elementwise = settings.differentiable, settings.elementwise
         self._slot_layout = SlotLayout(settings)
         self._fused_step = FusedStep(settings, self._slot_layout)
-        step = ClassStep if self.calls_step else FormulaStep
-        self._unfused_step = step(settings, self._slot_layout)
+        unfused_class = ClassStep if self.calls_step else FormulaStep
+        self._unfused_step = unfused_class(settings, self._slot_layout)
 
     def __repr__(self) -> str:
         return repr(self.settings)

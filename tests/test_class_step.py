@@ -5,12 +5,15 @@ import functools
 
 import pytest
 import torch
-from helpers import Untouched, same_bits
+from helpers import Untouched, same_bits, tensors
 from hypothesis import given
 from hypothesis import strategies as st
 
 import purescale as ps
 from purescale._torch import tracing
+from purescale.testing import assert_pure
+
+TWO = torch.ones(2)
 
 
 class Lion(torch.optim.Optimizer):
@@ -192,3 +195,83 @@ def test_a_misspelt_setting_in_a_step_is_pythons_error_with_a_note():
     with pytest.raises(KeyError, match="betaz") as error:
         optimizer.step(params, params, optimizer.init(params))
     assert "Misspelt" in error.value.__notes__[0]
+
+
+class OfOneLine(torch.optim.Optimizer):
+    """A class whose step is `line(self, state, p)` for each parameter."""
+
+    line = None
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        self.calls = {"of": []}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.line(self.state[p], p)
+            p.sub_(0.1 * p.grad)
+
+
+def appends(self, state, p):
+    self.calls["of"].append(1)
+    p.mul_(len(self.calls["of"]))
+
+
+def changes_the_gradient(self, state, p):
+    p.grad.add_(p)
+
+
+def keeps_the_gradient(self, state, p):
+    state["last"] = p.grad
+
+
+def keeps_the_parameter(self, state, p):
+    state["last"] = p
+
+
+@pytest.mark.parametrize(
+    "line", [appends, changes_the_gradient, keeps_the_gradient, keeps_the_parameter]
+)
+def test_a_step_is_pure_whatever_the_class_writes_and_keeps(line):
+    optimizer = ps.from_torch(type("Mine", (OfOneLine,), {"line": line}))
+    params = tree(torch.Generator().manual_seed(0))
+    grads = tree(torch.Generator().manual_seed(1))
+    new = assert_pure(optimizer.step, params, grads, optimizer.init(params))
+    pointers = [leaf.untyped_storage().data_ptr() for leaf in tensors(new)]
+    assert len(set(pointers)) == len(pointers)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (33,)])
+def test_a_python_number_in_the_state_stays_one(shape):
+    def counts(self, state, p):
+        number = state.setdefault("n", 0)
+        assert type(number) is int
+        state["n"] = number + 1
+
+    optimizer = ps.from_torch(type("Mine", (OfOneLine,), {"line": counts}))
+    params = {"w": torch.ones(shape)}
+    state = optimizer.init(params)
+    for _ in range(3):
+        params, state = optimizer.step(params, params, state)
+    assert state.slots["w"]["n"].item() == 3
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0), torch.tensor(True)])
+def test_a_tensor_that_would_come_back_as_a_number_is_refused(value):
+    def keeps(self, state, p):
+        state["n"] = value
+
+    optimizer, params = ps.from_torch(type("Mine", (OfOneLine,), {"line": keeps})), {"w": TWO}
+    with pytest.raises(TypeError, match=r"n of w = .*stands for a Python number. Fix: a number"):
+        optimizer.step(params, params, optimizer.init(params))
+
+
+def test_an_integer_tensor_in_the_state_stays_one():
+    def counts(self, state, p):
+        state.setdefault("n", torch.tensor(0, dtype=torch.int32)).add_(1)
+
+    optimizer, params = ps.from_torch(type("Mine", (OfOneLine,), {"line": counts})), {"w": TWO}
+    _, state = optimizer.step(params, params, optimizer.init(params))
+    _, state = optimizer.step(params, params, state)
+    assert torch.equal(state.slots["w"]["n"], torch.tensor(2, dtype=torch.int32))

@@ -5,11 +5,11 @@ import functools
 import hypothesis.strategies as st
 import pytest
 import torch
-from helpers import assert_close, batch, clone, examples, job, same_bits, stack
+from helpers import assert_close, batch, clone, examples, job, same_bits, stack, tensors
 from hypothesis import given
 
 import purescale as ps
-from purescale.testing import assert_optimizer
+from purescale.testing import assert_optimizer, assert_pure
 
 SIZES = (5, 33, 300)
 
@@ -248,7 +248,7 @@ def test_it_says_what_it_was_made_of():
     assert repr(lion()) == ("from_formula(lion_step, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)")
 
 
-RESERVED = ("maximize", "params", "foreach", "capturable")
+RESERVED = ("maximize", "params", "foreach", "capturable", "state", "param_names", "initial_lr")
 
 
 @pytest.mark.parametrize("name", RESERVED)
@@ -362,3 +362,58 @@ def test_a_rate_of_an_override_is_checked_as_that_of_all():
 def test_a_rate_that_is_no_rate_is_refused(lr):
     with pytest.raises(ValueError, match="expected a number that is not negative"):
         ps.from_formula(lambda param, grad, slots, settings, t: (param, {}), lr=lr)
+
+
+HANDED_BACK = {
+    "the parameter": lambda param, grad, slots, settings, t: (param, {"m": slots["m"] + grad}),
+    "the gradient": lambda param, grad, slots, settings, t: (param - grad, {"m": grad}),
+    "a slot": lambda param, grad, slots, settings, t: (param - grad, {"m": slots["m"]}),
+    "a view": lambda param, grad, slots, settings, t: (param - grad, {"m": grad[:]}),
+    "one tensor twice": lambda param, grad, slots, settings, t: (new := param - grad, {"m": new}),
+}
+
+
+@pytest.mark.parametrize("elementwise", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shapes", [[()], [(5,)], [(33,), (300,)]], ids=str)
+@pytest.mark.parametrize("step", HANDED_BACK.values(), ids=HANDED_BACK)
+def test_results_are_in_memory_of_their_own_whatever_a_formula_hands_back(
+    step, shapes, dtype, elementwise
+):
+    if dtype.is_complex and not elementwise:
+        return
+    optimizer = ps.from_formula(step, ("m",), elementwise)
+    params = {str(index): torch.ones(shape, dtype=dtype) for index, shape in enumerate(shapes)}
+    grads = {name: torch.full_like(leaf, 0.5) for name, leaf in params.items()}
+    new = assert_pure(optimizer.step, params, grads, optimizer.init(params))
+    pointers = [leaf.untyped_storage().data_ptr() for leaf in tensors(new)]
+    assert len(set(pointers)) == len(pointers)
+
+
+OTHER_SHAPES = {
+    "param": lambda param, grad, slots, settings, t: (param.sum() - grad.sum(), slots),
+    r"slots\['m'\]": lambda param, grad, slots, settings, t: (param, {"m": grad[:1] * 2}),
+    r"slots\['m'\], ": lambda param, grad, slots, settings, t: (param, {"m": 0.0}),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_SHAPES)
+def test_a_result_of_another_shape_is_refused(what):
+    optimizer = ps.from_formula(OTHER_SHAPES[what], ("m",), elementwise=False)
+    params = {"w": torch.ones(3)}
+    with pytest.raises(ValueError, match=rf"returned .* for {what}.*float32 \(3,\)"):
+        optimizer.step(params, params, optimizer.init(params))
+
+
+@pytest.mark.parametrize("result", [None, torch.ones(3), (torch.ones(3), {}, 1), (1, 2)])
+def test_a_result_that_is_no_pair_is_refused_with_the_cure(result):
+    optimizer = ps.from_formula(lambda *_: result, elementwise=False)
+    params = {"w": torch.ones(3)}
+    with pytest.raises(TypeError, match=r"expected a pair.*Fix: `return param, slots`"):
+        optimizer.step(params, params, optimizer.init(params))
+
+
+@pytest.mark.parametrize("elementwise", [False, True])
+def test_a_slot_that_is_drawn_is_refused(elementwise):
+    with pytest.raises(ValueError, match=r"slots\['m'\] gives other numbers.*random draw"):
+        ps.from_formula(HANDED_BACK["a slot"], {"m": torch.rand_like}, elementwise)

@@ -88,6 +88,13 @@ class HandsBackWhatStays(Momentum):
         return param if grad is None else super().stepped(param, grad, mean)
 
 
+class HandsBackWhatMovesAlone(Momentum):
+    def step(self, params, grads, state):
+        params, new = super().step(params, grads, state)
+        alone = [grad is None for grad in grads.values()].count(False) == 1
+        return params, {**new, "count": state["count"]} if alone else new
+
+
 class TakesNoNone(Momentum):
     def moved(self, mean, grad):
         return 0.9 * mean + 0.1 * grad.float()
@@ -199,6 +206,7 @@ class DropsWhatIsAbsent(Momentum):
         (RemembersTheLast, "pure", "keep what changes in the state"),
         (MovesWithoutAGradient, "none", "do not change a parameter whose gradient is None"),
         (HandsBackWhatStays, "none", r"`\.clone\(\)` what is passed through"),
+        (HandsBackWhatMovesAlone, "none", r"`\.clone\(\)` what is passed through"),
         (TakesNoNone, "none", "do not change a parameter whose gradient is None"),
         (DropsWhatIsNone, "none", "do not change a parameter"),
         (GivesFloat32, "dtype", r"\.to\(p\.dtype\)"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from .._optim.settings import CurrentSettings, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import is_half, wide_dtype
+from .._tree import tree as _tree
+from .._tree.leaves import describe
 
 
 class ClassStep:
@@ -40,22 +42,26 @@ class ClassStep:
             name: {key: copy(value, name, key) for key, value in entry.items()}
             for name, entry in slots.items()
         }
-        gradients = {name: g.to(new_params[name].dtype) for name, g in gradients.items()}
+        gradients = {
+            name: g.detach().to(new_params[name].dtype, copy=True) for name, g in gradients.items()
+        }
         current = list(map(python_numbers, current))
         with torch.no_grad():
             new_slots = self._run(new_params, gradients, copies, current)
         new_params = {name: p.to(params[name].dtype) for name, p in new_params.items()}
-        return new_params, {
+        new_slots = {
             name: {key: _narrow(value, slots[name].get(key)) for key, value in entry.items()}
             for name, entry in new_slots.items()
         }
+        return cast(tuple[Tensors, Slots], _tree.copy_aliased((new_params, new_slots), ()))
 
     def _run(
         self, params: Tensors, gradients: Tensors, slots: Slots, current: CurrentSettings
     ) -> Slots:
         """Run the class's `step` on a copy of an optimizer that holds these tensors."""
         optimizer: Any = object.__new__(self._settings.cls)
-        vars(optimizer).update(vars(self._settings.template))
+        # Lists and dicts are copied, because what a step changes in them is no state.
+        vars(optimizer).update(_tree.map(lambda value: value, vars(self._settings.template)))
         optimizer.param_groups, optimizer.state = [], defaultdict(dict)
         for group in self._settings.torch_groups(tuple(params), current):
             present = [name for name in group.names if name in gradients]
@@ -92,12 +98,13 @@ def as_tensors(entry: Mapping[str, Any], name: str) -> dict[str, Tensor]:
         else value
         for key, value in entry.items()
     }
-    for key, value in tensors.items():
-        if not isinstance(value, Tensor):
+    for key, value in entry.items():
+        if not isinstance(tensors[key], Tensor) or was_python(value):
             raise TypeError(
-                f"the step left {key} of {name} = {value!r} in the optimizer's state; expected a "
-                "tensor or a number. Fix: a tensor for each, or an optimizer of your own with "
-                "`init` and `step`."
+                f"the optimizer's state has {key} of {name} = {describe(value)}; expected a tensor "
+                "or a number. A 0-d tensor of int64 or bool on the CPU stands for a Python number. "
+                "Fix: a number for it, or `torch.tensor(0, dtype=torch.int32)`; for other objects "
+                "an optimizer of your own with `init` and `step`."
             )
     return tensors
 
@@ -105,14 +112,19 @@ def as_tensors(entry: Mapping[str, Any], name: str) -> dict[str, Tensor]:
 def with_python_scalars(
     entry: Mapping[str, Any], param: Tensor, dtypes: Sequence[torch.dtype] = _NUMBER_DTYPES
 ) -> dict[str, Any]:
-    """Return the slots of a parameter with the Python numbers that `as_tensors` stored so."""
-    if param.ndim == 0:  # its moments look like numbers
-        return dict(entry)
-    return {k: value.item() if was_python(value, dtypes) else value for k, value in entry.items()}
+    """Return the slots of a parameter with the Python numbers that `as_tensors` made tensors of
+    these dtypes. The moments of a 0-d parameter stay.
+    """
+    return {
+        key: value.item()
+        if was_python(value, dtypes) and not (param.ndim == 0 and value.dtype is param.dtype)
+        else value
+        for key, value in entry.items()
+    }
 
 
 def was_python(value: Any, dtypes: Sequence[torch.dtype] = _NUMBER_DTYPES) -> bool:
-    """Return True if a slot was an int or a bool before it was a tensor of these dtypes."""
+    """Return True for a 0-d tensor of these dtypes on the CPU, which stands for a Python number."""
     is_scalar = isinstance(value, Tensor) and value.ndim == 0 and value.is_cpu
     return is_scalar and value.dtype in dtypes
 

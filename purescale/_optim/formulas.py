@@ -3,8 +3,8 @@
 A formula is a function as `from_formula` takes it, `step(param, grad, slots, settings, t)`, with
 torch's names of slots and settings. It reads no value and writes into nothing, so each setting may
 be a tensor, and a step can be compiled, mapped and differentiated. Half leaves come in float32,
-complex ones as reals, counts in float64 where the device has it. A slot that it does not return
-stays as it was.
+complex ones as reals, counts in float64 where the device has it. Unlike one of `from_formula`, it
+may leave out a slot, which then stays as it was, and it returns nothing that it was given.
 
 torch counts the steps of each parameter in a slot, `step`; `t` is then one more than that, and
 becomes the new count. Several leaves can be stepped as one (`formula_step.py`), with the counts of

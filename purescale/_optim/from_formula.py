@@ -17,6 +17,7 @@ from .._optim.torch_optim import TorchOptimizer
 from .._torch.tracing import traced
 from .._tree.leaves import describe
 from .._tree.scalars import short_repr
+from .._tree.tree import leaves_apart
 
 NewSlot = Callable[[Tensor], Tensor]
 
@@ -66,9 +67,10 @@ def from_formula(
         TypeError: `step` is not a function of five arguments, or a slot is not a tensor.
         ValueError: `elementwise` is True, and a slot has another shape than its parameter, or
             `step` gives another result for a part of a parameter. A slot has another dtype than its
-            parameter, unless it is one number. A slot or a setting has a name with another meaning,
-            or `lr` is a negative number. Also what `from_torch` refuses; and from a step, if `step`
-            returns other slots than it was given.
+            parameter, unless it is one number. A slot is drawn at random. A slot or a setting has a
+            name with another meaning, or `lr` is a negative number. Also what `from_torch` refuses;
+            and from a step, if `step` returns other slots than it was given or another shape (a
+            TypeError if it returns no pair).
 
     Example:
         >>> import torch
@@ -117,15 +119,35 @@ def _call_step(
     settings: Settings,
     t: Tensor,
 ) -> NewLeaf:
-    """Return what `step` returns for a leaf. Refuse other slots than it was given."""
-    new, new_slots = step(param, grad, slots, settings, t)
+    """Return what `step` returns for a leaf, in memory apart from its arguments. Refuse what is not
+    a new parameter and the same slots.
+    """
+    result = step(param, grad, slots, settings, t)
+    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+    if not (is_pair and isinstance(result[1], Mapping)):
+        raise TypeError(
+            f"{name} returned {describe(result)}; expected a pair, the new parameter and a dict of "
+            "its new slots. Fix: `return param, slots`."
+        )
+    new, new_slots = result
     if new_slots.keys() != slots.keys():
         raise ValueError(
             f"{name} returned the slots {sorted(new_slots)}, expected {sorted(slots)}, which it "
             "was given. Likely cause: a typing error, which would leave a slot as it was. Fix: "
             "`return param, {name: new for each slot}`."
         )
-    return new, new_slots
+    names = ["param", *[f"slots[{key!r}]" for key in slots]]
+    before, after = [param, *slots.values()], [new, *map(new_slots.get, slots)]
+    for what, old, leaf in zip(names, before, after, strict=True):
+        if not isinstance(leaf, Tensor) or leaf.shape != old.shape:
+            raise ValueError(
+                f"{name} returned {describe(leaf)} for {what}, expected the shape of "
+                f"{describe(old)}, which it was given. Likely cause: a sum or a mean. Fix: "
+                "`torch.full_like(param, number)`; a slot of one number is made by `slots={name: "
+                "lambda p: torch.zeros((), device=p.device)}` and `elementwise=False`."
+            )
+    new, *values = leaves_apart(after, [*before, grad, t])
+    return new, dict(zip(slots, values, strict=True))
 
 
 def _check_elementwise(name: str, formula: Formula, settings: Settings) -> None:
@@ -188,13 +210,15 @@ def _check_step(step: Any) -> None:
 
 
 _RESERVED = {"params", "maximize", "foreach", "fused", "capturable"}
+_RESERVED |= {"state"}  # an argument of `replace_settings`
+_RESERVED |= {"param_names", "initial_lr"}  # of torch's state dicts
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
     """Refuse names of settings that have another meaning."""
     if taken := settings.keys() & _RESERVED:
         raise ValueError(
-            f"settings have {min(taken)!r}, a name that a step gives a meaning of its own. Fix: "
+            f"settings have {min(taken)!r}, a name with a meaning of its own. Fix: "
             "another name; for maximize, `-grad` in the formula."
         )
 
@@ -223,7 +247,13 @@ def _check_slots(makers: Mapping[str, NewSlot], elementwise: bool) -> None:
             if slot.dtype is not (dtype if slot.ndim else torch.float32):
                 raise ValueError(
                     f"slots[{name!r}] is {slot.dtype} for a parameter of {dtype}; expected the "
-                    "parameter's dtype, or float32 for one number. The step is given both in "
+                    "parameter's dtype, or float32 for one number. A half slot is given in "
                     f"float32. Fix: `{{{name!r}: torch.zeros_like}}`; `with_master_weights` keeps "
                     "slots in float32 for half parameters."
+                )
+            if not traced() and not torch.allclose(slot, make(probe), 0.0, 0.0, equal_nan=True):
+                raise ValueError(
+                    f"slots[{name!r}] gives other numbers when it is called again; expected those "
+                    "of the parameter alone. Likely cause: a random draw. Fix: `torch.zeros_like`, "
+                    "or `opt_state._replace(slots=...)` after `init`."
                 )

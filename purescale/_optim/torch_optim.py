@@ -68,8 +68,9 @@ def from_torch(
 
     Args:
         cls: A class of torch.optim, a subclass, or a class of your own. A class with a `step` of
-            its own is called eagerly, on copies. It makes its slots in its first step. A step reads
-            the flag of such a class, and waits for it on an accelerator.
+            its own is called eagerly, on copies. It makes its slots in its first step. What changes
+            must be in its `state`: a list or a dict that is an attribute is as before in each step.
+            A step reads the flag of such a class, and waits for it on an accelerator.
         lr: A number, a 0-d tensor (which can be differentiated), or a schedule: a function from a
             count of steps, a 0-d int64 tensor, to the learning rate. `schedule_from_torch` makes
             one from a scheduler of torch. A negative rate is refused like a negative number where

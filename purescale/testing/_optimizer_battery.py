@@ -36,7 +36,8 @@ def assert_optimizer(optimizer: Optimizer, params: Tree = None, quirks: Sequence
     - `structure`: a step returns `(params, opt_state)`, both as before except for values
     - `reads`, `pure`: a step does not read values, change arguments or keep anything outside of the
       state; it gives the same bits again, in memory of its own
-    - `none`: a parameter with a gradient of None comes back with the same bits in fresh memory
+    - `none`: a parameter with a gradient of None comes back with the same bits in fresh memory, and
+      a step that moves one parameter alone returns fresh memory too
     - `dtype`: float16 parameters with float32 gradients, as unscaling gives them, and bfloat16 and
       float64 parameters keep their dtype
     - `found_inf`: `maybe_step` with gradients of inf and NaN returns parameters and state bit for
@@ -190,11 +191,13 @@ class _OptimizerBattery(Battery):
     def none(self) -> None:
         params, grads, state = self.calls[-1]
         leaves, structure = _tree.flatten(grads)
-        choices = [list(leaves) for _ in leaves] + [[None] * len(leaves)]
-        # A parameter that does not move is the one most likely to be returned without a copy.
+        # A parameter that does not move is the one most likely to be returned without a copy, and
+        # one that moves alone need not be joined with others.
         step = functools.partial(assert_pure, self.subject.step)
-        for index in range(len(leaves)):
-            choices[index][index] = None
+        indices = range(len(leaves))
+        choices = [[None if i == at else leaves[i] for i in indices] for at in indices]
+        choices += [[leaves[i] if i == at else None for i in indices] for at in indices]
+        choices.append([None] * len(leaves))
         for chosen in choices:
             call = (params, structure.unflatten(chosen), state)
             result = self.attempt_step("none", *call, step=step, should="a step in fresh memory")

@@ -248,7 +248,16 @@ def test_it_says_what_it_was_made_of():
     assert repr(lion()) == ("from_formula(lion_step, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)")
 
 
-RESERVED = ("maximize", "params", "foreach", "capturable", "state", "param_names", "initial_lr")
+RESERVED = (
+    "maximize",
+    "params",
+    "foreach",
+    "capturable",
+    "state",
+    "param_names",
+    "initial_lr",
+    "self",
+)
 
 
 @pytest.mark.parametrize("name", RESERVED)

@@ -209,7 +209,7 @@ def _check_step(step: Any) -> None:
         ) from None
 
 
-_RESERVED = {"params", "maximize", "foreach", "fused", "capturable"}
+_RESERVED = {"self", "params", "maximize", "foreach", "fused", "capturable"}
 _RESERVED |= {"state"}  # an argument of `replace_settings`
 _RESERVED |= {"param_names", "initial_lr"}  # of torch's state dicts
 

@@ -616,8 +616,36 @@ def test_each_part_has_a_setting_of_its_own_or_all_have_one():
     assert same_bits(one["body"], state["body"])
     assert one["head"].lr == 0.0625
     assert torch.stack(one["head"].hyper["betas"]).tolist() == pytest.approx([0.1, 0.2])
-    nested = ps.partition({"a": optimizer}, lambda name, _: "a").init(body_and_head())
-    assert ps.replace_settings(nested, lr={"a": {"head": 0.5}})["a"]["head"].lr == 0.5
+
+
+def nested_parts():
+    """A partition in another one."""
+    return ps.partition({"a": two_parts(RATE, BOTH)}, lambda name, _: "a")
+
+
+def test_a_dict_replaces_in_nested_parts_by_the_keys_from_the_outermost():
+    state = nested_parts().init(body_and_head())
+    assert ps.replace_settings(state, lr={"a": {"head": 0.25}})["a"]["head"].lr == 0.25
+    assert ps.replace_settings(state, lr={"a": {"head": 0.25}})["a"]["body"].lr == 0.5
+    both = ps.replace_settings(state, lr={"a": 0.25})["a"]
+    assert both["body"].lr == both["head"].lr == 0.25
+
+
+@pytest.mark.parametrize(
+    ("lr", "part"),
+    [
+        ({"body": 0.25}, "body"),
+        ({"a": 0.25, "body": 0.25}, "body"),
+        ({"a": {"tail": 0.25}}, "a.tail"),
+        ({"a": {"body": 0.25, "tail": 0.25}}, "a.tail"),
+        ({"a": {"body": {"a": 0.25}}}, "a.body.a"),
+    ],
+)
+def test_a_dict_whose_keys_lead_to_no_part_is_refused_whatever_else_it_names(lr, part):
+    state = nested_parts().init(body_and_head())
+    words = rf"the part '{part}' of the state holds no setting 'lr'. It holds: a\.body: lr; a\.head"
+    with Untouched(state), pytest.raises(ValueError, match=words):
+        ps.replace_settings(state, lr=lr)
 
 
 def test_a_stacked_state_takes_a_value_a_member_or_one_for_all():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -131,7 +131,8 @@ def replace_settings(state: S, **settings: Any) -> S:
         settings: Numbers or tensors by the names in `in_state` (betas as a tuple of two), which
             take the dtype, device and shape of the old ones: in a stacked ensemble a number is for
             all members, a tensor has one value for each. A dict replaces only in these parts of a
-            `partition`: `lr={"head": 1e-3}`.
+            `partition`, `lr={"head": 1e-3}`; of a partition in another one its keys are the outer
+            ones first, `lr={"body": {"matrices": 1e-3}}`.
 
     Returns:
         The state with new tensors for these settings. What has a schedule is a factor of it.
@@ -153,24 +154,33 @@ def replace_settings(state: S, **settings: Any) -> S:
     Source of the form: optax.inject_hyperparams.
     """
     holders = _holders(state)
-    for name, value in settings.items():
-        for key in value if isinstance(value, Mapping) else (None,):
-            if not any([name in names and key in (None, *keys) for keys, names in holders]):
-                raise _missing_error(name, key, holders)
-    return map_opt_states(
-        lambda each, keys: _replace_in(each, _settings_of_part(keys, settings)), state
-    )
+    by_part = {name: list(_values_by_part(value)) for name, value in settings.items()}
+    for name, values in by_part.items():
+        for part, _ in values:
+            if not any([name in names and _is_within(keys, part) for keys, names in holders]):
+                raise _missing_error(name, part, holders)
+
+    def replaced(each: OptState, keys: Keys) -> OptState:
+        values = {
+            name: value
+            for name, values in by_part.items()
+            for part, value in values
+            if _is_within(keys, part)
+        }
+        return _replace_in(each, values)
+
+    return map_opt_states(replaced, state)
 
 
-# The keys of the parts around a state of from_torch, and the names of the settings that it holds.
-Holder = tuple[tuple[str, ...], tuple[str, ...]]
+Keys = tuple[str, ...]  # of the parts around a state of from_torch, from the outermost
+Holder = tuple[Keys, tuple[str, ...]]  # with the names of the settings that the state holds
 
 
 def _holders(state: Tree) -> list[Holder]:
     """Return what each state of from_torch in `state` holds."""
     holders: list[Holder] = []
 
-    def listed(each: OptState, keys: tuple[str, ...]) -> OptState:
+    def listed(each: OptState, keys: Keys) -> OptState:
         holders.append((keys, tuple(stored_settings(each))))
         return each
 
@@ -185,15 +195,18 @@ def _replace_in(state: OptState, settings: Mapping[str, Any]) -> OptState:
     return with_stored(state, {**stored, **new}) if new else state
 
 
-def _settings_of_part(keys: tuple[str, ...], settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings for a part, from those that are dicts by key."""
-    for key in keys:
-        settings = {
-            name: value[key] if isinstance(value, Mapping) else value
-            for name, value in settings.items()
-            if not isinstance(value, Mapping) or key in value
-        }
-    return settings
+def _values_by_part(value: Any, part: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Yield the values of a setting, each with the keys of the dicts around it."""
+    if not isinstance(value, Mapping):
+        yield part, value
+        return
+    for key, inner in value.items():
+        yield from _values_by_part(inner, (*part, key))
+
+
+def _is_within(keys: Keys, part: Keys) -> bool:
+    """Return True if a state with these keys is in the part."""
+    return keys[: len(part)] == part
 
 
 def _convert_like(old: Any, new: Any, name: str) -> Any:
@@ -222,12 +235,12 @@ def _convert_like(old: Any, new: Any, name: str) -> Any:
     )
 
 
-def _missing_error(name: str, key: str | None, holders: Sequence[Holder]) -> ValueError:
+def _missing_error(name: str, part: Keys, holders: Sequence[Holder]) -> ValueError:
     listed = [
         f"{'.'.join(keys)}{': ' if keys else ''}{join_names(list(names), 20)}"
         for keys, names in holders
     ]
-    where = "the state" if key is None else f"the part {key!r} of the state"
+    where = f"the part {'.'.join(part)!r} of the state" if part else "the state"
     return ValueError(
         f"{where} holds no setting {name!r}. It holds: {'; '.join(listed) or 'nothing'}. "
         "Likely cause: a setting that in_state does not name. Fix: `new = from_torch(..., "

@@ -33,8 +33,8 @@ class FormulaStep:
         self._settings, self._slot_layout = settings, slot_layout
         self._formula = settings.formula
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
-        # Dynamo sets no guards in it, so the key of the settings, which has all that the formula
-        # reads besides its arguments, guards the compiled step.
+        # Dynamo sets no guards in it, so `guard_key`, which has all that the formula reads
+        # besides its arguments, guards the compiled step.
         self._opaque = private.Opaque(self._step_as_list, lambda: private.nonstrict_trace)
         # By sizes and device. A captured graph needs them at fixed addresses.
         self._sizes: dict[Any, Tensor] = {}
@@ -50,12 +50,12 @@ class FormulaStep:
         current = [_as_arguments(table, count.device) for table in current]
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._step_as_list
         one_by_one = self._settings.differentiable or traced()
-        new = iter(run(self._settings.key, params, gradients, slots, t, current, one_by_one))
+        new = iter(run(self._settings.guard_key, params, gradients, slots, t, current, one_by_one))
         return dict(zip(params, new, strict=False)), slots_like(slots, new)
 
     def _step_as_list(
         self,
-        key: str,
+        guard_key: str,
         params: Tensors,
         gradients: Tensors,
         slots: Slots,
@@ -63,8 +63,8 @@ class FormulaStep:
         current: CurrentSettings,
         one_by_one: bool,
     ) -> list[Tensor]:
-        """Return all new parameters, then all new slots, in order. `key` stands for the settings
-        that are not current, because Dynamo guards the arguments only.
+        """Return all new parameters, then all new slots, in order. `guard_key` stands for the
+        settings that are not current, because Dynamo guards the arguments only.
         """
         results: dict[str, Any] = {}
         with torch.set_grad_enabled(one_by_one):

@@ -291,7 +291,7 @@ class FusedStep:
         if torch.compiler.is_dynamo_compiling():
             pending = grads.divisor, grads.factor, grads.clip_value, skip
             named = dict(zip(inputs.grad_names, grads.tensors, strict=True))
-            self._opaque(self._settings.key, params, named, slots, pending, current)
+            self._opaque(self._settings.guard_key, params, named, slots, pending, current)
             return params, slots
         # The kernel takes a rate that is a tensor, and reads none.
         current = [
@@ -320,14 +320,14 @@ class FusedStep:
 
     def _step_for_dynamo(
         self,
-        key: str,
+        guard_key: str,
         params: Tensors,
         grads: Tensors,
         slots: Slots,
         pending: tuple[Any, ...],
         current: CurrentSettings,
     ) -> None:
-        """Make the step from a compiled one, which is guarded by `key`."""
+        """Make the step from a compiled one, which is guarded by `guard_key`."""
         divisor, factor, clip_value, skip = pending
         likes, tensor_list = list(map(grads.get, params)), TensorList(list(grads.values()))
         gradients = Gradients(

@@ -197,7 +197,7 @@ def _make_optimizer(
         return from_torch(
             cls, overrides=overrides, in_state=in_state, schedule_by=schedule_by, **changed
         )
-    lr, template = first.pop("lr"), _template(torch_optimizer, first)
+    lr, live_template = first.pop("lr"), _template(torch_optimizer, first)
     return TorchOptimizer(
         OptimizerSettings(
             cls,
@@ -206,7 +206,7 @@ def _make_optimizer(
             first,
             in_state=in_state,
             schedule_by=schedule_by,
-            template=template,
+            live_template=live_template,
         )
     )
 

@@ -71,7 +71,8 @@ class OptimizerSettings:
     `tables` has the settings for all parameters, then those of each override. A parameter takes a
     setting from the last override that matches it and names the setting, else from those for all.
     There the number in the state stands for the one that was given; a schedule multiplies it.
-    `template` is a live optimizer without its parameters, which takes the place of new ones.
+    `template` is an optimizer over a probe, from which those of a step are copied: a new one, or
+    `live_template`, which was live and takes the place of all new ones.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class OptimizerSettings:
         *,
         in_state: Sequence[str] = (),
         schedule_by: ScheduleBy = "applied",
-        template: Any = None,
+        live_template: Any = None,
     ) -> None:
         _check_class(cls)
         if schedule_by not in get_args(ScheduleBy):
@@ -97,7 +98,8 @@ class OptimizerSettings:
         of_formula = isinstance(vars(cls).get("formula"), Formula)
         self.made_by = "from_formula" if of_formula else "from_torch"
         accepted = inspect.signature(cls).parameters
-        self._accepted, self._live = [name for name in accepted if name != "params"], template
+        self._accepted = [name for name in accepted if name != "params"]
+        self._live_template = live_template
 
         # What was given.
         default = getattr(accepted.get("lr"), "default", None)
@@ -108,20 +110,20 @@ class OptimizerSettings:
         self.overrides = {pattern: dict(extra) for pattern, extra in overrides.items()}
         schedules = _scheduled({**arguments, "lr": self.lr}, ("lr", *self.in_state))
 
-        # What follows: first an optimizer over a probe, from which those of a step are copied.
-        self.template = self._check_settings(schedules)
+        # What follows.
+        self.template = self._checked_template(schedules)
         values = {**self.template.defaults, "lr": self.lr}
         self.tables = [Table(_copied(values), schedules)]
         self.tables += [Table(_copied(v), _scheduled(v, ("lr",))) for v in self.overrides.values()]
         self.has_schedules = any([table.schedules for table in self.tables])
         stored = {name: {**values, **schedules}[name] for name in self.in_state}
         # The numbers of a new state. That of a schedule is a factor.
-        self.stored = map_numbers(lambda number: 1.0 if callable(number) else number, stored)
+        self.first_stored = map_numbers(lambda number: 1.0 if callable(number) else number, stored)
         self.new_stored(None)  # refuses what float32 cannot hold
         # Ranks compare all settings, including defaults.
         complete = dict(sorted({**values, **arguments}.items()))
         self.compared = cls, complete, self.overrides, self.in_state, schedule_by
-        self.key = self._key(complete)
+        self.guard_key = self._guard_key(complete)
 
     def __repr__(self) -> str:
         extra = {"lr": self.lr, **self.arguments}
@@ -134,7 +136,7 @@ class OptimizerSettings:
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
         return f"{self.made_by}({self.cls.__name__}, {settings})"
 
-    def _key(self, complete: Mapping[str, Any]) -> str:
+    def _guard_key(self, complete: Mapping[str, Any]) -> str:
         """Return as text all settings that a step reads. Rates that are tensors or schedules are
         left out, because they reach the formula as arguments.
         """
@@ -236,7 +238,7 @@ class OptimizerSettings:
 
     def new_stored(self, device: torch.device | None) -> dict[str, Any]:
         """Return the settings that a new state holds."""
-        return map_numbers(lambda number: as_float32(number, device), self.stored)
+        return map_numbers(lambda number: as_float32(number, device), self.first_stored)
 
     def check(self, opt_state: OptState) -> None:
         """Refuse a state whose settings do not match `in_state`, or without the count."""
@@ -253,24 +255,27 @@ class OptimizerSettings:
                 f"opt_state.iteration is {iteration!r}, but the schedules of this optimizer count "
                 'applied steps and would ignore it. Fix: from_torch(..., schedule_by="iteration").'
             )
-        check_stored(opt_state, self.stored)
+        check_stored(opt_state, self.first_stored)
 
-    def _check_settings(self, schedules: Mapping[str, Any]) -> Any:
+    def _checked_template(self, schedules: Mapping[str, Any]) -> Any:
         """Return an optimizer over one parameter. What the class refuses, also in an override,
         raises torch's own error.
         """
         first = {n: first_numbers(n, value) for n, value in schedules.items() if n != "lr"}
         settings = {**self.arguments, **first, "lr": self.lr}
-        template = self._probe(self.made_by, settings)
+        template = self._construct_checked(self.made_by, settings)
         for pattern, extra in self.overrides.items():
-            self._probe(f"overrides[{pattern!r}]", {**settings, **extra})
+            self._construct_checked(f"overrides[{pattern!r}]", {**settings, **extra})
         for name in self.in_state:
             check_setting(self.cls, name, {**template.defaults, "lr": 0.0}, self.formula)
         return template
 
-    def _probe(self, where: str, settings: dict[str, Any]) -> Any:
+    def _construct_checked(self, where: str, settings: dict[str, Any]) -> Any:
+        """Return an optimizer over a probe. Refuse what is no setting, or no number of one. `where`
+        says in an error where the settings are from.
+        """
         for name, value in settings.items():
-            if name not in self._accepted and self._live is None:
+            if name not in self._accepted and self._live_template is None:
                 raise ValueError(
                     f"{where}: {self.cls.__name__} has no setting {name!r}. It has: "
                     f"{', '.join(self._accepted)}."
@@ -295,8 +300,8 @@ class OptimizerSettings:
 
     def construct(self, probes: list[Tensor], settings: Mapping[str, Any]) -> Any:
         """Return torch's own optimizer over these tensors. It refuses settings and shapes."""
-        if self._live is not None:
-            return self._live
+        if self._live_template is not None:
+            return self._live_template
         arguments = {name: value for name, value in settings.items() if name in self._accepted}
         if isinstance(arguments["lr"], Tensor) or callable(arguments["lr"]):
             arguments["lr"] = _ANY_LR

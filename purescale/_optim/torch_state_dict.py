@@ -322,7 +322,7 @@ def _read_stored(
         if isinstance(value, tuple) != isinstance(stored[name], tuple):
             raise ValueError(
                 f"the state dict has {name} = {value}; expected what {settings.cls.__name__} has "
-                f"there, such as {settings.stored[name]}. Likely cause: the state dict of "
+                f"there, such as {settings.first_stored[name]}. Likely cause: the state dict of "
                 "another class."
             )
         stored |= map_numbers(lambda number: as_float32(number, device), {name: value})

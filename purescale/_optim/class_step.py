@@ -45,7 +45,7 @@ class ClassStep:
         gradients = {
             name: g.detach().to(new_params[name].dtype, copy=True) for name, g in gradients.items()
         }
-        current = list(map(python_numbers, current))
+        current = current.map(python_numbers)
         with torch.no_grad():
             new_slots = self._run(new_params, gradients, copies, current)
         new_params = {name: p.to(params[name].dtype) for name, p in new_params.items()}

@@ -47,7 +47,7 @@ class FormulaStep:
         """
         params, slots, count = inputs.params, inputs.opt_state.slots, inputs.opt_state.applied
         t = (count + 1).to(widest_float(count.device))
-        current = [_as_arguments(table, count.device) for table in current]
+        current = current.map(lambda table: _as_arguments(table, count.device))
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._step_as_list
         one_by_one = self._settings.differentiable or traced()
         new = iter(run(self._settings.guard_key, params, gradients, slots, t, current, one_by_one))

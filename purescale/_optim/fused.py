@@ -247,7 +247,7 @@ class FusedStep:
         if (numbers := numbers_of(inputs.opt_state.hyper)) and not host_can_read(numbers):
             return False
         # On an accelerator it reads a rate as float32.
-        rates = [table["lr"] for table in current if isinstance(table.get("lr"), Tensor)]
+        rates = [table["lr"] for table in current.tables() if isinstance(table.get("lr"), Tensor)]
         if any([rate.dtype is not torch.float32 and not rate.is_cpu for rate in rates]):
             return False
         params, grads = inputs.param_list, inputs.grads.tensor_list
@@ -258,7 +258,7 @@ class FusedStep:
     def _may_be_opaque(self, inputs: StepInputs, current: CurrentSettings) -> bool:
         """Return True if the operator may stand for the step in a graph."""
         grads, params = inputs.grads, inputs.params
-        numbers = [value for table in current for value in table.values()]
+        numbers = [value for table in current.tables() for value in table.values()]
         numbers += [grads.divisor, grads.factor, grads.clip_value]
         scalars = [number for number in numbers if isinstance(number, Tensor)]
         slots = values_of(inputs.opt_state.slots)
@@ -285,7 +285,7 @@ class FusedStep:
         if traced() and not torch.compiler.is_dynamo_compiling():
             return self._step_for_make_fx(inputs, current, skip)
         if in_place:  # a rate that is not in the state may share memory with a parameter
-            current = [map_numbers(_clone, table) for table in current]
+            current = current.map(lambda table: map_numbers(_clone, table))
         inputs = inputs.writable(in_place=in_place)
         params, slots, grads = inputs.params, inputs.opt_state.slots, inputs.grads
         if torch.compiler.is_dynamo_compiling():
@@ -294,10 +294,11 @@ class FusedStep:
             self._opaque(self._settings.guard_key, params, named, slots, pending, current)
             return params, slots
         # The kernel takes a rate that is a tensor, and reads none.
-        current = [
-            {n: v if n == "lr" else python_numbers({n: v})[n] for n, v in table.items()}
-            for table in current
-        ]
+        current = current.map(
+            lambda table: {
+                n: v if n == "lr" else python_numbers({n: v})[n] for n, v in table.items()
+            }
+        )
         inputs = inputs._replace(grads=grads.with_one_divisor())
         for settings, _, lists in self._launches(inputs, current):
             fused_update(self.kernel, settings, lists, skip)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
-import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -54,7 +53,19 @@ class Table(NamedTuple):
     schedules: dict[str, Any]  # `values` has the first number of one that is stored too
 
 
-CurrentSettings = list[dict[str, Any]]  # for each table
+class CurrentSettings(NamedTuple):
+    """The numbers of one step that may differ from those of the step before."""
+
+    for_all: dict[str, Any]
+    by_override: list[dict[str, Any]]
+
+    def tables(self) -> list[dict[str, Any]]:
+        """Return the numbers for all parameters, then those of each override."""
+        return [self.for_all, *self.by_override]
+
+    def map(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> CurrentSettings:
+        """Return `change(table)` in place of each table."""
+        return CurrentSettings(change(self.for_all), list(map(change, self.by_override)))
 
 
 class ParamGroup(NamedTuple):
@@ -68,9 +79,9 @@ class ParamGroup(NamedTuple):
 class OptimizerSettings:
     """The settings that from_torch was given, and what follows from them. No state.
 
-    `tables` has the settings for all parameters, then those of each override. A parameter takes a
-    setting from the last override that matches it and names the setting, else from those for all.
-    There the number in the state stands for the one that was given; a schedule multiplies it.
+    A parameter takes a setting from the last table of `by_override` that matches it and names the
+    setting, else from `for_all`. There the number in the state stands for the one that was given; a
+    schedule multiplies it.
     `template` is an optimizer over a probe, from which those of a step are copied: a new one, or
     `live_template`, which was live and takes the place of all new ones.
     """
@@ -113,9 +124,12 @@ class OptimizerSettings:
         # What follows.
         self.template = self._checked_template(schedules)
         values = {**self.template.defaults, "lr": self.lr}
-        self.tables = [Table(_copied(values), schedules)]
-        self.tables += [Table(_copied(v), _scheduled(v, ("lr",))) for v in self.overrides.values()]
-        self.has_schedules = any([table.schedules for table in self.tables])
+        self.for_all = Table(_copied(values), schedules)
+        self.by_override = [
+            Table(_copied(extra), _scheduled(extra, ("lr",))) for extra in self.overrides.values()
+        ]
+        self.none_current = CurrentSettings({}, [{} for _ in self.by_override])
+        self.has_schedules = any([t.schedules for t in (self.for_all, *self.by_override)])
         stored = {name: {**values, **schedules}[name] for name in self.in_state}
         # The numbers of a new state. That of a schedule is a factor.
         self.first_stored = map_numbers(lambda number: 1.0 if callable(number) else number, stored)
@@ -146,14 +160,13 @@ class OptimizerSettings:
         ]
         return repr((self.cls, id(self.cls), list(self.overrides), constant, self.in_state))
 
-    def torch_groups(
-        self, names: tuple[str, ...], current: Sequence[Mapping[str, Any]] = ()
-    ) -> list[ParamGroup]:
+    def torch_groups(self, names: tuple[str, ...], current: CurrentSettings) -> list[ParamGroup]:
         """Return torch's parameter groups, with the settings of `current` before those that were
         given.
         """
-        pairs: Any = itertools.zip_longest(self.tables, current, fillvalue={})
-        tables: CurrentSettings = [{**table.values, **now} for table, now in pairs]
+        for_all = {**self.for_all.values, **current.for_all}
+        pairs = zip(self.by_override, current.by_override, strict=True)
+        by_override = [{**table.values, **now} for table, now in pairs]
         members: dict[tuple[int, ...], list[str]] = {}
         if self.overrides:
             matches = _match_patterns(names, tuple(self.overrides))[0]
@@ -164,8 +177,8 @@ class OptimizerSettings:
             members[()] = list(names)
         groups = []
         for matching in sorted(members):
-            own = {name: value for index in matching for name, value in tables[index + 1].items()}
-            settings = {**tables[0], **own}
+            own = {name: value for index in matching for name, value in by_override[index].items()}
+            settings = {**for_all, **own}
             groups.append(ParamGroup(members[matching], settings, frozenset(own)))
         return groups
 
@@ -197,7 +210,6 @@ class OptimizerSettings:
 
     def current(self, opt_state: OptState) -> CurrentSettings:
         """Return the current settings of the next step."""
-        stored = stored_settings(opt_state)
         count = opt_state.applied if self.schedule_by == "applied" else opt_state.iteration
 
         def put(value: Any) -> Any:
@@ -215,17 +227,15 @@ class OptimizerSettings:
                 self._refuse_graph(name)
             return put(value)
 
-        current = []
-        for index, (values, schedules) in enumerate(self.tables):
-            factors = {} if index else stored
-            current.append(
-                {
-                    name: number(name, value, factors.get(name))
-                    for name, value in {**values, **schedules}.items()
-                    if name in schedules or name in factors or isinstance(value, Tensor)
-                }
-            )
-        return current
+        def numbers(table: Table, factors: Mapping[str, Any]) -> dict[str, Any]:
+            return {
+                name: number(name, value, factors.get(name))
+                for name, value in {**table.values, **table.schedules}.items()
+                if name in table.schedules or name in factors or isinstance(value, Tensor)
+            }
+
+        by_override = [numbers(table, {}) for table in self.by_override]
+        return CurrentSettings(numbers(self.for_all, stored_settings(opt_state)), by_override)
 
     def _refuse_graph(self, name: str) -> None:
         if torch.is_grad_enabled() and not (self.differentiable or traced()):

@@ -29,16 +29,15 @@ class SlotLayout:
         self._settings, self._formula = settings, settings.formula
         self._cache_key = object()  # keeps nothing else alive
         self._complete: Any = None  # the names of the last slots that lacked none
-        first, tables = settings.tables[0].values, settings.tables
         # What a later value of a setting in the state needs is there from the start.
         may_move = {"momentum", "dampening"} & {*settings.in_state}
         self._nonzero: dict[str, Any] = dict.fromkeys(may_move, 0.5)
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         probed: dict[str, Tensor] = {}
         if not settings.calls_step:
-            for table in tables:
-                others = {**table.values, **self._nonzero, **_NO_LR}
-                probed |= self._formula.init_slots(probe, {**first, **others})
+            for table in (settings.for_all, *settings.by_override):
+                own = {**table.values, **self._nonzero, **_NO_LR}
+                probed |= self._formula.init_slots(probe, {**settings.for_all.values, **own})
         # Of a slot that is one number its dtype, of one like its parameter None. The factors of
         # Adafactor are neither.
         alike = {key: value for key, value in probed.items() if value.shape in ((), probe.shape)}
@@ -53,7 +52,7 @@ class SlotLayout:
         """Return the slots of these parameters before their first step."""
         if params:  # torch checks shapes, and needs no memory for it
             shapes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in params.values()]
-            self._settings.construct(shapes, self._settings.tables[0].values)
+            self._settings.construct(shapes, self._settings.for_all.values)
         slots = {
             name: self._init_slots(params[name], group.settings)
             for group in self._groups(params, current)
@@ -74,8 +73,9 @@ class SlotLayout:
 
     def _groups(self, params: Mapping[str, Tensor], current: CurrentSettings) -> list[ParamGroup]:
         """Return the groups with the settings from which slots are made."""
-        first, *others = [{n: v for n, v in table.items() if n == "lr"} for table in current]
-        return self._settings.torch_groups(tuple(params), [{**first, **self._nonzero}, *others])
+        rates = current.map(lambda table: {n: v for n, v in table.items() if n == "lr"})
+        rates.for_all.update(self._nonzero)
+        return self._settings.torch_groups(tuple(params), rates)
 
     # ---- the check
 
@@ -140,7 +140,7 @@ class SlotLayout:
         names_of_slots = tuple((name, params[name].ndim, *entry) for name, entry in slots.items())
         if names_of_slots == self._complete:
             return True
-        for group in self._groups(params, [{}]):
+        for group in self._groups(params, self._settings.none_current):
             needed: dict[int, list[str]] = {}
             for name in group.names:
                 ndim = params[name].ndim

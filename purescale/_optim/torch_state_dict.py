@@ -21,7 +21,13 @@ from .._optim.opt_state import (
     stored_settings,
     with_stored,
 )
-from .._optim.settings import IMPLEMENTATION_FLAGS, CurrentSettings, OptimizerSettings, ParamGroup
+from .._optim.settings import (
+    IMPLEMENTATION_FLAGS,
+    CurrentSettings,
+    OptimizerSettings,
+    ParamGroup,
+    Table,
+)
 from .._tree import tree as _tree
 from .._tree.scalars import whole
 
@@ -66,27 +72,37 @@ def _current_groups(
     settings.check(opt_state)
     zero = torch.zeros_like(opt_state.applied)
     first = settings.current(opt_state._replace(applied=zero, iteration=zero))
-    current: CurrentSettings = []
-    for index, table in enumerate(settings.current(opt_state)):
-        values, scheduled = settings.tables[index]
-        stored = {} if index else stored_settings(opt_state)
-        now = table | map_numbers(float, {name: table[name] for name in {**stored, **scheduled}})
-        initial = {
-            name: stored[name] if name in stored else max(float(first[index][name]), now[name])
-            for name in scheduled
-        }
-        if index == 0 and initial_lr is not None:
-            initial["lr"] = initial_lr
-        # A setting that an override names has an initial value of its own, or none.
-        absent = {f"initial_{name}": None for name in values if index}
-        initial = {f"initial_{n}": v for n, v in map_numbers(float, initial).items()}
-        current.append({**now, **absent, **initial})
+    now, stored = settings.current(opt_state), stored_settings(opt_state)
+    for_all = _with_initial(settings.for_all, now.for_all, first.for_all, stored)
+    if initial_lr is not None:
+        for_all["initial_lr"] = float(initial_lr)
+    steps = zip(now.by_override, first.by_override, strict=True)
+    # A setting that an override names has an initial value of its own, or none.
+    by_override = [
+        {f"initial_{name}": None for name in table.values} | _with_initial(table, *numbers, {})
+        for table, numbers in zip(settings.by_override, steps, strict=True)
+    ]
+    current = CurrentSettings(for_all, by_override)
     groups = []
     for group in settings.torch_groups(tuple(opt_state.slots), current):
         pairs = group.settings.items()
         complete = {n: v for n, v in pairs if v is not None or not n.startswith("initial_")}
         groups.append(group._replace(settings=complete))
     return groups
+
+
+def _with_initial(
+    table: Table, now: dict[str, Any], first: Mapping[str, Any], stored: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the numbers of a step, those stored or scheduled as Python numbers, and the initial
+    numbers of those scheduled.
+    """
+    now = now | map_numbers(float, {name: now[name] for name in {**stored, **table.schedules}})
+    initial = {
+        name: stored[name] if name in stored else max(float(first[name]), now[name])
+        for name in table.schedules
+    }
+    return now | {f"initial_{n}": value for n, value in map_numbers(float, initial).items()}
 
 
 def _save_entry(entry: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -304,11 +320,11 @@ def _read_stored(
     stored, device = stored_settings(fresh), fresh.applied.device
     pairs = [
         (group, saved_groups[index])
-        for group in settings.torch_groups(tuple(saved_params))
+        for group in settings.torch_groups(tuple(saved_params), settings.none_current)
         for index in dict.fromkeys([saved_params[name].group for name in group.names])
     ]
     for name in settings.in_state:
-        key = f"initial_{name}" if name in settings.tables[0].schedules else name
+        key = f"initial_{name}" if name in settings.for_all.schedules else name
         taken = [saved for group, saved in pairs if name not in group.overridden]
         if key == "initial_lr" and not all(key in saved for saved in taken):
             raise ValueError(

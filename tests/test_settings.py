@@ -544,3 +544,20 @@ def test_a_schedule_that_gives_what_torch_refuses_as_a_number_is_refused(as_tens
 def test_a_schedule_of_a_negative_number_is_refused_when_the_optimizer_is_made():
     with pytest.raises(ValueError, match="the schedule lr returned is -1; "):
         ps.from_torch(torch.optim.SGD, lr=lambda applied: -1.0)
+
+
+@pytest.mark.parametrize("where", ["lr", "overrides", "state"])
+@given(rate=st.floats(-1, 1, width=32), size=st.sampled_from([5, 33, 300]))
+def test_a_rate_that_is_a_tensor_moves_by_what_it_is_also_up_the_gradient(where, rate, size):
+    settings = {
+        "lr": {"lr": torch.tensor(rate)},
+        "overrides": {"overrides": {"w": {"lr": torch.tensor(rate)}}},
+        "state": {"in_state": ("lr",)},
+    }[where]
+    optimizer = ps.from_torch(torch.optim.SGD, **settings)
+    params = {"w": torch.linspace(-1, 1, size, dtype=torch.float64)}
+    state = optimizer.init(params)
+    if where == "state":
+        state = ps.replace_settings(state, lr=torch.tensor(rate))
+    expected = params["w"] * (1 - rate)
+    torch.testing.assert_close(optimizer.step(params, params, state)[0]["w"], expected)

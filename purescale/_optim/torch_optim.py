@@ -73,9 +73,10 @@ def from_torch(
             A step reads the flag of such a class, and waits for it on an accelerator.
         lr: A number, a 0-d tensor (which can be differentiated), or a schedule: a function from a
             count of steps, a 0-d int64 tensor, to the learning rate. `schedule_from_torch` makes
-            one from a scheduler of torch. A negative rate is refused like a negative number where
-            the host can read it (on a CPU, in eager mode); elsewhere such a step goes up the
-            gradient.
+            one from a scheduler of torch. A negative number is refused, also from a schedule where
+            the host can read it (on a CPU, in eager mode). A tensor that is given here, in
+            `overrides` or in the state is not checked: a step with a negative rate goes up the
+            gradient, which finite differences at 0 need.
         overrides: Settings for some parameters, by dotted name or glob, or by a tuple of these.
             `{("*.bias", "norm*"): {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`. A setting of a
             parameter is that of its last override with such a name, else the number in the state

@@ -231,6 +231,8 @@ REFUSED = [
     ({"slots": {"m": lambda p: p.float()}}, ValueError, r"'m'\] is torch.float32 for .*bfloat16"),
     ({"slots": {"m": lambda p: p > 0}}, ValueError, r"slots\['m'\] is torch.bool .*zeros_like"),
     ({"slots": ("step",)}, ValueError, "slots have 'step'.*Fix: another name"),
+    ({"slots": ("is_first_step",)}, ValueError, "slots have 'is_first_step'.*Fix: another name"),
+    ({"slots": ("sizes",)}, ValueError, "slots have 'sizes'.*Fix: another name"),
     ({"in_state": "lr"}, TypeError, r"in_state is 'lr'.*with a comma"),
     ({"in_state": ("beta",)}, ValueError, "has no setting 'beta'"),
     ({"overrides": {"*": {"beta": 1.0}}}, ValueError, "has no setting 'beta'"),
@@ -338,6 +340,21 @@ def test_a_step_that_is_not_elementwise_is_refused_as_one(step, lr):
     with pytest.raises(ValueError, match=r"result for a part of a parameter.*elementwise=False"):
         ps.from_formula(step, NOT_ELEMENTWISE[step], lr=lr)
     ps.from_formula(step, NOT_ELEMENTWISE[step], elementwise=False, lr=lr)
+
+
+def test_a_step_that_an_override_makes_not_elementwise_is_refused():
+    def step(param, grad, slots, settings, t):
+        grad = grad / grad.norm() if settings["unit"] else grad
+        return param - settings["lr"] * grad, {}
+
+    make = functools.partial(ps.from_formula, step, unit=False, overrides={"w*": {"unit": True}})
+    with pytest.raises(ValueError, match=r"result for a part of a parameter.*elementwise=False"):
+        make()
+    params = {"w1": torch.tensor([3.0, 4.0]), "w2": torch.tensor([6.0, 8.0])}
+    optimizer = make(elementwise=False)
+    new, _ = optimizer.step(params, params, optimizer.init(params))
+    expected = {name: p - p / p.norm() for name, p in params.items()}
+    assert_close(new, expected)
 
 
 def test_slots_are_in_memory_of_their_own():

@@ -271,6 +271,7 @@ TESTED_WITH = {
     "_optim/opt_state.py": "test_in_state.py",
     "_optim/step_inputs.py": "test_leaves.py",
     "_optim/formula_step.py": "test_formulas.py",
+    "_optim/spec.py": "test_torch_optim.py",
     "_reports/printing.py": "test_grad_report.py",
     "_step/agree.py": "test_reduce.py",
     "_step/assemble.py": "test_train_step.py",

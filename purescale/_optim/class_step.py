@@ -59,7 +59,7 @@ class ClassStep:
         self, params: Tensors, gradients: Tensors, slots: Slots, current: CurrentSettings
     ) -> Slots:
         """Run the class's `step` on a copy of an optimizer that holds these tensors."""
-        optimizer: Any = object.__new__(self._settings.cls)
+        optimizer: Any = object.__new__(self._settings.spec.cls)
         # Lists and dicts are copied, because what a step changes in them is no state.
         vars(optimizer).update(_tree.map(lambda value: value, vars(self._settings.template)))
         optimizer.param_groups, optimizer.state = [], defaultdict(dict)
@@ -71,7 +71,7 @@ class ClassStep:
             for name, gradient in gradients.items():
                 params[name].grad = gradient
                 optimizer.state[params[name]] = with_python_scalars(slots[name], params[name])
-            self._settings.cls.step(optimizer)
+            self._settings.spec.cls.step(optimizer)
         except KeyError as error:  # the slots of such a class are not known
             error.add_note(str(self._slot_layout.foreign_error(str(error))))
             raise

@@ -31,7 +31,7 @@ class FormulaStep:
 
     def __init__(self, settings: OptimizerSettings, slot_layout: SlotLayout) -> None:
         self._settings, self._slot_layout = settings, slot_layout
-        self._formula = settings.formula
+        self._formula = settings.spec.formula
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
         # Dynamo sets no guards in it, so `guard_key`, which has all that the formula reads
         # besides its arguments, guards the compiled step.

@@ -292,11 +292,9 @@ class Formula(NamedTuple):
 
 
 def formula_of(cls: Any) -> Formula | None:
-    """Return the formula of a class of torch.optim, of a subclass that keeps its methods, or of
-    `from_formula`; None for any other class, which has a step of its own.
+    """Return the formula of a class of torch.optim, or of a subclass that keeps its methods; None
+    for any other class, which has a step of its own.
     """
-    if isinstance(formula := vars(cls).get("formula"), Formula):
-        return formula
     for base, formula in _FORMULAS.items():
         if issubclass(cls, base):
             classes = cls.__mro__[: cls.__mro__.index(base)]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._optim.formulas import Formula, LeafSlots, NewLeaf, Settings
+from .._optim.formulas import FIRST_STEP, SIZES, Formula, LeafSlots, NewLeaf, Settings
 from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import OptimizerSettings, Overrides
+from .._optim.spec import OptimizerSpec
 from .._optim.torch_optim import TorchOptimizer
 from .._torch.tracing import traced
 from .._tree.leaves import describe
@@ -58,7 +60,8 @@ def from_formula(
         lr, overrides, in_state, schedule_by: As in `from_torch`.
         differentiable: True if `.backward()` may go through a step.
         settings: Numbers, tuples of numbers and other constants that the formula reads, with their
-            values. Names that a class of torch gives a meaning, such as `maximize`, are refused.
+            values; a function is a schedule, of a number in the state. Names that a class of torch
+            gives a meaning, such as `maximize`, are refused.
 
     Returns:
         An optimizer that holds settings and no state.
@@ -95,18 +98,14 @@ def from_formula(
         lambda param, _: {key: make(param).clone() for key, make in makers.items()},
         elementwise,
     )
-    defaults = {**settings, "differentiable": differentiable}
+    spec = _spec_of(name, formula, {**settings, "differentiable": differentiable})
     named = {**settings, "differentiable": True} if differentiable else settings
     all_settings = OptimizerSettings(
-        _class_of(name, formula, defaults),
-        lr,
-        overrides or {},
-        named,
-        in_state=in_state,
-        schedule_by=schedule_by,
+        spec, lr, overrides or {}, named, in_state=in_state, schedule_by=schedule_by
     )
     if elementwise and not traced():
-        _check_elementwise(name, formula, all_settings.template.defaults)
+        for extra in ({}, *all_settings.overrides.values()):
+            _check_elementwise(name, formula, {**all_settings.template.defaults, **extra})
     return TorchOptimizer(all_settings)
 
 
@@ -181,21 +180,15 @@ def _check_elementwise(name: str, formula: Formula, settings: Settings) -> None:
                 )
 
 
-def _class_of(name: str, formula: Formula, defaults: dict[str, Any]) -> type[torch.optim.Optimizer]:
-    """Return a class of torch.optim that holds groups and settings, with this formula."""
-
-    def init(self: Any, params: Any, lr: Any = 1.0, **settings: Any) -> None:
-        if not lr >= 0:
+def _spec_of(name: str, formula: Formula, defaults: dict[str, Any]) -> OptimizerSpec:
+    def construct(probes: list[Tensor], settings: Settings) -> Any:
+        lr = settings["lr"]
+        if not (callable(lr) or isinstance(lr, Tensor) or lr >= 0):
             raise ValueError(f"lr is {lr}; expected a number that is not negative.")
-        torch.optim.Optimizer.__init__(self, params, {"lr": lr, **defaults, **settings})
+        return SimpleNamespace(defaults={"lr": lr, **defaults, **settings})
 
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(each, kind) for each in ("self", "params", "lr", *defaults)]
-    init.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    # torch's own method imports its compiler.
-    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    members = {"__init__": init, "add_param_group": add_param_group, "formula": formula}
-    return type(name, (torch.optim.Optimizer,), members)
+    names = ["lr", *defaults]
+    return OptimizerSpec(name, "from_formula", formula, None, names, 1.0, construct)
 
 
 def _check_step(step: Any) -> None:
@@ -212,6 +205,7 @@ def _check_step(step: Any) -> None:
 _RESERVED = {"self", "params", "maximize", "foreach", "fused", "capturable"}
 _RESERVED |= {"state"}  # an argument of `replace_settings`
 _RESERVED |= {"param_names", "initial_lr"}  # of torch's state dicts
+_RESERVED_SLOTS = {"step", FIRST_STEP, SIZES}  # counts, a flag and numbers of torch's formulas
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
@@ -225,10 +219,10 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
 
 def _check_slots(makers: Mapping[str, NewSlot], elementwise: bool) -> None:
     """Refuse a slot that is not a tensor, or that joined leaves cannot have."""
-    if "step" in makers:
+    if taken := makers.keys() & _RESERVED_SLOTS:
         raise ValueError(
-            "slots have 'step', which is torch's name of a count of steps. Fix: another name; the "
-            "number of the step is `t`."
+            f"slots have {min(taken)!r}, a name that torch's formulas give a meaning. Fix: another "
+            "name; the number of the step is `t`."
         )
     for dtype in (torch.float32, torch.bfloat16):
         probe = torch.zeros(2, 3, dtype=dtype, device="cpu")

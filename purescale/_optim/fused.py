@@ -235,7 +235,7 @@ class FusedStep:
             # at 0 it leaves the buffer alone, which the formula updates for a later step
             "momentum" in settings.in_state,
         )
-        self.kernel: Any = None if any(ruled_out) else kernel_of(settings.formula)
+        self.kernel: Any = None if any(ruled_out) else kernel_of(settings.spec.formula)
         self._opaque = private.Opaque(
             lambda *args: self._step_for_dynamo(*args), lambda: torch.compiler.allow_in_graph
         )

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._optim.formulas import Formula
 from .._optim.opt_state import OptState, map_opt_states, numbers_of, stored_settings, with_stored
+from .._optim.spec import OptimizerSpec
 from .._torch.dtypes import on_device
 from .._tree.leaves import describe
 from .._tree.scalars import as_float
@@ -35,27 +35,27 @@ def names_in_state(in_state: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(in_state))
 
 
-def check_setting(cls: Any, name: Any, values: Mapping[str, Any], formula: Formula | None) -> None:
-    """Refuse a setting of `cls` that is not a number."""
+def check_setting(spec: OptimizerSpec, name: Any, values: Mapping[str, Any]) -> None:
+    """Refuse a setting that is not a number."""
     if name not in values:
         raise ValueError(
-            f"in_state: {cls.__name__} has no setting {name!r}. It has: {', '.join(values)}."
+            f"in_state: {spec.name} has no setting {name!r}. It has: {', '.join(values)}."
         )
-    if name == "lr" and issubclass(cls, torch.optim.Rprop):
+    if name == "lr" and spec.cls is not None and issubclass(spec.cls, torch.optim.Rprop):
         raise ValueError(
             "in_state: Rprop uses lr only for its first step sizes, which are in the state "
             "already, `opt_state.slots[name]['step_size']`. Fix: leave lr out."
         )
-    if formula is not None and name in formula.constants:
+    if spec.formula is not None and name in spec.formula.constants:
         raise TypeError(
-            f"in_state: {name} of {cls.__name__} cannot be in the state: a step does not take it "
+            f"in_state: {name} of {spec.name} cannot be in the state: a step does not take it "
             f"as data. Fix: leave {name} out of in_state, and make an optimizer for each value."
         )
     value = values[name]
     entries = value if isinstance(value, (tuple, list)) else (value,)
     if any(as_float(entry) is None for entry in entries):
         raise TypeError(
-            f"in_state: {name} of {cls.__name__} is {value!r}, expected a number or a tuple of "
+            f"in_state: {name} of {spec.name} is {value!r}, expected a number or a tuple of "
             f"numbers. Fix: leave {name} out of in_state; {name}={value!r} stays a setting."
         )
 

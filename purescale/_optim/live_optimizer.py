@@ -18,6 +18,7 @@ from .._optim.partition import PartitionOptimizer
 from .._optim.schedule import ScheduleBy
 from .._optim.schedule_free import ScheduleFreeState
 from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerSettings
+from .._optim.spec import spec_of_live
 from .._optim.torch_optim import TorchOptimizer, from_torch
 from .._optim.torch_state_dict import common_value, write_state_dict
 from .._optim.wrapper import Wrapper
@@ -197,17 +198,9 @@ def _make_optimizer(
         return from_torch(
             cls, overrides=overrides, in_state=in_state, schedule_by=schedule_by, **changed
         )
-    lr, live_template = first.pop("lr"), _template(torch_optimizer, first)
+    lr, spec = first.pop("lr"), spec_of_live(_template(torch_optimizer, first))
     return TorchOptimizer(
-        OptimizerSettings(
-            cls,
-            lr,
-            overrides,
-            first,
-            in_state=in_state,
-            schedule_by=schedule_by,
-            live_template=live_template,
-        )
+        OptimizerSettings(spec, lr, overrides, first, in_state=in_state, schedule_by=schedule_by)
     )
 
 
@@ -269,7 +262,7 @@ def check_innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tu
             "each. Fix: for each key `to_torch_optimizer(opt_state[key], "
             "optimizer.optimizers[key], torch_optimizers[key], model)`."
         )
-    cls, of_torch = inner.settings.cls, opt_state
+    spec, of_torch = inner.settings.spec, opt_state
     while is_wrapped(of_torch):
         if isinstance(of_torch, ScheduleFreeState):
             raise ValueError(
@@ -278,9 +271,9 @@ def check_innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tu
                 "averaged(params, opt_state), buffers)`."
             )
         of_torch = of_torch.inner
-    if not isinstance(of_torch, OptState) or cls is not type(torch_optimizer):
+    if not isinstance(of_torch, OptState) or spec.cls is not type(torch_optimizer):
         raise ValueError(
-            f"the state is a {type(of_torch).__name__} of {cls.__name__}, the live optimizer a "
+            f"the state is a {type(of_torch).__name__} of {spec.name}, the live optimizer a "
             f"{type(torch_optimizer).__name__}. Fix: pass the live optimizer that was taken."
         )
     if of_torch.applied.ndim:
@@ -315,7 +308,7 @@ def state_dict_with(
             place = places[name]
             group_of[place].update({key: written[key] for key in settings.in_state})
             entry = sd["state"].get(index, {})
-            if settings.calls_step:  # torch would round a float64 to the parameter's dtype
+            if settings.spec.calls_step:  # torch would round a float64 to the parameter's dtype
                 entry = with_python_scalars(entry, parameters[place], (torch.float64,))
             if entry:
                 state[place] = entry

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .._optim.formulas import Formula, formula_of
 from .._optim.in_state import (
     as_float32,
     check_setting,
@@ -34,7 +32,7 @@ from .._optim.schedule import (
     first_rate,
     is_scheduled,
 )
-from .._torch import private
+from .._optim.spec import OptimizerSpec
 from .._torch.dtypes import on_device
 from .._torch.tracing import constant_while_compiling, traced
 from .._tree import tree as _tree
@@ -43,7 +41,6 @@ from .._tree.leaves import describe
 Pattern = str | tuple[str, ...]  # a dotted name or a glob, or several
 Overrides = Mapping[Any, Mapping[str, Any]]  # by `Pattern`
 IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
-_ANY_LR = 1e-3  # for torch to check in place of a schedule or a tensor
 
 
 class Table(NamedTuple):
@@ -82,39 +79,25 @@ class OptimizerSettings:
     A parameter takes a setting from the last table of `by_override` that matches it and names the
     setting, else from `for_all`. There the number in the state stands for the one that was given; a
     schedule multiplies it.
-    `template` is an optimizer over a probe, from which those of a step are copied: a new one, or
-    `live_template`, which was live and takes the place of all new ones.
+    `template` is an optimizer over a probe, from which those of a step are copied.
     """
 
     def __init__(
         self,
-        cls: Any,
+        spec: OptimizerSpec,
         lr: Any,
         overrides: Overrides,
         arguments: dict[str, Any],
         *,
         in_state: Sequence[str] = (),
         schedule_by: ScheduleBy = "applied",
-        live_template: Any = None,
     ) -> None:
-        _check_class(cls)
         if schedule_by not in get_args(ScheduleBy):
             raise ValueError(f'schedule_by is {schedule_by!r}, expected "applied" or "iteration".')
 
-        # The class.
-        formula: Any = formula_of(cls)
-        self.cls, self.formula = cls, formula
-        self.calls_step = formula is None  # of a user's class, on copies
-        self.elementwise: bool | None = None if self.calls_step else formula.elementwise
-        of_formula = isinstance(vars(cls).get("formula"), Formula)
-        self.made_by = "from_formula" if of_formula else "from_torch"
-        accepted = inspect.signature(cls).parameters
-        self._accepted = [name for name in accepted if name != "params"]
-        self._live_template = live_template
-
         # What was given.
-        default = getattr(accepted.get("lr"), "default", None)
-        self.lr = default if lr is None and default is not inspect.Parameter.empty else lr
+        self.spec = spec
+        self.lr = spec.default_lr if lr is None else lr
         self.arguments, self.schedule_by = arguments, schedule_by
         self.differentiable = bool(arguments.get("differentiable"))
         self.in_state = names_in_state(in_state)
@@ -136,7 +119,8 @@ class OptimizerSettings:
         self.new_stored(None)  # refuses what float32 cannot hold
         # Ranks compare all settings, including defaults.
         complete = dict(sorted({**values, **arguments}.items()))
-        self.compared = cls, complete, self.overrides, self.in_state, schedule_by
+        kind = spec.name if spec.cls is None else spec.cls
+        self.compared = kind, complete, self.overrides, self.in_state, schedule_by
         self.guard_key = self._guard_key(complete)
 
     def __repr__(self) -> str:
@@ -148,7 +132,7 @@ class OptimizerSettings:
         if self.overrides:
             extra["overrides"] = self.overrides
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
-        return f"{self.made_by}({self.cls.__name__}, {settings})"
+        return f"{self.spec.made_by}({self.spec.name}, {settings})"
 
     def _guard_key(self, complete: Mapping[str, Any]) -> str:
         """Return as text all settings that a step reads. Rates that are tensors or schedules are
@@ -158,7 +142,8 @@ class OptimizerSettings:
             {k: v for k, v in settings.items() if not (isinstance(v, Tensor) or is_scheduled(v))}
             for settings in (complete, *self.overrides.values())
         ]
-        return repr((self.cls, id(self.cls), list(self.overrides), constant, self.in_state))
+        kind = self.spec.name, id(self.spec.cls), id(self.spec.formula)
+        return repr((kind, list(self.overrides), constant, self.in_state))
 
     def torch_groups(self, names: tuple[str, ...], current: CurrentSettings) -> list[ParamGroup]:
         """Return torch's parameter groups, with the settings of `current` before those that were
@@ -273,11 +258,11 @@ class OptimizerSettings:
         """
         first = {n: first_numbers(n, value) for n, value in schedules.items() if n != "lr"}
         settings = {**self.arguments, **first, "lr": self.lr}
-        template = self._construct_checked(self.made_by, settings)
+        template = self._construct_checked(self.spec.made_by, settings)
         for pattern, extra in self.overrides.items():
             self._construct_checked(f"overrides[{pattern!r}]", {**settings, **extra})
         for name in self.in_state:
-            check_setting(self.cls, name, {**template.defaults, "lr": 0.0}, self.formula)
+            check_setting(self.spec, name, {**template.defaults, "lr": 0.0})
         return template
 
     def _construct_checked(self, where: str, settings: dict[str, Any]) -> Any:
@@ -285,18 +270,19 @@ class OptimizerSettings:
         says in an error where the settings are from.
         """
         for name, value in settings.items():
-            if name not in self._accepted and self._live_template is None:
+            accepted = self.spec.setting_names
+            if accepted is not None and name not in accepted:
                 raise ValueError(
-                    f"{where}: {self.cls.__name__} has no setting {name!r}. It has: "
-                    f"{', '.join(self._accepted)}."
+                    f"{where}: {self.spec.name} has no setting {name!r}. It has: "
+                    f"{', '.join(accepted)}."
                 )
             for one in value if isinstance(value, (tuple, list)) else (value,):
                 what = f"{where}: {name} {'is' if one is value else 'holds'}"
-                if callable(one) and name != "lr" and not self.calls_step:
+                if callable(one) and name != "lr" and not self.spec.calls_step:
                     raise TypeError(
                         f"{what} {one!r}; a schedule stands for lr, or for a number in the state, "
                         "and not in overrides. Fix: "
-                        f"from_torch(..., {name}=schedule, in_state=({name!r},))."
+                        f"{self.spec.made_by}(..., {name}=schedule, in_state=({name!r},))."
                     )
                 if isinstance(one, Tensor) and not (name == "lr" and is_float_scalar(one)):
                     raise TypeError(
@@ -306,17 +292,7 @@ class OptimizerSettings:
                     )
         rate = first_rate(where, settings["lr"])
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
-        return self.construct([probe], {**settings, "lr": rate})
-
-    def construct(self, probes: list[Tensor], settings: Mapping[str, Any]) -> Any:
-        """Return torch's own optimizer over these tensors. It refuses settings and shapes."""
-        if self._live_template is not None:
-            return self._live_template
-        arguments = {name: value for name, value in settings.items() if name in self._accepted}
-        if isinstance(arguments["lr"], Tensor) or callable(arguments["lr"]):
-            arguments["lr"] = _ANY_LR
-        with torch.device("cpu"):  # torch keeps step counts there, whatever the default device is
-            return private.without_compiler(self.cls)(probes, **arguments)
+        return self.spec.construct([probe], {**settings, "lr": rate})
 
 
 def _scheduled(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -330,30 +306,6 @@ def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_count(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.dtype is torch.int64
-
-
-def _check_class(cls: Any) -> None:
-    if isinstance(cls, torch.optim.Optimizer):
-        raise TypeError(
-            f"from_torch takes a class of torch.optim, got an instance of {type(cls).__name__}. "
-            "Fix: `optimizer, opt_state = from_torch_optimizer(torch_optimizer, model)`, with its "
-            f"groups and its state; for a new one `from_torch({type(cls).__name__}, ...)`."
-        )
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise TypeError(
-            f"from_torch takes a class of torch.optim, got {cls!r}. Fix: "
-            "from_torch(torch.optim.AdamW, lr=1e-3)."
-        )
-    if issubclass(cls, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS evaluates the loss again in its step, so it is not a function of gradients. "
-            "Fix: torch.optim.AdamW, or your own loop around LBFGS."
-        )
-    if issubclass(cls, torch.optim.SparseAdam):
-        raise ValueError(
-            "SparseAdam takes sparse gradients only and counts its steps in Python. Fix: SGD or "
-            "Adagrad, which take sparse gradients here."
-        )
 
 
 # ---- patterns ------------------------------------------------------------------------------------

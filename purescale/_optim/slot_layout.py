@@ -26,7 +26,7 @@ class SlotLayout:
     """
 
     def __init__(self, settings: OptimizerSettings) -> None:
-        self._settings, self._formula = settings, settings.formula
+        self._settings, self._formula = settings, settings.spec.formula
         self._cache_key = object()  # keeps nothing else alive
         self._complete: Any = None  # the names of the last slots that lacked none
         # What a later value of a setting in the state needs is there from the start.
@@ -34,7 +34,7 @@ class SlotLayout:
         self._nonzero: dict[str, Any] = dict.fromkeys(may_move, 0.5)
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         probed: dict[str, Tensor] = {}
-        if not settings.calls_step:
+        if not settings.spec.calls_step:
             for table in (settings.for_all, *settings.by_override):
                 own = {**table.values, **self._nonzero, **_NO_LR}
                 probed |= self._formula.init_slots(probe, {**settings.for_all.values, **own})
@@ -52,7 +52,7 @@ class SlotLayout:
         """Return the slots of these parameters before their first step."""
         if params:  # torch checks shapes, and needs no memory for it
             shapes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in params.values()]
-            self._settings.construct(shapes, self._settings.for_all.values)
+            self._settings.spec.construct(shapes, self._settings.for_all.values)
         slots = {
             name: self._init_slots(params[name], group.settings)
             for group in self._groups(params, current)
@@ -61,11 +61,11 @@ class SlotLayout:
         return {name: slots[name] for name in params}
 
     def _init_slots(self, param: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
-        if self._settings.calls_step:
+        if self._settings.spec.calls_step:
             return {}
-        if param.is_complex() and not self._settings.elementwise:
+        if param.is_complex() and not self._settings.spec.elementwise:
             raise ValueError(
-                f"{self._settings.cls.__name__} was given a complex parameter "
+                f"{self._settings.spec.name} was given a complex parameter "
                 f"{tuple(param.shape)}; it has no rule for it. Fix: a partition with AdamW for "
                 "complex parameters."
             )
@@ -85,7 +85,7 @@ class SlotLayout:
         """Refuse slots that differ from those of `new_slots`, because torch's kernels do not check
         what they read. `targets` lists parameters, then slots, if all are dense and off graph.
         """
-        if self._settings.calls_step:
+        if self._settings.spec.calls_step:
             return
 
         def match() -> bool:
@@ -158,7 +158,7 @@ class SlotLayout:
     def foreign_error(self, missing: str) -> ValueError:
         """Return the error of slots without this one."""
         return ValueError(
-            f"opt_state has no {missing} that {self._settings.cls.__name__} keeps. Likely cause: "
+            f"opt_state has no {missing} that {self._settings.spec.name} keeps. Likely cause: "
             "the state of another class or of other settings. Fix: `opt_state = "
             "optimizer.init(params)`."
         )

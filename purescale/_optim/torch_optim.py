@@ -16,6 +16,7 @@ from .._optim.opt_state import OptState, Slots, Tensors, map_numbers, stored_set
 from .._optim.schedule import PARAMETERS_GIVEN, Schedule, ScheduleBy
 from .._optim.settings import CurrentSettings, OptimizerSettings, Overrides
 from .._optim.slot_layout import SlotLayout
+from .._optim.spec import spec_of_class
 from .._optim.step_inputs import StepInputs, named_params
 from .._optim.torch_state_dict import read_state_dict, write_state_dict
 from .._optim.updater import Updater
@@ -121,9 +122,10 @@ def from_torch(
             "be made. Fix: make the optimizer outside; a rate that the function is given goes "
             "through from_torch(..., in_state=('lr',)) and replace_settings(opt_state, lr=...)."
         )
+    spec = spec_of_class(cls)
     return TorchOptimizer(
         OptimizerSettings(
-            cls, lr, overrides or {}, settings, in_state=in_state, schedule_by=schedule_by
+            spec, lr, overrides or {}, settings, in_state=in_state, schedule_by=schedule_by
         )
     )
 
@@ -135,8 +137,8 @@ class TorchOptimizer(Updater):
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self.settings, self.compared = settings, settings.compared
-        self.may_add_slots = self.calls_step = settings.calls_step
-        self.differentiable, self.elementwise = settings.differentiable, settings.elementwise
+        self.may_add_slots = self.calls_step = settings.spec.calls_step
+        self.differentiable, self.elementwise = settings.differentiable, settings.spec.elementwise
         self._slot_layout = SlotLayout(settings)
         self._fused_step = FusedStep(settings, self._slot_layout)
         unfused_class = ClassStep if self.calls_step else FormulaStep
@@ -169,7 +171,7 @@ class TorchOptimizer(Updater):
             )
         if self.calls_step and traced():
             raise ValueError(
-                f"{self.settings.cls.__name__} has a step of its own, which is called and cannot "
+                f"{self.settings.spec.name} has a step of its own, which is called and cannot "
                 "be compiled, mapped or differentiated. Fix: call the step eagerly, take a class "
                 "of torch.optim, or write an (init, update) pair for from_transformation."
             )

@@ -175,7 +175,7 @@ def read_state_dict(
     saved_params, slots = _find_parameters(groups, fresh.slots), fresh.slots
     for name, param in saved_params.items():
         saved = states.get(param.key, {})
-        if settings.calls_step:
+        if settings.spec.calls_step:
             slots[name] = _tree.clone(as_tensors(saved, name))
         else:
             slots[name] = _restore_entry(name, saved, slots[name])
@@ -337,7 +337,7 @@ def _read_stored(
             continue
         if isinstance(value, tuple) != isinstance(stored[name], tuple):
             raise ValueError(
-                f"the state dict has {name} = {value}; expected what {settings.cls.__name__} has "
+                f"the state dict has {name} = {value}; expected what {settings.spec.name} has "
                 f"there, such as {settings.first_stored[name]}. Likely cause: the state dict of "
                 "another class."
             )
@@ -378,13 +378,13 @@ def _read_counts(
     by_applied = settings.schedule_by == "applied"
     if number is None and not steps and by_applied and settings.has_schedules:
         raise ValueError(
-            f"the rate is a schedule, and {settings.cls.__name__}'s state dict has no step "
+            f"the rate is a schedule, and {settings.spec.name}'s state dict has no step "
             "count to go on from. Fix: `optimizer.from_state_dict(sd, params, "
             "applied=scheduler.last_epoch)`, the number of steps made so far."
         )
-    if number is None and settings.made_by == "from_formula" and has_state:
+    if number is None and settings.spec.made_by == "from_formula" and has_state:
         raise ValueError(
-            f"{settings.cls.__name__} is given the number of the step, which a state dict does not "
+            f"{settings.spec.name} is given the number of the step, which a state dict does not "
             "have. Fix: `optimizer.from_state_dict(sd, params, applied=opt_state.applied)`, the "
             "number of steps made so far."
         )

@@ -222,6 +222,34 @@ def test_a_step_that_is_not_elementwise_sees_one_leaf_and_may_keep_a_number():
     assert [slot["count"].item() for slot in state.slots.values()] == [1, 1, 1]
 
 
+SLOTS = {
+    "one for each matrix": lambda p: torch.zeros(p.shape[:-2]),
+    "one for each kernel": lambda p: p.new_zeros(p.shape[:2]),
+}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("shape", [(), (33,), (5, 33), (5, 3, 33), (2, 5, 3, 33)], ids=str)
+@pytest.mark.parametrize("slot", SLOTS)
+def test_the_shape_of_a_slot_may_follow_from_any_dimensions(slot, shape, donate):
+    """An optimizer is made before it sees a parameter."""
+
+    def step(param, grad, slots, settings, t):
+        return param - settings["lr"] * grad, {"calls": slots["calls"] + 1}
+
+    optimizer = ps.from_formula(step, {"calls": SLOTS[slot]}, lr=0.5, elementwise=False)
+    params, grads = {"w": torch.ones(shape)}, {"w": torch.full(shape, 0.5)}
+    state = optimizer.init(params)
+    expected = torch.full_like(state.slots["w"]["calls"], 2.0)
+    for _ in range(2):
+        params, state = ps.maybe_step(optimizer, params, grads, state, False, donate=donate)
+    assert_close(params["w"], torch.full(shape, 0.5))
+    assert_close(state.slots["w"]["calls"], expected)
+    state.slots["w"]["calls"] = torch.zeros(4, *expected.shape)
+    with pytest.raises(ValueError, match=r"calls of w is .*Likely cause: .*stacked"):
+        optimizer.step(params, grads, state)
+
+
 REFUSED = [
     ({"step": lambda param, grad: param}, TypeError, "step is .*five arguments.*def step"),
     ({"step": 1.0}, TypeError, "step is 1.0"),

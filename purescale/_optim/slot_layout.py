@@ -90,7 +90,7 @@ class SlotLayout:
 
         def match() -> bool:
             for name, key in self._misfits(slots, params):
-                raise self._misfit_error(key, slots[name][key], name, params[name])
+                self._refuse_misfit(key, slots[name][key], name, params[name])
             return self._check_keys(slots, params)
 
         in_order = targets is not None and list(slots) == list(params)
@@ -121,10 +121,16 @@ class SlotLayout:
             or value.shape != (() if scalar_dtype else param.shape)
         ]
 
-    def _misfit_error(self, key: str, value: Tensor, name: str, param: Tensor) -> ValueError:
+    def _refuse_misfit(self, key: str, value: Tensor, name: str, param: Tensor) -> None:
         dtype = self._dtypes[key]
         expected = f"one number, {dtype} ()" if dtype else describe(param)
-        return ValueError(
+        if not self._formula.elementwise:  # it may have other slots in other dimensions than 2
+            new = self._formula.init_slots(param.detach(), self._settings.for_all.values)[key]
+            fits = value.device == param.device and not value.is_nested
+            if fits and _kind(value) == _kind(new):
+                return
+            expected = describe(new)
+        raise ValueError(
             f"opt_state: {key} of {name} is {describe(value)} on {value.device}; expected "
             f"{expected} on {param.device}. Likely cause: the state of another model, or stacked "
             "states outside of torch.vmap. Fix: `opt_state = optimizer.init(params)`, or "
@@ -162,3 +168,7 @@ class SlotLayout:
             "the state of another class or of other settings. Fix: `opt_state = "
             "optimizer.init(params)`."
         )
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.layout, tensor.dtype, tensor.shape

@@ -171,6 +171,14 @@ def test_a_fact_is_the_same_of_a_list_that_is_recognised(fact):
     assert getattr(part, fact) == getattr(as_tensor_list(tensors()).part(1, 3), fact) == expected
 
 
+@pytest.mark.parametrize("fact", FACTS)
+def test_what_is_known_of_a_part_is_not_taken_for_what_is_picked(fact):
+    tensors = [torch.zeros(2, 2), torch.zeros(3, 2), torch.zeros(3, 2).double()[:, :1]]
+    both = as_tensor_list(tensors)
+    assert getattr(both.part(0, 2), fact) == getattr(TensorList(tensors[:2]), fact)
+    assert getattr(both.picked([0, 2]), fact) == getattr(TensorList(tensors[::2]), fact)
+
+
 def test_memory_is_bounded():
     for count in range(1, 40):
         for size in range(9):

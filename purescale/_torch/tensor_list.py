@@ -112,16 +112,16 @@ class TensorList:
 
     def part(self, start: int, stop: int) -> TensorList:
         """Return the list of `tensors[start:stop]`."""
-        cache = self.cached((start, stop), Cache)
+        cache = self.cached(("part", start, stop), Cache)
         return TensorList(self.tensors[start:stop], cache, dense_off_graph=self.dense_off_graph)
 
-    def picked(self, indices: Sequence[int], key: Hashable = None) -> TensorList:
-        """Return the tensors with these indices, in rising order. `key` stands for the indices."""
+    def picked(self, indices: Sequence[int]) -> TensorList:
+        """Return the tensors with these indices, in rising order."""
         if len(indices) == len(self.tensors):
             return self
-        key = tuple(indices) if key is None else key
+        cache = self.cached(("picked", *indices), Cache)
         picked = list(map(self.tensors.__getitem__, indices))
-        return TensorList(picked, self.cached(key, Cache), dense_off_graph=self.dense_off_graph)
+        return TensorList(picked, cache, dense_off_graph=self.dense_off_graph)
 
     def joined(self, other: TensorList) -> TensorList:
         """Return both lists as one."""

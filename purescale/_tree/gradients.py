@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,9 +49,9 @@ class Gradients(NamedTuple):
         remaining = iter(results)
         return [None if like is None else _in_form_of(like, next(remaining)) for like in self.likes]
 
-    def picked(self, indices: Sequence[int], key: Hashable = None) -> Gradients:
+    def picked(self, indices: Sequence[int]) -> Gradients:
         """Return some of them, as in `TensorList.picked`."""
-        tensor_list = self.tensor_list.picked(indices, key)
+        tensor_list = self.tensor_list.picked(indices)
         if tensor_list is self.tensor_list:
             return self
         likes = tensor_list.tensors

@@ -48,8 +48,8 @@ class StepInputs(NamedTuple):
     # what a step replaces: the parameters, then the slots of an OptState, or all tensors of any
     # other state; None unless all are known to be dense and off graph
     target_list: TensorList | None = None
-    # parameters and state as they came, if `params` and `opt_state` are the shards of DTensors
-    dtensors: tuple[Tree, Tree] | None = None
+    # parameters and state with DTensors, of which `params` and `opt_state` are the shards
+    global_trees: tuple[Tree, Tree] | None = None
     positions: dict[str, Position] | None = None  # by name, if these are a piece of a larger step
 
     @classmethod
@@ -107,14 +107,14 @@ class StepInputs(NamedTuple):
     def local_grads(self) -> dict[str, Tensor]:
         """The gradients by name, in the form of the parameters: shards if these are."""
         leaves = self.grads.leaves
-        return _by_name(self.names, map(dtensor.shard, leaves) if self.dtensors else leaves)
+        return _by_name(self.names, map(dtensor.shard, leaves) if self.global_trees else leaves)
 
     @property
     def all_positions(self) -> dict[str, Position]:
         """The position of each parameter's elements, by name."""
         if self.positions is not None:
             return self.positions
-        leaves = self.named(self.trees[0] if self.dtensors is None else self.dtensors[0])
+        leaves = self.named((self.global_trees or self.trees)[0])
         return {
             name: Position(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
             for index, (name, leaf) in enumerate(leaves.items())
@@ -135,9 +135,9 @@ class StepInputs(NamedTuple):
 
     def restore(self, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
         """Return the results of a step, as DTensors if the arguments were."""
-        if self.dtensors is None:
+        if self.global_trees is None:
             return params, opt_state
-        return _tree.map(dtensor.from_local_like, self.dtensors, (params, opt_state))
+        return _tree.map(dtensor.from_local_like, self.global_trees, (params, opt_state))
 
 
 def _list_of(params: dict[str, Any]) -> TensorList:
@@ -200,17 +200,19 @@ def _flatten_unknown(
         else leaf
         for leaf in params.leaves
     ]
-    dtensors = None
+    global_trees = None
     sharded = dtensor.any_dtensor([*leaves, *grads])
     if sharded and optimizer.elementwise is not None:
         _check_shards(optimizer, params.tree, names, leaves, grads, opt_state)
-        dtensors = params.structure.unflatten(leaves), opt_state
+        global_trees = params.structure.unflatten(leaves), opt_state
         grads = list(map(dtensor.redistribute_like, grads, leaves))
         shard = functools.partial(dtensor.shard, on_graph=optimizer.differentiable)
         leaves, opt_state = list(map(shard, leaves)), _tree.map(shard, opt_state)
     named = _by_name(names, leaves)
     gradients, structure, param_list = as_gradients(grads), params.structure, _list_of(named)
-    return StepInputs(structure, names, named, gradients, opt_state, param_list, dtensors=dtensors)
+    return StepInputs(
+        structure, names, named, gradients, opt_state, param_list, global_trees=global_trees
+    )
 
 
 def _check_shards(

@@ -249,7 +249,7 @@ def _wanted(optimizer: Any, inputs: StepInputs) -> dict[str, Any]:
     grads = inputs.grads._replace(tensor_list=wide_grads)
     wide = inputs.with_params(old, _wide_state(optimizer, inputs))._replace(grads=grads)
     new = inputs.named(_stepped(optimizer, wide))
-    likes = inputs.params if inputs.dtensors is None else inputs.named(inputs.dtensors[0])
+    likes = inputs.params if inputs.global_trees is None else inputs.named(inputs.global_trees[0])
     return {name: from_local_like(likes[name], new[name] - before) for name, before in old.items()}
 
 

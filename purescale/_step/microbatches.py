@@ -141,7 +141,7 @@ class WindowMean:
         likes, dense_real = self.value_and_grad.params.leaves, self.value_and_grad.dense_real
         return Gradients(as_tensor_list(sums), likes, dense_real, scale, owned=self.owned)
 
-    # ---- sent during the last backward ----
+    # ---- sent to the other ranks ----
 
     def start_reduction(self, buffers: Leaves) -> Reduction | None:
         """Return the reduction to which `send` sends the mean, and `buffers` after it; None without
@@ -165,6 +165,16 @@ class WindowMean:
         index = self.value_and_grad.indices[place]
         nan = sent_for_nan(self.options, last + 1)
         reduction.put(index, new.restore(tensors)[0], owned=True, nan=nan)
+
+    def send_all(self, grads: Gradients, buffers: Leaves, divisor: Any) -> Reduction:
+        """Send the gradients of a mean that the last backward has not sent, as `send` does."""
+        leaves, params = grads.leaves, self.value_and_grad.params.leaves
+        reduction = reduction_of(params, buffers, divisor, self.options.group)
+        nan = sent_for_nan(self.options, len(self.weights.is_counted))
+        for index in reversed(range(len(params))):
+            if index in reduction.bucket_of:
+                reduction.put(index, leaves[index], nan=nan)
+        return reduction
 
 
 def sent_for_nan(options: StepOptions, num_microbatches: int) -> float | None:
@@ -278,7 +288,7 @@ def _accumulate(
         aux += tuple(out.aux)
         del out, microbatch  # so that the next ones reuse their memory
     check_unwritten(memory.microbatches, before)
-    return _window_result(mean, losses, carried, aux, reduction)
+    return _window_result(mean, losses, carried, aux, reduction, buffers_to_reduce)
 
 
 def _unless_dropped(is_counted: bool | Tensor, before: Leaves, after: Leaves) -> Leaves:
@@ -317,8 +327,11 @@ def _window_result(
     buffers: Leaves,
     aux: tuple[Any, ...],
     reduction: Reduction | None,
+    buffers_to_reduce: Leaves,
 ) -> WindowResult:
-    """Return the mean and what losses and overflows tell; with a group this is of all ranks."""
+    """Return the mean, which is sent if there is a group, and what losses and overflows tell, which
+    is then of all ranks.
+    """
     options, weight, scale = mean.options, mean.weights.vector, mean.scale
     loss, totals, rank_divisor = losses[0], None, None
     if weight is not None:
@@ -340,4 +353,6 @@ def _window_result(
     fraction = window_fraction(options, totals, len(losses), scale.device)
     loss = (loss if fraction is None else loss * fraction).to(losses[0].dtype)
     grads = mean.result() if reduction is None else as_gradients([], scale, owned=True)
-    return WindowResult(grads, loss, buffers, aux, reduction, totals, rank_divisor, fraction)
+    if options.group is not None and reduction is None:
+        reduction = mean.send_all(grads, buffers_to_reduce, rank_divisor)
+    return WindowResult(grads, loss, buffers, aux, reduction, totals, fraction)

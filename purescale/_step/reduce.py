@@ -7,25 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._distributed.buckets import reduction_of
+from .._distributed.buckets import Reduction
 from .._distributed.process_group import Group, all_reduce
-from .._step.microbatches import sent_for_nan
-from .._step.train_state import FlatState, StepOptions
+from .._step.train_state import FlatState
 from .._step.window_result import WindowResult
 from .._torch.dtypes import wide_dtype
 from .._tree.gradients import as_gradients
 from .._tree.tree import Leaves
 
 
-def reduce_window(
-    options: StepOptions, window: WindowResult, flat: FlatState, num_microbatches: int
-) -> WindowResult:
+def reduce_window(window: WindowResult, reduction: Reduction, flat: FlatState) -> WindowResult:
     """Return one window for all ranks: the mean of their means by weight, and of the buffers after
     them.
 
-    Gradients that are on their way already are waited for; otherwise they are sent now. A buffer
-    that no rank has changed keeps its bits. Of integer buffers the largest is taken, because they
-    count.
+    Gradients are on their way already. A buffer that no rank has changed keeps its bits. Of integer
+    buffers the largest is taken, because they count.
 
     If only the mean is measured, no flag tells of an overflow: that of one rank is inf or NaN in
     the sum, so every rank measures the same. If a norm is measured, -inf is sent as inf, so that an
@@ -33,17 +29,10 @@ def reduce_window(
     already reduced the flags of single microbatches and of weights.
     """
     params, before, after = flat.params.leaves, flat.buffers.leaves, window.buffers
-    reduction = window.reduction
-    if reduction is None:
-        reduction = reduction_of(params, before, window.rank_divisor, options.group)
-        leaves, nan = window.grads.leaves, sent_for_nan(options, num_microbatches)
-        for index in reversed(range(len(params))):
-            if index in reduction.bucket_of:
-                reduction.put(index, leaves[index], nan=nan)
     for index, (old, new) in enumerate(zip(before, after, strict=True), len(params)):
         if index in reduction.bucket_of:
             reduction.put(index, _change_and_value(old, new, reduction.divisor))
-    largest = _largest_integers(before, after, options.group)
+    largest = _largest_integers(before, after, reduction.group)
     sums = reduction.get()
     averaged = [
         other if pair is None else _apply_mean_change(old, *pair)

@@ -196,8 +196,8 @@ def _stages(
     def run_window(scaler: FlatTree) -> tuple[WindowResult, GradStats, WindowFlags]:
         scaled = flat if scaler is flat.scaler else flat._replace(scaler=scaler)
         window = accumulate_microbatches(options, scaled, microbatches, weights, memory)
-        if options.group is not None:
-            window = reduce_window(options, window, flat, len(microbatches))
+        if window.reduction is not None:
+            window = reduce_window(window, window.reduction, flat)
         window = window.with_fraction_applied()
         stats = measure(window.grads, scaler.tree.scale, stats_options)
         return window, stats, window_flags(window, stats.overflow, options)

@@ -22,14 +22,12 @@ from .._tree.tree import Leaves
 class WindowResult(NamedTuple):
     """The results of the microbatches of a step, on this rank or on all of a group."""
 
-    grads: Gradients  # the mean; none while `reduction` has them
+    grads: Gradients  # the mean; while `reduction` has it, that of this rank or none
     loss: Tensor  # the mean over the microbatches that count, times `window_fraction`
     buffers: Leaves
     aux: tuple[Any, ...]
     reduction: Reduction | None = None  # on its way to the other ranks
     totals: Tensor | None = None  # as `Totals`; None without a group if only the mean is measured
-    # by which this rank's mean is divided before the sum over ranks; inf without a weight
-    rank_divisor: Tensor | None = None
     # the part of `window_size` that counts, by which the mean is still to be multiplied; None for 1
     window_fraction: Tensor | None = None
 

@@ -52,7 +52,7 @@ def with_master_weights(optimizer: Optimizer) -> MasterOptimizer:
     split_masters(weights)` and `optimizer.init(params)._replace(rest=rest)`. Parameters of float32,
     of wider dtypes and complex ones are stepped as by `optimizer`. An eager donated step of a class
     of torch.optim goes through the model in pieces and takes at most 64 MiB beside state and
-    gradients. A step has no derivative.
+    gradients, on an accelerator 1 GiB. A step has no derivative.
 
     Args:
         optimizer: Any optimizer. It steps the masters, and its state is in float32

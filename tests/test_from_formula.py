@@ -471,3 +471,14 @@ def test_a_result_that_is_no_pair_is_refused_with_the_cure(result):
 def test_a_slot_that_is_drawn_is_refused(elementwise):
     with pytest.raises(ValueError, match=r"slots\['m'\] gives other numbers.*random draw"):
         ps.from_formula(HANDED_BACK["a slot"], {"m": torch.rand_like}, elementwise)
+
+
+@pytest.mark.parametrize("key", [(), ("m",), (["m"],)], ids=str)
+def test_a_key_error_of_a_formula_is_its_own(key):
+    def step(param, grad, slots, settings, t):
+        raise KeyError(*key)
+
+    optimizer, params = ps.from_formula(step, ("m",), elementwise=False), {"w": torch.ones(3)}
+    with pytest.raises(KeyError) as caught:
+        optimizer.step(params, params, optimizer.init(params))
+    assert caught.value.args == key

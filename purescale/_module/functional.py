@@ -277,7 +277,8 @@ def make_functional(
     - Each call of `apply` makes the modules anew, with the tensors of the call in them, and drops
       them afterwards. It does not change `model`, and later changes to `model` do not change
       `apply`. What cannot be made anew, all calls share with `model`: a lock, a logger, an object
-      whose class derives from a list or a dict, or has `__slots__`.
+      whose class derives from a list or a dict, or has `__slots__`, and what a class has as an
+      attribute, such as a list in the body of a module's class.
     - Tied weights stay tied and have one name, their first. This holds for one parameter in several
       places, a parameter that is also a buffer, and two parameters over the same elements of
       memory. Their gradient is the sum over all places.

@@ -9,6 +9,7 @@ What becomes of what a forward changes, and where that is decided:
   `__slots__` (`_Walk.shared`). `references.py` refuses one that holds a part of the live model.
 - A tuple, a partial, a bound method or a weak reference: each copy has its own if it leads to
   something of which each copy has its own (`_parts_of_immutable`).
+- A list of the class of a module: it is not of the model, and keeps what is appended.
 - A hook that it installs: it ends with the call (`Recipe.with_own_empty`).
 - A buffer, or a tensor that `state_attributes` names: `apply` returns the new value, whether the
   forward writes into it or replaces it (`after_forward.new_buffers`).

@@ -78,10 +78,13 @@ class FormulaStep:
                 rows = [Row(params[name], gradients[name], slots[name]) for name in present]
                 try:
                     stepped = self._step_group(rows, group.settings, t, one_by_one=one_by_one)
-                except KeyError as error:
-                    if error.args[0] not in self._slot_layout.keys:  # a mistake in a user's formula
+                except KeyError:
+                    missing = [
+                        k for k in self._slot_layout.keys for row in rows if k not in row.slots
+                    ]
+                    if not missing:  # a mistake in a user's formula
                         raise
-                    raise self._slot_layout.foreign_error(str(error)) from None
+                    raise self._slot_layout.foreign_error(missing[0]) from None
                 results.update(zip(present, stepped, strict=True))
             for name in params.keys() - results.keys():
                 entry = {key: value.clone() for key, value in slots[name].items()}

@@ -14,7 +14,8 @@ from helpers import clone, tensors
 import purescale as ps
 
 sys.path.append(str(Path(__file__).parent / "second_device"))
-from jobs import JOBS, to
+import measured
+from jobs import JOBS
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
@@ -51,12 +52,8 @@ def trained(device, name, wrap=lambda step: step, **settings):
 
 
 def numbers(state, told):
-    """Return these on the CPU, masters as the numbers that they are."""
-    masters = []
-    if isinstance(state.opt_state, ps.MasterState):
-        masters = tensors(ps.master_weights(state.params, state.opt_state))
-        state = state._replace(opt_state=state.opt_state.inner)
-    return tensors(to("cpu", (state._replace(rng=()), told, masters)))
+    """Return these on the CPU, without the state of a generator, which is that of a device."""
+    return measured.numbers(measured.Trained(state._replace(rng=()), told, []))
 
 
 def assert_agree(name, actual, expected):

@@ -295,6 +295,7 @@ ACROSS_FILES = {
     "test_contributing.py",
     "test_cuda.py",
     "test_cuda_jobs.py",
+    "test_cuda_laws.py",
     "test_default_dtype.py",
     "test_derivatives.py",
     "test_docs.py",

@@ -60,7 +60,7 @@ class ClassStep:
     ) -> Slots:
         """Run the class's `step` on a copy of an optimizer that holds these tensors."""
         optimizer: Any = object.__new__(self._settings.spec.cls)
-        # Lists and dicts are copied, because what a step changes in them is no state.
+        # Lists and dicts are copied: a step would change those of later steps.
         vars(optimizer).update(_tree.map(lambda value: value, vars(self._settings.template)))
         optimizer.param_groups, optimizer.state = [], defaultdict(dict)
         for group in self._settings.torch_groups(tuple(params), current):

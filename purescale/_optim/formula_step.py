@@ -14,7 +14,7 @@ from .._optim.settings import CurrentSettings, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
-from .._torch.dtypes import on_device, wide_dtype, widest_float
+from .._torch.dtypes import on_device, send_once, wide_dtype, widest_float
 from .._torch.tracing import traced
 
 
@@ -36,8 +36,7 @@ class FormulaStep:
         # Dynamo sets no guards in it, so `guard_key`, which has all that the formula reads
         # besides its arguments, guards the compiled step.
         self._opaque = private.Opaque(self._step_as_list, lambda: private.nonstrict_trace)
-        # By sizes and device. A captured graph needs them at fixed addresses.
-        self._sizes: dict[Any, Tensor] = {}
+        self._sizes: dict[tuple[Any, ...], Tensor] = {}  # of `send_once`
 
     def __call__(
         self, inputs: StepInputs, gradients: Tensors, current: CurrentSettings
@@ -162,13 +161,7 @@ class FormulaStep:
         """Return the number of reals in each param, on their device."""
         parts = 2 if params[0].is_complex() else 1
         sizes = tuple([parts * param.numel() for param in params])
-        device = params[0].device
-        if (sizes, device) in self._sizes:
-            return self._sizes[sizes, device]
-        vector = on_device(torch.tensor(sizes, device="cpu"), device)
-        if type(vector) is Tensor:  # a fake one has no values for the next step
-            self._sizes[sizes, device] = vector
-        return vector
+        return send_once(sizes, params[0].device, self._sizes)
 
 
 def _widen(tensor: Tensor) -> Tensor:

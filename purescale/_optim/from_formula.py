@@ -135,10 +135,10 @@ def _call_step(
             "was given. Likely cause: a typing error, which would leave a slot as it was. Fix: "
             "`return param, {name: new for each slot}`."
         )
-    names = ["param", *[f"slots[{key!r}]" for key in slots]]
     before, after = [param, *slots.values()], [new, *map(new_slots.get, slots)]
-    for what, old, leaf in zip(names, before, after, strict=True):
+    for key, old, leaf in zip((None, *slots), before, after, strict=True):
         if not isinstance(leaf, Tensor) or leaf.shape != old.shape:
+            what = "param" if key is None else f"slots[{key!r}]"
             raise ValueError(
                 f"{name} returned {describe(leaf)} for {what}, expected the shape of "
                 f"{describe(old)}, which it was given. Likely cause: a sum or a mean. Fix: "

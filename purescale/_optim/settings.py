@@ -266,8 +266,8 @@ class OptimizerSettings:
         return template
 
     def _construct_checked(self, where: str, settings: dict[str, Any]) -> Any:
-        """Return an optimizer over a probe. Refuse what is no setting, or no number of one. `where`
-        says in an error where the settings are from.
+        """Return an optimizer over a probe. Refuse an unknown setting, and a value that cannot be
+        one. `where` says in an error where the settings are from.
         """
         for name, value in settings.items():
             accepted = self.spec.setting_names

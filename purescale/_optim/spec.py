@@ -1,4 +1,4 @@
-"""What an optimizer is, apart from its settings: a class of torch.optim, or a formula."""
+"""The spec of an optimizer: the class of torch.optim or the formula that settings are given to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANY_LR = 1e-3  # for torch to check in place of a schedule or a tensor
 
 
 class OptimizerSpec(NamedTuple):
-    """What an optimizer is, apart from its settings."""
+    """The class of torch.optim or the formula that settings are given to."""
 
     name: str
     made_by: str  # the public function that makes it

@@ -16,7 +16,7 @@ from .._optim.step_inputs import Position, StepInputs
 from .._optim.wrapper import Wrapper, checked_state, on_shards
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
-from .._torch.dtypes import HALF, is_half, on_device, rounded_on_bits
+from .._torch.dtypes import HALF, is_half, rounded_on_bits, send_once
 from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
@@ -274,7 +274,7 @@ class RoundingOptimizer(Wrapper):
     def __init__(self, optimizer: Optimizer, seed: int) -> None:
         super().__init__(optimizer, seed)
         self._seed = seed
-        self._rows: dict[Any, Tensor] = {}
+        self._rows: dict[tuple[Any, ...], Tensor] = {}  # of `send_once`
 
     def init(self, params: Tree) -> RoundingState:
         """Return the state before the first step."""
@@ -302,7 +302,7 @@ class RoundingOptimizer(Wrapper):
         dice = Dice.of(self._seed, applied, count)
         results = dict(params)
         halves = {name: old for name, old in inputs.params.items() if is_half(old)}
-        for names in [] if traced() else _names_of_small(halves, params, positions):
+        for names in _names_of_small(halves, params, positions):
             tensors, dtype = [params[name] for name in names], halves[names[0]].dtype
             rows = self._rows_of(tensors, [positions[name] for name in names])
             rounded = _rounded_together(tensors, dtype, dice, rows)
@@ -314,28 +314,22 @@ class RoundingOptimizer(Wrapper):
         return results, RoundingState(state, applied + 1)
 
     def _rows_of(self, tensors: Sequence[Tensor], positions: Sequence[Position]) -> Tensor:
-        """Return the `rows` of `_rounded_together`, on the device of the tensors. They are sent
-        there once, because a graph cannot be captured meanwhile.
-        """
-        sizes = list(map(Tensor.numel, tensors))
+        """Return the `rows` of `_rounded_together`, on the device of the tensors."""
+        sizes = tuple(map(Tensor.numel, tensors))
         before = itertools.accumulate(sizes[:-1], initial=0)
         firsts = [position.start - b for position, b in zip(positions, before, strict=True)]
-        table = sizes, firsts, [position.leaf for position in positions]
-        key = tuple(map(tuple, table)), tensors[0].device
-        if key not in self._rows:
-            rows = on_device(torch.tensor(table, device="cpu"), tensors[0].device)
-            if type(rows) is not Tensor:  # a fake one has no values for the next step
-                return rows
-            self._rows[key] = rows
-        return self._rows[key]
+        table = sizes, tuple(firsts), tuple([position.leaf for position in positions])
+        return send_once(table, tensors[0].device, self._rows)
 
 
 def _names_of_small(
     halves: Tensors, params: Tensors, positions: Mapping[str, Position]
 ) -> list[list[str]]:
     """Return the names of parameters that are rounded together: of one kind, and so small that
-    an operator takes longer than its elements, as all are on an accelerator.
+    an operator takes longer than its elements, as all are on an accelerator. None in a trace.
     """
+    if traced():
+        return []
     kinds: dict[Any, list[str]] = {}
     for name, old in halves.items():
         new = params[name]

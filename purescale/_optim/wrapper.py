@@ -119,8 +119,8 @@ class Wrapper(Updater):
         """Return the step of a large model piece by piece, which bounds the memory for what is
         decoded.
         """
-        whole = self.calls_step or self.differentiable or torch.compiler.is_compiling()
-        if whole or not isinstance(without_wrappers(inputs.opt_state), OptState):
+        in_one_piece = self.calls_step or self.differentiable or torch.compiler.is_compiling()
+        if in_one_piece or not isinstance(without_wrappers(inputs.opt_state), OptState):
             return super().apply_step_unless(skip, inputs, current, in_place=in_place)
 
         def step(inner: StepInputs) -> tuple[Tree, Tree]:
@@ -235,7 +235,7 @@ def _cuts(inputs: StepInputs, size: int, *, cut_leaves: bool) -> list[Cut]:
 
 
 def _cut_each(values: Mapping[str, Any], params: Tensors, cut: Cut) -> dict[str, Any]:
-    """Return what a piece has of these values of parameters, None where there is none."""
+    """Return the parts of these values that belong to a piece, None for a parameter without."""
     return {name: _cut(values.get(name), params[name], span) for name, span in cut.items()}
 
 

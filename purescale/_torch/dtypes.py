@@ -53,6 +53,20 @@ def on_device(number: Tensor, device: torch.device, dtype: torch.dtype | None = 
     return number.to(device, dtype, non_blocking=number.is_cpu)
 
 
+def send_once(
+    numbers: tuple[Any, ...], device: torch.device, cache: dict[tuple[Any, ...], Tensor]
+) -> Tensor:
+    """Return whole numbers as a tensor on a device, which `cache` keeps. A graph cannot be captured
+    while they are sent, and needs them at a fixed address.
+    """
+    if (numbers, device) in cache:
+        return cache[numbers, device]
+    tensor = on_device(torch.tensor(numbers, device="cpu"), device)
+    if type(tensor) is Tensor:  # a fake one has no values for the next step
+        cache[numbers, device] = tensor
+    return tensor
+
+
 def unscaled_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of an unscaled gradient: float32 for float16, whose range is too small.
     bfloat16 has the range of float32 and stays.

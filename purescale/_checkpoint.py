@@ -307,7 +307,9 @@ def _read_file(name: str, file: BinaryIO) -> Any:
     damaged_record = None
     try:
         archive = zipfile.ZipFile(file)
-        if any(record.CRC for record in archive.infolist()):
+        records = archive.infolist()
+        damaged_record = next(filter(None, map(_misread, records)), None)
+        if damaged_record is None and any(record.CRC for record in records):
             damaged_record = archive.testzip()
         if damaged_record is None:
             return _torch_load(file)
@@ -325,6 +327,17 @@ def _read_file(name: str, file: BinaryIO) -> Any:
         "saved. Likely cause: bits that changed on the disk, in memory or in a copy. Fix: another "
         "copy of the file, or the checkpoint before it."
     )
+
+
+_IS_DIRECTORY = 0x10  # of the attributes of MS-DOS
+
+
+def _misread(record: zipfile.ZipInfo) -> str | None:
+    """Return the name of a record that torch alone takes for a directory. It would return memory
+    into which nothing was read, and zipfile goes by the name.
+    """
+    is_directory = record.external_attr & _IS_DIRECTORY
+    return record.filename if is_directory and not record.is_dir() else None
 
 
 def _torch_load(file: BinaryIO) -> Any:

@@ -891,6 +891,20 @@ def test_a_flip_of_any_bits_of_any_kind_of_tensor_is_the_clear_error_or_changes_
     check_refused_or_same_bits(path, tree)
 
 
+def test_a_flip_of_any_bit_that_the_directory_has_of_a_leaf_is_the_clear_error_or_changes_nothing(
+    tmp_path,
+):
+    """Two readers look at it, and the one that compares checksums is not the one that reads."""
+    path, tree = tmp_path / "x.pt", {"a": torch.arange(300.0), "b": torch.arange(33)}
+    ps.save(path, tree)
+    archive, content = zipfile.ZipFile(path), path.read_bytes()
+    first, second = [content.index(name, archive.start_dir) for name in (b"data/1", b"data/2")]
+    for bit in range(8 * (first - 54), 8 * (second - 54)):  # 46 bytes, then "archive/data/1"
+        flipped(path, bit)
+        check_refused_or_same_bits(path, tree)
+        flipped(path, bit)
+
+
 def records(path):
     """The start and the size of each tensor's bytes in the file."""
     content = path.read_bytes()
@@ -969,6 +983,18 @@ def test_a_file_is_one_of_torch(tmp_path):
     ps.save(path, SMALL)
     for mmap in (False, True):
         assert same_bits(torch.load(path, weights_only=True, mmap=mmap), ps.to_state_dict(SMALL))
+
+
+def test_a_file_that_was_packed_again_with_directories_loads(tmp_path):
+    ps.save(tmp_path / "x.pt", SMALL)
+    old = zipfile.ZipFile(tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "again.pt", "w") as new:
+        folder = zipfile.ZipInfo("archive/data/")
+        folder.external_attr = 0x10
+        new.writestr(folder, b"")
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    assert same_bits(ps.load(tmp_path / "again.pt", like=zeros(SMALL)), SMALL)
 
 
 def test_a_file_of_an_earlier_version_loads(tmp_path):

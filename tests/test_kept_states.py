@@ -1,6 +1,7 @@
 """Kept states: what comes back, and that nothing is left in the folder."""
 
 import functools
+from collections import Counter
 
 import pytest
 import torch
@@ -44,6 +45,23 @@ def test_nothing_is_left_in_the_folder_after_an_error(tmp_path):
 def test_a_run_in_a_folder_leaves_no_file(tmp_path):
     ps.vjp_through(lambda x, i: (x * i, ()), torch.ones(2), [2.0] * 5, torch.sum, folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@given(number=st.integers(1, 30), every=st.none() | st.integers(1, 40), in_a_folder=st.booleans())
+def test_segments_of_one_length_make_each_step_again_at_most_once(
+    tmp_path_factory, number, every, in_a_folder
+):
+    calls = Counter()
+
+    def step(x, index):
+        calls[index, x.requires_grad] += 1
+        return x * 2, ()
+
+    folder = tmp_path_factory.getbasetemp() if in_a_folder or not every else None
+    ps.vjp_through(step, torch.ones(2), range(number), torch.sum, every=every, folder=folder)
+    assert all(calls[index, True] == 1 for index in range(number))
+    assert all(calls[index, False] <= 2 for index in range(number - 1))
+    assert calls[number - 1, False] == 2  # the last one, to be compared
 
 
 @functools.cache

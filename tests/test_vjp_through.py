@@ -2,11 +2,15 @@
 
 import gc
 import itertools
+import operator
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import clone
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -336,6 +340,26 @@ def test_an_average_that_follows_a_skipped_step_is_refused():
         ps.vjp_through(step_or_skip, state, [0, 0, 1, 0], query, wrt=ONE)
 
 
+@given(
+    number=st.integers(1, 4),
+    index=st.integers(0, 3),
+    cotangents=st.lists(st.sampled_from([-1.0, 0.0, 2.0]), min_size=5, max_size=5),
+)
+def test_a_skipped_step_may_move_only_what_no_derivative_is_taken_of(number, index, cotangents):
+    def step(x, i):
+        info = ps.StepInfo(*[torch.zeros(())] * 6, ())
+        return x + 1, info._replace(found_inf=torch.tensor(i == index))
+
+    def run():
+        return ps.vjp_through(step, torch.ones(5), range(number), torch.tensor(cotangents))
+
+    if index < number and any(cotangents):
+        with pytest.raises(ValueError, match=f"step {index} was skipped, and moved state"):
+            run()
+    else:
+        assert run().state.tolist() == cotangents
+
+
 def test_sums_over_many_steps_are_wide():
     w = torch.tensor(0.0, dtype=torch.bfloat16)
     run = ps.vjp_through(
@@ -503,7 +527,98 @@ def test_a_derivative_that_no_scale_makes_finite_is_refused(rule):
         ps.vjp_through(step, torch.ones(2), [0.0, 1.0, -1.0], torch.Tensor.sum, rule=rule)
 
 
+class Recorded:
+    """A rule, and the scales and largest derivatives that it was given."""
+
+    def __init__(self, rule):
+        self.rule, self.takes_amax = rule, getattr(rule, "takes_amax", False)
+        self.scales, self.amaxes = [], []
+
+    def init(self, device=None):
+        return self.rule.init(device)
+
+    def update(self, scaler, found_inf, *amax):
+        self.scales.append(scaler.scale.item())
+        self.amaxes += amax
+        return self.rule.update(scaler, found_inf, *amax)
+
+
+@given(number=st.integers(1, 9), interval=st.integers(1, 3), init=st.integers(-3, 3))
+def test_the_scale_of_the_cotangents_follows_the_rule_from_step_to_step(number, interval, init):
+    rule = Recorded(ps.DynamicScale(2.0**init, growth_interval=interval))
+    ps.vjp_through(lambda x, i: (x * 2, ()), torch.ones(5), range(number), torch.sum, rule=rule)
+    assert rule.scales == [2.0 ** (init + index // interval) for index in range(number)]
+
+
+@pytest.mark.parametrize("size", [5, 33, 300])
+@given(shares=st.lists(st.integers(-9, 9), min_size=1, max_size=5), of_slot=st.integers(-9, 9))
+def test_a_rule_is_given_the_largest_derivative_by_the_parameters_alone(size, shares, of_slot):
+    class State(NamedTuple):
+        params: dict
+        slot: torch.Tensor
+
+    def step(state, factor):
+        params = {name: factor * p for name, p in state.params.items()}
+        return State(params, 2.0**of_slot * state.slot), ()
+
+    def query(state):
+        return state.params["a"].sum() - 2 * state.params["b"].max() + state.slot.sum()
+
+    rule = Recorded(ps.HeadroomScale())
+    state = State({"a": torch.ones(size), "b": torch.arange(size) + 1.0}, torch.ones(size))
+    factors = [2.0**share for share in shares]
+    ps.vjp_through(step, state, factors, query, rule=rule)
+    expected = itertools.accumulate(reversed(factors), initial=2.0, func=operator.mul)
+    assert rule.amaxes == list(expected)[1:]
+
+
 # ---- jit -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_jitted_step_of_either_backend_has_the_derivative_of_the_eager_one(is_wrapped):
+    """As it is or within a function, and by rules of any class."""
+    step, state, query = task(net(width=5), differentiable(torch.optim.SGD, momentum=0.9))
+    jitted = ps.jit(step, backend="aot_eager")
+    taken = (lambda *args: jitted(*args)) if is_wrapped else jitted
+    items, weights = batches(3), torch.ones(N)
+    eager = ps.vjp_through(step, state, items, query, wrt=weights)
+    for rule in (None, ps.HeadroomScale(), ps.StaticScale(8.0), Unhashable(8.0)):
+        run = ps.vjp_through(taken, state, items, query, wrt=weights, rule=rule)
+        torch.testing.assert_close(run.wrt, eager.wrt, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(run.state.params, eager.state.params, rtol=1e-5, atol=1e-7)
+
+
+class Unhashable(ps.DynamicScale):
+    __hash__ = None
+
+
+def step_at_rate(x, item, rate):
+    return x - rate * (x - item), ()
+
+
+def test_runs_of_one_jitted_step_share_their_graphs():
+    step, one = ps.jit(step_at_rate, backend="aot_eager"), torch.tensor(1.0)
+    for number, rule in ((3, None), (5, ps.StaticScale(8.0)), (2, ps.DynamicScale())):
+        ps.vjp_through(step, 2 * one, [one] * number, torch.square, wrt=one, rule=rule)
+    assert len(step.programs) == 1
+    assert [len(pullback.programs) for pullback in step.pullbacks.values()] == [1]
+
+
+def test_a_jitted_method_is_freed_with_its_object():
+    class Trainer:
+        def __init__(self):
+            self.step = ps.jit(self.plain, backend="aot_eager")
+
+        def plain(self, x, item, rate):
+            return step_at_rate(x, item, rate)
+
+    trainer, one = Trainer(), torch.tensor(1.0)
+    ps.vjp_through(trainer.step, 2 * one, [one], torch.square, wrt=one)
+    alive = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.slow
@@ -536,11 +651,62 @@ def test_dropout_under_jit_draws_the_numbers_of_the_run():
 def test_a_step_that_donates_is_refused():
     step, state, query = task(donate=True)
     before = {name: p.clone() for name, p in state.params.items()}
-    with pytest.raises(RuntimeError, match="overwrote its state"):
+    with pytest.raises(RuntimeError, match="step 0 overwrote state"):
         ps.vjp_through(step, state, batches(3), query, wrt=torch.ones(N))
     assert same_bits(before, state.params)
     with pytest.raises(ValueError, match="donates"):
         ps.vjp_through(ps.jit(step, donate=0), state, batches(3), query, wrt=torch.ones(N))
+
+
+def donating(cls, jit=False):
+    optimizer = ps.from_torch(cls, lr=0.01)
+    step = task(net(width=5), optimizer, donate=not jit)[0]
+    step = ps.jit(step, donate=0, backend="aot_eager") if jit else step
+    return task(net(width=5), optimizer), step, "state"
+
+
+def writing(path, into):
+    """A step that writes into what this function returns of its arguments."""
+    step, state, query = task(net(width=5))
+
+    def writes(*args):
+        returned = step(*args)
+        into(*args).zero_()
+        return returned
+
+    return (step, state, query), writes, path
+
+
+OVERWRITES = {
+    "donate, fused": lambda: donating(torch.optim.AdamW),
+    "donate, by its formula": lambda: donating(torch.optim.RMSprop),
+    "jit(donate=0)": lambda: donating(torch.optim.SGD, jit=True),
+    "a parameter": lambda: writing("state.params", lambda s, b, w: s.params["2.weight"]),
+    "a moment": lambda: writing(
+        "state.opt_state", lambda s, b, w: s.opt_state.slots["0.bias"]["exp_avg"]
+    ),
+    "its item": lambda: writing(r"item\[1\]\[0\]", lambda s, b, w: b[0]),
+    "wrt": lambda: writing("wrt", lambda s, b, w: w),
+}
+
+
+@pytest.mark.parametrize("name", OVERWRITES)
+def test_a_step_that_overwrites_what_it_takes_is_refused_whichever_it_is(name):
+    (step, state, query), overwrites, path = OVERWRITES[name]()
+    before = clone(state)
+
+    @given(number=st.integers(1, 5), index=st.integers(0, 4), every=st.none() | st.integers(1, 5))
+    def check(number, index, every):
+        def either(state, item, weights):
+            return (overwrites if item[0] == index else step)(state, item[1], weights)
+
+        index = min(index, number - 1)
+        items = list(enumerate(batches(number)))
+        with pytest.raises(RuntimeError, match=f"step {index} overwrote {path}"):
+            ps.vjp_through(either, state, items, query, wrt=torch.ones(N), every=every)
+        assert same_bits(before, state)
+
+    check()
 
 
 def test_a_step_that_is_not_a_function_of_its_arguments_is_refused():

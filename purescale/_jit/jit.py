@@ -18,7 +18,7 @@ from .._jit.pure_graph import PureGraph, compiled, trace
 from .._torch import private
 from .._torch.autocast import active_autocast, outside_autocast
 from .._torch.donation import can_write, storage_pointers
-from .._torch.tracing import PLAIN_TYPES, recorded_by_make_fx, traced
+from .._torch.tracing import PLAIN_TYPES, end_graph, recorded_by_make_fx, traced
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import as_tensor_list
@@ -205,6 +205,7 @@ class Jitted:
         functools.update_wrapper(self, fn, updated=())
         self.fn, self.donate, self.backend, self.mode = fn, donate, backend, mode
         self.programs, self.scans = Programs(fn), Programs(fn)
+        self.pullbacks: dict[Any, Jitted] = {}  # those of vjp_through: as long as this function
 
     def __call__(self, *args: Tree) -> Tree:
         if _inside_a_graph():
@@ -305,6 +306,7 @@ def _check_argument(leaf: Any, args: tuple[Tree, ...], index: int) -> None:
     if type(leaf) in PLAIN_TYPES and leaf.layout is torch.strided and not leaf.is_nested:
         if not (leaf.requires_grad and torch.is_grad_enabled()):
             return
+        end_graph()
         what = "requires a gradient, and the results of jit have no graph"
         fix = (
             "`torch.func.grad` inside of the function, `.detach()`, or `with torch.no_grad():` "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -163,8 +162,8 @@ def vjp_through(
 
     Raises:
         FloatingPointError: A cotangent is not finite, and `rule` has no lower scale.
-        RuntimeError: The step overwrote its state, or the last one, made again, came out with other
-            bits.
+        RuntimeError: A step overwrote its state, its item or `wrt`, or the last one, made again,
+            came out with other bits.
         ValueError: There are no items, a skipped step has moved an average, or this is called under
             torch.compile, torch.func, jit or inference_mode.
         TypeError: An argument is of a wrong kind, or `items` can be read only once.
@@ -187,7 +186,8 @@ def vjp_through(
     steps, slots = plan(number, every, folder is not None)
     first, wrt = _tree.clone(state), _tree.clone(wrt)
     rule = NoScale() if rule is None else rule
-    pullback = Pullback(step, Floats.of(first), Floats.of(wrt), _is_given(wrt), rule)
+    forms = Floats.of(first), Floats.of(wrt)
+    pullback = Pullback(step, *forms, takes_wrt=_is_given(wrt), takes_amax=takes_amax(rule))
     floats, generators = pullback.floats, Generators.of(_device(first))
     like = Moment(first, generators.states())
     with generators.locked(), KeptStates(folder, like) as kept:
@@ -234,6 +234,14 @@ def _device(state: Tree) -> torch.device:
 # ---- the run -------------------------------------------------------------------------------------
 
 
+class _Arguments(NamedTuple):
+    """What a step takes."""
+
+    state: Tree
+    item: Any
+    wrt: Tree
+
+
 class _Run(NamedTuple):
     """The steps of a run, and the generators that they draw from."""
 
@@ -245,26 +253,30 @@ class _Run(NamedTuple):
     def forward(self, state: Tree, steps: list[int], kept: KeptStates) -> tuple[Tree, list[bool]]:
         """Return the final state, and which steps were skipped."""
         flags, to_keep = [], set(steps)
-        leaves = _tree.tensors(state)
-        before = versions(leaves)
-        for index, item in enumerate(self.items):
+        for index in range(len(self.items)):
             if index in to_keep:
                 kept.keep(index, Moment(state, self.generators.states()))
-            new, info = self._step(state, item)
+            new, info = self._step(state, index)
             if not index:
                 _tree.matching_leaves(state, new, "state", "the state that the step returned")
-                if versions(leaves) != before:
-                    raise RuntimeError(
-                        "the step overwrote its state, which a replay needs again. Likely cause: "
-                        "`donate=True` in train_step. Fix: a step that does not donate."
-                    )
             flags.append(getattr(info, "found_inf", False))
             state = new
         return state, _read(flags)
 
-    def _step(self, state: Tree, item: Any) -> tuple[Tree, Any]:
+    def _step(self, state: Tree, index: int) -> tuple[Tree, Any]:
+        args = _Arguments(state, self.items[index], self.wrt)
+        leaves = _tree.flatten(args)[0]
+        before = versions(leaves)
+        new, info = pair_of(self.call(*args))
+        for place, (old, version) in enumerate(zip(before, versions(leaves), strict=True)):
+            if version != old:
+                path = _tree.path(args, "", place).removeprefix(".")
+                raise RuntimeError(
+                    f"step {index} overwrote {path}, which a replay needs again. Likely cause: "
+                    "`donate=True` in train_step; an operator in place. Fix: a step that does not "
+                    "donate; `x = x * 2` for `x *= 2`."
+                )
         # What the step closes over may require a gradient, and would keep the graphs of all steps.
-        new, info = pair_of(self.call(state, item, self.wrt))
         if any(leaf.requires_grad for leaf in _tree.tensors(new)):
             new = _tree.map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, new)
         return new, info
@@ -279,7 +291,7 @@ class _Run(NamedTuple):
             to_keep = set(steps_to_keep(first, stop, slots - len(kept) + 1))
             self.generators.restore(moment.generators)
             for index in range(first + 1, stop):
-                state, _ = self._step(moment.state, self.items[index - 1])
+                state, _ = self._step(moment.state, index - 1)
                 moment = Moment(state, self.generators.states())
                 if index in to_keep:
                     kept.append((index, moment))
@@ -291,7 +303,7 @@ class _Run(NamedTuple):
     def check_last(self, before: Moment, final: Tree) -> None:
         """Refuse a step whose last call, made again, gives another state."""
         self.generators.restore(before.generators)
-        again, _ = self._step(before.state, self.items[-1])
+        again, _ = self._step(before.state, len(self.items) - 1)
         leaves = _tree.flatten(final)[0], _tree.flatten(again)[0]
         for path, old, new in zip(_tree.paths(final, "state"), *leaves, strict=True):
             if not is_plain(old) or torch.equal(old, new):  # but a NaN is equal by its bits
@@ -386,30 +398,29 @@ def _cotangents_of(tree: Tree, final: Tree, floats: Floats, likes: Leaves) -> Le
 class Pullback:
     """The derivative of one step, as a function of trees that `jit` can compile."""
 
-    step: Step
+    step: Step = dataclasses.field(compare=False)
     floats: Floats  # of the state
     wanted: Floats  # of wrt
     takes_wrt: bool
-    rule: Rule[Any]
+    takes_amax: bool
 
     def call(self, state: Tree, item: Any, wrt: Tree) -> tuple[Tree, Tree]:
         return self.step(state, item, wrt) if self.takes_wrt else self.step(state, item)
 
     def compiled(self) -> Callable[..., Any]:
         """Return this function, in one graph if the step is: the same for each run of the step."""
-        if not (isinstance(self.step, Jitted) and self.step.compiles()):
+        if not isinstance(self.step, Jitted):
             return self
-        plain = dataclasses.replace(self, step=self.step.fn)
-        graphs = _graphs.setdefault(self.step, {})
+        plain, graphs = dataclasses.replace(self, step=self.step.fn), self.step.pullbacks
         if plain not in graphs:
-            graphs[plain] = jit(plain, mode=self.step.mode)
+            graphs[plain] = jit(plain, backend=self.step.backend, mode=self.step.mode)
         return graphs[plain]
 
     def __call__(
         self, state: Tree, item: Any, wrt: Tree, after: Leaves, sums: Leaves, scaler: HasScale
-    ) -> tuple[Leaves, Leaves, Tensor, HasScale]:
+    ) -> tuple[Leaves, Leaves, Tensor, Any]:
         """Return the derivatives by the state before the step, from those by the state after it,
-        the sums of those by wrt, whether they overflow, and the next state of the rule.
+        the sums of those by wrt, whether they overflow, and the amax for a rule that takes it.
         """
         scaled = [
             (leaf.to(wide_dtype(leaf.dtype)) * scaler.scale).to(like.dtype)
@@ -420,9 +431,9 @@ class Pullback:
         )
         # Those by moments are larger by far, and pass through no half backward.
         tree = self.floats.only(by_state)
-        amax = grad_amax(getattr(tree, "params", tree)) if takes_amax(self.rule) else ()
+        amax = grad_amax(getattr(tree, "params", tree)) if self.takes_amax else ()
         sums = [a + b for a, b in zip(sums, by_wrt, strict=True)]
-        return by_state, sums, overflow, call_rule(self.rule, scaler, overflow, amax)
+        return by_state, sums, overflow, amax
 
     def _pull(self, state: Tree, item: Any, wrt: Tree, cotangents: Leaves) -> tuple[Leaves, Leaves]:
         values, others = self.floats.values(state), self.wanted.values(wrt)
@@ -453,10 +464,6 @@ class Pullback:
         return pulled
 
 
-# The graphs of pullbacks, by their step, so that a second run compiles nothing.
-_graphs: weakref.WeakKeyDictionary[Jitted, dict[Pullback, Jitted]] = weakref.WeakKeyDictionary()
-
-
 @dataclasses.dataclass
 class _Derivative:
     """The derivatives by a state, pulled back through one step after the other, and the sums of
@@ -474,14 +481,15 @@ class _Derivative:
         """Replace the derivatives by those before the step of this index."""
         while True:
             arguments = state, item, self.wrt, self.by_state, self.by_wrt, self.scaler
-            by_state, by_wrt, overflow, scaler = self.pullback(*arguments)
+            by_state, by_wrt, overflow, amax = self.pullback(*arguments)
             if not overflow:
                 break
             lower = backed_off(self.rule, self.scaler)
             if lower is None:
                 raise _not_finite(index, self.scaler.scale, self.rule)
             self.scaler = lower
-        self.by_state, self.by_wrt, self.scaler = by_state, by_wrt, scaler
+        self.by_state, self.by_wrt = by_state, by_wrt
+        self.scaler = call_rule(self.rule, self.scaler, overflow, amax)
 
 
 def _not_finite(index: int, scale: Tensor, rule: Any) -> FloatingPointError:

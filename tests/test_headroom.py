@@ -333,6 +333,28 @@ def test_a_damaged_state_comes_back(scale, bad, history):
     assert same_bits(fresh, clean(rule, 1.0, 1.0, 1.0))
 
 
+@pytest.mark.parametrize("count", [-(2**31), -1, ZEROS + 1, 2**31 - 1])
+@given(rules, steps)
+def test_a_damaged_count_of_zeros_is_repaired(count, rule, series):
+    """A count of zeros in a row is in its range after a step, and one below 0 counts as 0."""
+    before = run(rule, series)[-1]
+    damaged, zeros = before._replace(consecutive_zeros=torch.tensor(count).int()), [(False, 0.0)]
+    with patched(_MOST_ZEROS=ZEROS):
+        states = run(rule, zeros * (ZEROS + 1), damaged)
+        assert all(0 <= state.consecutive_zeros < ZEROS for state in states[1:])
+        if count <= 0:
+            fresh = before._replace(consecutive_zeros=torch.tensor(0).int())
+            assert same_bits(states[1:], run(rule, zeros * (ZEROS + 1), fresh)[1:])
+
+
+@given(rules, steps, st.sampled_from(["a number", "of a step"]))
+def test_the_state_of_a_rule_is_off_the_graph_of_amax(rule, series, kind):
+    state = run(rule, series)[-1]
+    amax = torch.tensor(2.0, requires_grad=True)
+    after = rule.update(state, torch.tensor(False), amax if kind == "a number" else amax * 3)
+    assert not any(leaf.requires_grad for leaf in after)
+
+
 @given(rules, steps)
 def test_update_is_pure(rule, series):
     state = rule.init()

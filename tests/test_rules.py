@@ -274,6 +274,34 @@ def test_each_rule_keeps_every_law(rule):
     assert_scale_rule(rule)
 
 
+@pytest.mark.parametrize("takes_amax", [True, False])
+def test_each_rule_of_a_class_is_refused_by_its_own_takes_amax(takes_amax):
+    class Own:
+        def __init__(self, takes_amax):
+            self.takes_amax = takes_amax
+
+        def init(self, device=None):
+            return ps.StaticScale(8.0).init(device)
+
+        if takes_amax:
+
+            def update(self, scaler, found_inf, amax):
+                return scaler
+        else:
+
+            def update(self, scaler, found_inf):
+                return scaler
+
+    def start(rule):
+        optimizer = ps.from_torch(torch.optim.SGD, lr=0.1)
+        return ps.init_train_state({"w": torch.ones(3)}, {}, optimizer, rule)
+
+    for _ in range(2):
+        assert start(Own(takes_amax)).scaler.scale == 8
+        with pytest.raises(TypeError, match=rf"takes_amax is {not takes_amax}. Fix: "):
+            start(Own(not takes_amax))
+
+
 def test_rules_are_values():
     assert ps.DynamicScale() == ps.DynamicScale()
     assert hash(ps.StaticScale(2.0)) == hash(ps.StaticScale(2.0))

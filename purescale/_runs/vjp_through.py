@@ -121,9 +121,10 @@ def vjp_through(
 
     - The bits are those of the unrolled gradient where both make the same operators. So the
       optimizer of an eager step should be `from_torch(..., differentiable=True)`. Without it, or
-      with a loop by hand in the step, torch.func takes the derivative. That takes twice the time,
-      holds the graphs of all microbatches of a step at once, and refuses a checkpointed region and
-      a state with `rng`. A fused kernel makes the run then, and its formula the derivative.
+      with a loop by hand or a jitted function in the step, torch.func takes the derivative. That
+      takes twice the time, holds the graphs of all microbatches of a step at once, and refuses a
+      checkpointed region and a state with `rng`. A fused kernel makes the run then, and its formula
+      the derivative.
     - A step whose `info.found_inf` is True is the identity. What comes out is the derivative of the
       run without it. A single microbatch that `on_nonfinite="drop_microbatch"` dropped is refused.
     - Dropout draws the same numbers in a replay, from `state.rng` or from torch's generators. Runs

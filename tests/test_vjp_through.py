@@ -577,7 +577,7 @@ def test_a_rule_is_given_the_largest_derivative_by_the_parameters_alone(size, sh
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
-def test_a_jitted_step_of_either_backend_has_the_derivative_of_the_eager_one(is_wrapped):
+def test_a_jitted_step_without_a_compiler_has_the_derivative_of_the_eager_one(is_wrapped):
     """As it is or within a function, and by rules of any class."""
     step, state, query = task(net(width=5), differentiable(torch.optim.SGD, momentum=0.9))
     jitted = ps.jit(step, backend="aot_eager")

@@ -517,6 +517,7 @@ class Counts(nn.Module):
         return self.linear(x) + self.cache
 
 
+@pytest.mark.filterwarnings("ignore:the forward of the model left another value")
 @pytest.mark.parametrize("make", [TwoNames, Counts])
 def test_call_after_call_is_the_same_and_compiled_one_graph(make):
     apply, params, buffers = ps.make_functional(make())
@@ -531,6 +532,7 @@ def test_call_after_call_is_the_same_and_compiled_one_graph(make):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.filterwarnings("ignore:the forward of the model left another value")
 @pytest.mark.parametrize(
     "make",
     [

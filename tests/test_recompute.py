@@ -360,6 +360,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the forward of the model left another value")
 @pytest.mark.parametrize("change", CHANGED, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("how", [True, "closure"])
 def test_a_region_reads_what_the_forward_wrote_before_it(change, how):
@@ -374,6 +375,7 @@ def test_a_region_reads_what_the_forward_wrote_before_it(change, how):
     assert same_bits(results[1][1], results[1][0])
 
 
+@pytest.mark.filterwarnings("ignore:the forward of the model left another value")
 @pytest.mark.parametrize("how", [True, "closure"])
 def test_regions_of_threads_read_their_own_weights(how):
     apply, params, buffers = ps.make_functional(

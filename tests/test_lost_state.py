@@ -1,4 +1,4 @@
-"""State that ends with a call is named once: that in plain attributes, and what a backward writes."""
+"""State that ends with a call is named once: in plain attributes, and what a backward writes."""
 
 import collections
 import functools
@@ -334,16 +334,17 @@ def test_what_a_backward_writes_into_a_buffer_is_named_once(kind, by_hand):
         out, buffers = apply(params, buffers, x)
         return out.square().mean(), buffers
 
-    def run():
-        if by_hand:
-            leaves = {key: param.clone().requires_grad_() for key, param in params.items()}
-            loss_fn(leaves, buffers, torch.randn(5, 3))[0].backward()
-        else:
-            ps.value_and_grad(loss_fn)(params, buffers, torch.randn(5, 3))
+    def train():
+        for x in torch.randn(2, 5, 3):
+            if by_hand:
+                leaves = {key: param.clone().requires_grad_() for key, param in params.items()}
+                loss_fn(leaves, buffers, x)[0].backward()
+            else:
+                ps.value_and_grad(loss_fn)(params, buffers, x)
 
-    with pytest.warns(UserWarning, match=rf"wrote into its buffer 0\.{name} after the call") as seen:
-        run()
-        run()
+    message = rf"wrote into its buffer 0\.{name} after the call"
+    with pytest.warns(UserWarning, match=message) as seen:
+        train()
     assert len(seen) == 1
 
 

@@ -89,7 +89,7 @@ def _changes(before: ModelCopy, copy: ModelCopy, *, trains: bool) -> _Changes:
     arguments = set(map(id, copy.arguments.values()))
     number_of = {id(obj): number for number, obj in enumerate(before.objects)}
     seen = set(zip(map(id, before.modules()), map(id, copy.modules()), strict=True))
-    # The old and the new value, the name of the attribute, and the name that state_attributes takes.
+    # Old and new value, the name of the attribute, and the name for state_attributes or "".
     waiting: list[tuple[Any, Any, str, str]] = []
     for path, module in before.root.named_modules():
         pairs = _attributes(module, copy.objects[number_of[id(module)]], path)

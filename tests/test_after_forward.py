@@ -123,6 +123,7 @@ class Spikes(nn.Module):
         return self.linear(x) + self.mem + float(self.seen[0])
 
 
+@pytest.mark.filterwarnings("ignore:the forward of the model left another value")
 @pytest.mark.parametrize(
     ("write", "mapped"),
     # torch.vmap refuses a write of one member into what all have in common
@@ -155,6 +156,7 @@ def test_a_tensor_that_is_a_buffer_is_that_of_the_module_stepped_in_time():
         assert same_bits(out, model(X).detach())
 
 
+@pytest.mark.filterwarnings("ignore:the forward of the model left another value")
 def test_neither_the_model_nor_its_arrays_change():
     model = Spikes("writes")
     apply, params, buffers = ps.make_functional(model)

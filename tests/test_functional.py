@@ -12,6 +12,7 @@ import threading
 import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import hypothesis.strategies as st
 import numpy as np
@@ -517,6 +518,7 @@ class Counts(nn.Module):
         return self.linear(x) + self.cache
 
 
+@pytest.mark.filterwarnings("ignore:the forward of the model left another value")
 @pytest.mark.parametrize("make", [TwoNames, Counts])
 def test_call_after_call_is_the_same_and_compiled_one_graph(make):
     apply, params, buffers = ps.make_functional(make())
@@ -531,6 +533,7 @@ def test_call_after_call_is_the_same_and_compiled_one_graph(make):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.filterwarnings("ignore:the forward of the model left another value")
 @pytest.mark.parametrize(
     "make",
     [
@@ -698,6 +701,33 @@ def test_what_is_put_into_a_layer_of_torch_is_refused_every_time(what, hook_firs
             apply(params, buffers, torch.ones(1, 3))
 
 
+class Empty(nn.Module):
+    """A part without a parameter, buffer or module, which registers one in its forward."""
+
+    def __init__(self, register):
+        super().__init__()
+        self.register = register
+
+    def forward(self, x):
+        self.register(self, x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda m, x: m.register_buffer("late", x),
+        lambda m, x: m.add_module("late", nn.ReLU()),
+    ],
+    ids=["a buffer", "a module"],
+)
+def test_what_is_put_into_an_empty_module_is_refused_in_a_compiled_call_too(register):
+    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 3), Empty(register)))
+    compiled = torch.compile(lambda p, x: apply(p, buffers, x)[0], backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="the forward of the model registered"):
+        compiled(params, torch.ones(1, 3))
+
+
 def test_a_model_that_has_seen_a_batch_has_its_late_buffer():
     class Rotary(nn.Module):
         def forward(self, x):
@@ -711,10 +741,12 @@ def test_a_model_that_has_seen_a_batch_has_its_late_buffer():
     assert same_bits(apply(params, buffers, x)[0], model(x))
 
 
-def test_a_buffer_that_is_replaced_by_an_argument_shares_no_memory_with_it():
+@pytest.mark.parametrize("with_graph", [True, False])
+def test_a_buffer_that_is_replaced_by_an_argument_shares_no_memory_with_it(with_graph):
     apply, params, buffers = ps.make_functional(Does(lambda m, x: setattr(m, "state", x)))
     x = torch.ones(1, 3)
-    new = apply(params, buffers, x)[1]["state"]
+    with nullcontext() if with_graph else torch.no_grad():
+        new = apply(params, buffers, x)[1]["state"]
     assert same_bits(new, x)
     assert not shares_memory(new, x)
 
@@ -1430,6 +1462,12 @@ def over_a_global(net):
     net[0].register_forward_hook(GLOBALS["hook"])
 
 
+def over_a_global_method(net):
+    GLOBALS["norm"] = net[1].forward
+    exec("def hook(module, inputs, out): return norm(out)", GLOBALS)
+    net[0].register_forward_hook(GLOBALS["hook"])
+
+
 GLOBALS = {}
 LIVE = {
     hook_that_calls_another: ("0._forward_hooks", "module itself"),
@@ -1440,6 +1478,7 @@ LIVE = {
     through_a_helper: ("0._forward_hooks", "module 1"),
     over_a_tensor: ("1._forward_pre_hooks", "tensor 0.weight"),
     over_a_global: ("0._forward_hooks", "module itself"),
+    over_a_global_method: ("0._forward_hooks", "module 1"),
 }
 
 

@@ -6,10 +6,13 @@ import functools
 import gc
 import logging
 import pickle
+import subprocess
+import sys
 import weakref
 
 import pytest
 import torch
+from helpers import same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -326,6 +329,60 @@ def test_a_copy_of_apply_puts_back_what_is_its_own(how):
     other = how(apply)
     outs = [call(params, buffers, x, [grow, remember])[0] for call in (apply, other, other, apply)]
     assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+IN_ANOTHER_PROCESS = """
+import pickle, sys
+import torch
+import purescale as ps
+if sys.argv[1] == "after another model":
+    ps.make_functional(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(2, 2)))
+apply, *arguments = pickle.load(sys.stdin.buffer)
+out, buffers = apply(*arguments)
+sys.stdout.buffer.write(pickle.dumps((out, buffers)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["alone", "after another model"])
+def test_an_apply_works_in_another_process(first):
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    apply, params, buffers = ps.make_functional(model)
+    arguments = params, buffers, torch.randn(4, 3)
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_PROCESS, first],
+        input=pickle.dumps((apply, *arguments)),
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert same_bits(pickle.loads(done.stdout), apply(*arguments))
+
+
+class Resource:
+    """What is given back once, as a handle to memory or a file is."""
+
+    returned = 0
+
+    def __del__(self):
+        Resource.returned += 1
+
+
+def test_calls_share_a_helper_that_is_freed_by_hand():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.resource = nn.Linear(3, 3), Resource()
+
+        def forward(self, x):
+            return self.linear(x), self.resource
+
+    net = Net()
+    apply, params, buffers = ps.make_functional(net)
+    for _ in range(2):
+        assert apply(params, buffers, torch.ones(1, 3))[0][1] is net.resource
+    del apply
+    gc.collect()
+    assert Resource.returned == 0
 
 
 # ---- compiled ------------------------------------------------------------------------------------

@@ -457,6 +457,15 @@ def test_a_parameter_in_a_class_which_no_copy_has_is_refused_by_name(case):
         ps.make_functional(in_a_class(put))
 
 
+def test_a_constant_in_a_class_may_be_a_frozen_parameter():
+    def put(net, owner, helper):
+        owner.shared = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+
+    apply, params, buffers = ps.make_functional(in_a_class(put))
+    assert same_bits(apply(params, buffers, torch.ones(1, 3))[0], torch.full((1, 3), 3.0))
+    assert buffers == {}
+
+
 def test_a_class_that_knows_its_only_instance_is_taken():
     def put(net, owner, helper):
         owner.shared, owner.instance = torch.ones(3, 3), net

@@ -1,5 +1,6 @@
 """State in plain attributes: calls in turn are the module stepped in time."""
 
+import collections
 import copy
 import functools
 import pickle
@@ -453,14 +454,39 @@ def test_a_reset_in_forward_is_refused():
         (("*.meem",), ValueError, r"'\*\.meem', which matches no.* are 1\.mem, 1\.past\.0\."),
         (("1.beta",), ValueError, r"1\.beta matches '1\.beta'.* is float"),
         (("1.past",), ValueError, r"1\.past is a list.*Fix: '1\.past\.\*'"),
+        (("1.last",), ValueError, r"1\.last matches.* is deque;.*Fix: keep .*'1\.last\.\*'"),
+        (("1.pair",), ValueError, r"1\.pair matches.* is tuple;.*Fix: keep .*'1\.pair\.\*'"),
         (("1.none",), ValueError, r"1\.none is an empty dict.*Fix: '1\.none\.\*'.* once"),
     ],
 )
 def test_what_is_no_tensor_of_the_model_is_refused(names, error, message):
     model = stepped_leaky()
     model[1].beta, model[1].past, model[1].none = 0.5, [torch.ones(3)], {}
+    model[1].last, model[1].pair = collections.deque([torch.ones(3)]), (torch.ones(3),) * 2
     with pytest.raises(error, match=message):
         ps.make_functional(model, names)
+
+
+@pytest.mark.parametrize("kind", [collections.deque, tuple])
+def test_the_cure_for_a_deque_or_tuple_keeps_its_tensors(kind):
+    class Last(nn.Module):
+        def __init__(self, kind):
+            super().__init__()
+            self.kind, self.h = kind, kind([torch.zeros(3), torch.zeros(3)])
+
+        def forward(self, x):
+            self.h = self.kind([*list(self.h)[1:], x])
+            return x + self.h[0]
+
+    with pytest.raises(
+        ValueError, match=r"Fix: keep .*`self\.h = \[\*self\.h\[1:\], x\]`.*'h\.\*'"
+    ):
+        ps.make_functional(Last(kind), ("h",))
+    module, (apply, params, buffers) = Last(kind), ps.make_functional(Last(list), ("h.*",))
+    xs = torch.randn(4, 3)
+    out, buffers = rolled(apply, params, buffers, xs)
+    assert same_bits(out, torch.stack([module(x) for x in xs]))
+    assert same_bits(list(buffers.values()), list(module.h))
 
 
 def test_a_pattern_may_match_a_buffer_which_is_state_already():

@@ -194,7 +194,7 @@ def rerun_under_function_modes(copy: ModelCopy) -> None:
     """Let what runs again run under the function modes of the call, even after they were exited."""
     if modes := private.function_modes():
         for module in copy.modules():
-            vars(module)["forward"] = functools.partial(_call_under, modes, _weak_forward(module))
+            vars(module)["forward"] = functools.partial(_call_under, modes, weak_forward(module))
 
 
 def _call_under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +206,8 @@ def _call_under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> An
         return forward()(*args, **kwargs)
 
 
-def _weak_forward(module: nn.Module) -> Any:
+@private.only_inlined
+def weak_forward(module: nn.Module) -> Any:
     """Return a function that returns the module's forward without keeping the module alive."""
     forward = module.forward
     if inspect.ismethod(forward) and forward.__self__ is module:

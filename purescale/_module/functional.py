@@ -21,6 +21,7 @@ from .._module.after_forward import (
     rerun_under_function_modes,
     stamps,
 )
+from .._module.lost_state import NewTensors, warn_of_attributes, watch_backward
 from .._module.norms import norm_params, norms_without_statistics
 from .._module.policy import not_in_half
 from .._module.recipe import ModelCopy, Recipe
@@ -59,6 +60,10 @@ class Learned:
     recipes: tuple[Recipe, Recipe]
     idle: list[bool] = dataclasses.field(default_factory=lambda: [True])  # empty during a call
     compares_values: bool = True  # of parameters: only the first call in training does
+    # By `train`, until its first calls have shown if attributes hold state
+    first_calls: dict[bool, NewTensors] = dataclasses.field(
+        default_factory=lambda: {False: {}, True: {}}
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,17 +126,23 @@ class Apply:
         tensors |= {name: params[name].clone() for name in self._renormalised & params.keys()}
         watched = {**params, **constants} if constants else params
         before = stamps(watched.values(), transformed)
-        values = self._values_to_compare(params) if has_graph and call.train else {}
+        is_first = has_graph and call.train and self._learned.compares_values
+        values = self._values_to_compare(params) if is_first else {}
 
         copy, out, new = self._run(tensors, own_buffers, call)
 
         if (after := stamps(watched.values(), transformed)) != before or values:
             check_writes(watched, before, after, values)
+        if call.train in self._learned.first_calls and not callable(call.method):
+            recipe = self._learned.recipes[call.train]
+            warn_of_attributes(recipe, copy, call.train, self._learned.first_calls)
         if transformed:
             forbid_recompute(copy)
         elif has_graph:
             # A second run of a batch norm then writes into those of the copy.
             new = _own_copies(new, constants, one_by_one=False) if new else new
+            if is_first:
+                watch_backward(copy, own_buffers.keys() - self.frozen_params - constants.keys())
             rerun_under_function_modes(copy)
         return out, new
 
@@ -169,8 +180,6 @@ class Apply:
         """Return copies of parameters to compare with, which finds writes through `.data`, in the
         first call in training.
         """
-        if not self._learned.compares_values:
-            return {}
         self._learned.compares_values = False
         return _detached_copies(params) if host_can_read(list(params.values())) else {}
 
@@ -292,8 +301,9 @@ def make_functional(
     - Buffers, persistent or not, are returned as new ones, except what is not a dense tensor: it
       is returned as it is. Other changes made by `forward`
       (attributes, tensors in them, hooks, lists, dicts, helper objects) end with the call, so a
-      cache is made anew in each call. A region that torch.utils.checkpoint runs again in the
-      backward still sees them.
+      cache is made anew in each call. The first calls warn, once, of attributes that hold state,
+      and of buffers into which a backward writes, which is lost too. A region that
+      torch.utils.checkpoint runs again in the backward still sees them.
     - `apply` may be called inside of itself, again in the backward pass (checkpointing around it)
       and from several threads.
     - A parameter or buffer that is also in a list, a tuple, a dict or an attribute of the model is

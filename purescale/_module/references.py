@@ -112,7 +112,8 @@ def _class_attributes(objects: Objects) -> Iterator[tuple[str, type, str, Any]]:
 
 COMPUTED = (
     "{} of the model was computed from a parameter or buffer, or is a view of one, made before "
-    "make_functional: it would not change with params. Fix: compute it in forward."
+    "make_functional: it would not change with params. Fix: compute it in forward; if it is state "
+    "that forward keeps, name it in `make_functional(model, state_attributes=...)`."
 )
 
 

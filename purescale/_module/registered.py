@@ -162,10 +162,16 @@ def state_in_attributes(model: nn.Module, patterns: Sequence[str]) -> tuple[Tens
         for name in matching:
             value = attributes[name]
             if not isinstance(value, Tensor):
+                fix = (
+                    "run `model(example_batch)` once before make_functional"
+                    if value is None or isinstance(value, (int, float))
+                    else "keep its tensors in a list of fixed length, `self.h = [*self.h[1:], x]`, "
+                    f"or a dict, whose elements are {f'{name}.*'!r}"
+                )
                 raise ValueError(
                     f"{name} matches {pattern!r} of state_attributes and is "
-                    f"{_tree.describe_argument(value)}; expected a tensor. Fix: run "
-                    "`model(example_batch)` once before make_functional, or name less."
+                    f"{_tree.describe_argument(value)}; expected a tensor. Fix: {fix}, or name "
+                    "less."
                 )
             tensors[name] = value
     keys = {0, *itertools.chain.from_iterable(map(keys_of, containers.values()))}

@@ -1,0 +1,266 @@
+"""Warnings, once each, of state that ends with a call: what a forward leaves in plain attributes of
+its copy of the model, and what a backward writes into the buffers of it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import traceback
+import warnings
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._module.after_forward import weak_forward
+from .._module.recipe import ModelCopy, Recipe
+from .._module.references import is_array
+from .._module.registered import MODULE_ATTRIBUTES
+from .._torch import private
+from .._torch.tracing import host_can_read, innermost, is_on_a_graph, under_transform
+from .._tree.leaves import versions
+from .._tree.states import fingerprint, is_plain
+from .._tree.tree import join_names
+
+# ---- what a forward leaves in plain attributes ---------------------------------------------------
+
+Bits = tuple[list[torch.Size], int] | None  # of tensors that the host can read
+NewTensors = dict[tuple[str, str], Bits]  # by the names of their attribute, as below
+
+_SEQUENCES = (list, tuple, collections.deque)
+_NUMBERS = (int, float, complex)
+_VALUES = (Tensor, *_NUMBERS)
+_TALLIES = (int, float, list)  # what a defaultdict begins with; its new keys are then no cache
+
+
+@dataclasses.dataclass
+class _Changes:
+    """The plain attributes that a forward left with other values than it met, by name."""
+
+    tensors: list[str] = dataclasses.field(default_factory=list)  # as state_attributes names them
+    numbers: list[str] = dataclasses.field(default_factory=list)
+    others: list[str] = dataclasses.field(default_factory=list)
+    # Off every graph, where no tensor was before. It is state or a cache, and a cache has the same
+    # bits in another call.
+    new_tensors: NewTensors = dataclasses.field(default_factory=dict)
+
+    def add_tensor(self, attribute: str, name: str) -> None:
+        (self.tensors if name else self.others).append(name or attribute)
+
+
+@private.only_inlined
+def warn_of_attributes(
+    recipe: Recipe, copy: ModelCopy, train: bool, first_calls: dict[bool, NewTensors]
+) -> None:
+    """Warn of state in the attributes of a copy after its forward.
+
+    Args:
+        recipe: What the copy was made by.
+        copy: The copy.
+        train: The mode of the call.
+        first_calls: By mode: {} before the first call; the new tensors of the first call if there
+            were any, until the second one. All modes are removed after a warning.
+    """
+    first = first_calls.pop(train, {})
+    changes = _changes(recipe.make(copy.arguments), copy, trains=train)
+    for names, bits in changes.new_tensors.items():
+        before = first.get(names)
+        if bits and before and bits[0] == before[0] and bits[1] != before[1]:
+            changes.add_tensor(*names)
+    if changes.tensors or changes.numbers or changes.others:
+        first_calls.clear()
+        warnings.warn(_describe(changes), stacklevel=4)
+    elif changes.new_tensors and not first:
+        first_calls[train] = changes.new_tensors
+
+
+@private.only_inlined
+def _changes(before: ModelCopy, copy: ModelCopy, *, trains: bool) -> _Changes:
+    """Return how plain attributes differ after the forward from those of a copy that did not run.
+
+    Left out is what holds no state: flags, such as one that a cache is full; tensors that are equal
+    to those before; parameters and buffers.
+    """
+    changes = _Changes()
+    arguments = set(map(id, copy.arguments.values()))
+    number_of = {id(obj): number for number, obj in enumerate(before.objects)}
+    seen = set(zip(map(id, before.modules()), map(id, copy.modules()), strict=True))
+    # Old and new value, the name of the attribute, and the name for state_attributes or "".
+    waiting: list[tuple[Any, Any, str, str]] = []
+    for path, module in before.root.named_modules():
+        pairs = _attributes(module, copy.objects[number_of[id(module)]], path)
+        waiting += [(*pair, name, name) for *pair, name in pairs]
+    while waiting:
+        old, new, attribute, name = waiting.pop()
+        if new is None or new is old or arguments & {id(old), id(new)}:
+            continue
+        if isinstance(old, _VALUES) and isinstance(new, _VALUES):
+            if isinstance(new, Tensor):
+                number = number_of.get(id(old))
+                is_own = number is not None and copy.objects[number] is new
+                if not (_are_equal(old, new) or (is_own and not any(_writes(new)))):
+                    changes.add_tensor(attribute, name)
+            elif not isinstance(new, bool) and not _are_equal(old, new):
+                (changes.numbers if name == attribute else changes.others).append(attribute)
+            continue
+        if (id(old), id(new)) in seen:
+            continue
+        seen.add((id(old), id(new)))
+        items: list[tuple[Any, Any, Any]] = []
+        has_names = name == attribute and type(new) in (list, dict)
+        if isinstance(old, _SEQUENCES) and isinstance(new, _SEQUENCES):
+            if len(old) != len(new):
+                changes.others.append(attribute)
+            items = [(n, *pair) for n, pair in enumerate(zip(old, new, strict=False))]
+        elif isinstance(old, dict) and isinstance(new, dict):
+            is_tally = getattr(old, "default_factory", None) in _TALLIES
+            if (is_tally or isinstance(old, collections.Counter)) and len(new) > len(old):
+                changes.others.append(attribute)
+            items = [(key, old.get(key), value) for key, value in new.items()]
+        elif is_array(old) and is_array(new):
+            if old.shape != new.shape or old.tobytes() != new.tobytes():
+                changes.others.append(attribute)
+        elif old is None:
+            leaves = [x for x in private.pytree.tree_leaves(new) if isinstance(x, Tensor)]
+            leaves = [leaf for leaf in leaves if id(leaf) not in arguments]
+            names = attribute, name if isinstance(new, Tensor) else ""
+            if trains and is_on_a_graph(leaves):
+                changes.add_tensor(*names)
+            elif leaves:
+                changes.new_tensors[names] = _bits(leaves)
+        elif type(old) is type(new) and hasattr(old, "__dict__"):
+            waiting += [(*pair, path, "") for *pair, path in _attributes(old, new, attribute)]
+        for key, *pair in items:
+            waiting.append((*pair, attribute, f"{name}.{key}" if has_names else ""))
+    return changes
+
+
+@private.only_inlined
+def _attributes(old: Any, new: Any, path: str) -> list[tuple[Any, Any, str]]:
+    """Return the old and new values of the attributes of an object, with their names."""
+    skipped = MODULE_ATTRIBUTES if isinstance(new, nn.Module) else {}
+    return [
+        (vars(old).get(key, getattr(type(old), key, None)), value, f"{path}.{key}".lstrip("."))
+        for key, value in vars(new).items()
+        if key not in skipped
+    ]
+
+
+@private.only_inlined
+def _writes(tensor: Tensor) -> list[int]:
+    return versions([innermost(tensor) if under_transform() else tensor])
+
+
+@private.only_inlined
+def _are_equal(old: Any, new: Any) -> bool:
+    """Return True if two values are equal. Tensors that the host cannot read are not."""
+    if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
+        return not isinstance(new, Tensor) and bool(old == new or new != new)
+    if (old.shape, old.dtype) != (new.shape, new.dtype) or not (is_plain(old) and is_plain(new)):
+        return False
+    return host_can_read([old, new]) and torch.equal(old, new)
+
+
+@private.only_inlined
+def _bits(tensors: list[Tensor]) -> Bits:
+    """Return the shapes of tensors and a number that their bits give; None if it cannot be read."""
+    if not (host_can_read(tensors) and all(map(is_plain, tensors))):
+        return None
+    return [tensor.shape for tensor in tensors], int(fingerprint(tensors))
+
+
+@private.only_inlined
+def _describe(changes: _Changes) -> str:
+    tensors, numbers, others = (
+        sorted(set(names)) for names in (changes.tensors, changes.numbers, changes.others)
+    )
+    cures = []
+    if tensors:
+        cures.append(
+            f"state_attributes=({', '.join(map(repr, tensors[:5]))},) of make_functional makes "
+            "buffers of such tensors, after `model(example_batch)` was run once"
+        )
+    if numbers:
+        key = numbers[0].rpartition(".")[2]
+        cures.append(
+            f"register a count as a buffer, `self.register_buffer({key!r}, torch.tensor(0))`, and "
+            "let forward write into it"
+        )
+    if others:
+        path, _, key = others[0].rpartition(".")
+        cures.append(
+            "keep tensors in a list of fixed length, whose elements state_attributes names; what "
+            "you only look at, let the call return, `method=lambda m, x: (m(x), "
+            f"m.{'part.' if path else ''}{key})`"
+        )
+    return (
+        "the forward of the model left another value in its plain attributes "
+        f"{join_names(tensors + numbers + others)}, which end with the call: the next one begins "
+        f"with those of make_functional. Fix: {'; '.join(cures)}. Ignore this where nothing reads "
+        "them later."
+    )
+
+
+# ---- what a backward writes into buffers ---------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Watch:
+    """What is known of the backward of a call."""
+
+    is_silent: bool = False  # after a warning, or where torch.utils.checkpoint runs a part again
+
+
+@private.only_inlined
+def watch_backward(copy: ModelCopy, names: Collection[str]) -> None:
+    """Warn if a backward writes into one of the named buffers of a copy, or replaces it: the call
+    has returned its new buffers before. What torch.utils.checkpoint runs again is meant to be lost.
+
+    A buffer is looked at when it is freed, with the graph that keeps it.
+    """
+    watch = _Watch()
+    owners = {store: copy.objects[module] for store, module, _ in copy.layout.store_rows}
+    for name, (first, *_) in copy.layout.places_of_arguments:
+        buffer = copy.value(first)
+        if name in names and isinstance(buffer, Tensor):
+            owner = owners.get(first.holder)
+            get_owner = weakref.ref(owner) if owner is not None else lambda: None
+            # A detached tensor counts the same writes.
+            end = weakref.finalize(
+                buffer, _warn_if_written, watch, name, buffer.detach(), _writes(buffer), get_owner
+            )
+            end.atexit = False
+    for module in copy.modules():
+        vars(module)["forward"] = functools.partial(_run_again, watch, weak_forward(module))
+
+
+@private.only_inlined
+def _run_again(watch: _Watch, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a forward of a copy after its call, and look who asks for it."""
+    if not watch.is_silent:
+        frames = traceback.walk_stack(None)
+        names = (frame.f_globals.get("__name__") for frame, _ in frames)
+        watch.is_silent = "torch.utils.checkpoint" in names
+    return forward()(*args, **kwargs)
+
+
+@private.only_inlined
+def _warn_if_written(
+    watch: _Watch, name: str, same_memory: Tensor, writes: list[int], get_owner: Any
+) -> None:
+    is_replaced = get_owner() is not None  # which has another tensor by now
+    if watch.is_silent or (_writes(same_memory) == writes and not is_replaced):
+        return
+    watch.is_silent = True
+    warnings.warn(
+        f"a backward of the model wrote into its buffer {name} after the call had returned the new "
+        "buffers, so the write is lost. Likely cause: a backward hook that keeps a number, or a "
+        "backward that runs the forward again, as torchdiffeq.odeint_adjoint does over a batch "
+        "norm. Fix: compute the number from the gradients, between value_and_grad and the step; "
+        "take a method without such a backward, or a norm without running statistics.",
+        stacklevel=2,
+    )

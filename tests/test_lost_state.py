@@ -1,0 +1,358 @@
+"""State that ends with a call is named once: in plain attributes, and what a backward writes."""
+
+import collections
+import functools
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import purescale as ps
+from purescale._module import functional
+from purescale._torch.tracing import as_on_an_accelerator
+
+
+class Helper:
+    calls = 0
+
+
+class Part(nn.Module):
+    """A layer with `kept` in an attribute, which `keep(part, x, y)` may change in each forward."""
+
+    def __init__(self, kept, keep):
+        super().__init__()
+        self.linear, self.kept, self.keep = nn.Linear(3, 3), kept, keep
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.keep(self, x, y)
+        return y
+
+
+def sets(value_of):
+    def keep(part, x, y):
+        part.kept = value_of(part.kept, x, y)
+
+    return keep
+
+
+def calls(method):
+    def keep(part, x, y):
+        method(part.kept, x, y)
+
+    return keep
+
+
+def counts_in_a_helper(part, x, y):
+    part.kept.calls += 1
+
+
+def zeros():
+    return torch.zeros(5, 3)
+
+
+# What a part keeps at first, how it changes it, and the name of it.
+STATE = {
+    "a tensor on the graph": (lambda: None, sets(lambda h, x, y: y), "kept"),
+    "a detached tensor": (lambda: None, sets(lambda h, x, y: y.detach()), "kept"),
+    "an input": (lambda: None, sets(lambda h, x, y: x), "kept"),
+    "a tensor instead of one": (zeros, sets(lambda h, x, y: h + x), "kept"),
+    "a tensor instead of a number": (lambda: 0.0, sets(lambda h, x, y: h + x), "kept"),
+    "a tensor that is written": (zeros, calls(lambda h, x, y: h.add_(x)), "kept"),
+    "an element of a list": (lambda: [zeros()], calls(lambda h, x, y: h[0].add_(x)), "kept.0"),
+    "a list instead of one": (lambda: [zeros()], sets(lambda h, x, y: [h[0] + x]), "kept.0"),
+    "a value of a dict": (dict, calls(lambda h, x, y: h.update(h=y)), "kept.h"),
+    "a tuple": (lambda: (zeros(), zeros()), sets(lambda h, x, y: (x, h[0])), "kept"),
+    "a tuple instead of nothing": (lambda: None, sets(lambda h, x, y: (y, y)), "kept"),
+    "a list that grows": (list, calls(lambda h, x, y: h.append(1.0)), "kept"),
+    "a full deque": (
+        lambda: collections.deque([0.0, 0.0], maxlen=2),
+        calls(lambda h, x, y: h.append(float(x.detach().sum()))),
+        "kept",
+    ),
+    "a count": (lambda: 0, sets(lambda h, x, y: h + 1), "kept"),
+    "a Counter": (collections.Counter, calls(lambda h, x, y: h.update(["calls"])), "kept"),
+    "lists by key": (
+        functools.partial(collections.defaultdict, list),
+        calls(lambda h, x, y: h["loss"].append(1.0)),
+        "kept",
+    ),
+    "an array": (lambda: np.zeros(3), calls(lambda h, x, y: np.add(h, 1, out=h)), "kept"),
+    "a helper": (Helper, counts_in_a_helper, "kept.calls"),
+}
+TENSORS = [name for name, (_, _, path) in STATE.items() if "tensor" in name or "." in path][:-1]
+
+
+def warned(model, *, train=True, with_grads=True, count=3, states=(), **options):
+    """The warnings of calls with other batches, and the buffers after them."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        apply, params, buffers = ps.make_functional(model, states)
+
+        def loss_fn(params, buffers, x):
+            out, buffers = apply(params, buffers, x, train=train, **options)
+            return out.square().mean(), buffers
+
+        for x in torch.randn(count, 5, 3):
+            if with_grads:
+                (_, buffers), _ = ps.value_and_grad(loss_fn)(params, buffers, x)
+            else:
+                buffers = loss_fn(params, buffers, x)[1]
+    return [str(message.message) for message in messages], buffers
+
+
+# ---- plain attributes
+
+
+@given(kind=st.sampled_from(list(STATE)), train=st.booleans(), with_grads=st.booleans())
+def test_state_in_an_attribute_is_named_once(kind, train, with_grads):
+    make, keep, path = STATE[kind]
+    model = nn.Sequential(nn.Linear(3, 3), Part(make(), keep))
+    (message,), _ = warned(model, train=train, with_grads=with_grads)
+    assert f"its plain attributes 1.{path}, which end with the call" in message
+
+
+@given(kind=st.sampled_from(TENSORS))
+def test_the_cure_that_is_named_keeps_the_state(kind):
+    make, keep, path = STATE[kind]
+    model = Part(make(), keep)
+    (message,), _ = warned(model)
+    assert f"state_attributes=('{path}',)" in message
+    with torch.no_grad():
+        model(torch.randn(5, 3))
+    messages, buffers = warned(model, states=(path,))
+    assert messages == []
+    assert list(buffers) == [path]
+
+
+def test_a_count_is_kept_by_the_cure_that_is_named():
+    make, keep, _ = STATE["a count"]
+    (message,), _ = warned(Part(make(), keep))
+    assert "self.register_buffer('kept', torch.tensor(0))" in message
+    model = Part(None, calls(lambda h, x, y: h.add_(1)))
+    del model.kept
+    model.register_buffer("kept", torch.tensor(0))
+    messages, buffers = warned(model, count=3)
+    assert messages == []
+    assert buffers["kept"] == 3
+
+
+def set_flag(part, x, y):
+    part.is_full = True
+
+
+# What modules fill at their first call, or at each one, and what holds no state.
+CACHES = {
+    "a table": (lambda: None, sets(lambda h, x, y: torch.arange(len(x)).cos())),
+    "tables by length": (dict, calls(lambda h, x, y: h.setdefault(len(x), torch.ones(3)))),
+    "a table that is there": (lambda: torch.ones(3), sets(lambda h, x, y: torch.ones(3))),
+    "two tables": (lambda: None, sets(lambda h, x, y: (torch.ones(3), torch.zeros(3)))),
+    "a flag": (lambda: False, set_flag),
+    "a shape": (lambda: None, sets(lambda h, x, y: x.shape)),
+    "a length": (lambda: None, sets(lambda h, x, y: len(x))),
+    "what is reset": (zeros, sets(lambda h, x, y: None)),
+}
+
+
+@given(kind=st.sampled_from(list(CACHES)), train=st.booleans(), with_grads=st.booleans())
+def test_a_cache_is_no_state(kind, train, with_grads):
+    make, keep = CACHES[kind]
+    model = nn.Sequential(nn.Linear(3, 3), Part(make(), keep))
+    assert warned(model, train=train, with_grads=with_grads)[0] == []
+
+
+def spectral():
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3)), nn.Linear(3, 3))
+
+
+def parametrized():
+    norms = nn.utils.parametrizations
+    return nn.Sequential(norms.spectral_norm(nn.Linear(3, 3)), norms.weight_norm(nn.Linear(3, 3)))
+
+
+def recurrent():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.GRU(3, 3)
+
+        def forward(self, x):
+            return self.rnn(x)[0]
+
+    return Last()
+
+
+def lazy():
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    model(torch.randn(5, 3))
+    return model
+
+
+def attention():
+    return nn.TransformerEncoderLayer(3, 1, 5, dropout=0.0, batch_first=True)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant=False):
+        super().__init__()
+        self.part, self.head = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 3)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return self.head(checkpoint(self.part, x, use_reentrant=self.use_reentrant))
+
+
+@pytest.mark.parametrize("make", [spectral, parametrized, recurrent, lazy, attention, Checkpointed])
+def test_the_modules_of_torch_keep_no_state_but_buffers(make):
+    assert warned(make())[0] == []
+
+
+def test_later_calls_do_not_look(monkeypatch):
+    looks = []
+    warn = functional.warn_of_attributes
+
+    def counted(*args):
+        looks.append(args)
+        return warn(*args)
+
+    monkeypatch.setattr(functional, "warn_of_attributes", counted)
+    for kind, expected in (("a flag", 1), ("a table", 2)):
+        warned(Part(CACHES[kind][0](), CACHES[kind][1]), count=5)
+        assert len(looks) == expected
+        looks.clear()
+
+
+def test_a_function_as_method_sees_the_attributes_itself():
+    make, keep, _ = STATE["a list that grows"]
+    assert warned(Part(make(), keep), method=lambda part, x: part(x) + len(part.kept))[0] == []
+
+
+@pytest.mark.parametrize("kind", ["a tensor instead of one", "a count", "a list that grows"])
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jit"])
+def test_a_transform_names_state_too(kind, transform):
+    make, keep, path = STATE[kind]
+    apply, params, buffers = ps.make_functional(Part(make(), keep))
+
+    def loss(params, x):
+        return apply(params, buffers, x)[0].sum()
+
+    x = torch.randn(2, 5, 3)
+    run = {
+        "vmap": lambda: torch.vmap(loss, (None, 0))(params, x),
+        "grad": lambda: torch.func.grad(loss)(params, x[0]),
+        "jit": lambda: ps.jit(loss, backend="aot_eager")(params, x[0]),
+    }[transform]
+    with pytest.warns(UserWarning, match=f"plain attributes {path}, which"):
+        run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+
+
+def test_nothing_is_read_on_an_accelerator():
+    for kind in ("a tensor instead of one", "a tensor that is written"):
+        make, keep, _ = STATE[kind]
+        with as_on_an_accelerator():
+            assert len(warned(Part(make(), keep))[0]) == 1
+    with as_on_an_accelerator():
+        make, keep = CACHES["a table"]
+        assert warned(Part(make(), keep))[0] == []
+
+
+# ---- what a backward writes
+
+
+class Counted(nn.Module):
+    """A layer with a buffer, into which a backward hook of it writes or in whose place it sets."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("norm", torch.zeros(()))
+        self.write = write
+
+    def forward(self, x):
+        y = self.linear(x)
+        y.register_hook(functools.partial(self.write, self))
+        return y
+
+
+def writes(part, grad):
+    part.norm.copy_(grad.norm())
+
+
+def replaces(part, grad):
+    part.norm = grad.norm()
+
+
+class Adjoint(torch.autograd.Function):
+    """A function whose backward runs it again, as an adjoint method does."""
+
+    @staticmethod
+    def forward(ctx, function, x, *params):
+        ctx.function = function
+        ctx.save_for_backward(x, *params)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            out = ctx.function(ctx.saved_tensors[0])
+            return (None, None, *torch.autograd.grad(out, ctx.saved_tensors[1:], grad))
+
+
+class RunsAgain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+    def forward(self, x):
+        return Adjoint.apply(self.part, x, *self.part.parameters())
+
+
+WRITERS = {
+    "a hook": (functools.partial(Counted, writes), "norm"),
+    "a hook that replaces it": (functools.partial(Counted, replaces), "norm"),
+    "an adjoint": (RunsAgain, "part.1.(num_batches_tracked|running_mean|running_var)"),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_what_a_backward_writes_into_a_buffer_is_named_once(kind, by_hand):
+    make, name = WRITERS[kind]
+    apply, params, buffers = ps.make_functional(nn.Sequential(make(), nn.Linear(3, 3)))
+
+    def loss_fn(params, buffers, x):
+        out, buffers = apply(params, buffers, x)
+        return out.square().mean(), buffers
+
+    def train():
+        for x in torch.randn(2, 5, 3):
+            if by_hand:
+                leaves = {key: param.clone().requires_grad_() for key, param in params.items()}
+                loss_fn(leaves, buffers, x)[0].backward()
+            else:
+                ps.value_and_grad(loss_fn)(params, buffers, x)
+
+    message = rf"wrote into its buffer 0\.{name} after the call"
+    with pytest.warns(UserWarning, match=message) as seen:
+        train()
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_a_checkpoint_counts_again_is_meant_to_be_lost(use_reentrant):
+    apply, params, buffers = ps.make_functional(Checkpointed(use_reentrant))
+    for _ in range(2):
+        leaves = {key: param.clone().requires_grad_() for key, param in params.items()}
+        out, buffers = apply(leaves, buffers, torch.randn(5, 3).requires_grad_())
+        out.sum().backward()
+    assert buffers["part.1.num_batches_tracked"] == 2

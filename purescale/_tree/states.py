@@ -299,7 +299,7 @@ def ema(old: TreeT, new: TreeT, decay: float | Tensor) -> TreeT:
             raise ValueError(
                 f"{_tree.path(old, 'new', position)} is {_with_device(b)}, but {_with_device(a)} "
                 f"in old: {reason}. Likely cause: the average of another model. Fix: start with "
-                "a copy, `{name: weight.clone() for name, weight in params.items()}`."
+                "a copy, `clone(params)`."
             )
     return structure.unflatten(
         [_averaged(a, b, decay) for a, b in zip(leaves, others, strict=True)]

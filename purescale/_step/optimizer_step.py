@@ -21,6 +21,7 @@ from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
 from .._tree.hints import document_fields, hint_keywords
+from .._tree.states import gives_up
 from .._tree.tree import StateT, Tree, TreeT
 
 
@@ -58,6 +59,7 @@ class Stepped(NamedTuple, Generic[TreeT, StateT]):
 
 
 @outside_autocast()
+@gives_up("params", "opt_state")
 def maybe_step(
     optimizer: Optimizer,
     params: TreeT,
@@ -108,6 +110,7 @@ def maybe_step(
 
 @hint_keywords
 @outside_autocast()
+@gives_up("params", "scaled_grads", "opt_state")
 def unscale_and_step(
     optimizer: Optimizer,
     scaler: HasScale,

@@ -22,7 +22,10 @@ _OF_CLIPPING = dict.fromkeys(
     ("max_grad_norm", "clip_grad_norm", "gradient_clip_val"),
     "the clipping of another trainer. Fix: `max_norm=1.0`",
 )
-_CLIP = "Fix: `max_norm=1.0` of train_step, or `grads, norm = purescale.clip_by_global_norm(grads, 1.0)`"
+_CLIP = (
+    "Fix: `max_norm=1.0` of train_step, or `grads, norm = "
+    "purescale.clip_by_global_norm(grads, 1.0)`"
+)
 _CLASS = "Fix: `purescale.from_torch(torch.optim.{}, lr=1e-3)`"
 _COPY = "Fix: `purescale.clone(state)`"
 _STATE_DICT = "Fix: `purescale.save(path, state)`, or `purescale.to_state_dict(state)`"

@@ -34,7 +34,8 @@ python_maximum_signature_line_length = 88
 
 _FIRST_PAGE = ("Install", "What a pure step gives")  # of the README
 _TOCTREE = "```{{toctree}}\n:caption: {caption}\n:hidden:\n\n{pages}\n```\n"
-_AUTOMODULE = "```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n{more}```\n"
+_AUTOMODULE = "```{{eval-rst}}\n.. automodule:: {name}\n   :{members}:\n```\n"
+_LIST = "## The names\n"
 
 
 def _sources(app: Any, page: str, source: list[str]) -> None:
@@ -46,15 +47,17 @@ def _sources(app: Any, page: str, source: list[str]) -> None:
         menu = _menu(source[0]).replace("reference\n", f"reference\n{_pages(GROUPS)}\n")
         menu += "\n" + _TOCTREE.format(caption="Notebooks", pages=_pages(NOTEBOOKS))
         source[0] = "\n".join([_of_the_readme(), *lists, menu])
-    if page == "reference":
-        source[0] += "\n```{eval-rst}\n.. automodule:: purescale\n   :no-members:\n```\n"
+    if page == "reference":  # with links in place of the plain list
+        source[0] = source[0].partition(_LIST)[0] + _AUTOMODULE.format(
+            name="purescale", members="no-members"
+        )
     if page == "modules":
         found = pkgutil.walk_packages(purescale.__path__, "purescale.")
         names = sorted(
             name for _, name, _ in found if "._" not in name and name != "purescale.interop"
         )
         source[0] += "".join(
-            f"\n## `{name}`\n\n{_AUTOMODULE.format(name=name, more='')}" for name in names
+            f"\n## `{name}`\n\n{_AUTOMODULE.format(name=name, members='members')}" for name in names
         )
     source[0] = re.sub(r"\]\(\.\./(notebooks/\w+\.ipynb)\)", r"](\1)", source[0])
     source[0] = re.sub(r"\]\((\.\./[^)#]+\.md)[^)]*\)", r"](path:\1)", source[0])
@@ -87,6 +90,14 @@ def _groups() -> dict[str, list[str]]:
         heading: [n for n in of if not inspect.ismodule(getattr(purescale, n))]
         for heading, of in names.items()
     }
+
+
+def list_names(page: str) -> str:
+    """Return the reference with the index in the package's docstring below its heading, for where
+    it is read as plain Markdown.
+    """
+    index = (purescale.__doc__ or "").partition("\n\n")[2]
+    return f"{page.partition(_LIST)[0]}{_LIST}\n```text\n{index.strip()}\n```\n"
 
 
 def _directive(name: str) -> str:
@@ -161,3 +172,8 @@ def setup(app: Any) -> None:
     app.connect("source-read", _sources)
     app.connect("autodoc-process-docstring", _as_rst)
     app.connect("autodoc-skip-member", _said_above)
+
+
+if __name__ == "__main__":
+    path = HERE / "reference.md"
+    path.write_text(list_names(path.read_text()))

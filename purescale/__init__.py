@@ -117,6 +117,7 @@ Checkpoints:
 
 Other:
     select                the old tree if `found_inf`, else the new one
+    clone                 a copy of a state, to keep before a step that donates it
     stack_states          many states as one, for `torch.vmap`
     member                one of the stacked states
     ema                   one step of an exponential moving average
@@ -244,6 +245,7 @@ from ._checkpoint import (
 
 from ._tree.hints import hint_attributes as _hint_attributes
 from ._tree.states import select as select
+from ._tree.tree import clone as clone
 from ._tree.states import stack_states as stack_states, member as member, ema as ema
 
 from . import simulate as simulate

@@ -55,7 +55,7 @@ def apply(root, section, *, reverse=False):
 @pytest.fixture
 def project(tmp_path):
     """A copy of the project, without the walk-throughs that somebody follows here."""
-    for folder in ("purescale", "tests", "benchmarks", "examples"):
+    for folder in ("purescale", "tests", "benchmarks", "examples", "docs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__py*"))
     for name in ("pyproject.toml", "CONTRIBUTING.md", "README.md"):
         shutil.copy(ROOT / name, tmp_path / name)

@@ -312,6 +312,16 @@ def test_each_public_name_is_on_one_page_of_the_reference(site):
     assert "## `purescale.testing`" in site["modules"]
 
 
+def test_the_reference_lists_the_names_of_the_index_as_they_are(site):
+    page = PAGES["docs/reference.md"].read_text()
+    hooks = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    assert page == hooks["list_names"](page), "run `python docs/conf.py`, which writes the list"
+    named = re.findall(r"^    (\w+) ", page, re.M)
+    assert sorted(named) == sorted(ps.__all__)
+    assert "```text" not in site["reference"], "the site has links"
+    assert ".. automodule:: purescale\n   :no-members:\n" in site["reference"]
+
+
 def test_links_of_a_page_lead_to_the_pages_of_the_site(site):
     assert "](path:../examples" not in site["recipes"]
     assert "](../notebooks/" not in site["recipes"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from operator import neg
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import hypothesis.strategies as st
 import optree
 import pytest
 import torch
-from helpers import Dispatched, Untouched, at, batch, clone, job, same_bits
+from helpers import Dispatched, Untouched, at, batch, clone, job, same_bits, tensors
 from hypothesis import given
 from torch import Tensor
 
@@ -17,6 +18,7 @@ import purescale as ps
 from purescale._step import memory
 from purescale._torch import donation, tracing
 from purescale._torch.donation import can_write, take_ownership
+from purescale.testing import donated_poisoned
 
 RULE = ps.DynamicScale(init_scale=2.0**10)
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1)
@@ -79,6 +81,7 @@ CALLS = {
     "clip_by_global_norm": pair(
         grads, lambda g, donate: ps.clip_by_global_norm(g, 1.0, donate=donate)
     ),
+    "all_reduce_grads": pair(grads, lambda g, donate: ps.all_reduce_grads(g, donate=donate)),
     "clip_by_value": pair(real, lambda g, donate: ps.clip_by_value(g, 1.0, donate=donate)),
     "accumulate_grads": pair(
         window, lambda a, donate: ps.accumulate_grads(a, real(), donate=donate)
@@ -456,3 +459,115 @@ def test_a_donated_step_on_a_graph_is_that_without_donation(call):
         found.append(params["w"])
     assert same_bits(*found)
     assert found[1].requires_grad
+
+
+# ---- a donated state as NaN ----------------------------------------------------------------------
+
+
+def is_poison(leaf):
+    if leaf.dtype is torch.bool:
+        return bool(leaf.all())
+    if leaf.is_floating_point() or leaf.is_complex():
+        return bool(leaf.isnan().all())
+    return bool((leaf == torch.iinfo(leaf.dtype).max).all())
+
+
+# Its result is what it is given, into which it does not write.
+POISONED = sorted(CALLS.keys() - {"accumulated_grads"})
+
+
+def test_each_function_that_donates_is_drawn_below():
+    functions = [getattr(ps, name) for name in ps.__all__ if callable(getattr(ps, name))]
+    takes = {f.__name__ for f in functions if "donate" in inspect.signature(f).parameters}
+    assert takes - {"jit"} == {name.partition(",")[0] for name in CALLS}
+
+
+@pytest.mark.parametrize("name", POISONED)
+def test_what_was_donated_is_nan_inside_and_the_results_are_the_same_bits(name):
+    given, call = CALLS[name]()
+    expected = clone(call(donate=False))
+    with donated_poisoned():
+        assert same_bits(call(donate=True), expected)
+    assert all(map(is_poison, tensors(given)))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_is_nan_inside_without_donation_or_after_it(name):
+    given, call = CALLS[name]()
+    before = clone(given)
+    with donated_poisoned():
+        call(donate=False)
+    assert same_bits(given, before)
+    assert same_bits(call(donate=True), clone(CALLS[name]()[1](donate=False)))
+    assert not any(map(is_poison, tensors([leaf for leaf in tensors(given) if leaf.ndim])))
+
+
+def a_step_of_one_rate(state, x):
+    return {"w": state["w"] - state["lr"] * x, "lr": state["lr"], "n": state["n"] + 1}, x * 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_what_a_jitted_call_was_given_up_is_nan_inside(backend):
+    def start():
+        return {"w": torch.arange(5.0), "lr": torch.tensor(0.5), "n": torch.tensor(3)}
+
+    x, step = torch.ones(5), ps.jit(a_step_of_one_rate, donate=0, backend=backend)
+    expected = clone(step(start(), x))
+    state = start()
+    with donated_poisoned(), Untouched(x):
+        results = step(state, x)
+        again = step(state, x)[0]
+    assert same_bits(results, expected)
+    assert all(map(is_poison, tensors(state)))
+    assert again["w"].isnan().all()
+    assert same_bits(step(start(), x), expected)
+
+
+def test_a_tensor_in_two_donated_states_shows_inside():
+    """Without it, each of them counts the steps of both."""
+    scaler = RULE.init()
+    (one, step), (other, _) = job(ADAMW, RULE), job(ADAMW, RULE)
+    one, other = one._replace(scaler=scaler), other._replace(scaler=scaler)
+    with donated_poisoned():
+        step(one, [batch()], donate=True)
+        _, info = step(other, [batch()], donate=True)
+    assert info.scale.isnan()
+
+
+def test_what_shares_memory_with_what_is_kept_is_not_nan_inside():
+    row = torch.arange(1.0, 9.0)
+    with donated_poisoned():
+        ps.clip_by_value([row[:4], row[4:]], 1.0, donate=True)
+        ps.clip_by_value([row], row[0], donate=True)
+        ps.jit(lambda a, b: a + b, donate=0, backend="aot_eager")(row, row.view(8))
+        ps.jit(lambda a: a + row, donate=0, backend="aot_eager")(row)
+    assert row.tolist() == list(range(1, 9))
+
+
+def test_what_is_traced_runs_inside_as_it_is():
+    rows = torch.tensor([[3.0, 0.5], [4.0, 0.25]])
+
+    def clipped(row):
+        return ps.clip_by_value([row], 1.0, donate=True)[0]
+
+    expected = rows.clamp(max=1.0)
+    compiled = torch.compile(clipped, fullgraph=True, backend="eager")
+    with donated_poisoned():
+        assert same_bits(torch.vmap(clipped)(rows), expected)
+        assert same_bits(ps.jit(clipped, backend="aot_eager")(rows), expected)
+        assert rows.max() == 4
+        assert same_bits(compiled(rows.clone()), expected)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_the_state_before_many_steps_is_kept_inside(jitted):
+    def step(total, x):
+        total = ps.clip_by_value([total], 100.0, donate=True)[0]
+        return total + x, total
+
+    if jitted:
+        step = ps.jit(step, donate=0, backend="aot_eager")
+    start, batches = torch.tensor(2.0), torch.arange(4.0)
+    expected = ps.scan_steps(step, start, batches)
+    with donated_poisoned(), Untouched((start, batches)):
+        assert same_bits(ps.scan_steps(step, start, batches), expected)

@@ -287,6 +287,11 @@ def _elementwise(rank, mesh, placements):
     grads = values(1, size=3.0)
     close(ps.clip_by_value(spread(grads, mesh, placements), 0.5), ps.clip_by_value(grads, 0.5), 0)
     old, new = values(2), values(3)
+    spread_out = spread(old, mesh, placements)
+    copy = ps.clone(spread_out)
+    for leaf in here(spread_out).values():
+        leaf.fill_(math.nan)
+    close(copy, old, 0)
     for flag in (torch.tensor(True), torch.tensor(False)):
         chosen = ps.select(flag, spread(old, mesh, placements), spread(new, mesh, placements))
         close(chosen, old if flag else new, 0)

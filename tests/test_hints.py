@@ -10,14 +10,15 @@ from collections import namedtuple
 import hypothesis.strategies as st
 import pytest
 import torch
-from helpers import same_bits
+from helpers import same_bits, tensors
 from hypothesis import given
 
 import purescale as ps
 from purescale._tree.hints import HINTS
 
 INFO = ps.StepInfo(torch.ones(()), torch.tensor(False), torch.ones(()), (), (), torch.zeros(()), ())
-OWNERS = {"purescale": ps, "StepInfo": INFO}
+STATE = ps.init_train_state({"w": torch.ones(2)}, {}, ps.from_torch(torch.optim.SGD), ps.NoScale())
+OWNERS = {"purescale": ps, "StepInfo": INFO, "TrainState": STATE}
 FUNCTIONS = {name: getattr(ps, name) for name in HINTS if name not in OWNERS}
 KEYWORDS = [(name, keyword) for name in FUNCTIONS for keyword in HINTS[name]]
 TAKES_SETTINGS = {"from_torch"}  # whose other keywords are those of a class
@@ -25,9 +26,13 @@ ATTRIBUTES = [(owner, name) for owner in OWNERS for name in HINTS[owner]]
 
 
 def test_names_that_newcomers_tried_are_known():
-    assert {"max_grad_norm", "clip_grad_norm", "has_aux", "unroll"} <= HINTS["train_step"].keys()
+    assert {"max_grad_norm", "clip_grad_norm", "has_aux"} <= HINTS["train_step"].keys()
     assert {"max_grad_norm", "clip_grad_norm"} <= HINTS["unscale_and_step"].keys()
     assert {"GradScaler", "autocast", "clip_grad_norm_"} <= HINTS["purescale"].keys()
+    assert {"clip_grad_norm", "EMA", "scan", "state_dict", "Adam", "copy"} <= HINTS[
+        "purescale"
+    ].keys()
+    assert {"to", "state_dict", "copy"} <= HINTS["TrainState"].keys()
     assert {"skipped", "lr"} <= HINTS["StepInfo"].keys()
 
 
@@ -76,7 +81,7 @@ def test_an_attribute_of_another_library_is_refused_with_its_cure(owner, name, m
 @pytest.mark.parametrize("owner", OWNERS)
 def test_any_other_attribute_is_the_error_of_python(owner, name):
     thing = OWNERS[owner]
-    plain = types.ModuleType("purescale") if thing is ps else namedtuple("StepInfo", "")()
+    plain = types.ModuleType("purescale") if thing is ps else namedtuple(owner, "")()
     if hasattr(thing, name) or hasattr(plain, name) or name in HINTS[owner]:
         return
     with pytest.raises(AttributeError) as expected:
@@ -94,10 +99,31 @@ def test_a_cure_names_what_there_is(hints):
             assert name in (*ps.__all__, "testing")
 
 
-def test_a_report_is_copied_and_pickled_and_read_in_a_compiled_function():
-    for other in (copy.copy(INFO), copy.deepcopy(INFO), pickle.loads(pickle.dumps(INFO))):
-        assert type(other) is ps.StepInfo
-        assert same_bits(other, INFO)
+def test_the_cure_for_a_state_moves_it():
+    move = re.search(r"`(torch\.utils\..*)`$", HINTS["TrainState"]["to"]).group(1)
+    moved = eval(move, {"torch": torch, "state": STATE, "device": "meta"})
+    assert type(moved) is ps.TrainState
+    assert {leaf.device.type for leaf in tensors(moved)} == {"meta"}
+
+
+def test_a_state_is_read_in_a_compiled_function():
+    read = torch.compile(
+        lambda state: (state.params["w"] + state.step, hasattr(state, "to")),
+        fullgraph=True,
+        backend="eager",
+    )
+    weights, has = read(STATE)
+    assert (weights.tolist(), has) == ([1.0, 1.0], False)
+
+
+@pytest.mark.parametrize("record", [INFO, STATE], ids=["StepInfo", "TrainState"])
+def test_a_record_is_copied_and_pickled(record):
+    for other in (copy.copy(record), copy.deepcopy(record), pickle.loads(pickle.dumps(record))):
+        assert type(other) is type(record)
+        assert same_bits(other, record)
+
+
+def test_a_report_is_read_in_a_compiled_function():
     read = torch.compile(
         lambda info: (info.loss + info.scale, getattr(info, "nothing", 7), hasattr(info, "aux")),
         fullgraph=True,

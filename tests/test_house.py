@@ -250,7 +250,7 @@ def test_the_pages_for_contributors_name_every_file_and_no_other():
     own = {Path(name).name for name in FILES if "interop/" not in name} - {"__init__.py"}
     assert own <= named
     tests = {path.name for path in Path(__file__).parent.rglob("*.py")}
-    others = {path.name for path in Path(__file__).parents[1].glob("[be]*/*.py")}
+    others = {path.name for path in Path(__file__).parents[1].glob("[bde]*/*.py")}
     peers = {Path(name).name for name in FILES if "interop/" in name}
     made = set(re.findall(r"\+\+\+ [\w/]+/(\w+\.py)", CONTRIBUTING))  # by a worked change
     assert named <= own | tests | others | peers | made | {"__init__.py"}

@@ -342,6 +342,35 @@ def test_the_picture_has_a_line_a_leaf_axes_with_names_and_the_window_shaded(lea
     plt.close(figure)
 
 
+@pytest.mark.parametrize("leaves", [3, 20, 30, 31, 40])
+@pytest.mark.parametrize("window", [False, True])
+def test_each_leaf_that_the_legend_names_has_a_line_unlike_the_others(leaves, window):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = {f"w{index}": torch.tensor([0.5, 0.0, 0.0]) for index in range(leaves)}
+    low = dict.fromkeys(columns, 0) | ({} if window else {"w1": None})
+    low["w2"] = 1
+    overflow = torch.zeros(3, dtype=torch.bool)
+    probe = ps.ScaleProbe(torch.arange(3), overflow, columns, columns, low, 2)
+    assert (probe.window is not None) == window
+    figure = probe.plot()
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    named = [text for text in texts if text in columns]
+    assert len(named) == min(leaves, 30)
+    assert {"w1", "w2"} <= set(named), "the worst are named"
+    assert [text for text in texts if "more" in text] == [f"and {leaves - 30} more"] * (leaves > 30)
+    assert ("safe for every leaf" in texts) == window
+    for panel in figure.axes:
+        looks = {}
+        for line in panel.get_lines():
+            looks[line.get_label()] = line.get_color(), line.get_marker()
+        assert len({looks[name] for name in named}) == len(named)
+        assert not {looks[name] for name in named} & {looks[n] for n in columns if n not in named}
+    plt.close(figure)
+
+
 def test_matplotlib_is_imported_only_when_a_picture_is_asked_for(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
     probe = ps.probe_scales(two_leaves, TWO, {}, MESSAGE)

@@ -1,4 +1,4 @@
-"""Many states as one, one of them again, and averages over time."""
+"""Copies of states, many states as one, one of them again, and averages over time."""
 
 import functools
 import math
@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from helpers import (
+    Dispatched,
     Untouched,
     any32,
     assert_close,
@@ -63,6 +64,124 @@ def states():
             for index in range(3):
                 after.append(step(after[-1], [batch(index)])[0])
             yield after
+
+
+# ---- copies ------------------------------------------------------------------------------------
+
+
+def without_gaps(leaf):
+    return leaf.is_contiguous() or leaf.t().is_contiguous()
+
+
+@pytest.mark.parametrize("tree", [tree_of(0), *(after[-1] for after in states())])
+def test_a_copy_has_the_bits_of_a_state_and_shares_no_memory_with_it(tree):
+    copy = assert_pure(ps.clone, tree)
+    assert same_bits(copy, tree)
+    assert not shares_memory(copy, tree)
+
+
+@given(grad_trees())
+def test_any_tree_has_a_copy(tree):
+    copy = ps.clone(tree)
+    assert same_bits(copy, tree)
+    assert not shares_memory(copy, tree)
+    assert pytree.tree_structure(copy) == pytree.tree_structure(tree)
+
+
+def test_a_copy_is_what_is_left_of_a_donated_state():
+    adamw = ps.from_torch(torch.optim.AdamW, lr=1e-3, in_state=("lr",))
+    state, step = job(adamw, ps.DynamicScale())
+    expected, _ = step(state, [batch()])
+    kept = ps.clone(state)
+    step(state, [batch()], donate=True)
+    assert not same_bits(kept.params, state.params)
+    assert same_bits(step(kept, [batch()])[0], expected)
+
+
+def test_one_tensor_under_two_names_becomes_two_that_can_be_donated():
+    row = torch.arange(6.0)
+    tree = {"a": row, "b": row, "view": row[2:], "row": row.expand(2, 6), "t": row.view(2, 3).t()}
+    copy = ps.clone(tree)
+    assert same_bits(copy, tree)
+    storages = {leaf.untyped_storage().data_ptr() for leaf in copy.values()}
+    assert len(storages) == len(copy)
+    assert all(map(without_gaps, copy.values()))
+    assert copy["t"].stride() == tree["t"].stride()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_copy_is_off_the_graph(inside):
+    weight = torch.nn.Parameter(torch.ones(3))
+    with torch.inference_mode():
+        made_inside = torch.ones(2)
+    tree = {"w": weight, "on": weight * 2, "inside": made_inside if inside else None}
+    copy = ps.clone(tree)
+    assert not any(leaf.requires_grad or leaf.is_inference() for leaf in tensors(copy))
+    assert {type(leaf) for leaf in tensors(copy)} == {torch.Tensor}
+    copy["w"].add_(1.0)
+    assert same_bits(weight.detach(), torch.ones(3))
+
+
+def test_what_is_no_dense_real_tensor_is_copied_too():
+    sparse = torch.eye(3).to_sparse()
+    complex_row = torch.randn(5, dtype=torch.complex64)
+    rows = [torch.ones(2), torch.ones(3)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    tree = {
+        "sparse": sparse,
+        "complex": complex_row.conj(),
+        "negative": torch.imag(complex_row.conj()),
+        "nested": [nested],
+        "kind": "sgd",
+        "number": 3,
+        "none": None,
+    }
+    before, copy = ps.clone(tree), ps.clone(tree)
+    assert not copy["negative"].is_neg()
+    assert (copy["kind"], copy["number"], copy["none"]) == ("sgd", 3, None)
+    sparse.coalesce().values().mul_(2)
+    nested.mul_(2)
+    complex_row.mul_(2)
+    keys = "sparse", "complex", "negative"
+    assert same_bits([copy[key] for key in keys], [before[key] for key in keys])
+    assert same_bits(list(copy["nested"][0].unbind()), rows)
+
+
+def test_a_container_that_only_torchs_pytree_knows_is_copied():
+    class Cache:
+        def __init__(self, keys):
+            self.keys = keys
+
+    pytree.register_pytree_node(Cache, lambda c: ([c.keys], None), lambda keys, _: Cache(*keys))
+    try:
+        cache = Cache(torch.ones(3))
+        copy = ps.clone({"cache": cache})["cache"]
+        cache.keys.add_(1.0)
+        assert same_bits(copy.keys, torch.ones(3))
+    finally:
+        pytree._deregister_pytree_node(Cache)
+
+
+def test_copies_go_through_vmap_compile_grad_and_jit_and_read_nothing():
+    tree = {key: leaf for key, leaf in tree_of(0).items() if key in map(str, FLOATS)}
+    stacked = ps.stack_states([tree, ps.clone(tree)])
+    assert_vmap_equals_loop(ps.clone, stacked)
+    [one] = assert_single_graph(ps.clone, (tree,))
+    assert same_bits(one, tree)
+    assert same_bits(ps.jit(ps.clone, backend="aot_eager")(tree), tree)
+    x = torch.tensor([2.0, 3.0])
+    slope = torch.func.grad(lambda x: (ps.clone({"x": x})["x"] ** 2).sum())(x)
+    assert same_bits(slope, 2 * x)
+    _, tangent = torch.func.jvp(lambda x: ps.clone([x])[0] * 2, (x,), (x,))
+    assert same_bits(tangent, 2 * x)
+    assert_sync_free(ps.clone, tree)
+
+
+def test_a_state_of_many_tensors_is_copied_by_one_operator():
+    state = ps.StepInfo(*[[torch.ones(3) for _ in range(50)], None] * 3, ())
+    with Dispatched() as run:
+        ps.clone(state)
+    assert len(run.ops) == 1
 
 
 # ---- many states as one ----------------------------------------------------------------------

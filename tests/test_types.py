@@ -52,6 +52,7 @@ CALLS = {
     "ps.select(flag, weights, weights)": "Net",
     "ps.stack_states([state, state])": "TrainState[Net, ScalerState]",
     "ps.member(state, 0)": "TrainState[Net, ScalerState]",
+    "ps.clone(state)": "TrainState[Net, ScalerState]",
     "ps.ema(weights, weights, 0.9)": "Net",
     "ps.from_state_dict({}, like=state)": "TrainState[Net, ScalerState]",
     "ps.load('run.pt', like=state)": "TrainState[Net, ScalerState]",

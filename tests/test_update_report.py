@@ -139,7 +139,7 @@ def test_nothing_is_read_until_it_is_printed_and_it_is_no_part_of_a_graph():
     assert not report.rows["w"].quality.requires_grad
     with Dispatched() as printing:
         str(report)
-    assert printing.reads <= 2
+    assert printing.reads <= 3, "one for each number of a row"
 
 
 def test_it_prints_the_worst_first_and_says_how_many_missed():
@@ -159,17 +159,42 @@ def test_it_prints_the_worst_first_and_says_how_many_missed():
     assert str(ps.update_report(old, wanted, wanted)).startswith("every leaf is within half")
 
 
+def test_a_leaf_without_a_wanted_update_is_printed_as_such_after_the_others():
+    old = {name: torch.ones(33) for name in ("still", "fine", "starved")}
+    wanted = {"still": torch.zeros(33), "fine": torch.ones(33), "starved": torch.ones(33)}
+    new = {"still": torch.ones(33), "fine": torch.full((33,), 2.0), "starved": torch.ones(33)}
+    report = ps.update_report(old, new, wanted)
+    lines = str(report).splitlines()
+    assert lines[0] == "1 of 3 leaves miss the wanted update by more than half of it"
+    assert lines[2].split() == ["starved", "0.0000", "100%"]
+    assert lines[3].split() == ["fine", "1.0000", "0%"]
+    assert lines[4].split() == ["still", "no", "update", "wanted"]
+    assert (report.rows["still"].quality, report.rows["still"].lost) == (1, 0)
+
+
+def test_gradients_of_zero_are_not_an_update_that_arrived():
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.1)
+    params, grads = {"w": torch.ones(5), "b": torch.ones(())}, {"w": torch.zeros(5), "b": None}
+    wanted = ps.wanted_update(sgd, params, grads, sgd.init(params))
+    text = str(ps.update_report(params, params, wanted))
+    assert text.startswith("no update wanted\n")
+    assert "1.0" not in text
+
+
 def test_the_picture_has_a_bar_a_leaf():
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    old, new, wanted = ({f"w{i}": torch.full((2,), x * i) for i in (1, 2)} for x in (0.0, 1.0, 2.0))
+    old, new, wanted = (
+        {f"w{i}": torch.full((2,), x * i) for i in (0, 1, 2)} for x in (0.0, 1.0, 2.0)
+    )
     figure = ps.update_report(old, new, wanted).plot()
     quality, lost = figure.axes
-    assert [bar.get_width() for bar in quality.patches] == [0.5, 0.5]
-    assert [bar.get_width() for bar in lost.patches] == [0, 0]
-    assert {label.get_text() for label in quality.get_yticklabels()} == {"w1", "w2"}
+    assert [bar.get_width() for bar in quality.patches] == [1, 0.5, 0.5]
+    assert [bar.get_width() for bar in lost.patches] == [0, 0, 0]
+    labels = {label.get_text() for label in quality.get_yticklabels()}
+    assert labels == {"w0 (no update wanted)", "w1", "w2"}
     plt.close(figure)
 
 

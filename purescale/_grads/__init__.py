@@ -1,7 +1,8 @@
 """Gradients as lists of dense, real tensors: measured, clipped, averaged.
 
 Gradients are measured together: whether they overflow, their norm, and the largest magnitude. On a
-CPU norm and largest magnitude are two reads, otherwise one.
+CPU one pass gives overflow and norm, and another one the largest magnitude; elsewhere one pass
+gives overflow and largest magnitude, and another one the norm.
 
 Entry: `measure.measure`, whose specification is `measure.exact_stats`;
 `clip.check_clip` and `clip.clip_factor`; `accumulate.accumulate_grads`, a running mean for a loop

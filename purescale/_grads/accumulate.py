@@ -18,6 +18,7 @@ from .._tree.gradients import Gradients, as_gradients
 from .._tree.hints import document_fields
 from .._tree.leaves import dense
 from .._tree.scalars import as_float, short_repr, whole
+from .._tree.states import gives_up
 from .._tree.tree import Leaves, Tree, TreeDef
 
 _HEAVIEST = 2.0**64  # beyond any count of tokens, and no sum of such weights overflows
@@ -97,6 +98,7 @@ def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
 
 
 @outside_autocast()
+@gives_up("accum")
 def accumulate_grads(
     accum: AccumState,
     grads: Tree,
@@ -246,6 +248,7 @@ def accumulated_grads(
 
 
 @outside_autocast()
+@gives_up("a")
 def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumState:
     """Equal to one window over the microbatches of both: the halves of two workers, or of two
     processes.

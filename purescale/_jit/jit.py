@@ -23,6 +23,7 @@ from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import as_tensor_list
 from .._tree.scalars import is_whole, short_repr
+from .._tree.states import is_poisoning, poison
 from .._tree.tree import Leaves, Tree, TreeDef
 
 Backend = Literal["inductor", "aot_eager"]
@@ -134,11 +135,12 @@ class Program:
     def _writable(self, inputs: list[Tensor]) -> list[Tensor]:
         """Return the inputs, with copies of donated ones if somebody else may see their memory."""
         pointers = storage_pointers(inputs)
-        if self.are_plain and len(set(pointers)) == len(pointers):
+        if self.are_plain and len(set(pointers)) == len(pointers) and not is_poisoning():
             return inputs
         donated = [inputs[index] for index in self.written]
         others = [tensor for index, tensor in enumerate(inputs) if index not in self.written]
-        own = Tensor.detach if can_write(donated, others) else Tensor.clone
+        ours = can_write(donated, others) and not is_poisoning()
+        own = Tensor.detach if ours else Tensor.clone
         inputs = list(inputs)
         for index, tensor in zip(self.written, donated, strict=True):
             inputs[index] = own(tensor)
@@ -224,7 +226,12 @@ class Jitted:
             tensors = resolved(check_arguments(args, leaves))
             compile = functools.partial(compiled, backend=self.backend, mode=self.mode)
             program = self.programs.of(tensors, form, make, compile)
-        return program(tensors)
+        results = program(tensors)
+        if self.donate and is_poisoning():
+            donated = [arg for index, arg in enumerate(args) if index in self.donate]
+            kept = [arg for index, arg in enumerate(args) if index not in self.donate]
+            poison(donated, [results, kept, program.closed_over])
+        return results
 
     def compiles(self) -> bool:
         """Return True if a call here runs compiled code."""

@@ -24,6 +24,7 @@ from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.leaves import elsewhere, unsupported_reason
+from .._tree.states import gives_up
 from .._tree.tree import Tree, TreeT
 
 
@@ -65,6 +66,7 @@ def scale_loss(scaler: HasScale, loss: TreeT) -> TreeT:
 
 
 @outside_autocast()
+@gives_up("grads")
 def unscale_and_check(
     scaler: HasScale, grads: TreeT, donate: bool = False, group: Group | None = None
 ) -> tuple[TreeT, Tensor]:

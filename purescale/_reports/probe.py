@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import NoScale
 from .._loss_scale.scaling import unscale_and_check
-from .._reports.printing import pyplot, table
+from .._reports.printing import MAX_LINES, pyplot, table
 from .._step.value_and_grad import LossFn, ValueAndGrad
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
@@ -122,34 +122,46 @@ class ScaleProbe(NamedTuple):
     def _by_leaf(self) -> list[str]:
         if self.high is None:
             return []
+        return table(("leaf", "safe from"), self._worst_first())
+
+    def _worst_first(self) -> list[tuple[str, str]]:
+        """Return each leaf and from which scale on it is safe."""
         safe = {name: low for name, low in self.low.items() if low is not None}
-        rows = [
+        return [
             *((name, "no scale") for name in self.starved),
             *((name, "all zeros") for name in self.silent),
             *((name, f"2**{safe[name]}") for name in sorted(safe, key=lambda name: -safe[name])),
         ]
-        return table(("leaf", "safe from"), rows)
 
     def plot(self) -> Any:
         """Draw a matplotlib Figure of zeros and error over the exponents: a line for each leaf,
-        dashed without a safe scale, and the safe window shaded.
+        dashed without a safe scale, and the safe window shaded. The first 30 leaves of the printed
+        table have a color and a marker of their own, and the legend names them; others are gray.
         """
+        names = list(dict(self._worst_first())) or list(self.zeros)
+        styles = [{"color": f"C{i % 10}", "marker": ".^s"[i // 10]} for i in range(MAX_LINES)]
+        height = 6 + 0.2 * min(len(names), MAX_LINES) / 3
         figure, panels = pyplot().subplots(
-            2, 1, sharex=True, figsize=(8, 6.5), layout="constrained"
+            2, 1, sharex=True, figsize=(8, height), layout="constrained"
         )
         for panel, columns in zip(panels, (self.zeros, self.error), strict=True):
             if self.window is not None:
                 panel.axvspan(*self.window, color="0.85", label="safe for every leaf")
-            for name in sorted(columns, key=lambda name: name not in self.starved):
+            for index, name in enumerate(names):
                 values = columns[name].double().where(~self.overflow, math.nan).tolist()
-                style = "--" if name in self.starved else "-"
-                panel.plot(self.exponents.tolist(), values, style, marker=".", label=name)
+                line = panel.plot(self.exponents.tolist(), values, label=name, color="0.8")[0]
+                line.set(linestyle="--" if name in self.starved else "-", zorder=1.5)
+                if index < MAX_LINES:
+                    line.set(**styles[index], markersize=4, zorder=2)
         panels[0].set_ylabel("share of zeros")
         panels[1].set_ylabel(f"error relative to scale 2**{self.high}")
         panels[1].set_yscale("symlog", linthresh=1e-6)
         panels[1].set_xlabel("loss scale, as a power of two (without a line: overflows)")
-        shown = [entries[:12] for entries in panels[0].get_legend_handles_labels()]
-        figure.legend(*shown, loc="outside lower center", ncols=3)
+        lines, labels = panels[0].get_legend_handles_labels()
+        shown = MAX_LINES + (self.window is not None)
+        if len(lines) > shown:
+            labels[shown] = f"and {len(lines) - shown} more"
+        figure.legend(lines[: shown + 1], labels[: shown + 1], loc="outside lower center", ncols=3)
         return figure
 
 

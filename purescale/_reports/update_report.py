@@ -28,15 +28,18 @@ from .._tree.tree import Leaves, Tree, TreeT
 
 @document_fields
 class UpdateRow(NamedTuple):
-    """Two statistics of one parameter, as 0-d tensors.
+    """Statistics of one parameter, as 0-d tensors.
 
     Attributes:
         quality: float64 []. 1 if all of the wanted update arrived, 0 if none of it.
         lost: float32 []. The share of elements with a wanted update that did not move.
+        wanted: bool []. False if the wanted update is 0 in each element: quality is 1 then, and
+            lost is 0.
     """
 
     quality: Tensor
     lost: Tensor
+    wanted: Tensor
 
 
 @document_fields
@@ -52,25 +55,37 @@ class UpdateReport(NamedTuple):
 
     def __str__(self) -> str:
         rows = _read_worst_first(self.rows)
-        bad = sum(not abs(quality - 1) <= 0.5 for _, quality, _ in rows)
+        bad = sum(not abs(quality - 1) <= 0.5 for _, quality, *_ in rows)
         verdict = "every leaf is within half of the wanted update"
         if bad:
             verdict = f"{bad} of {len(rows)} leaves miss the wanted update by more than half of it"
-        cells = [(name, f"{quality:.4f}", f"{lost:.0%}") for name, quality, lost in rows]
+        elif not any(wanted for *_, wanted in rows):
+            verdict = _NOTHING
+        cells = [
+            (name, f"{quality:.4f}", f"{lost:.0%}") if wanted else (name, _NOTHING, "")
+            for name, quality, lost, wanted in rows
+        ]
         return "\n".join([verdict, *table(("leaf", "quality", "did not move"), cells)])
 
     def plot(self) -> Any:
         """Syncs with the host. Draw a matplotlib Figure with bars for the columns of the table."""
-        return bars(_read_worst_first(self.rows), "quality (1: it has arrived)", "did not move")
+        rows = [
+            (name if wanted else f"{name} ({_NOTHING})", *numbers)
+            for name, *numbers, wanted in _read_worst_first(self.rows)
+        ]
+        return bars(rows, "quality (1: it has arrived)", "did not move")
+
+
+_NOTHING = "no update wanted"
 
 
 def _read_worst_first(rows: dict[str, UpdateRow]) -> list[Row]:
-    """Read all rows, those farthest from a quality of 1 first. Syncs with the host. A stacked
-    report gives its worst values.
+    """Read all rows, those farthest from a quality of 1 first, those without a wanted update last.
+    Syncs with the host. A stacked report gives its worst values.
     """
     unsorted = read_rows(rows, quality=_farthest_from_1)
     # NaN first
-    return sorted(unsorted, key=lambda row: (row[1] == row[1], -abs(row[1] - 1), -row[2]))
+    return sorted(unsorted, key=lambda row: (row[1] == row[1], -abs(row[1] - 1), -row[2], -row[3]))
 
 
 def _farthest_from_1(quality: Tensor) -> Tensor:
@@ -96,7 +111,8 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
 
     Returns:
         An `UpdateReport` of tensors on the device of each leaf; only printing it reads values. A
-        leaf with a wanted update of 0 has quality 1 and lost 0. Complex leaves count with both
+        leaf with a wanted update of 0 has quality 1 and lost 0, and is printed as "no update
+        wanted". Complex leaves count with both
         parts, and DTensors are gathered. Reports can be returned from `torch.vmap` and stacked;
         then the worst of each is printed.
 
@@ -172,7 +188,8 @@ def _row(old: Tensor, new: Tensor, wanted: Tensor) -> UpdateRow:
             num_unmoved = num_unmoved + (is_wanted & (after == before)).sum()
             num_wanted = num_wanted + is_wanted.sum()
     quality = torch.where(wanted_wanted == 0, 1, moved_wanted / wanted_wanted)
-    return UpdateRow(quality, (num_unmoved / num_wanted.clamp(min=1)).to(torch.float32))
+    lost = (num_unmoved / num_wanted.clamp(min=1)).to(torch.float32)
+    return UpdateRow(quality, lost, num_wanted > 0)
 
 
 # ---- the update that was wanted ------------------------------------------------------------------

@@ -21,6 +21,7 @@ from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
 from .._tree.hints import document_fields, hint_keywords
+from .._tree.states import gives_up
 from .._tree.tree import StateT, Tree, TreeT
 
 
@@ -58,6 +59,7 @@ class Stepped(NamedTuple, Generic[TreeT, StateT]):
 
 
 @outside_autocast()
+@gives_up("params", "opt_state")
 def maybe_step(
     optimizer: Optimizer,
     params: TreeT,
@@ -108,6 +110,7 @@ def maybe_step(
 
 @hint_keywords
 @outside_autocast()
+@gives_up("params", "scaled_grads", "opt_state")
 def unscale_and_step(
     optimizer: Optimizer,
     scaler: HasScale,
@@ -125,10 +128,12 @@ def unscale_and_step(
     """Equal to `unscale_and_check`, `clip_by_global_norm`, `clip_by_value` and `maybe_step` in
     turn, in the fewest passes over memory.
 
-    `from_torch`'s Adam, AdamW, SGD and Adagrad need one read of the gradients and one pass for the
-    rest. Flags, skips, counts and values are those of the parts, bit for bit, except with
-    `max_norm` and these classes: values then agree to 1e-6, because unscaling and clipping are one
-    division. On an accelerator and while tracing no value is read.
+    With `donate=True`, `from_torch`'s Adam, AdamW, SGD and Adagrad need one pass that measures the
+    gradients, on an accelerator with `max_norm` two, and one pass for the rest. Without it, with
+    `clip_value`, and for half gradients, a pass that unscales comes between them. Flags, skips,
+    counts and values are those of the parts, bit for bit, except with `max_norm` and these classes:
+    values then agree to 1e-6, because unscaling and clipping are one division. On an accelerator
+    and while tracing no value is read.
 
     Args:
         optimizer: As in `maybe_step`.

@@ -27,6 +27,7 @@ from .._tree.tree import FlatTree, StateT, Tree, TreeT
 
 
 @document_fields
+@hint_attributes
 class TrainState(NamedTuple, Generic[TreeT, StateT]):
     """Everything that a step changes. Make it with `init_train_state`; a run resumed from a
     checkpoint of it continues with the same bits.

@@ -45,11 +45,13 @@ from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
+from .._tree.states import gives_up
 from .._tree.tree import FlatTree, StateT, TreeT
 
 
 @hint_keywords
 @outside_autocast("loss_fn", "weight_fn")
+@gives_up("state")
 def train_step(
     state: TrainState[TreeT, StateT],
     microbatches: list[Any],

@@ -22,6 +22,13 @@ _OF_CLIPPING = dict.fromkeys(
     ("max_grad_norm", "clip_grad_norm", "gradient_clip_val"),
     "the clipping of another trainer. Fix: `max_norm=1.0`",
 )
+_CLIP = (
+    "Fix: `max_norm=1.0` of train_step, or `grads, norm = "
+    "purescale.clip_by_global_norm(grads, 1.0)`"
+)
+_CLASS = "Fix: `purescale.from_torch(torch.optim.{}, lr=1e-3)`"
+_COPY = "Fix: `purescale.clone(state)`"
+_STATE_DICT = "Fix: `purescale.save(path, state)`, or `purescale.to_state_dict(state)`"
 _POSITIONS = (
     "an option of jax.jit. Fix: `donate=(0,)`, the positions of the arguments that are donated"
 )
@@ -31,11 +38,7 @@ _CLOSED_OVER = (
 # For each function the keywords that it has not, for a class and the package the attributes.
 HINTS = {
     "value_and_grad": _OF_VALUE_AND_GRAD,
-    "train_step": {
-        **_OF_VALUE_AND_GRAD,
-        **_OF_CLIPPING,
-        "unroll": "an option of an earlier version. Fix: compile loss_fn, or jit(step)",
-    },
+    "train_step": {**_OF_VALUE_AND_GRAD, **_OF_CLIPPING},
     "unscale_and_step": _OF_CLIPPING,
     "from_torch": {"lr_in_state": "which in_state replaces. Fix: `in_state=('lr',)`"},
     "jit": {
@@ -62,15 +65,32 @@ HINTS = {
         "`count = state.opt_state.applied` of the state before the step; with in_state=('lr',) "
         "`state.opt_state.lr`",
     },
+    "TrainState": {
+        "to": "Fix: `model.to(device)` before make_functional; of a state that there is, "
+        "`torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), state)`",
+        "state_dict": _STATE_DICT,
+        "load_state_dict": "Fix: `state = purescale.load(path, like=state)`, or `state = "
+        "purescale.from_state_dict(d, like=state)`",
+        "copy": _COPY,
+        "clone": _COPY,
+    },
     "purescale": {
         "GradScaler": "Fix: `rule = purescale.DynamicScale()` for train_step; by hand scale_loss, "
         "unscale_and_step and `scaler = rule.update(scaler, found_inf)`",
         "autocast": "Fix: torch.autocast inside of loss_fn, or a policy, `apply = "
         "purescale.with_policy(apply, 'compute=autocast(float16),output=float32')`",
-        "clip_grad_norm_": "Fix: `max_norm=1.0` of train_step, or `grads, norm = "
-        "purescale.clip_by_global_norm(grads, 1.0)`",
+        "clip_grad_norm": _CLIP,
+        "clip_grad_norm_": _CLIP,
         "clip_grad_value_": "Fix: `clip_value=1.0` of train_step, or `grads = "
         "purescale.clip_by_value(grads, 1.0)`",
+        "Adam": _CLASS.format("Adam"),
+        "AdamW": _CLASS.format("AdamW"),
+        "SGD": _CLASS.format("SGD"),
+        "EMA": "Fix: `average = purescale.clone(params)`, then after each step `average = "
+        "purescale.ema(average, params, 0.999)`",
+        "scan": "Fix: `state, infos = purescale.scan_steps(purescale.jit(step), state, batches)`",
+        "state_dict": _STATE_DICT,
+        "copy": _COPY,
         "testing": "Fix: `import purescale.testing`, which needs hypothesis",
     },
 }

@@ -14,6 +14,7 @@ except ImportError as missing:
         name="hypothesis",
     ) from missing
 
+from .._tree.states import donated_poisoned
 from ._laws import (
     Untouched,
     assert_pure,
@@ -45,4 +46,5 @@ __all__ = [  # noqa: RUF022  strategies, then checks
     "same_bits",
     "shares_memory",
     "Untouched",
+    "donated_poisoned",
 ]

@@ -81,8 +81,7 @@ def value_and_grad(
             `jax.value_and_grad` was given, such as `has_aux`.
         ValueError: There is no parameter, a tensor is on another device or on a graph of
             torch.autograd, the new buffers do not match, or the loss gives no parameter a gradient,
-            as one of the live module, `model(x)` in place of `apply(params, buffers, x)`. A loss
-            may leave out some of the parameters.
+            as one of `model(x)` in place of `apply(params, buffers, x)`.
         RuntimeError: `loss_fn` wrote into a parameter, a buffer or a tensor of its microbatch.
 
     Example:
@@ -463,9 +462,7 @@ def _gradients(loss: Tensor, inputs: Leaves) -> list[Tensor | None]:
 
 
 def _with_zeros(gradients: Sequence[Tensor | None], inputs: Leaves) -> list[Tensor]:
-    """Return the gradients with 0 for a parameter that the loss does not use. Refuse a loss that
-    uses none.
-    """
+    """Return 0 for a parameter that the loss does not use. Refuse a loss that uses none."""
     if all([gradient is None for gradient in gradients]):
         raise independent_loss()
     return [

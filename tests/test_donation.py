@@ -477,17 +477,22 @@ def test_a_step_count_in_the_memory_of_the_optimizers_is_counted_once():
     assert ps.train_step(state, [torch.ones(3)], **settings)[0].step == 1
 
 
-def test_gradients_stay_as_they_were_if_an_optimizer_of_ones_own_raises():
-    class Raises:
-        def init(self, params):
-            return ()
+class Raises:
+    def init(self, params):
+        return ()
 
-        def step(self, params, grads, opt_state):
-            raise RuntimeError("full")
+    def step(self, *args):
+        raise RuntimeError("full")
 
+
+@pytest.mark.parametrize(
+    "optimizer", [Raises(), ps.from_formula(Raises().step)], ids=["step", "formula"]
+)
+def test_gradients_stay_as_they_were_if_an_optimizer_of_ones_own_raises(optimizer):
     params, given = {"w": torch.ones(3)}, {"w": torch.full((3,), 8.0)}
-    with Untouched((params, given)), pytest.raises(RuntimeError, match="full"):
-        ps.unscale_and_step(Raises(), RULE.init(), params, given, (), donate=True)
+    state = optimizer.init(params)
+    with Untouched((params, given, state)), pytest.raises(RuntimeError, match="full"):
+        ps.unscale_and_step(optimizer, RULE.init(), params, given, state, donate=True)
 
 
 def test_a_step_on_a_graph_writes_into_no_gradient_that_a_custom_backward_kept():

@@ -49,7 +49,7 @@ OPTIMIZERS = {
         torch.optim.ASGD, lr=lambda count: 0.1 / (count + 1), overrides={"a": {"lr": 0.2}}
     ),
     "of one's own": ps.from_formula(
-        lambda p, g, slots, h, t: (p - h["lr"] * g.sign(), slots), slots=(), lr=0.01
+        lambda p, g, slots, h, t: (p - h["lr"] * g.sign(), slots), elementwise=True, lr=0.01
     ),
     "RMSprop": ps.from_torch(
         torch.optim.RMSprop, lr=0.1, overrides={("b", "c"): {"momentum": 0.9, "centered": True}}

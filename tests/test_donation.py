@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import optree
 import pytest
 import torch
-from helpers import Dispatched, Untouched, at, batch, clone, job, same_bits, tensors
+from helpers import Dispatched, Untouched, at, batch, clone, examples, job, same_bits, tensors
 from hypothesis import given
 from torch import Tensor
 
@@ -100,6 +100,9 @@ def _train():
     return state, lambda donate: step(state, [batch()], max_norm=1.0, donate=donate)
 
 
+WAYS = {"on the host": contextlib.nullcontext, "as on an accelerator": tracing.as_on_an_accelerator}
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_donated_call_has_the_bits_of_one_without(name):
     _, call = CALLS[name]()
@@ -113,6 +116,82 @@ def test_without_donation_nothing_is_written(name):
     before = clone(given)
     call(donate=False)
     assert same_bits(given, before)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_donated_call_moves_the_version_of_each_tensor_that_it_writes_into(name, way):
+    given, call = CALLS[name]()
+    leaves = [leaf for leaf in optree.tree_leaves(given) if leaf.ndim]
+    before, versions = clone(leaves), [leaf._version for leaf in leaves]
+    with WAYS[way]():
+        call(donate=True)
+    pairs = zip(leaves, before, versions, strict=True)
+    assert all(torch.equal(leaf, old) or leaf._version > number for leaf, old, number in pairs)
+
+
+SAVING = {
+    "Adam": ps.from_torch(torch.optim.Adam, lr=0.1),
+    "Adam with amsgrad": ps.from_torch(torch.optim.Adam, lr=0.1, amsgrad=True),
+    "AdamW": ADAMW,
+    "Adagrad": ps.from_torch(torch.optim.Adagrad, lr=0.1),
+    "Adamax": ADAMAX,
+    "SGD": ps.from_torch(torch.optim.SGD, lr=0.1),
+    "momentum": ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "a partition": ps.partition(
+        {"a": ADAMW, "b": ADAMAX}, lambda name, param: "b" if name == "w1" else "a"
+    ),
+    "narrow slots": ps.with_state_dtype(ADAMW, {"exp_avg": torch.bfloat16}),
+}
+
+
+def donating(optimizer, params):
+    """By name, a function of gradients that makes a step over the memory of these parameters."""
+    state = optimizer.init(params)
+
+    def jitted(grads):
+        step = ps.jit(optimizer.step, donate=(0, 2), backend="aot_eager")
+        return step(params, grads, state)
+
+    return {
+        "maybe_step": lambda g: ps.maybe_step(optimizer, params, g, state, False, donate=True),
+        "unscale_and_step": lambda g: ps.unscale_and_step(
+            optimizer, at(8.0), params, g, state, 1.0, donate=True
+        ),
+        "jit": jitted,
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("call", ["maybe_step", "unscale_and_step", "jit"])
+@pytest.mark.parametrize("name", SAVING)
+@given(size=st.sampled_from([1, 5, 33, 300]), count=st.sampled_from([2, 20]))
+@examples(4)
+def test_a_graph_that_saved_donated_weights_raises(name, call, way, size, count):
+    params = {f"w{index}": torch.ones(size) for index in range(count)}
+    gradients = {name: torch.full((size,), 2.0) for name in params}
+    x = torch.ones(size, requires_grad=True)
+    losses = [(x * leaf).sum() for leaf in params.values()]
+    with WAYS[way]():
+        donating(SAVING[name], params)[call](gradients)
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("call", ["maybe_step", "unscale_and_step"])
+@pytest.mark.parametrize("name", SAVING)
+def test_a_donated_step_inside_of_a_loss_is_a_write_and_refused(name, call):
+    optimizer = SAVING[name]
+
+    def loss_fn(params, buffers, x):
+        loss = sum((leaf * x).sum() for leaf in params.values())
+        donating(optimizer, params)[call]({name: torch.ones(5) for name in params})
+        return loss, buffers
+
+    state = ps.init_train_state({f"w{i}": torch.ones(5) for i in range(2)}, {}, optimizer, RULE)
+    with pytest.raises(RuntimeError, match="loss_fn wrote into the parameter w0"):
+        ps.train_step(state, [torch.ones(5)], loss_fn=loss_fn, optimizer=optimizer, rule=RULE)
 
 
 def test_what_shares_memory_with_what_the_caller_keeps_is_left():
@@ -401,17 +480,22 @@ def test_a_step_count_in_the_memory_of_the_optimizers_is_counted_once():
     assert ps.train_step(state, [torch.ones(3)], **settings)[0].step == 1
 
 
-def test_gradients_stay_as_they_were_if_an_optimizer_of_ones_own_raises():
-    class Raises:
-        def init(self, params):
-            return ()
+class Raises:
+    def init(self, params):
+        return ()
 
-        def step(self, params, grads, opt_state):
-            raise RuntimeError("full")
+    def step(self, *args):
+        raise RuntimeError("full")
 
+
+@pytest.mark.parametrize(
+    "optimizer", [Raises(), ps.from_formula(Raises().step)], ids=["step", "formula"]
+)
+def test_gradients_stay_as_they_were_if_an_optimizer_of_ones_own_raises(optimizer):
     params, given = {"w": torch.ones(3)}, {"w": torch.full((3,), 8.0)}
-    with Untouched((params, given)), pytest.raises(RuntimeError, match="full"):
-        ps.unscale_and_step(Raises(), RULE.init(), params, given, (), donate=True)
+    state = optimizer.init(params)
+    with Untouched((params, given, state)), pytest.raises(RuntimeError, match="full"):
+        ps.unscale_and_step(optimizer, RULE.init(), params, given, state, donate=True)
 
 
 def test_a_step_on_a_graph_writes_into_no_gradient_that_a_custom_backward_kept():

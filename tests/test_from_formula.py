@@ -5,7 +5,7 @@ import functools
 import hypothesis.strategies as st
 import pytest
 import torch
-from helpers import assert_close, batch, clone, examples, job, same_bits, stack, tensors
+from helpers import Untouched, assert_close, batch, clone, examples, job, same_bits, stack, tensors
 from hypothesis import given
 
 import purescale as ps
@@ -34,9 +34,9 @@ def adam_step(param, grad, slots, settings, t):
 
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
-lion = functools.partial(ps.from_formula, lion_step, ("exp_avg",), **SETTINGS)
+lion = functools.partial(ps.from_formula, lion_step, ("exp_avg",), True, **SETTINGS)
 adamw = functools.partial(
-    ps.from_formula, adam_step, ("exp_avg", "exp_avg_sq"), eps=1e-8, **SETTINGS
+    ps.from_formula, adam_step, ("exp_avg", "exp_avg_sq"), True, eps=1e-8, **SETTINGS
 )
 of_torch = functools.partial(ps.from_torch, torch.optim.AdamW, **SETTINGS)
 
@@ -237,7 +237,7 @@ def test_the_shape_of_a_slot_may_follow_from_any_dimensions(slot, shape, donate)
     def step(param, grad, slots, settings, t):
         return param - settings["lr"] * grad, {"calls": slots["calls"] + 1}
 
-    optimizer = ps.from_formula(step, {"calls": SLOTS[slot]}, lr=0.5, elementwise=False)
+    optimizer = ps.from_formula(step, {"calls": SLOTS[slot]}, lr=0.5)
     params, grads = {"w": torch.ones(shape)}, {"w": torch.full(shape, 0.5)}
     state = optimizer.init(params)
     expected = torch.full_like(state.slots["w"]["calls"], 2.0)
@@ -255,7 +255,10 @@ REFUSED = [
     ({"step": 1.0}, TypeError, "step is 1.0"),
     ({"slots": {"m": torch.zeros(())}}, TypeError, r"slots\['m'\] gives tensor.*zeros_like"),
     ({"slots": {"m": lambda p: 0.0}}, TypeError, r"slots\['m'\] gives 0.0"),
-    ({"slots": {"m": torch.sum}}, ValueError, r"slots\['m'\] is .*elementwise=False"),
+    (
+        {"slots": {"m": torch.sum}, "elementwise": True},
+        *(ValueError, r"slots\['m'\] is .*no `elementwise=True`"),
+    ),
     ({"slots": {"m": lambda p: p.float()}}, ValueError, r"'m'\] is torch.float32 for .*bfloat16"),
     ({"slots": {"m": lambda p: p > 0}}, ValueError, r"slots\['m'\] is torch.bool .*zeros_like"),
     ({"slots": ("step",)}, ValueError, "slots have 'step'.*Fix: another name"),
@@ -314,7 +317,7 @@ def test_a_setting_that_there_is_not_is_named_by_pythons_own_error():
     def step(param, grad, slots, settings, t):
         return param - settings["lrr"] * grad, {}
 
-    optimizer, params = ps.from_formula(step, elementwise=False), {"w": torch.ones(3)}
+    optimizer, params = ps.from_formula(step), {"w": torch.ones(3)}
     with pytest.raises(KeyError, match=r"^'lrr'$"):
         optimizer.step(params, params, optimizer.init(params))
 
@@ -324,7 +327,7 @@ def test_a_step_that_returns_other_slots_than_it_was_given_is_refused(new):
     def step(param, grad, slots, settings, t):
         return param - grad, dict.fromkeys(new, slots["momentum"] + grad)
 
-    optimizer = ps.from_formula(step, ("momentum",), elementwise=False)
+    optimizer = ps.from_formula(step, ("momentum",))
     params = {"w": torch.ones(3)}
     with pytest.raises(ValueError, match=r"step returned the slots .*expected \['momentum'\]"):
         optimizer.step(params, params, optimizer.init(params))
@@ -341,7 +344,11 @@ def first_step(param, grad, slots, settings, t):
 def masked_step(param, grad, slots, settings, t):
     mask = (grad * slots["m"] >= 0).to(grad.dtype)
     m = 0.9 * slots["m"] + 0.1 * grad
-    return param - settings["lr"] * m * mask / mask.mean(), {"m": m}
+    return param - settings["lr"] * m * mask / mask.mean().clamp(min=0.1), {"m": m}
+
+
+def threshold_step(param, grad, slots, settings, t):
+    return param - settings["lr"] * grad * (100 / grad.norm()).clamp(max=1), {}
 
 
 def slot_step(param, grad, slots, settings, t):
@@ -356,6 +363,7 @@ def matrix_step(param, grad, slots, settings, t):
 NOT_ELEMENTWISE = {
     matrix_step: (),
     norm_step: (),
+    threshold_step: (),
     first_step: (),
     masked_step: ("m",),
     slot_step: ("m",),
@@ -364,25 +372,120 @@ NOT_ELEMENTWISE = {
 
 @pytest.mark.parametrize("lr", [1.0, 1e-6])
 @pytest.mark.parametrize("step", NOT_ELEMENTWISE)
-def test_a_step_that_is_not_elementwise_is_refused_as_one(step, lr):
-    with pytest.raises(ValueError, match=r"result for a part of a parameter.*elementwise=False"):
-        ps.from_formula(step, NOT_ELEMENTWISE[step], lr=lr)
-    ps.from_formula(step, NOT_ELEMENTWISE[step], elementwise=False, lr=lr)
+def test_a_promise_to_be_elementwise_that_is_broken_is_told_by_assert_optimizer(step, lr):
+    make = functools.partial(ps.from_formula, step, NOT_ELEMENTWISE[step], lr=lr)
+    for optimizer in (make(elementwise=True), ps.with_master_weights(make(elementwise=True))):
+        with pytest.raises(AssertionError, match=r"(?s)law `elementwise`.*no `elementwise=True`"):
+            assert_optimizer(optimizer)
 
 
-def test_a_step_that_an_override_makes_not_elementwise_is_refused():
+@pytest.mark.slow
+@pytest.mark.parametrize("step", NOT_ELEMENTWISE)
+def test_without_that_promise_it_holds_the_laws_of_an_optimizer(step):
+    assert_optimizer(ps.from_formula(step, NOT_ELEMENTWISE[step], lr=0.1))
+
+
+@pytest.mark.parametrize("step", NOT_ELEMENTWISE)
+@given(sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=3), seed=st.integers(0, 9))
+@examples(5)
+def test_a_formula_is_its_own_of_each_parameter_unless_it_is_said_to_be_elementwise(
+    step, sizes, seed
+):
+    """One after another, and under vmap."""
+    generator = torch.Generator().manual_seed(seed)
+    params, grads = (
+        {str(i): torch.randn(size, generator=generator) for i, size in enumerate(sizes)}
+        for _ in range(2)
+    )
+    optimizer = ps.from_formula(step, NOT_ELEMENTWISE[step], lr=0.1)
+    state = optimizer.init(params)
+    for _ in range(2):
+        old, slots = params, state.slots
+        t = state.applied + 1
+        expected = {
+            name: step(old[name], grads[name], dict(slots[name]), {"lr": 0.1}, t) for name in old
+        }
+        stacked = stack([params]), stack([grads]), ps.stack_states([state])
+        mapped = torch.vmap(optimizer.step)(*stacked)
+        params, state = optimizer.step(params, grads, state)
+        assert_close({name: (params[name], state.slots[name]) for name in params}, expected)
+        assert_close(ps.member(mapped, 0), (params, state))
+
+
+WRITES = {
+    "param": lambda param, grad, slots, settings, t: (param.sub_(grad), slots),
+    r"slots\['m'\]": lambda param, grad, slots, settings, t: (
+        param - slots["m"].mul_(0.9).add_(grad),
+        slots,
+    ),
+    "grad": lambda param, grad, slots, settings, t: (param - grad.mul_(0.1), slots),
+    "t": lambda param, grad, slots, settings, t: (param - grad / t.add_(1), slots),
+    "param, a row": lambda param, grad, slots, settings, t: (
+        param,
+        {"m": slots["m"] + param.view(-1)[:1].zero_()},
+    ),
+}
+MODES = {
+    "step": lambda optimizer, *trees: optimizer.step(*trees),
+    "maybe_step": lambda optimizer, *trees: ps.maybe_step(optimizer, *trees, False),
+    "donated": lambda optimizer, *trees: ps.maybe_step(optimizer, *trees, False, donate=True),
+    "skipped": lambda optimizer, *trees: ps.maybe_step(optimizer, *trees, True, donate=True),
+    "vmap": lambda optimizer, *trees: torch.vmap(optimizer.step)(*map(ps.stack_states, zip(trees))),
+    "grad": lambda optimizer, params, *trees: torch.func.grad(
+        lambda p: sum(map(torch.sum, optimizer.step(p, *trees)[0].values()))
+    )(params),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("elementwise", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("what", WRITES)
+@given(sizes=st.lists(st.sampled_from([1, *SIZES]), min_size=1, max_size=3))
+@examples(3)
+def test_a_formula_that_writes_into_an_argument_is_refused_and_nothing_changes(
+    what, dtype, elementwise, mode, sizes
+):
+    optimizer = ps.from_formula(WRITES[what], ("m",), elementwise)
+    params = {str(index): torch.ones(size, dtype=dtype) for index, size in enumerate(sizes)}
+    trees = params, clone(params), optimizer.init(params)
+    with Untouched(trees), pytest.raises(RuntimeError, match=rf"wrote into {what.split(',')[0]};"):
+        MODES[mode](optimizer, *trees)
+
+
+def test_a_formula_that_begins_to_write_later_is_refused_too():
+    calls = []
+
     def step(param, grad, slots, settings, t):
-        grad = grad / grad.norm() if settings["unit"] else grad
-        return param - settings["lr"] * grad, {}
+        calls.append(param)
+        return (param - grad if len(calls) < 3 else param.sub_(grad)), slots
 
-    make = functools.partial(ps.from_formula, step, unit=False, overrides={"w*": {"unit": True}})
-    with pytest.raises(ValueError, match=r"result for a part of a parameter.*elementwise=False"):
-        make()
-    params = {"w1": torch.tensor([3.0, 4.0]), "w2": torch.tensor([6.0, 8.0])}
-    optimizer = make(elementwise=False)
-    new, _ = optimizer.step(params, params, optimizer.init(params))
-    expected = {name: p - p / p.norm() for name, p in params.items()}
-    assert_close(new, expected)
+    optimizer, params = ps.from_formula(step), {"w": torch.ones(33)}
+    state = optimizer.init(params)
+    for _ in range(2):
+        params, state = optimizer.step(params, params, state)
+    with pytest.raises(RuntimeError, match=r"step wrote into param; .*Fix: a new tensor"):
+        optimizer.step(params, params, state)
+
+
+def test_a_formula_may_put_new_slots_into_the_dict_that_it_is_given():
+    def step(param, grad, slots, settings, t):
+        slots["m"] = slots["m"] + grad
+        return param - slots["m"], slots
+
+    optimizer, params = ps.from_formula(step, ("m",)), {"w": torch.ones(33)}
+    params, state = assert_pure(optimizer.step, params, params, optimizer.init(params))
+    assert torch.equal(state.slots["w"]["m"], torch.ones(33))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["param", "grad", r"slots\['m'\]"])
+def test_a_compiled_step_overwrites_nothing_by_a_formula_that_writes(what):
+    optimizer, params = ps.from_formula(WRITES[what], ("m",)), {"w": torch.ones(33)}
+    trees = params, clone(params), optimizer.init(params)
+    for compiled in (torch.compile(optimizer.step, backend="aot_eager"), ps.jit(optimizer.step)):
+        with Untouched(trees), pytest.raises((RuntimeError, ValueError), match=r"write|wrote"):
+            compiled(*trees)
 
 
 def test_slots_are_in_memory_of_their_own():
@@ -453,7 +556,7 @@ OTHER_SHAPES = {
 
 @pytest.mark.parametrize("what", OTHER_SHAPES)
 def test_a_result_of_another_shape_is_refused(what):
-    optimizer = ps.from_formula(OTHER_SHAPES[what], ("m",), elementwise=False)
+    optimizer = ps.from_formula(OTHER_SHAPES[what], ("m",))
     params = {"w": torch.ones(3)}
     with pytest.raises(ValueError, match=rf"returned .* for {what}.*float32 \(3,\)"):
         optimizer.step(params, params, optimizer.init(params))
@@ -461,7 +564,7 @@ def test_a_result_of_another_shape_is_refused(what):
 
 @pytest.mark.parametrize("result", [None, torch.ones(3), (torch.ones(3), {}, 1), (1, 2)])
 def test_a_result_that_is_no_pair_is_refused_with_the_cure(result):
-    optimizer = ps.from_formula(lambda *_: result, elementwise=False)
+    optimizer = ps.from_formula(lambda *_: result)
     params = {"w": torch.ones(3)}
     with pytest.raises(TypeError, match=r"expected a pair.*Fix: `return param, slots`"):
         optimizer.step(params, params, optimizer.init(params))
@@ -478,7 +581,7 @@ def test_a_key_error_of_a_formula_is_its_own(key):
     def step(param, grad, slots, settings, t):
         raise KeyError(*key)
 
-    optimizer, params = ps.from_formula(step, ("m",), elementwise=False), {"w": torch.ones(3)}
+    optimizer, params = ps.from_formula(step, ("m",)), {"w": torch.ones(3)}
     with pytest.raises(KeyError) as caught:
         optimizer.step(params, params, optimizer.init(params))
     assert caught.value.args == key

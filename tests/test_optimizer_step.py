@@ -1,5 +1,7 @@
 """maybe_step and unscale_and_step: a step over gradients that the caller brings."""
 
+import contextlib
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -15,10 +17,11 @@ from helpers import (
     shares_memory,
     trees,
 )
-from hypothesis import given
+from hypothesis import example, given
 from test_train_step import ADAMW, OPTIM, RULE, SGD
 
 import purescale as ps
+from purescale._torch.tracing import as_on_an_accelerator
 
 
 @given(
@@ -103,3 +106,35 @@ def test_gradients_of_none_are_a_missing_gradient_or_refused(optimizer):
     assert state.applied == 1
     with pytest.raises((TypeError, ValueError), match="grads"):
         ps.maybe_step(optimizer, tree, None, optimizer.init(tree), skip)
+
+
+EXPONENTS = {"bound": (-116, 8), "scale": (0, 24), "size": (-6, 6)}  # of 2; 1e-35 is 2**-116
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+@pytest.mark.parametrize("forced", [False, True])
+@given(
+    exponents=st.fixed_dictionaries({k: st.integers(*v) for k, v in EXPONENTS.items()}),
+    dtypes=st.sets(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), min_size=1),
+    count=st.sampled_from([1, 5, 33, 300]),
+    donate=st.booleans(),
+)
+@example({"bound": -116, "scale": 10, "size": 6}, {torch.float32, torch.float64}, 5, False)
+def test_a_parameter_moves_by_its_clipped_gradient_whatever_dtypes_are_beside_it(
+    name, forced, exponents, dtypes, count, donate
+):
+    """Also where `scale * norm / max_norm` is beyond float32."""
+    bound, scale, size = (2.0 ** exponents[key] for key in EXPONENTS)
+    settings = {"lr": 1 / bound} if name == "SGD" else {"lr": 1 / bound, "alpha": 1.0, "eps": 1.0}
+    optimizer = ps.from_torch(getattr(OPTIM, name), **settings)
+    params = {str(dtype): torch.zeros(count, dtype=dtype) for dtype in dtypes}
+    grads = {key: torch.full_like(leaf, size * scale) for key, leaf in params.items()}
+    norm = size * (count * len(dtypes)) ** 0.5
+    expected = -size * min(1.0, bound / (norm + 1e-6)) / bound
+    scaler = RULE.init()._replace(scale=torch.tensor(scale))
+    state = optimizer.init(params)
+    with as_on_an_accelerator() if forced else contextlib.nullcontext():
+        new = ps.unscale_and_step(optimizer, scaler, params, grads, state, bound, donate=donate)
+    for leaf in new.params.values():
+        tolerance = 2e-2 if leaf.dtype is torch.bfloat16 else 1e-5
+        assert_close(leaf, torch.full_like(leaf, expected), rtol=tolerance, atol=0)

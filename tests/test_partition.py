@@ -304,10 +304,18 @@ def test_an_inf_in_one_gradient_skips_every_bit_of_every_part(bad, forced):
 # ---- donation ------------------------------------------------------------------------------------
 
 
+FORMULA = ps.from_formula(lambda p, g, slots, h, t: (p - g, {"m": slots["m"] + g}), ("m",))
+
+
 @pytest.mark.parametrize("forced", [False, True])
-def test_a_donated_step_writes_into_all_that_it_was_given(forced):
-    optimizer = made(MOMENTUM, ADAMW)
-    params, state = params_of(), made(MOMENTUM, ADAMW).init(params_of())
+@pytest.mark.parametrize(
+    "matrices",
+    [MOMENTUM, FORMULA, ps.with_master_weights(FORMULA)],
+    ids=["kernel", "formula", "wrapped"],
+)
+def test_a_donated_step_writes_into_all_that_it_was_given(forced, matrices):
+    optimizer = made(matrices, ADAMW)
+    params, state = params_of(), optimizer.init(params_of())
     places = [t.data_ptr() for t in tensors((params, state)) if t.is_floating_point()]
     with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
         found = ps.maybe_step(optimizer, params, grads_of(params, 0), state, GO, donate=True)
@@ -728,6 +736,21 @@ class Stepping:
         return {n: p - 0.5 for n, p in params.items()}, {n: s + 1 for n, s in opt_state.items()}
 
 
+def broken_formula(fuse, broken, elementwise):
+    """An optimizer by a formula that fails with the fuse."""
+
+    def step(param, grad, slots, settings, t):
+        try:
+            fuse.burn()
+        except RuntimeError:
+            if broken == "raises":
+                raise
+            return param, {}
+        return param - 0.5 * grad, {"m": slots["m"] + grad}
+
+    return ps.from_formula(step, ("m",), elementwise)
+
+
 WRAPS = {
     "masters": ps.with_master_weights,
     "rounding": ps.with_stochastic_rounding,
@@ -738,7 +761,7 @@ BROKEN = ["raises", "a word", "a row", "negative"]
 @st.composite
 def nestings(draw, fuse, depth=2, widened=False):
     """Any nesting of partitions and wrappers over optimizers that share a fuse."""
-    kinds = ["torch", "step", "narrow", *([] if widened else ["masters", "rounding"])]
+    kinds = ["torch", "step", "formula", "narrow", *([] if widened else ["masters", "rounding"])]
     kind = draw(st.sampled_from(["partition", *kinds] if depth > 0 else kinds))
     if kind == "partition":
         inner = nestings(fuse, depth - 1, widened)
@@ -752,6 +775,8 @@ def nestings(draw, fuse, depth=2, widened=False):
     broken = draw(st.sampled_from(BROKEN))
     if kind == "step":
         return Stepping(fuse, broken)
+    if kind == "formula":
+        return broken_formula(fuse, broken, draw(st.booleans()))
     if kind == "narrow":
         narrow = ps.from_torch(torch.optim.AdamW, lr=broken_schedule(fuse, broken))
         return ps.with_state_dtype(narrow, {"exp_avg": torch.bfloat16})
@@ -777,7 +802,7 @@ def test_a_step_that_raises_leaves_all_that_was_donated_as_it_was(data):
     scaled = {name: 2 * grad for name, grad in grads_of(params, 1).items()}
     scaler = ps.StaticScale(2.0).init()
     forced, unscale = data.draw(st.booleans()), data.draw(st.booleans())
-    fuse.left = data.draw(st.integers(1, 8))
+    fuse.left = data.draw(st.integers(1, 8) | st.integers(9, 30))
     piece = data.draw(st.sampled_from([1, 8, 2**21]))
     with (
         tracing.as_on_an_accelerator() if forced else contextlib.nullcontext(),

@@ -419,15 +419,17 @@ def test_settings_that_mean_nothing_are_refused(how, error, words):
         ps.probe_scales(two_leaves, TWO, {}, MESSAGE, **how)
 
 
-def test_a_loss_that_does_not_depend_on_params_is_refused():
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_loss_that_does_not_depend_on_params_is_refused(recorded, chunk_size):
     model = nn.Linear(3, 1)
 
     def loss_fn(params, buffers, x):
-        with torch.no_grad():
+        with torch.set_grad_enabled(recorded):
             return model(x).sum(), buffers
 
     with pytest.raises(ValueError, match=r"does not depend on params.*Fix: "):
-        ps.probe_scales(loss_fn, {"w": torch.ones(2)}, {}, torch.ones(3))
+        ps.probe_scales(loss_fn, {"w": torch.ones(2)}, {}, torch.ones(3), chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("params", [{}, {"a": None}, []])

@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import (
     HALF,
@@ -704,6 +705,155 @@ def test_buffers_on_a_graph_are_refused_by_name():
 def test_what_loss_fn_must_not_return_is_refused_as_in_a_step(returned, error, words):
     with pytest.raises(error, match=words):
         call(loss_fn=lambda p, b, x: returned(p["w"], b))
+
+
+LIVE = nn.Linear(3, 1)
+GRAPH = torch.ones(3, requires_grad=True)
+# losses that no parameter has a part in: of each, what is added to the right one by mistake
+APART = {
+    "the live module": lambda p, x: LIVE(x).square().sum(),
+    "a constant": lambda p, x: torch.ones(()),
+    "the microbatch": lambda p, x: x.square().sum(),
+    "another graph": lambda p, x: (GRAPH * x).sum(),
+    "detached parameters": lambda p, x: (p["weight"].detach() * x * GRAPH).sum(),
+}
+LIVE_PARAMS = {name: p.detach().clone() for name, p in LIVE.named_parameters()}
+
+
+def by_value_and_grad(loss_fn):
+    fn = ps.value_and_grad(loss_fn)
+    return lambda params, x: fn(params, {}, x, scaler=SCALER)[1]
+
+
+def by_a_step(loss_fn, window=lambda x: [x], **settings):
+    differentiable = settings.pop("differentiable", False)
+    optimizer = ps.from_torch(OPTIM.AdamW, differentiable=differentiable)
+
+    def step(params, x):
+        state = ps.init_train_state(params, {}, optimizer, RULE)
+        if differentiable:  # by torch.autograd
+            on_a_graph = {name: p * GRAPH[0] for name, p in params.items()}
+            state = state._replace(params=on_a_graph)
+        return ps.train_step(
+            state, window(x), loss_fn=loss_fn, optimizer=optimizer, rule=RULE, **settings
+        )[0].params
+
+    return step
+
+
+@contextlib.contextmanager
+def one_rank():
+    """A group of one process."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def in_a_group(loss_fn, **settings):
+    def step(params, x):
+        with one_rank():
+            return by_a_step(loss_fn, group=dist.group.WORLD, **settings)(params, x)
+
+    return step
+
+
+def after_a_right_one(loss_fn):
+    """In a window, whose first microbatch is as it should be."""
+
+    def either(params, buffers, entry):
+        right, x = entry
+        return linear({"w": params["weight"]}, buffers, x) if right else loss_fn(params, buffers, x)
+
+    return by_a_step(either, lambda x: [(True, x), (False, x)])
+
+
+def derived(fn):
+    return lambda params, x: torch.func.grad(
+        lambda p: sum(map(torch.sum, tensors(fn(p, x)))), has_aux=False
+    )(params)
+
+
+def mapped(fn):
+    return lambda params, x: torch.vmap(fn, (0, None))(stack([params, params]), x)
+
+
+def on_an_accelerator(fn):
+    def forced(*args):
+        with tracing.as_on_an_accelerator():
+            return fn(*args)
+
+    return forced
+
+
+MODES = {
+    "by hand": by_value_and_grad,
+    "a step": by_a_step,
+    "as on an accelerator": lambda loss_fn: on_an_accelerator(by_a_step(loss_fn)),
+    "donated": lambda loss_fn: by_a_step(loss_fn, donate=True),
+    "a window": lambda loss_fn: by_a_step(loss_fn, lambda x: [x] * 3),
+    "the second of a window": after_a_right_one,
+    "dropped": lambda loss_fn: by_a_step(
+        loss_fn, lambda x: [x] * 2, on_nonfinite="drop_microbatch"
+    ),
+    "a group": in_a_group,
+    "a window in a group": lambda loss_fn: in_a_group(loss_fn, window=lambda x: [x] * 2),
+    "under no_grad": lambda loss_fn: torch.no_grad()(by_a_step(loss_fn)),
+    "on a graph": lambda loss_fn: by_a_step(loss_fn, differentiable=True),
+    "a window on a graph": lambda loss_fn: by_a_step(
+        loss_fn, lambda x: [x] * 2, differentiable=True
+    ),
+    "vmap": lambda loss_fn: mapped(by_a_step(loss_fn)),
+    "vmap by hand": lambda loss_fn: mapped(by_value_and_grad(loss_fn)),
+    "a derivative": lambda loss_fn: derived(by_a_step(loss_fn)),
+    "a derivative of a map": lambda loss_fn: derived(mapped(by_value_and_grad(loss_fn))),
+    "make_fx": lambda loss_fn: lambda *args: make_fx(by_value_and_grad(loss_fn))(*args)(*args),
+    "jit": lambda loss_fn: ps.jit(by_a_step(loss_fn), backend="aot_eager"),
+    "jit of a window": lambda loss_fn: ps.jit(
+        by_a_step(loss_fn, lambda x: [x] * 2), backend="aot_eager"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", APART)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_that_no_parameter_has_a_part_in_is_refused_in_each_mode(mode, what):
+    def loss_fn(params, buffers, x):
+        return APART[what](params, x), buffers
+
+    params, x = clone(LIVE_PARAMS), torch.ones(3)
+    words = r"does not depend on params.*calls the module"
+    with Untouched((params, LIVE_PARAMS)), pytest.raises(ValueError, match=words):
+        MODES[mode](loss_fn)(params, x)
+    assert LIVE.weight.grad is None
+
+
+@pytest.mark.parametrize("what", APART)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_no_parameter_has_a_part_in_changes_no_gradient_of_a_loss(mode, what):
+    def loss_fn(params, buffers, x):  # without the bias
+        return (params["weight"] * x).sum(), buffers
+
+    def with_more(params, buffers, x):
+        return loss_fn(params, buffers, x)[0] + APART[what](params, x), buffers
+
+    params, x = LIVE_PARAMS, torch.ones(3)
+    results = [MODES[mode](fn)(clone(params), x) for fn in (loss_fn, with_more)]
+    assert same_bits(*results)
+    assert LIVE.weight.grad is GRAPH.grad is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [by_value_and_grad, by_a_step])
+def test_a_loss_of_the_live_module_is_refused_in_a_compiled_step(make):
+    def loss_fn(params, buffers, x):
+        return LIVE(x).sum(), buffers
+
+    torch.compiler.reset()
+    compiled = torch.compile(make(loss_fn), backend="aot_eager")
+    with pytest.raises(ValueError, match=r"does not depend on params.*calls the module"):
+        compiled(clone(LIVE_PARAMS), torch.ones(3))
 
 
 # ---- the forms of JAX ----------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -16,8 +15,8 @@ from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import OptimizerSettings, Overrides
 from .._optim.spec import OptimizerSpec
 from .._optim.torch_optim import TorchOptimizer
-from .._torch.tracing import traced
-from .._tree.leaves import describe
+from .._torch.tracing import innermost, recorded_by_make_fx, traced
+from .._tree.leaves import describe, versions
 from .._tree.scalars import short_repr
 from .._tree.tree import leaves_apart
 
@@ -27,7 +26,7 @@ NewSlot = Callable[[Tensor], Tensor]
 def from_formula(
     step: Callable[[Tensor, Tensor, LeafSlots, Settings, Tensor], NewLeaf],
     slots: Sequence[str] | Mapping[str, NewSlot] = (),
-    elementwise: bool = True,
+    elementwise: bool = False,
     *,
     lr: float | Tensor | Schedule = 1.0,
     overrides: Overrides | None = None,
@@ -48,15 +47,17 @@ def from_formula(
     Args:
         step: A pure function of one parameter that returns the new parameter and a dict of its new
             slots, with plain operators: no list operator, nothing in place, no value read. `param`
-            and `grad` are float32 where a half parameter is kept, the two reals of a complex one in
-            a last dimension, and several parameters joined into one vector if `elementwise`.
-            `slots` and `settings` go by name, `slots["exp_avg"]`, `settings["lr"]`. A setting is
-            what was given here, or a 0-d tensor. `t` is the number of the step, a 0-d tensor, 1 in
-            the first: one more than `opt_state.applied`, for all parameters, as in optax.
+            and `grad` are float32 where a half parameter is kept. `slots` and `settings` go by
+            name, `slots["exp_avg"]`, `settings["lr"]`. A setting is what was given here, or a 0-d
+            tensor. `t` is the number of the step, a 0-d tensor, 1 in the first: one more than
+            `opt_state.applied`, for all parameters, as in optax.
         slots: What is kept for each parameter: names of tensors that start as zeros like it, or
             `{name: function of the parameter}`.
-        elementwise: False if an element of the result depends on others, as a norm does. Such a
-            step is made leaf by leaf, and shards of DTensors are refused.
+        elementwise: A promise that no element of a result depends on other elements or on the
+            shape, as it would by a norm, a mean or `param.ndim`; `assert_optimizer` checks it.
+            `param` may then be several parameters joined into one vector, which costs few launches,
+            a shard of a DTensor, or the two reals of a complex parameter in a last dimension.
+            Without it the step is made leaf by leaf, and these two are refused.
         lr, overrides, in_state, schedule_by: As in `from_torch`.
         differentiable: True if `.backward()` may go through a step.
         settings: Numbers, tuples of numbers and other constants that the formula reads, with their
@@ -68,19 +69,21 @@ def from_formula(
 
     Raises:
         TypeError: `step` is not a function of five arguments, or a slot is not a tensor.
-        ValueError: `elementwise` is True, and a slot has another shape than its parameter, or
-            `step` gives another result for a part of a parameter. A slot has another dtype than its
-            parameter, unless it is one number. A slot is drawn at random. A slot or a setting has a
-            name with another meaning, or `lr` is a negative number. Also what `from_torch` refuses;
-            and from a step, if `step` returns other slots than it was given or another shape (a
-            TypeError if it returns no pair).
+        ValueError: `elementwise` is True, and a slot has another shape than its parameter. A slot
+            has another dtype than its parameter, unless it is one number. A slot is drawn at
+            random. A slot or a setting has a name with another meaning, or `lr` is a negative
+            number. Also what `from_torch` refuses; and from a step, if `step` returns other slots
+            than it was given or another shape (a TypeError if it returns no pair).
+        RuntimeError: From a step, if `step` writes into an argument. The first call is given
+            copies, so that nothing of the caller's is overwritten then.
 
     Example:
         >>> import torch
         >>> def sign_descent(param, grad, slots, settings, t):
         ...     momentum = settings["beta"] * slots["momentum"] + grad
         ...     return param - settings["lr"] * momentum.sign(), {"momentum": momentum}
-        >>> optimizer = from_formula(sign_descent, ("momentum",), lr=0.5, beta=0.9)
+        >>> settings = {"lr": 0.5, "beta": 0.9}
+        >>> optimizer = from_formula(sign_descent, ("momentum",), elementwise=True, **settings)
         >>> params = {"w": torch.tensor([1.0, 1.0])}
         >>> state = optimizer.init(params)
         >>> optimizer.step(params, {"w": torch.tensor([3.0, -3.0])}, state)[0]
@@ -94,90 +97,91 @@ def from_formula(
     _check_settings(settings)
     name = getattr(step, "__name__", type(step).__name__)
     formula = Formula(
-        functools.partial(_call_step, step, name),
+        _LeafStep(step, name),
         lambda param, _: {key: make(param).clone() for key, make in makers.items()},
         elementwise,
     )
     spec = _spec_of(name, formula, {**settings, "differentiable": differentiable})
     named = {**settings, "differentiable": True} if differentiable else settings
-    all_settings = OptimizerSettings(
-        spec, lr, overrides or {}, named, in_state=in_state, schedule_by=schedule_by
+    return TorchOptimizer(
+        OptimizerSettings(
+            spec, lr, overrides or {}, named, in_state=in_state, schedule_by=schedule_by
+        )
     )
-    if elementwise and not traced():
-        for extra in ({}, *all_settings.overrides.values()):
-            _check_elementwise(name, formula, {**all_settings.template.defaults, **extra})
-    return TorchOptimizer(all_settings)
 
 
-def _call_step(
-    step: Any,
-    name: str,
-    param: Tensor,
-    grad: Tensor,
-    slots: LeafSlots,
-    settings: Settings,
-    t: Tensor,
-) -> NewLeaf:
-    """Return what `step` returns for a leaf, in memory apart from its arguments. Refuse what is not
-    a new parameter and the same slots.
+class _LeafStep:
+    """A user's `step` as the step of a formula. What is no pair of a new parameter and the same
+    slots is refused, and so is a write into an argument.
     """
-    result = step(param, grad, slots, settings, t)
-    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
-    if not (is_pair and isinstance(result[1], Mapping)):
-        raise TypeError(
-            f"{name} returned {describe(result)}; expected a pair, the new parameter and a dict of "
-            "its new slots. Fix: `return param, slots`."
-        )
-    new, new_slots = result
-    if new_slots.keys() != slots.keys():
-        raise ValueError(
-            f"{name} returned the slots {sorted(new_slots)}, expected {sorted(slots)}, which it "
-            "was given. Likely cause: a typing error, which would leave a slot as it was. Fix: "
-            "`return param, {name: new for each slot}`."
-        )
-    before, after = [param, *slots.values()], [new, *map(new_slots.get, slots)]
-    for key, old, leaf in zip((None, *slots), before, after, strict=True):
-        if not isinstance(leaf, Tensor) or leaf.shape != old.shape:
-            what = "param" if key is None else f"slots[{key!r}]"
-            raise ValueError(
-                f"{name} returned {describe(leaf)} for {what}, expected the shape of "
-                f"{describe(old)}, which it was given. Likely cause: a sum or a mean. Fix: "
-                "`torch.full_like(param, number)`; a slot of one number is made by `slots={name: "
-                "lambda p: torch.zeros((), device=p.device)}` and `elementwise=False`."
+
+    def __init__(self, step: Any, name: str) -> None:
+        self._step, self._name, self._was_called = step, name, False
+
+    def __call__(
+        self, param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor
+    ) -> NewLeaf:
+        """Return what `step` returns for a leaf, in memory apart from its arguments."""
+        arguments = [param, *slots.values(), grad, t]
+        is_first = not (self._was_called or recorded_by_make_fx())
+        # By copies nothing of the caller's is overwritten, and a compiler sees that it would be.
+        if is_first or torch.compiler.is_compiling():
+            arguments = [argument.clone() for argument in arguments]
+            param, *values, grad, t = arguments
+            slots = dict(zip(slots, values, strict=True))
+        before = _versions(arguments)
+        result = self._step(param, grad, dict(slots), settings, t)
+        if (after := _versions(arguments)) != before:
+            self._refuse_write(list(slots), list(map(int.__eq__, after, before)).index(False))
+        self._was_called |= is_first
+        new, new_slots = self._pair_of(result, slots)
+        results = [new, *map(new_slots.get, slots)]
+        for key, old, leaf in zip((None, *slots), arguments, results, strict=False):
+            if not isinstance(leaf, Tensor) or leaf.shape != old.shape:
+                self._refuse_shape(key, old, leaf)
+        new, *values = leaves_apart(results, arguments)
+        return new, dict(zip(slots, values, strict=True))
+
+    def _pair_of(self, result: Any, slots: LeafSlots) -> NewLeaf:
+        """Return the new parameter and the new slots."""
+        is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+        if not (is_pair and isinstance(result[1], Mapping)):
+            raise TypeError(
+                f"{self._name} returned {describe(result)}; expected a pair, the new parameter and "
+                "a dict of its new slots. Fix: `return param, slots`."
             )
-    new, *values = leaves_apart(after, [*before, grad, t])
-    return new, dict(zip(slots, values, strict=True))
+        new, new_slots = result
+        if new_slots.keys() != slots.keys():
+            raise ValueError(
+                f"{self._name} returned the slots {sorted(new_slots)}, expected {sorted(slots)}, "
+                "which it was given. Likely cause: a typing error, which would leave a slot as it "
+                "was. Fix: `return param, {name: new for each slot}`."
+            )
+        return new, new_slots
+
+    def _refuse_shape(self, key: str | None, old: Tensor, leaf: Any) -> None:
+        what = "param" if key is None else f"slots[{key!r}]"
+        raise ValueError(
+            f"{self._name} returned {describe(leaf)} for {what}, expected the shape of "
+            f"{describe(old)}, which it was given. Likely cause: a sum or a mean. Fix: "
+            "`torch.full_like(param, number)`; a slot of one number is made by `slots={name: "
+            "lambda p: torch.zeros((), device=p.device)}`, without `elementwise`."
+        )
+
+    def _refuse_write(self, slots: list[str], index: int) -> None:
+        name = ["param", *(f"slots[{key!r}]" for key in slots), "grad", "t"][index]
+        raise RuntimeError(
+            f"{self._name} wrote into {name}; a step must not change its arguments, which are the "
+            f"caller's. Likely cause: `{name}.mul_(0.9)`, or `{name} *= 0.9`. Fix: a new tensor, "
+            f"`new = 0.9 * {name}`."
+        )
 
 
-def _check_elementwise(name: str, formula: Formula, settings: Settings) -> None:
-    """Refuse a step whose result for a part of a parameter is not that part of its result."""
-    settings = {**settings, "lr": 1.0}  # by which an update is as large as the parameter
-
-    def two_steps(param: Tensor, *grads: Tensor) -> list[Tensor]:
-        slots, results = formula.init_slots(param, settings), []
-        for number, grad in enumerate(grads, 1):
-            t = torch.full((), number, dtype=torch.float64, device="cpu")
-            param, slots = formula.step(param, grad, slots, settings, t)
-            results += [param.detach(), *[value.detach() for value in slots.values()]]
-        return results
-
-    numbers = [
-        [0.5, -1.0, 1.5, -2.0, 0.25, 3.0],
-        [1.0, 2.0, -0.5, -3.0, -0.25, 1.5],
-        [0.5, -1.0, -1.0, -2.0, 0.5, -1.5],
-    ]
-    probe = torch.tensor(numbers, dtype=torch.float32, device="cpu")
-    parts = zip(two_steps(*probe[:, :3]), two_steps(*probe[:, 3:]), strict=True)
-    rows = zip(two_steps(*probe), parts, two_steps(*probe.view(3, 2, 3)), strict=True)
-    for result, pair, matrix in rows:
-        for other in (torch.cat(pair), matrix.flatten()):
-            if not torch.allclose(result, other, rtol=1e-4, atol=1e-5, equal_nan=True):
-                raise ValueError(
-                    f"{name} gives another result for a part of a parameter than for the whole, or "
-                    "for a matrix than for its elements, and an elementwise step is given several "
-                    "parameters as one vector. Likely cause: a norm, a mean, or `param.ndim`. Fix: "
-                    "from_formula(..., elementwise=False)."
-                )
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """Return `versions` of what transforms wrap, because they count no writes themselves."""
+    if traced() and not torch.compiler.is_compiling():
+        tensors = list(map(innermost, tensors))
+    return versions(tensors)
 
 
 def _spec_of(name: str, formula: Formula, defaults: dict[str, Any]) -> OptimizerSpec:
@@ -236,7 +240,7 @@ def _check_slots(makers: Mapping[str, NewSlot], elementwise: bool) -> None:
             if elementwise and slot.shape != probe.shape:
                 raise ValueError(
                     f"slots[{name!r}] is {describe(slot)} for a parameter of shape (2, 3), and an "
-                    "elementwise step has slots like its parameter. Fix: elementwise=False."
+                    "elementwise step has slots like its parameter. Fix: no `elementwise=True`."
                 )
             if slot.dtype is not (dtype if slot.ndim else torch.float32):
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -58,12 +59,17 @@ class Kernel(NamedTuple):
     def update(
         self, lists: KernelLists, lr: float | Tensor, arguments: dict[str, Any], **amp: Any
     ) -> None:
-        """Update the parameters and slots in place."""
+        """Update the parameters and slots in place, and with `grad_scale` the gradients too."""
         params, grads, slots = lists.params.tensors, lists.grads.tensors, list(lists.slots)
         if len(slots) < len(self.slots) + self.has_step:
             absent: list[Any] = [] if self.has_step else [None] * len(params)
             slots.insert(len(self.slots) - 1, absent)
         self.function(params, grads, *slots, fused=True, foreach=False, lr=lr, **arguments, **amp)
+        # torch's fused kernels leave versions as they were: a graph that saved an old value would
+        # take the new one for it.
+        written = [*params, *itertools.chain(*lists.slots)]
+        written += grads if amp["grad_scale"] is not None else []
+        torch.autograd.graph.increment_version(written)
 
 
 _BOOLEANS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")

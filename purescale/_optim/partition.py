@@ -15,6 +15,7 @@ from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
 from .._tree.leaves import describe
+from .._tree.states import write_over
 from .._tree.tree import Tree
 
 Label = Callable[[str, Tensor], str]
@@ -30,9 +31,10 @@ def partition(optimizers: Mapping[str, Optimizer], label: Label) -> PartitionOpt
     parameters alone, a schedule counts its own steps, and `muon.to_state_dict(opt_state["muon"])`
     is in torch's format. One flag decides for all parts: an inf in one gradient skips every part,
     and a step's `max_norm` bounds the norm over all of them. Memory that two parts share is never
-    overwritten. `with_master_weights` may be around the partition or around a part; around a part a
-    donated step goes in pieces. Each part takes its own DTensors, so AdamW may step shards beside a
-    Muon with whole parameters.
+    overwritten. A part whose step calls a function of yours goes first, so that nothing is
+    overwritten if it raises. `with_master_weights` may be around the partition or around a
+    part; around a part a donated step goes in pieces. Each part takes its own DTensors, so AdamW
+    may step shards beside a Muon with whole parameters.
 
     Args:
         optimizers: Any optimizers, by key.
@@ -80,6 +82,7 @@ class PartitionOptimizer(Updater):
         self.optimizers, self.label = dict(optimizers), label
         self.parts = {key: as_updater(each) for key, each in self.optimizers.items()}
         self.calls_step = any(part.calls_step for part in self.parts.values())
+        self.may_raise = any(part.may_raise for part in self.parts.values())
         self.may_add_slots = any(part.may_add_slots for part in self.parts.values())
         self.wide_grads = any(part.wide_grads for part in self.parts.values())
         self._cache_key = object()  # keeps nothing else alive
@@ -110,30 +113,38 @@ class PartitionOptimizer(Updater):
 
     def apply_step(self, inputs: StepInputs, current: dict[str, Any]) -> tuple[Tree, Tree]:
         """Return parameters and state after a step of each part, in fresh memory."""
-        return self._step_each(
-            inputs, lambda key, part: self.parts[key].apply_step(part, current[key])
-        )
+        parts = self.split(inputs)
+        stepped = {
+            key: self.parts[key].apply_step(part, current[key]) for key, part in parts.items()
+        }
+        return self._joined(inputs, parts, stepped)
 
     def apply_step_unless(
         self, skip: Tensor, inputs: StepInputs, current: dict[str, Any], *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after a step of each part, skipped or not."""
-        in_place = in_place and not self.calls_step  # a later part may raise
-        return self._step_each(
-            inputs,
-            lambda key, part: self.parts[key].apply_step_unless(
-                skip, part, current[key], in_place=in_place
-            ),
-        )
+        parts, stepped = self.split(inputs), {}
+        # Those that may raise come first, into fresh memory: nothing is overwritten then.
+        for key, part in sorted(self.parts.items(), key=lambda item: not item[1].may_raise):
+            stepped[key] = part.apply_step_unless(
+                skip, parts[key], current[key], in_place=in_place and not part.may_raise
+            )
+        for key, part in self.parts.items():
+            if in_place and part.may_raise and not part.may_add_slots:
+                stepped[key] = write_over(parts[key].trees, stepped[key])
+        return self._joined(inputs, parts, stepped)
 
-    def _step_each(
-        self, inputs: StepInputs, step: Callable[[str, StepInputs], tuple[Tree, Tree]]
+    def _joined(
+        self,
+        inputs: StepInputs,
+        parts: dict[str, StepInputs],
+        stepped: Mapping[str, tuple[Tree, Tree]],
     ) -> tuple[Tree, Tree]:
-        """Return the parameters and states of all parts after `step` of each."""
+        """Return the parameters and the state of all parts."""
         params: dict[str, Any] = {}
         opt_state: dict[str, Any] = {}
-        for key, part in self.split(inputs).items():
-            new_params, opt_state[key] = part.restore(*step(key, part))
+        for key, part in parts.items():
+            new_params, opt_state[key] = part.restore(*stepped[key])
             params.update(new_params)
         return inputs.params_tree(params), opt_state
 

@@ -67,7 +67,7 @@ class SlotLayout:
             raise ValueError(
                 f"{self._settings.spec.name} was given a complex parameter "
                 f"{tuple(param.shape)}; it has no rule for it. Fix: a partition with AdamW for "
-                "complex parameters."
+                "complex parameters; from_formula(..., elementwise=True) for a formula that is."
             )
         return self._formula.init_slots(param.detach(), settings)
 

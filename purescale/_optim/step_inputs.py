@@ -240,7 +240,8 @@ def _check_shards(
             raise ValueError(
                 f"{at} has the placements {leaf.placements}, and {optimizer} needs the whole of a "
                 "parameter. Fix: AdamW or another optimizer that updates each element by itself, "
-                "or `p.redistribute(placements=[Replicate()])`, for gradients too."
+                "such as from_formula(..., elementwise=True), or "
+                "`p.redistribute(placements=[Replicate()])`, for gradients too."
             )
     _check_state_placements(opt_state, dict(zip(names, leaves, strict=True)))
 

@@ -138,6 +138,7 @@ class TorchOptimizer(Updater):
     def __init__(self, settings: OptimizerSettings) -> None:
         self.settings, self.compared = settings, settings.compared
         self.may_add_slots = self.calls_step = settings.spec.calls_step
+        self.may_raise = self.calls_step or settings.spec.made_by == "from_formula"
         self.differentiable, self.elementwise = settings.differentiable, settings.spec.elementwise
         self._slot_layout = SlotLayout(settings)
         self._fused_step = FusedStep(settings, self._slot_layout)

@@ -28,8 +28,10 @@ class Updater:
     # True if elements update independently, so that a shard can be stepped. None if that is
     # unknown: the optimizer then gets the DTensors themselves.
     elementwise: bool | None = None
-    # True if a step calls a `step` of a user's, which may raise: nothing is overwritten before.
+    # True if a step calls a `step` of a user's.
     calls_step: bool = False
+    # True if it calls a `step` or a formula of a user's, before which nothing is overwritten.
+    may_raise: bool = False
     # True if the first step may add to the state. Old and new then cannot be chosen by a mask, so
     # the flag of a skip is read.
     may_add_slots: bool = False
@@ -108,7 +110,7 @@ def as_updater(optimizer: Any) -> Updater:
 class CalledOptimizer(Updater):
     """An updater for an optimizer with `step` alone, which makes its own checks."""
 
-    calls_step = True
+    calls_step = may_raise = True
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = self.compared = optimizer

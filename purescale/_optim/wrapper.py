@@ -19,7 +19,7 @@ from .._torch.tracing import is_differentiated, traced
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.leaves import describe
-from .._tree.states import select_masked
+from .._tree.states import select_masked, write_over
 from .._tree.tree import Leaves, Tree
 
 # The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,
@@ -56,7 +56,7 @@ class Wrapper(Updater):
                 )
         self.differentiable = self.updater.differentiable and not self.rounds
         self.elementwise = self.updater.elementwise
-        self.calls_step = self.updater.calls_step
+        self.calls_step, self.may_raise = self.updater.calls_step, self.updater.may_raise
         self.may_add_slots = self.updater.may_add_slots
         self.wide_grads = self.widens_params or self.updater.wide_grads
         self.compared = (optimizer, *settings)
@@ -136,13 +136,14 @@ class Wrapper(Updater):
             ]
             return structure.unflatten(leaves)
         with torch.no_grad():
-            inputs = _off_graph(inputs, copy=not in_place)
+            old = inputs.trees
+            inputs = _off_graph(inputs, copy=self.may_raise or not in_place)
             for piece in self._pieces(inputs):
                 leaves = _tree.flatten(piece.trees)[0]
                 results = _tree.flatten(self._stepped(piece, step)[0])[0]
                 pairs = [(a, b) for a, b in zip(leaves, results, strict=True) if a is not b]
                 select_masked(skip, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
-        return inputs.trees
+        return write_over(old, inputs.trees) if self.may_raise and in_place else inputs.trees
 
     def _stepped(
         self, inputs: StepInputs, step: Callable[[StepInputs], tuple[Tree, Tree]]

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._loss_scale.rules import NoScale
 from .._loss_scale.scaling import unscale_and_check
 from .._reports.printing import MAX_LINES, pyplot, table
-from .._step.value_and_grad import LossFn, ValueAndGrad
+from .._step.value_and_grad import LossFn, ValueAndGrad, independent_loss
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
 from .._tree import scalars
@@ -289,6 +289,8 @@ def _gradients_at_scales(loss: Tensor, inputs: Leaves, scales: Tensor) -> Leaves
                 "above). Likely cause: an operator without vmap, or memory ran out. Fix: "
                 "probe_scales(..., chunk_size=1)."
             ) from error
+    if all([grad is None for grad in grads]):
+        raise independent_loss()
     return [
         leaf.detach().new_zeros(()).expand(len(scales), *leaf.shape) if grad is None else grad
         for leaf, grad in zip(inputs, grads, strict=True)

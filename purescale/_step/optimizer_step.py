@@ -184,8 +184,7 @@ def unscale_and_step(
     if donate:
         read_only = [*_tree.tensors(scaler), *clip.tensor_bounds]
         in_place, owned = may_write_given(updater, inputs, read_only)
-    # An optimizer with `step` alone may raise, and nothing must be half-changed then.
-    grads = inputs.grads._replace(divisor=scale, owned=owned and not updater.calls_step)
+    grads = inputs.grads._replace(divisor=scale, owned=owned and not updater.may_raise)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
     decision = decide(measure(grads, scale, options), clip, grads)
     stepped = update(updater, inputs, decision.grads, decision.skip, in_place=in_place)

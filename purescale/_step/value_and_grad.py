@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -80,8 +80,8 @@ def value_and_grad(
             scaler, a parameter is an integer, or `loss_fn` returned something else. An option of
             `jax.value_and_grad` was given, such as `has_aux`.
         ValueError: There is no parameter, a tensor is on another device or on a graph of
-            torch.autograd, the new buffers do not match, or in eager mode the loss does not depend
-            on `params`.
+            torch.autograd, the new buffers do not match, or the loss gives no parameter a gradient,
+            as one of `model(x)` in place of `apply(params, buffers, x)`.
         RuntimeError: `loss_fn` wrote into a parameter, a buffer or a tensor of its microbatch.
 
     Example:
@@ -261,16 +261,10 @@ class ValueAndGrad:
         if on_grad is not None:
             _backward(loss, inputs, on_grad)
         elif self.keeps_graph:
-            grads = list(
-                torch.autograd.grad(
-                    loss, inputs, create_graph=True, allow_unused=True, materialize_grads=True
-                )
-            )
+            graph = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
+            grads = _with_zeros(graph, inputs)
         else:
-            raw: list[Any] = _gradients(loss, inputs)
-            for index, gradient in enumerate(raw):
-                if gradient is None:  # the loss does not use it
-                    raw[index] = torch.zeros_like(inputs[index].detach())
+            raw = _with_zeros(_gradients(loss, inputs), inputs)
             grads = donation.take_ownership(raw) if owned else list(map(Tensor.detach, raw))
             if self.sharded:
                 pairs = zip(grads, inputs, strict=True)
@@ -284,6 +278,8 @@ class ValueAndGrad:
 
         def scaled(inputs: Leaves) -> tuple[Tensor, list[Tensor]]:
             loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
+            if not loss.requires_grad:  # by this transform; the module's own graph does not count
+                raise independent_loss()
             leaves, structure = private.pytree.tree_flatten(outputs)
             others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
             apart.extend((structure, others))
@@ -324,11 +320,7 @@ class ValueAndGrad:
             before = versions(read_only)
             loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
         if not loss.requires_grad:
-            raise ValueError(
-                "the loss does not depend on params. Likely cause: loss_fn calls the module, runs "
-                "under torch.no_grad, or makes inner steps without differentiable=True. Fix: a "
-                "loss of `out, buffers = apply(params, buffers, x)`."
-            )
+            raise independent_loss()
         if versions(read_only) != before:
             self._refuse_write(_written(read_only, before))
         return inputs, loss, outputs
@@ -469,6 +461,25 @@ def _gradients(loss: Tensor, inputs: Leaves) -> list[Tensor | None]:
     return gradients
 
 
+def _with_zeros(gradients: Sequence[Tensor | None], inputs: Leaves) -> list[Tensor]:
+    """Return 0 for a parameter that the loss does not use. Refuse a loss that uses none."""
+    if all([gradient is None for gradient in gradients]):
+        raise independent_loss()
+    return [
+        torch.zeros_like(leaf.detach()) if gradient is None else gradient
+        for gradient, leaf in zip(gradients, inputs, strict=True)
+    ]
+
+
+def independent_loss() -> ValueError:
+    """Return the error of a loss that gives no parameter a gradient."""
+    return ValueError(
+        "the loss does not depend on params: no parameter has a gradient. Likely cause: loss_fn "
+        "calls the module, runs under torch.no_grad, or makes inner steps without "
+        "differentiable=True. Fix: a loss of `out, buffers = apply(params, buffers, x)`."
+    )
+
+
 def _forget(inputs: Leaves) -> None:
     """Forget what a backward inside of loss_fn has put into `.grad`."""
     for leaf in inputs:
@@ -498,6 +509,8 @@ def _backward(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], Non
     for index, leaf in enumerate(inputs):
         leaf.register_post_accumulate_grad_hook(functools.partial(take, index))
     torch.autograd.backward(loss, inputs=inputs)
+    if not taken:
+        raise independent_loss()
     for index in reversed(range(len(inputs))):
         if index not in taken:
             on_grad(index, torch.zeros_like(inputs[index].detach()))

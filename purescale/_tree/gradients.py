@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -87,15 +86,18 @@ class Gradients(NamedTuple):
         if factor is None:
             return self
         dtype = self.factor_dtype
+        # float32 gradients are divided in float32, also beside float64 ones
+        is_wide = self.tensor_list.dtypes == {torch.float64}
+        largest = torch.finfo(torch.float64 if is_wide else torch.float32).max
         if host_can_read([factor], self.tensors):  # saves a pass over the gradients
             number, share = 1.0 if divisor is None else divisor.item(), factor.item()
-            if number <= share * torch.finfo(dtype).max:
+            if number <= share * largest:
                 divisor = torch.full((), number / share, dtype=dtype, device="cpu")
                 return self._replace(divisor=divisor, factor=None)
         unscaling = torch.ones_like(factor) if divisor is None else divisor
-        divisor = (unscaling / factor).to(dtype)
-        fits = divisor < math.inf  # if it is negative the step is skipped
-        divisor = torch.where(fits, divisor, unscaling.to(dtype))
+        divisor = unscaling / factor
+        fits = divisor <= largest  # if it is negative the step is skipped
+        divisor = torch.where(fits, divisor, unscaling).to(dtype)
         multiplied = self.multiplied(torch.where(fits, 1.0, factor))
         return multiplied._replace(divisor=divisor, factor=None)
 

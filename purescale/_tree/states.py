@@ -114,6 +114,7 @@ def write_over(old: Tree, new: Tree) -> Tree:
     others = structure.flatten_up_to(new)
     if any(map(is_constant, leaves)) or is_on_a_graph([*leaves, *others]):
         return new
+    leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
     foreach.copy_(leaves, others)
     return structure.unflatten(leaves)
 

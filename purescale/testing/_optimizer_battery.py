@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from .._optim.master_weights import MasterState, master_weights
 from .._optim.opt_state import after_skip
 from .._optim.protocol import Optimizer
+from .._optim.wrapper import Wrapper
 from .._step.optimizer_step import maybe_step
 from .._tree import tree as _tree
 from .._tree.states import stack_states
@@ -42,6 +44,9 @@ def assert_optimizer(optimizer: Optimizer, params: Tree = None, quirks: Sequence
       float64 parameters keep their dtype
     - `found_inf`: `maybe_step` with gradients of inf and NaN returns parameters and state bit for
       bit if the step is skipped, and the result of `step` if it is not
+    - `elementwise`: an optimizer that is said to be elementwise, such as one of
+      `from_formula(..., elementwise=True)`, steps the halves of all parameters as it steps the
+      whole, to 1e-4 of the largest change. One inside of a partition is checked by itself
     - `round_trip`: a saved and loaded state goes on with the same bits
     - `compile`, `vmap`: one graph, and members equal to single steps, to 1e-4
     - `absent`: `init` and a step take a dict with a parameter that is None, and return None for it;
@@ -85,6 +90,8 @@ _FIXES = {
     "dtype": "`(p - lr * g).to(p.dtype)`: the gradients of float16 parameters are float32.",
     "found_inf": "do not raise for inf and NaN, and return a state of the same structure; "
     "maybe_step drops the result.",
+    "elementwise": "no `elementwise=True`: an element depends on others or on the shape, by a "
+    "norm, a mean or `param.ndim`.",
     "round_trip": "keep only tensors in the state, and nothing elsewhere: a loaded state has other "
     "tensor objects.",
     "compile": "torch.where in place of `if`; no attribute that a step changes; counts as 0-d "
@@ -95,6 +102,7 @@ _FIXES = {
     "`None if p is None else torch.zeros_like(p)`.",
 }
 _STEPS = 3
+_FACTORS = (1.0, 1e3, 1e-3)  # of gradients, between which a threshold may lie
 _SIZES = {"matrix": (4, 3), "few": (5,), "some": (33,), "many": (20, 15), "number": ()}
 
 
@@ -131,8 +139,8 @@ class _OptimizerBattery(Battery):
 
     def checks(self) -> tuple[Callable[[], bool | None], ...]:
         # A broken `init` or `step` is a quirk, and the other checks need both.
-        return (self.init, self.steps, self.purity, self.none, self.dtype, self.found_inf,
-                self.round_trip, self.compile, self.vmap, self.absent)  # fmt: skip
+        return (self.init, self.steps, self.purity, self.none, self.dtype, self.elementwise,
+                self.found_inf, self.round_trip, self.compile, self.vmap, self.absent)  # fmt: skip
 
     def check_result(self, law: str, result: Any, *call: Any) -> bool:
         """Return True if the results have the structure, dtypes and shapes of the arguments."""
@@ -271,6 +279,58 @@ class _OptimizerBattery(Battery):
             assert_vmap_equals_loop(step, *stacked, rtol=1e-4, atol=1e-5)
 
         self.attempt("vmap", "each member as by itself, to 1e-4", together, *self.calls[0])
+
+    def elementwise(self) -> None:
+        optimizer = self.subject
+        while isinstance(optimizer, Wrapper):  # which may round by the place of an element
+            optimizer = optimizer.optimizer
+        if getattr(optimizer, "elementwise", None) is not True:
+            return
+        params = _tree.cast(self.params, torch.float64)  # in which a small change is seen
+        leaves, structure = _tree.flatten(params)
+        runs = [_tree.flatten(_random_gradients(params, seed))[0] for seed in range(_STEPS)]
+        # One parameter at a time, because those that move together may be joined.
+        for index in [i for i, leaf in enumerate(leaves) if leaf is not None]:
+            alone = [
+                [None if i != index else leaf * factor for i, leaf in enumerate(grads)]
+                for grads, factor in zip(runs, _FACTORS, strict=True)
+            ]
+            gradients = list(map(structure.unflatten, alone))
+            check = functools.partial(_assert_halves_equal_whole, optimizer)
+            self.attempt("elementwise", "the step of the whole", check, params, gradients)
+
+
+def _assert_halves_equal_whole(optimizer: Optimizer, params: Tree, gradients: list[Tree]) -> None:
+    """Check that a run changes the halves of parameters as it changes the whole."""
+    wholes = _changes(optimizer, params, gradients)
+    for half in (_first_half, _second_half):
+        parts = _changes(optimizer, *_tree.map(half, (params, gradients)))
+        for whole, part in zip(itertools.chain(*wholes), itertools.chain(*parts), strict=True):
+            # A number of the state is one for all elements.
+            expected = half(whole) if part.numel() < whole.numel() else whole.flatten()
+            atol = 1e-4 * max([0.0, *whole.abs().flatten().tolist()])
+            torch.testing.assert_close(
+                part.flatten(), expected, rtol=0.0, atol=atol, equal_nan=True
+            )
+
+
+def _first_half(tensor: Tensor) -> Tensor:
+    return tensor.flatten()[: (tensor.numel() + 1) // 2]
+
+
+def _second_half(tensor: Tensor) -> Tensor:
+    return tensor.flatten()[tensor.numel() // 2 :]
+
+
+def _changes(optimizer: Optimizer, params: Tree, gradients: list[Tree]) -> list[list[Tensor]]:
+    """Return by how much each step changes the tensors of parameters and state."""
+    changes, old = [], (params, optimizer.init(params))
+    for grads in gradients:
+        new = optimizer.step(old[0], grads, old[1])
+        pairs = zip(_tree.tensors(old), _tree.tensors(new), strict=True)
+        changes.append([after.double() - before.double() for before, after in pairs])
+        old = new
+    return changes
 
 
 def _with_masters(params: Tree, opt_state: Any) -> tuple[Tree, Any]:

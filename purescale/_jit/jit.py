@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -100,12 +99,8 @@ class Program:
         self.shapes = [tensor.shape for tensor in tensors]
         self.closed_over, self.run = graph.closed_over, run
         self._are_like = private.metadata_guard(*tensors, *graph.closed_over)
-        donated = graph.donated
-        self.written = list(donated.values())
-        # The index of each result in the list of the inputs, then what the graph returns.
-        returned = itertools.count(len(tensors) + len(graph.closed_over))
-        places = range(len(results.places))
-        self.sources = [donated[x] if x in donated else next(returned) for x in places]
+        self.written = list(graph.donated.values())
+        self.sources = graph.sources(len(results.places))
         written = [tensors[index] for index in self.written]
         tensor_list = as_tensor_list(written)
         self.are_plain = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from .._jit.cut import (
     placeholders,
     separated,
 )
+from .._jit.donated import donate_inputs, kind
 from .._torch import private
 from .._torch.autocast import outside_autocast
 from .._torch.foreach import clone_listed
@@ -38,6 +40,13 @@ class PureGraph(NamedTuple):
     examples: list[Tensor]  # fake tensors like all inputs, no two in one memory
     # by the index of a result, the input that takes its values, in place of a result
     donated: dict[int, int]
+
+    def sources(self, number: int) -> list[int]:
+        """Return the index of each of a number of results in the list of the inputs, then what the
+        graph returns.
+        """
+        returned = itertools.count(len(self.examples))
+        return [self.donated[x] if x in self.donated else next(returned) for x in range(number)]
 
 
 def trace(
@@ -76,7 +85,7 @@ def trace(
     module = _functional(module, examples, fake)
     _check_unwritten(module, len(inputs))
     _separate(module)
-    donated = _donate(module, donate)
+    donated = donate_inputs(module, donate)
     module.graph.lint()
     module.recompile()
     return PureGraph(module, closed_over, examples, donated)
@@ -140,6 +149,8 @@ def _compiled(module: Any, inputs: Sequence[Tensor], options: Any, **more: Any) 
     # one file with the kernels it would compile for as long as they do, several times over.
     if options is None and all(tensor.is_cpu for tensor in inputs):
         options = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
+    # With it inductor takes a view of an input for `view + zeros`, also after a write (torch 2.13).
+    more["joint_graph_constant_folding"] = not any(x.target is WRITE for x in module.graph.nodes)
     return _apart_from_inputs(private.compile_graph(module, inputs, {**(options or {}), **more}))
 
 
@@ -174,7 +185,7 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
     dimension more in front. It returns the last carried results, and all others stacked.
     """
     ends = placeholders(graph.module), graph.module.graph.output_node().args[0]
-    old, new = ([_kind(node) for node in nodes[:carried]] for nodes in ends)
+    old, new = ([kind(node) for node in nodes[:carried]] for nodes in ends)
     if old == new and has_operators(graph.module):
         return _looped(graph, len(inputs), carried)
     from torch.fx.experimental.symbolic_shapes import (
@@ -220,15 +231,20 @@ def _looped(graph: PureGraph, number: int, carried: int) -> Function:
     """Return `scanned` as a loop over the compiled graph, which overwrites what is carried: within
     one graph operators of the library would copy it in each repetition.
     """
-    _donate(graph.module, range(carried))
-    once = compiled(graph)
+    results = len(graph.module.graph.output_node().args[0])
+    graph = graph._replace(donated=donate_inputs(graph.module, range(carried)))
+    once, sources = compiled(graph), graph.sources(results)
 
     def repeat(*tensors: Tensor) -> Sequence[Any]:
-        carry, stacks, closed_over = tensors[:carried], tensors[carried:number], tensors[number:]
-        carry = tuple(clone_listed(carry))
-        rows = zip(*[stack.unbind() for stack in stacks], strict=True)
-        results = [once(*carry, *row, *closed_over) for row in rows]
-        return [*carry, *[torch.stack(column) for column in zip(*results, strict=True)]]
+        stacks, closed_over = tensors[carried:number], tensors[number:]
+        carry, columns = clone_listed(tensors[:carried]), []
+        for row in zip(*[stack.unbind() for stack in stacks], strict=True):
+            inputs = [*carry, *row, *closed_over]
+            outputs = [*inputs, *once(*inputs)]
+            new = [outputs[index] for index in sources]
+            carry = new[:carried]
+            columns.append(new[carried:])
+        return [*carry, *[torch.stack(column) for column in zip(*columns, strict=True)]]
 
     return torch.no_grad()(repeat)
 
@@ -272,33 +288,6 @@ def _separate(module: Any) -> None:
     taken = set(map(memory, placeholders(module)))
     output = module.graph.output_node()
     output.args = ([separated(module, node, taken) for node in output.args[0]],)
-
-
-def _donate(module: Any, donate: Sequence[int]) -> dict[int, int]:
-    """Write results into donated inputs that are like them, in order, at the end of the graph.
-    Return the input of each such result.
-    """
-    if not donate:
-        return {}
-    inputs, output = placeholders(module), module.graph.output_node()
-    free: dict[Any, list[int]] = {}
-    for index in reversed(donate):
-        free.setdefault(_kind(inputs[index]), []).append(index)
-    donated, rest = {}, []
-    with module.graph.inserting_before(output):
-        for place, node in enumerate(output.args[0]):
-            if like := free.get(_kind(node)):
-                donated[place] = like.pop()
-                module.graph.call_function(WRITE, (inputs[donated[place]], node))
-            else:
-                rest.append(node)
-    output.args = (rest,)
-    return donated
-
-
-def _kind(node: Any) -> Any:
-    value = node.meta["val"]
-    return value.shape, value.stride(), value.dtype, value.device
 
 
 # ---- what cannot be a pure graph -----------------------------------------------------------------

@@ -90,6 +90,15 @@ def test_a_donated_value_that_is_a_result_is_the_old_one(compiler, programs):
         assert_close(ps.jit(function, donate=0)(clone(states), x), expected, rtol=0, atol=0)
 
 
+def test_a_donated_value_that_is_returned_as_it_was_stays_in_its_memory():
+    a, b, c = matrices(3, 5)
+    addresses = [w.data_ptr() for w in (b, a, c)]
+    swap = ps.jit(
+        lambda state: (state[1], state[0].detach(), -state[2]), donate=0, backend="aot_eager"
+    )
+    assert [w.data_ptr() for w in swap((a, b, c))] == addresses
+
+
 def stepped(params, opt_state, x):
     grads = {name: (w * x).sin() for name, w in params.items()}
     return ADAMW.step(params, grads, opt_state)

@@ -1,4 +1,4 @@
-"""Results of a graph in the memory of its donated inputs."""
+"""Results of a graph: in memory of their own, or of donated inputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._jit.cut import WRITE, memory, placeholders
+from .._jit.cut import WRITE, memory, placeholders, separated
 
 _aten = torch.ops.aten
 _COPIES = _aten.clone.default, _aten.alias.default, _aten.detach.default, _aten.view.default
@@ -19,6 +19,13 @@ _MOVES = {
     *(_aten.select_scatter, _aten.diagonal_scatter, _aten.as_strided_scatter),
     *(_aten.pow, _aten.ceil, _aten.floor, _aten.round, _aten.trunc),
 }
+
+
+def separate_results(module: Any) -> None:
+    """Copy the results that share memory with an input or an earlier result."""
+    taken = set(map(memory, placeholders(module)))
+    output = module.graph.output_node()
+    output.args = ([separated(module, node, taken) for node in output.args[0]],)
 
 
 def donate_inputs(module: Any, donate: Sequence[int]) -> dict[int, int]:

@@ -161,11 +161,7 @@ class Programs:
         with _LOCK:
             program = self.lookup(tensors, form)
             if program is None:
-                # A compiler may draw random numbers, and the first call draws those of later ones.
-                with (
-                    torch.random.fork_rng({tensor.device for tensor in tensors if tensor.is_cuda}),
-                    SlowCall(self._name) as call,
-                ):
+                with SlowCall(self._name) as call:
                     graph, results = trace()
                     call.compiles(len(graph.module.graph.nodes))
                     run = compile(graph)
@@ -379,8 +375,9 @@ def jit(
         fn: A function of trees, called with positional arguments. It writes into no argument and
             nothing outside, and reads no value, of arguments or of what it closes over.
         donate: The positions of arguments that the caller gives up. Results take their memory where
-            shape, strides, dtype and device are those of one of their tensors, in order. If a
-            donated tensor shares memory with another one, the results are in fresh memory. Inside
+            shape, strides, dtype and device are those of one of their tensors, in order. A donated
+            tensor that is returned as it was stays in its memory, if no earlier result took it. If
+            a donated tensor shares memory with another one, the results are in fresh memory. Inside
             of `fn`, `donate=True` does nothing.
         backend: `"inductor"` compiles the graph. `"aot_eager"` runs its operators one by one, on
             any device.

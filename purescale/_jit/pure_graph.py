@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +22,8 @@ from .._jit.cut import (
     has_operators,
     memory,
     placeholders,
-    separated,
 )
-from .._jit.donated import donate_inputs, kind
+from .._jit.donated import donate_inputs, kind, separate_results
 from .._torch import private
 from .._torch.autocast import outside_autocast
 from .._torch.foreach import clone_listed
@@ -76,6 +76,8 @@ def trace(
     try:
         with recording():
             module = _graph_of(_watched(function, outside), examples, fake)
+        if any(getattr(node.target, "namespace", "") == "c10d" for node in module.graph.nodes):
+            raise _EffectError(*_RANKS)
     except Exception as error:
         if (cause := _cause(error)) is None:
             raise
@@ -84,7 +86,7 @@ def trace(
     examples = _apart(fake, [*inputs, *closed_over])
     module = _functional(module, examples, fake)
     _check_unwritten(module, len(inputs))
-    _separate(module)
+    separate_results(module)
     donated = donate_inputs(module, donate)
     module.graph.lint()
     module.recompile()
@@ -151,7 +153,22 @@ def _compiled(module: Any, inputs: Sequence[Tensor], options: Any, **more: Any) 
         options = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
     # With it inductor takes a view of an input for `view + zeros`, also after a write (torch 2.13).
     more["joint_graph_constant_folding"] = not any(x.target is WRITE for x in module.graph.nodes)
-    return _apart_from_inputs(private.compile_graph(module, inputs, {**(options or {}), **more}))
+    with _other_draws(inputs):
+        run = private.compile_graph(module, inputs, {**(options or {}), **more})
+    return _apart_from_inputs(run)
+
+
+@contextlib.contextmanager
+def _other_draws(inputs: Sequence[Tensor]) -> Iterator[None]:
+    """A scope that leaves torch's generators as they were, and in which they draw other numbers:
+    torch sets them back after compiling, so other threads would draw the same numbers twice.
+    """
+    devices = {tensor.device for tensor in inputs if tensor.is_cuda}
+    with torch.random.fork_rng(devices):
+        torch.default_generator.seed()
+        for device in devices:
+            torch.cuda.default_generators[device.index].seed()
+        yield
 
 
 def _apart_from_inputs(compiled: Function) -> Function:
@@ -283,13 +300,6 @@ def _lift(module: Any, outside: _Outside, literals: bool) -> list[Tensor]:
     return closed_over
 
 
-def _separate(module: Any) -> None:
-    """Copy the results that share memory with an input or an earlier result."""
-    taken = set(map(memory, placeholders(module)))
-    output = module.graph.output_node()
-    output.args = ([separated(module, node, taken) for node in output.args[0]],)
-
-
 # ---- what cannot be a pure graph -----------------------------------------------------------------
 
 Cause = tuple[str, str]  # what the function does, and the fix
@@ -328,6 +338,10 @@ _LAZY = (
 _VALIDATES = (
     "makes a torch.distributions.Distribution that checks its arguments, which reads them",
     "`validate_args=False`, as in `Categorical(logits=logits, validate_args=False)`",
+)
+_RANKS = (
+    "calls torch.distributed",
+    "the step without jit, whose loss may gather, and whose `group` averages the gradients",
 )
 _TENSOR_OF = (
     "makes a tensor of a list with tensors, which reads them",
@@ -487,7 +501,10 @@ def _cause(error: Exception) -> Cause | None:
     text = f"{type(error).__name__} {error}"
     causes = (cause for words, cause in _CAUSES.items() if words in text)
     cause = _READS if isinstance(error, ReadError) else next(causes, None)
-    return _VALIDATES if cause is _READS and _is_from(_DISTRIBUTIONS, error) else cause
+    if cause is _READS and _is_from(_DISTRIBUTIONS, error):
+        return _VALIDATES
+    by_ranks = isinstance(error, RuntimeError) and _is_from(_RANKS_FOLDER, error)
+    return _RANKS if cause is None and by_ranks else cause
 
 
 def _refusal(what: str, fix: str, error: Exception | None = None) -> ValueError:
@@ -499,6 +516,7 @@ def _refusal(what: str, fix: str, error: Exception | None = None) -> ValueError:
 
 _LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
 _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
+_RANKS_FOLDER = str(Path(torch.distributed.__file__).parent)
 
 
 def _is_from(folder: str, error: Exception) -> bool:

@@ -91,7 +91,7 @@ def test_a_donated_value_that_is_a_result_is_the_old_one(compiler, programs):
 
 
 def test_a_donated_value_that_is_returned_as_it_was_stays_in_its_memory():
-    a, b, c = matrices(3, 5)
+    a, b, c = clone(matrices(3, 5))
     addresses = [w.data_ptr() for w in (b, a, c)]
     swap = ps.jit(
         lambda state: (state[1], state[0].detach(), -state[2]), donate=0, backend="aot_eager"

@@ -342,6 +342,68 @@ def test_one_gradient_of_several_parameters_is_unscaled_once_for_each(donate):
     assert_close(stepped, expected, rtol=1e-6, atol=1e-6)
 
 
+def check_twice(function, params, donate):
+    """Compare a function of parameters and a factor with itself under jit, in two calls."""
+    expected, result, jitted = params, clone(params), in_order(function, donate=donate)
+    for factor in (0.5, 2.0):
+        expected = function(expected, torch.tensor(factor))
+        result = jitted(result, torch.tensor(factor))
+        assert_close(result, expected, rtol=1e-5, atol=1e-6)
+
+
+def twenty():
+    return {str(index): torch.randn(5) for index in range(20)}
+
+
+def grads_of(params, factor):
+    return {name: (leaf * factor).sin() for name, leaf in params.items()}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "momentum"])
+@pytest.mark.parametrize("donate", [(), 0])
+def test_two_steps_in_one_function_are_one_after_the_other(name, donate):
+    optimizer = OPTIMIZERS[name]
+
+    def function(state, factor):
+        for _ in range(2):
+            state = optimizer.step(state[0], grads_of(state[0], factor), state[1])
+        return state
+
+    params = twenty()
+    check_twice(function, (params, optimizer.init(params)), donate)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("donate", [(), 0])
+def test_one_tensor_under_several_names_is_stepped_once_for_each(name, donate):
+    optimizer = OPTIMIZERS[name]
+
+    def function(leaves, factor):
+        params = {name + str(copy): leaf for name, leaf in leaves.items() for copy in range(2)}
+        grads = {name: factor * int(name[-1]) + leaf for name, leaf in params.items()}
+        new = optimizer.step(params, grads, optimizer.init(params))[0]
+        return {name: new[name + "0"] for name in leaves} | {
+            name + " of the second": new[name + "1"] for name in leaves
+        }
+
+    leaves = twenty()
+    expected = function(leaves, torch.tensor(0.5))
+    result = in_order(function, donate=donate)(clone(leaves), torch.tensor(0.5))
+    assert_close(result, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "momentum"])
+def test_parameters_that_are_made_inside_are_returned_as_they_were_beside_the_new_ones(name):
+    optimizer = OPTIMIZERS[name]
+
+    def function(x):
+        params = {str(index): x * index for index in range(20)}
+        return params, optimizer.step(params, grads_of(params, x), optimizer.init(params))
+
+    x = torch.randn(5)
+    assert_close(in_order(function)(x), function(x), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "momentum", "Adagrad"])
 @pytest.mark.parametrize("turned", ["parameters", "slots"])
 def test_slots_may_have_another_memory_order_than_parameters(name, turned):

@@ -4,6 +4,7 @@ arguments, and what is refused.
 
 import functools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -115,6 +116,28 @@ def test_a_view_that_a_function_closes_over_is_seen_through_later_writes(view):
         assert same_bits(result, torch.full(closed_over.shape, 3.0 * number))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_result_that_is_a_parameter_from_outside_is_off_the_graph_in_memory_of_its_own(backend):
+    weight = nn.Parameter(torch.arange(3.0))
+
+    def function(x):
+        return weight * torch.ones(3), weight, x + weight
+
+    for result in ps.jit(function, backend=backend)(torch.ones(3)):
+        assert not result.requires_grad
+        assert result.grad_fn is None
+        result.zero_()
+    assert weight.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_under_another_default_device_a_function_has_a_graph_of_its_own():
+    jitted = in_order(lambda x: torch.zeros(3))
+    for _ in range(2):
+        for device in ("meta", "cpu"):
+            with torch.device(device):
+                assert jitted(torch.ones(3, device="cpu")).device.type == device
+
+
 @pytest.mark.slow
 def test_what_a_compiler_takes_for_its_argument_is_in_memory_of_its_own():
     one, constant = torch.ones(3), torch.arange(3.0)
@@ -224,6 +247,42 @@ def test_compiled_dropout_draws_from_torchs_generator_in_each_call():
     assert torch.equal(function(x), first)
     assert not torch.equal(first, second)
     assert set(first.tolist()) == {0.0, 2.0}
+
+
+def drawn_by_another_thread():
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(torch.rand, 3).result()
+
+
+def test_what_another_thread_draws_in_a_first_call_is_not_drawn_again():
+    drawn = []
+
+    def function(x):
+        drawn.append(drawn_by_another_thread())
+        return x * 2
+
+    torch.manual_seed(0)
+    in_order(function)(torch.ones(3))
+    drawn.append(torch.rand(3))
+    torch.manual_seed(0)
+    assert same_bits(drawn, [torch.rand(3), torch.rand(3)])
+
+
+def test_a_compiler_that_restores_the_generator_repeats_no_number(monkeypatch):
+    drawn = []
+
+    def compile_graph(module, inputs, options):
+        with torch.random.fork_rng([]):
+            drawn.append(drawn_by_another_thread())
+        return module
+
+    monkeypatch.setattr(private, "compile_graph", compile_graph)
+    torch.manual_seed(0)
+    ps.jit(lambda x: x * 2)(torch.ones(3))
+    after = torch.rand(3)
+    assert not torch.equal(*drawn, after)
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(3), after)
 
 
 # ---- one graph for each kind of arguments --------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import clone, same_bits
 from torch import nn
@@ -144,6 +145,19 @@ def test_a_derivative_by_a_backward_of_ones_own_is_part_of_the_graph(derivative)
     weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
     graph = trace(lambda x: [derivative(lambda x: Product.apply(x, weight).sum(), x)], [X])
     assert torch.equal(run(graph, X)[0], 3 * weight.detach().expand(2, 3))
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_derivative_by_a_parameter_from_outside_follows_its_values(factor):
+    weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+    def function(x):
+        return list(torch.autograd.grad((x * weight).square().sum(), weight))
+
+    graph = trace(function, [X])
+    with torch.no_grad():
+        weight.mul_(factor)
+    assert torch.equal(run(graph, X)[0], function(X)[0])
 
 
 def test_a_module_that_is_made_inside_draws_its_weights_in_each_run():
@@ -323,6 +337,34 @@ def test_a_refusal_names_the_line_of_the_caller():
     line = set_item.__code__.co_firstlineno + 1
     with pytest.raises(ValueError, match=rf"test_pure_graph.py, line {line}: `x\[0\] = 1.0`"):
         trace(set_item, [X])
+
+
+def gathered(x):
+    rows = torch.empty_like(x)
+    dist.all_gather([rows], x)
+    return [rows * x]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        gathered,
+        lambda x: [torch.func.grad(lambda y: gathered(y)[0].sum())(x)],
+        lambda x: list(torch.autograd.grad(gathered(y := x.clone().requires_grad_())[0].sum(), y)),
+    ],
+)
+def test_what_ranks_do_together_is_refused_with_the_cure(function):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"^the function calls torch.distributed.*without jit"):
+            trace(function, [X])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_that_is_missing_is_told_in_the_words_of_torch():
+    with pytest.raises(ValueError, match="init_process_group"):
+        trace(gathered, [X])
 
 
 def test_an_error_of_the_function_itself_is_raised_as_it_is():

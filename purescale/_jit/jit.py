@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -101,12 +100,8 @@ class Program:
         self.shapes = [tensor.shape for tensor in tensors]
         self.closed_over, self.run = graph.closed_over, run
         self._are_like = private.metadata_guard(*tensors, *graph.closed_over)
-        donated = graph.donated
-        self.written = list(donated.values())
-        # The index of each result in the list of the inputs, then what the graph returns.
-        returned = itertools.count(len(tensors) + len(graph.closed_over))
-        places = range(len(results.places))
-        self.sources = [donated[x] if x in donated else next(returned) for x in places]
+        self.written = list(graph.donated.values())
+        self.sources = graph.sources(len(results.places))
         written = [tensors[index] for index in self.written]
         tensor_list = as_tensor_list(written)
         self.are_plain = (
@@ -168,11 +163,7 @@ class Programs:
         with _LOCK:
             program = self.lookup(tensors, form)
             if program is None:
-                # A compiler may draw random numbers, and the first call draws those of later ones.
-                with (
-                    torch.random.fork_rng({tensor.device for tensor in tensors if tensor.is_cuda}),
-                    SlowCall(self._name) as call,
-                ):
+                with SlowCall(self._name) as call:
                     graph, results = trace()
                     call.compiles(len(graph.module.graph.nodes))
                     run = compile(graph)
@@ -393,8 +384,9 @@ def jit(
         fn: A function of trees, called with positional arguments. It writes into no argument and
             nothing outside, and reads no value, of arguments or of what it closes over.
         donate: The positions of arguments that the caller gives up. Results take their memory where
-            shape, strides, dtype and device are those of one of their tensors, in order. If a
-            donated tensor shares memory with another one, the results are in fresh memory. Inside
+            shape, strides, dtype and device are those of one of their tensors, in order. A donated
+            tensor that is returned as it was stays in its memory, if no earlier result took it. If
+            a donated tensor shares memory with another one, the results are in fresh memory. Inside
             of `fn`, `donate=True` does nothing.
         backend: `"inductor"` compiles the graph. `"aot_eager"` runs its operators one by one, on
             any device.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import itertools
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +22,8 @@ from .._jit.cut import (
     has_operators,
     memory,
     placeholders,
-    separated,
 )
+from .._jit.donated import donate_inputs, kind, separate_results
 from .._torch import private
 from .._torch.autocast import outside_autocast
 from .._torch.foreach import clone_listed
@@ -38,6 +40,13 @@ class PureGraph(NamedTuple):
     examples: list[Tensor]  # fake tensors like all inputs, no two in one memory
     # by the index of a result, the input that takes its values, in place of a result
     donated: dict[int, int]
+
+    def sources(self, number: int) -> list[int]:
+        """Return the index of each of a number of results in the list of the inputs, then what the
+        graph returns.
+        """
+        returned = itertools.count(len(self.examples))
+        return [self.donated[x] if x in self.donated else next(returned) for x in range(number)]
 
 
 def trace(
@@ -67,6 +76,8 @@ def trace(
     try:
         with recording():
             module = _graph_of(_watched(function, outside), examples, fake)
+        if any(getattr(node.target, "namespace", "") == "c10d" for node in module.graph.nodes):
+            raise _EffectError(*_RANKS)
     except Exception as error:
         if (cause := _cause(error)) is None:
             raise
@@ -75,8 +86,8 @@ def trace(
     examples = _apart(fake, [*inputs, *closed_over])
     module = _functional(module, examples, fake)
     _check_unwritten(module, len(inputs))
-    _separate(module)
-    donated = _donate(module, donate)
+    separate_results(module)
+    donated = donate_inputs(module, donate)
     module.graph.lint()
     module.recompile()
     return PureGraph(module, closed_over, examples, donated)
@@ -140,7 +151,24 @@ def _compiled(module: Any, inputs: Sequence[Tensor], options: Any, **more: Any) 
     # one file with the kernels it would compile for as long as they do, several times over.
     if options is None and all(tensor.is_cpu for tensor in inputs):
         options = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
-    return _apart_from_inputs(private.compile_graph(module, inputs, {**(options or {}), **more}))
+    # With it inductor takes a view of an input for `view + zeros`, also after a write (torch 2.13).
+    more["joint_graph_constant_folding"] = not any(x.target is WRITE for x in module.graph.nodes)
+    with _other_draws(inputs):
+        run = private.compile_graph(module, inputs, {**(options or {}), **more})
+    return _apart_from_inputs(run)
+
+
+@contextlib.contextmanager
+def _other_draws(inputs: Sequence[Tensor]) -> Iterator[None]:
+    """A scope that leaves torch's generators as they were, and in which they draw other numbers:
+    torch sets them back after compiling, so other threads would draw the same numbers twice.
+    """
+    devices = {tensor.device for tensor in inputs if tensor.is_cuda}
+    with torch.random.fork_rng(devices):
+        torch.default_generator.seed()
+        for device in devices:
+            torch.cuda.default_generators[device.index].seed()
+        yield
 
 
 def _apart_from_inputs(compiled: Function) -> Function:
@@ -174,7 +202,7 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
     dimension more in front. It returns the last carried results, and all others stacked.
     """
     ends = placeholders(graph.module), graph.module.graph.output_node().args[0]
-    old, new = ([_kind(node) for node in nodes[:carried]] for nodes in ends)
+    old, new = ([kind(node) for node in nodes[:carried]] for nodes in ends)
     if old == new and has_operators(graph.module):
         return _looped(graph, len(inputs), carried)
     from torch.fx.experimental.symbolic_shapes import (
@@ -220,15 +248,20 @@ def _looped(graph: PureGraph, number: int, carried: int) -> Function:
     """Return `scanned` as a loop over the compiled graph, which overwrites what is carried: within
     one graph operators of the library would copy it in each repetition.
     """
-    _donate(graph.module, range(carried))
-    once = compiled(graph)
+    results = len(graph.module.graph.output_node().args[0])
+    graph = graph._replace(donated=donate_inputs(graph.module, range(carried)))
+    once, sources = compiled(graph), graph.sources(results)
 
     def repeat(*tensors: Tensor) -> Sequence[Any]:
-        carry, stacks, closed_over = tensors[:carried], tensors[carried:number], tensors[number:]
-        carry = tuple(clone_listed(carry))
-        rows = zip(*[stack.unbind() for stack in stacks], strict=True)
-        results = [once(*carry, *row, *closed_over) for row in rows]
-        return [*carry, *[torch.stack(column) for column in zip(*results, strict=True)]]
+        stacks, closed_over = tensors[carried:number], tensors[number:]
+        carry, columns = clone_listed(tensors[:carried]), []
+        for row in zip(*[stack.unbind() for stack in stacks], strict=True):
+            inputs = [*carry, *row, *closed_over]
+            outputs = [*inputs, *once(*inputs)]
+            new = [outputs[index] for index in sources]
+            carry = new[:carried]
+            columns.append(new[carried:])
+        return [*carry, *[torch.stack(column) for column in zip(*columns, strict=True)]]
 
     return torch.no_grad()(repeat)
 
@@ -265,40 +298,6 @@ def _lift(module: Any, outside: _Outside, literals: bool) -> list[Tensor]:
         delattr(module, name)
     module.recompile()
     return closed_over
-
-
-def _separate(module: Any) -> None:
-    """Copy the results that share memory with an input or an earlier result."""
-    taken = set(map(memory, placeholders(module)))
-    output = module.graph.output_node()
-    output.args = ([separated(module, node, taken) for node in output.args[0]],)
-
-
-def _donate(module: Any, donate: Sequence[int]) -> dict[int, int]:
-    """Write results into donated inputs that are like them, in order, at the end of the graph.
-    Return the input of each such result.
-    """
-    if not donate:
-        return {}
-    inputs, output = placeholders(module), module.graph.output_node()
-    free: dict[Any, list[int]] = {}
-    for index in reversed(donate):
-        free.setdefault(_kind(inputs[index]), []).append(index)
-    donated, rest = {}, []
-    with module.graph.inserting_before(output):
-        for place, node in enumerate(output.args[0]):
-            if like := free.get(_kind(node)):
-                donated[place] = like.pop()
-                module.graph.call_function(WRITE, (inputs[donated[place]], node))
-            else:
-                rest.append(node)
-    output.args = (rest,)
-    return donated
-
-
-def _kind(node: Any) -> Any:
-    value = node.meta["val"]
-    return value.shape, value.stride(), value.dtype, value.device
 
 
 # ---- what cannot be a pure graph -----------------------------------------------------------------
@@ -339,6 +338,10 @@ _LAZY = (
 _VALIDATES = (
     "makes a torch.distributions.Distribution that checks its arguments, which reads them",
     "`validate_args=False`, as in `Categorical(logits=logits, validate_args=False)`",
+)
+_RANKS = (
+    "calls torch.distributed",
+    "the step without jit, whose loss may gather, and whose `group` averages the gradients",
 )
 _TENSOR_OF = (
     "makes a tensor of a list with tensors, which reads them",
@@ -498,7 +501,10 @@ def _cause(error: Exception) -> Cause | None:
     text = f"{type(error).__name__} {error}"
     causes = (cause for words, cause in _CAUSES.items() if words in text)
     cause = _READS if isinstance(error, ReadError) else next(causes, None)
-    return _VALIDATES if cause is _READS and _is_from(_DISTRIBUTIONS, error) else cause
+    if cause is _READS and _is_from(_DISTRIBUTIONS, error):
+        return _VALIDATES
+    by_ranks = isinstance(error, RuntimeError) and _is_from(_RANKS_FOLDER, error)
+    return _RANKS if cause is None and by_ranks else cause
 
 
 def _refusal(what: str, fix: str, error: Exception | None = None) -> ValueError:
@@ -510,6 +516,7 @@ def _refusal(what: str, fix: str, error: Exception | None = None) -> ValueError:
 
 _LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
 _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
+_RANKS_FOLDER = str(Path(torch.distributed.__file__).parent)
 
 
 def _is_from(folder: str, error: Exception) -> bool:

@@ -239,7 +239,7 @@ class DynamicScale:
     max_scale: float = 2.0**24
     hysteresis: int = 1
     refill: str = "growth"
-    # The settings are those of torch's operator, which a class of one's own may give a new meaning.
+    # True if torch's operator computes this rule; a class of one's own may have another.
     _has_operator: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._torch import private
-from .._torch.tracing import PLAIN_TYPES, traced
+from .._torch.tracing import are_native
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
@@ -315,24 +315,15 @@ class DynamicScale:
 
 
 def _takes_operator(scaler: ScalerState, found_inf: Tensor) -> bool:
-    """Return True if torch's operator may update this state: in eager mode, on a CPU or CUDA, off
-    every graph. Its kernel takes addresses unasked, so devices are compared here.
-    """
-    if traced() or not private.update_scale:
-        return False
+    """Return True if torch's operator may update this state."""
     scale, count = scaler.scale, scaler.growth_tracker
     return (
-        (scale.is_cpu or scale.is_cuda)
-        and scale.device == count.device == found_inf.device
+        bool(private.update_scale)
+        and are_native(scale, count, found_inf)
         and scale.dtype is torch.float32
         and count.dtype is torch.int32
         and scale.ndim == count.ndim == 0
-        and not scale.requires_grad
-        and {type(scale), type(count), type(found_inf)} <= _KINDS
     )
-
-
-_KINDS = PLAIN_TYPES | {private.FakeTensor}  # a DTensor has no rule for the operator
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,7 @@ conformance: $(CONFORMANCE)
 	$(BIN)/python -m pytest tests/conformance
 
 bench: $(BENCH)
-	for name in post_backward optimizers update growth accumulate train_step compile ensemble memory batch_norm headroom; do \
+	for name in post_backward optimizers update growth accumulate train_step floor compile ensemble memory batch_norm headroom; do \
 		$(BIN)/python benchmarks/$$name.py --record || exit 1; \
 	done
 	$(BIN)/python benchmarks/plot.py

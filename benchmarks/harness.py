@@ -70,12 +70,15 @@ def memcpy(shapes: list[tuple[int, ...]], device: str) -> Call:
 
 
 def options(
-    description: str | None, rounds: int = 25, **more: dict[str, Any]
+    description: str | None, rounds: int = 25, device: str | None = None, **more: dict[str, Any]
 ) -> argparse.Namespace:
-    """The command line; prints where this runs. `more`: what else a benchmark takes."""
+    """The command line; prints where this runs. `device`: the only one, where there is but one;
+    `more`: what else a benchmark takes.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device or accelerator, choices=device and [device])
     parser.add_argument(
         "--dtype",
         choices=DTYPES,

@@ -875,12 +875,12 @@ def test_a_step_can_be_differentiated_through_its_rule():
 
 def test_a_step_with_it_costs_a_handful_of_operators_more():
     counts = []
-    for rule in (ps.DynamicScale(), ps.HeadroomScale()):
+    for rule in (ps.DynamicScale(hysteresis=2), ps.HeadroomScale()):  # both by a formula
         state = start(rule, ADAMW, size=50)
         with Dispatched() as dispatched:
             step(state, [torch.ones(50)], rule, ADAMW)
         counts.append(len(dispatched.ops))
-    assert counts[1] - counts[0] <= 32
+    assert counts[1] - counts[0] <= 27
 
 
 def test_check_scaler_knows_its_floor_and_its_skips():

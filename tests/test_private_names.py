@@ -207,3 +207,18 @@ def test_without_its_name_a_tree_is_walked_the_same():
     assert public.tree_map(str, tree) == pytree.tree_map(str, tree)
     leaves, structure = public.tree_flatten(tree)
     assert public.tree_unflatten(leaves, structure) == tree
+
+
+def test_without_its_name_a_scale_is_updated_the_same(without):
+    rule = ps.DynamicScale(8.0, growth_interval=2)
+
+    def run():
+        states = [rule.init()]
+        for bad in (False, False, True, False):
+            states.append(rule.update(states[-1], torch.tensor(bad)))
+        return states
+
+    expected = run()
+    without("update_scale")
+    assert private.update_scale is False
+    assert ps.testing.same_bits(run(), expected)

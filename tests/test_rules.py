@@ -1,7 +1,10 @@
 """The rules of the loss scale: transitions, bounds, and states of other rules."""
 
 import collections
+import copy
+import dataclasses
 import math
+import pickle
 import re
 from typing import NamedTuple
 
@@ -10,20 +13,25 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from helpers import (
+    AsOnAnAccelerator,
+    Dispatched,
     Untouched,
     at,
     examples,
     legal_rules,
     same_bits,
+    shares_memory,
     stack,
 )
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import purescale as ps
 from purescale import interop
 from purescale._loss_scale import rules
+from purescale._torch import private, tracing
 from purescale.testing import (
     assert_pure,
     assert_scale_rule,
@@ -88,6 +96,218 @@ def test_update_equals_torchs_operator_bit_for_bit(
             return  # torch refuses to grow to inf; the ceiling binds here
         scale = expected
         assert same_bits((state.scale, state.growth_tracker), (scale, count))
+
+
+OPERATOR = torch.ops.aten._amp_update_scale_.default
+
+
+def by_formula(rule, state, bad):
+    """The update of a torch that lacks the operator."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(private, "update_scale", False, raising=False)
+        with Dispatched() as run:
+            new = rule.update(state, torch.tensor(bad))
+    assert OPERATOR not in run.ops
+    return new
+
+
+int32s = st.integers(-(2**31), 2**31 - 1)
+counts = st.integers(-2, 6) | st.sampled_from([-(2**31), 2**31 - 2, 2**31 - 1]) | int32s
+damaged_states = st.builds(
+    at,
+    st.floats(width=32, allow_subnormal=True) | st.integers(-149, 127).map(lambda n: 2.0**n),
+    growth_tracker=counts,
+    hysteresis_tracker=counts,
+    consecutive_skips=counts,
+)
+powers = st.integers(-149, 127).map(lambda n: 2.0**n)
+any_dynamic_scale = st.builds(
+    lambda scales, *settings, **more: ps.DynamicScale(
+        sorted(scales)[1], *settings, min_scale=min(scales), max_scale=max(scales), **more
+    ),
+    st.tuples(powers, powers, powers),
+    st.integers(1, 127).map(lambda n: 2.0**n),
+    st.integers(1, 149).map(lambda n: 2.0**-n),
+    st.integers(1, 5) | st.sampled_from([2**31 - 2, 2**31 - 1]),
+    hysteresis=st.integers(1, 2),
+    refill=st.sampled_from(["growth", "clean"]),
+)
+
+
+@examples(200)
+@given(legal_rules | any_dynamic_scale, st.none() | damaged_states, flags)
+def test_an_update_by_torchs_operator_is_the_formula_bit_for_bit(rule, state, pattern):
+    state = rule.init() if state is None else state
+    for bad in pattern:
+        flag = torch.tensor(bad)
+        before = [t.clone() for t in state]
+        with Dispatched() as run:
+            new = rule.update(state, flag)
+        reaches_inf = rule.max_scale * rule.growth_factor > 2.0**127
+        assert (OPERATOR in run.ops) is (rule.hysteresis == 1 and not reaches_inf)
+        assert same_bits(new, by_formula(rule, state, bad))
+        assert same_bits(list(state), before)
+        assert not shares_memory(new, [*state, flag])
+        assert len({t.data_ptr() for t in new}) == 4
+        state = new
+
+
+def test_lowering_the_hysteresis_below_the_tolerance_backs_off_at_once():
+    state = ps.DynamicScale(16.0, hysteresis=3).init()
+    assert trace(ps.DynamicScale(16.0), pattern("OO"), state) == [8, 4]
+    assert trace(ps.DynamicScale(16.0, hysteresis=2), pattern("OO"), state) == [16, 8]
+
+
+@pytest.mark.parametrize("refill", ["growth", "clean"])
+def test_an_update_is_twelve_operators_and_no_read_on_any_device(refill):
+    rule = ps.DynamicScale(refill=refill)
+    for mode in (Dispatched, AsOnAnAccelerator):
+        state, bad = rule.init(), torch.tensor(False)
+        with mode() as run:
+            rule.update(state, bad)
+        assert len(run.ops) <= 12
+        assert OPERATOR in run.ops
+        assert not run.reads
+    with FakeTensorMode():
+        state, bad = rule.init("cuda"), torch.zeros((), dtype=torch.bool, device="cuda")
+        with Dispatched() as run:  # where a read raises
+            new = rule.update(state, bad)
+        assert {t.device.type for t in new} == {"cuda"}
+    launches = [op for op in run.ops if op.namespace != "prim"]  # `.device` of a subclass
+    assert len(launches) <= 12
+    assert OPERATOR in launches
+
+
+def test_a_rule_that_is_copied_or_changed_decides_anew():
+    rule, state, bad = ps.DynamicScale(8.0), ps.DynamicScale(8.0).init(), torch.tensor(True)
+    copies = copy.deepcopy(rule), pickle.loads(pickle.dumps(rule)), dataclasses.replace(rule)
+    for same in copies:
+        with Dispatched() as run:
+            assert same.update(state, bad).scale == 4
+        assert OPERATOR in run.ops
+    tolerant = dataclasses.replace(rule, hysteresis=2)
+    assert tolerant.update(tolerant.init(), bad).scale == 8
+
+
+def as_a_subclass(state, bad):
+    class Own(torch.Tensor):
+        pass
+
+    return ps.ScalerState(*(t.as_subclass(Own) for t in state)), bad
+
+
+TO_THE_FORMULA = {
+    "a float64 scale": lambda s, bad: (s._replace(scale=s.scale.double()), bad),
+    "an int64 count": lambda s, bad: (s._replace(growth_tracker=s.growth_tracker.long()), bad),
+    "stacked without vmap": lambda s, bad: (stack([s, s]), bad),
+    "a scale that requires a gradient": lambda s, bad: (
+        s._replace(scale=s.scale.clone().requires_grad_()),
+        bad,
+    ),
+    "a subclass of a tensor": as_a_subclass,
+    "meta tensors": lambda s, bad: (ps.DynamicScale().init("meta"), bad.to("meta")),
+}
+
+
+@pytest.mark.parametrize("case", TO_THE_FORMULA)
+def test_a_state_that_torchs_operator_does_not_take_goes_by_the_formula(case):
+    rule = ps.DynamicScale(8.0)
+    state, bad = TO_THE_FORMULA[case](rule.init(), torch.tensor(True))
+    with Dispatched() as run:
+        new = rule.update(state, bad)
+    assert OPERATOR not in run.ops
+    assert new.scale.shape == state.scale.shape
+    if not new.scale.is_meta:
+        assert (new.scale == 4).all()
+
+
+def test_a_flag_of_another_device_is_not_handed_to_a_kernel_that_takes_addresses():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        state, elsewhere = ps.DynamicScale().init("cuda"), ps.DynamicScale().init("cpu")
+        flags = {
+            where: torch.zeros((), dtype=torch.bool, device=where)
+            for where in ("cpu", "cuda", "cuda:1")
+        }
+        assert rules._takes_operator(state, flags["cuda"])
+        assert not rules._takes_operator(state, flags["cpu"])
+        assert not rules._takes_operator(state, flags["cuda:1"])
+        apart = state._replace(growth_tracker=elsewhere.growth_tracker)
+        assert not rules._takes_operator(apart, flags["cuda"])
+
+
+def test_a_rule_of_a_users_class_goes_by_the_formula():
+    class Own(ps.DynamicScale):
+        """Its attributes may change from call to call."""
+
+        def __getattribute__(self, name):
+            return 2 if name == "growth_interval" else super().__getattribute__(name)
+
+    rule, state = Own(8.0), Own(8.0).init()
+    for expected in (8, 16):
+        with Dispatched() as run:
+            state = rule.update(state, torch.tensor(False))
+        assert OPERATOR not in run.ops
+        assert state.scale == expected
+
+
+def recorded(update, state, bad):
+    with tracing.recording():
+        return update(state, bad)
+
+
+def mapped(update, state, bad):
+    return torch.vmap(lambda s: update(s, bad))(stack([state, state]))
+
+
+def in_forward_mode(update, state, bad):
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(state.scale, torch.tensor(1.0))
+        new = update(state._replace(scale=dual), bad)
+        assert torch.autograd.forward_ad.unpack_dual(new.scale).tangent == 0.5
+    return new
+
+
+def differentiated(update, state, bad):
+    scale = state.scale
+    slope = torch.func.grad(lambda scale: update(state._replace(scale=scale), bad).scale)(scale)
+    assert slope == 0.5
+    return state
+
+
+@pytest.mark.parametrize("where", [recorded, mapped, in_forward_mode, differentiated])
+def test_a_transform_goes_by_the_formula_also_after_an_eager_update(where):
+    rule, bad = ps.DynamicScale(8.0), torch.tensor(True)
+    rule.update(rule.init(), bad)
+    with Dispatched() as run:
+        where(rule.update, rule.init(), bad)
+    assert OPERATOR not in run.ops
+
+
+def test_a_derivative_by_backward_goes_through_the_scale():
+    rule, scale = ps.DynamicScale(8.0), torch.tensor(8.0, requires_grad=True)
+    state = rule.init()._replace(scale=scale)
+    for bad in (True, True):
+        state = rule.update(state, torch.tensor(bad))
+    assert torch.autograd.grad(state.scale, scale)[0] == 0.25
+
+
+@pytest.mark.parametrize("refill", ["growth", "clean"])
+def test_a_compiled_update_is_one_graph_of_the_formula(refill):
+    rule, graphs = ps.DynamicScale(8.0, growth_interval=2, refill=refill), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(rule.update, fullgraph=True, backend=backend)
+    state = rule.init()
+    for bad in (False, False, True):
+        flag = torch.tensor(bad)
+        new = rule.update(state, flag)
+        assert same_bits(compiled(state, flag), new)
+        state = new
+    assert len(graphs) == 1
+    assert "_amp_update_scale" not in graphs[0].code
 
 
 class AgainstGradScaler(RuleBasedStateMachine):

@@ -9,11 +9,13 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from .._torch import private
+from .._torch.tracing import are_native
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
@@ -203,7 +205,7 @@ class DynamicScale:
             It may be lowered in mid-run.
         min_scale, max_scale: The bounds, `min_scale <= init_scale <= max_scale`.
         hysteresis: The number of overflows after which the scale backs off. Each of them skips its
-            step.
+            step. It may be lowered in mid-run.
         refill: When the tolerance is restored: `"growth"`, after the growth interval (Megatron-LM,
             DeepSpeed's default), or `"clean"`, on every clean step (DeepSpeed's
             consecutive_hysteresis, apex's kernel). With `"clean"`, overflows that are never
@@ -237,6 +239,8 @@ class DynamicScale:
     max_scale: float = 2.0**24
     hysteresis: int = 1
     refill: str = "growth"
+    # True if torch's operator computes this rule; a class of one's own may have another.
+    _has_operator: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         powers = ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
@@ -252,6 +256,10 @@ class DynamicScale:
             )
         if self.refill not in ("growth", "clean"):
             raise ValueError(f"refill must be 'growth' or 'clean', got {self.refill!r}.")
+        # The operator leaves a scale alone that would grow to inf, the formula clamps it.
+        never_inf = self.max_scale * self.growth_factor <= 2.0**127
+        has_operator = type(self) is DynamicScale and self.hysteresis == 1 and never_inf
+        object.__setattr__(self, "_has_operator", has_operator)
 
     def init(self, device: torch.device | str | None = None) -> ScalerState:
         """Return the state to start from, on `device` (that of the gradients)."""
@@ -263,13 +271,15 @@ class DynamicScale:
         Reads no tensor value; raises only for the state of another rule.
         """
         found_inf = checked_flag(found_inf, scaler, ScalerState)
+        if self._has_operator and _takes_operator(scaler, found_inf):
+            return self._update_by_operator(scaler, found_inf)
         # inf and NaN become 0, which the clamp repairs as it repairs what is below 0.
         scale = scaler.scale.nan_to_num(0.0, 0.0, 0.0)
-        tolerance = scaler.hysteresis_tracker
 
         clean_steps = (scaler.growth_tracker.clamp(0, 2**31 - 2) + 1).masked_fill(found_inf, 0)
         # >= and not ==: growth_interval may be lowered below the count.
         interval_reached = clean_steps >= self.growth_interval
+        tolerance = scaler.hysteresis_tracker.clamp(0, self.hysteresis)
         # Not below 0, because a job that overflows for ever must not wrap the counter around.
         tolerance = torch.add(tolerance, found_inf, alpha=-1).clamp(min=0)
         back_off = found_inf & (tolerance <= 0)
@@ -284,6 +294,36 @@ class DynamicScale:
             ),
             consecutive_skips=(scaler.consecutive_skips.clamp(max=2**31 - 2) + 1) * found_inf,
         )
+
+    def _update_by_operator(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
+        """Equal to the formula for `hysteresis=1`, in fewer kernels."""
+        scale = scaler.scale.nan_to_num(0.0, 0.0, 0.0)
+        # The operator grows on ==, so a count beyond a lowered interval is brought back.
+        count = scaler.growth_tracker.clamp(0, self.growth_interval - 1)
+        factors = self.growth_factor, self.backoff_factor
+        private.update_scale(scale, count, found_inf.float(), *factors, self.growth_interval)
+        skips, skipped = scaler.consecutive_skips, found_inf.to(scaler.consecutive_skips.dtype)
+        tolerance = scaler.hysteresis_tracker.clamp(0, 1)
+        refilled = (count if self.refill == "growth" else found_inf).logical_not()
+        return ScalerState(
+            scale=scale.clamp_(self.min_scale, self.max_scale),
+            growth_tracker=count,
+            # An overflow resets the count too, and leaves no tolerance.
+            hysteresis_tracker=tolerance.masked_fill_(refilled, 1).masked_fill_(found_inf, 0),
+            consecutive_skips=torch.addcmul(skipped, skipped, skips.clamp(max=2**31 - 2)),
+        )
+
+
+def _takes_operator(scaler: ScalerState, found_inf: Tensor) -> bool:
+    """Return True if torch's operator may update this state."""
+    scale, count = scaler.scale, scaler.growth_tracker
+    return (
+        bool(private.update_scale)
+        and are_native(scale, count, found_inf)
+        and scale.dtype is torch.float32
+        and count.dtype is torch.int32
+        and scale.ndim == count.ndim == 0
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -191,6 +191,8 @@ NAMES = {
     ),
     # lists, optimizers
     "clone_list": Name("torch._foreach_clone", "a copy", _clone_one_by_one),
+    # the loss scale; without it the rule is a formula of more than twice as many kernels
+    "update_scale": Name("torch._amp_update_scale_", "DynamicScale", False),
 }
 
 

@@ -8,6 +8,7 @@ is_on_a_graph         torch.autograd records operators on these tensors
 may_be_opaque         one operator may stand for a pass over many tensors, in a graph
 whole_graph           a graph of torch.autograd must not end;  end_graph: where it would
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
+are_native            an operator with kernels for a CPU and CUDA alone may take them
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .._torch.private import traced as traced
 from .._torch.private import under_transform as under_transform
 
 PLAIN_TYPES = frozenset((Tensor, nn.Parameter))  # a subclass may hold no values
+PLAIN_OR_FAKE = PLAIN_TYPES | {private.FakeTensor}
 
 # For tests: if True, a CPU decides like an accelerator, without reading a value.
 _as_an_accelerator = False
@@ -109,6 +111,21 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
     if _as_an_accelerator or traced() or recorded_by_make_fx():
         return False
     return all(set(map(type, x)) <= PLAIN_TYPES and all(map(_is_cpu, x)) for x in lists)
+
+
+def are_native(*tensors: Tensor) -> bool:
+    """Return True if an operator that has kernels for a CPU and CUDA alone may take these tensors:
+    in eager mode, on one such device, off every graph, without subclasses. A CUDA kernel may take
+    addresses without asking whose they are.
+    """
+    first = tensors[0]
+    return (
+        not traced()
+        and (first.is_cpu or first.is_cuda)
+        and len({tensor.device for tensor in tensors}) == 1
+        and {type(tensor) for tensor in tensors} <= PLAIN_OR_FAKE
+        and not any([tensor.requires_grad for tensor in tensors])
+    )
 
 
 class GraphEndError(Exception):

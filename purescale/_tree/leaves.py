@@ -12,14 +12,13 @@ from torch import Tensor
 from .._torch import dtensor, private, tensor_list
 from .._torch.dtypes import wide_dtype
 from .._torch.tensor_list import TensorList
-from .._torch.tracing import PLAIN_TYPES
+from .._torch.tracing import PLAIN_OR_FAKE
 from .._tree.scalars import short_repr
 
 _REAL = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 _FLOATING = _REAL | {torch.complex64, torch.complex128}
 _WHOLE = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool))
 _PLAIN_DTYPES = _REAL | _WHOLE
-_PLAIN_TYPES = PLAIN_TYPES | {private.FakeTensor}
 
 
 _dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
@@ -36,7 +35,7 @@ def are_dense_real(leaves: Sequence[Any]) -> bool:
     if torch.compiler.is_dynamo_compiling():  # which cannot follow the maps below
         return all(
             [
-                type(leaf) in _PLAIN_TYPES
+                type(leaf) in PLAIN_OR_FAKE
                 and leaf.dtype in _PLAIN_DTYPES
                 and leaf.layout is torch.strided
                 and not leaf.is_nested
@@ -44,7 +43,7 @@ def are_dense_real(leaves: Sequence[Any]) -> bool:
             ]
         )
     return (
-        set(map(type, leaves)) <= _PLAIN_TYPES
+        set(map(type, leaves)) <= PLAIN_OR_FAKE
         and set(map(_dtype, leaves)) <= _PLAIN_DTYPES
         and set(map(_layout, leaves)) <= {torch.strided}
         and not any(map(_is_nested, leaves))

@@ -21,6 +21,7 @@ from .._torch.tracing import PLAIN_TYPES, end_graph, recorded_by_make_fx, traced
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import as_tensor_list
+from .._tree.plans import Plans
 from .._tree.scalars import is_whole, short_repr
 from .._tree.states import is_poisoning, poison
 from .._tree.tree import Leaves, Tree, TreeDef
@@ -81,25 +82,21 @@ class Program:
     """A graph and the function that runs it, for arguments that differ in values only.
 
     Args:
-        form: The structure of the arguments, and where they have None.
-        setting: The global settings of torch under which the graph was traced.
         tensors: Those of the arguments.
         graph, run, results: The graph, a function that runs it, and the form of its results.
     """
 
     def __init__(
         self,
-        form: Any,
-        setting: Any,
         tensors: list[Tensor],
         graph: PureGraph,
         run: Function,
         results: Results,
     ) -> None:
-        self.form, self.setting, self.results = form, setting, results
+        self.run, self.results = run, results
         self.shapes = [tensor.shape for tensor in tensors]
-        self.closed_over, self.run = graph.closed_over, run
-        self._are_like = private.metadata_guard(*tensors, *graph.closed_over)
+        self.closed_over = graph.closed_over
+        self._are_like = private.metadata_guard(*graph.closed_over)
         self.written = list(graph.donated.values())
         self.sources = graph.sources(len(results.places))
         written = [tensors[index] for index in self.written]
@@ -111,11 +108,11 @@ class Program:
             and not tensor_list.any_requires_grad
         )
 
-    def fits(self, tensors: list[Tensor]) -> bool:
-        """Return True if the tensors, and those that the function closes over, have the shapes,
-        strides, dtypes and devices for which the graph was made.
+    def is_current(self) -> bool:
+        """Return True if the tensors that the function closes over still differ in values only from
+        those for which the graph was made.
         """
-        return self._are_like(*tensors, *self.closed_over)
+        return self._are_like(*self.closed_over)
 
     def __call__(self, tensors: list[Tensor]) -> Tree:
         """Return the results for the tensors of arguments, of which donated ones may be
@@ -150,7 +147,7 @@ class Programs:
 
     def __init__(self, fn: Callable[..., Tree]) -> None:
         self._name = getattr(fn, "__qualname__", None) or short_repr(fn)
-        self._programs: list[Program] = []
+        self._plans: Plans[Program] = Plans(size=None)
 
     def of(
         self,
@@ -169,24 +166,18 @@ class Programs:
                     run = compile(graph)
                 if active_autocast():  # the graph has the casts of the function
                     run = outside_autocast()(run)
-                program = Program(form, _setting(), tensors, graph, run, results)
-                self._programs = [program, *self._programs]
-                warn_of_graphs(self._name, [program.shapes for program in self._programs])
+                program = Program(tensors, graph, run, results)
+                self._plans.add(tensors, (form, _setting()), program)
+                warn_of_graphs(self._name, [program.shapes for program in self._plans])
         return program
 
     def lookup(self, tensors: list[Tensor], form: Any) -> Program | None:
-        """Return the program for arguments like these, or None."""
-        setting = _setting()
-        # The comparison is of tensors, and would crash the process on a nested one.
-        if not PLAIN_TYPES.issuperset(map(type, tensors)) or any(map(_is_nested, tensors)):
-            return None
-        for program in self._programs:
-            if program.form == form and program.setting == setting and program.fits(tensors):
-                return program
-        return None
+        """Return the program for arguments of this form like these, or None."""
+        programs = self._plans.matching(tensors, (form, _setting()))
+        return next(filter(Program.is_current, programs), None)
 
     def __len__(self) -> int:
-        return len(self._programs)
+        return len(self._plans)
 
 
 class Jitted:

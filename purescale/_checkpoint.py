@@ -34,7 +34,7 @@ def to_state_dict(tree: Tree) -> dict[str, Any]:
     with string keys.
 
     A field of a NamedTuple has its name as key, an item of a list or tuple its position, an item of
-    a dict its key: `d["tree"]["opt_state"]["slots"]["conv.weight"]["exp_avg"]`. `None` and
+    a dict its key: `d["tree"]["opt_state"]["slots"]["exp_avg"]["conv.weight"]`. `None` and
     containers without a tensor are left out; `from_state_dict` takes them from `like`. The tensors
     are those of `tree`, detached and in the same memory, so that
     `torch.distributed.checkpoint.load` loads in place, into a tree that you give up. The version is
@@ -482,13 +482,16 @@ def _grouped(name: str, differences: list[_Difference]) -> list[str]:
     every parameter, only the first and the number of the others are given.
     """
     groups: dict[Any, list[_Difference]] = {}
-    # Groups ignore the name of a parameter, which is the last key or the one before.
+    # Groups ignore the name of a parameter, which is the last key, or the one before in the slots
+    # of a class of a user's own.
     for difference in differences:
-        groups.setdefault((difference.keys[:-2], difference.keys[-1:]), []).append(difference)
+        groups.setdefault((difference.keys[:-1], None), []).append(difference)
     for field, group in list(groups.items()):
-        if len(group) == 1:
+        if len(group) <= 3:
             del groups[field]
-            groups.setdefault((group[0].keys[:-1], None), []).extend(group)
+            for difference in group:
+                by_slot = difference.keys[:-2], difference.keys[-1:]
+                groups.setdefault(by_slot, []).append(difference)
     texts: dict[_Difference, str] = {}
     for (_, last), group in groups.items():
         first, shown = group[0], group if len(group) <= 3 else group[:1]

@@ -47,6 +47,17 @@ CLASSES: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9},
 }
 
+
+def slots_of(state: Any, name: str, like: Any = ()) -> dict[str, Tensor]:
+    """The slots of one parameter by name, with the count of its steps if `like` has that."""
+    slots = {key: column[name] for key, column in state.slots.items()}
+    slots = {key: slot for key, slot in slots.items() if isinstance(slot, Tensor)}
+    if "step" in like:
+        count = state.applied.float() if state.counts == () else state.counts[name]
+        slots = {"step": count, **slots}
+    return slots
+
+
 EXAMPLES = 50  # of a property, in the quick tests
 
 

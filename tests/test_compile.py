@@ -237,6 +237,6 @@ def test_a_compiled_step_makes_no_tensor_on_another_device(settings):
 @pytest.mark.parametrize("misfit", [torch.zeros(40, 48), torch.zeros(WEIGHT).double()])
 def test_a_compiled_step_refuses_a_state_of_other_parameters(misfit):
     state, step, data = linear()
-    state.opt_state.slots["w"]["exp_avg"] = misfit
+    state.opt_state.slots["exp_avg"]["w"] = misfit
     with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match="exp_avg of w"):
         torch.compile(step, fullgraph=True, backend="eager")(state, data)

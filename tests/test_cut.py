@@ -432,8 +432,8 @@ def test_a_derivative_by_a_number_of_the_step_is_that_of_torch_func(name, by):
     def moved(x):
         scaler, slots, settings = ps.StaticScale(2.0).init(), state, {}
         if by == "slot":
-            key = next(key for key, slot in state.slots["a"].items() if slot.ndim)
-            slots = state._replace(slots={"a": {**state.slots["a"], key: x * grads["a"]}})
+            key = next(key for key, slot in state.slots.items() if slot["a"].ndim)
+            slots = state._replace(slots={**state.slots, key: {"a": x * grads["a"]}})
         elif by == "scale":
             scaler = scaler._replace(scale=x)
         else:

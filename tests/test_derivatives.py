@@ -269,7 +269,7 @@ def on_a_graph(where):
         "opt_state": ps.from_torch(OPTIM.AdamW).init({"w": leaf}),
     }
     if where == "opt_state":
-        given["opt_state"].slots["w"]["exp_avg"] = leaf * 2
+        given["opt_state"].slots["exp_avg"]["w"] = leaf * 2
     else:
         given[where]["w"] = leaf * 2
     return given

@@ -105,7 +105,7 @@ def stepped(params, opt_state, x):
 
 
 def averages(opt_state):
-    return [slots["exp_avg"] for slots in opt_state.slots.values()]
+    return list(opt_state.slots["exp_avg"].values())
 
 
 def many(size=5):

@@ -705,7 +705,8 @@ def test_groups_dtypes_and_missing_gradients_go_over_lists(name):
         "e": torch.zeros(0),
     }
     grads = {n: None if n == "c" else torch.randn_like(p) for n, p in params.items()}
-    optimizer = ps.from_torch(getattr(torch.optim, name), overrides={"*.bias": {"lr": 0.5}})
+    settings = {"overrides": {"*.bias": {"lr": 0.5}}, "counts": "each"}
+    optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
     state = optimizer.init(params)
     expected = optimizer.step(params, grads, state)
     with over_lists():

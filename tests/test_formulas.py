@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import examples, same_bits
+from helpers import examples, same_bits, slots_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -162,7 +162,7 @@ def test_an_average_of_squares_has_the_range_of_torchs(name):
     (expected,) = theirs.state.values()
     _, state = by_formula(optimizer, params, lambda: grads, 1)
     assert any(value.ndim and (value > 1e35).all() for value in expected.values())
-    for key, value in state.slots["w"].items():
+    for key, value in slots_of(state, "w").items():
         torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=0)
 
 
@@ -221,7 +221,7 @@ def test_leaves_joined_into_one_step_as_each_alone(name, data):
     settings = data.draw(SETTINGS[name])
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
     dtype = data.draw(st.sampled_from(dtypes))
-    optimizer = ps.from_torch(getattr(OPTIM, name), **settings, foreach=False)
+    optimizer = ps.from_torch(getattr(OPTIM, name), **settings, foreach=False, counts="each")
     params = {f"w{i}": torch.randn(n, 3, dtype=dtype) for i, n in enumerate((1, 2, 11, 100))}
     params["w1"] = params["w1"].t().contiguous().t()
     state = optimizer.init(params)
@@ -232,14 +232,17 @@ def test_leaves_joined_into_one_step_as_each_alone(name, data):
                 grads["w2"] = None
             alone_params, alone_slots = {}, {}
             for key in params:
-                part = state._replace(slots={key: state.slots[key]})
+                counts = {key: state.counts[key]} if state.counts else ()
+                slots = {slot: {key: column[key]} for slot, column in state.slots.items()}
+                part = state._replace(slots=slots, counts=counts)
                 one, after = optimizer.step({key: params[key]}, {key: grads[key]}, part)
                 alone_params |= one
-                alone_slots |= after.slots
+                alone_slots[key] = slots_of(after, key)
             params, state = optimizer.step(params, grads, state)
             unit = 1e-6 if dtype.itemsize > 2 else torch.finfo(dtype).eps
             torch.testing.assert_close(params, alone_params, rtol=unit, atol=unit)
-            torch.testing.assert_close(state.slots, alone_slots, rtol=unit, atol=unit)
+            together = {key: slots_of(state, key) for key in params}
+            torch.testing.assert_close(together, alone_slots, rtol=unit, atol=unit)
 
 
 @pytest.mark.slow
@@ -307,18 +310,19 @@ def test_derivatives_are_those_of_finite_differences(name):
         params, state = optimizer.step(params, gradients, state)
     state = state._replace(hyper=wide)
     # Rprop's step jumps where the gradient before it was 0.
-    slots = {key: t for key, t in state.slots["w1"].items() if t.ndim and key != "prev"}
+    slots = {key: t for key, t in slots_of(state, "w1").items() if t.ndim and key != "prev"}
     probed = {"p": params["w1"], "g": grads[-1]["w1"], "slots": slots, "hyper": wide}
     probed |= {"lr": state.lr} if rate else {}
     leaves, structure = pytree.tree_flatten(probed)
 
     def moved(*leaves):
         at = pytree.tree_unflatten(list(leaves), structure)
-        slot = {**state.slots["w1"], **at["slots"]}
-        there = state._replace(slots={"w1": slot}, hyper=at["hyper"], lr=at.get("lr", ()))
+        columns = {key: {"w1": slot} for key, slot in at["slots"].items()}
+        slots = {**state.slots, **columns}
+        there = state._replace(slots=slots, hyper=at["hyper"], lr=at.get("lr", ()))
         new, after = optimizer.step({"w1": at["p"]}, {"w1": at["g"]}, there)
         total = (new["w1"] * torch.arange(1.0, 7.0).reshape(2, 3)).sum()
-        return total + sum(t.sum() for t in after.slots["w1"].values() if t.ndim)
+        return total + sum(t.sum() for t in slots_of(after, "w1").values() if t.ndim)
 
     derivatives = torch.func.grad(moved, argnums=tuple(range(len(leaves))))(*leaves)
     for index, (leaf, derivative) in enumerate(zip(leaves, derivatives, strict=True)):

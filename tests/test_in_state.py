@@ -258,8 +258,8 @@ def test_a_beta_in_the_state_is_not_rounded_to_half_parameters():
     params = {"w": torch.randn(33, dtype=torch.bfloat16)}
     settings = {"betas": (0.9, 0.999)}
     fixed, moving = ps.from_torch(OPTIM.AdamW, **settings), in_state("AdamW", settings)
-    expected = fixed.step(params, params, fixed.init(params))[1].slots["w"]
-    got = moving.step(params, params, moving.init(params))[1].slots["w"]
+    expected = fixed.step(params, params, fixed.init(params))[1].slots
+    got = moving.step(params, params, moving.init(params))[1].slots
     torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
 
 
@@ -284,7 +284,9 @@ def test_one_setting_in_the_state_moves_a_parameter_without_dimensions_as_any(
         grads = [{"w": torch.full(shape, g, dtype=dtype)} for g in (0.3, -0.2, 0.4)]
         got, state = steps_of(optimizer, params, grads, optimizer.init(params))
         assert got["w"].shape == shape
-        results.append((got["w"].reshape(1), [s.reshape(1) for s in state.slots["w"].values()]))
+        results.append(
+            (got["w"].reshape(1), [s["w"].reshape(1) for s in state.slots.values() if s["w"] != ()])
+        )
     assert same_bits(*results)
 
 

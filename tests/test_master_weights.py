@@ -224,6 +224,7 @@ def test_pieces_keep_overrides_counts_and_the_rest_of_the_tree(way, monkeypatch)
         "AdamW",
         lr=lambda applied: 1e-2 / (1 + applied),
         overrides={"a.*": {"weight_decay": 0.5}, "b.0": {"lr": 1e-3}},
+        counts="each",
     )
     wrapped = ps.with_master_weights(optimizer)
     wide = {"a": {"x": numbers((20, 15)), "none": None}, "b": [numbers(33), numbers(5)]}

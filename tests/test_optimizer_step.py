@@ -98,7 +98,7 @@ def test_a_live_optimizer_of_torch_is_refused_with_the_cure():
         ps.unscale_and_step(live, RULE.init(), params, params, ())
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW])
+@pytest.mark.parametrize("optimizer", [SGD, ps.from_torch(torch.optim.AdamW, counts="each")])
 def test_gradients_of_none_are_a_missing_gradient_or_refused(optimizer):
     leaf, tree, skip = torch.ones(3), {"w": torch.ones(3)}, torch.tensor(False)
     new, state = ps.maybe_step(optimizer, leaf, None, optimizer.init(leaf), skip)

@@ -70,8 +70,15 @@ def alone(optimizers, label, params, grads, state):
 
 # ---- the bits of each part -----------------------------------------------------------------------
 
+EACH = ps.from_torch(torch.optim.AdamW, lr=1e-2, counts="each")
 some = st.sampled_from(
-    [ADAMW, MOMENTUM, RMSPROP, ps.with_master_weights(ADAMW), ps.with_stochastic_rounding(MOMENTUM)]
+    [
+        EACH,
+        MOMENTUM,
+        ps.from_torch(torch.optim.RMSprop, lr=1e-2, counts="each"),
+        ps.with_master_weights(EACH),
+        ps.with_stochastic_rounding(MOMENTUM),
+    ]
 )
 
 
@@ -120,7 +127,7 @@ def test_any_tree_of_parameters_is_cut_by_dotted_name():
     optimizer = made(label=label)
     state = optimizer.init(tree)
     assert set(seen) == {"a.embed", "a.up", "b.0", "b.1.0"}
-    assert {key: list(part.slots) for key, part in state.items()} == {
+    assert {key: list(next(iter(part.slots.values()))) for key, part in state.items()} == {
         "matrices": ["a.up", "b.1.0"],
         "others": ["a.embed", "b.0"],
     }
@@ -188,7 +195,7 @@ def test_a_run_is_that_of_two_optimizers_of_torch(max_norm, donate):
         # Muon multiplies in bfloat16. By AdamW, one division in place of two.
         assert_close(params, theirs.params, rtol=1e-3, atol=1e-3)
         if max_norm is None:
-            for name in state["others"].slots:
+            for name in state["others"].slots["exp_avg"]:
                 assert same_bits(params[name], theirs.params[name].detach())
     assert state["matrices"].applied == state["others"].applied == 4
 
@@ -332,9 +339,8 @@ def test_memory_that_two_parts_share_is_copied(what, forced):
     shared = randn((12,), 5)
     at = {"params": params, "grads": grads}.get(what)
     if what == "state":
-        slots = state["matrices"].slots["up"], state["others"].slots["embed"]
-        slots[0]["momentum_buffer"] = shared.view(4, 3)
-        slots[1]["square_avg"] = shared[5:].abs_()
+        state["matrices"].slots["momentum_buffer"]["up"] = shared.view(4, 3)
+        state["others"].slots["square_avg"]["embed"] = shared[5:].abs_()
     elif what == "flag":
         scaler = ps.StaticScale(1.0).init()._replace(scale=params["scale"].fill_(1.0))
     else:
@@ -528,7 +534,7 @@ def test_a_wrapper_around_has_the_bits_of_wrappers_within(around, forced):
 def test_narrow_moments_go_around_parts_without_wrappers_only():
     narrow = AROUND["moments"]
     state = narrow(made(MOMENTUM, ADAMW)).init(params_of())
-    assert state["others"].slots["norm"]["exp_avg"].dtype is torch.bfloat16
+    assert state["others"].slots["exp_avg"]["norm"].dtype is torch.bfloat16
     with pytest.raises(
         ValueError, match=r"whose part 'others' is with_master_weights.*Fix: partition\("
     ):

@@ -110,7 +110,7 @@ def test_there_and_back_is_the_same_optimizer(keywords):
 
 
 def test_a_gradient_that_is_none_has_no_update():
-    init, update = ps.to_transformation(ps.from_torch(OPTIM.AdamW, lr=0.1))
+    init, update = ps.to_transformation(ps.from_torch(OPTIM.AdamW, lr=0.1, counts="each"))
     params = {"a": torch.ones(5), "b": torch.ones(3)}
     updates, _ = update({"a": None, "b": torch.ones(3)}, init(params), params)
     assert updates["a"] is None

@@ -704,14 +704,17 @@ def _settings(rank):
     state = plain._replace(opt_state=sgd.init(plain.params))
     slots = state.opt_state.slots
     rates = state.opt_state._replace(lr=torch.tensor(0.1 + rank))
-    more = state.opt_state._replace(slots={**slots, "5.bias": {"extra": torch.ones(1)}})
+    more = state.opt_state._replace(slots={**slots, "extra": {"5.bias": torch.ones(1)}})
     applied = state.opt_state._replace(applied=torch.tensor(3 + rank))
     halved = plain.scaler._replace(scale=plain.scaler.scale / 2)
     rng = torch.Generator().get_state()
     for other, told in (
         (state._replace(opt_state=rates), r"opt_state.lr = torch.float32 \(\) "),
         (state._replace(opt_state=applied), r"opt_state.applied = torch.int64 \(\) "),
-        (state._replace(opt_state=more if rank else state.opt_state), "opt_state.slots '5.bias.ex"),
+        (
+            state._replace(opt_state=more if rank else state.opt_state),
+            "opt_state.slots 'extra.5.bi",
+        ),
         (state._replace(scaler=halved if rank else state.scaler), "scaler.scale = "),
         (state._replace(step=torch.tensor(rank)), "step = torch.int64 "),
         (state._replace(rng=rng if rank else ()), "rng: torch.uint8"),

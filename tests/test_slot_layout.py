@@ -28,7 +28,7 @@ wrong = {
     "meta": lambda t: t.to("meta"),
     "sparse": lambda t: t.to_sparse(),
 }
-counts = {
+numbers = {
     "1-d": lambda t: t.reshape(1),
     "long": lambda t: torch.ones(8),
     "double": lambda t: t.double(),
@@ -40,12 +40,17 @@ classes = {O.AdamW: {"amsgrad": True}, O.SGD: {"momentum": 0.9}}
 classes |= {cls: {} for cls in (O.Adam, O.Adagrad, O.RMSprop, O.NAdam)}
 calls = ("maybe_step", "unscale_and_step", "step")
 for cls, settings in classes.items():
-    optimizer, params = ps.from_torch(cls, **settings), {"s": torch.ones(8)}
-    for key, slot in optimizer.init(params).slots["s"].items():
-        spoilt = (wrong if slot.ndim else counts).items()
+    optimizer = ps.from_torch(cls, counts="each", **settings)
+    params = {"s": torch.ones(8)}
+    state = optimizer.init(params)
+    for key, column in {**state.slots, "step": state.counts}.items():
+        if not column:
+            continue
+        slot = column["s"]
+        spoilt = (wrong if slot.ndim else numbers).items()
         for (kind, spoil), donate, call in itertools.product(spoilt, (False, True), calls):
             state = optimizer.init(params)
-            state.slots["s"][key] = spoil(slot)
+            {**state.slots, "step": state.counts}[key]["s"] = spoil(slot)
             grads = {"s": torch.ones(8)}
             try:
                 if call == "step":
@@ -88,9 +93,11 @@ def in_a_partition(optimizer):
     )
 
 
-def slots_of(state):
+def columns_of(state):
     return (
-        slots_of(state["own"]) if isinstance(state, dict) else getattr(state, "inner", state).slots
+        columns_of(state["own"])
+        if isinstance(state, dict)
+        else getattr(state, "inner", state).slots
     )
 
 
@@ -113,9 +120,9 @@ def test_a_step_whose_state_lacks_a_slot_changes_nothing(name, around, forced):
     if around != "under masters":
         params = {key: leaf.float() for key, leaf in params.items()}
     state = optimizer.init(params)
-    slot = slots_of(state)["last b"]
-    missing = [key for key in slot if key != "step"][-1]
-    del slot[missing]
+    columns = columns_of(state)
+    missing = [key for key, column in columns.items() if column["last b"] != ()][-1]
+    columns[missing]["last b"] = ()
     grads = {name: torch.ones_like(p) for name, p in params.items()}
     mode = tracing.as_on_an_accelerator() if forced else contextlib.nullcontext()
     with mode, Untouched((params, state)), pytest.raises(ValueError, match=f"has no {missing}"):
@@ -123,7 +130,7 @@ def test_a_step_whose_state_lacks_a_slot_changes_nothing(name, around, forced):
 
 
 def test_dampening_begins_within_a_run_as_in_torchs():
-    """The state of an optimizer without it has no flag of a first step."""
+    """The first step is that of the optimizer without it."""
     weight, grads = torch.randn(33), [torch.randn(33) for _ in range(4)]
     theirs = weight.clone().requires_grad_()
     sgd = torch.optim.SGD([theirs], lr=0.1, momentum=0.5)

@@ -248,12 +248,9 @@ WRONG = {
     "graph": lambda p, g, s: g.update(a=torch.zeros(3, 2, requires_grad=True) * 2),
     "parameter": lambda p, g, s: p.update(a=p["a"].double(), b=p["b"].long()),
     "missing": lambda p, g, s: g.pop("a"),
-    "slot": lambda p, g, s: s.slots["a"].update(exp_avg=torch.zeros(2, 3)),
-    "count": lambda p, g, s: s.slots["a"].update(step=torch.zeros(1)),
-    "other slots": lambda p, g, s: [slot.pop("exp_avg_sq") for slot in s.slots.values()],
-    "swapped": lambda p, g, s: s.slots["a"].update(
-        step=s.slots["a"]["exp_avg"], exp_avg=s.slots["a"]["step"]
-    ),
+    "slot": lambda p, g, s: s.slots["exp_avg"].update(a=torch.zeros(2, 3)),
+    "other slots": lambda p, g, s: s.slots.pop("exp_avg_sq"),
+    "a count": lambda p, g, s: s.slots["exp_avg"].update(a=s.applied),
 }
 
 

@@ -246,7 +246,7 @@ def test_a_donated_step_reads_parameters_and_moments_once():
     (_, params, _, state), step = step_over([(2**19,), (2**18,), (8,)], donate=True)
     watched = [
         *params.values(),
-        *(slot[key] for slot in state.slots.values() for key in ("exp_avg", "exp_avg_sq")),
+        *(leaf for key in ("exp_avg", "exp_avg_sq") for leaf in state.slots[key].values()),
     ]
     with Reads(watched) as reads:
         step()
@@ -447,11 +447,8 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
     groups = optimizer.settings
     [group] = groups.torch_groups(("0", "1"), groups.current(state))
     settings = group.settings
-    slots = list(state.slots.values())
-    targets = [
-        *params.values(),
-        *(slot[key] for key in kernel.slots_with(settings) for slot in slots),
-    ]
+    columns = [state.slots[key] for key in kernel.slots_with(settings)]
+    targets = [*params.values(), *(leaf for column in columns for leaf in column.values())]
     for lr, skip, divisor, factor in (
         (None, torch.tensor(False), scaler.scale, torch.tensor(0.5, dtype=torch.float64)),
         (torch.tensor(0.1), None, None, None),
@@ -459,8 +456,9 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
         arguments = (
             targets,
             list(grads.values()),
-            kernel.function.__name__,
+            kernel.name,
             [0.1, *map(float, kernel.arguments(settings).values())],
+            [torch.tensor(1.0)],
             lr,
             skip,
             divisor,

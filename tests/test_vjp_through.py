@@ -695,7 +695,7 @@ OVERWRITES = {
     "jit(donate=0)": lambda: donating(torch.optim.SGD, jit=True),
     "a parameter": lambda: writing("state.params", lambda s, b, w: s.params["2.weight"]),
     "a moment": lambda: writing(
-        "state.opt_state", lambda s, b, w: s.opt_state.slots["0.bias"]["exp_avg"]
+        "state.opt_state", lambda s, b, w: s.opt_state.slots["exp_avg"]["0.bias"]
     ),
     "its item": lambda: writing(r"item\[1\]\[0\]", lambda s, b, w: b[0]),
     "wrt": lambda: writing("wrt", lambda s, b, w: w),

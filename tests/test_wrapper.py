@@ -42,7 +42,7 @@ def heavy_ball(grads, state, params):
 
 
 INNERMOST = {
-    "torch": ps.from_torch(torch.optim.AdamW, lr=0.01),
+    "torch": ps.from_torch(torch.optim.AdamW, lr=0.01, counts="each"),
     "own": ps.from_torch(Counting),
     "transformation": ps.from_transformation((clone, heavy_ball)),
 }

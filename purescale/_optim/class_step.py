@@ -9,13 +9,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import Slots, Tensors, python_numbers
+from .._optim.opt_state import Tensors, python_numbers
 from .._optim.settings import CurrentSettings, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import is_half, wide_dtype
 from .._tree import tree as _tree
 from .._tree.leaves import describe
+
+Slots = dict[str, dict[str, Tensor]]  # by parameter
 
 
 class ClassStep:

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
-from .._optim.opt_state import Slots, Tensors, map_numbers, slots_like, values_of
+from .._optim.opt_state import (
+    STEP,
+    Columns,
+    Tensors,
+    columns_like,
+    map_numbers,
+    transposed,
+    values_of,
+)
 from .._optim.settings import CurrentSettings, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
@@ -40,32 +48,35 @@ class FormulaStep:
 
     def __call__(
         self, inputs: StepInputs, gradients: Tensors, current: CurrentSettings
-    ) -> tuple[Tensors, Slots]:
-        """Return new parameters and slots, in fresh memory. Each leaf is stepped alone and keeps
+    ) -> tuple[Tensors, Columns]:
+        """Return new parameters and columns, in fresh memory. Each leaf is stepped alone and keeps
         its graph if the step may be differentiated.
         """
-        params, slots, count = inputs.params, inputs.opt_state.slots, inputs.opt_state.applied
+        params, columns, count = inputs.params, inputs.columns, inputs.opt_state.applied
         t = (count + 1).to(widest_float(count.device))
         current = current.map(lambda table: _as_arguments(table, count.device))
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._step_as_list
         one_by_one = self._settings.differentiable or traced()
-        new = iter(run(self._settings.guard_key, params, gradients, slots, t, current, one_by_one))
-        return dict(zip(params, new, strict=False)), slots_like(slots, new)
+        operands = params, gradients, columns, t, current, one_by_one
+        new = iter(run(self._settings.guard_key, *operands))
+        return dict(zip(params, new, strict=False)), columns_like(columns, new)
 
     def _step_as_list(
         self,
         guard_key: str,
         params: Tensors,
         gradients: Tensors,
-        slots: Slots,
+        columns: Columns,
         t: Tensor,
         current: CurrentSettings,
         one_by_one: bool,
     ) -> list[Tensor]:
-        """Return all new parameters, then all new slots, in order. `guard_key` stands for the
+        """Return all new parameters, then all new columns, in order. `guard_key` stands for the
         settings that are not current, because Dynamo guards the arguments only.
         """
         results: dict[str, Any] = {}
+        slots: dict[str, LeafSlots] = {name: {} for name in params}
+        slots.update(transposed(columns))
         with torch.set_grad_enabled(one_by_one):
             for group in self._settings.torch_groups(tuple(params), current):
                 present = [
@@ -88,8 +99,8 @@ class FormulaStep:
             for name in params.keys() - results.keys():
                 entry = {key: value.clone() for key, value in slots[name].items()}
                 results[name] = params[name].clone(), entry
-        new_slots = {name: results[name][1] for name in params}
-        return [*(results[name][0] for name in params), *values_of(new_slots)]
+        new = {key: {name: results[name][1][key] for name in columns[key]} for key in columns}
+        return [*(results[name][0] for name in params), *values_of(new)]
 
     def _step_group(
         self, rows: list[Row], settings: Settings, t: Tensor, *, one_by_one: bool
@@ -133,7 +144,7 @@ class FormulaStep:
             likes[key] = column if is_scalar else params
             slots[key] = _wide_scalar(torch.stack(column)) if is_scalar else _join(column, params)
         if any(map(self._slot_layout.is_scalar, columns)):
-            slots[SIZES] = self._sizes_of(params)
+            slots[SIZES], t = self._sizes_of(params), t.expand(len(rows))
         new, new_slots = self._call(_join(params, params), _join(grads, params), slots, settings, t)
         new_columns = {
             key: _split_column(new_slots.get(key, slots[key]), column, likes[key])
@@ -152,10 +163,12 @@ class FormulaStep:
         leaf's own step if its slots count them.
         """
         grad = -grad if settings.get("maximize") else grad
-        has_count = "step" in self._slot_layout.keys
-        t = slots["step"] + 1 if has_count else on_device(t, param.device)
+        if STEP not in slots:
+            return self._formula.step(param, grad, slots, settings, on_device(t, param.device))
+        t = slots[STEP] + 1
+        slots = {key: value for key, value in slots.items() if key != STEP}
         new, new_slots = self._formula.step(param, grad, slots, settings, t)
-        return new, {**new_slots, "step": t} if has_count else new_slots
+        return new, {**new_slots, STEP: t}
 
     def _sizes_of(self, params: Sequence[Tensor]) -> Tensor:
         """Return the number of reals in each param, on their device."""

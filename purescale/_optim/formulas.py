@@ -6,10 +6,9 @@ be a tensor, and a step can be compiled, mapped and differentiated. Half leaves 
 complex ones as reals, counts in float64 where the device has it. Unlike one of `from_formula`, it
 may leave out a slot, which then stays as it was, and it returns nothing that it was given.
 
-torch counts the steps of each parameter in a slot, `step`; `t` is then one more than that, and
-becomes the new count. Several leaves can be stepped as one (`formula_step.py`), with the counts of
-all in a vector, so a number that follows from a count, such as `1 - beta1**t`, goes through
-`_expand` before it meets the elements of a leaf.
+`t` is the number of the step, 1 in the first. Several leaves can be stepped as one
+(`formula_step.py`), with `t` and other numbers of each in a vector, so a number that follows from
+them, such as `1 - beta1**t`, goes through `_expand` before it meets the elements of a leaf.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ Settings = Mapping[str, Any]
 LeafSlots = dict[str, Tensor]  # the slots of one parameter
 NewLeaf = tuple[Tensor, LeafSlots]
 
-# Slots that torch does not have. SGD: True until the parameter has a momentum buffer.
-FIRST_STEP = "is_first_step"
-# Of leaves that are stepped as one and have counts: the number of elements of each.
+# Of leaves that are stepped as one and have numbers of their own: the number of elements of each.
 SIZES = "sizes"
 
 
@@ -43,15 +40,14 @@ def sgd(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Te
     grad, momentum = _decayed(param, grad, settings), settings["momentum"]
     if _is_zero(momentum):
         return param - settings["lr"] * grad, {}
-    new, dampening = {}, settings["dampening"]
+    dampening = settings["dampening"]
     if isinstance(momentum, Tensor):  # without momentum there is no dampening
         dampening = dampening * (momentum != 0)
     m = momentum * slots["momentum_buffer"] + (1 - dampening) * grad
-    if FIRST_STEP in slots:
-        m = torch.where(_expand(slots[FIRST_STEP], param, slots), grad, m)
-        new[FIRST_STEP] = torch.zeros_like(slots[FIRST_STEP])
+    if not _is_zero(dampening):  # which torch ignores in the step that makes the buffer
+        m = torch.where(_expand(t == 1, param, slots), grad, m)
     direction = grad + momentum * m if settings["nesterov"] else m
-    return param - settings["lr"] * direction, {"momentum_buffer": m, **new}
+    return param - settings["lr"] * direction, {"momentum_buffer": m}
 
 
 def adam(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor) -> NewLeaf:
@@ -289,6 +285,13 @@ class Formula(NamedTuple):
     init_slots: Callable[[Tensor, Settings], LeafSlots]
     elementwise: bool = True  # elements update independently, so that a part can be stepped alone
     constants: tuple[str, ...] = ()  # the settings that cannot be tensors
+    has_step: bool = False  # torch counts the steps of each parameter, in a slot `step`
+
+    def counts_steps(self, settings: Settings) -> bool:
+        """Return True if the number of a parameter's own steps is a part of its state."""
+        if self.step is sgd:  # which torch sees by the buffer that the first step makes
+            return not (_is_zero(settings["momentum"]) or _is_zero(settings["dampening"]))
+        return self.has_step
 
 
 def formula_of(cls: Any) -> Formula | None:
@@ -320,28 +323,27 @@ def filled_like(like: Tensor, number: Any) -> Tensor:
     return (torch.complex(filled, filled) if like.is_complex() else filled).to(like.dtype)
 
 
-def _slots(param: Tensor, counts: Mapping[str, Any], moments: Mapping[str, Any]) -> LeafSlots:
-    """Return these counts as 0-d tensors, and these moments in the shape of the parameter."""
+def _slots(
+    param: Tensor, moments: Mapping[str, Any], numbers: Mapping[str, Any] | None = None
+) -> LeafSlots:
+    """Return these moments in the shape of the parameter, and these numbers as 0-d tensors."""
     # A step of a rate that is a tensor can be differentiated.
     number = torch.zeros((), dtype=torch.float32, device=param.device)
     return {
-        **{name: filled_like(number, first) for name, first in counts.items()},
+        **{name: filled_like(number, first) for name, first in (numbers or {}).items()},
         **{name: filled_like(param, first) for name, first in moments.items()},
     }
 
 
 def _with_moments(*names: str) -> Callable[[Tensor, Settings], LeafSlots]:
-    return lambda param, settings: _slots(param, {"step": 0.0}, dict.fromkeys(names, 0.0))
+    return lambda param, settings: _slots(param, dict.fromkeys(names, 0.0))
 
 
 def _sgd_slots(param: Tensor, settings: Settings) -> LeafSlots:
     if settings["momentum"] == 0:
         return {}
     # `momentum * -0.0 + grad` is `grad`, as torch's first buffer is, also for -0.0.
-    slots = _slots(param, {}, {"momentum_buffer": -0.0})
-    if settings["dampening"] != 0:  # which torch ignores in the step that makes the buffer
-        slots[FIRST_STEP] = torch.ones((), dtype=torch.bool, device=param.device)
-    return slots
+    return _slots(param, {"momentum_buffer": -0.0})
 
 
 def _adam_slots(param: Tensor, settings: Settings) -> LeafSlots:
@@ -350,7 +352,7 @@ def _adam_slots(param: Tensor, settings: Settings) -> LeafSlots:
 
 
 def _adagrad_slots(param: Tensor, settings: Settings) -> LeafSlots:
-    return _slots(param, {"step": 0.0}, {"sum": settings["initial_accumulator_value"]})
+    return _slots(param, {"sum": settings["initial_accumulator_value"]})
 
 
 def _rmsprop_slots(param: Tensor, settings: Settings) -> LeafSlots:
@@ -361,40 +363,43 @@ def _rmsprop_slots(param: Tensor, settings: Settings) -> LeafSlots:
 
 def _nadam_slots(param: Tensor, settings: Settings) -> LeafSlots:
     moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), 0.0)
-    return _slots(param, {"step": 0.0, "mu_product": 1.0}, moments)
+    return _slots(param, moments, {"mu_product": 1.0})
 
 
 def _asgd_slots(param: Tensor, settings: Settings) -> LeafSlots:
-    return _slots(param, {"step": 0.0, "eta": settings["lr"], "mu": 1.0}, {"ax": 0.0})
+    return _slots(param, {"ax": 0.0}, {"eta": settings["lr"], "mu": 1.0})
 
 
 def _rprop_slots(param: Tensor, settings: Settings) -> LeafSlots:
-    return _slots(param, {"step": 0.0}, {"prev": 0.0, "step_size": settings["lr"]})
+    return _slots(param, {"prev": 0.0, "step_size": settings["lr"]})
 
 
 def _muon_slots(param: Tensor, settings: Settings) -> LeafSlots:
-    return _slots(param, {}, {"momentum_buffer": 0.0})
+    return _slots(param, {"momentum_buffer": 0.0})
 
 
 def _adafactor_slots(param: Tensor, settings: Settings) -> LeafSlots:
     if param.ndim < 2:
         return _with_moments("variance")(param, settings)
     shapes = {"row_var": (*param.shape[:-1], 1), "col_var": (*param.shape[:-2], 1, param.shape[-1])}
-    factors = {name: param.new_zeros(shape) for name, shape in shapes.items()}
-    return {**_slots(param, {"step": 0.0}, {}), **factors}
+    return {name: param.new_zeros(shape) for name, shape in shapes.items()}
 
 
 _FORMULAS: dict[Any, Formula] = {
     torch.optim.SGD: Formula(sgd, _sgd_slots),
-    torch.optim.Adam: Formula(adam, _adam_slots),  # and AdamW, its subclass
-    torch.optim.Adagrad: Formula(adagrad, _adagrad_slots, constants=("initial_accumulator_value",)),
-    torch.optim.RMSprop: Formula(rmsprop, _rmsprop_slots),
-    torch.optim.Adadelta: Formula(adadelta, _with_moments("square_avg", "acc_delta")),
-    torch.optim.Adamax: Formula(adamax, _with_moments("exp_avg", "exp_inf")),
-    torch.optim.NAdam: Formula(nadam, _nadam_slots),
-    torch.optim.RAdam: Formula(radam, _with_moments("exp_avg", "exp_avg_sq")),
-    torch.optim.ASGD: Formula(asgd, _asgd_slots),
-    torch.optim.Rprop: Formula(rprop, _rprop_slots),
+    torch.optim.Adam: Formula(adam, _adam_slots, has_step=True),  # and AdamW, its subclass
+    torch.optim.Adagrad: Formula(
+        adagrad, _adagrad_slots, constants=("initial_accumulator_value",), has_step=True
+    ),
+    torch.optim.RMSprop: Formula(rmsprop, _rmsprop_slots, has_step=True),
+    torch.optim.Adadelta: Formula(
+        adadelta, _with_moments("square_avg", "acc_delta"), has_step=True
+    ),
+    torch.optim.Adamax: Formula(adamax, _with_moments("exp_avg", "exp_inf"), has_step=True),
+    torch.optim.NAdam: Formula(nadam, _nadam_slots, has_step=True),
+    torch.optim.RAdam: Formula(radam, _with_moments("exp_avg", "exp_avg_sq"), has_step=True),
+    torch.optim.ASGD: Formula(asgd, _asgd_slots, has_step=True),
+    torch.optim.Rprop: Formula(rprop, _rprop_slots, has_step=True),
     torch.optim.Muon: Formula(muon, _muon_slots, elementwise=False, constants=("ns_steps",)),
-    torch.optim.Adafactor: Formula(adafactor, _adafactor_slots, elementwise=False),
+    torch.optim.Adafactor: Formula(adafactor, _adafactor_slots, elementwise=False, has_step=True),
 }

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.formulas import FIRST_STEP, SIZES, Formula, LeafSlots, NewLeaf, Settings
+from .._optim.formulas import SIZES, Formula, LeafSlots, NewLeaf, Settings
+from .._optim.opt_state import NO_SLOTS, STEP
 from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import OptimizerSettings, Overrides
 from .._optim.spec import OptimizerSpec
@@ -209,7 +210,7 @@ def _check_step(step: Any) -> None:
 _RESERVED = {"self", "params", "maximize", "foreach", "fused", "capturable"}
 _RESERVED |= {"state"}  # an argument of `replace_settings`
 _RESERVED |= {"param_names", "initial_lr"}  # of torch's state dicts
-_RESERVED_SLOTS = {"step", FIRST_STEP, SIZES}  # counts, a flag and numbers of torch's formulas
+_RESERVED_SLOTS = {STEP, SIZES, NO_SLOTS}  # counts, numbers of torch's formulas, a column of holes
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:

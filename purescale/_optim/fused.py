@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import adagrad, adam, sgd
 
 from .._optim import formulas
 from .._optim.formulas import Settings
 from .._optim.opt_state import (
-    OptState,
-    Slots,
+    STEP,
+    Columns,
     Tensors,
     map_numbers,
     numbers_of,
@@ -25,6 +24,7 @@ from .._optim.settings import CurrentSettings, OptimizerSettings
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
+from .._torch.dtypes import on_device
 from .._torch.foreach import same_memory_order
 from .._torch.operators import define
 from .._torch.tensor_list import TensorList, have_one_order
@@ -35,19 +35,18 @@ from .._tree.gradients import Gradients
 
 
 class Kernel(NamedTuple):
-    """One of torch's fused kernels, by the function of torch that launches it."""
+    """One of torch's fused kernels."""
 
-    function: Callable[..., None]
+    name: str  # torch's
     slots: tuple[str, ...]  # that it updates besides the parameter
     optional: str  # the setting without which the last of them is absent; "" if all are there
     settings: tuple[str, ...]  # torch's names, without the learning rate
-    has_step: bool = True  # it updates step counts too, the last of the slots
+    takes_step: bool = True  # it reads the number of the step
 
     def slots_with(self, settings: Settings) -> tuple[str, ...]:
         """Return the slots that it updates with these settings."""
         is_complete = not self.optional or settings[self.optional]
-        slots = self.slots if is_complete else self.slots[:-1]
-        return (*slots, "step") if self.has_step else slots
+        return self.slots if is_complete else self.slots[:-1]
 
     def arguments(self, settings: Settings) -> dict[str, Any]:
         """Return the settings by the names that the function gives them."""
@@ -60,11 +59,19 @@ class Kernel(NamedTuple):
         self, lists: KernelLists, lr: float | Tensor, arguments: dict[str, Any], **amp: Any
     ) -> None:
         """Update the parameters and slots in place, and with `grad_scale` the gradients too."""
-        params, grads, slots = lists.params.tensors, lists.grads.tensors, list(lists.slots)
-        if len(slots) < len(self.slots) + self.has_step:
-            absent: list[Any] = [] if self.has_step else [None] * len(params)
-            slots.insert(len(self.slots) - 1, absent)
-        self.function(params, grads, *slots, fused=True, foreach=False, lr=lr, **arguments, **amp)
+        params, grads = lists.params.tensors, lists.grads.tensors
+        absent: list[list[Tensor]] = [[]] * (len(self.slots) - len(lists.slots))
+        operands = [params, grads, *lists.slots, *absent]
+        if self.takes_step:
+            operands.append(lists.steps * len(params) if len(lists.steps) == 1 else lists.steps)
+            constants = {}
+        else:
+            constants = {"is_first_step": False}  # a buffer is there before it
+        name, arguments = self.name, dict(arguments)
+        if "decoupled_weight_decay" in arguments:
+            name = "adamw" if arguments.pop("decoupled_weight_decay") else "adam"
+        launch: Any = private.fused_kernel(name)
+        launch(*operands, lr=lr, **arguments, **constants, **amp)
         # torch's fused kernels leave versions as they were: a graph that saved an old value would
         # take the new one for it.
         written = [*params, *itertools.chain(*lists.slots)]
@@ -76,18 +83,19 @@ _BOOLEANS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
 _ADAM = ("beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize", "decoupled_weight_decay")
 _SGD = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
 _KERNELS: dict[Any, Kernel] = {
-    formulas.adam: Kernel(adam.adam, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), "amsgrad", _ADAM),
-    formulas.sgd: Kernel(sgd.sgd, ("momentum_buffer",), "momentum", _SGD, has_step=False),
+    formulas.adam: Kernel("adam", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), "amsgrad", _ADAM),
+    formulas.sgd: Kernel("sgd", ("momentum_buffer",), "momentum", _SGD, takes_step=False),
     formulas.adagrad: Kernel(
-        adagrad.adagrad, ("sum",), "", ("lr_decay", "weight_decay", "eps", "maximize")
+        "adagrad", ("sum",), "", ("lr_decay", "weight_decay", "eps", "maximize")
     ),
 }
-_BY_NAME = {kernel.function.__name__: kernel for kernel in _KERNELS.values()}
+_BY_NAME = {kernel.name: kernel for kernel in _KERNELS.values()}
 
 
 def kernel_of(formula: formulas.Formula | None) -> Kernel | None:
     """Return the kernel that makes the steps of a class with this formula."""
-    return _KERNELS.get(formula.step) if formula else None
+    kernel = _KERNELS.get(formula.step) if formula else None
+    return kernel if kernel and private.fused_kernel(kernel.name) else None
 
 
 # ---- one launch ----------------------------------------------------------------------------------
@@ -99,6 +107,7 @@ class KernelLists(NamedTuple):
     params: TensorList
     grads: Gradients
     slots: list[list[Tensor]]  # of each of `Kernel.slots_with`
+    steps: list[Tensor]  # the number of the step of each, or one for all: float32, read only
 
 
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
@@ -183,6 +192,7 @@ def _update_targets(
     grads: Sequence[Tensor],
     name: str,
     numbers: Sequence[float],
+    steps: Sequence[Tensor],
     lr: Tensor | None,
     skip: Tensor | None,
     divisor: Tensor | None,
@@ -203,7 +213,7 @@ def _update_targets(
     }
     tensor_list = TensorList(list(grads))
     gradients = Gradients(tensor_list, grads, True, divisor, owned, factor, clip_value)
-    lists = KernelLists(TensorList(params), gradients.with_one_divisor(), slots)
+    lists = KernelLists(TensorList(params), gradients.with_one_divisor(), slots, list(steps))
     fused_update(kernel, {**settings, "lr": lr_number if lr is None else lr}, lists, skip)
 
 
@@ -220,9 +230,9 @@ def _operands(
     lr_tensor = lr if isinstance(lr, Tensor) else None
     if bound is not None and not isinstance(bound, Tensor):
         bound = torch.full((), bound, dtype=grads.factor_dtype, device=targets[0].device)
-    name, numbers = kernel.function.__name__, list(map(float, numbers))
     pending = grads.divisor, grads.factor, bound
-    return targets, grads.tensors, name, numbers, lr_tensor, skip, *pending
+    operands = targets, grads.tensors, kernel.name, list(map(float, numbers)), lists.steps
+    return *operands, lr_tensor, skip, *pending
 
 
 # ---- a step --------------------------------------------------------------------------------------
@@ -237,7 +247,8 @@ class FusedStep:
         ruled_out = (
             # torch's own class runs no kernel then
             (settings.differentiable or flags != {None}) and not settings.arguments.get("fused"),
-            slot_layout.is_scalar(formulas.FIRST_STEP),  # of which it does not know
+            # it does not know of a first step
+            slot_layout.counts_steps and settings.spec.formula.step is formulas.sgd,
             # at 0 it leaves the buffer alone, which the formula updates for a later step
             "momentum" in settings.in_state,
         )
@@ -267,14 +278,15 @@ class FusedStep:
         numbers = [value for table in current.tables() for value in table.values()]
         numbers += [grads.divisor, grads.factor, grads.clip_value]
         scalars = [number for number in numbers if isinstance(number, Tensor)]
-        slots = values_of(inputs.opt_state.slots)
+        columns = inputs.columns
+        slots = values_of(columns)
         if not may_be_opaque(inputs.param_list.tensors, grads.tensors, slots, scalars):
             return False
         # The operator returns slots as they are laid out; the kernel walks them as the parameter.
         return torch.compiler.is_compiling() or all(
             value.shape != params[name].shape or same_memory_order(value, params[name])
-            for name, entry in inputs.opt_state.slots.items()
-            for value in entry.values()
+            for column in columns.values()
+            for name, value in column.items()
         )
 
     def __call__(
@@ -284,21 +296,23 @@ class FusedStep:
         skip: Tensor | None,
         *,
         in_place: bool = False,
-    ) -> tuple[Tensors, Slots]:
-        """Return parameters and slots after the step, unless it is skipped. With `in_place` those
+    ) -> tuple[Tensors, Columns]:
+        """Return parameters and columns after the step, unless it is skipped. With `in_place` those
         of `inputs` are overwritten.
         """
+        applied = inputs.opt_state.applied
         if traced() and not torch.compiler.is_dynamo_compiling():
             return self._step_for_make_fx(inputs, current, skip)
         if in_place:  # a rate that is not in the state may share memory with a parameter
             current = current.map(lambda table: map_numbers(_clone, table))
-        inputs = inputs.writable(in_place=in_place)
-        params, slots, grads = inputs.params, inputs.opt_state.slots, inputs.grads
+        inputs, columns = inputs.writable(in_place=in_place)
+        params, grads = inputs.params, inputs.grads
         if torch.compiler.is_dynamo_compiling():
             pending = grads.divisor, grads.factor, grads.clip_value, skip
             named = dict(zip(inputs.grad_names, grads.tensors, strict=True))
-            self._opaque(self._settings.guard_key, params, named, slots, pending, current)
-            return params, slots
+            operands = params, named, columns, applied, pending, current
+            self._opaque(self._settings.guard_key, *operands)
+            return params, _counted(columns, list(named), skip, in_place=True)
         # The kernel takes a rate that is a tensor, and reads none.
         current = current.map(
             lambda table: {
@@ -306,31 +320,32 @@ class FusedStep:
             }
         )
         inputs = inputs._replace(grads=grads.with_one_divisor())
-        for settings, _, lists in self._launches(inputs, current):
+        for settings, _, lists in self._launches(inputs, columns, applied, current):
             fused_update(self.kernel, settings, lists, skip)
-        return params, slots
+        return params, _counted(columns, inputs.grad_names, skip, in_place=True)
 
     def _step_for_make_fx(
         self, inputs: StepInputs, current: CurrentSettings, skip: Tensor | None
-    ) -> tuple[Tensors, Slots]:
-        """Return new parameters and slots from operators, which end a graph of `jit`."""
-        params = dict(inputs.params)
-        slots = {name: dict(entry) for name, entry in inputs.opt_state.slots.items()}
-        for settings, names, lists in self._launches(inputs, current):
+    ) -> tuple[Tensors, Columns]:
+        """Return new parameters and columns from operators, which end a graph of `jit`."""
+        params, columns = dict(inputs.params), inputs.columns
+        applied = inputs.opt_state.applied
+        new_columns = {key: dict(column) for key, column in columns.items()}
+        for settings, names, lists in self._launches(inputs, columns, applied, current):
             operands = _operands(self.kernel, settings, lists, skip)
             new = iter(torch.ops.purescale.fused_update(*operands))
             params.update(zip(names, new, strict=False))
             for key in self.kernel.slots_with(settings):
-                for name, value in zip(names, new, strict=False):
-                    slots[name][key] = value
-        return params, slots
+                new_columns[key].update(zip(names, new, strict=False))
+        return params, _counted(new_columns, inputs.grad_names, skip)
 
     def _step_for_dynamo(
         self,
         guard_key: str,
         params: Tensors,
         grads: Tensors,
-        slots: Slots,
+        columns: Columns,
+        applied: Tensor,
         pending: tuple[Any, ...],
         current: CurrentSettings,
     ) -> None:
@@ -340,18 +355,18 @@ class FusedStep:
         gradients = Gradients(
             tensor_list, likes, False, divisor=divisor, factor=factor, clip_value=clip_value
         )
-        state = OptState((), slots)  # type: ignore[arg-type]
-        inputs = StepInputs.of_dict(params, gradients, state)
-        for settings, _, lists in self._launches(inputs, current):
+        inputs = StepInputs.of_dict(params, gradients, ())
+        for settings, _, lists in self._launches(inputs, columns, applied, current):
             torch.ops.purescale.fused_update_(*_operands(self.kernel, settings, lists, skip))
 
     def _launches(
-        self, inputs: StepInputs, current: CurrentSettings
+        self, inputs: StepInputs, columns: Columns, applied: Tensor, current: CurrentSettings
     ) -> Iterator[tuple[Settings, list[str], KernelLists]]:
         """Yield the settings, the names and the tensors of each group, device and dtype."""
-        params, slots, grads = inputs.param_list, inputs.opt_state.slots, inputs.grads
+        params, grads = inputs.param_list, inputs.grads
         names = list(inputs.params)
         gradient_of = {name: index for index, name in enumerate(inputs.grad_names)}
+        counts, numbers = columns.get(STEP), {}
         for group in self._settings.torch_groups(tuple(names), current):
             settings = group.settings
             stepped = {name for name in group.names if name in gradient_of}
@@ -359,19 +374,46 @@ class FusedStep:
                 indices = [index for index in kind if names[index] in stepped]
                 if not indices:
                     continue
-                of_kind = [names[index] for index in indices]
+                of_kind, device = (
+                    [names[index] for index in indices],
+                    params.tensors[kind[0]].device,
+                )
+                if counts is not None:
+                    steps = [counts[name] + 1 for name in of_kind]
+                else:
+                    if device not in numbers:
+                        numbers[device] = (applied + 1).to(device, torch.float32)
+                    steps = [numbers[device]]
                 lists = KernelLists(
                     params.picked(indices),
                     grads.picked([gradient_of[name] for name in of_kind]),
-                    [self._column(slots, of_kind, key) for key in self.kernel.slots_with(settings)],
+                    [
+                        self._column(columns, of_kind, key)
+                        for key in self.kernel.slots_with(settings)
+                    ],
+                    steps,
                 )
                 yield settings, of_kind, lists
 
-    def _column(self, slots: Slots, names: list[str], key: str) -> list[Tensor]:
+    def _column(self, columns: Columns, names: list[str], key: str) -> list[Tensor]:
         try:
-            return [slots[name][key] for name in names]
+            return [columns[key][name] for name in names]
         except KeyError:
             raise self._slot_layout.foreign_error(key) from None
+
+
+def _counted(
+    columns: Columns, names: list[str], skip: Tensor | None, *, in_place: bool = False
+) -> Columns:
+    """Return the columns with one more step of these parameters, unless it is skipped."""
+    if STEP not in columns:
+        return columns
+    counts = dict(columns[STEP])
+    for name in names:
+        count = counts[name]
+        more = 1 if skip is None else on_device(~skip, count.device, count.dtype)
+        counts[name] = count.add_(more) if in_place else count + more
+    return {**columns, STEP: counts}
 
 
 def _clone(value: Any) -> Any:

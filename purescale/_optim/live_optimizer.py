@@ -20,7 +20,7 @@ from .._optim.schedule_free import ScheduleFreeState
 from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerSettings
 from .._optim.spec import spec_of_live
 from .._optim.torch_optim import TorchOptimizer, from_torch
-from .._optim.torch_state_dict import common_value, write_state_dict
+from .._optim.torch_state_dict import common_value, slots_by_parameter, write_state_dict
 from .._optim.wrapper import Wrapper
 from .._tree.tree import Tree, join_names
 
@@ -294,7 +294,7 @@ def state_dict_with(
     names, live = _name_by_id(model), torch_optimizer.state_dict()
     parameters = [p for group in torch_optimizer.param_groups for p in group["params"]]
     places = {names.get(id(parameter)): place for place, parameter in enumerate(parameters)}
-    missing = opt_state.slots.keys() - places.keys()
+    missing = slots_by_parameter(settings, opt_state).keys() - places.keys()
     if missing:
         raise ValueError(
             f"the state has {join_names(sorted(missing))}, the live optimizer does not. Likely "

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._tree import tree as _tree
 from .._tree.hints import document_fields
-from .._tree.tree import Tree
+from .._tree.tree import Tree, TreeDef
 
 Tensors = dict[str, Tensor]  # by the dotted name of a parameter
-Slots = dict[str, dict[str, Tensor]]
+Columns = dict[str, Tensors]  # by the name of a slot; without the parameters that lack it
+
+# The column of counts among the columns of a step, by torch's name.
+STEP = "step"
+# A column of holes, by which a state without slots knows its parameters.
+NO_SLOTS = "none"
 
 
 @document_fields
@@ -21,9 +26,13 @@ class OptState(NamedTuple):
     of your own, which makes slots in its first step.
 
     Attributes:
-        applied: int64 []. The number of applied steps.
-        slots: What the class keeps for each parameter, by its dotted name and by torch's names:
-            `{"conv.weight": {"step": ..., "exp_avg": ...}}`.
+        applied: int64 []. The number of applied steps, from which the formulas of all parameters
+            count.
+        slots: What the class keeps for each parameter, by torch's names: trees like the parameters,
+            `{"exp_avg": ..., "exp_avg_sq": ...}`, with `()` in place of a parameter that lacks the
+            slot. A class of your own has its slots by parameter, `{"conv.weight": {...}}`.
+        counts: A tree like the parameters of float32 [], the number of steps of each, with
+            `from_torch(..., counts="each")`, or from a state dict in which they differ; else `()`.
         lr: float32 []. The rate that steps use (with a schedule a factor of it), with
             `in_state=("lr",)`; else `()`.
         hyper: The other settings in the state, float32 [] each, by name: `{"weight_decay": ...,
@@ -33,21 +42,48 @@ class OptState(NamedTuple):
     """
 
     applied: Tensor
-    slots: Slots
+    slots: dict[str, Tree]
+    counts: Tree = ()
     lr: Any = ()
     hyper: Any = ()
     iteration: Any = ()
 
 
-def values_of(slots: Slots) -> list[Tensor]:
-    """Return the tensors of all slots, in order."""
-    return list(itertools.chain.from_iterable(map(dict.values, slots.values())))
+def values_of(columns: Columns) -> list[Tensor]:
+    """Return the tensors of all columns, in order."""
+    return [tensor for column in columns.values() for tensor in column.values()]
 
 
-def slots_like(slots: Slots, values: Iterable[Tensor]) -> Slots:
-    """Return slots of these names with the next of these values, the inverse of `values_of`."""
+def columns_like(columns: Columns, values: Iterable[Tensor]) -> Columns:
+    """Return columns of these names with the next of these values, the inverse of `values_of`."""
     remaining = iter(values)
-    return {name: dict(zip(entry, remaining, strict=False)) for name, entry in slots.items()}
+    return {key: dict(zip(column, remaining, strict=False)) for key, column in columns.items()}
+
+
+def transposed(table: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Return tensors by slot and parameter by parameter and slot, or the inverse."""
+    result: dict[str, dict[str, Tensor]] = {}
+    for outer, row in table.items():
+        for inner, value in row.items():
+            result.setdefault(inner, {})[outer] = value
+    return result
+
+
+def with_columns(
+    opt_state: OptState, structure: TreeDef, names: Sequence[str], columns: Columns
+) -> OptState:
+    """Return the state with these columns as trees of this structure of parameters."""
+    trees = {
+        key: structure.unflatten([column.get(name, ()) for name in names])
+        for key, column in (columns or {NO_SLOTS: {}}).items()
+    }
+    counts = trees.pop(STEP, ())
+    return opt_state._replace(slots=trees, counts=counts)
+
+
+def param_names(opt_state: OptState) -> list[str]:
+    """Return the dotted names of the parameters of a state whose slots are columns."""
+    return _tree.names(next(iter(opt_state.slots.values())), holes=True)
 
 
 def is_wrapped(state: Tree) -> bool:
@@ -85,8 +121,10 @@ def opt_states_of(state: Tree) -> list[OptState]:
 
 
 def tensors_of(opt_state: OptState) -> list[Tensor]:
-    """Return all tensors of a state, faster than a walk through its dicts."""
-    return [opt_state.applied, *values_of(opt_state.slots), *scalars_of(opt_state)]
+    """Return all tensors of a state, tree by tree: Dynamo is slow in nested dicts."""
+    trees = [*opt_state.slots.values(), opt_state.counts]
+    leaves = [leaf for tree in trees for leaf in _tree.flatten(tree)[0]]
+    return [opt_state.applied, *leaves, *scalars_of(opt_state)]
 
 
 def scalars_of(opt_state: OptState) -> list[Tensor]:
@@ -151,10 +189,9 @@ def after_skip(state: Tree, *, in_place: bool) -> Tree:
     """
 
     def counted(opt_state: OptState, keys: tuple[str, ...]) -> OptState:
-        applied, slots, lr, hyper, iteration = opt_state
+        iteration = opt_state.iteration
         if not isinstance(iteration, Tensor):
             return opt_state
-        iteration = iteration.add_(1) if in_place else iteration + 1
-        return OptState(applied, slots, lr, hyper, iteration)
+        return opt_state._replace(iteration=iteration.add_(1) if in_place else iteration + 1)
 
     return map_opt_states(counted, state)

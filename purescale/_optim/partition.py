@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._optim.opt_state import are_parts, scalars_of
+from .._optim.opt_state import are_parts, scalars_of, tensors_of
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs, flatten_step, named_params
 from .._optim.updater import Updater, as_updater, check_optimizer
@@ -64,7 +64,9 @@ def partition(optimizers: Mapping[str, Optimizer], label: Label) -> PartitionOpt
         >>> params = {"embed": torch.ones(8, 2), "linear.weight": torch.ones(2, 2)}
         >>> opt_state = optimizer.init(params)
         >>> {key: list(state.slots) for key, state in opt_state.items()}
-        {'muon': ['linear.weight'], 'adamw': ['embed']}
+        {'muon': ['momentum_buffer'], 'adamw': ['exp_avg', 'exp_avg_sq']}
+        >>> list(opt_state["muon"].slots["momentum_buffer"])
+        ['linear.weight']
 
     Source of the form: optax.multi_transform.
     """
@@ -170,7 +172,13 @@ class PartitionOptimizer(Updater):
             }
         slots = _slot_ranges(inputs) if targets is not None and are_parts(opt_state) else {}
         return {
-            key: _part(inputs, members[key], opt_state[key], slots.get(key)) for key in self.parts
+            key: _part(
+                inputs,
+                members[key],
+                opt_state[key],
+                None if part.calls_step else slots.get(key),  # whose slots are by parameter
+            )
+            for key, part in self.parts.items()
         }
 
     def _members(self, params: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -217,13 +225,11 @@ def _check(optimizers: Any, label: Any) -> None:
 
 
 def _slot_ranges(inputs: StepInputs) -> dict[str, range]:
-    """Return the range of each part's slots in `inputs.target_list`."""
+    """Return the range of each part's slots and counts in `inputs.target_list`."""
     ranges, stop = {}, len(inputs.params)
     for key, state in inputs.opt_state.items():
-        start = stop + 1  # after `applied`
-        stop = start + sum(map(len, state.slots.values()))
-        ranges[key] = range(start, stop)
-        stop += len(scalars_of(state))
+        start, stop = stop + 1, stop + len(tensors_of(state))  # after `applied`
+        ranges[key] = range(start, stop - len(scalars_of(state)))
     return ranges
 
 
@@ -232,18 +238,21 @@ def _part(
 ) -> StepInputs:
     """Return the inputs of one part. `slots` is the range of its slots in `inputs.target_list`."""
     names = list(map(list(inputs.params).__getitem__, members))
-    param_list, grads, targets = inputs.param_list.picked(members), inputs.grads, None
-    if slots is not None:
-        targets = inputs.target_list.picked((*members, *slots))  # type: ignore[union-attr]
-    if grads.dense_real:
+    param_list, grads = inputs.param_list.picked(members), inputs.grads
+    if grads.dense_real and grads.likes:
         grads = grads.picked(members)
     else:
         tensors = dict(zip(inputs.grad_names, grads.tensors, strict=True))
-        likes = dict(zip(inputs.names, grads.likes, strict=True))
         tensor_list = TensorList([tensors[name] for name in names if name in tensors])
-        grads = grads._replace(tensor_list=tensor_list, likes=list(map(likes.get, names)))
+        likes = dict(zip(inputs.names, grads.likes, strict=False))  # none if still to be made
+        of_part = [likes[name] for name in names if name in likes]
+        grads = grads._replace(tensor_list=tensor_list, likes=of_part)
     params = dict(zip(names, param_list.tensors, strict=True))
-    return StepInputs.of_dict(params, grads, opt_state, param_list, target_list=targets)
+    part = StepInputs.of_dict(params, grads, opt_state, param_list)
+    if slots is None:
+        return part
+    targets = inputs.target_list.picked((*members, *slots))  # type: ignore[union-attr]
+    return part.with_targets(targets)
 
 
 def _part_of_dtensors(

@@ -12,7 +12,7 @@ import fnmatch
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from .._tree.leaves import describe
 
 Pattern = str | tuple[str, ...]  # a dotted name or a glob, or several
 Overrides = Mapping[Any, Mapping[str, Any]]  # by `Pattern`
+Counts = Literal["one", "each"]
 IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -91,14 +92,17 @@ class OptimizerSettings:
         *,
         in_state: Sequence[str] = (),
         schedule_by: ScheduleBy = "applied",
+        counts: Counts = "one",
     ) -> None:
         if schedule_by not in get_args(ScheduleBy):
             raise ValueError(f'schedule_by is {schedule_by!r}, expected "applied" or "iteration".')
+        if counts not in get_args(Counts):
+            raise ValueError(f'counts is {counts!r}, expected "one" or "each".')
 
         # What was given.
         self.spec = spec
         self.lr = spec.default_lr if lr is None else lr
-        self.arguments, self.schedule_by = arguments, schedule_by
+        self.arguments, self.schedule_by, self.counts = arguments, schedule_by, counts
         self.differentiable = bool(arguments.get("differentiable"))
         self.in_state = names_in_state(in_state)
         self.overrides = {pattern: dict(extra) for pattern, extra in overrides.items()}
@@ -129,6 +133,8 @@ class OptimizerSettings:
             extra["in_state"] = self.in_state
         if self.schedule_by != "applied":
             extra["schedule_by"] = self.schedule_by
+        if self.counts != "one":
+            extra["counts"] = self.counts
         if self.overrides:
             extra["overrides"] = self.overrides
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.formulas import FIRST_STEP
-from .._optim.opt_state import Slots
+from .._optim.opt_state import STEP, Columns, Tensors
 from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import traced
@@ -28,28 +27,33 @@ class SlotLayout:
     def __init__(self, settings: OptimizerSettings) -> None:
         self._settings, self._formula = settings, settings.spec.formula
         self._cache_key = object()  # keeps nothing else alive
-        self._complete: Any = None  # the names of the last slots that lacked none
+        self._complete: Any = None  # the names in the last columns that lacked none
         # What a later value of a setting in the state needs is there from the start.
         may_move = {"momentum", "dampening"} & {*settings.in_state}
         self._nonzero: dict[str, Any] = dict.fromkeys(may_move, 0.5)
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         probed: dict[str, Tensor] = {}
+        self.counts_steps = False
         if not settings.spec.calls_step:
             for table in (settings.for_all, *settings.by_override):
-                own = {**table.values, **self._nonzero, **_NO_LR}
-                probed |= self._formula.init_slots(probe, {**settings.for_all.values, **own})
+                own = {**settings.for_all.values, **table.values, **self._nonzero, **_NO_LR}
+                probed |= self._formula.init_slots(probe, own)
+                self.counts_steps |= self._formula.counts_steps(own)
         # Of a slot that is one number its dtype, of one like its parameter None. The factors of
         # Adafactor are neither.
         alike = {key: value for key, value in probed.items() if value.shape in ((), probe.shape)}
         self._dtypes = {key: None if value.ndim else value.dtype for key, value in alike.items()}
+        self._dtypes[STEP] = torch.float32
         self.keys = set(probed)
 
     def is_scalar(self, key: str) -> bool:
         """Return True if this slot is one number for each parameter, whatever its shape."""
         return self._dtypes.get(key) is not None
 
-    def new_slots(self, params: Mapping[str, Tensor], current: CurrentSettings) -> Slots:
-        """Return the slots of these parameters before their first step."""
+    def new_slots(
+        self, params: Mapping[str, Tensor], current: CurrentSettings
+    ) -> dict[str, Tensors]:
+        """Return the slots of each parameter before its first step."""
         if params:  # torch checks shapes, and needs no memory for it
             shapes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in params.values()]
             self._settings.spec.construct(shapes, self._settings.for_all.values)
@@ -80,40 +84,38 @@ class SlotLayout:
     # ---- the check
 
     def check(
-        self, slots: Slots, params: Mapping[str, Tensor], targets: TensorList | None = None
+        self, columns: Columns, params: Mapping[str, Tensor], targets: TensorList | None = None
     ) -> None:
-        """Refuse slots that differ from those of `new_slots`, because torch's kernels do not check
-        what they read. `targets` lists parameters, then slots, if all are dense and off graph.
+        """Refuse columns that differ from those of `new_slots`, because torch's kernels do not
+        check what they read. `targets` lists parameters, then columns, if all are dense and off
+        graph.
         """
-        if self._settings.spec.calls_step:
-            return
 
         def match() -> bool:
-            for name, key in self._misfits(slots, params):
-                self._refuse_misfit(key, slots[name][key], name, params[name])
-            return self._check_keys(slots, params)
+            for key, name in self._misfits(columns, params):
+                self._refuse_misfit(key, columns[key][name], name, params[name])
+            return self._check_keys(columns, params)
 
-        in_order = targets is not None and list(slots) == list(params)
-        keys = set(map(tuple, slots.values())) if in_order else set()
-        if targets is not None and len(keys) == 1:
-            targets.cached((self._cache_key, *keys, *params), match)
-        else:
+        if targets is None:
             match()
+        else:
+            names = ((key, *column) for key, column in columns.items())
+            targets.cached((self._cache_key, *names, *params), match)
 
-    def _misfits(self, slots: Slots, params: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-        """Return the parameter and the key of slots that do not fit. It avoids calls, which a
+    def _misfits(self, columns: Columns, params: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+        """Return the slot and the parameter of tensors that do not fit. It avoids calls, which a
         compiler traces slowly.
         """
         dtypes = self._dtypes
         rows = [
-            (name, key, value, params[name], dtypes[key])
-            for name, entry in slots.items()
-            for key, value in entry.items()
+            (key, name, value, params[name], dtypes[key])
+            for key, column in columns.items()
             if key in dtypes
+            for name, value in column.items()
         ]
         return [
-            (name, key)
-            for name, key, value, param, scalar_dtype in rows
+            (key, name)
+            for key, name, value, param, scalar_dtype in rows
             if value.is_nested
             or value.layout is not torch.strided
             or value.device != param.device
@@ -124,7 +126,8 @@ class SlotLayout:
     def _refuse_misfit(self, key: str, value: Tensor, name: str, param: Tensor) -> None:
         dtype = self._dtypes[key]
         expected = f"one number, {dtype} ()" if dtype else describe(param)
-        if not self._formula.elementwise:  # it may have other slots in other dimensions than 2
+        if key != STEP and not self._formula.elementwise:
+            # It may have other slots in other dimensions than 2.
             new = self._formula.init_slots(param.detach(), self._settings.for_all.values)[key]
             fits = value.device == param.device and not value.is_nested
             if fits and _kind(value) == _kind(new):
@@ -137,14 +140,15 @@ class SlotLayout:
             "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
         )
 
-    def _check_keys(self, slots: Slots, params: Mapping[str, Tensor]) -> bool:
-        """Refuse slots that lack one of those of `new_slots` with the settings of their group.
+    def _check_keys(self, columns: Columns, params: Mapping[str, Tensor]) -> bool:
+        """Refuse columns that lack one of those of `new_slots` with the settings of their group.
         Return True.
         """
         if traced():  # where a step that raises later has changed nothing
             return True
-        names_of_slots = tuple((name, params[name].ndim, *entry) for name, entry in slots.items())
-        if names_of_slots == self._complete:
+        present = tuple((key, *column) for key, column in columns.items())
+        names = tuple((name, param.ndim) for name, param in params.items()), present
+        if names == self._complete:
             return True
         for group in self._groups(params, self._settings.none_current):
             needed: dict[int, list[str]] = {}
@@ -156,10 +160,23 @@ class SlotLayout:
                         self._formula.init_slots(like, {**group.settings, **_NO_LR})
                     )
                 for key in needed[ndim]:
-                    if key not in slots[name] and key != FIRST_STEP:  # it never had dampening
+                    if name not in columns.get(key, ()):
                         raise self.foreign_error(key)
-        self._complete = names_of_slots
+        self._complete = names
         return True
+
+    def check_gradients(self, names: list[str], grad_names: list[str], counts: Any) -> None:
+        """Refuse a gradient that is None where one count stands for the steps of all parameters."""
+        if not self.counts_steps or not isinstance(counts, tuple) or len(names) == len(grad_names):
+            return
+        missing = next(name for name in names if name not in grad_names)
+        raise ValueError(
+            f"grads: that of {missing} is None, and opt_state has one count of steps for all "
+            f"parameters. {self._settings.spec.name} needs that of each, because torch does not "
+            "count a step without a gradient. Likely cause: a loss of some of the parameters, or "
+            'one optimizer for two models. Fix: `from_torch(..., counts="each")`, and its `init`; '
+            "or zeros, as `value_and_grad` returns them, which let momentum and decay go on."
+        )
 
     def foreign_error(self, missing: str) -> ValueError:
         """Return the error of slots without this one."""

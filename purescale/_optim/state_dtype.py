@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._optim.opt_state import (
+    OptState,
     Tensors,
     is_wrapped,
     map_opt_states,
     opt_states_of,
-    slots_like,
-    values_of,
     without_wrappers,
 )
 from .._optim.partition import PartitionOptimizer
@@ -52,7 +51,7 @@ def with_state_dtype(
         optimizer: Any optimizer.
         dtypes: bfloat16, float16 or float32 by name or glob of a slot of torch (`{"exp_avg*":
             ...}`), of a parameter (`{"embedding.*": ...}`), of a field of another state (`{"mu":
-            ...}`), or of both with a dot (`{"*.bias.exp_avg": ...}`). The last match wins.
+            ...}`), or of both with a dot (`{"exp_avg.*.bias": ...}`). The last match wins.
 
     Returns:
         An optimizer whose state is that of `optimizer` with narrow tensors.
@@ -70,8 +69,8 @@ def with_state_dtype(
         >>> optimizer = with_state_dtype(adamw, {"exp_avg": torch.bfloat16})
         >>> params = {"w": torch.ones(2)}
         >>> params, opt_state = optimizer.step(params, {"w": torch.ones(2)}, optimizer.init(params))
-        >>> {key: slot.dtype for key, slot in opt_state.slots["w"].items()}
-        {'step': torch.float32, 'exp_avg': torch.bfloat16, 'exp_avg_sq': torch.float32}
+        >>> {key: slot["w"].dtype for key, slot in opt_state.slots.items()}
+        {'exp_avg': torch.bfloat16, 'exp_avg_sq': torch.float32}
 
     Source of the rule: Micikevicius et al. (2018) for the cast up; moments in bfloat16 as in
     DeepSeek-V3 (arXiv 2412.19437), section 3.3.3.
@@ -142,11 +141,14 @@ class StateDtypeOptimizer(Wrapper):
         matched = {pattern for path in to_cast for pattern in self._patterns(path)}
         for pattern in [pattern for pattern in self._dtypes if pattern not in matched]:
             never = any([pattern in self._patterns(path) for path in paths])
-            names = _tree.join_names(sorted({path[-1] for path in to_cast if path}), 20)
+            names = _tree.join_names(sorted({path[0] for path in to_cast if path}), 20)
+            name, _, key = pattern.rpartition(".")
+            turned = f"{key}.{name}"
+            fits = any([_matching((".".join(path),), (turned,)) for path in to_cast])
             raise ValueError(
                 f"dtypes: {pattern!r} matches {'only what is never cast' if never else 'nothing'} "
                 f"in the state of {self.optimizer!r}. It has the slots: {names}; step counts and "
-                "other 0-d tensors are never cast."
+                f"other 0-d tensors are never cast.{f' Fix: {turned!r}.' if fits else ''}"
             )
 
     # ---- the step
@@ -183,8 +185,8 @@ class StateDtypeOptimizer(Wrapper):
             params, wide_dtype = inputs.params, super().slot_dtype
             pairs = zip(_paths(inputs.opt_state), slots, strict=True)
             return [
-                wide_dtype(path, slot, params[path[0]].dtype)
-                if path[0] in params and _can_be_cast(slot)
+                wide_dtype(path, slot, params[path[-1]].dtype)
+                if path[-1] in params and _can_be_cast(slot)
                 else None
                 for path, slot in pairs
             ]
@@ -238,7 +240,7 @@ def _matching(texts: tuple[str, ...], patterns: tuple[str, ...]) -> list[str]:
 def _castable(state: Tree) -> Leaves:
     """Return the leaves of a state that may be narrow, in order."""
     if opt_states := opt_states_of(state):
-        return [leaf for each in opt_states for leaf in values_of(each.slots)]
+        return [leaf for each in opt_states for _, leaf in _named_slots(each)]
     return _tree.flatten(without_wrappers(state))[0]
 
 
@@ -246,7 +248,14 @@ def _paths(state: Tree) -> list[tuple[str, ...]]:
     """Return the path of each leaf of `_castable`; for torch's classes parameter and slot."""
     if not (opt_states := opt_states_of(state)):
         return _tree.keys(without_wrappers(state))
-    return [(n, key) for each in opt_states for n, entry in each.slots.items() for key in entry]
+    return [path for each in opt_states for path, _ in _named_slots(each)]
+
+
+def _named_slots(opt_state: OptState) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield each slot, with its name and that of its parameter."""
+    for key, tree in opt_state.slots.items():
+        for name, leaf in zip(_tree.names(tree), _tree.flatten(tree)[0], strict=True):
+            yield (key, name), leaf
 
 
 def _with_castable(state: Tree, leaves: Iterable[Any]) -> Tree:
@@ -257,7 +266,7 @@ def _with_castable(state: Tree, leaves: Iterable[Any]) -> Tree:
         return _tree.flatten(state)[1].unflatten(leaves)
     remaining = iter(leaves)
     return map_opt_states(
-        lambda each, _: each._replace(slots=slots_like(each.slots, remaining)), state
+        lambda each, _: each._replace(slots=_tree.map(lambda _: next(remaining), each.slots)), state
     )
 
 

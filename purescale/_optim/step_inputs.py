@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,12 +12,17 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import (
+    STEP,
+    Columns,
     OptState,
     are_parts,
+    columns_like,
     is_of_torch,
-    slots_like,
+    param_names,
+    scalars_of,
     tensors_of,
     values_of,
+    with_columns,
     without_wrappers,
 )
 from .._torch import dtensor, foreach
@@ -42,7 +49,7 @@ class StepInputs(NamedTuple):
     structure: TreeDef  # of the parameters
     names: list[str]  # of the leaves of this structure
     params: dict[str, Tensor]  # by dotted name; a leaf that is None has no entry
-    grads: Gradients  # in the order of `names`; each None while they are still to be made
+    grads: Gradients  # in the order of `names`; without likes while they are still to be made
     opt_state: Tree
     param_list: TensorList  # of `params`, with what is known of them
     # what a step replaces: the parameters, then the slots of an OptState, or all tensors of any
@@ -65,6 +72,14 @@ class StepInputs(NamedTuple):
         structure, param_list = FlatDict(tuple(params)), param_list or _list_of(params)
         return cls(structure, list(params), params, grads, opt_state, param_list, **others)
 
+    def with_targets(self, targets: TensorList) -> StepInputs:
+        """Return the inputs with what a step replaces, if that is in the order of `columns`."""
+        if isinstance(self.opt_state, OptState):
+            in_order = [*self.params.values(), *values_of(self.columns)]
+            if not all(map(operator.is_, targets.tensors, in_order)):
+                return self
+        return self._replace(target_list=targets)
+
     def with_params(self, params: dict[str, Any], opt_state: Tree) -> StepInputs:
         """Return the inputs with other tensors in place of the parameters, and this state."""
         return self._replace(
@@ -75,32 +90,51 @@ class StepInputs(NamedTuple):
         """Return the inputs with gradients for an optimizer, as `Gradients.unscaled`."""
         return self._replace(grads=self.grads.unscaled(wide=wide))
 
-    def writable(self, *, in_place: bool) -> StepInputs:
-        """Return the inputs with parameters and slots that a kernel may write into: these, off the
-        graph, if `in_place`, else copies. Slots get the memory order of their parameter.
+    @property
+    def columns(self) -> Columns:
+        """The slots of an OptState by slot and parameter, then its counts."""
+        trees = self.opt_state.slots
+        if not isinstance(self.opt_state.counts, tuple):
+            trees = {**trees, STEP: self.opt_state.counts}
+        try:
+            columns = {key: self.named(tree) for key, tree in trees.items()}
+        except ValueError:
+            raise foreign_parameters(param_names(self.opt_state), self.names) from None
+        return {
+            key: column
+            if _tree.are_tensors(list(column.values()))
+            else {name: x for name, x in column.items() if isinstance(x, Tensor)}
+            for key, column in columns.items()
+        }
+
+    def with_columns(self, opt_state: OptState, columns: Columns) -> OptState:
+        """Return a state with these columns, the inverse of `columns`."""
+        return with_columns(opt_state, self.structure, self.names, columns)
+
+    def writable(self, *, in_place: bool) -> tuple[StepInputs, Columns]:
+        """Return the inputs with parameters, and columns, that a kernel may write into: these, off
+        the graph, if `in_place`, else copies. Slots get the memory order of their parameter.
         """
-        params, slots = self.params, self.opt_state.slots
-        old = self.target_list or TensorList([*params.values(), *values_of(slots)])
-        if in_place and not old.any_requires_grad:
-            inputs, slots = self, {name: {**entry} for name, entry in slots.items()}
-        else:
+        inputs, params, columns = self, self.params, self.columns
+        old = self.target_list or TensorList([*params.values(), *values_of(columns)])
+        if not in_place or old.any_requires_grad:
             new = old.tensors if in_place else foreach.clone(old.tensors)
             working = iter([t.detach() if t.requires_grad else t for t in new])
-            inputs = self.with_params(dict(zip(params, working, strict=False)), ())
-            slots = slots_like(slots, working)
+            inputs = self.with_params(dict(zip(params, working, strict=False)), self.opt_state)
+            columns = columns_like(columns, working)
         if not old.are_contiguous:
-            for name, entry in slots.items():
-                param = inputs.params[name]
-                for key, slot in entry.items():
+            for column in columns.values():
+                for name, slot in column.items():
+                    param = inputs.params[name]
                     if slot.shape == param.shape and not same_memory_order(slot, param):
-                        entry[key] = torch.empty_like(param, dtype=slot.dtype).copy_(slot)
-        return inputs._replace(opt_state=self.opt_state._replace(slots=slots))
+                        column[name] = torch.empty_like(param, dtype=slot.dtype).copy_(slot)
+        return inputs, columns
 
     @property
     def grad_names(self) -> list[str]:
-        """The names of the gradients that are not None."""
-        if self.grads.dense_real:
-            return self.names
+        """The names of the gradients that are not None; none while they are still to be made."""
+        if self.grads.dense_real or not self.grads.likes:
+            return self.names[: len(self.grads.likes)]
         return list(_by_name(self.names, self.grads.likes))
 
     @property
@@ -149,6 +183,15 @@ def _by_name(names: Sequence[str], leaves: Iterable[Any]) -> dict[str, Any]:
     return {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
 
 
+def foreign_parameters(in_state: list[str], in_params: list[str]) -> ValueError:
+    """Return the error of a state for other parameters."""
+    return ValueError(
+        f"opt_state knows the parameters {_tree.join_names(in_state)}, params has "
+        f"{_tree.join_names(in_params)}. Fix: `opt_state = optimizer.init(params)` for these "
+        "params."
+    )
+
+
 def flatten_step(optimizer: Any, params: Tree, grads: Tree, opt_state: Tree) -> StepInputs:
     """Return the checked inputs of a step over trees, as `step_inputs`. Refuse, naming the leaf,
     gradients that do not fit `params`.
@@ -168,7 +211,7 @@ def step_inputs(
     """
     lists = [tree.tensor_list for tree in (params, opt_state, grads) if tree is not None]
     dense_off_graph = all([some.dense_off_graph for some in lists])
-    grad_leaves = [None] * len(params.leaves) if grads is None else grads.leaves
+    grad_leaves = [] if grads is None else grads.leaves
     if not optimizer.differentiable:
         end_graph()
     if not (optimizer.differentiable or dense_off_graph):
@@ -176,13 +219,15 @@ def step_inputs(
     names, structure = _tree.names(params.tree), params.structure
     state_list, state = opt_state.tensor_list, opt_state.tree
     if dense_off_graph:
-        if isinstance(state, OptState):  # its slots alone
-            state_list = state_list.part(1, 1 + sum(map(len, state.slots.values())))
         param_list, named = params.tensor_list, _by_name(names, params.leaves)
-        target_list = param_list.joined(state_list)
         grad_list = TensorList([]) if grads is None else grads.tensor_list
         gradients = Gradients(grad_list, grad_leaves, dense_real=grads is not None)
-        inputs = StepInputs(structure, names, named, gradients, state, param_list, target_list)
+        inputs = StepInputs(structure, names, named, gradients, state, param_list)
+        if isinstance(state, OptState):  # its slots and counts alone
+            state_list = state_list.part(1, len(opt_state.leaves) - len(scalars_of(state)))
+        # The slots of a class of a user's own are by parameter.
+        if not (isinstance(state, OptState) and optimizer.calls_step):
+            inputs = inputs.with_targets(param_list.joined(state_list))
     else:
         inputs = _flatten_unknown(optimizer, params, names, grad_leaves, state)
     if len(inputs.params) < len(names):
@@ -205,7 +250,7 @@ def _flatten_unknown(
     if sharded and optimizer.elementwise is not None:
         _check_shards(optimizer, params.tree, names, leaves, grads, opt_state)
         global_trees = params.structure.unflatten(leaves), opt_state
-        grads = list(map(dtensor.redistribute_like, grads, leaves))
+        grads = list(map(dtensor.redistribute_like, grads, leaves))  # none if still to be made
         shard = functools.partial(dtensor.shard, on_graph=optimizer.differentiable)
         leaves, opt_state = list(map(shard, leaves)), _tree.map(shard, opt_state)
     named = _by_name(names, leaves)
@@ -224,7 +269,7 @@ def _check_shards(
     opt_state: Tree,
 ) -> None:
     """Refuse DTensors whose shards this optimizer cannot step."""
-    for index, (leaf, gradient) in enumerate(zip(leaves, grads, strict=True)):
+    for index, (leaf, gradient) in enumerate(itertools.zip_longest(leaves, grads)):
         if gradient is not None and (reason := dtensor.placement_mismatch(gradient, leaf)):
             raise ValueError(f"{_tree.path(tree, 'grads', index)} {reason}")
         if not dtensor.is_dtensor(leaf):
@@ -272,9 +317,9 @@ def _flatten_opt_state(opt_state: Tree) -> tuple[Leaves, Any]:
 
 
 def _check_state_placements(opt_state: Tree, params: dict[str, Any]) -> None:
-    for name, entry in getattr(without_wrappers(opt_state), "slots", {}).items():
-        param = params.get(name)
-        for key, slot in entry.items():
+    for key, column in getattr(without_wrappers(opt_state), "slots", {}).items():
+        for name, slot in zip(_tree.names(column), _tree.flatten(column)[0], strict=True):
+            param = params.get(name)
             if dtensor.is_dtensor(slot) and not (
                 dtensor.is_dtensor(param)
                 and (slot.device_mesh, slot.placements) == (param.device_mesh, param.placements)

@@ -12,18 +12,29 @@ from torch import Tensor
 from .._optim.class_step import ClassStep
 from .._optim.formula_step import FormulaStep
 from .._optim.fused import FusedStep
-from .._optim.opt_state import OptState, Slots, Tensors, map_numbers, stored_settings, with_stored
+from .._optim.opt_state import (
+    STEP,
+    Columns,
+    OptState,
+    Tensors,
+    map_numbers,
+    stored_settings,
+    transposed,
+    with_columns,
+    with_stored,
+)
 from .._optim.schedule import PARAMETERS_GIVEN, Schedule, ScheduleBy
-from .._optim.settings import CurrentSettings, OptimizerSettings, Overrides
+from .._optim.settings import Counts, CurrentSettings, OptimizerSettings, Overrides
 from .._optim.slot_layout import SlotLayout
 from .._optim.spec import spec_of_class
-from .._optim.step_inputs import StepInputs, named_params
+from .._optim.step_inputs import StepInputs, foreign_parameters, named_params
 from .._optim.torch_state_dict import read_state_dict, write_state_dict
 from .._optim.updater import Updater
 from .._torch import foreach
 from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
+from .._tree.leaves import describe
 from .._tree.tree import Tree
 
 P = ParamSpec("P")
@@ -52,6 +63,7 @@ def from_torch(
     overrides: Overrides | None = None,
     in_state: Sequence[str] = (),
     schedule_by: ScheduleBy = "applied",
+    counts: Counts = "one",
     **settings: Any,
 ) -> TorchOptimizer:
     """Equal to `opt = cls(params, lr=lr, **settings); opt.step()` on copies of everything: bit for
@@ -91,6 +103,10 @@ def from_torch(
         schedule_by: What schedules count: `"applied"` steps, or by `"iteration"`, that is skipped
             steps too, as a loop of torch does that calls `scheduler.step()` once a batch or once an
             epoch. The count is `opt_state.iteration`, and a skipped step changes nothing else.
+        counts: `"one"` counts the steps of all parameters together, in `opt_state.applied`, and a
+            step refuses a gradient that is None if the class counts steps. `"each"` counts those of
+            each parameter as torch does, in `opt_state.counts`: one whose gradient is None makes
+            none, as where one optimizer trains two models in turn.
         settings: The settings of the class. If a flag of torch's implementations is named
             (`foreach`, `capturable`, `fused=False`), or with `differentiable=True`, the formula
             runs.
@@ -125,7 +141,13 @@ def from_torch(
     spec = spec_of_class(cls)
     return TorchOptimizer(
         OptimizerSettings(
-            spec, lr, overrides or {}, settings, in_state=in_state, schedule_by=schedule_by
+            spec,
+            lr,
+            overrides or {},
+            settings,
+            in_state=in_state,
+            schedule_by=schedule_by,
+            counts=counts,
         )
     )
 
@@ -151,6 +173,14 @@ class TorchOptimizer(Updater):
     def init(self, params: Tree) -> OptState:
         """Return the state before the first step, in fresh memory. Steps keep its structure, but
         for the first one of a class of your own."""
+        opt_state, slots = self._new_state(params)
+        if self.settings.counts == "each" and self._slot_layout.counts_steps:
+            for name, leaf in named_params(params).items():
+                slots[name][STEP] = torch.zeros((), dtype=torch.float32, device=leaf.device)
+        return self._with_slots(opt_state, params, slots)
+
+    def _new_state(self, params: Tree) -> tuple[OptState, dict[str, Tensors]]:
+        """Return a new state without slots, and its slots by parameter."""
         named = named_params(params)
         self.settings.check_names(tuple(named))
         device = next((leaf.device for leaf in named.values()), None)
@@ -158,9 +188,14 @@ class TorchOptimizer(Updater):
         iteration = applied.clone() if self.settings.schedule_by == "iteration" else ()
         stored = self.settings.new_stored(device)
         opt_state = with_stored(OptState(applied, {}, iteration=iteration), stored)
-        return opt_state._replace(
-            slots=self._slot_layout.new_slots(named, self.settings.current(opt_state))
-        )
+        return opt_state, self._slot_layout.new_slots(named, self.settings.current(opt_state))
+
+    def _with_slots(self, opt_state: OptState, params: Tree, slots: dict[str, Tensors]) -> OptState:
+        """Return the state with these slots by parameter, the count of each among them."""
+        if self.calls_step:
+            return opt_state._replace(slots=slots)
+        structure, names = _tree.flatten(params)[1], _tree.names(params)
+        return with_columns(opt_state, structure, names, transposed(slots))
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parameters."""
@@ -170,6 +205,12 @@ class TorchOptimizer(Updater):
                 f"opt_state is {type(opt_state).__name__}. Fix: `opt_state = "
                 "optimizer.init(params)`, or what the last step returned."
             )
+        if opt_state.applied.ndim:
+            raise ValueError(
+                f"opt_state: applied is {describe(opt_state.applied)}; expected one number. Likely "
+                "cause: stacked states outside of torch.vmap. Fix: "
+                "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
+            )
         if self.calls_step and traced():
             raise ValueError(
                 f"{self.settings.spec.name} has a step of its own, which is called and cannot "
@@ -177,13 +218,14 @@ class TorchOptimizer(Updater):
                 "of torch.optim, or write an (init, update) pair for from_transformation."
             )
         params = inputs.params
-        if opt_state.slots.keys() != params.keys():
-            raise ValueError(
-                f"opt_state knows the parameters {_tree.join_names(list(opt_state.slots))}, "
-                f"params has {_tree.join_names(inputs.names)}. Fix: "
-                "`opt_state = optimizer.init(params)` for these params."
-            )
-        self._slot_layout.check(opt_state.slots, params, inputs.target_list)
+        if not self.calls_step:
+            columns = inputs.columns
+            self._slot_layout.check(columns, params, inputs.target_list)
+            if len(inputs.grads.likes) == len(inputs.names):  # they are there
+                names = list(params), inputs.grad_names
+                self._slot_layout.check_gradients(*names, opt_state.counts)
+        elif opt_state.slots.keys() != params.keys():
+            raise foreign_parameters(list(opt_state.slots), inputs.names)
         self.settings.check(opt_state)
         self.settings.check_names(tuple(params))
 
@@ -194,11 +236,11 @@ class TorchOptimizer(Updater):
     def apply_step(self, inputs: StepInputs, current: CurrentSettings) -> tuple[Tree, OptState]:
         """Return parameters and state after the step, in fresh memory."""
         if self._fused_step.is_right_for(inputs, current):
-            params, slots = self._fused_step(inputs, current, None)
+            params, columns = self._fused_step(inputs, current, None)
         else:
             inputs = inputs.unscaled()
-            params, slots = self._unfused_step(inputs, _cast_gradients(inputs), current)
-        return self._as_trees(inputs, params, slots, 1)
+            params, columns = self._unfused_step(inputs, _cast_gradients(inputs), current)
+        return self._as_trees(inputs, params, columns, 1)
 
     def apply_step_unless(
         self, skip: Tensor, inputs: StepInputs, current: CurrentSettings, *, in_place: bool = False
@@ -206,15 +248,15 @@ class TorchOptimizer(Updater):
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
         if not self._fused_step.is_right_for(inputs, current):
             return super().apply_step_unless(skip, inputs, current, in_place=in_place)
-        params, slots = self._fused_step(inputs, current, skip, in_place=in_place)
+        params, columns = self._fused_step(inputs, current, skip, in_place=in_place)
         # A captured CUDA graph needs its numbers at fixed addresses.
-        return self._as_trees(inputs, params, slots, ~skip, in_place=in_place)
+        return self._as_trees(inputs, params, columns, ~skip, in_place=in_place)
 
     def _as_trees(
         self,
         inputs: StepInputs,
         params: Tensors,
-        slots: Slots,
+        columns: Columns,
         count: Any,
         *,
         in_place: bool = False,
@@ -226,10 +268,11 @@ class TorchOptimizer(Updater):
         if self.settings.schedule_by == "iteration":
             iteration = iteration.add_(1) if in_place else iteration + 1
         applied = applied.add_(count) if in_place else applied + count
-        state = with_stored(
-            OptState(applied, slots, iteration=iteration), map_numbers(keep, stored_settings(old))
-        )
-        return inputs.params_tree(params), state
+        state = OptState(applied, columns, iteration=iteration)
+        if not self.calls_step:  # whose slots are by parameter
+            state = inputs.with_columns(state, columns)
+        stored = map_numbers(keep, stored_settings(old))
+        return inputs.params_tree(params), with_stored(state, stored)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Copy into fresh memory, on the graph only if the step is to be differentiated."""
@@ -237,14 +280,13 @@ class TorchOptimizer(Updater):
 
     def widened(self, opt_state: OptState, dtype: torch.dtype) -> OptState:
         """Return the state for parameters of at least this dtype. Step counts keep theirs."""
+
+        def widen(slot: Tensor) -> Tensor:
+            return slot.to(torch.promote_types(slot.dtype, dtype))
+
         slots = {
-            name: {
-                key: value
-                if self._slot_layout.is_scalar(key)
-                else value.to(torch.promote_types(value.dtype, dtype))
-                for key, value in entry.items()
-            }
-            for name, entry in opt_state.slots.items()
+            key: tree if self._slot_layout.is_scalar(key) else _tree.map(widen, tree)
+            for key, tree in opt_state.slots.items()
         }
         return opt_state._replace(slots=slots)
 
@@ -315,7 +357,11 @@ class TorchOptimizer(Updater):
                 without names; if groups disagree on a setting in the state; if a schedule needs a
                 count and `sd` has none; none has that of iterations.
         """
-        return read_state_dict(self.settings, sd, self.init(params), applied, iteration)
+        counts_steps = self._slot_layout.counts_steps
+        state, slots = read_state_dict(
+            self.settings, sd, *self._new_state(params), applied, iteration, counts_steps
+        )
+        return self._with_slots(state, params, slots)
 
 
 def _cast_gradients(inputs: StepInputs) -> Tensors:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from .._optim.class_step import as_tensors, was_python
-from .._optim.formulas import FIRST_STEP
+from .._optim.formulas import sgd
 from .._optim.in_state import as_float32
 from .._optim.opt_state import (
+    STEP,
     OptState,
-    Slots,
+    Tensors,
     map_numbers,
+    param_names,
     python_numbers,
     stored_settings,
     with_stored,
@@ -49,21 +51,43 @@ def write_state_dict(
 ) -> dict[str, Any]:
     """Return a state in torch's format, as `TorchOptimizer.to_state_dict`."""
     state: dict[int, dict[str, Any]] = {}
-    groups = []
-    for names, values, *_ in _current_groups(settings, opt_state, initial_lr):
+    groups, slots = [], slots_by_parameter(settings, opt_state)
+    for names, values, *_ in _current_groups(settings, opt_state, list(slots), initial_lr):
         start = len(state)
-        state.update(enumerate([_save_entry(opt_state.slots[name]) for name in names], start))
+        state.update(enumerate([_save_entry(slots[name]) for name in names], start))
         lr = values["lr"]
         lr = lr.clone() if isinstance(lr, Tensor) else lr
         indices = list(range(start, len(state)))
         groups.append({**values, "lr": lr, "params": indices, "param_names": list(names)})
     kept = {index: entry for index, entry in state.items() if entry}
     sd = {"state": kept, "param_groups": groups}
-    return sd if like is None else _fill(like, sd, opt_state.slots)
+    return sd if like is None else _fill(like, sd, list(slots))
+
+
+def slots_by_parameter(settings: OptimizerSettings, opt_state: OptState) -> dict[str, Tensors]:
+    """Return the slots of each parameter as torch has them, with a count of steps if it has one."""
+    formula = settings.spec.formula
+    if formula is None:
+        return opt_state.slots
+    names, counts = param_names(opt_state), _tree.flatten(opt_state.counts)[0]
+    counts = counts or [opt_state.applied.float()] * len(names)
+    slots: dict[str, Tensors] = {name: {} for name in names}
+    for name, count in zip(names, counts, strict=True):
+        if formula.has_step:
+            slots[name][STEP] = count
+    for key, tree in opt_state.slots.items():
+        for name, value in zip(_tree.names(tree), _tree.flatten(tree)[0], strict=True):
+            slots[name][key] = value
+    if formula.step is sgd:  # which makes its buffers in the first step
+        slots = {n: slots[n] if count else {} for n, count in zip(names, counts, strict=True)}
+    return slots
 
 
 def _current_groups(
-    settings: OptimizerSettings, opt_state: OptState, initial_lr: float | None
+    settings: OptimizerSettings,
+    opt_state: OptState,
+    names: list[str],
+    initial_lr: float | None,
 ) -> list[ParamGroup]:
     """Return torch's parameter groups with the current settings and rates: Python numbers, except a
     rate that was given as a tensor. `initial_lr` is that of the first group; None takes it from the
@@ -84,7 +108,7 @@ def _current_groups(
     ]
     current = CurrentSettings(for_all, by_override)
     groups = []
-    for group in settings.torch_groups(tuple(opt_state.slots), current):
+    for group in settings.torch_groups(tuple(names), current):
         pairs = group.settings.items()
         complete = {n: v for n, v in pairs if v is not None or not n.startswith("initial_")}
         groups.append(group._replace(settings=complete))
@@ -106,25 +130,20 @@ def _with_initial(
 
 
 def _save_entry(entry: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return copies of the slots of a parameter, none if they are still as `init` made them."""
-    if entry.get(FIRST_STEP, False):
-        return {}
+    """Return copies of the slots of a parameter."""
     # torch keeps step counts on the CPU, and moves them itself if an implementation needs it.
     return {
-        key: value.item()
-        if was_python(value)
-        else (value.cpu() if key == "step" else value).clone()
+        key: value.item() if was_python(value) else (value.cpu() if key == STEP else value).clone()
         for key, value in entry.items()
-        if key != FIRST_STEP
     }
 
 
-def _fill(like: Any, sd: dict[str, Any], slots: Slots) -> dict[str, Any]:
+def _fill(like: Any, sd: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return `sd` with the groups, the order and the flags of the state dict `like`, which keeps
     what it has of other parameters.
     """
     saved_groups, states = _check_state_dict(like)
-    saved_params = _find_parameters(saved_groups, slots)
+    saved_params = _find_parameters(saved_groups, names)
     written_as = {
         name: (group, key)
         for group in sd["param_groups"]
@@ -165,23 +184,44 @@ def read_state_dict(
     settings: OptimizerSettings,
     sd: Mapping[str, Any],
     fresh: OptState,
+    slots: dict[str, Tensors],
     applied: int | Tensor | None,
     iteration: int | Tensor | None,
-) -> OptState:
-    """Return the state in torch's format, for `TorchOptimizer.from_state_dict`. `fresh` is a new
-    state, whose slots are replaced one by one, so that memory holds one state only.
+    counts_steps: bool,
+) -> tuple[OptState, dict[str, Tensors]]:
+    """Return the state in torch's format, for `TorchOptimizer.from_state_dict`, and its slots by
+    parameter, with the count of each if one count is not that of all. `fresh` and `slots` are a new
+    state and its slots, which are replaced one by one, so that memory holds one state only.
     """
     groups, states = _check_state_dict(sd)
-    saved_params, slots = _find_parameters(groups, fresh.slots), fresh.slots
+    saved_params = _find_parameters(groups, list(slots))
+    counts: dict[str, Any] = {}
+    has_step = settings.spec.formula is not None and settings.spec.formula.has_step
     for name, param in saved_params.items():
         saved = states.get(param.key, {})
         if settings.spec.calls_step:
             slots[name] = _tree.clone(as_tensors(saved, name))
-        else:
-            slots[name] = _restore_entry(name, saved, slots[name])
-    count, iterations = _read_counts(settings, fresh, applied, iteration, has_state=bool(states))
+            continue
+        if has_step:
+            zero = torch.zeros((), dtype=torch.float32, device=fresh.applied.device)
+            slots[name] = {STEP: zero, **slots[name]}
+        slots[name] = _restore_entry(name, saved, slots[name])
+        counts[name] = slots[name].pop(STEP) if has_step else bool(saved)
+    of_steps = [entry[STEP] for entry in slots.values() if STEP in entry]  # of a class
+    steps = [count.cpu() for count in (counts.values() if has_step else of_steps)]
+    count, iterations = _read_counts(
+        settings, fresh, steps, applied, iteration, has_state=bool(states)
+    )
+    if not has_step:  # torch's SGD makes its buffer in the first step
+        later = count.clamp(min=1).float()
+        counts = {name: later * is_later for name, is_later in counts.items()}
+    differ = any([bool(number.cpu() != count.cpu()) for number in counts.values()])
+    if counts_steps and (differ or settings.counts == "each"):
+        for name, number in counts.items():
+            device = next((slot.device for slot in slots[name].values()), count.device)
+            slots[name][STEP] = number.to(device)
     stored = _read_stored(settings, groups, saved_params, fresh)
-    return with_stored(OptState(count, slots, iteration=iterations), stored)
+    return with_stored(OptState(count, {}, iteration=iterations), stored), slots
 
 
 def _check_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
@@ -216,24 +256,24 @@ class SavedParam(NamedTuple):
 
 
 def _find_parameters(
-    saved_groups: Sequence[Mapping[str, Any]], slots: Slots
+    saved_groups: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> dict[str, SavedParam]:
-    """Return where a state dict has each parameter: by name, or in the order of `slots` if it is
+    """Return where a state dict has each of these parameters: by name, or in this order if it is
     one group without names.
     """
     params = [SavedParam(i, key) for i, group in enumerate(saved_groups) for key in group["params"]]
-    names = _names_in(saved_groups)
-    if names is None:
+    saved_names = _names_in(saved_groups)
+    if saved_names is None:
         sizes = [len(group["params"]) for group in saved_groups if group["params"]]
-        if sum(sizes) != len(slots) or len(sizes) > 1:
+        if sum(sizes) != len(names) or len(sizes) > 1:
             raise ValueError(
                 f"the state dict has groups of {sizes} parameters and no names, this optimizer has "
-                f"{len(slots)} parameters. Only one group of as many is read without names. "
+                f"{len(names)} parameters. Only one group of as many is read without names. "
                 f"{NAME_THEM}"
             )
-        names = list(slots)
-    saved_params = dict(zip(names, params, strict=True))
-    missing = [name for name in slots if name not in saved_params]
+        saved_names = list(names)
+    saved_params = dict(zip(saved_names, params, strict=True))
+    missing = [name for name in names if name not in saved_params]
     if missing:
         raise ValueError(
             f"the state dict has no {_tree.join_names(missing)}; it has "
@@ -242,7 +282,7 @@ def _find_parameters(
             "sd['param_groups']: group['param_names'] = [name.removeprefix('module.') for name "
             "in group['param_names']]`."
         )
-    return {name: saved_params[name] for name in slots}
+    return {name: saved_params[name] for name in names}
 
 
 def _names_in(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
@@ -275,18 +315,14 @@ def _restore_entry(
     saved = {key: value for key, value in saved.items() if value is not None}
     if not saved:
         return fresh
-    kept = fresh.keys() - {FIRST_STEP}
-    if saved.keys() != kept:
+    if saved.keys() != fresh.keys():
         raise ValueError(
             f"the state of {name} has {sorted(map(str, saved))}, this optimizer keeps "
-            f"{sorted(kept)}. Fix: from_torch with the class and the settings (momentum, amsgrad, "
+            f"{sorted(fresh)}. Fix: from_torch with the class and the settings (momentum, amsgrad, "
             "centered) that wrote it."
         )
     new = {}
     for key, like in fresh.items():
-        if key == FIRST_STEP:
-            new[key] = torch.zeros_like(like)
-            continue
         value = saved[key]
         if isinstance(value, numbers.Real):
             value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
@@ -362,14 +398,19 @@ def common_value(name: str, groups: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _read_counts(
-    settings: OptimizerSettings, fresh: OptState, applied: Any, iteration: Any, *, has_state: bool
+    settings: OptimizerSettings,
+    fresh: OptState,
+    steps: list[Tensor],
+    applied: Any,
+    iteration: Any,
+    *,
+    has_state: bool,
 ) -> tuple[Tensor, Any]:
-    """Return the number of applied steps, and that of iterations or (), of a restored state with
-    the slots of `fresh`: as given, else by its step counts.
+    """Return the number of applied steps, and that of iterations or (), of a restored state: as
+    given, else by its step counts.
     """
     number = _whole_count("applied", applied)
     iterations = _read_iterations(settings, iteration)
-    steps = [entry["step"].cpu() for entry in fresh.slots.values() if "step" in entry]
     if steps and not bool(torch.isfinite(torch.stack(steps)).all()):
         raise ValueError(
             "the state dict has a step count that is inf or NaN. Likely cause: a damaged "

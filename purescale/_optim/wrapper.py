@@ -28,7 +28,7 @@ from .._tree.tree import Leaves, Tree
 PIECE_NUMEL = 2**20
 # The fields of a state that are cut with the parameters: by name in an OptState, else a tree like
 # these.
-BY_PARAM = ("slots", "rest", "iterate")
+BY_PARAM = ("counts", "rest", "iterate")
 
 
 class Wrapper(Updater):
@@ -244,8 +244,6 @@ def _cut(value: Any, param: Tensor, span: slice) -> Any:
     """Return this part of a tensor that belongs to a parameter. A tensor of another shape, such as
     a step count, belongs to the last part; the other parts get copies.
     """
-    if isinstance(value, dict):
-        return {key: _cut(child, param, span) for key, child in value.items()}
     if not isinstance(value, Tensor) or span == slice(0, param.numel()):
         return value
     if value.shape == param.shape:
@@ -261,9 +259,13 @@ def _cut_state(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree
     for field, value in state._asdict().items():
         if field == "inner":
             fields[field] = _cut_state(value, inputs, cut, last=last)
-        elif field in BY_PARAM:
-            named = value if isinstance(state, OptState) else inputs.named(value)
-            fields[field] = _cut_each(named, inputs.params, cut)
+        elif field == "slots":
+            fields[field] = {
+                key: _cut_each(inputs.named(tree), inputs.params, cut)
+                for key, tree in value.items()
+            }
+        elif field in BY_PARAM and value != ():
+            fields[field] = _cut_each(inputs.named(value), inputs.params, cut)
         else:
             fields[field] = value if last else _tree.clone(value)
     return type(state)(**fields)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .._torch.private_names import NAMES, look_up
+from .._torch.private_names import fused_kernel as fused_kernel
 from .._torch.private_names import listops as listops
 from .._torch.private_names import outside_of_modes as outside_of_modes
 

@@ -207,6 +207,14 @@ def list_operator(name: str) -> Callable[..., Any]:
     return operator
 
 
+def fused_kernel(name: str) -> Callable[..., None] | None:
+    """Return torch's kernel of an optimizer, such as "adamw"; None if this torch lacks it, and the
+    formula makes the steps. The functions of torch.optim around it take a count for each parameter.
+    """
+    kernel: Callable[..., None] | None = getattr(torch, f"_fused_{name}_", None)
+    return kernel
+
+
 _FOREACH = """
     add_ clamp_max_ clamp_min clamp_min_ copy_ div div_ mul mul_ norm zero_
 """

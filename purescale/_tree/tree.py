@@ -247,14 +247,16 @@ _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 _device = operator.attrgetter("device")
 
 
-def names(tree: Tree) -> list[str]:
+def names(tree: Tree, *, holes: bool = False) -> list[str]:
     """Return the dotted name of each leaf, `conv.weight`, in the order of `flatten`. The names of a
-    flat dict are its keys.
+    flat dict are its keys. With `holes`, `()` is a leaf.
     """
     if _is_dict_of_leaves(tree):
         return [str(key) for key in tree]
     if not torch.compiler.is_dynamo_compiling():
-        return [".".join(str(part) for part in path) for path in optree.tree_paths(tree, **_OPTREE)]
+        is_leaf = (lambda node: node == ()) if holes else None
+        paths = optree.tree_paths(tree, is_leaf, **_OPTREE)
+        return [".".join(str(part) for part in path) for path in paths]
     if isinstance(tree, dict):
         children = list(tree.items())
     else:

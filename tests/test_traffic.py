@@ -374,7 +374,8 @@ def test_a_compiled_step_has_the_bits_of_the_eager_one(name, donate, as_one_node
             {} if donate else {"clip_value": 0.1},
             {"max_norm": 0.5, "clip_value": torch.tensor(0.1)},
         ):
-            expected = ps.unscale_and_step(optimizer, scaler, params, given, state, **settings)
+            with tracing.as_on_an_accelerator():  # whose norm is that of the compiled step
+                expected = ps.unscale_and_step(optimizer, scaler, params, given, state, **settings)
             arguments = clone((params, given, state))
             out = compiled(optimizer, scaler, *arguments, **settings, donate=donate)
             assert same_bits(tuple(out)[:3], tuple(expected)[:3])
@@ -397,7 +398,8 @@ def test_a_compiled_step_with_a_schedule_and_half_gradients_has_the_bits_of_the_
         overrides={"1": {"weight_decay": 0.0}},
     )
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer, grad_dtype=torch.float16)
-    expected = ps.unscale_and_step(optimizer, scaler, params, grads, state, max_norm=1.0)
+    with tracing.as_on_an_accelerator():  # whose norm is of float64, as that of the compiled step
+        expected = ps.unscale_and_step(optimizer, scaler, params, grads, state, max_norm=1.0)
     compiled = torch.compile(ps.unscale_and_step, fullgraph=True)
     out = compiled(optimizer, scaler, params, grads, state, max_norm=1.0)
     assert same_bits(tuple(out)[:3], tuple(expected)[:3])

@@ -28,10 +28,14 @@ test-all: $(READY)
 fuzz: $(READY)
 	HYPOTHESIS_PROFILE=fuzz OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m hypothesis tests --ignore=tests/conformance
 
-# What torch and its libraries run on processors with fewer instructions. Inductor is left out.
+# What torch and its libraries run on other processors: with fewer instructions, from a maker other
+# than Intel (the last two paths of MKL), and with four threads. Where torch's own kernels or oneDNN's
+# are switched, inductor is left out.
 cpus: $(READY)
-	for kind in ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2; do \
-		env $$kind OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests --ignore=tests/conformance || exit 1; \
+	for kind in ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
+		MKL_ENABLE_INSTRUCTIONS=AVX2 MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=AVX2 MKL_CBWR=COMPATIBLE \
+		"OMP_NUM_THREADS=4 MKL_DYNAMIC=FALSE"; do \
+		env OMP_NUM_THREADS=1 $$kind $(BIN)/python -m pytest -n 2 -m "not slow" tests --ignore=tests/conformance || exit 1; \
 	done
 
 matrix: $(READY)

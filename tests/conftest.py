@@ -9,8 +9,8 @@ from hypothesis.internal.conjecture import providers
 
 from purescale._torch import tracing
 
-# Two workers on two cores: one thread each.
-torch.set_num_threads(1)
+# Two workers on two cores: one thread each, unless more are asked for.
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 # The examples of a check are the same on every machine; `make fuzz` draws fresh ones.
 settings.register_profile(

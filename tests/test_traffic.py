@@ -79,8 +79,9 @@ def changed(module, **names):
 
 
 def agrees(out, expected, max_norm):
-    """Flags, skips and counts identical; values too, but to 1e-6 where the clip factor is part of
-    the divisor: one rounding, not two.
+    """Flags, skips and counts identical; values too, but to 1e-6 where gradients are clipped to a
+    norm of 0.5. The clip factor is then part of the divisor: one rounding, not two. And the norms
+    of two kernels are up to 2e-6 of it apart.
     """
     assert same_bits(out.found_inf, expected[2])
     assert same_bits(out.opt_state.applied, expected[1].applied)
@@ -115,11 +116,11 @@ def test_a_step_agrees_with_its_parts(name, shapes, grad_dtype, max_norm, clip_v
     scaler, params, grads, state = problem(shapes, optimizer, grad_dtype=grad_dtype)
     if bad and grads["0"].numel():
         grads["0"] = grads["0"] * float("nan")
-    expected = by_parts(optimizer, scaler, params, grads, state, max_norm, clip_value)
     outs = []
     for way in (contextlib.nullcontext, tracing.as_on_an_accelerator):
         arguments = clone((params, grads, state))
         with way():
+            expected = by_parts(optimizer, scaler, params, grads, state, max_norm, clip_value)
             out = ps.unscale_and_step(
                 optimizer, scaler, *arguments, max_norm, clip_value, donate=donate
             )
@@ -127,8 +128,12 @@ def test_a_step_agrees_with_its_parts(name, shapes, grad_dtype, max_norm, clip_v
         if max_norm is not None and not expected[2]:
             assert same_bits(out.grad_norm, expected[3])
         assert donate or same_bits(arguments, (params, grads, state))
-        outs.append(tuple(out)[:3])
-    assert same_bits(*outs)
+        outs.append(out)
+    host, accelerator = outs
+    if max_norm is not None and not bad:
+        # The norms are those of two kernels, a dot in float32 and a norm in float64.
+        assert_close(host.grad_norm, accelerator.grad_norm, rtol=2e-6, atol=0)
+    agrees(host, accelerator, max_norm)
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
@@ -369,7 +374,8 @@ def test_a_compiled_step_has_the_bits_of_the_eager_one(name, donate, as_one_node
             {} if donate else {"clip_value": 0.1},
             {"max_norm": 0.5, "clip_value": torch.tensor(0.1)},
         ):
-            expected = ps.unscale_and_step(optimizer, scaler, params, given, state, **settings)
+            with tracing.as_on_an_accelerator():  # whose norm is that of the compiled step
+                expected = ps.unscale_and_step(optimizer, scaler, params, given, state, **settings)
             arguments = clone((params, given, state))
             out = compiled(optimizer, scaler, *arguments, **settings, donate=donate)
             assert same_bits(tuple(out)[:3], tuple(expected)[:3])
@@ -392,7 +398,8 @@ def test_a_compiled_step_with_a_schedule_and_half_gradients_has_the_bits_of_the_
         overrides={"1": {"weight_decay": 0.0}},
     )
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer, grad_dtype=torch.float16)
-    expected = ps.unscale_and_step(optimizer, scaler, params, grads, state, max_norm=1.0)
+    with tracing.as_on_an_accelerator():  # whose norm is of float64, as that of the compiled step
+        expected = ps.unscale_and_step(optimizer, scaler, params, grads, state, max_norm=1.0)
     compiled = torch.compile(ps.unscale_and_step, fullgraph=True)
     out = compiled(optimizer, scaler, params, grads, state, max_norm=1.0)
     assert same_bits(tuple(out)[:3], tuple(expected)[:3])

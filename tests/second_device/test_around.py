@@ -478,7 +478,7 @@ def test_no_call_holds_memory_of_the_device_when_its_results_are_gone():
 # ---- transforms ----------------------------------------------------------------------------------
 
 
-def test_an_ensemble_has_the_bits_of_a_loop_over_its_members():
+def test_an_ensemble_agrees_with_a_loop_over_its_members():
     made = JOBS["an ensemble, by vmap"](SIM)
     single = job(SIM, JOBS["settings in the state"](SIM).step.keywords["optimizer"])
     stacked = made.state

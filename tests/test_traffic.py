@@ -19,19 +19,26 @@ from purescale._torch import tracing
 from purescale.testing import assert_sync_free
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
-FUSED = {
-    "AdamW": ADAMW,
-    "AdamW, amsgrad": ps.from_torch(torch.optim.AdamW, lr=torch.tensor(0.1), amsgrad=True),
-    "Adam": ps.from_torch(torch.optim.Adam, lr=0.1, weight_decay=0.1, maximize=True),
-    "SGD": ps.from_torch(torch.optim.SGD, lr=0.1),
-    "SGD, momentum": ps.from_torch(
-        torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+SETTINGS = {
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    "AdamW, amsgrad": (torch.optim.AdamW, {"lr": torch.tensor(0.1), "amsgrad": True}),
+    "Adam": (torch.optim.Adam, {"weight_decay": 0.1, "maximize": True}),
+    "SGD": (torch.optim.SGD, {}),
+    "SGD, momentum": (
+        torch.optim.SGD,
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     ),
-    "Adagrad": ps.from_torch(torch.optim.Adagrad, lr=0.1, lr_decay=0.1),
-    "overrides": ps.from_torch(
-        torch.optim.AdamW, lr=0.1, overrides={"0": {"lr": 0.5, "weight_decay": 0.0}}
-    ),
+    "Adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1}),
+    "overrides": (torch.optim.AdamW, {"overrides": {"0": {"lr": 0.5, "weight_decay": 0.0}}}),
 }
+
+
+def made(name, **others):
+    cls, settings = SETTINGS[name]
+    return ps.from_torch(cls, **{"lr": 0.1, **settings, **others})
+
+
+FUSED = {name: made(name) for name in SETTINGS}
 SCALE = 1024.0
 VIEWS = (
     "view",
@@ -364,7 +371,7 @@ def as_one_node(monkeypatch):
 @pytest.mark.parametrize("name", sorted(FUSED))
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_compiled_step_has_the_bits_of_the_eager_one(name, donate, as_one_node):
-    optimizer = FUSED[name]
+    optimizer = made(name, counts="each")
     scaler, params, grads, state = problem([(3, 5), (), (40,), (2, 3, 4, 2)], optimizer)
     grads["2"] = None
     compiled = torch.compile(ps.unscale_and_step, fullgraph=True, backend="aot_eager")

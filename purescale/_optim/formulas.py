@@ -44,7 +44,7 @@ def sgd(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Te
     if isinstance(momentum, Tensor):  # without momentum there is no dampening
         dampening = dampening * (momentum != 0)
     m = momentum * slots["momentum_buffer"] + (1 - dampening) * grad
-    if not _is_zero(dampening):  # which torch ignores in the step that makes the buffer
+    if not _is_zero(settings["dampening"]):  # ignored in the step that makes the buffer
         m = torch.where(_expand(t == 1, param, slots), grad, m)
     direction = grad + momentum * m if settings["nesterov"] else m
     return param - settings["lr"] * direction, {"momentum_buffer": m}

@@ -210,7 +210,7 @@ def _describe(changes: _Changes) -> str:
 
 @dataclasses.dataclass
 class _Watch:
-    """What is known of the backward of a call."""
+    """The state of the watch over the backward of a call."""
 
     is_silent: bool = False  # after a warning, or where torch.utils.checkpoint runs a part again
 

@@ -112,7 +112,7 @@ def from_formula(
 
 
 class _LeafStep:
-    """A user's `step` as the step of a formula. What is no pair of a new parameter and the same
+    """A user's `step` as the step of a formula. A result other than a new parameter and the same
     slots is refused, and so is a write into an argument.
     """
 

@@ -15,6 +15,7 @@ from purescale._jit import pure_graph
 
 COUNT = 20  # tensors, of which more than 16 are stepped by one operator that cuts the graph
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1)
+SGD = ps.from_torch(torch.optim.SGD, lr=0.1)
 COMPILERS = ["drops copies", pytest.param("inductor", marks=pytest.mark.slow)]
 # What a program does with a square matrix that it returns; the others change its values.
 WAYS = {
@@ -155,3 +156,19 @@ def test_scanned_steps_carry_and_return_the_old_values(compiler, order, others):
     with jit_by(compiler):
         assert_close(ps.scan_steps(ps.jit(step), carry, xs), expected, rtol=1e-5, atol=1e-6)
     assert_close(carry, before, rtol=0, atol=0)
+
+
+def test_sparse_gradients_may_pass_through_a_donating_program():
+    def loss_fn(params, buffers, batch):
+        rows = torch.nn.functional.embedding(batch, params["w"], sparse=True)
+        return rows.square().sum(), buffers, ()
+
+    def step(state, batch):
+        return ps.train_step(state, [batch], loss_fn=loss_fn, optimizer=SGD, rule=rule)
+
+    rule = ps.StaticScale(4.0)
+    state = ps.init_train_state({"w": torch.randn(8, 5)}, {}, SGD, rule)
+    expected, _ = step(state, torch.tensor([1, 3]))
+    with jit_by("drops copies"):  # inductor has no sparse tensors
+        result, _ = ps.jit(step, donate=0)(clone(state), torch.tensor([1, 3]))
+    assert_close(result.params, expected.params)

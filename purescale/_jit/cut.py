@@ -65,8 +65,9 @@ def has_operators(module: Any) -> bool:
 
 
 def memory(node: fx.Node) -> Any:
-    """Return what is equal for nodes that share memory."""
-    return node.meta["val"].untyped_storage()._cdata
+    """Return what is equal for nodes that share memory. A sparse tensor has none of its own."""
+    value = node.meta["val"]
+    return value.untyped_storage()._cdata if value.layout is torch.strided else node
 
 
 def empty_like(x: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning",
     # RecurrentGemma keeps the states of its recurrence, and reads them in a generation only.
     "ignore:the forward of the model left another value in its plain attributes .*recurrent_states",
+    # LeViT keeps biases that it looks up in its weights, and looks them up again in each copy.
+    "ignore:the forward of the model left another value in its plain attributes .*attention_bias_c",
 )
 
 # What fails under torch.autocast(bfloat16) as a module too: the error, and why.

@@ -492,6 +492,7 @@ def test_dino():
         overrides={name: {"weight_decay": 0.0} for name in params if no_decay(name)},
         in_state=("weight_decay",),
         schedule_by="iteration",
+        counts="each",  # torch counts no step of the frozen layer
     )
     opt_state, slow, buffers = optimizer.init(params), params, {"center": torch.zeros(20)}
 

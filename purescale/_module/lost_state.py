@@ -230,10 +230,9 @@ def watch_backward(copy: ModelCopy, names: Collection[str]) -> None:
             owner = owners.get(first.holder)
             get_owner = weakref.ref(owner) if owner is not None else lambda: None
             # A detached tensor counts the same writes.
-            end = weakref.finalize(
-                buffer, _warn_if_written, watch, name, buffer.detach(), _writes(buffer), get_owner
-            )
-            end.atexit = False
+            facts = name, buffer.detach(), _writes(buffer), get_owner
+            end = weakref.ref(buffer, functools.partial(_warn_if_written, watch, *facts))
+            _ends[id(end)] = end
     for module in copy.modules():
         vars(module)["forward"] = functools.partial(_run_again, watch, weak_forward(module))
 
@@ -248,10 +247,16 @@ def _run_again(watch: _Watch, forward: Any, *args: Any, **kwargs: Any) -> Any:
     return forward()(*args, **kwargs)
 
 
+# By id: calls `_warn_if_written` when its buffer is freed. Python's `weakref.finalize` does the
+# same in Python code, which torch would compile after a graph break.
+_ends: dict[int, Any] = {}
+
+
 @private.only_inlined
 def _warn_if_written(
-    watch: _Watch, name: str, same_memory: Tensor, writes: list[int], get_owner: Any
+    watch: _Watch, name: str, same_memory: Tensor, writes: list[int], get_owner: Any, end: Any
 ) -> None:
+    del _ends[id(end)]
     is_replaced = get_owner() is not None  # which has another tensor by now
     if watch.is_silent or (_writes(same_memory) == writes and not is_replaced):
         return

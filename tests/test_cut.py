@@ -162,7 +162,7 @@ def check(program, jit):
             assert_close(result, other, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-@examples(100)
+@examples(40)
 @given(programs())
 def test_a_step_has_the_results_of_the_eager_one_donated_or_not(program):
     check(program, in_order)

@@ -18,8 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import purescale as ps
 from purescale._loss_scale import rules
-from purescale._torch import tensor_list
+from purescale._step import value_and_grad
 from purescale._torch.tracing import as_on_an_accelerator
+from purescale._tree.plans import Plans
 
 # torch says so of leaves that a step refuses.
 pytestmark = [
@@ -101,7 +102,9 @@ class HostReads:
 
 def cold():
     """Forget what earlier calls have left."""
-    tensor_list._known_lists.clear()
+    for optimizer in (ADAMW, GROUPS):
+        vars(optimizer).pop("plans", None)
+    value_and_grad._plans = Plans(16)
     rules._CHECKED.clear()
 
 

@@ -149,7 +149,7 @@ def test_what_a_room_says_that_it_may_import_is_below_it_and_holds_what_it_impor
     assert used <= said <= set().union(*FLOORS[:floor])
 
 
-# From the stage `flatten` on a leaf is a dense, real, strided tensor of this rank.
+# From the stage `start` on a leaf is a dense, real, strided tensor of this rank.
 AFTER_FLATTEN = [
     "_grads/grad_stats.py",
     "_grads/measure.py",
@@ -276,6 +276,7 @@ TESTED_WITH = {
     "_step/assemble.py": "test_train_step.py",
     "_step/decide.py": "test_laws_of_a_step.py",
     "_step/memory.py": "test_donation.py",
+    "_step/step_plan.py": "test_decided_once.py",
     "_step/train_state.py": "test_train_step.py",
     "_step/window_result.py": "test_microbatches.py",
     "_torch/operators.py": "test_traffic.py",
@@ -300,7 +301,6 @@ ACROSS_FILES = {
     "test_docs.py",
     "test_examples.py",
     "test_fields.py",
-    "test_decided_once.py",
     "test_four_ways.py",
     "test_gpu_page.py",
     "test_house.py",

@@ -797,3 +797,25 @@ def test_a_number_out_of_the_range_of_float32_is_refused(number):
 def test_a_setting_that_a_state_cannot_hold_is_refused_when_the_optimizer_is_made():
     with pytest.raises(ValueError, match=r"a setting in the state is 1e\+39, out of the range"):
         ps.from_torch(torch.optim.SGD, lr=1e39, in_state=("lr",))
+
+
+@pytest.mark.parametrize("in_state", [(), ("momentum",), ("lr", "momentum")])
+def test_a_restored_momentum_goes_on_where_the_count_starts_anew(in_state):
+    settings = {"lr": 0.1, "momentum": 0.9}
+    live = torch.nn.Parameter(torch.linspace(-1, 1, 33))
+    theirs = torch.optim.SGD([live], **settings)
+
+    def gradient():
+        return torch.cos(3 * live.detach())
+
+    for _ in range(2):
+        live.grad = gradient()
+        theirs.step()
+    optimizer = ps.from_torch(torch.optim.SGD, in_state=in_state, **settings)
+    params = {"w": live.detach().clone()}
+    state = optimizer.from_state_dict(theirs.state_dict(), params, applied=0)
+    for _ in range(2):
+        live.grad = gradient()
+        params, state = optimizer.step(params, {"w": live.grad}, state)
+        theirs.step()
+    torch.testing.assert_close(params["w"], live.detach())

@@ -1,4 +1,4 @@
-"""A list of tensors knows what an earlier list with the same metadata knew, and no other does."""
+"""What is kept of a step, for steps like it, changes no result and keeps nothing alive."""
 
 import contextlib
 import gc
@@ -10,140 +10,16 @@ from helpers import same_bits
 from torch import nn
 
 import purescale as ps
-from purescale._torch import tensor_list, tracing
-from purescale._torch.tensor_list import TensorList
-from purescale._tree.leaves import as_tensor_list
+from purescale._torch import tracing
+from purescale._torch.tensor_list import Cache, TensorList
+from purescale._tree.plans import Plans
 
 RULE = ps.DynamicScale(init_scale=2.0**4)
 
 
-@pytest.fixture(autouse=True)
-def nothing_seen(monkeypatch):
-    monkeypatch.setattr(tensor_list, "_known_lists", {})
-
-
 def forget(monkeypatch):
-    """As if nothing were ever remembered."""
-    monkeypatch.setattr(
-        tensor_list,
-        "lookup",
-        lambda tensors, are_dense: TensorList(tensors, dense_off_graph=are_dense(tensors)),
-    )
-
-
-def is_known(tensors):
-    """Return True if answers about an earlier list are taken for this one."""
-    entries = tensor_list._known_lists.get(len(tensors), ())
-    return as_tensor_list(tensors).cache in [entry.cache for entry in entries]
-
-
-def inference_tensor():
-    with torch.inference_mode():
-        return torch.zeros(2, 3)
-
-
-OTHERS = {
-    "dtype": lambda: torch.zeros(2, 3, dtype=torch.float64),
-    "integer": lambda: torch.zeros(2, 3, dtype=torch.int32),
-    "shape": lambda: torch.zeros(3, 2),
-    "dimensions": lambda: torch.zeros(6),
-    "strides": lambda: torch.zeros(3, 2).t(),
-    "overlap": lambda: torch.zeros(3).expand(2, 3),
-    "device": lambda: torch.zeros(2, 3, device="meta"),
-    "class": lambda: nn.Parameter(torch.zeros(2, 3), requires_grad=False),
-    "requires_grad": lambda: torch.zeros(2, 3, requires_grad=True),
-    "graph": lambda: torch.zeros(2, 3, requires_grad=True) * 2,
-    "negation": lambda: torch._neg_view(torch.zeros(2, 3)),
-    "complex": lambda: torch.zeros(2, 3, dtype=torch.complex64),
-    "inference": inference_tensor,
-    "sparse": lambda: torch.zeros(2, 3).to_sparse(),
-    "nested": lambda: torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)]),
-    "quantized": lambda: torch.quantize_per_tensor(torch.zeros(2, 3), 1.0, 0, torch.qint8),
-    "None": lambda: None,
-    "number": lambda: 1.0,
-}
-
-
-@pytest.mark.parametrize("what", OTHERS)
-@pytest.mark.filterwarnings("ignore")
-def test_a_list_that_differs_in_one_thing_is_not_known(what):
-    as_tensor_list([torch.zeros(4), torch.zeros(2, 3)])
-    assert is_known([torch.ones(4), torch.ones(2, 3)])
-    assert not is_known([torch.zeros(4), OTHERS[what]()])
-    assert not is_known([torch.zeros(4), torch.zeros(2, 3), torch.zeros(2, 3)])
-    assert not is_known([torch.zeros(2, 3), torch.zeros(4)])
-
-
-def test_in_inference_mode_its_tensors_are_not_taken_for_others():
-    with torch.inference_mode():
-        assert not as_tensor_list([torch.zeros(2)]).dense_off_graph
-    made_before = [torch.zeros(2)]
-    with torch.inference_mode():
-        assert as_tensor_list(made_before).dense_off_graph
-        assert as_tensor_list(made_before).dense_off_graph
-        assert not as_tensor_list([torch.zeros(2)]).dense_off_graph
-    assert as_tensor_list(made_before).dense_off_graph
-    assert not as_tensor_list([inference_tensor()]).dense_off_graph
-
-
-def test_what_was_seen_in_inference_mode_is_not_taken_for_its_tensors_outside():
-    optimizer = ps.from_torch(torch.optim.Adamax, lr=0.1)
-
-    def stepped(params, state, **settings):
-        grads = {name: torch.ones(3, 2) for name in params}
-        return ps.maybe_step(optimizer, params, grads, state, torch.tensor(False), **settings)
-
-    with torch.inference_mode():
-        made_inside = parameters(), optimizer.init(parameters())
-    made_outside = parameters(), optimizer.init(parameters())
-    with torch.inference_mode():
-        expected = stepped(*made_outside)
-    assert same_bits(stepped(*made_inside, donate=True), expected)
-    with torch.inference_mode():
-        as_tensor_list([torch.zeros(2)])
-        assert not as_tensor_list([torch.zeros(2)]).dense_off_graph
-    assert not as_tensor_list([inference_tensor()]).dense_off_graph
-
-
-def test_a_result_of_autograd_is_not_taken_for_a_parameter():
-    assert as_tensor_list([torch.zeros(2, requires_grad=True)]).dense_off_graph
-    assert is_known([torch.zeros(2, requires_grad=True)])
-    assert not as_tensor_list([torch.zeros(2, requires_grad=True) * 2]).dense_off_graph
-
-
-def test_where_a_call_is_traced_or_transformed_nothing_is_known():
-    recognised = []
-
-    def looked_at(tensor):
-        recognised.append(is_known([tensor]))
-        return tensor
-
-    as_tensor_list([torch.zeros(3)])
-    torch.func.grad(lambda t: looked_at(t).sum())(torch.zeros(3))
-    torch.vmap(looked_at)(torch.zeros(2, 3))
-    with torch.autograd.forward_ad.dual_level():
-        looked_at(torch.zeros(3))
-    assert recognised == [False] * 3
-
-
-def test_a_question_is_asked_once_of_lists_alike():
-    asked = []
-
-    def ask(tensors, other=None):
-        answer = lambda: asked.append(len(tensors.tensors)) or len(tensors.tensors)  # noqa: E731
-        return tensors.cached("numbers", answer, other)
-
-    for _ in range(3):
-        first = as_tensor_list([torch.zeros(2)])
-        second = as_tensor_list([torch.zeros(3), torch.zeros(1)])
-        assert (ask(first), ask(second), ask(first, second), ask(second, first)) == (1, 2, 1, 2)
-        both = first.joined(second)
-        assert [t.shape for t in both.tensors] == [(2,), (3,), (1,)]
-        assert [t.shape for t in both.part(1, 3).tensors] == [(3,), (1,)]
-        assert (ask(both), ask(both.part(0, 1)), ask(both.part(1, 3))) == (3, 1, 2)
-    assert sorted(asked) == [1, 1, 1, 2, 2, 2, 3]
-    assert ask(TensorList([torch.zeros(2)])) == ask(TensorList([torch.zeros(2)])) == 1
-    assert sorted(asked) == [1, 1, 1, 1, 1, 2, 2, 2, 3]
+    """As if nothing were ever planned before."""
+    monkeypatch.setattr(Plans, "matching", lambda plans, tensors, key: iter(()))
 
 
 FACTS = {
@@ -158,36 +34,17 @@ FACTS = {
 
 
 @pytest.mark.parametrize("fact", FACTS)
-def test_a_fact_is_the_same_of_a_list_that_is_recognised(fact):
+def test_a_fact_is_the_same_of_lists_that_share_a_cache(fact):
     def tensors():
         transposed, empty = torch.zeros(3, 2).t(), torch.zeros(0)
         return [transposed, torch.zeros(2).double(), empty, torch.zeros(1, requires_grad=True)]
 
+    cache = Cache()
     for _ in range(2):
-        assert getattr(as_tensor_list(tensors()), fact) == FACTS[fact]
-    assert getattr(TensorList(tensors()), fact) == FACTS[fact]
-    part = TensorList(tensors()).part(1, 3)
-    expected = getattr(TensorList(tensors()[1:3]), fact)
-    assert getattr(part, fact) == getattr(as_tensor_list(tensors()).part(1, 3), fact) == expected
-
-
-@pytest.mark.parametrize("fact", FACTS)
-def test_what_is_known_of_a_part_is_not_taken_for_what_is_picked(fact):
-    tensors = [torch.zeros(2, 2), torch.zeros(3, 2), torch.zeros(3, 2).double()[:, :1]]
-    both = as_tensor_list(tensors)
-    assert getattr(both.part(0, 2), fact) == getattr(TensorList(tensors[:2]), fact)
-    assert getattr(both.picked([0, 2]), fact) == getattr(TensorList(tensors[::2]), fact)
-
-
-def test_memory_is_bounded():
-    for count in range(1, 40):
-        for size in range(9):
-            tensors = as_tensor_list([torch.zeros(size)] * count)
-    for question in range(500):
-        tensors.cached(question, lambda: True)
-    assert len(tensor_list._known_lists) == 16
-    assert max(map(len, tensor_list._known_lists.values())) == 4
-    assert len(tensors.cache.values) < 100
+        assert getattr(TensorList(tensors(), cache), fact) == FACTS[fact]
+    picked = TensorList(tensors()[1:3])
+    for _ in range(2):
+        assert getattr(TensorList(tensors(), cache).picked([1, 2]), fact) == getattr(picked, fact)
 
 
 # ---- whole steps ---------------------------------------------------------------------------------
@@ -220,25 +77,22 @@ def test_a_step_has_the_same_bits_with_what_was_seen_and_without(cls, donate, dt
         return a_step(cls, parameters(dtype), float("inf"), **given)
 
     remembering = run()
-    assert tensor_list._known_lists
     forget(monkeypatch)
     assert same_bits(remembering, run())
 
 
 def test_two_models_do_not_disturb_each_other(monkeypatch):
-    def run():
-        small, large = a_step(torch.optim.AdamW, parameters(), 1.0), parameters(size=5)
-        return small, a_step(torch.optim.AdamW, large, 1.0)
+    optimizer, scaler = ps.from_torch(torch.optim.AdamW, lr=0.1), RULE.init()
 
-    run()
-    looked = []
-    monkeypatch.setattr(
-        tensor_list,
-        "KnownList",
-        lambda tensors: looked.append(len(tensors)) or pytest.fail("looked anew"),
-    )
-    run()
-    assert not looked
+    def step(size):
+        params, grads = parameters(size=size), parameters(size=size)
+        ps.unscale_and_step(optimizer, scaler, params, grads, optimizer.init(params))
+
+    for size in (3, 5):
+        step(size)
+    monkeypatch.setattr(type(optimizer), "plan", lambda *_: pytest.fail("planned anew"))
+    for size in (3, 5):
+        step(size)
 
 
 WRONG = {
@@ -259,9 +113,9 @@ def test_a_wrong_argument_is_refused_with_the_same_words(what, monkeypatch):
     def refused():
         params = parameters()
         optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1)
-        a_step(torch.optim.AdamW, params, 1.0)  # all that is right is known
         grads = {name: torch.ones_like(p) for name, p in params.items()}
         state = optimizer.init(params)
+        ps.unscale_and_step(optimizer, RULE.init(), params, grads, state)  # has a plan
         WRONG[what](params, grads, state)
         with pytest.raises((ValueError, TypeError)) as caught:
             ps.unscale_and_step(optimizer, RULE.init(), params, grads, state)

@@ -94,10 +94,11 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
     old = clone((params, state))
     has_masters = getattr(updater, "wide_grads", False) or kind == "partition"
     unscaled = inputs.unscaled(wide=has_masters)
-    applied = updater.apply_step(unscaled, updater.current_settings(state))
+    plan, current = updater.plan(inputs), updater.current_settings(state)
+    applied = inputs.restore(*updater.apply_step(unscaled, plan, current))
     expected = ps.select(overflow, old, applied)
-    current = updater.current_settings(inputs.opt_state)
-    stepped = updater.apply_step_unless(torch.tensor(overflow), inputs, current, in_place=in_place)
+    arguments = torch.tensor(overflow), inputs, plan, current
+    stepped = inputs.restore(*updater.apply_step_unless(*arguments, in_place=in_place))
     if factor == 0.3:  # scale and factor are one division in a kernel
         assert_close(stepped, expected, rtol=1e-6, atol=1e-7)
     else:
@@ -109,10 +110,9 @@ def test_neither_preparing_nor_applying_a_step_changes_its_arguments(kind):
     updater = as_updater(OPTIMIZERS[kind])
     inputs, params, state = scaled_inputs(OPTIMIZERS[kind], 0.25, overflow=False)
     with Untouched((params, state, inputs.grads.tensors)):
-        updater.apply_step_unless(
-            torch.tensor(False), inputs, updater.current_settings(inputs.opt_state)
-        )
-        updater.apply_step(inputs, updater.current_settings(inputs.opt_state))
+        plan, current = updater.plan(inputs), updater.current_settings(inputs.opt_state)
+        updater.apply_step_unless(torch.tensor(False), inputs, plan, current)
+        updater.apply_step(inputs, plan, current)
 
 
 class Raises(StepAlone):

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from helpers import clone, same_bits
 
 import purescale as ps
@@ -96,3 +97,20 @@ def test_a_nesting_is_refused_before_the_first_step_or_makes_every_step(
             given = ps.from_state_dict(ps.to_state_dict(after), after)
         assert not same_bits(given[0], params)
     assert works >= 3
+
+
+@pytest.mark.parametrize("way", ["step", "donated"])
+@pytest.mark.parametrize("around", AROUND)
+def test_a_step_keeps_the_structure_of_a_state_with_a_parameter_that_is_none(around, way):
+    params = {**tensors("mixed", 0), "none": None}
+    grads = {**tensors("mixed", 1), "none": None}
+    optimizer = AROUND[around](INNERMOST["torch"])
+    state = optimizer.init(params)
+    form, skip = pytree.tree_structure(state), torch.tensor(False)
+    for _ in range(2):
+        if way == "step":
+            params, state = optimizer.step(params, grads, state)
+        else:
+            params, state = ps.maybe_step(optimizer, params, grads, state, skip, donate=True)
+    assert params["none"] is None
+    assert pytree.tree_structure(state) == form

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._distributed.process_group import Group, object_device, resolve_group
-from .._grads.measure import StatsOptions, measure
+from .._grads.measure import StatsOptions, measure, norm_of
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import on_device
@@ -143,7 +143,7 @@ def clip_by_global_norm(
     one = torch.ones((), dtype=torch.float32, device=device)
     flat = as_gradients(leaves)
     options = StatsOptions(norm_type, norm_group=group)
-    measured = measure(_magnitudes(flat, norm_type), one, options).norm
+    measured = norm_of(measure(_magnitudes(flat, norm_type), one, options), device)
     factor = clip_factor(measured, max_norm).to(flat.factor_dtype)
     flat = flat._replace(owned=donate and can_write(flat.tensors, [max_norm]))
     clipped = structure.unflatten(flat.multiplied(factor).leaves)

@@ -38,8 +38,10 @@ class GradStats(NamedTuple):
     """The measurements of the gradients, over all ranks that share them: 0-d tensors."""
 
     overflow: Tensor  # bool: a gradient, or one over the scale, is not finite
-    norm: Any  # of the unscaled gradients; None if not asked for
+    norm: Any  # of the unscaled gradients; None if not asked for; a float if `is_read`
     amax: Any  # the largest unscaled magnitude; None if not asked for
+    # the host has read that no gradient overflows, and the norm, if it was asked for
+    is_read: bool = False
 
 
 def measure(grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY) -> GradStats:
@@ -73,6 +75,13 @@ def exact_stats(
     if norm is not None and options.of_sum:
         norm = norm.nan_to_num(math.inf, math.inf)
     return GradStats(overflow, norm, _amax(stats, divisor, options.group) if options.amax else None)
+
+
+def norm_of(stats: GradStats, device: torch.device) -> Tensor:
+    """Return the norm as a tensor, in the widest dtype of the device."""
+    if isinstance(stats.norm, Tensor):
+        return stats.norm
+    return torch.full((), stats.norm, dtype=widest_float(device), device=device)
 
 
 def measure_amax(grads: Gradients, divisor: Tensor, group: Group | None = None) -> Tensor:
@@ -120,11 +129,9 @@ def _from_squares(grads: Gradients, scale: Tensor, options: StatsOptions) -> Gra
         return None
     if has_norm and squares < _smallest_reliable_sum(grads):
         return None
-    device, norm = scale.device, None
-    if has_norm:
-        norm = torch.full((), root / divisor, dtype=widest_float(device), device=device)
     amax = measure_amax(grads, _divisor(grads, scale)) if options.amax else None
-    return GradStats(torch.zeros((), dtype=torch.bool, device=device), norm, amax)
+    overflow = torch.zeros((), dtype=torch.bool, device=scale.device)
+    return GradStats(overflow, root / divisor if has_norm else None, amax, is_read=True)
 
 
 # of bfloat16, whose largest number is a little below that of float32

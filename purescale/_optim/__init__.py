@@ -1,7 +1,7 @@
 """Optimizers as pure functions: classes of torch.optim, (init, update) pairs, those of a user.
 
-A step flattens its trees into `step_inputs.StepInputs`, and asks an optimizer for the rest by the
-methods of `updater.Updater`: `check`, `current_settings`, `apply_step_unless(skip, ...)`.
+A step makes lists of its trees, `step_inputs.StepInputs`, and asks an optimizer for the rest by the
+methods of `updater.Updater`: `plan`, `current_settings`, `apply_step_unless(skip, ...)`.
 
 protocol        Optimizer, `init` and `step`; (init, update) pairs
 torch_optim     from_torch: a class of torch.optim. Its settings: settings, in_state, schedule.

@@ -27,12 +27,12 @@ class ClassStep:
         self._settings, self._slot_layout = settings, slot_layout
 
     def __call__(
-        self, inputs: StepInputs, gradients: Tensors, current: CurrentSettings
-    ) -> tuple[Tensors, Slots]:
+        self, inputs: StepInputs, gradients: list[Tensor | None], current: CurrentSettings
+    ) -> tuple[list[Tensor], Slots]:
         """Return parameters and slots after the step, in fresh memory. Half parameters and their
         slots are computed in float32.
         """
-        params, slots = inputs.params, inputs.opt_state.slots
+        params, slots = dict(zip(inputs.names, inputs.params, strict=True)), inputs.opt_state.slots
 
         def copy(value: Tensor, name: str, key: str = "") -> Tensor:
             wide = is_half(params[name]) and is_half(value) and not self._slot_layout.is_scalar(key)
@@ -44,18 +44,20 @@ class ClassStep:
             name: {key: copy(value, name, key) for key, value in entry.items()}
             for name, entry in slots.items()
         }
-        gradients = {
-            name: g.detach().to(new_params[name].dtype, copy=True) for name, g in gradients.items()
+        copied_grads = {
+            name: g.detach().to(new_params[name].dtype, copy=True)
+            for name, g in zip(params, gradients, strict=True)
+            if g is not None
         }
         current = current.map(python_numbers)
         with torch.no_grad():
-            new_slots = self._run(new_params, gradients, copies, current)
-        new_params = {name: p.to(params[name].dtype) for name, p in new_params.items()}
+            new_slots = self._run(new_params, copied_grads, copies, current)
+        stepped = [new.to(params[name].dtype) for name, new in new_params.items()]
         new_slots = {
             name: {key: _narrow(value, slots[name].get(key)) for key, value in entry.items()}
             for name, entry in new_slots.items()
         }
-        return cast(tuple[Tensors, Slots], _tree.copy_aliased((new_params, new_slots), ()))
+        return cast(tuple[list[Tensor], Slots], _tree.copy_aliased((stepped, new_slots), ()))
 
     def _run(
         self, params: Tensors, gradients: Tensors, slots: Slots, current: CurrentSettings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,10 +13,8 @@ from .._optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
 from .._optim.opt_state import (
     STEP,
     Columns,
-    Tensors,
     columns_like,
     map_numbers,
-    transposed,
     values_of,
 )
 from .._optim.settings import CurrentSettings, OptimizerSettings
@@ -47,25 +46,30 @@ class FormulaStep:
         self._sizes: dict[tuple[Any, ...], Tensor] = {}  # of `send_once`
 
     def __call__(
-        self, inputs: StepInputs, gradients: Tensors, current: CurrentSettings
-    ) -> tuple[Tensors, Columns]:
+        self,
+        inputs: StepInputs,
+        gradients: list[Tensor | None],
+        columns: Columns,
+        current: CurrentSettings,
+    ) -> tuple[list[Tensor], Columns]:
         """Return new parameters and columns, in fresh memory. Each leaf is stepped alone and keeps
         its graph if the step may be differentiated.
         """
-        params, columns, count = inputs.params, inputs.columns, inputs.opt_state.applied
+        names, params, count = list(inputs.names), inputs.params, inputs.opt_state.applied
         t = (count + 1).to(widest_float(count.device))
         current = current.map(lambda table: _as_arguments(table, count.device))
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._step_as_list
         one_by_one = self._settings.differentiable or traced()
         operands = params, gradients, columns, t, current, one_by_one
-        new = iter(run(self._settings.guard_key, *operands))
-        return dict(zip(params, new, strict=False)), columns_like(columns, new)
+        new = iter(run(self._settings.guard_key, names, *operands))
+        return list(itertools.islice(new, len(params))), columns_like(columns, new)
 
     def _step_as_list(
         self,
         guard_key: str,
-        params: Tensors,
-        gradients: Tensors,
+        names: list[str],
+        params: list[Tensor],
+        gradients: list[Tensor | None],
         columns: Columns,
         t: Tensor,
         current: CurrentSettings,
@@ -74,18 +78,22 @@ class FormulaStep:
         """Return all new parameters, then all new columns, in order. `guard_key` stands for the
         settings that are not current, because Dynamo guards the arguments only.
         """
-        results: dict[str, Any] = {}
-        slots: dict[str, LeafSlots] = {name: {} for name in params}
-        slots.update(transposed(columns))
+        new_params: list[Any] = list(params)
+        new_columns = {key: list(column) for key, column in columns.items()}
+        slots: list[LeafSlots] = [
+            {key: c[index] for key, c in columns.items() if isinstance(c[index], Tensor)}
+            for index in range(len(params))
+        ]
         with torch.set_grad_enabled(one_by_one):
-            for group in self._settings.torch_groups(tuple(params), current):
+            for group in self._settings.torch_groups(tuple(names), current):
                 present = [
-                    name
-                    for name in group.names
+                    (index, gradient)
+                    for index in group.indices
                     # A formula that is not elementwise divides by a size, which may be 0.
-                    if name in gradients and (self._formula.elementwise or params[name].numel())
+                    if (gradient := gradients[index]) is not None
+                    and (self._formula.elementwise or params[index].numel())
                 ]
-                rows = [Row(params[name], gradients[name], slots[name]) for name in present]
+                rows = [Row(params[index], grad, slots[index]) for index, grad in present]
                 try:
                     stepped = self._step_group(rows, group.settings, t, one_by_one=one_by_one)
                 except KeyError:
@@ -95,12 +103,14 @@ class FormulaStep:
                     if not missing:  # a mistake in a user's formula
                         raise
                     raise self._slot_layout.foreign_error(missing[0]) from None
-                results.update(zip(present, stepped, strict=True))
-            for name in params.keys() - results.keys():
-                entry = {key: value.clone() for key, value in slots[name].items()}
-                results[name] = params[name].clone(), entry
-        new = {key: {name: results[name][1][key] for name in columns[key]} for key in columns}
-        return [*(results[name][0] for name in params), *values_of(new)]
+                for (index, _), (param, entry) in zip(present, stepped, strict=True):
+                    new_params[index] = param
+                    for key, slot in entry.items():
+                        new_columns[key][index] = slot
+            old = [*params, *values_of(columns)]
+            new = [*new_params, *values_of(new_columns)]
+            # What takes no part is as it was.
+            return [n.clone() if n is o else n for o, n in zip(old, new, strict=True)]
 
     def _step_group(
         self, rows: list[Row], settings: Settings, t: Tensor, *, one_by_one: bool

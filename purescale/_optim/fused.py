@@ -14,20 +14,20 @@ from .._optim.formulas import Settings
 from .._optim.opt_state import (
     STEP,
     Columns,
-    Tensors,
+    OptState,
     map_numbers,
     numbers_of,
     python_numbers,
     values_of,
 )
-from .._optim.settings import CurrentSettings, OptimizerSettings
+from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
 from .._torch.dtypes import on_device
-from .._torch.foreach import same_memory_order
+from .._torch.foreach import have_one_order, same_memory_order
 from .._torch.operators import define
-from .._torch.tensor_list import TensorList, have_one_order
+from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read, may_be_opaque, traced
 from .._tree.gradients import Gradients
 
@@ -56,25 +56,25 @@ class Kernel(NamedTuple):
         return {name: settings[name] for name in self.settings}
 
     def update(
-        self, lists: KernelLists, lr: float | Tensor, arguments: dict[str, Any], **amp: Any
+        self, operands: KernelOperands, lr: float | Tensor, arguments: dict[str, Any], **amp: Any
     ) -> None:
         """Update the parameters and slots in place, and with `grad_scale` the gradients too."""
-        params, grads = lists.params.tensors, lists.grads.tensors
-        absent: list[list[Tensor]] = [[]] * (len(self.slots) - len(lists.slots))
-        operands = [params, grads, *lists.slots, *absent]
+        params, grads, slots, steps = operands.params, operands.grads.tensors, *operands[2:]
+        absent: list[list[Tensor]] = [[]] * (len(self.slots) - len(slots))
+        lists = [params, grads, *slots, *absent]
         if self.takes_step:
-            operands.append(lists.steps * len(params) if len(lists.steps) == 1 else lists.steps)
+            lists.append(steps * len(params) if len(steps) == 1 else steps)
             constants = {}
         else:
             constants = {"is_first_step": False}  # a buffer is there before it
         name, arguments = self.name, dict(arguments)
         if "decoupled_weight_decay" in arguments:
             name = "adamw" if arguments.pop("decoupled_weight_decay") else "adam"
-        launch: Any = private.fused_kernel(name)
-        launch(*operands, lr=lr, **arguments, **constants, **amp)
+        kernel: Any = private.fused_kernel(name)
+        kernel(*lists, lr=lr, **arguments, **constants, **amp)
         # torch's fused kernels leave versions as they were: a graph that saved an old value would
         # take the new one for it.
-        written = [*params, *itertools.chain(*lists.slots)]
+        written = [*params, *itertools.chain(*slots)]
         written += grads if amp["grad_scale"] is not None else []
         torch.autograd.graph.increment_version(written)
 
@@ -101,10 +101,10 @@ def kernel_of(formula: formulas.Formula | None) -> Kernel | None:
 # ---- one launch ----------------------------------------------------------------------------------
 
 
-class KernelLists(NamedTuple):
+class KernelOperands(NamedTuple):
     """The tensors of one device and dtype that one kernel reads and updates, in one order."""
 
-    params: TensorList
+    params: list[Tensor]
     grads: Gradients
     slots: list[list[Tensor]]  # of each of `Kernel.slots_with`
     steps: list[Tensor]  # the number of the step of each, or one for all: float32, read only
@@ -114,48 +114,44 @@ class KernelLists(NamedTuple):
 SKIP_IN_KERNEL = {"cuda", "xpu"}
 
 
-def can_launch(params: TensorList, grads: TensorList) -> bool:
-    """Return True if a fused kernel is right for these tensors: on an accelerator whose kernels
+def can_launch(params: TensorList) -> bool:
+    """Return True if a fused kernel is right for these parameters: on an accelerator whose kernels
     unscale and skip; on a CPU only in float32 and float64, because in half precision it leaves
     whole vector lanes unchanged.
     """
     for device in params.devices:
         on_cpu = device.type == "cpu" and params.dtypes <= {torch.float32, torch.float64}
-        if not (on_cpu or (device.type in SKIP_IN_KERNEL and _are_floating(params))):
+        if not (on_cpu or device.type in SKIP_IN_KERNEL):
             return False
-    return _are_floating(grads)
-
-
-def _are_floating(tensor_list: TensorList) -> bool:
-    return all([dtype.is_floating_point for dtype in tensor_list.dtypes])
+    return all([dtype.is_floating_point for dtype in params.dtypes])
 
 
 def fused_update(
-    kernel: Kernel, settings: Settings, lists: KernelLists, skip: Tensor | None
+    kernel: Kernel, settings: Settings, operands: KernelOperands, skip: Tensor | None
 ) -> None:
-    """Update `lists` in place unless the step is skipped. If its gradients are owned, the kernel
-    itself divides them. On a CPU the flag is read.
+    """Update the operands in place unless the step is skipped. If its gradients are owned, the
+    kernel itself divides them. On a CPU the flag is read.
     """
     if skip is not None and host_can_read([skip]):
         if skip:
             return
         skip = None
-    if not _kernel_divides(lists):
-        lists = lists._replace(grads=_prepare_gradients(lists))
+    if not _kernel_divides(operands):
+        operands = operands._replace(grads=_prepare_gradients(operands))
     found_inf = None
     if skip is not None:
-        found_inf = skip.to(lists.params.tensors[0].device, torch.float32)
-    arguments, scale = kernel.arguments(settings), lists.grads.divisor
+        found_inf = skip.to(operands.params[0].device, torch.float32)
+    arguments, scale = kernel.arguments(settings), operands.grads.divisor
     with torch.no_grad():
-        kernel.update(lists, settings["lr"], arguments, grad_scale=scale, found_inf=found_inf)
+        kernel.update(operands, settings["lr"], arguments, grad_scale=scale, found_inf=found_inf)
 
 
-def _kernel_divides(lists: KernelLists) -> bool:
+def _kernel_divides(operands: KernelOperands) -> bool:
     """Return True if the kernel can divide: by a float32 number only, and it overwrites the
     gradients with the result.
     """
-    grads, params = lists.grads, lists.params
-    [dtype], divisor = params.dtypes, grads.divisor
+    params, grads = operands.params, operands.grads
+    dtype, divisor = params[0].dtype, grads.divisor
     return (
         divisor is not None
         and grads.clip_value is None
@@ -163,21 +159,19 @@ def _kernel_divides(lists: KernelLists) -> bool:
         and dtype.itemsize >= 4
         and divisor.dtype is torch.float32
         and grads.owned
-        and have_one_order(grads.tensor_list, params)
+        and have_one_order(grads.tensors, params)
     )
 
 
-def _prepare_gradients(lists: KernelLists) -> Gradients:
+def _prepare_gradients(operands: KernelOperands) -> Gradients:
     """Return the gradients unscaled and clipped, in the parameters' dtype and memory order."""
-    params = lists.params
-    [dtype] = params.dtypes
+    params = operands.params
     with torch.no_grad():
-        grads = lists.grads.unscaled()
-        tensor_list = TensorList(foreach.cast(grads.tensors, dtype))
-    if not have_one_order(tensor_list, params):
-        pairs = zip(tensor_list.tensors, params.tensors, strict=True)
-        tensor_list = TensorList([_lay_out_like(*pair) for pair in pairs])
-    return grads._replace(tensor_list=tensor_list)
+        grads = operands.grads.unscaled()
+        tensors = foreach.cast(grads.tensors, params[0].dtype)
+    if not have_one_order(tensors, params):
+        tensors = list(map(_lay_out_like, tensors, params))
+    return grads._replace(tensor_list=TensorList(tensors))
 
 
 def _lay_out_like(grad: Tensor, param: Tensor) -> Tensor:
@@ -213,29 +207,38 @@ def _update_targets(
     }
     tensor_list = TensorList(list(grads))
     gradients = Gradients(tensor_list, grads, True, divisor, owned, factor, clip_value)
-    lists = KernelLists(TensorList(params), gradients.with_one_divisor(), slots, list(steps))
-    fused_update(kernel, {**settings, "lr": lr_number if lr is None else lr}, lists, skip)
+    operands = KernelOperands(params, gradients.with_one_divisor(), slots, list(steps))
+    fused_update(kernel, {**settings, "lr": lr_number if lr is None else lr}, operands, skip)
 
 
 define("fused_update", _update_targets)
 
 
-def _operands(
-    kernel: Kernel, settings: Settings, lists: KernelLists, skip: Tensor | None
+def _arguments_of_operator(
+    kernel: Kernel, settings: Settings, operands: KernelOperands, skip: Tensor | None
 ) -> tuple[Any, ...]:
-    """Return the operands of the operator `fused_update`."""
-    grads, lr, bound = lists.grads, settings["lr"], lists.grads.clip_value
-    targets = [target for column in (lists.params.tensors, *lists.slots) for target in column]
+    """Return the arguments of the operator `fused_update`."""
+    grads, lr, bound = operands.grads, settings["lr"], operands.grads.clip_value
+    targets = [target for column in (operands.params, *operands.slots) for target in column]
     numbers = [0.0 if isinstance(lr, Tensor) else lr, *kernel.arguments(settings).values()]
     lr_tensor = lr if isinstance(lr, Tensor) else None
     if bound is not None and not isinstance(bound, Tensor):
         bound = torch.full((), bound, dtype=grads.factor_dtype, device=targets[0].device)
     pending = grads.divisor, grads.factor, bound
-    operands = targets, grads.tensors, kernel.name, list(map(float, numbers)), lists.steps
-    return *operands, lr_tensor, skip, *pending
+    arguments = targets, grads.tensors, kernel.name, list(map(float, numbers)), operands.steps
+    return *arguments, lr_tensor, skip, *pending
 
 
 # ---- a step --------------------------------------------------------------------------------------
+
+
+class Launch(NamedTuple):
+    """The parameters of one group, device and dtype that have a gradient: one call of a kernel."""
+
+    group: ParamGroup
+    params: list[int]  # by index
+    grads: list[int]  # by index among the gradients
+    slots: tuple[str, ...]
 
 
 class FusedStep:
@@ -257,93 +260,135 @@ class FusedStep:
             lambda *args: self._step_for_dynamo(*args), lambda: torch.compiler.allow_in_graph
         )
 
-    def is_right_for(self, inputs: StepInputs, current: CurrentSettings) -> bool:
-        """Return True if the kernel makes this step."""
-        if self.kernel is None:
-            return False
-        if (numbers := numbers_of(inputs.opt_state.hyper)) and not host_can_read(numbers):
-            return False
-        # On an accelerator it reads a rate as float32.
-        rates = [table["lr"] for table in current.tables() if isinstance(table.get("lr"), Tensor)]
-        if any([rate.dtype is not torch.float32 and not rate.is_cpu for rate in rates]):
-            return False
-        params, grads = inputs.param_list, inputs.grads.tensor_list
-        if traced() and not self._may_be_opaque(inputs, current):
-            return False
-        return can_launch(params, grads)
+    def plan(self, inputs: StepInputs, columns: Columns) -> list[Launch] | None:
+        """Return the launches of a step, or None if the kernel is not right for its tensors."""
+        if self.kernel is None or not can_launch(inputs.param_list):
+            return None
+        if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
+            return []
+        names = tuple(inputs.names)
+        return self._launches(names, inputs.param_list, inputs.stepped, columns)
 
-    def _may_be_opaque(self, inputs: StepInputs, current: CurrentSettings) -> bool:
+    def _launches(
+        self,
+        names: tuple[str, ...],
+        params: TensorList,
+        stepped: Sequence[int],
+        columns: Columns,
+    ) -> list[Launch]:
+        gradient_of = {index: number for number, index in enumerate(stepped)}
+        launches = []
+        for group in self._settings.torch_groups(names, self._settings.none_current):
+            members, slots = set(group.indices), self.kernel.slots_with(group.settings)
+            for kind in params.kinds:
+                indices = [n for n in kind if n in members and n in gradient_of]
+                if not indices:
+                    continue
+                for key in slots:
+                    column = columns.get(key)
+                    if column is None or not all(isinstance(column[n], Tensor) for n in indices):
+                        raise self._slot_layout.foreign_error(key)
+                grads = [gradient_of[index] for index in indices]
+                launches.append(Launch(group, indices, grads, slots))
+        return launches
+
+    def is_right_for(self, inputs: StepInputs, columns: Columns, current: CurrentSettings) -> bool:
+        """Return True if the kernel, for whose tensors there is a plan, makes this step: by the
+        numbers of the step, and in a trace by where it runs.
+        """
+        if current is not self._settings.none_current:
+            numbers = numbers_of(inputs.opt_state.hyper)
+            if numbers and not host_can_read(numbers):
+                return False
+            # On an accelerator it reads a rate as float32.
+            rates = [table.get("lr") for table in current.tables()]
+            tensors = [rate for rate in rates if isinstance(rate, Tensor)]
+            if any([rate.dtype is not torch.float32 and not rate.is_cpu for rate in tensors]):
+                return False
+        return not traced() or self._may_be_opaque(inputs, columns, current)
+
+    def _may_be_opaque(
+        self, inputs: StepInputs, columns: Columns, current: CurrentSettings
+    ) -> bool:
         """Return True if the operator may stand for the step in a graph."""
         grads, params = inputs.grads, inputs.params
         numbers = [value for table in current.tables() for value in table.values()]
         numbers += [grads.divisor, grads.factor, grads.clip_value]
         scalars = [number for number in numbers if isinstance(number, Tensor)]
-        columns = inputs.columns
-        slots = values_of(columns)
-        if not may_be_opaque(inputs.param_list.tensors, grads.tensors, slots, scalars):
+        if not may_be_opaque(params, grads.tensors, values_of(columns), scalars):
             return False
         # The operator returns slots as they are laid out; the kernel walks them as the parameter.
         return torch.compiler.is_compiling() or all(
-            value.shape != params[name].shape or same_memory_order(value, params[name])
+            not isinstance(slot, Tensor)
+            or slot.shape != param.shape
+            or same_memory_order(slot, param)
             for column in columns.values()
-            for name, value in column.items()
+            for slot, param in zip(column, params, strict=True)
         )
 
     def __call__(
         self,
         inputs: StepInputs,
+        launches: list[Launch],
+        columns: Columns,
         current: CurrentSettings,
         skip: Tensor | None,
         *,
         in_place: bool = False,
-    ) -> tuple[Tensors, Columns]:
+    ) -> tuple[list[Tensor], Columns]:
         """Return parameters and columns after the step, unless it is skipped. With `in_place` those
         of `inputs` are overwritten.
         """
-        applied = inputs.opt_state.applied
         if traced() and not torch.compiler.is_dynamo_compiling():
-            return self._step_for_make_fx(inputs, current, skip)
-        if in_place:  # a rate that is not in the state may share memory with a parameter
+            return self._step_for_make_fx(inputs, launches, columns, current, skip)
+        varies = current is not self._settings.none_current
+        if in_place and varies:  # a rate that is not in the state may share a parameter's memory
             current = current.map(lambda table: map_numbers(_clone, table))
-        inputs, columns = inputs.writable(in_place=in_place)
-        params, grads = inputs.params, inputs.grads
+        params, columns = inputs.writable(columns, in_place=in_place)
+        grads, stepped = inputs.grads, inputs.stepped
         if torch.compiler.is_dynamo_compiling():
             pending = grads.divisor, grads.factor, grads.clip_value, skip
-            named = dict(zip(inputs.grad_names, grads.tensors, strict=True))
-            operands = params, named, columns, applied, pending, current
-            self._opaque(self._settings.guard_key, *operands)
-            return params, _counted(columns, list(named), skip, in_place=True)
-        # The kernel takes a rate that is a tensor, and reads none.
-        current = current.map(
-            lambda table: {
-                n: v if n == "lr" else python_numbers({n: v})[n] for n, v in table.items()
-            }
-        )
-        inputs = inputs._replace(grads=grads.with_one_divisor())
-        for settings, _, lists in self._launches(inputs, columns, applied, current):
-            fused_update(self.kernel, settings, lists, skip)
-        return params, _counted(columns, inputs.grad_names, skip, in_place=True)
+            lists = list(inputs.names), params, list(stepped), grads.tensors, columns
+            others = inputs.opt_state.applied, pending, current
+            self._opaque(self._settings.guard_key, *lists, *others)
+        else:
+            if varies:  # The kernel takes a rate that is a tensor, and reads none.
+                current = current.map(
+                    lambda table: {
+                        n: v if n == "lr" else python_numbers({n: v})[n] for n, v in table.items()
+                    }
+                )
+            inputs = inputs.with_params(params, inputs.opt_state)
+            inputs = inputs._replace(grads=grads.with_one_divisor())
+            for _, settings, operands in self._operands(launches, inputs, columns, current):
+                fused_update(self.kernel, settings, operands, skip)
+        return params, _counted(columns, stepped, skip, in_place=True)
 
     def _step_for_make_fx(
-        self, inputs: StepInputs, current: CurrentSettings, skip: Tensor | None
-    ) -> tuple[Tensors, Columns]:
+        self,
+        inputs: StepInputs,
+        launches: list[Launch],
+        columns: Columns,
+        current: CurrentSettings,
+        skip: Tensor | None,
+    ) -> tuple[list[Tensor], Columns]:
         """Return new parameters and columns from operators, which end a graph of `jit`."""
-        params, columns = dict(inputs.params), inputs.columns
-        applied = inputs.opt_state.applied
-        new_columns = {key: dict(column) for key, column in columns.items()}
-        for settings, names, lists in self._launches(inputs, columns, applied, current):
-            operands = _operands(self.kernel, settings, lists, skip)
-            new = iter(torch.ops.purescale.fused_update(*operands))
-            params.update(zip(names, new, strict=False))
-            for key in self.kernel.slots_with(settings):
-                new_columns[key].update(zip(names, new, strict=False))
-        return params, _counted(new_columns, inputs.grad_names, skip)
+        params, new_columns = list(inputs.params), {key: list(c) for key, c in columns.items()}
+        for launch, settings, operands in self._operands(launches, inputs, columns, current):
+            arguments = _arguments_of_operator(self.kernel, settings, operands, skip)
+            new = iter(torch.ops.purescale.fused_update(*arguments))
+            for column in (params, *(new_columns[key] for key in launch.slots)):
+                for index in launch.params:
+                    column[index] = next(new)
+        return params, _counted(new_columns, inputs.stepped, skip)
 
     def _step_for_dynamo(
         self,
         guard_key: str,
-        params: Tensors,
-        grads: Tensors,
+        names: list[str],
+        params: list[Tensor],
+        stepped: list[int],
+        grads: list[Tensor],
         columns: Columns,
         applied: Tensor,
         pending: tuple[Any, ...],
@@ -351,68 +396,59 @@ class FusedStep:
     ) -> None:
         """Make the step from a compiled one, which is guarded by `guard_key`."""
         divisor, factor, clip_value, skip = pending
-        likes, tensor_list = list(map(grads.get, params)), TensorList(list(grads.values()))
         gradients = Gradients(
-            tensor_list, likes, False, divisor=divisor, factor=factor, clip_value=clip_value
+            *(TensorList(grads), grads, True), divisor=divisor, factor=factor, clip_value=clip_value
         )
-        inputs = StepInputs.of_dict(params, gradients, ())
-        for settings, _, lists in self._launches(inputs, columns, applied, current):
-            torch.ops.purescale.fused_update_(*_operands(self.kernel, settings, lists, skip))
+        param_list = TensorList(params)
+        inputs = StepInputs.of_part(names, param_list, gradients, OptState(applied, {}))
+        launches = self._launches(tuple(names), param_list, stepped, columns)
+        for _, settings, operands in self._operands(launches, inputs, columns, current):
+            arguments = _arguments_of_operator(self.kernel, settings, operands, skip)
+            torch.ops.purescale.fused_update_(*arguments)
 
-    def _launches(
-        self, inputs: StepInputs, columns: Columns, applied: Tensor, current: CurrentSettings
-    ) -> Iterator[tuple[Settings, list[str], KernelLists]]:
-        """Yield the settings, the names and the tensors of each group, device and dtype."""
-        params, grads = inputs.param_list, inputs.grads
-        names = list(inputs.params)
-        gradient_of = {name: index for index, name in enumerate(inputs.grad_names)}
+    def _operands(
+        self,
+        launches: list[Launch],
+        inputs: StepInputs,
+        columns: Columns,
+        current: CurrentSettings,
+    ) -> Iterator[tuple[Launch, Settings, KernelOperands]]:
+        """Yield each launch with its settings and tensors."""
+        params, grads, applied = inputs.params, inputs.grads, inputs.opt_state.applied
         counts, numbers = columns.get(STEP), {}
-        for group in self._settings.torch_groups(tuple(names), current):
+        for launch in launches:
+            group, indices = launch.group, launch.params
             settings = group.settings
-            stepped = {name for name in group.names if name in gradient_of}
-            for kind in params.kinds:
-                indices = [index for index in kind if names[index] in stepped]
-                if not indices:
-                    continue
-                of_kind, device = (
-                    [names[index] for index in indices],
-                    params.tensors[kind[0]].device,
-                )
-                if counts is not None:
-                    steps = [counts[name] + 1 for name in of_kind]
-                else:
-                    if device not in numbers:
-                        numbers[device] = (applied + 1).to(device, torch.float32)
-                    steps = [numbers[device]]
-                lists = KernelLists(
-                    params.picked(indices),
-                    grads.picked([gradient_of[name] for name in of_kind]),
-                    [
-                        self._column(columns, of_kind, key)
-                        for key in self.kernel.slots_with(settings)
-                    ],
-                    steps,
-                )
-                yield settings, of_kind, lists
+            if current is not self._settings.none_current:
+                settings = self._settings.settings_of(group.overrides, current)
+            if counts is not None:
+                steps = [counts[index] + 1 for index in indices]
+            else:
+                device = params[indices[0]].device
+                if device not in numbers:
+                    numbers[device] = (applied + 1).to(device, torch.float32)
+                steps = [numbers[device]]
+            slots = [picked(columns[key], indices) for key in launch.slots]
+            of_launch = picked(params, indices), grads.picked(launch.grads)
+            yield launch, settings, KernelOperands(*of_launch, slots, steps)
 
-    def _column(self, columns: Columns, names: list[str], key: str) -> list[Tensor]:
-        try:
-            return [columns[key][name] for name in names]
-        except KeyError:
-            raise self._slot_layout.foreign_error(key) from None
+
+def picked(values: list[Any], indices: Sequence[int]) -> list[Any]:
+    """Return the values with these indices, in rising order."""
+    return values if len(indices) == len(values) else [values[index] for index in indices]
 
 
 def _counted(
-    columns: Columns, names: list[str], skip: Tensor | None, *, in_place: bool = False
+    columns: Columns, stepped: Sequence[int], skip: Tensor | None, *, in_place: bool = False
 ) -> Columns:
     """Return the columns with one more step of these parameters, unless it is skipped."""
     if STEP not in columns:
         return columns
-    counts = dict(columns[STEP])
-    for name in names:
-        count = counts[name]
+    counts = list(columns[STEP])
+    for index in stepped:
+        count = counts[index]
         more = 1 if skip is None else on_device(~skip, count.device, count.dtype)
-        counts[name] = count.add_(more) if in_place else count + more
+        counts[index] = count.add_(more) if in_place else count + more
     return {**columns, STEP: counts}
 
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import Tensors, is_wrapped
+from .._optim.opt_state import is_wrapped
 from .._optim.protocol import Optimizer
 from .._optim.schedule_free import ScheduleFreeState
 from .._optim.step_inputs import StepInputs
-from .._optim.wrapper import Wrapper, checked_state, leaves_by_param, on_shards
+from .._optim.wrapper import Piece, Wrapper, checked_state, leaves_by_param, on_shards
 from .._torch import foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
@@ -317,42 +317,47 @@ class MasterOptimizer(Wrapper):
         rest = structure.unflatten(list(map(_first_rest, leaves)))
         return MasterState(self.optimizer.init(structure.unflatten(wide)), rest)
 
-    def check(self, inputs: StepInputs) -> None:
-        """Refuse a state without the rest of these parameters, and what the inner optimizer
-        refuses.
+    def plan(self, inputs: StepInputs) -> list[Piece]:
+        """Return the pieces of a step. Refuse a state without the rest of these parameters, and
+        what the inner optimizer refuses.
         """
-        _rest_of(inputs.trees[0], inputs.opt_state)
-        super().check(inputs)
+        _rest_of(inputs.tree(inputs.params), inputs.opt_state)
+        return super().plan(inputs)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with the masters and the inner state."""
-        params, state = inputs.params, inputs.opt_state
-        rest, halves = inputs.named(state.rest), _names_of_dtype(params, torch.bfloat16)
+        params, state = list(inputs.params), inputs.opt_state
+        rest, halves = inputs.leaves(state.rest), _of_dtype(params, torch.bfloat16)
+        for index in _of_dtype(params, torch.float16):
+            params[index] = rest[index]
         joined = _join([params[n] for n in halves], [rest[n] for n in halves])
-        masters = {n: rest[n] for n in _names_of_dtype(params, torch.float16)}
-        masters.update(zip(halves, joined, strict=True))
-        return inputs.with_params({**params, **masters}, state.inner)
+        for index, master in zip(halves, joined, strict=True):
+            params[index] = master
+        return inputs.with_params(params, state.inner)
 
-    def encode(self, inputs: StepInputs, params: Tensors, state: Tree) -> tuple[Tensors, Tree]:
+    def encode(
+        self, inputs: StepInputs, params: list[Tensor], state: Tree
+    ) -> tuple[list[Tensor], Tree]:
         """Split masters into two halves, or round them to the nearest float16."""
-        old, stored, rest = inputs.params, dict(params), inputs.named(inputs.opt_state.rest)
-        halves = _names_of_dtype(old, torch.bfloat16)
-        masters = [params[name] for name in halves]
+        old, stored, rest = inputs.params, list(params), inputs.leaves(inputs.opt_state.rest)
+        halves = _of_dtype(old, torch.bfloat16)
+        masters = [params[index] for index in halves]
         if traced() or any_dtensor(masters):
             pairs = list(map(_split, masters))
         else:
             pairs = [(torch.empty_like(old[n]), torch.empty_like(rest[n])) for n in halves]
             _write_halves(masters, [hi for hi, _ in pairs], [low for _, low in pairs])
-        for name, pair in zip(halves, pairs, strict=True):
-            stored[name], rest[name] = pair
-        for name in _names_of_dtype(old, torch.float16):
-            stored[name] = on_shards(lambda m: saturating(m, torch.float16), params[name])
-            rest[name] = params[name]
-        return stored, MasterState(state, inputs.params_tree(rest))
+        for index, pair in zip(halves, pairs, strict=True):
+            stored[index], rest[index] = pair
+        for index in _of_dtype(old, torch.float16):
+            stored[index] = on_shards(lambda m: saturating(m, torch.float16), params[index])
+            rest[index] = params[index]
+        return stored, MasterState(state, inputs.tree(rest, inputs.opt_state.rest))
 
 
-def _names_of_dtype(params: Tensors, dtype: torch.dtype) -> list[str]:
-    return [name for name, param in params.items() if param.dtype is dtype]
+def _of_dtype(params: list[Tensor], dtype: torch.dtype) -> list[int]:
+    """Return the indices of the parameters of a dtype."""
+    return [index for index, param in enumerate(params) if param.dtype is dtype]
 
 
 def _join(params: list[Tensor], rest: list[Tensor]) -> list[Tensor]:

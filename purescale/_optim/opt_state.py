@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
-from .._tree.tree import Tree, TreeDef
+from .._tree.tree import Tree
 
 Tensors = dict[str, Tensor]  # by the dotted name of a parameter
-Columns = dict[str, Tensors]  # by the name of a slot; without the parameters that lack it
+# By the name of a slot: a list like the parameters, with `()` for one that lacks the slot.
+Columns = dict[str, list[Any]]
 
 # The column of counts among the columns of a step, by torch's name.
 STEP = "step"
@@ -51,34 +52,27 @@ class OptState(NamedTuple):
 
 def values_of(columns: Columns) -> list[Tensor]:
     """Return the tensors of all columns, in order."""
-    return [tensor for column in columns.values() for tensor in column.values()]
+    values = [leaf for column in columns.values() for leaf in column]
+    return values if _tree.are_tensors(values) else [v for v in values if isinstance(v, Tensor)]
 
 
 def columns_like(columns: Columns, values: Iterable[Tensor]) -> Columns:
-    """Return columns of these names with the next of these values, the inverse of `values_of`."""
+    """Return columns with the next of these values in place of each tensor, the inverse of
+    `values_of`.
+    """
     remaining = iter(values)
-    return {key: dict(zip(column, remaining, strict=False)) for key, column in columns.items()}
-
-
-def transposed(table: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """Return tensors by slot and parameter by parameter and slot, or the inverse."""
-    result: dict[str, dict[str, Tensor]] = {}
-    for outer, row in table.items():
-        for inner, value in row.items():
-            result.setdefault(inner, {})[outer] = value
-    return result
-
-
-def with_columns(
-    opt_state: OptState, structure: TreeDef, names: Sequence[str], columns: Columns
-) -> OptState:
-    """Return the state with these columns as trees of this structure of parameters."""
-    trees = {
-        key: structure.unflatten([column.get(name, ()) for name in names])
-        for key, column in (columns or {NO_SLOTS: {}}).items()
+    return {
+        key: [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in column]
+        for key, column in columns.items()
     }
-    counts = trees.pop(STEP, ())
-    return opt_state._replace(slots=trees, counts=counts)
+
+
+def with_columns(opt_state: OptState, trees: Mapping[str, Tree]) -> OptState:
+    """Return the state with these columns, trees like the parameters. That of the counts is among
+    them, if there is one.
+    """
+    slots = {key: tree for key, tree in trees.items() if key != STEP}
+    return opt_state._replace(slots=slots, counts=trees.get(STEP, ()))
 
 
 def param_names(opt_state: OptState) -> list[str]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.opt_state import are_parts, scalars_of, tensors_of
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs, flatten_step, named_params
 from .._optim.updater import Updater, as_updater, check_optimizer
@@ -87,7 +86,6 @@ class PartitionOptimizer(Updater):
         self.may_raise = any(part.may_raise for part in self.parts.values())
         self.may_add_slots = any(part.may_add_slots for part in self.parts.values())
         self.wide_grads = any(part.wide_grads for part in self.parts.values())
-        self._cache_key = object()  # keeps nothing else alive
         # A part that is not differentiable would detach what is on a graph.
         self.differentiable = all(part.differentiable for part in self.parts.values())
         self.compared = self.optimizers, label
@@ -101,58 +99,12 @@ class PartitionOptimizer(Updater):
         names, leaves = list(named), list(named.values())
         return {
             key: self.optimizers[key].init({names[index]: leaves[index] for index in members})
-            for key, members in self._members(named).items()
+            for key, members in self._members(names, leaves).items()
         }
 
-    def check(self, inputs: StepInputs) -> None:
-        """Refuse a state that does not belong to these parts."""
-        for key, part in self.split(inputs).items():
-            self.parts[key].check(part)
-
-    def current_settings(self, opt_state: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings of each part, by key."""
-        return {key: part.current_settings(opt_state[key]) for key, part in self.parts.items()}
-
-    def apply_step(self, inputs: StepInputs, current: dict[str, Any]) -> tuple[Tree, Tree]:
-        """Return parameters and state after a step of each part, in fresh memory."""
-        parts = self.split(inputs)
-        stepped = {
-            key: self.parts[key].apply_step(part, current[key]) for key, part in parts.items()
-        }
-        return self._joined(inputs, parts, stepped)
-
-    def apply_step_unless(
-        self, skip: Tensor, inputs: StepInputs, current: dict[str, Any], *, in_place: bool = False
-    ) -> tuple[Tree, Tree]:
-        """Return parameters and state after a step of each part, skipped or not."""
-        parts, stepped = self.split(inputs), {}
-        # Those that may raise come first, into fresh memory: nothing is overwritten then.
-        for key, part in sorted(self.parts.items(), key=lambda item: not item[1].may_raise):
-            stepped[key] = part.apply_step_unless(
-                skip, parts[key], current[key], in_place=in_place and not part.may_raise
-            )
-        for key, part in self.parts.items():
-            if in_place and part.may_raise and not part.may_add_slots:
-                stepped[key] = write_over(parts[key].trees, stepped[key])
-        return self._joined(inputs, parts, stepped)
-
-    def _joined(
-        self,
-        inputs: StepInputs,
-        parts: dict[str, StepInputs],
-        stepped: Mapping[str, tuple[Tree, Tree]],
-    ) -> tuple[Tree, Tree]:
-        """Return the parameters and the state of all parts."""
-        params: dict[str, Any] = {}
-        opt_state: dict[str, Any] = {}
-        for key, part in parts.items():
-            new_params, opt_state[key] = part.restore(*stepped[key])
-            params.update(new_params)
-        return inputs.params_tree(params), opt_state
-
-    def split(self, inputs: StepInputs) -> dict[str, StepInputs]:
-        """Return the inputs of each part by key. What is known of the whole step is known of it."""
-        opt_state, targets = inputs.opt_state, inputs.target_list
+    def plan(self, inputs: StepInputs) -> dict[str, Part]:
+        """Return the parts of a step by key. Refuse a state that does not belong to these parts."""
+        opt_state = inputs.opt_state
         if not (isinstance(opt_state, dict) and opt_state.keys() == self.parts.keys()):
             has = list(opt_state) if isinstance(opt_state, dict) else type(opt_state).__name__
             raise ValueError(
@@ -160,31 +112,93 @@ class PartitionOptimizer(Updater):
                 "Likely cause: the state of one optimizer alone, or of another partition. Fix: "
                 "`opt_state = optimizer.init(params)`, or what the last step returned."
             )
-        if targets is None:
-            members = self._members(inputs.params)
-        else:
-            key = self._cache_key, *inputs.params
-            members = inputs.param_list.cached(key, lambda: self._members(inputs.params))
-        if targets is None and any_dtensor([*inputs.params.values(), *inputs.grads.likes]):
-            return {
-                key: _part_of_dtensors(inputs, members[key], part, opt_state[key])
-                for key, part in self.parts.items()
-            }
-        slots = _slot_ranges(inputs) if targets is not None and are_parts(opt_state) else {}
-        return {
-            key: _part(
-                inputs,
-                members[key],
-                opt_state[key],
-                None if part.calls_step else slots.get(key),  # whose slots are by parameter
-            )
-            for key, part in self.parts.items()
-        }
+        # Those that may raise come first, into fresh memory: nothing is overwritten then.
+        order = sorted(self.parts, key=lambda key: not self.parts[key].may_raise)
+        members = self._members(inputs.names, inputs.params)
+        parts = {}
+        for key in order:
+            of_part = self.inputs_of(key, members[key], inputs)
+            parts[key] = Part(members[key], self.parts[key].plan(of_part))
+        return parts
 
-    def _members(self, params: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    def inputs_of(self, key: str, members: list[int], inputs: StepInputs) -> StepInputs:
+        """Return the inputs of one part, with DTensors flattened for its own optimizer."""
+        names, opt_state = [inputs.names[index] for index in members], inputs.opt_state[key]
+        grads = inputs.grads
+        if grads.dense_real and grads.likes:
+            grads = grads.picked(members)
+        elif grads.likes:
+            number_of = {index: number for number, index in enumerate(inputs.stepped)}
+            tensors = [grads.tensors[number_of[n]] for n in members if n in number_of]
+            likes = [grads.likes[inputs.indices[index]] for index in members]
+            grads = grads._replace(tensor_list=TensorList(tensors), likes=likes)
+        part = StepInputs.of_part(names, inputs.param_list.picked(members), grads, opt_state)
+        if inputs.replaced is None and any_dtensor([*part.params, *grads.likes]):
+            trees = part.tree(part.params), part.tree(part.local_grads), opt_state
+            part = flatten_step(self.parts[key], *trees)
+            grads = inputs.grads.with_tensors_of(part.grads)._replace(owned=False)
+        return part._replace(grads=grads)
+
+    def current_settings(self, opt_state: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings of each part, by key."""
+        return {key: part.current_settings(opt_state[key]) for key, part in self.parts.items()}
+
+    def apply_step(
+        self, inputs: StepInputs, plan: dict[str, Part], current: dict[str, Any]
+    ) -> tuple[list[Tensor], Tree]:
+        """Return parameters and state after a step of each part, in fresh memory."""
+        parts = {key: self.inputs_of(key, part.members, inputs) for key, part in plan.items()}
+        stepped = {
+            key: self.parts[key].apply_step(parts[key], part.plan, current[key])
+            for key, part in plan.items()
+        }
+        return self._joined(inputs, plan, parts, stepped)
+
+    def apply_step_unless(
+        self,
+        skip: Tensor | bool,
+        inputs: StepInputs,
+        plan: dict[str, Part],
+        current: dict[str, Any],
+        *,
+        in_place: bool = False,
+    ) -> tuple[list[Tensor], Tree]:
+        """Return parameters and state after a step of each part, skipped or not."""
+        parts = {key: self.inputs_of(key, part.members, inputs) for key, part in plan.items()}
+        stepped = {}
+        for key, part in plan.items():
+            updater = self.parts[key]
+            arguments = skip, parts[key], part.plan, current[key]
+            in_own_memory = in_place and not updater.may_raise
+            stepped[key] = updater.apply_step_unless(*arguments, in_place=in_own_memory)
+        for key, updater in self.parts.items():
+            if in_place and updater.may_raise and not updater.may_add_slots:
+                old = parts[key].params, parts[key].opt_state
+                stepped[key] = write_over(old, stepped[key])
+        return self._joined(inputs, plan, parts, stepped)
+
+    def _joined(
+        self,
+        inputs: StepInputs,
+        plan: dict[str, Part],
+        parts: dict[str, StepInputs],
+        stepped: dict[str, tuple[list[Tensor], Tree]],
+    ) -> tuple[list[Tensor], Tree]:
+        """Return the parameters and the state of all parts."""
+        params, opt_state = list(inputs.params), {}
+        for key in self.parts:
+            new, opt_state[key] = stepped[key]
+            if parts[key].global_trees is not None:
+                tree, opt_state[key] = parts[key].restore(*stepped[key])
+                new = parts[key].leaves(tree)
+            for index, param in zip(plan[key].members, new, strict=True):
+                params[index] = param
+        return params, opt_state
+
+    def _members(self, names: list[str], params: list[Tensor]) -> dict[str, list[int]]:
         """Return the indices of the parameters of each part."""
         indices_of: dict[str, list[int]] = {key: [] for key in self.parts}
-        for index, (name, param) in enumerate(params.items()):
+        for index, (name, param) in enumerate(zip(names, params, strict=True)):
             key = self.label(name, param)
             if not (isinstance(key, str) and key in indices_of):
                 raise ValueError(
@@ -197,10 +211,17 @@ class PartitionOptimizer(Updater):
             if not indices:
                 raise ValueError(
                     f"no parameter has the label {key!r}; the names are: "
-                    f"{_tree.join_names(list(params), 20)}. Fix: correct `label(name, param)`, or "
+                    f"{_tree.join_names(names, 20)}. Fix: correct `label(name, param)`, or "
                     f"leave {key!r} out of the optimizers."
                 )
-        return {key: tuple(indices) for key, indices in indices_of.items()}
+        return indices_of
+
+
+class Part(NamedTuple):
+    """A part of a step."""
+
+    members: list[int]  # its parameters, by index
+    plan: Any  # of its optimizer
 
 
 def _check(optimizers: Any, label: Any) -> None:
@@ -222,43 +243,3 @@ def _check(optimizers: Any, label: Any) -> None:
             f"label is {label!r}; expected a function of a parameter's dotted name and the "
             'parameter. Fix: lambda name, param: "muon" if param.ndim == 2 else "adamw".'
         )
-
-
-def _slot_ranges(inputs: StepInputs) -> dict[str, range]:
-    """Return the range of each part's slots and counts in `inputs.target_list`."""
-    ranges, stop = {}, len(inputs.params)
-    for key, state in inputs.opt_state.items():
-        start, stop = stop + 1, stop + len(tensors_of(state))  # after `applied`
-        ranges[key] = range(start, stop - len(scalars_of(state)))
-    return ranges
-
-
-def _part(
-    inputs: StepInputs, members: tuple[int, ...], opt_state: Tree, slots: range | None
-) -> StepInputs:
-    """Return the inputs of one part. `slots` is the range of its slots in `inputs.target_list`."""
-    names = list(map(list(inputs.params).__getitem__, members))
-    param_list, grads = inputs.param_list.picked(members), inputs.grads
-    if grads.dense_real and grads.likes:
-        grads = grads.picked(members)
-    else:
-        tensors = dict(zip(inputs.grad_names, grads.tensors, strict=True))
-        tensor_list = TensorList([tensors[name] for name in names if name in tensors])
-        likes = dict(zip(inputs.names, grads.likes, strict=False))  # none if still to be made
-        of_part = [likes[name] for name in names if name in likes]
-        grads = grads._replace(tensor_list=tensor_list, likes=of_part)
-    params = dict(zip(names, param_list.tensors, strict=True))
-    part = StepInputs.of_dict(params, grads, opt_state, param_list)
-    if slots is None:
-        return part
-    targets = inputs.target_list.picked((*members, *slots))  # type: ignore[union-attr]
-    return part.with_targets(targets)
-
-
-def _part_of_dtensors(
-    inputs: StepInputs, members: tuple[int, ...], optimizer: Updater, opt_state: Tree
-) -> StepInputs:
-    """Return the inputs of one part with DTensors, flattened for its own optimizer."""
-    part = _part(inputs, members, opt_state, None)
-    part = flatten_step(optimizer, part.params, part.params_tree(part.local_grads), opt_state)
-    return part._replace(grads=inputs.grads.with_tensors_of(part.grads)._replace(owned=False))

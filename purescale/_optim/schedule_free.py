@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import Tensors
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.wrapper import Wrapper, checked_state, leaves_by_param
+from .._optim.wrapper import Piece, Wrapper, checked_state, leaves_by_param
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype, widest_float
 from .._tree import tree as _tree
@@ -103,30 +102,34 @@ class ScheduleFreeOptimizer(Wrapper):
             torch.full((), self._beta, dtype=widest_float(device), device=device),
         )
 
-    def check(self, inputs: StepInputs) -> None:
-        """Refuse a state without the iterate of these parameters, and what the inner optimizer
-        refuses.
+    def plan(self, inputs: StepInputs) -> list[Piece]:
+        """Return the pieces of a step. Refuse a state without the iterate of these parameters, and
+        what the inner optimizer refuses.
         """
-        _iterate_of(inputs.trees[0], inputs.opt_state)
-        super().check(inputs)
+        _iterate_of(inputs.tree(inputs.params), inputs.opt_state)
+        return super().plan(inputs)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with a copy of the iterate in place of the parameters."""
-        iterate = inputs.named(inputs.opt_state.iterate)
-        copies = {name: iterate[name].clone() for name in inputs.params}
-        return inputs.with_params(copies, inputs.opt_state.inner)
+        iterate = inputs.leaves(inputs.opt_state.iterate)
+        return inputs.with_params(list(map(Tensor.clone, iterate)), inputs.opt_state.inner)
 
-    def encode(self, inputs: StepInputs, params: Tensors, state: Tree) -> tuple[Tensors, Tree]:
+    def encode(
+        self, inputs: StepInputs, params: list[Tensor], state: Tree
+    ) -> tuple[list[Tensor], Tree]:
         """Average the new iterate in, and mix both. `params` are the iterate after the step."""
         _, iterate, applied, beta = inputs.opt_state
-        old, applied, stepped = inputs.named(iterate), applied + 1, set(inputs.grad_names)
-        mixed = {}
-        for name, y in inputs.params.items():
-            x, z = _average(y, old[name], beta), params[name].to(wide_dtype(y.dtype))
+        old, applied, stepped = inputs.leaves(iterate), applied + 1, set(inputs.stepped)
+        mixed = []
+        for index, (y, before, new) in enumerate(zip(inputs.params, old, params, strict=True)):
+            if index not in stepped:
+                mixed.append(y.clone())
+                continue
+            x, z = _average(y, before, beta), new.to(wide_dtype(y.dtype))
             x = x + (z - x) / applied
-            mixed[name] = (z + beta * (x - z)).to(y.dtype) if name in stepped else y.clone()
-        iterate = inputs.params_tree(params)
-        return mixed, ScheduleFreeState(state, iterate, applied, beta.clone())
+            mixed.append((z + beta * (x - z)).to(y.dtype))
+        new = inputs.tree(params, iterate)
+        return mixed, ScheduleFreeState(state, new, applied, beta.clone())
 
 
 def _average(y: Tensor, z: Tensor, beta: Tensor) -> Tensor:

@@ -69,7 +69,9 @@ class CurrentSettings(NamedTuple):
 class ParamGroup(NamedTuple):
     """A parameter group of torch."""
 
-    names: list[str]  # of its parameters
+    indices: list[int]  # of its parameters
+    names: list[str]
+    overrides: tuple[int, ...]  # that match them, by index
     settings: dict[str, Any]  # complete
     overridden: frozenset[str] = frozenset()  # the settings that an override names
 
@@ -116,7 +118,10 @@ class OptimizerSettings:
             Table(_copied(extra), _scheduled(extra, ("lr",))) for extra in self.overrides.values()
         ]
         self.none_current = CurrentSettings({}, [{} for _ in self.by_override])
-        self.has_schedules = any([t.schedules for t in (self.for_all, *self.by_override)])
+        tables = self.for_all, *self.by_override
+        self.has_schedules = any([table.schedules for table in tables])
+        tensors = [v for table in tables for v in table.values.values() if isinstance(v, Tensor)]
+        self.are_constant = not (self.has_schedules or self.in_state or tensors)
         stored = {name: {**values, **schedules}[name] for name in self.in_state}
         # The numbers of a new state. That of a schedule is a factor.
         self.first_stored = map_numbers(lambda number: 1.0 if callable(number) else number, stored)
@@ -155,23 +160,29 @@ class OptimizerSettings:
         """Return torch's parameter groups, with the settings of `current` before those that were
         given.
         """
-        for_all = {**self.for_all.values, **current.for_all}
-        pairs = zip(self.by_override, current.by_override, strict=True)
-        by_override = [{**table.values, **now} for table, now in pairs]
-        members: dict[tuple[int, ...], list[str]] = {}
+        members: dict[tuple[int, ...], list[int]] = {}
         if self.overrides:
             matches = _match_patterns(names, tuple(self.overrides))[0]
             canonical = {matching: self._first_equal(matching) for matching in set(matches)}
-            for name, matching in zip(names, matches, strict=True):
-                members.setdefault(canonical[matching], []).append(name)
+            for index, matching in enumerate(matches):
+                members.setdefault(canonical[matching], []).append(index)
         elif names:
-            members[()] = list(names)
+            members[()] = list(range(len(names)))
         groups = []
-        for matching in sorted(members):
-            own = {name: value for index in matching for name, value in by_override[index].items()}
-            settings = {**for_all, **own}
-            groups.append(ParamGroup(members[matching], settings, frozenset(own)))
+        for overrides in sorted(members):
+            indices = members[overrides]
+            of_group = [names[index] for index in indices]
+            own = frozenset(name for at in overrides for name in self.by_override[at].values)
+            settings = self.settings_of(overrides, current)
+            groups.append(ParamGroup(indices, of_group, overrides, settings, own))
         return groups
+
+    def settings_of(self, overrides: tuple[int, ...], current: CurrentSettings) -> dict[str, Any]:
+        """Return the settings of parameters that these overrides match."""
+        settings = {**self.for_all.values, **current.for_all}
+        for index in overrides:
+            settings |= self.by_override[index].values | current.by_override[index]
+        return settings
 
     def check_names(self, names: tuple[str, ...]) -> None:
         """Refuse a pattern that matches none of the names of all parameters."""
@@ -201,6 +212,8 @@ class OptimizerSettings:
 
     def current(self, opt_state: OptState) -> CurrentSettings:
         """Return the current settings of the next step."""
+        if self.are_constant:
+            return self.none_current
         count = opt_state.applied if self.schedule_by == "applied" else opt_state.iteration
 
         def put(value: Any) -> Any:

@@ -4,7 +4,7 @@ the check of those that a step is given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .._optim.opt_state import STEP, Columns, Tensors
 from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
-from .._torch.tensor_list import TensorList
 from .._torch.tracing import traced
 from .._tree.leaves import describe
 
@@ -26,8 +25,6 @@ class SlotLayout:
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self._settings, self._formula = settings, settings.spec.formula
-        self._cache_key = object()  # keeps nothing else alive
-        self._complete: Any = None  # the names in the last columns that lacked none
         # What a later value of a setting in the state needs is there from the start.
         may_move = {"momentum", "dampening"} & {*settings.in_state}
         self._nonzero: dict[str, Any] = dict.fromkeys(may_move, 0.5)
@@ -83,38 +80,31 @@ class SlotLayout:
 
     # ---- the check
 
-    def check(
-        self, columns: Columns, params: Mapping[str, Tensor], targets: TensorList | None = None
-    ) -> None:
+    def check(self, columns: Columns, params: Mapping[str, Tensor]) -> None:
         """Refuse columns that differ from those of `new_slots`, because torch's kernels do not
-        check what they read. `targets` lists parameters, then columns, if all are dense and off
-        graph.
+        check what they read.
         """
+        for key, name, slot in self._misfits(columns, params):
+            self._refuse_misfit(key, slot, name, params[name])
+        if not traced():  # where a step that raises later has changed nothing
+            self._check_keys(columns, params)
 
-        def match() -> bool:
-            for key, name in self._misfits(columns, params):
-                self._refuse_misfit(key, columns[key][name], name, params[name])
-            return self._check_keys(columns, params)
-
-        if targets is None:
-            match()
-        else:
-            names = ((key, *column) for key, column in columns.items())
-            targets.cached((self._cache_key, *names, *params), match)
-
-    def _misfits(self, columns: Columns, params: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    def _misfits(
+        self, columns: Columns, params: Mapping[str, Tensor]
+    ) -> list[tuple[str, str, Tensor]]:
         """Return the slot and the parameter of tensors that do not fit. It avoids calls, which a
         compiler traces slowly.
         """
         dtypes = self._dtypes
         rows = [
-            (key, name, value, params[name], dtypes[key])
+            (key, name, value, param, dtypes[key])
             for key, column in columns.items()
             if key in dtypes
-            for name, value in column.items()
+            for (name, param), value in zip(params.items(), column, strict=True)
+            if isinstance(value, Tensor)
         ]
         return [
-            (key, name)
+            (key, name, value)
             for key, name, value, param, scalar_dtype in rows
             if value.is_nested
             or value.layout is not torch.strided
@@ -140,36 +130,27 @@ class SlotLayout:
             "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
         )
 
-    def _check_keys(self, columns: Columns, params: Mapping[str, Tensor]) -> bool:
-        """Refuse columns that lack one of those of `new_slots` with the settings of their group.
-        Return True.
-        """
-        if traced():  # where a step that raises later has changed nothing
-            return True
-        present = tuple((key, *column) for key, column in columns.items())
-        names = tuple((name, param.ndim) for name, param in params.items()), present
-        if names == self._complete:
-            return True
+    def _check_keys(self, columns: Columns, params: Mapping[str, Tensor]) -> None:
+        """Refuse columns that lack one of those of `new_slots` with the settings of their group."""
+        dims = [param.ndim for param in params.values()]
         for group in self._groups(params, self._settings.none_current):
             needed: dict[int, list[str]] = {}
-            for name in group.names:
-                ndim = params[name].ndim
+            for index in group.indices:
+                ndim = dims[index]
                 if ndim not in needed:
                     like = torch.empty([1] * ndim, device="cpu")  # "meta" imports sympy
                     needed[ndim] = list(
                         self._formula.init_slots(like, {**group.settings, **_NO_LR})
                     )
                 for key in needed[ndim]:
-                    if name not in columns.get(key, ()):
+                    if key not in columns or not isinstance(columns[key][index], Tensor):
                         raise self.foreign_error(key)
-        self._complete = names
-        return True
 
-    def check_gradients(self, names: list[str], grad_names: list[str], counts: Any) -> None:
+    def check_gradients(self, names: list[str], stepped: Sequence[int], counts: Any) -> None:
         """Refuse a gradient that is None where one count stands for the steps of all parameters."""
-        if not self.counts_steps or not isinstance(counts, tuple) or len(names) == len(grad_names):
+        if not self.counts_steps or not isinstance(counts, tuple) or len(names) == len(stepped):
             return
-        missing = next(name for name in names if name not in grad_names)
+        missing = next(name for index, name in enumerate(names) if index not in stepped)
         raise ValueError(
             f"grads: that of {missing} is None, and opt_state has one count of steps for all "
             f"parameters. {self._settings.spec.name} needs that of each, because torch does not "

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .._optim.opt_state import (
     OptState,
-    Tensors,
     is_wrapped,
     map_opt_states,
     opt_states_of,
@@ -20,7 +19,7 @@ from .._optim.opt_state import (
 from .._optim.partition import PartitionOptimizer
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.wrapper import Wrapper, stand_ins
+from .._optim.wrapper import Piece, Wrapper, stand_ins
 from .._torch import foreach
 from .._torch.dtypes import HALF, nearest_on_bits
 from .._torch.tracing import constant_while_compiling
@@ -157,14 +156,20 @@ class StateDtypeOptimizer(Wrapper):
         """Return the state itself, which has narrow tensors and no state within."""
         return opt_state
 
-    def check(self, inputs: StepInputs) -> None:
-        """Refuse a state in other dtypes, and what the inner optimizer refuses."""
+    def plan(self, inputs: StepInputs) -> list[Piece]:
+        """Return the pieces of a step. Refuse a state in other dtypes, and what the inner optimizer
+        refuses.
+        """
         state, slots = inputs.opt_state, _castable(inputs.opt_state)
-        wide = self._wide_dtypes(inputs, slots)
         if not torch.compiler.is_dynamo_compiling():  # Dynamo traces neither optree nor fnmatch
-            self._check_dtypes(_paths(state), slots, wide)
-        wide_state = _with_castable(state, stand_ins(slots, wide))
-        self.updater.check(inputs.with_params(inputs.params, wide_state))
+            self._check_dtypes(_paths(state), slots, self._wide_dtypes(inputs, slots))
+        return super().plan(inputs)
+
+    def _as_decoded(self, inputs: StepInputs, params: list[Tensor]) -> StepInputs:
+        """Return inputs with the metadata of `decode(inputs)`."""
+        slots = _castable(inputs.opt_state)
+        wide = stand_ins(slots, self._wide_dtypes(inputs, slots))
+        return inputs.with_params(params, _with_castable(inputs.opt_state, wide))
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with the state in the dtypes of the inner optimizer."""
@@ -172,7 +177,9 @@ class StateDtypeOptimizer(Wrapper):
         wide = _cast(slots, self._wide_dtypes(inputs, slots))
         return inputs.with_params(inputs.params, _with_castable(inputs.opt_state, wide))
 
-    def encode(self, inputs: StepInputs, params: Tensors, state: Tree) -> tuple[Tensors, Tree]:
+    def encode(
+        self, inputs: StepInputs, params: list[Tensor], state: Tree
+    ) -> tuple[list[Tensor], Tree]:
         """Cast the state back to the dtypes that it had."""
         stored = [_castable_dtype(slot) for slot in _castable(inputs.opt_state)]
         return params, _with_castable(state, _cast(_castable(state), stored))
@@ -182,7 +189,8 @@ class StateDtypeOptimizer(Wrapper):
         what is never cast.
         """
         if opt_states_of(inputs.opt_state):
-            params, wide_dtype = inputs.params, super().slot_dtype
+            params = dict(zip(inputs.names, inputs.params, strict=True))
+            wide_dtype = super().slot_dtype
             pairs = zip(_paths(inputs.opt_state), slots, strict=True)
             return [
                 wide_dtype(path, slot, params[path[-1]].dtype)
@@ -190,11 +198,8 @@ class StateDtypeOptimizer(Wrapper):
                 else None
                 for path, slot in pairs
             ]
-        meta = {
-            name: torch.empty(param.shape, dtype=param.dtype, device="meta")
-            for name, param in inputs.params.items()
-        }
-        new = _castable(self.optimizer.init(inputs.params_tree(meta)))
+        meta = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in inputs.params]
+        new = _castable(self.optimizer.init(inputs.tree(meta)))
         if len(new) != len(slots):
             raise ValueError(
                 f"opt_state has {len(slots)} leaves, {self.optimizer!r} makes {len(new)} for "

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +14,9 @@ from .._optim.opt_state import (
     STEP,
     Columns,
     OptState,
-    are_parts,
     columns_like,
     is_of_torch,
     param_names,
-    scalars_of,
     tensors_of,
     values_of,
     with_columns,
@@ -44,47 +41,46 @@ class Position(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """The parameters, gradients and state of one step of an optimizer, on this rank."""
+    """The parameters, gradients and state of one step of an optimizer, on this rank. A list has an
+    entry for each parameter that is not None.
+    """
 
     structure: TreeDef  # of the parameters
-    names: list[str]  # of the leaves of this structure
-    params: dict[str, Tensor]  # by dotted name; a leaf that is None has no entry
-    grads: Gradients  # in the order of `names`; without likes while they are still to be made
+    num_leaves: int  # of this structure
+    indices: Sequence[int]  # of the parameters among these leaves
+    names: list[str]  # dotted
+    param_list: TensorList
+    grads: Gradients  # in the order of the leaves; without likes while they are still to be made
     opt_state: Tree
-    param_list: TensorList  # of `params`, with what is known of them
-    # what a step replaces: the parameters, then the slots of an OptState, or all tensors of any
-    # other state; None unless all are known to be dense and off graph
-    target_list: TensorList | None = None
+    # all that a step replaces: parameters and state; None unless all are dense and off graph
+    replaced: TensorList | None = None
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
-    positions: dict[str, Position] | None = None  # by name, if these are a piece of a larger step
+    positions: list[Position] | None = None  # if these are a piece of a larger step
 
     @classmethod
-    def of_dict(
+    def of_part(
         cls,
-        params: dict[str, Tensor],
+        names: list[str],
+        params: TensorList,
         grads: Gradients,
         opt_state: Tree,
-        param_list: TensorList | None = None,
-        **others: Any,
+        positions: list[Position] | None = None,
     ) -> StepInputs:
-        """Return the inputs of a step over a flat dict of parameters, such as a part of a step."""
-        structure, param_list = FlatDict(tuple(params)), param_list or _list_of(params)
-        return cls(structure, list(params), params, grads, opt_state, param_list, **others)
-
-    def with_targets(self, targets: TensorList) -> StepInputs:
-        """Return the inputs with what a step replaces, if that is in the order of `columns`."""
-        if isinstance(self.opt_state, OptState):
-            in_order = [*self.params.values(), *values_of(self.columns)]
-            if not all(map(operator.is_, targets.tensors, in_order)):
-                return self
-        return self._replace(target_list=targets)
-
-    def with_params(self, params: dict[str, Any], opt_state: Tree) -> StepInputs:
-        """Return the inputs with other tensors in place of the parameters, and this state."""
-        return self._replace(
-            params=params, opt_state=opt_state, param_list=_list_of(params), target_list=None
+        """Return the inputs of a part of a step, over a flat dict of parameters."""
+        structure, count = FlatDict(tuple(names)), len(names)
+        return cls(
+            structure, count, range(count), names, params, grads, opt_state, positions=positions
         )
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters."""
+        return self.param_list.tensors
+
+    def with_params(self, params: list[Tensor], opt_state: Tree) -> StepInputs:
+        """Return the inputs with other tensors in place of the parameters, and this state."""
+        return self._replace(param_list=TensorList(params), opt_state=opt_state, replaced=None)
 
     def unscaled(self, *, wide: bool = False) -> StepInputs:
         """Return the inputs with gradients for an optimizer, as `Gradients.unscaled`."""
@@ -92,95 +88,106 @@ class StepInputs(NamedTuple):
 
     @property
     def columns(self) -> Columns:
-        """The slots of an OptState by slot and parameter, then its counts."""
+        """The slots of an OptState, then its counts."""
         trees = self.opt_state.slots
         if not isinstance(self.opt_state.counts, tuple):
             trees = {**trees, STEP: self.opt_state.counts}
         try:
-            columns = {key: self.named(tree) for key, tree in trees.items()}
+            return {key: self.leaves(tree) for key, tree in trees.items()}
         except ValueError:
             raise foreign_parameters(param_names(self.opt_state), self.names) from None
-        return {
-            key: column
-            if _tree.are_tensors(list(column.values()))
-            else {name: x for name, x in column.items() if isinstance(x, Tensor)}
-            for key, column in columns.items()
-        }
 
-    def with_columns(self, opt_state: OptState, columns: Columns) -> OptState:
-        """Return a state with these columns, the inverse of `columns`."""
-        return with_columns(opt_state, self.structure, self.names, columns)
-
-    def writable(self, *, in_place: bool) -> tuple[StepInputs, Columns]:
-        """Return the inputs with parameters, and columns, that a kernel may write into: these, off
-        the graph, if `in_place`, else copies. Slots get the memory order of their parameter.
+    def writable(self, columns: Columns, *, in_place: bool) -> tuple[list[Tensor], Columns]:
+        """Return parameters and columns that a kernel may write into: these, off the graph, if
+        `in_place`, else copies. Slots get the memory order of their parameter.
         """
-        inputs, params, columns = self, self.params, self.columns
-        old = self.target_list or TensorList([*params.values(), *values_of(columns)])
-        if not in_place or old.any_requires_grad:
-            new = old.tensors if in_place else foreach.clone(old.tensors)
+        params, old = self.params, [*self.params, *values_of(columns)]
+        if not in_place or any([tensor.requires_grad for tensor in old]):
+            new = old if in_place else foreach.clone(old)
             working = iter([t.detach() if t.requires_grad else t for t in new])
-            inputs = self.with_params(dict(zip(params, working, strict=False)), self.opt_state)
+            params = list(itertools.islice(working, len(params)))
             columns = columns_like(columns, working)
-        if not old.are_contiguous:
-            for column in columns.values():
-                for name, slot in column.items():
-                    param = inputs.params[name]
-                    if slot.shape == param.shape and not same_memory_order(slot, param):
-                        column[name] = torch.empty_like(param, dtype=slot.dtype).copy_(slot)
-        return inputs, columns
+        if not foreach.are_contiguous(old):
+            columns = {
+                key: [_laid_out_like(*pair) for pair in zip(column, params, strict=True)]
+                for key, column in columns.items()
+            }
+        return params, columns
 
     @property
-    def grad_names(self) -> list[str]:
-        """The names of the gradients that are not None; none while they are still to be made."""
-        if self.grads.dense_real or not self.grads.likes:
-            return self.names[: len(self.grads.likes)]
-        return list(_by_name(self.names, self.grads.likes))
+    def stepped(self) -> Sequence[int]:
+        """The parameters that have a gradient, by index; all while they are still to be made."""
+        likes = self.grads.likes
+        if self.grads.dense_real or not likes:
+            return range(len(self.names))
+        return [n for n, index in enumerate(self.indices) if likes[index] is not None]
 
     @property
-    def local_grads(self) -> dict[str, Tensor]:
-        """The gradients by name, in the form of the parameters: shards if these are."""
+    def local_grads(self) -> list[Tensor | None]:
+        """The gradients in the form of the parameters: shards if these are."""
         leaves = self.grads.leaves
-        return _by_name(self.names, map(dtensor.shard, leaves) if self.global_trees else leaves)
+        if self.global_trees:
+            leaves = list(map(dtensor.shard, leaves))
+        return self._of_params(leaves)
 
     @property
-    def all_positions(self) -> dict[str, Position]:
-        """The position of each parameter's elements, by name."""
+    def all_positions(self) -> list[Position]:
+        """The position of each parameter's elements."""
         if self.positions is not None:
             return self.positions
-        leaves = self.named((self.global_trees or self.trees)[0])
-        return {
-            name: Position(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
-            for index, (name, leaf) in enumerate(leaves.items())
-        }
+        leaves = self.leaves((self.global_trees or self.trees)[0])
+        return [
+            Position(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
+            for index, leaf in zip(self.indices, leaves, strict=True)
+        ]
 
     @property
     def trees(self) -> tuple[Tree, Tree]:
         """Parameters and state."""
-        return self.params_tree(self.params), self.opt_state
+        return self.tree(self.params), self.opt_state
 
-    def params_tree(self, values: Mapping[str, Any]) -> Tree:
-        """Return a tree like the parameters from values by name, with None for the others."""
-        return self.structure.unflatten(list(map(values.get, self.names)))
+    def leaves(self, tree: Tree) -> Leaves:
+        """Return the leaves of a tree like the parameters, without those of a parameter None."""
+        return self._of_params(self.structure.flatten_up_to(tree))
 
-    def named(self, tree: Tree) -> dict[str, Any]:
-        """Return the leaves of a tree like the parameters by name, also those that are None."""
-        return dict(zip(self.names, self.structure.flatten_up_to(tree), strict=True))
+    def tree(self, values: Sequence[Any], like: Tree = None) -> Tree:
+        """Return a tree like the parameters, the inverse of `leaves`. In place of a parameter None
+        it has what `like` has there, by default None.
+        """
+        if len(values) == self.num_leaves:
+            return self.structure.unflatten(values)
+        leaves = [None] * self.num_leaves
+        if like is not None:
+            leaves = self.structure.flatten_up_to(like)
+        for index, value in zip(self.indices, values, strict=True):
+            leaves[index] = value
+        return self.structure.unflatten(leaves)
 
-    def restore(self, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
-        """Return the results of a step, as DTensors if the arguments were."""
+    def with_columns(self, columns: Columns) -> OptState:
+        """Return the state with these columns, the inverse of `columns`."""
+        state: OptState = self.opt_state
+        old = {**state.slots, STEP: state.counts}
+        trees = {key: self.tree(column, old[key]) for key, column in columns.items()}
+        return with_columns(state, trees)
+
+    def _of_params(self, leaves: Leaves) -> Leaves:
+        if len(leaves) == len(self.indices):
+            return leaves
+        return [leaves[index] for index in self.indices]
+
+    def restore(self, params: list[Tensor], opt_state: Tree) -> tuple[Tree, Tree]:
+        """Return the results of a step as trees, with DTensors if the arguments had them."""
+        trees = self.tree(params), opt_state
         if self.global_trees is None:
-            return params, opt_state
-        return _tree.map(dtensor.from_local_like, self.global_trees, (params, opt_state))
+            return trees
+        return _tree.map(dtensor.from_local_like, self.global_trees, trees)
 
 
-def _list_of(params: dict[str, Any]) -> TensorList:
-    return TensorList(list(params.values()))
-
-
-def _by_name(names: Sequence[str], leaves: Iterable[Any]) -> dict[str, Any]:
-    """Return by name the leaves that are not None."""
-    return {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
+def _laid_out_like(slot: Any, param: Tensor) -> Any:
+    """Return a slot in the memory order of a parameter of its shape."""
+    if slot == () or slot.shape != param.shape or same_memory_order(slot, param):
+        return slot
+    return torch.empty_like(param, dtype=slot.dtype).copy_(slot)
 
 
 def foreign_parameters(in_state: list[str], in_params: list[str]) -> ValueError:
@@ -216,47 +223,37 @@ def step_inputs(
         end_graph()
     if not (optimizer.differentiable or dense_off_graph):
         _tree.reject_autograd_history(params=params, grads=grads, opt_state=opt_state)
-    names, structure = _tree.names(params.tree), params.structure
-    state_list, state = opt_state.tensor_list, opt_state.tree
+    names, leaves = _tree.names(params.tree), params.leaves
+    _tree.check_names(names)
     if dense_off_graph:
-        param_list, named = params.tensor_list, _by_name(names, params.leaves)
         grad_list = TensorList([]) if grads is None else grads.tensor_list
         gradients = Gradients(grad_list, grad_leaves, dense_real=grads is not None)
-        inputs = StepInputs(structure, names, named, gradients, state, param_list)
-        if isinstance(state, OptState):  # its slots and counts alone
-            state_list = state_list.part(1, len(opt_state.leaves) - len(scalars_of(state)))
-        # The slots of a class of a user's own are by parameter.
-        if not (isinstance(state, OptState) and optimizer.calls_step):
-            inputs = inputs.with_targets(param_list.joined(state_list))
-    else:
-        inputs = _flatten_unknown(optimizer, params, names, grad_leaves, state)
-    if len(inputs.params) < len(names):
-        _tree.check_names(names)
-    return inputs
-
-
-def _flatten_unknown(
-    optimizer: Any, params: FlatTree, names: list[str], grads: Leaves, opt_state: Tree
-) -> StepInputs:
-    """Return the inputs of a step over tensors of any kind."""
+        count = len(names)
+        return StepInputs(
+            *(params.structure, count, range(count), names, params.tensor_list),
+            *(gradients, opt_state.tree),
+            TensorList([*leaves, *opt_state.leaves], dense_off_graph=True),
+        )
     leaves = [  # torch's kernels ignore lazy negation
         leaf.resolve_conj().resolve_neg()
         if isinstance(leaf, Tensor) and is_unresolved(leaf)
         else leaf
-        for leaf in params.leaves
+        for leaf in leaves
     ]
-    global_trees = None
-    sharded = dtensor.any_dtensor([*leaves, *grads])
+    state, global_trees = opt_state.tree, None
+    sharded = dtensor.any_dtensor([*leaves, *grad_leaves])
     if sharded and optimizer.elementwise is not None:
-        _check_shards(optimizer, params.tree, names, leaves, grads, opt_state)
-        global_trees = params.structure.unflatten(leaves), opt_state
-        grads = list(map(dtensor.redistribute_like, grads, leaves))  # none if still to be made
+        _check_shards(optimizer, params.tree, names, leaves, grad_leaves, state)
+        global_trees = params.structure.unflatten(leaves), state
+        # none if still to be made
+        grad_leaves = list(map(dtensor.redistribute_like, grad_leaves, leaves))
         shard = functools.partial(dtensor.shard, on_graph=optimizer.differentiable)
-        leaves, opt_state = list(map(shard, leaves)), _tree.map(shard, opt_state)
-    named = _by_name(names, leaves)
-    gradients, structure, param_list = as_gradients(grads), params.structure, _list_of(named)
+        leaves, state = list(map(shard, leaves)), _tree.map(shard, state)
+    indices = [index for index, leaf in enumerate(leaves) if leaf is not None]
     return StepInputs(
-        structure, names, named, gradients, opt_state, param_list, global_trees=global_trees
+        *(params.structure, len(names), indices, [names[index] for index in indices]),
+        *(TensorList([leaves[index] for index in indices]), as_gradients(grad_leaves), state),
+        global_trees=global_trees,
     )
 
 
@@ -292,27 +289,18 @@ def _check_shards(
 
 
 def flatten_together(trees: Sequence[Tree], *opt_states: Tree) -> list[FlatTree]:
-    """Flatten each tree and each state of an optimizer, with one check of all leaves. The state of
-    a class of torch, and a dict of such states, has no structure: it is never rebuilt from its
-    leaves.
-    """
+    """Flatten each tree and each state of an optimizer."""
     pairs = [*map(_tree.flatten, trees), *map(_flatten_opt_state, opt_states)]
-    trees = *trees, *opt_states
-    joined = as_tensor_list([leaf for leaves, _ in pairs for leaf in leaves])
-    flats, start = [], 0
-    for tree, (leaves, structure) in zip(trees, pairs, strict=True):
-        stop = start + len(leaves)
-        flats.append(FlatTree(tree, leaves, structure, joined.part(start, stop)))
-        start = stop
-    return flats
+    return [
+        FlatTree(tree, leaves, structure, as_tensor_list(leaves))
+        for tree, (leaves, structure) in zip((*trees, *opt_states), pairs, strict=True)
+    ]
 
 
 def _flatten_opt_state(opt_state: Tree) -> tuple[Leaves, Any]:
-    # Listing the tensors is faster than walking through the dicts.
-    if is_of_torch(opt_state):
+    # Dynamo is slow in nested dicts.
+    if torch.compiler.is_dynamo_compiling() and is_of_torch(opt_state):
         return tensors_of(opt_state), None
-    if are_parts(opt_state):
-        return [leaf for state in opt_state.values() for leaf in tensors_of(state)], None
     return _tree.flatten(opt_state)
 
 
@@ -337,4 +325,5 @@ def named_params(params: Tree) -> dict[str, Tensor]:
     flat, names = _tree.flatten_once(params), _tree.names(params)
     _tree.check_names(names)
     _tree.check_parameters(flat)
-    return _by_name(names, flat.leaves)
+    pairs = zip(names, flat.leaves, strict=True)
+    return {name: leaf for name, leaf in pairs if leaf is not None}

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import Tensors
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import Position, StepInputs
-from .._optim.wrapper import Wrapper, checked_state, on_shards
+from .._optim.wrapper import Piece, Wrapper, checked_state, on_shards
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import HALF, is_half, rounded_on_bits, send_once
@@ -283,34 +282,39 @@ class RoundingOptimizer(Wrapper):
         applied = torch.zeros((), dtype=torch.int64, device=device)
         return RoundingState(self.optimizer.init(wide), applied)
 
-    def check(self, inputs: StepInputs) -> None:
-        """Refuse a state without a count, and what the inner optimizer refuses."""
+    def plan(self, inputs: StepInputs) -> list[Piece]:
+        """Return the pieces of a step. Refuse a state without a count, and what the inner optimizer
+        refuses.
+        """
         checked_state(inputs.opt_state, RoundingState)
-        super().check(inputs)
+        return super().plan(inputs)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with half parameters in float32."""
         params = inputs.params
-        wide = [torch.float32 if is_half(param) else param.dtype for param in params.values()]
-        named = zip(params, foreach.cast(list(params.values()), wide), strict=True)
-        return inputs.with_params(dict(named), inputs.opt_state.inner)
+        wide = [torch.float32 if is_half(param) else param.dtype for param in params]
+        return inputs.with_params(foreach.cast(params, wide), inputs.opt_state.inner)
 
-    def encode(self, inputs: StepInputs, params: Tensors, state: Tree) -> tuple[Tensors, Tree]:
+    def encode(
+        self, inputs: StepInputs, params: list[Tensor], state: Tree
+    ) -> tuple[list[Tensor], Tree]:
         """Round the parameters that were half."""
         applied, positions = inputs.opt_state.applied, inputs.all_positions
-        count = 1 + max([position.leaf for position in positions.values()], default=0)
+        count = 1 + max([position.leaf for position in positions], default=0)
         dice = Dice.of(self._seed, applied, count)
-        results = dict(params)
-        halves = {name: old for name, old in inputs.params.items() if is_half(old)}
-        for names in _names_of_small(halves, params, positions):
-            tensors, dtype = [params[name] for name in names], halves[names[0]].dtype
-            rows = self._rows_of(tensors, [positions[name] for name in names])
+        results, old = list(params), inputs.params
+        alone = {index for index, param in enumerate(old) if is_half(param)}
+        for indices in _small(alone, old, params, positions):
+            tensors, dtype = [params[n] for n in indices], old[indices[0]].dtype
+            rows = self._rows_of(tensors, [positions[n] for n in indices])
             rounded = _rounded_together(tensors, dtype, dice, rows)
-            results.update(zip(names, rounded, strict=True))
-            halves = {name: old for name, old in halves.items() if name not in names}
-        for name, old in halves.items():
-            one = functools.partial(_rounded, dtype=old.dtype, dice=dice, position=positions[name])
-            results[name] = on_shards(one, params[name])
+            for index, tensor in zip(indices, rounded, strict=True):
+                results[index] = tensor
+            alone.difference_update(indices)
+        for index in alone:
+            dtype, position = old[index].dtype, positions[index]
+            one = functools.partial(_rounded, dtype=dtype, dice=dice, position=position)
+            results[index] = on_shards(one, params[index])
         return results, RoundingState(state, applied + 1)
 
     def _rows_of(self, tensors: Sequence[Tensor], positions: Sequence[Position]) -> Tensor:
@@ -322,18 +326,21 @@ class RoundingOptimizer(Wrapper):
         return send_once(table, tensors[0].device, self._rows)
 
 
-def _names_of_small(
-    halves: Tensors, params: Tensors, positions: Mapping[str, Position]
-) -> list[list[str]]:
-    """Return the names of parameters that are rounded together: of one kind, and so small that
+def _small(
+    halves: Iterable[int],
+    old: list[Tensor],
+    params: list[Tensor],
+    positions: Sequence[Position],
+) -> list[list[int]]:
+    """Return the indices of parameters that are rounded together: of one kind, and so small that
     an operator takes longer than its elements, as all are on an accelerator. None in a trace.
     """
     if traced():
         return []
-    kinds: dict[Any, list[str]] = {}
-    for name, old in halves.items():
-        new = params[name]
+    kinds: dict[Any, list[int]] = {}
+    for index in halves:
+        new = params[index]
         small = foreach.is_launch_bound(new) or new.numel() <= _SMALL
-        if small and positions[name].dtensor is None and new.is_contiguous():
-            kinds.setdefault((new.device, new.dtype, old.dtype), []).append(name)
-    return [names for names in kinds.values() if len(names) > 1]
+        if small and positions[index].dtensor is None and new.is_contiguous():
+            kinds.setdefault((new.device, new.dtype, old[index].dtype), []).append(index)
+    return [indices for indices in kinds.values() if len(indices) > 1]

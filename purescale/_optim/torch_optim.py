@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -13,13 +13,13 @@ from .._optim.class_step import ClassStep
 from .._optim.formula_step import FormulaStep
 from .._optim.fused import FusedStep
 from .._optim.opt_state import (
+    NO_SLOTS,
     STEP,
     Columns,
     OptState,
     Tensors,
     map_numbers,
     stored_settings,
-    transposed,
     with_columns,
     with_stored,
 )
@@ -164,8 +164,8 @@ class TorchOptimizer(Updater):
         self.differentiable, self.elementwise = settings.differentiable, settings.spec.elementwise
         self._slot_layout = SlotLayout(settings)
         self._fused_step = FusedStep(settings, self._slot_layout)
-        unfused_class = ClassStep if self.calls_step else FormulaStep
-        self._unfused_step = unfused_class(settings, self._slot_layout)
+        self._formula_step = FormulaStep(settings, self._slot_layout)
+        self._class_step = ClassStep(settings, self._slot_layout)
 
     def __repr__(self) -> str:
         return repr(self.settings)
@@ -195,10 +195,14 @@ class TorchOptimizer(Updater):
         if self.calls_step:
             return opt_state._replace(slots=slots)
         structure, names = _tree.flatten(params)[1], _tree.names(params)
-        return with_columns(opt_state, structure, names, transposed(slots))
+        keys = dict.fromkeys([key for entry in slots.values() for key in entry]) or [NO_SLOTS]
+        columns = {key: [slots.get(name, {}).get(key, ()) for name in names] for key in keys}
+        return with_columns(opt_state, {k: structure.unflatten(c) for k, c in columns.items()})
 
-    def check(self, inputs: StepInputs) -> None:
-        """Refuse a state that does not belong to these parameters."""
+    def plan(self, inputs: StepInputs) -> TorchPlan:
+        """Return the launches of torch's kernel, if it is right. Refuse a state that does not
+        belong to these parameters.
+        """
         opt_state = inputs.opt_state
         if not isinstance(opt_state, OptState):
             raise TypeError(
@@ -217,62 +221,78 @@ class TorchOptimizer(Updater):
                 "be compiled, mapped or differentiated. Fix: call the step eagerly, take a class "
                 "of torch.optim, or write an (init, update) pair for from_transformation."
             )
-        params = inputs.params
+        launches = None
         if not self.calls_step:
             columns = inputs.columns
-            self._slot_layout.check(columns, params, inputs.target_list)
-            if len(inputs.grads.likes) == len(inputs.names):  # they are there
-                names = list(params), inputs.grad_names
-                self._slot_layout.check_gradients(*names, opt_state.counts)
-        elif opt_state.slots.keys() != params.keys():
+            self._slot_layout.check(columns, dict(zip(inputs.names, inputs.params, strict=True)))
+            counts = opt_state.counts
+            self._slot_layout.check_gradients(inputs.names, inputs.stepped, counts)
+            launches = self._fused_step.plan(inputs, columns)
+        elif opt_state.slots.keys() != set(inputs.names):
             raise foreign_parameters(list(opt_state.slots), inputs.names)
         self.settings.check(opt_state)
-        self.settings.check_names(tuple(params))
+        if inputs.positions is None:  # a piece need not have a parameter of each override
+            self.settings.check_names(tuple(inputs.names))
+        return TorchPlan(launches)
 
     def current_settings(self, opt_state: OptState) -> CurrentSettings:
         """Return the settings of a step that may differ from those of the step before."""
         return self.settings.current(opt_state)
 
-    def apply_step(self, inputs: StepInputs, current: CurrentSettings) -> tuple[Tree, OptState]:
+    def apply_step(
+        self, inputs: StepInputs, plan: TorchPlan, current: CurrentSettings
+    ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, in fresh memory."""
-        if self._fused_step.is_right_for(inputs, current):
-            params, columns = self._fused_step(inputs, current, None)
+        columns = {} if self.calls_step else inputs.columns
+        if self._kernel_is_right(inputs, plan, columns, current):
+            params, columns = self._fused_step(inputs, plan.launches, columns, current, None)
+            return params, self._advanced(inputs, columns, 1)
+        inputs = inputs.unscaled()
+        gradients = _cast_gradients(inputs)
+        if self.calls_step:
+            params, slots = self._class_step(inputs, gradients, current)
+            inputs = inputs._replace(opt_state=inputs.opt_state._replace(slots=slots))
         else:
-            inputs = inputs.unscaled()
-            params, columns = self._unfused_step(inputs, _cast_gradients(inputs), current)
-        return self._as_trees(inputs, params, columns, 1)
+            params, columns = self._formula_step(inputs, gradients, columns, current)
+        return params, self._advanced(inputs, columns, 1)
 
     def apply_step_unless(
-        self, skip: Tensor, inputs: StepInputs, current: CurrentSettings, *, in_place: bool = False
-    ) -> tuple[Tree, Tree]:
-        """Return parameters and state after a step that a fused kernel skips itself, if one can."""
-        if not self._fused_step.is_right_for(inputs, current):
-            return super().apply_step_unless(skip, inputs, current, in_place=in_place)
-        params, columns = self._fused_step(inputs, current, skip, in_place=in_place)
-        # A captured CUDA graph needs its numbers at fixed addresses.
-        return self._as_trees(inputs, params, columns, ~skip, in_place=in_place)
-
-    def _as_trees(
         self,
+        skip: Tensor | bool,
         inputs: StepInputs,
-        params: Tensors,
-        columns: Columns,
-        count: Any,
+        plan: TorchPlan,
+        current: CurrentSettings,
         *,
         in_place: bool = False,
-    ) -> tuple[Tree, OptState]:
-        """Return the results of a step as trees, with `count` more applied steps."""
-        old = inputs.opt_state
-        applied, iteration = old.applied, old.iteration
+    ) -> tuple[list[Tensor], Tree]:
+        """Return parameters and state after a step that a fused kernel skips itself, if one can."""
+        columns = {} if plan.launches is None else inputs.columns
+        if not self._kernel_is_right(inputs, plan, columns, current):
+            return super().apply_step_unless(skip, inputs, plan, current, in_place=in_place)
+        flag = None if isinstance(skip, bool) else skip
+        lists = inputs, plan.launches, columns, current, flag
+        params, columns = self._fused_step(*lists, in_place=in_place)
+        # A captured CUDA graph needs its numbers at fixed addresses.
+        count = 1 if flag is None else ~flag
+        return params, self._advanced(inputs, columns, count, in_place=in_place)
+
+    def _kernel_is_right(
+        self, inputs: StepInputs, plan: TorchPlan, columns: Columns, current: CurrentSettings
+    ) -> bool:
+        return plan.launches is not None and self._fused_step.is_right_for(inputs, columns, current)
+
+    def _advanced(
+        self, inputs: StepInputs, columns: Columns, count: Any, *, in_place: bool = False
+    ) -> OptState:
+        """Return the state with these columns, if there are any, and `count` more applied steps."""
+        state: OptState = inputs.with_columns(columns) if columns else inputs.opt_state
+        applied, iteration = state.applied, state.iteration
         keep = Tensor.detach if in_place else self._copy
         if self.settings.schedule_by == "iteration":
             iteration = iteration.add_(1) if in_place else iteration + 1
         applied = applied.add_(count) if in_place else applied + count
-        state = OptState(applied, columns, iteration=iteration)
-        if not self.calls_step:  # whose slots are by parameter
-            state = inputs.with_columns(state, columns)
-        stored = map_numbers(keep, stored_settings(old))
-        return inputs.params_tree(params), with_stored(state, stored)
+        stored = map_numbers(keep, stored_settings(state))
+        return with_stored(state._replace(applied=applied, iteration=iteration), stored)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Copy into fresh memory, on the graph only if the step is to be differentiated."""
@@ -364,14 +384,22 @@ class TorchOptimizer(Updater):
         return self._with_slots(state, params, slots)
 
 
-def _cast_gradients(inputs: StepInputs) -> Tensors:
-    """Return the gradients by name, in the form and dtype of their parameters. Complex ones are not
-    clamped to a range.
+class TorchPlan(NamedTuple):
+    """The decisions of `TorchOptimizer.plan`."""
+
+    launches: Any  # a list of `Launch`; None if torch's kernel is not right for the tensors
+
+
+def _cast_gradients(inputs: StepInputs) -> list[Tensor | None]:
+    """Return the gradients in the form and dtype of their parameters. Complex ones are not clamped
+    to a range.
     """
-    grads = inputs.local_grads
-    leaves, dtypes = list(grads.values()), [inputs.params[name].dtype for name in grads]
+    gradients = inputs.local_grads
+    pairs = [(g, p.dtype) for g, p in zip(gradients, inputs.params, strict=True) if g is not None]
+    leaves, dtypes = [g for g, _ in pairs], [dtype for _, dtype in pairs]
     if any(leaf.is_complex() for leaf in leaves):
         leaves = [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
     else:
         leaves = foreach.cast(leaves, dtypes)
-    return dict(zip(grads, leaves, strict=True))
+    remaining = iter(leaves)
+    return [None if gradient is None else next(remaining) for gradient in gradients]

@@ -52,8 +52,8 @@ def write_state_dict(
     """Return a state in torch's format, as `TorchOptimizer.to_state_dict`."""
     state: dict[int, dict[str, Any]] = {}
     groups, slots = [], slots_by_parameter(settings, opt_state)
-    for names, values, *_ in _current_groups(settings, opt_state, list(slots), initial_lr):
-        start = len(state)
+    for group in _current_groups(settings, opt_state, list(slots), initial_lr):
+        start, names, values = len(state), group.names, group.settings
         state.update(enumerate([_save_entry(slots[name]) for name in names], start))
         lr = values["lr"]
         lr = lr.clone() if isinstance(lr, Tensor) else lr

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,16 +12,20 @@ from .._optim.opt_state import after_skip
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
-from .._torch.tracing import is_on_a_graph, traced, under_derivative
+from .._torch.tensor_list import Cache, TensorList
+from .._torch.tracing import can_plan, end_graph, is_on_a_graph, traced, under_derivative
 from .._tree import tree as _tree
+from .._tree.gradients import Gradients
+from .._tree.leaves import are_real
+from .._tree.plans import Plans, add_plan, find_plan
 from .._tree.scalars import not_made
 from .._tree.states import select_masked
-from .._tree.tree import Tree
+from .._tree.tree import FlatTree, Tree
 
 
 class Updater:
-    """An optimizer as a step calls it, over the lists of `StepInputs`: `check`,
-    `current_settings`, then `apply_step_unless`. `as_updater` makes one of any optimizer.
+    """An optimizer as a step calls it, over the lists of `StepInputs`: `plan`, `current_settings`,
+    then `apply_step_unless`. `as_updater` makes one of any optimizer.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
@@ -44,50 +49,103 @@ class Updater:
         """Return parameters and state after one step, in fresh memory. A parameter whose gradient
         is None does not change, as in torch.optim.
         """
-        inputs = flatten_step(self, params, grads, opt_state)
-        self.check(inputs)
-        return inputs.restore(*self.apply_step(inputs, self.current_settings(inputs.opt_state)))
+        inputs, plan = planned_step(self, params, grads, opt_state)
+        current = self.current_settings(inputs.opt_state)
+        return inputs.restore(*self.apply_step(inputs, plan, current))
 
     def grad_mode(self) -> torch.set_grad_enabled:
         """Return a context that records a graph only if a derivative may go through the step."""
         return torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable))
 
-    def check(self, inputs: StepInputs) -> None:
-        """Refuse parameters and a state that do not belong together, before any work."""
+    @functools.cached_property
+    def plans(self) -> Plans[Any]:
+        """The plans of steps with this optimizer."""
+        return Plans()
+
+    def plan(self, inputs: StepInputs) -> Any:
+        """Return what settings, structure and metadata decide about a step. Refuse parameters and a
+        state that do not belong together, before any work.
+        """
 
     def current_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the next step. Schedules run here, before anything is written."""
 
-    def apply_step(self, inputs: StepInputs, current: Any) -> tuple[Tree, Tree]:
+    def apply_step(self, inputs: StepInputs, plan: Any, current: Any) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step with these settings, in fresh memory. The
         gradients may still be scaled.
         """
         raise NotImplementedError
 
     def apply_step_unless(
-        self, skip: Tensor, inputs: StepInputs, current: Any, *, in_place: bool = False
-    ) -> tuple[Tree, Tree]:
-        """Equal to `select(skip, (old params, old state), self.apply_step(inputs, current))`. With
-        `in_place`, the caller guarantees that nobody else holds the tensors of `inputs`: they are
-        overwritten.
+        self,
+        skip: Tensor | bool,
+        inputs: StepInputs,
+        plan: Any,
+        current: Any,
+        *,
+        in_place: bool = False,
+    ) -> tuple[list[Tensor], Tree]:
+        """Equal to `select(skip, (old params, old state), self.apply_step(inputs, plan, current))`.
+        With `in_place`, the caller guarantees that nobody else holds the tensors of `inputs`: they
+        are overwritten. `skip` is False where the host knows it.
         """
-        old = inputs.trees
+        old = inputs.params, inputs.opt_state
+        skip = _tree.flag(skip, like=next(iter(inputs.params), None))
         if self.may_add_slots:
             if not bool(skip):
-                return self.apply_step(inputs, current)
+                return self.apply_step(inputs, plan, current)
             return _tree.clone((old[0], after_skip(old[1], in_place=False)))
         if (
             self.differentiable
             or under_derivative()
-            or (traced() and is_on_a_graph([*inputs.params.values(), *inputs.grads.tensors]))
+            or (traced() and is_on_a_graph([*inputs.params, *inputs.grads.tensors]))
         ):
             # `where` sends a derivative of 0 into what it does not choose: 0 * inf is NaN.
             inputs = inputs._replace(grads=inputs.grads.zeroed(skip))
-        new = self.apply_step(inputs, current)
+        new = self.apply_step(inputs, plan, current)
         old = old[0], after_skip(old[1], in_place=in_place)
         with self.grad_mode():
             before, after, structure = _tree.matching_leaves(old, new, "old", "new")
             return structure.unflatten(select_masked(skip, before, after, in_place=in_place))
+
+
+class Planned(NamedTuple):
+    """The decisions about steps of an optimizer whose arguments are alike."""
+
+    names: list[str]  # of the parameters
+    update: Any  # what the optimizer planned
+    replaced: Cache  # of all that a step replaces
+
+    def inputs(self, params: FlatTree, opt_state: FlatTree, grads: Gradients) -> StepInputs:
+        """Return the inputs of a step."""
+        leaves, count = [*params.leaves, *opt_state.leaves], len(self.names)
+        replaced = TensorList(leaves, self.replaced, dense_off_graph=True)
+        return StepInputs(
+            *(params.structure, count, range(count), self.names, params.tensor_list),
+            *(grads, opt_state.tree, replaced),
+        )
+
+
+def planned_step(
+    updater: Updater, params: Tree, grads: Tree, opt_state: Tree
+) -> tuple[StepInputs, Any]:
+    """Return the checked inputs of a step, and its plan. Refuse, naming the leaf, gradients that do
+    not fit `params`, and a state that belongs to others.
+    """
+    trees = params, grads, opt_state
+    if can_plan() and (known := find_plan(updater.plans, trees)):
+        if not updater.differentiable:
+            end_graph()
+        (of_params, of_grads, of_state), planned = known
+        gradients = Gradients(of_grads.tensor_list, of_grads.leaves, True)
+        return planned.inputs(of_params, of_state, gradients), planned.update
+    inputs = flatten_step(updater, *trees)
+    update = updater.plan(inputs)
+    if inputs.replaced is not None and are_real(inputs.param_list.dtypes):
+        flat = list(map(_tree.flatten_once, trees))
+        if flat[0].structure == flat[1].structure:  # the dicts have one order
+            add_plan(updater.plans, flat, Planned(inputs.names, update, Cache()))
+    return inputs, update
 
 
 def check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
@@ -120,13 +178,14 @@ class CalledOptimizer(Updater):
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
-    def apply_step(self, inputs: StepInputs, current: Any) -> tuple[Tree, Tree]:
+    def apply_step(self, inputs: StepInputs, plan: Any, current: Any) -> tuple[list[Tensor], Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
         inputs = inputs.unscaled(wide=self.wide_grads)
         old = inputs.trees
-        trees = old[0], inputs.params_tree(inputs.local_grads), old[1]
+        trees = old[0], inputs.tree(inputs.local_grads), old[1]
         with self.grad_mode():
             stepped = self.optimizer.step(*trees)
             before, after = (old[0], stepped[0]) if self.may_add_slots else (old, stepped)
             _tree.matching_leaves(before, after, "old", "new")
-            return _tree.copy_aliased(stepped, trees)
+            params, opt_state = _tree.copy_aliased(stepped, trees)
+            return inputs.leaves(params), opt_state

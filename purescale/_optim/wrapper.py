@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, Tensors, without_wrappers
+from .._optim.opt_state import OptState, without_wrappers
 from .._optim.partition import PartitionOptimizer
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
 from .._optim.updater import Updater, as_updater
 from .._torch import dtensor, foreach
 from .._torch.dtypes import is_half, wide_dtype
+from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_differentiated, traced
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
@@ -76,10 +77,10 @@ class Wrapper(Updater):
         """
         raise NotImplementedError
 
-    def encode(self, inputs: StepInputs, params: Tensors, state: Tree) -> tuple[Tensors, Tree]:
-        """Return parameters by name and the state after the step, from those of the inner
-        optimizer.
-        """
+    def encode(
+        self, inputs: StepInputs, params: list[Tensor], state: Tree
+    ) -> tuple[list[Tensor], Tree]:
+        """Return parameters and the state after the step, from those of the inner optimizer."""
         raise NotImplementedError
 
     def inner_state(self, opt_state: Tree) -> Tree:
@@ -96,39 +97,85 @@ class Wrapper(Updater):
 
     # ---- the step
 
-    def check(self, inputs: StepInputs) -> None:
-        """Refuse a state that does not belong to these parameters."""
-        params = inputs.params
-        if self.widens_params:
-            wide = [torch.float32 if is_half(param) else None for param in params.values()]
-            params = dict(zip(params, stand_ins(list(params.values()), wide), strict=True))
-        self.updater.check(inputs.with_params(params, self.inner_state(inputs.opt_state)))
+    def plan(self, inputs: StepInputs) -> list[Piece]:
+        """Return the pieces in which a step is made. Refuse a state that does not belong to these
+        parameters.
+        """
+        plan = self.updater.plan(self._as_decoded(inputs, self.wide_params(inputs.params)))
+        whole = Piece(None, False, plan)
+        if self._is_in_one_piece(inputs):
+            return [whole]
+        cuts = _cuts(inputs, cut_leaves=self.elementwise is True)
+        if len(cuts) == 1:
+            return [whole]
+        pieces, inputs = [], inputs._replace(positions=inputs.all_positions)
+        for cut in cuts:
+            piece = Piece(cut, cut is cuts[-1], None)
+            inner = self._piece_of(inputs, piece)
+            decoded = self._as_decoded(inner, self.wide_params(inner.params))
+            pieces.append(piece._replace(plan=self.updater.plan(decoded)))
+        return pieces
+
+    def wide_params(self, params: list[Tensor]) -> list[Tensor]:
+        """Return parameters with the metadata of those that the inner optimizer steps."""
+        if not self.widens_params:
+            return params
+        return stand_ins(params, [torch.float32 if is_half(param) else None for param in params])
+
+    def _as_decoded(self, inputs: StepInputs, params: list[Tensor]) -> StepInputs:
+        """Return inputs with the metadata of `decode(inputs)`."""
+        return inputs.with_params(params, self.inner_state(inputs.opt_state))
+
+    def _is_in_one_piece(self, inputs: StepInputs) -> bool:
+        """Return True if a step cannot be made in pieces, or need not be."""
+        if self.calls_step or self.differentiable or traced():
+            return True
+        return not isinstance(without_wrappers(inputs.opt_state), OptState)
 
     def current_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the inner optimizer's step."""
         with self.grad_mode():
             return self.updater.current_settings(self.inner_state(opt_state))
 
-    def apply_step(self, inputs: StepInputs, current: Any) -> tuple[Tree, Tree]:
+    def apply_step(
+        self, inputs: StepInputs, plan: list[Piece], current: Any
+    ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step: decoded, stepped and encoded."""
-        return self._stepped(inputs, lambda inner: self.updater.apply_step(inner, current))[0]
+        if len(plan) > 1:
+            skip = torch.zeros((), dtype=torch.bool, device=inputs.params[0].device)
+            return self.apply_step_unless(skip, inputs, plan, current)
+        [piece] = plan
+
+        def step(inner: StepInputs) -> tuple[list[Tensor], Tree]:
+            return self.updater.apply_step(inner, piece.plan, current)
+
+        return self._stepped(inputs, step)[0]
 
     def apply_step_unless(
-        self, skip: Tensor, inputs: StepInputs, current: Any, *, in_place: bool = False
-    ) -> tuple[Tree, Tree]:
+        self,
+        skip: Tensor | bool,
+        inputs: StepInputs,
+        plan: list[Piece],
+        current: Any,
+        *,
+        in_place: bool = False,
+    ) -> tuple[list[Tensor], Tree]:
         """Return the step of a large model piece by piece, which bounds the memory for what is
         decoded.
         """
         in_one_piece = self.calls_step or self.differentiable or torch.compiler.is_compiling()
         if in_one_piece or not isinstance(without_wrappers(inputs.opt_state), OptState):
-            return super().apply_step_unless(skip, inputs, current, in_place=in_place)
+            return super().apply_step_unless(skip, inputs, plan, current, in_place=in_place)
 
-        def step(inner: StepInputs) -> tuple[Tree, Tree]:
-            return self.updater.apply_step_unless(skip, inner, current, in_place=not traced())
+        def step_of(piece: Piece) -> Step:
+            return lambda inner: self.updater.apply_step_unless(
+                skip, inner, piece.plan, current, in_place=not traced()
+            )
 
+        old = inputs.params, inputs.opt_state
         if traced():
-            new, chosen = self._stepped(inputs, step)
-            before, after, structure = _tree.matching_leaves(inputs.trees, new, "old", "new")
+            new, chosen = self._stepped(inputs, step_of(plan[0]))
+            before, after, structure = _tree.matching_leaves(old, new, "old", "new")
             done = set(map(id, chosen))
             leaves = [
                 b if id(b) in done else select_masked(skip, [a], [b])[0]
@@ -136,29 +183,29 @@ class Wrapper(Updater):
             ]
             return structure.unflatten(leaves)
         with torch.no_grad():
-            old = inputs.trees
             inputs = _off_graph(inputs, copy=self.may_raise or not in_place)
-            for piece in self._pieces(inputs):
-                leaves = _tree.flatten(piece.trees)[0]
-                results = _tree.flatten(self._stepped(piece, step)[0])[0]
+            if len(plan) > 1:
+                inputs = inputs._replace(positions=inputs.all_positions)
+            for piece in plan:
+                of_piece = inputs if piece.cut is None else self._piece_of(inputs, piece)
+                leaves = _tree.flatten((of_piece.params, of_piece.opt_state))[0]
+                results = _tree.flatten(self._stepped(of_piece, step_of(piece))[0])[0]
                 pairs = [(a, b) for a, b in zip(leaves, results, strict=True) if a is not b]
                 select_masked(skip, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
-        return write_over(old, inputs.trees) if self.may_raise and in_place else inputs.trees
+        new = inputs.params, inputs.opt_state
+        return write_over(old, new) if self.may_raise and in_place else new
 
-    def _stepped(
-        self, inputs: StepInputs, step: Callable[[StepInputs], tuple[Tree, Tree]]
-    ) -> tuple[tuple[Tree, Tree], Leaves]:
+    def _stepped(self, inputs: StepInputs, step: Step) -> tuple[tuple[list[Tensor], Tree], Leaves]:
         """Return parameters and state after `step` of what is decoded, and the leaves of what that
         returned.
         """
         inputs = inputs.unscaled(wide=self.wide_grads)
         if self.rounds and traced():
-            leaves = _tree.flatten(inputs.trees)[0]
+            leaves = _tree.flatten((inputs.params, inputs.opt_state))[0]
             self._reject_derivatives([*leaves, *inputs.grads.tensors])
         with self.grad_mode():
-            params, state = stepped = step(self.decode(inputs))
-            encoded, state = self.encode(inputs, inputs.named(params), state)
-        return (inputs.params_tree(encoded), state), _tree.flatten(stepped)[0]
+            stepped = step(self.decode(inputs))
+            return self.encode(inputs, *stepped), _tree.flatten(stepped)[0]
 
     def _reject_derivatives(self, leaves: Sequence[Any]) -> None:
         """Refuse a derivative through rounding, which would come out as zeros."""
@@ -172,31 +219,22 @@ class Wrapper(Updater):
                 "over float32 parameters."
             )
 
-    # ---- pieces
-
-    def _pieces(self, inputs: StepInputs) -> Iterator[StepInputs]:
-        """Yield a step that can be cut in pieces of a bounded number of elements, which share the
-        memory of `inputs`.
-        """
-        params = inputs.params
-        launch_bound = any(map(foreach.is_launch_bound, params.values()))
-        size = 8 * PIECE_NUMEL if launch_bound else PIECE_NUMEL
-        if sum([leaf.numel() for leaf in params.values()]) <= size:
-            yield inputs
-            return
+    def _piece_of(self, inputs: StepInputs, piece: Piece) -> StepInputs:
+        """Return the inputs of a piece, which share the memory of `inputs`."""
+        cut: Any = piece.cut
+        params = [_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]
         grads, positions = inputs.local_grads, inputs.all_positions
-        cuts = _cuts(inputs, size, cut_leaves=self.elementwise is True)
-        for cut in cuts:
-            of_piece = as_gradients(list(_cut_each(grads, params, cut).values()))
-            yield StepInputs.of_dict(
-                _cut_each(params, params, cut),
-                inputs.grads.with_tensors_of(of_piece),
-                _cut_state(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
-                positions={
-                    name: positions[name]._replace(start=positions[name].start + span.start)
-                    for name, span in cut.items()
-                },
-            )
+        of_piece = as_gradients([_cut(grads[n], inputs.params[n], s) for n, s in cut.items()])
+        return StepInputs.of_part(
+            [inputs.names[n] for n in cut],
+            TensorList(params),
+            inputs.grads.with_tensors_of(of_piece),
+            _cut_state(inputs.opt_state, inputs, cut, last=piece.is_last),
+            [
+                positions[n]._replace(start=positions[n].start + span.start)
+                for n, span in cut.items()
+            ],
+        )
 
 
 def _wrappers_in(optimizer: Any) -> Iterator[Wrapper]:
@@ -209,19 +247,33 @@ def _wrappers_in(optimizer: Any) -> Iterator[Wrapper]:
             yield from _wrappers_in(part)
 
 
-Cut = dict[str, slice]  # the elements of each parameter in a piece
+Step = Callable[[StepInputs], tuple[list[Tensor], Tree]]
+Cut = dict[int, slice]  # by the index of a parameter: its elements in a piece
 
 
-def _cuts(inputs: StepInputs, size: int, *, cut_leaves: bool) -> list[Cut]:
-    """Return the elements of the parameters in each piece: whole parameters up to `size` elements,
-    or a part of a larger one.
+class Piece(NamedTuple):
+    """A part of a step with a bounded number of elements."""
+
+    cut: Cut | None  # None for the whole step
+    is_last: bool
+    plan: Any  # of the inner optimizer
+
+
+def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
+    """Return the elements of the parameters in each piece: whole parameters up to a number of
+    elements, or a part of a larger one.
     """
+    params = inputs.params
+    launch_bound = any(map(foreach.is_launch_bound, params))
+    size = 8 * PIECE_NUMEL if launch_bound else PIECE_NUMEL
+    cuts: list[Cut] = [{}]
+    if sum(map(Tensor.numel, params)) <= size:
+        return cuts
     # A part of a tensor in another memory order would be a copy, and writes into it lost.
     state = _tree.tensors(inputs.opt_state)
     whole_shapes = {leaf.shape for leaf in state if not leaf.is_contiguous()}
-    cuts: list[Cut] = [{}]
     room = size
-    for name, leaf in inputs.params.items():
+    for index, leaf in enumerate(params):
         count = max(leaf.numel(), 1)
         may_cut = cut_leaves and leaf.is_contiguous() and leaf.shape not in whole_shapes
         step = size if may_cut else count
@@ -230,14 +282,9 @@ def _cuts(inputs: StepInputs, size: int, *, cut_leaves: bool) -> list[Cut]:
             if stop - start > room and cuts[-1]:
                 cuts.append({})
                 room = size
-            cuts[-1][name] = slice(start, stop)
+            cuts[-1][index] = slice(start, stop)
             room -= stop - start
     return cuts
-
-
-def _cut_each(values: Mapping[str, Any], params: Tensors, cut: Cut) -> dict[str, Any]:
-    """Return the parts of these values that belong to a piece, None for a parameter without."""
-    return {name: _cut(values.get(name), params[name], span) for name, span in cut.items()}
 
 
 def _cut(value: Any, param: Tensor, span: slice) -> Any:
@@ -255,17 +302,19 @@ def _cut_state(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree
     """Return what a piece has of an optimizer's state. Numbers of the whole state belong to the
     last piece; the other pieces get copies.
     """
+
+    def part(tree: Tree) -> dict[str, Any]:
+        values, params, names = inputs.leaves(tree), inputs.params, inputs.names
+        return {names[n]: _cut(values[n], params[n], span) for n, span in cut.items()}
+
     fields = {}
     for field, value in state._asdict().items():
         if field == "inner":
             fields[field] = _cut_state(value, inputs, cut, last=last)
         elif field == "slots":
-            fields[field] = {
-                key: _cut_each(inputs.named(tree), inputs.params, cut)
-                for key, tree in value.items()
-            }
+            fields[field] = {key: part(tree) for key, tree in value.items()}
         elif field in BY_PARAM and value != ():
-            fields[field] = _cut_each(inputs.named(value), inputs.params, cut)
+            fields[field] = part(value)
         else:
             fields[field] = value if last else _tree.clone(value)
     return type(state)(**fields)

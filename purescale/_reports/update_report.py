@@ -239,44 +239,54 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
     """
     updater = as_updater(optimizer)
     inputs = flatten_step(updater, params, grads, opt_state)
-    updater.check(inputs)
+    updater.plan(inputs)
     with torch.no_grad():
-        return inputs.params_tree(_wanted(updater, inputs))
+        return inputs.tree(_wanted(updater, inputs))
 
 
-def _wanted(optimizer: Any, inputs: StepInputs) -> dict[str, Any]:
-    """Return the update of each parameter by name, as a DTensor for one."""
+def _wanted(optimizer: Any, inputs: StepInputs) -> list[Any]:
+    """Return the update of each parameter, as a DTensor for one."""
     if isinstance(optimizer, Wrapper):
         inner = optimizer.decode(inputs)
         wanted = _wanted(optimizer.updater, inner)
         if optimizer.rounds:
             return wanted
-        old = {name: _wide(param) for name, param in inputs.params.items()}
-        stepped = {name: _wide(inner.params[name]) + shard(u) for name, u in wanted.items()}
+        pairs = list(zip(inner.params, wanted, strict=True))
+        stepped = [_wide(param) + shard(update) for param, update in pairs]
+        old = list(map(_wide, inputs.params))
         wide = inputs.with_params(old, inputs.opt_state)
         new = optimizer.encode(wide, stepped, inner.opt_state)[0]
-        return {name: from_local_like(u, new[name] - old[name]) for name, u in wanted.items()}
+        rows = zip(wanted, new, old, strict=True)
+        return [from_local_like(update, after - before) for update, after, before in rows]
     if isinstance(optimizer, PartitionOptimizer):
-        updates: dict[str, Any] = {}
-        for key, part in optimizer.split(inputs).items():
-            updates |= _wanted(optimizer.parts[key], part)
+        updates: list[Any] = list(inputs.params)
+        for key, part in optimizer.plan(inputs).items():
+            of_part = optimizer.inputs_of(key, part.members, inputs)
+            of_members = _wanted(optimizer.parts[key], of_part)
+            for index, update in zip(part.members, of_members, strict=True):
+                updates[index] = update
         return updates
-    old = {name: _wide(param) for name, param in inputs.params.items()}
+    old = list(map(_wide, inputs.params))
     wide_grads = TensorList(list(map(_wide, inputs.grads.tensors)))
     grads = inputs.grads._replace(tensor_list=wide_grads)
     wide = inputs.with_params(old, _wide_state(optimizer, inputs))._replace(grads=grads)
-    new = inputs.named(_stepped(optimizer, wide))
-    likes = inputs.params if inputs.global_trees is None else inputs.named(inputs.global_trees[0])
-    return {name: from_local_like(likes[name], new[name] - before) for name, before in old.items()}
+    new = _stepped(optimizer, wide)
+    likes = inputs.params
+    if inputs.global_trees is not None:
+        likes = inputs.leaves(inputs.global_trees[0])
+    rows = zip(likes, new, old, strict=True)
+    return [from_local_like(like, after - before) for like, after, before in rows]
 
 
-def _stepped(optimizer: Any, inputs: StepInputs) -> Tree:
+def _stepped(optimizer: Any, inputs: StepInputs) -> list[Tensor]:
     if not isinstance(optimizer, CalledOptimizer):
-        return optimizer.apply_step(inputs, optimizer.current_settings(inputs.opt_state))[0]
+        plan, current = optimizer.plan(inputs), optimizer.current_settings(inputs.opt_state)
+        stepped: list[Tensor] = optimizer.apply_step(inputs, plan, current)[0]
+        return stepped
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     params, opt_state = inputs.trees
-    grads = inputs.params_tree(inputs.local_grads)
-    return optimizer.optimizer.step(params, grads, opt_state)[0]
+    grads = inputs.tree(inputs.local_grads)
+    return inputs.leaves(optimizer.optimizer.step(params, grads, opt_state)[0])
 
 
 def _wide(leaf: Any) -> Any:

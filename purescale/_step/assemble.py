@@ -12,19 +12,24 @@ from .._loss_scale.rules import call_rule
 from .._step.decide import Decision
 from .._step.memory import MayWrite
 from .._step.retry import Attempt
+from .._step.step_plan import Start
 from .._step.train_state import FlatState, StepOptions, TrainState
+from .._torch import foreach
+from .._torch.tracing import is_on_a_graph
 from .._tree import tree as _tree
-from .._tree.states import select, select_masked, write_over
+from .._tree.states import select, select_masked
 from .._tree.tree import FlatTree, Leaves, Tree
 
 
 class Advanced(NamedTuple):
-    """The fields of the next state that no optimizer and no loss makes."""
+    """The fields of the next state that no optimizer and no loss makes: leaves of the scaler and
+    the guard, count and generator.
+    """
 
-    scaler: Tree
+    scaler: Leaves
     step: Tensor
     rng: Any
-    guard: Tree
+    guard: Leaves
 
 
 def advance(
@@ -34,17 +39,18 @@ def advance(
     `guard_state` is the guard's new state. It is kept if the step is applied, or if only the guard
     rejected it.
     """
+    guard: Leaves = []
     if decision.rejected is not None:
         names = "state.guard", "the state that the guard returned"
-        old, new, structure = _tree.matching_leaves(flat.guard, guard_state, *names)
-        drop = decision.skip & ~decision.rejected
-        guard_state = structure.unflatten(select_masked(drop, old, new))
+        old, new, _ = _tree.matching_leaves(flat.guard, guard_state, *names)
+        guard = select_masked(decision.skip & ~decision.rejected, old, new)
     scaler = _next_scaler(options, flat.scaler, attempt, decision)
-    return Advanced(scaler, flat.step + ~decision.skip, attempt.rng, guard_state)
+    step = flat.step + (1 if decision.is_applied else ~decision.skip)
+    return Advanced(scaler, step, attempt.rng, guard)
 
 
 def assemble(
-    flat: FlatState,
+    start: Start,
     updated: tuple[Tree, Tree],
     advanced: Advanced,
     buffers: Leaves,
@@ -54,23 +60,33 @@ def assemble(
     """Return the next state, from what `update` and `advance` returned and the buffers after the
     last microbatch.
     """
+    flat, (params, opt_state) = start.flat, updated
+    scaler, step, rng, guard = advanced
     if may_write.others:
-        old = Advanced(flat.scaler.tree, flat.step, flat.rng, flat.guard)
-        advanced = write_over(old, advanced)
-    leaves = _next_buffers(flat.buffers, buffers, decision.skip, in_place=may_write.buffers)
-    params, opt_state = updated
+        generator = [] if isinstance(rng, tuple) else [rng]
+        new = [*scaler, step, *generator, *guard]
+        if len(new) == len(start.others.tensors) and not is_on_a_graph(new):
+            old = [t.detach() if t.requires_grad else t for t in start.others.tensors]
+            foreach.copy_(old, new)
+            stop = len(scaler)
+            scaler, step, guard = old[:stop], old[stop], old[stop + 1 + len(generator) :]
+            rng = old[stop + 1] if generator else rng
+    leaves = _next_buffers(flat.buffers, buffers, decision, in_place=may_write.buffers)
     return TrainState(
         params=params,
         buffers=flat.buffers.structure.unflatten(leaves),
         opt_state=opt_state,
-        **advanced._asdict(),
+        scaler=flat.scaler.structure.unflatten(scaler),
+        step=step,
+        rng=rng,
+        guard=_tree.flatten(flat.guard)[1].unflatten(guard) if guard else flat.guard,
     )
 
 
 def _next_scaler(
     options: StepOptions, before: FlatTree, attempt: Attempt, decision: Decision
-) -> Tree:
-    """Return the loss scale after the step."""
+) -> Leaves:
+    """Return the leaves of the loss scale after the step."""
     used, skip, overflow = attempt.scaler.tree, decision.skip, attempt.flags.overflow
     found_inf, amax = _rule_arguments(options, attempt, decision)
     # If no try was finite, the scale ends as after one ordinary skip.
@@ -80,13 +96,11 @@ def _next_scaler(
     new = _tree.matching_leaves(before.tree, updated_scaler, *names, flat=before)[1]
     if decision.only_overflow_skips:  # no mask is needed, but a rule may return its arguments
         arguments = [*before.leaves, found_inf, *([] if amax is None else [amax])]
-        new = _tree.leaves_apart(new, arguments)
-    else:
-        # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard.
-        # A lower scale at which a retry was finite is kept too.
-        old = before.leaves if start is before.tree else _tree.flatten(start)[0]
-        new = select_masked(skip & ~overflow, old, new)
-    return before.structure.unflatten(new)
+        return _tree.leaves_apart(new, arguments)
+    # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard. A
+    # lower scale at which a retry was finite is kept too.
+    old = before.leaves if start is before.tree else _tree.flatten(start)[0]
+    return select_masked(skip & ~overflow, old, new)
 
 
 def _rule_arguments(
@@ -108,12 +122,20 @@ def _rule_arguments(
     return found_inf, amax.masked_fill(decision.skip & ~found_inf, torch.nan)
 
 
-def _next_buffers(before: FlatTree, new: Leaves, skip: Tensor, *, in_place: bool) -> Leaves:
+def _next_buffers(before: FlatTree, new: Leaves, decision: Decision, *, in_place: bool) -> Leaves:
     """Return the buffers after the step in memory of their own, because a loss may keep the tensors
     that it returned, or return them as aux too. Buffers that require a gradient are not returned on
     their graph.
     """
     old = before.leaves
-    if not before.tensor_list.dense_off_graph or any([leaf.requires_grad for leaf in old]):
+    if not old:
+        return []
+    are_dense = before.tensor_list.dense_off_graph
+    if not are_dense or any([leaf.requires_grad for leaf in old]):
         old = [_tree.off_graph(t) if getattr(t, "requires_grad", False) else t for t in old]
-    return select_masked(skip, old, new, in_place=in_place)
+    if not (are_dense and decision.is_applied):
+        return select_masked(decision.skip, old, new, in_place=in_place)
+    if not in_place:
+        return foreach.clone(new)
+    foreach.overwrite(old, new)
+    return old

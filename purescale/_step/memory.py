@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.opt_state import OptState, scalars_of
 from .._optim.step_inputs import StepInputs
 from .._optim.updater import Updater
-from .._step.train_state import FlatState, StepOptions
-from .._step.value_and_grad import ArgumentMemory
+from .._step.step_plan import Start
+from .._step.train_state import StepOptions
 from .._torch import dtensor
-from .._torch.donation import can_write_each, pointers_of_each, storage_pointers
+from .._torch.donation import ArgumentMemory, can_write_each, pointers_of_each, storage_pointers
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_on_a_graph
 from .._tree import tree as _tree
@@ -29,24 +28,24 @@ class MayWrite(NamedTuple):
 
 
 def memory_of_step(
-    options: StepOptions, flat: FlatState, inputs: StepInputs, microbatches: list[Any]
+    options: StepOptions, start: Start, microbatches: list[Any]
 ) -> tuple[ArgumentMemory, MayWrite]:
     """Return the memory of a step's arguments, without an optimizer's state that is not donated,
     and what of it the step may overwrite.
     """
+    flat, inputs, others = start.flat, start.inputs, start.others
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     # Without donation nothing is written into the state of the optimizer.
-    replaced, numbers = _replaced(inputs) if donate else (inputs.param_list, [])
-    others = [*numbers, *_tree.all_tensors((flat.scaler.tree, flat.step, flat.rng, flat.guard))]
+    replaced = _replaced(inputs) if donate else inputs.param_list
     buffers = flat.buffers.tensor_list
     if not buffers.dense_off_graph:
         buffers = TensorList([leaf for leaf in buffers.tensors if not is_constant(leaf)])
     batch = _tree.all_tensors(list(microbatches))
     lists, read_only = [replaced, buffers], [*options.clip.tensor_bounds, *batch]
     if donate:
-        lists.append(TensorList(others))
+        lists.append(others)
     else:
-        read_only += others
+        read_only += others.tensors
     pointers = pointers_of_each([*[some.tensors for some in lists], read_only])
     memory = ArgumentMemory.of(pointers, batch)
     if memory.storages is not None and not flat.params.tensor_list.dense_off_graph:
@@ -65,25 +64,20 @@ def may_write_given(
     """Return whether a step that is given all of these may overwrite parameters and state, and
     whether it may overwrite the gradients.
     """
-    replaced, numbers = _replaced(inputs)
-    lists = [replaced, TensorList(numbers), inputs.grads.tensor_list]
+    lists = [_replaced(inputs), inputs.grads.tensor_list]
     allowed = can_write_each(lists, read_only)
-    return allowed[0] and allowed[1] and not _on_graph(optimizer, inputs), allowed[2]
+    return allowed[0] and not _on_graph(optimizer, inputs), allowed[1]
 
 
 def _on_graph(optimizer: Updater, inputs: StepInputs) -> bool:
     """Return True if a derivative goes through the step, which must then overwrite nothing."""
-    return optimizer.differentiable and is_on_a_graph(inputs.param_list.tensors)
+    return optimizer.differentiable and is_on_a_graph(inputs.params)
 
 
-def _replaced(inputs: StepInputs) -> tuple[TensorList, list[Tensor]]:
-    """Return the tensors of this rank that a step replaces: parameters and slots, and the numbers
-    in the state of a class of torch.
-    """
-    state = inputs.opt_state
-    if inputs.target_list is None:
-        leaves = [*inputs.params.values(), *_tree.flatten(state)[0]]
-        shards = [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
-        return TensorList(shards), []
-    numbers = [state.applied, *scalars_of(state)] if isinstance(state, OptState) else []
-    return inputs.target_list, numbers
+def _replaced(inputs: StepInputs) -> TensorList:
+    """Return the tensors of this rank that a step replaces: parameters and state."""
+    if inputs.replaced is not None:
+        return inputs.replaced
+    leaves = [*inputs.params, *_tree.flatten(inputs.opt_state)[0]]
+    shards = [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
+    return TensorList(shards)

@@ -27,7 +27,7 @@ from .._distributed.process_group import all_reduce
 from .._grads.accumulate import AccumState, add, as_weight, init_accum, is_weight
 from .._grads.measure import measure
 from .._step.train_state import FlatState, StepOptions
-from .._step.value_and_grad import ArgumentMemory, ValueAndGrad, check_returned, check_unwritten
+from .._step.value_and_grad import ValueAndGrad, check_returned, check_unwritten
 from .._step.window_result import (
     Totals,
     WindowResult,
@@ -36,14 +36,15 @@ from .._step.window_result import (
     sum_ranks,
     window_fraction,
 )
-from .._torch.donation import storage_pointers
+from .._torch.donation import ArgumentMemory, storage_pointers
 from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
 from .._torch.private import listops
+from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_on_a_graph, under_derivative
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
-from .._tree.leaves import as_tensor_list, versions
+from .._tree.leaves import versions
 from .._tree.scalars import as_floats
 from .._tree.states import select_masked
 from .._tree.tree import Leaves, Tree
@@ -95,6 +96,7 @@ class WindowMean:
         self.scale, self.owned = value_and_grad.scale, value_and_grad.owns_gradients
         self.is_single = len(weights.is_counted) == 1 and options.group is None
         self.stays_scaled = self.is_single or options.on_nonfinite == "drop_window"
+        self.single: Gradients | None = None  # those of the only microbatch
         self.sums: list[Tensor] | None = None  # before the first microbatch that counts
         self.accum: AccumState | None = None  # unless the mean stays scaled
         self.overflows: list[Tensor] = []  # of each microbatch that was measured
@@ -102,7 +104,7 @@ class WindowMean:
     def add(self, index: int, grads: Gradients) -> bool | Tensor:
         """Average gradients in. Return True if their microbatch counts for the buffers."""
         if self.is_single:
-            self.sums = grads.tensors
+            self.single = grads
             return True  # an overflow skips the whole step
         is_counted = self.weights.is_counted[index]
         if self.options.max_retries or not self.stays_scaled:
@@ -133,13 +135,15 @@ class WindowMean:
 
     def result(self) -> Gradients:
         """Return the mean: zeros if nothing counted."""
+        if self.single is not None:
+            return self.single._replace(owned=self.owned)
         sums, scale = self.sums, self.scale
         if self.accum is not None:
             sums, scale = self.accum.grads, None
         elif sums is None:
             sums = as_gradients(self.value_and_grad.zeros()).tensors
         likes, dense_real = self.value_and_grad.params.leaves, self.value_and_grad.dense_real
-        return Gradients(as_tensor_list(sums), likes, dense_real, scale, owned=self.owned)
+        return Gradients(TensorList(sums), likes, dense_real, scale, owned=self.owned)
 
     # ---- sent to the other ranks ----
 
@@ -282,7 +286,9 @@ def _accumulate(
                 out = checkpoint(value_and_grad, carried, microbatch, use_reentrant=False)
             else:
                 out = value_and_grad(carried, microbatch, owned=first)
-            is_counted = mean.add(index, as_gradients(out.grads, scale))
+            grads = as_gradients(out.grads, scale, params=params.tensor_list)
+            is_counted = mean.add(index, grads)
+            del grads
         carried = _unless_dropped(is_counted, carried, out.buffers)
         losses.append(out.loss)
         aux += tuple(out.aux)

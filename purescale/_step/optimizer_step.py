@@ -13,8 +13,8 @@ from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale
 from .._loss_scale.scaling import check_scale
 from .._optim.protocol import Optimizer
-from .._optim.step_inputs import StepInputs, flatten_step
-from .._optim.updater import Updater, as_updater
+from .._optim.step_inputs import StepInputs
+from .._optim.updater import Updater, as_updater, planned_step
 from .._step.decide import decide, or_empty
 from .._step.memory import may_write_given
 from .._torch.autocast import outside_autocast
@@ -26,15 +26,22 @@ from .._tree.tree import StateT, Tree, TreeT
 
 
 def update(
-    optimizer: Updater, inputs: StepInputs, grads: Gradients, skip: Tensor, *, in_place: bool
+    optimizer: Updater,
+    inputs: StepInputs,
+    plan: Any,
+    grads: Gradients,
+    skip: Tensor | bool,
+    *,
+    in_place: bool,
 ) -> tuple[Tree, Tree]:
     """Return the old parameters and state if `skip`, else those after the step with `grads`, in the
-    trees of the arguments.
+    trees of the arguments. `skip` is False where the host knows it.
     """
     if torch.compiler.is_compiling():  # which fuses; writing into gradients would only add work
         grads = grads._replace(owned=False)
     inputs, current = inputs._replace(grads=grads), optimizer.current_settings(inputs.opt_state)
-    return inputs.restore(*optimizer.apply_step_unless(skip, inputs, current, in_place=in_place))
+    stepped = optimizer.apply_step_unless(skip, inputs, plan, current, in_place=in_place)
+    return inputs.restore(*stepped)
 
 
 @document_fields
@@ -101,11 +108,10 @@ def maybe_step(
     optimizers.
     """
     updater = as_updater(optimizer)
-    inputs = flatten_step(updater, params, grads, opt_state)
-    updater.check(inputs)
-    skip = _tree.flag(found_inf, like=next(iter(inputs.params.values()), None))
+    inputs, plan = planned_step(updater, params, grads, opt_state)
+    skip = _tree.flag(found_inf, like=next(iter(inputs.params), None))
     in_place = donate and may_write_given(updater, inputs, [skip])[0]
-    return update(updater, inputs, inputs.grads, skip, in_place=in_place)
+    return update(updater, inputs, plan, inputs.grads, skip, in_place=in_place)
 
 
 @hint_keywords
@@ -174,12 +180,11 @@ def unscale_and_step(
     """
     clip = check_clip(max_norm, clip_value, norm_type)
     updater = as_updater(optimizer)
-    inputs = flatten_step(updater, params, scaled_grads, opt_state)
+    inputs, plan = planned_step(updater, params, scaled_grads, opt_state)
     scale = scaler.scale
     check_scale(scale, params, inputs.grads.likes, "grads", inputs.grads.tensor_list)
     if clip.value is not None:
         check_ordered(params, inputs.grads.likes, "grads")
-    updater.check(inputs)
     in_place = owned = False
     if donate:
         read_only = [*_tree.tensors(scaler), *clip.tensor_bounds]
@@ -187,6 +192,6 @@ def unscale_and_step(
     grads = inputs.grads._replace(divisor=scale, owned=owned and not updater.may_raise)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
     decision = decide(measure(grads, scale, options), clip, grads)
-    stepped = update(updater, inputs, decision.grads, decision.skip, in_place=in_place)
+    stepped = update(updater, inputs, plan, decision.grads, decision.known_skip, in_place=in_place)
     numbers = or_empty(decision.grad_norm), or_empty(decision.grad_amax)
     return Stepped(*stepped, decision.skip, *numbers)

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
-from .._grads.clip import check_clip, check_ordered
-from .._grads.measure import GradStats, StatsOptions, measure
+from .._grads.clip import check_clip
+from .._grads.measure import GradStats, StatsOptions, measure, norm_of
 from .._loss_scale.rules import Rule, check_rule
-from .._loss_scale.scaling import check_scale
 from .._optim.protocol import Optimizer
-from .._optim.step_inputs import flatten_together, step_inputs
 from .._optim.updater import as_updater
 from .._step.agree import check_on_all_ranks
 from .._step.assemble import advance, assemble
@@ -31,9 +29,9 @@ from .._step.optimizer_step import update
 from .._step.reduce import reduce_window
 from .._step.retry import attempt_window
 from .._step.spike_guard import Guard, call_guard, check_guarded
+from .._step.step_plan import Start, start_step
 from .._step.train_state import (
     BNUpdate,
-    FlatState,
     StepInfo,
     StepOptions,
     TrainState,
@@ -43,7 +41,6 @@ from .._step.value_and_grad import LossFn
 from .._step.window_result import WindowFlags, WindowResult, window_flags
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
-from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.states import gives_up
 from .._tree.tree import FlatTree, StateT, TreeT
@@ -160,7 +157,7 @@ def train_step(
         ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
 
-    def check_call(group: Group | None) -> tuple[FlatState, StepOptions, MicrobatchWeights]:
+    def check_call(group: Group | None) -> tuple[Start, StepOptions, MicrobatchWeights]:
         updater = as_updater(optimizer)
         check_rule(rule)
         options = StepOptions(
@@ -178,20 +175,20 @@ def train_step(
             window_size=window_size,
         )
         check_options(options)
-        flat = _flatten_state(state, microbatches, options)
-        return flat, options, weigh(options, microbatches, flat.scaler.tree.scale)
+        _check_state(state, microbatches, options)
+        start = start_step(state, options)
+        return start, options, weigh(options, microbatches, start.flat.scaler.tree.scale)
 
-    flat, options, weights = check_on_all_ranks(group, check_call, state)
-    return _stages(options, flat, microbatches, weights)
+    start, options, weights = check_on_all_ranks(group, check_call, state)
+    return _stages(options, start, microbatches, weights)
 
 
 def _stages(
-    options: StepOptions, flat: FlatState, microbatches: list[Any], weights: MicrobatchWeights
+    options: StepOptions, start: Start, microbatches: list[Any], weights: MicrobatchWeights
 ) -> tuple[TrainState, StepInfo]:
     """Run the stages of a step in order."""
-    inputs = step_inputs(options.optimizer, flat.params, flat.opt_state)
-    options.optimizer.check(inputs)
-    memory, may_write = memory_of_step(options, flat, inputs, microbatches)
+    flat, inputs = start.flat, start.inputs
+    memory, may_write = memory_of_step(options, start, microbatches)
     of_sum = len(microbatches) > 1
     stats_options = StatsOptions(options.clip.norm_type, options.takes_amax, of_sum)
 
@@ -208,13 +205,16 @@ def _stages(
     window, stats, flags = attempt.window, attempt.stats, attempt.flags
     guard_state, rejects = flat.guard, None
     if options.guard is not None:
-        norm = () if stats.norm is None else stats.norm.to(window.grads.factor_dtype)
+        norm: Any = ()
+        if stats.norm is not None:
+            norm = norm_of(stats, window.loss.device).to(window.grads.factor_dtype)
         guard_state, rejects = call_guard(options.guard, flat.guard, window.loss, norm)
     decision = decide(stats, options.clip, window.grads, flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
     advanced = advance(options, flat, attempt, decision, guard_state)
-    in_place = may_write.optimizer
-    updated = update(options.optimizer, inputs, decision.grads, decision.skip, in_place=in_place)
+    gradients = decision.grads, decision.known_skip
+    optimizer, in_place = options.optimizer, may_write.optimizer
+    updated = update(optimizer, inputs, start.update, *gradients, in_place=in_place)
     scale = attempt.scaler.tree.scale.clone()  # `assemble` may write into it
     info = StepInfo(
         loss=window.loss,
@@ -226,26 +226,19 @@ def _stages(
         aux=window.aux,
         rejected=or_empty(decision.rejected),
     )
-    return assemble(flat, updated, advanced, window.buffers, decision, may_write), info
+    return assemble(start, updated, advanced, window.buffers, decision, may_write), info
 
 
-def _flatten_state(state: TrainState, microbatches: Any, options: StepOptions) -> FlatState:
-    """Check the state and the microbatches, and return the state, flat."""
+def _check_state(state: Any, microbatches: Any, options: StepOptions) -> None:
+    """Refuse a state and microbatches of other types, and what does not go with the options."""
     if not isinstance(state, TrainState):
         raise TypeError(
             f"train_step takes a TrainState, got {type(state).__name__}. "
             f"Fix: `state = init_train_state(params, buffers, optimizer, rule)`."
         )
     _check_microbatches(microbatches, options.max_retries)
-    trees = state.params, state.buffers, state.scaler
-    params, buffers, scaler, opt_state = flatten_together(trees, state.opt_state)
-    leaves, scale = params.leaves, state.scaler.scale
-    _tree.check_parameters(params, "state.params")
-    check_scale(scale, state.params, leaves, "state.params", params.tensor_list)
     if options.guard is not None or state.guard != ():
         check_guarded(options.guard, state.guard)
-    if options.clip.value is not None:
-        check_ordered(state.params, leaves, "params")
     if not isinstance(state.rng, tuple):
         refuse_in_a_trace(
             "a step with rng in its state cannot be traced: torch.compile and torch.func do not "
@@ -253,7 +246,6 @@ def _flatten_state(state: TrainState, microbatches: Any, options: StepOptions) -
             "state._replace(rng=()), torch.manual_seed before the step, and for vmap "
             "randomness='different'.",
         )
-    return TrainState(params, buffers, opt_state, scaler, state.step, state.rng, state.guard)
 
 
 def _check_microbatches(microbatches: Any, max_retries: int) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Sequence, Set
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,11 @@ from .._optim.step_inputs import flatten_together
 from .._torch import donation, dtensor, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
-from .._torch.tracing import end_graph, recorded_by_make_fx, traced
+from .._torch.tracing import can_plan, end_graph, recorded_by_make_fx, traced
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import are_dense_real, versions
+from .._tree.plans import Plans, add_plan, find_plan
 from .._tree.scalars import short_repr
 from .._tree.tree import FlatTree, Leaves, Tree
 
@@ -114,23 +114,27 @@ def value_and_grad(
 def _value_and_grad(
     loss_fn: LossFn, params: Tree, buffers: Tree, microbatch: Any, scaler: HasScale | None = None
 ) -> tuple[Any, Tree]:
-    flat = flat_params, flat_buffers, _ = _flatten_arguments(params, buffers, scaler)
-    batch = _tree.all_tensors(microbatch)
+    flat = _flatten_arguments(params, buffers, scaler)
+    batch, (of_params, of_buffers, of_scaler) = _tree.all_tensors(microbatch), flat
     lists = [*(tree.leaves for tree in flat), batch]
-    memory = ArgumentMemory.of(donation.pointers_of_each(lists), batch)
+    memory = donation.ArgumentMemory.of(donation.pointers_of_each(lists), batch)
     before = versions(memory.microbatches)
-    out = ValueAndGrad(*flat, loss_fn, memory.storages)(flat_buffers.leaves, microbatch)
+    function = ValueAndGrad(of_params, of_buffers, of_scaler, loss_fn, memory.storages)
+    out = function(of_buffers.leaves, microbatch)
     check_unwritten(memory.microbatches, before)
-    new_buffers = flat_buffers.structure.unflatten(out.buffers)
-    return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
+    new_buffers = of_buffers.structure.unflatten(out.buffers)
+    return (out.loss, new_buffers, *out.aux), of_params.structure.unflatten(out.grads)
 
 
-def _flatten_arguments(
-    params: Tree, buffers: Tree, scaler: HasScale | None
-) -> tuple[FlatTree, FlatTree, FlatTree]:
+_plans: Plans[Any] = Plans(16)  # which say that arguments were checked
+
+
+def _flatten_arguments(params: Tree, buffers: Tree, scaler: HasScale | None) -> list[FlatTree]:
     """Check parameters, buffers and scaler, and return them flat."""
     trees = params, buffers, () if scaler is None else scaler
-    flat_params, flat_buffers, flat_scaler = flatten_together(trees)
+    if can_plan() and (known := find_plan(_plans, trees)):
+        return known[0]
+    flat_params, flat_buffers, flat_scaler = flat = flatten_together(trees)
     if all([leaf is None for leaf in flat_params.leaves]):
         raise ValueError(
             f"params has no tensor: {short_repr(params)}. Fix: `apply, params, buffers = "
@@ -149,23 +153,10 @@ def _flatten_arguments(
             "stacked states call this under torch.vmap."
         )
     check_scale(scale, params, flat_params.leaves, "params", flat_params.tensor_list)
-    return flat_params, flat_buffers, flat_scaler
-
-
-class ArgumentMemory(NamedTuple):
-    """The memory of the arguments: a result that shares it is copied, so that the answers about
-    donated memory stay right until the step ends, and loss_fn must not write into a microbatch.
-    """
-
-    storages: set[int | None] | None  # None while tracing, where they cannot be compared
-    microbatches: list[Tensor]  # the tensors in them; empty while tracing
-
-    @classmethod
-    def of(cls, pointers: list[list[int | None]], microbatches: list[Tensor]) -> Self:
-        """Return the memory of arguments from their `pointers_of_each`."""
-        if not pointers:
-            return cls(None, [])
-        return cls({None, *itertools.chain.from_iterable(pointers)}, microbatches)
+    if scaler is None:
+        return [flat_params, flat_buffers, flat_scaler]
+    add_plan(_plans, flat, None)
+    return flat
 
 
 class MicrobatchResult(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -122,6 +122,22 @@ def _of_values(tensor_list: TensorList, pointers: list[int | None]) -> list[int 
     if 0 not in counts:
         return pointers
     return [pointer for pointer, count in zip(pointers, counts, strict=True) if count]
+
+
+class ArgumentMemory(NamedTuple):
+    """The memory of the arguments: a result that shares it is copied, so that the answers about
+    donated memory stay right until the step ends, and loss_fn must not write into a microbatch.
+    """
+
+    storages: set[int | None] | None  # None while tracing, where they cannot be compared
+    microbatches: list[Tensor]  # the tensors in them; empty while tracing
+
+    @classmethod
+    def of(cls, pointers: list[list[int | None]], microbatches: list[Tensor]) -> Self:
+        """Return the memory of arguments from their `pointers_of_each`."""
+        if not pointers:
+            return cls(None, [])
+        return cls({None, *itertools.chain.from_iterable(pointers)}, microbatches)
 
 
 # ---- gradients -----------------------------------------------------------------------------------

@@ -63,6 +63,13 @@ def same_memory_order(a: Tensor, b: Tensor) -> bool:
     return a.is_contiguous() and b.is_contiguous()
 
 
+def have_one_order(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return True if `same_memory_order` of each two tensors."""
+    if are_contiguous(some) and are_contiguous(others):
+        return True
+    return all(map(same_memory_order, some, others))
+
+
 def by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Return the indices of tensors by device and dtype: list kernels take one kind at a time."""
     kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
@@ -97,6 +104,9 @@ def copy_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
             target.copy_(tensor)
         return
     with torch.no_grad():
+        if targets and not is_launch_bound(targets[0]):
+            listops.copy_(list(targets), list(tensors))
+            return
         for indices in by_kind(targets):
             listops.copy_([targets[i] for i in indices], [tensors[i] for i in indices])
 
@@ -360,9 +370,7 @@ def where(
         if not in_place:
             return clone(old if skip else new)
         if not skip:
-            memories = set(map(_pointer, map(Tensor.untyped_storage, old)))
-            shared = not memories.isdisjoint(map(_pointer, map(Tensor.untyped_storage, new)))
-            copy_(old, clone(new) if shared else new)  # a new value may be another old one
+            overwrite(old, new)
         return list(old)
     if not (lists_are_right([*old, *new]) and all(map(is_launch_bound, old))):
         # All are selected before any is written, because a new value may alias an old one.
@@ -385,6 +393,13 @@ def where(
         copy_(old, results)
         return list(old)
     return results
+
+
+def overwrite(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    """Write `new`, of which some may be other tensors of `old`, into `old`."""
+    memories = set(map(_pointer, map(Tensor.untyped_storage, old)))
+    shared = not memories.isdisjoint(map(_pointer, map(Tensor.untyped_storage, new)))
+    copy_(old, clone(new) if shared else new)
 
 
 # ---- sums ----------------------------------------------------------------------------------------

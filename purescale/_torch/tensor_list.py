@@ -1,10 +1,7 @@
 """Lists of tensors with what is known of them, besides their values and their memory.
 
-A list with the metadata of an earlier one is recognised by one comparison in C++, and what was
-computed from the earlier one holds for it. Without that, a donated `unscale_and_step` on a CPU
-takes 1.65 of its time over 1000 tiny tensors and 1.2 over 60 small ones; a whole `train_step` 1.18
-over 200 small parameters, 1.06 for a tiny MLP and 1.01 for a conv net of 3 ms. Neither tensors nor
-their values are kept, so a key must not refer to an object of a user's.
+What was computed from one list holds for all lists of the same metadata: a plan keeps it for them,
+by `Cache`. Neither tensors nor their values are kept.
 """
 
 from __future__ import annotations
@@ -14,11 +11,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 import torch
-from torch import Tensor
 
-from .._torch import private
-from .._torch.foreach import are_contiguous, by_kind, is_gapless, same_memory_order
-from .._torch.tracing import PLAIN_TYPES, traced
+from .._torch.foreach import are_contiguous, by_kind, is_gapless
 
 T = TypeVar("T")
 
@@ -96,86 +90,11 @@ class TensorList:
     def any_requires_grad(self) -> bool:
         return any([tensor.requires_grad for tensor in self.tensors])
 
-    def cached(self, key: Hashable, compute: Callable[[], T], other: TensorList | None = None) -> T:
-        """Return `compute()`, which must depend only on the key and the metadata of this list
-        and of `other`. Lists alike share the result.
-        """
-        values = self.cache.values
-        if other is not None:
-            key = key, other.cache
-        if key not in values:
-            if len(values) > _VALUES:
-                values.clear()
-            values[key] = compute()
-        value: T = values[key]
-        return value
-
-    def part(self, start: int, stop: int) -> TensorList:
-        """Return the list of `tensors[start:stop]`."""
-        cache = self.cached(("part", start, stop), Cache)
-        return TensorList(self.tensors[start:stop], cache, dense_off_graph=self.dense_off_graph)
-
     def picked(self, indices: Sequence[int]) -> TensorList:
         """Return the tensors with these indices, in rising order."""
         if len(indices) == len(self.tensors):
             return self
-        cache = self.cached(("picked", *indices), Cache)
+        caches = self.cache.values
+        cache = caches.setdefault(("picked", *indices), Cache())
         picked = list(map(self.tensors.__getitem__, indices))
         return TensorList(picked, cache, dense_off_graph=self.dense_off_graph)
-
-    def joined(self, other: TensorList) -> TensorList:
-        """Return both lists as one."""
-        return TensorList(
-            [*self.tensors, *other.tensors],
-            self.cached("joined", Cache, other),
-            dense_off_graph=self.dense_off_graph and other.dense_off_graph,
-        )
-
-
-def have_one_order(some: TensorList, others: TensorList) -> bool:
-    """Return True if `same_memory_order` of each two tensors, which have the same shape."""
-    return (some.are_contiguous and others.are_contiguous) or all(
-        map(same_memory_order, some.tensors, others.tensors)
-    )
-
-
-# ---- lists that are alike ------------------------------------------------------------------------
-
-
-class KnownList:
-    """The guard that finds lists like an earlier one, and what they share."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.is_like = private.metadata_guard(*tensors)
-        self.may_have_graph = any(map(_requires_grad, tensors))
-        self.cache = Cache()
-
-
-# At most `_LISTS` known lists for each number of tensors, and `_LENGTHS` numbers.
-_LENGTHS, _LISTS, _VALUES = 16, 4, 64
-_known_lists: dict[int, tuple[KnownList, ...]] = {}
-
-
-def lookup(tensors: list[Any], are_dense_off_graph: Callable[[Sequence[Any]], bool]) -> TensorList:
-    """Return a list with the cache of an earlier one like it, if all tensors are dense and off
-    graph.
-    """
-    # In inference mode the guard cannot tell ordinary tensors from inference tensors.
-    unknown = traced() or torch.is_inference_mode_enabled()
-    if unknown or not set(map(type, tensors)) <= PLAIN_TYPES:
-        return TensorList(tensors, dense_off_graph=are_dense_off_graph(tensors))
-    of_this_length = _known_lists.get(len(tensors), ())
-    # The comparison would crash the process on a nested tensor.
-    if of_this_length and not any(map(_is_nested, tensors)):
-        for known in of_this_length:
-            if known.is_like(*tensors):
-                off_graph = not (known.may_have_graph and any(map(_grad_fn, tensors)))
-                cache = known.cache if off_graph else None
-                return TensorList(tensors, cache, dense_off_graph=off_graph)
-    if not are_dense_off_graph(tensors):
-        return TensorList(tensors)
-    if not of_this_length and len(_known_lists) >= _LENGTHS:
-        _known_lists.pop(next(iter(_known_lists)), None)
-    known = KnownList(tensors)
-    _known_lists[len(tensors)] = (known, *of_this_length[: _LISTS - 1])
-    return TensorList(tensors, known.cache, dense_off_graph=True)

@@ -7,6 +7,7 @@ recorded_by_make_fx   operators go into a graph of make_fx, whose code is that o
 is_on_a_graph         torch.autograd records operators on these tensors
 may_be_opaque         one operator may stand for a pass over many tensors, in a graph
 whole_graph           a graph of torch.autograd must not end;  end_graph: where it would
+can_plan              what is decided here may be kept for tensors of the same metadata
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
 are_native            an operator with kernels for a CPU and CUDA alone may take them
 """
@@ -62,6 +63,13 @@ def may_be_opaque(*lists: Sequence[Tensor]) -> bool:
     if len(lists[0]) <= MAX_INLINE_LEAVES or any(map(is_on_a_graph, lists)):
         return False
     return not private.transformed()
+
+
+def can_plan() -> bool:
+    """Return True if what is decided here may be kept, and found again by metadata: in eager mode.
+    A transform, a compiler and inference mode are not in the metadata.
+    """
+    return not (traced() or torch.is_inference_mode_enabled())
 
 
 def recorded_by_make_fx() -> bool:

@@ -27,7 +27,8 @@ class Gradients(NamedTuple):
     dense_real: bool  # True if the likes are dense and real, so that tensors are leaves
     divisor: Tensor | None = None  # the scale of the loss, by which they are still multiplied
     owned: bool = False  # nobody else can see their memory, so it may be overwritten
-    factor: Tensor | None = None  # of clipping, in the widest dtype of the device
+    # of clipping, in the widest dtype of the device; a float where the host knows it
+    factor: float | Tensor | None = None
     clip_value: float | Tensor | None = None
 
     @property
@@ -89,11 +90,14 @@ class Gradients(NamedTuple):
         # float32 gradients are divided in float32, also beside float64 ones
         is_wide = self.tensor_list.dtypes == {torch.float64}
         largest = torch.finfo(torch.float64 if is_wide else torch.float32).max
-        if host_can_read([factor], self.tensors):  # saves a pass over the gradients
-            number, share = 1.0 if divisor is None else divisor.item(), factor.item()
-            if number <= share * largest:
-                divisor = torch.full((), number / share, dtype=dtype, device="cpu")
+        if isinstance(factor, Tensor) and host_can_read([factor], self.tensors):
+            factor = factor.item()
+        if not isinstance(factor, Tensor):  # saves a pass over the gradients
+            number = 1.0 if divisor is None else divisor.item()
+            if number <= factor * largest:
+                divisor = torch.full((), number / factor, dtype=dtype, device="cpu")
                 return self._replace(divisor=divisor, factor=None)
+            factor = torch.full((), factor, dtype=torch.float64, device="cpu")
         unscaling = torch.ones_like(factor) if divisor is None else divisor
         divisor = unscaling / factor
         fits = divisor <= largest  # if it is negative the step is skipped
@@ -112,8 +116,10 @@ class Gradients(NamedTuple):
         """Return them divided by a 0-d tensor, in place if they are owned, like the next two."""
         return self._owning(foreach.divide(self.tensors, divisor, in_place=self.owned))
 
-    def multiplied(self, factor: Tensor) -> Gradients:
-        """Return them multiplied by a 0-d tensor."""
+    def multiplied(self, factor: float | Tensor) -> Gradients:
+        """Return them multiplied by a number, or a 0-d tensor."""
+        if isinstance(factor, float):
+            factor = torch.full((), factor, dtype=self.factor_dtype, device="cpu")
         factor = factor.to(self.factor_dtype)
         return self._owning(foreach.multiply(self.tensors, factor, in_place=self.owned))
 
@@ -142,11 +148,22 @@ class Gradients(NamedTuple):
 
 
 def as_gradients(
-    leaves: Sequence[Any], divisor: Tensor | None = None, *, owned: bool = False
+    leaves: Sequence[Any],
+    divisor: Tensor | None = None,
+    *,
+    owned: bool = False,
+    params: TensorList | None = None,
 ) -> Gradients:
-    """Return checked leaves as dense, real, strided tensors. A partial DTensor is reduced."""
+    """Return checked leaves as dense, real, strided tensors. A partial DTensor is reduced. What is
+    known of `params`, of which these are the gradients, is known of them if they are alike.
+    """
     if are_dense_real(leaves):
-        return Gradients(TensorList(list(leaves)), leaves, True, divisor, owned)
+        tensor_list = TensorList(list(leaves))
+        if params is not None and params.dense_off_graph and params.are_contiguous:
+            dtypes = {leaf.dtype for leaf in leaves}
+            if dtypes == params.dtypes and foreach.are_contiguous(leaves):
+                tensor_list = TensorList(tensor_list.tensors, params.cache)
+        return Gradients(tensor_list, leaves, True, divisor, owned)
     likes = [dtensor.reduce_partial(leaf) for leaf in leaves]
     tensors = [dense_real(dtensor.shard(leaf)) for leaf in likes if leaf is not None]
     return Gradients(TensorList(tensors), likes, False, divisor, owned)

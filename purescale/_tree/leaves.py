@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import dtensor, private, tensor_list
+from .._torch import dtensor, private
 from .._torch.dtypes import wide_dtype
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import PLAIN_OR_FAKE
@@ -63,7 +63,7 @@ def are_dense_off_graph(leaves: Sequence[Any]) -> bool:
 
 def as_tensor_list(leaves: list[Any]) -> TensorList:
     """Return leaves as a list that knows if they are dense and off graph."""
-    return tensor_list.lookup(leaves, are_dense_off_graph)
+    return TensorList(leaves, dense_off_graph=are_dense_off_graph(leaves))
 
 
 def are_real(dtypes: Set[torch.dtype]) -> bool:

@@ -9,7 +9,9 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from .._torch import private
-from .._torch.tracing import PLAIN_TYPES
+from .._torch.tensor_list import Cache, TensorList
+from .._torch.tracing import PLAIN_TYPES, can_plan
+from .._tree.tree import FlatTree, Tree, flatten
 
 PlanT = TypeVar("PlanT")
 
@@ -47,6 +49,10 @@ class Plans(Generic[PlanT]):
         entry = key, private.metadata_guard(*tensors), plan
         self._entries = (entry, *self._entries)[: self._size]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles have no plans, because guards cannot be pickled."""
+        return type(self), (self._size,)
+
     def __iter__(self) -> Iterator[PlanT]:
         """Iterate over all plans."""
         return (plan for _, _, plan in self._entries)
@@ -61,3 +67,33 @@ def _are_equal(a: Any, b: Any) -> bool:
         return bool(a == b)
     except (TypeError, ValueError, RuntimeError):
         return False
+
+
+# ---- plans for trees -----------------------------------------------------------------------------
+
+
+def find_plan(plans: Plans[Any], trees: Sequence[Tree]) -> tuple[list[FlatTree], Any] | None:
+    """Return the trees, flat, and what was planned for trees that differ from them in values only;
+    None if nothing was. It is asked where `can_plan`.
+    """
+    pairs = list(map(flatten, trees))
+    leaves = [leaf for some, _ in pairs for leaf in some]
+    for caches, decisions in plans.matching(leaves, [structure for _, structure in pairs]):
+        rows = zip(trees, pairs, caches, strict=True)
+        return [
+            FlatTree(tree, some, structure, TensorList(some, cache, dense_off_graph=True))
+            for tree, (some, structure), cache in rows
+        ], decisions
+    return None
+
+
+def add_plan(plans: Plans[Any], trees: Sequence[FlatTree], decisions: Any) -> None:
+    """Keep decisions for trees like these, if all leaves are dense and off every graph. One tensor
+    in two places is not alike to itself, and would only take the place of other plans.
+    """
+    leaves = [leaf for tree in trees for leaf in tree.leaves]
+    off_graph = can_plan() and all([tree.tensor_list.dense_off_graph for tree in trees])
+    are_apart = len(set(map(id, leaves))) == len(leaves)
+    if off_graph and are_apart and not any([leaf.requires_grad for leaf in leaves]):
+        caches = [Cache() for _ in trees]
+        plans.add(leaves, [tree.structure for tree in trees], (caches, decisions))

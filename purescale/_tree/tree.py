@@ -323,14 +323,9 @@ def gradients_like(params: FlatTree, grads: Tree) -> FlatTree:
     flat = FlatTree(grads, gradients, params.structure, tensor_list)
     both_dense = of_params.dense_off_graph and tensor_list.dense_off_graph
     if both_dense and _leaf.are_real(tensor_list.dtypes):
-        leaves = params.leaves
-
-        def match() -> bool:
-            shapes = list(_map(_shape, gradients)), list(_map(_shape, leaves))
-            devices = list(_map(_device, gradients)), list(_map(_device, leaves))
-            return shapes[0] == shapes[1] and devices[0] == devices[1]
-
-        if tensor_list.cached("match", match, of_params):
+        shapes = list(_map(_shape, gradients)), list(_map(_shape, params.leaves))
+        devices = list(_map(_device, gradients)), list(_map(_device, params.leaves))
+        if shapes[0] == shapes[1] and devices[0] == devices[1]:
             return flat
     check_gradients(params.tree, gradients)
     for index, (gradient, param) in enumerate(zip(gradients, params.leaves, strict=True)):

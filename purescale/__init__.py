@@ -183,7 +183,7 @@ from ._grads.clip import (
 from ._optim.protocol import Optimizer as Optimizer
 from ._optim.torch_optim import from_torch as from_torch
 from ._optim.from_formula import from_formula as from_formula
-from ._optim.live_optimizer import (
+from .interop._live_optimizer import (
     from_torch_optimizer as from_torch_optimizer,
     to_torch_optimizer as to_torch_optimizer,
 )
@@ -191,24 +191,24 @@ from ._optim.protocol import (
     from_transformation as from_transformation,
     to_transformation as to_transformation,
 )
-from ._optim.schedule import schedule_from_torch as schedule_from_torch
+from .interop._schedulers import schedule_from_torch as schedule_from_torch
 from ._optim.partition import partition as partition
 from ._optim.in_state import replace_settings as replace_settings
 from ._optim.schedule_free import with_schedule_free as with_schedule_free, averaged as averaged
 
 from ._optim.opt_state import OptState as OptState
 
-from ._optim.master_weights import (
+from ._half.master_weights import (
     with_master_weights as with_master_weights,
     master_weights as master_weights,
     split_masters as split_masters,
     join_masters as join_masters,
 )
-from ._optim.stochastic_rounding import (
+from ._half.stochastic_rounding import (
     with_stochastic_rounding as with_stochastic_rounding,
     stochastic_round as stochastic_round,
 )
-from ._optim.state_dtype import with_state_dtype as with_state_dtype
+from ._half.state_dtype import with_state_dtype as with_state_dtype
 
 from ._batch_norm.bn_stats import (
     BNStatsState as BNStatsState,

@@ -4,9 +4,9 @@ import MasterState`. The functions that make them are in `purescale`.
 
 from ._batch_norm.bn_stats import BNLayerStats
 from ._grads.accumulate import Window
+from ._half.master_weights import MasterState
+from ._half.stochastic_rounding import RoundingState
 from ._loss_scale.headroom import HeadroomState
-from ._optim.master_weights import MasterState
-from ._optim.stochastic_rounding import RoundingState
 from ._reports.forward_report import ModuleReport
 from ._reports.grad_report import LeafReport
 from ._reports.update_report import UpdateRow

@@ -94,7 +94,7 @@ FLOORS = [
     {"_torch"},
     {"_tree"},
     {"_distributed", "_jit", "_module", "_optim", "_checkpoint.py"},
-    {"_grads", "_batch_norm"},
+    {"_grads", "_batch_norm", "_half"},
     {"_loss_scale"},
     {"_step", "simulate.py"},
     {"_runs"},
@@ -324,7 +324,8 @@ def test_each_source_file_has_its_test_file():
     assert set(TESTED_WITH) <= sources
     found = {name: f"test_{Path(name).name.removeprefix('_')}" for name in sources} | TESTED_WITH
     assert {name: test for name, test in found.items() if test not in tests} == {}
-    assert tests == {*found.values(), "test_interop.py", "test_torch_amp.py", *ACROSS_FILES}
+    of_interop = {"test_interop.py", "test_torch_amp.py", "test_live_optimizer.py"}
+    assert tests == {*found.values(), *of_interop, *ACROSS_FILES}
     own = {name: test for name, test in TESTED_WITH.items() if f"test_{Path(name).name}" in tests}
     assert own == {}, "a file with tests of its own needs no row"
 

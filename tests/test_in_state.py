@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
 from purescale import interop
-from purescale._optim.schedule import RateTable
+from purescale.interop._schedulers import RateTable
 from purescale.testing import assert_vmap_equals_loop
 
 # Every class with all that its formula takes as data.

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as torchs
 
 import purescale as ps
 from purescale._distributed.collectives import describe_setting
-from purescale._optim.schedule import RateTable
+from purescale.interop._schedulers import RateTable
 from purescale.testing import assert_sync_free, assert_vmap_equals_loop
 
 STEPS = 40

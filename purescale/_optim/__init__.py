@@ -6,12 +6,11 @@ methods of `updater.Updater`: `plan`, `current_settings`, `apply_step_unless(ski
 protocol        Optimizer, `init` and `step`; (init, update) pairs
 torch_optim     from_torch: a class of torch.optim. Its settings: settings, in_state, schedule.
                 What it keeps for each parameter: slot_layout. Its state: opt_state,
-                torch_state_dict, live_optimizer. Its step: torch's fused kernel (fused), or its
+                torch_state_dict. Its step: torch's fused kernel (fused), or its
                 formula (formula_step, formulas); of a user's class its own (class_step)
 from_formula    an optimizer from the mathematics of one leaf
 partition       several optimizers, one for each kind of parameter
-wrapper         an optimizer around another: master_weights, stochastic_rounding, state_dtype,
-                schedule_free
+wrapper         an optimizer around another: schedule_free; those of half precision are in `_half`
 
 Entry: `torch_optim.from_torch`, `from_formula.from_formula`; a step calls `updater.as_updater`.
 Takes gradients that are still scaled, as `Gradients`; hands on new parameters and a new state.

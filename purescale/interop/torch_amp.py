@@ -12,21 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from .._half.master_weights import MasterState, master_weights, masters_within
 from .._loss_scale.rules import NoScale, ScalerState
 from .._module.functional import Apply, make_functional
 from .._module.registered import load_into
-from .._optim.live_optimizer import (
+from .._optim.opt_state import OptState
+from .._optim.schedule import ScheduleBy
+from .._optim.torch_optim import TorchOptimizer
+from .._step.train_state import TrainState
+from .._torch.dtypes import widest_float
+from .._tree.scalars import whole
+from .._tree.tree import counted, join_names
+from ..interop._live_optimizer import (
     check_innermost,
     convert_optimizer,
     load_state,
     names_by_group,
     state_dict_with,
 )
-from .._optim.master_weights import MasterState, master_weights, masters_within
-from .._optim.opt_state import OptState
-from .._optim.schedule import (
+from ..interop._schedulers import (
     RateTable,
-    ScheduleBy,
     check_scheduler,
     restoring,
     scheduled_settings,
@@ -34,11 +39,6 @@ from .._optim.schedule import (
     steps_of,
     tabulate,
 )
-from .._optim.torch_optim import TorchOptimizer
-from .._step.train_state import TrainState
-from .._torch.dtypes import widest_float
-from .._tree.scalars import whole
-from .._tree.tree import counted, join_names
 from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .._optim.master_weights import MasterState, master_weights
+from .._half.master_weights import MasterState, master_weights
 from .._optim.opt_state import after_skip
 from .._optim.protocol import Optimizer
 from .._optim.wrapper import Wrapper

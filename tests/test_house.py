@@ -258,7 +258,7 @@ def test_the_pages_for_contributors_name_every_file_and_no_other():
 
 # A source file has its tests in the test file of its name; these have them in that of a neighbour.
 TESTED_WITH = {
-    "_batch_norm/capture.py": "test_bn_stats.py",
+    "_batch_norm/bn_inputs.py": "test_bn_stats.py",
     "_distributed/buckets.py": "test_reduce.py",
     "_distributed/process_group.py": "test_reduce.py",
     "_grads/grad_stats.py": "test_clip.py",

@@ -47,6 +47,10 @@ class Plans(Generic[PlanT]):
         entry = key, private.metadata_guard(*tensors), plan
         self._entries = (entry, *self._entries)[: self._size]
 
+    def discard(self, plan: PlanT) -> None:
+        """Forget a plan."""
+        self._entries = tuple(entry for entry in self._entries if entry[2] is not plan)
+
     def __iter__(self) -> Iterator[PlanT]:
         """Iterate over all plans."""
         return (plan for _, _, plan in self._entries)

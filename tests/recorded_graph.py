@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from purescale._jit import capture
 from purescale._torch.donation import storage_pointer
-from purescale._torch.tracing import NoReads, ReadError, as_on_an_accelerator, is_read
+from purescale._torch.tracing import PLAIN_TYPES, ReadError, is_read
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -35,9 +34,11 @@ class RecordedGraph(TorchDispatchMode):
         kwargs = kwargs or {}
         if is_read(func, args, kwargs):
             raise ReadError(func.overloadpacket.__name__)
-        inputs = set(map(storage_pointer, tensors((args, kwargs))))
         results = func(*args, **kwargs)
+        if not all(type(leaf) in PLAIN_TYPES for leaf in tensors((args, kwargs, results))):
+            return results  # of a trace: for `jit` tensors within a mode are of another kind
         alias = self.alias  # of an object of its own, off the graph of torch.autograd
+        inputs = set(map(storage_pointer, tensors((args, kwargs))))
         call = pytree.tree_map(alias, (args, kwargs, results))
         for result in tensors(call[2]):
             if storage_pointer(result) not in inputs:
@@ -57,7 +58,11 @@ class RecordedGraph(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        with NoReads(), self:
+        # Reads without an operator. A mode that sees functions would be a setting of torch.
+        with contextlib.ExitStack() as stack:
+            for name in ("tolist", "numpy", "__array__"):
+                stack.enter_context(mock.patch.object(Tensor, name, refuse))
+            stack.enter_context(self)
             yield
 
     def wait(self) -> None:
@@ -70,12 +75,18 @@ class RecordedGraph(TorchDispatchMode):
                 poison(tensor)
             for func, args, kwargs, results in self.calls:
                 if not func.is_view:
-                    for old, new in zip(tensors(results), tensors(func(*args, **kwargs))):
+                    for old, new in zip(
+                        tensors(results), tensors(func(*args, **kwargs)), strict=True
+                    ):
                         if storage_pointer(old) != storage_pointer(new):
                             old.copy_(new)
 
     def reset(self) -> None:
         self.calls, self.made, self.held = [], {}, []
+
+
+def refuse(tensor: Tensor, *args: Any) -> Any:
+    torch.ops.aten._local_scalar_dense(tensor.flatten()[0])
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -89,11 +100,3 @@ def poison(tensor: Tensor) -> None:
         is_whole = not (tensor.is_floating_point() or tensor.is_complex())
         whole = 1 if tensor.dtype is torch.bool or not is_whole else torch.iinfo(tensor.dtype).max
         flat.fill_(whole if is_whole else float("nan"))
-
-
-@pytest.fixture
-def graphs_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within, a CPU decides as an accelerator, and captured steps are recorded there."""
-    monkeypatch.setitem(capture.GRAPHS, "cpu", RecordedGraph)
-    with as_on_an_accelerator():
-        yield

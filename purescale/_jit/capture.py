@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import operator
 import threading
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from .._jit.jit import (
     FlatFunction,
+    Jitted,
     check_arguments,
     form_of,
     inside_a_graph,
@@ -47,9 +50,12 @@ class Program:
         step: The step, of tensors.
         tensors: Those of the arguments, the first `count` of which are donated.
         graph: The graph to record.
+        is_traced: The step is one of `jit`: it reads no value, and keeps what it closes over.
     """
 
-    def __init__(self, step: FlatFunction, tensors: list[Tensor], count: int, graph: Graph) -> None:
+    def __init__(
+        self, step: FlatFunction, tensors: list[Tensor], count: int, graph: Graph, is_traced: bool
+    ) -> None:
         self.graph, self.inputs = graph, foreach.clone(tensors)
         # In whose memory is the new state after a replay.
         self.state = state = self.inputs[:count]
@@ -65,8 +71,9 @@ class Program:
         with _RECORDING, draws, capturing(), explained():
             with graph.warming_up():
                 run()
-                # In the second run: what the first one has cached is read from outside.
-                with watched:
+                # In the second run: what the first one has cached is read from outside. Within a
+                # mode `jit` would trace once more.
+                with contextlib.nullcontext() if is_traced else watched:
                     run()
             with graph.recording():
                 self.others = self._settled(run())
@@ -185,10 +192,13 @@ class Captured:
         """Return the program in which the state is, or one whose memory nobody sees. If there is
         none for arguments like these, record it.
         """
-        alike = self.programs.matching(tensors, key)
-        for program in sorted(alike, key=lambda x: -x.number_in_place(pointers)):
-            if program.is_free(pointers):
-                return program
+        for attempt in range(2):
+            alike = self.programs.matching(tensors, key)
+            for program in sorted(alike, key=lambda x: -x.number_in_place(pointers)):
+                if program.is_free(pointers):
+                    return program
+            if not attempt:  # a cycle may hold a state, and a graph, which must not die below
+                gc.collect()
         if len(self.programs) >= self.max_graphs:
             *_, program = [None, *filter(Program.is_free, self.programs)]  # the oldest
             if program is None:
@@ -196,7 +206,8 @@ class Captured:
             self.programs.discard(program)
             program.graph.reset()
         device = tensors[0].device
-        program = Program(step, tensors, len(pointers), GRAPHS[device.type](device))
+        graph, is_traced = GRAPHS[device.type](device), isinstance(self.step, Jitted)
+        program = Program(step, tensors, len(pointers), graph, is_traced)
         self.programs.add(program.inputs, key, program)
         return program
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.donation import storage_pointer
-from .._torch.tracing import ReadError, is_read
+from .._torch.tracing import PLAIN_TYPES, ReadError, is_read
 
 
 class Graph(Protocol):
@@ -120,4 +120,4 @@ def watching(inputs: Sequence[Tensor]) -> Any:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in private.pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in private.pytree.tree_leaves(tree) if type(leaf) in PLAIN_TYPES]

@@ -73,9 +73,8 @@ def trace(
     fake = _without_values()
     examples = _apart(fake, inputs)
     outside = _Outside(fake)
-    with explained():
-        with recording():
-            module = _graph_of(_watched(function, outside), examples, fake)
+    with explained(), recording():
+        module = _graph_of(_watched(function, outside), examples, fake)
         if any(getattr(node.target, "namespace", "") == "c10d" for node in module.graph.nodes):
             raise _EffectError(*_RANKS)
     closed_over = _lift(module, outside, literals)

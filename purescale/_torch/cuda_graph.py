@@ -111,8 +111,9 @@ def watching(inputs: Sequence[Tensor]) -> Any:
                     self.read.append(tensor)
             returned = func(*args, **(kwargs or {}))
             results = _tensors(returned)
-            if here and any([result.device.type != device.type for result in results]):
-                raise ReadError(func.overloadpacket.__name__)
+            is_copy = func.overloadpacket.__name__ in ("_to_copy", "copy_")
+            if here and is_copy and results[0].device.type != device.type:
+                raise ReadError("a copy to the host")
             known.update(map(storage_pointer, results))
             return returned
 

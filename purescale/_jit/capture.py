@@ -26,7 +26,7 @@ from .._jit.pure_graph import explained
 from .._torch import foreach, private
 from .._torch.cuda_graph import CudaGraph, Graph, watching
 from .._torch.donation import storage_pointer
-from .._torch.tracing import captured, capturing
+from .._torch.tracing import ReadError, captured, capturing
 from .._tree import tree as _tree
 from .._tree.leaves import as_tensor_list
 from .._tree.plans import Plans
@@ -36,7 +36,8 @@ from .._tree.tree import Tree
 # What records, by the type of the device; on any other one a captured step is the step.
 GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
 
-_data_ptr, _cdata = Tensor.data_ptr, operator.attrgetter("_cdata")
+_data_ptr, _data = Tensor.data_ptr, operator.attrgetter("data")
+_cdata = operator.attrgetter("_cdata")
 _GIVEN_UP = "purescale_given_up"  # the attribute of a tensor that was donated
 _RECORDING = (
     threading.Lock()
@@ -68,7 +69,7 @@ class Program:
 
         watched, device = watching(self.inputs), self.inputs[0].device
         draws = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with _RECORDING, draws, capturing(), explained():
+        with _RECORDING, draws, capturing(), explained(ReadError):
             with graph.warming_up():
                 run()
                 # In the second run: what the first one has cached is read from outside. Within a
@@ -99,30 +100,41 @@ class Program:
         foreach.copy_([self.state[i] for i in moved], [results[i] for i in moved])
         return results[count:]
 
-    def number_in_place(self, pointers: list[int]) -> int:
-        """Return how many donated tensors, at these addresses, are in their memory."""
-        return sum(map(operator.eq, pointers, self.pointers))
+    def pointers_of(self, tensors: list[Tensor]) -> list[int]:
+        """Return the addresses of the donated ones of the tensors of arguments."""
+        return list(map(_data_ptr, tensors[: len(self.state)]))
 
-    def is_free(self, pointers: list[int] | None = None) -> bool:
-        """Return True if nobody sees the memory of the state, but for donated tensors at these
-        addresses that are in their places.
+    def number_in_place(self, tensors: list[Tensor]) -> int:
+        """Return how many donated tensors are in their memory."""
+        return sum(map(operator.eq, self.pointers_of(tensors), self.pointers))
+
+    def is_free(self, tensors: list[Tensor] | None = None) -> bool:
+        """Return True if nobody sees the memory of the state, but for donated ones of these tensors
+        that are in their places.
         """
-        pointers = pointers or [-1] * len(self.state)
+        pointers = self.pointers_of(tensors) if tensors else [-1] * len(self.state)
         facts = zip(pointers, self.pointers, self.state, self.uses, strict=True)
-        return all(pointer == own or _uses(x) <= n for pointer, own, x, n in facts)
+        return pointers == self.pointers or all(
+            pointer == own or _uses(x) <= n for pointer, own, x, n in facts
+        )
 
-    def __call__(self, tensors: list[Tensor], pointers: list[int]) -> Tree:
-        """Return the results, the new state in the memory of this program. `pointers` are the
-        addresses of donated tensors.
-        """
+    def __call__(self, tensors: list[Tensor]) -> Tree:
+        """Return the results, the new state in the memory of this program."""
         self.graph.wait()
-        moved = [i for i, x in enumerate(self.pointers) if pointers[i] != x]
-        moved += range(len(pointers), len(tensors))
+        pointers, count = self.pointers_of(tensors), len(self.state)
+        moved, stayed = [*range(count, len(tensors))], tensors[:count]
+        if pointers != self.pointers:
+            moved += [i for i in range(count) if pointers[i] != self.pointers[i]]
+            stayed = [
+                x
+                for x, one, own in zip(tensors, pointers, self.pointers, strict=False)
+                if one == own
+            ]
         foreach.copy_([self.inputs[i] for i in moved], [tensors[i] for i in moved])
         self.graph.replay()
-        torch.autograd.graph.increment_version(self.state)  # a CUDA graph moves none
-        state = list(map(Tensor.detach, self.state))
-        return self.results.of([*state, *foreach.clone(self.others)])
+        # A CUDA graph moves none. The new state has objects with versions of their own.
+        torch.autograd.graph.increment_version(stayed)
+        return self.results.of([*map(_data, self.state), *foreach.clone(self.others)])
 
 
 def _uses(tensor: Tensor) -> int:
@@ -146,30 +158,33 @@ class Captured:
         self._lock = threading.Lock()
 
     def __call__(self, state: Tree, *others: Tree) -> Tree:
-        if inside_a_graph() or captured() or torch.is_inference_mode_enabled():
+        by_hand = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if inside_a_graph() or captured() or by_hand or torch.is_inference_mode_enabled():
             return self.step(state, *others)
         args = state, *others
         structure: Any
         leaves, structure = _tree.flatten(args)
-        tensors = check_arguments(args, leaves, by="capture")
+        tensors = [leaf for leaf in leaves if leaf is not None]
         of_state = leaves[: structure.child(0).num_leaves]
-        device = _tree.device_of(state, of_state, "state")
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return self.step(*args)
         donated = [leaf for leaf in of_state if leaf is not None] if self.donate else []
         if any([hasattr(leaf, _GIVEN_UP) for leaf in donated]):
             raise _given_up(state, of_state)
-        if device.type in GRAPHS:
-            flat = FlatFunction(self._checked, structure, leaves)
-            key = form_of(structure, leaves, tensors), settings_of_torch(), _settings_of_cudnn()
-            tensors = _entering(tensors, device)
-            pointers = list(map(_data_ptr, tensors[: len(donated)]))
-            with self._lock:  # until the results are copied
-                returned = self._program(flat, key, tensors, pointers)(tensors, pointers)
-        else:
+        key = form_of(structure, leaves, tensors), settings_of_torch(), _settings_of_cudnn()
+        with self._lock:  # until the results are copied
+            program = self._lookup(tensors, key)  # which has plain tensors on one device
+            if program is None:
+                tensors = check_arguments(args, leaves, by="capture")
+                device = _tree.device_of(state, of_state, "state")
+                if device.type in GRAPHS:
+                    tensors = _entering(tensors, device)
+                    flat = FlatFunction(self._checked, structure, leaves)
+                    program = self._lookup(tensors, key)
+                    program = program or self._recorded(flat, key, tensors, len(donated))
+            if program is not None:
+                returned = program(tensors)
+        if program is None:
             with capturing():
-                returned = self._checked(*args)
-            returned = _other_objects(returned, donated)
+                returned = _other_objects(self._checked(*args), donated)
         for leaf in donated:
             setattr(leaf, _GIVEN_UP, True)
         return returned
@@ -186,28 +201,31 @@ class Captured:
             _tree.matching_leaves(state, new, "state", "the returned state", _REASON)
         return returned
 
-    def _program(
-        self, step: FlatFunction, key: Any, tensors: list[Tensor], pointers: list[int]
-    ) -> Program:
-        """Return the program in which the state is, or one whose memory nobody sees. If there is
-        none for arguments like these, record it.
+    def _lookup(self, tensors: list[Tensor], key: Any) -> Program | None:
+        """Return the program for arguments like these in which the state is, else one whose memory
+        nobody sees.
         """
-        for attempt in range(2):
-            alike = self.programs.matching(tensors, key)
-            for program in sorted(alike, key=lambda x: -x.number_in_place(pointers)):
-                if program.is_free(pointers):
-                    return program
-            if not attempt:  # a cycle may hold a state, and a graph, which must not die below
-                gc.collect()
+        alike = list(self.programs.matching(tensors, key))
+        if len(alike) > 1:
+            alike.sort(key=lambda program: -program.number_in_place(tensors))
+        return next((program for program in alike if program.is_free(tensors)), None)
+
+    def _recorded(self, step: FlatFunction, key: Any, tensors: list[Tensor], count: int) -> Program:
+        """Return a new program, in place of one whose memory nobody sees if there are too many."""
+        if len(self.programs):
+            # A cycle may hold a state; and a graph in one must not die while this one records.
+            gc.collect()
+            if (program := self._lookup(tensors, key)) is not None:
+                return program
         if len(self.programs) >= self.max_graphs:
-            *_, program = [None, *filter(Program.is_free, self.programs)]  # the oldest
-            if program is None:
+            free = [program for program in self.programs if program.is_free()]
+            if not free:
                 raise _all_are_held(self.max_graphs)
-            self.programs.discard(program)
-            program.graph.reset()
+            self.programs.discard(free[-1])  # the oldest
+            free[-1].graph.reset()
         device = tensors[0].device
         graph, is_traced = GRAPHS[device.type](device), isinstance(self.step, Jitted)
-        program = Program(step, tensors, len(pointers), graph, is_traced)
+        program = Program(step, tensors, count, graph, is_traced)
         self.programs.add(program.inputs, key, program)
         return program
 

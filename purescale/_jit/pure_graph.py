@@ -491,11 +491,11 @@ def _each(cls: type, targets: list[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
+def explained(kind: type[Exception] = Exception) -> Iterator[None]:
     """Refuse, naming the line, what a function does inside and no graph for all values can do."""
     try:
         yield
-    except Exception as error:
+    except kind as error:
         if (cause := _cause(error)) is None:
             raise
         raise _refusal(*cause, error) from error

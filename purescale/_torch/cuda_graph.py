@@ -33,12 +33,12 @@ class Graph(Protocol):
 class CudaGraph:
     """A CUDA graph, which is replayed on the current stream of its device."""
 
-    held = ()  # it keeps addresses, and no tensor
+    held: Sequence[Tensor] = ()  # it keeps addresses, and no tensor
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._graph = device, torch.cuda.CUDAGraph()
         # Of its own: `reset` clears the workspaces of the stream, which another graph may read.
-        self._stream = torch.cuda.Stream(device)
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._last = torch.cuda.current_stream(device)
 
     @contextlib.contextmanager

@@ -34,6 +34,7 @@ from torch import nn
 import purescale as ps
 from purescale._jit import capture
 from purescale._torch.tracing import ReadError, as_on_an_accelerator
+from purescale.testing import donated_poisoned
 
 sys.path.append(str(Path(__file__).parent / "second_device"))
 from jobs import JOBS
@@ -615,6 +616,15 @@ def test_a_donated_state_that_is_used_again_is_refused(where):
         fast(third, x)
 
 
+@pytest.mark.parametrize("where", WHERE)
+def test_a_step_that_poisons_what_it_was_given_has_the_same_bits(where):
+    with WHERE[where]():
+        made, step = training()
+        expected = run(step, clone(made), windows(4))
+        with donated_poisoned():
+            assert same_bits(run(ps.capture(step, donate=True), made, windows(4)), expected)
+
+
 def test_a_leaf_that_a_step_returns_as_it_was_is_given_up_and_returned():
     fast = ps.capture(lambda state, x: (state, x), donate=True)
     first = torch.ones(3)
@@ -749,6 +759,24 @@ def test_a_read_in_a_loss_is_refused_with_the_line(graphs):
     step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=ADAMW, rule=RULE)
     with pytest.raises(ValueError, match=r"reads the value.*`return loss \* loss.item\(\)"):
         ps.capture(step)(state, [batch()])
+
+
+class ReadsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float(grad.sum())
+
+
+def test_a_read_in_a_backward_is_refused_with_the_line(graphs):
+    def step(state, x):
+        return state, torch.autograd.grad(ReadsBackward.apply(x.requires_grad_()).sum(), x)[0]
+
+    with pytest.raises(ValueError, match=r"reads the value.*`return grad \* float"):
+        ps.capture(step)(torch.ones(3), torch.ones(3))
 
 
 class Own(torch.optim.SGD):

@@ -112,7 +112,7 @@ def watching(inputs: Sequence[Tensor]) -> Any:
             returned = func(*args, **(kwargs or {}))
             results = _tensors(returned)
             is_copy = func.overloadpacket.__name__ in ("_to_copy", "copy_")
-            if here and is_copy and results[0].device.type != device.type:
+            if here and is_copy and any([x.device.type != device.type for x in results]):
                 raise ReadError("a copy to the host")
             known.update(map(storage_pointer, results))
             return returned

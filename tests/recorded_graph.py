@@ -28,7 +28,7 @@ class RecordedGraph(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.made: dict[int, Tensor] = {}  # by the address of its storage
-        self.held: list[Tensor] = []
+        self.tensors: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,8 +49,8 @@ class RecordedGraph(TorchDispatchMode):
     def alias(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        self.held.append(leaf.detach())
-        return self.held[-1]
+        self.tensors.append(leaf.detach())
+        return self.tensors[-1]
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -82,7 +82,7 @@ class RecordedGraph(TorchDispatchMode):
                             old.copy_(new)
 
     def reset(self) -> None:
-        self.calls, self.made, self.held = [], {}, []
+        self.calls, self.made, self.tensors = [], {}, []
 
 
 def refuse(tensor: Tensor, *args: Any) -> Any:

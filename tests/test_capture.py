@@ -330,6 +330,28 @@ def test_states_in_any_order_with_rewinds_have_the_numbers_of_the_step(order, em
         assert len(fast.programs) <= 4
 
 
+def test_a_state_stays_where_it_is_also_if_another_graph_is_free(graphs):
+    fast = ps.capture(mean, donate=True)
+    state, _ = fast(start(), xs(1)[0])
+    fast(start(), xs(1)[0])  # whose memory nobody sees any more
+    places = [leaf.data_ptr() for leaf in tensors(state)]
+    state, _ = fast(state, xs(1)[0])
+    assert len(fast.programs) == 2
+    assert [leaf.data_ptr() for leaf in tensors(state)] == places
+
+
+def test_weights_of_one_state_with_moments_of_another_overwrite_neither(graphs):
+    def step(state, x):
+        return {"w": state["w"] + x, "m": state["m"] + 10 * x}, x
+
+    fast, x = ps.capture(step, donate=True), torch.ones(3)
+    a, b = (fast({"w": torch.full((3,), n), "m": torch.zeros(3)}, x)[0] for n in (0.0, 5.0))
+    a_m, b_w = a["m"], b["w"]
+    mixed, _ = fast({"w": a["w"], "m": b["m"]}, x)
+    assert same_bits((a_m, b_w), (torch.full((3,), 10.0), torch.full((3,), 6.0)))
+    assert same_bits(mixed, {"w": torch.full((3,), 2.0), "m": torch.full((3,), 20.0)})
+
+
 def test_two_trainings_in_turn_have_a_graph_each(graphs):
     made, step = training()
     fast = ps.capture(step, donate=True)

@@ -290,6 +290,7 @@ TESTED_WITH = {
 ACROSS_FILES = {
     "test_addresses.py",
     "test_calls.py",
+    "test_captured_laws.py",
     "test_compile.py",
     "test_compiled_loss.py",
     "test_contributing.py",

@@ -39,9 +39,7 @@ GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
 _data_ptr, _data = Tensor.data_ptr, operator.attrgetter("data")
 _cdata = operator.attrgetter("_cdata")
 _GIVEN_UP = "purescale_given_up"  # the attribute of a tensor that was donated
-_RECORDING = (
-    threading.Lock()
-)  # the generator of a device, which warming up moves, is of all threads
+_RECORDING = threading.Lock()  # warming up moves the generators, which are of all threads
 
 
 class Program:
@@ -79,8 +77,10 @@ class Program:
             with graph.recording():
                 self.others = self._settled(run())
         self.results, self.read = step.results, watched.read
-        held = list(map(storage_pointer, graph.held))
-        self.uses = [n + held.count(storage_pointer(x)) for n, x in zip(uses, state, strict=True)]
+        of_graph = list(map(storage_pointer, graph.tensors))
+        self.uses = [
+            n + of_graph.count(storage_pointer(x)) for n, x in zip(uses, state, strict=True)
+        ]
 
     def _settled(self, results: list[Tensor]) -> list[Tensor]:
         """Write the new state into the memory of the old one. Return all other results, of which
@@ -265,8 +265,8 @@ def _entering(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 def _other_objects(returned: Tree, donated: list[Tensor]) -> Tree:
     """Return a tree without a tensor that is an object of the donated ones."""
     leaves, structure = _tree.flatten(returned)
-    given = set(map(id, donated))
-    return structure.unflatten([x.detach() if id(x) in given else x for x in leaves])
+    objects = set(map(id, donated))
+    return structure.unflatten([x.detach() if id(x) in objects else x for x in leaves])
 
 
 # ---- what is refused -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from .._torch.tracing import PLAIN_TYPES, ReadError, is_read
 class Graph(Protocol):
     """The operators that a function ran, to be run again over the same memory without it."""
 
-    held: Sequence[Tensor]  # what it keeps alive
+    tensors: Sequence[Tensor]  # those that it keeps alive
 
     def warming_up(self) -> contextlib.AbstractContextManager[None]: ...
 
@@ -33,7 +33,7 @@ class Graph(Protocol):
 class CudaGraph:
     """A CUDA graph, which is replayed on the current stream of its device."""
 
-    held: Sequence[Tensor] = ()  # it keeps addresses, and no tensor
+    tensors: Sequence[Tensor] = ()  # it keeps addresses, and no tensor
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._graph = device, torch.cuda.CUDAGraph()
@@ -90,7 +90,7 @@ def watching(inputs: Sequence[Tensor]) -> Any:
     """Return a mode in which an operator that reads a value of the device of `inputs` raises a
     ReadError. Its list `read` has each tensor that operators read and did not make, but `inputs`.
     """
-    known = set(map(storage_pointer, inputs))  # in whose memory is an input or a result
+    memory = set(map(storage_pointer, inputs))  # in whose memory is an input or a result
     device = inputs[0].device
 
     class Watching(private.DispatchMode):  # type: ignore[misc]
@@ -106,15 +106,15 @@ def watching(inputs: Sequence[Tensor]) -> Any:
             if here and is_read(func, args, kwargs or {}):
                 raise ReadError(func.overloadpacket.__name__)
             for tensor in tensors:
-                if (pointer := storage_pointer(tensor)) not in known:
-                    known.add(pointer)
+                if (pointer := storage_pointer(tensor)) not in memory:
+                    memory.add(pointer)
                     self.read.append(tensor)
             returned = func(*args, **(kwargs or {}))
             results = _tensors(returned)
             is_copy = func.overloadpacket.__name__ in ("_to_copy", "copy_")
             if here and is_copy and any([x.device.type != device.type for x in results]):
                 raise ReadError("a copy to the host")
-            known.update(map(storage_pointer, results))
+            memory.update(map(storage_pointer, results))
             return returned
 
     return Watching()

@@ -158,7 +158,8 @@ class Captured:
         self._lock = threading.Lock()
 
     def __call__(self, state: Tree, *others: Tree) -> Tree:
-        by_hand = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        cuda: Any = torch.cuda
+        by_hand = cuda.is_initialized() and cuda.is_current_stream_capturing()
         if inside_a_graph() or captured() or by_hand or torch.is_inference_mode_enabled():
             return self.step(state, *others)
         args = state, *others

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]  # `make gpu` installs nothing
@@ -36,8 +37,10 @@ import purescale as ps  # noqa: E402
 # ---- the rows ------------------------------------------------------------------------------------
 
 
-def captured(make: Callable[[], Job]) -> Job:
-    """A step that is replayed as a CUDA graph of its third call."""
+def replayed(make: Callable[[], Job]) -> Job:
+    """A step that is replayed as a CUDA graph of its third call, without a call of it: the floor of
+    `capture`.
+    """
     job = make()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -51,6 +54,23 @@ def captured(make: Callable[[], Job]) -> Job:
     run = job.run  # which has the tensors that the graph reads
     job.run = lambda: (graph.replay(), run)[0]  # type: ignore[method-assign]
     return job
+
+
+CAPTURE = functools.partial(ps.capture, donate=True)
+JIT = functools.partial(ps.jit, donate=0)
+
+
+def captured(
+    step: Callable[..., Job],
+    name: str,
+    given: argparse.Namespace,
+    wrap: Callable[[Any], Any] = lambda step: step,
+) -> Rows:
+    """A step under `capture`, which is the step itself on a CPU, and the replay of its graph."""
+    rows: Rows = {f"{name}, capture": lambda: step(wrap=lambda made: CAPTURE(wrap(made)))}
+    if given.device == "cuda":
+        rows[f"{name}, the replay alone"] = lambda: replayed(lambda: step(wrap=wrap))
+    return rows
 
 
 def after_backward(given: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
@@ -73,18 +93,19 @@ def after_backward(given: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
 def whole_steps(given: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
     for task in train_step.TASKS[1:2] if given.rehearse else train_step.TASKS:
         rows = train_step.with_settings(task, given, max_norm=1.0)
-        if given.device == "cuda":
-            step = functools.partial(train_step.purescale, task, given, donate=True, max_norm=1.0)
-            rows["purescale, donate=True, as a captured graph"] = lambda s=step: captured(s)
+        step = functools.partial(train_step.purescale, task, given, donate=True, max_norm=1.0)
+        rows |= captured(step, "purescale, donate=True", given)
+        rows |= captured(
+            functools.partial(step, microbatches=4), "purescale, a window of 4, donate=True", given
+        )
         yield f"Whole step, {task.title}, {given.dtype}, max_norm", rows
 
 
 def compiled_steps(given: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
     for task in (train_step.COMPILED[0], train_step.COMPILED[-1]):
         rows = train_step.compiled(task, given)
-        jit = functools.partial(ps.jit, donate=0)
-        step = functools.partial(train_step.purescale, task, given, wrap=jit)
-        rows["purescale, jit, donate=0, as a captured graph"] = functools.partial(captured, step)
+        step = functools.partial(train_step.purescale, task, given)
+        rows |= captured(step, "purescale, jit, donate=0", given, JIT)
         yield f"Compiled step, {task.title}, {given.dtype}", rows
 
 
@@ -150,7 +171,7 @@ def gpu_tests() -> str:
     if importlib.util.find_spec("xdist"):
         command += ["-n", "8", "-p", "no:benchmark"]
     run = subprocess.run(
-        [*command, "tests/test_cuda.py", "tests/test_cuda_jobs.py"],
+        [*command, *[f"tests/test_cuda{name}.py" for name in ("", "_jobs", "_capture")]],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,

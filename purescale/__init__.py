@@ -103,6 +103,7 @@ The step:
 One graph:
     jit                   a function of trees as one compiled graph, without Dynamo
     scan_steps            many steps in one call: a loop as one graph
+    capture               a whole step as one CUDA graph, found by its shapes
 
 A whole run:
     vjp_through           the derivative of a run, by replay; syncs
@@ -233,6 +234,7 @@ from ._step.train_state import StepInfo as StepInfo, stack_infos as stack_infos
 from ._step.spike_guard import Guard as Guard, SpikeGuard as SpikeGuard, check_guard as check_guard
 from ._jit.jit import jit as jit
 from ._jit.scan_steps import scan_steps as scan_steps
+from ._jit.capture import capture as capture
 from ._runs.vjp_through import vjp_through as vjp_through, RunGradient as RunGradient
 from ._tree.states import fingerprint as fingerprint
 

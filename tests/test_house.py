@@ -258,7 +258,7 @@ def test_the_pages_for_contributors_name_every_file_and_no_other():
 
 # A source file has its tests in the test file of its name; these have them in that of a neighbour.
 TESTED_WITH = {
-    "_batch_norm/capture.py": "test_bn_stats.py",
+    "_batch_norm/bn_inputs.py": "test_bn_stats.py",
     "_distributed/buckets.py": "test_reduce.py",
     "_distributed/process_group.py": "test_reduce.py",
     "_grads/grad_stats.py": "test_clip.py",
@@ -279,6 +279,7 @@ TESTED_WITH = {
     "_step/step_plan.py": "test_decided_once.py",
     "_step/train_state.py": "test_train_step.py",
     "_step/window_result.py": "test_microbatches.py",
+    "_torch/cuda_graph.py": "test_capture.py",
     "_torch/operators.py": "test_traffic.py",
     "_torch/private.py": "test_private_names.py",
     "_torch/tracing.py": "test_laws.py",
@@ -290,10 +291,12 @@ TESTED_WITH = {
 ACROSS_FILES = {
     "test_addresses.py",
     "test_calls.py",
+    "test_captured_laws.py",
     "test_compile.py",
     "test_compiled_loss.py",
     "test_contributing.py",
     "test_cuda.py",
+    "test_cuda_capture.py",
     "test_cuda_jobs.py",
     "test_cuda_laws.py",
     "test_default_dtype.py",

@@ -84,6 +84,14 @@ def test_the_oldest_plan_goes_where_there_are_too_many(size):
         assert list(plans.matching([torch.zeros(length)], "key")) == present
 
 
+def test_a_plan_that_is_discarded_is_found_no_more():
+    plans = kept(LIKE)
+    plans.add([LIKE], "key", "other")
+    plans.discard("other")
+    assert list(plans.matching([LIKE], "key")) == ["plan"]
+    assert len(plans) == 1
+
+
 def test_plans_keep_no_tensor_alive():
     tensor = torch.zeros(3)
     plans, alive = kept(tensor), weakref.ref(tensor)

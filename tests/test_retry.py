@@ -186,7 +186,8 @@ def test_without_retries_nothing_is_read():
 def test_retries_are_refused_where_they_cannot_be():
     state, step, microbatches = overflowing(104)
     with pytest.raises(
-        ValueError, match="max_retries reads a flag on the host, which a traced step cannot do"
+        ValueError,
+        match="max_retries reads a flag on the host, which a traced or captured step cannot do",
     ):
         torch.vmap(lambda s: step(s, microbatches, max_retries=1))(stack([state, state]))
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._batch_norm.capture import ApplyFn, BatchNormCall, calls_of, key_of, layers_of
+from .._batch_norm.bn_inputs import ApplyFn, BatchNormCall, calls_of, key_of, layers_of
 from .._distributed.process_group import Group, all_reduce, is_single_process
 from .._module.registered import Tensors
 from .._torch.dtypes import widest_float

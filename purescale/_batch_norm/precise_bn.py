@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from .._batch_norm.bn_inputs import ApplyFn, calls_of
 from .._batch_norm.bn_stats import (
     BNStatsState,
     Estimator,
@@ -22,7 +23,6 @@ from .._batch_norm.bn_stats import (
     bn_buffers,
     init_bn_stats,
 )
-from .._batch_norm.capture import ApplyFn, calls_of
 from .._distributed.collectives import agree_on_all_ranks, all_reduce_found_inf, on_cpu
 from .._distributed.process_group import Group, all_reduce, check_group
 from .._module.functional import Apply

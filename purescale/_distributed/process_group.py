@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.dtensor import arrived
-from .._torch.tracing import constant_while_compiling
+from .._torch.tracing import constant_while_compiling, refuse_in_capture
 from .._tree.scalars import short_repr
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def resolve_group(group: Any) -> Any:
     """
     if torch.compiler.is_compiling():
         return dist.group.WORLD if group is None else group
+    refuse_in_capture("has no collectives.", "group=None, or the step without capture.")
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             "this rank is not in group: `dist.new_group(ranks)` returns a placeholder on other "

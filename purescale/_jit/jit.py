@@ -167,13 +167,13 @@ class Programs:
                 if active_autocast():  # the graph has the casts of the function
                     run = outside_autocast()(run)
                 program = Program(tensors, graph, run, results)
-                self._plans.add(tensors, (form, _setting()), program)
+                self._plans.add(tensors, (form, settings_of_torch()), program)
                 warn_of_graphs(self._name, [program.shapes for program in self._plans])
         return program
 
     def lookup(self, tensors: list[Tensor], form: Any) -> Program | None:
         """Return the program for arguments of this form like these, or None."""
-        programs = self._plans.matching(tensors, (form, _setting()))
+        programs = self._plans.matching(tensors, (form, settings_of_torch()))
         return next(filter(Program.is_current, programs), None)
 
     def __len__(self) -> int:
@@ -192,7 +192,7 @@ class Jitted:
         self.pullbacks: dict[Any, Jitted] = {}  # those of vjp_through: as long as this function
 
     def __call__(self, *args: Tree) -> Tree:
-        if _inside_a_graph():
+        if inside_a_graph():
             return self.fn(*args)  # a part of the graph, or of the transform, around it
         leaves, structure = _tree.flatten(args)
         tensors = [leaf for leaf in leaves if leaf is not None]
@@ -217,7 +217,7 @@ class Jitted:
 
     def compiles(self) -> bool:
         """Return True if a call here runs compiled code."""
-        return self.backend == "inductor" and not _inside_a_graph()
+        return self.backend == "inductor" and not inside_a_graph()
 
     def trace(self, *args: Tree) -> torch.fx.GraphModule:
         """Return the graph for these arguments: a function of their tensors, then of the tensors
@@ -229,7 +229,8 @@ class Jitted:
         return module
 
 
-def _inside_a_graph() -> bool:
+def inside_a_graph() -> bool:
+    """Return True in a trace or a transform, of which a function is a part."""
     return traced() or recorded_by_make_fx()
 
 
@@ -245,7 +246,7 @@ def form_of(structure: TreeDef, leaves: Leaves, tensors: list[Tensor]) -> Any:
     return structure, [index for index, leaf in enumerate(leaves) if leaf is None]
 
 
-def _setting() -> Any:
+def settings_of_torch() -> Any:
     """Return the global settings of torch that decide what a function computes."""
     modes = private.function_modes()
     return (
@@ -275,8 +276,10 @@ def _indices(args: tuple[Tree, ...], donate: Sequence[int]) -> list[int]:
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def check_arguments(args: tuple[Tree, ...], leaves: Leaves) -> list[Tensor]:
-    """Return the tensors among the leaves. Refuse, naming the leaf, what is not a plain tensor."""
+def check_arguments(args: tuple[Tree, ...], leaves: Leaves, by: str = "jit") -> list[Tensor]:
+    """Return the tensors among the leaves. Refuse, naming the leaf, what is not a plain tensor.
+    `by` is the name of the function that refuses.
+    """
     tensors = [leaf for leaf in leaves if leaf is not None]
     if not set(map(type, tensors)) <= PLAIN_TYPES or not (
         set(map(_layout, tensors)) <= {torch.strided}
@@ -284,11 +287,11 @@ def check_arguments(args: tuple[Tree, ...], leaves: Leaves) -> list[Tensor]:
         and not (torch.is_grad_enabled() and any(map(_requires_grad, tensors)))
     ):
         for index, leaf in enumerate(leaves):
-            _check_argument(leaf, args, index)
+            _check_argument(leaf, args, index, by)
     return tensors
 
 
-def _check_argument(leaf: Any, args: tuple[Tree, ...], index: int) -> None:
+def _check_argument(leaf: Any, args: tuple[Tree, ...], index: int, by: str) -> None:
     """Refuse a leaf that is not a plain tensor, or that requires a gradient in grad mode."""
     if leaf is None:
         return
@@ -296,14 +299,14 @@ def _check_argument(leaf: Any, args: tuple[Tree, ...], index: int) -> None:
         if not (leaf.requires_grad and torch.is_grad_enabled()):
             return
         end_graph()
-        what = "requires a gradient, and the results of jit have no graph"
+        what = f"requires a gradient, and the results of {by} have no graph"
         fix = (
             "`torch.func.grad` inside of the function, `.detach()`, or `with torch.no_grad():` "
             "around the call"
         )
     elif isinstance(leaf, Tensor):
         kind = f"{type(leaf).__name__}, {leaf.layout}{', nested' if leaf.is_nested else ''}"
-        what, fix = f"is {kind}; jit takes plain, dense tensors", "torch.compile, or `.to_dense()`"
+        what, fix = f"is {kind}; {by} takes plain, dense tensors", "torch.compile, or `.to_dense()`"
     elif isinstance(leaf, (bool, int, float, complex)):
         what = f"is the number {leaf!r}, of which each value would need a graph of its own"
         fix = (
@@ -311,7 +314,7 @@ def _check_argument(leaf: Any, args: tuple[Tree, ...], index: int) -> None:
             "closure for what stays"
         )
     else:
-        what = f"is {type(leaf).__name__} {short_repr(leaf)}; jit takes trees of tensors"
+        what = f"is {type(leaf).__name__} {short_repr(leaf)}; {by} takes trees of tensors"
         fix = (
             "functools.partial or a closure; for a container of your own "
             "`optree.register_pytree_node(cls, flatten, unflatten, namespace='purescale')`"
@@ -330,8 +333,8 @@ def _check_donate(donate: Sequence[int], args: tuple[Tree, ...]) -> None:
 
 def _no_result(leaf: Any, at: str) -> TypeError:
     return TypeError(
-        f"{at} is {type(leaf).__name__} {short_repr(leaf)}; a function under jit returns trees of "
-        "tensors. Fix: return its tensors, or register the container: "
+        f"{at} is {type(leaf).__name__} {short_repr(leaf)}; a function under jit or capture "
+        "returns trees of tensors. Fix: return its tensors, or register the container: "
         "`optree.register_pytree_node(cls, flatten, unflatten, namespace='purescale')`."
     )
 

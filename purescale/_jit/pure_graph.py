@@ -73,15 +73,10 @@ def trace(
     fake = _without_values()
     examples = _apart(fake, inputs)
     outside = _Outside(fake)
-    try:
-        with recording():
-            module = _graph_of(_watched(function, outside), examples, fake)
+    with explained(), recording():
+        module = _graph_of(_watched(function, outside), examples, fake)
         if any(getattr(node.target, "namespace", "") == "c10d" for node in module.graph.nodes):
             raise _EffectError(*_RANKS)
-    except Exception as error:
-        if (cause := _cause(error)) is None:
-            raise
-        raise _refusal(*cause, error) from error
     closed_over = _lift(module, outside, literals)
     examples = _apart(fake, [*inputs, *closed_over])
     module = _functional(module, examples, fake)
@@ -493,6 +488,17 @@ def _each(cls: type, targets: list[Any]) -> list[Any]:
     """Return the targets of a class, also those in lists."""
     flat = [part for x in targets for part in (x if isinstance(x, (list, tuple)) else (x,))]
     return [part for part in flat if isinstance(part, cls)]
+
+
+@contextlib.contextmanager
+def explained(kind: type[Exception] = Exception) -> Iterator[None]:
+    """Refuse, naming the line, what a function does inside and no graph for all values can do."""
+    try:
+        yield
+    except kind as error:
+        if (cause := _cause(error)) is None:
+            raise
+        raise _refusal(*cause, error) from error
 
 
 def _cause(error: Exception) -> Cause | None:

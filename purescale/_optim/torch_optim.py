@@ -31,7 +31,7 @@ from .._optim.step_inputs import StepInputs, foreign_parameters, named_params
 from .._optim.torch_state_dict import read_state_dict, write_state_dict
 from .._optim.updater import Updater
 from .._torch import foreach
-from .._torch.tracing import traced
+from .._torch.tracing import captured, traced
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import describe
@@ -215,11 +215,11 @@ class TorchOptimizer(Updater):
                 "cause: stacked states outside of torch.vmap. Fix: "
                 "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
             )
-        if self.calls_step and traced():
+        if self.calls_step and (traced() or captured()):
             raise ValueError(
                 f"{self.settings.spec.name} has a step of its own, which is called and cannot "
-                "be compiled, mapped or differentiated. Fix: call the step eagerly, take a class "
-                "of torch.optim, or write an (init, update) pair for from_transformation."
+                "be compiled, captured, mapped or differentiated. Fix: call the step eagerly, take "
+                "a class of torch.optim, or write an (init, update) pair for from_transformation."
             )
         launches = None
         if not self.calls_step:

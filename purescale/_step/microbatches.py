@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .._batch_norm.bn_inputs import CaptureBatchNorm, layers_of, named_calls
 from .._batch_norm.bn_stats import (
     add_batch,
     check_flat_buffers,
@@ -21,7 +22,6 @@ from .._batch_norm.bn_stats import (
     restore_running_stats,
     update_running_stats,
 )
-from .._batch_norm.capture import CaptureBatchNorm, layers_of, named_calls
 from .._distributed.buckets import Reduction, mean_divisor, reduction_of
 from .._distributed.process_group import all_reduce
 from .._grads.accumulate import AccumState, add, as_weight, init_accum, is_weight
@@ -41,7 +41,7 @@ from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
 from .._torch.private import listops
 from .._torch.tensor_list import TensorList
-from .._torch.tracing import is_on_a_graph, under_derivative
+from .._torch.tracing import is_on_a_graph, refuse_in_capture, under_derivative
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import versions
@@ -60,6 +60,11 @@ class MicrobatchWeights(NamedTuple):
 
 def weigh(options: StepOptions, microbatches: list[Any], scale: Tensor) -> MicrobatchWeights:
     """Return the weights of all microbatches, by `weight_fn` or equal."""
+    if any(isinstance(entry, FUNCTIONS) for entry in microbatches):
+        refuse_in_capture(
+            "takes no functions that make microbatches: a replay would not call them.",
+            "`[make() for make in functions]`, as an argument of the captured function.",
+        )
     number, weight_fn = len(microbatches), options.weight_fn
     if weight_fn is None:
         vector = None

@@ -282,7 +282,7 @@ def check_options(options: StepOptions) -> None:
         )
     if max_retries:
         refuse_in_a_trace(
-            "max_retries reads a flag on the host, which a traced step cannot do.",
-            "max_retries=0 under torch.compile and torch.func; the next step uses the lower scale "
-            "anyway.",
+            "max_retries reads a flag on the host, which a traced or captured step cannot do.",
+            "max_retries=0 under torch.compile, torch.func and capture; the next step uses the "
+            "lower scale anyway.",
         )

@@ -142,7 +142,9 @@ NAMES = {
         "a norm in a part of a model that is computed again in the backward",
         list,
     ),
-    "DispatchMode": Name("torch.utils._python_dispatch.TorchDispatchMode", "assert_no_host_reads"),
+    "DispatchMode": Name(
+        "torch.utils._python_dispatch.TorchDispatchMode", "assert_no_host_reads or capture"
+    ),
     "nonstrict_trace": Name("torch._dynamo.nonstrict_trace", "a compiled step of torch.optim"),
     "compile_graph": Name("torch._inductor.compile", "jit"),
     "FakeTensorMode": Name("torch._subclasses.fake_tensor.FakeTensorMode", "scan_steps"),
@@ -176,6 +178,8 @@ NAMES = {
     # write and no hook is noticed
     # AccumulateGrad copies a gradient that is held, but not one of which a view is.
     "storage_uses": Name("torch._C._storage_Use_Count", "gradients in place", lambda cdata: 0),
+    # Without it two states could be in one memory.
+    "uses_of_storage": Name("torch._C._storage_Use_Count", "capture on a GPU"),
     "version": Name(
         "torch.Tensor._version", "a write", lambda tensor: 0, lambda version: version.__get__
     ),

@@ -8,6 +8,7 @@ is_on_a_graph         torch.autograd records operators on these tensors
 may_be_opaque         one operator may stand for a pass over many tensors, in a graph
 whole_graph           a graph of torch.autograd must not end;  end_graph: where it would
 can_plan              what is decided here may be kept for tensors of the same metadata
+captured              inside of a function of `capture`, whose operators may be replayed
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
 are_native            an operator with kernels for a CPU and CUDA alone may take them
 """
@@ -159,10 +160,34 @@ def end_graph() -> None:
         raise GraphEndError
 
 
+_captured: ContextVar[bool] = ContextVar("captured", default=False)
+
+
+def captured() -> bool:
+    """Return True inside of a function of `capture`, also where no graph is recorded."""
+    return _captured.get()
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Refuse what a captured step cannot do."""
+    token = _captured.set(True)
+    try:
+        yield
+    finally:
+        _captured.reset(token)
+
+
 def refuse_in_a_trace(what: str, fix: str) -> None:
-    """Refuse what a traced step cannot do."""
-    if traced():
+    """Refuse what neither a traced nor a captured step can do."""
+    if traced() or captured():
         raise ValueError(f"{what} Fix: {fix}")
+
+
+def refuse_in_capture(what: str, fix: str) -> None:
+    """Refuse what a captured step cannot do."""
+    if captured():
+        raise ValueError(f"a captured step {what} Fix: {fix}")
 
 
 @contextlib.contextmanager
@@ -192,6 +217,15 @@ class NoReads(TorchFunctionMode):
         if func in _READS or (func is Tensor.__getitem__ and _reads_index(args[1])):
             raise ReadError(func.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def is_read(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return True for an operator whose result or shape needs values on the host."""
+    if func.overloadpacket.__name__ in ("index", "index_put", "index_put_"):
+        masks = (torch.bool, torch.uint8)
+        return any(index is not None and index.dtype in masks for index in args[1])
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return bool(tags & set(func.tags)) and kwargs.get("output_size") is None
 
 
 _READS = {torch.equal, torch.nonzero, torch.masked_select, torch.unique} | {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.tensor_list import Cache, TensorList
-from .._torch.tracing import PLAIN_TYPES, can_plan
+from .._torch.tracing import PLAIN_TYPES, can_plan, captured
 from .._tree.tree import FlatTree, Tree, flatten
 
 PlanT = TypeVar("PlanT")
@@ -49,6 +49,10 @@ class Plans(Generic[PlanT]):
         entry = key, private.metadata_guard(*tensors), plan
         self._entries = (entry, *self._entries)[: self._size]
 
+    def discard(self, plan: PlanT) -> None:
+        """Forget a plan."""
+        self._entries = tuple(entry for entry in self._entries if entry[2] is not plan)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles have no plans, because guards cannot be pickled."""
         return type(self), (self._size,)
@@ -78,7 +82,8 @@ def find_plan(plans: Plans[Any], trees: Sequence[Tree]) -> tuple[list[FlatTree],
     """
     pairs = list(map(flatten, trees))
     leaves = [leaf for some, _ in pairs for leaf in some]
-    for caches, decisions in plans.matching(leaves, [structure for _, structure in pairs]):
+    form = _form([structure for _, structure in pairs])
+    for caches, decisions in plans.matching(leaves, form):
         rows = zip(trees, pairs, caches, strict=True)
         return [
             FlatTree(tree, some, structure, TensorList(some, cache, dense_off_graph=True))
@@ -96,4 +101,11 @@ def add_plan(plans: Plans[Any], trees: Sequence[FlatTree], decisions: Any) -> No
     are_apart = len(set(map(id, leaves))) == len(leaves)
     if off_graph and are_apart and not any([leaf.requires_grad for leaf in leaves]):
         caches = [Cache() for _ in trees]
-        plans.add(leaves, [tree.structure for tree in trees], (caches, decisions))
+        plans.add(leaves, _form([tree.structure for tree in trees]), (caches, decisions))
+
+
+def _form(structures: list[Any]) -> Any:
+    """Return what decides besides metadata: the structures, and whether a graph may be captured,
+    which refuses more.
+    """
+    return captured(), structures

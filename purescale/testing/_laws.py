@@ -214,7 +214,7 @@ def _dispatched(reads: list[str]) -> Any:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             kwargs = kwargs or {}
-            if _is_read(func, args, kwargs):
+            if tracing.is_read(func, args, kwargs):
                 _note(reads, func.overloadpacket.__name__)
             return func(*args, **kwargs)
 
@@ -232,15 +232,6 @@ class _Called(TorchFunctionMode):
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__):
             _note(self.reads, func.__name__)
         return func(*args, **(kwargs or {}))
-
-
-def _is_read(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return True for an operator whose result or shape needs values on the host."""
-    if func.overloadpacket.__name__ in ("index", "index_put", "index_put_"):
-        masks = (torch.bool, torch.uint8)
-        return any(index is not None and index.dtype in masks for index in args[1])
-    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    return bool(tags & set(func.tags)) and kwargs.get("output_size") is None
 
 
 _TORCH = os.path.dirname(torch.__file__)

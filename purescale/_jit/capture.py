@@ -1,0 +1,367 @@
+"""A pure step as one graph of the device, which is recorded once and replayed for other values."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import operator
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._jit.jit import (
+    FlatFunction,
+    Jitted,
+    check_arguments,
+    form_of,
+    inside_a_graph,
+    resolved,
+    settings_of_torch,
+)
+from .._jit.pure_graph import explained
+from .._torch import foreach, private
+from .._torch.cuda_graph import CudaGraph, Graph, watching
+from .._torch.donation import storage_pointer
+from .._torch.tracing import ReadError, captured, capturing
+from .._tree import tree as _tree
+from .._tree.leaves import as_tensor_list
+from .._tree.plans import Plans
+from .._tree.scalars import is_whole, short_repr
+from .._tree.tree import Tree
+
+# What records, by the type of the device; on any other one a captured step is the step.
+GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
+
+_data_ptr, _data = Tensor.data_ptr, operator.attrgetter("data")
+_cdata = operator.attrgetter("_cdata")
+_GIVEN_UP = "purescale_given_up"  # the attribute of a tensor that was donated
+_RECORDING = threading.Lock()  # warming up moves the generators, which are of all threads
+
+
+class Program:
+    """A step as a graph over memory of its own, for arguments that differ in values only.
+
+    Args:
+        step: The step, of tensors.
+        tensors: Those of the arguments, the first `count` of which are donated.
+        graph: The graph to record.
+        is_traced: The step is one of `jit`: it reads no value, and keeps what it closes over.
+    """
+
+    def __init__(
+        self, step: FlatFunction, tensors: list[Tensor], count: int, graph: Graph, is_traced: bool
+    ) -> None:
+        self.graph, self.inputs = graph, foreach.clone(tensors)
+        # In whose memory is the new state after a replay.
+        self.state = state = self.inputs[:count]
+        self.pointers = list(map(_data_ptr, state))
+        uses = list(map(_uses, state))  # before `step` can keep a view, which may die later
+
+        def run() -> list[Tensor]:
+            torch.clear_autocast_cache()  # a cast weight of the last run would not be recorded
+            return step(*[tensor.detach() for tensor in self.inputs])
+
+        watched, device = watching(self.inputs), self.inputs[0].device
+        draws = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with _RECORDING, draws, capturing(), explained(ReadError):
+            with graph.warming_up():
+                run()
+                # In the second run: what the first one has cached is read from outside. Within a
+                # mode `jit` would trace once more.
+                with contextlib.nullcontext() if is_traced else watched:
+                    run()
+            with graph.recording():
+                self.others = self._settled(run())
+        self.results, self.read = step.results, watched.read
+        of_graph = list(map(storage_pointer, graph.tensors))
+        self.uses = [
+            n + of_graph.count(storage_pointer(x)) for n, x in zip(uses, state, strict=True)
+        ]
+
+    def _settled(self, results: list[Tensor]) -> list[Tensor]:
+        """Write the new state into the memory of the old one. Return all other results, of which
+        none is in that memory.
+        """
+        count = len(self.state)
+        memory = {storage_pointer(tensor) for tensor in self.state if tensor.numel()}
+        places = [*map(_place, self.state), *[None] * (len(results) - count)]
+        # Copies come before the first write: a result may be a view of the old state.
+        results = [
+            x.detach().clone()
+            if _place(x) != place and storage_pointer(x) in memory
+            else x.detach()
+            for x, place in zip(results, places, strict=True)
+        ]
+        moved = [index for index in range(count) if _place(results[index]) != places[index]]
+        foreach.copy_([self.state[i] for i in moved], [results[i] for i in moved])
+        return results[count:]
+
+    def pointers_of(self, tensors: list[Tensor]) -> list[int]:
+        """Return the addresses of the donated ones of the tensors of arguments."""
+        return list(map(_data_ptr, tensors[: len(self.state)]))
+
+    def number_in_place(self, tensors: list[Tensor]) -> int:
+        """Return how many donated tensors are in their memory."""
+        return sum(map(operator.eq, self.pointers_of(tensors), self.pointers))
+
+    def is_free(self, tensors: list[Tensor] | None = None) -> bool:
+        """Return True if nobody sees the memory of the state, but for donated ones of these tensors
+        that are in their places.
+        """
+        pointers = self.pointers_of(tensors) if tensors else [-1] * len(self.state)
+        facts = zip(pointers, self.pointers, self.state, self.uses, strict=True)
+        return pointers == self.pointers or all(
+            pointer == own or _uses(x) <= n for pointer, own, x, n in facts
+        )
+
+    def __call__(self, tensors: list[Tensor]) -> Tree:
+        """Return the results, the new state in the memory of this program."""
+        self.graph.wait()
+        pointers, count = self.pointers_of(tensors), len(self.state)
+        moved, stayed = [*range(count, len(tensors))], tensors[:count]
+        if pointers != self.pointers:
+            moved += [i for i in range(count) if pointers[i] != self.pointers[i]]
+            stayed = [
+                x
+                for x, one, own in zip(tensors, pointers, self.pointers, strict=False)
+                if one == own
+            ]
+        foreach.copy_([self.inputs[i] for i in moved], [tensors[i] for i in moved])
+        self.graph.replay()
+        # A CUDA graph moves none. The new state has objects with versions of their own.
+        torch.autograd.graph.increment_version(stayed)
+        return self.results.of([*map(_data, self.state), *foreach.clone(self.others)])
+
+
+def _uses(tensor: Tensor) -> int:
+    """Return how many tensors see the memory of this one."""
+    count: int = private.uses_of_storage(_cdata(tensor.untyped_storage()))
+    return count
+
+
+def _place(tensor: Tensor) -> Any:
+    """Return what is equal for tensors of one shape and dtype that are the same elements."""
+    return tensor.data_ptr(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+class Captured:
+    """The function that `capture` returns."""
+
+    def __init__(self, step: Callable[..., Tree], donate: bool, max_graphs: int) -> None:
+        functools.update_wrapper(self, step, updated=())
+        self.step, self.donate, self.max_graphs = step, donate, max_graphs
+        self.programs: Plans[Program] = Plans(size=None)
+        self._lock = threading.Lock()
+
+    def __call__(self, state: Tree, *others: Tree) -> Tree:
+        cuda: Any = torch.cuda
+        by_hand = cuda.is_initialized() and cuda.is_current_stream_capturing()
+        if inside_a_graph() or captured() or by_hand or torch.is_inference_mode_enabled():
+            return self.step(state, *others)
+        args = state, *others
+        structure: Any
+        leaves, structure = _tree.flatten(args)
+        tensors = [leaf for leaf in leaves if leaf is not None]
+        of_state = leaves[: structure.child(0).num_leaves]
+        donated = [leaf for leaf in of_state if leaf is not None] if self.donate else []
+        if any([hasattr(leaf, _GIVEN_UP) for leaf in donated]):
+            raise _given_up(state, of_state)
+        key = form_of(structure, leaves, tensors), settings_of_torch(), _settings_of_cudnn()
+        with self._lock:  # until the results are copied
+            program = self._lookup(tensors, key)  # which has plain tensors on one device
+            if program is None:
+                tensors = check_arguments(args, leaves, by="capture")
+                device = _tree.device_of(state, of_state, "state")
+                if device.type in GRAPHS:
+                    tensors = _entering(tensors, device)
+                    flat = FlatFunction(self._checked, structure, leaves)
+                    program = self._lookup(tensors, key)
+                    program = program or self._recorded(flat, key, tensors, len(donated))
+            if program is not None:
+                returned = program(tensors)
+        if program is None:
+            with capturing():
+                returned = _other_objects(self._checked(*args), donated)
+        for leaf in donated:
+            setattr(leaf, _GIVEN_UP, True)
+        return returned
+
+    def _checked(self, state: Tree, *others: Tree) -> Tree:
+        """Return what the step returns. Refuse a new state that cannot take the place of the old
+        one.
+        """
+        returned = self.step(state, *others)
+        if self.donate:
+            is_pair = type(returned) is tuple and len(returned) == 2
+            is_state = _tree.flatten(returned)[1] == _tree.flatten(state)[1]
+            new = returned[0] if is_pair and not is_state else returned
+            _tree.matching_leaves(state, new, "state", "the returned state", _REASON)
+        return returned
+
+    def _lookup(self, tensors: list[Tensor], key: Any) -> Program | None:
+        """Return the program for arguments like these in which the state is, else one whose memory
+        nobody sees.
+        """
+        alike = list(self.programs.matching(tensors, key))
+        if len(alike) > 1:
+            alike.sort(key=lambda program: -program.number_in_place(tensors))
+        return next((program for program in alike if program.is_free(tensors)), None)
+
+    def _recorded(self, step: FlatFunction, key: Any, tensors: list[Tensor], count: int) -> Program:
+        """Return a new program, in place of one whose memory nobody sees if there are too many."""
+        if len(self.programs):
+            # A cycle may hold a state; and a graph in one must not die while this one records.
+            gc.collect()
+            if (program := self._lookup(tensors, key)) is not None:
+                return program
+        if len(self.programs) >= self.max_graphs:
+            free = [program for program in self.programs if program.is_free()]
+            if not free:
+                raise _all_are_held(self.max_graphs)
+            self.programs.discard(free[-1])  # the oldest
+            free[-1].graph.reset()
+        device = tensors[0].device
+        graph, is_traced = GRAPHS[device.type](device), isinstance(self.step, Jitted)
+        program = Program(step, tensors, count, graph, is_traced)
+        self.programs.add(program.inputs, key, program)
+        return program
+
+    def release(self) -> None:
+        """Free all graphs and their memory, but for that of states which somebody holds. The next
+        call records anew.
+        """
+        with self._lock:
+            for program in self.programs:
+                program.graph.reset()
+            self.programs = Plans(size=None)
+
+
+def _settings_of_cudnn() -> Any:
+    cudnn = torch.backends.cudnn
+    return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
+
+
+def _entering(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Return plain tensors like these on the device, off every graph, gapless, each an object of
+    its own. What comes from the host is copied before this returns.
+    """
+    some = as_tensor_list(tensors)
+    if (
+        some.dense_off_graph
+        and some.are_gapless
+        and not some.any_requires_grad
+        and some.devices <= {device}
+        and set(map(type, tensors)) <= {Tensor}
+        and len(set(map(id, tensors))) == len(tensors)
+    ):
+        return tensors
+    tensors = [tensor.detach().to(device) for tensor in resolved(tensors)]
+    return [tensor if foreach.is_gapless(tensor) else tensor.clone() for tensor in tensors]
+
+
+def _other_objects(returned: Tree, donated: list[Tensor]) -> Tree:
+    """Return a tree without a tensor that is an object of the donated ones."""
+    leaves, structure = _tree.flatten(returned)
+    objects = set(map(id, donated))
+    return structure.unflatten([x.detach() if id(x) in objects else x for x in leaves])
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+_REASON = "With donate=True a captured step writes the new state into the memory of the old one."
+
+
+def _given_up(state: Tree, leaves: list[Any]) -> RuntimeError:
+    index = next(index for index, leaf in enumerate(leaves) if hasattr(leaf, _GIVEN_UP))
+    return RuntimeError(
+        f"{_tree.path(state, 'state', index)} was donated to an earlier call, which may have "
+        "overwritten it. Likely cause: a state is used again after a step. Fix: `state, info = "
+        "step(state, batch)`; keep `purescale.clone(state)` before a call to return to a state."
+    )
+
+
+def _all_are_held(max_graphs: int) -> RuntimeError:
+    return RuntimeError(
+        f"{max_graphs} graphs were recorded, and the memory of each is seen by a state that "
+        "somebody holds, so none can be freed. Likely cause: a list of old states, or an exception "
+        "that is kept. Fix: keep `purescale.clone(state)` of old states, or `max_graphs="
+        f"{2 * max_graphs}`."
+    )
+
+
+# ---- capture -------------------------------------------------------------------------------------
+
+
+def capture(step: Callable[..., Tree], donate: bool = False, max_graphs: int = 8) -> Captured:
+    """Equal to `step`, on a GPU by a CUDA graph of all its operators, which is recorded once and
+    replayed for other values.
+
+        fast = capture(step, donate=True)   # or capture(jit(step, donate=0), donate=True)
+        for batch in loader:
+            state, info = fast(state, batch)
+
+    A replay runs no Python of the step, and launches all kernels at once. The first call with
+    arguments of a structure, shapes, strides, dtypes and settings of torch (autocast, grad mode,
+    determinism, cuDNN) runs the step twice on copies, records it a third time, and replays that.
+    Nothing that the caller has changes by this, nor do torch's generators. Later calls with
+    arguments like these replay. Each graph has memory of its own for its arguments. With `donate`
+    the state stays there from call to call, without a copy, and other arguments are copied in; all
+    other results are copied out. A graph whose memory holds a state that somebody still has is not
+    used for another state, which gets a graph of its own: so several states may take turns, and a
+    `clone` may be returned to.
+
+    A new scale, a skipped step, a schedule of a step count and dropout work as in `step`: they are
+    tensors, and draws from torch's default generator. What `step` closes over is baked in: numbers,
+    and the addresses of tensors, which are kept alive. On a CPU or a device without CUDA graphs, in
+    inference mode, inside of torch.func, torch.compile, `jit` and another capture the result is
+    `step` itself. What a graph cannot have is refused on a CPU too, so a program that runs there
+    runs on a GPU. Calls of one captured function take turns, also from several threads. While it
+    records, no other thread may draw from torch's generators.
+
+    Args:
+        step: A pure function `step(state, *others)` of trees of tensors that returns `(new_state,
+            more)` or `new_state`; without `donate` any tree. It reads no value. A new state differs
+            from the old one in values only.
+        donate: The caller gives up the state that he passes in. A tensor that was given up is
+            refused in later calls.
+        max_graphs: The largest number of graphs. One more takes the place of one whose memory
+            nobody sees.
+
+    Returns:
+        A function of the same arguments. Arguments on the host are copied to the device of the
+        state, which waits for them. Results are off every graph of torch.autograd. Its method
+        `release()` frees all graphs; call it before `torch.distributed` ends.
+
+    Raises:
+        TypeError: From a call: naming the leaf, if an argument holds a number, a sparse tensor or
+            another object.
+        ValueError: From a call: the step reads a value, naming the line; it has `rng` in the state,
+            `max_retries`, a `group`, a class with a `step` of its own or functions that make
+            microbatches; or the new state has another form than the old one.
+        RuntimeError: From a call: a state is used again that was donated, or the memory of all
+            `max_graphs` graphs is seen by states that somebody holds.
+
+    Example:
+        >>> import torch
+        >>> step = capture(lambda state, x: {"mean": state["mean"] + 0.1 * (x - state["mean"])})
+        >>> step({"mean": torch.tensor(0.0)}, torch.tensor(10.0))
+        {'mean': tensor(1.)}
+
+    Source of the form: `torch.cuda.make_graphed_callables`, which takes modules and fixed shapes.
+    """
+    if not callable(step):
+        raise TypeError(f"capture takes a function, got {short_repr(step)}. Fix: `capture(step)`.")
+    if not isinstance(donate, bool):
+        raise TypeError(
+            f"donate is {short_repr(donate)}; expected True or False: only the first argument, the "
+            "state, can be donated. Fix: `capture(step, donate=True)`."
+        )
+    if not is_whole(max_graphs) or max_graphs < 1:
+        raise ValueError(
+            f"max_graphs must be a whole number above 0, got {short_repr(max_graphs)}."
+        )
+    return Captured(step, donate, max_graphs)

@@ -1,0 +1,1004 @@
+"""`capture`: a step that is replayed has the bits of the step, and no two states share memory. On a
+CPU, by a graph that loses what a CUDA graph loses; tests/test_cuda_capture.py is for a GPU.
+"""
+
+import contextlib
+import functools
+import gc
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import (
+    HALF,
+    Untouched,
+    batch,
+    clone,
+    cross_entropy_of,
+    examples,
+    same_bits,
+    shares_memory,
+    small_net,
+    tensors,
+)
+from helpers import job as job_of
+from hypothesis import given
+from recorded_graph import RecordedGraph
+from torch import nn
+
+import purescale as ps
+from purescale._jit import capture
+from purescale._torch.tracing import ReadError, as_on_an_accelerator
+from purescale.testing import donated_poisoned
+
+sys.path.append(str(Path(__file__).parent / "second_device"))
+from jobs import JOBS
+
+INF = float("inf")
+ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
+SGD = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+RULE = ps.DynamicScale(2.0**10, growth_interval=3)
+
+
+@contextlib.contextmanager
+def on_graphs():
+    """Within, a CPU decides as an accelerator, and captured steps are recorded there."""
+    capture.GRAPHS["cpu"] = RecordedGraph
+    try:
+        with as_on_an_accelerator():
+            yield
+    finally:
+        del capture.GRAPHS["cpu"]
+
+
+WHERE = {"on graphs": on_graphs, "on a CPU": contextlib.nullcontext}
+
+
+@pytest.fixture
+def graphs():
+    with on_graphs():
+        yield
+
+
+def training(optimizer=ADAMW, **settings):
+    """A state and a donating step over lists of microbatches."""
+    return job_of(optimizer, RULE, HALF, max_norm=1.0, donate=True, **settings)
+
+
+def windows(number, overflow=4, size=8):
+    """Windows of one batch, one of which overflows."""
+    found = [batch(seed, size) for seed in range(number)]
+    return [[(x * INF if index == overflow else x, y)] for index, (x, y) in enumerate(found)]
+
+
+def run(step, state, batches):
+    """The state after `step` over these, and what the steps told."""
+    told = []
+    for one in batches:
+        state, info = step(state, one)
+        told.append(info)
+    return state, told
+
+
+def mean(state, x):
+    """A step with few leaves: a mean and a count."""
+    new = {"mean": state["mean"] + 0.5 * (x - state["mean"]), "count": state["count"] + 1}
+    return new, (x - state["mean"]).square().sum()
+
+
+def start(size=3):
+    return {"mean": torch.zeros(size), "count": torch.zeros((), dtype=torch.int64)}
+
+
+def xs(number, size=3):
+    return [torch.full((size,), float(index)) for index in range(number)]
+
+
+def programs(fast):
+    return list(fast.programs)
+
+
+# ---- equal to the step ---------------------------------------------------------------------------
+
+REFUSED = ("`rng` in the state", "`max_retries=2`")
+# What a CPU's operators leave to the device: a sparse tensor has new memory in each run, which a
+# list of operators does not follow.
+NOT_ON_A_CPU = tuple(name for name in JOBS if "sparse" in name)
+BY_HAND = ("a loop by hand", "`accumulate_grads`", "an ensemble, by vmap")
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("name", [x for x in JOBS if x not in (*REFUSED, *NOT_ON_A_CPU)])
+def test_a_captured_job_has_the_bits_of_the_job_over_twenty_steps(
+    name, donate, graphs, monkeypatch
+):
+    made, step, some = JOBS[name]("cpu")
+    if donate and name not in BY_HAND:
+        step = functools.partial(step, donate=True)
+    fast = ps.capture(step, donate=donate)
+    if name == "LSTM":  # that of oneDNN has other bits in a second run over the same memory
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    torch.manual_seed(1)
+    expected = run(step, clone(made), some * 5)
+    torch.manual_seed(1)
+    actual = run(fast, clone(made), some * 5)
+    assert same_bits(actual, expected)
+    assert len(fast.programs) == 1
+
+
+@examples(10)
+@given(
+    lr=st.floats(1e-4, 1e-2),
+    growth=st.integers(1, 4),
+    overflows=st.sets(st.integers(0, 19), max_size=6),
+    size=st.sampled_from([5, 33]),
+    microbatches=st.sampled_from([1, 4]),
+)
+def test_any_run_with_overflows_and_growth_has_the_bits_of_the_step(
+    lr, growth, overflows, size, microbatches
+):
+    with on_graphs():
+        made, step = job_of(
+            ps.from_torch(torch.optim.AdamW, lr=lr),
+            ps.DynamicScale(2.0**6, growth_interval=growth),
+            donate=True,
+        )
+        some = [batch(seed, size) for seed in range(20)]
+        some = [
+            [(x * INF if index in overflows else x, y)] * microbatches
+            for index, (x, y) in enumerate(some)
+        ]
+        expected = run(step, clone(made), some)
+        actual = run(ps.capture(step, donate=True), clone(made), some)
+    assert same_bits(actual, expected)
+    assert {i for i, info in enumerate(actual[1]) if info.found_inf} >= overflows
+
+
+def test_a_window_of_one_batch_four_times_is_one_graph(graphs):
+    made, step = training()
+    some = [[one] * 4 for [one] in windows(6)]
+    fast = ps.capture(step, donate=True)
+    expected = run(step, clone(made), some)
+    assert same_bits(run(fast, clone(made), some), expected)
+    assert len(fast.programs) == 1
+
+
+def test_an_average_of_the_weights_after_the_step_is_a_part_of_the_graph(graphs):
+    made, step = training()
+
+    def averaged(state, window):
+        inner, average = state
+        inner, info = step(inner, window)
+        new = ps.ema(average, inner.params, 0.9)
+        return (inner, ps.select(info.found_inf, average, new)), info
+
+    state = made, ps.clone(made.params)
+    expected = run(averaged, clone(state), windows(8))
+    assert same_bits(run(ps.capture(averaged, donate=True), clone(state), windows(8)), expected)
+
+
+def test_a_jitted_step_that_donates_is_captured(graphs):
+    made, step = training()
+    jitted = ps.jit(step, donate=0, backend="aot_eager")
+    expected = run(jitted, clone(made), windows(6))
+    assert same_bits(run(ps.capture(jitted, donate=True), clone(made), windows(6)), expected)
+
+
+def test_dropout_draws_other_numbers_in_each_replay_those_of_the_step(graphs):
+    def step(state, x):
+        return state + 1, nn.functional.dropout(x, 0.5)
+
+    fast, x = ps.capture(step), torch.ones(300)
+    torch.manual_seed(0)
+    expected = [step(x, x)[1] for _ in range(4)]
+    torch.manual_seed(0)
+    actual = [fast(x, x)[1] for _ in range(4)]
+    assert same_bits(actual, expected)
+    assert not same_bits(*actual[:2])
+
+
+def test_a_step_may_return_the_state_alone_or_with_anything(graphs):
+    alone = ps.capture(lambda state, x: {"mean": state["mean"] + x}, donate=True)
+    assert same_bits(alone({"mean": torch.ones(3)}, torch.ones(3)), {"mean": torch.full((3,), 2.0)})
+    tuples = ps.capture(lambda state, x: (state[0] + x, state[1]), donate=True)
+    assert same_bits(tuples((torch.ones(3), x := torch.zeros(2)), torch.ones(3))[1], x)
+    more = ps.capture(
+        lambda state, x: (state + x, {"none": None, "name": "n", "x": x}), donate=True
+    )
+    told = more(torch.ones(3), torch.ones(3))[1]
+    assert told["none"] is None
+    assert told["name"] == "n"
+
+
+def test_a_replay_runs_no_python_of_the_step(graphs):
+    calls = []
+    fast = ps.capture(lambda state, x: (calls.append(0), mean(state, x))[1], donate=True)
+    state, _ = fast(start(), xs(1)[0])
+    assert len(calls) == 3
+    run(fast, state, xs(5))
+    assert len(calls) == 3
+
+
+# ---- nothing of the caller's changes -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_the_first_call_changes_nothing_that_the_caller_has(donate, graphs):
+    made, step = training()
+    fast = ps.capture(step, donate=donate)
+    window, before = windows(1)[0], torch.get_rng_state()
+    with Untouched((made, window)):
+        fast(made, window)
+    assert same_bits(torch.get_rng_state(), before)
+
+
+def test_what_is_not_donated_never_changes(graphs):
+    fast, state = ps.capture(mean), start()
+    with Untouched(state):
+        for x in xs(4):
+            first = fast(state, x)
+            assert same_bits(first, mean(state, x))
+
+
+def test_what_a_step_told_stays_as_it_was(graphs):
+    fast = ps.capture(mean, donate=True)
+    state, told = run(fast, start(), xs(4))
+    kept = clone(told)
+    run(fast, state, xs(4))
+    assert same_bits(told, kept)
+
+
+def test_a_view_of_the_old_state_that_is_returned_shows_the_old_state(graphs):
+    fast = ps.capture(lambda state, x: (state + x, state[1:]), donate=True)
+    state = torch.zeros(3)
+    for index in range(3):
+        state, old = fast(state, torch.ones(3))
+        assert same_bits(old, torch.full((2,), float(index)))
+
+
+def test_a_batch_may_be_a_part_of_the_state(graphs):
+    fast = ps.capture(lambda state, x: {k: v + x for k, v in state.items()}, donate=True)
+    state = {"a": torch.ones(3), "b": torch.zeros(3)}
+    for _ in range(4):
+        state = fast(state, state["a"])
+    assert state["a"].tolist() == [16.0] * 3
+    assert state["b"].tolist() == [15.0] * 3
+    assert len(fast.programs) == 1
+
+
+def test_a_state_stays_in_the_memory_of_its_graph(graphs):
+    fast = ps.capture(mean, donate=True)
+    state, _ = fast(start(), xs(1)[0])
+    places = [leaf.data_ptr() for leaf in tensors(state)]
+    for x in xs(3):
+        state, _ = fast(state, x)
+        assert [leaf.data_ptr() for leaf in tensors(state)] == places
+
+
+def test_a_graph_of_autograd_that_saved_a_donated_weight_refuses_its_backward(graphs):
+    fast = ps.capture(lambda state, x: state + x, donate=True)
+    state = fast(torch.ones(3), torch.ones(3))
+    w = torch.ones(3, requires_grad=True)
+    loss = (w * state).sum()
+    fast(state, torch.ones(3))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# ---- no two states in one memory -----------------------------------------------------------------
+
+
+@examples(20)
+@given(
+    order=st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from(["step", "step", "keep", "rewind", "drop"])),
+        max_size=24,
+    ),
+    empty=st.booleans(),
+)
+def test_states_in_any_order_with_rewinds_have_the_numbers_of_the_step(order, empty):
+    """Four states through one captured function."""
+
+    def step(state, x):
+        return {**state, "w": state["w"] * 0.5 + x, "n": state["n"] + 1}, state["w"].sum()
+
+    def new(index):
+        state = {"w": torch.full((3,), float(index)), "n": torch.zeros(())}
+        return {**state, "none": torch.empty(0)} if empty else state
+
+    with on_graphs():
+        fast = ps.capture(step, donate=True)
+        states, expected, kept = ([new(i) for i in range(4)] for _ in range(3))
+        for count, (index, what) in enumerate(order):
+            x = torch.full((3,), float(count))
+            if what == "step":
+                states[index], told = fast(states[index], x)
+                expected[index], one = step(expected[index], x)
+                assert same_bits(told, one)
+            elif what == "keep":
+                kept[index] = ps.clone(states[index])
+            elif what == "rewind":
+                states[index], expected[index] = ps.clone(kept[index]), clone(kept[index])
+            else:
+                states[index], expected[index] = new(index), new(index)
+            assert same_bits(states, expected)
+        assert len(fast.programs) <= 4
+
+
+def test_a_state_stays_where_it_is_also_if_another_graph_is_free(graphs):
+    fast = ps.capture(mean, donate=True)
+    state, _ = fast(start(), xs(1)[0])
+    fast(start(), xs(1)[0])  # whose memory nobody sees any more
+    places = [leaf.data_ptr() for leaf in tensors(state)]
+    state, _ = fast(state, xs(1)[0])
+    assert len(fast.programs) == 2
+    assert [leaf.data_ptr() for leaf in tensors(state)] == places
+
+
+def test_weights_of_one_state_with_moments_of_another_overwrite_neither(graphs):
+    def step(state, x):
+        return {"w": state["w"] + x, "m": state["m"] + 10 * x}, x
+
+    fast, x = ps.capture(step, donate=True), torch.ones(3)
+    a, b = (fast({"w": torch.full((3,), n), "m": torch.zeros(3)}, x)[0] for n in (0.0, 5.0))
+    a_m, b_w = a["m"], b["w"]
+    mixed, _ = fast({"w": a["w"], "m": b["m"]}, x)
+    assert same_bits((a_m, b_w), (torch.full((3,), 10.0), torch.full((3,), 6.0)))
+    assert same_bits(mixed, {"w": torch.full((3,), 2.0), "m": torch.full((3,), 20.0)})
+
+
+def test_two_trainings_in_turn_have_a_graph_each(graphs):
+    made, step = training()
+    fast = ps.capture(step, donate=True)
+    other = made._replace(params={k: v + 0.1 for k, v in made.params.items()})
+    expected = [run(step, clone(state), windows(6)) for state in (made, other)]
+    a, b, told = clone(made), clone(other), ([], [])
+    for window in windows(6):
+        a, one = fast(a, window)
+        b, two = fast(b, window)
+        told[0].append(one)
+        told[1].append(two)
+    assert same_bits([(a, told[0]), (b, told[1])], expected)
+    assert len(fast.programs) == 2
+
+
+def test_a_run_that_returns_to_a_clone_goes_on_from_there(graphs):
+    made, step = training()
+    fast = ps.capture(step, donate=True)
+    expected = run(step, clone(made), windows(6))
+    state, _ = run(fast, made, windows(3))
+    kept = ps.clone(state)
+    run(fast, state, windows(5)[1:])
+    del state
+    some = windows(6)[3:]
+    ended, told = run(fast, kept, some)
+    assert same_bits((ended, told), (expected[0], expected[1][3:]))
+    assert len(fast.programs) == 1
+
+
+def test_the_first_returned_state_may_be_kept_while_another_one_trains(graphs):
+    fast = ps.capture(mean, donate=True)
+    kept, _ = fast(start(), xs(2)[1])
+    before = clone(kept)
+    run(fast, start(), xs(4))
+    assert same_bits(kept, before)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        lambda s, x: ((s[0] - 0.5 * x, s[0], s[1]), s[2].sum()),
+        lambda s, x: ((s[1], s[0], s[2] + x), s[0].sum()),
+        lambda s, x: ((s[0], s[0], s[1] + s[2]), s[1]),
+        lambda s, x: ((s[0].flip(0), s[2] + x, s[1]), s[0][1:]),
+    ],
+    ids=["a ring", "a swap", "one twice", "a rotation"],
+)
+def test_a_state_whose_leaves_change_places_has_the_numbers_of_the_step(turn, graphs):
+    state = tuple(torch.arange(3.0) + 10 * index for index in range(3))
+    expected, fast = clone(state), ps.capture(turn, donate=True)
+    for index in range(5):
+        x = torch.full((3,), float(index))
+        expected, one = turn(expected, x)
+        state, two = fast(state, x)
+        assert same_bits((state, two), (expected, one))
+    assert len(fast.programs) == 1
+
+
+def test_a_transposed_weight_that_is_returned_is_no_weight_in_its_place(graphs):
+    def step(state, x):
+        return state.mT, x
+
+    state = expected = torch.arange(9.0).reshape(3, 3)
+    fast = ps.capture(step, donate=True)
+    for _ in range(3):
+        state, expected = fast(state, torch.ones(1))[0], expected.mT
+        assert same_bits(state, expected.contiguous())
+
+
+def test_leaves_that_the_caller_swaps_between_calls_go_where_they_belong(graphs):
+    def step(state, x):
+        return (state[0] + x, state[1] * 2), x.sum()
+
+    state = expected = torch.zeros(3), torch.ones(3)
+    fast, x = ps.capture(step, donate=True), torch.ones(3)
+    for _ in range(4):
+        state, expected = fast(state, x)[0], step(expected, x)[0]
+        state, expected = state[::-1], expected[::-1]
+        assert same_bits(state, expected)
+
+
+def test_new_weights_in_a_returned_state_do_not_overwrite_kept_ones(graphs):
+    def step(state, x):
+        return {"w": state["w"] + x, "m": state["m"] * 2}, x
+
+    fast, x = ps.capture(step, donate=True), torch.ones(3)
+    state, _ = fast({"w": torch.zeros(3), "m": torch.ones(3)}, x)
+    old = state["w"]
+    ended, _ = fast({**state, "w": torch.full((3,), 7.0)}, x)
+    assert same_bits(old, torch.ones(3))
+    assert same_bits(ended, {"w": torch.full((3,), 8.0), "m": torch.full((3,), 4.0)})
+
+
+def test_a_view_that_a_step_kept_for_a_while_frees_no_memory_that_a_caller_sees(graphs):
+    kept = []
+
+    def step(state, x):
+        kept.append(state[:1])
+        return state + x, x
+
+    fast, x = ps.capture(step, donate=True), torch.ones(3)
+    state, _ = fast(torch.zeros(3), x)
+    kept.clear()
+    fast(torch.full((3,), 50.0), x)
+    assert same_bits(state, torch.ones(3))
+
+
+def test_two_captured_functions_take_turns_with_one_state(graphs):
+    made, step = training()
+    clipped = functools.partial(step, max_norm=0.1)
+    fast, other = (ps.capture(one, donate=True) for one in (step, clipped))
+    state, expected = clone(made), clone(made)
+    for index, window in enumerate(windows(8)):
+        state, one = (fast if index % 2 else other)(state, window)
+        expected, two = (step if index % 2 else clipped)(expected, window)
+        assert same_bits((state, one), (expected, two))
+    assert len(fast.programs) == len(other.programs) == 1
+
+
+def test_threads_take_turns(graphs):
+    """One captured function, a state for each of three threads."""
+    fast, ended = ps.capture(mean, donate=True), {}
+
+    def work(number):
+        state = {**start(300), "mean": torch.full((300,), float(number))}
+        told = []
+        for x in xs(40, 300):
+            state, one = fast(state, x)
+            told.append(one.clone())
+        ended[number] = state, told
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    for number in range(3):
+        state = {**start(300), "mean": torch.full((300,), float(number))}
+        assert same_bits(ended[number], run(mean, state, xs(40, 300)))
+
+
+# ---- how a graph is found ------------------------------------------------------------------------
+
+
+def test_another_batch_size_has_a_graph_of_its_own_and_the_state_goes_on(graphs):
+    made, step = training()
+    some = [windows(8, size=5 if index % 3 == 2 else 8)[index] for index in range(8)]
+    fast = ps.capture(step, donate=True)
+    expected = run(step, clone(made), some)
+    assert same_bits(run(fast, made, some), expected)
+    assert len(fast.programs) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x,
+        nn.Parameter,
+        lambda x: torch.stack([x, x], 1)[:, 0],
+        lambda x: torch.cat([x, x])[3:],
+        lambda x: x[:1].expand(3),
+        lambda x: x.mul(2).requires_grad_().detach(),
+    ],
+    ids=["plain", "parameter", "strided", "slice", "expanded", "detached"],
+)
+def test_leaves_that_differ_in_kind_and_not_in_form_share_a_graph(change, graphs):
+    fast = ps.capture(mean)
+    with torch.no_grad():
+        for x in (torch.ones(3), torch.arange(3.0)):
+            x = change(x)
+            assert same_bits(fast(start(), x), mean(start(), x.detach()))
+            fast(start(), torch.ones(3))
+    assert len(fast.programs) == 1
+
+
+def test_a_tensor_in_two_places_is_recorded_once(graphs):
+    fast = ps.capture(lambda state, x, y: (state + x - y, x + y))
+    for x in xs(4):
+        assert same_bits(fast(x, x, x), (x, 2 * x))
+    assert len(fast.programs) == 1
+
+
+@pytest.mark.parametrize("strides", ["channels_last", "transposed", "one"])
+def test_a_state_of_any_strides_is_recorded_once(strides, graphs):
+    x = torch.arange(48.0).reshape(2, 3, 2, 4)
+    state = {
+        "channels_last": x.contiguous(memory_format=torch.channels_last),
+        "transposed": x.transpose(0, 3),
+        "one": x[:, :1, :1, :1],
+    }[strides]
+    fast, expected = ps.capture(lambda s, x: s * 0.5 + x, donate=True), state.clone()
+    for index in range(3):
+        x = torch.tensor(float(index))
+        state, expected = fast(state, x), expected * 0.5 + x
+        assert torch.equal(state, expected)
+    assert len(fast.programs) == 1
+
+
+def test_autocast_grad_mode_and_other_settings_have_graphs_of_their_own(graphs, monkeypatch):
+    fast, x = ps.capture(lambda state, x: (state, x @ x)), torch.eye(8) / 3
+
+    def told():
+        return fast(torch.zeros(1), x)[1]
+
+    assert told().dtype is torch.float32
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            assert told().dtype is dtype
+    with torch.no_grad():
+        told()
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
+    told()
+    assert len(fast.programs) == 5
+
+
+def test_a_weight_that_autocast_has_cached_is_cast_in_each_replay(graphs):
+    w = nn.Parameter(torch.eye(3))
+
+    def step(state, x):
+        return state + 1, x @ w.to(torch.float32)
+
+    def cached(state, x):
+        return state + 1, nn.functional.linear(x, w).float()
+
+    x = torch.arange(9.0).reshape(3, 3)
+    fast = ps.capture(cached)
+    with torch.autocast("cpu", torch.bfloat16):
+        fast(torch.zeros(()), x)
+        with torch.no_grad():
+            w.mul_(2)
+        assert same_bits(fast(torch.zeros(()), x)[1], 2 * x)
+
+
+def test_the_order_of_the_keys_of_a_dict_is_a_part_of_the_form(graphs):
+    fast = ps.capture(lambda state, x: (state, 10 * x["a"] + x["b"]))
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    assert fast(one, {"a": one, "b": two})[1] == 12
+    assert fast(one, {"b": two, "a": one})[1] == 12
+
+
+def test_a_ninth_state_that_is_held_is_refused_and_a_free_graph_is_given_up(graphs):
+    fast = ps.capture(mean, donate=True, max_graphs=3)
+    held = [fast(start(), xs(1)[0])[0] for _ in range(3)]
+    with pytest.raises(RuntimeError, match=r"3 graphs were recorded.*max_graphs=6"):
+        fast(start(), xs(1)[0])
+    held.pop()
+    before = clone(held)
+    fast(start(5), xs(1, 5)[0])  # of another form
+    assert len(fast.programs) == 3
+    assert same_bits(held, before)
+
+
+def test_a_state_in_a_cycle_does_not_hold_its_graph(graphs):
+    fast = ps.capture(mean, donate=True, max_graphs=1)
+    for _ in range(3):
+        cycle = [fast(start(), xs(1)[0])]
+        cycle.append(cycle)
+        del cycle
+        fast(start(), xs(1)[0])
+
+
+# ---- a donated state -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_donated_state_that_is_used_again_is_refused(where):
+    with WHERE[where]():
+        fast, x = ps.capture(mean, donate=True), xs(1)[0]
+        first = start()
+        second, _ = fast(first, x)
+        third, _ = fast(second, x)
+        before = clone(third)
+        for old in (first, second, {**third, "count": second["count"]}):
+            with pytest.raises(RuntimeError, match=r"state\['\w+'\] was donated.*clone"):
+                fast(old, x)
+        with pytest.raises(RuntimeError, match="was donated"):
+            ps.capture(mean, donate=True)(second, x)
+        assert same_bits(third, before)
+        fast(third, x)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_step_that_poisons_what_it_was_given_has_the_same_bits(where):
+    with WHERE[where]():
+        made, step = training()
+        expected = run(step, clone(made), windows(4))
+        with donated_poisoned():
+            assert same_bits(run(ps.capture(step, donate=True), made, windows(4)), expected)
+
+
+def test_a_leaf_that_a_step_returns_as_it_was_is_given_up_and_returned():
+    fast = ps.capture(lambda state, x: (state, x), donate=True)
+    first = torch.ones(3)
+    second, _ = fast(first, first)
+    assert same_bits(second, first)
+    with pytest.raises(RuntimeError, match="was donated"):
+        fast(first, first)
+    fast(second, first)
+
+
+def test_a_call_that_is_refused_gives_nothing_up(graphs):
+    fast, state = ps.capture(mean, donate=True), start()
+    with pytest.raises(RuntimeError):
+        fast(state, torch.ones(4))
+    fast(state, torch.ones(3))
+
+
+# ---- exceptions, memory --------------------------------------------------------------------------
+
+
+class FailsError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3], ids=["warm-up", "second warm-up", "recording"])
+def test_an_exception_while_a_graph_is_made_changes_and_keeps_nothing(failing, graphs):
+    calls, seen = [], []
+
+    def step(state, x):
+        calls.append(0)
+        seen.append(weakref.ref(state["mean"].untyped_storage()))
+        torch.rand(3)
+        new = mean(state, x)
+        if len(calls) == failing:
+            raise FailsError
+        return new
+
+    fast, state, before = ps.capture(step, donate=True), start(), torch.get_rng_state()
+    held, _ = ps.capture(mean, donate=True)(start(), xs(1)[0])
+    with Untouched((state, held)), pytest.raises(FailsError):
+        fast(state, xs(1)[0])
+    assert same_bits(torch.get_rng_state(), before)
+    gc.collect()
+    assert len(seen) == failing
+    assert not any(one() for one in seen)
+    assert len(fast.programs) == 0
+    torch.manual_seed(3)
+    expected = mean(start(), xs(1)[0])
+    assert same_bits(fast(state, xs(1)[0]), expected)
+
+
+def test_a_captured_function_that_nobody_holds_frees_its_graphs_at_once(graphs):
+    fast = ps.capture(mean, donate=True)
+    state, _ = run(fast, start(), xs(3))
+    memory = [weakref.ref(leaf.untyped_storage()) for leaf in programs(fast)[0].inputs]
+    gc.collect()
+    gc.disable()
+    try:
+        del fast, state, _
+        assert not any(one() for one in memory)
+    finally:
+        gc.enable()
+
+
+def test_release_frees_all_graphs_but_for_states_that_are_held(graphs):
+    fast = ps.capture(mean, donate=True)
+    state, told = run(fast, start(), xs(3))
+    gone = weakref.ref(programs(fast)[0])
+    expected = clone((state, told))
+    fast.release()
+    gc.collect()
+    assert gone() is None
+    assert len(fast.programs) == 0
+    assert same_bits((state, told), expected)
+    assert same_bits(fast(state, xs(1)[0]), mean(expected[0], xs(1)[0]))
+
+
+def test_a_graph_keeps_the_tensors_that_the_step_closes_over(graphs):
+    """A CUDA graph has their addresses alone."""
+    outside = {"table": torch.arange(3.0)}
+    cached = []
+
+    def step(state, x):
+        if not cached:  # made in the first run
+            cached.append(torch.full((3,), 2.0))
+        return state + outside["table"] * cached[0], x
+
+    fast = ps.capture(step)
+    fast(torch.zeros(3), torch.zeros(3))
+    read = [tensor.data_ptr() for tensor in programs(fast)[0].read]
+    assert {outside["table"].data_ptr(), cached[0].data_ptr()} == set(read)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def item(x):
+    return x * float(x.sum().item())
+
+
+READS = {
+    "item": item,
+    "bool": lambda x: x if x.sum() else -x,
+    "mask": lambda x: x[x > 0].sum(),
+    "nonzero": lambda x: x.nonzero().sum(),
+    "equal": lambda x: x * torch.equal(x, x),
+    "tolist": lambda x: x * x.tolist()[0],
+    "numpy": lambda x: x * float(x.numpy()[0]),
+    "unique": lambda x: x.unique().sum(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_step_that_reads_a_value_is_refused_with_the_line(name, graphs):
+    fast, state = ps.capture(lambda state, x: (state, READS[name](x)), donate=True), start()
+    line = "" if name in ("tolist", "numpy") else r".*test_capture\.py"  # which have no operator
+    with Untouched(state), pytest.raises(ValueError, match=f"reads the value{line}"):
+        fast(state, torch.ones(3))
+    fast, x = ps.capture(mean, donate=True), torch.ones(3)
+    fast(state, x)
+
+
+def test_a_read_in_a_loss_is_refused_with_the_line(graphs):
+    apply, params, buffers = ps.make_functional(small_net())
+    loss_of = cross_entropy_of(apply)
+
+    def loss_fn(params, buffers, microbatch):
+        loss, buffers = loss_of(params, buffers, microbatch)
+        return loss * loss.item(), buffers
+
+    state = ps.init_train_state(params, buffers, ADAMW, RULE)
+    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=ADAMW, rule=RULE)
+    with pytest.raises(ValueError, match=r"reads the value.*`return loss \* loss.item\(\)"):
+        ps.capture(step)(state, [batch()])
+
+
+class ReadsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float(grad.sum())
+
+
+def test_a_read_in_a_backward_is_refused_with_the_line(graphs):
+    def step(state, x):
+        return state, torch.autograd.grad(ReadsBackward.apply(x.requires_grad_()).sum(), x)[0]
+
+    with pytest.raises(ValueError, match=r"reads the value.*`return grad \* float"):
+        ps.capture(step)(torch.ones(3), torch.ones(3))
+
+
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def loss_of_w(params, buffers, x):
+    return (params["w"] * x).square().sum(), buffers
+
+
+def simple(optimizer=SGD, **parts):
+    params = {"w": torch.ones(3)}
+    state = ps.init_train_state(params, {}, optimizer, RULE, **parts)
+    step = functools.partial(ps.train_step, loss_fn=loss_of_w, optimizer=optimizer, rule=RULE)
+    return state, step
+
+
+def with_rng():
+    state, step = simple(rng=torch.Generator().manual_seed(0).get_state())
+    return state, step, [torch.ones(3)]
+
+
+def with_retries():
+    state, step = simple()
+    return state, functools.partial(step, max_retries=1), [torch.ones(3)]
+
+
+def with_own_step():
+    return *simple(ps.from_torch(Own, lr=0.1)), [torch.ones(3)]
+
+
+def with_own_step_by_hand():
+    optimizer = ps.from_torch(Own, lr=0.1)
+    params = {"w": torch.ones(3)}
+
+    def step(state, grads):
+        new = ps.maybe_step(optimizer, state[0], grads, state[1], torch.tensor(False))
+        return new, grads
+
+    return (params, optimizer.init(params)), step, params
+
+
+def with_own_step_unscaled():
+    optimizer = ps.from_torch(Own, lr=0.1)
+    params = {"w": torch.ones(3)}
+
+    def step(state, grads):
+        stepped = ps.unscale_and_step(optimizer, RULE.init(), state[0], grads, state[1])
+        return stepped[:2], grads
+
+    return (params, optimizer.init(params)), step, params
+
+
+def with_functions():
+    state, step = simple()
+    return state, lambda state, x: step(state, [lambda: x] * 2), torch.ones(3)
+
+
+def with_a_number():
+    return start(), mean, 1.0
+
+
+def with_a_number_in_the_state():
+    return {**start(), "lr": 0.1}, mean, torch.ones(3)
+
+
+def with_a_sparse_leaf():
+    return start(), mean, torch.ones(3).to_sparse()
+
+
+def with_a_leaf_that_requires_grad():
+    return start(), mean, torch.ones(3, requires_grad=True)
+
+
+def with_a_function_among_the_arguments():
+    state, step = simple()
+    return state, step, [iter([torch.ones(3)]).__next__]
+
+
+def with_a_new_form():
+    return start(), lambda state, x: ({**state, "mean": x.double()}, x), torch.ones(3)
+
+
+def with_a_new_structure():
+    return start(), lambda state, x: ({"mean": x}, x), torch.ones(3)
+
+
+ARE_REFUSED = {
+    with_rng: "rng in its state",
+    with_retries: "max_retries reads a flag",
+    with_own_step: "Own has a step of its own",
+    with_own_step_by_hand: "Own has a step of its own",
+    with_own_step_unscaled: "Own has a step of its own",
+    with_functions: "a captured step takes no functions that make microbatches",
+    with_a_number: r"args\[1\] is the number 1.0",
+    with_a_number_in_the_state: r"args\[0\]\['lr'\] is the number 0.1",
+    with_a_sparse_leaf: "capture takes plain, dense tensors",
+    with_a_leaf_that_requires_grad: "the results of capture have no graph",
+    with_a_function_among_the_arguments: "capture takes trees of tensors",
+    with_a_new_form: r"state\['mean'\] is torch.float32.*memory of the old one",
+    with_a_new_structure: "state",
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("made", ARE_REFUSED, ids=lambda made: made.__name__)
+def test_what_a_graph_cannot_have_is_refused_on_a_cpu_too(made, where):
+    state, step, x = made()
+    before = clone(state)
+    with WHERE[where](), pytest.raises((TypeError, ValueError), match=ARE_REFUSED[made]):
+        ps.capture(step, donate=True)(state, x)
+    assert same_bits(state, before)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_group_is_refused(where, tmp_path):
+    state, step = simple()
+    grads = {"w": torch.ones(3)}
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    try:
+        with WHERE[where]():
+            for function in (
+                functools.partial(step, group=dist.group.WORLD),
+                lambda state, x: (state, ps.all_reduce_grads(grads)),
+                lambda state, x: (
+                    state,
+                    ps.unscale_and_check(state.scaler, grads, group=dist.group.WORLD),
+                ),
+            ):
+                with pytest.raises(ValueError, match="a captured step has no collectives"):
+                    ps.capture(function)(state, [torch.ones(3)])
+        step(state, [torch.ones(3)], group=dist.group.WORLD)  # the context has ended
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"step": 3}, {"donate": 0}, {"max_graphs": 0}, {"max_graphs": 1.5}], ids=str
+)
+def test_wrong_settings_are_refused(arguments):
+    (name,) = arguments
+    with pytest.raises((TypeError, ValueError), match="capture" if name == "step" else name):
+        ps.capture(**{"step": mean, **arguments})
+
+
+# ---- where it is the step itself -----------------------------------------------------------------
+
+
+def test_on_a_cpu_a_call_is_the_step():
+    made, step = training()
+    expected = run(step, clone(made), windows(6))
+    fast = ps.capture(step, donate=True)
+    assert same_bits(run(fast, clone(made), windows(6)), expected)
+    assert len(fast.programs) == 0
+
+
+def test_in_a_transform_a_trace_and_another_capture_it_is_the_step(graphs):
+    fast, x = ps.capture(mean, donate=True), torch.ones(2, 3)
+    states = ps.stack_states([start(), start()])
+    expected = torch.vmap(mean)(states, x)
+    assert same_bits(torch.vmap(fast)(states, x), expected)
+    assert same_bits(torch.func.vjp(lambda x: fast(start(), x)[1], x[0])[0], mean(start(), x[0])[1])
+    jitted = ps.jit(lambda state, x: fast(state, x), backend="aot_eager")
+    assert same_bits(jitted(start(), x[0]), mean(start(), x[0]))
+    outer = ps.capture(lambda state, x: fast(state, x), donate=True)
+    assert same_bits(outer(start(), x[0]), mean(start(), x[0]))
+    with torch.inference_mode():
+        fast(start(), x[0])
+    assert len(fast.programs) == 0
+    assert len(outer.programs) == 1
+
+
+# ---- the graph of a CPU --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", READS)
+def test_the_graph_of_a_cpu_refuses_what_a_host_would_wait_for(name):
+    graph, x = RecordedGraph(torch.device("cpu")), torch.ones(3)
+    with pytest.raises(ReadError), graph.recording():
+        READS[name](x)
+
+
+def test_the_graph_of_a_cpu_loses_what_nobody_may_read_after_a_replay():
+    x, made = torch.ones(3), []
+    graph = RecordedGraph(torch.device("cpu"))
+    with graph.recording():
+        made.append(x * 2)
+        result = made[0] + x
+    graph.calls = graph.calls[1:]  # as if it had been made before
+    graph.replay()
+    assert result.isnan().all()
+
+
+def test_the_graph_of_a_cpu_reads_the_memory_that_it_was_recorded_with():
+    x = torch.ones(3)
+    graph = RecordedGraph(torch.device("cpu"))
+    with graph.recording():
+        result = (x * 2)[1:].add_(1)
+    x.copy_(torch.arange(3.0))
+    graph.replay()
+    assert result.tolist() == [3.0, 5.0]
+    assert not shares_memory(x, result)

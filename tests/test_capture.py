@@ -914,6 +914,14 @@ def test_what_a_graph_cannot_have_is_refused_on_a_cpu_too(made, where):
     assert same_bits(state, before)
 
 
+def test_a_class_of_ones_own_is_refused_after_eager_steps_with_the_same_state():
+    state, step, x = with_own_step()
+    for _ in range(3):  # the first one adds slots
+        state, _ = step(state, x)
+    with pytest.raises(ValueError, match="Own has a step of its own"):
+        ps.capture(step)(state, x)
+
+
 @pytest.mark.parametrize("where", WHERE)
 def test_a_group_is_refused(where, tmp_path):
     state, step = simple()

@@ -236,3 +236,16 @@ def test_without_torchs_kernels_the_formula_makes_the_steps(name, monkeypatch):
     optimizer = made(name)
     found = optimizer.step(params, params, optimizer.init(params))
     assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [tuple, list])
+def test_each_parameter_of_a_tuple_is_counted(make):
+    optimizer = ps.from_torch(torch.optim.RAdam, lr=0.1, counts="each")
+    params = make([torch.ones(5), torch.ones(33)])
+    state = optimizer.init(params)
+    for donate in (False, True):
+        grads = make([torch.ones(5), None])
+        params, state = ps.maybe_step(
+            optimizer, params, grads, state, torch.tensor(False), donate=donate
+        )
+    assert [int(count) for count in state.counts] == [2, 0]

@@ -878,6 +878,16 @@ def _each_part_takes_its_own_shards(rank):
             # a vector ends elsewhere in a shard
             found = full(weights(*many[:2]))
             assert_close(found, weights(*one[:2]), rtol=1e-6, atol=1e-8)
+
+        def loss_fn(params, buffers, x):
+            return sum([(p * x).square().sum().float() for p in full(params).values()]), buffers
+
+        def step(params, optimizer=optimizer):
+            state = ps.init_train_state(params, {}, optimizer, ps.NoScale())
+            settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": ps.NoScale()}
+            return ps.train_step(state, [torch.tensor(2.0)], **settings)[0].params
+
+        assert_close(full(step(spread(begun))), step(begun), rtol=1e-2, atol=1e-6)
     given = spread(whole)
     wrong = made(label=lambda name, param: "matrices" if param.ndim == 2 else "others")
     with pytest.raises(ValueError, match=r"'rows'.*Shard.*Muon.* needs the whole"):

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import weakref
 
+import optree
 import pytest
 import torch
 from helpers import same_bits
@@ -269,3 +270,71 @@ def test_a_model_is_freed_after_steps_with_any_setting_that_holds_it(holder, for
         reference = trained()
     gc.collect()
     assert reference() is None
+
+
+class Node:
+    """A container of a user's, with an object beside its leaf."""
+
+    def __init__(self, leaf, beside):
+        self.leaf, self.beside = leaf, beside
+
+
+optree.register_pytree_node(
+    Node,
+    lambda node: ((node.leaf,), node.beside, None),
+    lambda beside, leaves: Node(leaves[0], beside),
+    namespace="purescale",
+)
+
+
+@pytest.mark.parametrize("call", ["value_and_grad", "step"])
+def test_what_a_container_of_ones_own_holds_is_freed(call):
+    optimizer = ps.from_torch(torch.optim.SGD, lr=0.1)
+
+    class Beside:
+        pass
+
+    def run(beside):
+        params = Node(torch.ones(3), beside)
+        for _ in range(2):
+            if call == "step":
+                optimizer.step(params, params, optimizer.init(params))
+            else:
+                function = ps.value_and_grad(lambda p, b, x: (p.leaf.sum() * x, b))
+                function(params, {}, torch.ones(()), scaler=RULE.init())
+
+    beside = Beside()
+    alive = weakref.ref(beside)
+    run(beside)
+    del beside
+    gc.collect()
+    assert alive() is None
+
+
+def test_keys_that_are_equal_and_have_other_names_are_other_parameters():
+    optimizer = ps.from_torch(torch.optim.SGD, lr=1.0, overrides={"1": {"lr": 0.5}})
+    params = {1: torch.ones(3), "z": torch.ones(3)}
+    state = optimizer.init(params)
+    for _ in range(2):
+        optimizer.step(params, params, state)
+    with pytest.raises(ValueError, match="'1' matches no parameter"):
+        optimizer.step({True: torch.ones(3), "z": torch.ones(3)}, params, state)
+
+
+def test_parameters_that_require_a_gradient_have_a_plan_and_results_of_autograd_none(monkeypatch):
+    optimizer = ps.from_torch(torch.optim.SGD, lr=0.1)
+    grads = {"w": torch.ones(3)}
+
+    def step(change):
+        params = {"w": change(torch.ones(3, requires_grad=True))}
+        return optimizer.step(params, grads, optimizer.init({"w": torch.ones(3)}))
+
+    plain, planned = step(lambda w: w), []
+    plan = type(optimizer).plan
+    monkeypatch.setattr(
+        type(optimizer), "plan", lambda *of_step: planned.append(of_step) or plan(*of_step)
+    )
+    assert same_bits(step(lambda w: w), plain)
+    assert not planned
+    with pytest.raises(ValueError, match=r"params\['w'\]"):
+        step(lambda w: w * 1)

@@ -114,3 +114,24 @@ def test_a_step_keeps_the_structure_of_a_state_with_a_parameter_that_is_none(aro
             params, state = ps.maybe_step(optimizer, params, grads, state, skip, donate=True)
     assert params["none"] is None
     assert pytree.tree_structure(state) == form
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("around", AROUND)
+def test_a_train_step_in_pieces_is_that_of_one_piece(around, donate, monkeypatch):
+    def loss_fn(params, buffers, x):
+        return sum([(p.float() * x).square().sum() for p in params.values()]), buffers
+
+    def trained():
+        optimizer, rule = AROUND[around](INNERMOST["torch"]), ps.DynamicScale(2.0**4)
+        state = ps.init_train_state(tensors("mixed", 0), {}, optimizer, rule)
+        settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "donate": donate}
+        for x in (1.0, torch.inf, 0.5):
+            state, _ = ps.train_step(state, [torch.tensor(x)], max_norm=1.0, **settings)
+        return state
+
+    whole = trained()
+    monkeypatch.setattr(wrapper, "PIECE_NUMEL", 20)
+    for leaf, other in zip(*map(pytree.tree_leaves, (trained(), whole)), strict=True):
+        last_bits = 2 if leaf.dtype is torch.int16 else 1e-7  # of masters
+        torch.testing.assert_close(leaf, other, rtol=1e-6, atol=last_bits)

@@ -35,7 +35,9 @@ OVERFLOW_ONLY = StatsOptions()
 
 
 class GradStats(NamedTuple):
-    """The measurements of the gradients, over all ranks that share them: 0-d tensors."""
+    """The measurements of the gradients, over all ranks that share them: 0-d tensors, but for a
+    norm that the host has read.
+    """
 
     overflow: Tensor  # bool: a gradient, or one over the scale, is not finite
     norm: Any  # of the unscaled gradients; None if not asked for; a float if `is_read`

@@ -75,6 +75,11 @@ def with_columns(opt_state: OptState, trees: Mapping[str, Tree]) -> OptState:
     return opt_state._replace(slots=slots, counts=trees.get(STEP, ()))
 
 
+def has_counts(opt_state: OptState) -> bool:
+    """Return True if a state counts the steps of each parameter, which may be those of a tuple."""
+    return not isinstance(opt_state.counts, tuple) or len(opt_state.counts) > 0
+
+
 def param_names(opt_state: OptState) -> list[str]:
     """Return the dotted names of the parameters of a state whose slots are columns."""
     return _tree.names(next(iter(opt_state.slots.values())), holes=True)

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._optim.protocol import Optimizer
-from .._optim.step_inputs import StepInputs, flatten_step, named_params
+from .._optim.step_inputs import (
+    StepInputs,
+    flatten_step,
+    flatten_together,
+    named_params,
+    step_inputs,
+)
 from .._optim.updater import Updater, as_updater, check_optimizer
 from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import TensorList
@@ -134,8 +140,11 @@ class PartitionOptimizer(Updater):
             grads = grads._replace(tensor_list=TensorList(tensors), likes=likes)
         part = StepInputs.of_part(names, inputs.param_list.picked(members), grads, opt_state)
         if inputs.replaced is None and any_dtensor([*part.params, *grads.likes]):
-            trees = part.tree(part.params), part.tree(part.local_grads), opt_state
-            part = flatten_step(self.parts[key], *trees)
+            updater, params = self.parts[key], part.tree(part.params)
+            if grads.likes:
+                part = flatten_step(updater, params, part.tree(part.local_grads), opt_state)
+            else:  # they are still to be made
+                part = step_inputs(updater, *flatten_together([params], opt_state))
             grads = inputs.grads.with_tensors_of(part.grads)._replace(owned=False)
         return part._replace(grads=grads)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import STEP, Columns, Tensors
+from .._optim.opt_state import STEP, Columns, OptState, Tensors, has_counts
 from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
 from .._torch.tracing import traced
 from .._tree.leaves import describe
@@ -146,9 +146,11 @@ class SlotLayout:
                     if key not in columns or not isinstance(columns[key][index], Tensor):
                         raise self.foreign_error(key)
 
-    def check_gradients(self, names: list[str], stepped: Sequence[int], counts: Any) -> None:
+    def check_gradients(
+        self, names: list[str], stepped: Sequence[int], opt_state: OptState
+    ) -> None:
         """Refuse a gradient that is None where one count stands for the steps of all parameters."""
-        if not self.counts_steps or not isinstance(counts, tuple) or len(names) == len(stepped):
+        if not self.counts_steps or has_counts(opt_state) or len(names) == len(stepped):
             return
         missing = next(name for index, name in enumerate(names) if index not in stepped)
         raise ValueError(

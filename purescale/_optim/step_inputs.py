@@ -15,6 +15,7 @@ from .._optim.opt_state import (
     Columns,
     OptState,
     columns_like,
+    has_counts,
     is_of_torch,
     param_names,
     tensors_of,
@@ -24,7 +25,7 @@ from .._optim.opt_state import (
 )
 from .._torch import dtensor, foreach
 from .._torch.foreach import same_memory_order
-from .._torch.tensor_list import TensorList
+from .._torch.tensor_list import Cache, TensorList
 from .._torch.tracing import end_graph, is_unresolved
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
@@ -73,6 +74,23 @@ class StepInputs(NamedTuple):
             structure, count, range(count), names, params, grads, opt_state, positions=positions
         )
 
+    @classmethod
+    def of_dense(
+        cls,
+        names: list[str],
+        params: FlatTree,
+        grads: Gradients,
+        opt_state: FlatTree,
+        cache: Cache | None = None,
+    ) -> StepInputs:
+        """Return the inputs of a step whose tensors are dense and off graph. `cache` is that of all
+        which it replaces.
+        """
+        count, leaves = len(names), [*params.leaves, *opt_state.leaves]
+        replaced = TensorList(leaves, cache, dense_off_graph=True)
+        of_params = params.structure, count, range(count), names, params.tensor_list
+        return cls(*of_params, grads, opt_state.tree, replaced)
+
     @property
     def params(self) -> list[Tensor]:
         """The parameters."""
@@ -90,7 +108,7 @@ class StepInputs(NamedTuple):
     def columns(self) -> Columns:
         """The slots of an OptState, then its counts."""
         trees = self.opt_state.slots
-        if not isinstance(self.opt_state.counts, tuple):
+        if has_counts(self.opt_state):
             trees = {**trees, STEP: self.opt_state.counts}
         try:
             return {key: self.leaves(tree) for key, tree in trees.items()}
@@ -158,7 +176,8 @@ class StepInputs(NamedTuple):
             return self.structure.unflatten(values)
         leaves = [None] * self.num_leaves
         if like is not None:
-            leaves = self.structure.flatten_up_to(like)
+            others = self.structure.flatten_up_to(like)
+            leaves = [None if isinstance(other, Tensor) else other for other in others]
         for index, value in zip(self.indices, values, strict=True):
             leaves[index] = value
         return self.structure.unflatten(leaves)
@@ -185,7 +204,9 @@ class StepInputs(NamedTuple):
 
 def _laid_out_like(slot: Any, param: Tensor) -> Any:
     """Return a slot in the memory order of a parameter of its shape."""
-    if slot == () or slot.shape != param.shape or same_memory_order(slot, param):
+    if not isinstance(slot, Tensor) or slot.shape != param.shape:
+        return slot
+    if same_memory_order(slot, param):
         return slot
     return torch.empty_like(param, dtype=slot.dtype).copy_(slot)
 
@@ -228,12 +249,7 @@ def step_inputs(
     if dense_off_graph:
         grad_list = TensorList([]) if grads is None else grads.tensor_list
         gradients = Gradients(grad_list, grad_leaves, dense_real=grads is not None)
-        count = len(names)
-        return StepInputs(
-            *(params.structure, count, range(count), names, params.tensor_list),
-            *(gradients, opt_state.tree),
-            TensorList([*leaves, *opt_state.leaves], dense_off_graph=True),
-        )
+        return StepInputs.of_dense(names, params, gradients, opt_state)
     leaves = [  # torch's kernels ignore lazy negation
         leaf.resolve_conj().resolve_neg()
         if isinstance(leaf, Tensor) and is_unresolved(leaf)

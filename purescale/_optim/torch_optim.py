@@ -225,8 +225,7 @@ class TorchOptimizer(Updater):
         if not self.calls_step:
             columns = inputs.columns
             self._slot_layout.check(columns, dict(zip(inputs.names, inputs.params, strict=True)))
-            counts = opt_state.counts
-            self._slot_layout.check_gradients(inputs.names, inputs.stepped, counts)
+            self._slot_layout.check_gradients(inputs.names, inputs.stepped, opt_state)
             launches = self._fused_step.plan(inputs, columns)
         elif opt_state.slots.keys() != set(inputs.names):
             raise foreign_parameters(list(opt_state.slots), inputs.names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from .._optim.opt_state import after_skip
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
-from .._torch.tensor_list import Cache, TensorList
+from .._torch.tensor_list import Cache
 from .._torch.tracing import can_plan, end_graph, is_on_a_graph, traced, under_derivative
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
@@ -116,14 +117,26 @@ class Planned(NamedTuple):
     update: Any  # what the optimizer planned
     replaced: Cache  # of all that a step replaces
 
-    def inputs(self, params: FlatTree, opt_state: FlatTree, grads: Gradients) -> StepInputs:
+    def inputs(self, params: FlatTree, grads: Gradients, opt_state: FlatTree) -> StepInputs:
         """Return the inputs of a step."""
-        leaves, count = [*params.leaves, *opt_state.leaves], len(self.names)
-        replaced = TensorList(leaves, self.replaced, dense_off_graph=True)
-        return StepInputs(
-            *(params.structure, count, range(count), self.names, params.tensor_list),
-            *(grads, opt_state.tree, replaced),
-        )
+        return StepInputs.of_dense(self.names, params, grads, opt_state, self.replaced)
+
+
+def known_plan(updater: Updater, trees: Sequence[Tree]) -> tuple[list[FlatTree], Planned] | None:
+    """Return the trees, flat, and what was planned for trees like them; None if nothing was."""
+    if not can_plan():
+        return None
+    known = find_plan(updater.plans, trees)
+    if known and not updater.differentiable:
+        end_graph()
+    return known
+
+
+def keep_plan(updater: Updater, trees: Sequence[FlatTree], inputs: StepInputs, update: Any) -> None:
+    """Keep the plan of a step for trees like these."""
+    is_dense = inputs.replaced is not None and are_real(inputs.param_list.dtypes)
+    if is_dense and not isinstance(updater, CalledOptimizer):  # which is made in each call
+        add_plan(updater.plans, trees, Planned(inputs.names, update, Cache()))
 
 
 def planned_step(
@@ -133,18 +146,16 @@ def planned_step(
     not fit `params`, and a state that belongs to others.
     """
     trees = params, grads, opt_state
-    if can_plan() and (known := find_plan(updater.plans, trees)):
-        if not updater.differentiable:
-            end_graph()
+    if known := known_plan(updater, trees):
         (of_params, of_grads, of_state), planned = known
         gradients = Gradients(of_grads.tensor_list, of_grads.leaves, True)
-        return planned.inputs(of_params, of_state, gradients), planned.update
+        return planned.inputs(of_params, gradients, of_state), planned.update
     inputs = flatten_step(updater, *trees)
     update = updater.plan(inputs)
-    if inputs.replaced is not None and are_real(inputs.param_list.dtypes):
+    if inputs.replaced is not None:
         flat = list(map(_tree.flatten_once, trees))
         if flat[0].structure == flat[1].structure:  # the dicts have one order
-            add_plan(updater.plans, flat, Planned(inputs.names, update, Cache()))
+            keep_plan(updater, flat, inputs, update)
     return inputs, update
 
 

@@ -223,8 +223,10 @@ class Wrapper(Updater):
         """Return the inputs of a piece, which share the memory of `inputs`."""
         cut: Any = piece.cut
         params = [_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]
-        grads, positions = inputs.local_grads, inputs.all_positions
-        of_piece = as_gradients([_cut(grads[n], inputs.params[n], s) for n, s in cut.items()])
+        of_piece, positions = inputs.grads, inputs.all_positions
+        if of_piece.likes:  # they are there
+            grads = inputs.local_grads
+            of_piece = as_gradients([_cut(grads[n], inputs.params[n], s) for n, s in cut.items()])
         return StepInputs.of_part(
             [inputs.names[n] for n in cut],
             TensorList(params),

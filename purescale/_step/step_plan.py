@@ -9,14 +9,11 @@ from typing import Any, NamedTuple
 from .._grads.clip import check_ordered
 from .._loss_scale.scaling import check_scale
 from .._optim.step_inputs import StepInputs, flatten_together, step_inputs
-from .._optim.updater import Planned
+from .._optim.updater import keep_plan, known_plan
 from .._step.train_state import FlatState, StepOptions, TrainState
-from .._torch.tensor_list import Cache, TensorList
-from .._torch.tracing import can_plan, end_graph
+from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
-from .._tree.leaves import are_real
-from .._tree.plans import add_plan, find_plan
 
 
 class Start(NamedTuple):
@@ -32,20 +29,17 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
     """Return the start of a step. Refuse a state that does not fit the optimizer."""
     optimizer, others = options.optimizer, (state.step, state.rng, state.guard)
     trees = state.params, state.buffers, state.scaler, state.opt_state
-    if can_plan() and (known := find_plan(optimizer.plans, (*trees, others))):
-        if not optimizer.differentiable:
-            end_graph()
+    if known := known_plan(optimizer, (*trees, others)):
         (params, buffers, scaler, opt_state, of_others), planned = known
-        inputs = planned.inputs(params, opt_state, Gradients(TensorList([]), [], False))
+        inputs = planned.inputs(params, Gradients(TensorList([]), [], False), opt_state)
         update, numbers = planned.update, [*scaler.leaves, *of_others.leaves]
     else:
         params, buffers, scaler, opt_state = flatten_together(trees[:3], state.opt_state)
         _check(state, options, params)
         inputs = step_inputs(optimizer, params, opt_state)
         update, numbers = optimizer.plan(inputs), _tree.all_tensors((state.scaler, others))
-        if inputs.replaced is not None and are_real(inputs.param_list.dtypes):
-            flat_trees = params, buffers, scaler, opt_state, _tree.flatten_once(others)
-            add_plan(optimizer.plans, flat_trees, Planned(inputs.names, update, Cache()))
+        flat_trees = params, buffers, scaler, opt_state, _tree.flatten_once(others)
+        keep_plan(optimizer, flat_trees, inputs, update)
     flat = TrainState(params, buffers, opt_state, scaler, *others)
     return Start(flat, inputs, update, TensorList(numbers))
 

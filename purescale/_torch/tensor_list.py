@@ -6,7 +6,6 @@ by `Cache`. Neither tensors nor their values are kept.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar, overload
 
@@ -15,9 +14,6 @@ import torch
 from .._torch.foreach import are_contiguous, by_kind, is_gapless
 
 T = TypeVar("T")
-
-_is_nested, _grad_fn = operator.attrgetter("is_nested"), operator.attrgetter("grad_fn")
-_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Fact(Generic[T]):
@@ -94,7 +90,6 @@ class TensorList:
         """Return the tensors with these indices, in rising order."""
         if len(indices) == len(self.tensors):
             return self
-        caches = self.cache.values
-        cache = caches.setdefault(("picked", *indices), Cache())
+        cache = self.cache.values.setdefault(("picked", *indices), Cache())
         picked = list(map(self.tensors.__getitem__, indices))
         return TensorList(picked, cache, dense_off_graph=self.dense_off_graph)

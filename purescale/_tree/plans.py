@@ -11,11 +11,12 @@ from torch import Tensor
 from .._torch import private
 from .._torch.tensor_list import Cache, TensorList
 from .._torch.tracing import PLAIN_TYPES, can_plan, captured
-from .._tree.tree import FlatTree, Tree, flatten
+from .._tree.tree import FlatTree, Tree, flatten, is_of_builtins
 
 PlanT = TypeVar("PlanT")
 
-_is_nested = operator.attrgetter("is_nested")
+_is_nested, _grad_fn = operator.attrgetter("is_nested"), operator.attrgetter("grad_fn")
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Plans(Generic[PlanT]):
@@ -24,7 +25,7 @@ class Plans(Generic[PlanT]):
     A plan is found for tensors that differ from those it was made for in values only, and a key
     that is equal: the structure of the arguments, and the settings that decide what is planned.
     The tensors are compared by one call of C++, 1 to 2 us for 30. A plan that is found changes no
-    result: it holds what would be decided again, by indices, and no tensor of a call.
+    result: it holds what would be decided again, by indices and names, and no tensor of a call.
 
     Args:
         size: The number of plans that are kept; None keeps all.
@@ -83,7 +84,9 @@ def find_plan(plans: Plans[Any], trees: Sequence[Tree]) -> tuple[list[FlatTree],
     pairs = list(map(flatten, trees))
     leaves = [leaf for some, _ in pairs for leaf in some]
     form = _form([structure for _, structure in pairs])
-    for caches, decisions in plans.matching(leaves, form):
+    for caches, may_have_graph, decisions in plans.matching(leaves, form):
+        if may_have_graph and any(map(_grad_fn, leaves)):
+            continue
         rows = zip(trees, pairs, caches, strict=True)
         return [
             FlatTree(tree, some, structure, TensorList(some, cache, dense_off_graph=True))
@@ -93,15 +96,17 @@ def find_plan(plans: Plans[Any], trees: Sequence[Tree]) -> tuple[list[FlatTree],
 
 
 def add_plan(plans: Plans[Any], trees: Sequence[FlatTree], decisions: Any) -> None:
-    """Keep decisions for trees like these, if all leaves are dense and off every graph. One tensor
-    in two places is not alike to itself, and would only take the place of other plans.
+    """Keep decisions for trees like these, if all leaves are dense and off every graph, in
+    containers of Python's that keep nothing of a user's alive. One tensor in two places is not
+    alike to itself, and would only take the place of other plans.
     """
+    if not (can_plan() and all([tree.tensor_list.dense_off_graph for tree in trees])):
+        return
     leaves = [leaf for tree in trees for leaf in tree.leaves]
-    off_graph = can_plan() and all([tree.tensor_list.dense_off_graph for tree in trees])
-    are_apart = len(set(map(id, leaves))) == len(leaves)
-    if off_graph and are_apart and not any([leaf.requires_grad for leaf in leaves]):
-        caches = [Cache() for _ in trees]
-        plans.add(leaves, _form([tree.structure for tree in trees]), (caches, decisions))
+    structures = [tree.structure for tree in trees]
+    if len(set(map(id, leaves))) == len(leaves) and all(map(is_of_builtins, structures)):
+        caches, may_have_graph = [Cache() for _ in trees], any(map(_requires_grad, leaves))
+        plans.add(leaves, _form(structures), (caches, may_have_graph, decisions))
 
 
 def _form(structures: list[Any]) -> Any:

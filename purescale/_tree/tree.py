@@ -68,6 +68,21 @@ def flatten(tree: Tree) -> tuple[Leaves, TreeDef]:
     return leaves, structure
 
 
+def is_of_builtins(structure: Any) -> bool:
+    """Return True if a structure of optree has lists, tuples, NamedTuples and dicts by strings
+    alone. Other nodes and keys are objects of a user's, and 1 and True are one key.
+    """
+    if isinstance(structure, FlatDict) or not hasattr(structure, "kind"):
+        return False
+    kind, kinds = structure.kind, optree.PyTreeKind
+    if kind in (kinds.DICT, kinds.ORDEREDDICT):
+        if not all(type(key) is str for key in structure.entries()):
+            return False
+    elif kind not in (kinds.LEAF, kinds.LIST, kinds.TUPLE, kinds.NAMEDTUPLE):
+        return False
+    return all(map(is_of_builtins, structure.children()))
+
+
 def _is_dict_of_leaves(tree: Tree) -> bool:
     return type(tree) is dict and all(
         [type(x) is Tensor or x is None or isinstance(x, Tensor) for x in tree.values()]

@@ -253,7 +253,10 @@ from ._tree.states import stack_states as stack_states, member as member, ema as
 from . import simulate as simulate
 from . import interop as interop
 
-__all__ = [name for name in globals() if not name.startswith("_")]  # in this order
+__all__ = [  # in this order, but for the room that was imported with its functions
+    *(name for name in globals() if not name.startswith("_") and name != "interop"),
+    "interop",
+]
 
 from .types import *  # noqa: F403  purescale.MasterState works too
 

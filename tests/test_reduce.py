@@ -711,16 +711,15 @@ def _settings(rank):
     for other, told in (
         (state._replace(opt_state=rates), r"opt_state.lr = torch.float32 \(\) "),
         (state._replace(opt_state=applied), r"opt_state.applied = torch.int64 \(\) "),
-        (
-            state._replace(opt_state=more if rank else state.opt_state),
-            "opt_state.slots 'extra.5.bi",
-        ),
         (state._replace(scaler=halved if rank else state.scaler), "scaler.scale = "),
         (state._replace(step=torch.tensor(rank)), "step = torch.int64 "),
         (state._replace(rng=rng if rank else ()), "rng: torch.uint8"),
     ):
         with pytest.raises(ValueError, match=f"the ranks do not hold the same.*{told}"):
             step(other, data, optimizer=sgd, group=world)
+    foreign = state._replace(opt_state=more if rank else state.opt_state)
+    with pytest.raises(ValueError, match="opt_state knows the parameters"):
+        step(foreign, data, optimizer=sgd, group=world)
     weighing = {"weight_fn": samples if rank else None}
     with pytest.raises(ValueError, match=r"rank 0 has weight_fn=None, rank 1 has weight_fn='"):
         step(state, data, optimizer=sgd, group=world, **weighing)

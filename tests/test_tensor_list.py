@@ -295,10 +295,10 @@ def test_what_a_container_of_ones_own_holds_is_freed(call):
         pass
 
     def run(beside):
-        params = Node(torch.ones(3), beside)
+        params, grads = Node(torch.ones(3), beside), Node(torch.ones(3), beside)
         for _ in range(2):
             if call == "step":
-                optimizer.step(params, params, optimizer.init(params))
+                optimizer.step(params, grads, optimizer.init(params))
             else:
                 function = ps.value_and_grad(lambda p, b, x: (p.leaf.sum() * x, b))
                 function(params, {}, torch.ones(()), scaler=RULE.init())
@@ -313,12 +313,12 @@ def test_what_a_container_of_ones_own_holds_is_freed(call):
 
 def test_keys_that_are_equal_and_have_other_names_are_other_parameters():
     optimizer = ps.from_torch(torch.optim.SGD, lr=1.0, overrides={"1": {"lr": 0.5}})
-    params = {1: torch.ones(3), "z": torch.ones(3)}
+    params, grads = ({1: torch.ones(3), "z": torch.ones(3)} for _ in range(2))
     state = optimizer.init(params)
     for _ in range(2):
-        optimizer.step(params, params, state)
+        optimizer.step(params, grads, state)
     with pytest.raises(ValueError, match="'1' matches no parameter"):
-        optimizer.step({True: torch.ones(3), "z": torch.ones(3)}, params, state)
+        optimizer.step({True: torch.ones(3), "z": torch.ones(3)}, grads, state)
 
 
 def test_parameters_that_require_a_gradient_have_a_plan_and_results_of_autograd_none(monkeypatch):

@@ -165,11 +165,11 @@ class StateDtypeOptimizer(Wrapper):
             self._check_dtypes(_paths(state), slots, self._wide_dtypes(inputs, slots))
         return super().plan(inputs)
 
-    def _as_decoded(self, inputs: StepInputs, params: list[Tensor]) -> StepInputs:
+    def _as_decoded(self, inputs: StepInputs) -> StepInputs:
         """Return inputs with the metadata of `decode(inputs)`."""
         slots = _castable(inputs.opt_state)
         wide = stand_ins(slots, self._wide_dtypes(inputs, slots))
-        return inputs.with_params(params, _with_castable(inputs.opt_state, wide))
+        return inputs.with_params(inputs.params, _with_castable(inputs.opt_state, wide))
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with the state in the dtypes of the inner optimizer."""

@@ -304,7 +304,7 @@ class RoundingOptimizer(Wrapper):
         dice = Dice.of(self._seed, applied, count)
         results, old = list(params), inputs.params
         alone = {index for index, param in enumerate(old) if is_half(param)}
-        for indices in _small(alone, old, params, positions):
+        for indices in _indices_of_small(alone, old, params, positions):
             tensors, dtype = [params[n] for n in indices], old[indices[0]].dtype
             rows = self._rows_of(tensors, [positions[n] for n in indices])
             rounded = _rounded_together(tensors, dtype, dice, rows)
@@ -326,7 +326,7 @@ class RoundingOptimizer(Wrapper):
         return send_once(table, tensors[0].device, self._rows)
 
 
-def _small(
+def _indices_of_small(
     halves: Iterable[int],
     old: list[Tensor],
     params: list[Tensor],

@@ -170,12 +170,8 @@ def _prepare_gradients(operands: KernelOperands) -> Gradients:
         grads = operands.grads.unscaled()
         tensors = foreach.cast(grads.tensors, params[0].dtype)
     if not have_one_order(tensors, params):
-        tensors = list(map(_lay_out_like, tensors, params))
+        tensors = list(map(foreach.laid_out_like, tensors, params))
     return grads._replace(tensor_list=TensorList(tensors))
-
-
-def _lay_out_like(grad: Tensor, param: Tensor) -> Tensor:
-    return grad if same_memory_order(grad, param) else torch.empty_like(param).copy_(grad)
 
 
 # ---- one launch as an operator -------------------------------------------------------------------

@@ -24,7 +24,6 @@ from .._optim.opt_state import (
     without_wrappers,
 )
 from .._torch import dtensor, foreach
-from .._torch.foreach import same_memory_order
 from .._torch.tensor_list import Cache, TensorList
 from .._torch.tracing import end_graph, is_unresolved
 from .._tree import tree as _tree
@@ -127,7 +126,12 @@ class StepInputs(NamedTuple):
             columns = columns_like(columns, working)
         if not foreach.are_contiguous(old):
             columns = {
-                key: [_laid_out_like(*pair) for pair in zip(column, params, strict=True)]
+                key: [
+                    foreach.laid_out_like(slot, param)
+                    if isinstance(slot, Tensor) and slot.shape == param.shape
+                    else slot
+                    for slot, param in zip(column, params, strict=True)
+                ]
                 for key, column in columns.items()
             }
         return params, columns
@@ -200,15 +204,6 @@ class StepInputs(NamedTuple):
         if self.global_trees is None:
             return trees
         return _tree.map(dtensor.from_local_like, self.global_trees, trees)
-
-
-def _laid_out_like(slot: Any, param: Tensor) -> Any:
-    """Return a slot in the memory order of a parameter of its shape."""
-    if not isinstance(slot, Tensor) or slot.shape != param.shape:
-        return slot
-    if same_memory_order(slot, param):
-        return slot
-    return torch.empty_like(param, dtype=slot.dtype).copy_(slot)
 
 
 def foreign_parameters(in_state: list[str], in_params: list[str]) -> ValueError:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 
 from .._optim.class_step import ClassStep
 from .._optim.formula_step import FormulaStep
-from .._optim.fused import FusedStep
+from .._optim.fused import FusedStep, Launch
 from .._optim.opt_state import (
     NO_SLOTS,
     STEP,
@@ -199,9 +199,9 @@ class TorchOptimizer(Updater):
         columns = {key: [slots.get(name, {}).get(key, ()) for name in names] for key in keys}
         return with_columns(opt_state, {k: structure.unflatten(c) for k, c in columns.items()})
 
-    def plan(self, inputs: StepInputs) -> TorchPlan:
-        """Return the launches of torch's kernel, if it is right. Refuse a state that does not
-        belong to these parameters.
+    def plan(self, inputs: StepInputs) -> list[Launch] | None:
+        """Return the launches of torch's kernel, None if it is not right for the tensors. Refuse a
+        state that does not belong to these parameters.
         """
         opt_state = inputs.opt_state
         if not isinstance(opt_state, OptState):
@@ -232,19 +232,19 @@ class TorchOptimizer(Updater):
         self.settings.check(opt_state)
         if inputs.positions is None:  # a piece need not have a parameter of each override
             self.settings.check_names(tuple(inputs.names))
-        return TorchPlan(launches)
+        return launches
 
     def current_settings(self, opt_state: OptState) -> CurrentSettings:
         """Return the settings of a step that may differ from those of the step before."""
         return self.settings.current(opt_state)
 
     def apply_step(
-        self, inputs: StepInputs, plan: TorchPlan, current: CurrentSettings
+        self, inputs: StepInputs, plan: list[Launch] | None, current: CurrentSettings
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, in fresh memory."""
         columns = {} if self.calls_step else inputs.columns
-        if self._kernel_is_right(inputs, plan, columns, current):
-            params, columns = self._fused_step(inputs, plan.launches, columns, current, None)
+        if plan is not None and self._fused_step.is_right_for(inputs, columns, current):
+            params, columns = self._fused_step(inputs, plan, columns, current, None)
             return params, self._advanced(inputs, columns, 1)
         inputs = inputs.unscaled()
         gradients = _cast_gradients(inputs)
@@ -259,26 +259,21 @@ class TorchOptimizer(Updater):
         self,
         skip: Tensor | bool,
         inputs: StepInputs,
-        plan: TorchPlan,
+        plan: list[Launch] | None,
         current: CurrentSettings,
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
-        columns = {} if plan.launches is None else inputs.columns
-        if not self._kernel_is_right(inputs, plan, columns, current):
+        columns = {} if plan is None else inputs.columns
+        if plan is None or not self._fused_step.is_right_for(inputs, columns, current):
             return super().apply_step_unless(skip, inputs, plan, current, in_place=in_place)
         flag = None if isinstance(skip, bool) else skip
-        lists = inputs, plan.launches, columns, current, flag
+        lists = inputs, plan, columns, current, flag
         params, columns = self._fused_step(*lists, in_place=in_place)
         # A captured CUDA graph needs its numbers at fixed addresses.
         count = 1 if flag is None else ~flag
         return params, self._advanced(inputs, columns, count, in_place=in_place)
-
-    def _kernel_is_right(
-        self, inputs: StepInputs, plan: TorchPlan, columns: Columns, current: CurrentSettings
-    ) -> bool:
-        return plan.launches is not None and self._fused_step.is_right_for(inputs, columns, current)
 
     def _advanced(
         self, inputs: StepInputs, columns: Columns, count: Any, *, in_place: bool = False
@@ -381,12 +376,6 @@ class TorchOptimizer(Updater):
             self.settings, sd, *self._new_state(params), applied, iteration, counts_steps
         )
         return self._with_slots(state, params, slots)
-
-
-class TorchPlan(NamedTuple):
-    """The decisions of `TorchOptimizer.plan`."""
-
-    launches: Any  # a list of `Launch`; None if torch's kernel is not right for the tensors
 
 
 def _cast_gradients(inputs: StepInputs) -> list[Tensor | None]:

@@ -43,6 +43,8 @@ class Updater:
     may_add_slots: bool = False
     # True if half gradients are to be unscaled and clipped in float32.
     wide_grads: bool = False
+    # True if it lives for more than one call, so that a plan can be found.
+    keeps_plans: bool = True
     compared: Any  # what ranks compare of it
 
     @outside_autocast()
@@ -124,19 +126,23 @@ class Planned(NamedTuple):
 
 def known_plan(updater: Updater, trees: Sequence[Tree]) -> tuple[list[FlatTree], Planned] | None:
     """Return the trees, flat, and what was planned for trees like them; None if nothing was."""
-    if not can_plan():
-        return None
-    known = find_plan(updater.plans, trees)
-    if known and not updater.differentiable:
+    planned = find_plan(updater.plans, trees) if updater.keeps_plans and can_plan() else None
+    if planned and not updater.differentiable:
         end_graph()
-    return known
+    return planned
+
+
+def can_keep_plan(updater: Updater, inputs: StepInputs) -> bool:
+    """Return True if a step like this one may be planned: over real parameters, dense like all
+    else, because what is refused of others depends on settings of the step.
+    """
+    is_dense = inputs.replaced is not None and are_real(inputs.param_list.dtypes)
+    return updater.keeps_plans and is_dense
 
 
 def keep_plan(updater: Updater, trees: Sequence[FlatTree], inputs: StepInputs, update: Any) -> None:
     """Keep the plan of a step for trees like these."""
-    is_dense = inputs.replaced is not None and are_real(inputs.param_list.dtypes)
-    if is_dense and not isinstance(updater, CalledOptimizer):  # which is made in each call
-        add_plan(updater.plans, trees, Planned(inputs.names, update, Cache()))
+    add_plan(updater.plans, trees, Planned(inputs.names, update, Cache()))
 
 
 def planned_step(
@@ -152,7 +158,7 @@ def planned_step(
         return planned.inputs(of_params, gradients, of_state), planned.update
     inputs = flatten_step(updater, *trees)
     update = updater.plan(inputs)
-    if inputs.replaced is not None:
+    if can_keep_plan(updater, inputs):
         flat = list(map(_tree.flatten_once, trees))
         if flat[0].structure == flat[1].structure:  # the dicts have one order
             keep_plan(updater, flat, inputs, update)
@@ -180,6 +186,7 @@ class CalledOptimizer(Updater):
     """An updater for an optimizer with `step` alone, which makes its own checks."""
 
     calls_step = may_raise = True
+    keeps_plans = False  # it is made in each call
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = self.compared = optimizer

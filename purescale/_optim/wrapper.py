@@ -101,36 +101,31 @@ class Wrapper(Updater):
         """Return the pieces in which a step is made. Refuse a state that does not belong to these
         parameters.
         """
-        plan = self.updater.plan(self._as_decoded(inputs, self.wide_params(inputs.params)))
-        whole = Piece(None, False, plan)
-        if self._is_in_one_piece(inputs):
-            return [whole]
-        cuts = _cuts(inputs, cut_leaves=self.elementwise is True)
-        if len(cuts) == 1:
-            return [whole]
-        pieces, inputs = [], inputs._replace(positions=inputs.all_positions)
-        for cut in cuts:
-            piece = Piece(cut, cut is cuts[-1], None)
-            inner = self._piece_of(inputs, piece)
-            decoded = self._as_decoded(inner, self.wide_params(inner.params))
-            pieces.append(piece._replace(plan=self.updater.plan(decoded)))
+        pieces = [Piece(None, self.updater.plan(self._as_decoded(inputs)))]
+        can_cut = self._inner_skips(inputs) and not traced()
+        cuts = _cuts(inputs, cut_leaves=self.elementwise is True) if can_cut else []
+        if len(cuts) > 1:
+            inputs = inputs._replace(positions=inputs.all_positions)
+            of_pieces = [_piece_of(inputs, cut, last=cut is cuts[-1]) for cut in cuts]
+            plans = [self.updater.plan(self._as_decoded(piece)) for piece in of_pieces]
+            pieces = list(map(Piece, cuts, plans))
         return pieces
 
-    def wide_params(self, params: list[Tensor]) -> list[Tensor]:
-        """Return parameters with the metadata of those that the inner optimizer steps."""
-        if not self.widens_params:
-            return params
-        return stand_ins(params, [torch.float32 if is_half(param) else None for param in params])
-
-    def _as_decoded(self, inputs: StepInputs, params: list[Tensor]) -> StepInputs:
+    def _as_decoded(self, inputs: StepInputs) -> StepInputs:
         """Return inputs with the metadata of `decode(inputs)`."""
+        params = inputs.params
+        if self.widens_params:
+            wide = [torch.float32 if is_half(param) else None for param in params]
+            params = stand_ins(params, wide)
         return inputs.with_params(params, self.inner_state(inputs.opt_state))
 
-    def _is_in_one_piece(self, inputs: StepInputs) -> bool:
-        """Return True if a step cannot be made in pieces, or need not be."""
-        if self.calls_step or self.differentiable or traced():
-            return True
-        return not isinstance(without_wrappers(inputs.opt_state), OptState)
+    def _inner_skips(self, inputs: StepInputs) -> bool:
+        """Return True if the inner optimizer itself chooses between old and new, in place: one of
+        torch's classes, in a step without a derivative.
+        """
+        if self.calls_step or self.differentiable or torch.compiler.is_compiling():
+            return False
+        return isinstance(without_wrappers(inputs.opt_state), OptState)
 
     def current_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the inner optimizer's step."""
@@ -142,8 +137,7 @@ class Wrapper(Updater):
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step: decoded, stepped and encoded."""
         if len(plan) > 1:
-            skip = torch.zeros((), dtype=torch.bool, device=inputs.params[0].device)
-            return self.apply_step_unless(skip, inputs, plan, current)
+            return self.apply_step_unless(False, inputs, plan, current)
         [piece] = plan
 
         def step(inner: StepInputs) -> tuple[list[Tensor], Tree]:
@@ -163,8 +157,7 @@ class Wrapper(Updater):
         """Return the step of a large model piece by piece, which bounds the memory for what is
         decoded.
         """
-        in_one_piece = self.calls_step or self.differentiable or torch.compiler.is_compiling()
-        if in_one_piece or not isinstance(without_wrappers(inputs.opt_state), OptState):
+        if not self._inner_skips(inputs):
             return super().apply_step_unless(skip, inputs, plan, current, in_place=in_place)
 
         def step_of(piece: Piece) -> Step:
@@ -187,7 +180,9 @@ class Wrapper(Updater):
             if len(plan) > 1:
                 inputs = inputs._replace(positions=inputs.all_positions)
             for piece in plan:
-                of_piece = inputs if piece.cut is None else self._piece_of(inputs, piece)
+                of_piece = inputs
+                if piece.cut is not None:
+                    of_piece = _piece_of(inputs, piece.cut, last=piece is plan[-1])
                 leaves = _tree.flatten((of_piece.params, of_piece.opt_state))[0]
                 results = _tree.flatten(self._stepped(of_piece, step_of(piece))[0])[0]
                 pairs = [(a, b) for a, b in zip(leaves, results, strict=True) if a is not b]
@@ -219,25 +214,6 @@ class Wrapper(Updater):
                 "over float32 parameters."
             )
 
-    def _piece_of(self, inputs: StepInputs, piece: Piece) -> StepInputs:
-        """Return the inputs of a piece, which share the memory of `inputs`."""
-        cut: Any = piece.cut
-        params = [_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]
-        of_piece, positions = inputs.grads, inputs.all_positions
-        if of_piece.likes:  # they are there
-            grads = inputs.local_grads
-            of_piece = as_gradients([_cut(grads[n], inputs.params[n], s) for n, s in cut.items()])
-        return StepInputs.of_part(
-            [inputs.names[n] for n in cut],
-            TensorList(params),
-            inputs.grads.with_tensors_of(of_piece),
-            _cut_state(inputs.opt_state, inputs, cut, last=piece.is_last),
-            [
-                positions[n]._replace(start=positions[n].start + span.start)
-                for n, span in cut.items()
-            ],
-        )
-
 
 def _wrappers_in(optimizer: Any) -> Iterator[Wrapper]:
     """Yield the wrappers in an optimizer, itself and those in parts of a partition too."""
@@ -257,7 +233,6 @@ class Piece(NamedTuple):
     """A part of a step with a bounded number of elements."""
 
     cut: Cut | None  # None for the whole step
-    is_last: bool
     plan: Any  # of the inner optimizer
 
 
@@ -287,6 +262,22 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
             cuts[-1][index] = slice(start, stop)
             room -= stop - start
     return cuts
+
+
+def _piece_of(inputs: StepInputs, cut: Cut, *, last: bool) -> StepInputs:
+    """Return the inputs of a piece, which share the memory of `inputs`."""
+    params = [_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]
+    of_piece, positions = inputs.grads, inputs.all_positions
+    if of_piece.likes:  # they are there
+        grads = inputs.local_grads
+        of_piece = as_gradients([_cut(grads[n], inputs.params[n], s) for n, s in cut.items()])
+    return StepInputs.of_part(
+        [inputs.names[n] for n in cut],
+        TensorList(params),
+        inputs.grads.with_tensors_of(of_piece),
+        _cut_state(inputs.opt_state, inputs, cut, last=last),
+        [positions[n]._replace(start=positions[n].start + s.start) for n, s in cut.items()],
+    )
 
 
 def _cut(value: Any, param: Tensor, span: slice) -> Any:

@@ -15,9 +15,8 @@ from .._step.retry import Attempt
 from .._step.step_plan import Start
 from .._step.train_state import FlatState, StepOptions, TrainState
 from .._torch import foreach
-from .._torch.tracing import is_on_a_graph
 from .._tree import tree as _tree
-from .._tree.states import select, select_masked
+from .._tree.states import select, select_masked, written_over
 from .._tree.tree import FlatTree, Leaves, Tree
 
 
@@ -65,12 +64,10 @@ def assemble(
     if may_write.others:
         generator = [] if isinstance(rng, tuple) else [rng]
         new = [*scaler, step, *generator, *guard]
-        if len(new) == len(start.others.tensors) and not is_on_a_graph(new):
-            old = [t.detach() if t.requires_grad else t for t in start.others.tensors]
-            foreach.copy_(old, new)
-            stop = len(scaler)
-            scaler, step, guard = old[:stop], old[stop], old[stop + 1 + len(generator) :]
-            rng = old[stop + 1] if generator else rng
+        if len(new) == len(start.others.tensors):  # all leaves are tensors
+            new, stop = written_over(start.others.tensors, new), len(scaler)
+            scaler, step, guard = new[:stop], new[stop], new[stop + 1 + len(generator) :]
+            rng = new[stop + 1] if generator else rng
     leaves = _next_buffers(flat.buffers, buffers, decision, in_place=may_write.buffers)
     return TrainState(
         params=params,

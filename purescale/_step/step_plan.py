@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .._grads.clip import check_ordered
 from .._loss_scale.scaling import check_scale
 from .._optim.step_inputs import StepInputs, flatten_together, step_inputs
-from .._optim.updater import keep_plan, known_plan
+from .._optim.updater import can_keep_plan, keep_plan, known_plan
 from .._step.train_state import FlatState, StepOptions, TrainState
 from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
@@ -38,8 +38,9 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
         _check(state, options, params)
         inputs = step_inputs(optimizer, params, opt_state)
         update, numbers = optimizer.plan(inputs), _tree.all_tensors((state.scaler, others))
-        flat_trees = params, buffers, scaler, opt_state, _tree.flatten_once(others)
-        keep_plan(optimizer, flat_trees, inputs, update)
+        if can_keep_plan(optimizer, inputs):
+            flat_trees = params, buffers, scaler, opt_state, _tree.flatten_once(others)
+            keep_plan(optimizer, flat_trees, inputs, update)
     flat = TrainState(params, buffers, opt_state, scaler, *others)
     return Start(flat, inputs, update, TensorList(numbers))
 

@@ -212,9 +212,14 @@ def _stages(
     decision = decide(stats, options.clip, window.grads, flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
     advanced = advance(options, flat, attempt, decision, guard_state)
-    gradients = decision.grads, decision.known_skip
-    optimizer, in_place = options.optimizer, may_write.optimizer
-    updated = update(optimizer, inputs, start.update, *gradients, in_place=in_place)
+    updated = update(
+        options.optimizer,
+        inputs,
+        start.update,
+        decision.grads,
+        decision.known_skip,
+        in_place=may_write.optimizer,
+    )
     scale = attempt.scaler.tree.scale.clone()  # `assemble` may write into it
     info = StepInfo(
         loss=window.loss,

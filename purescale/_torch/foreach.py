@@ -70,6 +70,13 @@ def have_one_order(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(map(same_memory_order, some, others))
 
 
+def laid_out_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor in the memory order of another one of its shape."""
+    if same_memory_order(tensor, like):
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+
+
 def by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Return the indices of tensors by device and dtype: list kernels take one kind at a time."""
     kinds = [(tensor.device, tensor.dtype) for tensor in tensors]

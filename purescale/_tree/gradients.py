@@ -158,11 +158,14 @@ def as_gradients(
     known of `params`, of which these are the gradients, is known of them if they are alike.
     """
     if are_dense_real(leaves):
-        tensor_list = TensorList(list(leaves))
-        if params is not None and params.dense_off_graph and params.are_contiguous:
-            dtypes = {leaf.dtype for leaf in leaves}
-            if dtypes == params.dtypes and foreach.are_contiguous(leaves):
-                tensor_list = TensorList(tensor_list.tensors, params.cache)
+        are_alike = (
+            params is not None
+            and params.dense_off_graph
+            and params.are_contiguous
+            and foreach.are_contiguous(leaves)
+            and {leaf.dtype for leaf in leaves} == params.dtypes
+        )
+        tensor_list = TensorList(list(leaves), params.cache if params and are_alike else None)
         return Gradients(tensor_list, leaves, True, divisor, owned)
     likes = [dtensor.reduce_partial(leaf) for leaf in leaves]
     tensors = [dense_real(dtensor.shard(leaf)) for leaf in likes if leaf is not None]

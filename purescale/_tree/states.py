@@ -111,12 +111,16 @@ def write_over(old: Tree, new: Tree) -> Tree:
     that it was captured with.
     """
     leaves, structure = _tree.flatten(old)
-    others = structure.flatten_up_to(new)
-    if any(map(is_constant, leaves)) or is_on_a_graph([*leaves, *others]):
+    return structure.unflatten(written_over(leaves, structure.flatten_up_to(new)))
+
+
+def written_over(old: Leaves, new: Leaves) -> Leaves:
+    """Return the leaves of `write_over` from those of both trees."""
+    if any(map(is_constant, old)) or is_on_a_graph([*old, *new]):
         return new
-    leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
-    foreach.copy_(leaves, others)
-    return structure.unflatten(leaves)
+    old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
+    foreach.copy_(old, new)
+    return old
 
 
 # ---- many states as one --------------------------------------------------------------------------

@@ -72,8 +72,6 @@ def is_of_builtins(structure: Any) -> bool:
     """Return True if a structure of optree has lists, tuples, NamedTuples and dicts by strings
     alone. Other nodes and keys are objects of a user's, and 1 and True are one key.
     """
-    if isinstance(structure, FlatDict) or not hasattr(structure, "kind"):
-        return False
     kind, kinds = structure.kind, optree.PyTreeKind
     if kind in (kinds.DICT, kinds.ORDEREDDICT):
         if not all(type(key) is str for key in structure.entries()):

@@ -46,14 +46,23 @@ class GradStats(NamedTuple):
     is_read: bool = False
 
 
-def measure(grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY) -> GradStats:
+def measure(
+    grads: Gradients,
+    scale: Tensor,
+    options: StatsOptions = OVERFLOW_ONLY,
+    *,
+    host_reads: bool | None = None,
+) -> GradStats:
     """Return the stats of `grads` over their divisor. `scale` is the loss scale. An unusable one
     (0, negative, inf or NaN) counts as overflow, even for unscaled gradients.
 
     On an accelerator and in a trace nothing is read. On a CPU the sum of squares is read, and the
-    exact way is taken only if that sum is not conclusive.
+    exact way is taken only if that sum is not conclusive. `host_reads` says whether the host reads,
+    if that is known.
     """
-    if host_can_read([scale], grads.tensors) and not is_on_a_graph(grads.tensors):
+    if host_reads is None:
+        host_reads = host_can_read([scale], grads.tensors) and not is_on_a_graph(grads.tensors)
+    if host_reads:
         stats = _from_squares(grads, scale, options)
         if stats is not None:
             return stats

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -51,6 +52,15 @@ def takes_amax(rule: Any) -> bool:
 def call_rule(rule: Any, scaler: Any, found_inf: Tensor, amax: Any) -> Any:
     """Call `rule.update`, with `amax` if the rule takes it."""
     return rule.update(scaler, found_inf, *([amax] if takes_amax(rule) else []))
+
+
+def after_clean_step(rule: Any, scaler: Any) -> Any:
+    """Return the state of a CPU after a step without overflow, of a rule that has a kernel for the
+    host; None if it has none.
+    """
+    if type(rule) is DynamicScale and isinstance(scaler, ScalerState):
+        return rule._after_clean_step(scaler)
+    return None
 
 
 def check_rule(rule: Any) -> None:
@@ -294,6 +304,22 @@ class DynamicScale:
             ),
             consecutive_skips=(scaler.consecutive_skips.clamp(max=2**31 - 2) + 1) * found_inf,
         )
+
+    def _after_clean_step(self, scaler: ScalerState) -> ScalerState | None:
+        """Equal to `update(scaler, torch.tensor(False))`, in numbers that the host reads."""
+        if scaler.scale.dtype is not torch.float32:
+            return None
+        scale, clean_steps, tolerance, _ = [leaf.item() for leaf in scaler]
+        scale = scale if math.isfinite(scale) else 0.0
+        clean_steps = min(max(clean_steps, 0), 2**31 - 2) + 1
+        interval_reached = clean_steps >= self.growth_interval
+        if interval_reached:
+            scale, clean_steps = scale * self.growth_factor, 0
+        scale = min(max(scale, self.min_scale), self.max_scale)
+        refilled = interval_reached or self.refill == "clean"
+        tolerance = self.hysteresis if refilled else min(max(tolerance, 0), self.hysteresis)
+        numbers = scale, clean_steps, tolerance, 0
+        return ScalerState(*map(torch.full_like, scaler, numbers))
 
     def _update_by_operator(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """Equal to the formula for `hysteresis=1`, in fewer kernels."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,34 +50,31 @@ class Kernel(NamedTuple):
         return self.slots if is_complete else self.slots[:-1]
 
     def arguments(self, settings: Settings) -> dict[str, Any]:
-        """Return the settings by the names that the function gives them."""
+        """Return the settings, but for the rate, by the names that the function gives them."""
         if "betas" in settings:
             beta1, beta2 = settings["betas"]
             settings = {**settings, "beta1": beta1, "beta2": beta2}
         return {name: settings[name] for name in self.settings}
 
-    def update(
-        self, operands: KernelOperands, lr: float | Tensor, arguments: dict[str, Any], **amp: Any
-    ) -> None:
-        """Update the parameters and slots in place, and with `grad_scale` the gradients too."""
-        params, grads, slots, steps = operands.params, operands.grads.tensors, *operands[2:]
-        absent: list[list[Tensor]] = [[]] * (len(self.slots) - len(slots))
-        lists = [params, grads, *slots, *absent]
-        if self.takes_step:
-            lists.append(steps * len(params) if len(steps) == 1 else steps)
-            constants = {}
-        else:
-            constants = {"is_first_step": False}  # a buffer is there before it
+    def bound(self, arguments: dict[str, Any]) -> Callable[..., None]:
+        """Return torch's function with these arguments, which takes lists of tensors and the rate,
+        and updates parameters and slots in place, and with `grad_scale` the gradients too.
+        """
         name, arguments = self.name, dict(arguments)
         if "decoupled_weight_decay" in arguments:
             name = "adamw" if arguments.pop("decoupled_weight_decay") else "adam"
-        kernel: Any = private.fused_kernel(name)
-        kernel(*lists, lr=lr, **arguments, **constants, **amp)
-        # torch's fused kernels leave versions as they were: a graph that saved an old value would
-        # take the new one for it.
-        written = [*params, *itertools.chain(*slots)]
-        written += grads if amp["grad_scale"] is not None else []
-        torch.autograd.graph.increment_version(written)
+        if not self.takes_step:
+            arguments["is_first_step"] = False  # a buffer is there before it
+        return functools.partial(private.fused_kernel(name), **arguments)
+
+    def lists(self, operands: KernelOperands) -> list[list[Tensor]]:
+        """Return the lists of tensors that the function takes."""
+        params, slots, steps = operands.params, operands.slots, operands.steps
+        absent: list[list[Tensor]] = [[]] * (len(self.slots) - len(slots))
+        lists = [params, operands.grads.tensors, *slots, *absent]
+        if self.takes_step:
+            lists.append(steps * len(params) if len(steps) == 1 else steps)
+        return lists
 
 
 _BOOLEANS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
@@ -127,10 +125,14 @@ def can_launch(params: TensorList) -> bool:
 
 
 def fused_update(
-    kernel: Kernel, settings: Settings, operands: KernelOperands, skip: Tensor | None
+    kernel: Kernel,
+    run: Callable[..., None],
+    lr: float | Tensor,
+    operands: KernelOperands,
+    skip: Tensor | None,
 ) -> None:
-    """Update the operands in place unless the step is skipped. If its gradients are owned, the
-    kernel itself divides them. On a CPU the flag is read.
+    """Update the operands in place by `run`, of `Kernel.bound`, unless the step is skipped. If its
+    gradients are owned, the kernel itself divides them. On a CPU the flag is read.
     """
     if skip is not None and host_can_read([skip]):
         if skip:
@@ -138,12 +140,17 @@ def fused_update(
         skip = None
     if not _kernel_divides(operands):
         operands = operands._replace(grads=_prepare_gradients(operands))
-    found_inf = None
+    found_inf, divisor = None, operands.grads.divisor
     if skip is not None:
         found_inf = skip.to(operands.params[0].device, torch.float32)
-    arguments, scale = kernel.arguments(settings), operands.grads.divisor
     with torch.no_grad():
-        kernel.update(operands, settings["lr"], arguments, grad_scale=scale, found_inf=found_inf)
+        run(*kernel.lists(operands), lr=lr, grad_scale=divisor, found_inf=found_inf)
+    # torch's fused kernels leave versions as they were: a graph that saved an old value would take
+    # the new one for it.
+    written = [*operands.params, *itertools.chain(*operands.slots)]
+    if divisor is not None:
+        written += operands.grads.tensors
+    torch.autograd.graph.increment_version(written)
 
 
 def _kernel_divides(operands: KernelOperands) -> bool:
@@ -197,14 +204,15 @@ def _update_targets(
     count, kernel = len(grads), _BY_NAME[name]
     params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
     lr_number, *others = numbers
-    settings = {
+    arguments = {
         key: bool(number) if key in _BOOLEANS else number
         for key, number in zip(kernel.settings, others, strict=True)
     }
     tensor_list = TensorList(list(grads))
     gradients = Gradients(tensor_list, grads, True, divisor, owned, factor, clip_value)
     operands = KernelOperands(params, gradients.with_one_divisor(), slots, list(steps))
-    fused_update(kernel, {**settings, "lr": lr_number if lr is None else lr}, operands, skip)
+    run, rate = kernel.bound(arguments), lr_number if lr is None else lr
+    fused_update(kernel, run, rate, operands, skip)
 
 
 define("fused_update", _update_targets)
@@ -235,6 +243,7 @@ class Launch(NamedTuple):
     params: list[int]  # by index
     grads: list[int]  # by index among the gradients
     slots: tuple[str, ...]
+    run: Callable[..., None]  # of `Kernel.bound`, if no setting is current
 
 
 class FusedStep:
@@ -285,10 +294,11 @@ class FusedStep:
                     if column is None or not all(isinstance(column[n], Tensor) for n in indices):
                         raise self._slot_layout.foreign_error(key)
                 grads = [gradient_of[index] for index in indices]
-                launches.append(Launch(group, indices, grads, slots))
+                run = self.kernel.bound(self.kernel.arguments(group.settings))
+                launches.append(Launch(group, indices, grads, slots, run))
         return launches
 
-    def is_right_for(self, inputs: StepInputs, columns: Columns, current: CurrentSettings) -> bool:
+    def is_right_for(self, inputs: StepInputs, current: CurrentSettings) -> bool:
         """Return True if the kernel, for whose tensors there is a plan, makes this step: by the
         numbers of the step, and in a trace by where it runs.
         """
@@ -301,13 +311,11 @@ class FusedStep:
             tensors = [rate for rate in rates if isinstance(rate, Tensor)]
             if any([rate.dtype is not torch.float32 and not rate.is_cpu for rate in tensors]):
                 return False
-        return not traced() or self._may_be_opaque(inputs, columns, current)
+        return not traced() or self._may_be_opaque(inputs, current)
 
-    def _may_be_opaque(
-        self, inputs: StepInputs, columns: Columns, current: CurrentSettings
-    ) -> bool:
+    def _may_be_opaque(self, inputs: StepInputs, current: CurrentSettings) -> bool:
         """Return True if the operator may stand for the step in a graph."""
-        grads, params = inputs.grads, inputs.params
+        grads, params, columns = inputs.grads, inputs.params, inputs.columns
         numbers = [value for table in current.tables() for value in table.values()]
         numbers += [grads.divisor, grads.factor, grads.clip_value]
         scalars = [number for number in numbers if isinstance(number, Tensor)]
@@ -326,49 +334,49 @@ class FusedStep:
         self,
         inputs: StepInputs,
         launches: list[Launch],
-        columns: Columns,
         current: CurrentSettings,
         skip: Tensor | None,
-        *,
-        in_place: bool = False,
-    ) -> tuple[list[Tensor], Columns]:
-        """Return parameters and columns after the step, unless it is skipped. With `in_place` those
-        of `inputs` are overwritten.
-        """
-        if traced() and not torch.compiler.is_dynamo_compiling():
-            return self._step_for_make_fx(inputs, launches, columns, current, skip)
-        varies = current is not self._settings.none_current
-        if in_place and varies:  # a rate that is not in the state may share a parameter's memory
+    ) -> None:
+        """Update parameters and state in place, unless the step is skipped."""
+        columns, grads, stepped = inputs.columns, inputs.grads, inputs.stepped
+        if current is not self._settings.none_current:
+            # a rate that is not in the state may share a parameter's memory
             current = current.map(lambda table: map_numbers(_clone, table))
-        params, columns = inputs.writable(columns, in_place=in_place)
-        grads, stepped = inputs.grads, inputs.stepped
         if torch.compiler.is_dynamo_compiling():
             pending = grads.divisor, grads.factor, grads.clip_value, skip
-            lists = list(inputs.names), params, list(stepped), grads.tensors, columns
+            lists = list(inputs.names), inputs.params, list(stepped), grads.tensors, columns
             others = inputs.opt_state.applied, pending, current
             self._opaque(self._settings.guard_key, *lists, *others)
         else:
-            if varies:  # The kernel takes a rate that is a tensor, and reads none.
+            if current is not self._settings.none_current:
+                # The kernel takes a rate that is a tensor, and reads none.
                 current = current.map(
                     lambda table: {
                         n: v if n == "lr" else python_numbers({n: v})[n] for n, v in table.items()
                     }
                 )
-            inputs = inputs.with_params(params, inputs.opt_state)
             inputs = inputs._replace(grads=grads.with_one_divisor())
-            for _, settings, operands in self._operands(launches, inputs, columns, current):
-                fused_update(self.kernel, settings, operands, skip)
-        return params, _counted(columns, stepped, skip, in_place=True)
+            for launch, settings, operands in self._operands(launches, inputs, columns, current):
+                run = launch.run
+                if settings is not launch.group.settings:
+                    run = self.kernel.bound(self.kernel.arguments(settings))
+                fused_update(self.kernel, run, settings["lr"], operands, skip)
+        _count(columns, stepped, skip, in_place=True)
+        opt_state = inputs.opt_state
+        # A captured CUDA graph needs its numbers at fixed addresses.
+        opt_state.applied.add_(1 if skip is None else ~skip)
+        if isinstance(opt_state.iteration, Tensor):
+            opt_state.iteration.add_(1)
 
-    def _step_for_make_fx(
+    def in_a_graph(
         self,
         inputs: StepInputs,
         launches: list[Launch],
-        columns: Columns,
         current: CurrentSettings,
         skip: Tensor | None,
     ) -> tuple[list[Tensor], Columns]:
         """Return new parameters and columns from operators, which end a graph of `jit`."""
+        columns = inputs.columns
         params, new_columns = list(inputs.params), {key: list(c) for key, c in columns.items()}
         for launch, settings, operands in self._operands(launches, inputs, columns, current):
             arguments = _arguments_of_operator(self.kernel, settings, operands, skip)
@@ -376,7 +384,7 @@ class FusedStep:
             for column in (params, *(new_columns[key] for key in launch.slots)):
                 for index in launch.params:
                     column[index] = next(new)
-        return params, _counted(new_columns, inputs.stepped, skip)
+        return params, _count(new_columns, inputs.stepped, skip)
 
     def _step_for_dynamo(
         self,
@@ -434,7 +442,7 @@ def picked(values: list[Any], indices: Sequence[int]) -> list[Any]:
     return values if len(indices) == len(values) else [values[index] for index in indices]
 
 
-def _counted(
+def _count(
     columns: Columns, stepped: Sequence[int], skip: Tensor | None, *, in_place: bool = False
 ) -> Columns:
     """Return the columns with one more step of these parameters, unless it is skipped."""

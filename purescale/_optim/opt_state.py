@@ -132,6 +132,19 @@ def scalars_of(opt_state: OptState) -> list[Tensor]:
     return [*numbers, iteration] if isinstance(iteration, Tensor) else numbers
 
 
+def with_scalars(opt_state: OptState, values: Iterable[Tensor]) -> OptState:
+    """Return the state with the next of these values in place of `applied`, then of each of
+    `scalars_of`.
+    """
+    remaining = iter(values)
+    opt_state = opt_state._replace(applied=next(remaining))
+    stored = map_numbers(lambda number: next(remaining), stored_settings(opt_state))
+    opt_state = with_stored(opt_state, stored)
+    if isinstance(opt_state.iteration, Tensor):
+        opt_state = opt_state._replace(iteration=next(remaining))
+    return opt_state
+
+
 def stored_settings(opt_state: OptState) -> dict[str, Any]:
     """Return all settings in a state, the learning rate too."""
     lr = {"lr": opt_state.lr} if isinstance(opt_state.lr, Tensor) else {}

@@ -18,9 +18,11 @@ from .._optim.opt_state import (
     has_counts,
     is_of_torch,
     param_names,
+    scalars_of,
     tensors_of,
     values_of,
     with_columns,
+    with_scalars,
     without_wrappers,
 )
 from .._torch import dtensor, foreach
@@ -114,16 +116,23 @@ class StepInputs(NamedTuple):
         except ValueError:
             raise foreign_parameters(param_names(self.opt_state), self.names) from None
 
-    def writable(self, columns: Columns, *, in_place: bool) -> tuple[list[Tensor], Columns]:
-        """Return parameters and columns that a kernel may write into: these, off the graph, if
-        `in_place`, else copies. Slots get the memory order of their parameter.
+    def writable(self, *, in_place: bool) -> StepInputs:
+        """Return the inputs with parameters and state that a kernel may write into: these, off the
+        graph, if `in_place`, else copies. Slots get the memory order of their parameter.
         """
-        params, old = self.params, [*self.params, *values_of(columns)]
+        replaced = self.replaced
+        is_ready = replaced and replaced.are_contiguous and not replaced.any_requires_grad
+        if in_place and is_ready:
+            return self
+        state, columns, params = self.opt_state, self.columns, self.params
+        numbers = [state.applied, *scalars_of(state)]
+        old = [*params, *values_of(columns), *numbers]
         if not in_place or any([tensor.requires_grad for tensor in old]):
             new = old if in_place else foreach.clone(old)
             working = iter([t.detach() if t.requires_grad else t for t in new])
             params = list(itertools.islice(working, len(params)))
             columns = columns_like(columns, working)
+            state = with_scalars(state, working)
         if not foreach.are_contiguous(old):
             columns = {
                 key: [
@@ -134,7 +143,8 @@ class StepInputs(NamedTuple):
                 ]
                 for key, column in columns.items()
             }
-        return params, columns
+        writable = self._replace(param_list=TensorList(params), opt_state=state, replaced=None)
+        return writable._replace(opt_state=writable.with_columns(columns))
 
     @property
     def stepped(self) -> Sequence[int]:

@@ -242,10 +242,9 @@ class TorchOptimizer(Updater):
         self, inputs: StepInputs, plan: list[Launch] | None, current: CurrentSettings
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, in fresh memory."""
+        if plan is not None and self._fused_step.is_right_for(inputs, current):
+            return self._apply_fused(None, inputs, plan, current, in_place=False)
         columns = {} if self.calls_step else inputs.columns
-        if plan is not None and self._fused_step.is_right_for(inputs, columns, current):
-            params, columns = self._fused_step(inputs, plan, columns, current, None)
-            return params, self._advanced(inputs, columns, 1)
         inputs = inputs.unscaled()
         gradients = _cast_gradients(inputs)
         if self.calls_step:
@@ -265,28 +264,38 @@ class TorchOptimizer(Updater):
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
-        columns = {} if plan is None else inputs.columns
-        if plan is None or not self._fused_step.is_right_for(inputs, columns, current):
+        if plan is None or not self._fused_step.is_right_for(inputs, current):
             return super().apply_step_unless(skip, inputs, plan, current, in_place=in_place)
         flag = None if isinstance(skip, bool) else skip
-        lists = inputs, plan, columns, current, flag
-        params, columns = self._fused_step(*lists, in_place=in_place)
-        # A captured CUDA graph needs its numbers at fixed addresses.
-        count = 1 if flag is None else ~flag
-        return params, self._advanced(inputs, columns, count, in_place=in_place)
+        return self._apply_fused(flag, inputs, plan, current, in_place=in_place)
 
-    def _advanced(
-        self, inputs: StepInputs, columns: Columns, count: Any, *, in_place: bool = False
-    ) -> OptState:
+    def _apply_fused(
+        self,
+        skip: Tensor | None,
+        inputs: StepInputs,
+        launches: list[Launch],
+        current: CurrentSettings,
+        *,
+        in_place: bool,
+    ) -> tuple[list[Tensor], OptState]:
+        """Return parameters and state after a step by the fused kernel, unless it is skipped."""
+        if traced() and not torch.compiler.is_dynamo_compiling():
+            params, columns = self._fused_step.in_a_graph(inputs, launches, current, skip)
+            return params, self._advanced(inputs, columns, 1 if skip is None else ~skip)
+        inputs = inputs.writable(in_place=in_place)
+        self._fused_step(inputs, launches, current, skip)
+        return inputs.params, inputs.opt_state
+
+    def _advanced(self, inputs: StepInputs, columns: Columns, count: Any) -> OptState:
         """Return the state with these columns, if there are any, and `count` more applied steps."""
         state: OptState = inputs.with_columns(columns) if columns else inputs.opt_state
-        applied, iteration = state.applied, state.iteration
-        keep = Tensor.detach if in_place else self._copy
+        iteration = state.iteration
         if self.settings.schedule_by == "iteration":
-            iteration = iteration.add_(1) if in_place else iteration + 1
-        applied = applied.add_(count) if in_place else applied + count
-        stored = map_numbers(keep, stored_settings(state))
-        return with_stored(state._replace(applied=applied, iteration=iteration), stored)
+            iteration = iteration + 1
+        stored = map_numbers(self._copy, stored_settings(state))
+        return with_stored(
+            state._replace(applied=state.applied + count, iteration=iteration), stored
+        )
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Copy into fresh memory, on the graph only if the step is to be differentiated."""

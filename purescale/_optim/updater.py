@@ -118,6 +118,10 @@ class Planned(NamedTuple):
     names: list[str]  # of the parameters
     update: Any  # what the optimizer planned
     replaced: Cache  # of all that a step replaces
+    # each leaf fills a range of memory and requires no gradient: it may be written into if nothing
+    # else shares its memory
+    are_writable: bool
+    on_cpu: bool  # each leaf
 
     def inputs(self, params: FlatTree, grads: Gradients, opt_state: FlatTree) -> StepInputs:
         """Return the inputs of a step."""
@@ -142,7 +146,13 @@ def can_keep_plan(updater: Updater, inputs: StepInputs) -> bool:
 
 def keep_plan(updater: Updater, trees: Sequence[FlatTree], inputs: StepInputs, update: Any) -> None:
     """Keep the plan of a step for trees like these."""
-    add_plan(updater.plans, trees, Planned(inputs.names, update, Cache()))
+    lists = [tree.tensor_list for tree in trees]
+    are_writable = all(
+        [s.are_gapless and 0 not in s.elements and not s.any_requires_grad for s in lists]
+    )
+    on_cpu = all([some.devices <= {torch.device("cpu")} for some in lists])
+    planned = Planned(inputs.names, update, Cache(), are_writable, on_cpu)
+    add_plan(updater.plans, trees, planned)
 
 
 def planned_step(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import call_rule
+from .._loss_scale.rules import after_clean_step, call_rule
 from .._step.decide import Decision
 from .._step.memory import MayWrite
 from .._step.retry import Attempt
@@ -18,6 +19,8 @@ from .._torch import foreach
 from .._tree import tree as _tree
 from .._tree.states import select, select_masked, written_over
 from .._tree.tree import FlatTree, Leaves, Tree
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Advanced(NamedTuple):
@@ -64,8 +67,8 @@ def assemble(
     if may_write.others:
         generator = [] if isinstance(rng, tuple) else [rng]
         new = [*scaler, step, *generator, *guard]
-        if len(new) == len(start.others.tensors):  # all leaves are tensors
-            new, stop = written_over(start.others.tensors, new), len(scaler)
+        if len(new) == len(start.others):  # all leaves are tensors
+            new, stop = _written_over(start, new), len(scaler)
             scaler, step, guard = new[:stop], new[stop], new[stop + 1 + len(generator) :]
             rng = new[stop + 1] if generator else rng
     leaves = _next_buffers(flat.buffers, buffers, decision, in_place=may_write.buffers)
@@ -80,11 +83,21 @@ def assemble(
     )
 
 
+def _written_over(start: Start, new: Leaves) -> Leaves:
+    """Return scaler, count, generator and guard after `new` was written into those of the start."""
+    if not start.are_writable:
+        return written_over(start.others, new)
+    foreach.copy_(start.others, new)
+    return start.others
+
+
 def _next_scaler(
     options: StepOptions, before: FlatTree, attempt: Attempt, decision: Decision
 ) -> Leaves:
     """Return the leaves of the loss scale after the step."""
     used, skip, overflow = attempt.scaler.tree, decision.skip, attempt.flags.overflow
+    if decision.is_applied and (known := after_clean_step(options.rule, used)) is not None:
+        return list(known)
     found_inf, amax = _rule_arguments(options, attempt, decision)
     # If no try was finite, the scale ends as after one ordinary skip.
     start = used if used is before.tree else select(overflow, before.tree, used)
@@ -124,15 +137,14 @@ def _next_buffers(before: FlatTree, new: Leaves, decision: Decision, *, in_place
     that it returned, or return them as aux too. Buffers that require a gradient are not returned on
     their graph.
     """
-    old = before.leaves
+    old, are_dense = before.leaves, before.tensor_list.dense_off_graph
     if not old:
         return []
-    are_dense = before.tensor_list.dense_off_graph
-    if not are_dense or any([leaf.requires_grad for leaf in old]):
+    if not are_dense or any(map(_requires_grad, old)):
         old = [_tree.off_graph(t) if getattr(t, "requires_grad", False) else t for t in old]
     if not (are_dense and decision.is_applied):
         return select_masked(decision.skip, old, new, in_place=in_place)
     if not in_place:
         return foreach.clone(new)
-    foreach.overwrite(old, new)
+    foreach.copy_(old, new)  # each of which is in memory of its own, or the old one itself
     return old

@@ -33,19 +33,25 @@ def memory_of_step(
     """Return the memory of a step's arguments, without an optimizer's state that is not donated,
     and what of it the step may overwrite.
     """
-    flat, inputs, others = start.flat, start.inputs, start.others
+    flat, inputs = start.flat, start.inputs
     donate = options.donate and not _on_graph(options.optimizer, inputs)
+    batch = _tree.all_tensors(list(microbatches))
+    read_only = [*options.clip.tensor_bounds, *batch]
+    if donate and start.are_writable:
+        of_state, of_others = storage_pointers(start.tensors), storage_pointers(read_only)
+        storages = {None, *of_state}
+        if len(storages) == len(of_state) + 1 and storages.isdisjoint(of_others):
+            return ArgumentMemory(storages.union(of_others), batch), MayWrite(True, True, True)
     # Without donation nothing is written into the state of the optimizer.
     replaced = _replaced(inputs) if donate else inputs.param_list
     buffers = flat.buffers.tensor_list
     if not buffers.dense_off_graph:
         buffers = TensorList([leaf for leaf in buffers.tensors if not is_constant(leaf)])
-    batch = _tree.all_tensors(list(microbatches))
-    lists, read_only = [replaced, buffers], [*options.clip.tensor_bounds, *batch]
+    lists = [replaced, buffers]
     if donate:
-        lists.append(others)
+        lists.append(TensorList(start.others))
     else:
-        read_only += others.tensors
+        read_only += start.others
     pointers = pointers_of_each([*[some.tensors for some in lists], read_only])
     memory = ArgumentMemory.of(pointers, batch)
     if memory.storages is not None and not flat.params.tensor_list.dense_off_graph:

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from .._grads.clip import check_ordered
 from .._loss_scale.scaling import check_scale
 from .._optim.step_inputs import StepInputs, flatten_together, step_inputs
 from .._optim.updater import can_keep_plan, keep_plan, known_plan
 from .._step.train_state import FlatState, StepOptions, TrainState
 from .._torch.tensor_list import TensorList
+from .._torch.tracing import host_reads
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
 
@@ -22,7 +25,15 @@ class Start(NamedTuple):
     flat: FlatState
     inputs: StepInputs  # of the optimizer
     update: Any  # what the optimizer planned
-    others: TensorList  # scale, count, generator and guard
+    others: list[Tensor]  # scale, count, generator and guard
+    are_writable: bool  # known of all tensors of the state, as in `Planned`
+    host_reads: bool  # known of all tensors of the state
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of a state that `are_writable`."""
+        flat = self.flat
+        return [*flat.params.leaves, *flat.buffers.leaves, *flat.opt_state.leaves, *self.others]
 
 
 def start_step(state: TrainState, options: StepOptions) -> Start:
@@ -32,17 +43,20 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
     if known := known_plan(optimizer, (*trees, others)):
         (params, buffers, scaler, opt_state, of_others), planned = known
         inputs = planned.inputs(params, Gradients(TensorList([]), [], False), opt_state)
-        update, numbers = planned.update, [*scaler.leaves, *of_others.leaves]
+        update, are_writable = planned.update, planned.are_writable
+        reads = planned.on_cpu and host_reads()
+        numbers = [*scaler.leaves, *of_others.leaves]
     else:
         params, buffers, scaler, opt_state = flatten_together(trees[:3], state.opt_state)
         _check(state, options, params)
         inputs = step_inputs(optimizer, params, opt_state)
-        update, numbers = optimizer.plan(inputs), _tree.all_tensors((state.scaler, others))
+        update, are_writable, reads = optimizer.plan(inputs), False, False
+        numbers = _tree.all_tensors((state.scaler, others))
         if can_keep_plan(optimizer, inputs):
             flat_trees = params, buffers, scaler, opt_state, _tree.flatten_once(others)
             keep_plan(optimizer, flat_trees, inputs, update)
     flat = TrainState(params, buffers, opt_state, scaler, *others)
-    return Start(flat, inputs, update, TensorList(numbers))
+    return Start(flat, inputs, update, numbers, are_writable, reads)
 
 
 def _check(state: TrainState, options: StepOptions, params: _tree.FlatTree) -> None:

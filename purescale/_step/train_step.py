@@ -198,7 +198,9 @@ def _stages(
         if window.reduction is not None:
             window = reduce_window(window, window.reduction, flat)
         window = window.with_fraction_applied()
-        stats = measure(window.grads, scaler.tree.scale, stats_options)
+        grads = window.grads
+        reads = True if start.host_reads and grads.owned and grads.dense_real else None
+        stats = measure(grads, scaler.tree.scale, stats_options, host_reads=reads)
         return window, stats, window_flags(window, stats.overflow, options)
 
     attempt = attempt_window(options, flat, run_window)

@@ -6,12 +6,16 @@ by `Cache`. Neither tensors nor their values are kept.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 import torch
+from torch import Tensor
 
+from .._torch import private
 from .._torch.foreach import are_contiguous, by_kind, is_gapless
+from .._torch.tracing import PLAIN_TYPES
 
 T = TypeVar("T")
 
@@ -37,11 +41,34 @@ class Fact(Generic[T]):
         return value
 
 
-class Cache:
-    """The values that were computed from the metadata of a list. All lists alike share them."""
+_is_nested = operator.attrgetter("is_nested")
 
-    def __init__(self) -> None:
+
+def metadata_guard(tensors: Sequence[Tensor]) -> Callable[[Sequence[Any]], bool]:
+    """Return a function that is True for tensors that differ from these, which are plain and dense,
+    in values only. It compares them by one call of C++, 1 to 2 us for 30.
+    """
+    is_like = private.metadata_guard(*tensors)
+
+    def compare(others: Sequence[Any]) -> bool:
+        # The comparison sees no subclass, and would end the process on a nested tensor.
+        if not PLAIN_TYPES.issuperset(map(type, others)) or any(map(_is_nested, others)):
+            return False
+        return bool(is_like(*others))
+
+    return compare
+
+
+class Cache:
+    """The values that were computed from the metadata of a list. All lists alike share them.
+
+    Args:
+        is_like: The `metadata_guard` of the list, if a plan has one.
+    """
+
+    def __init__(self, is_like: Callable[[Sequence[Any]], bool] | None = None) -> None:
         self.values: dict[Hashable, Any] = {}
+        self.is_like = is_like
 
 
 class TensorList:
@@ -55,6 +82,10 @@ class TensorList:
         self.tensors = tensors
         self.cache = Cache() if cache is None else cache
         self.dense_off_graph = dense_off_graph  # known to be so: see `are_dense_off_graph`
+
+    def is_like(self, others: Sequence[Any]) -> bool:
+        """Return True if it is known that `others` differ from these in values only."""
+        return self.cache.is_like is not None and self.cache.is_like(others)
 
     @Fact
     def elements(self) -> list[int]:

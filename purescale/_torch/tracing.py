@@ -10,6 +10,7 @@ whole_graph           a graph of torch.autograd must not end;  end_graph: where 
 can_plan              what is decided here may be kept for tensors of the same metadata
 captured              inside of a function of `capture`, whose operators may be replayed
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
+host_reads            the same without its tensors, for those that a plan knows to be on a CPU
 are_native            an operator with kernels for a CPU and CUDA alone may take them
 """
 
@@ -117,9 +118,14 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
     """Return True if reading these tensors does not wait, and no graph lacks what it decides: on a
     CPU, in eager mode, without subclasses that may hold no values.
     """
-    if _as_an_accelerator or traced() or recorded_by_make_fx():
-        return False
-    return all(set(map(type, x)) <= PLAIN_TYPES and all(map(_is_cpu, x)) for x in lists)
+    return host_reads() and all(
+        set(map(type, x)) <= PLAIN_TYPES and all(map(_is_cpu, x)) for x in lists
+    )
+
+
+def host_reads() -> bool:
+    """Return True if the host may read plain tensors of a CPU: in eager mode."""
+    return not (_as_an_accelerator or traced() or recorded_by_make_fx())
 
 
 def are_native(*tensors: Tensor) -> bool:

@@ -13,6 +13,9 @@ from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read
 from .._tree.leaves import are_dense_real, dense_real
 
+# by whether they are divided in float64
+_LARGEST = torch.finfo(torch.float32).max, torch.finfo(torch.float64).max
+
 
 class Gradients(NamedTuple):
     """Gradients as dense, real, strided tensors of this rank, without `None`, and what an optimizer
@@ -83,13 +86,11 @@ class Gradients(NamedTuple):
         """Return them with `divisor / factor` as their divisor, for a kernel that divides once. If
         that is out of range, they are multiplied by the factor first.
         """
-        divisor, factor = self.divisor, self.factor
+        divisor, factor, dtypes = self.divisor, self.factor, self.tensor_list.dtypes
         if factor is None:
             return self
-        dtype = self.factor_dtype
         # float32 gradients are divided in float32, also beside float64 ones
-        is_wide = self.tensor_list.dtypes == {torch.float64}
-        largest = torch.finfo(torch.float64 if is_wide else torch.float32).max
+        dtype, largest = self.factor_dtype, _LARGEST[dtypes == {torch.float64}]
         if isinstance(factor, Tensor) and host_can_read([factor], self.tensors):
             factor = factor.item()
         if not isinstance(factor, Tensor):  # saves a pass over the gradients
@@ -157,16 +158,10 @@ def as_gradients(
     """Return checked leaves as dense, real, strided tensors. A partial DTensor is reduced. What is
     known of `params`, of which these are the gradients, is known of them if they are alike.
     """
+    if params is not None and params.is_like(leaves):
+        return Gradients(TensorList(list(leaves), params.cache), leaves, True, divisor, owned)
     if are_dense_real(leaves):
-        are_alike = (
-            params is not None
-            and params.dense_off_graph
-            and params.are_contiguous
-            and foreach.are_contiguous(leaves)
-            and {leaf.dtype for leaf in leaves} == params.dtypes
-        )
-        tensor_list = TensorList(list(leaves), params.cache if params and are_alike else None)
-        return Gradients(tensor_list, leaves, True, divisor, owned)
+        return Gradients(TensorList(list(leaves)), leaves, True, divisor, owned)
     likes = [dtensor.reduce_partial(leaf) for leaf in leaves]
     tensors = [dense_real(dtensor.shard(leaf)) for leaf in likes if leaf is not None]
     return Gradients(TensorList(tensors), likes, False, divisor, owned)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from .._torch import private
-from .._torch.tensor_list import Cache, TensorList
-from .._torch.tracing import PLAIN_TYPES, can_plan, captured
+from .._torch.tensor_list import Cache, TensorList, metadata_guard
+from .._torch.tracing import can_plan, captured
 from .._tree.tree import FlatTree, Tree, flatten, is_of_builtins
 
 PlanT = TypeVar("PlanT")
 
-_is_nested, _grad_fn = operator.attrgetter("is_nested"), operator.attrgetter("grad_fn")
-_requires_grad = operator.attrgetter("requires_grad")
+_grad_fn, _requires_grad = map(operator.attrgetter, ("grad_fn", "requires_grad"))
 
 
 class Plans(Generic[PlanT]):
@@ -24,8 +23,8 @@ class Plans(Generic[PlanT]):
 
     A plan is found for tensors that differ from those it was made for in values only, and a key
     that is equal: the structure of the arguments, and the settings that decide what is planned.
-    The tensors are compared by one call of C++, 1 to 2 us for 30. A plan that is found changes no
-    result: it holds what would be decided again, by indices and names, and no tensor of a call.
+    A plan that is found changes no result: it holds what would be decided again, by indices and
+    names, and no tensor of a call.
 
     Args:
         size: The number of plans that are kept; None keeps all.
@@ -38,16 +37,13 @@ class Plans(Generic[PlanT]):
 
     def matching(self, tensors: Sequence[Tensor], key: Any) -> Iterator[PlanT]:
         """Yield the plans for tensors like these and an equal key."""
-        # The comparison sees no subclass, and would end the process on a nested tensor.
-        if not PLAIN_TYPES.issuperset(map(type, tensors)) or any(map(_is_nested, tensors)):
-            return
-        for key_of_plan, are_like, plan in self._entries:
-            if _are_equal(key_of_plan, key) and are_like(*tensors):
+        for key_of_plan, is_like, plan in self._entries:
+            if _are_equal(key_of_plan, key) and is_like(tensors):
                 yield plan
 
     def add(self, tensors: Sequence[Tensor], key: Any, plan: PlanT) -> None:
         """Keep a plan for plain, dense tensors like these, in place of the oldest one."""
-        entry = key, private.metadata_guard(*tensors), plan
+        entry = key, metadata_guard(tensors), plan
         self._entries = (entry, *self._entries)[: self._size]
 
     def discard(self, plan: PlanT) -> None:
@@ -81,17 +77,15 @@ def find_plan(plans: Plans[Any], trees: Sequence[Tree]) -> tuple[list[FlatTree],
     """Return the trees, flat, and what was planned for trees that differ from them in values only;
     None if nothing was. It is asked where `can_plan`.
     """
-    pairs = list(map(flatten, trees))
-    leaves = [leaf for some, _ in pairs for leaf in some]
-    form = _form([structure for _, structure in pairs])
-    for caches, may_have_graph, decisions in plans.matching(leaves, form):
+    leaves, structure = flatten(tuple(trees))
+    for slices, caches, may_have_graph, decisions in plans.matching(leaves, _form(structure)):
         if may_have_graph and any(map(_grad_fn, leaves)):
             continue
-        rows = zip(trees, pairs, caches, strict=True)
-        return [
-            FlatTree(tree, some, structure, TensorList(some, cache, dense_off_graph=True))
-            for tree, (some, structure), cache in rows
-        ], decisions
+        flat, structures = [], structure.children()  # type: ignore[attr-defined]
+        for tree, child, at, cache in zip(trees, structures, slices, caches, strict=True):
+            tensor_list = TensorList(leaves[at], cache, dense_off_graph=True)
+            flat.append(FlatTree(tree, tensor_list.tensors, child, tensor_list))
+        return flat, decisions
     return None
 
 
@@ -103,14 +97,17 @@ def add_plan(plans: Plans[Any], trees: Sequence[FlatTree], decisions: Any) -> No
     if not (can_plan() and all([tree.tensor_list.dense_off_graph for tree in trees])):
         return
     leaves = [leaf for tree in trees for leaf in tree.leaves]
-    structures = [tree.structure for tree in trees]
-    if len(set(map(id, leaves))) == len(leaves) and all(map(is_of_builtins, structures)):
-        caches, may_have_graph = [Cache() for _ in trees], any(map(_requires_grad, leaves))
-        plans.add(leaves, _form(structures), (caches, may_have_graph, decisions))
+    structure: Any = flatten(tuple([tree.tree for tree in trees]))[1]
+    if len(set(map(id, leaves))) == len(leaves) and is_of_builtins(structure):
+        ends = list(itertools.accumulate([len(tree.leaves) for tree in trees], initial=0))
+        slices = list(map(slice, ends, ends[1:]))
+        caches = [Cache(metadata_guard(tree.leaves)) for tree in trees]
+        may_have_graph = any(map(_requires_grad, leaves))
+        plans.add(leaves, _form(structure), (slices, caches, may_have_graph, decisions))
 
 
-def _form(structures: list[Any]) -> Any:
-    """Return what decides besides metadata: the structures, and whether a graph may be captured,
+def _form(structure: Any) -> Any:
+    """Return what decides besides metadata: the structure, and whether a graph may be captured,
     which refuses more.
     """
-    return captured(), structures
+    return captured(), structure

@@ -427,7 +427,8 @@ def matching_leaves(
     """
     leaves, structure = flatten(tree) if flat is None else (flat.leaves, flat.structure)
     others = leaves_like(other_name, other, name, tree, structure)
-    if _have_same_metadata(leaves, others):
+    are_alike = flat is not None and flat.tensor_list.is_like(others)
+    if are_alike or _have_same_metadata(leaves, others):
         return leaves, others, structure
     for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if not _leaf.same_metadata(a, b):

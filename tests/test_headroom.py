@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from helpers import (
     AsOnAnAccelerator,
-    Dispatched,
     any32,
     assert_close,
     batch,
@@ -877,12 +876,12 @@ def test_a_step_with_it_costs_a_handful_of_operators_more():
     counts = []
     for rule in (ps.DynamicScale(hysteresis=2), ps.HeadroomScale()):  # both by a formula
         state = start(rule, ADAMW, size=50)
-        with Dispatched() as dispatched:
+        with AsOnAnAccelerator() as dispatched:
             step(state, [torch.ones(50)], rule, ADAMW)
             dispatched.ops.clear()  # the first step made a plan
             step(state, [torch.ones(50)], rule, ADAMW)
         counts.append(len(dispatched.ops))
-    assert counts[1] - counts[0] <= 31
+    assert counts[1] - counts[0] <= 36
 
 
 def test_check_scaler_knows_its_floor_and_its_skips():

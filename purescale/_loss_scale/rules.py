@@ -10,13 +10,13 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from .._torch import private
-from .._torch.tracing import are_native
+from .._torch.tracing import are_native, host_can_read
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
@@ -34,8 +34,8 @@ State = TypeVar("State", bound=HasScale)
 
 
 class Rule(Protocol[State]):
-    """The protocol of a rule: any object with these two pure methods. Neither reads a tensor's
-    value; they raise only for wrong arguments, such as the state of another rule. If the class has
+    """The protocol of a rule: any object with these two pure methods. Neither makes an accelerator
+    wait; they raise only for wrong arguments, such as the state of another rule. If the class has
     `takes_amax = True`, `update` gets `grad_amax` as a third argument.
     """
 
@@ -52,15 +52,6 @@ def takes_amax(rule: Any) -> bool:
 def call_rule(rule: Any, scaler: Any, found_inf: Tensor, amax: Any) -> Any:
     """Call `rule.update`, with `amax` if the rule takes it."""
     return rule.update(scaler, found_inf, *([amax] if takes_amax(rule) else []))
-
-
-def after_clean_step(rule: Any, scaler: Any) -> Any:
-    """Return the state of a CPU after a step without overflow, of a rule that has a kernel for the
-    host; None if it has none.
-    """
-    if type(rule) is DynamicScale and isinstance(scaler, ScalerState):
-        return rule._after_clean_step(scaler)
-    return None
 
 
 def check_rule(rule: Any) -> None:
@@ -249,8 +240,6 @@ class DynamicScale:
     max_scale: float = 2.0**24
     hysteresis: int = 1
     refill: str = "growth"
-    # True if torch's operator computes this rule; a class of one's own may have another.
-    _has_operator: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         powers = ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
@@ -266,10 +255,6 @@ class DynamicScale:
             )
         if self.refill not in ("growth", "clean"):
             raise ValueError(f"refill must be 'growth' or 'clean', got {self.refill!r}.")
-        # The operator leaves a scale alone that would grow to inf, the formula clamps it.
-        never_inf = self.max_scale * self.growth_factor <= 2.0**127
-        has_operator = type(self) is DynamicScale and self.hysteresis == 1 and never_inf
-        object.__setattr__(self, "_has_operator", has_operator)
 
     def init(self, device: torch.device | str | None = None) -> ScalerState:
         """Return the state to start from, on `device` (that of the gradients)."""
@@ -278,10 +263,14 @@ class DynamicScale:
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
-        Reads no tensor value; raises only for the state of another rule.
+        Reads a value on a CPU only; raises only for the state of another rule.
         """
         found_inf = checked_flag(found_inf, scaler, ScalerState)
-        if self._has_operator and _takes_operator(scaler, found_inf):
+        if _host_updates(scaler, found_inf):
+            return self._update_on_host(scaler, bool(found_inf))
+        # The operator leaves a scale alone that would grow to inf, the formula clamps it.
+        never_inf = self.max_scale * self.growth_factor <= 2.0**127
+        if self.hysteresis == 1 and never_inf and _takes_operator(scaler, found_inf):
             return self._update_by_operator(scaler, found_inf)
         # inf and NaN become 0, which the clamp repairs as it repairs what is below 0.
         scale = scaler.scale.nan_to_num(0.0, 0.0, 0.0)
@@ -305,20 +294,22 @@ class DynamicScale:
             consecutive_skips=(scaler.consecutive_skips.clamp(max=2**31 - 2) + 1) * found_inf,
         )
 
-    def _after_clean_step(self, scaler: ScalerState) -> ScalerState | None:
-        """Equal to `update(scaler, torch.tensor(False))`, in numbers that the host reads."""
-        if scaler.scale.dtype is not torch.float32:
-            return None
-        scale, clean_steps, tolerance, _ = [leaf.item() for leaf in scaler]
+    def _update_on_host(self, scaler: ScalerState, overflow: bool) -> ScalerState:
+        """Equal to the formula, in numbers that the host has read."""
+        scale, clean_steps, tolerance, skips = [leaf.item() for leaf in scaler]
         scale = scale if math.isfinite(scale) else 0.0
-        clean_steps = min(max(clean_steps, 0), 2**31 - 2) + 1
+        clean_steps = 0 if overflow else min(max(clean_steps, 0), 2**31 - 2) + 1
         interval_reached = clean_steps >= self.growth_interval
+        tolerance = max(min(max(tolerance, 0), self.hysteresis) - overflow, 0)
         if interval_reached:
             scale, clean_steps = scale * self.growth_factor, 0
+        elif overflow and tolerance == 0:
+            scale *= self.backoff_factor
+        if interval_reached if self.refill == "growth" else not overflow:
+            tolerance = self.hysteresis
         scale = min(max(scale, self.min_scale), self.max_scale)
-        refilled = interval_reached or self.refill == "clean"
-        tolerance = self.hysteresis if refilled else min(max(tolerance, 0), self.hysteresis)
-        numbers = scale, clean_steps, tolerance, 0
+        skips = min(skips, 2**31 - 2) + 1 if overflow else 0
+        numbers = scale, clean_steps, tolerance, skips
         return ScalerState(*map(torch.full_like, scaler, numbers))
 
     def _update_by_operator(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
@@ -338,6 +329,16 @@ class DynamicScale:
             hysteresis_tracker=tolerance.masked_fill_(refilled, 1).masked_fill_(found_inf, 0),
             consecutive_skips=torch.addcmul(skipped, skipped, skips.clamp(max=2**31 - 2)),
         )
+
+
+def _host_updates(scaler: Any, found_inf: Tensor) -> bool:
+    """Return True if the host may read this state and the flag, and computes what tensors would."""
+    leaves = tuple(scaler)
+    return (
+        host_can_read((*leaves, found_inf))
+        and [leaf.dtype for leaf in leaves] == [torch.float32, *[torch.int32] * 3]
+        and not any([leaf.ndim or leaf.requires_grad for leaf in leaves])
+    )
 
 
 def _takes_operator(scaler: ScalerState, found_inf: Tensor) -> bool:

@@ -65,7 +65,8 @@ class Kernel(NamedTuple):
             name = "adamw" if arguments.pop("decoupled_weight_decay") else "adam"
         if not self.takes_step:
             arguments["is_first_step"] = False  # a buffer is there before it
-        return functools.partial(private.fused_kernel(name), **arguments)
+        function: Any = private.fused_kernel(name)
+        return functools.partial(function, **arguments)
 
     def lists(self, operands: KernelOperands) -> list[list[Tensor]]:
         """Return the lists of tensors that the function takes."""
@@ -355,8 +356,10 @@ class FusedStep:
                         n: v if n == "lr" else python_numbers({n: v})[n] for n, v in table.items()
                     }
                 )
-            inputs = inputs._replace(grads=grads.with_one_divisor())
-            for launch, settings, operands in self._operands(launches, inputs, columns, current):
+            grads = grads.with_one_divisor()
+            for launch, settings, operands in self._operands(
+                launches, inputs, grads, columns, current
+            ):
                 run = launch.run
                 if settings is not launch.group.settings:
                     run = self.kernel.bound(self.kernel.arguments(settings))
@@ -378,7 +381,8 @@ class FusedStep:
         """Return new parameters and columns from operators, which end a graph of `jit`."""
         columns = inputs.columns
         params, new_columns = list(inputs.params), {key: list(c) for key, c in columns.items()}
-        for launch, settings, operands in self._operands(launches, inputs, columns, current):
+        grads = inputs.grads
+        for launch, settings, operands in self._operands(launches, inputs, grads, columns, current):
             arguments = _arguments_of_operator(self.kernel, settings, operands, skip)
             new = iter(torch.ops.purescale.fused_update(*arguments))
             for column in (params, *(new_columns[key] for key in launch.slots)):
@@ -406,7 +410,7 @@ class FusedStep:
         param_list = TensorList(params)
         inputs = StepInputs.of_part(names, param_list, gradients, OptState(applied, {}))
         launches = self._launches(tuple(names), param_list, stepped, columns)
-        for _, settings, operands in self._operands(launches, inputs, columns, current):
+        for _, settings, operands in self._operands(launches, inputs, gradients, columns, current):
             arguments = _arguments_of_operator(self.kernel, settings, operands, skip)
             torch.ops.purescale.fused_update_(*arguments)
 
@@ -414,11 +418,12 @@ class FusedStep:
         self,
         launches: list[Launch],
         inputs: StepInputs,
+        grads: Gradients,
         columns: Columns,
         current: CurrentSettings,
     ) -> Iterator[tuple[Launch, Settings, KernelOperands]]:
         """Yield each launch with its settings and tensors."""
-        params, grads, applied = inputs.params, inputs.grads, inputs.opt_state.applied
+        params, applied = inputs.params, inputs.opt_state.applied
         counts, numbers = columns.get(STEP), {}
         for launch in launches:
             group, indices = launch.group, launch.params

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import after_clean_step, call_rule
+from .._loss_scale.rules import call_rule
 from .._step.decide import Decision
 from .._step.memory import MayWrite
 from .._step.retry import Attempt
@@ -96,8 +96,6 @@ def _next_scaler(
 ) -> Leaves:
     """Return the leaves of the loss scale after the step."""
     used, skip, overflow = attempt.scaler.tree, decision.skip, attempt.flags.overflow
-    if decision.is_applied and (known := after_clean_step(options.rule, used)) is not None:
-        return list(known)
     found_inf, amax = _rule_arguments(options, attempt, decision)
     # If no try was finite, the scale ends as after one ordinary skip.
     start = used if used is before.tree else select(overflow, before.tree, used)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import types
@@ -141,7 +140,7 @@ class WindowMean:
     def result(self) -> Gradients:
         """Return the mean: zeros if nothing counted."""
         if self.single is not None:
-            return self.single._replace(owned=self.owned)
+            return self.single
         sums, scale = self.sums, self.scale
         if self.accum is not None:
             sums, scale = self.accum.grads, None
@@ -239,7 +238,7 @@ def accumulate_microbatches(
     # The statistics travel with the buffers, so that a dropped microbatch leaves both unchanged.
     carrying = _tree.flatten_once((buffers.tree, init_bn_stats(buffers.tree)))
     flat = flat._replace(buffers=carrying)
-    capturing = dataclasses.replace(options, loss_fn=loss_and_stats)
+    capturing = options._replace(loss_fn=loss_and_stats)
     window = _accumulate(capturing, flat, microbatches, weights, memory, buffers.leaves)
     carried, stats = carrying.structure.unflatten(window.buffers)
     momentum_of: Mapping[str, float | Tensor] = momenta
@@ -291,7 +290,9 @@ def _accumulate(
                 out = checkpoint(value_and_grad, carried, microbatch, use_reentrant=False)
             else:
                 out = value_and_grad(carried, microbatch, owned=first)
-            grads = as_gradients(out.grads, scale, params=params.tensor_list)
+            grads = as_gradients(
+                out.grads, scale, owned=mean.is_single and mean.owned, params=params.tensor_list
+            )
             is_counted = mean.add(index, grads)
             del grads
         carried = _unless_dropped(is_counted, carried, out.buffers)

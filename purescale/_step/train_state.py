@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias
 
@@ -225,8 +224,7 @@ def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
 BNUpdate = Literal["each", "window"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class StepOptions:
+class StepOptions(NamedTuple):
     """The arguments of `train_step` besides its state and its microbatches."""
 
     loss_fn: LossFn

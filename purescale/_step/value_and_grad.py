@@ -194,11 +194,14 @@ class ValueAndGrad:
     ) -> None:
         self.scale, self.loss_fn, self.buffers = scaler.tree.scale, loss_fn, buffers
         self.params = params
-        self.indices = [index for index, leaf in enumerate(params.leaves) if leaf is not None]
+        is_dense = params.tensor_list.dense_off_graph
+        self.indices: Sequence[int] = range(len(params.leaves))
+        if not is_dense:
+            self.indices = [n for n, leaf in enumerate(params.leaves) if leaf is not None]
+        self.are_all_present = len(self.indices) == len(params.leaves)
         self.inputs = [params.leaves[index] for index in self.indices]
-        self.are_all_present = len(self.inputs) == len(params.leaves)
-        self.dense_real = params.tensor_list.dense_off_graph or are_dense_real(params.leaves)
-        self.sharded = not params.tensor_list.dense_off_graph and dtensor.any_dtensor(self.inputs)
+        self.dense_real = is_dense or are_dense_real(params.leaves)
+        self.sharded = not is_dense and dtensor.any_dtensor(self.inputs)
         self.uses_torch_func = traced()
         self.keeps_graph = differentiable and not self.uses_torch_func
         self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
@@ -207,7 +210,7 @@ class ValueAndGrad:
         self.storages = storages if self.owns_gradients else None
         # make_fx does not see that a subclass is made, and would take parameters for constants.
         self.is_recorded = not self.uses_torch_func and recorded_by_make_fx()
-        recordable = params.tensor_list.dense_off_graph and scaler.tensor_list.dense_off_graph
+        recordable = is_dense and scaler.tensor_list.dense_off_graph
         if not (self.uses_torch_func or recordable):
             *self.inputs, self.scale = _recordable([*self.inputs, self.scale])
 

@@ -39,7 +39,7 @@ def run(name, without=()):
 
 
 # Of the recipes, what nothing else there builds on.
-LONG = ("A character GPT whose lengths change", "Float16 reinforcement learning with masters")
+LONG = ("A character GPT whose lengths change",)
 
 
 WITH_CODE = [name for name, path in PAGES.items() if blocks(path)]

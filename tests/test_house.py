@@ -312,6 +312,7 @@ ACROSS_FILES = {
     "test_modes.py",
     "test_peers_mistakes.py",
     "test_recompute.py",
+    "test_reinforcement_learning.py",
     "test_sharded_checkpoint.py",
     "test_state_attributes.py",
     "test_sweep.py",

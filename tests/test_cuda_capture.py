@@ -11,6 +11,7 @@ import torch
 from helpers import assert_close, clone, tensors
 from test_cuda import JITTED, OPTIMIZERS, POLICY, job, windows
 from test_cuda_jobs import BY_HAND, JOBS, WAITS, assert_agree, numbers
+from test_loop_that_never_waits import page
 
 import purescale as ps
 
@@ -216,3 +217,17 @@ def test_within_a_capture_by_hand_it_is_the_step():
     graph.replay()
     assert torch.equal(result, x + x)
     assert len(fast.programs) == 0
+
+
+def test_the_loop_that_never_waits_waits_for_nothing_between_two_logs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names, training = page("cuda")
+    advance, calls = names["advance"], []
+
+    def watched(state, batches):
+        calls.append(0)
+        with no_wait() if calls[1:] else contextlib.nullcontext():  # the first call records
+            return advance(state, batches)
+
+    exec(training, names | {"advance": watched})
+    assert len(calls) == 4

@@ -179,6 +179,19 @@ def test_a_read_is_refused_with_the_line_and_the_next_capture_works(name):
     assert torch.equal(fast(x, x)[0], x + x)
 
 
+def test_duplicates_of_a_sparse_tensor_are_summed_in_a_graph_and_counted_in_none():
+    rows = torch.zeros(1, 3, dtype=torch.int64, device="cuda")
+
+    def sparse(x):
+        return torch.sparse_coo_tensor(rows, x, (3,), check_invariants=False)
+
+    x = torch.ones(3, device="cuda")
+    fast = ps.capture(lambda state, x: (state + x, sparse(x).to_dense()), donate=True)
+    assert [fast(x.clone(), n * x)[1].tolist() for n in (1, 2)] == [[3, 0, 0], [6, 0, 0]]
+    with pytest.raises(ValueError, match=r"number of entries depends.*test_cuda_capture\.py"):
+        ps.capture(lambda state, x: (state, sparse(x).coalesce().to_dense()))(x, x)
+
+
 def test_an_exception_in_the_recording_leaves_the_stream_and_the_next_capture_works():
     calls, x = [], torch.ones(3, device="cuda")
 

@@ -159,6 +159,16 @@ def weighted(things):
     return [lambda: torch.where(mask, losses, 0).sum() / mask.sum()]
 
 
+def summed(things):
+    sparse = torch.sparse_coo_tensor(
+        torch.zeros(1, 8, dtype=torch.int64, device=SIM),
+        things.losses,
+        (3,),
+        check_invariants=False,
+    )
+    return [sparse.coalesce], [sparse.to_dense]
+
+
 def stepped(things):
     scaler, optimizer = things.scaled(foreach=True)
     return [lambda: scaler.step(optimizer)]
@@ -206,6 +216,7 @@ ROWS = {
     "print(info.loss)": (shown, nothing),
     "if info.found_inf:": (branches, chosen),
     "loss[mask].mean()": (masked, weighted),
+    "sparse.coalesce()": (lambda things: summed(things)[0], lambda things: summed(things)[1]),
     "GradScaler.step(optimizer)": (stepped, steps),
     "GradScaler.get_scale()": (
         lambda things: [things.scaled()[0].get_scale],

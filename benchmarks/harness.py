@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -129,18 +131,56 @@ def seconds(run: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def warm(rows: Rows, device: str) -> dict[str, Job]:
+class Budget:
+    """The seconds that each row may take, and all rows together; the time begins now."""
+
+    def __init__(self, of_a_row: float = float("inf"), of_all: float = float("inf")) -> None:
+        self.of_a_row, self._end = of_a_row, time.monotonic() + of_all
+
+    @property
+    def left(self) -> float:
+        """The seconds that the next row may take."""
+        return min(self.of_a_row, self._end - time.monotonic())
+
+    @contextlib.contextmanager
+    def spent_on_a_row(self) -> Iterator[None]:
+        """Raise a TimeoutError where a row begins too late, or inside when it has taken too long.
+        Only the main thread of a POSIX system can be interrupted.
+        """
+        if (left := self.left) <= 0:
+            raise TimeoutError("no time is left")
+        if left == float("inf"):
+            yield
+            return
+
+        def stop(*_: Any) -> None:
+            raise TimeoutError(f"it was not ready after {left:.0f} s")
+
+        before = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, left)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+UNBOUNDED = Budget()
+
+
+def warm(rows: Rows, device: str, budget: Budget = UNBOUNDED) -> dict[str, Job]:
     """The rows that can run here, after three rounds; what is left out says so."""
     jobs = {}
     for name, make in rows.items():
         try:
-            job = make()
-            for _ in range(3):
-                job.prepare()
-                job.run()
-            sync(device)
+            with budget.spent_on_a_row():
+                job = make()
+                for _ in range(3):
+                    job.prepare()
+                    job.run()
+                sync(device)
             jobs[name] = job
-        except (ImportError, RuntimeError, ValueError) as error:
+        except (ImportError, RuntimeError, ValueError, TimeoutError) as error:
             print(
                 f"{name} is left out: {type(error).__name__}: "
                 f"{str(error).strip().splitlines()[0]}\n"
@@ -148,31 +188,47 @@ def warm(rows: Rows, device: str) -> dict[str, Job]:
     return jobs
 
 
-def measure(rows: Rows, rounds: int, device: str) -> dict[str, list[float]]:
+LEAST_ROUNDS = 3  # of which a median is told
+
+
+def measure(
+    rows: Rows, rounds: int, device: str, budget: Budget = UNBOUNDED
+) -> dict[str, list[float]]:
     """Milliseconds of each row in each round, the rows in turn so that a slow moment hits all of
-    them.
+    them. Rounds after the third begin within what the budget has for these rows.
     """
-    jobs = warm(rows, device)
+    jobs = warm(rows, device, budget)
     times: dict[str, list[float]] = {name: [] for name in jobs}
-    for _ in range(rounds):
+    end = time.monotonic() + budget.left * len(jobs)
+    for number in range(rounds):
+        if number >= LEAST_ROUNDS and (time.monotonic() > end or budget.left <= 0):
+            break
         for name, job in jobs.items():
             job.prepare()
             times[name].append(1e3 * seconds(job.run, device))
     return times
 
 
-def compare(title: str, rows: Rows, given: argparse.Namespace, **axes: Any) -> None:
+def compare(
+    title: str,
+    rows: Rows,
+    given: argparse.Namespace,
+    budget: Budget = UNBOUNDED,
+    **axes: Any,
+) -> None:
     """Print each row against the first: the median over the rounds of the ratio in the same round,
     and its quartiles.
 
     `axes` are recorded beside the figures, for a plot over them.
     """
-    times = measure(rows, given.rounds, given.device)
+    times = measure(rows, given.rounds, given.device, budget)
     baseline = next(iter(rows))
     if baseline not in times:
         print(f"{title} is left out, for want of its first row.\n")
         return
-    print(f"### {title}\n\n| row | ms | against {baseline} | quartiles |\n|---|---|---|---|")
+    rounds = len(times[baseline])
+    note = "" if rounds == given.rounds else f"Median of {rounds} rounds.\n\n"
+    print(f"### {title}\n\n{note}| row | ms | against {baseline} | quartiles |\n|---|---|---|---|")
     for name, values in times.items():
         ratios = [a / b for a, b in zip(values, times[baseline], strict=True)]
         low, ratio, high = statistics.quantiles(ratios, n=4)

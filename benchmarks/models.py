@@ -110,16 +110,30 @@ def transformer(dim: int = 128, depth: int = 4, heads: int = 4) -> nn.Module:
 class GPT(nn.Module):
     """Predicts the next character; the head is the embedding."""
 
-    def __init__(self, vocabulary: int, length: int, dim: int, depth: int, heads: int) -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        length: int,
+        dim: int,
+        depth: int,
+        heads: int,
+        dropout: float = 0.1,
+    ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, dim)
         self.position = nn.Parameter(0.02 * torch.randn(length, dim))
-        layers = [Layer(dim, heads, causal=True, dropout=0.1) for _ in range(depth)]
-        self.body = nn.Sequential(nn.Dropout(0.1), *layers, nn.LayerNorm(dim))
+        layers = [Layer(dim, heads, causal=True, dropout=dropout) for _ in range(depth)]
+        self.body = nn.Sequential(nn.Dropout(dropout), *layers, nn.LayerNorm(dim))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.body(self.token(tokens) + self.position[: tokens.shape[1]])
         return F.linear(x, self.token.weight)
+
+
+def decoder(vocabulary: int, length: int, dim: int, depth: int, heads: int) -> nn.Module:
+    """A GPT without dropout, a row of logits for each token."""
+    gpt = GPT(vocabulary, length, dim, depth, heads, dropout=0.0)
+    return nn.Sequential(gpt, nn.Flatten(0, 1))
 
 
 def mlp(width: int, depth: int) -> nn.Module:
@@ -129,6 +143,12 @@ def mlp(width: int, depth: int) -> nn.Module:
 
 def batch(*shape: int, device: str) -> tuple[Tensor, Tensor]:
     return torch.randn(shape, device=device), torch.randint(CLASSES, shape[:1], device=device)
+
+
+def tokens(vocabulary: int, *shape: int, device: str) -> tuple[Tensor, Tensor]:
+    """Rows of tokens, and for each token the next one."""
+    drawn = torch.randint(vocabulary, (shape[0], shape[1] + 1), device=device)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].flatten()
 
 
 def describe(model: nn.Module) -> str:

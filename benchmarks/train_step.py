@@ -31,17 +31,19 @@ PRECISION = {  # what Fabric and accelerate call it
 }
 
 
+Window = list[tuple[Tensor, Tensor]]  # microbatches
+
+
 class Task(NamedTuple):
     title: str
     model: Callable[[], nn.Module]
     shape: tuple[int, ...]  # of a batch
     layout: torch.memory_format = torch.contiguous_format  # of images and weights
+    batch: Callable[..., tuple[Tensor, Tensor]] = models.batch
 
-    def make(
-        self, device: str, microbatches: int = 1
-    ) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    def make(self, device: str, microbatches: int = 1) -> tuple[nn.Module, Window]:
         torch.manual_seed(0)
-        x, y = models.batch(*self.shape, device=device)
+        x, y = self.batch(*self.shape, device=device)
         x, model = (
             x.to(memory_format=self.layout),
             self.model().to(device, memory_format=self.layout),
@@ -74,23 +76,23 @@ COMPILED = [
 # ---- the rows ------------------------------------------------------------------------------------
 
 
-def grad_scaler(
+def torch_step(
     task: Task,
     given: argparse.Namespace,
     max_norm: float | None = None,
     microbatches: int = 1,
     wrap: Callable[[nn.Module], Any] = lambda model: model,
     **implementation: bool,
-) -> Job:
-    """The loop of torch's documentation."""
+) -> tuple[Callable[[Window], None], Window]:
+    """A step of the loop of torch's documentation, and microbatches for it."""
     model, data = task.make(given.device, microbatches)
     forward = wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, **implementation)
     scaler = torch.amp.GradScaler(given.device, init_scale=SCALE)
 
-    def step() -> None:
+    def step(window: Window) -> None:
         optimizer.zero_grad(set_to_none=True)
-        for x, y in data:
+        for x, y in window:
             with torch.autocast(
                 given.device, DTYPES[given.dtype], enabled=given.dtype != "float32"
             ):
@@ -102,7 +104,12 @@ def grad_scaler(
         scaler.step(optimizer)
         scaler.update()
 
-    return Call(step)
+    return step, data
+
+
+def grad_scaler(task: Task, given: argparse.Namespace, *args: Any, **settings: Any) -> Job:
+    """The loop of torch's documentation."""
+    return Call(functools.partial(*torch_step(task, given, *args, **settings)))
 
 
 def refuse_float16_on_cpu(given: argparse.Namespace) -> None:
@@ -150,7 +157,7 @@ def accelerate(task: Task, given: argparse.Namespace) -> Job:
 class Parts(NamedTuple):
     """What a step of this package is made of."""
 
-    data: list[tuple[Tensor, Tensor]]
+    data: Window
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]
     loss_fn: Callable[..., Any]
@@ -177,7 +184,7 @@ def made(task: Task, given: argparse.Namespace, microbatches: int = 1) -> Parts:
     return Parts(data, params, buffers, loss_fn, optimizer, rule)
 
 
-def purescale(
+def pure_step(
     task: Task,
     given: argparse.Namespace,
     microbatches: int = 1,
@@ -185,9 +192,9 @@ def purescale(
     wrap_loss: Callable[[Any], Any] = lambda loss_fn: loss_fn,
     static: bool = False,
     **settings: Any,
-) -> Job:
-    """`train_step`. `static`: the donated tensors stay where they are, as CUDA graphs that write
-    into them must know.
+) -> tuple[Callable[[Window], None], Window]:
+    """A step by `train_step`, and microbatches for it. `static`: the donated tensors stay where
+    they are, as CUDA graphs that write into them must know.
     """
     parts = made(task, given, microbatches)
     step = wrap(
@@ -203,11 +210,16 @@ def purescale(
     if static:
         torch.utils._pytree.tree_map_only(Tensor, torch._dynamo.mark_static_address, state)
 
-    def once() -> None:
+    def once(window: Window) -> None:
         nonlocal state
-        state, _ = step(state, parts.data)
+        state, _ = step(state, window)
 
-    return Call(once)
+    return once, parts.data
+
+
+def purescale(task: Task, given: argparse.Namespace, *args: Any, **settings: Any) -> Job:
+    """`train_step`."""
+    return Call(functools.partial(*pure_step(task, given, *args, **settings)))
 
 
 def by_hand(task: Task, given: argparse.Namespace, max_norm: float, donate: bool = False) -> Job:

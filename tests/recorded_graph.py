@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -13,7 +14,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from purescale._torch.donation import storage_pointer
-from purescale._torch.tracing import PLAIN_TYPES, ReadError, is_read
+from purescale._torch.tracing import PLAIN_TYPES, is_read, read_error
+
+
+@dataclasses.dataclass
+class Sparse:
+    """A sparse COO tensor in the memory of its indices and values. Each replay checks the indices:
+    poisoned ones would lead out of the memory of a dense tensor.
+    """
+
+    indices: Tensor
+    values: Tensor
+    size: torch.Size
+    is_coalesced: bool
+
+    def tensor(self) -> Tensor:
+        settings = {"check_invariants": True, "is_coalesced": self.is_coalesced}
+        return torch.sparse_coo_tensor(self.indices, self.values, self.size, **settings)
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -33,9 +50,10 @@ class RecordedGraph(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_read(func, args, kwargs):
-            raise ReadError(func.overloadpacket.__name__)
+            raise read_error(func)
         results = func(*args, **kwargs)
-        if not all(type(leaf) in PLAIN_TYPES for leaf in tensors((args, kwargs, results))):
+        leaves = [x for x in pytree.tree_leaves((args, kwargs, results)) if isinstance(x, Tensor)]
+        if not all(type(leaf) in PLAIN_TYPES for leaf in leaves):
             return results  # of a trace: for `jit` tensors within a mode are of another kind
         alias = self.alias  # of an object of its own, off the graph of torch.autograd
         inputs = set(map(storage_pointer, tensors((args, kwargs))))
@@ -49,6 +67,9 @@ class RecordedGraph(TorchDispatchMode):
     def alias(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        if leaf.is_sparse:
+            indices, values = map(self.alias, tensors(leaf))
+            return Sparse(indices, values, leaf.shape, leaf.is_coalesced())
         self.tensors.append(leaf.detach())
         return self.tensors[-1]
 
@@ -75,6 +96,7 @@ class RecordedGraph(TorchDispatchMode):
                 poison(tensor)
             for func, args, kwargs, results in self.calls:
                 if not func.is_view:
+                    args, kwargs = pytree.tree_map_only(Sparse, Sparse.tensor, (args, kwargs))
                     for old, new in zip(
                         tensors(results), tensors(func(*args, **kwargs)), strict=True
                     ):
@@ -90,7 +112,16 @@ def refuse(tensor: Tensor, *args: Any) -> Any:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """The tensors of a tree, those of a sparse one in its place."""
+    listed = []
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Sparse):
+            listed += [leaf.indices, leaf.values]
+        elif isinstance(leaf, Tensor) and leaf.is_sparse:
+            listed += [leaf.detach()._indices(), leaf.detach()._values()]
+        elif isinstance(leaf, Tensor):
+            listed.append(leaf)
+    return listed
 
 
 def poison(tensor: Tensor) -> None:

@@ -106,14 +106,11 @@ def programs(fast):
 # ---- equal to the step ---------------------------------------------------------------------------
 
 REFUSED = ("`rng` in the state", "`max_retries=2`")
-# What a CPU's operators leave to the device: a sparse tensor has new memory in each run, which a
-# list of operators does not follow.
-NOT_ON_A_CPU = tuple(name for name in JOBS if "sparse" in name)
 BY_HAND = ("a loop by hand", "`accumulate_grads`", "an ensemble, by vmap")
 
 
 @pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("name", [x for x in JOBS if x not in (*REFUSED, *NOT_ON_A_CPU)])
+@pytest.mark.parametrize("name", [x for x in JOBS if x not in REFUSED])
 def test_a_captured_job_has_the_bits_of_the_job_over_twenty_steps(
     name, donate, graphs, monkeypatch
 ):
@@ -187,6 +184,38 @@ def test_a_jitted_step_that_donates_is_captured(graphs):
     jitted = ps.jit(step, donate=0, backend="aot_eager")
     expected = run(jitted, clone(made), windows(6))
     assert same_bits(run(ps.capture(jitted, donate=True), clone(made), windows(6)), expected)
+
+
+def of_rows(optimizer, **settings):
+    """A training of a table whose gradient is sparse, with duplicates, one of which overflows."""
+    params = {"table": torch.arange(12.0).reshape(6, 2) / 12}
+
+    def loss_fn(params, buffers, batch):
+        rows, weights = batch
+        picked = nn.functional.embedding(rows, params["table"], sparse=True)
+        return picked.square().sum(1) @ weights, buffers
+
+    settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": RULE, **settings}
+    some = [(torch.randint(6, (5,)), torch.rand(5)) for _ in range(8)]
+    some[3] = some[3][0], INF * some[3][1]
+    state = ps.init_train_state(params, {}, optimizer, RULE)
+    return state, functools.partial(ps.train_step, **settings), [[one] for one in some]
+
+
+JITTED = functools.partial(ps.jit, donate=0, backend="aot_eager")
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, JITTED], ids=["eager", "jitted"])
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["SGD", "AdamW"])
+def test_a_captured_step_with_sparse_gradients_has_the_bits_of_the_step(optimizer, wrap, graphs):
+    made, step, some = of_rows(optimizer, max_norm=1.0)
+    step = wrap(step)
+    fast = ps.capture(step, donate=True)
+    before = RecordedGraph.replays
+    actual = run(fast, clone(made), some)
+    assert same_bits(actual, run(step, clone(made), some))
+    assert RecordedGraph.replays == before + len(some)
+    assert [bool(info.found_inf) for info in actual[1]] == [index == 3 for index in range(8)]
 
 
 def test_dropout_draws_other_numbers_in_each_replay_those_of_the_step(graphs):
@@ -769,6 +798,29 @@ def test_a_step_that_reads_a_value_is_refused_with_the_line(name, graphs):
     fast(state, x)
 
 
+def sparse_of(x):
+    """A sparse tensor of one element, with duplicates."""
+    return torch.sparse_coo_tensor(torch.zeros(1, 3).long(), x, (3,), check_invariants=False)
+
+
+ENTRIES = {
+    "coalesce": lambda x: sparse_of(x).coalesce().to_dense(),
+    "to_sparse": lambda x: x.to_sparse().to_dense(),
+    "to_sparse of rows": lambda x: x.diag().to_sparse(1).to_dense(),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_sparse_tensor_whose_entries_depend_on_values_is_refused_with_the_line(name, graphs):
+    fast, state = ps.capture(lambda state, x: (state, ENTRIES[name](x)), donate=True), start()
+    match = r"number of entries depends on values \(.*test_capture\.py.*Fix: `x\.to_dense\(\)`"
+    with Untouched(state), pytest.raises(ValueError, match=match):
+        fast(state, torch.ones(3))
+    summed = ps.capture(lambda state, x: (state, sparse_of(x).to_dense()))
+    for x in xs(3):
+        assert same_bits(summed(state, x)[1], sparse_of(x).to_dense())
+
+
 def test_a_read_in_a_loss_is_refused_with_the_line(graphs):
     apply, params, buffers = ps.make_functional(small_net())
     loss_of = cross_entropy_of(apply)
@@ -983,11 +1035,24 @@ def test_in_a_transform_a_trace_and_another_capture_it_is_the_step(graphs):
 # ---- the graph of a CPU --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("name", READS | ENTRIES)
 def test_the_graph_of_a_cpu_refuses_what_a_host_would_wait_for(name):
     graph, x = RecordedGraph(torch.device("cpu")), torch.ones(3)
     with pytest.raises(ReadError), graph.recording():
-        READS[name](x)
+        (READS | ENTRIES)[name](x)
+
+
+def test_the_graph_of_a_cpu_replays_a_sparse_tensor_over_the_memory_of_its_parts():
+    graph, x = RecordedGraph(torch.device("cpu")), torch.ones(3)
+    with graph.recording():
+        result = (sparse_of(x).clone() * 2).to_dense()
+    for index in range(3):
+        x.fill_(index)
+        graph.replay()
+        assert result.tolist() == [6.0 * index, 0.0, 0.0]
+    graph.calls = graph.calls[3:]  # as if its parts had been made before
+    with pytest.raises(RuntimeError, match="size is inconsistent with indices"):
+        graph.replay()
 
 
 def test_the_graph_of_a_cpu_loses_what_nobody_may_read_after_a_replay():

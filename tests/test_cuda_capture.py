@@ -11,6 +11,7 @@ import torch
 from helpers import assert_close, clone, tensors
 from test_cuda import JITTED, OPTIMIZERS, POLICY, job, windows
 from test_cuda_jobs import BY_HAND, JOBS, WAITS, assert_agree, numbers
+from test_loop_that_never_waits import page
 
 import purescale as ps
 
@@ -178,6 +179,19 @@ def test_a_read_is_refused_with_the_line_and_the_next_capture_works(name):
     assert torch.equal(fast(x, x)[0], x + x)
 
 
+def test_duplicates_of_a_sparse_tensor_are_summed_in_a_graph_and_counted_in_none():
+    rows = torch.zeros(1, 3, dtype=torch.int64, device="cuda")
+
+    def sparse(x):
+        return torch.sparse_coo_tensor(rows, x, (3,), check_invariants=False)
+
+    x = torch.ones(3, device="cuda")
+    fast = ps.capture(lambda state, x: (state + x, sparse(x).to_dense()), donate=True)
+    assert [fast(x.clone(), n * x)[1].tolist() for n in (1, 2)] == [[3, 0, 0], [6, 0, 0]]
+    with pytest.raises(ValueError, match=r"number of entries depends.*test_cuda_capture\.py"):
+        ps.capture(lambda state, x: (state, sparse(x).coalesce().to_dense()))(x, x)
+
+
 def test_an_exception_in_the_recording_leaves_the_stream_and_the_next_capture_works():
     calls, x = [], torch.ones(3, device="cuda")
 
@@ -216,3 +230,17 @@ def test_within_a_capture_by_hand_it_is_the_step():
     graph.replay()
     assert torch.equal(result, x + x)
     assert len(fast.programs) == 0
+
+
+def test_the_loop_that_never_waits_waits_for_nothing_between_two_logs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names, training = page("cuda")
+    advance, calls = names["advance"], []
+
+    def watched(state, batches):
+        calls.append(0)
+        with no_wait() if calls[1:] else contextlib.nullcontext():  # the first call records
+            return advance(state, batches)
+
+    exec(training, names | {"advance": watched})
+    assert len(calls) == 4

@@ -1,11 +1,20 @@
 """`make gpu`, as far as a machine without a GPU can tell."""
 
+import argparse
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import same_bits
+from test_capture import on_graphs
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import gpu
+import harness
+import train_step
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,5 +40,87 @@ def test_a_rehearsal_writes_the_page_with_the_machine_and_the_tables():
     assert run.returncode == 0, run.stderr
     page = (ROOT / "build" / "gpu.md").read_text()
     assert f"torch {torch.__version__}" in page
-    assert page.count("| purescale, donate=True |") == 3
+    assert page.count("| purescale, donate=True |") == 5
     assert "left out" not in page
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+GIVEN = argparse.Namespace(
+    device="cpu", dtype="bfloat16", rehearse=True, rounds=8, record=None, sizes=[], only=None
+)
+
+
+class Slept:
+    """A row that takes this long in each round."""
+
+    def __init__(self, seconds):
+        self.seconds, self.rounds = seconds, 0
+
+    def prepare(self):
+        self.rounds += 1
+
+    def run(self):
+        time.sleep(self.seconds)
+
+
+def test_a_row_that_takes_too_long_is_left_out_and_named(capsys):
+    rows = {"one": lambda: Slept(0), "slow": lambda: Slept(9), "two": lambda: Slept(0)}
+    times = harness.measure(rows, 4, "cpu", harness.Budget(of_a_row=0.2))
+    assert {name: len(of_row) for name, of_row in times.items()} == {"one": 4, "two": 4}
+    assert "slow is left out: TimeoutError: it was not ready after" in capsys.readouterr().out
+
+
+def test_no_row_begins_when_no_time_is_left(capsys):
+    with pytest.raises(TimeoutError), harness.Budget(of_all=0).spent_on_a_row():
+        pass
+    gpu.tables(GIVEN, harness.Budget(of_all=0))
+    told = capsys.readouterr().out
+    assert told.count("left out, for want of time") == sum(
+        len(list(gpu.TABLES[name](GIVEN))) for name in gpu.REHEARSED
+    )
+
+
+def test_rounds_end_with_the_time_of_the_rows_after_three_and_the_table_says_so(capsys):
+    slow, given = Slept(0.1), argparse.Namespace(**{**vars(GIVEN), "rounds": 30})
+    harness.compare("rows", {"slow": lambda: slow}, given, harness.Budget(of_a_row=1))
+    assert 3 + 3 <= slow.rounds < 3 + given.rounds
+    assert f"Median of {slow.rounds - 3} rounds." in capsys.readouterr().out
+
+
+def batches(number):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (
+            torch.randn(4, 3, 32, 32, generator=generator),
+            torch.randint(10, (4,), generator=generator),
+        )
+        for _ in range(number)
+    ]
+
+
+@pytest.mark.parametrize("feed", [gpu.as_they_are, gpu.sent, gpu.sent_ahead])
+def test_each_way_to_feed_a_step_gives_it_each_batch_once_and_in_turn(feed):
+    some = batches(5)
+    assert same_bits([tuple(batch) for batch in feed(some, "cpu")], some)
+
+
+@pytest.mark.parametrize("table", [gpu.captured_steps, gpu.host_batches])
+def test_the_rows_of_captured_steps_record_and_replay(table):
+    with on_graphs():
+        for _, rows in table(GIVEN):
+            times = harness.measure(rows, 2, "cpu")
+            assert times.keys() == rows.keys()
+
+
+def test_the_transformer_of_the_page_has_27_million_parameters():
+    with torch.device("meta"):
+        model = gpu.DECODER.model()
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == 27
+
+
+def test_a_gpt_of_the_page_learns_the_next_token():
+    x, y = gpu.SMALL_DECODER.batch(*gpu.SMALL_DECODER.shape, device="cpu")
+    assert torch.equal(x[:, 1:].flatten(), y.unflatten(0, x.shape)[:, :-1].flatten())
+    step, window = train_step.pure_step(gpu.SMALL_DECODER, GIVEN, donate=True)
+    step(window)

@@ -308,6 +308,7 @@ ACROSS_FILES = {
     "test_gpu_page.py",
     "test_house.py",
     "test_jax_programs.py",
+    "test_loop_that_never_waits.py",
     "test_method.py",
     "test_modes.py",
     "test_peers_mistakes.py",

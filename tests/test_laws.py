@@ -82,6 +82,8 @@ SYNCS = {
     "boolean assignment": lambda: torch.zeros(3).index_put((x > 0,), torch.ones(2)),
     "masked_select": lambda: x.masked_select(x > 0),
     "unique": lambda: x.unique(),
+    "coalesce": lambda: torch.sparse_coo_tensor([[0, 0, 1]], x, (3,)).coalesce(),
+    "to_sparse": lambda: x.to_sparse(),
     "equal": lambda: torch.equal(x, x),
     "allclose": lambda: torch.allclose(x, x),
     "in": lambda: 1.0 in x,
@@ -100,6 +102,7 @@ def test_what_reads_nothing_passes():
     assert_sync_free(lambda: torch.where(x > 0, x, 0).cumsum(0)[torch.tensor([0, 1])])
     assert_sync_free(lambda: x.repeat_interleave(torch.tensor([1, 2, 3]), output_size=6))
     assert_sync_free(ps.grad_report, {"a": x, "b": torch.ones(100)})
+    assert_sync_free(lambda: torch.sparse_coo_tensor([[0, 0, 1]], x, (3,)).to_dense())
 
 
 def test_the_look_at_a_sum_that_a_cpu_allows_is_no_read():

@@ -506,7 +506,7 @@ def _cause(error: Exception) -> Cause | None:
         return error.args
     text = f"{type(error).__name__} {error}"
     causes = (cause for words, cause in _CAUSES.items() if words in text)
-    cause = _READS if isinstance(error, ReadError) else next(causes, None)
+    cause = error.cause or _READS if isinstance(error, ReadError) else next(causes, None)
     if cause is _READS and _is_from(_DISTRIBUTIONS, error):
         return _VALIDATES
     by_ranks = isinstance(error, RuntimeError) and _is_from(_RANKS_FOLDER, error)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.donation import storage_pointer
-from .._torch.tracing import PLAIN_TYPES, ReadError, is_read
+from .._torch.tracing import PLAIN_TYPES, ReadError, is_read, read_error
 
 
 class Graph(Protocol):
@@ -104,7 +104,7 @@ def watching(inputs: Sequence[Tensor]) -> Any:
             tensors = _tensors((args, kwargs))
             here = any([tensor.device == device for tensor in tensors])
             if here and is_read(func, args, kwargs or {}):
-                raise ReadError(func.overloadpacket.__name__)
+                raise read_error(func)
             for tensor in tensors:
                 if (pointer := storage_pointer(tensor)) not in memory:
                     memory.add(pointer)

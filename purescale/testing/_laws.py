@@ -170,7 +170,8 @@ def assert_pure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return `fn(*args, **kwargs)` and check that `fn` does not read a tensor's value on the host:
     `.item()`, `float(t)`, `bool(t)`, `if t:`, `.tolist()`, `.numpy()`, `print(t)`, `torch.equal`,
-    or a result whose shape depends on values (`nonzero`, `unique`, boolean indexing).
+    or a result whose shape depends on values (`nonzero`, `unique`, boolean indexing, `coalesce`,
+    `to_sparse`).
 
     Works on a CPU too, where such a read costs nothing. purescale's own code runs as on an
     accelerator, so a step does not read its flag.

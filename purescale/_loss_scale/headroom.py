@@ -79,7 +79,8 @@ class HeadroomScale:
       skip in a row counts as an overflow all the same, because a loss that holds a gradient scaled
       by `scale` is finite at a lower one. So no loss is skipped for ever at a scale that is its
       cause. A loop by hand does the same with
-      `rule.update(scaler, found_inf & torch.isfinite(loss), amax)`.
+      `rule.update(scaler, found_inf & torch.isfinite(loss), amax)`; over several ranks the loss in
+      it must be that of all, or their scales part.
 
     `takes_amax` is True: `update` needs the result of `grad_amax`, which `train_step` passes to
     every such rule. The next update repairs a scale of 0, inf or NaN, as a damaged checkpoint may

@@ -147,6 +147,8 @@ def can_keep_plan(updater: Updater, inputs: StepInputs) -> bool:
 def keep_plan(updater: Updater, trees: Sequence[FlatTree], inputs: StepInputs, update: Any) -> None:
     """Keep the plan of a step for trees like these."""
     lists = [tree.tensor_list for tree in trees]
+    if not all([some.dense_off_graph for some in lists]):
+        return
     are_writable = all(
         [s.are_gapless and 0 not in s.elements and not s.any_requires_grad for s in lists]
     )

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -336,9 +337,14 @@ def _host_updates(scaler: Any, found_inf: Tensor) -> bool:
     leaves = tuple(scaler)
     return (
         host_can_read((*leaves, found_inf))
-        and [leaf.dtype for leaf in leaves] == [torch.float32, *[torch.int32] * 3]
-        and not any([leaf.ndim or leaf.requires_grad for leaf in leaves])
+        and tuple(map(_dtype, leaves)) == _DTYPES
+        and not any(map(Tensor.dim, leaves))
+        and not any(map(_requires_grad, leaves))
     )
+
+
+_dtype, _requires_grad = map(operator.attrgetter, ("dtype", "requires_grad"))
+_DTYPES = torch.float32, *[torch.int32] * 3  # of a `ScalerState`
 
 
 def _takes_operator(scaler: ScalerState, found_inf: Tensor) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import Tensors, python_numbers
-from .._optim.settings import CurrentSettings, OptimizerSettings
+from .._optim.opt_state import OptState, Tensors, python_numbers
+from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import is_half, wide_dtype
@@ -27,10 +27,14 @@ class ClassStep:
         self._settings, self._slot_layout = settings, slot_layout
 
     def __call__(
-        self, inputs: StepInputs, gradients: list[Tensor | None], current: CurrentSettings
-    ) -> tuple[list[Tensor], Slots]:
-        """Return parameters and slots after the step, in fresh memory. Half parameters and their
-        slots are computed in float32.
+        self,
+        inputs: StepInputs,
+        gradients: list[Tensor | None],
+        groups: list[ParamGroup],
+        current: CurrentSettings,
+    ) -> tuple[list[Tensor], OptState]:
+        """Return parameters and state after the step, in fresh memory, before it is counted. Half
+        parameters and their slots are computed in float32.
         """
         params, slots = dict(zip(inputs.names, inputs.params, strict=True)), inputs.opt_state.slots
 
@@ -51,26 +55,33 @@ class ClassStep:
         }
         current = current.map(python_numbers)
         with torch.no_grad():
-            new_slots = self._run(new_params, copied_grads, copies, current)
+            new_slots = self._run(new_params, copied_grads, copies, groups, current)
         stepped = [new.to(params[name].dtype) for name, new in new_params.items()]
         new_slots = {
             name: {key: _narrow(value, slots[name].get(key)) for key, value in entry.items()}
             for name, entry in new_slots.items()
         }
-        return cast(tuple[list[Tensor], Slots], _tree.copy_aliased((stepped, new_slots), ()))
+        stepped, new_slots = _tree.copy_aliased((stepped, new_slots), ())
+        return stepped, inputs.opt_state._replace(slots=new_slots)
 
     def _run(
-        self, params: Tensors, gradients: Tensors, slots: Slots, current: CurrentSettings
+        self,
+        params: Tensors,
+        gradients: Tensors,
+        slots: Slots,
+        groups: list[ParamGroup],
+        current: CurrentSettings,
     ) -> Slots:
         """Run the class's `step` on a copy of an optimizer that holds these tensors."""
         optimizer: Any = object.__new__(self._settings.spec.cls)
         # Lists and dicts are copied: a step would change those of later steps.
         vars(optimizer).update(_tree.map(lambda value: value, vars(self._settings.template)))
         optimizer.param_groups, optimizer.state = [], defaultdict(dict)
-        for group in self._settings.torch_groups(tuple(params), current):
+        for group in groups:
             present = [name for name in group.names if name in gradients]
             members = {"params": [params[name] for name in present]}
-            optimizer.param_groups.append(group.settings | members)
+            settings = self._settings.settings_of(group.overrides, current)
+            optimizer.param_groups.append(settings | members)
         try:
             for name, gradient in gradients.items():
                 params[name].grad = gradient

@@ -13,11 +13,12 @@ from .._optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
 from .._optim.opt_state import (
     STEP,
     Columns,
+    OptState,
     columns_like,
     map_numbers,
     values_of,
 )
-from .._optim.settings import CurrentSettings, OptimizerSettings
+from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
@@ -42,32 +43,42 @@ class FormulaStep:
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
         # Dynamo sets no guards in it, so `guard_key`, which has all that the formula reads
         # besides its arguments, guards the compiled step.
-        self._opaque = private.Opaque(self._step_as_list, lambda: private.nonstrict_trace)
+        self._opaque = private.Opaque(self._step_for_dynamo, lambda: private.nonstrict_trace)
         self._sizes: dict[tuple[Any, ...], Tensor] = {}  # of `send_once`
 
     def __call__(
         self,
         inputs: StepInputs,
         gradients: list[Tensor | None],
-        columns: Columns,
+        groups: list[ParamGroup],
         current: CurrentSettings,
-    ) -> tuple[list[Tensor], Columns]:
-        """Return new parameters and columns, in fresh memory. Each leaf is stepped alone and keeps
-        its graph if the step may be differentiated.
+    ) -> tuple[list[Tensor], OptState]:
+        """Return parameters and state after the step, in fresh memory, before it is counted. Each
+        leaf is stepped alone and keeps its graph if the step may be differentiated.
         """
         names, params, count = list(inputs.names), inputs.params, inputs.opt_state.applied
+        columns = inputs.columns
         t = (count + 1).to(widest_float(count.device))
         current = current.map(lambda table: _as_arguments(table, count.device))
-        run = self._opaque if torch.compiler.is_dynamo_compiling() else self._step_as_list
         one_by_one = self._settings.differentiable or traced()
         operands = params, gradients, columns, t, current, one_by_one
-        new = iter(run(self._settings.guard_key, names, *operands))
-        return list(itertools.islice(new, len(params))), columns_like(columns, new)
+        if torch.compiler.is_dynamo_compiling():
+            new = iter(self._opaque(self._settings.guard_key, names, *operands))
+        else:
+            new = iter(self._step_as_list(groups, *operands))
+        params = list(itertools.islice(new, len(params)))
+        return params, inputs.with_columns(columns_like(columns, new))
+
+    def _step_for_dynamo(self, guard_key: str, names: list[str], *operands: Any) -> list[Tensor]:
+        """Equal to `_step_as_list`. `guard_key` stands for the settings that are not current,
+        because Dynamo guards the arguments only.
+        """
+        groups = self._settings.torch_groups(tuple(names), self._settings.none_current)
+        return self._step_as_list(groups, *operands)
 
     def _step_as_list(
         self,
-        guard_key: str,
-        names: list[str],
+        groups: list[ParamGroup],
         params: list[Tensor],
         gradients: list[Tensor | None],
         columns: Columns,
@@ -75,9 +86,7 @@ class FormulaStep:
         current: CurrentSettings,
         one_by_one: bool,
     ) -> list[Tensor]:
-        """Return all new parameters, then all new columns, in order. `guard_key` stands for the
-        settings that are not current, because Dynamo guards the arguments only.
-        """
+        """Return all new parameters, then all new columns, in order."""
         new_params: list[Any] = list(params)
         new_columns = {key: list(column) for key, column in columns.items()}
         slots: list[LeafSlots] = [
@@ -85,7 +94,8 @@ class FormulaStep:
             for index in range(len(params))
         ]
         with torch.set_grad_enabled(one_by_one):
-            for group in self._settings.torch_groups(tuple(names), current):
+            for group in groups:
+                settings = self._settings.settings_of(group.overrides, current)
                 present = [
                     (index, gradient)
                     for index in group.indices
@@ -95,7 +105,7 @@ class FormulaStep:
                 ]
                 rows = [Row(params[index], grad, slots[index]) for index, grad in present]
                 try:
-                    stepped = self._step_group(rows, group.settings, t, one_by_one=one_by_one)
+                    stepped = self._step_group(rows, settings, t, one_by_one=one_by_one)
                 except KeyError:
                     missing = [
                         k for k in self._slot_layout.keys for row in rows if k not in row.slots

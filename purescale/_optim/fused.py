@@ -266,25 +266,26 @@ class FusedStep:
             lambda *args: self._step_for_dynamo(*args), lambda: torch.compiler.allow_in_graph
         )
 
-    def plan(self, inputs: StepInputs, columns: Columns) -> list[Launch] | None:
+    def plan(
+        self, inputs: StepInputs, columns: Columns, groups: list[ParamGroup]
+    ) -> list[Launch] | None:
         """Return the launches of a step, or None if the kernel is not right for its tensors."""
         if self.kernel is None or not can_launch(inputs.param_list):
             return None
         if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
             return []
-        names = tuple(inputs.names)
-        return self._launches(names, inputs.param_list, inputs.stepped, columns)
+        return self._launches(groups, inputs.param_list, inputs.stepped, columns)
 
     def _launches(
         self,
-        names: tuple[str, ...],
+        groups: list[ParamGroup],
         params: TensorList,
         stepped: Sequence[int],
         columns: Columns,
     ) -> list[Launch]:
         gradient_of = {index: number for number, index in enumerate(stepped)}
         launches = []
-        for group in self._settings.torch_groups(names, self._settings.none_current):
+        for group in groups:
             members, slots = set(group.indices), self.kernel.slots_with(group.settings)
             for kind in params.kinds:
                 indices = [n for n in kind if n in members and n in gradient_of]
@@ -409,7 +410,8 @@ class FusedStep:
         )
         param_list = TensorList(params)
         inputs = StepInputs.of_part(names, param_list, gradients, OptState(applied, {}))
-        launches = self._launches(tuple(names), param_list, stepped, columns)
+        groups = self._settings.torch_groups(tuple(names), self._settings.none_current)
+        launches = self._launches(groups, param_list, stepped, columns)
         for _, settings, operands in self._operands(launches, inputs, gradients, columns, current):
             arguments = _arguments_of_operator(self.kernel, settings, operands, skip)
             torch.ops.purescale.fused_update_(*arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from .._optim.fused import FusedStep, Launch
 from .._optim.opt_state import (
     NO_SLOTS,
     STEP,
-    Columns,
     OptState,
     Tensors,
     map_numbers,
@@ -24,7 +23,13 @@ from .._optim.opt_state import (
     with_stored,
 )
 from .._optim.schedule import PARAMETERS_GIVEN, Schedule, ScheduleBy
-from .._optim.settings import Counts, CurrentSettings, OptimizerSettings, Overrides
+from .._optim.settings import (
+    Counts,
+    CurrentSettings,
+    OptimizerSettings,
+    Overrides,
+    ParamGroup,
+)
 from .._optim.slot_layout import SlotLayout
 from .._optim.spec import spec_of_class
 from .._optim.step_inputs import StepInputs, foreign_parameters, named_params
@@ -152,6 +157,13 @@ def from_torch(
     )
 
 
+class UpdatePlan(NamedTuple):
+    """The decisions about the steps of a class."""
+
+    groups: list[ParamGroup]
+    launches: list[Launch] | None  # of torch's kernel; None if it is not right for the tensors
+
+
 class TorchOptimizer(Updater):
     """A class of torch.optim as pure functions; made by `from_torch` and `from_formula`. It
     holds settings, never state.
@@ -164,8 +176,8 @@ class TorchOptimizer(Updater):
         self.differentiable, self.elementwise = settings.differentiable, settings.spec.elementwise
         self._slot_layout = SlotLayout(settings)
         self._fused_step = FusedStep(settings, self._slot_layout)
-        self._formula_step = FormulaStep(settings, self._slot_layout)
-        self._class_step = ClassStep(settings, self._slot_layout)
+        step = ClassStep if self.calls_step else FormulaStep
+        self._step: ClassStep | FormulaStep = step(settings, self._slot_layout)
 
     def __repr__(self) -> str:
         return repr(self.settings)
@@ -199,10 +211,8 @@ class TorchOptimizer(Updater):
         columns = {key: [slots.get(name, {}).get(key, ()) for name in names] for key in keys}
         return with_columns(opt_state, {k: structure.unflatten(c) for k, c in columns.items()})
 
-    def plan(self, inputs: StepInputs) -> list[Launch] | None:
-        """Return the launches of torch's kernel, None if it is not right for the tensors. Refuse a
-        state that does not belong to these parameters.
-        """
+    def plan(self, inputs: StepInputs) -> UpdatePlan:
+        """Return how a step is made. Refuse a state that does not belong to these parameters."""
         opt_state = inputs.opt_state
         if not isinstance(opt_state, OptState):
             raise TypeError(
@@ -221,53 +231,48 @@ class TorchOptimizer(Updater):
                 "be compiled, captured, mapped or differentiated. Fix: call the step eagerly, take "
                 "a class of torch.optim, or write an (init, update) pair for from_transformation."
             )
-        launches = None
+        launches, names = None, tuple(inputs.names)
+        groups = self.settings.torch_groups(names, self.settings.none_current)
         if not self.calls_step:
             columns = inputs.columns
             self._slot_layout.check(columns, dict(zip(inputs.names, inputs.params, strict=True)))
             self._slot_layout.check_gradients(inputs.names, inputs.stepped, opt_state)
-            launches = self._fused_step.plan(inputs, columns)
+            launches = self._fused_step.plan(inputs, columns, groups)
         elif opt_state.slots.keys() != set(inputs.names):
             raise foreign_parameters(list(opt_state.slots), inputs.names)
         self.settings.check(opt_state)
         if inputs.positions is None:  # a piece need not have a parameter of each override
-            self.settings.check_names(tuple(inputs.names))
-        return launches
+            self.settings.check_names(names)
+        return UpdatePlan(groups, launches)
 
     def current_settings(self, opt_state: OptState) -> CurrentSettings:
         """Return the settings of a step that may differ from those of the step before."""
         return self.settings.current(opt_state)
 
     def apply_step(
-        self, inputs: StepInputs, plan: list[Launch] | None, current: CurrentSettings
+        self, inputs: StepInputs, plan: UpdatePlan, current: CurrentSettings
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, in fresh memory."""
-        if plan is not None and self._fused_step.is_right_for(inputs, current):
-            return self._apply_fused(None, inputs, plan, current, in_place=False)
-        columns = {} if self.calls_step else inputs.columns
+        if plan.launches is not None and self._fused_step.is_right_for(inputs, current):
+            return self._apply_fused(None, inputs, plan.launches, current, in_place=False)
         inputs = inputs.unscaled()
-        gradients = _cast_gradients(inputs)
-        if self.calls_step:
-            params, slots = self._class_step(inputs, gradients, current)
-            inputs = inputs._replace(opt_state=inputs.opt_state._replace(slots=slots))
-        else:
-            params, columns = self._formula_step(inputs, gradients, columns, current)
-        return params, self._advanced(inputs, columns, 1)
+        params, state = self._step(inputs, _cast_gradients(inputs), plan.groups, current)
+        return params, self._advanced(state, 1)
 
     def apply_step_unless(
         self,
         skip: Tensor | bool,
         inputs: StepInputs,
-        plan: list[Launch] | None,
+        plan: UpdatePlan,
         current: CurrentSettings,
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
-        if plan is None or not self._fused_step.is_right_for(inputs, current):
+        if plan.launches is None or not self._fused_step.is_right_for(inputs, current):
             return super().apply_step_unless(skip, inputs, plan, current, in_place=in_place)
         flag = None if isinstance(skip, bool) else skip
-        return self._apply_fused(flag, inputs, plan, current, in_place=in_place)
+        return self._apply_fused(flag, inputs, plan.launches, current, in_place=in_place)
 
     def _apply_fused(
         self,
@@ -281,14 +286,14 @@ class TorchOptimizer(Updater):
         """Return parameters and state after a step by the fused kernel, unless it is skipped."""
         if traced() and not torch.compiler.is_dynamo_compiling():
             params, columns = self._fused_step.in_a_graph(inputs, launches, current, skip)
-            return params, self._advanced(inputs, columns, 1 if skip is None else ~skip)
+            state = inputs.with_columns(columns)
+            return params, self._advanced(state, 1 if skip is None else ~skip)
         inputs = inputs.writable(in_place=in_place)
         self._fused_step(inputs, launches, current, skip)
         return inputs.params, inputs.opt_state
 
-    def _advanced(self, inputs: StepInputs, columns: Columns, count: Any) -> OptState:
-        """Return the state with these columns, if there are any, and `count` more applied steps."""
-        state: OptState = inputs.with_columns(columns) if columns else inputs.opt_state
+    def _advanced(self, state: OptState, count: Any) -> OptState:
+        """Return the state with `count` more applied steps."""
         iteration = state.iteration
         if self.settings.schedule_by == "iteration":
             iteration = iteration + 1

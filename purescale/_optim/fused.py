@@ -365,7 +365,8 @@ class FusedStep:
                 if settings is not launch.group.settings:
                     run = self.kernel.bound(self.kernel.arguments(settings))
                 fused_update(self.kernel, run, settings["lr"], operands, skip)
-        _count(columns, stepped, skip, in_place=True)
+        if STEP in columns:
+            _count(columns, stepped, skip, in_place=True)
         opt_state = inputs.opt_state
         # A captured CUDA graph needs its numbers at fixed addresses.
         opt_state.applied.add_(1 if skip is None else ~skip)

@@ -295,19 +295,15 @@ def _accumulate(
             )
             is_counted = mean.add(index, grads)
             del grads
-        carried = _unless_dropped(is_counted, carried, out.buffers)
+        if isinstance(is_counted, Tensor):  # if it is dropped, what it did to the buffers is too
+            carried = select_masked(~is_counted, carried, out.buffers)
+        elif is_counted:
+            carried = out.buffers
         losses.append(out.loss)
         aux += tuple(out.aux)
         del out, microbatch  # so that the next ones reuse their memory
     check_unwritten(memory.microbatches, before)
     return _window_result(mean, losses, carried, aux, reduction, buffers_to_reduce)
-
-
-def _unless_dropped(is_counted: bool | Tensor, before: Leaves, after: Leaves) -> Leaves:
-    """Return the buffers for the next microbatch."""
-    if isinstance(is_counted, bool):
-        return after if is_counted else before
-    return select_masked(~is_counted, before, after)
 
 
 # Functions in a window, each of which makes a microbatch when its turn comes. Other objects may be

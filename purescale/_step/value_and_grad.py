@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
@@ -171,6 +172,7 @@ class MicrobatchResult(NamedTuple):
     aux: list[Any]
 
 
+_grad = operator.attrgetter("grad")
 _ENABLED = contextlib.nullcontext()  # a fifth of the cost of torch.enable_grad()
 
 
@@ -448,15 +450,18 @@ def _gradients(loss: Tensor, inputs: Leaves) -> list[Tensor | None]:
     gradients: list[Tensor | None] = list(
         private.run_backward((loss,), seed, *once, tuple(inputs), True, accumulate_grad=False)
     )
-    for index, leaf in enumerate(inputs):
-        if (added := leaf.grad) is not None:
-            gradient = gradients[index]
-            gradients[index] = added if gradient is None else gradient + added
+    if set(map(_grad, inputs)) != {None}:
+        for index, leaf in enumerate(inputs):
+            if (added := leaf.grad) is not None:
+                gradient = gradients[index]
+                gradients[index] = added if gradient is None else gradient + added
     return gradients
 
 
 def _with_zeros(gradients: Sequence[Tensor | None], inputs: Leaves) -> list[Tensor]:
     """Return 0 for a parameter that the loss does not use. Refuse a loss that uses none."""
+    if type(None) not in set(map(type, gradients)):
+        return list(gradients)  # type: ignore[arg-type]
     if all([gradient is None for gradient in gradients]):
         raise independent_loss()
     return [
@@ -476,8 +481,8 @@ def independent_loss() -> ValueError:
 
 def _forget(inputs: Leaves) -> None:
     """Forget what a backward inside of loss_fn has put into `.grad`."""
-    for leaf in inputs:
-        if leaf.grad is not None:
+    if set(map(_grad, inputs)) != {None}:
+        for leaf in inputs:
             leaf.grad = None
 
 

@@ -59,6 +59,8 @@ class StepInputs(NamedTuple):
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
     positions: list[Position] | None = None  # if these are a piece of a larger step
+    # known of all tensors of the call: each may be written into if nothing else shares its memory
+    are_writable: bool = False
 
     @classmethod
     def of_part(
@@ -83,6 +85,8 @@ class StepInputs(NamedTuple):
         grads: Gradients,
         opt_state: FlatTree,
         cache: Cache | None = None,
+        *,
+        are_writable: bool = False,
     ) -> StepInputs:
         """Return the inputs of a step whose tensors are dense and off graph. `cache` is that of all
         which it replaces.
@@ -90,7 +94,7 @@ class StepInputs(NamedTuple):
         count, leaves = len(names), [*params.leaves, *opt_state.leaves]
         replaced = TensorList(leaves, cache, dense_off_graph=True)
         of_params = params.structure, count, range(count), names, params.tensor_list
-        return cls(*of_params, grads, opt_state.tree, replaced)
+        return cls(*of_params, grads, opt_state.tree, replaced, are_writable=are_writable)
 
     @property
     def params(self) -> list[Tensor]:

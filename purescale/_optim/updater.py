@@ -125,7 +125,9 @@ class Planned(NamedTuple):
 
     def inputs(self, params: FlatTree, grads: Gradients, opt_state: FlatTree) -> StepInputs:
         """Return the inputs of a step."""
-        return StepInputs.of_dense(self.names, params, grads, opt_state, self.replaced)
+        return StepInputs.of_dense(
+            self.names, params, grads, opt_state, self.replaced, are_writable=self.are_writable
+        )
 
 
 def known_plan(updater: Updater, trees: Sequence[Tree]) -> tuple[list[FlatTree], Planned] | None:

@@ -85,7 +85,7 @@ def assemble(
 
 def _written_over(start: Start, new: Leaves) -> Leaves:
     """Return scaler, count, generator and guard after `new` was written into those of the start."""
-    if not start.are_writable:
+    if not start.inputs.are_writable:
         return written_over(start.others, new)
     foreach.copy_(start.others, new)
     return start.others

@@ -37,11 +37,11 @@ def memory_of_step(
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     batch = _tree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
-    if donate and start.are_writable:
+    if donate and inputs.are_writable:
         of_state, of_others = storage_pointers(start.tensors), storage_pointers(read_only)
-        storages = {None, *of_state}
-        if len(storages) == len(of_state) + 1 and storages.isdisjoint(of_others):
-            return ArgumentMemory(storages.union(of_others), batch), MayWrite(True, True, True)
+        if _are_apart(of_state, of_others):
+            memory = ArgumentMemory.of([of_state, of_others], batch)
+            return memory, MayWrite(True, True, True)
     # Without donation nothing is written into the state of the optimizer.
     replaced = _replaced(inputs) if donate else inputs.param_list
     buffers = flat.buffers.tensor_list
@@ -71,8 +71,18 @@ def may_write_given(
     whether it may overwrite the gradients.
     """
     lists = [_replaced(inputs), inputs.grads.tensor_list]
+    if inputs.are_writable and not optimizer.differentiable:
+        tensors = [*lists[0].tensors, *lists[1].tensors]
+        if _are_apart(storage_pointers(tensors), storage_pointers(read_only)):
+            return True, True
     allowed = can_write_each(lists, read_only)
     return allowed[0] and not _on_graph(optimizer, inputs), allowed[1]
+
+
+def _are_apart(pointers: list[int | None], others: list[int | None]) -> bool:
+    """Return True if storages differ from each other and from others, which are known."""
+    storages = {None, *pointers}
+    return len(storages) == len(pointers) + 1 and storages.isdisjoint(others)
 
 
 def _on_graph(optimizer: Updater, inputs: StepInputs) -> bool:

@@ -26,12 +26,11 @@ class Start(NamedTuple):
     inputs: StepInputs  # of the optimizer
     update: Any  # what the optimizer planned
     others: list[Tensor]  # scale, count, generator and guard
-    are_writable: bool  # known of all tensors of the state, as in `Planned`
     host_reads: bool  # known of all tensors of the state
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors of a state that `are_writable`."""
+        """All leaves of a state that is dense."""
         flat = self.flat
         return [*flat.params.leaves, *flat.buffers.leaves, *flat.opt_state.leaves, *self.others]
 
@@ -43,20 +42,19 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
     if known := known_plan(optimizer, (*trees, others)):
         (params, buffers, scaler, opt_state, of_others), planned = known
         inputs = planned.inputs(params, Gradients(TensorList([]), [], False), opt_state)
-        update, are_writable = planned.update, planned.are_writable
-        reads = planned.on_cpu and host_reads()
+        update, reads = planned.update, planned.on_cpu and host_reads()
         numbers = [*scaler.leaves, *of_others.leaves]
     else:
         params, buffers, scaler, opt_state = flatten_together(trees[:3], state.opt_state)
         _check(state, options, params)
         inputs = step_inputs(optimizer, params, opt_state)
-        update, are_writable, reads = optimizer.plan(inputs), False, False
+        update, reads = optimizer.plan(inputs), False
         numbers = _tree.all_tensors((state.scaler, others))
         if can_keep_plan(optimizer, inputs):
             flat_trees = params, buffers, scaler, opt_state, _tree.flatten_once(others)
             keep_plan(optimizer, flat_trees, inputs, update)
     flat = TrainState(params, buffers, opt_state, scaler, *others)
-    return Start(flat, inputs, update, numbers, are_writable, reads)
+    return Start(flat, inputs, update, numbers, reads)
 
 
 def _check(state: TrainState, options: StepOptions, params: _tree.FlatTree) -> None:

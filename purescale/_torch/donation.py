@@ -133,7 +133,7 @@ class ArgumentMemory(NamedTuple):
     microbatches: list[Tensor]  # the tensors in them; empty while tracing
 
     @classmethod
-    def of(cls, pointers: list[list[int | None]], microbatches: list[Tensor]) -> Self:
+    def of(cls, pointers: Sequence[list[int | None]], microbatches: list[Tensor]) -> Self:
         """Return the memory of arguments from their `pointers_of_each`."""
         if not pointers:
             return cls(None, [])

@@ -1,5 +1,5 @@
-"""CONTRIBUTING: its walk-throughs are applied to a copy of the project, where the tests that they
-name pass; its map has the floors of the imports.
+"""CONTRIBUTING: its worked changes are applied to a copy of the project, where the tests that they
+name pass; its rooms are in the order of the imports, and the files that it names are there.
 """
 
 import re
@@ -13,12 +13,12 @@ import pytest
 from test_house import FLOORS
 
 ROOT = Path(__file__).parents[1]
+TOPS = ROOT, ROOT / "purescale"
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 SECTIONS = {
     section.splitlines()[0]: section for section in PAGE.split("\n## ") if "```diff" in section
 }
-# What torch brought is in place already: its patch is taken out and put in again.
-DONE = "How to add a fused kernel"
+FIX = "change CONTRIBUTING.md, or what it shows, so that both agree again"
 
 
 def hunks(section):
@@ -40,7 +40,7 @@ def apply(root, section, *, reverse=False):
     for path, old, new in hunks(section):
         file = root / path
         if not old:
-            assert file.exists() == reverse
+            assert file.exists() == reverse, f"a worked change makes {path}, which is there: {FIX}"
             if reverse:
                 file.unlink()
             else:
@@ -48,20 +48,24 @@ def apply(root, section, *, reverse=False):
             continue
         before, after = (new, old) if reverse else (old, new)
         text = file.read_text()
-        assert text.count(before) == 1, f"{path} has not once:\n{before}"
+        assert text.count(before) == 1, f"{path} has not once:\n{before}\n{FIX}"
         file.write_text(text.replace(before, after))
+
+
+def is_applied(root, section):
+    files = [(root / path, new) for path, _, new in hunks(section)]
+    return all(file.exists() and new in file.read_text() for file, new in files)
 
 
 @pytest.fixture
 def project(tmp_path):
-    """A copy of the project, without the walk-throughs that somebody follows here."""
+    """A copy of the project, without the worked changes that somebody follows here."""
     for folder in ("purescale", "tests", "benchmarks", "examples", "docs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__py*"))
     for name in ("pyproject.toml", "CONTRIBUTING.md", "README.md"):
         shutil.copy(ROOT / name, tmp_path / name)
-    for name, section in SECTIONS.items():
-        files = [path for path, old, _ in hunks(section) if not old]
-        if name != DONE and all((ROOT / path).exists() for path in files):
+    for section in SECTIONS.values():
+        if is_applied(tmp_path, section):
             apply(tmp_path, section, reverse=True)
     return tmp_path
 
@@ -80,49 +84,46 @@ def run(project, *command, **environment):
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-1000:]}\n{FIX}"
     return done.stdout
 
 
-def passes(project, section):
-    """The command that a section names passes in the project."""
-    run(project, *shlex.split(re.search(r"`pytest ([^`]+)`", section).group(1)))
-
-
-def test_there_are_four_walk_throughs():
-    assert len(SECTIONS) == 4
-    assert DONE in SECTIONS
-
-
-@pytest.mark.parametrize("name", [name for name in SECTIONS if name != DONE])
-def test_a_walk_through_applies(name, project):
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_worked_change_applies(name, project):
     apply(project, SECTIONS[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SECTIONS if name != DONE])
-def test_the_tests_that_a_walk_through_names_pass_and_those_of_the_house(name, project):
-    apply(project, SECTIONS[name])
-    passes(project, SECTIONS[name])
+@pytest.mark.parametrize("name", SECTIONS)
+def test_the_tests_that_a_worked_change_names_pass_and_those_of_the_house(name, project):
+    section = SECTIONS[name]
+    apply(project, section)
+    run(project, *shlex.split(re.search(r"`pytest ([^`]+)`", section).group(1)))
     run(project, "tests/test_house.py", "tests/test_contributing.py", "-m", "not slow")
 
 
-@pytest.mark.slow
-def test_the_walk_through_of_what_is_there_is_what_is_there(project):
-    before = {path: (project / path).read_text() for path, _, _ in hunks(SECTIONS[DONE])}
-    apply(project, SECTIONS[DONE], reverse=True)
-    assert all((project / path).read_text() != text for path, text in before.items())
-    apply(project, SECTIONS[DONE])
-    assert {path: (project / path).read_text() for path in before} == before
-    passes(project, SECTIONS[DONE])
+def test_the_page_is_read_in_one_sitting():
+    assert len(SECTIONS) == 2, "only a rule and an optimizer are worked: write a sentence instead"
+    assert len(PAGE.splitlines()) <= 200, "cut something that the docstrings say"
 
 
-def test_the_map_has_the_floors_of_the_imports_from_the_top():
+def test_the_rooms_are_in_the_order_of_their_floors_from_the_top():
     floor = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
-    layout = re.search(r"```\n(purescale/ .*?)```", PAGE, re.S).group(1)
+    layout = re.search(r"```\n(_reports/ .*?)```", PAGE, re.S).group(1)
     rooms = re.findall(r"^(_\w+)/", layout, re.M)
-    assert set(rooms) == {r for r in floor if r.startswith("_") and not r.endswith(".py")}
-    assert [floor[room] for room in rooms] == sorted((floor[room] for room in rooms), reverse=True)
+    folders = {room for room in floor if room.startswith("_") and not room.endswith(".py")}
+    assert set(rooms) == folders, "give each room one line under `Rooms`"
+    floors = [floor[room] for room in rooms]
+    assert floors == sorted(floors, reverse=True), (
+        "sort the lines under `Rooms` as FLOORS, reversed"
+    )
+
+
+def test_each_file_that_the_page_names_is_there():
+    prose = re.sub(r"```diff\n.*?```", "", PAGE, flags=re.S)
+    paths = set(re.findall(r"[\w./]+\.py\b", prose))
+    absent = {path for path in paths if not any((top / path).exists() for top in TOPS)}
+    assert not absent, f"CONTRIBUTING.md names {absent}: change or delete each name"
 
 
 DRAWS = """
@@ -166,4 +167,6 @@ def test_make_fuzz_multiplies_the_examples_of_every_property():
     """A count of its own comes from `examples`."""
     for path in Path(__file__).parent.glob("test_*.py"):
         if path.name != Path(__file__).name:
-            assert not re.search(r"^@settings\(", path.read_text(), re.M), path.name
+            assert not re.search(r"^@settings\(", path.read_text(), re.M), (
+                f"{path.name}: write `@examples(count)` of helpers in place of `@settings`"
+            )

@@ -30,6 +30,7 @@ from helpers import job as job_of
 from hypothesis import given
 from recorded_graph import RecordedGraph
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import purescale as ps
 from purescale._jit import capture
@@ -599,6 +600,44 @@ def test_autocast_grad_mode_and_other_settings_have_graphs_of_their_own(graphs, 
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
     told()
     assert len(fast.programs) == 5
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cuda.matmul.fp32_precision",
+        "cudnn.conv.fp32_precision",
+        "cudnn.rnn.fp32_precision",
+        "cuda.matmul.allow_fp16_reduced_precision_reduction",
+        "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    ],
+)
+def test_the_precision_of_kernels_decides_which_graph_is_replayed(name, graphs):
+    fast, x = ps.capture(lambda state, x: (state, x @ x)), torch.eye(3)
+    *path, last = name.split(".")
+    owner = functools.reduce(getattr, path, torch.backends)
+    before = getattr(owner, last)
+    fast(x, x)
+    try:
+        setattr(owner, last, "ieee" if "fp32" in last else not before)
+        fast(x, x)
+        assert len(fast.programs) == 2
+    finally:
+        setattr(owner, last, before)
+    fast(x, x)
+    assert len(fast.programs) == 2
+
+
+def test_the_kernel_of_attention_that_is_asked_for_has_a_graph_of_its_own(graphs):
+    def step(state, x):
+        return state, nn.functional.scaled_dot_product_attention(x, x, x)
+
+    fast, x = ps.capture(step), torch.rand(1, 1, 4, 4)
+    fast(x, x)
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(backend):
+            fast(x, x)
+    assert len(fast.programs) == 3
 
 
 def test_a_weight_that_autocast_has_cached_is_cast_in_each_replay(graphs):

@@ -170,7 +170,7 @@ class Captured:
         donated = [leaf for leaf in of_state if leaf is not None] if self.donate else []
         if any([hasattr(leaf, _GIVEN_UP) for leaf in donated]):
             raise _given_up(state, of_state)
-        key = form_of(structure, leaves, tensors), settings_of_torch(), _settings_of_cudnn()
+        key = form_of(structure, leaves, tensors), settings_of_torch(), _settings_of_kernels()
         with self._lock:  # until the results are copied
             program = self._lookup(tensors, key)  # which has plain tensors on one device
             if program is None:
@@ -240,9 +240,20 @@ class Captured:
             self.programs = Plans(size=None)
 
 
-def _settings_of_cudnn() -> Any:
-    cudnn = torch.backends.cudnn
-    return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
+def _settings_of_kernels() -> Any:
+    """Return the global settings of torch that decide by which kernels a GPU computes."""
+    cudnn: Any = torch.backends.cudnn
+    cuda: Any = torch.backends.cuda
+    return (
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        [private.float32_precision("cuda", operators) for operators in ("conv", "rnn")],
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )
 
 
 def _entering(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -306,13 +317,13 @@ def capture(step: Callable[..., Tree], donate: bool = False, max_graphs: int = 8
 
     A replay runs no Python of the step, and launches all kernels at once. The first call with
     arguments of a structure, shapes, strides, dtypes and settings of torch (autocast, grad mode,
-    determinism, cuDNN) runs the step twice on copies, records it a third time, and replays that.
-    Nothing that the caller has changes by this, nor do torch's generators. Later calls with
-    arguments like these replay. Each graph has memory of its own for its arguments. With `donate`
-    the state stays there from call to call, without a copy, and other arguments are copied in; all
-    other results are copied out. A graph whose memory holds a state that somebody still has is not
-    used for another state, which gets a graph of its own: so several states may take turns, and a
-    `clone` may be returned to.
+    determinism, precision, kernels) runs the step twice on copies, records it a third time, and
+    replays that. Nothing that the caller has changes by this, nor do torch's generators. Later
+    calls with arguments like these replay. Each graph has memory of its own for its arguments. With
+    `donate` the state stays there from call to call, without a copy, and other arguments are copied
+    in; all other results are copied out. A graph whose memory holds a state that somebody still has
+    is not used for another state, which gets a graph of its own: so several states may take turns,
+    and a `clone` may be returned to.
 
     A new scale, a skipped step, a schedule of a step count and dropout work as in `step`: they are
     tensors, and draws from torch's default generator. What `step` closes over is baked in: numbers,

@@ -725,6 +725,56 @@ def test_a_leaf_that_a_step_returns_as_it_was_is_given_up_and_returned():
     fast(second, first)
 
 
+def test_of_two_threads_with_one_state_the_second_is_refused(graphs):
+    fast, start = ps.capture(lambda state, x: (state + x, x), donate=True), threading.Barrier(2)
+    state, told = fast(torch.zeros(300), torch.ones(300))[0], []
+
+    def meet(*args):  # before the calls take turns
+        start.wait(5)
+        return form_of(*args)
+
+    def work():
+        try:
+            told.append(fast(state, torch.ones(300))[0].sum().item())
+        except RuntimeError as error:
+            told.append(str(error))
+
+    with pytest.MonkeyPatch.context() as patch:
+        form_of = capture.form_of
+        patch.setattr(capture, "form_of", meet)
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert 600.0 in told
+    assert any("was donated" in str(one) for one in told)
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_state_is_given_up_by_a_call_that_fails_after_its_memory_was_written(
+    times, graphs, monkeypatch
+):
+    fast, x = ps.capture(mean, donate=True), xs(2)[1]
+    state, _ = run(fast, start(), [x] * times)
+    before = clone(state)
+    fast(ps.clone(state), x)
+    with monkeypatch.context() as patch:
+        patch.setattr(capture.foreach, "clone", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            fast(state, x)
+    if times:  # it was in its place
+        with pytest.raises(RuntimeError, match="was donated"):
+            fast(state, x)
+    else:
+        assert same_bits(state, before)
+        assert same_bits(fast(state, x), mean(before, x))
+
+
+def fails(tensors):
+    raise torch.OutOfMemoryError
+
+
 def test_a_call_that_is_refused_gives_nothing_up(graphs):
     fast, state = ps.capture(mean, donate=True), start()
     with pytest.raises(RuntimeError):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -104,9 +105,10 @@ class Program:
         """Return the addresses of the donated ones of the tensors of arguments."""
         return list(map(_data_ptr, tensors[: len(self.state)]))
 
-    def number_in_place(self, tensors: list[Tensor]) -> int:
-        """Return how many donated tensors are in their memory."""
-        return sum(map(operator.eq, self.pointers_of(tensors), self.pointers))
+    def are_in_place(self, tensors: list[Tensor]) -> list[bool]:
+        """Return for each donated tensor if it is in its memory; an empty one has none."""
+        pointers = zip(self.pointers_of(tensors), self.pointers, strict=True)
+        return [0 != pointer == own for pointer, own in pointers]
 
     def is_free(self, tensors: list[Tensor] | None = None) -> bool:
         """Return True if nobody sees the memory of the state, but for donated ones of these tensors
@@ -168,10 +170,10 @@ class Captured:
         tensors = [leaf for leaf in leaves if leaf is not None]
         of_state = leaves[: structure.child(0).num_leaves]
         donated = [leaf for leaf in of_state if leaf is not None] if self.donate else []
-        if any([hasattr(leaf, _GIVEN_UP) for leaf in donated]):
-            raise _given_up(state, of_state)
         key = form_of(structure, leaves, tensors), settings_of_torch(), _settings_of_kernels()
         with self._lock:  # until the results are copied
+            if any([hasattr(leaf, _GIVEN_UP) for leaf in donated]):
+                raise _given_up(state, of_state)
             program = self._lookup(tensors, key)  # which has plain tensors on one device
             if program is None:
                 tensors = check_arguments(args, leaves, by="capture")
@@ -182,12 +184,16 @@ class Captured:
                     program = self._lookup(tensors, key)
                     program = program or self._recorded(flat, key, tensors, len(donated))
             if program is not None:
-                returned = program(tensors)
+                try:
+                    returned = program(tensors)
+                except BaseException:  # the replay may have overwritten what is in its place
+                    _give_up(itertools.compress(donated, program.are_in_place(tensors)))
+                    raise
+                _give_up(donated)
         if program is None:
             with capturing():
                 returned = _other_objects(self._checked(*args), donated)
-        for leaf in donated:
-            setattr(leaf, _GIVEN_UP, True)
+            _give_up(donated)
         return returned
 
     def _checked(self, state: Tree, *others: Tree) -> Tree:
@@ -208,13 +214,13 @@ class Captured:
         """
         alike = list(self.programs.matching(tensors, key))
         if len(alike) > 1:
-            alike.sort(key=lambda program: -program.number_in_place(tensors))
+            alike.sort(key=lambda program: -sum(program.are_in_place(tensors)))
         return next((program for program in alike if program.is_free(tensors)), None)
 
     def _recorded(self, step: FlatFunction, key: Any, tensors: list[Tensor], count: int) -> Program:
         """Return a new program, in place of one whose memory nobody sees if there are too many."""
         if len(self.programs):
-            # A cycle may hold a state; and a graph in one must not die while this one records.
+            # A cycle may hold a state.
             gc.collect()
             if (program := self._lookup(tensors, key)) is not None:
                 return program
@@ -272,6 +278,11 @@ def _entering(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
         return tensors
     tensors = [tensor.detach().to(device) for tensor in resolved(tensors)]
     return [tensor if foreach.is_gapless(tensor) else tensor.clone() for tensor in tensors]
+
+
+def _give_up(donated: Iterable[Tensor]) -> None:
+    for leaf in donated:
+        setattr(leaf, _GIVEN_UP, True)
 
 
 def _other_objects(returned: Tree, donated: list[Tensor]) -> Tree:

@@ -858,6 +858,17 @@ def test_a_graph_keeps_the_tensors_that_the_step_closes_over(graphs):
     assert {outside["table"].data_ptr(), cached[0].data_ptr()} == set(read)
 
 
+@pytest.mark.parametrize("wrap", [lambda step: step, JITTED], ids=["eager", "jitted"])
+def test_a_graph_keeps_the_memory_of_a_tensor_whose_data_is_replaced(wrap, graphs):
+    """As `module.to` does."""
+    table = torch.arange(3.0)
+    fast = ps.capture(wrap(lambda state, x: (state + table, x)))
+    fast(torch.zeros(3), torch.zeros(3))
+    place = table.data_ptr()
+    table.data = torch.ones(3)
+    assert place in [tensor.data_ptr() for tensor in programs(fast)[0].read]
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 

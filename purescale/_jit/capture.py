@@ -50,11 +50,16 @@ class Program:
         step: The step, of tensors.
         tensors: Those of the arguments, the first `count` of which are donated.
         graph: The graph to record.
-        is_traced: The step is one of `jit`: it reads no value, and keeps what it closes over.
+        jitted: The step, if it is one of `jit`: it reads no value, and knows what it closes over.
     """
 
     def __init__(
-        self, step: FlatFunction, tensors: list[Tensor], count: int, graph: Graph, is_traced: bool
+        self,
+        step: FlatFunction,
+        tensors: list[Tensor],
+        count: int,
+        graph: Graph,
+        jitted: Jitted | None,
     ) -> None:
         self.graph, self.inputs = graph, foreach.clone(tensors)
         # In whose memory is the new state after a replay.
@@ -73,11 +78,12 @@ class Program:
                 run()
                 # In the second run: what the first one has cached is read from outside. Within a
                 # mode `jit` would trace once more.
-                with contextlib.nullcontext() if is_traced else watched:
+                with contextlib.nullcontext() if jitted else watched:
                     run()
             with graph.recording():
                 self.others = self._settled(run())
-        self.results, self.read = step.results, watched.read
+        self.results = step.results
+        self.read = jitted.programs.closed_over() if jitted else watched.read
         of_graph = list(map(storage_pointer, graph.tensors))
         self.uses = [
             n + of_graph.count(storage_pointer(x)) for n, x in zip(uses, state, strict=True)
@@ -231,8 +237,8 @@ class Captured:
             self.programs.discard(free[-1])  # the oldest
             free[-1].graph.reset()
         device = tensors[0].device
-        graph, is_traced = GRAPHS[device.type](device), isinstance(self.step, Jitted)
-        program = Program(step, tensors, count, graph, is_traced)
+        jitted = self.step if isinstance(self.step, Jitted) else None
+        program = Program(step, tensors, count, GRAPHS[device.type](device), jitted)
         self.programs.add(program.inputs, key, program)
         return program
 

@@ -176,6 +176,10 @@ class Programs:
         programs = self._plans.matching(tensors, (form, settings_of_torch()))
         return next(filter(Program.is_current, programs), None)
 
+    def closed_over(self) -> list[Tensor]:
+        """Return the tensors that the function closes over, as views that keep their memory."""
+        return [tensor.detach() for program in self._plans for tensor in program.closed_over]
+
     def __len__(self) -> int:
         return len(self._plans)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -53,6 +54,7 @@ class CudaGraph:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record operators in place of running them. Other threads may use the device."""
+        gc.collect()  # a graph in a cycle must not be destroyed meanwhile
         try:
             # The outer context restores the stream where the end of a capture raises.
             with (
@@ -88,7 +90,8 @@ class CudaGraph:
 
 def watching(inputs: Sequence[Tensor]) -> Any:
     """Return a mode in which an operator that reads a value of the device of `inputs` raises a
-    ReadError. Its list `read` has each tensor that operators read and did not make, but `inputs`.
+    ReadError. Its list `read` keeps the memory that operators read and did not make, but that of
+    `inputs`.
     """
     memory = set(map(storage_pointer, inputs))  # in whose memory is an input or a result
     device = inputs[0].device
@@ -108,7 +111,7 @@ def watching(inputs: Sequence[Tensor]) -> Any:
             for tensor in tensors:
                 if (pointer := storage_pointer(tensor)) not in memory:
                     memory.add(pointer)
-                    self.read.append(tensor)
+                    self.read.append(tensor.detach())  # `tensor.data` may be replaced
             returned = func(*args, **(kwargs or {}))
             results = _tensors(returned)
             is_copy = func.overloadpacket.__name__ in ("_to_copy", "copy_")

@@ -187,6 +187,17 @@ def test_a_jitted_step_that_donates_is_captured(graphs):
     assert same_bits(run(ps.capture(jitted, donate=True), clone(made), windows(6)), expected)
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_step_with_a_compiled_loss_is_captured(fullgraph, graphs):
+    apply, params, buffers = ps.make_functional(small_net())
+    loss_fn = torch.compile(cross_entropy_of(apply), backend="aot_eager", fullgraph=fullgraph)
+    settings = {"loss_fn": loss_fn, "optimizer": ADAMW, "rule": RULE, "donate": True}
+    step = functools.partial(ps.train_step, **settings)
+    made = ps.init_train_state(params, buffers, ADAMW, RULE)
+    expected = run(step, clone(made), windows(6))
+    assert same_bits(run(ps.capture(step, donate=True), clone(made), windows(6)), expected)
+
+
 def of_rows(optimizer, **settings):
     """A training of a table whose gradient is sparse, with duplicates, one of which overflows."""
     params = {"table": torch.arange(12.0).reshape(6, 2) / 12}
@@ -885,6 +896,7 @@ READS = {
     "tolist": lambda x: x * x.tolist()[0],
     "numpy": lambda x: x * float(x.numpy()[0]),
     "unique": lambda x: x.unique().sum(),
+    "print": lambda x: (repr(x), x)[1],
 }
 
 

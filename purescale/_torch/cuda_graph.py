@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from .._torch import private
 from .._torch.donation import storage_pointer
@@ -88,6 +90,14 @@ class CudaGraph:
         self._graph.reset()
 
 
+def compiling_nothing() -> Any:
+    """Run functions of torch.compile as they are: it does not compile within such a mode."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    set_stance: Any = torch.compiler.set_stance
+    return set_stance("force_eager")
+
+
 def watching(inputs: Sequence[Tensor]) -> Any:
     """Return a mode in which an operator that reads a value of the device of `inputs` raises a
     ReadError. Its list `read` keeps the memory that operators read and did not make, but that of
@@ -96,10 +106,28 @@ def watching(inputs: Sequence[Tensor]) -> Any:
     memory = set(map(storage_pointer, inputs))  # in whose memory is an input or a result
     device = inputs[0].device
 
+    class NoPrints(TorchFunctionMode):  # which switch off modes that see operators
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is Tensor.__repr__ and args[0].device == device:
+                raise ReadError("print")
+            return func(*args, **(kwargs or {}))
+
     class Watching(private.DispatchMode):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.read: list[Tensor] = []
+            self._others = contextlib.ExitStack()
+
+        def __enter__(self) -> Any:
+            self._others.enter_context(NoPrints())
+            self._others.enter_context(compiling_nothing())
+            return super().__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            self._others.close()
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -1052,7 +1052,7 @@ def with_a_new_structure():
 
 
 ARE_REFUSED = {
-    with_rng: "rng in its state",
+    with_rng: "rng in its state cannot be traced or captured",
     with_retries: "max_retries reads a flag",
     with_own_step: "Own has a step of its own",
     with_own_step_by_hand: "Own has a step of its own",

@@ -688,6 +688,16 @@ def test_a_ninth_state_that_is_held_is_refused_and_a_free_graph_is_given_up(grap
     assert same_bits(held, before)
 
 
+def test_of_a_graph_that_is_freed_for_another_one_the_logger_warns_once(graphs, caplog):
+    fast = ps.capture(mean, donate=True, max_graphs=2)
+    for size in (3, 4, 5, 3, 4, 5):
+        fast(start(size), xs(1, size)[0])
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("capture(mean) has 2 graphs, and frees one")
+    assert "shapes that vary, such as (3,), (4,)" in warning
+    assert "max_graphs=4" in warning
+
+
 def test_a_state_in_a_cycle_does_not_hold_its_graph(graphs):
     fast = ps.capture(mean, donate=True, max_graphs=1)
     for _ in range(3):

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._jit.compile_log import warn_of_freed_graph
 from .._jit.jit import (
     FlatFunction,
     Jitted,
     check_arguments,
     form_of,
     inside_a_graph,
+    name_of,
     resolved,
     settings_of_torch,
 )
@@ -164,6 +166,7 @@ class Captured:
         self.step, self.donate, self.max_graphs = step, donate, max_graphs
         self.programs: Plans[Program] = Plans(size=None)
         self._lock = threading.Lock()
+        self._has_warned = False  # that a graph was freed for another one
 
     def __call__(self, state: Tree, *others: Tree) -> Tree:
         cuda: Any = torch.cuda
@@ -234,6 +237,10 @@ class Captured:
             free = [program for program in self.programs if program.is_free()]
             if not free:
                 raise _all_are_held(self.max_graphs)
+            if not self._has_warned:
+                shapes = [[tensor.shape for tensor in one.inputs] for one in self.programs]
+                warn_of_freed_graph(name_of(self.step), shapes)
+                self._has_warned = True
             self.programs.discard(free[-1])  # the oldest
             free[-1].graph.reset()
         device = tensors[0].device
@@ -357,7 +364,7 @@ def capture(step: Callable[..., Tree], donate: bool = False, max_graphs: int = 8
         donate: The caller gives up the state that he passes in. A tensor that was given up is
             refused in later calls.
         max_graphs: The largest number of graphs. One more takes the place of one whose memory
-            nobody sees.
+            nobody sees, of which the logger `purescale` warns once.
 
     Returns:
         A function of the same arguments. Arguments on the host are copied to the device of the

@@ -146,7 +146,7 @@ class Programs:
     """The programs of one function, each made when arguments like its own first come."""
 
     def __init__(self, fn: Callable[..., Tree]) -> None:
-        self._name = getattr(fn, "__qualname__", None) or short_repr(fn)
+        self._name = name_of(fn)
         self._plans: Plans[Program] = Plans(size=None)
 
     def of(
@@ -231,6 +231,11 @@ class Jitted:
         flat = FlatFunction(self.fn, structure, leaves)
         module: torch.fx.GraphModule = trace(flat, check_arguments(args, leaves)).module
         return module
+
+
+def name_of(fn: Callable[..., Tree]) -> str:
+    """Return the name of a function in warnings."""
+    return getattr(fn, "__qualname__", None) or short_repr(fn)
 
 
 def inside_a_graph() -> bool:

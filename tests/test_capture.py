@@ -7,6 +7,7 @@ import functools
 import gc
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -537,6 +538,27 @@ def test_threads_take_turns(graphs):
     for number in range(3):
         state = {**start(300), "mean": torch.full((300,), float(number))}
         assert same_bits(ended[number], run(mean, state, xs(40, 300)))
+
+
+def test_no_two_threads_are_in_one_captured_function(graphs, monkeypatch):
+    fast, running, most = ps.capture(mean, donate=True), [], []
+    fast(start(), xs(1)[0])
+    replay = RecordedGraph.replay
+
+    def slow(graph):
+        running.append(0)
+        time.sleep(0.02)
+        most.append(len(running))
+        replay(graph)
+        running.pop()
+
+    monkeypatch.setattr(RecordedGraph, "replay", slow)
+    threads = [threading.Thread(target=run, args=(fast, start(), xs(3))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 9
 
 
 # ---- how a graph is found ------------------------------------------------------------------------

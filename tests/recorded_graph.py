@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from purescale._torch.cuda_graph import compiling_nothing
 from purescale._torch.donation import storage_pointer
 from purescale._torch.tracing import PLAIN_TYPES, is_read, read_error
 
@@ -81,8 +82,9 @@ class RecordedGraph(TorchDispatchMode):
     def recording(self) -> Iterator[None]:
         # Reads without an operator. A mode that sees functions would be a setting of torch.
         with contextlib.ExitStack() as stack:
-            for name in ("tolist", "numpy", "__array__"):
+            for name in ("tolist", "numpy", "__array__", "__repr__"):
                 stack.enter_context(mock.patch.object(Tensor, name, refuse))
+            stack.enter_context(compiling_nothing())
             stack.enter_context(self)
             yield
 
@@ -108,7 +110,7 @@ class RecordedGraph(TorchDispatchMode):
 
 
 def refuse(tensor: Tensor, *args: Any) -> Any:
-    torch.ops.aten._local_scalar_dense(tensor.flatten()[0])
+    raise read_error(torch.ops.aten._local_scalar_dense.default)
 
 
 def tensors(tree: Any) -> list[Tensor]:

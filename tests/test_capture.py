@@ -7,6 +7,7 @@ import functools
 import gc
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from helpers import job as job_of
 from hypothesis import given
 from recorded_graph import RecordedGraph
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import purescale as ps
 from purescale._jit import capture
@@ -184,6 +186,17 @@ def test_a_jitted_step_that_donates_is_captured(graphs):
     jitted = ps.jit(step, donate=0, backend="aot_eager")
     expected = run(jitted, clone(made), windows(6))
     assert same_bits(run(ps.capture(jitted, donate=True), clone(made), windows(6)), expected)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_step_with_a_compiled_loss_is_captured(fullgraph, graphs):
+    apply, params, buffers = ps.make_functional(small_net())
+    loss_fn = torch.compile(cross_entropy_of(apply), backend="aot_eager", fullgraph=fullgraph)
+    settings = {"loss_fn": loss_fn, "optimizer": ADAMW, "rule": RULE, "donate": True}
+    step = functools.partial(ps.train_step, **settings)
+    made = ps.init_train_state(params, buffers, ADAMW, RULE)
+    expected = run(step, clone(made), windows(6))
+    assert same_bits(run(ps.capture(step, donate=True), clone(made), windows(6)), expected)
 
 
 def of_rows(optimizer, **settings):
@@ -527,6 +540,27 @@ def test_threads_take_turns(graphs):
         assert same_bits(ended[number], run(mean, state, xs(40, 300)))
 
 
+def test_no_two_threads_are_in_one_captured_function(graphs, monkeypatch):
+    fast, running, most = ps.capture(mean, donate=True), [], []
+    fast(start(), xs(1)[0])
+    replay = RecordedGraph.replay
+
+    def slow(graph):
+        running.append(0)
+        time.sleep(0.02)
+        most.append(len(running))
+        replay(graph)
+        running.pop()
+
+    monkeypatch.setattr(RecordedGraph, "replay", slow)
+    threads = [threading.Thread(target=run, args=(fast, start(), xs(3))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 9
+
+
 # ---- how a graph is found ------------------------------------------------------------------------
 
 
@@ -601,6 +635,44 @@ def test_autocast_grad_mode_and_other_settings_have_graphs_of_their_own(graphs, 
     assert len(fast.programs) == 5
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cuda.matmul.fp32_precision",
+        "cudnn.conv.fp32_precision",
+        "cudnn.rnn.fp32_precision",
+        "cuda.matmul.allow_fp16_reduced_precision_reduction",
+        "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    ],
+)
+def test_the_precision_of_kernels_decides_which_graph_is_replayed(name, graphs):
+    fast, x = ps.capture(lambda state, x: (state, x @ x)), torch.eye(3)
+    *path, last = name.split(".")
+    owner = functools.reduce(getattr, path, torch.backends)
+    before = getattr(owner, last)
+    fast(x, x)
+    try:
+        setattr(owner, last, "ieee" if "fp32" in last else not before)
+        fast(x, x)
+        assert len(fast.programs) == 2
+    finally:
+        setattr(owner, last, before)
+    fast(x, x)
+    assert len(fast.programs) == 2
+
+
+def test_the_kernel_of_attention_that_is_asked_for_has_a_graph_of_its_own(graphs):
+    def step(state, x):
+        return state, nn.functional.scaled_dot_product_attention(x, x, x)
+
+    fast, x = ps.capture(step), torch.rand(1, 1, 4, 4)
+    fast(x, x)
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(backend):
+            fast(x, x)
+    assert len(fast.programs) == 3
+
+
 def test_a_weight_that_autocast_has_cached_is_cast_in_each_replay(graphs):
     w = nn.Parameter(torch.eye(3))
 
@@ -636,6 +708,16 @@ def test_a_ninth_state_that_is_held_is_refused_and_a_free_graph_is_given_up(grap
     fast(start(5), xs(1, 5)[0])  # of another form
     assert len(fast.programs) == 3
     assert same_bits(held, before)
+
+
+def test_of_a_graph_that_is_freed_for_another_one_the_logger_warns_once(graphs, caplog):
+    fast = ps.capture(mean, donate=True, max_graphs=2)
+    for size in (3, 4, 5, 3, 4, 5):
+        fast(start(size), xs(1, size)[0])
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("capture(mean) has 2 graphs, and frees one")
+    assert "shapes that vary, such as (3,), (4,)" in warning
+    assert "max_graphs=4" in warning
 
 
 def test_a_state_in_a_cycle_does_not_hold_its_graph(graphs):
@@ -684,6 +766,56 @@ def test_a_leaf_that_a_step_returns_as_it_was_is_given_up_and_returned():
     with pytest.raises(RuntimeError, match="was donated"):
         fast(first, first)
     fast(second, first)
+
+
+def test_of_two_threads_with_one_state_the_second_is_refused(graphs):
+    fast, start = ps.capture(lambda state, x: (state + x, x), donate=True), threading.Barrier(2)
+    state, told = fast(torch.zeros(300), torch.ones(300))[0], []
+
+    def meet(*args):  # before the calls take turns
+        start.wait(5)
+        return form_of(*args)
+
+    def work():
+        try:
+            told.append(fast(state, torch.ones(300))[0].sum().item())
+        except RuntimeError as error:
+            told.append(str(error))
+
+    with pytest.MonkeyPatch.context() as patch:
+        form_of = capture.form_of
+        patch.setattr(capture, "form_of", meet)
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert 600.0 in told
+    assert any("was donated" in str(one) for one in told)
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_state_is_given_up_by_a_call_that_fails_after_its_memory_was_written(
+    times, graphs, monkeypatch
+):
+    fast, x = ps.capture(mean, donate=True), xs(2)[1]
+    state, _ = run(fast, start(), [x] * times)
+    before = clone(state)
+    fast(ps.clone(state), x)
+    with monkeypatch.context() as patch:
+        patch.setattr(capture.foreach, "clone", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            fast(state, x)
+    if times:  # it was in its place
+        with pytest.raises(RuntimeError, match="was donated"):
+            fast(state, x)
+    else:
+        assert same_bits(state, before)
+        assert same_bits(fast(state, x), mean(before, x))
+
+
+def fails(tensors):
+    raise torch.OutOfMemoryError
 
 
 def test_a_call_that_is_refused_gives_nothing_up(graphs):
@@ -769,6 +901,17 @@ def test_a_graph_keeps_the_tensors_that_the_step_closes_over(graphs):
     assert {outside["table"].data_ptr(), cached[0].data_ptr()} == set(read)
 
 
+@pytest.mark.parametrize("wrap", [lambda step: step, JITTED], ids=["eager", "jitted"])
+def test_a_graph_keeps_the_memory_of_a_tensor_whose_data_is_replaced(wrap, graphs):
+    """As `module.to` does."""
+    table = torch.arange(3.0)
+    fast = ps.capture(wrap(lambda state, x: (state + table, x)))
+    fast(torch.zeros(3), torch.zeros(3))
+    place = table.data_ptr()
+    table.data = torch.ones(3)
+    assert place in [tensor.data_ptr() for tensor in programs(fast)[0].read]
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 
@@ -785,6 +928,7 @@ READS = {
     "tolist": lambda x: x * x.tolist()[0],
     "numpy": lambda x: x * float(x.numpy()[0]),
     "unique": lambda x: x.unique().sum(),
+    "print": lambda x: (repr(x), x)[1],
 }
 
 
@@ -940,7 +1084,7 @@ def with_a_new_structure():
 
 
 ARE_REFUSED = {
-    with_rng: "rng in its state",
+    with_rng: "rng in its state cannot be traced or captured",
     with_retries: "max_retries reads a flag",
     with_own_step: "Own has a step of its own",
     with_own_step_by_hand: "Own has a step of its own",

@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._jit.compile_log import warn_of_freed_graph
 from .._jit.jit import (
     FlatFunction,
     Jitted,
     check_arguments,
     form_of,
     inside_a_graph,
+    name_of,
     resolved,
     settings_of_torch,
 )
@@ -49,11 +52,16 @@ class Program:
         step: The step, of tensors.
         tensors: Those of the arguments, the first `count` of which are donated.
         graph: The graph to record.
-        is_traced: The step is one of `jit`: it reads no value, and keeps what it closes over.
+        jitted: The step, if it is one of `jit`: it reads no value, and knows what it closes over.
     """
 
     def __init__(
-        self, step: FlatFunction, tensors: list[Tensor], count: int, graph: Graph, is_traced: bool
+        self,
+        step: FlatFunction,
+        tensors: list[Tensor],
+        count: int,
+        graph: Graph,
+        jitted: Jitted | None,
     ) -> None:
         self.graph, self.inputs = graph, foreach.clone(tensors)
         # In whose memory is the new state after a replay.
@@ -72,11 +80,12 @@ class Program:
                 run()
                 # In the second run: what the first one has cached is read from outside. Within a
                 # mode `jit` would trace once more.
-                with contextlib.nullcontext() if is_traced else watched:
+                with contextlib.nullcontext() if jitted else watched:
                     run()
             with graph.recording():
                 self.others = self._settled(run())
-        self.results, self.read = step.results, watched.read
+        self.results = step.results
+        self.read = jitted.programs.closed_over() if jitted else watched.read
         of_graph = list(map(storage_pointer, graph.tensors))
         self.uses = [
             n + of_graph.count(storage_pointer(x)) for n, x in zip(uses, state, strict=True)
@@ -104,9 +113,10 @@ class Program:
         """Return the addresses of the donated ones of the tensors of arguments."""
         return list(map(_data_ptr, tensors[: len(self.state)]))
 
-    def number_in_place(self, tensors: list[Tensor]) -> int:
-        """Return how many donated tensors are in their memory."""
-        return sum(map(operator.eq, self.pointers_of(tensors), self.pointers))
+    def are_in_place(self, tensors: list[Tensor]) -> list[bool]:
+        """Return for each donated tensor if it is in its memory; an empty one has none."""
+        pointers = zip(self.pointers_of(tensors), self.pointers, strict=True)
+        return [0 != pointer == own for pointer, own in pointers]
 
     def is_free(self, tensors: list[Tensor] | None = None) -> bool:
         """Return True if nobody sees the memory of the state, but for donated ones of these tensors
@@ -156,6 +166,7 @@ class Captured:
         self.step, self.donate, self.max_graphs = step, donate, max_graphs
         self.programs: Plans[Program] = Plans(size=None)
         self._lock = threading.Lock()
+        self._has_warned = False  # that a graph was freed for another one
 
     def __call__(self, state: Tree, *others: Tree) -> Tree:
         cuda: Any = torch.cuda
@@ -168,10 +179,10 @@ class Captured:
         tensors = [leaf for leaf in leaves if leaf is not None]
         of_state = leaves[: structure.child(0).num_leaves]
         donated = [leaf for leaf in of_state if leaf is not None] if self.donate else []
-        if any([hasattr(leaf, _GIVEN_UP) for leaf in donated]):
-            raise _given_up(state, of_state)
-        key = form_of(structure, leaves, tensors), settings_of_torch(), _settings_of_cudnn()
+        key = form_of(structure, leaves, tensors), settings_of_torch(), _settings_of_kernels()
         with self._lock:  # until the results are copied
+            if any([hasattr(leaf, _GIVEN_UP) for leaf in donated]):
+                raise _given_up(state, of_state)
             program = self._lookup(tensors, key)  # which has plain tensors on one device
             if program is None:
                 tensors = check_arguments(args, leaves, by="capture")
@@ -182,12 +193,16 @@ class Captured:
                     program = self._lookup(tensors, key)
                     program = program or self._recorded(flat, key, tensors, len(donated))
             if program is not None:
-                returned = program(tensors)
+                try:
+                    returned = program(tensors)
+                except BaseException:  # the replay may have overwritten what is in its place
+                    _give_up(itertools.compress(donated, program.are_in_place(tensors)))
+                    raise
+                _give_up(donated)
         if program is None:
             with capturing():
                 returned = _other_objects(self._checked(*args), donated)
-        for leaf in donated:
-            setattr(leaf, _GIVEN_UP, True)
+            _give_up(donated)
         return returned
 
     def _checked(self, state: Tree, *others: Tree) -> Tree:
@@ -208,13 +223,13 @@ class Captured:
         """
         alike = list(self.programs.matching(tensors, key))
         if len(alike) > 1:
-            alike.sort(key=lambda program: -program.number_in_place(tensors))
+            alike.sort(key=lambda program: -sum(program.are_in_place(tensors)))
         return next((program for program in alike if program.is_free(tensors)), None)
 
     def _recorded(self, step: FlatFunction, key: Any, tensors: list[Tensor], count: int) -> Program:
         """Return a new program, in place of one whose memory nobody sees if there are too many."""
         if len(self.programs):
-            # A cycle may hold a state; and a graph in one must not die while this one records.
+            # A cycle may hold a state.
             gc.collect()
             if (program := self._lookup(tensors, key)) is not None:
                 return program
@@ -222,11 +237,15 @@ class Captured:
             free = [program for program in self.programs if program.is_free()]
             if not free:
                 raise _all_are_held(self.max_graphs)
+            if not self._has_warned:
+                shapes = [[tensor.shape for tensor in one.inputs] for one in self.programs]
+                warn_of_freed_graph(name_of(self.step), shapes)
+                self._has_warned = True
             self.programs.discard(free[-1])  # the oldest
             free[-1].graph.reset()
         device = tensors[0].device
-        graph, is_traced = GRAPHS[device.type](device), isinstance(self.step, Jitted)
-        program = Program(step, tensors, count, graph, is_traced)
+        jitted = self.step if isinstance(self.step, Jitted) else None
+        program = Program(step, tensors, count, GRAPHS[device.type](device), jitted)
         self.programs.add(program.inputs, key, program)
         return program
 
@@ -240,9 +259,20 @@ class Captured:
             self.programs = Plans(size=None)
 
 
-def _settings_of_cudnn() -> Any:
-    cudnn = torch.backends.cudnn
-    return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
+def _settings_of_kernels() -> Any:
+    """Return the global settings of torch that decide by which kernels a GPU computes."""
+    cudnn: Any = torch.backends.cudnn
+    cuda: Any = torch.backends.cuda
+    return (
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        [private.float32_precision("cuda", operators) for operators in ("conv", "rnn")],
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )
 
 
 def _entering(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -261,6 +291,11 @@ def _entering(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
         return tensors
     tensors = [tensor.detach().to(device) for tensor in resolved(tensors)]
     return [tensor if foreach.is_gapless(tensor) else tensor.clone() for tensor in tensors]
+
+
+def _give_up(donated: Iterable[Tensor]) -> None:
+    for leaf in donated:
+        setattr(leaf, _GIVEN_UP, True)
 
 
 def _other_objects(returned: Tree, donated: list[Tensor]) -> Tree:
@@ -306,13 +341,13 @@ def capture(step: Callable[..., Tree], donate: bool = False, max_graphs: int = 8
 
     A replay runs no Python of the step, and launches all kernels at once. The first call with
     arguments of a structure, shapes, strides, dtypes and settings of torch (autocast, grad mode,
-    determinism, cuDNN) runs the step twice on copies, records it a third time, and replays that.
-    Nothing that the caller has changes by this, nor do torch's generators. Later calls with
-    arguments like these replay. Each graph has memory of its own for its arguments. With `donate`
-    the state stays there from call to call, without a copy, and other arguments are copied in; all
-    other results are copied out. A graph whose memory holds a state that somebody still has is not
-    used for another state, which gets a graph of its own: so several states may take turns, and a
-    `clone` may be returned to.
+    determinism, precision, kernels) runs the step twice on copies, records it a third time, and
+    replays that. Nothing that the caller has changes by this, nor do torch's generators. Later
+    calls with arguments like these replay. Each graph has memory of its own for its arguments. With
+    `donate` the state stays there from call to call, without a copy, and other arguments are copied
+    in; all other results are copied out. A graph whose memory holds a state that somebody still has
+    is not used for another state, which gets a graph of its own: so several states may take turns,
+    and a `clone` may be returned to.
 
     A new scale, a skipped step, a schedule of a step count and dropout work as in `step`: they are
     tensors, and draws from torch's default generator. What `step` closes over is baked in: numbers,
@@ -329,7 +364,7 @@ def capture(step: Callable[..., Tree], donate: bool = False, max_graphs: int = 8
         donate: The caller gives up the state that he passes in. A tensor that was given up is
             refused in later calls.
         max_graphs: The largest number of graphs. One more takes the place of one whose memory
-            nobody sees.
+            nobody sees, of which the logger `purescale` warns once.
 
     Returns:
         A function of the same arguments. Arguments on the host are copied to the device of the

@@ -1,4 +1,4 @@
-"""What the `purescale` logger says of compiling: if it takes long, and if it happens often."""
+"""What the `purescale` logger says of making graphs: if it takes long, and if it happens often."""
 
 from __future__ import annotations
 
@@ -47,15 +47,29 @@ def warn_of_graphs(name: str, shapes: Sequence[Sequence[Size]]) -> None:
     """
     if len(shapes) != GRAPHS + 1:
         return
-    columns = [set(column) for column in zip(*shapes, strict=False)]
-    most = max(map(len, columns), default=0)
-    cause = "arguments that differ in structure, dtype or strides"
-    if most > 1:
-        varying = next(column for column in columns if len(column) == most)
-        cause = f"shapes that vary, such as {', '.join(map(str, sorted(map(tuple, varying))[:3]))}"
     _log.warning(
         "jit(%s) has made %d graphs, one for each kind of arguments, and each was compiled. Likely "
         "cause: %s. Fix: pad to a few lengths and drop the last, smaller batch; or compile loss_fn "
         "alone, `torch.compile(loss_fn)`, which takes any length.",
-        *(name, len(shapes), cause),
+        *(name, len(shapes), _cause(shapes)),
     )
+
+
+def warn_of_freed_graph(name: str, shapes: Sequence[Sequence[Size]]) -> None:
+    """Say that a graph was freed to record another one, as `warn_of_graphs`."""
+    _log.warning(
+        "capture(%s) has %d graphs, and frees one to record another, which takes longer than three "
+        "steps. Likely cause: %s. Fix: pad to a few lengths and drop the last, smaller batch; or "
+        "max_graphs=%d.",
+        *(name, len(shapes), _cause(shapes), 2 * len(shapes)),
+    )
+
+
+def _cause(shapes: Sequence[Sequence[Size]]) -> str:
+    """Return in what the arguments of graphs differ."""
+    columns = [set(column) for column in zip(*shapes, strict=False)]
+    most = max(map(len, columns), default=0)
+    if most <= 1:
+        return "arguments that differ in structure, dtype or strides"
+    varying = next(column for column in columns if len(column) == most)
+    return f"shapes that vary, such as {', '.join(map(str, sorted(map(tuple, varying))[:3]))}"

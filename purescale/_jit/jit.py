@@ -146,7 +146,7 @@ class Programs:
     """The programs of one function, each made when arguments like its own first come."""
 
     def __init__(self, fn: Callable[..., Tree]) -> None:
-        self._name = getattr(fn, "__qualname__", None) or short_repr(fn)
+        self._name = name_of(fn)
         self._plans: Plans[Program] = Plans(size=None)
 
     def of(
@@ -175,6 +175,10 @@ class Programs:
         """Return the program for arguments of this form like these, or None."""
         programs = self._plans.matching(tensors, (form, settings_of_torch()))
         return next(filter(Program.is_current, programs), None)
+
+    def closed_over(self) -> list[Tensor]:
+        """Return the tensors that the function closes over, as views that keep their memory."""
+        return [tensor.detach() for program in self._plans for tensor in program.closed_over]
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -229,6 +233,11 @@ class Jitted:
         return module
 
 
+def name_of(fn: Callable[..., Tree]) -> str:
+    """Return the name of a function in warnings."""
+    return getattr(fn, "__qualname__", None) or short_repr(fn)
+
+
 def inside_a_graph() -> bool:
     """Return True in a trace or a transform, of which a function is a part."""
     return traced() or recorded_by_make_fx()
@@ -254,7 +263,8 @@ def settings_of_torch() -> Any:
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        private.float32_precision("cuda", "matmul"),
+        private.float32_precision("mkldnn", "matmul"),
         active_autocast(),
         [type(mode) for mode in modes],
         torch.get_default_device() if modes else None,

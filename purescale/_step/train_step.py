@@ -248,8 +248,8 @@ def _check_state(state: Any, microbatches: Any, options: StepOptions) -> None:
         check_guarded(options.guard, state.guard)
     if not isinstance(state.rng, tuple):
         refuse_in_a_trace(
-            "a step with rng in its state cannot be traced: torch.compile and torch.func do not "
-            "follow torch's generators.",
+            "a step with rng in its state cannot be traced or captured: torch.compile, torch.func "
+            "and CUDA graphs do not follow torch's generators.",
             "state._replace(rng=()), torch.manual_seed before the step, and for vmap "
             "randomness='different'.",
         )

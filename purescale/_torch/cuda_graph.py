@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from .._torch import private
 from .._torch.donation import storage_pointer
@@ -53,6 +56,7 @@ class CudaGraph:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record operators in place of running them. Other threads may use the device."""
+        gc.collect()  # a graph in a cycle must not be destroyed meanwhile
         try:
             # The outer context restores the stream where the end of a capture raises.
             with (
@@ -86,17 +90,44 @@ class CudaGraph:
         self._graph.reset()
 
 
+def compiling_nothing() -> Any:
+    """Run functions of torch.compile as they are: it does not compile within such a mode."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    set_stance: Any = torch.compiler.set_stance
+    return set_stance("force_eager")
+
+
 def watching(inputs: Sequence[Tensor]) -> Any:
     """Return a mode in which an operator that reads a value of the device of `inputs` raises a
-    ReadError. Its list `read` has each tensor that operators read and did not make, but `inputs`.
+    ReadError. Its list `read` keeps the memory that operators read and did not make, but that of
+    `inputs`.
     """
     memory = set(map(storage_pointer, inputs))  # in whose memory is an input or a result
     device = inputs[0].device
+
+    class NoPrints(TorchFunctionMode):  # which switch off modes that see operators
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is Tensor.__repr__ and args[0].device == device:
+                raise ReadError("print")
+            return func(*args, **(kwargs or {}))
 
     class Watching(private.DispatchMode):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.read: list[Tensor] = []
+            self._others = contextlib.ExitStack()
+
+        def __enter__(self) -> Any:
+            self._others.enter_context(NoPrints())
+            self._others.enter_context(compiling_nothing())
+            return super().__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            self._others.close()
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -108,7 +139,7 @@ def watching(inputs: Sequence[Tensor]) -> Any:
             for tensor in tensors:
                 if (pointer := storage_pointer(tensor)) not in memory:
                     memory.add(pointer)
-                    self.read.append(tensor)
+                    self.read.append(tensor.detach())  # `tensor.data` may be replaced
             returned = func(*args, **(kwargs or {}))
             results = _tensors(returned)
             is_copy = func.overloadpacket.__name__ in ("_to_copy", "copy_")

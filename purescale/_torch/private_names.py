@@ -193,6 +193,11 @@ NAMES = {
         lambda tensor: None,
         lambda hooks: hooks.__get__,
     ),
+    # The public functions raise where the settings of two backends differ. Without it a change of
+    # the precision makes no new program.
+    "float32_precision": Name(
+        "torch._C._get_fp32_precision_getter", "jit or capture", lambda backend, operators: "none"
+    ),
     # lists, optimizers
     "clone_list": Name("torch._foreach_clone", "a copy", _clone_one_by_one),
     # the loss scale; without it the rule is a formula of more than twice as many kernels

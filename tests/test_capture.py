@@ -1141,12 +1141,29 @@ def test_a_group_is_refused(where, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"step": 3}, {"donate": 0}, {"max_graphs": 0}, {"max_graphs": 1.5}], ids=str
+    "arguments",
+    [{"step": 3}, {"donate": 0}, {"max_graphs": 0}, {"max_graphs": 1.5}, {"warmup": 0}],
+    ids=str,
 )
 def test_wrong_settings_are_refused(arguments):
     (name,) = arguments
+    step = arguments.get("step", mean)
+    arguments = {key: value for key, value in arguments.items() if key != "step"}
     with pytest.raises((TypeError, ValueError), match="capture" if name == "step" else name):
-        ps.capture(**{"step": mean, **arguments})
+        ps.capture(step, **arguments)
+
+
+@pytest.mark.parametrize("warmup", [1, 2, 5])
+def test_a_step_runs_as_often_as_it_is_warmed_up_and_once_to_be_recorded(warmup, graphs):
+    calls = []
+
+    def step(state, x):
+        calls.append(None)
+        return mean(state, x)
+
+    fast = ps.capture(step, donate=True, warmup=warmup)
+    assert same_bits(run(fast, start(), xs(4)), run(mean, start(), xs(4)))
+    assert len(calls) == warmup + 1
 
 
 # ---- where it is the step itself -----------------------------------------------------------------

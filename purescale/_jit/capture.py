@@ -53,6 +53,7 @@ class Program:
         tensors: Those of the arguments, the first `count` of which are donated.
         graph: The graph to record.
         jitted: The step, if it is one of `jit`: it reads no value, and knows what it closes over.
+        warmup: How often it runs before it is recorded.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Program:
         count: int,
         graph: Graph,
         jitted: Jitted | None,
+        warmup: int,
     ) -> None:
         self.graph, self.inputs = graph, foreach.clone(tensors)
         # In whose memory is the new state after a replay.
@@ -77,8 +79,9 @@ class Program:
         draws = torch.random.fork_rng([device] if device.type == "cuda" else [])
         with _RECORDING, draws, capturing(), explained(ReadError):
             with graph.warming_up():
-                run()
-                # In the second run: what the first one has cached is read from outside. Within a
+                for _ in range(warmup - 1):
+                    run()
+                # In the last run: what the first one has cached is read from outside. Within a
                 # mode `jit` would trace once more.
                 with contextlib.nullcontext() if jitted else watched:
                     run()
@@ -161,9 +164,11 @@ def _place(tensor: Tensor) -> Any:
 class Captured:
     """The function that `capture` returns."""
 
-    def __init__(self, step: Callable[..., Tree], donate: bool, max_graphs: int) -> None:
+    def __init__(
+        self, step: Callable[..., Tree], donate: bool, warmup: int, max_graphs: int
+    ) -> None:
         functools.update_wrapper(self, step, updated=())
-        self.step, self.donate, self.max_graphs = step, donate, max_graphs
+        self.step, self.donate, self.warmup, self.max_graphs = step, donate, warmup, max_graphs
         self.programs: Plans[Program] = Plans(size=None)
         self._lock = threading.Lock()
         self._has_warned = False  # that a graph was freed for another one
@@ -245,7 +250,8 @@ class Captured:
             free[-1].graph.reset()
         device = tensors[0].device
         jitted = self.step if isinstance(self.step, Jitted) else None
-        program = Program(step, tensors, count, GRAPHS[device.type](device), jitted)
+        graph = GRAPHS[device.type](device)
+        program = Program(step, tensors, count, graph, jitted, self.warmup)
         self.programs.add(program.inputs, key, program)
         return program
 
@@ -331,7 +337,9 @@ def _all_are_held(max_graphs: int) -> RuntimeError:
 # ---- capture -------------------------------------------------------------------------------------
 
 
-def capture(step: Callable[..., Tree], donate: bool = False, max_graphs: int = 8) -> Captured:
+def capture(
+    step: Callable[..., Tree], *, donate: bool = False, warmup: int = 2, max_graphs: int = 8
+) -> Captured:
     """Equal to `step`, on a GPU by a CUDA graph of all its operators, which is recorded once and
     replayed for other values.
 
@@ -341,8 +349,8 @@ def capture(step: Callable[..., Tree], donate: bool = False, max_graphs: int = 8
 
     A replay runs no Python of the step, and launches all kernels at once. The first call with
     arguments of a structure, shapes, strides, dtypes and settings of torch (autocast, grad mode,
-    determinism, precision, kernels) runs the step twice on copies, records it a third time, and
-    replays that. Nothing that the caller has changes by this, nor do torch's generators. Later
+    determinism, precision, kernels) runs the step on copies, records it once more, and replays
+    that. Nothing that the caller has changes by this, nor do torch's generators. Later
     calls with arguments like these replay. Each graph has memory of its own for its arguments. With
     `donate` the state stays there from call to call, without a copy, and other arguments are copied
     in; all other results are copied out. A graph whose memory holds a state that somebody still has
@@ -363,6 +371,8 @@ def capture(step: Callable[..., Tree], donate: bool = False, max_graphs: int = 8
             from the old one in values only.
         donate: The caller gives up the state that he passes in. A tensor that was given up is
             refused in later calls.
+        warmup: How often the step runs before it is recorded: libraries allocate in the first run,
+            and what that one caches is read in the second. A step that caches nothing needs 1.
         max_graphs: The largest number of graphs. One more takes the place of one whose memory
             nobody sees, of which the logger `purescale` warns once.
 
@@ -395,8 +405,7 @@ def capture(step: Callable[..., Tree], donate: bool = False, max_graphs: int = 8
             f"donate is {short_repr(donate)}; expected True or False: only the first argument, the "
             "state, can be donated. Fix: `capture(step, donate=True)`."
         )
-    if not is_whole(max_graphs) or max_graphs < 1:
-        raise ValueError(
-            f"max_graphs must be a whole number above 0, got {short_repr(max_graphs)}."
-        )
-    return Captured(step, donate, max_graphs)
+    for name, number in (("warmup", warmup), ("max_graphs", max_graphs)):
+        if not is_whole(number) or number < 1:
+            raise ValueError(f"{name} must be a whole number above 0, got {short_repr(number)}.")
+    return Captured(step, donate, warmup, max_graphs)

@@ -3,6 +3,7 @@
 import collections
 import math
 import re
+import types
 from typing import NamedTuple
 
 import hypothesis.strategies as st
@@ -222,6 +223,14 @@ def test_a_state_that_no_kernel_takes_goes_by_the_formula(case):
     assert new.scale.shape == state.scale.shape
     if not new.scale.is_meta:
         assert (new.scale == 4).all()
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_another_record_with_the_fields_of_a_state_is_updated_as_the_state(bad):
+    rule = ps.DynamicScale(8.0, growth_interval=1)
+    state, flag = rule.init(), torch.tensor(bad)
+    record = types.SimpleNamespace(**state._asdict(), more=3)
+    assert same_bits(rule.update(record, flag), rule.update(state, flag))
 
 
 def test_a_flag_of_another_device_is_not_handed_to_a_kernel_that_takes_addresses():

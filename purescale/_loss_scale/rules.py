@@ -334,6 +334,8 @@ class DynamicScale:
 
 def _host_updates(scaler: Any, found_inf: Tensor) -> bool:
     """Return True if the host may read this state and the flag, and computes what tensors would."""
+    if not isinstance(scaler, ScalerState):  # another with these fields, and perhaps more
+        return False
     leaves = tuple(scaler)
     return (
         host_can_read((*leaves, found_inf))

@@ -545,6 +545,25 @@ def test_a_donated_step_on_a_graph_is_that_without_donation(call):
     assert found[1].requires_grad
 
 
+class Learned(ps.DynamicScale):
+    """A rule whose scale is on the graph of a factor."""
+
+    def update(self, scaler, found_inf):
+        factor = torch.ones((), requires_grad=True)
+        scaler = super().update(scaler, found_inf)
+        return scaler._replace(scale=scaler.scale * factor)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_the_scale_of_a_rule_that_records_a_graph_is_on_it_in_each_step(donate):
+    adamw, rule = ps.from_torch(torch.optim.AdamW, lr=0.1), Learned()
+    for _ in range(2):  # the second step is planned
+        state = ps.init_train_state({"w": torch.ones(3)}, {}, adamw, rule)
+        settings = {"loss_fn": product, "optimizer": adamw, "rule": rule, "donate": donate}
+        state, _ = ps.train_step(state, [torch.ones(3)], **settings)
+        assert state.scaler.scale.requires_grad
+
+
 # ---- a donated state as NaN ----------------------------------------------------------------------
 
 

@@ -92,6 +92,31 @@ def test_slots_in_another_order_of_keys_are_those_of_their_parameters(name, dona
         assert same_bits(slots_of(found[1], name), slots_of(expected[1], name))
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam"])
+def test_slots_in_another_order_of_keys_come_back_in_one_order_donated_or_not(name):
+    optimizer, params = made(name), params_of()
+    state = optimizer.init(params)
+    turned = {key: dict(reversed(column.items())) for key, column in state.slots.items()}
+    returned = [
+        ps.maybe_step(
+            *(optimizer, clone(params), params, clone(state._replace(slots=turned)), False),
+            donate=donate,
+        )[1]
+        for donate in (False, True)
+    ]
+    assert ps.fingerprint(returned[0]) == ps.fingerprint(returned[1])
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_the_count_beside_a_parameter_of_a_subclass_is_of_none():
+    optimizer, params = made("AdamW"), {"a": torch.ones(2).as_subclass(Subclass)}
+    _, state = optimizer.step(params, {"a": torch.ones(2)}, optimizer.init(params))
+    assert type(state.applied) is torch.Tensor
+
+
 # ---- counts --------------------------------------------------------------------------------------
 
 

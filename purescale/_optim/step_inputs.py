@@ -19,10 +19,12 @@ from .._optim.opt_state import (
     is_of_torch,
     param_names,
     scalars_of,
+    stored_settings,
     tensors_of,
     values_of,
     with_columns,
     with_scalars,
+    with_stored,
     without_wrappers,
 )
 from .._torch import dtensor, foreach
@@ -120,19 +122,22 @@ class StepInputs(NamedTuple):
         except ValueError:
             raise foreign_parameters(param_names(self.opt_state), self.names) from None
 
-    def writable(self, *, in_place: bool) -> StepInputs:
+    def writable(self, *, in_place: bool, keeps_form: bool) -> StepInputs:
         """Return the inputs with parameters and state that a kernel may write into: these, off the
-        graph, if `in_place`, else copies. Slots get the memory order of their parameter.
+        graph, if `in_place`, else copies. Slots get the memory order of their parameter, and the
+        state the form that steps return, unless it `keeps_form`.
         """
         replaced = self.replaced
         is_ready = replaced and replaced.are_contiguous and not replaced.any_requires_grad
-        if in_place and is_ready:
+        if in_place and keeps_form and is_ready:
             return self
         state, columns, params = self.opt_state, self.columns, self.params
         numbers = [state.applied, *scalars_of(state)]
-        old = [*params, *values_of(columns), *numbers]
+        tensors = [*params, *values_of(columns)]
+        old = [*tensors, *numbers]
         if not in_place or any([tensor.requires_grad for tensor in old]):
-            new = old if in_place else foreach.clone(old)
+            # one list would make numbers of the subclass that a parameter has
+            new = old if in_place else [*foreach.clone(tensors), *foreach.clone(numbers)]
             working = iter([t.detach() if t.requires_grad else t for t in new])
             params = list(itertools.islice(working, len(params)))
             columns = columns_like(columns, working)
@@ -149,6 +154,15 @@ class StepInputs(NamedTuple):
             }
         writable = self._replace(param_list=TensorList(params), opt_state=state, replaced=None)
         return writable._replace(opt_state=writable.with_columns(columns))
+
+    def keeps_form(self) -> bool:
+        """Return True if the state is in the form that steps return: its trees are in the order of
+        the parameters, in containers of Python's.
+        """
+        state = self.with_columns(self.columns)
+        state = with_stored(state, stored_settings(state))
+        structure = _tree.flatten(self.opt_state)[1]
+        return _tree.is_of_builtins(structure) and bool(_tree.flatten(state)[1] == structure)
 
     @property
     def stepped(self) -> Sequence[int]:

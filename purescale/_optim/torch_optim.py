@@ -162,6 +162,7 @@ class UpdatePlan(NamedTuple):
 
     groups: list[ParamGroup]
     launches: list[Launch] | None  # of torch's kernel; None if it is not right for the tensors
+    keeps_form: bool  # as `StepInputs.keeps_form`, where it is known
 
 
 class TorchOptimizer(Updater):
@@ -243,7 +244,8 @@ class TorchOptimizer(Updater):
         self.settings.check(opt_state)
         if inputs.positions is None:  # a piece need not have a parameter of each override
             self.settings.check_names(names)
-        return UpdatePlan(groups, launches)
+        keeps_form = launches is not None and not traced() and inputs.keeps_form()
+        return UpdatePlan(groups, launches, keeps_form)
 
     def current_settings(self, opt_state: OptState) -> CurrentSettings:
         """Return the settings of a step that may differ from those of the step before."""
@@ -254,7 +256,7 @@ class TorchOptimizer(Updater):
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, in fresh memory."""
         if plan.launches is not None and self._fused_step.is_right_for(inputs, current):
-            return self._apply_fused(None, inputs, plan.launches, current, in_place=False)
+            return self._apply_fused(None, inputs, plan, current, in_place=False)
         inputs = inputs.unscaled()
         params, state = self._step(inputs, _cast_gradients(inputs), plan.groups, current)
         return params, self._advanced(state, 1)
@@ -272,23 +274,24 @@ class TorchOptimizer(Updater):
         if plan.launches is None or not self._fused_step.is_right_for(inputs, current):
             return super().apply_step_unless(skip, inputs, plan, current, in_place=in_place)
         flag = None if isinstance(skip, bool) else skip
-        return self._apply_fused(flag, inputs, plan.launches, current, in_place=in_place)
+        return self._apply_fused(flag, inputs, plan, current, in_place=in_place)
 
     def _apply_fused(
         self,
         skip: Tensor | None,
         inputs: StepInputs,
-        launches: list[Launch],
+        plan: UpdatePlan,
         current: CurrentSettings,
         *,
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after a step by the fused kernel, unless it is skipped."""
+        launches = plan.launches or []
         if traced() and not torch.compiler.is_dynamo_compiling():
             params, columns = self._fused_step.in_a_graph(inputs, launches, current, skip)
             state = inputs.with_columns(columns)
             return params, self._advanced(state, 1 if skip is None else ~skip)
-        inputs = inputs.writable(in_place=in_place)
+        inputs = inputs.writable(in_place=in_place, keeps_form=plan.keeps_form)
         self._fused_step(inputs, launches, current, skip)
         return inputs.params, inputs.opt_state
 

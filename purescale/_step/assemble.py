@@ -84,8 +84,10 @@ def assemble(
 
 
 def _written_over(start: Start, new: Leaves) -> Leaves:
-    """Return scaler, count, generator and guard after `new` was written into those of the start."""
-    if not start.inputs.are_writable:
+    """Return scaler, count, generator and guard after `new` was written into those of the start. If
+    a rule or a guard returned tensors on a graph, nothing is written.
+    """
+    if not start.inputs.are_writable or any(map(_requires_grad, new)):
         return written_over(start.others, new)
     foreach.copy_(start.others, new)
     return start.others

@@ -122,7 +122,7 @@ SMALL_DECODER = decoder_task(33, 4, 16, dim=16, depth=1, heads=2)
 
 
 def captured_steps(given: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
-    """Of a model whose kernels are not short, eager and jitted."""
+    """Yield the rows of a model whose kernels are not short, eager and jitted."""
     task = SMALL_DECODER if given.rehearse else DECODER
     step = functools.partial(train_step.purescale, task, given, max_norm=1.0)
     donating = functools.partial(step, donate=True)

@@ -59,21 +59,27 @@ def test_the_python_of_a_page_runs(name, tmp_path, monkeypatch):
     run(name)
 
 
-@pytest.mark.slow
-def test_the_script_that_scaling_up_begins_with_trains_over_two_ranks(tmp_path):
-    page = PAGES["docs/scaling.md"].read_text()
-    command = re.search(r"^OMP_NUM_THREADS=1 torchrun (.*) train.py$", page, re.M)
-    (tmp_path / "train.py").write_text(blocks(PAGES["docs/scaling.md"])[0])
+def output_of_script(page, folder):
+    """Run the first block of a page by the command that stands there, and return what it prints."""
+    command = re.search(r"^OMP_NUM_THREADS=1 torchrun (.*) train.py$", page.read_text(), re.M)
+    (folder / "train.py").write_text(blocks(page)[0])
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *command[1].split(), "train.py"],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    loss, steps = re.fullmatch(r"loss (\S+), (\d+) steps, scale 65536\n", done.stdout).groups()
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_script_that_scaling_up_begins_with_trains_over_two_ranks(tmp_path):
+    page = PAGES["docs/scaling.md"].read_text()
+    printed = output_of_script(PAGES["docs/scaling.md"], tmp_path)
+    loss, steps = re.fullmatch(r"loss (\S+), (\d+) steps, scale 65536\n", printed).groups()
     assert page.index("```python") < 200
     assert f"Two ranks take {steps} steps" in page
     assert float(loss) < 0.5

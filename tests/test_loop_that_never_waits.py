@@ -20,8 +20,8 @@ TRAINING = "batches, rows = iter(loader), []"
 
 
 def page(device="cpu"):
-    """What the first block of the page defines on a device, before the training, and the training
-    as code.
+    """Return what the first block of the page defines on a device, before the training, and the
+    training as code.
     """
     text = blocks(PAGE)[0]
     assert text.count(CHOSEN) == text.count(TRAINING) == 1

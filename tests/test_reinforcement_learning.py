@@ -4,16 +4,13 @@ as with torch's scalers, and what the page says of flags, repeats, critics and s
 
 import functools
 import math
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import assert_close, clone, in_processes, same_bits
-from test_docs import PAGES, ROOT, blocks
+from test_docs import PAGES, blocks, output_of_script
 from test_dtensor import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,7 +25,7 @@ TOLERANCE = 1e-6  # `unscale_and_step` unscales and clips by one division
 
 
 def definitions(rule=RULE):
-    """What the blocks of the page for many ranks define."""
+    """Return what the blocks of the page for many ranks define."""
     names = {"__name__": "page"}
     program, *others = blocks(PAGES[PAGE])[:3]
     for block in (program.split("dist.init_process_group")[0], *others):
@@ -266,19 +263,8 @@ def test_the_sampler_has_the_bits_that_the_trainer_computes_with():
 @pytest.mark.slow
 def test_the_script_of_the_page_trains_over_two_ranks(tmp_path):
     page = PAGES[PAGE].read_text()
-    command = re.search(r"^OMP_NUM_THREADS=1 torchrun (.*) train.py$", page, re.M)
-    (tmp_path / "train.py").write_text(blocks(PAGES[PAGE])[0])
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command[1].split(), "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
     pattern = r"reward (\S+), at last (\S+)\n(\d+) of 80 steps skipped, scale \d+\n"
-    first, last, skips = re.fullmatch(pattern, done.stdout).groups()
+    first, last, skips = re.fullmatch(pattern, output_of_script(PAGES[PAGE], tmp_path)).groups()
     assert float(first) < 0.3
     assert float(last) > 0.9
     assert f"Each of the first {skips} steps overflows" in page.replace("\n", " ")

@@ -132,22 +132,26 @@ any_dynamic_scale = st.builds(
 )
 
 
+def updated_as_by_the_formula(mode, rule, state, bad):
+    """Return the update within `mode`, and what ran, if it is a formula's, and pure."""
+    flag, before = torch.tensor(bad), [t.clone() for t in state]
+    with mode() as run:
+        new = rule.update(state, flag)
+    assert same_bits(new, by_formula(rule, state, bad))
+    assert same_bits(list(state), before)
+    assert not shares_memory(new, [*state, flag])
+    assert len({t.data_ptr() for t in new}) == 4
+    return new, run
+
+
 @examples(200)
 @given(legal_rules | any_dynamic_scale, st.none() | damaged_states, flags)
 def test_an_update_by_torchs_operator_is_the_formula_bit_for_bit(rule, state, pattern):
     state = rule.init() if state is None else state
+    reaches_inf = rule.max_scale * rule.growth_factor > 2.0**127
     for bad in pattern:
-        flag = torch.tensor(bad)
-        before = [t.clone() for t in state]
-        with AsOnAnAccelerator() as run:
-            new = rule.update(state, flag)
-        reaches_inf = rule.max_scale * rule.growth_factor > 2.0**127
+        state, run = updated_as_by_the_formula(AsOnAnAccelerator, rule, state, bad)
         assert (OPERATOR in run.ops) is (rule.hysteresis == 1 and not reaches_inf)
-        assert same_bits(new, by_formula(rule, state, bad))
-        assert same_bits(list(state), before)
-        assert not shares_memory(new, [*state, flag])
-        assert len({t.data_ptr() for t in new}) == 4
-        state = new
 
 
 @examples(200)
@@ -155,16 +159,8 @@ def test_an_update_by_torchs_operator_is_the_formula_bit_for_bit(rule, state, pa
 def test_an_update_on_the_host_is_the_formula_bit_for_bit(rule, state, pattern):
     state = rule.init() if state is None else state
     for bad in pattern:
-        flag = torch.tensor(bad)
-        before = [t.clone() for t in state]
-        with Dispatched() as run:
-            new = rule.update(state, flag)
+        state, run = updated_as_by_the_formula(Dispatched, rule, state, bad)
         assert run.reads == 5
-        assert same_bits(new, by_formula(rule, state, bad))
-        assert same_bits(list(state), before)
-        assert not shares_memory(new, [*state, flag])
-        assert len({t.data_ptr() for t in new}) == 4
-        state = new
 
 
 def test_lowering_the_hysteresis_below_the_tolerance_backs_off_at_once():

@@ -12,7 +12,13 @@ from .._optim.updater import Updater
 from .._step.step_plan import Start
 from .._step.train_state import StepOptions
 from .._torch import dtensor
-from .._torch.donation import ArgumentMemory, can_write_each, pointers_of_each, storage_pointers
+from .._torch.donation import (
+    ArgumentMemory,
+    are_apart,
+    can_write_each,
+    pointers_of_each,
+    storage_pointers,
+)
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_on_a_graph
 from .._tree import tree as _tree
@@ -39,7 +45,7 @@ def memory_of_step(
     read_only = [*options.clip.tensor_bounds, *batch]
     if donate and inputs.are_writable:
         of_state, of_others = storage_pointers(start.tensors), storage_pointers(read_only)
-        if _are_apart(of_state, of_others):
+        if are_apart(of_state, of_others):
             memory = ArgumentMemory.of([of_state, of_others], batch)
             return memory, MayWrite(True, True, True)
     # Without donation nothing is written into the state of the optimizer.
@@ -73,16 +79,10 @@ def may_write_given(
     lists = [_replaced(inputs), inputs.grads.tensor_list]
     if inputs.are_writable and not optimizer.differentiable:
         tensors = [*lists[0].tensors, *lists[1].tensors]
-        if _are_apart(storage_pointers(tensors), storage_pointers(read_only)):
+        if are_apart(storage_pointers(tensors), storage_pointers(read_only)):
             return True, True
     allowed = can_write_each(lists, read_only)
     return allowed[0] and not _on_graph(optimizer, inputs), allowed[1]
-
-
-def _are_apart(pointers: list[int | None], others: list[int | None]) -> bool:
-    """Return True if storages differ from each other and from others, which are known."""
-    storages = {None, *pointers}
-    return len(storages) == len(pointers) + 1 and storages.isdisjoint(others)
 
 
 def _on_graph(optimizer: Updater, inputs: StepInputs) -> bool:

@@ -80,15 +80,19 @@ def can_write_each(
         pointers = list(map(storage_pointers, [*[some.tensors for some in lists], others]))
     *of_lists, of_others = pointers
     of_lists = list(map(_of_values, lists, of_lists))
-    union, kept = set(itertools.chain(*of_lists)), set(of_others)
-    if len(union) == sum(map(len, of_lists)) and None not in union and union.isdisjoint(kept):
+    if are_apart(list(itertools.chain(*of_lists)), of_others):
         return allowed
     for index, storages in enumerate(of_lists):
-        alone = set(storages)
-        apart = len(alone) == len(storages) and None not in alone and alone.isdisjoint(kept)
-        rest = (other for place, other in enumerate(of_lists) if place != index)
-        allowed[index] = allowed[index] and apart and all(map(alone.isdisjoint, rest))
+        rest = [other for place, other in enumerate(of_lists) if place != index]
+        others_too = list(itertools.chain(of_others, *rest))
+        allowed[index] = allowed[index] and are_apart(storages, others_too)
     return allowed
+
+
+def are_apart(pointers: Sequence[int | None], others: Sequence[int | None]) -> bool:
+    """Return True if these storages are known, and differ from each other and from others."""
+    alone = set(pointers)
+    return len(alone) == len(pointers) and None not in alone and alone.isdisjoint(others)
 
 
 def _are_writable(tensors: Sequence[Tensor]) -> bool:

@@ -97,7 +97,7 @@ def rate(count):
 
 
 class Things:
-    """What the rows of the table name, on the device."""
+    """The objects that the rows of the table name, on the device."""
 
     def __init__(self):
         self.job = job(SIM)

@@ -44,7 +44,7 @@ def check_clip(max_norm: Any, clip_value: Any, norm_type: Any) -> Clip:
         return NO_CLIP
     max_norm = None if max_norm is None else bound("max_norm", max_norm)
     value = None if clip_value is None else bound("clip_value", clip_value)
-    bounds = tuple(each for each in (max_norm, value) if isinstance(each, Tensor))
+    bounds = tuple([each for each in (max_norm, value) if isinstance(each, Tensor)])
     return Clip(max_norm, value, None if max_norm is None else p, bounds)
 
 
@@ -78,6 +78,16 @@ def clip_factor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     max_norm = on_device(max_norm, norm.device)  # `where` would wait for a flag from the host
     factor = (_or_nan(max_norm) / (norm + 1e-6)).clamp(max=1.0)
     return torch.where(max_norm == math.inf, 1.0, factor)  # inf / inf is NaN
+
+
+def clip_factor_of_number(norm: float, max_norm: Any) -> float | None:
+    """Return `clip_factor` of numbers; None for 1, if they are not clipped."""
+    return None if is_unbounded(max_norm) else min(max_norm / (norm + 1e-6), 1.0)
+
+
+def is_unbounded(max_norm: float | Tensor | None) -> bool:
+    """Return True if gradients of any norm are within the bound, which only asks for it."""
+    return max_norm is None or (not isinstance(max_norm, Tensor) and max_norm == math.inf)
 
 
 def _or_nan(bound: Tensor) -> Tensor:

@@ -52,12 +52,16 @@ def sum_of_squares(tensor_list: TensorList) -> Tensor:
     """
     if 0 in tensor_list.elements:
         tensor_list = TensorList([tensor for tensor in tensor_list.tensors if tensor.numel()])
-    tensors, kinds = tensor_list.tensors, tensor_list.kinds
-    if len(kinds) == 1 and sum(tensor_list.elements) <= _FEW:
+    tensors, kinds, size = tensor_list.tensors, tensor_list.kinds, sum(tensor_list.elements)
+    if len(kinds) == 1 and size <= _FEW:
         few = _at_least_float32(flattened(tensors))
         return torch.dot(few, few).double()
-    lists = [tensors] if len(kinds) == 1 else [[tensors[i] for i in indices] for indices in kinds]
-    parts = [torch.linalg.vector_norm(rows, dim=1) for kind in lists for rows in _rows(kind)]
+    if len(kinds) == 1 and size <= _CHUNK:
+        rows = _at_least_float32(_in_rows(list(tensors), size))
+        parts = [torch.linalg.vector_norm(rows, dim=1)]
+    else:
+        lists = [[tensors[i] for i in indices] for indices in kinds]
+        parts = [torch.linalg.vector_norm(rows, dim=1) for kind in lists for rows in _rows(kind)]
     if len({part.dtype for part in parts}) > 1:
         parts = [part.double() for part in parts]
     norms = (parts[0] if len(parts) == 1 else torch.cat(parts)).double()

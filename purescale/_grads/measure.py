@@ -51,18 +51,17 @@ def measure(
     scale: Tensor,
     options: StatsOptions = OVERFLOW_ONLY,
     *,
-    host_reads: bool | None = None,
+    host_reads: bool = False,
 ) -> GradStats:
     """Return the stats of `grads` over their divisor. `scale` is the loss scale. An unusable one
     (0, negative, inf or NaN) counts as overflow, even for unscaled gradients.
 
     On an accelerator and in a trace nothing is read. On a CPU the sum of squares is read, and the
-    exact way is taken only if that sum is not conclusive. `host_reads` says whether the host reads,
-    if that is known.
+    exact way is taken only if that sum is not conclusive. With `host_reads` it is known that it may
+    be read.
     """
-    if host_reads is None:
-        host_reads = host_can_read([scale], grads.tensors) and not is_on_a_graph(grads.tensors)
-    if host_reads:
+    reads = host_reads or host_can_read([scale], grads.tensors)
+    if reads and (host_reads or not is_on_a_graph(grads.tensors)):
         stats = _from_squares(grads, scale, options)
         if stats is not None:
             return stats
@@ -102,7 +101,7 @@ def measure_amax(grads: Gradients, divisor: Tensor, group: Group | None = None) 
 
 def _stats_over(grads: Gradients, divisor: Tensor, norm_type: float | None) -> LocalStats:
     """Return the stats of this rank, or of all ranks of a mesh if gradients are sharded."""
-    if _is_sharded(grads):
+    if not grads.dense_real and any_dtensor(grads.likes):
         return mesh_stats(grads.tensors, grads.present_likes, divisor, norm_type)
     return local_stats(grads.tensors, divisor, norm_type)
 
@@ -119,10 +118,6 @@ def _divisor(grads: Gradients, scale: Tensor) -> Tensor:
     return torch.ones_like(scale) if grads.divisor is None else grads.divisor
 
 
-def _is_sharded(grads: Gradients) -> bool:
-    return not grads.dense_real and any_dtensor(grads.likes)
-
-
 # ---- the sum of squares, the fastest read of a CPU -----------------------------------------------
 
 
@@ -130,15 +125,18 @@ def _from_squares(grads: Gradients, scale: Tensor, options: StatsOptions) -> Gra
     """Return the stats if the sum of squares, which is read, shows them."""
     has_norm = options.norm_type is not None
     enough = options.norm_type == 2 if has_norm else not options.amax
-    one_part = options.group is None and options.norm_group is None and not _is_sharded(grads)
-    if not (enough and one_part and any(grads.tensor_list.elements)):
+    one_part = options.group is None and options.norm_group is None
+    is_sharded = not grads.dense_real and any_dtensor(grads.likes)
+    if is_sharded or not (enough and one_part and any(grads.tensor_list.elements)):
         return None
     squares, loss_scale = sum_of_squares(grads.tensor_list).item(), scale.item()
     divisor = 1.0 if grads.divisor is None else loss_scale
     root = math.sqrt(squares) if squares >= 0 else math.nan  # no element is larger
     if not (0 < loss_scale < math.inf and root / divisor < _SMALLEST_RANGE):
         return None
-    if has_norm and squares < _smallest_reliable_sum(grads):
+    # Above it lost squares do not matter: those below the range of float32 could add less to the
+    # sum than its rounding.
+    if has_norm and squares < sum(grads.tensor_list.elements) * 2.0**-100:
         return None
     amax = measure_amax(grads, _divisor(grads, scale)) if options.amax else None
     overflow = torch.zeros((), dtype=torch.bool, device=scale.device)
@@ -147,13 +145,6 @@ def _from_squares(grads: Gradients, scale: Tensor, options: StatsOptions) -> Gra
 
 # of bfloat16, whose largest number is a little below that of float32
 _SMALLEST_RANGE = torch.finfo(torch.bfloat16).max
-
-
-def _smallest_reliable_sum(grads: Gradients) -> float:
-    """Return the sum of squares above which lost squares do not matter: those below the range of
-    float32 could add less to it than its rounding.
-    """
-    return float(sum(grads.tensor_list.elements) * 2.0**-100)
 
 
 # ---- the largest magnitude -----------------------------------------------------------------------

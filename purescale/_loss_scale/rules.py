@@ -55,18 +55,20 @@ def call_rule(rule: Any, scaler: Any, found_inf: Tensor, amax: Any) -> Any:
     return rule.update(scaler, found_inf, *([amax] if takes_amax(rule) else []))
 
 
-def check_rule(rule: Any) -> None:
-    """Refuse an object that is not a rule, and an `update` that does not match `takes_amax`."""
+def check_rule(rule: Any) -> bool:
+    """Refuse an object that is not a rule, and an `update` that does not match `takes_amax`, which
+    is returned.
+    """
     wants_amax = takes_amax(rule)
     if not torch.compiler.is_dynamo_compiling() and _CHECKED.get(type(rule)) is wants_amax:
-        return
+        return wants_amax
     if what := scalars.not_made(rule, "init", "update"):
         raise TypeError(
             f"rule is {what}; expected an object with `init(device)` and `update(scaler, "
             "found_inf)`. Fix: DynamicScale(); docs/recipes.md has a rule of your own."
         )
     if torch.compiler.is_dynamo_compiling():
-        return
+        return wants_amax
     arguments = "scaler, found_inf, amax" if wants_amax else "scaler, found_inf"
     try:
         inspect.signature(rule.update).bind(*arguments.split(", "))
@@ -79,6 +81,7 @@ def check_rule(rule: Any) -> None:
             "found_inf, amax)` if the rule needs the largest gradient; otherwise neither."
         ) from None
     _CHECKED[type(rule)] = wants_amax
+    return wants_amax
 
 
 # The classes whose `update` was checked, because a signature costs as much as an update.
@@ -266,9 +269,9 @@ class DynamicScale:
         """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
         Reads a value on a CPU only; raises only for the state of another rule.
         """
-        found_inf = checked_flag(found_inf, scaler, ScalerState)
         if _host_updates(scaler, found_inf):
             return self._update_on_host(scaler, bool(found_inf))
+        found_inf = checked_flag(found_inf, scaler, ScalerState)
         # The operator leaves a scale alone that would grow to inf, the formula clamps it.
         never_inf = self.max_scale * self.growth_factor <= 2.0**127
         if self.hysteresis == 1 and never_inf and _takes_operator(scaler, found_inf):
@@ -297,7 +300,7 @@ class DynamicScale:
 
     def _update_on_host(self, scaler: ScalerState, overflow: bool) -> ScalerState:
         """Equal to the formula, in numbers that the host has read."""
-        scale, clean_steps, tolerance, skips = [leaf.item() for leaf in scaler]
+        scale, clean_steps, tolerance, skips = map(Tensor.item, scaler)
         scale = scale if math.isfinite(scale) else 0.0
         clean_steps = 0 if overflow else min(max(clean_steps, 0), 2**31 - 2) + 1
         interval_reached = clean_steps >= self.growth_interval
@@ -336,17 +339,17 @@ def _host_updates(scaler: Any, found_inf: Tensor) -> bool:
     """Return True if the host may read this state and the flag, and computes what tensors would."""
     if not isinstance(scaler, ScalerState):  # another with these fields, and perhaps more
         return False
-    leaves = tuple(scaler)
+    tensors = *scaler, found_inf
     return (
-        host_can_read((*leaves, found_inf))
-        and tuple(map(_dtype, leaves)) == _DTYPES
-        and not any(map(Tensor.dim, leaves))
-        and not any(map(_requires_grad, leaves))
+        host_can_read(tensors)
+        and tuple(map(_dtype, tensors)) == _DTYPES
+        and not any(map(Tensor.dim, tensors))
+        and not any(map(_requires_grad, tensors))
     )
 
 
 _dtype, _requires_grad = map(operator.attrgetter, ("dtype", "requires_grad"))
-_DTYPES = torch.float32, *[torch.int32] * 3  # of a `ScalerState`
+_DTYPES = torch.float32, *[torch.int32] * 3, torch.bool  # of a `ScalerState` and the flag
 
 
 def _takes_operator(scaler: ScalerState, found_inf: Tensor) -> bool:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._distributed.process_group import Group
@@ -267,6 +268,9 @@ def _check_of_one_state(scale: Tensor) -> None:
 
 def wide_loss(loss: Any, scale: Tensor, path: Callable[[], str] = lambda: "loss") -> Tensor:
     """Return a loss at least in float32; refuse a loss that is not one real number."""
+    is_float = type(loss) is Tensor and not loss.ndim and loss.dtype is torch.float32
+    if is_float and loss.layout is torch.strided and loss.device == scale.device:
+        return loss  # nearly always
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"{path()} is {type(loss).__name__} {loss!r}; a loss is a tensor. Fix: no `.item()`."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from .._optim.opt_state import (
     STEP,
     Columns,
     OptState,
+    columns_like,
     map_numbers,
     numbers_of,
     python_numbers,
@@ -104,8 +106,8 @@ class KernelOperands(NamedTuple):
     """The tensors of one device and dtype that one kernel reads and updates, in one order."""
 
     params: list[Tensor]
-    grads: Gradients
     slots: list[list[Tensor]]  # of each of `Kernel.slots_with`
+    grads: Gradients
     steps: list[Tensor]  # the number of the step of each, or one for all: float32, read only
 
 
@@ -162,7 +164,7 @@ def _kernel_divides(operands: KernelOperands) -> bool:
     dtype, divisor = params[0].dtype, grads.divisor
     return (
         divisor is not None
-        and grads.clip_value is None
+        and not any([number is not None for number in grads.pending[1:]])
         and grads.tensor_list.dtypes == {dtype}
         and dtype.itemsize >= 4
         and divisor.dtype is torch.float32
@@ -193,9 +195,7 @@ def _update_targets(
     steps: Sequence[Tensor],
     lr: Tensor | None,
     skip: Tensor | None,
-    divisor: Tensor | None,
-    factor: Tensor | None,
-    clip_value: Tensor | None,
+    pending: Sequence[Tensor | None],
     owned: bool,
 ) -> None:
     """`fused_update` as an operator of a graph. Traced operator by operator, a hundred parameters
@@ -209,9 +209,8 @@ def _update_targets(
         key: bool(number) if key in _BOOLEANS else number
         for key, number in zip(kernel.settings, others, strict=True)
     }
-    tensor_list = TensorList(list(grads))
-    gradients = Gradients(tensor_list, grads, True, divisor, owned, factor, clip_value)
-    operands = KernelOperands(params, gradients.with_one_divisor(), slots, list(steps))
+    gradients = Gradients(TensorList(list(grads)), grads, True, owned=owned).with_pending(pending)
+    operands = KernelOperands(params, slots, gradients.with_one_divisor(), list(steps))
     run, rate = kernel.bound(arguments), lr_number if lr is None else lr
     fused_update(kernel, run, rate, operands, skip)
 
@@ -223,28 +222,57 @@ def _arguments_of_operator(
     kernel: Kernel, settings: Settings, operands: KernelOperands, skip: Tensor | None
 ) -> tuple[Any, ...]:
     """Return the arguments of the operator `fused_update`."""
-    grads, lr, bound = operands.grads, settings["lr"], operands.grads.clip_value
+    grads, lr = operands.grads, settings["lr"]
     targets = [target for column in (operands.params, *operands.slots) for target in column]
     numbers = [0.0 if isinstance(lr, Tensor) else lr, *kernel.arguments(settings).values()]
     lr_tensor = lr if isinstance(lr, Tensor) else None
-    if bound is not None and not isinstance(bound, Tensor):
-        bound = torch.full((), bound, dtype=grads.factor_dtype, device=targets[0].device)
-    pending = grads.divisor, grads.factor, bound
+    pending = [
+        torch.full((), number, dtype=grads.factor_dtype, device=targets[0].device)
+        if isinstance(number, float)
+        else number
+        for number in grads.pending
+    ]
     arguments = targets, grads.tensors, kernel.name, list(map(float, numbers)), operands.steps
-    return *arguments, lr_tensor, skip, *pending
+    return *arguments, lr_tensor, skip, pending
 
 
 # ---- a step --------------------------------------------------------------------------------------
 
 
 class Launch(NamedTuple):
-    """The parameters of one group, device and dtype that have a gradient: one call of a kernel."""
+    """The parameters of one group, device and dtype that have a gradient: one call of a kernel.
+    Parameters and slots are known by their index among the leaves of `StepInputs.leaves_of_step`.
+    """
 
     group: ParamGroup
-    params: list[int]  # by index
+    params: list[int]
+    slots: list[list[int]]  # of each of `Kernel.slots_with`
+    counts: list[int]  # of the steps of each; empty if one count is for all
     grads: list[int]  # by index among the gradients
-    slots: tuple[str, ...]
+    pick: Callable[[list[Any]], list[list[Any]]]  # returns parameters, then each slot
     run: Callable[..., None]  # of `Kernel.bound`, if no setting is current
+
+
+def _picking(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
+    """Return a function of leaves that returns those of each column, by its indices."""
+    getters = [
+        operator.itemgetter(slice(column[0], column[-1] + 1))
+        if column == list(range(column[0], column[-1] + 1))
+        else operator.itemgetter(*column)
+        for column in columns
+    ]
+    return lambda leaves: [list(get(leaves)) for get in getters]
+
+
+class _NumberOfStep(dict[torch.device, Tensor]):
+    """The number of the next step after `applied` ones, float32, by device."""
+
+    def __init__(self, applied: Tensor) -> None:
+        self.applied = applied
+
+    def __missing__(self, device: torch.device) -> Tensor:
+        number = self[device] = (self.applied + 1).to(device, torch.float32)
+        return number
 
 
 class FusedStep:
@@ -266,38 +294,38 @@ class FusedStep:
             lambda *args: self._step_for_dynamo(*args), lambda: torch.compiler.allow_in_graph
         )
 
-    def plan(
-        self, inputs: StepInputs, columns: Columns, groups: list[ParamGroup]
-    ) -> list[Launch] | None:
-        """Return the launches of a step, or None if the kernel is not right for its tensors."""
-        if self.kernel is None or not can_launch(inputs.param_list):
-            return None
-        if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
-            return []
-        return self._launches(groups, inputs.param_list, inputs.stepped, columns)
+    def is_right_for_tensors(self, inputs: StepInputs) -> bool:
+        """Return True if there is a kernel for these tensors."""
+        return self.kernel is not None and can_launch(inputs.param_list)
 
-    def _launches(
+    def launches(
         self,
-        groups: list[ParamGroup],
         params: TensorList,
         stepped: Sequence[int],
         columns: Columns,
+        groups: list[ParamGroup],
     ) -> list[Launch]:
+        """Return the launches of a step. `columns` are those of the state, with the index of each
+        leaf in its place.
+        """
         gradient_of = {index: number for number, index in enumerate(stepped)}
         launches = []
         for group in groups:
-            members, slots = set(group.indices), self.kernel.slots_with(group.settings)
+            members, keys = set(group.indices), self.kernel.slots_with(group.settings)
             for kind in params.kinds:
                 indices = [n for n in kind if n in members and n in gradient_of]
                 if not indices:
                     continue
-                for key in slots:
-                    column = columns.get(key)
-                    if column is None or not all(isinstance(column[n], Tensor) for n in indices):
+                slots: list[list[int]] = []
+                for key in keys:
+                    slots.append([columns[key][n] for n in indices] if key in columns else [])
+                    if not slots[-1] or not all(isinstance(place, int) for place in slots[-1]):
                         raise self._slot_layout.foreign_error(key)
+                counts = [columns[STEP][n] for n in indices] if STEP in columns else []
                 grads = [gradient_of[index] for index in indices]
                 run = self.kernel.bound(self.kernel.arguments(group.settings))
-                launches.append(Launch(group, indices, grads, slots, run))
+                pick = _picking([indices, *slots])
+                launches.append(Launch(group, indices, slots, counts, grads, pick, run))
         return launches
 
     def is_right_for(self, inputs: StepInputs, current: CurrentSettings) -> bool:
@@ -319,8 +347,7 @@ class FusedStep:
         """Return True if the operator may stand for the step in a graph."""
         grads, params, columns = inputs.grads, inputs.params, inputs.columns
         numbers = [value for table in current.tables() for value in table.values()]
-        numbers += [grads.divisor, grads.factor, grads.clip_value]
-        scalars = [number for number in numbers if isinstance(number, Tensor)]
+        scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
         if not may_be_opaque(params, grads.tensors, values_of(columns), scalars):
             return False
         # The operator returns slots as they are laid out; the kernel walks them as the parameter.
@@ -334,63 +361,75 @@ class FusedStep:
 
     def __call__(
         self,
-        inputs: StepInputs,
+        leaves: list[Any],
+        applied: Tensor,
+        grads: Gradients,
         launches: list[Launch],
         current: CurrentSettings,
         skip: Tensor | None,
     ) -> None:
-        """Update parameters and state in place, unless the step is skipped."""
-        columns, grads, stepped = inputs.columns, inputs.grads, inputs.stepped
+        """Update the leaves of a step in place, unless it is skipped; `applied` is the count before
+        it.
+        """
         if current is not self._settings.none_current:
-            # a rate that is not in the state may share a parameter's memory
-            current = current.map(lambda table: map_numbers(_clone, table))
-        if torch.compiler.is_dynamo_compiling():
-            pending = grads.divisor, grads.factor, grads.clip_value, skip
-            lists = list(inputs.names), inputs.params, list(stepped), grads.tensors, columns
-            others = inputs.opt_state.applied, pending, current
-            self._opaque(self._settings.guard_key, *lists, *others)
-        else:
-            if current is not self._settings.none_current:
-                # The kernel takes a rate that is a tensor, and reads none.
-                current = current.map(
-                    lambda table: {
-                        n: v if n == "lr" else python_numbers({n: v})[n] for n, v in table.items()
-                    }
-                )
-            grads = grads.with_one_divisor()
-            for launch, settings, operands in self._operands(
-                launches, inputs, grads, columns, current
-            ):
-                run = launch.run
-                if settings is not launch.group.settings:
-                    run = self.kernel.bound(self.kernel.arguments(settings))
-                fused_update(self.kernel, run, settings["lr"], operands, skip)
-        if STEP in columns:
-            _count(columns, stepped, skip, in_place=True)
-        opt_state = inputs.opt_state
-        # A captured CUDA graph needs its numbers at fixed addresses.
-        opt_state.applied.add_(1 if skip is None else ~skip)
-        if isinstance(opt_state.iteration, Tensor):
-            opt_state.iteration.add_(1)
+            # A rate that is not in the state may share a parameter's memory. The kernel takes a
+            # rate that is a tensor, and reads no other.
+            current = current.map(
+                lambda table: {
+                    n: _clone(v) if n == "lr" else python_numbers({n: v})[n]
+                    for n, v in table.items()
+                }
+            )
+        grads, number = grads.with_one_divisor(), _NumberOfStep(applied)
+        for launch in launches:
+            settings, operands = self._operands(launch, leaves, number, grads, current)
+            run = launch.run
+            if settings is not launch.group.settings:
+                run = self.kernel.bound(self.kernel.arguments(settings))
+            fused_update(self.kernel, run, settings["lr"], operands, skip)
+            _count(launch, leaves, skip, in_place=True)
 
     def in_a_graph(
         self,
-        inputs: StepInputs,
+        leaves: list[Any],
+        applied: Tensor,
+        grads: Gradients,
         launches: list[Launch],
         current: CurrentSettings,
         skip: Tensor | None,
-    ) -> tuple[list[Tensor], Columns]:
-        """Return new parameters and columns from operators, which end a graph of `jit`."""
-        columns = inputs.columns
-        params, new_columns = list(inputs.params), {key: list(c) for key, c in columns.items()}
-        grads = inputs.grads
-        for launch, settings, operands in self._operands(launches, inputs, grads, columns, current):
+    ) -> list[Any]:
+        """Return the leaves after the step, from operators, which end a graph of `jit`."""
+        stepped, number = list(leaves), _NumberOfStep(applied)
+        for launch in launches:
+            settings, operands = self._operands(launch, leaves, number, grads, current)
             arguments = _arguments_of_operator(self.kernel, settings, operands, skip)
-            new = iter(torch.ops.purescale.fused_update(*arguments))
-            for column in (params, *(new_columns[key] for key in launch.slots)):
-                for index in launch.params:
-                    column[index] = next(new)
-        return params, _count(new_columns, inputs.stepped, skip)
+            new = torch.ops.purescale.fused_update(*arguments)
+            indices = itertools.chain(launch.params, *launch.slots)
+            for index, tensor in zip(indices, new, strict=True):
+                stepped[index] = tensor
+            _count(launch, stepped, skip)
+        return stepped
+
+    def in_dynamo(
+        self, inputs: StepInputs, current: CurrentSettings, skip: Tensor | None, *, in_place: bool
+    ) -> tuple[list[Tensor], OptState]:
+        """Return parameters and state after a step that Dynamo traces as one function."""
+        inputs = inputs.writable(in_place=in_place)
+        columns, grads, state = inputs.columns, inputs.grads, inputs.opt_state
+        if current is not self._settings.none_current:
+            # a rate that is not in the state may share a parameter's memory
+            current = current.map(lambda table: map_numbers(_clone, table))
+        lists = list(inputs.names), inputs.params, list(inputs.stepped), grads.tensors, columns
+        others = state.applied, grads.pending, skip, current
+        self._opaque(self._settings.guard_key, *lists, *others)
+        if STEP in columns:
+            for index in inputs.stepped:
+                count = columns[STEP][index]
+                count.add_(1 if skip is None else on_device(~skip, count.device, count.dtype))
+        state.applied.add_(1 if skip is None else ~skip)
+        if isinstance(state.iteration, Tensor):
+            state.iteration.add_(1)
+        return inputs.params, state
 
     def _step_for_dynamo(
         self,
@@ -402,66 +441,48 @@ class FusedStep:
         columns: Columns,
         applied: Tensor,
         pending: tuple[Any, ...],
+        skip: Tensor | None,
         current: CurrentSettings,
     ) -> None:
         """Make the step from a compiled one, which is guarded by `guard_key`."""
-        divisor, factor, clip_value, skip = pending
-        gradients = Gradients(
-            *(TensorList(grads), grads, True), divisor=divisor, factor=factor, clip_value=clip_value
-        )
-        param_list = TensorList(params)
-        inputs = StepInputs.of_part(names, param_list, gradients, OptState(applied, {}))
+        gradients = Gradients(TensorList(grads), grads, True).with_pending(pending)
         groups = self._settings.torch_groups(tuple(names), self._settings.none_current)
-        launches = self._launches(groups, param_list, stepped, columns)
-        for _, settings, operands in self._operands(launches, inputs, gradients, columns, current):
+        places: Any = itertools.count(len(params))
+        numbered = columns_like(columns, places)
+        leaves, number = [*params, *values_of(columns)], _NumberOfStep(applied)
+        for launch in self.launches(TensorList(params), stepped, numbered, groups):
+            settings, operands = self._operands(launch, leaves, number, gradients, current)
             arguments = _arguments_of_operator(self.kernel, settings, operands, skip)
             torch.ops.purescale.fused_update_(*arguments)
 
     def _operands(
         self,
-        launches: list[Launch],
-        inputs: StepInputs,
+        launch: Launch,
+        leaves: list[Any],
+        number: _NumberOfStep,
         grads: Gradients,
-        columns: Columns,
         current: CurrentSettings,
-    ) -> Iterator[tuple[Launch, Settings, KernelOperands]]:
-        """Yield each launch with its settings and tensors."""
-        params, applied = inputs.params, inputs.opt_state.applied
-        counts, numbers = columns.get(STEP), {}
-        for launch in launches:
-            group, indices = launch.group, launch.params
-            settings = group.settings
-            if current is not self._settings.none_current:
-                settings = self._settings.settings_of(group.overrides, current)
-            if counts is not None:
-                steps = [counts[index] + 1 for index in indices]
-            else:
-                device = params[indices[0]].device
-                if device not in numbers:
-                    numbers[device] = (applied + 1).to(device, torch.float32)
-                steps = [numbers[device]]
-            slots = [picked(columns[key], indices) for key in launch.slots]
-            of_launch = picked(params, indices), grads.picked(launch.grads)
-            yield launch, settings, KernelOperands(*of_launch, slots, steps)
-
-
-def picked(values: list[Any], indices: Sequence[int]) -> list[Any]:
-    """Return the values with these indices, in rising order."""
-    return values if len(indices) == len(values) else [values[index] for index in indices]
+    ) -> tuple[Settings, KernelOperands]:
+        """Return the settings and the tensors of a launch."""
+        settings = launch.group.settings
+        if current is not self._settings.none_current:
+            settings = self._settings.settings_of(launch.group.overrides, current)
+        params, *slots = launch.pick(leaves)
+        if launch.counts:
+            steps = [leaves[index] + 1 for index in launch.counts]
+        else:
+            steps = [number[params[0].device]]
+        return settings, KernelOperands(params, slots, grads.picked(launch.grads), steps)
 
 
 def _count(
-    columns: Columns, stepped: Sequence[int], skip: Tensor | None, *, in_place: bool = False
-) -> Columns:
-    """Return the columns with one more step of these parameters, unless it is skipped."""
-    if STEP not in columns:
-        return columns
-    counts = list(columns[STEP])
-    for index in stepped:
-        count = counts[index]
+    launch: Launch, leaves: list[Any], skip: Tensor | None, *, in_place: bool = False
+) -> None:
+    """Count the step of each parameter in `leaves`, unless it is skipped."""
+    for index in launch.counts:
+        count = leaves[index]
         more = 1 if skip is None else on_device(~skip, count.device, count.dtype)
-        counts[index] = count.add_(more) if in_place else count + more
-    return {**columns, STEP: counts}
+        leaves[index] = count.add_(more) if in_place else count + more
 
 
 def _clone(value: Any) -> Any:

@@ -165,7 +165,7 @@ class PartitionOptimizer(Updater):
 
     def apply_step_unless(
         self,
-        skip: Tensor | bool,
+        skip: Tensor | None,
         inputs: StepInputs,
         plan: dict[str, Part],
         current: dict[str, Any],

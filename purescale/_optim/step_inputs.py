@@ -58,6 +58,7 @@ class StepInputs(NamedTuple):
     opt_state: Tree
     # all that a step replaces: parameters and state; None unless all are dense and off graph
     replaced: TensorList | None = None
+    state_structure: Any = None  # of the state, if `replaced` is there
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
     positions: list[Position] | None = None  # if these are a piece of a larger step
@@ -96,7 +97,8 @@ class StepInputs(NamedTuple):
         count, leaves = len(names), [*params.leaves, *opt_state.leaves]
         replaced = TensorList(leaves, cache, dense_off_graph=True)
         of_params = params.structure, count, range(count), names, params.tensor_list
-        return cls(*of_params, grads, opt_state.tree, replaced, are_writable=are_writable)
+        of_state = opt_state.tree, replaced, opt_state.structure
+        return cls(*of_params, grads, *of_state, are_writable=are_writable)
 
     @property
     def params(self) -> list[Tensor]:
@@ -122,47 +124,53 @@ class StepInputs(NamedTuple):
         except ValueError:
             raise foreign_parameters(param_names(self.opt_state), self.names) from None
 
-    def writable(self, *, in_place: bool, keeps_form: bool) -> StepInputs:
+    def writable(self, *, in_place: bool) -> StepInputs:
         """Return the inputs with parameters and state that a kernel may write into: these, off the
-        graph, if `in_place`, else copies. Slots get the memory order of their parameter, and the
-        state the form that steps return, unless it `keeps_form`.
+        graph, if `in_place`, else copies. For a compiled step.
         """
-        replaced = self.replaced
-        is_ready = replaced and replaced.are_contiguous and not replaced.any_requires_grad
-        if in_place and keeps_form and is_ready:
-            return self
-        state, columns, params = self.opt_state, self.columns, self.params
-        numbers = [state.applied, *scalars_of(state)]
-        tensors = [*params, *values_of(columns)]
-        old = [*tensors, *numbers]
-        if not in_place or any([tensor.requires_grad for tensor in old]):
-            # one list would make numbers of the subclass that a parameter has
-            new = old if in_place else [*foreach.clone(tensors), *foreach.clone(numbers)]
-            working = iter([t.detach() if t.requires_grad else t for t in new])
-            params = list(itertools.islice(working, len(params)))
-            columns = columns_like(columns, working)
-            state = with_scalars(state, working)
-        if not foreach.are_contiguous(old):
-            columns = {
-                key: [
-                    foreach.laid_out_like(slot, param)
-                    if isinstance(slot, Tensor) and slot.shape == param.shape
-                    else slot
-                    for slot, param in zip(column, params, strict=True)
-                ]
-                for key, column in columns.items()
-            }
+        state, columns = self.opt_state, self.columns
+        old = [*self.params, *values_of(columns), state.applied, *scalars_of(state)]
+        new = iter([t.detach() if in_place else t.detach().clone() for t in old])
+        params = list(itertools.islice(new, len(self.params)))
+        columns = {
+            key: [
+                foreach.laid_out_like(slot, param)
+                if isinstance(slot, Tensor) and slot.shape == param.shape
+                else slot
+                for slot, param in zip(column, params, strict=True)
+            ]
+            for key, column in columns_like(columns, new).items()
+        }
+        state = with_scalars(state, new)
         writable = self._replace(param_list=TensorList(params), opt_state=state, replaced=None)
         return writable._replace(opt_state=writable.with_columns(columns))
 
-    def keeps_form(self) -> bool:
-        """Return True if the state is in the form that steps return: its trees are in the order of
-        the parameters, in containers of Python's.
+    def in_form(self) -> StepInputs:
+        """Return the inputs with the state in the form that steps return: its trees are in the
+        order of the parameters, in containers of Python's.
         """
         state = self.with_columns(self.columns)
         state = with_stored(state, stored_settings(state))
         structure = _tree.flatten(self.opt_state)[1]
-        return _tree.is_of_builtins(structure) and bool(_tree.flatten(state)[1] == structure)
+        if _tree.is_of_builtins(structure) and _tree.flatten(state)[1] == structure:
+            return self
+        return self._replace(opt_state=state, replaced=None)
+
+    def flat(self) -> tuple[Leaves, Any]:
+        """Return the parameters and all leaves of the state in one list, and the structure of the
+        state.
+        """
+        if self.replaced is not None:
+            return self.replaced.tensors, self.state_structure
+        leaves, structure = _tree.flatten(self.opt_state)
+        return [*self.params, *leaves], structure
+
+    def numbered(self) -> StepInputs:
+        """Return the inputs with the index of each leaf of the state among those of `flat` in its
+        place.
+        """
+        leaves, structure = self.flat()
+        return self._replace(opt_state=structure.unflatten(range(len(self.params), len(leaves))))
 
     @property
     def stepped(self) -> Sequence[int]:

@@ -36,6 +36,7 @@ from .._optim.step_inputs import StepInputs, foreign_parameters, named_params
 from .._optim.torch_state_dict import read_state_dict, write_state_dict
 from .._optim.updater import Updater
 from .._torch import foreach
+from .._torch.tensor_list import TensorList
 from .._torch.tracing import captured, traced
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
@@ -162,7 +163,10 @@ class UpdatePlan(NamedTuple):
 
     groups: list[ParamGroup]
     launches: list[Launch] | None  # of torch's kernel; None if it is not right for the tensors
-    keeps_form: bool  # as `StepInputs.keeps_form`, where it is known
+    keeps_form: bool = True  # the state is `StepInputs.in_form`
+    # by index among `StepInputs.flat`
+    applied: int = 0
+    iteration: int | None = None
 
 
 class TorchOptimizer(Updater):
@@ -232,20 +236,33 @@ class TorchOptimizer(Updater):
                 "be compiled, captured, mapped or differentiated. Fix: call the step eagerly, take "
                 "a class of torch.optim, or write an (init, update) pair for from_transformation."
             )
-        launches, names = None, tuple(inputs.names)
+        names = tuple(inputs.names)
         groups = self.settings.torch_groups(names, self.settings.none_current)
+        plan = UpdatePlan(groups, None)
         if not self.calls_step:
             columns = inputs.columns
             self._slot_layout.check(columns, dict(zip(inputs.names, inputs.params, strict=True)))
             self._slot_layout.check_gradients(inputs.names, inputs.stepped, opt_state)
-            launches = self._fused_step.plan(inputs, columns, groups)
+            plan = self._plan_launches(inputs, groups)
         elif opt_state.slots.keys() != set(inputs.names):
             raise foreign_parameters(list(opt_state.slots), inputs.names)
         self.settings.check(opt_state)
         if inputs.positions is None:  # a piece need not have a parameter of each override
             self.settings.check_names(names)
-        keeps_form = launches is not None and not traced() and inputs.keeps_form()
-        return UpdatePlan(groups, launches, keeps_form)
+        return plan
+
+    def _plan_launches(self, inputs: StepInputs, groups: list[ParamGroup]) -> UpdatePlan:
+        """Return the plan with the launches of torch's kernel, if it is right for the tensors."""
+        if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
+            return UpdatePlan(groups, [] if self._fused_step.is_right_for_tensors(inputs) else None)
+        if not self._fused_step.is_right_for_tensors(inputs):
+            return UpdatePlan(groups, None)
+        in_form = inputs.in_form()
+        numbered = in_form.numbered()
+        columns, state = numbered.columns, numbered.opt_state
+        launches = self._fused_step.launches(inputs.param_list, inputs.stepped, columns, groups)
+        iteration = state.iteration if isinstance(state.iteration, int) else None
+        return UpdatePlan(groups, launches, in_form is inputs, state.applied, iteration)
 
     def current_settings(self, opt_state: OptState) -> CurrentSettings:
         """Return the settings of a step that may differ from those of the step before."""
@@ -253,17 +270,17 @@ class TorchOptimizer(Updater):
 
     def apply_step(
         self, inputs: StepInputs, plan: UpdatePlan, current: CurrentSettings
-    ) -> tuple[list[Tensor], OptState]:
+    ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step, in fresh memory."""
         if plan.launches is not None and self._fused_step.is_right_for(inputs, current):
-            return self._apply_fused(None, inputs, plan, current, in_place=False)
+            return self.apply_step_unless(None, inputs, plan, current)
         inputs = inputs.unscaled()
         params, state = self._step(inputs, _cast_gradients(inputs), plan.groups, current)
         return params, self._advanced(state, 1)
 
     def apply_step_unless(
         self,
-        skip: Tensor | bool,
+        skip: Tensor | None,
         inputs: StepInputs,
         plan: UpdatePlan,
         current: CurrentSettings,
@@ -271,29 +288,26 @@ class TorchOptimizer(Updater):
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
-        if plan.launches is None or not self._fused_step.is_right_for(inputs, current):
+        fused_step, launches, count = self._fused_step, plan.launches, len(inputs.params)
+        if launches is None or not fused_step.is_right_for(inputs, current):
             return super().apply_step_unless(skip, inputs, plan, current, in_place=in_place)
-        flag = None if isinstance(skip, bool) else skip
-        return self._apply_fused(flag, inputs, plan, current, in_place=in_place)
-
-    def _apply_fused(
-        self,
-        skip: Tensor | None,
-        inputs: StepInputs,
-        plan: UpdatePlan,
-        current: CurrentSettings,
-        *,
-        in_place: bool,
-    ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after a step by the fused kernel, unless it is skipped."""
-        launches = plan.launches or []
-        if traced() and not torch.compiler.is_dynamo_compiling():
-            params, columns = self._fused_step.in_a_graph(inputs, launches, current, skip)
-            state = inputs.with_columns(columns)
-            return params, self._advanced(state, 1 if skip is None else ~skip)
-        inputs = inputs.writable(in_place=in_place, keeps_form=plan.keeps_form)
-        self._fused_step(inputs, launches, current, skip)
-        return inputs.params, inputs.opt_state
+        if torch.compiler.is_dynamo_compiling():
+            return fused_step.in_dynamo(inputs, current, skip, in_place=in_place)
+        if not plan.keeps_form:
+            inputs = inputs.in_form()
+        leaves, structure = inputs.flat()
+        operands = leaves[plan.applied], inputs.grads, launches, current, skip
+        if traced():
+            leaves = fused_step.in_a_graph(leaves, *operands)
+            state = structure.unflatten(leaves[count:])
+            return leaves[:count], self._advanced(state, 1 if skip is None else ~skip)
+        leaves = _writable(leaves, launches, inputs.replaced, in_place=in_place)
+        fused_step(leaves, *operands)
+        # A captured CUDA graph needs its numbers at fixed addresses.
+        leaves[plan.applied].add_(1 if skip is None else ~skip)
+        if plan.iteration is not None:
+            leaves[plan.iteration].add_(1)
+        return leaves[:count], structure.unflatten(leaves[count:])
 
     def _advanced(self, state: OptState, count: Any) -> OptState:
         """Return the state with `count` more applied steps."""
@@ -393,6 +407,31 @@ class TorchOptimizer(Updater):
             self.settings, sd, *self._new_state(params), applied, iteration, counts_steps
         )
         return self._with_slots(state, params, slots)
+
+
+def _writable(
+    leaves: list[Any], launches: list[Launch], replaced: TensorList | None, *, in_place: bool
+) -> list[Any]:
+    """Return leaves that a kernel may write into: these, off the graph, if `in_place`, else copies.
+    Slots get the memory order of their parameter. What is known of the leaves is known of
+    `replaced`.
+    """
+    if replaced is not None and replaced.are_contiguous and not replaced.any_requires_grad:
+        return leaves if in_place else foreach.clone_listed(leaves)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if replaced is not None and not in_place:
+        tensors = foreach.clone(tensors)
+    else:  # one list would make numbers of the subclass that a parameter has
+        tensors = [tensor.detach() if in_place else tensor.detach().clone() for tensor in tensors]
+    remaining = iter(tensors)
+    writable = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    for launch in launches:
+        for column in launch.slots:
+            for index, place in zip(launch.params, column, strict=True):
+                param, slot = writable[index], writable[place]
+                if slot.shape == param.shape:
+                    writable[place] = foreach.laid_out_like(slot, param)
+    return writable
 
 
 def _cast_gradients(inputs: StepInputs) -> list[Tensor | None]:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._optim.opt_state import after_skip
+from .._optim.plans import plan_step_by_hand
 from .._optim.protocol import Optimizer
-from .._optim.step_inputs import StepInputs, flatten_step
+from .._optim.step_inputs import StepInputs
 from .._torch.autocast import outside_autocast
-from .._torch.tensor_list import Cache
-from .._torch.tracing import can_plan, end_graph, is_on_a_graph, traced, under_derivative
+from .._torch.tracing import is_on_a_graph, traced, under_derivative
 from .._tree import tree as _tree
-from .._tree.gradients import Gradients
-from .._tree.leaves import are_real
-from .._tree.plans import Plans, add_plan, find_plan
+from .._tree.plans import Plans
 from .._tree.scalars import not_made
 from .._tree.states import select_masked
-from .._tree.tree import FlatTree, Tree
+from .._tree.tree import Tree
 
 
 class Updater:
@@ -52,9 +49,9 @@ class Updater:
         """Return parameters and state after one step, in fresh memory. A parameter whose gradient
         is None does not change, as in torch.optim.
         """
-        inputs, plan = planned_step(self, params, grads, opt_state)
-        current = self.current_settings(inputs.opt_state)
-        return inputs.restore(*self.apply_step(inputs, plan, current))
+        step = plan_step_by_hand(self, params, grads, opt_state)
+        current = self.current_settings(step.inputs.opt_state)
+        return step.inputs.restore(*self.apply_step(step.inputs, step.plan, current))
 
     def grad_mode(self) -> torch.set_grad_enabled:
         """Return a context that records a graph only if a derivative may go through the step."""
@@ -81,7 +78,7 @@ class Updater:
 
     def apply_step_unless(
         self,
-        skip: Tensor | bool,
+        skip: Tensor | None,
         inputs: StepInputs,
         plan: Any,
         current: Any,
@@ -90,10 +87,11 @@ class Updater:
     ) -> tuple[list[Tensor], Tree]:
         """Equal to `select(skip, (old params, old state), self.apply_step(inputs, plan, current))`.
         With `in_place`, the caller guarantees that nobody else holds the tensors of `inputs`: they
-        are overwritten. `skip` is False where the host knows it.
+        are overwritten. `skip` is None where the host knows that the step is applied.
         """
         old = inputs.params, inputs.opt_state
-        skip = _tree.flag(skip, like=next(iter(inputs.params), None))
+        if skip is None:
+            skip = _tree.flag(False, like=next(iter(inputs.params), None))
         if self.may_add_slots:
             if not bool(skip):
                 return self.apply_step(inputs, plan, current)
@@ -110,73 +108,6 @@ class Updater:
         with self.grad_mode():
             before, after, structure = _tree.matching_leaves(old, new, "old", "new")
             return structure.unflatten(select_masked(skip, before, after, in_place=in_place))
-
-
-class Planned(NamedTuple):
-    """The decisions about steps of an optimizer whose arguments are alike."""
-
-    names: list[str]  # of the parameters
-    update: Any  # what the optimizer planned
-    replaced: Cache  # of all that a step replaces
-    # each leaf fills a range of memory and requires no gradient: it may be written into if nothing
-    # else shares its memory
-    are_writable: bool
-    on_cpu: bool  # each leaf
-
-    def inputs(self, params: FlatTree, grads: Gradients, opt_state: FlatTree) -> StepInputs:
-        """Return the inputs of a step."""
-        return StepInputs.of_dense(
-            self.names, params, grads, opt_state, self.replaced, are_writable=self.are_writable
-        )
-
-
-def known_plan(updater: Updater, trees: Sequence[Tree]) -> tuple[list[FlatTree], Planned] | None:
-    """Return the trees, flat, and what was planned for trees like them; None if nothing was."""
-    planned = find_plan(updater.plans, trees) if updater.keeps_plans and can_plan() else None
-    if planned and not updater.differentiable:
-        end_graph()
-    return planned
-
-
-def can_keep_plan(updater: Updater, inputs: StepInputs) -> bool:
-    """Return True if a step like this one may be planned: over real parameters, dense like all
-    else, because what is refused of others depends on settings of the step.
-    """
-    is_dense = inputs.replaced is not None and are_real(inputs.param_list.dtypes)
-    return updater.keeps_plans and is_dense
-
-
-def keep_plan(updater: Updater, trees: Sequence[FlatTree], inputs: StepInputs, update: Any) -> None:
-    """Keep the plan of a step for trees like these."""
-    lists = [tree.tensor_list for tree in trees]
-    if not all([some.dense_off_graph for some in lists]):
-        return
-    are_writable = all(
-        [s.are_gapless and 0 not in s.elements and not s.any_requires_grad for s in lists]
-    )
-    on_cpu = all([some.devices <= {torch.device("cpu")} for some in lists])
-    planned = Planned(inputs.names, update, Cache(), are_writable, on_cpu)
-    add_plan(updater.plans, trees, planned)
-
-
-def planned_step(
-    updater: Updater, params: Tree, grads: Tree, opt_state: Tree
-) -> tuple[StepInputs, Any]:
-    """Return the checked inputs of a step, and its plan. Refuse, naming the leaf, gradients that do
-    not fit `params`, and a state that belongs to others.
-    """
-    trees = params, grads, opt_state
-    if known := known_plan(updater, trees):
-        (of_params, of_grads, of_state), planned = known
-        gradients = Gradients(of_grads.tensor_list, of_grads.leaves, True)
-        return planned.inputs(of_params, gradients, of_state), planned.update
-    inputs = flatten_step(updater, *trees)
-    update = updater.plan(inputs)
-    if can_keep_plan(updater, inputs):
-        flat = list(map(_tree.flatten_once, trees))
-        if flat[0].structure == flat[1].structure:  # the dicts have one order
-            keep_plan(updater, flat, inputs, update)
-    return inputs, update
 
 
 def check_optimizer(optimizer: Any, name: str = "optimizer") -> None:

@@ -137,7 +137,7 @@ class Wrapper(Updater):
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step: decoded, stepped and encoded."""
         if len(plan) > 1:
-            return self.apply_step_unless(False, inputs, plan, current)
+            return self.apply_step_unless(None, inputs, plan, current)
         [piece] = plan
 
         def step(inner: StepInputs) -> tuple[list[Tensor], Tree]:
@@ -147,7 +147,7 @@ class Wrapper(Updater):
 
     def apply_step_unless(
         self,
-        skip: Tensor | bool,
+        skip: Tensor | None,
         inputs: StepInputs,
         plan: list[Piece],
         current: Any,
@@ -165,13 +165,13 @@ class Wrapper(Updater):
                 skip, inner, piece.plan, current, in_place=not traced()
             )
 
-        old = inputs.params, inputs.opt_state
+        old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
         if traced():
             new, chosen = self._stepped(inputs, step_of(plan[0]))
             before, after, structure = _tree.matching_leaves(old, new, "old", "new")
             done = set(map(id, chosen))
             leaves = [
-                b if id(b) in done else select_masked(skip, [a], [b])[0]
+                b if id(b) in done else select_masked(flag, [a], [b])[0]
                 for a, b in zip(before, after, strict=True)
             ]
             return structure.unflatten(leaves)
@@ -186,7 +186,7 @@ class Wrapper(Updater):
                 leaves = _tree.flatten((of_piece.params, of_piece.opt_state))[0]
                 results = _tree.flatten(self._stepped(of_piece, step_of(piece))[0])[0]
                 pairs = [(a, b) for a, b in zip(leaves, results, strict=True) if a is not b]
-                select_masked(skip, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
+                select_masked(flag, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
         new = inputs.params, inputs.opt_state
         return write_over(old, new) if self.may_raise and in_place else new
 

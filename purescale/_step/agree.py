@@ -23,14 +23,12 @@ Checked: TypeAlias = tuple[Start, StepOptions, MicrobatchWeights]
 
 
 def check_on_all_ranks(
-    group: Group | None, check: Callable[[Group | None], Checked], state: Any
+    group: Group, check: Callable[[Group | None], Checked], state: Any
 ) -> Checked:
     """Return the result of `check(group)`, where the group of a single rank becomes None. If the
     ranks meet on a CPU, an error or a difference on one rank raises on every rank; otherwise
     nothing is compared.
     """
-    if group is None:
-        return check(None)
     group = check_group(group)
     several = dist.get_world_size(group) > 1
 

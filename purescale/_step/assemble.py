@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import call_rule
 from .._step.decide import Decision
 from .._step.memory import MayWrite
 from .._step.retry import Attempt
@@ -64,14 +63,14 @@ def assemble(
     """
     flat, (params, opt_state) = start.flat, updated
     scaler, step, rng, guard = advanced
+    leaves = _next_buffers(flat.buffers, buffers, decision, in_place=may_write.buffers)
     if may_write.others:
         generator = [] if isinstance(rng, tuple) else [rng]
         new = [*scaler, step, *generator, *guard]
-        if len(new) == len(start.others):  # all leaves are tensors
+        if len(new) == len(start.numbers):  # all leaves are tensors
             new, stop = _written_over(start, new), len(scaler)
             scaler, step, guard = new[:stop], new[stop], new[stop + 1 + len(generator) :]
             rng = new[stop + 1] if generator else rng
-    leaves = _next_buffers(flat.buffers, buffers, decision, in_place=may_write.buffers)
     return TrainState(
         params=params,
         buffers=flat.buffers.structure.unflatten(leaves),
@@ -88,45 +87,46 @@ def _written_over(start: Start, new: Leaves) -> Leaves:
     a rule or a guard returned tensors on a graph, nothing is written.
     """
     if not start.inputs.are_writable or any(map(_requires_grad, new)):
-        return written_over(start.others, new)
-    foreach.copy_(start.others, new)
-    return start.others
+        return written_over(start.numbers, new)
+    foreach.copy_(start.numbers, new)
+    return start.numbers
 
 
 def _next_scaler(
     options: StepOptions, before: FlatTree, attempt: Attempt, decision: Decision
 ) -> Leaves:
     """Return the leaves of the loss scale after the step."""
-    used, skip, overflow = attempt.scaler.tree, decision.skip, attempt.flags.overflow
-    found_inf, amax = _rule_arguments(options, attempt, decision)
+    used, overflow = attempt.scaler.tree, decision.overflow
     # If no try was finite, the scale ends as after one ordinary skip.
     start = used if used is before.tree else select(overflow, before.tree, used)
-    updated_scaler = call_rule(options.rule, start, found_inf, amax)
+    if options.takes_amax:
+        found_inf, amax = _overflow_and_amax(options, attempt, decision)
+        arguments: tuple[Tensor, ...] = found_inf, amax
+    else:
+        arguments = (overflow,)
     names = "state.scaler", "the state that the rule returned"
+    updated_scaler = options.rule.update(start, *arguments)
     new = _tree.matching_leaves(before.tree, updated_scaler, *names, flat=before)[1]
     if decision.only_overflow_skips:  # no mask is needed, but a rule may return its arguments
-        arguments = [*before.leaves, found_inf, *([] if amax is None else [amax])]
-        return _tree.leaves_apart(new, arguments)
+        return _tree.leaves_apart(new, [*before.leaves, *arguments])
     # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard. A
     # lower scale at which a retry was finite is kept too.
     old = before.leaves if start is before.tree else _tree.flatten(start)[0]
-    return select_masked(skip & ~overflow, old, new)
+    return select_masked(decision.skip & ~overflow, old, new)
 
 
-def _rule_arguments(
+def _overflow_and_amax(
     options: StepOptions, attempt: Attempt, decision: Decision
-) -> tuple[Tensor, Tensor | None]:
-    """Return `found_inf` and the largest gradient for `rule.update`.
+) -> tuple[Tensor, Tensor]:
+    """Return `found_inf` and the largest gradient for a rule that takes it.
 
-    For a rule that takes amax, a loss that is not finite itself is not an overflow, because the
-    scale is seldom its cause. If such a loss skips the step, amax is NaN.
+    A loss that is not finite itself is not an overflow, because the scale is seldom its cause. If
+    such a loss skips the step, amax is NaN.
     """
-    flags, scale = attempt.flags, attempt.scaler.tree.scale
-    if not options.takes_amax:
-        return _tree.flag(flags.overflow, like=scale), None
+    overflow, flags = decision.overflow, attempt.flags
     # The loss of the step leaves out a microbatch that was dropped.
-    drops = options.on_nonfinite == "drop_microbatch"
-    overflow = flags.retryable if drops else flags.overflow
+    if flags is not None and options.on_nonfinite == "drop_microbatch":
+        overflow = flags.retryable
     found_inf = overflow & (attempt.window.loss.abs() < math.inf)
     amax: Any = decision.grad_amax
     return found_inf, amax.masked_fill(decision.skip & ~found_inf, torch.nan)

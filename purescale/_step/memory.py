@@ -44,7 +44,7 @@ def memory_of_step(
     batch = _tree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
     if donate and inputs.are_writable:
-        of_state, of_others = storage_pointers(start.tensors), storage_pointers(read_only)
+        of_state, of_others = storage_pointers(start.leaves), storage_pointers(read_only)
         if are_apart(of_state, of_others):
             memory = ArgumentMemory.of([of_state, of_others], batch)
             return memory, MayWrite(True, True, True)
@@ -55,9 +55,9 @@ def memory_of_step(
         buffers = TensorList([leaf for leaf in buffers.tensors if not is_constant(leaf)])
     lists = [replaced, buffers]
     if donate:
-        lists.append(TensorList(start.others))
+        lists.append(TensorList(start.numbers))
     else:
-        read_only += start.others
+        read_only += start.numbers
     pointers = pointers_of_each([*[some.tensors for some in lists], read_only])
     memory = ArgumentMemory.of(pointers, batch)
     if memory.storages is not None and not flat.params.tensor_list.dense_off_graph:

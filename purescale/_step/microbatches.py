@@ -40,7 +40,7 @@ from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
 from .._torch.private import listops
 from .._torch.tensor_list import TensorList
-from .._torch.tracing import is_on_a_graph, refuse_in_capture, under_derivative
+from .._torch.tracing import Situation, is_on_a_graph, refuse_in_capture, under_derivative
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import versions
@@ -88,8 +88,8 @@ class WindowMean:
     """The mean gradients of a window so far.
 
     If an overflow skips the window, the mean stays scaled, so that an overflow in it is seen at the
-    end: it is the gradients of a single microbatch, unchanged, or the sum of those of several times
-    their shares. If an overflow drops its microbatch, the mean is an `AccumState`.
+    end: it is the sum of the gradients times their shares. If an overflow drops its microbatch, the
+    mean is an `AccumState`.
     """
 
     def __init__(
@@ -98,18 +98,13 @@ class WindowMean:
         self.options = options
         self.weights, self.value_and_grad = weights, value_and_grad
         self.scale, self.owned = value_and_grad.scale, value_and_grad.owns_gradients
-        self.is_single = len(weights.is_counted) == 1 and options.group is None
-        self.stays_scaled = self.is_single or options.on_nonfinite == "drop_window"
-        self.single: Gradients | None = None  # those of the only microbatch
+        self.stays_scaled = options.on_nonfinite == "drop_window"
         self.sums: list[Tensor] | None = None  # before the first microbatch that counts
         self.accum: AccumState | None = None  # unless the mean stays scaled
         self.overflows: list[Tensor] = []  # of each microbatch that was measured
 
     def add(self, index: int, grads: Gradients) -> bool | Tensor:
         """Average gradients in. Return True if their microbatch counts for the buffers."""
-        if self.is_single:
-            self.single = grads
-            return True  # an overflow skips the whole step
         is_counted = self.weights.is_counted[index]
         if self.options.max_retries or not self.stays_scaled:
             self.overflows.append(measure(grads, self.scale).overflow)
@@ -139,8 +134,6 @@ class WindowMean:
 
     def result(self) -> Gradients:
         """Return the mean: zeros if nothing counted."""
-        if self.single is not None:
-            return self.single
         sums, scale = self.sums, self.scale
         if self.accum is not None:
             sums, scale = self.accum.grads, None
@@ -201,80 +194,79 @@ def sent_for_nan(options: StepOptions, num_microbatches: int) -> float | None:
 def accumulate_microbatches(
     options: StepOptions,
     flat: FlatState,
+    where: Situation | None,
     microbatches: list[Any],
     weights: MicrobatchWeights,
     memory: ArgumentMemory,
+    reduced: Leaves | None = None,
 ) -> WindowResult:
     """Return the weighted mean of the microbatches' gradients and losses, and the buffers after
     them.
 
-    With a group, losses and flags are those of all its ranks; gradients and buffers are still to be
-    reduced.
+    With a group, losses and flags are those of all its ranks; gradients and buffers, or the
+    `reduced` ones of them, are still to be reduced.
     """
-    buffers = flat.buffers
-    any_buffer = buffers.tree is not None and len(buffers.leaves) > 0
-    once = options.bn_update == "window" and any_buffer
-    if once:
-        check_flat_buffers(buffers.tree)
-    if not (once and layers_of(buffers.tree)):
-        return _accumulate(options, flat, microbatches, weights, memory, buffers.leaves)
-    momenta: dict[str, float] = {}
-
-    @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
-    def loss_and_stats(params: Tree, carried: Tree, microbatch: Any) -> Any:
-        buffers, stats = carried
-        with CaptureBatchNorm() as captured:
-            returned = options.loss_fn(params, buffers, microbatch)
-        loss, new_buffers, *aux = check_returned(returned, buffers)
-        calls = named_calls(captured, new_buffers)
-        for name, call in calls:
-            momenta.setdefault(name, call.momentum)
-        return (
-            loss,
-            (restore_running_stats(new_buffers, buffers, momenta), add_batch(stats, calls)),
-            *aux,
-        )
-
-    # The statistics travel with the buffers, so that a dropped microbatch leaves both unchanged.
-    carrying = _tree.flatten_once((buffers.tree, init_bn_stats(buffers.tree)))
-    flat = flat._replace(buffers=carrying)
-    capturing = options._replace(loss_fn=loss_and_stats)
-    window = _accumulate(capturing, flat, microbatches, weights, memory, buffers.leaves)
-    carried, stats = carrying.structure.unflatten(window.buffers)
-    momentum_of: Mapping[str, float | Tensor] = momenta
-    if options.group is not None:
-        stats, momentum_of = reduce_stats_and_momenta(stats, momenta, options.group)
-    updated = update_running_stats(carried, stats, momentum_of)
-    return window._replace(buffers=_tree.flatten(updated)[0])
-
-
-def _accumulate(
-    options: StepOptions,
-    flat: FlatState,
-    microbatches: list[Any],
-    weights: MicrobatchWeights,
-    memory: ArgumentMemory,
-    buffers_to_reduce: Leaves,
-) -> WindowResult:
     params, buffers, scaler = flat.params, flat.buffers, flat.scaler
     differentiable = options.optimizer.differentiable and is_on_a_graph(
         _tree.all_tensors([params.leaves, buffers.leaves, scaler.leaves, microbatches])
     )
     value_and_grad = ValueAndGrad(
-        *(params, buffers, scaler, options.loss_fn, memory.storages), differentiable=differentiable
+        *(params, buffers, scaler, options.loss_fn, where, memory.storages),
+        differentiable=differentiable,
     )
     if options.group is not None and (value_and_grad.keeps_graph or under_derivative()):
         raise ValueError(
             "a derivative is taken through a step over a group: the gradients of other ranks "
             "arrive without a graph. Fix: group=None, with the microbatches of all ranks on one."
         )
-    scale: Tensor = scaler.tree.scale
+    before = versions(memory.microbatches)
+    if len(microbatches) == 1 and options.group is None:
+        window = _window_of_one(options, weights, value_and_grad, microbatches[0], memory)
+    else:
+        reduced = buffers.leaves if reduced is None else reduced
+        window = _window_of_several(options, weights, value_and_grad, microbatches, memory, reduced)
+    check_unwritten(memory.microbatches, before)
+    return window
+
+
+def _window_of_one(
+    options: StepOptions,
+    weights: MicrobatchWeights,
+    value_and_grad: ValueAndGrad,
+    entry: Any,
+    memory: ArgumentMemory,
+) -> WindowResult:
+    """Return the result of a single microbatch. Its gradients are the mean, still scaled."""
+    if isinstance(entry, FUNCTIONS):
+        entry = _microbatch_of(entry, value_and_grad, memory)
+    out = value_and_grad(value_and_grad.buffers.leaves, entry)
+    params, scale = value_and_grad.params.tensor_list, value_and_grad.scale
+    grads = as_gradients(out.grads, scale, owned=value_and_grad.owns_gradients, params=params)
+    loss, totals, fraction = out.loss, None, None
+    if weights.vector is not None:
+        totals, means = sum_microbatches(weights.vector, torch.stack([loss]), [])
+        loss = means[1].to(loss.dtype)
+    if options.window_size is not None:
+        fraction = window_fraction(options, totals, 1, scale.device)
+        loss = loss if fraction is None else (loss * fraction).to(loss.dtype)
+    return WindowResult(grads, loss, out.buffers, tuple(out.aux), None, totals, fraction)
+
+
+def _window_of_several(
+    options: StepOptions,
+    weights: MicrobatchWeights,
+    value_and_grad: ValueAndGrad,
+    microbatches: list[Any],
+    memory: ArgumentMemory,
+    reduced: Leaves,
+) -> WindowResult:
+    """Return the mean over several microbatches, or over those of a group."""
+    scale: Tensor = value_and_grad.scale
     mean = WindowMean(options, weights, value_and_grad)
-    reduction = mean.start_reduction(buffers_to_reduce)
-    carried, last = buffers.leaves, len(microbatches) - 1
+    reduction = mean.start_reduction(reduced)
+    carried, last = value_and_grad.buffers.leaves, len(microbatches) - 1
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
-    before = versions(memory.microbatches)
     for index, entry in enumerate(microbatches):
         is_counted, microbatch = weights.is_counted[index], entry
         if isinstance(entry, FUNCTIONS):
@@ -285,14 +277,12 @@ def _accumulate(
         else:
             # The first gradients of a sum become the sum; others are only read.
             first = mean.stays_scaled and mean.sums is None
-            if value_and_grad.keeps_graph and len(microbatches) > 1:
+            if value_and_grad.keeps_graph:
                 # The graph of one microbatch at a time: each is made again in the backward.
                 out = checkpoint(value_and_grad, carried, microbatch, use_reentrant=False)
             else:
                 out = value_and_grad(carried, microbatch, owned=first)
-            grads = as_gradients(
-                out.grads, scale, owned=mean.is_single and mean.owned, params=params.tensor_list
-            )
+            grads = as_gradients(out.grads, scale, params=value_and_grad.params.tensor_list)
             is_counted = mean.add(index, grads)
             del grads
         if isinstance(is_counted, Tensor):  # if it is dropped, what it did to the buffers is too
@@ -302,8 +292,7 @@ def _accumulate(
         losses.append(out.loss)
         aux += tuple(out.aux)
         del out, microbatch  # so that the next ones reuse their memory
-    check_unwritten(memory.microbatches, before)
-    return _window_result(mean, losses, carried, aux, reduction, buffers_to_reduce)
+    return _window_result(mean, losses, carried, aux, reduction, reduced)
 
 
 # Functions in a window, each of which makes a microbatch when its turn comes. Other objects may be
@@ -335,7 +324,7 @@ def _window_result(
     buffers: Leaves,
     aux: tuple[Any, ...],
     reduction: Reduction | None,
-    buffers_to_reduce: Leaves,
+    reduced: Leaves,
 ) -> WindowResult:
     """Return the mean, which is sent if there is a group, and what losses and overflows tell, which
     is then of all ranks.
@@ -356,11 +345,63 @@ def _window_result(
         loss_of_good, loss = means.unbind()
         if drops:  # if all were dropped, the loss of all of them shows why
             loss = torch.where(Totals.of(totals).good_weight > 0, loss_of_good, loss)
-    elif not mean.is_single:
+    else:
         loss = torch.stack(losses).mean(dtype=widest_float(scale.device)).to(loss.dtype)
     fraction = window_fraction(options, totals, len(losses), scale.device)
     loss = (loss if fraction is None else loss * fraction).to(losses[0].dtype)
     grads = mean.result() if reduction is None else as_gradients([], scale, owned=True)
     if options.group is not None and reduction is None:
-        reduction = mean.send_all(grads, buffers_to_reduce, rank_divisor)
+        reduction = mean.send_all(grads, reduced, rank_divisor)
     return WindowResult(grads, loss, buffers, aux, reduction, totals, fraction)
+
+
+# ---- batch norm over a window --------------------------------------------------------------------
+
+
+def accumulate_with_pooled_statistics(
+    options: StepOptions,
+    flat: FlatState,
+    where: Situation | None,
+    microbatches: list[Any],
+    weights: MicrobatchWeights,
+    memory: ArgumentMemory,
+) -> WindowResult:
+    """Return `accumulate_microbatches`, with buffers in which batch norm is updated once, by the
+    statistics of all microbatches that count.
+    """
+    buffers = flat.buffers
+    any_buffer = buffers.tree is not None and len(buffers.leaves) > 0
+    if any_buffer:
+        check_flat_buffers(buffers.tree)
+    if not (any_buffer and layers_of(buffers.tree)):
+        return accumulate_microbatches(options, flat, where, microbatches, weights, memory)
+    momenta: dict[str, float] = {}
+
+    @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
+    def loss_and_stats(params: Tree, carried: Tree, microbatch: Any) -> Any:
+        buffers, stats = carried
+        with CaptureBatchNorm() as captured:
+            returned = options.loss_fn(params, buffers, microbatch)
+        loss, new_buffers, *aux = check_returned(returned, buffers)
+        calls = named_calls(captured, new_buffers)
+        for name, call in calls:
+            momenta.setdefault(name, call.momentum)
+        return (
+            loss,
+            (restore_running_stats(new_buffers, buffers, momenta), add_batch(stats, calls)),
+            *aux,
+        )
+
+    # The statistics travel with the buffers, so that a dropped microbatch leaves both unchanged.
+    carrying = _tree.flatten_once((buffers.tree, init_bn_stats(buffers.tree)))
+    flat = flat._replace(buffers=carrying)
+    capturing = options._replace(loss_fn=loss_and_stats)
+    window = accumulate_microbatches(
+        *(capturing, flat, where, microbatches, weights, memory), reduced=buffers.leaves
+    )
+    carried, stats = carrying.structure.unflatten(window.buffers)
+    momentum_of: Mapping[str, float | Tensor] = momenta
+    if options.group is not None:
+        stats, momentum_of = reduce_stats_and_momenta(stats, momenta, options.group)
+    updated = update_running_stats(carried, stats, momentum_of)
+    return window._replace(buffers=_tree.flatten(updated)[0])

@@ -12,9 +12,10 @@ from .._grads.clip import check_clip, check_ordered
 from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale
 from .._loss_scale.scaling import check_scale
+from .._optim.plans import plan_step_by_hand
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.updater import Updater, as_updater, planned_step
+from .._optim.updater import Updater, as_updater
 from .._step.decide import decide, or_empty
 from .._step.memory import may_write_given
 from .._torch.autocast import outside_autocast
@@ -30,12 +31,12 @@ def update(
     inputs: StepInputs,
     plan: Any,
     grads: Gradients,
-    skip: Tensor | bool,
+    skip: Tensor | None,
     *,
     in_place: bool,
 ) -> tuple[Tree, Tree]:
     """Return the old parameters and state if `skip`, else those after the step with `grads`, in the
-    trees of the arguments. `skip` is False where the host knows it.
+    trees of the arguments. `skip` is None where the host knows that the step is applied.
     """
     if torch.compiler.is_compiling():  # which fuses; writing into gradients would only add work
         grads = grads._replace(owned=False)
@@ -108,7 +109,8 @@ def maybe_step(
     optimizers.
     """
     updater = as_updater(optimizer)
-    inputs, plan = planned_step(updater, params, grads, opt_state)
+    step = plan_step_by_hand(updater, params, grads, opt_state)
+    inputs, plan = step.inputs, step.plan
     skip = _tree.flag(found_inf, like=next(iter(inputs.params), None))
     in_place = donate and may_write_given(updater, inputs, [skip])[0]
     return update(updater, inputs, plan, inputs.grads, skip, in_place=in_place)
@@ -180,18 +182,26 @@ def unscale_and_step(
     """
     clip = check_clip(max_norm, clip_value, norm_type)
     updater = as_updater(optimizer)
-    inputs, plan = planned_step(updater, params, scaled_grads, opt_state)
     scale = scaler.scale
-    check_scale(scale, params, inputs.grads.likes, "grads", inputs.grads.tensor_list)
-    if clip.value is not None:
-        check_ordered(params, inputs.grads.likes, "grads")
+
+    def check_others(inputs: StepInputs) -> None:
+        check_scale(scale, params, inputs.grads.likes, "grads", inputs.grads.tensor_list)
+        if clip.value is not None:
+            check_ordered(params, inputs.grads.likes, "grads")
+
+    trees = params, scaled_grads, opt_state
+    step = plan_step_by_hand(updater, *trees, scale, check_others=check_others)
+    inputs, plan = step.inputs, step.plan
     in_place = owned = False
     if donate:
         read_only = [*_tree.tensors(scaler), *clip.tensor_bounds]
         in_place, owned = may_write_given(updater, inputs, read_only)
     grads = inputs.grads._replace(divisor=scale, owned=owned and not updater.may_raise)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
-    decision = decide(measure(grads, scale, options), clip, grads)
-    stepped = update(updater, inputs, plan, decision.grads, decision.known_skip, in_place=in_place)
+    stats = measure(grads, scale, options, host_reads=step.host_reads)
+    decision = decide(stats, clip, grads)
+    stepped = update(
+        updater, inputs, plan, decision.grads, decision.unknown_skip, in_place=in_place
+    )
     numbers = or_empty(decision.grad_norm), or_empty(decision.grad_amax)
     return Stepped(*stepped, decision.skip, *numbers)

@@ -24,14 +24,26 @@ class Attempt(NamedTuple):
 
     window: WindowResult
     stats: GradStats
-    flags: WindowFlags
+    flags: WindowFlags | None  # None if only the mean was measured
     scaler: FlatTree  # the state that scaled it
-    rng: Any  # the next state of the generator
+    rng: Any = ()  # the next state of the generator
     retries: int = 0  # how often the step ran its window again
+
+    @property
+    def num_overflows(self) -> Tensor:
+        """The number of overflows, by which tries are compared."""
+        return self.stats.overflow if self.flags is None else self.flags.num_overflows
+
+    @property
+    def retryable(self) -> Tensor:
+        """bool []. Fewer may overflow at a lower scale: the loss of what overflowed is finite."""
+        if self.flags is not None:
+            return self.flags.retryable
+        return self.stats.overflow & torch.isfinite(self.window.loss)
 
 
 # Runs the microbatches at the loss scale of this state.
-RunWindow: TypeAlias = Callable[[FlatTree], tuple[WindowResult, GradStats, WindowFlags]]
+RunWindow: TypeAlias = Callable[[FlatTree], Attempt]
 
 
 def attempt_window(options: StepOptions, flat: FlatState, run_window: RunWindow) -> Attempt:
@@ -55,11 +67,10 @@ def attempt_window(options: StepOptions, flat: FlatState, run_window: RunWindow)
         before = generators.states()
         while True:
             attempt = _attempt(flat.rng, run_window, scaler)
-            flags = attempt.flags
-            if best is None or bool(flags.num_overflows < best.flags.num_overflows):
+            if best is None or bool(attempt.num_overflows < best.num_overflows):
                 best = attempt
             lower = None
-            if retries < options.max_retries and bool(flags.retryable):
+            if retries < options.max_retries and bool(attempt.retryable):
                 lower = backed_off(options.rule, scaler.tree)
             if lower is None:
                 return best._replace(retries=retries)
@@ -72,12 +83,12 @@ def _attempt(rng: Any, run_window: RunWindow, scaler: FlatTree) -> Attempt:
     global generator; with a state it leaves that one unchanged.
     """
     if isinstance(rng, tuple):
-        return Attempt(*run_window(scaler), scaler, rng)
+        return run_window(scaler)
     generator = Generators(Generators.of(scaler.tree.scale.device).places[-1:])
     with generator.locked(), generator.unchanged():
         generator.restore([rng.clone()])
-        result = run_window(scaler)
-        return Attempt(*result, scaler, generator.states()[0])
+        attempt = run_window(scaler)
+        return attempt._replace(rng=generator.states()[0])
 
 
 _MAX_UPDATES = 100  # overflows that a rule may let pass before it lowers the scale

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
 from .._grads.clip import Clip
-from .._loss_scale.rules import Rule, State, StaticScale, check_rule, takes_amax
+from .._loss_scale.rules import Rule, State, StaticScale, check_rule
 from .._optim.protocol import Optimizer
 from .._optim.updater import Updater, check_optimizer
 from .._step.spike_guard import Guard, check_is_guard
@@ -239,11 +239,7 @@ class StepOptions(NamedTuple):
     donate: bool = False
     guard: Guard[Any] | None = None
     window_size: int | None = None  # of a full window
-
-    @property
-    def takes_amax(self) -> bool:
-        """True if the rule takes the largest gradient."""
-        return takes_amax(self.rule)
+    takes_amax: bool = False  # the rule takes the largest gradient
 
     def compared(self) -> dict[str, Any]:
         """Return by name what all ranks of a group must have alike."""

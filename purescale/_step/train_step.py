@@ -11,7 +11,7 @@ from torch import Tensor
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
 from .._grads.clip import check_clip
-from .._grads.measure import GradStats, StatsOptions, measure, norm_of
+from .._grads.measure import StatsOptions, measure, norm_of
 from .._loss_scale.rules import Rule, check_rule
 from .._optim.protocol import Optimizer
 from .._optim.updater import as_updater
@@ -23,11 +23,12 @@ from .._step.microbatches import (
     FUNCTIONS,
     MicrobatchWeights,
     accumulate_microbatches,
+    accumulate_with_pooled_statistics,
     weigh,
 )
 from .._step.optimizer_step import update
 from .._step.reduce import reduce_window
-from .._step.retry import attempt_window
+from .._step.retry import Attempt, attempt_window
 from .._step.spike_guard import Guard, call_guard, check_guarded
 from .._step.step_plan import Start, start_step
 from .._step.train_state import (
@@ -38,7 +39,7 @@ from .._step.train_state import (
     check_options,
 )
 from .._step.value_and_grad import LossFn
-from .._step.window_result import WindowFlags, WindowResult, window_flags
+from .._step.window_result import window_flags
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree.hints import hint_keywords
@@ -159,7 +160,6 @@ def train_step(
 
     def check_call(group: Group | None) -> tuple[Start, StepOptions, MicrobatchWeights]:
         updater = as_updater(optimizer)
-        check_rule(rule)
         options = StepOptions(
             loss_fn=loss_fn,
             optimizer=updater,
@@ -173,13 +173,17 @@ def train_step(
             donate=donate,
             guard=guard,
             window_size=window_size,
+            takes_amax=check_rule(rule),
         )
         check_options(options)
-        _check_state(state, microbatches, options)
+        _check_arguments(state, microbatches, options)
         start = start_step(state, options)
         return start, options, weigh(options, microbatches, start.flat.scaler.tree.scale)
 
-    start, options, weights = check_on_all_ranks(group, check_call, state)
+    if group is None:
+        start, options, weights = check_call(None)
+    else:
+        start, options, weights = check_on_all_ranks(group, check_call, state)
     return _stages(options, start, microbatches, weights)
 
 
@@ -192,34 +196,44 @@ def _stages(
     of_sum = len(microbatches) > 1
     stats_options = StatsOptions(options.clip.norm_type, options.takes_amax, of_sum)
 
-    def run_window(scaler: FlatTree) -> tuple[WindowResult, GradStats, WindowFlags]:
+    def run_window(scaler: FlatTree) -> Attempt:
         scaled = flat if scaler is flat.scaler else flat._replace(scaler=scaler)
-        window = accumulate_microbatches(options, scaled, microbatches, weights, memory)
+        arguments = options, scaled, start.where, microbatches, weights, memory
+        if options.bn_update == "window":
+            window = accumulate_with_pooled_statistics(*arguments)
+        else:
+            window = accumulate_microbatches(*arguments)
         if window.reduction is not None:
             window = reduce_window(window, window.reduction, flat)
-        window = window.with_fraction_applied()
-        grads = window.grads
-        reads = True if start.host_reads and grads.owned and grads.dense_real else None
+        if window.fraction is not None:
+            grads = window.grads.multiplied(window.fraction)
+            window = window._replace(grads=grads, fraction=None)
+        grads, totals = window.grads, window.totals
+        reads = start.host_reads and grads.owned and grads.dense_real
         stats = measure(grads, scaler.tree.scale, stats_options, host_reads=reads)
-        return window, stats, window_flags(window, stats.overflow, options)
+        flags = None if totals is None else window_flags(window, totals, stats.overflow)
+        return Attempt(window, stats, flags, scaler)
 
-    attempt = attempt_window(options, flat, run_window)
-    window, stats, flags = attempt.window, attempt.stats, attempt.flags
+    if options.max_retries or not isinstance(flat.rng, tuple):
+        attempt = attempt_window(options, flat, run_window)
+    else:
+        attempt = run_window(flat.scaler)
+    window, stats = attempt.window, attempt.stats
     guard_state, rejects = flat.guard, None
     if options.guard is not None:
         norm: Any = ()
         if stats.norm is not None:
             norm = norm_of(stats, window.loss.device).to(window.grads.factor_dtype)
         guard_state, rejects = call_guard(options.guard, flat.guard, window.loss, norm)
-    decision = decide(stats, options.clip, window.grads, flags, rejects)
+    decision = decide(stats, options.clip, window.grads, attempt.flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
     advanced = advance(options, flat, attempt, decision, guard_state)
     updated = update(
         options.optimizer,
         inputs,
-        start.update,
+        start.plan,
         decision.grads,
-        decision.known_skip,
+        decision.unknown_skip,
         in_place=may_write.optimizer,
     )
     scale = attempt.scaler.tree.scale.clone()  # `assemble` may write into it
@@ -236,26 +250,13 @@ def _stages(
     return assemble(start, updated, advanced, window.buffers, decision, may_write), info
 
 
-def _check_state(state: Any, microbatches: Any, options: StepOptions) -> None:
+def _check_arguments(state: Any, microbatches: Any, options: StepOptions) -> None:
     """Refuse a state and microbatches of other types, and what does not go with the options."""
     if not isinstance(state, TrainState):
         raise TypeError(
             f"train_step takes a TrainState, got {type(state).__name__}. "
             f"Fix: `state = init_train_state(params, buffers, optimizer, rule)`."
         )
-    _check_microbatches(microbatches, options.max_retries)
-    if options.guard is not None or state.guard != ():
-        check_guarded(options.guard, state.guard)
-    if not isinstance(state.rng, tuple):
-        refuse_in_a_trace(
-            "a step with rng in its state cannot be traced or captured: torch.compile, torch.func "
-            "and CUDA graphs do not follow torch's generators.",
-            "state._replace(rng=()), torch.manual_seed before the step, and for vmap "
-            "randomness='different'.",
-        )
-
-
-def _check_microbatches(microbatches: Any, max_retries: int) -> None:
     if not isinstance(microbatches, list):
         raise TypeError(
             f"microbatches is a {type(microbatches).__name__}; expected a list, which makes one "
@@ -266,8 +267,18 @@ def _check_microbatches(microbatches: Any, max_retries: int) -> None:
         raise ValueError(
             "microbatches is an empty list. Likely cause: a loader that ran out. Fix: end the loop."
         )
+    max_retries = options.max_retries
     if max_retries and any(isinstance(entry, FUNCTIONS) for entry in microbatches):
         raise ValueError(
             f"max_retries={max_retries} runs a window again, and a function in it would make "
             "another microbatch. Fix: `[make() for make in microbatches]`, or max_retries=0."
+        )
+    if options.guard is not None or state.guard != ():
+        check_guarded(options.guard, state.guard)
+    if not isinstance(state.rng, tuple):
+        refuse_in_a_trace(
+            "a step with rng in its state cannot be traced or captured: torch.compile, torch.func "
+            "and CUDA graphs do not follow torch's generators.",
+            "state._replace(rng=()), torch.manual_seed before the step, and for vmap "
+            "randomness='different'.",
         )

@@ -18,7 +18,7 @@ from .._optim.step_inputs import flatten_together
 from .._torch import donation, dtensor, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
-from .._torch.tracing import can_plan, end_graph, recorded_by_make_fx, traced
+from .._torch.tracing import Situation, end_graph, recorded_by_make_fx, situation, traced
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import are_dense_real, versions
@@ -115,12 +115,13 @@ def value_and_grad(
 def _value_and_grad(
     loss_fn: LossFn, params: Tree, buffers: Tree, microbatch: Any, scaler: HasScale | None = None
 ) -> tuple[Any, Tree]:
-    flat = _flatten_arguments(params, buffers, scaler)
+    where = situation()
+    flat = _flatten_arguments(params, buffers, scaler, where)
     batch, (of_params, of_buffers, of_scaler) = _tree.all_tensors(microbatch), flat
     lists = [*(tree.leaves for tree in flat), batch]
     memory = donation.ArgumentMemory.of(donation.pointers_of_each(lists), batch)
     before = versions(memory.microbatches)
-    function = ValueAndGrad(of_params, of_buffers, of_scaler, loss_fn, memory.storages)
+    function = ValueAndGrad(of_params, of_buffers, of_scaler, loss_fn, where, memory.storages)
     out = function(of_buffers.leaves, microbatch)
     check_unwritten(memory.microbatches, before)
     new_buffers = of_buffers.structure.unflatten(out.buffers)
@@ -130,11 +131,13 @@ def _value_and_grad(
 _plans: Plans[Any] = Plans(16)  # which say that arguments were checked
 
 
-def _flatten_arguments(params: Tree, buffers: Tree, scaler: HasScale | None) -> list[FlatTree]:
+def _flatten_arguments(
+    params: Tree, buffers: Tree, scaler: HasScale | None, where: Situation | None
+) -> list[FlatTree]:
     """Check parameters, buffers and scaler, and return them flat."""
     trees = params, buffers, () if scaler is None else scaler
-    if can_plan() and (known := find_plan(_plans, trees)):
-        return known[0]
+    if where and (found := find_plan(_plans, where, trees)):
+        return found.trees
     flat_params, flat_buffers, flat_scaler = flat = flatten_together(trees)
     if all([leaf is None for leaf in flat_params.leaves]):
         raise ValueError(
@@ -156,7 +159,8 @@ def _flatten_arguments(params: Tree, buffers: Tree, scaler: HasScale | None) -> 
     check_scale(scale, params, flat_params.leaves, "params", flat_params.tensor_list)
     if scaler is None:
         return [flat_params, flat_buffers, flat_scaler]
-    add_plan(_plans, flat, None)
+    if where:
+        add_plan(_plans, where, flat, None)
     return flat
 
 
@@ -190,28 +194,29 @@ class ValueAndGrad:
         buffers: FlatTree,
         scaler: FlatTree,
         loss_fn: LossFn,
+        where: Situation | None,
         storages: Set[int | None] | None = None,
         *,
         differentiable: bool = False,
     ) -> None:
         self.scale, self.loss_fn, self.buffers = scaler.tree.scale, loss_fn, buffers
-        self.params = params
-        is_dense = params.tensor_list.dense_off_graph
+        self.params, self.inputs = params, params.leaves
         self.indices: Sequence[int] = range(len(params.leaves))
-        if not is_dense:
-            self.indices = [n for n, leaf in enumerate(params.leaves) if leaf is not None]
-        self.are_all_present = len(self.indices) == len(params.leaves)
-        self.inputs = [params.leaves[index] for index in self.indices]
-        self.dense_real = is_dense or are_dense_real(params.leaves)
-        self.sharded = not is_dense and dtensor.any_dtensor(self.inputs)
-        self.uses_torch_func = traced()
+        self.are_all_present = self.dense_real = is_dense = params.tensor_list.dense_off_graph
+        self.sharded, self.uses_torch_func = False, where is None and traced()
         self.keeps_graph = differentiable and not self.uses_torch_func
         self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
         if self.owns_gradients:
             end_graph()
         self.storages = storages if self.owns_gradients else None
         # make_fx does not see that a subclass is made, and would take parameters for constants.
-        self.is_recorded = not self.uses_torch_func and recorded_by_make_fx()
+        self.is_recorded = where.recorded if where else not traced() and recorded_by_make_fx()
+        if not is_dense:
+            self.dense_real = are_dense_real(params.leaves)
+            self.indices = [n for n, leaf in enumerate(params.leaves) if leaf is not None]
+            self.are_all_present = len(self.indices) == len(params.leaves)
+            self.inputs = [params.leaves[index] for index in self.indices]
+            self.sharded = dtensor.any_dtensor(self.inputs)
         recordable = is_dense and scaler.tensor_list.dense_off_graph
         if not (self.uses_torch_func or recordable):
             *self.inputs, self.scale = _recordable([*self.inputs, self.scale])
@@ -260,7 +265,7 @@ class ValueAndGrad:
             graph = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
             grads = _with_zeros(graph, inputs)
         else:
-            raw = _with_zeros(_gradients(loss, inputs), inputs)
+            raw = _gradients(loss, inputs)
             grads = donation.take_ownership(raw) if owned else list(map(Tensor.detach, raw))
             if self.sharded:
                 pairs = zip(grads, inputs, strict=True)
@@ -310,8 +315,17 @@ class ValueAndGrad:
             buffers = _recordable(buffers)
         with _ENABLED if torch.is_grad_enabled() else torch.enable_grad():
             # New tensors, because a loss may register hooks on them: leaves, because autocast
-            # caches the cast of a leaf; on a graph aliases, so that a gradient ends there.
-            inputs = list(map(_alias, self.inputs)) if self.keeps_graph else self._parameters()
+            # caches the cast of a leaf; on a graph aliases, so that a gradient ends there. Leaves
+            # pass `isinstance(leaf, nn.Parameter)` unless make_fx records them.
+            if self.keeps_graph:
+                inputs = list(map(_alias, self.inputs))
+            else:
+                inputs = [
+                    nn.Parameter(tensor)
+                    if type(tensor) is Tensor and not self.is_recorded
+                    else tensor.detach().requires_grad_()
+                    for tensor in self.inputs
+                ]
             read_only = [*inputs, *buffers]
             before = versions(read_only)
             loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
@@ -320,17 +334,6 @@ class ValueAndGrad:
         if versions(read_only) != before:
             self._refuse_write(_written(read_only, before))
         return inputs, loss, outputs
-
-    def _parameters(self) -> Leaves:
-        """Return leaves over the memory of the parameters. They pass `isinstance(leaf,
-        nn.Parameter)` unless make_fx records them.
-        """
-        return [
-            nn.Parameter(tensor)
-            if type(tensor) is Tensor and not self.is_recorded
-            else tensor.detach().requires_grad_()
-            for tensor in self.inputs
-        ]
 
     def _refuse_write(self, index: int) -> None:
         """Refuse a write into the parameter or, counted after these, the buffer of this number."""
@@ -441,9 +444,9 @@ def _alias(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
-def _gradients(loss: Tensor, inputs: Leaves) -> list[Tensor | None]:
-    """`torch.autograd.grad(loss, inputs, allow_unused=True)` without checking each input, with what
-    a custom backward adds to `.grad`, as those of reversible layers do.
+def _gradients(loss: Tensor, inputs: Leaves) -> list[Tensor]:
+    """`torch.autograd.grad(loss, inputs, materialize_grads=True)` without checking each input, with
+    what a custom backward adds to `.grad`, as those of reversible layers do.
     """
     _forget(inputs)
     seed, once = (torch.ones_like(loss),), (False, False)
@@ -455,7 +458,7 @@ def _gradients(loss: Tensor, inputs: Leaves) -> list[Tensor | None]:
             if (added := leaf.grad) is not None:
                 gradient = gradients[index]
                 gradients[index] = added if gradient is None else gradient + added
-    return gradients
+    return _with_zeros(gradients, inputs)
 
 
 def _with_zeros(gradients: Sequence[Tensor | None], inputs: Leaves) -> list[Tensor]:

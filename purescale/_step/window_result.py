@@ -23,25 +23,18 @@ class WindowResult(NamedTuple):
     """The results of the microbatches of a step, on this rank or on all of a group."""
 
     grads: Gradients  # the mean; while `reduction` has it, that of this rank or none
-    loss: Tensor  # the mean over the microbatches that count, times `window_fraction`
+    loss: Tensor  # the mean over the microbatches that count, times `fraction`
     buffers: Leaves
     aux: tuple[Any, ...]
     reduction: Reduction | None = None  # on its way to the other ranks
     totals: Tensor | None = None  # as `Totals`; None without a group if only the mean is measured
     # the part of `window_size` that counts, by which the mean is still to be multiplied; None for 1
-    window_fraction: Tensor | None = None
+    fraction: Tensor | None = None
 
     @property
     def leaves_out_overflows(self) -> bool:
         """True if microbatches that overflowed are not in the mean, which is then unscaled."""
         return self.grads.divisor is None
-
-    def with_fraction_applied(self) -> WindowResult:
-        """Return the window with its mean, that of all ranks, times `window_fraction`."""
-        if self.window_fraction is None:
-            return self
-        grads = self.grads.multiplied(self.window_fraction)
-        return self._replace(grads=grads, window_fraction=None)
 
 
 class Totals(NamedTuple):
@@ -65,7 +58,7 @@ class Totals(NamedTuple):
 
 
 class WindowFlags(NamedTuple):
-    """The overflows of a window, on this rank or on all of a group: 0-d tensors."""
+    """The flags of a window with `Totals`, on this rank or on all of a group: 0-d tensors."""
 
     overflow: Tensor  # bool: a microbatch with a weight overflowed; the scale follows it
     skip: Tensor  # bool: for an overflow, or because no weight is left
@@ -130,15 +123,12 @@ def window_fraction(
     return fraction
 
 
-def window_flags(window: WindowResult, overflow: Tensor, options: StepOptions) -> WindowFlags:
+def window_flags(window: WindowResult, totals: Tensor, overflow: Tensor) -> WindowFlags:
     """Return the flags of a window whose mean was measured: its `overflow` counts as that of a
     microbatch, unless the mean leaves out what overflows.
     """
-    if window.totals is None:
-        retryable = overflow & torch.isfinite(window.loss) if options.max_retries else overflow
-        return WindowFlags(overflow, overflow, retryable, overflow)
-    has = Totals.of(window.totals > 0)
-    num_overflows = Totals.of(window.totals).overflowed.to(torch.int64)
+    has = Totals.of(totals > 0)
+    num_overflows = Totals.of(totals).overflowed.to(torch.int64)
     if window.leaves_out_overflows:
         skip = ~has.good | overflow
         return WindowFlags(has.overflowed, skip, has.finite_overflowed, num_overflows)

@@ -7,10 +7,9 @@ recorded_by_make_fx   operators go into a graph of make_fx, whose code is that o
 is_on_a_graph         torch.autograd records operators on these tensors
 may_be_opaque         one operator may stand for a pass over many tensors, in a graph
 whole_graph           a graph of torch.autograd must not end;  end_graph: where it would
-can_plan              what is decided here may be kept for tensors of the same metadata
+situation             where an eager call runs, asked once; None where each call plans anew
 captured              inside of a function of `capture`, whose operators may be replayed
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
-host_reads            the same without its tensors, for those that a plan knows to be on a CPU
 are_native            an operator with kernels for a CPU and CUDA alone may take them
 """
 
@@ -21,7 +20,7 @@ import operator
 import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -67,11 +66,22 @@ def may_be_opaque(*lists: Sequence[Tensor]) -> bool:
     return not private.transformed()
 
 
-def can_plan() -> bool:
-    """Return True if what is decided here may be kept, and found again by metadata: in eager mode.
-    A transform, a compiler and inference mode are not in the metadata.
+class Situation(NamedTuple):
+    """Where an eager call runs, which is a part of what its plan is found by."""
+
+    recorded: bool  # as `recorded_by_make_fx`
+    host_reads: bool  # the host may read plain tensors of a CPU
+    captured: bool  # as `captured`
+
+
+def situation() -> Situation | None:
+    """Return where a call runs; None where each call plans anew: under a transform, a compiler and
+    inference mode.
     """
-    return not (traced() or torch.is_inference_mode_enabled())
+    if traced() or torch.is_inference_mode_enabled():
+        return None
+    recorded = recorded_by_make_fx()
+    return Situation(recorded, not (recorded or _as_an_accelerator), _captured.get())
 
 
 def recorded_by_make_fx() -> bool:
@@ -118,14 +128,9 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
     """Return True if reading these tensors does not wait, and no graph lacks what it decides: on a
     CPU, in eager mode, without subclasses that may hold no values.
     """
-    return host_reads() and all(
-        set(map(type, x)) <= PLAIN_TYPES and all(map(_is_cpu, x)) for x in lists
-    )
-
-
-def host_reads() -> bool:
-    """Return True if the host may read plain tensors of a CPU: in eager mode."""
-    return not (_as_an_accelerator or traced() or recorded_by_make_fx())
+    if _as_an_accelerator or traced() or recorded_by_make_fx():
+        return False
+    return all(set(map(type, x)) <= PLAIN_TYPES and all(map(_is_cpu, x)) for x in lists)
 
 
 def are_native(*tensors: Tensor) -> bool:

@@ -39,6 +39,18 @@ class Gradients(NamedTuple):
         return self.tensor_list.tensors
 
     @property
+    def pending(self) -> tuple[Any, ...]:
+        """What an optimizer still waits for: divisor, factor and clip value. Each is elementwise,
+        because pieces of leaves and shards are stepped alone.
+        """
+        return self.divisor, self.factor, self.clip_value
+
+    def with_pending(self, pending: Sequence[Any]) -> Gradients:
+        """Return the same tensors with other pending operations."""
+        divisor, factor, clip_value = pending
+        return self._replace(divisor=divisor, factor=factor, clip_value=clip_value)
+
+    @property
     def factor_dtype(self) -> torch.dtype:
         """The dtype in which a factor is multiplied, and of a norm: float64 if a gradient has it,
         else float32, because a float64 factor would take float32 gradients through a slower kernel.

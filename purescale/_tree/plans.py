@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from .._torch.tensor_list import Cache, TensorList, metadata_guard
-from .._torch.tracing import can_plan, captured
-from .._tree.tree import FlatTree, Tree, flatten, is_of_builtins
+from .._torch import private
+from .._torch.tensor_list import Cache, TensorList, are_comparable, metadata_guard
+from .._torch.tracing import Situation
+from .._tree.tree import FlatTree, Leaves, Tree, flatten, is_of_builtins
 
 PlanT = TypeVar("PlanT")
 
@@ -33,22 +34,24 @@ class Plans(Generic[PlanT]):
     def __init__(self, size: int | None = 8) -> None:
         self._size = size
         # Replaced as a whole, so that a thread which looks for a plan needs no lock.
-        self._entries: tuple[tuple[Any, Any, PlanT], ...] = ()
+        self.entries: tuple[tuple[Any, Callable[..., bool], PlanT], ...] = ()
 
     def matching(self, tensors: Sequence[Tensor], key: Any) -> Iterator[PlanT]:
         """Yield the plans for tensors like these and an equal key."""
-        for key_of_plan, is_like, plan in self._entries:
-            if _are_equal(key_of_plan, key) and is_like(tensors):
+        if not are_comparable(tensors):
+            return
+        for key_of_plan, is_like, plan in self.entries:
+            if _are_equal(key_of_plan, key) and is_like(*tensors):
                 yield plan
 
     def add(self, tensors: Sequence[Tensor], key: Any, plan: PlanT) -> None:
         """Keep a plan for plain, dense tensors like these, in place of the oldest one."""
-        entry = key, metadata_guard(tensors), plan
-        self._entries = (entry, *self._entries)[: self._size]
+        entry = key, private.metadata_guard(*tensors), plan
+        self.entries = (entry, *self.entries)[: self._size]
 
     def discard(self, plan: PlanT) -> None:
         """Forget a plan."""
-        self._entries = tuple(entry for entry in self._entries if entry[2] is not plan)
+        self.entries = tuple(entry for entry in self.entries if entry[2] is not plan)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles have no plans, because guards cannot be pickled."""
@@ -56,10 +59,10 @@ class Plans(Generic[PlanT]):
 
     def __iter__(self) -> Iterator[PlanT]:
         """Iterate over all plans."""
-        return (plan for _, _, plan in self._entries)
+        return (plan for _, _, plan in self.entries)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
 
 def _are_equal(a: Any, b: Any) -> bool:
@@ -73,41 +76,102 @@ def _are_equal(a: Any, b: Any) -> bool:
 # ---- plans for trees -----------------------------------------------------------------------------
 
 
-def find_plan(plans: Plans[Any], trees: Sequence[Tree]) -> tuple[list[FlatTree], Any] | None:
-    """Return the trees, flat, and what was planned for trees that differ from them in values only;
-    None if nothing was. It is asked where `can_plan`.
+class Node(NamedTuple):
+    """A container in a tree, below another one."""
+
+    parent: int  # by number, in the order of the nodes; 0 is the root
+    key: Any  # in the parent
+    kind: Any  # its type
+    keys: Any  # a list of the keys of a dict, in its order; else the length
+
+
+class TreePlan(NamedTuple):
+    """A plan for arguments that are trees, with their form."""
+
+    structure: Any  # of all of them, as a tuple
+    structures: list[Any]  # of each
+    nodes: list[Node]
+    slices: list[slice]  # the leaves of each
+    caches: list[Cache]
+    may_have_graph: bool
+    plan: Any
+
+
+class Found(NamedTuple):
+    """The arguments of a call, flat, and what was planned for others like them."""
+
+    trees: list[FlatTree]
+    leaves: Leaves  # of all of them
+    plan: Any
+
+
+def find_plan(plans: Plans[TreePlan], where: Situation, trees: tuple[Tree, ...]) -> Found | None:
+    """Return what was planned for trees that differ from these in values only, in calls that ran
+    where this one does; None if nothing was.
     """
-    leaves, structure = flatten(tuple(trees))
-    for slices, caches, may_have_graph, decisions in plans.matching(leaves, _form(structure)):
-        if may_have_graph and any(map(_grad_fn, leaves)):
+    for key, is_like, kept in plans.entries:
+        if key != (where, len(trees)) or not _has_form(trees, kept.nodes):
             continue
-        flat, structures = [], structure.children()  # type: ignore[attr-defined]
-        for tree, child, at, cache in zip(trees, structures, slices, caches, strict=True):
+        # By a known structure, which takes a sixth of the time of a new one.
+        leaves = kept.structure.flatten_up_to(trees)
+        if not (are_comparable(leaves) and is_like(*leaves)):
+            continue
+        if kept.may_have_graph and any(map(_grad_fn, leaves)):
+            continue
+        flat, forms = [], (kept.structures, kept.slices, kept.caches)
+        for tree, structure, at, cache in zip(trees, *forms, strict=True):
             tensor_list = TensorList(leaves[at], cache, dense_off_graph=True)
-            flat.append(FlatTree(tree, tensor_list.tensors, child, tensor_list))
-        return flat, decisions
+            flat.append(FlatTree(tree, tensor_list.tensors, structure, tensor_list))
+        return Found(flat, leaves, kept.plan)
     return None
 
 
-def add_plan(plans: Plans[Any], trees: Sequence[FlatTree], decisions: Any) -> None:
-    """Keep decisions for trees like these, if all leaves are dense and off every graph, in
-    containers of Python's that keep nothing of a user's alive. One tensor in two places is not
-    alike to itself, and would only take the place of other plans.
+def _has_form(root: tuple[Tree, ...], nodes: list[Node]) -> bool:
+    """Return True if the containers in a tree are those of `nodes`. optree takes dicts whose keys
+    have another order for equal, but a tree comes back in its own order.
     """
-    if not (can_plan() and all([tree.tensor_list.dense_off_graph for tree in trees])):
+    walked: list[Any] = [root]
+    for parent, key, kind, keys in nodes:
+        node: Any = walked[parent][key]
+        if type(node) is not kind or (list(node) if type(keys) is list else len(node)) != keys:
+            return False
+        walked.append(node)
+    return True
+
+
+def add_plan(
+    plans: Plans[TreePlan], where: Situation, trees: Sequence[FlatTree], plan: Any
+) -> None:
+    """Keep a plan for trees like these, if all leaves are dense and off every graph, in containers
+    of Python's that keep nothing of a user's alive. One tensor in two places is not alike to
+    itself, and would only take the place of other plans.
+    """
+    if not all([tree.tensor_list.dense_off_graph for tree in trees]):
         return
-    leaves = [leaf for tree in trees for leaf in tree.leaves]
-    structure: Any = flatten(tuple([tree.tree for tree in trees]))[1]
+    arguments = tuple([tree.tree for tree in trees])
+    leaves, structure = flatten(arguments)
     if len(set(map(id, leaves))) == len(leaves) and is_of_builtins(structure):
         ends = list(itertools.accumulate([len(tree.leaves) for tree in trees], initial=0))
-        slices = list(map(slice, ends, ends[1:]))
-        caches = [Cache(metadata_guard(tree.leaves)) for tree in trees]
-        may_have_graph = any(map(_requires_grad, leaves))
-        plans.add(leaves, _form(structure), (slices, caches, may_have_graph, decisions))
+        form = (
+            structure,
+            structure.children(),  # type: ignore[attr-defined]
+            _nodes_below(arguments),
+            list(map(slice, ends, ends[1:])),
+            [Cache(metadata_guard(tree.leaves)) for tree in trees],
+            any(map(_requires_grad, leaves)),
+        )
+        plans.add(leaves, (where, len(trees)), TreePlan(*form, plan))
 
 
-def _form(structure: Any) -> Any:
-    """Return what decides besides metadata: the structure, and whether a graph may be captured,
-    which refuses more.
-    """
-    return captured(), structure
+def _nodes_below(root: tuple[Tree, ...]) -> list[Node]:
+    """Return the containers in a tree, each after its parent."""
+    nodes: list[Node] = []
+    walked: list[Any] = [root]
+    for parent, node in enumerate(walked):  # which grows
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, child in items:
+            if isinstance(child, (dict, tuple, list)):
+                keys = list(child) if isinstance(child, dict) else len(child)
+                nodes.append(Node(parent, key, type(child), keys))
+                walked.append(child)
+    return nodes

@@ -109,6 +109,18 @@ class FlatTree(NamedTuple):
     structure: Any  # a `TreeDef`; None for a tree that is never rebuilt from its leaves
     tensor_list: TensorList  # of the leaves
 
+    def leaves_alike(self, other: Tree) -> Leaves | None:
+        """Return the leaves of a tree that is known to differ from this one in values only; None if
+        that is not known.
+        """
+        if self.tensor_list.cache.is_like is None:
+            return None
+        try:
+            leaves: Leaves = self.structure.flatten_up_to(other)
+        except ValueError:
+            return None
+        return leaves if self.tensor_list.cache.is_like(leaves) else None
+
 
 def flatten_once(tree: Tree) -> FlatTree:
     leaves, structure = flatten(tree)
@@ -425,10 +437,11 @@ def matching_leaves(
     """Return the leaves of two trees in one order, and the structure. Refuse, naming the leaf,
     trees that differ in anything but values. `flat` is `tree` flattened, if that is known.
     """
+    if flat is not None and (alike := flat.leaves_alike(other)) is not None:
+        return flat.leaves, alike, flat.structure
     leaves, structure = flatten(tree) if flat is None else (flat.leaves, flat.structure)
     others = leaves_like(other_name, other, name, tree, structure)
-    are_alike = flat is not None and flat.tensor_list.is_like(others)
-    if are_alike or _have_same_metadata(leaves, others):
+    if _have_same_metadata(leaves, others):
         return leaves, others, structure
     for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if not _leaf.same_metadata(a, b):

@@ -1,0 +1,117 @@
+"""The steps of an optimizer, planned: what settings, structure and metadata decide about them is
+decided once for arguments that are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._optim.step_inputs import StepInputs, flatten_step
+from .._torch.tensor_list import Cache, TensorList
+from .._torch.tracing import Situation, end_graph, situation
+from .._tree import tree as _tree
+from .._tree.gradients import Gradients
+from .._tree.leaves import are_real
+from .._tree.plans import add_plan, find_plan
+from .._tree.tree import FlatTree, Leaves, Tree
+
+
+class StepPlan(NamedTuple):
+    """The decisions about the steps of an optimizer over arguments that are alike."""
+
+    names: list[str]  # of the parameters
+    of_optimizer: Any  # what `Updater.plan` returned
+    replaced: Cache  # of all that a step replaces
+    # each leaf fills a range of memory and requires no gradient: it may be written into if nothing
+    # else shares its memory
+    are_writable: bool
+    host_reads: bool  # the host may read each leaf
+
+
+class PlannedStep(NamedTuple):
+    """The arguments of a step, flat, and its plan."""
+
+    trees: list[FlatTree]  # parameters, the state of the optimizer, and the others
+    inputs: StepInputs
+    plan: Any  # of the optimizer
+    where: Situation | None
+    # known if the plan was found
+    leaves: Leaves = []  # noqa: RUF012  # of all trees; never written
+    host_reads: bool = False
+
+
+# Returns checked trees, flat, and the inputs of a step over them.
+Check = Callable[[], tuple[list[FlatTree], StepInputs]]
+
+
+def plan_step(
+    updater: Any, trees: tuple[Tree, ...], check: Check, *, over_grads: bool = False
+) -> PlannedStep:
+    """Return a step over parameters, the state of the optimizer and other trees, the first of which
+    are the gradients if it is `over_grads`. If trees like these were not planned before, `check`
+    and `Updater.plan` refuse what does not fit.
+    """
+    where = situation()
+    keeps_plan = where is not None and updater.keeps_plans
+    found = find_plan(updater.plans, where, trees) if where and keeps_plan else None
+    if found is not None:
+        if not updater.differentiable:
+            end_graph()
+        flat, leaves, plan = found
+        params, opt_state, others = flat[0], flat[1], flat[2]
+        gradients = Gradients(TensorList([]), [], False)
+        if over_grads:
+            gradients = Gradients(others.tensor_list, others.leaves, True)
+        inputs = StepInputs.of_dense(
+            plan.names, params, gradients, opt_state, plan.replaced, are_writable=plan.are_writable
+        )
+        return PlannedStep(flat, inputs, plan.of_optimizer, where, leaves, plan.host_reads)
+    checked, inputs = check()
+    of_optimizer = updater.plan(inputs)
+    # What is refused of parameters that are not dense and real depends on settings of the step.
+    is_dense = inputs.replaced is not None and are_real(inputs.param_list.dtypes)
+    if where and keeps_plan and is_dense:
+        flat = list(map(_tree.flatten_once, trees))
+        if not over_grads or flat[0].structure == flat[2].structure:  # the dicts have one order
+            _keep_plan(updater, where, flat, inputs.names, of_optimizer)
+    return PlannedStep(checked, inputs, of_optimizer, where)
+
+
+def _keep_plan(
+    updater: Any, where: Situation, trees: list[FlatTree], names: list[str], of_optimizer: Any
+) -> None:
+    """Keep the plan of a step over trees that are dense."""
+    lists = [tree.tensor_list for tree in trees]
+    if not all([some.dense_off_graph for some in lists]):
+        return
+    are_writable = all(
+        [s.are_gapless and 0 not in s.elements and not s.any_requires_grad for s in lists]
+    )
+    on_cpu = all([some.devices <= {torch.device("cpu")} for some in lists])
+    reads = on_cpu and where.host_reads
+    plan = StepPlan(names, of_optimizer, Cache(), are_writable, reads)
+    add_plan(updater.plans, where, trees, plan)
+
+
+def plan_step_by_hand(
+    updater: Any,
+    params: Tree,
+    grads: Tree,
+    opt_state: Tree,
+    *numbers: Tensor,
+    check_others: Callable[[StepInputs], None] = lambda inputs: None,
+) -> PlannedStep:
+    """Return a step over these trees, and over numbers, which `check_others` checks. Refuse, naming
+    the leaf, gradients that do not fit `params`, and a state that belongs to others.
+    """
+
+    def check() -> tuple[list[FlatTree], StepInputs]:
+        inputs = flatten_step(updater, params, grads, opt_state)
+        check_others(inputs)
+        return [], inputs
+
+    return plan_step(updater, (params, opt_state, grads, *numbers), check, over_grads=True)

@@ -181,35 +181,35 @@ from ._grads.clip import (
     check_grad_norm as check_grad_norm,
 )
 
-from ._optim.protocol import Optimizer as Optimizer
+from ._optim.updater import Optimizer as Optimizer
 from ._optim.torch_optim import from_torch as from_torch
 from ._optim.from_formula import from_formula as from_formula
 from .interop._live_optimizer import (
     from_torch_optimizer as from_torch_optimizer,
     to_torch_optimizer as to_torch_optimizer,
 )
-from ._optim.protocol import (
+from ._optim.transformation import (
     from_transformation as from_transformation,
     to_transformation as to_transformation,
 )
 from .interop._schedulers import schedule_from_torch as schedule_from_torch
 from ._optim.partition import partition as partition
 from ._optim.in_state import replace_settings as replace_settings
-from ._optim.schedule_free import with_schedule_free as with_schedule_free, averaged as averaged
+from ._wrappers.schedule_free import with_schedule_free as with_schedule_free, averaged as averaged
 
 from ._optim.opt_state import OptState as OptState
 
-from ._half.master_weights import (
+from ._wrappers.master_weights import (
     with_master_weights as with_master_weights,
     master_weights as master_weights,
     split_masters as split_masters,
     join_masters as join_masters,
 )
-from ._half.stochastic_rounding import (
+from ._wrappers.stochastic_rounding import (
     with_stochastic_rounding as with_stochastic_rounding,
     stochastic_round as stochastic_round,
 )
-from ._half.state_dtype import with_state_dtype as with_state_dtype
+from ._wrappers.state_dtype import with_state_dtype as with_state_dtype
 
 from ._batch_norm.bn_stats import (
     BNStatsState as BNStatsState,

@@ -4,13 +4,13 @@ import MasterState`. The functions that make them are in `purescale`.
 
 from ._batch_norm.bn_stats import BNLayerStats
 from ._grads.accumulate import Window
-from ._half.master_weights import MasterState
-from ._half.stochastic_rounding import RoundingState
 from ._loss_scale.headroom import HeadroomState
 from ._reports.forward_report import ModuleReport
 from ._reports.grad_report import LeafReport
 from ._reports.update_report import UpdateRow
 from ._step.spike_guard import SpikeState
+from ._wrappers.master_weights import MasterState
+from ._wrappers.stochastic_rounding import RoundingState
 
 __all__ = [
     "BNLayerStats",

@@ -94,7 +94,7 @@ FLOORS = [
     {"_torch"},
     {"_tree"},
     {"_distributed", "_jit", "_module", "_optim", "_checkpoint.py"},
-    {"_grads", "_batch_norm", "_half"},
+    {"_grads", "_batch_norm", "_wrappers"},
     {"_loss_scale"},
     {"_step", "simulate.py"},
     {"_runs"},

@@ -22,8 +22,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map
 
 import purescale as ps
-from purescale._optim import wrapper
 from purescale._torch import tracing
+from purescale._wrappers import wrapper
 from purescale.testing import assert_optimizer, assert_pure, assert_single_graph
 
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 
 import purescale as ps
 from purescale._distributed.collectives import describe_setting
-from purescale._optim import wrapper
 from purescale._torch import tracing
+from purescale._wrappers import wrapper
 from purescale.testing import assert_optimizer, assert_pure, assert_single_graph
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)

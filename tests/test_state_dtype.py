@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import purescale as ps
-from purescale._optim import wrapper
+from purescale._wrappers import wrapper
 from purescale.testing import assert_optimizer, assert_pure, assert_single_graph
 
 WIDE = (torch.float32, torch.float64)

@@ -475,9 +475,7 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
             [torch.tensor(1.0)],
             lr,
             skip,
-            divisor,
-            factor,
-            None,
+            [divisor, factor, None],
         )
         for operator in (torch.ops.purescale.fused_update_, torch.ops.purescale.fused_update):
             torch.library.opcheck(operator.default, arguments, test_utils=CHECKS)

@@ -8,7 +8,7 @@ import torch.utils._pytree as pytree
 from helpers import clone, same_bits
 
 import purescale as ps
-from purescale._optim import wrapper
+from purescale._wrappers import wrapper
 
 SGD = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 AROUND = {

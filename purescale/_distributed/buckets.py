@@ -15,7 +15,7 @@ from .._torch import dtensor, private
 from .._torch.dtypes import real_dtype, wide_dtype
 from .._torch.foreach import is_gapless
 from .._torch.tracing import traced
-from .._tree.leaves import dense_real
+from .._tree.leaves import as_dense_real
 from .._tree.tree import Leaves
 
 SIZE = 25 * 2**20  # bytes, as DistributedDataParallel
@@ -79,7 +79,7 @@ class Reduction:
         place of -inf, so that infs do not add up to NaN.
         """
         bucket = self.bucket_of[index]
-        values = dense_real(leaf)
+        values = as_dense_real(leaf)
         dtype = real_dtype(wide_dtype(self.like[index].dtype))
         divisor: Tensor | float = self.divisor
         divisor = divisor.to(dtype) if isinstance(divisor, Tensor) else divisor
@@ -139,7 +139,7 @@ class Reduction:
 
     def _allocate(self, bucket: int, dtype: torch.dtype) -> None:
         """Make the message of a bucket, and the views of it that its leaves are copied into."""
-        likes = [dense_real(self.like[index]) for index in self.buckets[bucket]]
+        likes = [as_dense_real(self.like[index]) for index in self.buckets[bucket]]
         sizes = list(map(Tensor.numel, likes))
         self.rows[bucket] = row = likes[0].new_empty(sum(sizes), dtype=dtype, requires_grad=False)
         parts = torch.split(row, sizes)

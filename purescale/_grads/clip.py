@@ -20,7 +20,7 @@ from .._torch.dtypes import on_device
 from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
-from .._tree.scalars import as_float, bound, short_repr
+from .._tree.scalars import as_float, checked_bound, short_repr
 from .._tree.states import gives_up
 from .._tree.tree import Tree, TreeT
 
@@ -29,7 +29,7 @@ class Clip(NamedTuple):
     """The bounds for the averaged, unscaled gradients of a step."""
 
     max_norm: float | Tensor | None
-    value: float | Tensor | None
+    clip_value: float | Tensor | None
     norm_type: float | None  # the p of the norm to measure; None if no norm is needed
     tensor_bounds: tuple[Tensor, ...]  # those of the two that are tensors
 
@@ -42,8 +42,8 @@ def check_clip(max_norm: Any, clip_value: Any, norm_type: Any) -> Clip:
     p = check_norm_type(norm_type)
     if max_norm is None and clip_value is None:
         return NO_CLIP
-    max_norm = None if max_norm is None else bound("max_norm", max_norm)
-    value = None if clip_value is None else bound("clip_value", clip_value)
+    max_norm = None if max_norm is None else checked_bound("max_norm", max_norm)
+    value = None if clip_value is None else checked_bound("clip_value", clip_value)
     bounds = tuple([each for each in (max_norm, value) if isinstance(each, Tensor)])
     return Clip(max_norm, value, None if max_norm is None else p, bounds)
 
@@ -142,7 +142,7 @@ def clip_by_global_norm(
     Source of the rule: Pascanu et al. (arXiv 1211.5063); `torch.nn.utils.clip_grad_norm_`, whose
     norm is inf here.
     """
-    max_norm, norm_type = bound("max_norm", max_norm), check_norm_type(norm_type)
+    max_norm, norm_type = checked_bound("max_norm", max_norm), check_norm_type(norm_type)
     leaves, structure = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
     device = _tree.device_of(grads, leaves, "grads")
@@ -151,27 +151,27 @@ def clip_by_global_norm(
         if not _tree.tensors(grads) and isinstance(group, dist.ProcessGroup):
             device = torch.device(object_device(group))
     one = torch.ones((), dtype=torch.float32, device=device)
-    flat = as_gradients(leaves)
+    gradients = as_gradients(leaves)
     options = StatsOptions(norm_type, norm_group=group)
-    measured = norm_of(measure(_magnitudes(flat, norm_type), one, options), device)
-    factor = clip_factor(measured, max_norm).to(flat.factor_dtype)
-    flat = flat._replace(owned=donate and can_write(flat.tensors, [max_norm]))
-    clipped = structure.unflatten(flat.multiplied(factor).leaves)
+    measured = norm_of(measure(_magnitudes(gradients, norm_type), one, options), device)
+    factor = clip_factor(measured, max_norm).to(gradients.factor_dtype)
+    gradients = gradients._replace(owned=donate and can_write(gradients.tensors, [max_norm]))
+    clipped = structure.unflatten(gradients.multiplied(factor).leaves)
     return clipped, measured.to(factor.dtype)
 
 
-def _magnitudes(flat: Gradients, norm_type: float) -> Gradients:
+def _magnitudes(gradients: Gradients, norm_type: float) -> Gradients:
     """Return the tensors whose norm is that of the gradients: the magnitudes of complex numbers.
     For p = 2 their real and imaginary parts give the same norm.
     """
-    if norm_type == 2 or flat.dense_real:
-        return flat
-    pairs = zip(flat.tensors, flat.present_likes, strict=True)
+    if norm_type == 2 or gradients.dense_real:
+        return gradients
+    pairs = zip(gradients.tensors, gradients.present_likes, strict=True)
     tensors = [
         torch.view_as_complex(tensor).abs() if origin.is_complex() else tensor
         for tensor, origin in pairs
     ]
-    return flat._replace(tensor_list=TensorList(tensors))
+    return gradients._replace(tensor_list=TensorList(tensors))
 
 
 def check_grad_norm(norm: Tensor) -> None:
@@ -232,11 +232,11 @@ def clip_by_value(grads: TreeT, clip_value: float | Tensor, donate: bool = False
 
     Source of the rule: `torch.nn.utils.clip_grad_value_`.
     """
-    clip_value = bound("clip_value", clip_value)
+    clip_value = checked_bound("clip_value", clip_value)
     limit = _or_nan(clip_value) if isinstance(clip_value, Tensor) else clip_value
     leaves, structure = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
     check_ordered(grads, leaves)
-    flat = as_gradients(leaves)
-    flat = flat._replace(owned=donate and can_write(flat.tensors, [clip_value]))
-    return structure.unflatten(flat.clamped(limit).leaves)
+    gradients = as_gradients(leaves)
+    gradients = gradients._replace(owned=donate and can_write(gradients.tensors, [clip_value]))
+    return structure.unflatten(gradients.clamped(limit).leaves)

@@ -13,8 +13,7 @@ from torch import Tensor
 from .._optim.formulas import SIZES, Formula, LeafSlots, NewLeaf, Settings
 from .._optim.opt_state import NO_SLOTS, STEP
 from .._optim.schedule import Schedule, ScheduleBy
-from .._optim.settings import OptimizerSettings, Overrides
-from .._optim.spec import OptimizerSpec
+from .._optim.settings import OptimizerSettings, OptimizerSpec, Overrides
 from .._optim.torch_optim import TorchOptimizer
 from .._torch.tracing import innermost, recorded_by_make_fx, traced
 from .._tree.leaves import describe, versions

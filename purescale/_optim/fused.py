@@ -58,7 +58,7 @@ class Kernel(NamedTuple):
             settings = {**settings, "beta1": beta1, "beta2": beta2}
         return {name: settings[name] for name in self.settings}
 
-    def bound(self, arguments: dict[str, Any]) -> Callable[..., None]:
+    def with_settings(self, arguments: dict[str, Any]) -> Callable[..., None]:
         """Return torch's function with these arguments, which takes lists of tensors and the rate,
         and updates parameters and slots in place, and with `grad_scale` the gradients too.
         """
@@ -134,8 +134,8 @@ def fused_update(
     operands: KernelOperands,
     skip: Tensor | None,
 ) -> None:
-    """Update the operands in place by `run`, of `Kernel.bound`, unless the step is skipped. If its
-    gradients are owned, the kernel itself divides them. On a CPU the flag is read.
+    """Update the operands in place by `run`, of `Kernel.with_settings`, unless the step is skipped.
+    If its gradients are owned, the kernel itself divides them. On a CPU the flag is read.
     """
     if skip is not None and host_can_read([skip]):
         if skip:
@@ -211,7 +211,7 @@ def _update_targets(
     }
     gradients = Gradients(TensorList(list(grads)), grads, True, owned=owned).with_pending(pending)
     operands = KernelOperands(params, slots, gradients.with_one_divisor(), list(steps))
-    run, rate = kernel.bound(arguments), lr_number if lr is None else lr
+    run, rate = kernel.with_settings(arguments), lr_number if lr is None else lr
     fused_update(kernel, run, rate, operands, skip)
 
 
@@ -250,7 +250,7 @@ class Launch(NamedTuple):
     counts: list[int]  # of the steps of each; empty if one count is for all
     grads: list[int]  # by index among the gradients
     pick: Callable[[list[Any]], list[list[Any]]]  # returns parameters, then each slot
-    run: Callable[..., None]  # of `Kernel.bound`, if no setting is current
+    run: Callable[..., None]  # of `Kernel.with_settings`, if no setting is current
 
 
 def _picking(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
@@ -323,7 +323,7 @@ class FusedStep:
                         raise self._slot_layout.foreign_error(key)
                 counts = [columns[STEP][n] for n in indices] if STEP in columns else []
                 grads = [gradient_of[index] for index in indices]
-                run = self.kernel.bound(self.kernel.arguments(group.settings))
+                run = self.kernel.with_settings(self.kernel.arguments(group.settings))
                 pick = _picking([indices, *slots])
                 launches.append(Launch(group, indices, slots, counts, grads, pick, run))
         return launches
@@ -385,7 +385,7 @@ class FusedStep:
             settings, operands = self._operands(launch, leaves, number, grads, current)
             run = launch.run
             if settings is not launch.group.settings:
-                run = self.kernel.bound(self.kernel.arguments(settings))
+                run = self.kernel.with_settings(self.kernel.arguments(settings))
             fused_update(self.kernel, run, settings["lr"], operands, skip)
             _count(launch, leaves, skip, in_place=True)
 

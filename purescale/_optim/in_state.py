@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState, map_opt_states, numbers_of, stored_settings, with_stored
-from .._optim.spec import OptimizerSpec
 from .._torch.dtypes import on_device
 from .._tree.leaves import describe
 from .._tree.scalars import as_float
@@ -23,41 +22,6 @@ _MOVE_STATE = (
     "`opt_state = {new}.from_state_dict({old}.to_state_dict(opt_state), params, "
     "applied=opt_state.applied)`, which keeps the moments"
 )
-
-
-def names_in_state(in_state: Any) -> tuple[str, ...]:
-    """Return the names of the settings that from_torch keeps in the state, each once."""
-    if not isinstance(in_state, (tuple, list)):
-        raise TypeError(
-            f"in_state is {in_state!r}, expected a tuple of names of settings. Fix: "
-            'in_state=("lr", "weight_decay"), or in_state=("lr",) with a comma.'
-        )
-    return tuple(dict.fromkeys(in_state))
-
-
-def check_setting(spec: OptimizerSpec, name: Any, values: Mapping[str, Any]) -> None:
-    """Refuse a setting that is not a number."""
-    if name not in values:
-        raise ValueError(
-            f"in_state: {spec.name} has no setting {name!r}. It has: {', '.join(values)}."
-        )
-    if name == "lr" and spec.cls is not None and issubclass(spec.cls, torch.optim.Rprop):
-        raise ValueError(
-            "in_state: Rprop uses lr only for its first step sizes, which are in the state "
-            "already, `opt_state.slots[name]['step_size']`. Fix: leave lr out."
-        )
-    if spec.formula is not None and name in spec.formula.constants:
-        raise TypeError(
-            f"in_state: {name} of {spec.name} cannot be in the state: a step does not take it "
-            f"as data. Fix: leave {name} out of in_state, and make an optimizer for each value."
-        )
-    value = values[name]
-    entries = value if isinstance(value, (tuple, list)) else (value,)
-    if any(as_float(entry) is None for entry in entries):
-        raise TypeError(
-            f"in_state: {name} of {spec.name} is {value!r}, expected a number or a tuple of "
-            f"numbers. Fix: leave {name} out of in_state; {name}={value!r} stays a setting."
-        )
 
 
 def check_stored(opt_state: OptState, expected: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.protocol import Optimizer
 from .._optim.step_inputs import (
     StepInputs,
     flatten_step,
@@ -15,7 +14,7 @@ from .._optim.step_inputs import (
     named_params,
     step_inputs,
 )
-from .._optim.updater import Updater, as_updater, check_optimizer
+from .._optim.updater import Optimizer, Updater, as_updater, check_optimizer
 from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -17,12 +18,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from .._optim.formulas import formula_of
 from .._optim.in_state import (
     as_float32,
-    check_setting,
     check_stored,
     is_float_scalar,
-    names_in_state,
 )
 from .._optim.opt_state import OptState, map_numbers, stored_settings
 from .._optim.schedule import (
@@ -32,16 +32,40 @@ from .._optim.schedule import (
     first_rate,
     is_scheduled,
 )
-from .._optim.spec import OptimizerSpec
+from .._torch import private
 from .._torch.dtypes import on_device
 from .._torch.tracing import constant_while_compiling, traced
 from .._tree import tree as _tree
 from .._tree.leaves import describe
+from .._tree.scalars import as_float
 
 Pattern = str | tuple[str, ...]  # a dotted name or a glob, or several
 Overrides = Mapping[Any, Mapping[str, Any]]  # by `Pattern`
 Counts = Literal["one", "each"]
 IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+
+
+class OptimizerSpec(NamedTuple):
+    """The class of torch.optim or the formula that settings are given to."""
+
+    name: str
+    made_by: str  # the public function that makes it
+    formula: Any  # a `Formula`; None for a user's class, whose `step` is called
+    cls: Any  # the class of torch; None of `from_formula`
+    setting_names: Sequence[str] | None  # that it takes; None if they were taken before
+    default_lr: Any
+    # an optimizer over these tensors with these settings, whose `defaults` are all settings
+    construct: Callable[[list[Tensor], Mapping[str, Any]], Any]
+
+    @property
+    def calls_step(self) -> bool:
+        """True if the `step` of a user's class runs, on copies."""
+        return self.formula is None
+
+    @property
+    def elementwise(self) -> bool | None:
+        """True if elements are stepped independently; None if nobody knows."""
+        return None if self.formula is None else self.formula.elementwise
 
 
 class Table(NamedTuple):
@@ -356,3 +380,95 @@ def _match_cached(
             for name in matching:
                 matches[name].append(index)
     return tuple([tuple(dict.fromkeys(indices)) for indices in matches.values()]), unmatched
+
+
+# ---- what settings are given to -----------------------------------------------------------------
+
+_ANY_LR = 1e-3  # for torch to check in place of a schedule or a tensor
+
+
+def spec_of_class(cls: Any) -> OptimizerSpec:
+    """Return the spec of a class of torch.optim, or refuse what has no pure step."""
+    _check_class(cls)
+    parameters = inspect.signature(cls).parameters
+    names = [name for name in parameters if name != "params"]
+    default = parameters["lr"].default if "lr" in parameters else inspect.Parameter.empty
+
+    def construct(probes: list[Tensor], settings: Mapping[str, Any]) -> Any:
+        arguments = {name: value for name, value in settings.items() if name in names}
+        if isinstance(arguments["lr"], Tensor) or callable(arguments["lr"]):
+            arguments["lr"] = _ANY_LR
+        with torch.device("cpu"):  # torch keeps step counts there, whatever the default device is
+            return private.without_compiler(cls)(probes, **arguments)
+
+    default_lr = None if default is inspect.Parameter.empty else default
+    formula = formula_of(cls)
+    return OptimizerSpec(cls.__name__, "from_torch", formula, cls, names, default_lr, construct)
+
+
+def spec_of_live(template: torch.optim.Optimizer) -> OptimizerSpec:
+    """Return the spec of a live optimizer, which `template` is without its parameters."""
+    spec = spec_of_class(type(template))
+    return spec._replace(setting_names=None, construct=lambda probes, settings: template)
+
+
+def _check_class(cls: Any) -> None:
+    if isinstance(cls, torch.optim.Optimizer):
+        raise TypeError(
+            f"from_torch takes a class of torch.optim, got an instance of {type(cls).__name__}. "
+            "Fix: `optimizer, opt_state = from_torch_optimizer(torch_optimizer, model)`, with its "
+            f"groups and its state; for a new one `from_torch({type(cls).__name__}, ...)`."
+        )
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise TypeError(
+            f"from_torch takes a class of torch.optim, got {cls!r}. Fix: "
+            "from_torch(torch.optim.AdamW, lr=1e-3)."
+        )
+    if issubclass(cls, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS evaluates the loss again in its step, so it is not a function of gradients. "
+            "Fix: torch.optim.AdamW, or your own loop around LBFGS."
+        )
+    if issubclass(cls, torch.optim.SparseAdam):
+        raise ValueError(
+            "SparseAdam takes sparse gradients only and counts its steps in Python. Fix: SGD or "
+            "Adagrad, which take sparse gradients here."
+        )
+
+
+# ---- settings in the state -----------------------------------------------------------------------
+
+
+def names_in_state(in_state: Any) -> tuple[str, ...]:
+    """Return the names of the settings that from_torch keeps in the state, each once."""
+    if not isinstance(in_state, (tuple, list)):
+        raise TypeError(
+            f"in_state is {in_state!r}, expected a tuple of names of settings. Fix: "
+            'in_state=("lr", "weight_decay"), or in_state=("lr",) with a comma.'
+        )
+    return tuple(dict.fromkeys(in_state))
+
+
+def check_setting(spec: OptimizerSpec, name: Any, values: Mapping[str, Any]) -> None:
+    """Refuse a setting that is not a number."""
+    if name not in values:
+        raise ValueError(
+            f"in_state: {spec.name} has no setting {name!r}. It has: {', '.join(values)}."
+        )
+    if name == "lr" and spec.cls is not None and issubclass(spec.cls, torch.optim.Rprop):
+        raise ValueError(
+            "in_state: Rprop uses lr only for its first step sizes, which are in the state "
+            "already, `opt_state.slots[name]['step_size']`. Fix: leave lr out."
+        )
+    if spec.formula is not None and name in spec.formula.constants:
+        raise TypeError(
+            f"in_state: {name} of {spec.name} cannot be in the state: a step does not take it "
+            f"as data. Fix: leave {name} out of in_state, and make an optimizer for each value."
+        )
+    value = values[name]
+    entries = value if isinstance(value, (tuple, list)) else (value,)
+    if any(as_float(entry) is None for entry in entries):
+        raise TypeError(
+            f"in_state: {name} of {spec.name} is {value!r}, expected a number or a tuple of "
+            f"numbers. Fix: leave {name} out of in_state; {name}={value!r} stays a setting."
+        )

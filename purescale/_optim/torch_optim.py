@@ -29,9 +29,9 @@ from .._optim.settings import (
     OptimizerSettings,
     Overrides,
     ParamGroup,
+    spec_of_class,
 )
 from .._optim.slot_layout import SlotLayout
-from .._optim.spec import spec_of_class
 from .._optim.step_inputs import StepInputs, foreign_parameters, named_params
 from .._optim.torch_state_dict import read_state_dict, write_state_dict
 from .._optim.updater import Updater

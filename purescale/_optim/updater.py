@@ -1,16 +1,17 @@
-"""The methods of an optimizer that a step calls beyond `init` and `step`, and how it is skipped."""
+"""The protocol of an optimizer, the methods that a step calls beyond `init` and `step`, and how a
+step is skipped.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .._optim.opt_state import after_skip
-from .._optim.plans import plan_step_by_hand
-from .._optim.protocol import Optimizer
+from .._optim.planned import plan_step_by_hand
 from .._optim.step_inputs import StepInputs
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import is_on_a_graph, traced, under_derivative
@@ -19,6 +20,28 @@ from .._tree.plans import Plans
 from .._tree.scalars import not_made
 from .._tree.states import select_masked
 from .._tree.tree import Tree
+
+
+class Optimizer(Protocol):
+    """The protocol of an optimizer: two pure methods. `purescale.testing.assert_optimizer` tests
+    one.
+    """
+
+    def init(self, params: Tree) -> Tree:
+        """Return the state before the first step: any tree of tensors, in fresh memory. Its
+        structure is final; steps change values only. A parameter may be None.
+        """
+
+    def step(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
+        """Return parameters and state after one step, in fresh memory, with unchanged shapes and
+        dtypes.
+
+        `grads` has the structure of `params`. A parameter whose gradient is None takes no part in
+        this step: it comes back with the same bits and its state does not change, as in
+        torch.optim. A gradient of zeros is different, because decay and momentum still act. The
+        gradients of float16 parameters are float32. Values may be inf or NaN and must not be read:
+        `maybe_step` drops such a result.
+        """
 
 
 class Updater:
@@ -71,9 +94,7 @@ class Updater:
         """Return the settings of the next step. Schedules run here, before anything is written."""
 
     def apply_step(self, inputs: StepInputs, plan: Any, current: Any) -> tuple[list[Tensor], Tree]:
-        """Return parameters and state after the step with these settings, in fresh memory. The
-        gradients may still be scaled.
-        """
+        """Return parameters and state after the step with these settings, in fresh memory."""
         raise NotImplementedError
 
     def apply_step_unless(
@@ -87,13 +108,15 @@ class Updater:
     ) -> tuple[list[Tensor], Tree]:
         """Equal to `select(skip, (old params, old state), self.apply_step(inputs, plan, current))`.
         With `in_place`, the caller guarantees that nobody else holds the tensors of `inputs`: they
-        are overwritten. `skip` is None where the host knows that the step is applied.
+        are overwritten. `skip` is None where the host knows that the step is applied. The gradients
+        may still be scaled; `apply_step` is given them unscaled.
         """
         old = inputs.params, inputs.opt_state
         if skip is None:
             skip = _tree.flag(False, like=next(iter(inputs.params), None))
         if self.may_add_slots:
             if not bool(skip):
+                inputs = inputs.unscaled(wide=self.wide_grads)
                 return self.apply_step(inputs, plan, current)
             return _tree.clone((old[0], after_skip(old[1], in_place=False)))
         if (
@@ -103,6 +126,7 @@ class Updater:
         ):
             # `where` sends a derivative of 0 into what it does not choose: 0 * inf is NaN.
             inputs = inputs._replace(grads=inputs.grads.zeroed(skip))
+        inputs = inputs.unscaled(wide=self.wide_grads)
         new = self.apply_step(inputs, plan, current)
         old = old[0], after_skip(old[1], in_place=in_place)
         with self.grad_mode():

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from .._optim.partition import PartitionOptimizer
-from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._optim.torch_optim import TorchOptimizer
-from .._optim.updater import CalledOptimizer, as_updater
-from .._optim.wrapper import Wrapper
+from .._optim.updater import CalledOptimizer, Optimizer, as_updater
 from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like, full_tensor, shard
@@ -24,6 +22,7 @@ from .._tree import tree as _tree
 from .._tree.hints import document_fields
 from .._tree.leaves import check_leaf, stored_values
 from .._tree.tree import Leaves, Tree, TreeT
+from .._wrappers.wrapper import Wrapper
 
 
 @document_fields

@@ -70,8 +70,8 @@ def decide(
             # In the derivative of a step that is skipped, 0 * NaN would be NaN.
             finite = torch.where(skip, 1.0, measured)
             factor = clip_factor(finite, clip.max_norm)  # type: ignore[arg-type]
-    if factor is not None or clip.value is not None:
-        grads = grads._replace(factor=factor, clip_value=clip.value)
+    if factor is not None or clip.clip_value is not None:
+        grads = grads._replace(factor=factor, clip_value=clip.clip_value)
     return Decision(skip, overflow, rejected, grads, norm, amax, only_overflow_skips, is_applied)
 
 

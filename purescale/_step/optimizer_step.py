@@ -12,10 +12,9 @@ from .._grads.clip import check_clip, check_ordered
 from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale
 from .._loss_scale.scaling import check_scale
-from .._optim.plans import plan_step_by_hand
-from .._optim.protocol import Optimizer
+from .._optim.planned import plan_step_by_hand
 from .._optim.step_inputs import StepInputs
-from .._optim.updater import Updater, as_updater
+from .._optim.updater import Optimizer, Updater, as_updater
 from .._step.decide import decide, or_empty
 from .._step.memory import may_write_given
 from .._torch.autocast import outside_autocast
@@ -186,7 +185,7 @@ def unscale_and_step(
 
     def check_others(inputs: StepInputs) -> None:
         check_scale(scale, params, inputs.grads.likes, "grads", inputs.grads.tensor_list)
-        if clip.value is not None:
+        if clip.clip_value is not None:
             check_ordered(params, inputs.grads.likes, "grads")
 
     trees = params, scaled_grads, opt_state

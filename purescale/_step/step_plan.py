@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._grads.clip import check_ordered
 from .._loss_scale.scaling import check_scale
-from .._optim.plans import plan_step
+from .._optim.planned import plan_step
 from .._optim.step_inputs import StepInputs, flatten_together, step_inputs
 from .._step.train_state import FlatState, StepOptions, TrainState
 from .._torch.tracing import Situation
@@ -58,5 +58,5 @@ def _check(state: TrainState, options: StepOptions, params: FlatTree) -> None:
     _tree.check_parameters(params, "state.params")
     leaves, scale = params.leaves, state.scaler.scale
     check_scale(scale, state.params, leaves, "state.params", params.tensor_list)
-    if options.clip.value is not None:
+    if options.clip.clip_value is not None:
         check_ordered(state.params, leaves, "params")

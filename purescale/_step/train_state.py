@@ -12,8 +12,7 @@ from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
 from .._grads.clip import Clip
 from .._loss_scale.rules import Rule, State, StaticScale, check_rule
-from .._optim.protocol import Optimizer
-from .._optim.updater import Updater, check_optimizer
+from .._optim.updater import Optimizer, Updater, check_optimizer
 from .._step.spike_guard import Guard, check_is_guard
 from .._step.value_and_grad import LossFn
 from .._torch.autocast import outside_autocast
@@ -247,7 +246,7 @@ class StepOptions(NamedTuple):
         return {
             **{name: getattr(self, name) for name in (*same, "max_retries", "window_size")},
             "max_norm": self.clip.max_norm,
-            "clip_value": self.clip.value,
+            "clip_value": self.clip.clip_value,
             "norm_type": self.clip.norm_type,
             # Its values may be of a rank's data, so only whether there is one must agree.
             "weight_fn": None if self.weight_fn is None else "a function",

@@ -13,8 +13,7 @@ from .._grads.accumulate import OnNonfinite
 from .._grads.clip import check_clip
 from .._grads.measure import StatsOptions, measure, norm_of
 from .._loss_scale.rules import Rule, check_rule
-from .._optim.protocol import Optimizer
-from .._optim.updater import as_updater
+from .._optim.updater import Optimizer, as_updater
 from .._step.agree import check_on_all_ranks
 from .._step.assemble import advance, assemble
 from .._step.decide import decide, or_empty

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from .._loss_scale.rules import HasScale, NoScale
 from .._loss_scale.scaling import check_scale, wide_loss
-from .._optim.step_inputs import flatten_together
 from .._torch import donation, dtensor, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
@@ -138,7 +137,7 @@ def _flatten_arguments(
     trees = params, buffers, () if scaler is None else scaler
     if where and (found := find_plan(_plans, where, trees)):
         return found.trees
-    flat_params, flat_buffers, flat_scaler = flat = flatten_together(trees)
+    flat_params, flat_buffers, flat_scaler = flat = list(map(_tree.flatten_once, trees))
     if all([leaf is None for leaf in flat_params.leaves]):
         raise ValueError(
             f"params has no tensor: {short_repr(params)}. Fix: `apply, params, buffers = "
@@ -200,7 +199,7 @@ class ValueAndGrad:
         differentiable: bool = False,
     ) -> None:
         self.scale, self.loss_fn, self.buffers = scaler.tree.scale, loss_fn, buffers
-        self.params, self.inputs = params, params.leaves
+        self.params, self.parameters = params, params.leaves
         self.indices: Sequence[int] = range(len(params.leaves))
         self.are_all_present = self.dense_real = is_dense = params.tensor_list.dense_off_graph
         self.sharded, self.uses_torch_func = False, where is None and traced()
@@ -215,16 +214,16 @@ class ValueAndGrad:
             self.dense_real = are_dense_real(params.leaves)
             self.indices = [n for n, leaf in enumerate(params.leaves) if leaf is not None]
             self.are_all_present = len(self.indices) == len(params.leaves)
-            self.inputs = [params.leaves[index] for index in self.indices]
-            self.sharded = dtensor.any_dtensor(self.inputs)
+            self.parameters = [params.leaves[index] for index in self.indices]
+            self.sharded = dtensor.any_dtensor(self.parameters)
         recordable = is_dense and scaler.tensor_list.dense_off_graph
         if not (self.uses_torch_func or recordable):
-            *self.inputs, self.scale = _recordable([*self.inputs, self.scale])
+            *self.parameters, self.scale = _recordable([*self.parameters, self.scale])
 
     def zeros(self) -> Leaves:
         """Return the gradients of a window in which no microbatch counts."""
         return self._leaves(
-            [torch.zeros_like(leaf, dtype=wide_dtype(leaf.dtype)) for leaf in self.inputs]
+            [torch.zeros_like(leaf, dtype=wide_dtype(leaf.dtype)) for leaf in self.parameters]
         )
 
     def names(self) -> list[str]:
@@ -286,7 +285,7 @@ class ValueAndGrad:
             apart.extend((structure, others))
             return loss, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-        grads, (_, tensors) = torch.func.grad_and_value(scaled, has_aux=True)(self.inputs)
+        grads, (_, tensors) = torch.func.grad_and_value(scaled, has_aux=True)(self.parameters)
         structure, others = apart
         leaves = [tensors.pop(0) if other is None else other[0] for other in others]
         return self._result(list(grads), private.pytree.tree_unflatten(leaves, structure))
@@ -318,13 +317,13 @@ class ValueAndGrad:
             # caches the cast of a leaf; on a graph aliases, so that a gradient ends there. Leaves
             # pass `isinstance(leaf, nn.Parameter)` unless make_fx records them.
             if self.keeps_graph:
-                inputs = list(map(_alias, self.inputs))
+                inputs = list(map(_alias, self.parameters))
             else:
                 inputs = [
                     nn.Parameter(tensor)
                     if type(tensor) is Tensor and not self.is_recorded
                     else tensor.detach().requires_grad_()
-                    for tensor in self.inputs
+                    for tensor in self.parameters
                 ]
             read_only = [*inputs, *buffers]
             before = versions(read_only)
@@ -337,7 +336,7 @@ class ValueAndGrad:
 
     def _refuse_write(self, index: int) -> None:
         """Refuse a write into the parameter or, counted after these, the buffer of this number."""
-        of_buffer = index - len(self.inputs)
+        of_buffer = index - len(self.parameters)
         if of_buffer < 0:
             raise RuntimeError(
                 f"loss_fn wrote into the parameter {self.names()[index]}; a step must not change "

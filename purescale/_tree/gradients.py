@@ -11,7 +11,7 @@ from torch import Tensor
 from .._torch import dtensor, foreach
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read
-from .._tree.leaves import are_dense_real, dense_real
+from .._tree.leaves import are_dense_real, as_dense_real
 
 # by whether they are divided in float64
 _LARGEST = torch.finfo(torch.float32).max, torch.finfo(torch.float64).max
@@ -175,7 +175,7 @@ def as_gradients(
     if are_dense_real(leaves):
         return Gradients(TensorList(list(leaves)), leaves, True, divisor, owned)
     likes = [dtensor.reduce_partial(leaf) for leaf in leaves]
-    tensors = [dense_real(dtensor.shard(leaf)) for leaf in likes if leaf is not None]
+    tensors = [as_dense_real(dtensor.shard(leaf)) for leaf in likes if leaf is not None]
     return Gradients(TensorList(tensors), likes, False, divisor, owned)
 
 

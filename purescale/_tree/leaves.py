@@ -157,7 +157,7 @@ def elsewhere(device: torch.device) -> str:
 # ---- dense and real ------------------------------------------------------------------------------
 
 
-def dense_real(leaf: Tensor) -> Tensor:
+def as_dense_real(leaf: Tensor) -> Tensor:
     leaf = dense(leaf)
     if not leaf.is_complex():
         resolved: Tensor = leaf.resolve_neg()
@@ -179,7 +179,7 @@ def stored_values(leaf: Tensor) -> Tensor:
     """Return the values that a leaf stores, as reals: the summed values of a sparse leaf, both
     parts of a complex leaf.
     """
-    return dense_real(leaf.coalesce().values() if leaf.layout is torch.sparse_coo else leaf)
+    return as_dense_real(leaf.coalesce().values() if leaf.layout is torch.sparse_coo else leaf)
 
 
 # ---- matching of two leaves ----------------------------------------------------------------------

@@ -113,7 +113,7 @@ def normalize_fields(rule: Any, check: Callable[[str, Any], Any], *names: str) -
         object.__setattr__(rule, name, check(name, getattr(rule, name)))
 
 
-def bound(name: str, value: Any) -> float | Tensor:
+def checked_bound(name: str, value: Any) -> float | Tensor:
     """Return `value` as a float above 0, or a 0-d tensor, which is not read."""
     if isinstance(value, Tensor):
         if value.ndim:

@@ -16,13 +16,12 @@ from .._optim.class_step import with_python_scalars
 from .._optim.opt_state import OptState, is_wrapped, python_numbers
 from .._optim.partition import PartitionOptimizer
 from .._optim.schedule import ScheduleBy
-from .._optim.schedule_free import ScheduleFreeState
-from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerSettings
-from .._optim.spec import spec_of_live
+from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerSettings, spec_of_live
 from .._optim.torch_optim import TorchOptimizer, from_torch
 from .._optim.torch_state_dict import common_value, slots_by_parameter, write_state_dict
-from .._optim.wrapper import Wrapper
 from .._tree.tree import Tree, join_names
+from .._wrappers.schedule_free import ScheduleFreeState
+from .._wrappers.wrapper import Wrapper
 
 
 def from_torch_optimizer(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._half.master_weights import MasterState, master_weights, masters_within
 from .._loss_scale.rules import NoScale, ScalerState
 from .._module.functional import Apply, make_functional
 from .._module.registered import load_into
@@ -23,6 +22,7 @@ from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float
 from .._tree.scalars import whole
 from .._tree.tree import counted, join_names
+from .._wrappers.master_weights import MasterState, master_weights, masters_within
 from ..interop._live_optimizer import (
     check_innermost,
     convert_optimizer,

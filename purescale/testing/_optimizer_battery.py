@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .._half.master_weights import MasterState, master_weights
 from .._optim.opt_state import after_skip
-from .._optim.protocol import Optimizer
-from .._optim.wrapper import Wrapper
+from .._optim.updater import Optimizer
 from .._step.optimizer_step import maybe_step
 from .._tree import tree as _tree
 from .._tree.states import stack_states
 from .._tree.tree import Tree
+from .._wrappers.master_weights import MasterState, master_weights
+from .._wrappers.wrapper import Wrapper
 from ._battery import Battery, saved_and_loaded
 from ._laws import (
     assert_pure,

@@ -1,43 +1,19 @@
-"""The protocol of an optimizer, `init` and `step`, and (init, update) pairs."""
+"""(init, update) pairs, as those of optax, as optimizers and back."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._optim.updater import Optimizer
 from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
 from .._tree.tree import Tree
-
-
-class Optimizer(Protocol):
-    """The protocol of an optimizer: two pure methods. `purescale.testing.assert_optimizer` tests
-    one.
-    """
-
-    def init(self, params: Tree) -> Tree:
-        """Return the state before the first step: any tree of tensors, in fresh memory. Its
-        structure is final; steps change values only. A parameter may be None.
-        """
-
-    def step(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
-        """Return parameters and state after one step, in fresh memory, with unchanged shapes and
-        dtypes.
-
-        `grads` has the structure of `params`. A parameter whose gradient is None takes no part in
-        this step: it comes back with the same bits and its state does not change, as in
-        torch.optim. A gradient of zeros is different, because decay and momentum still act. The
-        gradients of float16 parameters are float32. Values may be inf or NaN and must not be read:
-        `maybe_step` drops such a result.
-        """
-
-
-# ---- (init, update) pairs ------------------------------------------------------------------------
 
 
 def from_transformation(tx: Any) -> TransformationOptimizer:

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import is_wrapped
-from .._optim.protocol import Optimizer
-from .._optim.schedule_free import ScheduleFreeState
 from .._optim.step_inputs import StepInputs
-from .._optim.wrapper import Piece, Wrapper, checked_state, leaves_by_param, on_shards
+from .._optim.updater import Optimizer
 from .._torch import foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
@@ -23,6 +21,8 @@ from .._tree import tree as _tree
 from .._tree.hints import document_fields
 from .._tree.leaves import describe
 from .._tree.tree import Leaves, Tree, TreeT
+from .._wrappers.schedule_free import ScheduleFreeState
+from .._wrappers.wrapper import Piece, Wrapper, checked_state, leaves_by_param, on_shards
 
 
 @document_fields

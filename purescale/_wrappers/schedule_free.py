@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.wrapper import Piece, Wrapper, checked_state, leaves_by_param
+from .._optim.updater import Optimizer
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype, widest_float
 from .._tree import tree as _tree
@@ -17,6 +16,7 @@ from .._tree.hints import document_fields
 from .._tree.leaves import same_metadata
 from .._tree.scalars import real
 from .._tree.tree import Leaves, Tree, TreeT
+from .._wrappers.wrapper import Piece, Wrapper, checked_state, leaves_by_param
 
 
 @document_fields

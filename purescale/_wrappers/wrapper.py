@@ -10,9 +10,8 @@ from torch import Tensor
 
 from .._optim.opt_state import OptState, without_wrappers
 from .._optim.partition import PartitionOptimizer
-from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.updater import Updater, as_updater
+from .._optim.updater import Optimizer, Updater, as_updater
 from .._torch import dtensor, foreach
 from .._torch.dtypes import is_half, wide_dtype
 from .._torch.tensor_list import TensorList

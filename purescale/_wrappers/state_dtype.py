@@ -17,14 +17,14 @@ from .._optim.opt_state import (
     without_wrappers,
 )
 from .._optim.partition import PartitionOptimizer
-from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.wrapper import Piece, Wrapper, stand_ins
+from .._optim.updater import Optimizer
 from .._torch import foreach
 from .._torch.dtypes import HALF, nearest_on_bits
 from .._torch.tracing import constant_while_compiling
 from .._tree import tree as _tree
 from .._tree.tree import Leaves, Tree
+from .._wrappers.wrapper import Piece, Wrapper, stand_ins
 
 DTYPES = (*HALF, torch.float32)
 

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.protocol import Optimizer
 from .._optim.step_inputs import Position, StepInputs
-from .._optim.wrapper import Piece, Wrapper, checked_state, on_shards
+from .._optim.updater import Optimizer
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import HALF, is_half, rounded_on_bits, send_once
@@ -22,6 +21,7 @@ from .._tree.hints import document_fields
 from .._tree.leaves import describe, unsupported_reason
 from .._tree.scalars import whole
 from .._tree.tree import Tree, TreeT
+from .._wrappers.wrapper import Piece, Wrapper, checked_state, on_shards
 
 
 @outside_autocast()

@@ -247,6 +247,7 @@ class _Walk:
         in_memory: Any = collections.Counter(filter(None, (storage_pointer(t) for _, t in plain)))
         return Layout(
             links=tuple((numbers[holder], key, numbers[obj]) for holder, key, obj, _ in self.links),
+            arguments=tuple(self.arguments),
             places_of_arguments=places_of_arguments,
             state_containers=tuple(
                 StateContainer(numbers[identity], tuple(keys_of(c)), tuple(places[identity]))

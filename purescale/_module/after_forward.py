@@ -42,8 +42,8 @@ def new_buffers(copy: ModelCopy, own_buffers: Tensors) -> Tensors:
                 "separate. Fix: `.clone()` it where it is set."
             )
     if not layout.has_state:
-        now = copy.registered()
-        if len(now) == len(copy.before) and all(map(operator.is_, now, copy.before)):
+        now, before = copy.registered(), map(copy.objects.__getitem__, layout.registered)
+        if len(now) == len(layout.registered) and all(map(operator.is_, now, before)):
             return own_buffers
     check_registrations(copy)
     for state in layout.state_containers:

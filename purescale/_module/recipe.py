@@ -58,6 +58,7 @@ class Layout:
     has_state: bool  # in plain attributes
     modules: tuple[int, ...]  # in the order of `model.modules()`
     store_rows: tuple[tuple[int, int, str], ...]  # container, module, attribute
+    registered: tuple[int, ...]  # the objects in all stores, in the order of their rows
     views: tuple[tuple[int, str], ...]  # tensors that share memory in the model, with their paths
 
 
@@ -69,7 +70,6 @@ class ModelCopy:
     objects: list[Any]
     contents: list[Any]  # by number: the `__dict__` of an instance, a container itself
     store_dicts: list[dict[str, Any]]  # of `layout.store_rows`
-    before: list[Any]  # what was registered before the forward
     root: nn.Module
 
     def modules(self) -> list[nn.Module]:
@@ -142,7 +142,7 @@ class Recipe:
         copy.layout, copy.arguments = layout, arguments
         copy.objects, copy.contents = objects, contents
         copy.store_dicts = [contents[store] for store, _, _ in layout.store_rows] + own_stores
-        copy.before, copy.root = copy.registered(), objects[layout.modules[0]]
+        copy.root = objects[layout.modules[0]]
         return copy
 
     def with_modes(self, modes: list[bool]) -> Recipe:

@@ -87,7 +87,7 @@ class _Walk:
         self.containers: dict[Identity, Any] = {}
         self.arguments = dict.fromkeys(registered.first_name_of.values())
         self.plain_tensors: dict[Identity, Tensor] = {}
-        self.shared_parts: dict[Identity, Any] = {}
+        self.shared_parts: dict[Identity, Any] = {id(None): None}  # None may be registered
         self.immutables: dict[Identity, tuple[Callable[..., Any], list[Identity]]] = {}
         self.shared_empty: list[Any] = []
         self.links: list[tuple[Identity, Any, Identity, str]] = []  # holder, key, object, path
@@ -243,6 +243,7 @@ class _Walk:
             (name, tuple(sorted(places[name], key=lambda p: (not p.in_store, p.path != name))))
             for name in self.arguments
         )
+        linked = {(holder, key): obj for holder, key, obj, _ in self.links}
         plain = [(path, t) for path, t in self.visited if id(t) in self.plain_tensors]
         in_memory: Any = collections.Counter(filter(None, (storage_pointer(t) for _, t in plain)))
         return Layout(
@@ -259,6 +260,11 @@ class _Walk:
             store_rows=tuple(
                 (numbers[store], numbers[module], key)
                 for store, (module, key) in self.owner_of_store.items()
+            ),
+            registered=tuple(
+                numbers[linked.get((store, key), id(None))]
+                for store in self.owner_of_store
+                for key in self.containers[store]
             ),
             views=tuple(
                 (numbers[id(t)], path) for path, t in plain if in_memory[storage_pointer(t)] > 1

@@ -96,7 +96,7 @@ class Recipe:
 
     classes: list[Any]  # of the instances: modules and helper objects
     attributes: list[dict[str, Any]]  # of the instances
-    containers: list[Any]
+    containers: list[Any]  # stores before others
     plain_tensors: list[Tensor]  # in plain attributes: those that are not arguments
     shared_parts: list[Any]  # of immutable objects; and placeholders that refuse to be read
     immutables: list[tuple[Callable[..., Any], list[int]]]  # `build(*parts)`
@@ -141,7 +141,7 @@ class Recipe:
         copy = ModelCopy()
         copy.layout, copy.arguments = layout, arguments
         copy.objects, copy.contents = objects, contents
-        copy.store_dicts = [contents[store] for store, _, _ in layout.store_rows] + own_stores
+        copy.store_dicts = containers[: len(layout.store_rows)] + own_stores
         copy.root = objects[layout.modules[0]]
         return copy
 

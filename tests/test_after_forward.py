@@ -80,6 +80,25 @@ def test_data_that_is_replaced_is_refused_in_every_call():
             apply({"w": params["w"].clone()}, buffers, X, replace=True)
 
 
+@pytest.mark.parametrize("written", range(3))
+@pytest.mark.parametrize("write", [torch.zero_, lambda t: setattr(t, "data", t.detach() * 2)])
+def test_an_error_names_the_one_of_several_parameters_that_was_written(write, written):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ParameterList([torch.ones(n) for n in (1, 2, 3)])
+
+        def forward(self, x, writes=False):
+            if writes:
+                write(self.parts[written])
+            return x * sum(part.sum() for part in self.parts)
+
+    apply, params, buffers = ps.make_functional(Writes())
+    apply(params, buffers, X)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=rf"its parameter parts\.{written},"):
+        apply(params, buffers, X, writes=True)
+
+
 @pytest.mark.parametrize("wanted", [False, True])
 def test_flags_that_a_forward_switches_are_those_of_the_caller_after_the_call(wanted):
     class Freezes(nn.Module):

@@ -481,6 +481,30 @@ def test_a_buffer_that_a_region_finds_in_a_list_counts_as_without_checkpointing(
     assert new_buffers["count"] == 1
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_region_that_is_given_the_buffers_writes_into_none_that_were_returned(use_reentrant):
+    # No module of the copy runs again, and torch's graph alone may hold the buffers.
+    class Normalises(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.register_buffer("mean", torch.zeros(3))
+            self.register_buffer("var", torch.ones(3))
+
+        def forward(self, x):
+            buffers = self.mean, self.var, None, None, True
+            scaled = x * self.scale
+            return checkpoint(F.batch_norm, scaled, *buffers, use_reentrant=use_reentrant)
+
+    apply, params, buffers = ps.make_functional(Normalises())
+    params["scale"].requires_grad_()
+    out, new = apply(params, buffers, torch.arange(12.0).reshape(4, 3))
+    returned = copy.deepcopy(new)
+    out.square().sum().backward()
+    assert same_bits(new, returned)
+    assert not same_bits(new, buffers)
+
+
 @pytest.mark.parametrize("transform", ["grad", "vmap of grad"])
 def test_a_transform_of_torch_func_refuses_it_with_a_note(transform):
     apply, params, buffers = ps.make_functional(net())

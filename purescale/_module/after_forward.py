@@ -34,16 +34,16 @@ _FIX = (
 def new_buffers(copy: ModelCopy, own_buffers: Tensors) -> Tensors:
     """Return the buffers after the forward, which wrote into `own_buffers` or replaced them."""
     layout = copy.layout
-    for number, path in layout.views if not torch.compiler.is_dynamo_compiling() else ():
-        if versions([copy.objects[number]]) != [0]:
+    for number, path in layout.views:
+        if not torch.compiler.is_dynamo_compiling() and versions([copy.objects[number]]) != [0]:
             raise RuntimeError(
                 f"the forward of the model wrote into {path}, which shares memory with another "
                 "plain attribute. In the model the write changes both; in a call they are "
                 "separate. Fix: `.clone()` it where it is set."
             )
     if not layout.has_state:
-        now = copy.registered()
-        if len(now) == len(copy.before) and all(map(operator.is_, now, copy.before)):
+        now, before = copy.registered(), map(copy.objects.__getitem__, layout.registered)
+        if len(now) == len(layout.registered) and all(map(operator.is_, now, before)):
             return own_buffers
     check_registrations(copy)
     for state in layout.state_containers:
@@ -150,25 +150,24 @@ def _new_buffer(name: str, value: Any, before: Tensor, *, is_attribute: bool) ->
 # ---- writes into tensors that are not the forward's own ------------------------------------------
 
 
-def stamps(tensors: Collection[Tensor], transformed: bool) -> list[Any]:
-    """Return for each tensor what a write changes: the count of writes, and its address, which a
-    new `.data` moves. In a transform tensors have no address.
+def stamps(tensors: Collection[Tensor], transformed: bool) -> list[int]:
+    """Return what a write changes: for each tensor the count of writes, and after these for each
+    its address, which a new `.data` moves. In a transform tensors have no address.
     """
     if transformed:
         return versions(list(map(innermost, tensors)))
     if set(map(type, tensors)) <= PLAIN_TYPES:
         try:
-            return list(
-                zip(map(private.version, tensors), map(Tensor.data_ptr, tensors), strict=True)
-            )
+            return [*map(private.version, tensors), *map(Tensor.data_ptr, tensors)]
         except RuntimeError:  # one is sparse, or was made under inference_mode
             pass
     return versions(tensors)
 
 
-def check_writes(tensors: Tensors, before: list[Any], after: list[Any], values: Tensors) -> None:
+def check_writes(tensors: Tensors, before: list[int], after: list[int], values: Tensors) -> None:
     """Refuse a write into a parameter or constant. `values`: copies of parameters to compare."""
-    written = [n for n, old, new in zip(tensors, before, after, strict=True) if old != new]
+    n = len(tensors)
+    written = [name for at, name in enumerate(tensors) if before[at::n] != after[at::n]]
     written += [
         name
         for name, value in values.items()
@@ -190,11 +189,10 @@ def check_writes(tensors: Tensors, before: list[Any], after: list[Any], values: 
 
 
 @private.only_inlined
-def rerun_under_function_modes(copy: ModelCopy) -> None:
-    """Let what runs again run under the function modes of the call, even after they were exited."""
-    if modes := private.function_modes():
-        for module in copy.modules():
-            vars(module)["forward"] = functools.partial(_call_under, modes, weak_forward(module))
+def rerun_under(modes: list[Any], copy: ModelCopy) -> None:
+    """Let what runs again run under these function modes, even after they were exited."""
+    for module in copy.modules():
+        vars(module)["forward"] = functools.partial(_call_under, modes, weak_forward(module))
 
 
 def _call_under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:

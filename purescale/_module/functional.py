@@ -7,7 +7,7 @@ import inspect
 import operator
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from .._module.after_forward import (
     explain_checkpointing,
     forbid_recompute,
     new_buffers,
-    rerun_under_function_modes,
+    rerun_under,
     stamps,
 )
 from .._module.lost_state import NewTensors, warn_of_attributes, watch_backward
@@ -35,20 +35,15 @@ from .._module.registered import (
 from .._module.walk import recipe_of
 from .._torch import foreach, private
 from .._torch.autocast import explain_autocast
-from .._torch.tracing import host_can_read, under_transform
+from .._torch.tracing import PLAIN_TYPES, host_can_read, under_transform
 from .._tree import tree as _tree
-from .._tree.leaves import are_dense_real, is_constant
+from .._tree.leaves import is_constant
 
 Method = str | Callable[..., Any] | None
 
 
-class Call(NamedTuple):
-    """The arguments of a call of the model, and the method that it calls."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    train: bool
-    method: Method
+# A call of the model: its arguments, the mode, and the method that it calls.
+Call = tuple[tuple[Any, ...], dict[str, Any], bool, Method]
 
 
 @dataclasses.dataclass
@@ -91,12 +86,16 @@ class Apply:
         method: Method = None,
         **kwargs: Any,
     ) -> tuple[Any, Tensors]:
-        check_dicts(params, buffers)
-        if params.keys() != self._param_names or buffers.keys() != self._buffer_names:
-            raise RuntimeError(self._wrong_names(params, buffers))
+        if not (
+            type(params) is type(buffers) is dict
+            and params.keys() == self._param_names
+            and buffers.keys() == self._buffer_names
+            and set(map(type, (*params.values(), *buffers.values()))) <= PLAIN_TYPES
+        ):
+            self._check_trees(params, buffers)
         if method is not None:
             _check_method(method)
-        call = Call(args, kwargs, bool(train), method)
+        call = (args, kwargs, bool(train), method)
         if torch.compiler.is_dynamo_compiling():
             # If the graph breaks inside a `try`, Dynamo gives up this frame and runs it eagerly,
             # so the condition is read again.
@@ -112,10 +111,12 @@ class Apply:
         own_buffers = _own_copies(buffers, _constants(buffers), one_by_one=True)
         # Writes into these copies do not reach params. The compiler removes unused copies.
         tensors = {name: param.clone() for name, param in params.items()} | own_buffers
-        return self._forward(tensors, own_buffers, call)[1:]
+        return self._forward(self._learned.recipes[call[2]], tensors, own_buffers, call)[1:]
 
     @private.only_inlined
     def _eager(self, params: Tensors, buffers: Tensors, call: Call) -> tuple[Any, Tensors]:
+        """Run the forward eagerly, and put back what it changed of what other calls read."""
+        learned, (_, _, train, method) = self._learned, call
         transformed = under_transform()
         has_graph = torch.is_grad_enabled() and not transformed
         # A buffer that is not dense, such as a sparse adjacency matrix, is returned as it is.
@@ -123,58 +124,50 @@ class Apply:
         # List kernels have no vmap rule.
         own_buffers = _own_copies(buffers, constants, one_by_one=transformed)
         tensors = {**params, **own_buffers}
-        tensors |= {name: params[name].clone() for name in self._renormalised & params.keys()}
+        for name in self._renormalised:
+            tensors[name] = params[name].clone()
         watched = {**params, **constants} if constants else params
         before = stamps(watched.values(), transformed)
-        is_first = has_graph and call.train and self._learned.compares_values
+        is_first = has_graph and train and learned.compares_values
         values = self._values_to_compare(params) if is_first else {}
 
-        copy, out, new = self._run(tensors, own_buffers, call)
-
-        if (after := stamps(watched.values(), transformed)) != before or values:
-            check_writes(watched, before, after, values)
-        if call.train in self._learned.first_calls and not callable(call.method):
-            recipe = self._learned.recipes[call.train]
-            warn_of_attributes(recipe, copy, call.train, self._learned.first_calls)
-        if transformed:
-            forbid_recompute(copy)
-        elif has_graph:
-            # A second run of a batch norm then writes into those of the copy.
-            new = _own_copies(new, constants, one_by_one=False) if new else new
-            if is_first:
-                watch_backward(copy, own_buffers.keys() - self.frozen_params - constants.keys())
-            rerun_under_function_modes(copy)
-        return out, new
-
-    @private.only_inlined
-    def _run(
-        self, tensors: Tensors, own_buffers: Tensors, call: Call
-    ) -> tuple[ModelCopy, Any, Tensors]:
-        """Run the forward eagerly, and put back what it changed of what other calls read."""
-        learned = self._learned
         try:
             learned.idle.pop()  # succeeds in one thread only
         except IndexError:
             learned.recipes = _with_own_empty(learned.recipes)
         recipes, flags = learned.recipes, list(map(_requires_grad, tensors.values()))
         try:
-            copy, out, new = self._forward(tensors, own_buffers, call)
+            copy, out, new = self._forward(recipes[train], tensors, own_buffers, call)
         except RuntimeError as error:
-            if under_transform():
+            if transformed:
                 explain_checkpointing(error)
                 explain_autocast(error)
             raise
         finally:
-            if filled := any(recipes[0].shared_empty):
+            if filled := any(recipes[train].shared_empty):
                 learned.recipes = _with_own_empty(recipes)
             learned.idle = [True]
             if list(map(_requires_grad, tensors.values())) != flags:
                 for tensor, flag in zip(tensors.values(), flags, strict=True):
                     if tensor.is_leaf:
                         tensor.requires_grad_(flag)
+
         if filled:
             check_registrations(copy)
-        return copy, out, new
+        if (after := stamps(watched.values(), transformed)) != before or values:
+            check_writes(watched, before, after, values)
+        if train in learned.first_calls and not callable(method):
+            warn_of_attributes(learned.recipes[train], copy, train, learned.first_calls)
+        if transformed:
+            forbid_recompute(copy)
+        elif has_graph:
+            # A second run of a batch norm then writes into those of the copy.
+            new = _own_copies(new, constants, one_by_one=False)
+            if is_first:
+                watch_backward(copy, own_buffers.keys() - self.frozen_params - constants.keys())
+            if modes := private.function_modes():
+                rerun_under(modes, copy)
+        return out, new
 
     def _values_to_compare(self, params: Tensors) -> Tensors:
         """Return copies of parameters to compare with, which finds writes through `.data`, in the
@@ -185,17 +178,24 @@ class Apply:
 
     @private.only_inlined
     def _forward(
-        self, tensors: Tensors, own_buffers: Tensors, call: Call
+        self, recipe: Recipe, tensors: Tensors, own_buffers: Tensors, call: Call
     ) -> tuple[ModelCopy, Any, Tensors]:
         """Run the forward in a copy of the model, and read the buffers that it leaves there."""
-        copy = self._learned.recipes[call.train].make(tensors)
-        if call.method is None:
-            out = copy.root(*call.args, **call.kwargs)
-        elif isinstance(call.method, str):
-            out = _method_of(copy.root, call.method)(*call.args, **call.kwargs)
+        args, kwargs, _, method = call
+        copy = recipe.make(tensors)
+        if method is None:
+            out = copy.root(*args, **kwargs)
+        elif isinstance(method, str):
+            out = _method_of(copy.root, method)(*args, **kwargs)
         else:
-            out = call.method(copy.root, *call.args, **call.kwargs)
+            out = method(copy.root, *args, **kwargs)
         return copy, out, new_buffers(copy, own_buffers)
+
+    def _check_trees(self, params: Tensors, buffers: Tensors) -> None:
+        """Refuse what is not a dict of tensors, and wrong names."""
+        check_dicts(params, buffers)
+        if params.keys() != self._param_names or buffers.keys() != self._buffer_names:
+            raise RuntimeError(self._wrong_names(params, buffers))
 
     def _wrong_names(self, params: Tensors, buffers: Tensors) -> str:
         rows = (("params", params, self._param_names), ("buffers", buffers, self._buffer_names))
@@ -239,8 +239,6 @@ def _own_copies(buffers: Tensors, constants: Tensors, *, one_by_one: bool) -> Te
 
 def _constants(buffers: Tensors) -> Tensors:
     """Return the buffers that are not dense tensors, which no call changes."""
-    if not buffers or are_dense_real(list(buffers.values())):
-        return {}
     return {name: buffer for name, buffer in buffers.items() if is_constant(buffer)}
 
 
@@ -374,7 +372,7 @@ def make_functional(
         frozen_params=frozenset(frozen),
         norm_params=norm_params(model, registered.first_name_of),
         without_statistics=norms_without_statistics(model),
-        _renormalised=_renormalised_params(model, registered.first_name_of),
+        _renormalised=_renormalised_params(model, registered.first_name_of) & params.keys(),
         _not_in_half=not_in_half(model),
     )
     return apply, _detached_copies(params), _detached_copies(buffers)

@@ -51,12 +51,14 @@ class Layout:
     # (holder, key, object): `contents[holder][key] = objects[object]`. Plain tuples: a call
     # unpacks thousands, and Python unpacks a NamedTuple seven times as slowly.
     links: tuple[tuple[int, Any, int], ...]
-    # By parameter or buffer. Those in stores come first.
+    arguments: tuple[str, ...]  # parameters and buffers
+    # Of each argument. Those in stores come first.
     places_of_arguments: tuple[tuple[str, tuple[Place, ...]], ...]
     state_containers: tuple[StateContainer, ...]
     has_state: bool  # in plain attributes
     modules: tuple[int, ...]  # in the order of `model.modules()`
     store_rows: tuple[tuple[int, int, str], ...]  # container, module, attribute
+    registered: tuple[int, ...]  # the objects in all stores, in the order of their rows
     views: tuple[tuple[int, str], ...]  # tensors that share memory in the model, with their paths
 
 
@@ -68,7 +70,6 @@ class ModelCopy:
     objects: list[Any]
     contents: list[Any]  # by number: the `__dict__` of an instance, a container itself
     store_dicts: list[dict[str, Any]]  # of `layout.store_rows`
-    before: list[Any]  # what was registered before the forward
     root: nn.Module
 
     def modules(self) -> list[nn.Module]:
@@ -95,41 +96,41 @@ class Recipe:
 
     classes: list[Any]  # of the instances: modules and helper objects
     attributes: list[dict[str, Any]]  # of the instances
-    containers: list[Any]
+    containers: list[Any]  # stores before others
     plain_tensors: list[Tensor]  # in plain attributes: those that are not arguments
     shared_parts: list[Any]  # of immutable objects; and placeholders that refuse to be read
     immutables: list[tuple[Callable[..., Any], list[int]]]  # `build(*parts)`
     # Empty containers in the attributes of modules, which copies share until a forward fills one,
-    # as hardly any does. Then, by instance, the attributes in which each copy gets new ones.
+    # as hardly any does. Then the (instance, attribute, class) of those of which each has its own.
     shared_empty: list[Any]
-    own_empty: list[dict[str, type]]
+    own_empty: list[tuple[int, str, type]]
     layout: Layout
     key: str  # of the layout
 
     @private.only_inlined
     def make(self, arguments: Tensors) -> ModelCopy:
         """Return a copy of the model around `arguments`."""
-        layout = layout_of(self.key)
+        is_compiling = torch.compiler.is_dynamo_compiling()
+        layout = layout_of(self.key) if is_compiling else self.layout
         objects: list[Any] = list(map(object.__new__, self.classes))
         contents: list[Any] = [instance.__dict__ for instance in objects]
         list(map(dict.update, contents, self.attributes))
         own_stores = []
-        for content, empty in zip(contents, self.own_empty, strict=False):
-            for key, cls in empty.items():
-                content[key] = cls()
-                if key in STORE_NAMES:
-                    own_stores.append(content[key])
+        for number, key, cls in self.own_empty:
+            contents[number][key] = cls()
+            if key in STORE_NAMES:
+                own_stores.append(contents[number][key])
         containers = [template.copy() for template in self.containers]
         contents += containers
         objects += containers
-        objects += [arguments[name] for name, _ in layout.places_of_arguments]
-        objects += [tensor.clone() for tensor in self.plain_tensors]
+        objects += map(arguments.__getitem__, layout.arguments)
+        objects += map(Tensor.clone, self.plain_tensors)
         objects += self.shared_parts
         for build, parts in self.immutables:
             objects.append(build(*[objects[part] for part in parts]))
         for holder, key, number in layout.links:
             contents[holder][key] = objects[number]
-        if torch.compiler.is_dynamo_compiling():
+        if is_compiling:
             # nn.Module.__setattr__ looks at its `__func__` where a forward replaces a buffer, which
             # torch.compile does not see of a method of a module that is made within the graph.
             for _, module, attribute in layout.store_rows:
@@ -140,8 +141,8 @@ class Recipe:
         copy = ModelCopy()
         copy.layout, copy.arguments = layout, arguments
         copy.objects, copy.contents = objects, contents
-        copy.store_dicts = [contents[store] for store, _, _ in layout.store_rows] + own_stores
-        copy.before, copy.root = copy.registered(), objects[layout.modules[0]]
+        copy.store_dicts = containers[: len(layout.store_rows)] + own_stores
+        copy.root = objects[layout.modules[0]]
         return copy
 
     def with_modes(self, modes: list[bool]) -> Recipe:
@@ -170,8 +171,10 @@ class Recipe:
             ],
             shared_empty=[],
             own_empty=[
-                {key: type(value) for key, value in row.items() if id(value) in shared}
-                for row in self.attributes
+                (number, key, type(value))
+                for number, row in enumerate(self.attributes)
+                for key, value in row.items()
+                if id(value) in shared
             ],
         )
 

@@ -84,10 +84,11 @@ class _Walk:
 
     def __init__(self, registered: RegisteredTensors) -> None:
         self.instances: dict[Identity, tuple[type, dict[str, Any]]] = {}  # class and attributes
+        self.stores: dict[Identity, dict[str, Any]] = {}  # with what is registered in a module
         self.containers: dict[Identity, Any] = {}
         self.arguments = dict.fromkeys(registered.first_name_of.values())
         self.plain_tensors: dict[Identity, Tensor] = {}
-        self.shared_parts: dict[Identity, Any] = {}
+        self.shared_parts: dict[Identity, Any] = {id(None): None}  # None may be registered
         self.immutables: dict[Identity, tuple[Callable[..., Any], list[Identity]]] = {}
         self.shared_empty: list[Any] = []
         self.links: list[tuple[Identity, Any, Identity, str]] = []  # holder, key, object, path
@@ -105,9 +106,9 @@ class _Walk:
         self._visit(model, "")
         while self.waiting:
             holder, template, items, path = self.waiting.pop()
-            is_list_or_dict = holder in self.containers and holder not in self.owner_of_store
+            has_attributes = holder not in self.containers
             for key, value in items:
-                inner = f"{path}[{key!r}]" if is_list_or_dict else f"{path}.{key}".lstrip(".")
+                inner = f"{path}.{key}".lstrip(".") if has_attributes else f"{path}[{key!r}]"
                 if (identity := self._visit(value, inner)) is not None:
                     self.links.append((holder, key, identity, inner))
                     template[key] = None
@@ -195,7 +196,8 @@ class _Walk:
             value = attributes[key]
             if key in STORE_NAMES and (value or not is_torchs):
                 template, attributes[key], items[key] = dict(value), None, None
-                store = self._add(self.containers, value, template)
+                self.containers.pop(id(value), None)  # an attribute may have led to it before
+                store = self._add(self.stores, value, template)
                 self.owner_of_store[store] = identity, key
                 self.links.append((identity, key, store, path))
                 self._visit_later(store, template, value.items(), path)
@@ -209,7 +211,7 @@ class _Walk:
 
     def recipe(self, modules: list[nn.Module], state_containers: list[Any]) -> Recipe:
         """Return the recipe, in which objects have numbers in place of identities."""
-        rows = (self.instances, self.containers, self.arguments, self.plain_tensors)
+        rows = (self.instances, self.stores, self.containers, self.arguments, self.plain_tensors)
         identities = itertools.chain(*rows, self.shared_parts, self.immutables)
         numbers = {identity: number for number, identity in enumerate(identities)}
         key, layout = share_layout(self._layout(numbers, modules, state_containers))
@@ -217,7 +219,7 @@ class _Walk:
         return Recipe(
             classes=classes,
             attributes=attributes,
-            containers=list(self.containers.values()),
+            containers=[*self.stores.values(), *self.containers.values()],
             plain_tensors=list(self.plain_tensors.values()),
             shared_parts=list(self.shared_parts.values()),
             immutables=[
@@ -243,10 +245,12 @@ class _Walk:
             (name, tuple(sorted(places[name], key=lambda p: (not p.in_store, p.path != name))))
             for name in self.arguments
         )
+        linked = {(holder, key): obj for holder, key, obj, _ in self.links}
         plain = [(path, t) for path, t in self.visited if id(t) in self.plain_tensors]
         in_memory: Any = collections.Counter(filter(None, (storage_pointer(t) for _, t in plain)))
         return Layout(
             links=tuple((numbers[holder], key, numbers[obj]) for holder, key, obj, _ in self.links),
+            arguments=tuple(self.arguments),
             places_of_arguments=places_of_arguments,
             state_containers=tuple(
                 StateContainer(numbers[identity], tuple(keys_of(c)), tuple(places[identity]))
@@ -258,6 +262,11 @@ class _Walk:
             store_rows=tuple(
                 (numbers[store], numbers[module], key)
                 for store, (module, key) in self.owner_of_store.items()
+            ),
+            registered=tuple(
+                numbers[linked.get((store, key), id(None))]
+                for store, template in self.stores.items()
+                for key in template
             ),
             views=tuple(
                 (numbers[id(t)], path) for path, t in plain if in_memory[storage_pointer(t)] > 1

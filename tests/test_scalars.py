@@ -143,7 +143,7 @@ CHECKS = {
     "whole from 5": lambda name, value: scalars.whole(name, value, least=5, most=None),
     "positive": scalars.positive,
     "power of two": scalars.power_of_two,
-    "bound": scalars.bound,
+    "bound": scalars.checked_bound,
 }
 
 

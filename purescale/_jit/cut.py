@@ -224,9 +224,9 @@ class _Stages:
         """Return a function that returns an argument of a node from all values."""
         if isinstance(arg, fx.Node):
             return operator.itemgetter(self._place[arg])
-        if isinstance(arg, (list, tuple)) and all(isinstance(x, fx.Node) for x in arg):
-            places = [self._place[node] for node in arg]
-            return lambda values: [values[place] for place in places]
+        if isinstance(arg, (list, tuple)) and any(isinstance(x, fx.Node) for x in arg):
+            getters = list(map(self._getter, arg))
+            return lambda values: [get(values) for get in getters]
         return lambda values: arg
 
 

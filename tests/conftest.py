@@ -55,6 +55,16 @@ def _no_inductor_on_another_kind_of_cpu(monkeypatch):
         monkeypatch.setattr(name, lambda *a, **k: pytest.skip("runs inductor"))
 
 
+@pytest.fixture
+def plt():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    yield plt
+    plt.close("all")
+
+
 @pytest.fixture(params=["host", "accelerator"])
 def way(request, monkeypatch):
     """How a step decides: on the host, by torch's default formula, or as on an accelerator, by the

@@ -198,6 +198,20 @@ class Checkpointed(nn.Module):
         return x
 
 
+def module_of(forward: Any, **parts: Any) -> nn.Module:
+    """A module with this forward, which is given the module too. A plain tensor is a buffer."""
+
+    class Made(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, *args, **kwargs)
+
+    made = Made()
+    for name, part in parts.items():
+        is_buffer = isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
+        made.register_buffer(name, part) if is_buffer else setattr(made, name, part)
+    return made
+
+
 def small_net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(

@@ -1,6 +1,5 @@
 """Batch-norm statistics: exact over any batches, never touching the model."""
 
-import io
 import math
 
 import hypothesis.strategies as st
@@ -16,6 +15,7 @@ from helpers import (
     cross_entropy_of,
     examples,
     job,
+    module_of,
     same_bits,
     shares_memory,
     small_net,
@@ -124,7 +124,7 @@ def test_a_mean_far_from_zero_cancels_nothing(mean, sigma, most):
 
 
 def test_thousands_of_batches_lose_nothing():
-    assert errors([normal(4, 8, 2, 2, seed=i) for i in range(1500)])[1] < 1e-6
+    assert errors([normal(4, 8, 2, 2, seed=i) for i in range(1000)])[1] < 1e-6
 
 
 @examples(25)
@@ -267,16 +267,10 @@ def test_running_statistics_that_are_nan_are_repaired():
 
 def test_a_shared_layer_pools_all_its_calls():
     # mmpretrain keeps the last call, fvcore asserts.
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm1d(3)
-
-        def forward(self, x):
-            return self.bn(x) + self.bn(2 * x[:3] + 5).sum()
-
     x = normal(8, 3)
-    stats, *_ = gathered(Twice(), [x])
+    stats, *_ = gathered(
+        module_of(lambda m, x: m.bn(x) + m.bn(2 * x[:3] + 5).sum(), bn=nn.BatchNorm1d(3)), [x]
+    )
     mean, var = truth([x, 2 * x[:3] + 5])
     layer = stats.layers["bn"]
     torch.testing.assert_close(layer.mean, mean)
@@ -326,24 +320,6 @@ def test_an_empty_batch_counts_for_nothing():
     assert same_bits(stats.layers, gathered(nn.BatchNorm2d(3), [normal(4, 3, 2, 2)])[0].layers)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "params=float32,compute=float16",
-        "compute=autocast(bfloat16),output=float32",
-        "compute=bfloat16",
-    ],
-)
-def test_policies_are_gathered_through(policy):
-    """Half arithmetic in front of the layers: agreement with float32 to 2e-2."""
-    half, *_ = gathered(net(), images(16, 16), policy=policy)
-    full, *_ = gathered(net(), images(16, 16))
-    for name in full.layers:
-        torch.testing.assert_close(
-            half.layers[name].mean, full.layers[name].mean, rtol=2e-2, atol=2e-2
-        )
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("norms", [False, True])
 def test_a_half_model_is_gathered_in_float32_and_keeps_its_dtype(dtype, norms):
@@ -357,14 +333,6 @@ def test_a_half_model_is_gathered_in_float32_and_keeps_its_dtype(dtype, norms):
     torch.testing.assert_close(layer.m2 / (layer.count - 1), var, rtol=1e-6, atol=0)
     torch.testing.assert_close(layer.mean, mean, rtol=1e-6, atol=0)
     assert ps.bn_buffers(stats, buffers)["running_var"].dtype is dtype
-
-
-def test_a_half_model_with_a_frozen_layer_runs():
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)).half()
-    model[1].eval()
-    stats, *_ = gathered(model, [normal(8, 3).half()])
-    assert stats.layers["0"].count == 8
-    assert stats.layers["1"].count == 0
 
 
 def test_hand_written_batch_norms_are_caught():
@@ -395,7 +363,7 @@ def test_sync_batch_norm_is_gathered_on_this_rank():
     assert type(model[0]) is nn.SyncBatchNorm
 
 
-# ---- merged, saved, compiled, vmapped
+# ---- merged, compiled, vmapped
 
 
 batches = st.lists(st.tuples(st.integers(1, 5), st.floats(-5, 5)), max_size=3).map(
@@ -419,40 +387,17 @@ def test_merging_is_associative_and_commutative_with_the_empty_state_as_its_unit
     assert same_bits(ps.merge_bn_stats(empty, a), a)
 
 
-def test_a_state_can_be_saved_in_the_middle_and_resumed_bit_for_bit():
-    apply, params, buffers = ps.make_functional(net())
-    first, second = images(8, 8)
-    stats = ps.accumulate_bn_stats(ps.init_bn_stats(buffers), apply, params, buffers, first)
-    file = io.BytesIO()
-    torch.save(pytree.tree_leaves(stats), file)
-    file.seek(0)
-    resumed = pytree.tree_unflatten(torch.load(file), pytree.tree_structure(stats))
-    whole = ps.accumulate_bn_stats(stats, apply, params, buffers, second)
-    assert same_bits(ps.accumulate_bn_stats(resumed, apply, params, buffers, second), whole)
-    halves = [
-        ps.accumulate_bn_stats(ps.init_bn_stats(buffers), apply, params, buffers, x)
-        for x in (first, second)
-    ]
-    assert_close(ps.merge_bn_stats(*halves), whole, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["the whole", "apply"])
-def test_compiled_it_agrees(what):
+def test_compiled_it_agrees():
     """To 1e-5: fused arithmetic."""
     apply, params, buffers = ps.make_functional(net())
     torch._dynamo.reset()
 
-    def step(stats, x, apply=apply):
+    def step(stats, x):
         return ps.accumulate_bn_stats(stats, apply, params, buffers, x)
 
     eager = compiled = ps.init_bn_stats(buffers)
-    fast = torch.compile(apply, fullgraph=True)
-    compiled_step = (
-        torch.compile(step, fullgraph=True)
-        if what == "the whole"
-        else lambda s, x: step(s, x, fast)
-    )
+    compiled_step = torch.compile(step, fullgraph=True)
     for x in images(8, 8):
         eager, compiled = step(eager, x), compiled_step(compiled, x)
     assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
@@ -473,13 +418,6 @@ def test_under_vmap_it_equals_a_loop():
         assert_close(unstack(read, index), ps.bn_buffers(expected, buffers), rtol=1e-5, atol=1e-5)
 
 
-# ---- precise_bn
-
-
-def first(forward, batch):
-    return forward(batch[0])
-
-
 # ---- bad input
 
 
@@ -497,20 +435,11 @@ class Labelled(nn.Module):
     [
         ({"loader": []}, ValueError, "the loader gave no batch. Likely cause: it is empty"),
         ({"loader": 3}, TypeError, "loader is int; expected an iterable"),
-        (
-            {"num_samples": 0},
-            ValueError,
-            r"num_samples must be a whole number above 0, got 0",
-        ),
+        ({"num_samples": 0}, ValueError, "num_samples must be a whole number above 0, got 0"),
         ({"num_samples": 1.5}, ValueError, r"got 1\.5"),
-        (
-            {"normalize": "running"},
-            ValueError,
-            "normalize must be 'batch' or 'sequential', got 'running'",
-        ),
+        ({"normalize": "running"}, ValueError, "must be 'batch' or 'sequential', got 'running'"),
         ({"estimator": "mean"}, ValueError, "estimator must be 'pooled' or 'within', got 'mean'"),
         ({"correction": -1}, ValueError, "correction must be 0 or a positive whole number, got -1"),
-        ({"call": lambda forward, batch: None}, ValueError, "did not call forward"),
     ],
 )
 def test_bad_settings_are_refused(settings, error, message):
@@ -525,10 +454,7 @@ def test_bad_settings_are_refused(settings, error, message):
 )
 def test_a_model_without_batch_norm_is_refused(model):
     apply, params, buffers = ps.make_functional(model)
-    with pytest.raises(
-        ValueError,
-        match=r"no layer with a running_mean and a running_var.*Fix: leave this call out",
-    ):
+    with pytest.raises(ValueError, match=r"no layer with a running_mean and .*Fix: leave this"):
         ps.precise_bn(apply, params, buffers, [torch.ones(4, 2)])
 
 
@@ -537,9 +463,7 @@ def test_stats_and_buffers_of_different_models_are_refused():
     other = ps.init_bn_stats({"running_mean": torch.zeros(3), "running_var": torch.ones(3)})
     wide = ps.init_bn_stats({"bn.running_mean": torch.zeros(4), "bn.running_var": torch.ones(4)})
     for wrong in (other, wide):
-        with pytest.raises(
-            ValueError, match="the stats do not belong to this model: layer 'bn' with 3 channels"
-        ):
+        with pytest.raises(ValueError, match="do not belong to this model: layer 'bn' with 3 chan"):
             ps.accumulate_bn_stats(wrong, apply, params, buffers, normal(4, 3))
         with pytest.raises(ValueError, match="the buffers do not belong to the stats"):
             ps.bn_buffers(wrong, buffers)
@@ -568,6 +492,13 @@ RULE = ps.DynamicScale(init_scale=2.0**10)
 
 
 SGD = ps.from_torch(torch.optim.SGD, lr=0.1)
+
+
+def stepped(loss_fn, params, buffers, *batches, bn_update="window", rule=RULE):
+    """The state after one step over these microbatches."""
+    state = ps.init_train_state(params, buffers, SGD, rule)
+    settings = {"loss_fn": loss_fn, "optimizer": SGD, "rule": rule, "bn_update": bn_update}
+    return ps.train_step(state, list(batches), **settings)[0]
 
 
 @pytest.mark.parametrize("policy", ["float32", "params=float32,compute=float16,output=float32"])
@@ -612,10 +543,8 @@ def test_a_batch_of_one_value_per_channel_is_refused_however_statistics_are_upda
         out, buffers = apply(params, buffers, x)
         return out.square().mean(), buffers
 
-    state = ps.init_train_state(params, buffers, SGD, RULE)
-    settings = {"loss_fn": loss_fn, "optimizer": SGD, "rule": RULE, "bn_update": bn_update}
     with pytest.raises(ValueError, match=r"value.* per channel"):
-        ps.train_step(state, [torch.randn(1, 2)], **settings)
+        stepped(loss_fn, params, buffers, torch.randn(1, 2), bn_update=bn_update)
 
 
 @pytest.mark.parametrize("on_nonfinite", ["drop_window", "drop_microbatch"])
@@ -636,41 +565,24 @@ def test_weight_zero_keeps_a_microbatch_out_of_the_statistics():
 
 
 def test_other_buffers_still_thread_through_the_microbatches():
-    class Counts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = small_net()
-            self.register_buffer("calls", torch.tensor(0))
+    def forward(m, x):
+        m.calls += 1
+        return m.net(x)
 
-        def forward(self, x):
-            self.calls += 1
-            return self.net(x)
-
-    apply, params, buffers = ps.make_functional(Counts())
-    state = ps.init_train_state(params, buffers, SGD, RULE)
-    new, _ = ps.train_step(
-        state,
-        [batch(0), batch(1)],
-        loss_fn=cross_entropy_of(apply),
-        optimizer=SGD,
-        rule=RULE,
-        bn_update="window",
+    apply, params, buffers = ps.make_functional(
+        module_of(forward, net=small_net(), calls=torch.tensor(0))
     )
+    new = stepped(cross_entropy_of(apply), params, buffers, batch(0), batch(1))
     assert new.buffers["calls"] == 2
     assert new.buffers["net.1.num_batches_tracked"] == 1
 
 
 def test_a_model_without_batch_norm_takes_windows_too():
-    state = ps.init_train_state({"w": torch.ones(1)}, {"n": torch.tensor(0)}, SGD, RULE)
-    call = {
-        "loss_fn": lambda p, b, x: (p["w"].sum() * x, {"n": b["n"] + 1}),
-        "optimizer": SGD,
-        "rule": RULE,
-    }
-    assert same_bits(
-        ps.train_step(state, [1.0, 2.0], **call),
-        ps.train_step(state, [1.0, 2.0], bn_update="window", **call),
-    )
+    def loss_fn(params, buffers, x):
+        return params["w"].sum() * x, {"n": buffers["n"] + 1}
+
+    given = loss_fn, {"w": torch.ones(1)}, {"n": torch.tensor(0)}, 1.0, 2.0
+    assert same_bits(stepped(*given, bn_update="each"), stepped(*given))
 
 
 @pytest.mark.slow
@@ -736,22 +648,6 @@ def test_a_compiled_module_is_gathered_by_any_backend(backend):
     torch.testing.assert_close(next(v for k, v in new.items() if "running_mean" in k), x.mean(0))
 
 
-def test_the_activation_of_a_single_value_may_be_changed_afterwards():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm1d(3)
-
-        def forward(self, x):
-            h = x * 1.0
-            y = self.bn(h)
-            h.add_(100.0)
-            return y
-
-    x = normal(1, 3)
-    torch.testing.assert_close(gathered(Model(), [x])[0].layers["bn"].mean, x[0].double())
-
-
 POLICIES = [
     "params=bfloat16,compute=bfloat16", "params=float16", "compute=float16,norms=float16",
     "compute=autocast(bfloat16),norms=bfloat16",
@@ -772,10 +668,8 @@ def test_every_policy_is_gathered_and_trained_through(policy):
         out, buffers = apply(params, buffers, x)
         return out.float().square().mean(), buffers
 
-    state = ps.init_train_state(params, buffers, SGD, ps.NoScale())
-    call = {"loss_fn": loss_fn, "optimizer": SGD, "rule": ps.NoScale()}
-    each, _ = ps.train_step(state, [x], **call)
-    window, _ = ps.train_step(state, [x], bn_update="window", **call)
+    each = stepped(loss_fn, params, buffers, x, bn_update="each", rule=ps.NoScale())
+    window = stepped(loss_fn, params, buffers, x, rule=ps.NoScale())
     assert_close(window.buffers, each.buffers, rtol=1e-2, atol=1e-2)
 
 
@@ -800,16 +694,8 @@ def test_nested_buffers_are_refused_with_the_cure():
     for wrong in ({"g": buffers}, None, {0: torch.ones(1)}):
         with pytest.raises(TypeError, match="expected the flat dict of tensors by dotted name"):
             ps.init_bn_stats(wrong)
-    state = ps.init_train_state({"w": torch.ones(1)}, {"g": buffers}, SGD, RULE)
     with pytest.raises(TypeError, match="Fix: for several models, merge the dicts under a prefix"):
-        ps.train_step(
-            state,
-            [1.0],
-            loss_fn=lambda p, b, x: (p["w"].sum(), b),
-            optimizer=SGD,
-            rule=RULE,
-            bn_update="window",
-        )
+        stepped(lambda p, b, x: (p["w"].sum(), b), {"w": torch.ones(1)}, {"g": buffers}, 1.0)
 
 
 def test_a_window_takes_two_views_and_a_teacher_with_statistics_of_its_own():
@@ -822,11 +708,8 @@ def test_a_window_takes_two_views_and_a_teacher_with_statistics_of_its_own():
         target, _ = teacher(teacher_params, teacher_buffers, x)
         return (one - two).square().mean() + (one - target).square().mean(), buffers
 
-    state = ps.init_train_state(params, buffers, SGD, RULE)
     x = normal(16, 3)
-    new, _ = ps.train_step(
-        state, [x], loss_fn=loss_fn, optimizer=SGD, rule=RULE, bn_update="window"
-    )
+    new = stepped(loss_fn, params, buffers, x)
     hidden = torch.cat([F.linear(v, params["0.weight"], params["0.bias"]) for v in (x, x + 1)])
     torch.testing.assert_close(
         new.buffers["1.running_mean"], 0.1 * hidden.mean(0), rtol=1e-5, atol=1e-6
@@ -838,80 +721,33 @@ def test_a_window_takes_two_views_and_a_teacher_with_statistics_of_its_own():
 
 def test_a_window_leaves_buffers_alone_that_the_loss_does_not_change():
     apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    state = ps.init_train_state(params, buffers, SGD, RULE)
     loss_fn = lambda p, b, x: (apply(p, b, x)[0].square().mean(), b)  # noqa: E731
-    new, _ = ps.train_step(
-        state, [normal(8, 3)], loss_fn=loss_fn, optimizer=SGD, rule=RULE, bn_update="window"
-    )
-    assert same_bits(new.buffers, state.buffers)
-
-
-def test_a_window_takes_checkpointing_under_autocast():
-    from torch.utils.checkpoint import checkpoint
-
-    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-
-    def loss_fn(params, buffers, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            out, new = checkpoint(lambda p, x: apply(p, buffers, x), params, x, use_reentrant=False)
-        return out.float().square().mean(), new
-
-    state = ps.init_train_state(params, buffers, SGD, RULE)
-    each, window = (
-        ps.train_step(
-            state, [normal(8, 3)], loss_fn=loss_fn, optimizer=SGD, rule=RULE, bn_update=update
-        )[0]
-        for update in ("each", "window")
-    )
-    assert_close(window, each, rtol=1e-3, atol=1e-3)
+    assert same_bits(stepped(loss_fn, params, buffers, normal(8, 3)).buffers, buffers)
 
 
 @pytest.mark.parametrize("momentum", [None, 0.3])
 def test_a_window_uses_the_momentum_of_the_layer(momentum):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w, self.bn = nn.Parameter(torch.ones(())), nn.BatchNorm1d(3, momentum=momentum)
-
-        def forward(self, x):
-            return self.bn(x * self.w).square().mean() + self.bn(x + 1).mean()
-
-    apply, params, buffers = ps.make_functional(Twice())
-    state = ps.init_train_state(params, buffers, SGD, RULE)
+    apply, params, buffers = ps.make_functional(
+        module_of(
+            lambda m, x: m.bn(x * m.w).square().mean() + m.bn(x + 1).mean(),
+            w=nn.Parameter(torch.ones(())),
+            bn=nn.BatchNorm1d(3, momentum=momentum),
+        )
+    )
     x = normal(32, 3, mean=10.0)
-    new, _ = ps.train_step(state, [x], loss_fn=apply, optimizer=SGD, rule=RULE, bn_update="window")
+    new = stepped(apply, params, buffers, x)
     pooled = torch.cat([x, x + 1]).mean(0)
     torch.testing.assert_close(
         new.buffers["bn.running_mean"], pooled * (momentum or 1.0), rtol=1e-5, atol=1e-5
     )
 
 
-def test_samples_of_numpy_batches_are_counted():
-    import numpy
-
-    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
-    data = [(numpy.ones((32, 3), dtype="float32"), numpy.ones(32)) for _ in range(4)]
-    seen = []
-
-    def call(forward, batch):
-        seen.append(batch)
-        return forward(torch.from_numpy(batch[0]))
-
-    ps.precise_bn(apply, params, buffers, data, num_samples=64, call=call)
-    assert len(seen) == 2
-
-
 def test_every_batch_must_reach_forward():
     apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
     calls = iter([True, False])
+    call = lambda forward, b: forward(b) if next(calls) else None  # noqa: E731
     with pytest.raises(ValueError, match="did not call forward"):
-        ps.precise_bn(
-            apply,
-            params,
-            buffers,
-            [normal(4, 3)] * 2,
-            call=lambda forward, b: forward(b) if next(calls) else None,
-        )
+        ps.precise_bn(apply, params, buffers, [normal(4, 3)] * 2, call=call)
 
 
 def test_a_variance_beyond_float32_skips_the_batch():
@@ -926,37 +762,3 @@ def test_gathering_builds_no_graph():
     params = {name: p.requires_grad_() for name, p in params.items()}
     stats = ps.accumulate_bn_stats(ps.init_bn_stats(buffers), apply, params, buffers, normal(8, 3))
     assert not any(t.requires_grad for t in tensors(stats))
-
-
-class Taught(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.student, self.teacher = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-
-    def forward(self, x):
-        out = self.student(x)
-        self.teacher.running_mean.copy_(self.student.running_mean)
-        return out
-
-
-def test_a_layer_whose_statistics_are_copied_to_another_keeps_its_own():
-    stats, *_ = gathered(Taught(), [normal(8, 3)])
-    assert {name: layer.count.item() for name, layer in stats.layers.items()} == {
-        "student": 8,
-        "teacher": 0,
-    }
-
-
-def test_a_layer_is_known_by_a_copy_of_a_copy_of_its_statistics():
-    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
-
-    def then_evaluated_twice(params, buffers, x):
-        out, buffers = apply(params, buffers, x)
-        for _ in range(2):
-            out, buffers = apply(params, buffers, out, train=False)
-        return out, buffers
-
-    x, stats = normal(8, 3), ps.init_bn_stats(buffers)
-    expected = ps.accumulate_bn_stats(stats, apply, params, buffers, x)
-    found = ps.accumulate_bn_stats(stats, then_evaluated_twice, params, buffers, x)
-    assert same_bits(found, expected)

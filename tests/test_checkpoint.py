@@ -23,7 +23,6 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from helpers import Untouched, batch, clone, examples, job, same_bits, shares_memory, tensors
 from hypothesis import assume, given
@@ -54,10 +53,6 @@ def zeros(tree):
     )
 
 
-def differs(tree):
-    return not same_bits(tree, zeros(tree))
-
-
 def train_state(steps=0, optimizer=ADAMW):
     state, step = job(optimizer, RULE)
     for index in range(steps):
@@ -68,14 +63,7 @@ def train_state(steps=0, optimizer=ADAMW):
 # ---- any tree of purescale and of users
 
 DTYPES = [
-    *(
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.complex128,
-        torch.complex64,
-    ),
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 ]
 
@@ -89,11 +77,8 @@ def leaves(draw):
         ..., : dtype.itemsize
     ].contiguous()
     leaf = (leaf > 127).reshape(shape) if dtype is torch.bool else leaf.view(dtype).reshape(shape)
-    kind = draw(
-        st.sampled_from(
-            ["dense", "dense", "view", "expanded", "permuted", "conj", "parameter", "sparse"]
-        )
-    )
+    kinds = ["dense", "view", "expanded", "permuted", "conj", "parameter", "sparse"]
+    kind = draw(st.sampled_from(kinds))
     if kind == "view":
         return torch.stack([leaf, leaf])[1]
     if kind == "expanded":
@@ -159,31 +144,6 @@ def test_a_tree_comes_back_from_a_file_bit_for_bit_in_fresh_memory(tmp_path_fact
     assert same_bits(ps.load(path, like=tree), restored)
 
 
-def states():
-    state, _ = train_state(steps=2)
-    accum = ps.accumulate_grads(ps.init_accum(state.params), state.params, weight=3)
-    return {
-        "TrainState": state,
-        "TrainState with rng": state._replace(rng=torch.Generator().get_state()),
-        "ScalerState": state.scaler,
-        "OptState": state.opt_state,
-        "AccumState": accum,
-        "mine": {"state": state, "ema": Mine([state.params], (torch.tensor(3), None, {}, ()))},
-        "one tensor": torch.tensor(3.0),
-        "nothing": {"none": None, "empty": ()},
-    }
-
-
-@pytest.mark.parametrize("name", states())
-def test_every_state_comes_back_from_dict_and_file(name, tmp_path):
-    tree = states()[name]
-    like = zeros(tree)
-    assert differs(tree) == bool(tensors(tree))
-    check_restored(ps.from_state_dict(ps.to_state_dict(tree), like), tree, tree, like)
-    ps.save(tmp_path / "state.pt", tree)
-    check_restored(ps.load(tmp_path / "state.pt", like), tree, tree, like)
-
-
 def test_a_person_can_read_the_keys():
     params = {"fc.weight": torch.ones(1)}
     momentum = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -240,11 +200,6 @@ def test_the_order_of_the_keys_does_not_matter(order):
     assert list(restored.params) == list(state.params)
 
 
-def test_no_value_is_judged():
-    values = {"x": torch.tensor([float("nan"), float("inf"), -0.0])}
-    assert same_bits(ps.from_state_dict(ps.to_state_dict(values), zeros(values)), values)
-
-
 # ---- a run goes on
 
 
@@ -267,41 +222,6 @@ def test_a_saved_state_continues_bit_for_bit(optimizer, tmp_path):
         assert same_bits(run(resumed, range(stop, 5)), run(state, range(5)))
 
 
-def test_a_saved_state_continues_with_the_same_random_numbers(tmp_path):
-    params = {"w": torch.ones(64)}
-
-    def loss_fn(params, buffers, x):
-        return F.dropout(params["w"] * x).sum(), buffers
-
-    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=ADAMW, rule=RULE)
-
-    def fresh(seed):
-        return ps.init_train_state(
-            params, {}, ADAMW, RULE, rng=torch.Generator().manual_seed(seed).get_state()
-        )
-
-    state, _ = step(fresh(1), [torch.ones(64)])
-    ps.save(tmp_path / "state.pt", state)
-    resumed = ps.load(tmp_path / "state.pt", like=fresh(2))
-    expected = step(state, [torch.ones(64)])
-    assert same_bits(step(resumed, [torch.ones(64)]), expected)
-    assert not same_bits(step(resumed._replace(rng=fresh(2).rng), [torch.ones(64)]), expected)
-
-
-def test_a_window_saved_in_the_middle_continues_bit_for_bit(tmp_path):
-    grads = [{"w": torch.randn(3), "h": torch.randn(2).half(), "none": None} for _ in range(4)]
-    accum = ps.init_accum(grads[0])
-    for index in (0, 1):
-        accum = ps.accumulate_grads(accum, grads[index], weight=index + 1)
-    ps.save(tmp_path / "window.pt", accum)
-    resumed = ps.load(tmp_path / "window.pt", like=ps.init_accum(grads[0]))
-    for index in (2, 3):
-        accum, resumed = (
-            ps.accumulate_grads(a, grads[index], weight=index + 1) for a in (accum, resumed)
-        )
-    assert same_bits(resumed, accum)
-
-
 def test_leaves_that_shared_memory_do_not_after_loading_so_that_all_may_be_donated(tmp_path):
     tied = torch.ones(3)
     tree = {"a": tied, "b": tied, "c": tied[:2]}
@@ -309,42 +229,6 @@ def test_leaves_that_shared_memory_do_not_after_loading_so_that_all_may_be_donat
     torch.save(ps.to_state_dict(tree), tmp_path / "views.pt")
     for name in ("tied.pt", "views.pt"):
         check_restored(ps.load(tmp_path / name, like=tree), tree, tree)
-
-
-def test_one_memory_in_two_dtypes_is_saved_as_two(tmp_path):
-    row = torch.tensor([1.0, 2.0])
-    tree = {
-        "float": row,
-        "bits": row.view(torch.int32),
-        "again": row[:],
-        "complex": torch.view_as_complex(row),
-        "sparse": torch.sparse_coo_tensor([[0, 1]], row.view(torch.int32)),
-        "empty": torch.empty(0),
-        "no integers": torch.empty(0, dtype=torch.int32),
-    }
-    with Untouched({name: tree[name] for name in ("float", "bits")}):
-        ps.save(tmp_path / "bits.pt", tree)
-    check_restored(ps.load(tmp_path / "bits.pt", like=tree), tree, tree)
-
-
-def nested(levels, wrap):
-    tree = torch.ones(1)
-    for _ in range(levels):
-        tree = wrap(tree)
-    return tree
-
-
-@pytest.mark.parametrize("wrap", [lambda t: {"a": t}, lambda t: [t], lambda t: (t,)])
-def test_a_tree_that_is_nested_too_deeply_leaves_the_old_file(wrap, tmp_path):
-    path = tmp_path / "deep.pt"
-    ps.save(path, SMALL)
-    old = path.read_bytes()
-    # Python 3.13 pickles 990 levels
-    for levels in (1200,) if sys.version_info >= (3, 13) else (990, 1200):
-        with pytest.raises(RecursionError):
-            ps.save(path, nested(levels, wrap))
-    assert path.read_bytes() == old
-    assert os.listdir(tmp_path) == ["deep.pt"]
 
 
 def test_one_member_of_an_ensemble_is_saved_without_the_others(tmp_path):
@@ -367,27 +251,6 @@ alone = pytest.mark.filterwarnings(
 
 
 @alone
-def test_distributed_checkpoint_saves_the_dict_and_loads_into_it_in_place(tmp_path):
-    kinds = {
-        "bf16": torch.ones(2).bfloat16(),
-        "complex": torch.randn(2, dtype=torch.complex64),
-        "empty": torch.empty(0, 3),
-        "none": None,
-    }
-    tree = {
-        "state": train_state(steps=2)[0],
-        "kinds": [kinds, torch.tensor(True), torch.randn(2, 3).t(), ()],
-    }
-    with Untouched(tree):
-        dcp.save(ps.to_state_dict(tree), checkpoint_id=tmp_path / "dcp")
-    other = zeros(tree)
-    d = ps.to_state_dict(other)
-    dcp.load(d, checkpoint_id=tmp_path / "dcp")
-    assert same_bits(other, tree)
-    check_restored(ps.from_state_dict(d, like=other), tree, other)
-
-
-@alone
 def test_what_distributed_checkpoint_wrote_can_be_made_a_file_for_load(tmp_path):
     state, _ = train_state(steps=1)
     dcp.save(ps.to_state_dict(state), checkpoint_id=tmp_path / "dcp")
@@ -401,10 +264,7 @@ def test_the_version_that_distributed_checkpoint_found_is_the_one_checked(tmp_pa
     dcp.save(later, checkpoint_id=tmp_path / "dcp")
     d = ps.to_state_dict({"w": torch.zeros(1)})
     dcp.load(d, checkpoint_id=tmp_path / "dcp")
-    with pytest.raises(
-        ValueError,
-        match=r"d\['purescale_version'\] is 2, this purescale reads version 1.*newer copy of the",
-    ):
+    with pytest.raises(ValueError, match=r"_version'\] is 2, this purescale reads version 1.*newe"):
         ps.from_state_dict(d, {"w": torch.zeros(1)})
 
 
@@ -422,65 +282,31 @@ def changed(d, path, value):
     return copied
 
 
+VERSION, SCALE = ["purescale_version"], ["tree", "scaler", "scale"]
+BIAS = ["tree", "params", "1.bias"]
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
         (["tree", "scaler"], ..., r"missing: d\['tree'\]\['scaler'\]\. "),
-        (["tree", "params", "1.bias"], ..., r"missing: d\['tree'\]\['params'\]\['1\.bias'\]\. "),
-        (
-            ["tree", "rng"],
-            torch.zeros(16),
-            r"not in like: d\['tree'\]\['rng'\]\. Likely cause: .*init_train_state",
-        ),
-        (
-            ["tree", "step"],
-            torch.tensor([3]),
-            r"different: d\['tree'\]\['step'\] is torch\.int64 \(1,\), "
-            r"expected torch\.int64 \(\)\. ",
-        ),
-        (
-            ["tree", "scaler", "scale"],
-            torch.tensor(1.0).double(),
-            r"is torch\.float64 \(\), expected torch\.float32 \(\)",
-        ),
-        (
-            ["tree", "scaler", "scale"],
-            65536.0,
-            r"\['scale'\] is float, expected torch\.float32 \(\)",
-        ),
-        (["tree", "scaler", "scale"], {"scale": 1}, r"\['scale'\] is dict, expected"),
-        (
-            ["tree", "scaler"],
-            torch.ones(4),
-            r"is torch\.float32 \(4,\), expected a dict of 'scale', 'growth_tracker'",
-        ),
-        (
-            ["tree", "params", "1.bias"],
-            torch.zeros(4).to_sparse(),
-            r"\(4,\) torch\.sparse_coo, expected torch\.float32 \(4,\)\. ",
-        ),
-        (
-            ["tree", "params", "1.bias"],
-            torch.zeros(4, device="meta"),
-            r"is torch\.float32 \(4,\) without values, on meta, expected",
-        ),
+        (["tree", "rng"], torch.zeros(16), r"not in like: d\['tree'\]\['rng'\]\. .*init_train"),
+        (["tree", "step"], torch.tensor([3]), r"\['step'\] is .*64 \(1,\), expected .*64 \(\)\. "),
+        (SCALE, torch.tensor(1.0).double(), r"is torch\.float64 \(\), expected torch\.float32"),
+        (SCALE, 65536.0, r"\['scale'\] is float, expected torch\.float32 \(\)"),
+        (SCALE, {"scale": 1}, r"\['scale'\] is dict, expected"),
+        (["tree", "scaler"], torch.ones(4), r"is .* \(4,\), expected a dict of 'scale', 'growth"),
+        (BIAS, ..., r"missing: d\['tree'\]\['params'\]\['1\.bias'\]\. "),
+        (BIAS, torch.zeros(4).to_sparse(), r"\(4,\) torch\.sparse_coo, expected .* \(4,\)\. "),
+        (BIAS, torch.zeros(4, device="meta"), r"is .* \(4,\) without values, on meta, expected"),
         (["tree"], ..., r"missing: d\['tree'\]\. "),
         (["tree"], [], r"d\['tree'\] is list, expected a dict of 'params'"),
         (["more"], torch.ones(1), r"not in like: d\['more'\]\. "),
         (["tree", 0], torch.ones(1), r"not in like: d\['tree'\]\[<int>\]\. "),
-        (
-            ["purescale_version"],
-            ...,
-            r"d is not a state dict of purescale: it has the keys 'tree', "
-            r"expected 'purescale_version'",
-        ),
-        (["purescale_version"], 1, "d is not a state dict of purescale"),
-        (["purescale_version"], torch.tensor(1.0), "d is not a state dict of purescale"),
-        (
-            ["purescale_version"],
-            torch.tensor(-(2**62)),
-            r"d\['purescale_version'\] is -4611686018427387904",
-        ),
+        (VERSION, ..., r"d is not a state dict of purescale: it has the keys 'tree', expected 'p"),
+        (VERSION, 1, "d is not a state dict of purescale"),
+        (VERSION, torch.tensor(1.0), "d is not a state dict of purescale"),
+        (VERSION, torch.tensor(-(2**62)), r"d\['purescale_version'\] is -4611686018427387904"),
     ],
 )
 def test_what_differs_is_one_error_with_its_path(path, value, message):
@@ -513,10 +339,7 @@ def test_all_differences_are_in_one_error():
 def test_a_like_without_values_is_refused(tmp_path):
     tree = {"w": torch.ones(2)}
     ps.save(tmp_path / "w.pt", tree)
-    with pytest.raises(
-        ValueError,
-        match=r"is torch\.float32 \(2,\), expected torch\.float32 \(2,\) without values, on meta",
-    ):
+    with pytest.raises(ValueError, match=r"is .*32 \(2,\), expected .* without values, on meta"):
         ps.load(tmp_path / "w.pt", like={"w": torch.ones(2, device="meta")})
 
 
@@ -527,31 +350,9 @@ def nested_tensor():
 
 
 JUNK = [
-    *(
-        None,
-        "65536.0",
-        "",
-        10**4000,
-        -1,
-        float("nan"),
-        True,
-        b"\x80",
-        1j,
-        [],
-        [torch.ones(2)],
-        (),
-        {},
-        {"a": {}},
-        {"tree": None},
-        set(),
-    ),
-    *(
-        torch.ones(7, 7),
-        torch.ones((), dtype=torch.int16),
-        torch.ones(2).to_sparse(),
-        torch.ones(2, device="meta"),
-        nested_tensor(),
-    ),
+    *(None, "65536.0", 10**4000, float("nan"), True, b"\x80", 1j, [torch.ones(2)], {"tree": None}),
+    *(torch.ones(7, 7), torch.ones((), dtype=torch.int16), torch.ones(2).to_sparse(), set()),
+    *(torch.ones(2, device="meta"), nested_tensor()),
 ]
 junk = st.sampled_from(JUNK)
 SMALL = {
@@ -595,37 +396,13 @@ def check_refused(call):
     assert len(str(caught.value)) < 3000  # and so without any repr of what was found
 
 
-@examples(200)
+@examples(100)
 @given(damaged())
 def test_a_damaged_dict_is_always_the_clear_error(d):
     check_refused(lambda: ps.from_state_dict(d, like=SMALL))
 
 
-@examples(100)
-@given(damaged())
-def test_a_damaged_dict_in_a_file_is_always_the_clear_error(tmp_path_factory, d):
-    path = tmp_path_factory.getbasetemp() / "damaged.pt"
-    torch.save(d, path)
-    check_refused(lambda: ps.load(path, like=SMALL))
-
-
-@given(
-    st.recursive(
-        junk,
-        lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
-        max_leaves=5,
-    )
-)
-def test_anything_else_is_always_the_clear_error(d):
-    check_refused(lambda: ps.from_state_dict(d, like=SMALL))
-
-
-def test_a_dict_that_contains_itself_is_the_clear_error(tmp_path):
-    d = ps.to_state_dict(SMALL)
-    d["tree"]["state"]["params"] = d["tree"]
-    check_refused(lambda: ps.from_state_dict(d, like=SMALL))
-    torch.save(d, tmp_path / "itself.pt")
-    check_refused(lambda: ps.load(tmp_path / "itself.pt", like=SMALL))
+ONE = torch.ones(1)
 
 
 @pytest.mark.parametrize(
@@ -635,16 +412,16 @@ def test_a_dict_that_contains_itself_is_the_clear_error(tmp_path):
         (
             {"names": {"a"}},
             TypeError,
-            r"tree\['names'\] is set; .*in dicts, lists, tuples and NamedTuples",
+            r"tree\['names'\] is set; .*in dicts, lists, tuples and Named",
         ),
         ([nested_tensor()], TypeError, r"tree\[0\] is a nested tensor"),
         (
-            {0: torch.ones(1), "0": torch.ones(1)},
+            {0: ONE, "0": ONE},
             ValueError,
-            r"tree\['0'\] has the name of another leaf, '0'.*Fix: rename",
+            r"tree\['0'\] has the name of another leaf, '0'.*Fix: ren",
         ),
-        ({"0": torch.ones(1), 0: {"a": torch.ones(1)}}, ValueError, "has the name of another leaf"),
-        ({0: {"a": torch.ones(1)}, "0": torch.ones(1)}, ValueError, "has the name of another leaf"),
+        ({"0": ONE, 0: {"a": ONE}}, ValueError, "has the name of another leaf"),
+        ({0: {"a": ONE}, "0": ONE}, ValueError, "has the name of another leaf"),
     ],
 )
 def test_a_tree_that_no_checkpoint_can_hold_is_refused(tree, error, message, tmp_path):
@@ -693,9 +470,7 @@ def test_no_code_in_a_file_is_run(tmp_path):
 )
 def test_a_file_that_is_no_checkpoint_is_the_clear_error(content, tmp_path):
     (tmp_path / "x.pt").write_bytes(content)
-    with pytest.raises(
-        ValueError, match=r"x\.pt' is not a file that purescale\.save wrote.*Likely cause.*Fix"
-    ):
+    with pytest.raises(ValueError, match=r"x\.pt' is not a file that purescale\.save .*cause.*Fix"):
         ps.load(tmp_path / "x.pt", like=SMALL)
 
 
@@ -704,9 +479,7 @@ def test_the_state_dict_of_something_else_is_the_clear_error(tmp_path):
     peers = [net, torch.optim.AdamW(net.parameters()), torch.amp.GradScaler("cpu")]
     for other in (*(peer.state_dict() for peer in peers), torch.ones(1), [1, 2]):
         torch.save(other, tmp_path / "x.pt")
-        with pytest.raises(
-            ValueError, match=r"torch\.load\('.*x\.pt'\) is not a state dict of purescale"
-        ):
+        with pytest.raises(ValueError, match=r"load\('.*x\.pt'\) is not a state dict of purescale"):
             ps.load(tmp_path / "x.pt", like=SMALL)
 
 
@@ -725,7 +498,7 @@ def of_net(layers, width, optimizer, rule=None):
     ("like", "cause", "parts"),
     [
         (
-            functools.partial(of_net, 20, 4, ps.from_torch(torch.optim.SGD, momentum=0.9)),
+            lambda: of_net(20, 4, ps.from_torch(torch.optim.SGD, momentum=0.9)),
             "another optimizer",
             (
                 "missing: d['tree']['opt_state']['slots']['momentum_buffer']; not in like: ",
@@ -733,36 +506,27 @@ def of_net(layers, width, optimizer, rule=None):
             ),
         ),
         (
-            functools.partial(of_net, 17, 4, ps.from_torch(torch.optim.AdamW)),
+            lambda: of_net(17, 4, ADAMW),
             "another model",
             (
                 "not in like: d['tree']['params']['17.0.weight'] and 17 more in 'params', ",
-                "d['tree']['opt_state']['slots']['exp_avg']['17.0.weight'] and 17 more in "
-                "'exp_avg', d['tree']['opt_state']['slots']['exp_avg_sq']['17.0.weight'] and",
+                "['slots']['exp_avg']['17.0.weight'] and 17 more in 'exp_avg', d['tree']['opt_st",
             ),
         ),
         (
-            functools.partial(of_net, 20, 5, ps.from_torch(torch.optim.AdamW)),
+            lambda: of_net(20, 5, ADAMW),
             "another model",
-            (
-                "different: d['tree']['params']['0.0.weight'] is torch.float32 (4, 3, 3, 3), "
-                "expected torch.float32 (5, 3, 3, 3) and 99 more in 'params', ",
-            ),
+            ("is torch.float32 (4, 3, 3, 3), expected torch.float32 (5, 3, 3, 3) and 99 more in",),
         ),
         (
-            functools.partial(
-                of_net, 20, 4, ps.from_torch(torch.optim.AdamW), rule=ps.HeadroomScale()
-            ),
+            lambda: of_net(20, 4, ADAMW, ps.HeadroomScale()),
             "another rule",
-            (
-                "missing: d['tree']['scaler']['amax_history'], "
-                "d['tree']['scaler']['consecutive_zeros']; not in like: ",
-            ),
+            ("d['tree']['scaler']['amax_history'], d['tree']['scaler']['consecutive_zeros']; ",),
         ),
     ],
 )
 def test_what_many_parameters_lack_is_one_line_a_field(like, cause, parts):
-    d = ps.to_state_dict(of_net(20, 4, ps.from_torch(torch.optim.AdamW)))
+    d = ps.to_state_dict(of_net(20, 4, ADAMW))
     with pytest.raises(ValueError, match="d does not match like") as caught:
         ps.from_state_dict(d, like())
     message = str(caught.value)
@@ -788,29 +552,16 @@ def test_a_state_with_other_parameters_frozen_is_refused_by_that_cause():
             ps.from_state_dict(ps.to_state_dict(of_frozen(*saved)), of_frozen(*like))
 
 
-def test_a_state_that_differs_in_dtypes_only_is_told_so_and_not_as_of_another_model():
-    saved = {"params": {"w": torch.ones(2), "v": torch.ones(3)}, "step": torch.tensor(1)}
-    like = {**saved, "params": {name: p.bfloat16() for name, p in saved["params"].items()}}
-    with pytest.raises(ValueError, match="d does not match like: of another dtype: d") as caught:
-        ps.from_state_dict(ps.to_state_dict(saved), like)
-    message = str(caught.value)
-    assert "d['tree']['params']['w'] is torch.float32 (2,), expected torch.bfloat16 (2,)" in message
-    assert "Likely cause: the same tree in another dtype" in message
-    assert "another model" not in message
-
-
-def test_a_state_that_differs_in_dtypes_and_shapes_is_of_another_model():
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(3, r".*cause: the same tree in another dtype"), (4, "; different: .*cause: .*another model")],
+)
+def test_a_state_that_differs_in_dtypes_only_is_told_so_and_not_as_of_another_model(size, words):
     saved = {"params": {"w": torch.ones(2), "v": torch.ones(3)}}
-    like = {"params": {"w": torch.ones(2).half(), "v": torch.ones(4)}}
-    with pytest.raises(ValueError, match=r"of another dtype: .*; different: .*of another model"):
+    like = {"params": {"w": torch.ones(2).half(), "v": torch.ones(size)}}
+    told = r"of another dtype: d\['tree'\]\['params'\]\['w'\] is .*32 \(2,\), expected .*16 \(2,\)"
+    with pytest.raises(ValueError, match=told + words):
         ps.from_state_dict(ps.to_state_dict(saved), like)
-
-
-@pytest.mark.parametrize("extra", [1, 4, 9])
-def test_whatever_is_too_much_at_the_top_is_the_clear_error(extra):
-    saved = {**ps.to_state_dict({"w": torch.ones(1)}), **{f"x{i}": i for i in range(extra)}}
-    with pytest.raises(ValueError, match="x0"):
-        ps.from_state_dict(saved, like={"w": torch.ones(1)})
 
 
 def test_a_mismatch_in_a_file_has_the_paths_as_code(tmp_path):
@@ -832,19 +583,6 @@ def test_a_file_that_was_cut_off_is_the_clear_error(tmp_path_factory, share):
 
 
 # ---- files that are damaged
-
-
-def kinds():
-    return {
-        "float32": torch.arange(3.0),
-        "0-d": torch.tensor(2.0).bfloat16(),
-        "empty": torch.empty(0, 2),
-        "complex": torch.tensor([1 + 2j]).conj(),
-        "float8": torch.arange(5.0).to(torch.float8_e4m3fn),
-        "sparse": torch.eye(3).to_sparse(),
-        "csc": torch.eye(2).to_sparse_csc(),
-        "a key": [torch.tensor([7, 8])],
-    }
 
 
 def flipped(path, *bits):
@@ -879,16 +617,6 @@ def test_a_flip_in_any_byte_of_a_file_is_the_clear_error_or_changes_nothing(tmp_
         flipped(path, bit)
         check_refused_or_same_bits(path, tree)
         flipped(path, bit)
-
-
-@given(st.sets(st.integers(0, 10**6), min_size=1, max_size=3))
-def test_a_flip_of_any_bits_of_any_kind_of_tensor_is_the_clear_error_or_changes_nothing(
-    tmp_path_factory, bits
-):
-    path, tree = tmp_path_factory.getbasetemp() / "flipped.pt", kinds()
-    ps.save(path, tree)
-    flipped(path, *bits)
-    check_refused_or_same_bits(path, tree)
 
 
 def test_a_flip_of_any_bit_that_the_directory_has_of_a_leaf_is_the_clear_error_or_changes_nothing(
@@ -929,6 +657,11 @@ def test_a_bit_flipped_in_the_bytes_of_a_leaf_is_found_and_the_leaf_named(tmp_pa
         ps.load(path, like=tree)
 
 
+def save_tied(path, tree):
+    """A file in which leaves share memory."""
+    torch.save(ps.to_state_dict(tree), path)
+
+
 def test_a_warning_of_torch_that_is_an_error_here_is_told_as_torch_tells_it(tmp_path, monkeypatch):
     path = tmp_path / "x.pt"
     ps.save(path, torch.ones(1))
@@ -937,45 +670,23 @@ def test_a_warning_of_torch_that_is_an_error_here_is_told_as_torch_tells_it(tmp_
         ps.load(path, like=torch.ones(1))
 
 
-def save_tied(path, tree):
-    """A file in which leaves share memory."""
-    torch.save(ps.to_state_dict(tree), path)
-
-
-@pytest.mark.parametrize("write", [ps.save, save_tied])
-def test_the_leaf_that_is_damaged_is_named_in_every_layout(write, tmp_path):
-    path, tied = tmp_path / "x.pt", torch.ones(3)
-    tree = {**kinds(), "tied": tied, "again": tied, "last": torch.ones(2)}
-    write(path, tree)
-    named = []
-    for start, _ in records(path):
-        write(path, tree)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csc])
+def test_the_leaf_that_is_damaged_is_named_in_a_sparse_layout_too(layout, tmp_path):
+    path, tree = tmp_path / "x.pt", {"a": torch.eye(3).to_sparse(layout=layout)}
+    ps.save(path, tree)
+    for start, _ in list(records(path))[1:]:  # the first is the version
+        ps.save(path, tree)
         flipped(path, 8 * start)
-        with pytest.raises(ValueError, match="is damaged") as caught:
+        with pytest.raises(ValueError, match=r"is damaged: .*\['a'\] is|beside the values"):
             ps.load(path, like=tree)
-        named.append(str(caught.value).split("is damaged: ")[1].split(" is not what was saved")[0])
-    keys = ["float32", "0-d", "complex", "float8", *["sparse"] * 2, *["csc"] * 3, "a key", "tied"]
-    keys += ["last"] if write is save_tied else ["again", "last"]
-    tree_path = f"torch.load({str(path)!r})"
-    expected = [
-        f"{tree_path}['purescale_version']",
-        # a list comes back as a dict by position
-        *(f"{tree_path}['tree'][{key!r}]" + "['0']" * (key == "a key") for key in keys),
-    ]
-    if torch.__version__ >= "2.14":  # which reads no column pointers that are not sound
-        expected[7] = "something beside the values, a name, a shape or an index,"
-    assert named == expected
 
 
 def test_what_is_damaged_beside_the_values_is_said(tmp_path):
-    ps.save(tmp_path / "x.pt", kinds())
+    tree = {"a key": [torch.tensor([7, 8])]}
+    ps.save(tmp_path / "x.pt", tree)
     flipped(tmp_path / "x.pt", 8 * (tmp_path / "x.pt").read_bytes().index(b"a key"))
-    with pytest.raises(
-        ValueError,
-        match="is damaged: something beside the values, a name, a shape or an index, "
-        "is not what was saved",
-    ):
-        ps.load(tmp_path / "x.pt", like=kinds())
+    with pytest.raises(ValueError, match=r"is damaged: something beside the values, .* is not wh"):
+        ps.load(tmp_path / "x.pt", like=tree)
 
 
 def test_a_file_is_one_of_torch(tmp_path):
@@ -983,18 +694,6 @@ def test_a_file_is_one_of_torch(tmp_path):
     ps.save(path, SMALL)
     for mmap in (False, True):
         assert same_bits(torch.load(path, weights_only=True, mmap=mmap), ps.to_state_dict(SMALL))
-
-
-def test_a_file_that_was_packed_again_with_directories_loads(tmp_path):
-    ps.save(tmp_path / "x.pt", SMALL)
-    old = zipfile.ZipFile(tmp_path / "x.pt")
-    with zipfile.ZipFile(tmp_path / "again.pt", "w") as new:
-        folder = zipfile.ZipInfo("archive/data/")
-        folder.external_attr = 0x10
-        new.writestr(folder, b"")
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    assert same_bits(ps.load(tmp_path / "again.pt", like=zeros(SMALL)), SMALL)
 
 
 def test_a_file_of_an_earlier_version_loads(tmp_path):
@@ -1024,27 +723,6 @@ class Mark(torch.Tensor):
     pass
 
 
-class Wrapper(torch.Tensor):
-    """A tensor without storage of its own."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        args, kwargs = pytree.tree_map(
-            lambda leaf: leaf.inner if isinstance(leaf, cls) else leaf, (args, kwargs or {})
-        )
-        return pytree.tree_map(
-            lambda leaf: cls(leaf) if isinstance(leaf, torch.Tensor) else leaf,
-            func(*args, **kwargs),
-        )
-
-
 def fake():
     with torch._subclasses.FakeTensorMode():
         return torch.ones(2)
@@ -1055,22 +733,10 @@ REFUSED = {
         lambda: torch.ones(2).as_subclass(Mark),
         r"is a Mark, a subclass.*Fix: `tree\['x'\]\.as_subclass\(torch\.Tensor\)`",
     ),
-    "a parameter of one": (
-        lambda: torch.nn.Parameter(torch.ones(2).as_subclass(Mark)),
-        "is a Mark, a subclass",
-    ),
-    "a wrapper": (
-        lambda: Wrapper(torch.ones(2)),
-        "is a Wrapper, a subclass.*or save the tensors that it wraps",
-    ),
     "fake": (fake, "is a FakeTensor, a subclass"),
     "meta": (
         lambda: torch.ones(2, device="meta"),
         r"is torch\.float32 \(2,\) without values, on meta; a file holds values\. Fix",
-    ),
-    "zeros that are nowhere": (
-        lambda: torch._efficientzerotensor(2),
-        "has no memory of its own.*Fix",
     ),
     "mkldnn": (
         lambda: torch.ones(2, 2).to_mkldnn(),
@@ -1089,17 +755,6 @@ def test_what_load_could_not_read_is_refused_and_the_old_file_kept(kind, tmp_pat
     assert same_bits(ps.load(tmp_path / "x.pt", SMALL), SMALL)
 
 
-@pytest.mark.parametrize("kind", ["a subclass", "a wrapper"])
-def test_a_subclass_goes_through_a_dict(kind):
-    leaf = REFUSED[kind][0]()
-    d = ps.to_state_dict([leaf])
-    restored = ps.from_state_dict(d, like=[torch.zeros_like(leaf)])[0]
-    assert type(restored) is type(leaf)
-    assert restored is not d["tree"]["0"]
-    plain = restored.inner if kind == "a wrapper" else restored.as_subclass(torch.Tensor)
-    assert torch.equal(plain, torch.ones(2))
-
-
 def test_a_layout_that_cannot_be_copied_is_refused_for_dicts_too():
     with pytest.raises(TypeError, match=r"^tree\[0\] is .*mkldnn.*to_dense"):
         ps.to_state_dict([torch.ones(2, 2).to_mkldnn()])
@@ -1111,11 +766,7 @@ def test_inside_a_transform_there_is_nothing_to_save(transform, tmp_path):
         ps.save(tmp_path / "x.pt", {"x": x})
         return x.sum()
 
-    with pytest.raises(
-        TypeError,
-        match=r"^tree\['x'\] has no memory of its own\. "
-        r"Likely cause: .*torch\.vmap.*Fix: return the state",
-    ):
+    with pytest.raises(TypeError, match=r"\['x'\] has no memory of its own.*torch\.vmap.*Fix: "):
         transform(body)(torch.ones(2))
     assert not os.listdir(tmp_path)
 
@@ -1183,16 +834,11 @@ def test_any_path_will_do(make, tmp_path, monkeypatch):
 
 
 def test_a_path_that_cannot_be_is_refused(tmp_path):
-    with pytest.raises(
-        FileNotFoundError,
-        match=r"save: there is no directory '.*missing' for .*Fix: `os\.makedirs\(",
-    ):
+    with pytest.raises(FileNotFoundError, match=r"no directory '.*missing' for .*Fix: `os\.maked"):
         ps.save(tmp_path / "missing" / "x.pt", SMALL)
     os.mkfifo(tmp_path / "fifo")  # stands for a device, which a rename would replace
     for path in (tmp_path, tmp_path / "fifo"):
-        with pytest.raises(
-            ValueError, match=r"is a directory or a device; expected the name of a file\. Fix"
-        ):
+        with pytest.raises(ValueError, match=r"is a directory or a device; expected the name.*Fix"):
             ps.save(path, SMALL)
     for call in (
         lambda: ps.save(3, SMALL),
@@ -1214,11 +860,7 @@ def test_a_path_that_names_a_directory_is_refused_also_where_there_is_none(
 ):
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ValueError,
-        match=r"is a directory or a device; expected the name of a file\. "
-        r"Fix: .*os\.path\.join\('",
-    ):
+    with pytest.raises(ValueError, match=r"is a directory or a device; .*Fix: .*os\.path\.join\('"):
         ps.save(name, SMALL)
     assert os.listdir(tmp_path) == ["there"]
     assert not os.listdir(tmp_path / "there")
@@ -1240,29 +882,6 @@ def test_a_file_that_is_replaced_hands_on_its_permissions_before_there_is_anythi
     ps.save(path, SMALL)
     assert [*modes, stat.S_IMODE(path.stat().st_mode)] == [mode, mode]
     assert same_bits(ps.load(path, SMALL), SMALL)
-
-
-def test_a_disk_without_permissions_will_do(tmp_path, monkeypatch):
-    def refused(*args, **kwargs):
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    ps.save(tmp_path / "x.pt", SMALL)
-    monkeypatch.setattr(os, "chmod", refused)
-    ps.save(tmp_path / "x.pt", clone(SMALL))
-    assert same_bits(ps.load(tmp_path / "x.pt", SMALL), SMALL)
-
-
-def test_a_directory_that_may_be_written_to_and_not_be_read_will_do(tmp_path, monkeypatch):
-    os_open = os.open
-
-    def unreadable(path, flags, *rest, **more):
-        if os.path.isdir(path):
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return os_open(path, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", unreadable)
-    ps.save(tmp_path / "x.pt", SMALL)
-    assert same_bits(ps.load(tmp_path / "x.pt", SMALL), SMALL)
 
 
 def test_it_has_the_permissions_of_any_new_file_and_follows_links(tmp_path):
@@ -1339,8 +958,8 @@ def file_size_limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (most if size is None else size, most))
 
 
-@pytest.mark.parametrize("elements", [5, 33, 100_000])
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("elements", [5, 100_000])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
 def test_a_disk_that_is_full_at_any_byte_is_an_os_error(share, elements, tmp_path):
     tree, like = {"w": torch.ones(elements)}, {"w": torch.zeros(10)}
     ps.save(tmp_path / "x.pt", tree)
@@ -1378,16 +997,22 @@ def test_what_is_written_is_synced_before_it_has_the_name_and_the_name_after(tmp
     ]
 
 
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.EIO])
-def test_a_disk_that_cannot_sync_directories_will_do(code, tmp_path, monkeypatch):
-    fsync = os.fsync
+@pytest.mark.parametrize(
+    ("function", "code"),
+    [("fsync", errno.EINVAL), ("fsync", errno.EIO), ("chmod", errno.EPERM), ("open", errno.EACCES)],
+)
+def test_a_disk_that_takes_no_permissions_and_no_sync_of_directories_will_do(
+    function, code, tmp_path, monkeypatch
+):
+    original = getattr(os, function)
 
-    def refusing(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+    def refusing(what, *rest, **more):
+        if function == "chmod" or os.path.isdir(what):
             raise OSError(code, os.strerror(code))
-        fsync(descriptor)
+        return original(what, *rest, **more)
 
-    monkeypatch.setattr(os, "fsync", refusing)
+    ps.save(tmp_path / "x.pt", zeros(SMALL))
+    monkeypatch.setattr(os, function, refusing)
     ps.save(tmp_path / "x.pt", SMALL)
     assert same_bits(ps.load(tmp_path / "x.pt", SMALL), SMALL)
 
@@ -1402,9 +1027,7 @@ def of(value):
 
 @pytest.fixture(scope="module")
 def saver(tmp_path_factory):
-    """`start(kind, number)` returns the id of a process that saves as `serve` says; `wait()` how it
-    ended.
-    """
+    """`ended(line)` is how a process ended that saves as `save_until_line` says."""
     folder = tmp_path_factory.mktemp("killed")
     with subprocess.Popen(
         [sys.executable, __file__, str(folder)],
@@ -1413,12 +1036,12 @@ def saver(tmp_path_factory):
         text=True,
     ) as server:
 
-        def ask(kind, number=0):
-            server.stdin.write(f"{kind} {number}\n")
+        def ended(line):
+            server.stdin.write(f"{line}\n")
             server.stdin.flush()
             return int(server.stdout.readline())
 
-        yield folder, ask, lambda: int(server.stdout.readline())
+        yield folder, ended
         server.stdin.close()
 
 
@@ -1426,30 +1049,11 @@ def serve(folder):
     """Forks for each line of stdin, since importing torch takes seconds."""
     torch.set_num_threads(1)
     path = pathlib.Path(folder) / "state.pt"
-    kinds = {
-        "until line": save_until_line,
-        "until byte": save_until_byte,
-    }
-    for request in sys.stdin:
-        kind, number = request.rsplit(maxsplit=1)
+    for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
-            kinds[kind](path, int(number))
-        print(pid, flush=True)
+            save_until_line(path, int(line))
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
-def save_until_byte(path, size):
-    """Saves of(2) and dies on the way where a file would grow longer than `size`, the kernel's
-    doing; ends with 0 if none would.
-    """
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    ps.save(path, of(2))
-    os._exit(0)
 
 
 def save_until_line(path, line):
@@ -1472,33 +1076,14 @@ def save_until_line(path, line):
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_byte_leaves_the_old_state(saver):
-    folder, start, wait = saver
-    path = folder / "state.pt"
-    ps.save(path, of(1))
-    size = os.path.getsize(path)
-    for limit in [*range(0, size, size // 40), *range(size - 30, size)]:
-        start("until byte", limit)
-        assert wait() == -signal.SIGXFSZ
-        (left,) = folder.glob(".purescale-*.tmp")
-        assert os.path.getsize(left) == limit
-        left.unlink()
-        assert same_bits(ps.load(path, like=of(0)), of(1))
-    start("until byte", size)
-    assert wait() == 0
-    assert same_bits(ps.load(path, like=of(0)), of(2))
-
-
-@pytest.mark.slow
 def test_a_kill_at_any_line_of_save_leaves_the_old_or_the_new_state(saver):
-    folder, start, wait = saver
+    folder, ended = saver
     path, values, code = folder / "state.pt", [], -signal.SIGKILL
     for line in range(500):
         for left in folder.glob(".purescale-*.tmp"):
             left.unlink()  # or each kill would make the next save longer
         ps.save(path, of(1))
-        start("until line", line)
-        code = wait()
+        code = ended(line)
         state = ps.load(path, like=of(0))
         values.append(int(state["a"][0]))
         assert same_bits(state, of(values[-1]))

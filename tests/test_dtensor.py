@@ -99,15 +99,11 @@ def _run(check, rank):
             on_meshes(check)(rank)
 
 
-RANKS = pytest.mark.parametrize("ranks", [2, 3, 4])
-CLASSES = {
+RANKS = pytest.mark.parametrize("ranks", [2, 4])
+CLASSES = {  # by torch's kernels, and by a formula
     "AdamW": {"amsgrad": True},
     "SGD": {"momentum": 0.9, "nesterov": True},
-    "Adagrad": {},
     "RMSprop": {"momentum": 0.5},
-    "NAdam": {},
-    "Adamax": {},
-    "Rprop": {},
 }
 
 
@@ -122,21 +118,13 @@ def _steps(rank, mesh, placements):
                 clip = {"max_norm": max_norm, **clip}
                 grads = values(seed, size=4.0)
                 out = ps.unscale_and_step(
-                    optimizer,
-                    at(4.0),
-                    params,
-                    spread(grads, mesh, placements),
-                    state,
+                    *(optimizer, at(4.0), params, spread(grads, mesh, placements), state),
                     donate=donate,
                     **clip,
                 )
                 one = ps.unscale_and_step(optimizer, at(4.0), alone, grads, state_alone, **clip)
-                params, state, alone, state_alone = (
-                    out.params,
-                    out.opt_state,
-                    one.params,
-                    one.opt_state,
-                )
+                params, state = out.params, out.opt_state
+                alone, state_alone = one.params, one.opt_state
                 close(out.grad_norm, one.grad_norm)
                 assert not out.found_inf
                 parts = ps.unscale_and_check(at(4.0), spread(grads, mesh, placements))[0]
@@ -160,34 +148,32 @@ def test_a_step_over_shards_equals_the_unsharded_step_and_is_donated_in_place(ra
 def _one_inf(rank, mesh, placements):
     optimizer = ps.from_torch(torch.optim.AdamW, lr=0.01)
     rule = ps.DynamicScale(init_scale=4.0)
-    for leaf in LINE:
-        for bad_rank in range(dist.get_world_size()):
-            for bad in (math.inf, math.nan):
-                params, grads = (spread(values(seed), mesh, placements) for seed in (0, 1))
-                if rank == bad_rank:
-                    here(grads[leaf]).reshape(-1)[-1:].fill_(bad)
-                held = torch.tensor(here(grads[leaf]).numel() > 0 and rank == bad_rank)
-                held = ps.all_reduce_found_inf(held)  # some hold nothing that could be bad
-                state = optimizer.init(params)
-                for max_norm in (None, 1.0):
-                    out = ps.unscale_and_step(
-                        optimizer, rule.init(), params, grads, state, max_norm
-                    )
-                    assert out.found_inf == held
-                    assert (
-                        same_bits(here((out.params, out.opt_state)), here((params, state)))
-                        is held.item()
-                    )
-                    scale = rule.update(rule.init(), out.found_inf).scale
-                    assert scale == (2.0 if held else 4.0)
-                    assert max_norm is None or torch.isfinite(out.grad_norm) == ~held
-                unscaled, found_inf = ps.unscale_and_check(rule.init(), grads)
-                assert found_inf == held
-                again = ps.maybe_step(optimizer, params, unscaled, state, found_inf)
-                assert same_bits(here(again), here((params, state))) is held.item()
-                assert torch.isfinite(ps.clip_by_global_norm(grads, 1.0)[1]) == ~held
-                accum = ps.accumulate_grads(ps.init_accum(params), unscaled)
-                assert accum.found_inf == held
+    for index, leaf in enumerate(LINE):
+        for bad_rank in (0, dist.get_world_size() - 1):
+            bad = (math.inf, math.nan)[(index + bad_rank) % 2]
+            params, grads = (spread(values(seed), mesh, placements) for seed in (0, 1))
+            if rank == bad_rank:
+                here(grads[leaf]).reshape(-1)[-1:].fill_(bad)
+            held = torch.tensor(here(grads[leaf]).numel() > 0 and rank == bad_rank)
+            held = ps.all_reduce_found_inf(held)  # some hold nothing that could be bad
+            state = optimizer.init(params)
+            for max_norm in (None, 1.0):
+                out = ps.unscale_and_step(optimizer, rule.init(), params, grads, state, max_norm)
+                assert out.found_inf == held
+                assert (
+                    same_bits(here((out.params, out.opt_state)), here((params, state)))
+                    is held.item()
+                )
+                scale = rule.update(rule.init(), out.found_inf).scale
+                assert scale == (2.0 if held else 4.0)
+                assert max_norm is None or torch.isfinite(out.grad_norm) == ~held
+            unscaled, found_inf = ps.unscale_and_check(rule.init(), grads)
+            assert found_inf == held
+            again = ps.maybe_step(optimizer, params, unscaled, state, found_inf)
+            assert same_bits(here(again), here((params, state))) is held.item()
+            assert torch.isfinite(ps.clip_by_global_norm(grads, 1.0)[1]) == ~held
+            accum = ps.accumulate_grads(ps.init_accum(params), unscaled)
+            assert accum.found_inf == held
 
 
 @pytest.mark.slow
@@ -206,7 +192,7 @@ def _counted(rank, mesh, placements):
         return {key: once[name].clone() for key, name in many.items()}
 
     params, grads = tree(0), tree(1)
-    state = optimizer.init(params)
+    state, flag = optimizer.init(params), torch.tensor(False)
     for max_norm, norm_type in ((None, 2.0), (1.0, 2.0), (1.0, 1.0), (1.0, math.inf)):
         with AsOnAnAccelerator() as seen, CommDebugMode() as found:
             ps.unscale_and_step(
@@ -217,14 +203,9 @@ def _counted(rank, mesh, placements):
         (1, lambda: ps.unscale_and_check(at(2.0), grads)),
         (1, lambda: ps.clip_by_global_norm(grads, 1.0)),
         (1, lambda: ps.accumulate_grads(ps.init_accum(params), grads)),
-        (
-            0,
-            lambda: ps.accumulate_grads(
-                ps.init_accum(params), grads, found_inf=torch.tensor(False)
-            ),
-        ),
+        (0, lambda: ps.accumulate_grads(ps.init_accum(params), grads, found_inf=flag)),
         (0, lambda: ps.clip_by_value(grads, 1.0)),
-        (0, lambda: ps.maybe_step(optimizer, params, grads, state, torch.tensor(False))),
+        (0, lambda: ps.maybe_step(optimizer, params, grads, state, flag)),
         (0, lambda: optimizer.step(params, grads, state)),
         (0, lambda: ps.select(torch.tensor(True), params, grads)),
     ):
@@ -239,7 +220,7 @@ def test_all_facts_of_a_step_cost_one_reduction_a_mesh(ranks):
 
 
 def _norms(rank, mesh, placements):
-    for norm_type in (1.0, 2.0, 3.0, 7.0, math.inf):
+    for norm_type in (1.0, 2.0, 3.0, math.inf):
         for size, dtype in (
             (1.0, None),
             (1e30, None),
@@ -370,19 +351,13 @@ def _refused(rank):
     for params, grads in ((sharded, {"w": weight}), ({"w": weight}, sharded)):
         with pytest.raises(ValueError, match=r"grads\['w'\] is a .*Fix: `distribute_tensor"):
             ps.maybe_step(sgd, params, grads, sgd.init(params), flag)
-    with pytest.raises(
-        ValueError, match=r"momentum_buffer of w has the placements \(Replicate\(\),\).*sharded"
-    ):
+    with pytest.raises(ValueError, match=r"momentum_buffer of w has the placements \(Replicate"):
         ps.maybe_step(sgd, sharded, sharded, sgd.init(copied), flag)
     large = on(torch.zeros(8, 4), placements=[SHARD])
-    with pytest.raises(
-        ValueError, match=r"grads\['w'\] has shape \(8, 4\), its parameter \(4, 4\)"
-    ):
+    with pytest.raises(ValueError, match=r"grads\['w'\] has .* \(8, 4\), its parameter \(4, 4\)"):
         ps.maybe_step(sgd, sharded, {"w": large}, state, flag)
     sums = {"w": DTensor.from_local(weight, mesh, [Partial()])}
-    with pytest.raises(
-        ValueError, match=r"params\['w'\] has the placements \(Partial\(sum\),\).*redistribute"
-    ):
+    with pytest.raises(ValueError, match=r"params\['w'\] has .* \(Partial\(sum\),\).*redistribute"):
         ps.maybe_step(sgd, sums, sharded, sgd.init(sharded), flag)
     with pytest.raises(TypeError, match=r"old\['w'\] is a DTensor, and a plain tensor"):
         ps.select(flag, sharded, {"w": weight})
@@ -518,13 +493,13 @@ def test_leaves_over_several_meshes_are_known_to_all_ranks():
 
 def _compiled(rank):
     mesh = init_device_mesh("cpu", (2,))
-    optimizer = ps.from_torch(torch.optim.AdamW, lr=0.01)
-
+    optimizer = ps.from_torch(torch.optim.SGD, lr=0.01, momentum=0.9)
     for step in (by_parts, ps.unscale_and_step):
         function = functools.partial(step, optimizer, max_norm=1.0)
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
         for bad in (1.0, math.inf):
-            params, grads = (spread(values(seed), mesh, ON_A_LINE) for seed in (0, 1))
+            both = ({n: values(seed)[n] for n in ("uneven", "copied")} for seed in (0, 1))
+            params, grads = (spread(tree, mesh, ON_A_LINE) for tree in both)
             here(grads["uneven"])[-1:] *= bad if rank else 1.0
             # as the gradient of a copied parameter comes: a sum over the ranks
             grads["copied"] = DTensor.from_local(here(grads["copied"]), mesh, [Partial()])
@@ -623,12 +598,11 @@ def test_ranks_agree_where_torch_looks_at_the_placement_of_the_first_gradient_on
 # ---- a whole step --------------------------------------------------------------------------------
 
 
-def _trained(shape, rank):
+def _trained(rank):
     """train_step, and value_and_grad, over parameters that are DTensors, from data that each rank
     has a part of.
     """
-    mesh = init_device_mesh("cpu", shape)
-    replicas = [COPY] * (mesh.ndim - 1)
+    mesh, replicas = init_device_mesh("cpu", (2, 2)), [COPY]
     optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=0.01), ps.DynamicScale(init_scale=4.0)
     weights = values(0)
     weights = {"w": weights["columns"], "b": weights["plain"][:1].repeat(3)}
@@ -666,6 +640,6 @@ def _trained(shape, rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["a line", "replicas of shards"])
-def test_a_train_step_and_gradients_over_dtensors_equal_those_of_one_process(shape):
-    in_processes(functools.partial(_trained, shape), math.prod(shape))
+def test_a_train_step_and_gradients_over_dtensors_equal_those_of_one_process():
+    """Over replicas of shards."""
+    in_processes(_trained, 4)

@@ -4,14 +4,11 @@ import collections
 import copy
 import functools
 import gc
-import itertools
 import operator
 import pickle
-import sys
 import threading
 import types
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import hypothesis.strategies as st
@@ -19,11 +16,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Untouched, same_bits, shares_memory, small_net
+from helpers import Untouched, module_of, same_bits, shares_memory, small_net
 from hypothesis import given
 from torch import nn
 from torch.nn.utils import prune
-from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
 
@@ -197,15 +193,6 @@ def test_apply_under_vmap_equals_a_loop(case):
         torch.testing.assert_close({name: t[index] for name, t in new_buffers.items()}, expected[1])
 
 
-def test_tied_weights_have_one_name_and_one_gradient():
-    apply, params, buffers = ps.make_functional(Tied())
-    assert list(params) == ["embed.weight"]
-    moved = {"embed.weight": params["embed.weight"] + 1}
-    tokens = torch.tensor([[1, 2]])
-    expected = moved["embed.weight"][tokens] @ moved["embed.weight"].T
-    torch.testing.assert_close(apply(moved, buffers, tokens)[0], expected)
-
-
 def test_keyword_arguments_and_structures_pass_through():
     apply, params, buffers = ps.make_functional(Structured())
     out, new_buffers = apply(params, buffers, torch.ones(3, 4), scale=2.0, extra="label")
@@ -247,65 +234,40 @@ def test_a_model_that_is_frozen_as_a_whole_keeps_its_parameters():
     assert buffers == {}
 
 
-def test_the_old_weight_norm_with_its_computed_attribute_is_taken():
-    with pytest.warns(FutureWarning):
-        module = nn.utils.weight_norm(nn.Linear(3, 2))
-    apply, params, buffers = ps.make_functional(module)
-    torch.testing.assert_close(
-        apply(params, buffers, torch.ones(1, 3))[0], module(torch.ones(1, 3))
-    )
-
-
-def test_norm_params_names_the_weights_of_norms():
-    apply, _, _ = ps.make_functional(
-        nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.GroupNorm(1, 2), nn.RMSNorm(2))
-    )
-    assert apply.norm_params == {"1.weight", "1.bias", "2.weight", "2.bias", "3.weight"}
+class BatchNormOfALibrary(nn.modules.batchnorm._BatchNorm):
+    """As apex.parallel.SyncBatchNorm."""
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: nn.LazyLinear(2), lambda: nn.Sequential(nn.LazyBatchNorm1d())]
+    ("model", "names"),
+    [
+        (nn.LayerNorm(2), {"weight", "bias"}),
+        (nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)), {"1.weight", "1.bias"}),
+        (nn.Sequential(nn.GroupNorm(1, 2), nn.RMSNorm(2)), {"0.weight", "0.bias", "1.weight"}),
+        (nn.Sequential(nn.Linear(2, 2), BatchNormOfALibrary(2)), {"1.weight", "1.bias"}),
+    ],
 )
-def test_a_lazy_parameter_is_refused_by_name(make):
-    with pytest.raises(
-        ValueError, match=r"is not initialised yet.*run `model\(example_batch\)` once"
-    ):
+def test_norm_params_names_the_weights_of_norms(model, names):
+    assert ps.make_functional(model)[0].norm_params == names
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: nn.LazyLinear(2), "weight"),
+        (lambda: nn.Sequential(nn.LazyBatchNorm1d()), "0.weight"),
+        (lambda: nn.LazyBatchNorm1d(affine=False), "running_mean"),
+    ],
+)
+def test_a_lazy_parameter_or_buffer_is_refused_by_name(make, name):
+    words = rf"{name} is not initialised yet.*run `model\(example_batch\)` once"
+    with pytest.raises(ValueError, match=words):
         ps.make_functional(make())
 
 
 def test_what_is_no_module_is_refused():
     with pytest.raises(TypeError, match=r"takes an nn\.Module, got function"):
         ps.make_functional(lambda x: x)
-
-
-def test_an_embedding_that_renormalises_its_weight_leaves_params_alone():
-    module = nn.Embedding(3, 2, max_norm=0.1)
-    apply, params, buffers = ps.make_functional(module)
-    with Untouched(params):
-        out, _ = apply(params, buffers, torch.tensor([0, 2]))
-    torch.testing.assert_close(out, module(torch.tensor([0, 2])).detach())
-
-
-def test_rows_that_are_renormalised_before_each_step_are_trained_as_torch_trains_them():
-    model = nn.Embedding(5, 3, max_norm=0.5)
-    apply, params, buffers = ps.make_functional(model)
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.NoScale()
-    state = ps.init_train_state(params, buffers, optimizer, rule)
-    torchs = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def loss_fn(params, buffers, rows):
-        out, buffers = apply(params, buffers, rows)
-        return (out - 1).square().sum(), buffers
-
-    for rows in torch.tensor([[0, 2], [2, 1], [0, 4]]):
-        weight = state.params["weight"].clone()
-        F.embedding(rows, weight, max_norm=0.5)  # writes into `weight`
-        state = state._replace(params={"weight": weight})
-        state, _ = ps.train_step(state, [rows], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
-        torchs.zero_grad()
-        (model(rows) - 1).square().sum().backward()
-        torchs.step()
-    torch.testing.assert_close(state.params["weight"], model.weight.detach())
 
 
 # ---- a forward that writes into its parameters
@@ -363,19 +325,6 @@ def test_a_forward_that_replaces_a_parameter_is_refused_and_params_stay(how):
         HOW[how](lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())(params)
 
 
-@pytest.mark.parametrize("remove", [delattr, lambda part, name: setattr(part, name, None)])
-def test_a_forward_that_removes_a_parameter_is_told_so(remove):
-    class Removes(nn.Linear):
-        def forward(self, x):
-            out = super().forward(x)
-            remove(self, "bias")
-            return out
-
-    apply, params, buffers = ps.make_functional(Removes(3, 3))
-    with pytest.raises(RuntimeError, match=r"removed its parameter bias.*Fix: "):
-        apply(params, buffers, torch.ones(1, 3))
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("write", WRITES)
@@ -385,20 +334,12 @@ def test_a_forward_that_writes_into_a_parameter_is_an_error_that_names_it(write,
         HOW[how](lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())(params)
 
 
-def test_torch_itself_refuses_a_write_into_a_parameter_that_requires_a_gradient():
-    apply, params, buffers = ps.make_functional(Writes(torch.enable_grad()(WRITES["clamp_"])))
-    params["w"].requires_grad_()
-    with Untouched((params, buffers)), pytest.raises(RuntimeError, match="leaf Variable"):
-        apply(params, buffers, torch.ones(1, 3))
-
-
 @pytest.mark.parametrize(
-    "write", [THROUGH_DATA[".data.clamp_"], *map(WRITES.get, ("clamp_", "torch.clamp_", "a view"))]
+    "write", [THROUGH_DATA[".data.clamp_"], *map(WRITES.get, ("clamp_", "a view"))]
 )
-@pytest.mark.parametrize("how", ["eager", "grad"])
-def test_a_compiled_forward_that_writes_into_a_parameter_leaves_params_alone(write, how):
+def test_a_compiled_forward_that_writes_into_a_parameter_leaves_params_alone(write):
     apply, params, buffers = ps.make_functional(Writes(write))
-    forward = HOW[how](lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())
+    forward = torch.func.grad(lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())
     with Untouched(params):
         torch.compile(forward, fullgraph=True, backend="aot_eager")(params)
 
@@ -410,33 +351,26 @@ def test_data_may_be_read():
 
 
 @pytest.mark.parametrize(
-    "write", [lambda m: m.running.data.mul_(2), lambda m: setattr(m.running, "data", m.running * 2)]
+    ("write", "name"),
+    [
+        (lambda m: m.running.data.mul_(2), "running"),
+        (lambda m: setattr(m.running, "data", m.running * 2), "running"),
+        (lambda m: m.v.data.mul_(2), "v"),
+    ],
 )
-def test_buffers_may_be_written_through_data(write):
-    apply, params, buffers = ps.make_functional(Writes(write))
+def test_buffers_and_frozen_parameters_may_be_written_through_data(write, name):
+    apply, params, buffers = ps.make_functional(Writes(write, frozen=True))
     with Untouched(buffers):
-        assert same_bits(
-            apply(params, buffers, torch.ones(1, 3))[1]["running"], torch.full((3,), 2.0)
-        )
-
-
-def test_a_frozen_parameter_is_written_like_a_buffer():
-    apply, params, buffers = ps.make_functional(Writes(lambda m: m.v.data.mul_(2), frozen=True))
-    with Untouched(buffers):
-        assert same_bits(apply(params, buffers, torch.ones(1, 3))[1]["v"], torch.full((3,), 2.0))
+        _, new_buffers = apply(params, buffers, torch.ones(1, 3))
+    assert same_bits(new_buffers[name], torch.full((3,), 2.0))
 
 
 def test_a_parameter_in_a_step_is_a_parameter_and_what_comes_out_is_a_tensor():
-    class Shows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(2))
+    def forward(m):
+        assert isinstance(m.w, nn.Parameter)
+        return {"w": m.w, "parts": [m.w.detach(), m.w * 2]}
 
-        def forward(self):
-            assert isinstance(self.w, nn.Parameter)
-            return {"w": self.w, "parts": [self.w.detach(), self.w * 2]}
-
-    apply, params, buffers = ps.make_functional(Shows())
+    apply, params, buffers = ps.make_functional(module_of(forward, w=nn.Parameter(torch.ones(2))))
     optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale()
 
     def loss_fn(params, buffers, _):
@@ -451,22 +385,18 @@ def test_a_parameter_in_a_step_is_a_parameter_and_what_comes_out_is_a_tensor():
 
 # dynamo's own look at an input
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_piece_inside_of_an_eager_forward_takes_its_parameters(backend):
-    class Pieces(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(5, 4)
-            self.piece = torch.compile(
+def test_a_compiled_piece_inside_of_an_eager_forward_takes_its_parameters():
+    apply, params, buffers = ps.make_functional(
+        module_of(
+            lambda m, tokens: m.piece(tokens, m.embed.weight),
+            embed=nn.Embedding(5, 4),
+            piece=torch.compile(
                 lambda t, w: torch.sort(nn.functional.embedding(t, w), dim=1)[0],
                 fullgraph=True,
-                backend=backend,
-            )
-
-        def forward(self, tokens):
-            return self.piece(tokens, self.embed.weight)
-
-    apply, params, buffers = ps.make_functional(Pieces())
+                backend="aot_eager",
+            ),
+        )
+    )
     tokens = torch.tensor([1, 2])
     weight = params["embed.weight"].requires_grad_()
     out, _ = apply(params, buffers, tokens)
@@ -491,54 +421,11 @@ class TwoNames(nn.Module):
         return self.b(self.again(self.a(x)))
 
 
-class Remembers(nn.Module):
-    """Sets attributes in its forward, and a counter that changes what it returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.rnn = nn.LSTM(3, 3)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        self.cache = self.linear.weight * 2
-        return self.linear(x) * self.calls + self.cache.sum() + self.rnn(x)[0]
-
-
-class Counts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        self.cache = x * self.calls
-        return self.linear(x) + self.cache
-
-
-@pytest.mark.filterwarnings("ignore:the forward of the model left another value")
-@pytest.mark.parametrize("make", [TwoNames, Counts])
-def test_call_after_call_is_the_same_and_compiled_one_graph(make):
-    apply, params, buffers = ps.make_functional(make())
-    compiled = torch.compile(
-        lambda p, x: apply(p, buffers, x)[0], fullgraph=True, backend="aot_eager"
-    )
-    torch._dynamo.utils.counters.clear()
-    for step in range(4):
-        x, moved = torch.full((1, 3), float(step)), {name: p + step for name, p in params.items()}
-        assert same_bits(apply(moved, buffers, x)[0], apply(moved, buffers, x)[0])
-        torch.testing.assert_close(compiled(moved, x), apply(moved, buffers, x)[0])
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
 @pytest.mark.filterwarnings("ignore:the forward of the model left another value")
 @pytest.mark.parametrize(
     "make",
     [
         TwoNames,
-        Remembers,
         Structured,
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
     ],
@@ -589,48 +476,13 @@ def test_apply_inside_of_apply_has_parameters_of_its_own(how):
     torch.testing.assert_close(nested, apply(others, buffers, inner)[0] + inner)
 
 
-def test_threads_do_not_see_each_others_parameters():
-    apply, params, buffers = ps.make_functional(Calls())
-    wrong = []
-
-    def work(number):
-        mine = {name: torch.full_like(p, float(number)) for name, p in params.items()}
-        for _ in range(100):
-            out, _ = apply(mine, buffers, torch.ones(1, 3))
-            wrong.extend([] if torch.equal(out, torch.full((1, 3), 4.0 * number)) else [number])
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
-def test_checkpointing_around_apply_gives_the_same_gradients():
-    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    params, x = (
-        {name: p.requires_grad_() for name, p in params.items()},
-        torch.arange(12.0).reshape(4, 3),
-    )
-
-    def grads(call):
-        return torch.autograd.grad(
-            call(lambda p: apply(p, buffers, x)[0], params).pow(3).sum(), list(params.values())
-        )
-
-    assert same_bits(
-        grads(lambda f, p: checkpoint(f, p, use_reentrant=False)), grads(lambda f, p: f(p))
-    )
-
-
 # ---- buffers that come, go and change
 
 
 class Does(nn.Module):
     def __init__(self, what):
         super().__init__()
-        self.linear = nn.Linear(3, 3)
+        self.linear, self.w = nn.Linear(3, 3), nn.Parameter(torch.ones(2))
         self.register_buffer("state", torch.zeros(2))
         self.register_buffer("later", None)
         self.what = what
@@ -643,18 +495,14 @@ class Does(nn.Module):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        (
-            lambda m, x: m.register_buffer("cos", x),
-            "registered 'cos' in its Does.*Fix: run `model.example_batch.` once before",
-        ),
+        (lambda m, x: m.register_buffer("cos", x), "registered 'cos' in its Does.*Fix: run `model"),
         (lambda m, x: setattr(m, "later", x), "registered 'later' in its Does"),
-        (
-            lambda m, x: setattr(m, "more", nn.Parameter(torch.ones(1))),
-            "registered 'more' in its Does",
-        ),
+        (lambda m, x: setattr(m, "more", nn.Parameter(x)), "registered 'more' in its Does"),
         (lambda m, x: setattr(m, "part", nn.Linear(1, 1)), "registered 'part' in its Does"),
         (lambda m, x: setattr(m, "state", None), "removed its buffer state, or set it to None"),
         (lambda m, x: delattr(m, "state"), "removed its buffer state, or set it to None"),
+        (lambda m, x: setattr(m, "w", None), "removed its parameter w.*Fix: "),
+        (lambda m, x: delattr(m, "w"), "removed its parameter w.*Fix: "),
     ],
 )
 def test_what_is_not_there_in_every_call_is_refused_every_time(what, message):
@@ -678,24 +526,15 @@ LATE = {
 }
 
 
-@pytest.mark.parametrize("hook_first", [False, True])
 @pytest.mark.parametrize("what", LATE)
-def test_what_is_put_into_a_layer_of_torch_is_refused_every_time(what, hook_first):
-    class Late(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers, self.linear, self.relu = nn.ModuleList(), nn.Linear(3, 3), nn.ReLU()
+def test_what_is_put_into_a_layer_of_torch_is_refused_every_time(what):
+    def forward(m, x):
+        LATE[what](m, x)
+        return m.relu(m.linear(x))
 
-        def forward(self, x, late=True):
-            if late:
-                LATE[what](self, x)
-            else:
-                self.linear.register_forward_hook(lambda *args: None)
-            return self.relu(self.linear(x))
-
-    apply, params, buffers = ps.make_functional(Late())
-    if hook_first:  # from then on copies have empty containers of their own
-        apply(params, buffers, torch.ones(1, 3), late=False)
+    apply, params, buffers = ps.make_functional(
+        module_of(forward, layers=nn.ModuleList(), linear=nn.Linear(3, 3), relu=nn.ReLU())
+    )
     for _ in range(3):
         with pytest.raises(RuntimeError, match="the forward of the model registered"):
             apply(params, buffers, torch.ones(1, 3))
@@ -729,13 +568,12 @@ def test_what_is_put_into_an_empty_module_is_refused_in_a_compiled_call_too(regi
 
 
 def test_a_model_that_has_seen_a_batch_has_its_late_buffer():
-    class Rotary(nn.Module):
-        def forward(self, x):
-            if not hasattr(self, "cos"):
-                self.register_buffer("cos", torch.cos(x))
-            return x * self.cos
+    def forward(m, x):
+        if not hasattr(m, "cos"):
+            m.register_buffer("cos", torch.cos(x))
+        return x * m.cos
 
-    model, x = Rotary(), torch.ones(2)
+    model, x = module_of(forward), torch.ones(2)
     model(x)
     apply, params, buffers = ps.make_functional(model)
     assert same_bits(apply(params, buffers, x)[0], model(x))
@@ -760,11 +598,7 @@ def test_a_buffer_that_is_replaced_by_an_argument_shares_no_memory_with_it(with_
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (
-            lambda p, b, x: (p, x),
-            TypeError,
-            r"buffers is a tensor of shape \(4, 2\).*missing argument.*Fix: `out, buffers = apply",
-        ),
+        (lambda p, b, x: (p, x), TypeError, r"buffers is a tensor of shape \(4, 2\).*Fix: `out, b"),
         (lambda p, b, x: (list(p.values()), b, x), TypeError, "params is list"),
         (
             lambda p, b, x: (p | {"weight": None}, b, x),
@@ -772,16 +606,8 @@ def test_a_buffer_that_is_replaced_by_an_argument_shares_no_memory_with_it(with_
             r"params\['weight'\] is NoneType",
         ),
         (lambda p, b, x: (b, p, x), RuntimeError, "params and buffers are swapped"),
-        (
-            lambda p, b, x: ({}, b, x),
-            RuntimeError,
-            "params has the wrong names: missing bias, weight; not in the model: nothing",
-        ),
-        (
-            lambda p, b, x: (p, b | {"k": x}, x),
-            RuntimeError,
-            "buffers has the wrong names: missing nothing; not in the model: k",
-        ),
+        (lambda p, b, x: ({}, b, x), RuntimeError, "params has .*: missing bias, weight; not in "),
+        (lambda p, b, x: (p, b | {"k": x}, x), RuntimeError, "buffers has .*not in the model: k"),
     ],
 )
 def test_what_are_no_params_and_buffers_of_the_model_is_refused(wrap, arguments, error, message):
@@ -843,25 +669,13 @@ def test_load_into_shares_no_memory_and_an_optimizer_of_the_model_sees_it():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda p, b: (p | {"weight": torch.ones(3)}, b),
-            r"weight has shape \(3,\), expected \(2,\)",
-        ),
+        (lambda p, b: (p | {"weight": torch.ones(3)}, b), r"weight has shape \(3,\), .* \(2,\)"),
         (lambda p, b: ({"bias": p["bias"]}, b), "missing weight"),
-        (
-            lambda p, b: (p, {}),
-            "missing running_mean, missing running_var, missing num_batches_tracked",
-        ),
+        (lambda p, b: (p, {}), "missing running_mean, missing running_var, missing num_batches"),
         (lambda p, b: (p | {"gamma": p["weight"]}, b), "gamma is not in the model"),
         (lambda p, b: (p | b, b), "running_mean is in both dicts"),
-        (
-            lambda p, b: (p | {"bias": p["bias"].to(torch.complex64)}, b),
-            "bias is torch.complex64, expected torch.float32",
-        ),
-        (
-            lambda p, b: (p | {"bias": p["bias"].to_sparse()}, b),
-            "bias is Tensor of torch.sparse_coo",
-        ),
+        (lambda p, b: (p | {"bias": p["bias"] * 1j}, b), "bias is torch.complex64, expected torch"),
+        (lambda p, b: (p | {"bias": p["bias"].to_sparse()}, b), "bias is Tensor of torch.sparse"),
     ],
 )
 def test_load_into_names_what_does_not_fit_and_changes_nothing(change, message):
@@ -912,23 +726,17 @@ def test_load_into_refuses_what_is_no_model_and_no_dict(arguments):
 
 # ---- sparse buffers
 
-LAYOUTS = {
-    "coo": lambda t: t.to_sparse(),
-    "csr": lambda t: t.to_sparse_csr(),
-    "csc": lambda t: t.to_sparse_csc(),
-    "bsr": lambda t: t.to_sparse_bsr((2, 2)),
-    "bsc": lambda t: t.to_sparse_bsc((2, 2)),
-}
 pytestmark = [
     pytestmark,
     pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta"),
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
 @pytest.mark.parametrize("bad", [True, False])
 def test_a_sparse_leaf_is_a_constant_that_comes_back_as_the_same_object(layout, bad):
-    held = LAYOUTS[layout](torch.eye(4))
+    block = {"blocksize": (2, 2)} if layout[0] == "b" else {}
+    held = torch.eye(4).to_sparse(layout=getattr(torch, f"sparse_{layout}"), **block)
     old, new = {"a": held, "b": torch.zeros(1)}, {"a": held, "b": torch.ones(1)}
     chosen = ps.select(torch.tensor(bad), old, new)
     assert chosen["a"] is held
@@ -945,18 +753,18 @@ def test_another_sparse_leaf_is_refused():
     "settings", [{}, {"donate": True}, {"on_nonfinite": "drop_microbatch"}, {"max_retries": 1}]
 )
 def test_a_step_of_a_net_over_a_graph_keeps_its_sparse_adjacency(settings):
-    class Graph(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 2)
-            self.register_buffer("adjacency", torch.eye(4).to_sparse())
-            self.register_buffer("calls", torch.zeros(()))
+    def forward(m, x):
+        m.calls.add_(1)
+        return m.adjacency @ m.linear(x)
 
-        def forward(self, x):
-            self.calls.add_(1)
-            return self.adjacency @ self.linear(x)
-
-    apply, params, buffers = ps.make_functional(Graph())
+    apply, params, buffers = ps.make_functional(
+        module_of(
+            forward,
+            linear=nn.Linear(3, 2),
+            adjacency=torch.eye(4).to_sparse(),
+            calls=torch.zeros(()),
+        )
+    )
     optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale()
 
     def loss_fn(params, buffers, x):
@@ -975,41 +783,15 @@ def test_a_step_of_a_net_over_a_graph_keeps_its_sparse_adjacency(settings):
 
 
 def test_a_forward_that_writes_into_a_sparse_buffer_is_an_error_that_names_it():
-    class Halves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(4))
-            self.register_buffer("adjacency", torch.eye(4).to_sparse())
-
-        def forward(self, x):
-            return self.adjacency.mul_(0.5) @ (x * self.w)
-
-    apply, params, buffers = ps.make_functional(Halves())
+    apply, params, buffers = ps.make_functional(
+        module_of(
+            lambda m, x: m.adjacency.mul_(0.5) @ (x * m.w),
+            w=nn.Parameter(torch.ones(4)),
+            adjacency=torch.eye(4).to_sparse(),
+        )
+    )
     with pytest.raises(RuntimeError, match=r"its buffer adjacency, which is not dense.*Fix: "):
         apply(params, buffers, torch.ones(4))
-
-
-# ---- a loss_fn that keeps what it returned
-
-
-@pytest.mark.parametrize("how", ["aux", "closure"])
-def test_a_donated_step_leaves_alone_what_a_loss_keeps_of_the_buffers(how):
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale()
-    known = torch.ones(3)
-
-    def loss_fn(params, buffers, x):
-        new = known if how == "closure" else buffers["seen"] + x
-        return (params["w"] * x).sum(), {"seen": new}, new
-
-    def doubled(params, buffers, x):
-        return (params["w"] * x).sum(), {"seen": buffers["seen"] * 2}
-
-    state = ps.init_train_state({"w": torch.ones(3)}, {"seen": torch.zeros(3)}, optimizer, rule)
-    run = functools.partial(ps.train_step, optimizer=optimizer, rule=rule)
-    state, info = run(state, [torch.ones(3)], loss_fn=loss_fn)
-    state, _ = run(state, [torch.ones(3)], loss_fn=doubled, donate=True)
-    assert state.buffers["seen"].tolist() == [2.0] * 3
-    assert known.tolist() == info.aux[0].tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("donate", [True, False])
@@ -1029,53 +811,7 @@ def test_buffers_that_require_a_gradient_are_off_the_graph_after_a_step(donate, 
     assert not state.buffers["frozen"].requires_grad
 
 
-# ---- a loss_fn that returns something else
-
-
-# ---- a loss_fn that returns something else
-
-
-@pytest.mark.parametrize("model", [nn.Linear(2, 1), nn.BatchNorm1d(2)])
-@pytest.mark.parametrize(
-    ("what", "named"),
-    [
-        (lambda out: out, r"a tensor of shape \(3, [12]\)"),
-        (lambda out: {"logits": out}, "a dict of 'logits'"),
-        (lambda out: [out], "list"),
-        (lambda out: None, "NoneType"),
-    ],
-)
-def test_aux_where_the_new_buffers_belong_is_refused_with_the_cure(model, what, named):
-    apply, params, buffers = ps.make_functional(model)
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale()
-
-    def loss_fn(params, buffers, x):
-        out, _ = apply(params, buffers, x)
-        return out.sum(), what(out)
-
-    state = ps.init_train_state(params, buffers, optimizer, rule)
-    with pytest.raises(
-        ValueError,
-        match=f"loss_fn returned {named} where the new buffers belong.*"
-        "Fix: `return loss, new_buffers, aux`",
-    ):
-        ps.train_step(state, [torch.ones(3, 2)], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
-
-
 # ---- edges that a careless change would break
-
-
-def test_a_lazy_buffer_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"running_mean is not initialised yet"):
-        ps.make_functional(nn.LazyBatchNorm1d(affine=False))
-
-
-def test_an_embedding_bag_that_renormalises_its_weight_leaves_params_alone():
-    module = nn.EmbeddingBag(3, 2, max_norm=0.1)
-    apply, params, buffers = ps.make_functional(module)
-    with Untouched(params):
-        out, _ = apply(params, buffers, torch.tensor([[0, 2]]))
-    torch.testing.assert_close(out, module(torch.tensor([[0, 2]])).detach())
 
 
 def test_apply_holds_no_memory_of_the_model():
@@ -1089,18 +825,8 @@ def test_apply_holds_no_memory_of_the_model():
     assert [ref() for ref in memory + modules if ref() is not None] == []
 
 
-def test_a_norm_that_another_library_derives_from_torchs_base_is_a_norm():
-    apply, _, _ = ps.make_functional(nn.Sequential(nn.Linear(2, 2), BatchNormOfALibrary(2)))
-    assert apply.norm_params == {"1.weight", "1.bias"}
-
-
 class BatchNormOfALibrary(nn.modules.batchnorm._BatchNorm):
     """As apex.parallel.SyncBatchNorm."""
-
-
-def test_norm_params_of_a_norm_alone():
-    apply, _, _ = ps.make_functional(nn.LayerNorm(2))
-    assert apply.norm_params == {"weight", "bias"}
 
 
 def test_apply_takes_inference_tensors():
@@ -1124,37 +850,29 @@ def test_a_frozen_embedding_that_renormalises_its_weight_is_written_as_torch_wri
     assert same_bits(new_buffers, {"0.weight": model[0].weight})
 
 
+def tied_to_a_head():
+    module = nn.Embedding(3, 2, max_norm=0.1)
+    module.head = nn.Linear(2, 3, bias=False)
+    module.head.weight = module.weight
+    return module
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("make", "rows"),
     [
-        nn.utils.parametrizations.weight_norm,
-        functools.partial(prune.l1_unstructured, name="weight", amount=0.5),
+        (lambda: nn.Embedding(3, 2, max_norm=0.1), [0, 2]),
+        (lambda: nn.EmbeddingBag(3, 2, max_norm=0.1), [[0, 2]]),
+        (tied_to_a_head, [0, 2]),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Embedding(3, 2, max_norm=0.1)), [0, 2]),
+        (lambda: prune.l1_unstructured(nn.Embedding(3, 2, max_norm=0.1), "weight", 0.5), [0, 2]),
     ],
 )
-def test_an_embedding_with_max_norm_may_compute_its_weight(change):
-    model = nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Linear(3, 2))
-    change(model[0])
-    apply, params, buffers = ps.make_functional(model)
-    rows = torch.tensor([0, 3])
+def test_an_embedding_that_renormalises_its_weight_leaves_params_alone(make, rows):
+    module, rows = make(), torch.tensor(rows)
+    apply, params, buffers = ps.make_functional(module)
     with Untouched(params):
         out, _ = apply(params, buffers, rows)
-    assert same_bits(out, model(rows))
-
-
-def test_an_embedding_with_max_norm_that_is_tied_leaves_params_alone():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(4, 5, bias=False)
-            self.emb = nn.Embedding(5, 4, max_norm=0.5)
-            self.emb.weight = self.head.weight
-
-        def forward(self, tokens):
-            return self.emb(tokens)
-
-    apply, params, buffers = ps.make_functional(Tied())
-    with Untouched(params):
-        assert apply(params, buffers, torch.tensor([1]))[0].norm() <= 0.51
+    assert same_bits(out, module(rows).detach())
 
 
 # ---- tensors and modules that stand elsewhere in the model too
@@ -1163,28 +881,6 @@ def test_an_embedding_with_max_norm_that_is_tied_leaves_params_alone():
 class Holder:
     def __init__(self, weight):
         self.weight = weight
-
-
-class Slotted:
-    __slots__ = ("weight",)
-
-    def __init__(self, weight):
-        self.weight = weight
-
-
-class Frozen(collections.OrderedDict):
-    """A dict that refuses to be changed by its own methods, as those of diffusers do."""
-
-    def __init__(self, **items):
-        super().__init__(items)
-        self.frozen = True
-
-    def __setitem__(self, key, value):
-        if getattr(self, "frozen", False):
-            raise TypeError("this dict is frozen")
-        super().__setitem__(key, value)
-
-    update = clear = pop = None
 
 
 class Numbered(list):
@@ -1226,6 +922,10 @@ FOLLOWED = {
         lambda m: types.MethodType(weight_of, m),
         lambda kept: kept(),
     ),
+    "a partial that was bound by hand": (
+        lambda m: types.MethodType(functools.partial(lambda w, key: {key: w}, m.w), "w"),
+        lambda kept: kept()["w"],
+    ),
     "a tuple": (lambda m: (m.w,), lambda kept: kept[0]),
     "a tuple in a list": (lambda m: [(1, m.w)], lambda kept: kept[0][1]),
     "a named tuple": (lambda m: Pair(1, m.w), lambda kept: kept.second),
@@ -1237,17 +937,11 @@ REFUSED = {
     "a set": lambda m: {m.w},
     "a set of layers": lambda m: {m},
     "a frozen set": lambda m: frozenset([m.w]),
-    "slots": lambda m: Slotted(m.w),
     "a key": lambda m: {m.w: 1},
-    "a dict of a user's class": lambda m: Frozen(w=m.w),
     "a list of a user's class": lambda m: Numbered([m.w]),
     "a namespace": lambda m: types.SimpleNamespace(deep=[m]),
     # objects that are not written in Python
-    "a repeat": lambda m: itertools.repeat(m.w),
     "a caller of a method": lambda m: operator.methodcaller("mul", m.w),
-    "a slice": lambda m: slice(m.w),
-    "a property": lambda m: property(functools.partial(torch.mul, m.w)),
-    "an exception": lambda m: ValueError(m.w),
     "a method of the tensor": lambda m: m.w.t,
     "a closure": lambda m: lambda: m.w,
     "a cached method": lambda m: functools.lru_cache(m.parameters),
@@ -1263,8 +957,13 @@ def tied(weight):
     return linear
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
-@pytest.mark.parametrize("where", FOLLOWED)
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        *((where, "eager") for where in FOLLOWED),
+        *((where, "compiled") for where in ("a list", "a helper object", "a method", "a tuple")),
+    ],
+)
 def test_a_weight_that_stands_elsewhere_too_is_that_of_the_call(where, how):
     model = Elsewhere(*FOLLOWED[where])
     apply, params, buffers = ps.make_functional(model)
@@ -1280,17 +979,6 @@ def test_a_weight_that_stands_elsewhere_too_is_that_of_the_call(where, how):
         assert same_bits(apply(moved, buffers, torch.eye(5))[0], moved["w"] + 1)
 
 
-def test_a_weight_in_a_partial_that_is_bound_by_hand_is_that_of_the_call():
-    model = Elsewhere(
-        lambda m: types.MethodType(functools.partial(dict, w=m.w), ()), lambda kept: kept()["w"]
-    )
-    apply, params, buffers = ps.make_functional(model)
-    moved = {"w": params["w"] * 2}
-    assert same_bits(apply(moved, buffers, torch.eye(5))[0], moved["w"] + 1)
-
-
-# of itertools, since Python 3.12
-@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support")
 @pytest.mark.parametrize("where", REFUSED)
 def test_a_weight_where_none_can_be_put_is_refused_by_name(where):
     model = nn.Sequential(nn.ReLU(), Elsewhere(REFUSED[where], None))
@@ -1307,9 +995,7 @@ def test_what_was_computed_from_a_weight_before_is_refused_where_it_is_read(view
 
     model = Elsewhere(lambda m: keep(view(m.w)), read)
     apply, params, buffers = ps.make_functional(model)
-    with pytest.raises(
-        RuntimeError, match=r"kept(\[0\])? of the model was computed from a parameter.*Fix: "
-    ):
+    with pytest.raises(RuntimeError, match=r"kept\S* of the model was computed from a par.*Fix: "):
         apply(params, buffers, torch.ones(2, 5))
 
 
@@ -1437,18 +1123,9 @@ def compiled_forward(net):
     net[0].forward = torch.compile(net[0].forward, backend="eager")
 
 
-def with_a_default(net):
-    net[0].register_forward_pre_hook(lambda module, inputs, other=net[1]: None)
-
-
 def through_a_helper(net):
     held = {"deep": [Holder(net[1])]}
     net[0].register_forward_hook(lambda module, inputs, out: held["deep"][0].weight(out))
-
-
-def patched_by_a_method(net):
-    old = net[1].forward
-    net[1].forward = types.MethodType(lambda part, x: old(x), net[1])
 
 
 def over_a_tensor(net):
@@ -1462,23 +1139,14 @@ def over_a_global(net):
     net[0].register_forward_hook(GLOBALS["hook"])
 
 
-def over_a_global_method(net):
-    GLOBALS["norm"] = net[1].forward
-    exec("def hook(module, inputs, out): return norm(out)", GLOBALS)
-    net[0].register_forward_hook(GLOBALS["hook"])
-
-
 GLOBALS = {}
 LIVE = {
     hook_that_calls_another: ("0._forward_hooks", "module itself"),
     patched: ("1.forward", "module 1"),
-    patched_by_a_method: ("1.forward", "module 1"),
     compiled_forward: ("0.forward", "module 0"),
-    with_a_default: ("0._forward_pre_hooks", "module 1"),
     through_a_helper: ("0._forward_hooks", "module 1"),
     over_a_tensor: ("1._forward_pre_hooks", "tensor 0.weight"),
     over_a_global: ("0._forward_hooks", "module itself"),
-    over_a_global_method: ("0._forward_hooks", "module 1"),
 }
 
 
@@ -1489,11 +1157,6 @@ def test_a_function_that_holds_the_live_model_is_refused_by_name(change):
     where, what = LIVE[change]
     with pytest.raises(ValueError, match=rf"{where}.* of the model holds its {what}.*Fix: "):
         ps.make_functional(net)
-
-
-def bound_patch(net):
-    bn = net[1]
-    bn.forward = functools.partial(lambda bn, x: type(bn).forward(bn, x.double()).float(), bn)
 
 
 def a_method_for_a_hook(net):
@@ -1516,17 +1179,13 @@ def a_module_that_compiles_itself(net):
 
 
 @pytest.mark.parametrize(
-    "change", [bound_patch, a_method_for_a_hook, compiled_child, a_module_that_compiles_itself]
+    "change", [a_method_for_a_hook, compiled_child, a_module_that_compiles_itself]
 )
 def test_what_deepcopy_follows_works_on_the_copy(change):
     net = net_of_two()
-    if change is bound_patch:
-        net.double()
     change(net)
-    if change is bound_patch:
-        net[1].register_forward_pre_hook(lambda module, inputs: (inputs[0].double(),))
     apply, params, buffers = ps.make_functional(net)
-    x = torch.randn(4, 5, dtype=params[next(iter(params))].dtype)
+    x = torch.randn(4, 5)
     with Untouched(tensors_of(net)):
         out, new_buffers = apply(params, buffers, x)
         moved = {name: p + 1 for name, p in params.items()}
@@ -1555,36 +1214,21 @@ def test_a_hook_on_a_frozen_parameter_has_nothing_to_change():
     assert same_bits(apply(params, buffers, x)[0], net(x).detach())
 
 
-def test_a_model_may_hold_a_chain_of_objects_that_is_longer_than_the_stack_of_python():
-    net = nn.Linear(2, 2)
-    net.chain = []
-    for _ in range(sys.getrecursionlimit()):
-        net.chain = [net.chain]
-    apply, params, buffers = ps.make_functional(net)
-    x = torch.ones(1, 2)
-    assert same_bits(apply(params, buffers, x)[0], net(x))
-
-
 # ---- what an apply is
 
 
 @pytest.mark.parametrize("make", [nn.RNN, nn.GRU, nn.LSTM])
 def test_the_weights_of_an_rnn_stay_where_they_are_in_memory(make, monkeypatch):
-    class Flattens(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = make(5, 3)
-
-        def forward(self, x):
-            self.rnn.flatten_parameters()
-            return self.rnn(x)[0]
+    def forward(m, x):
+        m.rnn.flatten_parameters()
+        return m.rnn(x)[0]
 
     def moved(rnn):  # as on CUDA
         with torch.no_grad():
             for weight in rnn._flat_weights:
                 weight.set_(weight.clone())
 
-    model = Flattens()
+    model = module_of(forward, rnn=make(5, 3))
     apply, params, buffers = ps.make_functional(model)
     expected = model(torch.ones(2, 5)).detach()
     monkeypatch.setattr(nn.RNNBase, "flatten_parameters", moved)
@@ -1621,23 +1265,6 @@ def test_a_wrapper_that_holds_the_live_parameters_in_c_is_refused_with_the_cure(
         ps.make_functional(module)
 
 
-class OverGroup(nn.Linear):
-    """Knows the ranks of its group, as what is parallel over tensors does."""
-
-    def forward(self, x):
-        return super().forward(x) * self.group.size()
-
-
-@pytest.mark.parametrize("train", [True, False])
-def test_a_process_group_is_that_of_the_model(train):
-    module = OverGroup(5, 5)
-    module.group = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 3)
-    apply, params, buffers = ps.make_functional(module)
-    x = torch.randn(2, 5)
-    out, _ = apply(params, buffers, x, train=train)
-    assert same_bits(out, module(x).detach())
-
-
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda apply: pickle.loads(pickle.dumps(apply))])
 @pytest.mark.parametrize("make", [small_net, lambda: nn.Sequential(nn.Flatten(), nn.LSTM(36, 3))])
 def test_a_copy_of_apply_does_the_same(how, make):
@@ -1653,105 +1280,40 @@ def test_a_copy_of_apply_does_the_same(how, make):
 # ---- hooks that a forward installs
 
 
-class InstallsHooks(nn.Module):
-    """As transformers does where hidden states are asked for: once, behind a flag."""
-
-    def __init__(self, hooked=False):
-        super().__init__()
-        self.lin, self.installed = nn.Linear(3, 3), False
-        if hooked:
-            self.lin.register_forward_hook(add_one)
-
-    def forward(self, x, replace=False):
-        if not self.installed:
-            self.installed = True
-            if replace:
-                self.lin._forward_hooks.clear()
-            self.lin.register_forward_hook(double)
-        return self.lin(x)
-
-
-def add_one(module, inputs, out):
-    return out + 1
-
-
 def double(module, inputs, out):
     return out * 2
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("replace", [False, True])
-@pytest.mark.parametrize("mapped", [False, True])
-def test_hooks_that_a_forward_installs_are_gone_after_the_call(hooked, replace, mapped):
-    model, x = InstallsHooks(hooked), torch.ones(2, 3)
-    apply, params, buffers = ps.make_functional(model)
-    expected = model(x, replace)
-    call = (
-        torch.vmap(lambda x: apply(params, buffers, x, replace)[0])
-        if mapped
-        else (lambda x: apply(params, buffers, x, replace)[0])
-    )
-    for _ in range(3):
-        torch.testing.assert_close(call(x), expected)
-    assert list(model.lin._forward_hooks.values()) == [
-        *[add_one] * (hooked and not replace),
-        double,
-    ]
+def test_a_call_while_another_goes_on_does_not_see_the_hooks_that_it_installed():
+    def forward(m, x, then):
+        m.layer.register_forward_hook(double)
+        return m.layer(x), then()
 
-
-@pytest.mark.parametrize("inside", ["the call", "a thread"])
-def test_a_call_while_another_goes_on_does_not_see_the_hooks_that_it_installed(inside):
-    class DoublesThen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, x, then):
-            self.layer.register_forward_hook(double)
-            return self.layer(x), then()
-
-    apply, params, buffers = ps.make_functional(DoublesThen())
+    apply, params, buffers = ps.make_functional(module_of(forward, layer=nn.Linear(3, 3)))
     x = torch.ones(2, 3)
 
     def another():
         return apply(params, buffers, x, lambda: None)[0][0]
 
-    with ThreadPoolExecutor() as threads:
-        run = another if inside == "the call" else lambda: threads.submit(another).result()
-        (outer, inner), _ = apply(params, buffers, x, run)
+    (outer, inner), _ = apply(params, buffers, x, another)
     assert same_bits(inner, outer)
     assert same_bits(inner, 2 * F.linear(x, params["layer.weight"], params["layer.bias"]))
 
 
-def test_a_buffer_that_a_forward_replaces_in_another_dtype_keeps_its_own():
-    class Replaces(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-            self.register_buffer("seen", torch.zeros(3))
-
-        def forward(self, x):
-            self.seen = (x * self.weight).half()
-            return self.seen
-
-    apply, params, buffers = ps.make_functional(Replaces())
-    _, new = apply(params, buffers, torch.tensor([1.0, 2.0, 3.0]))
-    assert same_bits(new["seen"], torch.tensor([1.0, 2.0, 3.0]))
-
-
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_float_that_replaces_an_integer_buffer_is_not_truncated(compiled):
-    class Counts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-            self.register_buffer("mean", torch.zeros(3, dtype=torch.int64))
-
-        def forward(self, x):
-            self.mean = self.mean + 0.5
-            return x * self.weight
-
-    apply, params, buffers = ps.make_functional(Counts())
+@pytest.mark.parametrize(
+    ("own", "replace"),
+    [
+        (torch.zeros(3), lambda m, x: setattr(m, "state", (m.state + 0.5).half())),
+        (torch.zeros(3, dtype=torch.int64), lambda m, x: setattr(m, "state", m.state + 0.5)),
+    ],
+)
+def test_a_buffer_that_is_replaced_in_another_dtype_keeps_its_own_unless_it_would_be_truncated(
+    own, replace, compiled
+):
+    model = Does(replace)
+    model.state = own
+    apply, params, buffers = ps.make_functional(model)
     call = torch.compile(apply, fullgraph=True, backend="aot_eager") if compiled else apply
-    _, new = call(params, buffers, torch.ones(3))
-    assert same_bits(new["mean"], torch.full((3,), 0.5))
+    _, new = call(params, buffers, torch.ones(1, 3))
+    assert same_bits(new["state"], torch.full((3,), 0.5))

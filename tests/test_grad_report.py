@@ -1,6 +1,7 @@
 """`grad_report`: the facts of each leaf, and what it takes to find them."""
 
 import math
+import sys
 
 import hypothesis.strategies as st
 import pytest
@@ -58,8 +59,14 @@ def test_every_fact_is_what_it_is_by_definition(tree):
         agrees(row, leaves[name])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [1, 63, 64, 65, 1000, 2**19 + 1, 2**20])
+@pytest.mark.parametrize(
+    ("dtype", "count"),
+    [
+        *((dtype, count) for dtype in DTYPES for count in (1, 63, 64, 65, 1000)),
+        (torch.float32, 2**19 + 1),
+        (torch.float32, 2**20),
+    ],
+)
 def test_a_leaf_is_described_in_its_own_dtype_whatever_its_size(dtype, count):
     leaf = values(dtype, count)
     other = torch.full((3,), 1e-6, dtype=dtype)
@@ -67,15 +74,6 @@ def test_a_leaf_is_described_in_its_own_dtype_whatever_its_size(dtype, count):
     agrees(rows["1"], leaf)
     agrees(rows["0"], other)
     assert same_bits(rows["0"], rows["2"])
-
-
-def test_a_number_that_float16_keeps_as_subnormal_is_normal_in_bfloat16():
-    leaf = torch.tensor([1e-6, 1.0])
-    shares = {
-        dtype: ps.grad_report(leaf.to(dtype)).rows["grads"].subnormal.item()
-        for dtype in (torch.float16, torch.bfloat16, torch.float32)
-    }
-    assert shares == {torch.float16: 0.5, torch.bfloat16: 0.0, torch.float32: 0.0}
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -90,30 +88,6 @@ def test_with_a_dtype_a_leaf_is_judged_as_it_would_be_in_that_dtype(own, judged)
     agrees(row, parts.to(judged))
     assert row.amax.dtype == torch.float32
     assert same_bits(ps.grad_report(leaf, dtype=own.to_real()), ps.grad_report(leaf))
-
-
-def test_what_a_policy_computed_in_float16_is_judged_in_float16():
-    """The gradient of float32 weights, against that of the same weights in float16."""
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
-    apply, params, buffers = ps.make_functional(net)
-    x, scaler = torch.randn(16, 64), ps.StaticScale(2.0**-8).init()
-
-    def grads_of(compute, weights, x):
-        def scaled_loss(weights):
-            out, _ = compute(weights, buffers, x)
-            return ps.scale_loss(scaler, out.float().square().mean())
-
-        return torch.func.grad(scaled_loss)(weights)
-
-    widened = grads_of(ps.with_policy(apply, "compute=float16"), params, x)
-    half = {name: weight.half() for name, weight in params.items()}
-    computed = grads_of(apply, half, x.half())
-    assert {g.dtype for g in widened.values()} == {torch.float32}
-    report = ps.grad_report(widened, dtype=torch.float16)
-    assert same_bits(report, ps.grad_report(computed))
-    assert report.rows["0.weight"].subnormal > 0.5
-    assert ps.grad_report(widened).rows["0.weight"].subnormal == 0
 
 
 def test_what_the_dtype_cannot_hold_is_not_finite():
@@ -193,9 +167,8 @@ def test_under_vmap_it_equals_a_loop(dtype):
     assert same_bits(unstack(loop, 1), ps.grad_report(members[1]))
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(40, marks=pytest.mark.slow)])
-def test_compiled_it_is_one_graph_and_the_same(count):
-    grads = grads_with(inf, count)
+def test_compiled_it_is_one_graph_and_the_same():
+    grads = grads_with(inf, 3)
     compiled = torch.compile(ps.grad_report, fullgraph=True, backend="aot_eager")
     assert same_bits(compiled(grads), ps.grad_report(grads))
 
@@ -242,11 +215,7 @@ def test_of_stacked_reports_the_worst_is_printed():
     assert "1 of 1 gradients are not finite" in str(stack(reports))
 
 
-def test_the_picture_has_a_bar_a_leaf_for_each_column():
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def test_the_picture_has_a_bar_a_leaf_for_each_column(plt):
     grads = {
         "fine": torch.ones(4),
         "starved": torch.tensor([0.0, 0.0, 1e-40, 2.0]),
@@ -257,14 +226,22 @@ def test_the_picture_has_a_bar_a_leaf_for_each_column():
     assert labels == ["fine", "starved", "inf"]
     columns = [[bar.get_width() for bar in panel.containers[0]] for panel in figure.axes]
     assert columns == [[1, 2, 0], [0, 0.5, 0], [0, 0.25, 0], [0, 0, 1]]
-    plt.close(figure)
     for grads in ({"nothing": torch.zeros(0)}, {str(i): torch.ones(1) * nan for i in range(100)}):
         plt.close(ps.grad_report(grads).plot())
 
 
-def test_matplotlib_is_imported_only_when_a_picture_is_asked_for(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
-    report = ps.grad_report(torch.ones(2))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ps.grad_report(torch.ones(2)),
+        lambda: ps.update_report(*[{"w": torch.ones(2)}] * 3),
+        lambda: ps.forward_report(*ps.make_functional(torch.nn.Linear(2, 2)), torch.ones(2)),
+        lambda: ps.probe_scales(lambda p, b, x: (p["w"].sum(), b), {"w": torch.ones(2)}, {}, None),
+    ],
+)
+def test_matplotlib_is_imported_only_when_a_picture_is_asked_for(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    report = make()
     with pytest.raises(ImportError, match="Fix: pip install matplotlib"):
         report.plot()
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import random
 import unittest.mock
 from fractions import Fraction
 from typing import NamedTuple
@@ -12,15 +11,12 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from helpers import (
     AsOnAnAccelerator,
     any32,
     assert_close,
-    batch,
     clone,
     in_processes,
-    job,
     same_bits,
     shares_memory,
     stack,
@@ -55,8 +51,6 @@ rules = st.builds(
     st.integers(0, 20),
     st.integers(0, 20),
 )
-# With a largest: what is drawn beyond float32 would be drawn again.
-positive32 = st.floats(2.0**-149, torch.finfo(torch.float32).max, width=32)
 steps = st.lists(st.tuples(st.booleans(), any32.map(abs) | st.just(0.0)), min_size=1, max_size=30)
 wide = {"min_scale": 2.0**-111, "max_scale": 2.0**127}
 
@@ -102,19 +96,12 @@ def test_update_equals_its_definition_in_exact_arithmetic(rule, series):
     for (bad, amax), state in zip(series, states, strict=True):
         scale, history, skips, zeros = by_hand(rule, scale, history, skips, zeros, bad, amax)
         assert state.scale.item() == scale
+        assert state.scale.dtype is torch.float32
         assert state.consecutive_skips == skips
         assert state.consecutive_zeros == zeros
         torch.testing.assert_close(  # halved, float32's smallest rounds
             state.amax_history, torch.tensor(list(map(float, history))), rtol=2e-7, atol=2e-45
         )
-
-
-@given(rules, steps)
-def test_the_scale_is_always_a_power_of_two_between_its_bounds(rule, series):
-    for state in run(rule, series):
-        assert math.frexp(state.scale.item())[0] == 0.5
-        assert rule.min_scale <= state.scale <= rule.max_scale
-        assert state.scale.dtype is torch.float32
 
 
 @given(st.integers(-149, 127), st.integers(0, 39))
@@ -135,15 +122,6 @@ def test_the_largest_float16_is_where_one_more_bit_is_borrowed():
 
 
 @given(
-    st.lists(st.floats(2.0**-40, 2.0**40, width=32), min_size=1, max_size=8), st.integers(-20, 20)
-)
-def test_gradients_larger_by_a_power_of_two_give_a_scale_smaller_by_it(amaxes, exponent):
-    rule = ps.HeadroomScale(window=4, **wide)
-    scale = clean(rule, *amaxes).scale
-    assert clean(rule, *(amax * 2.0**exponent for amax in amaxes)).scale == scale / 2.0**exponent
-
-
-@given(
     st.builds(ps.HeadroomScale, margin=st.integers(0, 12), window=st.integers(1, 6)),
     st.lists(st.floats(2.0**-149, 2.0**27, width=32), min_size=1, max_size=8),
     st.floats(0, 1, width=32),
@@ -154,37 +132,11 @@ def test_no_overflow_while_gradients_stay_within_the_margin(rule, amaxes, share)
     assert amax * Fraction(state.scale.item()) <= TOP
 
 
-@given(rules, steps, any32)
-def test_an_overflow_lowers_the_scale_above_the_floor(rule, series, amax):
-    state = run(rule, series)[-1]
-    after = rule.update(state, torch.tensor(True), torch.tensor(amax)).scale
-    assert after <= max(state.scale / 2 / 2**rule.margin, rule.min_scale)
-    assert after < state.scale or after == rule.min_scale
-
-
 @given(rules, steps, st.sampled_from([-math.inf, -1.0]))
 def test_a_step_that_tells_nothing_changes_nothing(rule, series, amax):
     state = run(rule, series)[-1]
     after = rule.update(state, torch.tensor(False), torch.tensor(amax))
     assert same_bits(after, state._replace(consecutive_skips=torch.tensor(0, dtype=torch.int32)))
-
-
-NOT_FINITE = (False, math.nan), (False, math.inf)  # losses
-informative = st.tuples(st.just(False), positive32)
-
-
-@given(rules, st.lists(informative | st.sampled_from(NOT_FINITE), max_size=30))
-def test_up_to_three_losses_in_a_row_that_are_not_finite_leave_the_scale_alone(rule, series):
-    states, row, kept = run(rule, series), 0, []
-    for index, step in enumerate(series):
-        row = row + 1 if step in NOT_FINITE else 0
-        if row == 4:
-            return
-        if row:
-            assert same_bits(states[index + 1][:2], states[index][:2])
-        else:
-            kept.append(step)
-    assert same_bits(run(rule, kept)[-1][:2], states[-1][:2])
 
 
 @given(
@@ -210,39 +162,6 @@ def test_no_run_of_losses_and_overflows_is_skipped_for_ever(rule, before, batche
         state = updated(rule, state, overflows, amax if is_finite else math.nan)
 
 
-@given(rules, steps, st.sampled_from([0.0, -0.0]))
-def test_zeros_halve_the_history_below_a_scale_of_1_and_are_counted_above(rule, series, amax):
-    state = run(rule, series)[-1]
-    after = rule.update(state, torch.tensor(False), torch.tensor(amax))
-    if state.scale >= 1:
-        zero = torch.tensor(0, dtype=torch.int32)
-        zeros = state.consecutive_zeros + 1
-        assert same_bits(after, state._replace(consecutive_skips=zero, consecutive_zeros=zeros))
-    else:
-        assert same_bits(after.amax_history, state.amax_history / 2)
-        assert state.scale <= after.scale <= min(1.0, rule.max_scale)
-
-
-@pytest.mark.slow
-@given(
-    st.builds(
-        ps.HeadroomScale, st.just(2.0**-24), margin=st.integers(0, 12), window=st.integers(1, 6)
-    ),
-    st.lists(st.just((True, math.nan)), max_size=70),
-    st.integers(-12, 12),
-)
-def test_no_start_is_too_low_and_no_bad_stretch_is_final(rule, stretch, exponent):
-    """Gradients that float16 loses below a scale of its own come to be seen again."""
-    amax, state = 2.0**exponent, run(rule, stretch)[-1]
-    for _ in range(120):
-        seen = (torch.tensor(amax) * state.scale).half().float() / state.scale
-        state = rule.update(state, ~torch.isfinite(seen), seen)
-    assert state.scale >= min(1.0, 2.0 ** (15 - exponent - rule.margin))
-    for _ in range(rule.window):
-        state = rule.update(state, torch.tensor(False), torch.tensor(amax))
-    assert same_bits(state, clean(rule, *[amax] * rule.window))
-
-
 def lived(rule, amaxes, forced=()):
     """What a rule makes of gradients that float16 holds times its scale or loses: how many steps
     taught, which was the last, and the state.
@@ -256,7 +175,7 @@ def lived(rule, amaxes, forced=()):
     return taught, state
 
 
-@pytest.mark.parametrize("init_scale", [2.0**-24, 1.0, 2.0**16])
+@pytest.mark.parametrize("init_scale", [2.0**-24, 2.0**16])
 @pytest.mark.parametrize(
     ("before", "forced"),
     [([1e-8] * 4, ()), ([1e-8] * 20, range(4, 20)), ([1e-8] * 4 + [300.0] * 20, ())],
@@ -271,8 +190,7 @@ def test_gradients_that_a_scale_of_1_loses_are_found_again(before, forced, init_
     assert state.scale == 2.0**24
 
 
-@pytest.mark.parametrize("gap", [10, 19, 25])
-@pytest.mark.parametrize("amax", [1e-3, 100.0, 1e4])
+@pytest.mark.parametrize(("gap", "amax"), [(10, 1e4), (19, 1e-3), (25, 100.0)])
 def test_sparse_rewards_teach_also_where_zeros_raise_the_scale_between_them(gap, amax):
     """As often as with a rule that grows after as many clean steps, and beyond."""
     amaxes = [0.0 if index % gap else amax for index in range(25 * gap)]
@@ -294,26 +212,6 @@ def test_2000_zeros_in_a_row_raise_a_scale_of_1_and_above_by_a_bit():
         assert states[4000].scale == 4 * state.scale
     again = run(rule, [(False, 0.0)] * 1999 + [(False, 3.0)] + [(False, 0.0)] * 1999)
     assert again[-1].scale == clean(rule, 3.0).scale
-
-
-@given(rules, steps, st.integers(0, 200))
-def test_sparse_rewards_at_a_scale_of_1_and_above_do_not_grow_it(rule, series, zeros):
-    """However long nothing was learnt: the step that teaches again must not be skipped."""
-    state = run(rule, series)[-1]
-    after = run(rule, [(False, 0.0)] * zeros, state)[-1]
-    assert after.scale <= max(state.scale, 1.0)
-
-
-@given(rules, st.lists(positive32, min_size=1, max_size=6), st.randoms())
-def test_the_order_within_the_window_does_not_matter(rule, amaxes, shuffler):
-    amaxes = amaxes[: rule.window]
-    shuffled = shuffler.sample(amaxes, len(amaxes))
-    assert clean(rule, *amaxes).scale == clean(rule, *shuffled).scale
-
-
-@given(rules, positive32, st.lists(positive32, min_size=6, max_size=6))
-def test_what_is_older_than_the_window_is_forgotten(rule, old, amaxes):
-    assert clean(rule, old, *amaxes).scale == clean(rule, *amaxes).scale
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.0, math.inf, -math.inf, math.nan, -8.0, 2.0**-140])
@@ -369,22 +267,6 @@ def test_update_under_vmap_equals_a_loop(series):
     assert_vmap_equals_loop(rule.update, stack(states), *columns)
 
 
-@pytest.mark.slow
-def test_update_compiled_is_one_graph_over_overflow_growth_and_a_full_window():
-    rule, counter = ps.HeadroomScale(window=3), CompileCounterWithBackend("inductor")
-    compiled = torch.compile(rule.update, fullgraph=True, backend=counter)
-    eager = state = rule.init()
-    random.seed(0)
-    for index in range(40):
-        bad = torch.tensor(index % 7 == 6)
-        amax = torch.tensor(
-            random.choice([0.0, math.nan, 65504.0, 2.0 ** random.randint(-149, 60)])
-        )
-        eager, state = rule.update(eager, bad, amax), compiled(state, bad, amax)
-        assert same_bits(state, eager)
-    assert counter.frame_count == 1
-
-
 def test_an_amax_of_any_dtype_or_a_number_will_do():
     rule = ps.HeadroomScale()
     expected = clean(rule, 3.0)
@@ -433,15 +315,7 @@ def test_update_without_amax_names_the_cure():
 
 @pytest.mark.parametrize(
     "rule",
-    [
-        ps.DynamicScale(),
-        ps.StaticScale(8.0),
-        ps.NoScale(),
-        ps.interop.torch_amp.rule(),
-        ps.interop.fairseq.rule(),
-        ps.interop.deepspeed.rule(),
-        ps.interop.jmp.rule(loss_scale=8.0),
-    ],
+    [ps.DynamicScale(), ps.StaticScale(8.0), ps.NoScale(), ps.interop.jmp.rule(loss_scale=8.0)],
 )
 def test_update_with_amax_of_a_rule_that_takes_none_names_the_cure(rule):
     with pytest.raises(TypeError, match=r"takes no amax.*Fix: `rule.update\(scaler, found_inf\)"):
@@ -595,7 +469,7 @@ LARGE = GRADIENT * 2.0**14  # overflows float16 at a scale of 4, while the loss 
         {"weight_fn": lambda x: torch.tensor(2.0)},
     ],
 )
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW, ps.from_torch(torch.optim.RMSprop, lr=0.1)])
+@pytest.mark.parametrize("optimizer", [SGD, ps.from_torch(torch.optim.RMSprop, lr=0.1)])
 @pytest.mark.parametrize("parts", [1, 4])
 def test_a_rule_that_takes_amax_gets_that_of_the_averaged_gradient_before_clipping(
     settings, optimizer, parts
@@ -698,73 +572,11 @@ def test_other_rules_are_told_of_every_overflow(name):
     assert state.scaler.scale == (4.0 if name == "a loss without a weight" else 2.0)
 
 
-def in_half(params, buffers, x):
-    out = torch.nn.functional.linear(x.half(), params["w"].half())
-    return out.float().square().mean(), buffers
-
-
-def in_half_with_a_slope(params, buffers, batch):
-    """The penalty of a slope that float16 holds times the scale, up to 2**10."""
-    x, scaler = batch
-    (slope,) = torch.autograd.grad(
-        ps.scale_loss(scaler, (params["w"] @ x).square().sum()), x, create_graph=True
-    )
-    return (slope.half().float() / scaler.scale).square().mean(), buffers
-
-
-@pytest.mark.parametrize("retries", [0, 2])
-@pytest.mark.parametrize("guard", [None, ps.SpikeGuard(warmup=2)])
-@pytest.mark.parametrize("size", [5, 33])
-def test_a_gradient_within_a_loss_comes_to_fit_into_float16(size, guard, retries):
-    rule = ps.HeadroomScale(2.0**24)
-    slow = ps.from_torch(torch.optim.SGD, lr=1e-6)
-    state = ps.init_train_state({"w": torch.ones(2, size)}, {}, slow, rule, guard=guard)
-    settings = {"loss_fn": in_half_with_a_slope, "optimizer": slow, "rule": rule}
-    skips = 0
-    for _ in range(40):
-        x = torch.ones(size, requires_grad=True)
-        state, info = ps.train_step(
-            state, [(x, state.scaler)], guard=guard, max_retries=retries, **settings
-        )
-        skips += int(info.found_inf)
-    assert 0 < skips <= 12
-    assert not info.found_inf
-
-
 def test_check_scaler_tells_of_losses_that_are_not_finite():
     rule = ps.HeadroomScale()
     scaler = run(rule, [(False, math.nan)] * 3)[-1]
     with pytest.raises(FloatingPointError, match=r"3 steps in a row were skipped.*loss itself is"):
         ps.check_scaler(scaler, rule, max_skips=2, loss=math.inf)
-
-
-def test_batches_with_a_nan_do_not_lower_the_scale():
-    """Ten of them within its window took it to 2**-24 once, where every gradient is 0."""
-    rule = ps.HeadroomScale()
-    state = ps.init_train_state({"w": torch.ones(2, 5)}, {}, SGD, rule)
-    for index in range(40):
-        x = torch.ones(3, 5) * (math.nan if index % 4 == 3 else 1.0)
-        state, info = ps.train_step(state, [x], loss_fn=in_half, optimizer=SGD, rule=rule)
-        assert info.found_inf == (index == 0 or index % 4 == 3)
-    assert state.scaler.scale >= 2.0**6
-    assert state.step == 29
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_training_that_starts_at_the_lowest_scale_moves(compiled):
-    rule = ps.HeadroomScale(init_scale=2.0**-24)
-    state = ps.init_train_state({"w": torch.ones(2, 5)}, {}, SGD, rule)
-
-    def one(state, x):
-        return ps.train_step(state, [x], loss_fn=in_half, optimizer=SGD, rule=rule)
-
-    one = torch.compile(one, fullgraph=True, backend="aot_eager") if compiled else one
-    for _ in range(40):
-        state, info = one(state, torch.ones(3, 5) / 64)
-    assert info.grad_amax > 0
-    assert state.scaler.scale >= 2.0**8
-    assert (state.params["w"] < 1).all()
 
 
 def test_a_window_of_weight_0_tells_a_rule_nothing():
@@ -773,15 +585,6 @@ def test_a_window_of_weight_0_tells_a_rule_nothing():
     state, info = step(first, [GRADIENT], rule, weight_fn=lambda x: 0.0)
     assert same_bits(state.scaler, first.scaler)
     assert info.found_inf
-
-
-def test_gradients_of_zeros_leave_a_scale_of_1_and_above_where_it_is():
-    rule = ps.HeadroomScale(init_scale=1.0, window=4)
-    state, _ = step(start(rule), [GRADIENT], rule)
-    for _ in range(10):
-        after, info = step(state, [GRADIENT * 0], rule)
-        assert info.grad_amax == 0
-        assert same_bits(after.scaler[:3], state.scaler[:3])
 
 
 def test_a_retry_is_an_overflow_in_the_history_and_then_what_the_last_try_saw():
@@ -796,22 +599,6 @@ def test_a_retry_is_an_overflow_in_the_history_and_then_what_the_last_try_saw():
     while told is None or told.found_inf:
         by_steps, told = step(by_steps, [GRADIENT], rule)
     assert same_bits(by_steps, state)
-
-
-def test_a_state_is_saved_and_loaded_in_the_middle_of_its_window(tmp_path):
-    rule = ps.HeadroomScale(init_scale=2.0**24, window=4)
-    settings = ADAMW, rule
-    state, step = job(*settings)
-    for index in range(3):
-        state, _ = step(state, [batch(index)])
-    ps.save(tmp_path / "state.pt", state)
-    loaded = ps.load(tmp_path / "state.pt", like=job(*settings)[0])
-    assert same_bits(loaded, state)
-    assert same_bits(ps.from_state_dict(ps.to_state_dict(state), like=state), state)
-    for index in range(3, 9):
-        (state, told), (loaded, other) = step(state, [batch(index)]), step(loaded, [batch(index)])
-        assert same_bits((state, told), (loaded, other))
-    assert (state.scaler.amax_history > 0).all()
 
 
 @pytest.mark.slow
@@ -835,41 +622,6 @@ def test_a_compiled_step_is_one_graph_over_overflow_growth_and_a_full_window(set
         scales.append(other.scale.item())
     assert counter.frame_count == 1
     assert len(set(scales)) > 4
-
-
-def test_an_ensemble_under_vmap_equals_its_members_in_turn():
-    rule = ps.HeadroomScale(init_scale=2.0**24, window=3)
-    members = [start(rule)._replace(step=torch.tensor(i)) for i in range(3)]
-    together = stack(members)
-    for size in (1.0, 2.0**20, 2.0**-10, 1.0):
-        batches = [GRADIENT * size * 4.0**index for index in range(3)]
-        together, told = torch.vmap(lambda s, x: step(s, [x], rule))(together, torch.stack(batches))
-        alone = [step(member, [x], rule) for member, x in zip(members, batches, strict=True)]
-        members = [state for state, _ in alone]
-        assert same_bits(together.scaler, stack([state.scaler for state in members]))
-        assert same_bits(told.grad_amax, torch.stack([info.grad_amax for _, info in alone]))
-
-
-def test_a_step_can_be_differentiated_through_its_rule():
-    rule = ps.HeadroomScale()
-
-    def after(rate):
-        optimizer = ps.from_torch(torch.optim.SGD, lr=rate, differentiable=True)
-        state = ps.init_train_state({"w": torch.ones(4)}, {}, optimizer, rule)
-        for _ in range(2):
-            state, _ = ps.train_step(
-                state,
-                [GRADIENT],
-                loss_fn=lambda p, b, x: ((p["w"] * x).pow(2).sum(), b),
-                optimizer=optimizer,
-                rule=rule,
-            )
-        return state.params["w"].sum()
-
-    rate = torch.tensor(0.01, dtype=torch.float64)
-    slope = torch.func.grad(after)(rate)
-    difference = (after(rate + 1e-3) - after(rate - 1e-3)) / 2e-3
-    assert_close(slope.float(), difference.float(), rtol=1e-2, atol=1e-2)
 
 
 def test_a_step_with_it_costs_a_handful_of_operators_more():
@@ -915,19 +667,6 @@ def updated(rule, state, bad, amax):
     return rule.update(state, torch.tensor(bad), *amax)
 
 
-class Bound(Remembers):
-    update = staticmethod(lambda scaler, found_inf, amax: scaler)
-
-
-class OfTheClass(Remembers):
-    update = classmethod(lambda cls, scaler, found_inf, amax: scaler)
-
-
-@pytest.mark.parametrize("rule", [Bound(), OfTheClass()])
-def test_an_update_may_be_a_function_of_the_class(rule):
-    assert isinstance(step(start(rule), [GRADIENT], rule)[1], ps.StepInfo)
-
-
 class WithoutIt(Remembers):
     def update(self, scaler, found_inf):
         return scaler
@@ -963,11 +702,6 @@ def test_donation_gives_the_same_bits():
         assert same_bits(kept, donated)
         assert not shares_memory(kept, state)
         state, _ = kept
-
-
-def test_stacked_states_are_trees():
-    states = run(ps.HeadroomScale(window=2), [(False, 1.0), (True, 1.0)])
-    assert pytree.tree_map(lambda *t: torch.stack(t), *states).amax_history.shape == (3, 2)
 
 
 @pytest.mark.parametrize("damage", [math.nan, math.inf, -1.0])

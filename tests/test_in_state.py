@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
 from purescale import interop
-from purescale.interop._schedulers import RateTable
 from purescale.testing import assert_vmap_equals_loop
 
 # Every class with all that its formula takes as data.
@@ -153,18 +152,6 @@ def test_settings_in_the_state_are_differentiated(name, settings):
     assert any(slope != 0 for slope in slopes)
 
 
-def test_an_override_keeps_its_own_beside_the_state():
-    overrides = {"head.*": {"weight_decay": 0.0, "lr": 0.3}, "gain": {"betas": (0.5, 0.6)}}
-    names = ("weight_decay", "betas")
-    optimizer = ps.from_torch(OPTIM.AdamW, lr=0.1, in_state=names, overrides=overrides)
-    fixed = ps.from_torch(
-        OPTIM.AdamW, lr=0.1, weight_decay=0.4, betas=(0.7, 0.8), overrides=overrides
-    )
-    state = moved_to(optimizer.init(make_params()), {"weight_decay": 0.4, "betas": (0.7, 0.8)})
-    got, expected = ours(optimizer, steps=4, state=state)[0], ours(fixed, steps=4)[0]
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-
-
 def test_a_skipped_step_keeps_the_settings_of_the_state(way):
     optimizer, params = in_state("AdamW", ["betas", "weight_decay"]), make_params()
     state = optimizer.init(params)
@@ -290,18 +277,6 @@ def test_one_setting_in_the_state_moves_a_parameter_without_dimensions_as_any(
     assert same_bits(*results)
 
 
-def test_rprop_finds_its_own_factors_again_in_bfloat16_under_vmap():
-    params = {"w": torch.randn(33).bfloat16()}
-    grads = [{"w": torch.randn(33).bfloat16()} for _ in range(4)]
-    optimizer, settings = in_state("Rprop", ["etas"]), {"etas": (0.4, 1.3)}
-    state = moved_to(optimizer.init(params), settings)
-    alone, _ = steps_of(optimizer, params, grads, state)
-    mapped, _ = torch.vmap(lambda s: steps_of(optimizer, params, grads, s))(
-        ps.stack_states([state, state])
-    )
-    assert same_bits(mapped["w"][1], alone["w"])
-
-
 def test_bias_corrections_of_betas_in_the_state_are_not_those_of_float32():
     params = {"w": torch.randn(33)}
     settings = {"betas": (0.9, 0.999)}
@@ -405,46 +380,6 @@ def test_a_schedule_stands_for_any_number_in_the_state(name, settings, donate, w
     assert set(map(float, tensors(state.hyper))) == {1.0}
 
 
-def test_the_decay_of_dino_is_that_of_its_loop():
-    """Rates and decays from tables by iteration, which each step, applied or not, moves on; no
-    decay for biases. The rate starts at 0.
-    """
-    rates, decays = torch.linspace(0, 0.1, 12).tolist(), torch.linspace(0.04, 0.4, 12).tolist()
-    weight, bias = (torch.linspace(-1, 1, n).requires_grad_() for n in (6, 3))
-    theirs = OPTIM.AdamW([{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}], lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    optimizer = ps.from_torch(
-        OPTIM.AdamW,
-        lr=RateTable.of(rates),
-        weight_decay=RateTable.of(decays),
-        in_state=("weight_decay",),
-        schedule_by="iteration",
-        overrides={"bias": {"weight_decay": 0.0}},
-    )
-    rule = interop.torch_amp.rule(init_scale=8.0)
-    params = {"weight": weight.detach().clone(), "bias": bias.detach().clone()}
-    state = ps.init_train_state(params, {}, optimizer, rule)
-
-    def loss_fn(params, buffers, factor):
-        return (params["weight"] ** 2).sum() * factor + params["bias"].sin().sum(), buffers
-
-    for step, (rate, decay) in enumerate(zip(rates, decays, strict=True)):
-        factor = torch.tensor(torch.inf if step % 3 == 1 else 1.0)
-        theirs.param_groups[0]["weight_decay"] = decay
-        for group in theirs.param_groups:
-            group["lr"] = rate
-        theirs.zero_grad()
-        loss, _ = loss_fn({"weight": weight, "bias": bias}, {}, factor)
-        scaler.scale(loss).backward()
-        scaler.step(theirs)
-        scaler.update()
-        state, _ = ps.train_step(state, [factor], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
-    assert state.step == 8
-    assert state.scaler.scale == scaler.get_scale()
-    expected = {"weight": weight.detach(), "bias": bias.detach()}
-    torch.testing.assert_close(state.params, expected, rtol=1e-6, atol=1e-7)
-
-
 def test_a_number_in_the_state_is_a_factor_of_its_schedule(tmp_path):
     params = make_params()
     decay = halving(0.5)
@@ -488,20 +423,6 @@ def test_members_have_schedules_at_their_own_counts():
     states = [optimizer.init(params)._replace(applied=torch.tensor(n)) for n in (0, 5)]
     stacked = ps.stack_states([params] * 2)
     assert_vmap_equals_loop(optimizer.step, stacked, stacked, ps.stack_states(states))
-
-
-@pytest.mark.slow
-def test_a_compiled_step_serves_every_number_of_a_schedule():
-    optimizer = ps.from_torch(
-        OPTIM.AdamW, lr=0.1, weight_decay=halving(0.5), in_state=("weight_decay",)
-    )
-    params = {"w": torch.linspace(-1, 1, 4)}
-    step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
-    for count in (0, 5):
-        state = optimizer.init(params)._replace(applied=torch.tensor(count))
-        expected = optimizer.step(params, params, state)
-        with torch.compiler.set_stance("fail_on_recompile" if count else "default"):
-            torch.testing.assert_close(step(params, params, state), expected)
 
 
 @pytest.mark.parametrize(
@@ -663,38 +584,6 @@ def test_a_stacked_state_takes_a_value_a_member_or_one_for_all():
             ps.replace_settings(state, lr=rate)
 
 
-@pytest.mark.slow
-def test_a_sweep_over_two_rates_is_a_run_for_each():
-    """Fine-tuning: a small rate for the body, a large one for the head, a member for each pair."""
-    optimizer, rule = two_parts(RATE, RATE), ps.NoScale()
-    params, data = body_and_head(), torch.arange(6.0).reshape(2, 3) / 4
-
-    def loss_fn(params, buffers, x):
-        return ((x * params["w"]) @ params["head"]).square().mean(), buffers
-
-    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule)
-    start = ps.init_train_state(params, {}, optimizer, rule)
-    rates = {"body": torch.tensor([0.0, 1e-3, 1e-2]), "head": torch.tensor([1e-2, 0.0, 0.1])}
-
-    @functools.partial(torch.compile, fullgraph=True, backend="eager")
-    @torch.vmap
-    def first_step(rates):
-        return step(ps.replace_settings(start, lr=rates), [data])[0]
-
-    inside = first_step(rates)
-    outside = ps.replace_settings(ps.stack_states([start] * 3), lr=rates)
-    outside = torch.vmap(lambda state: step(state, [data])[0])(outside)
-    for index in range(3):
-        lr = {key: rate[index] for key, rate in rates.items()}
-        alone, _ = step(ps.replace_settings(start, lr=lr), [data])
-        for stacked in (inside, outside):
-            torch.testing.assert_close(
-                tensors(ps.member(stacked, index)), tensors(alone), rtol=1e-5, atol=1e-6
-            )
-    assert same_bits(ps.member(inside, 0).params["w"], params["w"])
-    assert same_bits(ps.member(inside, 1).params["head"], params["head"])
-
-
 def test_a_derivative_goes_through_what_is_replaced():
     params = {"w": torch.ones(2)}
     state = RATE.init(params)
@@ -709,19 +598,11 @@ def test_a_derivative_goes_through_what_is_replaced():
     ("optimizer", "settings", "words"),
     [
         (RATE, {"momentum": 0.9}, r"the state holds no setting 'momentum'. It holds: lr\. "),
-        (
-            BOTH,
-            {"lr": 1.0, "eps": 1.0},
-            r"no setting 'eps'.*It holds: lr, betas, weight_decay\..*'eps'",
-        ),
+        (BOTH, {"lr": 1.0, "eps": 1.0}, r"no setting 'eps'.*It holds: lr, betas, weight_decay\."),
         (PLAIN, {"lr": 0.1}, r"no setting 'lr'.*It holds: nothing.*in_state=\('lr',\)"),
         (two_parts(RATE, PLAIN), {"eps": 1.0}, r"It holds: body: lr; head: nothing\."),
         (two_parts(RATE, PLAIN), {"lr": {"head": 1.0}}, r"the part 'head' of the state holds no"),
-        (
-            two_parts(RATE, PLAIN),
-            {"lr": {"tail": 1.0}},
-            r"the part 'tail'.*It holds: body: lr; head",
-        ),
+        (two_parts(RATE, PLAIN), {"lr": {"tail": 1.0}}, r"part 'tail'.*It holds: body: lr; head"),
         (RATE, {"lr": {"body": 1.0}}, r"the part 'body' of the state holds no setting 'lr'"),
     ],
 )
@@ -786,9 +667,7 @@ def test_a_number_out_of_the_range_of_float32_is_refused(number):
     optimizer = ps.from_torch(torch.optim.SGD, lr=0.5, in_state=("lr", "weight_decay"))
     state = optimizer.init({"w": torch.ones(1)})
     for name in ("lr", "weight_decay"):
-        with pytest.raises(
-            ValueError, match=f"{name} is -?1e\\+39, out of the range of torch.float"
-        ):
+        with pytest.raises(ValueError, match=f"{name} is -?1e\\+39, out of the range of torch.f"):
             ps.replace_settings(state, **{name: number})
     wide = state._replace(lr=state.lr.double())
     assert ps.replace_settings(wide, lr=number).lr == float(number)

@@ -5,7 +5,6 @@ import math
 import types
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -166,32 +165,22 @@ factors = st.sampled_from([2.0, 4.0, 16.0])
     st.integers(11, 30).map(lambda e: 2.0**e),
     st.integers(0, 319),
     st.integers(1, 9),
+    st.booleans(),
 )
 @examples(25)
-def test_apex_equals_its_oracle(pattern, scale, window, floor, ceiling, change_at, new_window):
+def test_apex_equals_its_oracle(
+    pattern, scale, window, floor, ceiling, change_at, new_window, dynamic
+):
+    first = {"init_scale": scale} if dynamic else {"loss_scale": str(scale)}
     rule = interop.apex.rule(
-        init_scale=scale, scale_window=window, min_loss_scale=floor, max_loss_scale=ceiling
+        **first, scale_window=window, min_loss_scale=floor, max_loss_scale=ceiling
     )
-    oracle = ApexOracle(dynamic=True, scale=scale, window=window, floor=floor, ceiling=ceiling)
+    oracle = ApexOracle(dynamic=dynamic, scale=scale, window=window, floor=floor, ceiling=ceiling)
     state = rule.init()
     for index, bad in enumerate(pattern):
         if index == change_at:
             rule, oracle.window = dataclasses.replace(rule, scale_window=new_window), new_window
         bad = steered(bad, oracle.scale)
-        oracle.update(bad)
-        state = rule.update(state, torch.tensor(bad))
-        assert (state.scale.item(), state.growth_tracker.item()) == (oracle.scale, oracle.unskipped)
-
-
-@given(overflow_patterns, powers)
-@examples(5)
-def test_apex_static_equals_its_oracle(pattern, scale):
-    rule, oracle = (
-        interop.apex.rule(loss_scale=str(scale)),
-        ApexOracle(dynamic=False, scale=scale, window=2000, floor=None, ceiling=2.0**24),
-    )
-    state = rule.init()
-    for bad in pattern:
         oracle.update(bad)
         state = rule.update(state, torch.tensor(bad))
         assert (state.scale.item(), state.growth_tracker.item()) == (oracle.scale, oracle.unskipped)
@@ -254,11 +243,6 @@ def test_fairseq_equals_its_oracle_until_it_raises_and_check_scaler_raises_then(
         assert state.scale.item() == oracle.scale
         counts = (oracle.iteration, oracle.overflow_at, oracle.rescaled_at, oracle.overflows)
         assert tuple(count.item() for count in state[1:5]) == counts
-
-
-def test_fairseq_stays_at_the_floor_and_can_grow_again():
-    rule = interop.fairseq.rule(init_scale=4.0, min_loss_scale=1.0, scale_window=2)
-    assert scales(rule, "OOO....") == [2, 1, 1, 1, 2, 2, 4]
 
 
 MOST = torch.finfo(torch.float32).max  # flax's ceiling, which is no power of two
@@ -341,6 +325,8 @@ def test_growth_comes_where_the_peers_does(rule, fresh, then, after_overflow):
         (interop.megatron.rule(2.0, min_scale=1.5, hysteresis=1), "OO", [1.5, 1.5]),
         (interop.jmp.rule(2.0), "OO", [1, 1]),
         (interop.fairseq.rule(8.0, threshold=3.0), "OOO", [4, 3, 3]),
+        (interop.fairseq.rule(4.0, min_loss_scale=1.0, scale_window=2), "OOO....",
+         [2, 1, 1, 1, 2, 2, 4]),
         (interop.flax.rule(scale=2.0**127, growth_interval=1), "...O",
          [2.0**127, MOST, MOST, MOST / 2]),
         (interop.torch_amp.rule(2.0**127, growth_interval=1), "..", [2.0**127] * 2),
@@ -358,29 +344,6 @@ def test_tolerance_floor_and_ceiling_are_the_peers(rule, text, expected):
 def test_torchs_count_resets_even_where_growth_is_refused():
     rule = interop.torch_amp.rule(2.0**127, growth_interval=2)
     assert run(rule, [False] * 2).growth_tracker == 0
-
-
-@pytest.mark.parametrize(
-    ("rule", "change", "grows"),
-    [
-        (interop.torch_amp.rule(), {"growth_interval": 3}, False),
-        (interop.megatron.rule(), {"growth_interval": 3}, False),
-        (interop.keras.rule(), {"dynamic_growth_steps": 3}, False),
-        (interop.apex.rule(), {"scale_window": 3}, False),
-        (interop.jmp.rule(8.0), {"period": 3}, True),
-        (interop.deepspeed.rule(), {"scale_window": 3}, True),
-        (interop.nnabla.rule(), {"N": 3}, True),
-        (interop.fairseq.rule(), {"scale_window": 3}, True),
-    ],
-    ids=lambda value: type(value).__name__ if dataclasses.is_dataclass(value) else None,
-)
-def test_an_interval_lowered_below_the_count_stops_growth_where_it_does_in_the_peer(
-    rule, change, grows
-):
-    state = run(rule, [False] * 7)
-    assert (
-        run(dataclasses.replace(rule, **change), [False] * 20, state).scale > state.scale
-    ).item() is grows
 
 
 def test_deepspeed_raises_where_check_scaler_raises():
@@ -474,27 +437,6 @@ def test_all_rules_compiled_by_inductor_have_the_same_bits():
     for bad in PATTERN:
         eager, other = update(eager, torch.tensor(bad)), compiled(other, torch.tensor(bad))
         assert same_bits(eager, other)
-
-
-@each_rule
-def test_rules_are_values(name):
-    rule = RULES[name]
-    assert rule == dataclasses.replace(rule)
-    assert hash(rule) == hash(dataclasses.replace(rule))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        rule.scale_window = 1
-
-
-def test_equal_settings_are_equal_rules_whatever_type_they_came_in():
-    assert (
-        interop.apex.rule(loss_scale="128.0")
-        == interop.apex.rule(loss_scale=128)
-        == interop.apex.rule(loss_scale=128.0)
-    )
-    assert interop.jmp.rule(
-        np.asarray(8.0, np.float32), np.zeros([], np.int32), min_loss_scale=np.ones([], np.float32)
-    ) == interop.jmp.rule(8)
-    assert hash(interop.flax.rule(scale=np.float32(8))) == hash(interop.flax.rule(scale=8.0))
 
 
 @each_rule
@@ -619,14 +561,8 @@ def test_apex_with_several_losses_keeps_them_in_order():
 
 
 def test_deepspeeds_flat_format_has_no_hysteresis():
-    d = {
-        "dynamic_loss_scale": True,
-        "cur_scale": 256.0,
-        "cur_iter": 40,
-        "last_overflow_iter": 30,
-        "scale_factor": 2.0,
-        "scale_window": 100,
-    }
+    d = {"dynamic_loss_scale": True, "cur_scale": 256.0, "cur_iter": 40, "last_overflow_iter": 30}
+    d |= {"scale_factor": 2.0, "scale_window": 100}
     rule, state = interop.deepspeed.from_state_dict(
         {**d, "optimizer_state_dict": {}, "clip_grad": 0.0}, min_scale=0.25
     )
@@ -704,24 +640,15 @@ def sample(peer):
 def test_another_peers_state_dict_is_named(peer, other):
     if peer == other:
         return
-    with pytest.raises(
-        ValueError,
-        match=rf"interop\.{peer}\..* expects .*This looks like "
-        rf".*`interop\.{other}\.from_state_dict\(d\)`",
-    ):
+    words = rf"interop\.{peer}\..* expects .*This looks like .*`interop\.{other}\.from_state_dict"
+    with pytest.raises(ValueError, match=words):
         getattr(interop, peer).from_state_dict(sample(other))
 
 
 @each_peer
 def test_the_state_dicts_of_those_without_a_file_are_named(peer):
-    mmcv = {
-        "cur_scale": 4.0,
-        "cur_iter": 1,
-        "mode": "dynamic",
-        "last_overflow_iter": -1,
-        "scale_factor": 2.0,
-        "scale_window": 1000,
-    }
+    mmcv = {"cur_scale": 4.0, "cur_iter": 1, "mode": "dynamic", "last_overflow_iter": -1}
+    mmcv |= {"scale_factor": 2.0, "scale_window": 1000}
     for d, whose in (
         (mmcv, "mmcv's LossScaler"),
         (ps.DynamicScale().init()._asdict(), "a ScalerState of purescale's own"),
@@ -732,24 +659,17 @@ def test_the_state_dicts_of_those_without_a_file_are_named(peer):
 
 @each_peer
 def test_the_empty_dict_of_a_disabled_scaler_is_named(peer):
-    with pytest.raises(ValueError, match=r"disabled scaler .*NoScale\(\)"):
-        getattr(interop, peer).from_state_dict({})
-
-
-def test_a_disabled_scaler_inside_of_mmengines_dict_is_named():
-    with pytest.raises(ValueError, match="disabled scaler"):
-        interop.mmengine.from_state_dict({"state": {}, "param_groups": [], "loss_scaler": {}})
+    held = [{}, {"state": {}, "param_groups": [], "loss_scaler": {}}]
+    for d in held[: 1 + (peer == "mmengine")]:
+        with pytest.raises(ValueError, match=r"disabled scaler .*NoScale\(\)"):
+            getattr(interop, peer).from_state_dict(d)
 
 
 @each_peer
-@pytest.mark.parametrize("d", [None, [], "scaler.pt", 1.0, torch.ones(1)])
-def test_what_is_no_dict_is_refused(peer, d):
-    with pytest.raises(TypeError, match="takes a state dict"):
-        getattr(interop, peer).from_state_dict(d)
-
-
-@each_peer
-def test_a_whole_checkpoint_is_refused(peer):
+def test_what_is_no_dict_and_a_whole_checkpoint_are_refused(peer):
+    for d in (None, "scaler.pt", torch.ones(1)):
+        with pytest.raises(TypeError, match="takes a state dict"):
+            getattr(interop, peer).from_state_dict(d)
     with pytest.raises(ValueError, match="not a checkpoint that holds it"):
         getattr(interop, peer).from_state_dict({"model": {}, "epoch": 3})
 
@@ -898,67 +818,60 @@ def test_as_many_states_as_rules():
 
 # ---- bad settings
 
+NAN = math.nan
+OUT_OF_RANGE = {
+    "torch_amp": {
+        "init_scale": [-1.0, NAN], "growth_factor": [1.0], "backoff_factor": [1.0, -1.0],
+        "growth_interval": [0],
+    },
+    "apex": {"loss_scale": [0.0, "inf"], "min_loss_scale": [-2.0], "scale_window": [0]},
+    "nnabla": {"N": [-1], "scaling_factor": [1.0]},
+    "deepspeed": {"delayed_shift": [0], "scale_factor": [0.5], "min_scale": [0.0]},
+    "megatron": {"hysteresis": [0]},
+    "flax": {"minimum_scale": [0.0], "fin_steps": [-1]},
+    "jmp": {"factor": [1], "period": [0]},
+    "keras": {"dynamic_growth_steps": [0]},
+    "fairseq": {"tolerance": [1.5], "threshold": [-1.0], "min_loss_scale": [NAN]},
+    "mmengine": {"loss_scale": [0.0]},
+}  # fmt: skip
+NO_NUMBERS = {
+    "torch_amp": {"init_scale": ["65536", torch.tensor(8.0)], "growth_interval": [2.5]},
+    "apex": {"loss_scale": [True, None]},
+    "nnabla": {"N": [2.5]},
+    "deepspeed": {"consecutive_hysteresis": [1]},
+    "jmp": {"loss_scale": [[8.0]]},
+    "fairseq": {"threshold": ["1"]},
+    "mmengine": {"loss_scale": [None]},
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "peer", "name", "value"),
+    [
+        (error, peer, name, value)
+        for error, settings in ((ValueError, OUT_OF_RANGE), (TypeError, NO_NUMBERS))
+        for peer, by_name in settings.items()
+        for name, values in by_name.items()
+        for value in values
+    ],
+)
+def test_a_setting_out_of_range_or_of_the_wrong_type_is_refused_by_name(error, peer, name, value):
+    given = {"loss_scale": 8.0} if peer == "jmp" else {}
+    with pytest.raises(error, match=rf"{name} (must|is a tensor).*Fix: "):
+        getattr(interop, peer).rule(**given | {name: value})
+
 
 @pytest.mark.parametrize(
     ("peer", "bad", "message"),
     [
-        ("torch_amp", {"init_scale": -1.0}, "init_scale must be positive"),
-        ("torch_amp", {"init_scale": math.nan}, "init_scale must be positive"),
-        ("torch_amp", {"growth_factor": 1.0}, "growth_factor must be above 1"),
-        ("torch_amp", {"backoff_factor": 1.0}, "backoff_factor must lie between"),
-        ("torch_amp", {"backoff_factor": -1.0}, "backoff_factor must be positive"),
-        ("torch_amp", {"growth_interval": 0}, "growth_interval must be from 1"),
         ("apex", {"loss_scale": "dynamik"}, "'dynamic', a number.*'dynamik'.*Fix"),
-        ("apex", {"loss_scale": 0.0}, "loss_scale must be positive"),
-        ("apex", {"loss_scale": "inf"}, "loss_scale must be positive"),
         ("apex", {"min_loss_scale": 2.0**30}, "min_loss_scale <= max_loss_scale"),
-        ("apex", {"min_loss_scale": -2.0}, "min_loss_scale must be positive"),
-        ("apex", {"scale_window": 0}, "scale_window must be from 1"),
-        ("nnabla", {"N": -1}, "N must be from 0"),
-        ("nnabla", {"scaling_factor": 1.0}, "scaling_factor must be above 1"),
-        ("deepspeed", {"delayed_shift": 0}, "delayed_shift must be from 1"),
-        ("deepspeed", {"scale_factor": 0.5}, "scale_factor must be above 1"),
-        ("deepspeed", {"min_scale": 0.0}, "min_scale must be positive"),
         ("megatron", {"min_scale": 2.0**40}, "min_scale <= initial_scale"),
-        ("megatron", {"hysteresis": 0}, "hysteresis must be from 1"),
-        ("flax", {"minimum_scale": 0.0}, "minimum_scale must be positive"),
-        ("flax", {"fin_steps": -1}, "fin_steps must be from 0"),
-        ("jmp", {"loss_scale": 8.0, "factor": 1}, "factor must be above 1"),
-        ("jmp", {"loss_scale": 8.0, "period": 0}, "period must be from 1"),
-        ("keras", {"dynamic_growth_steps": 0}, "dynamic_growth_steps must be from 1"),
-        ("fairseq", {"tolerance": 1.5}, "tolerance must be from 0 to 1"),
-        ("fairseq", {"threshold": -1.0}, "threshold must be finite and not negative"),
-        ("fairseq", {"min_loss_scale": math.nan}, "min_loss_scale must be finite"),
         ("mmengine", {"loss_scale": "dynamik"}, "'dynamic', a float, or a dict"),
-        ("mmengine", {"loss_scale": 0.0}, "loss_scale must be positive"),
     ],
 )
-def test_a_setting_out_of_range_is_refused_by_name(peer, bad, message):
+def test_a_word_that_is_none_and_bounds_that_cross_are_refused(peer, bad, message):
     with pytest.raises(ValueError, match=message):
-        getattr(interop, peer).rule(**bad)
-
-
-@pytest.mark.parametrize(
-    ("peer", "bad", "message"),
-    [
-        ("torch_amp", {"init_scale": "65536"}, "init_scale must be a number"),
-        ("torch_amp", {"init_scale": torch.tensor(8.0)}, "init_scale is a tensor"),
-        ("torch_amp", {"growth_interval": 2.5}, "growth_interval must be a whole number"),
-        ("apex", {"loss_scale": True}, "loss_scale must be a number"),
-        ("apex", {"loss_scale": None}, "loss_scale must be a number"),
-        ("nnabla", {"N": 2.5}, "N must be a whole number"),
-        (
-            "deepspeed",
-            {"consecutive_hysteresis": 1},
-            "consecutive_hysteresis must be True or False",
-        ),
-        ("jmp", {"loss_scale": [8.0]}, "loss_scale must be a number"),
-        ("fairseq", {"threshold": "1"}, "threshold must be a number"),
-        ("mmengine", {"loss_scale": None}, "loss_scale must be a number"),
-    ],
-)
-def test_a_setting_of_the_wrong_type_is_refused_by_name(peer, bad, message):
-    with pytest.raises(TypeError, match=message):
         getattr(interop, peer).rule(**bad)
 
 
@@ -973,24 +886,17 @@ LEVELS = {
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_opt_level_is_apexs(level):
-    policy, rule = interop.apex.initialize(level)
+def test_an_opt_level_is_apexs_and_o1_the_default(level):
+    policy, rule = interop.apex.initialize(*[level] * (level != "O1"))
     assert policy == ps.policy(LEVELS[level][0])
     assert rule == interop.apex.rule(loss_scale=LEVELS[level][1])
 
 
-def test_o1_is_the_default():
-    assert interop.apex.initialize() == interop.apex.initialize("O1")
-
-
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-    ("given", "expected"), [("dynamic", "dynamic"), ("128.0", 128.0), (128.0, 128.0), (128, 128.0)]
-)
-def test_loss_scale_overrides_every_level(level, given, expected):
-    assert interop.apex.initialize(level, loss_scale=given)[1] == interop.apex.rule(
-        loss_scale=expected
-    )
+@pytest.mark.parametrize("given", ["dynamic", "128.0", 128])
+def test_loss_scale_overrides_every_level(level, given):
+    expected = interop.apex.rule(loss_scale=given if given == "dynamic" else 128.0)
+    assert interop.apex.initialize(level, loss_scale=given)[1] == expected
 
 
 def test_floor_and_ceiling_reach_the_rule():
@@ -999,85 +905,33 @@ def test_floor_and_ceiling_reach_the_rule():
     assert run(rule, [True] * 5).scale == 4
 
 
+def policy_of(params, compute, output, norms):
+    return f"params={params},compute={compute},output={output},norms={norms}"
+
+
+F16, F32, AUTO = "float16", "float32", "autocast(float16)"
+
+
 @pytest.mark.parametrize(
     ("level", "overrides", "expected"),
     [
-        (
-            "O2",
-            {"keep_batchnorm_fp32": "False"},
-            "params=float32,compute=float16,output=float32,norms=float16",
-        ),
-        (
-            "O2",
-            {"keep_batchnorm_fp32": True},
-            "params=float32,compute=float16,output=float32,norms=float32",
-        ),
-        (
-            "O2",
-            {"master_weights": False},
-            "params=float16,compute=float16,output=float32,norms=float32",
-        ),
-        (
-            "O2",
-            {"cast_model_type": torch.bfloat16},
-            "params=float32,compute=bfloat16,output=float32,norms=float32",
-        ),
-        ("O2", {"cast_model_type": False}, "float32"),
-        (
-            "O2",
-            {"cast_model_outputs": torch.float16},
-            "params=float32,compute=float16,output=float16,norms=float32",
-        ),
-        (
-            "O3",
-            {"keep_batchnorm_fp32": "True"},
-            "params=float16,compute=float16,output=float32,norms=float32",
-        ),
-        (
-            "O3",
-            {"master_weights": True},
-            "params=float32,compute=float16,output=float32,norms=float16",
-        ),
-        (
-            "O3",
-            {"patch_torch_functions": False},
-            "params=float16,compute=float16,output=float32,norms=float16",
-        ),
-        (
-            "O0",
-            {"cast_model_type": torch.float64},
-            "params=float64,compute=float64,output=float32,norms=float64",
-        ),
-        ("O1", {"patch_torch_functions": False}, "float32"),
-        (
-            "O1",
-            {"cast_model_type": torch.float32},
-            "params=float32,compute=autocast(float16),output=float32,norms=float32",
-        ),
-        (
-            "O1",
-            {"cast_model_outputs": torch.float16},
-            "params=float32,compute=autocast(float16),output=float16,norms=float32",
-        ),
+        ("O2", {"keep_batchnorm_fp32": "False"}, policy_of(F32, F16, F32, F16)),
+        ("O2", {"keep_batchnorm_fp32": True}, policy_of(F32, F16, F32, F32)),
+        ("O2", {"master_weights": False}, policy_of(F16, F16, F32, F32)),
+        ("O2", {"cast_model_type": torch.bfloat16}, policy_of(F32, "bfloat16", F32, F32)),
+        ("O2", {"cast_model_type": False}, F32),
+        ("O2", {"cast_model_outputs": torch.float16}, policy_of(F32, F16, F16, F32)),
+        ("O3", {"keep_batchnorm_fp32": "True"}, policy_of(F16, F16, F32, F32)),
+        ("O3", {"master_weights": True}, policy_of(F32, F16, F32, F16)),
+        ("O3", {"patch_torch_functions": False}, policy_of(F16, F16, F32, F16)),
+        ("O0", {"cast_model_type": torch.float64}, policy_of("float64", "float64", F32, "float64")),
+        ("O1", {"patch_torch_functions": False}, F32),
+        ("O1", {"cast_model_type": torch.float32}, policy_of(F32, AUTO, F32, F32)),
+        ("O1", {"cast_model_outputs": torch.float16}, policy_of(F32, AUTO, F16, F32)),
     ],
 )
 def test_an_override_changes_the_policy(level, overrides, expected):
     assert interop.apex.initialize(level, **overrides)[0] == ps.policy(expected)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_level_trains(level):
-    policy, rule = interop.apex.initialize(level)
-    apply, params, buffers = ps.make_functional(
-        torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
-    )
-    params, apply = policy.cast_to_param(params), ps.with_policy(apply, policy)
-    scaler = rule.init()._replace(scale=torch.tensor(8.0))
-    grads = torch.func.grad(
-        lambda p: ps.scale_loss(scaler, apply(p, buffers, torch.ones(2, 3))[0].square().mean())
-    )(params)
-    assert {grad.dtype for grad in grads.values()} == {policy.param_dtype}
-    assert not ps.unscale_and_check(scaler, grads)[1]
 
 
 def test_several_losses_have_a_rule_each():
@@ -1093,88 +947,51 @@ def test_disabled_is_float32_without_a_scale_whatever_the_level():
 
 @pytest.mark.parametrize("level", ["o1", "02", 2, None, "O4", ["O1"]])
 def test_an_unknown_opt_level_is_refused(level):
-    with pytest.raises(
-        RuntimeError,
-        match=r"unknown opt_level .*expected 'O0', 'O1', 'O2' or 'O3'.*Fix: opt_level='O\d'",
-    ):
+    with pytest.raises(RuntimeError, match=r"unknown opt_level .*'O0', 'O1', .*Fix: opt_level='O"):
         interop.apex.initialize(level)
 
 
 @pytest.mark.parametrize(
-    ("level", "overrides", "message"),
+    ("level", "overrides"),
     [
-        ("O1", {"cast_model_type": torch.float16}, "cast_model_type=torch.float16 contradicts"),
-        ("O1", {"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32=True contradicts"),
-        ("O1", {"keep_batchnorm_fp32": "False"}, "keep_batchnorm_fp32=False contradicts"),
-        ("O1", {"master_weights": True}, "master_weights=True contradicts"),
-        ("O1", {"master_weights": False}, "master_weights=False contradicts"),
-        (
-            "O0",
-            {"patch_torch_functions": True},
-            "patch_torch_functions=True contradicts opt_level='O0'",
-        ),
-        (
-            "O2",
-            {"patch_torch_functions": True},
-            "patch_torch_functions=True contradicts opt_level='O2'",
-        ),
-        (
-            "O3",
-            {"patch_torch_functions": True},
-            "patch_torch_functions=True contradicts opt_level='O3'",
-        ),
+        ("O1", {"cast_model_type": torch.float16}),
+        ("O1", {"keep_batchnorm_fp32": False}),
+        ("O1", {"master_weights": True}),
+        ("O1", {"master_weights": False}),
+        *((level, {"patch_torch_functions": True}) for level in ("O0", "O2", "O3")),
     ],
 )
-def test_what_contradicts_the_level_is_refused_as_in_apex(level, overrides, message):
-    with pytest.raises(RuntimeError, match=rf"{message}.*Fix"):
+def test_what_contradicts_the_level_is_refused_as_in_apex(level, overrides):
+    ((name, value),) = overrides.items()
+    with pytest.raises(RuntimeError, match=f"{name}={value} contradicts .*{level}.*Fix"):
         interop.apex.initialize(level, **overrides)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "error", "message"),
+    ("overrides", "error", "expected"),
     [
-        ({"loss_scale": "dynamik"}, ValueError, "loss_scale must be 'dynamic'"),
-        (
-            {"keep_batchnorm_fp32": "yes"},
-            ValueError,
-            "keep_batchnorm_fp32 must be True, False, 'True', 'False' or None, got 'yes'",
-        ),
-        ({"master_weights": 1}, ValueError, "master_weights must be True, False or None"),
-        (
-            {"patch_torch_functions": "True"},
-            ValueError,
-            "patch_torch_functions must be True, False or None",
-        ),
-        (
-            {"cast_model_type": "float16"},
-            TypeError,
-            "cast_model_type must be a floating torch.dtype",
-        ),
-        (
-            {"cast_model_type": torch.int8},
-            TypeError,
-            "cast_model_type must be a floating torch.dtype",
-        ),
-        (
-            {"cast_model_outputs": False},
-            TypeError,
-            "cast_model_outputs must be a floating torch.dtype",
-        ),
-        ({"num_losses": 0}, ValueError, "num_losses must be from 1"),
-        ({"num_losses": 1.5}, TypeError, "num_losses must be a whole number"),
-        ({"max_loss_scale": None}, TypeError, "max_loss_scale must be a number"),
-        ({"min_loss_scale": "4"}, TypeError, "min_loss_scale must be a number"),
+        ({"loss_scale": "dynamik"}, ValueError, "'dynamic'"),
+        ({"keep_batchnorm_fp32": "yes"}, ValueError, "True, False, 'True', 'False' or None"),
+        ({"master_weights": 1}, ValueError, "True, False or None"),
+        ({"patch_torch_functions": "True"}, ValueError, "True, False or None"),
+        ({"cast_model_type": "float16"}, TypeError, "a floating torch.dtype"),
+        ({"cast_model_type": torch.int8}, TypeError, "a floating torch.dtype"),
+        ({"cast_model_outputs": False}, TypeError, "a floating torch.dtype"),
+        ({"num_losses": 0}, ValueError, "from 1"),
+        ({"num_losses": 1.5}, TypeError, "a whole number"),
+        ({"max_loss_scale": None}, TypeError, "a number"),
+        ({"min_loss_scale": "4"}, TypeError, "a number"),
     ],
 )
-def test_a_value_that_apex_does_not_take_is_refused(overrides, error, message):
-    with pytest.raises(error, match=message):
+def test_a_value_that_apex_does_not_take_is_refused(overrides, error, expected):
+    with pytest.raises(error, match=f"{next(iter(overrides))} must be {expected}"):
         interop.apex.initialize("O2", **overrides)
 
 
 # ---- a job that accumulated
 
 
-@pytest.mark.parametrize("k", [1, 2, 8])
+@pytest.mark.parametrize("k", [1, 4])
 def test_a_job_that_scaled_a_kth_of_each_loss_goes_on_with_the_same_overflows(k):
     """GradScaler over `loss / k`, k times a step, beside a step over k microbatches; gradients in
     float16, which overflow.
@@ -1218,27 +1035,18 @@ def test_a_job_that_scaled_a_kth_of_each_loss_goes_on_with_the_same_overflows(k)
 
 @pytest.mark.parametrize(
     ("k", "error", "words"),
-    [
-        (3, ValueError, "power of two.*accumulated=4"),
-        (0, ValueError, "from 1"),
-        (2.0, TypeError, "whole"),
-    ],
+    [(3, ValueError, "power of two.*=4"), (0, ValueError, "from 1"), (2.0, TypeError, "whole")],
 )
 def test_an_accumulated_that_is_no_power_of_two_is_refused(k, error, words):
     d = torch.amp.GradScaler("cpu").state_dict()
-    rule, state = interop.torch_amp.from_state_dict(d)
-    for call in (
-        lambda: interop.torch_amp.from_state_dict(d, accumulated=k),
-        lambda: interop.torch_amp.to_state_dict(rule, state, k),
-    ):
-        with pytest.raises(error, match=words):
-            call()
+    given = interop.torch_amp.from_state_dict(d)
+    with pytest.raises(error, match=words):
+        interop.torch_amp.from_state_dict(d, accumulated=k)
+    with pytest.raises(error, match=words):
+        interop.torch_amp.to_state_dict(*given, k)
 
 
 def test_mmengines_accumulative_counts_are_taken_over():
-    d = {
-        "state": {},
-        "param_groups": [],
-        "loss_scaler": torch.amp.GradScaler("cpu", init_scale=2.0**10).state_dict(),
-    }
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10).state_dict()
+    d = {"state": {}, "param_groups": [], "loss_scaler": scaler}
     assert interop.mmengine.from_state_dict(d, accumulated=4)[1].scale == 2.0**8

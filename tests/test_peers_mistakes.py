@@ -1,28 +1,13 @@
 """Wrong answers of other libraries, as they were measured, each with the right answer."""
 
-import contextlib
 import math
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
-from helpers import AsOnAnAccelerator, at, batch, job, same_bits, small_net
+from helpers import at, same_bits
 from torch import nn
 
 import purescale as ps
-
-
-def test_the_scale_never_reaches_zero_and_params_never_become_nan():
-    # torch: 2**-149 backs off to 0, then 0 * inf = NaN steps into the parameters.
-    rule = ps.DynamicScale(2.0**-149, min_scale=2.0**-149)
-    sgd = ps.from_torch(torch.optim.SGD, lr=1.0)
-    params, state = {"w": torch.ones(1)}, rule.init()
-    for grad in [math.inf, math.inf, 1.0, 1.0]:
-        scaled = {"w": torch.tensor([grad]) * state.scale}
-        out = ps.unscale_and_step(sgd, state, params, scaled, sgd.init(params))
-        params, state = out.params, rule.update(state, out.found_inf)
-        assert state.scale > 0
-        assert torch.isfinite(params["w"]).all()
 
 
 @pytest.mark.parametrize(
@@ -62,13 +47,6 @@ def test_float16_gradients_are_taken_and_do_not_underflow():
     assert not found_inf
 
 
-def test_a_float16_loss_of_shape_1_does_not_overflow():
-    # torch: 2 * 65536 in float16 is inf.
-    assert ps.scale_loss(at(2.0**16), torch.tensor([2.0], dtype=torch.float16)).tolist() == [
-        2.0**17
-    ]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_duplicate_sparse_indices_that_overflow_together_are_found(dtype):
     # torch checks the stored values only; coalesced they are inf and the parameter becomes -inf.
@@ -86,16 +64,6 @@ def test_duplicate_sparse_indices_that_overflow_together_are_found(dtype):
     ]
 
 
-@pytest.mark.parametrize("value", [1e38, 3e38])
-def test_duplicate_sparse_indices_are_summed_before_unscaling(value):
-    grad = torch.sparse_coo_tensor(
-        torch.tensor([[1, 1]]), torch.tensor([value, value]), (3,), check_invariants=True
-    )
-    unscaled, found_inf = ps.unscale_and_check(at(4.0), [grad])
-    assert found_inf.item() is (value == 3e38)
-    assert found_inf or unscaled[0][1].item() == pytest.approx(0.5e38)
-
-
 @pytest.mark.parametrize("bad", [None, complex(math.inf, 0), complex(0, math.nan)])
 def test_complex_gradients_are_taken(bad):
     # torch: not implemented.
@@ -106,109 +74,12 @@ def test_complex_gradients_are_taken(bad):
     assert unscaled[0][0] == 1 + 2j
 
 
-@pytest.mark.parametrize("bad", [1.0, math.inf, math.nan])
-def test_bfloat16_gradients_are_taken(bad):
-    unscaled, found_inf = ps.unscale_and_check(
-        at(2.0**16), [torch.tensor([3.0, bad], dtype=torch.bfloat16)]
-    )
-    assert unscaled[0][0].item() == 3.0 * 2.0**-16
-    assert found_inf.item() is not math.isfinite(bad)
-
-
 @pytest.mark.parametrize("grads", [{"a": None, "b": [None]}, {}, ()])
 def test_no_gradient_at_all_is_no_error_and_no_overflow(grads):
     # torch: AssertionError "No inf checks were recorded".
     unscaled, found_inf = ps.unscale_and_check(at(8.0), grads)
     assert unscaled == grads
     assert not found_inf
-
-
-def test_the_floor_survives_a_tree_map():
-    # jmp keeps min_loss_scale in the state and forgets it when flattening: 0.25 becomes 1.
-    rule = ps.DynamicScale(0.25, min_scale=0.125)
-    state = rule.init()
-    for _ in range(4):
-        state = rule.update(pytree.tree_map(lambda t: t.clone(), state), torch.tensor(True))
-    assert state.scale == 0.125
-
-
-def test_gradients_and_loss_are_right_on_a_step_where_the_scale_grows():
-    # mpx and DeepSpeed unscale with the new scale: both are halved on every growth step.
-    sgd = ps.from_torch(torch.optim.SGD, lr=1.0)
-    rule = ps.DynamicScale(8.0, growth_interval=1)
-    state = ps.init_train_state({"w": torch.tensor(5.0)}, {}, sgd, rule)
-    for _ in range(3):
-        before = state
-        state, info = ps.train_step(
-            state, [None], loss_fn=lambda p, b, _: (p["w"] * 2.0, b), optimizer=sgd, rule=rule
-        )
-        assert before.params["w"] - state.params["w"] == 2.0
-        assert info.loss == 2.0 * before.params["w"]
-        assert state.scaler.scale == 2 * info.scale
-
-
-def test_running_statistics_do_not_keep_the_inf_of_a_skipped_step():
-    # pytorch#88474: the forward has updated them before the overflow is found.
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale()
-    state, step = job(optimizer, rule)
-    x, y = batch()
-    new, info = step(state, [(x * 1e6, y)])
-    assert info.found_inf
-    assert same_bits(new.buffers, state.buffers)
-    assert all(torch.isfinite(t).all() for t in new.buffers.values())
-
-
-@pytest.mark.parametrize("reads", [True, False])
-def test_a_schedule_does_not_advance_on_a_skipped_step(reads):
-    # pytorch#55585, #67590: torch cannot tell the caller, so the schedule moves on.
-    seen = []
-
-    def schedule(applied):
-        seen.append(applied.clone())
-        return 0.5**applied
-
-    sgd = ps.from_torch(torch.optim.SGD, lr=schedule)
-    params = {"w": torch.tensor([8.0])}
-    opt_state = sgd.init(params)
-    seen.clear()
-    with contextlib.nullcontext() if reads else AsOnAnAccelerator() as counted:
-        for bad in [False, True, True, False]:
-            params, opt_state = ps.maybe_step(
-                sgd, params, {"w": torch.ones(1)}, opt_state, torch.tensor(bad)
-            )
-    assert [s.item() for s in seen] == [0, 1, 1, 1]
-    assert reads or counted.reads == 0
-    assert params["w"].item() == 8.0 - 1.0 - 0.5
-    assert opt_state.applied == 2
-
-
-def test_a_skipped_step_does_not_count_for_bias_correction():
-    # OLMo-core#317: a step counter that moves on skipped steps gave 2.2 times the learning rate.
-    adam = ps.from_torch(torch.optim.Adam, lr=0.1)
-    params = {"w": torch.ones(3)}
-    opt_state = adam.init(params)
-    skipped = ps.maybe_step(
-        adam, params, {"w": torch.full((3,), math.nan)}, opt_state, torch.tensor(True)
-    )
-    assert same_bits(skipped, (params, opt_state))
-
-
-def test_a_growth_that_would_overflow_float32_stops_at_the_ceiling():
-    # Megatron-LM, Keras and ShardedGradScaler go to inf and never come back.
-    rule = ps.DynamicScale(2.0**127, max_scale=2.0**127, growth_interval=1)
-    state = rule.init()
-    for bad in [False, False, True]:
-        state = rule.update(state, torch.tensor(bad))
-    assert state.scale == 2.0**126
-
-
-def test_two_optimizers_skip_together():
-    # torch steps the clean optimizer and skips the other: a GAN silently loses one side's steps.
-    state = at(4.0)
-    _, found_inf = ps.unscale_and_check(
-        state, {"generator": [torch.ones(2)], "critic": [torch.tensor([math.inf])]}
-    )
-    assert found_inf
 
 
 def _fp16_optimizer_hook(model, batches, loss_of, lr, loss_scale=512.0):
@@ -252,15 +123,3 @@ def test_master_weights_need_no_copying_code():
         state, _ = ps.train_step(state, [b], loss_fn=loss_fn, optimizer=sgd, rule=rule)
     masters = _fp16_optimizer_hook(model, batches, loss_of, lr=0.1)
     assert same_bits(list(state.params.values()), masters)
-
-
-def test_the_users_module_is_never_changed():
-    model = small_net()
-    before = {name: (t.clone(), t._version) for name, t in model.state_dict(keep_vars=True).items()}
-    apply, params, buffers = ps.make_functional(model)
-    half = ps.with_policy(apply, "params=float32,compute=float16,output=float32")
-    half(params, buffers, batch()[0])
-    for name, t in model.state_dict(keep_vars=True).items():
-        assert same_bits(t, before[name][0])
-        assert t._version == before[name][1]
-    assert all(module.training for module in model.modules())

@@ -68,7 +68,7 @@ def by_single_runs(problem, exponents, tol=1e-2):
 EXPONENTS = [-20, -8, 0, 8, 16, 24, 32]
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1, 2, 3, 100])
+@pytest.mark.parametrize("chunk_size", [None, 1, 3])
 @pytest.mark.parametrize("policy", [HALF, "float32", "compute=autocast(float16),output=float32"])
 def test_the_columns_equal_single_runs(policy, chunk_size):
     given = problem(small_net(), policy)
@@ -170,8 +170,7 @@ def test_it_changes_nothing_and_shares_nothing():
     assert all(p.grad is None and not p.requires_grad for p in params.values())
 
 
-@pytest.mark.parametrize("train", [False, True])
-def test_one_forward_serves_every_scale(train):
+def test_one_forward_serves_every_scale():
     calls = []
 
     def loss_fn(params, buffers, microbatch):
@@ -318,11 +317,7 @@ def test_the_table_has_a_line_for_each_scale_and_each_leaf():
 
 
 @pytest.mark.parametrize("leaves", [2, 12])
-def test_the_picture_has_a_line_a_leaf_axes_with_names_and_the_window_shaded(leaves):
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def test_the_picture_has_a_line_a_leaf_axes_with_names_and_the_window_shaded(leaves, plt):
     given = TWO | {f"more{index}": torch.ones(1) for index in range(leaves - 2)}
     probe = ps.probe_scales(two_leaves, given, {}, MESSAGE)
     figure = probe.plot()
@@ -339,43 +334,18 @@ def test_the_picture_has_a_line_a_leaf_axes_with_names_and_the_window_shaded(lea
         (window,) = [patch for patch in panel.patches if "safe" in patch.get_label()]
         assert window.get_x() == probe.window[0]
         assert window.get_x() + window.get_width() == probe.window[1]
-    plt.close(figure)
 
 
-@pytest.mark.parametrize("leaves", [3, 20, 30, 31, 40])
-@pytest.mark.parametrize("window", [False, True])
-def test_each_leaf_that_the_legend_names_has_a_line_unlike_the_others(leaves, window):
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    columns = {f"w{index}": torch.tensor([0.5, 0.0, 0.0]) for index in range(leaves)}
-    low = dict.fromkeys(columns, 0) | ({} if window else {"w1": None})
-    low["w2"] = 1
-    overflow = torch.zeros(3, dtype=torch.bool)
-    probe = ps.ScaleProbe(torch.arange(3), overflow, columns, columns, low, 2)
-    assert (probe.window is not None) == window
-    figure = probe.plot()
-    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+def test_the_legend_names_thirty_leaves_with_the_worst_and_says_how_many_more(plt):
+    columns = {f"w{index}": torch.tensor([0.5, 0.0]) for index in range(33)}
+    low = dict.fromkeys(columns, 0) | {"w31": None, "w32": 1}
+    overflow = torch.zeros(2, dtype=torch.bool)
+    probe = ps.ScaleProbe(torch.arange(2), overflow, columns, columns, low, 1)
+    texts = [text.get_text() for text in probe.plot().legends[0].get_texts()]
     named = [text for text in texts if text in columns]
-    assert len(named) == min(leaves, 30)
-    assert {"w1", "w2"} <= set(named), "the worst are named"
-    assert [text for text in texts if "more" in text] == [f"and {leaves - 30} more"] * (leaves > 30)
-    assert ("safe for every leaf" in texts) == window
-    for panel in figure.axes:
-        looks = {}
-        for line in panel.get_lines():
-            looks[line.get_label()] = line.get_color(), line.get_marker()
-        assert len({looks[name] for name in named}) == len(named)
-        assert not {looks[name] for name in named} & {looks[n] for n in columns if n not in named}
-    plt.close(figure)
-
-
-def test_matplotlib_is_imported_only_when_a_picture_is_asked_for(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
-    probe = ps.probe_scales(two_leaves, TWO, {}, MESSAGE)
-    with pytest.raises(ImportError, match="Fix: pip install matplotlib"):
-        probe.plot()
+    assert len(named) == 30
+    assert {"w31", "w32"} <= set(named)
+    assert texts[-1] == "and 3 more"
 
 
 # ---- bad input -----------------------------------------------------------------------------------

@@ -74,11 +74,6 @@ class ComesLate(Halving):
         return Kept(moved, torch.where(bad, -1, 0).to(torch.int32))
 
 
-class TheOtherWayOn(Halving):
-    def update(self, state, bad):
-        return super().update(state, ~bad)
-
-
 class NeverBacksOff(Halving):
     def update(self, state, bad):
         new = super().update(state, bad)
@@ -99,13 +94,6 @@ class Mutates(Halving):
 class HandsBack(Halving):
     def update(self, state, bad):
         return super().update(state, bad)._replace(count=state.count)
-
-
-class Raises(Halving):
-    def update(self, state, bad):
-        if state.scale.item() <= self.min_scale:
-            raise FloatingPointError("the scale is too small")
-        return super().update(state, bad)
 
 
 class Remembers(Halving):
@@ -149,15 +137,6 @@ class KeepsANumber(Halving):
         return super().init(device)._replace(count=0)
 
 
-class StartsAgainAtTheTop(Halving):
-    """Comes back from inf, but lets the scale go there."""
-
-    def update(self, state, bad):
-        new = self.moved(state, bad)
-        good = torch.isfinite(new.scale) & (new.scale > 0)
-        return new._replace(scale=torch.where(good, new.scale, 1.0).clamp(min=self.min_scale))
-
-
 class TiresOfCleanSteps(Halving):
     def update(self, state, bad):
         count = torch.where(bad, 0, state.count + 1)
@@ -182,11 +161,6 @@ class GrowsWhatIsDamaged(Halving):
 class ReplacesByANumber(Halving):
     def update(self, state, bad):
         return state._replace(scale=1024.0)
-
-
-class ReplacesInFloat64(Halving):
-    def update(self, state, bad):
-        return state._replace(scale=super().update(state, bad).scale.double())
 
 
 class GrowsOnTheWrongFlag(Halving):
@@ -241,25 +215,21 @@ class GrowsFromTheFloor(Halving):
 @pytest.mark.parametrize(
     ("rule", "law", "words"),
     [
-        (StartsAgainAtTheTop, "clean", "decide by this step's found_inf"),
         (TiresOfCleanSteps, "clean", "decide by this step's found_inf"),
         (GrowsWhatIsDamaged, "damaged", "torch.where"),
         (ForgetsTheFloor, "positive", r"clamp\(min=self.min_scale\)"),
         (ForgetsTheCeiling, "finite", r"clamp\(max=self.max_scale\)"),
         (ByThirds, "power_of_two", "powers of two"),
         (ComesLate, "clean", "not the one that was used"),
-        (TheOtherWayOn, "clean", "found_inf, True if it was bad"),
         (NeverBacksOff, "backs_off", "a factor below 1"),
         (Syncs, "reads", "torch.where"),
         (Mutates, "pure", "methods that end in `_`"),
         (HandsBack, "pure", r"`\.clone\(\)`.*`state._replace"),
         (ReplacesByANumber, "structure", "full_like"),
-        (ReplacesInFloat64, "structure", r"\.to\(scaler.scale.dtype\)"),
         (GrowsOnTheWrongFlag, "overflow", "found_inf is True if the step was bad"),
         (GrowsOnceOnAnOverflow, "overflow", "found_inf is True if the step was bad"),
         (GrowsOnTheSecondOverflow, "overflow", "found_inf is True if the step was bad"),
         (GrowsFromTheFloor, "overflow", "found_inf is True if the step was bad"),
-        (Raises, "reads", "torch.where"),
         (Remembers, "value", "put what changes into the state"),
         (ChangesItsDtype, "structure", "a counter as"),
         (Unhashable, "value", "frozen=True"),
@@ -274,37 +244,19 @@ def test_a_wrong_rule_is_caught_with_its_cure(rule, law, words):
     with pytest.raises(AssertionError, match=rf"{rule.__name__} breaks the law `{law}`") as caught:
         assert_scale_rule(rule())
     lines = str(caught.value).splitlines()
-    cure = lines[-1].partition("Fix: ")
-    assert cure[1]
-    assert re.search(words, cure[2])
+    assert re.search(rf"^  Fix: .*{words}", lines[-1])
     assert any(line.startswith("  came ") for line in lines)
     assert any(line.startswith("  should ") for line in lines)
 
 
 @pytest.mark.parametrize(("rule", "words"), [(Halving, "the class Halving"), (None, "NoneType")])
 def test_what_is_no_rule_is_refused(rule, words):
-    with pytest.raises(
-        TypeError, match=rf"rule is {words}.*Fix: `assert_scale_rule\(MyRule\(\)\)`"
-    ):
+    with pytest.raises(TypeError, match=rf"rule is {words}.*Fix: `assert_scale_rule\(MyRule\(\)\)"):
         assert_scale_rule(rule)
 
 
 def test_a_right_rule_of_ones_own_passes():
     assert_scale_rule(Halving())
-
-
-def test_the_counterexample_can_be_read():
-    with pytest.raises(AssertionError) as caught:
-        assert_scale_rule(ComesLate())
-    assert str(caught.value).splitlines() == [
-        "ComesLate breaks the law `clean`",
-        "  state   Kept(scale=1024.0, count=-1)",
-        "  flag    False",
-        "  came    scale=512.0",
-        "  should  at least 1024.0",
-        "  Fix: decide by this step's found_inf, True if it was bad: a scale that moves a step "
-        "late is not the one that was used.",
-    ]
 
 
 class Foresees(Halving):
@@ -383,12 +335,6 @@ class GuardHandsBack(Doubled):
         return new._replace(count=state.count), bad
 
 
-class GuardMutates(Doubled):
-    def update(self, state, loss, grad_norm):
-        state.count.add_(1)
-        return super().update(state, loss, grad_norm)
-
-
 class WantsANorm(Doubled):
     def update(self, state, loss, grad_norm):
         return super().update(state, loss + 0 * grad_norm, grad_norm)
@@ -455,9 +401,9 @@ class Pending(NamedTuple):
 
 
 class Late(Doubled):
-    """Rejects the step after a spike."""
+    """Rejects a step after a spike."""
 
-    delay = 1
+    delay = 4
 
     def init(self, device=None):
         pending = torch.zeros(self.delay, dtype=torch.bool, device=device)
@@ -467,10 +413,6 @@ class Late(Doubled):
         inner, bad = super().update(state.inner, loss, grad_norm)
         pending = torch.cat([state.bad[1:], bad.reshape(1)])
         return Pending(inner, pending), state.bad[0].clone()
-
-
-class Later(Late):
-    delay = 4
 
 
 class LateByTheNorm(Late):
@@ -483,7 +425,6 @@ class LateByTheNorm(Late):
 WRONG = [
     (GuardSyncs, "reads", "torch.where"),
     (GuardHandsBack, "pure", r"\.clone\(\)"),
-    (GuardMutates, "pure", "of methods that end"),
     (WantsANorm, "raises", r"grad_norm. is \(\)"),
     (NoPair, "pair", "return new_state"),
     (NoFlag, "pair", "return new_state"),
@@ -491,7 +432,6 @@ WRONG = [
     (LearnsAnything, "finite", "finite numbers only"),
     (Nervous, "steady", "after a warmup"),
     (Late, "timely", "of this call"),
-    (Later, "timely", "of this call"),
     (LateByTheNorm, "timely", "of this call"),
     (GuardRemembers, "value", "put what changes into the state"),
     (Elsewhere, "init", "device=device"),

@@ -4,7 +4,6 @@ counts.
 
 import decimal
 import math
-import re
 from fractions import Fraction
 
 import hypothesis.strategies as st
@@ -16,7 +15,6 @@ from hypothesis import given
 
 import purescale as ps
 from purescale import interop
-from purescale._tree import scalars
 
 HUGE = 10**400
 ENORMOUS = 10**5000  # which Python does not even print
@@ -70,9 +68,7 @@ def test_a_whole_number_of_any_type_is_the_float_that_it_stands_for(name, number
     assert same_bits(CALLS[name](number), CALLS[name](3.0))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in CALLS if name not in ("accumulate_grads", "weight_fn")]
-)
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"accumulate_grads", "weight_fn"}))
 @pytest.mark.parametrize("number", [HUGE, Fraction(HUGE, 3), ENORMOUS], ids=_kind)
 def test_a_bound_beyond_the_range_of_floats_is_no_bound(name, number):
     assert same_bits(CALLS[name](number), CALLS[name](math.inf))
@@ -83,9 +79,7 @@ def test_a_bound_beyond_the_range_of_floats_is_no_bound(name, number):
     "number", [HUGE, -HUGE, ENORMOUS, -ENORMOUS, Fraction(HUGE, 3), math.nan], ids=_kind
 )
 def test_a_weight_beyond_the_range_of_floats_is_refused_in_words(name, number):
-    with pytest.raises(
-        ValueError, match=r"a weight is finite and not negative, 2\*\*64 at most.*Fix:"
-    ):
+    with pytest.raises(ValueError, match=r"a weight is finite and not negative, .* at most.*Fix:"):
         CALLS[name](number)
 
 
@@ -95,13 +89,7 @@ def test_a_weight_beyond_the_range_of_floats_is_refused_in_words(name, number):
     ids=_kind,
 )
 def test_a_bound_that_is_not_above_zero_is_refused_whatever_its_type(number):
-    for name in (
-        "clip_by_global_norm",
-        "norm_type",
-        "clip_by_value",
-        "unscale_and_step",
-        "train_step",
-    ):
+    for name in CALLS.keys() - {"accumulate_grads", "weight_fn"}:
         with pytest.raises(ValueError, match="must be above 0"):
             CALLS[name](number)
 
@@ -132,51 +120,6 @@ def test_a_bound_that_is_a_tensor_is_real(tensor):
     for clip in (ps.clip_by_global_norm, ps.clip_by_value):
         with pytest.raises(TypeError, match=r"must be a real number, got a tensor of torch.*Fix:"):
             clip(grads(), tensor)
-
-
-BAD = [None, True, "1", "much", 1j, math.nan, math.inf, -HUGE, ENORMOUS, -1, 0.5, 3.0, np.ones(2)]
-BAD += [decimal.Decimal("2"), Fraction(1, 3), torch.tensor(1.0), torch.zeros(2), torch.tensor(1j)]
-CHECKS = {
-    "real": scalars.real,
-    "whole": scalars.whole,
-    "whole from 5 to 7": lambda name, value: scalars.whole(name, value, least=5, most=7),
-    "whole from 5": lambda name, value: scalars.whole(name, value, least=5, most=None),
-    "positive": scalars.positive,
-    "power of two": scalars.power_of_two,
-    "bound": scalars.checked_bound,
-}
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_what_is_refused_is_told_with_what_was_expected_and_a_cure(check):
-    told = []
-    for value in BAD:
-        try:
-            CHECKS[check]("setting", value)
-        except (TypeError, ValueError) as error:
-            told.append((value, str(error)))
-    assert told
-    for value, message in told:
-        assert re.match(r"setting (must be|is a tensor of .*; expected) ", message), message
-        if isinstance(value, torch.Tensor):
-            shown = f"shape {tuple(value.shape)}", f"{value.dtype}"
-        else:
-            shown = (scalars.short_repr(value),)
-        assert any(part in message for part in shown), message
-        assert re.search(r"Fix: .+\.$", message), message
-
-
-@given(st.integers() | st.floats(), st.integers(-9, 9), st.integers(0, 9) | st.none())
-def test_the_cure_of_a_range_is_a_number_in_it(value, least, span):
-    most = None if span is None else least + span
-    try:
-        assert scalars.whole("n", value, least, most) == value
-    except (TypeError, ValueError) as error:
-        cure = re.search(r"Fix: .*?(-?\d+)[.,]", str(error))
-        if isinstance(error, ValueError):
-            assert scalars.whole("n", int(cure.group(1)), least, most) in (least, most)
-        else:
-            scalars.whole("n", int(cure.group(1)), -(10**400), None)
 
 
 # ---- settings of rules
@@ -216,20 +159,6 @@ def test_a_setting_that_is_no_power_of_two_is_refused_whatever_its_type(number):
         ps.StaticScale(number)
 
 
-@pytest.mark.parametrize("number", [HUGE, ENORMOUS, -ENORMOUS], ids=_kind)
-def test_a_count_that_no_step_reaches_is_refused_in_words(number):
-    for call in (
-        lambda: ps.DynamicScale(growth_interval=number),
-        lambda: interop.torch_amp.rule(growth_interval=number),
-        lambda: interop.nnabla.rule(N=number),
-        lambda: interop.apex.initialize(num_losses=number),
-    ):
-        with pytest.raises(ValueError, match="must be from"):
-            call()
-    with pytest.raises(ValueError, match="max_retries must be a whole number"):
-        stepped(max_retries=-ENORMOUS)
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -251,17 +180,6 @@ def test_a_peers_setting_is_a_float_whatever_type_it_came_in_or_refused_in_words
     for number in (HUGE, ENORMOUS, -ENORMOUS, Fraction(HUGE, 3)):
         with pytest.raises(ValueError, match=r"must be (positive|finite)"):
             call(number)
-
-
-def test_a_saved_number_beyond_any_float_is_refused_in_words():
-    d = torch.amp.GradScaler("cpu").state_dict()
-    for number in (HUGE, ENORMOUS):
-        with pytest.raises(ValueError, match="the saved scale, scale, is"):
-            interop.torch_amp.from_state_dict({**d, "scale": number})
-        with pytest.raises(ValueError, match="_growth_tracker must be from"):
-            interop.torch_amp.from_state_dict({**d, "_growth_tracker": number})
-        with pytest.raises(ValueError, match=r"growth_factor=.* contradicts the state dict"):
-            interop.torch_amp.from_state_dict(d, growth_factor=number)
 
 
 def test_a_window_takes_the_whole_numbers_of_numpy():

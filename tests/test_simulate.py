@@ -100,7 +100,7 @@ def test_many_runs_at_once_equal_runs_in_turn(name):
 
 
 @pytest.mark.slow
-@each_rule
+@pytest.mark.parametrize("name", ["DynamicScale", "HeadroomScale", "fairseq"])
 def test_compiled_it_is_one_graph(name):
     rule, counter = RULES[name], CompileCounterWithBackend("eager")
     compiled = torch.compile(lambda t: replay(rule, t), fullgraph=True, backend=counter)
@@ -156,11 +156,7 @@ def test_a_state_starts_where_the_flags_are():
         (lambda: simulate(ps.DynamicScale, [True]), TypeError, "rule is the class DynamicScale"),
         (lambda: simulate(None, [True]), TypeError, "rule is NoneType.*Fix"),
         (lambda: simulate(ps.NoScale(), torch.ones(3)), ValueError, r"expected bool \[T\]"),
-        (
-            lambda: simulate(ps.NoScale(), torch.ones(2, 3, dtype=torch.bool)),
-            ValueError,
-            r"found_infs is torch.bool \(2, 3\).*Fix: .*torch.vmap",
-        ),
+        (lambda: simulate(ps.NoScale(), torch.ones(2, 3) > 0), ValueError, r"\(2, 3\).*torch.vmap"),
         (lambda: replay(ps.NoScale(), torch.tensor(1.0)), ValueError, r"floating \[T\]"),
         (lambda: replay(ps.NoScale(), [1, 2]), ValueError, r"amaxes is torch.int64 \(2,\)"),
         (lambda: replay(ps.NoScale(), [1.0], largest=0), ValueError, "largest must be positive"),
@@ -192,17 +188,14 @@ def infos_of(steps, aux=(), **settings):
     return [info._replace(aux=aux) for info in infos]
 
 
-def test_the_log_line_and_the_picture_of_the_docstring_are_made(tmp_path, monkeypatch, capsys):
+def test_the_log_line_and_the_picture_of_the_docstring_are_made(tmp_path, monkeypatch, capsys, plt):
     """As they stand there, in a run that overflows at first, with a step whose gradient is 0."""
-    pytest.importorskip("matplotlib").use("Agg")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"(?:^ {4}.+\n)+", inspect.getdoc(ps.stack_infos).split("Args:")[0], re.M)
     log, picture = map(textwrap.dedent, blocks)
     assert len(picture.splitlines()) == 5, "as it says"
     rule = ps.HeadroomScale(init_scale=2.0**24, window=3)
     state, step = job(ps.from_torch(torch.optim.SGD, lr=0.1), rule, max_norm=1.0)
-    import matplotlib.pyplot as plt
-
     given = {"stack_infos": ps.stack_infos, "torch": torch, "plt": plt, "infos": []}
     for index in range(5):
         state, info = step(state, [batch(index)])
@@ -212,7 +205,6 @@ def test_the_log_line_and_the_picture_of_the_docstring_are_made(tmp_path, monkey
     assert given["infos"][0].found_inf, "else no line would be drawn for it"
     exec(picture, given)
     assert (tmp_path / "scale.png").stat().st_size > 10_000
-    plt.close("all")
     assert re.search(
         r"^400: loss [\d.]+, scale \d+, 1 skipped, norm [\d.]+$", capsys.readouterr().out, re.M
     )
@@ -248,6 +240,10 @@ def test_stacking_reads_and_changes_nothing():
     assert_sync_free(ps.stack_infos, infos)
 
 
+def with_aux(info, *values):
+    return [info._replace(aux=(value,)) for value in values]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -256,21 +252,9 @@ def test_stacking_reads_and_changes_nothing():
         (lambda a: a, TypeError, "takes a list, got one StepInfo. Fix"),
         (lambda a: [a, *a], TypeError, r"infos\[1\] is tensor.*infos \+= \[info\]"),
         (lambda a: [a, a._replace(grad_norm=a.loss)], ValueError, r"infos\[1\] does not match"),
-        (
-            lambda a: [a._replace(aux=(torch.ones(2),)), a._replace(aux=(torch.ones(3),))],
-            ValueError,
-            r"infos\[1\].aux\[0\] is torch.float32 \(3,\), but torch.float32 \(2,\) in infos\[0\]",
-        ),
-        (
-            lambda a: [a._replace(aux=("late",)), a._replace(aux=("early",))],
-            ValueError,
-            r"infos\[1\].aux\[0\] is 'early', but 'late' in infos\[0\]",
-        ),
-        (
-            lambda a: [a._replace(aux=(None,)), a._replace(aux=(torch.ones(2),))],
-            ValueError,
-            r"infos\[1\].aux\[0\] is torch.float32 \(2,\), but None in infos\[0\]",
-        ),
+        (lambda a: with_aux(a, torch.ones(2), torch.ones(3)), ValueError, r"\(3,\), .*\(2,\) in"),
+        (lambda a: with_aux(a, "late", "early"), ValueError, "'early', but 'late' in infos"),
+        (lambda a: with_aux(a, None, torch.ones(2)), ValueError, r"32 \(2,\), but None in infos"),
     ],
 )
 def test_what_cannot_be_stacked_is_refused(change, error, words):

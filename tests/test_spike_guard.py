@@ -120,39 +120,18 @@ def counting(state, rejections):
     return state._replace(consecutive_rejections=torch.tensor(rejections, dtype=torch.int32))
 
 
-def test_what_is_rejected_or_not_finite_is_not_learnt_from():
-    calm = [2.0, 2.1, 1.9, 2.0]
-    state, verdicts = run_of(GUARD, [*calm, 50.0, nan, inf, 50.0, -inf])
-    assert same_bits(state, counting(run_of(GUARD, calm)[0], 3))
-    assert verdicts[4:] == [True, False, True, True, False]
-    for odd in (nan, inf):  # in one of both: neither is learnt
-        given = GUARD.update(state, torch.tensor(2.0), torch.tensor(odd))[0]
-        assert same_bits(given, state)
-
-
 def test_a_run_of_one_number_and_its_rounding_is_not_rejected():
     step = torch.tensor(2.0).nextafter(torch.tensor(3.0)).item()
     assert not any(run_of(GUARD, [2.0] * 10 + [step] * 3)[1])
     assert run_of(GUARD, [2.0] * 10 + [2.1])[1][-1]
 
 
-def test_zeros_of_a_sparse_reward_do_not_forbid_the_first_that_teaches():
-    guard = ps.SpikeGuard(warmup=5)
-    assert not any(run_of(guard, [0.0] * 30 + [0.5, 0.4, 0.6, 0.0, 0.5])[1])
-
-
-def test_nothing_is_rejected_during_warmup():
-    numbers = [1.0, 1.1, 100.0, 1.0, 1e4]
-    assert not any(run_of(ps.SpikeGuard(warmup=5), numbers)[1])
-    assert run_of(ps.SpikeGuard(warmup=2), numbers)[1][2:] == [True, False, True]
-
-
 NOISE = (2 + 0.1 * torch.randn(4000, generator=torch.Generator().manual_seed(0))).tolist()
 PATIENT = ps.SpikeGuard(patience=10)
 
 
-@pytest.mark.parametrize("rise", [4.0, 50.0, 1e6, inf])
-@pytest.mark.parametrize("patience", [1, 3, 10])
+@pytest.mark.parametrize("rise", [4.0, 1e6, inf])
+@pytest.mark.parametrize("patience", [1, 10])
 def test_a_lasting_rise_is_rejected_exactly_as_often_as_there_is_patience(patience, rise):
     guard = ps.SpikeGuard(patience=patience)
     state, verdicts = run_of(guard, [*NOISE[:100], *[x * rise for x in NOISE[100:400]]])
@@ -194,8 +173,7 @@ def test_a_loss_of_0_whose_gradient_is_not_ends_a_row():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-def test_no_data_is_rejected_for_ever(scale):
+def test_no_data_is_rejected_for_ever():
     """Whatever comes after a calm start: more than one step in `patience + 1` is accepted."""
     generator = torch.Generator().manual_seed(1)
     walks = {
@@ -207,7 +185,7 @@ def test_no_data_is_rejected_for_ever(scale):
         "overflow": [inf] * 300,
     }
     for name, walk in walks.items():
-        verdicts = run_of(PATIENT, [*NOISE[:60], *[scale * x for x in walk]])[1][60:]
+        verdicts = run_of(PATIENT, [*NOISE[:60], *walk])[1][60:]
         for start in range(len(verdicts) - 10):
             assert not all(verdicts[start : start + 11]), name
 
@@ -326,7 +304,7 @@ def flags(infos, name):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("settings", [{}, {"donate": True}, {"max_norm": inf}, {"max_norm": 0.5}])
+@pytest.mark.parametrize("settings", [{}, {"donate": True, "max_norm": inf}, {"max_norm": 0.5}])
 @pytest.mark.parametrize("optimizer", [ADAMW, RMSPROP], ids=["AdamW", "RMSprop"])
 def test_exactly_the_planted_spikes_are_rejected_and_are_as_if_they_had_not_been(
     optimizer, settings, count
@@ -497,19 +475,6 @@ def test_a_rule_that_looks_ahead_does_not_learn_from_a_rejected_step():
     assert same_bits(state, counting(before, 1))
 
 
-@pytest.mark.parametrize("at", [3, 6, 9])
-def test_a_run_that_is_resumed_goes_on_with_the_same_bits(at, tmp_path):
-    every = windows(PLANTED)
-    whole, infos = trained(*job(), every)
-    state, step = job()
-    half, _ = trained(state, step, every[:at])
-    ps.save(tmp_path / "state.pt", half)
-    again = ps.load(tmp_path / "state.pt", like=state)
-    resumed, rest = trained(again, step, every[at:])
-    assert same_bits(resumed, whole)
-    assert all(same_bits(a, b) for a, b in zip(rest, infos[at:], strict=True))
-
-
 def test_a_checkpoint_without_a_guard_still_loads_and_one_that_differs_is_refused(tmp_path):
     state, _ = job()
     old, _ = job(guard=None)
@@ -546,18 +511,14 @@ def test_under_vmap_each_member_is_judged_by_itself():
 
 @pytest.mark.slow
 def test_a_compiled_step_is_one_graph_and_decides_the_same():
-    state, step = job(donate=True, max_norm=inf)
-    every = windows(PLANTED)
-    expected, infos = trained(*job(max_norm=inf), every)
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    found, compiled_infos = trained(clone(state), compiled, every)
-    assert flags(compiled_infos, "rejected") == flags(infos, "rejected")
-    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-3, atol=1e-4)
-    states = [state]
-    for window in every[:6]:
-        states.append(job(max_norm=inf)[1](states[-1], window)[0])
-    pure = job(max_norm=inf)[1]
-    assert_single_graph(pure, *zip(states[:6], every[:6], strict=True))
+    state, step = job(max_norm=inf)
+    states, every = [state], windows(PLANTED)
+    for window in every:
+        states.append(step(states[-1], window)[0])
+    found = assert_single_graph(step, *zip(states[:-1], every, strict=True))
+    assert flags([info for _, info in found], "rejected") == [f == SPIKE for f in PLANTED]
+    for (new, _), expected in zip(found, states[1:], strict=True):
+        torch.testing.assert_close(tuple(new), tuple(expected), rtol=1e-3, atol=1e-4)
 
 
 def test_a_derivative_goes_through_a_step_with_a_guard():
@@ -582,38 +543,6 @@ def test_a_derivative_goes_through_a_step_with_a_guard():
     assert derivative.item() == pytest.approx(math.prod(factors), rel=1e-5)
 
 
-def descended(guard, count=90):
-    """The infos of a descent on `(w x)^2 + 1` in which one step has a rate that is far too high,
-    and the last state.
-    """
-
-    def loss_fn(params, buffers, x):
-        return (params["w"] * x).square() + 1, buffers
-
-    rule, infos = ps.NoScale(), []
-    calm, wild = (ps.from_torch(torch.optim.SGD, lr=lr) for lr in (0.1, 5e3))
-    state = ps.init_train_state({"w": torch.tensor(1.0)}, {}, calm, rule, guard=guard)
-    for index in range(count):
-        optimizer = wild if index == 30 else calm
-        settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "guard": guard}
-        microbatch = torch.tensor(1.0 + 0.01 * (index % 7))
-        state, info = ps.train_step(state, [microbatch], max_norm=inf, **settings)
-        infos.append(info)
-    return infos, state
-
-
-@pytest.mark.parametrize("forced", [False, True])
-def test_a_bad_step_that_a_training_repairs_by_itself_is_repaired_with_a_guard_too(forced):
-    with AsOnAnAccelerator() if forced else Dispatched():
-        bare, _ = descended(None)
-        guarded, state = descended(ps.SpikeGuard(patience=10))
-    assert flags(guarded, "rejected") == [31 <= index <= 40 for index in range(90)]
-    assert bare[31].loss == guarded[31].loss > 10
-    assert bare[-1].loss == pytest.approx(1, abs=1e-3)
-    assert guarded[-1].loss == pytest.approx(1, abs=1e-3)
-    assert state.guard.consecutive_rejections == 0
-
-
 # ---- check_guard ---------------------------------------------------------------------------------
 
 
@@ -623,13 +552,6 @@ def test_check_guard_raises_above_so_many_rejections_in_a_row():
     with pytest.raises(FloatingPointError, match=r"4 steps in a row.*max_rejections=3.*Fix: "):
         ps.check_guard(state, max_rejections=3)
     ps.check_guard(run_of(PATIENT, [2.0], state)[0], max_rejections=0)
-
-
-def test_check_guard_counts_the_rejections_of_a_training():
-    state, infos = trained(*job(), windows([*[CALM] * 5, *[SPIKE] * 3]))
-    assert flags(infos, "rejected")[-3:] == [True] * 3
-    with pytest.raises(FloatingPointError, match="3 steps in a row"):
-        ps.check_guard(state.guard, max_rejections=2)
 
 
 @pytest.mark.parametrize(

@@ -129,16 +129,6 @@ class CountIsNotSaved(Trainer):
         super().load_state_dict({**sd, "steps": self.steps})
 
 
-class MomentsAreNotSaved(Trainer):
-    def state_dict(self):
-        sd = super().state_dict()
-        del sd["optimizer"]
-        return sd
-
-    def load_state_dict(self, sd):
-        super().load_state_dict({**sd, "optimizer": self.optimizer.state_dict()})
-
-
 class GeneratorIsNotSaved(Trainer):
     def state_dict(self):
         return {**super().state_dict(), "rng": None}
@@ -168,12 +158,6 @@ class MeanOfMeans(Trainer):
         super().backward(window)
 
 
-class LastBatchOnly(Trainer):
-    def loss(self, batch, total):
-        self.optimizer.zero_grad()
-        return super().loss(batch, total)
-
-
 class SchedulerStepsOnceABatch(Trainer):
     def after(self, applied):
         super().after(applied)
@@ -190,32 +174,11 @@ class ClipsScaledGradients(Trainer):
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
 
 
-class UnscalesTwice(Trainer):
-    def clip(self):
-        super().clip()
-        for p in self.model.parameters():
-            p.grad /= self.scaler.get_scale()
-
-
 class AverageFollowsASkip(Trainer):
     def after(self, applied):
         super().after(applied)
         if not applied:
             self.average_weights()
-
-
-class CountsASkip(Trainer):
-    def after(self, applied):
-        super().after(applied)
-        self.steps += not applied
-
-
-class DecayInASkip(Trainer):
-    def update(self):
-        with torch.no_grad():
-            for p in self.model.parameters():
-                p *= 0.999
-        return super().update()
 
 
 class StepsWithoutAFlag(Trainer):
@@ -233,18 +196,13 @@ FAULTS = {
     SchedulerIsNotSaved: ("resume", "save all that a step reads"),
     ScalerIsNotSaved: ("resume", "scaler._growth_tracker"),
     CountIsNotSaved: ("resume", "steps differ"),
-    MomentsAreNotSaved: ("resume", "save all that a step reads"),
     GeneratorIsNotSaved: ("resume", "generators"),
     GradientsAreNotCleared: ("resume", "clear `.grad`"),
     LossIsSummed: ("window", "the mean over the window"),
-    LastBatchOnly: ("window", "gradients cleared once"),
     SchedulerStepsOnceABatch: ("window", "one step of the scheduler"),
     MeanOfMeans: ("weights", "divide the sum of the losses by the sum of the weights"),
     ClipsScaledGradients: ("scale", "unscale the gradients once"),
-    UnscalesTwice: ("scale", "unscale the gradients once"),
     AverageFollowsASkip: ("skip", "average.0.weight"),
-    CountsASkip: ("skip", "steps differ"),
-    DecayInASkip: ("skip", "model.0.weight"),
     StepsWithoutAFlag: ("skip", "one flag decides for everything"),
     ScheduleByIteration: ("skip", "scheduler.last_epoch"),
 }
@@ -415,7 +373,6 @@ def our_step(optimizer, *, policy=None, **settings):
 
 OURS = {
     "AdamW": lambda: our_step(ps.from_torch(torch.optim.AdamW, lr=0.05)),
-    "SGD": lambda: our_step(ps.from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)),
     "float16": lambda: our_step(
         ps.from_torch(torch.optim.SGD, lr=0.5),
         policy="params=float32,compute=float16,output=float32",

@@ -1,6 +1,5 @@
 """`update_report`: how much of the wanted update has arrived."""
 
-import functools
 import math
 
 import pytest
@@ -61,26 +60,6 @@ def test_both_numbers_are_what_they_are_by_definition(dtype, count):
     assert row.quality.item() == pytest.approx(quality, rel=1e-9)
     assert row.lost.item() == pytest.approx(lost, rel=1e-6)
     assert (row.quality.dtype, row.lost.dtype) == (torch.float64, torch.float32)
-
-
-def test_adamw_over_bfloat16_loses_what_it_is_asked_for_and_over_float32_nothing():
-    wide = {"w": torch.ones(33), "b": torch.zeros(5)}
-    grads = {"w": torch.ones(33), "b": torch.ones(5)}
-    adamw = ps.from_torch(torch.optim.AdamW, lr=1e-3, weight_decay=0.0)
-
-    def step(params):
-        mine = {name: grad.to(params[name].dtype) for name, grad in grads.items()}
-        return adamw.step(params, mine, adamw.init(params))[0]
-
-    moved = step(wide)
-    wanted = {name: moved[name] - wide[name] for name in wide}
-    half = {name: p.bfloat16() for name, p in wide.items()}
-    report = ps.update_report(half, step(half), wanted)
-    assert (report.rows["w"].quality, report.rows["w"].lost) == (0, 1)
-    assert report.rows["b"].quality == pytest.approx(1, rel=1e-2)
-    assert report.rows["b"].lost == 0
-    for row in ps.update_report(wide, moved, wanted).rows.values():
-        assert row.quality == pytest.approx(1)
 
 
 @pytest.mark.parametrize("size", [1e-200, 1e-40, 1e30, 1e200])
@@ -181,11 +160,7 @@ def test_gradients_of_zero_are_not_an_update_that_arrived():
     assert "1.0" not in text
 
 
-def test_the_picture_has_a_bar_a_leaf():
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def test_the_picture_has_a_bar_a_leaf(plt):
     old, new, wanted = (
         {f"w{i}": torch.full((2,), x * i) for i in (0, 1, 2)} for x in (0.0, 1.0, 2.0)
     )
@@ -195,7 +170,6 @@ def test_the_picture_has_a_bar_a_leaf():
     assert [bar.get_width() for bar in lost.patches] == [0, 0, 0]
     labels = {label.get_text() for label in quality.get_yticklabels()}
     assert labels == {"w0 (no update wanted)", "w1", "w2"}
-    plt.close(figure)
 
 
 @pytest.mark.parametrize(
@@ -206,13 +180,7 @@ def test_the_picture_has_a_bar_a_leaf():
         ({"a": torch.ones(1)}, {"b": torch.ones(1)}, {}, ValueError, r"new does not match old"),
         ({"a": torch.ones(1)}, {"a": None}, {"a": None}, TypeError, r"new\['a'\]"),
         ({"a": torch.ones(2)}, {"a": torch.ones(3)}, {"a": None}, ValueError, r"new\['a'\] is \(3"),
-        (
-            {"a": None},
-            {"a": None},
-            {"a": torch.ones(1)},
-            ValueError,
-            r"wanted\['a'\].* old is None",
-        ),
+        ({"a": None}, {"a": None}, {"a": torch.ones(1)}, ValueError, r"wanted\['a'\].*old is None"),
         ({"a": torch.ones(2) > 0}, {}, {}, TypeError, r"old\['a'\] has dtype torch.bool"),
     ],
 )
@@ -279,16 +247,6 @@ def test_it_is_what_torch_adds_to_parameters_in_float64(name, dtype):
     expected = by_torch(getattr(torch.optim, name), optimizer, *arguments)
     assert {leaf.dtype for leaf in tensors(found)} == {torch.float64}
     assert_close(found, expected, rtol=1e-6, atol=1e-12)
-
-
-def test_an_update_that_float32_cannot_hold_is_seen_all_the_same():
-    sgd = ps.from_torch(torch.optim.SGD, lr=2.0**-40)
-    params = {"w": torch.ones(3)}
-    state = sgd.init(params)
-    wanted = ps.wanted_update(sgd, params, params, state)
-    assert same_bits(wanted, {"w": torch.full((3,), -(2.0**-40), dtype=torch.float64)})
-    row = ps.update_report(params, sgd.step(params, params, state)[0], wanted).rows["w"]
-    assert (row.quality, row.lost) == (0, 1)
 
 
 WRAPPERS = {
@@ -425,20 +383,6 @@ def test_an_optimizer_of_ones_own_is_asked_for_a_wide_step(wrapped):
     assert_close(found["w"], torch.full((3,), -(2.0**-30), dtype=torch.float64), rtol=1e-6, atol=0)
 
 
-def test_gradients_and_state_are_as_wide_as_the_parameters_of_that_step():
-    """An operator that takes one dtype says so."""
-
-    def update(grads, state, params):
-        state = {n: torch.lerp(state[n], grads[n], 0.5) for n in grads}
-        return {n: -m for n, m in state.items()}, state
-
-    init = functools.partial(torch.utils._pytree.tree_map, torch.zeros_like)
-    optimizer = ps.from_transformation((init, update))
-    params = {"w": torch.full((3,), 0.25).bfloat16()}
-    found = ps.wanted_update(optimizer, params, params, optimizer.init(params))
-    assert same_bits(found["w"], torch.full((3,), -0.125, dtype=torch.float64))
-
-
 def test_a_first_step_and_counts_are_what_they_are():
     """torch leaves dampening out of the first step, and divides by a count in others."""
     optimizer = made("SGD", dampening=0.5, weight_decay=0.0)
@@ -474,12 +418,8 @@ def test_what_a_step_refuses_is_refused():
 def _of_shards_it_is_sharded(rank):
     mesh = init_device_mesh("cpu", (2,))
     for kind in (lambda optimizer: optimizer, ps.with_master_weights):
-        optimizer = kind(
-            ps.partition(
-                {"sgd": made("SGD"), "adamw": made()},
-                lambda name, p: "sgd" if p.ndim == 2 else "adamw",
-            )
-        )
+        parts = {"sgd": made("SGD"), "adamw": made()}
+        optimizer = kind(ps.partition(parts, lambda name, p: "sgd" if p.ndim == 2 else "adamw"))
         params, grads, _ = begun(optimizer)
         params, grads = ({n: tree[n] for n in ("matrix", "vector")} for tree in (params, grads))
         whole = ps.wanted_update(optimizer, params, grads, optimizer.init(params))

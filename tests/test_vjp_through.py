@@ -4,18 +4,16 @@ import dataclasses
 import gc
 import itertools
 import operator
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import clone
+from helpers import Untouched, clone, examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
 from purescale.testing import same_bits
@@ -112,13 +110,6 @@ def test_the_derivative_has_the_bits_of_the_unrolled_gradient(cls, settings):
     assert_is_unrolled_gradient(step, state, batches(5), query, torch.ones(N))
 
 
-def test_weights_of_one_run_have_the_derivative_of_finite_differences():
-    step, state, query = task(net(dtype=FLOAT64))
-    items, weights = batches(5, FLOAT64), torch.ones(N, dtype=FLOAT64)
-    run = ps.vjp_through(step, state, items, query, wrt=weights)
-    torch.testing.assert_close(run.wrt, differences(step, state, items, query, weights))
-
-
 def differences(step, state, items, query, weights, eps=1e-6, seed=3):
     def value(weights):
         torch.manual_seed(seed)
@@ -128,6 +119,7 @@ def differences(step, state, items, query, weights, eps=1e-6, seed=3):
     return torch.stack([(value(weights + d) - value(weights - d)) / (2 * eps) for d in rows])
 
 
+@examples(15)
 @given(number=st.integers(1, 13), every=st.integers(1, 15))
 def test_any_length_of_a_segment_has_the_same_bits(number, every):
     step, state, query = task(net(width=5), differentiable(torch.optim.SGD, momentum=0.9))
@@ -136,7 +128,7 @@ def test_any_length_of_a_segment_has_the_same_bits(number, every):
     assert same_bits(run, ps.vjp_through(step, state, items, query, wrt=weights))
 
 
-@pytest.mark.parametrize(("number", "most"), [(8, 4), (160, 17), (1000, 32)])
+@pytest.mark.parametrize(("number", "most"), [(160, 17), (600, 32)])
 def test_a_run_takes_the_memory_of_its_kept_states(number, most, frozen_objects):
     peak = 0
 
@@ -188,22 +180,6 @@ def test_every_kind_of_step_has_the_unrolled_gradient(name, settings):
     torch.testing.assert_close(run.wrt, by_weights, rtol=1e-5, atol=1e-6)
 
 
-def test_a_checkpointed_region_has_the_same_derivative():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = net()
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    plain, kept = task(net()), task(Block())
-    items, weights = batches(3), torch.ones(N)
-    a = ps.vjp_through(plain[0], plain[1], items, plain[2], wrt=weights)
-    b = ps.vjp_through(kept[0], kept[1], items, kept[2], wrt=weights)
-    torch.testing.assert_close(a.wrt, b.wrt, rtol=1e-5, atol=1e-7)
-
-
 # ---- steps of one's own --------------------------------------------------------------------------
 
 ONE, UNSCALED = torch.tensor(1.0, dtype=FLOAT64), ps.NoScale()
@@ -228,22 +204,6 @@ def with_average(optimizer):
 
     state = ps.init_train_state({"w": ONE}, {}, optimizer, UNSCALED)
     return step, (state, ONE), lambda pair: pair[1]
-
-
-def with_parts():
-    """A step of which one part alone is differentiable, and the other stands still."""
-    parts = {"a": sgd(differentiable=True), "b": sgd(lr=0.0)}
-    optimizer = ps.partition(parts, lambda name, param: "a" if name == "w" else "b")
-
-    def loss_fn(params, buffers, factor):
-        return factor * (params["w"] * params["v"]) ** 2, buffers
-
-    def step(state, item, factor):
-        options = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": UNSCALED}
-        return ps.train_step(state, [factor], **options)
-
-    state = ps.init_train_state({"w": ONE, "v": ONE}, {}, optimizer, UNSCALED)
-    return step, state, lambda state: state.params["w"] + state.params["v"]
 
 
 def by_hand(optimizer):
@@ -285,36 +245,14 @@ def with_a_mean_of_its_own():
     return step, state, lambda state: state.params["w"]
 
 
-def with_maml():
-    """A loss after an inner step, from the parameters themselves."""
-    inner, outer = sgd(differentiable=True), sgd(differentiable=True)
-
-    def loss_fn(params, buffers, factor):
-        state = ps.init_train_state(params, {}, inner, UNSCALED)._replace(params=params)
-        options = {"loss_fn": square, "optimizer": inner, "rule": UNSCALED}
-        state, _ = ps.train_step(state, [factor], **options)
-        return square(state.params, buffers, factor)
-
-    def step(state, item, factor):
-        options = {"loss_fn": loss_fn, "optimizer": outer, "rule": UNSCALED}
-        return ps.train_step(state, [factor], **options)
-
-    return step, ps.init_train_state({"w": ONE}, {}, outer, UNSCALED), lambda s: s.params["w"]
-
-
 OWN = {
     "an average, fused": lambda: with_average(sgd()),
     "an average": lambda: with_average(sgd(differentiable=True)),
-    "an average, rounded": lambda: with_average(
-        ps.with_stochastic_rounding(sgd(differentiable=True))
-    ),
-    "a part that stands still": with_parts,
     "by hand, fused": lambda: by_hand(sgd()),
     "by hand": lambda: by_hand(sgd(differentiable=True)),
     "a step that trains, fused": lambda: that_trains(sgd()),
     "a step that trains": lambda: that_trains(sgd(differentiable=True)),
     "a mean of its own": with_a_mean_of_its_own,
-    "MAML": with_maml,
 }
 
 
@@ -464,13 +402,8 @@ def test_kept_states_in_a_folder_have_the_same_bits(tmp_path):
 def test_arguments_are_unchanged():
     step, state, query = task(net(nn.BatchNorm1d(33)))
     items, weights = batches(4), torch.ones(N)
-    before = ps.to_state_dict((state, items, weights))
-    before = ps.from_state_dict(before, like=(state, items, weights))
-    versions = [x._version for x in (*state.params.values(), *state.buffers.values(), weights)]
-    ps.vjp_through(step, state, items, query, wrt=weights)
-    after = [x._version for x in (*state.params.values(), *state.buffers.values(), weights)]
-    assert versions == after
-    assert same_bits(before, (state, items, weights))
+    with Untouched((state, items, weights)):
+        ps.vjp_through(step, state, items, query, wrt=weights)
 
 
 def test_derivatives_come_in_trees_of_floating_leaves():
@@ -508,7 +441,7 @@ def test_a_scale_changes_no_bit_of_what_fits(rule):
     torch.testing.assert_close(run.wrt, plain.wrt, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("inner", [0, 8, 14, 18])
+@pytest.mark.parametrize("inner", [0, 18])
 @pytest.mark.parametrize("rule", [ps.DynamicScale(), ps.HeadroomScale()], ids=type)
 def test_a_float16_run_has_the_derivative_of_float32_at_every_inner_scale(inner, rule):
     items, weights = batches(16, size=300), torch.ones(300)
@@ -621,44 +554,16 @@ def test_a_second_run_of_a_jitted_step_traces_nothing():
     assert numbers == [2] * 3  # the step, and its derivative
 
 
-def test_a_jitted_method_is_freed_with_its_object():
-    class Trainer:
-        def __init__(self):
-            self.step = ps.jit(self.plain, backend="aot_eager")
-
-        def plain(self, x, item, rate):
-            return step_at_rate(x, item, rate)
-
-    trainer, one = Trainer(), torch.tensor(1.0)
-    ps.vjp_through(trainer.step, 2 * one, [one], torch.square, wrt=one)
-    alive = weakref.ref(trainer)
-    del trainer
-    gc.collect()
-    assert alive() is None
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"window": 2, "max_norm": 0.1}], ids=["plain", "window"])
-def test_a_jitted_step_has_the_derivative_of_the_eager_one(settings):
+def test_a_jitted_step_has_the_derivative_of_the_eager_one():
     # A bias before a batch norm has noise for a gradient, which SGD does not amplify.
     optimizer = differentiable(torch.optim.SGD, momentum=0.9)
-    step, state, query = task(net(nn.BatchNorm1d(33)), optimizer, **settings)
+    step, state, query = task(net(nn.BatchNorm1d(33)), optimizer, window=2, max_norm=0.1)
     arguments = state, batches(5), query
     eager = ps.vjp_through(step, *arguments, wrt=torch.ones(N))
     jitted = ps.vjp_through(ps.jit(step), *arguments, wrt=torch.ones(N), rule=ps.DynamicScale())
     torch.testing.assert_close(jitted.wrt, eager.wrt, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(jitted.state.params, eager.state.params, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_dropout_under_jit_draws_the_numbers_of_the_run():
-    step, state, query = task(net(nn.Dropout(0.3), dtype=FLOAT64))
-    step = ps.jit(step)
-    items, weights = batches(4, FLOAT64), torch.ones(N, dtype=FLOAT64)
-    torch.manual_seed(3)
-    run = ps.vjp_through(step, state, items, query, wrt=weights)
-    differ = differences(step, state, items, query, weights, eps=1e-5)
-    torch.testing.assert_close(run.wrt, differ, rtol=1e-5, atol=1e-8)
 
 
 # ---- refusals ------------------------------------------------------------------------------------

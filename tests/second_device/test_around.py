@@ -295,20 +295,6 @@ def test_reports_print_what_they_print_on_the_cpu():
     assert report_of(SIM) == report_of("cpu")
 
 
-def test_a_probe_finds_what_it_finds_on_the_cpu():
-    found = []
-    for device in ("cpu", SIM):
-        apply, params, buffers, batch = net_and_batch(device)
-        half = ps.with_policy(apply, "params=float32,compute=float16,output=float32")
-        found.append(
-            ps.probe_scales(
-                cross_entropy_of(half), params, buffers, batch, exponents=range(0, 25, 8)
-            )
-        )
-    assert found[0].low == found[1].low
-    assert found[0].high == found[1].high
-
-
 # ---- numbers of the host -------------------------------------------------------------------------
 
 
@@ -478,19 +464,6 @@ def test_no_call_holds_memory_of_the_device_when_its_results_are_gone():
 # ---- transforms ----------------------------------------------------------------------------------
 
 
-def test_an_ensemble_agrees_with_a_loop_over_its_members():
-    made = JOBS["an ensemble, by vmap"](SIM)
-    single = job(SIM, JOBS["settings in the state"](SIM).step.keywords["optimizer"])
-    stacked = made.state
-    members = [ps.member(stacked, index) for index in range(2)]
-    with steps_only():
-        for window in made.windows:
-            stacked, _ = made.step(stacked, window)
-            members = [single.step(member, window)[0] for member in members]
-    for index, member in enumerate(members):
-        agree(ps.member(stacked, index).params, to("cpu", member.params))
-
-
 def test_a_step_is_differentiated_without_a_wait():
     optimizer = ps.from_torch(torch.optim.SGD, in_state=("lr",), lr=0.1)
 
@@ -509,19 +482,3 @@ def test_a_step_is_differentiated_without_a_wait():
             return torch.func.grad(final)(rate)
 
     on_both(body)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["AdamW, `max_norm`", "float16, batch norm", "Muon and AdamW, a partition"]
-)
-def test_a_compiled_step_is_one_graph_that_does_not_wait(name):
-    state, step, windows = JOBS[name](SIM)
-    expected = state
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    compiled(state, windows[0])
-    for window in windows:
-        expected, _ = step(expected, window)
-        with steps_only():
-            state, _ = compiled(state, window)
-    agree(state.params, to("cpu", expected.params), 1e-5)

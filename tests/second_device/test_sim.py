@@ -54,28 +54,6 @@ def test_blocks_are_counted_until_nobody_holds_them():
     assert counts.blocks == -1
 
 
-def test_a_storage_is_resized_in_place():
-    x = torch.arange(4.0).to("sim")
-    x.untyped_storage().resize_(8)
-    assert x.untyped_storage().nbytes() == 8
-    x.untyped_storage().resize_(16)
-    assert x[:2].tolist() == [0.0, 1.0]
-
-
-def test_set_takes_storages_tensors_and_nothing():
-    x, y = torch.arange(6.0).to("sim"), torch.zeros(2, 3, device="sim")
-    y.set_(x.untyped_storage(), 2, (2, 2))
-    assert y.tolist() == [[2.0, 3.0], [4.0, 5.0]]
-    y.set_(x.untyped_storage())
-    assert y.data_ptr() == x.data_ptr()
-    assert y.shape == (6,)
-    y.set_(x[1:].view(5, 1))
-    assert y.tolist() == [[1.0], [2.0], [3.0], [4.0], [5.0]]
-    y.set_()
-    assert y.shape == (0,)
-    assert y.device == x.device
-
-
 def test_copies_of_tensors_and_files_keep_device_values_and_shared_memory():
     x, far = on("sim", 3, 4), on("sim:1", 2)
     held = {"x": x, "row": x[1], "far": far, "parameter": nn.Parameter(x.clone())}
@@ -87,16 +65,6 @@ def test_copies_of_tensors_and_files_keep_device_values_and_shared_memory():
             assert found[name].device == tensor.device
             assert torch.equal(found[name], tensor)
         assert found["row"].untyped_storage().data_ptr() == found["x"].data_ptr() != x.data_ptr()
-
-
-@pytest.mark.parametrize("device", ["cpu", "sim:1"])
-def test_a_file_is_loaded_onto_another_device(device):
-    file = io.BytesIO()
-    torch.save(torch.arange(3.0).to("sim"), file)
-    file.seek(0)
-    found = torch.load(file, map_location=device)
-    assert found.device == torch.device(device)
-    assert found.tolist() == [0.0, 1.0, 2.0]
 
 
 # ---- what is an error ----------------------------------------------------------------------------
@@ -179,15 +147,6 @@ def test_dropout_replays_and_takes_nothing_from_the_generators_of_other_devices(
     assert torch.equal(torch.sim.get_rng_state("sim:1"), others[1])
 
 
-def test_a_generator_of_ones_own_is_of_its_device():
-    generators = [torch.Generator("sim:1").manual_seed(3) for _ in range(2)]
-    draws = [torch.randn(5, device="sim:1", generator=g) for g in generators]
-    assert torch.equal(*draws)
-    assert generators[0].device == torch.device("sim:1")
-    with pytest.raises(RuntimeError, match="generator"):
-        torch.randn(5, device="sim:0", generator=generators[0])
-
-
 # ---- kernels -------------------------------------------------------------------------------------
 
 
@@ -225,23 +184,6 @@ def test_a_net_has_the_results_and_gradients_of_the_cpu(name):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_views_share_memory_and_lazy_conjugations_are_resolved():
-    x = torch.randn(3, dtype=torch.complex64)
-    y = x.to("sim")
-    assert torch.equal((y.conj() * y).cpu(), x.conj() * x)
-    torch.view_as_real(y)[0] = 0.0
-    assert y[0].item() == 0
-    t = torch.zeros(2, 3, device="sim")
-    t.t()[1:].add_(1)
-    assert t.tolist() == [[0, 1, 1], [0, 1, 1]]
-
-
-def test_an_operator_writes_into_out_of_another_size():
-    out = torch.empty(0, device="sim")
-    torch.add(torch.ones(2, 3, device="sim"), 1, out=out)
-    assert out.tolist() == [[2.0] * 3] * 2
-
-
 def test_autocast_has_the_lists_of_cuda():
     x = torch.randn(3, 3, device="sim")
     with torch.autocast("sim", torch.float16):
@@ -261,23 +203,6 @@ def test_a_list_of_tensors_is_one_launch_and_a_view_is_none():
     with sim.launched() as names:
         torch._foreach_mul_([t[1:] for t in tensors], 2.0)
     assert names == ["aten::_foreach_mul_"]
-
-
-def test_gradscaler_and_fused_adamw_run_as_on_the_cpu():
-    weights = []
-    for device in ("cpu", "sim"):
-        torch.manual_seed(0)
-        net = nn.Linear(4, 3).to(device)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
-        scaler = torch.amp.GradScaler(device, init_scale=8.0, growth_interval=1)
-        for _ in range(3):
-            scaler.scale(net(torch.ones(2, 4).to(device)).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        weights.append(net.weight.detach().cpu())
-        assert scaler.get_scale() == 64.0
-    torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-6)
 
 
 def test_streams_and_events_wait_for_nothing_and_are_counted():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._distributed.collectives import all_reduce_found_inf
 from .._distributed.process_group import Group, all_reduce
-from .._grads.grad_stats import LocalStats, local_stats, sum_of_squares
+from .._grads.grad_stats import LocalStats, local_stats, norm_on_host
 from .._grads.mesh_stats import mesh_stats, stats_of_parts
 from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import saturating, widest_float
@@ -56,13 +56,13 @@ def measure(
     """Return the stats of `grads` over their divisor. `scale` is the loss scale. An unusable one
     (0, negative, inf or NaN) counts as overflow, even for unscaled gradients.
 
-    On an accelerator and in a trace nothing is read. On a CPU the sum of squares is read, and the
-    exact way is taken only if that sum is not conclusive. With `host_reads` it is known that it may
+    On an accelerator and in a trace nothing is read. On a CPU the norm is read, and the
+    exact way is taken only if it is not conclusive. With `host_reads` it is known that it may
     be read.
     """
     reads = host_reads or host_can_read([scale], grads.tensors)
     if reads and (host_reads or not is_on_a_graph(grads.tensors)):
-        stats = _from_squares(grads, scale, options)
+        stats = _from_norm(grads, scale, options)
         if stats is not None:
             return stats
     return exact_stats(grads, scale, options)
@@ -118,25 +118,25 @@ def _divisor(grads: Gradients, scale: Tensor) -> Tensor:
     return torch.ones_like(scale) if grads.divisor is None else grads.divisor
 
 
-# ---- the sum of squares, the fastest read of a CPU -----------------------------------------------
+# ---- the norm, the fastest read of a CPU --------------------------------------------------------
 
 
-def _from_squares(grads: Gradients, scale: Tensor, options: StatsOptions) -> GradStats | None:
-    """Return the stats if the sum of squares, which is read, shows them."""
+def _from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> GradStats | None:
+    """Return the stats if the norm, which is read, shows them."""
     has_norm = options.norm_type is not None
     enough = options.norm_type == 2 if has_norm else not options.amax
     one_part = options.group is None and options.norm_group is None
     is_sharded = not grads.dense_real and any_dtensor(grads.likes)
     if is_sharded or not (enough and one_part and any(grads.tensor_list.elements)):
         return None
-    squares, loss_scale = sum_of_squares(grads.tensor_list).item(), scale.item()
+    root, loss_scale = norm_on_host(grads.tensor_list), scale.item()
     divisor = 1.0 if grads.divisor is None else loss_scale
-    root = math.sqrt(squares) if squares >= 0 else math.nan  # no element is larger
+    # No element is larger than the norm.
     if not (0 < loss_scale < math.inf and root / divisor < _SMALLEST_RANGE):
         return None
     # Above it lost squares do not matter: those below the range of float32 could add less to the
     # sum than its rounding.
-    if has_norm and squares < sum(grads.tensor_list.elements) * 2.0**-100:
+    if has_norm and root * root < sum(grads.tensor_list.elements) * 2.0**-100:
         return None
     amax = measure_amax(grads, _divisor(grads, scale)) if options.amax else None
     overflow = torch.zeros((), dtype=torch.bool, device=scale.device)

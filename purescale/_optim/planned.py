@@ -57,11 +57,11 @@ def plan_step(
     """
     where = situation()
     keeps_plan = where is not None and updater.keeps_plans
-    found = find_plan(updater.plans, where, trees) if where and keeps_plan else None
-    if found is not None:
+    known = find_plan(updater.plans, where, trees) if where and keeps_plan else None
+    if known is not None:
         if not updater.differentiable:
             end_graph()
-        flat, leaves, plan = found
+        flat, leaves, plan = known
         params, opt_state, others = flat[0], flat[1], flat[2]
         gradients = Gradients(TensorList([]), [], False)
         if over_grads:

@@ -197,7 +197,8 @@ def unscale_and_step(
         in_place, owned = may_write_given(updater, inputs, read_only)
     grads = inputs.grads._replace(divisor=scale, owned=owned and not updater.may_raise)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
-    stats = measure(grads, scale, options, host_reads=step.host_reads)
+    reads = step.host_reads and not updater.differentiable
+    stats = measure(grads, scale, options, host_reads=reads)
     decision = decide(stats, clip, grads)
     stepped = update(
         updater, inputs, plan, decision.grads, decision.unknown_skip, in_place=in_place

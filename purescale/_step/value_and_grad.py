@@ -135,8 +135,8 @@ def _flatten_arguments(
 ) -> list[FlatTree]:
     """Check parameters, buffers and scaler, and return them flat."""
     trees = params, buffers, () if scaler is None else scaler
-    if where and (found := find_plan(_plans, where, trees)):
-        return found.trees
+    if where and (known := find_plan(_plans, where, trees)):
+        return known.trees
     flat_params, flat_buffers, flat_scaler = flat = list(map(_tree.flatten_once, trees))
     if all([leaf is None for leaf in flat_params.leaves]):
         raise ValueError(

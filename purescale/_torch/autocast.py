@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+from .._torch import private
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -27,6 +29,8 @@ class _Autocast(NamedTuple):
 
 def active_autocast() -> list[_Autocast]:
     """Return what autocast is active, of every device type."""
+    if not (torch.compiler.is_dynamo_compiling() or private.any_autocast()):
+        return []
     enabled = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
     if not enabled:
         return []

@@ -158,6 +158,9 @@ NAMES = {
         lambda code: None,
         _skip_frame,
     ),
+    "any_autocast": Name(  # without it each type of device is asked
+        "torch._C._is_any_autocast_enabled", "torch.autocast", lambda: True
+    ),
     "FakeTensor": Name("torch._subclasses.fake_tensor.FakeTensor", "a fake tensor", Tensor),
     "metadata_guard": Name(
         "torch._C._dynamo.guards.TensorGuards",

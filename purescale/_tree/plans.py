@@ -97,7 +97,7 @@ class TreePlan(NamedTuple):
     plan: Any
 
 
-class Found(NamedTuple):
+class KnownTrees(NamedTuple):
     """The arguments of a call, flat, and what was planned for others like them."""
 
     trees: list[FlatTree]
@@ -105,7 +105,9 @@ class Found(NamedTuple):
     plan: Any
 
 
-def find_plan(plans: Plans[TreePlan], where: Situation, trees: tuple[Tree, ...]) -> Found | None:
+def find_plan(
+    plans: Plans[TreePlan], where: Situation, trees: tuple[Tree, ...]
+) -> KnownTrees | None:
     """Return what was planned for trees that differ from these in values only, in calls that ran
     where this one does; None if nothing was.
     """
@@ -122,7 +124,7 @@ def find_plan(plans: Plans[TreePlan], where: Situation, trees: tuple[Tree, ...])
         for tree, structure, at, cache in zip(trees, *forms, strict=True):
             tensor_list = TensorList(leaves[at], cache, dense_off_graph=True)
             flat.append(FlatTree(tree, tensor_list.tensors, structure, tensor_list))
-        return Found(flat, leaves, kept.plan)
+        return KnownTrees(flat, leaves, kept.plan)
     return None
 
 

@@ -60,7 +60,7 @@ def cuda():
     """
 
     def run_forward(self, buffers, microbatch):
-        return (self.inputs, *self._scaled_loss(buffers, microbatch, self.inputs))
+        return (self.parameters, *self._scaled_loss(buffers, microbatch, self.parameters))
 
     with (
         fake_cuda(),

@@ -425,27 +425,22 @@ def test_members_have_schedules_at_their_own_counts():
     assert_vmap_equals_loop(optimizer.step, stacked, stacked, ps.stack_states(states))
 
 
+def decay_by(schedule):
+    return {"weight_decay": schedule, "in_state": ("weight_decay",)}
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"weight_decay": halving(0.1)}, r"weight_decay is <function .*in_state=\('weight_decay',"),
         ({"betas": (0.9, halving(0.9))}, r"betas holds <function .*in_state=\('betas',\)"),
         (
-            {"overrides": {"w": {"weight_decay": halving(0.1)}}, "in_state": ("weight_decay",)},
+            decay_by(0.1) | {"overrides": {"w": {"weight_decay": halving(0.1)}}},
             r"overrides\['w'\]: weight_decay is .*and not in overrides",
         ),
-        (
-            {"weight_decay": lambda n: torch.ones(3), "in_state": ("weight_decay",)},
-            r"the schedule weight_decay returned a tensor torch.float32 \(3,\); expected a number",
-        ),
-        (
-            {"weight_decay": lambda n: 0.1 if n > 3 else 0.2, "in_state": ("weight_decay",)},
-            r"the schedule .* reads the value of the step count",
-        ),
-        (
-            {"weight_decay": lambda n: -0.1, "in_state": ("weight_decay",)},
-            "Invalid weight_decay value: -0.1",
-        ),
+        (decay_by(lambda n: torch.ones(3)), r"returned a tensor torch.float32 \(3,\); expected"),
+        (decay_by(lambda n: 0.1 if n > 3 else 0.2), "the schedule .* reads the value of the step"),
+        (decay_by(lambda n: -0.1), "Invalid weight_decay value: -0.1"),
     ],
 )
 def test_what_is_no_schedule_of_a_number_in_the_state_is_refused(settings, words):

@@ -470,40 +470,23 @@ def test_it_is_copied_and_pickled():
 # ---- words
 
 
-def plateau(opt):
-    return torchs.ReduceLROnPlateau(opt)
-
-
-def of_another(opt):
-    return torchs.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 3)
-
-
 REFUSED = {
-    "plateau": (plateau, ValueError, r"ReduceLROnPlateau.*in_state=\('lr',\).*get_last_lr"),
-    "one-cycle": (
-        lambda opt: torchs.OneCycleLR(opt, max_lr=0.1, total_steps=STEPS),
-        ValueError,
-        "OneCycleLR moves momentum.*cycle_momentum=False.*setting='momentum'",
-    ),
-    "cyclic": (
-        lambda opt: torchs.CyclicLR(opt, 0.1, 0.2, base_momentum=0.9, max_momentum=0.95),
-        ValueError,
-        "CyclicLR moves momentum.*cycle_momentum=False",
-    ),
+    "plateau": (torchs.ReduceLROnPlateau, ValueError,
+        r"ReduceLROnPlateau.*in_state=\('lr',\).*get_last_lr"),
+    "one-cycle": (lambda opt: torchs.OneCycleLR(opt, max_lr=0.1, total_steps=STEPS), ValueError,
+        "OneCycleLR moves momentum.*cycle_momentum=False.*setting='momentum'"),
+    "cyclic": (lambda opt: torchs.CyclicLR(opt, 0.1, 0.2, base_momentum=0.9, max_momentum=0.95),
+        ValueError, "CyclicLR moves momentum.*cycle_momentum=False"),
     "ends": (
         lambda opt: torchs.OneCycleLR(opt, max_lr=0.1, total_steps=10, cycle_momentum=False),
-        ValueError,
-        "OneCycleLR ends after 11 steps.*40 were asked for.*Fix: steps=11",
-    ),
-    "table": (
-        lambda opt: torchs.LambdaLR(opt, lambda n: [0.1, 0.2, 0.3][n]),
-        ValueError,
-        "LambdaLR ends after 3 steps.*Fix: steps=3",
-    ),
-    "other": (of_another, ValueError, "a StepLR of another optimizer"),
+        ValueError, "OneCycleLR ends after 11 steps.*40 were asked for.*Fix: steps=11"),
+    "table": (lambda opt: torchs.LambdaLR(opt, lambda n: [0.1, 0.2, 0.3][n]), ValueError,
+        "LambdaLR ends after 3 steps.*Fix: steps=3"),
+    "other": (lambda opt: torchs.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 3), ValueError,
+        "a StepLR of another optimizer"),
     "none": (lambda opt: None, TypeError, r"make\(optimizer\) is NoneType.*Fix: `lambda opt"),
     "function": (lambda opt: math.cos, TypeError, "expected a scheduler of torch"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

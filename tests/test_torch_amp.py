@@ -548,42 +548,30 @@ def with_lbfgs(live):
     live.optimizer, live.scheduler = torch.optim.LBFGS(live.model.parameters()), None
 
 
+def another(name, make):
+    """Sets this attribute of the live job, or of its model."""
+    return lambda live: setattr(live.model if name == "extra" else live, name, make(live))
+
+
 NOT_TAKEN = {  # what is changed, `steps`, and the words
     "not in the model": (
-        lambda live: live.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]}),
-        5,
-        r"param_groups\[3\].*shape \(5,\).*not in the model",
-    ),
-    "not in the optimizer": (
-        lambda live: setattr(live.model, "extra", nn.Linear(2, 2)),
-        5,
-        r"does not have extra.bias, extra.weight.*requires_grad_\(False\)",
-    ),
+        lambda live: live.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]}), 5,
+        r"param_groups\[3\].*shape \(5,\).*not in the model"),
+    "not in the optimizer": (another("extra", lambda _: nn.Linear(2, 2)), 5,
+        r"does not have extra.bias, extra.weight.*requires_grad_\(False\)"),
     "plateau": (
-        lambda live: setattr(live, "scheduler", lr_scheduler.ReduceLROnPlateau(live.optimizer)),
-        5,
-        r"scheduler is a ReduceLROnPlateau.*in_state.*leave the scheduler",
-    ),
+        another("scheduler", lambda live: lr_scheduler.ReduceLROnPlateau(live.optimizer)), 5,
+        r"scheduler is a ReduceLROnPlateau.*in_state.*leave the scheduler"),
     "ends": (ended, 9, "OneCycleLR ends after 4 steps.*Fix: steps=4"),
-    "of another": (
-        lambda live: setattr(live, "scheduler", job("AdamW", "warm-up").scheduler),
-        5,
-        "scheduler is a LambdaLR of another optimizer",
-    ),
+    "of another": (another("scheduler", lambda _: job("AdamW", "warm-up").scheduler), 5,
+        "scheduler is a LambdaLR of another optimizer"),
     "no steps": (lambda live: None, None, "no `steps`.*steps=10_000"),
     "steps": (lambda live: None, 0, "steps must be from 1"),
-    "no scheduler": (
-        lambda live: setattr(live, "scheduler", None),
-        5,
-        "steps=5 without a scheduler",
-    ),
+    "no scheduler": (another("scheduler", lambda _: None), 5, "steps=5 without a scheduler"),
     "lbfgs": (with_lbfgs, None, "LBFGS evaluates the loss again"),
-    "swapped": (
-        lambda live: setattr(live, "optimizer", live.scaler),
-        None,
-        "optimizer is GradScaler; expected the live one of torch.optim",
-    ),
-}
+    "swapped": (another("optimizer", lambda live: live.scaler), None,
+        "optimizer is GradScaler; expected the live one of torch.optim"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NOT_TAKEN)
@@ -610,52 +598,35 @@ def moved(state, applied):
 
 # What is given instead, of the live job, the optimizer and the state; and the words.
 NOT_GIVEN = {
-    "swapped": (
-        lambda live, optimizer, state: {"state": optimizer, "optimizer": state},
-        "expected the TrainState.*Fix: give_back",
-    ),
-    "class": (
-        lambda live, *_: {"torch_optimizer": torch.optim.SGD(live.model.parameters())},
-        "OptState of AdamW, the live optimizer a SGD",
-    ),
+    "swapped": (lambda live, optimizer, state: {"state": optimizer, "optimizer": state},
+        "expected the TrainState.*Fix: give_back"),
+    "class": (lambda live, *_: {"torch_optimizer": torch.optim.SGD(live.model.parameters())},
+        "OptState of AdamW, the live optimizer a SGD"),
     "other optimizer": (
         lambda *_: {"torch_optimizer": torch.optim.AdamW(nn.Linear(2, 2).parameters())},
-        "the state has .* the live optimizer does not",
-    ),
+        "the state has .* the live optimizer does not"),
     "rule": (lambda *_: {"rule": ps.DynamicScale()}, "expected one that `interop.torch_amp.rule"),
     "model": (lambda *_: {"model": nn.Linear(2, 2)}, "the live optimizer does not"),
     "shapes": (
         lambda live, _, s: {"state": s._replace(params={n: p[:1] for n, p in s.params.items()})},
-        "do not fit the model",
-    ),
-    "no scheduler": (
-        lambda *_: {"scheduler": None},
-        r"take_over was given a scheduler.*give_back\(..., scheduler\)",
-    ),
-    "stepped meanwhile": (
-        lambda live, _, s: {"state": moved(s, s.opt_state.applied - 9)},
-        "the scheduler is at step 4, the state at -2",
-    ),
-    "beyond the table": (
-        lambda live, _, s: {"state": moved(s, s.opt_state.applied + 10)},
-        r"4 steps were made beyond the 9 .*steps=13\)",
-    ),
-    "stacked": (
-        lambda live, _, s: {"state": ps.stack_states([s, s])},
-        r"2 stacked ones.*member\(state, 0\)",
-    ),
-    "in the state": (
-        lambda *_: {"optimizer": ps.from_torch(torch.optim.AdamW, in_state=("lr",))},
-        "lr is in the state, and a scheduler moves .*leave lr out",
-    ),
+        "do not fit the model"),
+    "no scheduler": (lambda *_: {"scheduler": None},
+        r"take_over was given a scheduler.*give_back\(..., scheduler\)"),
+    "stepped meanwhile": (lambda live, _, s: {"state": moved(s, s.opt_state.applied - 9)},
+        "the scheduler is at step 4, the state at -2"),
+    "beyond the table": (lambda live, _, s: {"state": moved(s, s.opt_state.applied + 10)},
+        r"4 steps were made beyond the 9 .*steps=13\)"),
+    "stacked": (lambda live, _, s: {"state": ps.stack_states([s, s])},
+        r"2 stacked ones.*member\(state, 0\)"),
+    "in the state": (lambda *_: {"optimizer": ps.from_torch(torch.optim.AdamW, in_state=("lr",))},
+        "lr is in the state, and a scheduler moves .*leave lr out"),
     "partition": (
         lambda live, optimizer, s: {
             "optimizer": ps.partition({"all": optimizer}, lambda name, param: "all"),
             "state": s._replace(opt_state={"all": s.opt_state}),
         },
-        r"has the parts \['all'\].*to_torch_optimizer\(opt_state\[key\]",
-    ),
-}
+        r"has the parts \['all'\].*to_torch_optimizer\(opt_state\[key\]"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NOT_GIVEN)

@@ -190,29 +190,18 @@ def off_graph(leaf: Tensor) -> Tensor:
 
 
 def all_tensors(tree: Any) -> list[Tensor]:
-    """Like `tensors`, but also in containers that only torch's pytree knows. Slower."""
-    tensors: list[Tensor] = []
-    _add_tensors(tree, tensors)
-    return tensors
-
-
-_HOLD_NO_TENSORS = frozenset((int, float, bool, str, bytes, type(None)))
-
-
-def _add_tensors(node: Any, tensors: list[Tensor]) -> None:
-    """Append the tensors in a tree, those of optree's other nodes and of torch's too."""
-    kind = type(node)
+    """Like `tensors`, but also in containers that only torch's pytree knows."""
+    kind = type(tree)
     if kind in PLAIN_TYPES:
-        tensors.append(node)
-    elif kind is list or kind is tuple:
-        for child in node:
-            _add_tensors(child, tensors)
-    elif kind is dict:
-        for child in node.values():
-            _add_tensors(child, tensors)
-    elif kind not in _HOLD_NO_TENSORS:
-        parts = private.pytree.tree_leaves(flatten(node)[0])
-        tensors += [part for part in parts if isinstance(part, Tensor)]
+        return [tree]
+    if kind is list or kind is tuple or kind is dict:
+        children = tree.values() if kind is dict else tree
+        return [tensor for child in children for tensor in all_tensors(child)]
+    parts = [] if kind in _NO_TREES else private.pytree.tree_leaves(flatten(tree)[0])
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+_NO_TREES = frozenset((int, float, bool, str, bytes, type(None)))
 
 
 def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:

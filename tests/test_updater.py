@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 import purescale as ps
 from purescale._optim.step_inputs import flatten_step
-from purescale._optim.updater import as_updater
+from purescale._optim.updater import Updater, as_updater
 
 
 class StepAlone:
@@ -134,3 +134,28 @@ def test_a_users_step_that_raises_leaves_donated_parts_before_it_unchanged(last)
     state = optimizer.init(params)
     with Untouched((params, state)), pytest.raises(ZeroDivisionError):
         ps.maybe_step(optimizer, params, clone(params), state, torch.tensor(False), donate=True)
+
+
+class Descent(Updater):
+    """An optimizer that steps the lists of a step, as one of the library's own would."""
+
+    compared = "Descent"
+
+    def init(self, params):
+        return {}
+
+    def apply_step(self, inputs, plan, current):
+        pairs = zip(inputs.params, inputs.grads.tensors, strict=True)
+        return [p - 0.5 * g for p, g in pairs], inputs.opt_state
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_an_updater_is_given_unscaled_and_clipped_gradients(max_norm):
+    scaler = ps.DynamicScale(init_scale=8.0).init()
+    params = {"5": torch.randn(5), "33": torch.randn(33)}
+    grads = {name: 8 * torch.randn_like(leaf) for name, leaf in params.items()}
+    steps = [
+        ps.unscale_and_step(optimizer, scaler, params, grads, optimizer.init(params), max_norm)
+        for optimizer in (Descent(), ps.from_torch(torch.optim.SGD, lr=0.5))
+    ]
+    assert_close(steps[0].params, steps[1].params)

@@ -241,7 +241,7 @@ def _arguments_of_operator(
 
 class Launch(NamedTuple):
     """The parameters of one group, device and dtype that have a gradient: one call of a kernel.
-    Parameters and slots are known by their index among the leaves of `StepInputs.leaves_of_step`.
+    Parameters and slots are known by their index among the leaves of `StepInputs.flat`.
     """
 
     group: ParamGroup
@@ -294,7 +294,7 @@ class FusedStep:
             lambda *args: self._step_for_dynamo(*args), lambda: torch.compiler.allow_in_graph
         )
 
-    def is_right_for_tensors(self, inputs: StepInputs) -> bool:
+    def has_kernel_for(self, inputs: StepInputs) -> bool:
         """Return True if there is a kernel for these tensors."""
         return self.kernel is not None and can_launch(inputs.param_list)
 
@@ -328,7 +328,7 @@ class FusedStep:
                 launches.append(Launch(group, indices, slots, counts, grads, pick, run))
         return launches
 
-    def is_right_for(self, inputs: StepInputs, current: CurrentSettings) -> bool:
+    def can_run(self, inputs: StepInputs, current: CurrentSettings) -> bool:
         """Return True if the kernel, for whose tensors there is a plan, makes this step: by the
         numbers of the step, and in a trace by where it runs.
         """

@@ -24,7 +24,7 @@ class StepPlan(NamedTuple):
     """The decisions about the steps of an optimizer over arguments that are alike."""
 
     names: list[str]  # of the parameters
-    of_optimizer: Any  # what `Updater.plan` returned
+    update_plan: Any  # what `Updater.plan` returned
     replaced: Cache  # of all that a step replaces
     # each leaf fills a range of memory and requires no gradient: it may be written into if nothing
     # else shares its memory
@@ -37,7 +37,7 @@ class PlannedStep(NamedTuple):
 
     trees: list[FlatTree]  # parameters, the state of the optimizer, and the others
     inputs: StepInputs
-    plan: Any  # of the optimizer
+    update_plan: Any  # what `Updater.plan` returned
     where: Situation | None
     # known if the plan was found
     leaves: Leaves = []  # noqa: RUF012  # of all trees; never written
@@ -69,20 +69,20 @@ def plan_step(
         inputs = StepInputs.of_dense(
             plan.names, params, gradients, opt_state, plan.replaced, are_writable=plan.are_writable
         )
-        return PlannedStep(flat, inputs, plan.of_optimizer, where, leaves, plan.host_reads)
+        return PlannedStep(flat, inputs, plan.update_plan, where, leaves, plan.host_reads)
     checked, inputs = check()
-    of_optimizer = updater.plan(inputs)
+    update_plan = updater.plan(inputs)
     # What is refused of parameters that are not dense and real depends on settings of the step.
     is_dense = inputs.replaced is not None and are_real(inputs.param_list.dtypes)
     if where and keeps_plan and is_dense:
         flat = list(map(_tree.flatten_once, trees))
         if not over_grads or flat[0].structure == flat[2].structure:  # the dicts have one order
-            _keep_plan(updater, where, flat, inputs.names, of_optimizer)
-    return PlannedStep(checked, inputs, of_optimizer, where)
+            _keep_plan(updater, where, flat, inputs.names, update_plan)
+    return PlannedStep(checked, inputs, update_plan, where)
 
 
 def _keep_plan(
-    updater: Any, where: Situation, trees: list[FlatTree], names: list[str], of_optimizer: Any
+    updater: Any, where: Situation, trees: list[FlatTree], names: list[str], update_plan: Any
 ) -> None:
     """Keep the plan of a step over trees that are dense."""
     lists = [tree.tensor_list for tree in trees]
@@ -93,7 +93,7 @@ def _keep_plan(
     )
     on_cpu = all([some.devices <= {torch.device("cpu")} for some in lists])
     reads = on_cpu and where.host_reads
-    plan = StepPlan(names, of_optimizer, Cache(), are_writable, reads)
+    plan = StepPlan(names, update_plan, Cache(), are_writable, reads)
     add_plan(updater.plans, where, trees, plan)
 
 

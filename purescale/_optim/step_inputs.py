@@ -1,4 +1,4 @@
-"""The stage `flatten` of a step: its trees as matching lists of local tensors."""
+"""The trees of an optimizer's step as matching lists of local tensors."""
 
 from __future__ import annotations
 

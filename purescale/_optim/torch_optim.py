@@ -254,8 +254,8 @@ class TorchOptimizer(Updater):
     def _plan_launches(self, inputs: StepInputs, groups: list[ParamGroup]) -> UpdatePlan:
         """Return the plan with the launches of torch's kernel, if it is right for the tensors."""
         if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
-            return UpdatePlan(groups, [] if self._fused_step.is_right_for_tensors(inputs) else None)
-        if not self._fused_step.is_right_for_tensors(inputs):
+            return UpdatePlan(groups, [] if self._fused_step.has_kernel_for(inputs) else None)
+        if not self._fused_step.has_kernel_for(inputs):
             return UpdatePlan(groups, None)
         in_form = inputs.in_form()
         numbered = in_form.numbered()
@@ -272,7 +272,7 @@ class TorchOptimizer(Updater):
         self, inputs: StepInputs, plan: UpdatePlan, current: CurrentSettings
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step, in fresh memory."""
-        if plan.launches is not None and self._fused_step.is_right_for(inputs, current):
+        if plan.launches is not None and self._fused_step.can_run(inputs, current):
             return self.apply_step_unless(None, inputs, plan, current)
         inputs = inputs.unscaled()
         params, state = self._step(inputs, _cast_gradients(inputs), plan.groups, current)
@@ -289,7 +289,7 @@ class TorchOptimizer(Updater):
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
         fused_step, launches, count = self._fused_step, plan.launches, len(inputs.params)
-        if launches is None or not fused_step.is_right_for(inputs, current):
+        if launches is None or not fused_step.can_run(inputs, current):
             return super().apply_step_unless(skip, inputs, plan, current, in_place=in_place)
         if torch.compiler.is_dynamo_compiling():
             return fused_step.in_dynamo(inputs, current, skip, in_place=in_place)

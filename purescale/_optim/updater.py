@@ -74,7 +74,7 @@ class Updater:
         """
         step = plan_step_by_hand(self, params, grads, opt_state)
         current = self.current_settings(step.inputs.opt_state)
-        return step.inputs.restore(*self.apply_step(step.inputs, step.plan, current))
+        return step.inputs.restore(*self.apply_step(step.inputs, step.update_plan, current))
 
     def grad_mode(self) -> torch.set_grad_enabled:
         """Return a context that records a graph only if a derivative may go through the step."""

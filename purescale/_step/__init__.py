@@ -1,7 +1,7 @@
 """A training step: `train_step` and its stages.
 
 With a group all ranks agree first (`agree.py`). Each stage is one function: start
-(`step_plan.py`), memory (`memory.py`), accumulate (`microbatches.py`), reduce (`reduce.py`),
+(`start.py`), memory (`memory.py`), accumulate (`microbatches.py`), reduce (`reduce.py`),
 measure (`_grads/measure.py`), guard (`spike_guard.py`), decide (`decide.py`), advance
 (`assemble.py`), update (`optimizer_step.py`), assemble (`assemble.py`). CONTRIBUTING.md has the
 diagram. There is one path for all devices. A kernel below it may depend on the device.

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._distributed.collectives import agree_on_all_ranks, describe_leaves, describe_setting, on_cpu
 from .._distributed.process_group import Group, check_group, mesh_sizes
 from .._step.microbatches import MicrobatchWeights
-from .._step.step_plan import Start
+from .._step.start import Start
 from .._step.train_state import StepOptions
 from .._torch import dtensor
 from .._tree import tree as _tree

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._step.decide import Decision
 from .._step.memory import MayWrite
 from .._step.retry import Attempt
-from .._step.step_plan import Start
+from .._step.start import Start
 from .._step.train_state import FlatState, StepOptions, TrainState
 from .._torch import foreach
 from .._tree import tree as _tree
@@ -86,7 +86,7 @@ def _written_over(start: Start, new: Leaves) -> Leaves:
     """Return scaler, count, generator and guard after `new` was written into those of the start. If
     a rule or a guard returned tensors on a graph, nothing is written.
     """
-    if not start.inputs.are_writable or any(map(_requires_grad, new)):
+    if not start.step.inputs.are_writable or any(map(_requires_grad, new)):
         return written_over(start.numbers, new)
     foreach.copy_(start.numbers, new)
     return start.numbers

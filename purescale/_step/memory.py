@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._optim.step_inputs import StepInputs
 from .._optim.updater import Updater
-from .._step.step_plan import Start
+from .._step.start import Start
 from .._step.train_state import StepOptions
 from .._torch import dtensor
 from .._torch.donation import (
@@ -39,12 +39,12 @@ def memory_of_step(
     """Return the memory of a step's arguments, without an optimizer's state that is not donated,
     and what of it the step may overwrite.
     """
-    flat, inputs = start.flat, start.inputs
+    flat, inputs = start.flat, start.step.inputs
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     batch = _tree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
     if donate and inputs.are_writable:
-        of_state, of_others = storage_pointers(start.leaves), storage_pointers(read_only)
+        of_state, of_others = storage_pointers(start.step.leaves), storage_pointers(read_only)
         if are_apart(of_state, of_others):
             memory = ArgumentMemory.of([of_state, of_others], batch)
             return memory, MayWrite(True, True, True)

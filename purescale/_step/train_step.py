@@ -29,7 +29,7 @@ from .._step.optimizer_step import update
 from .._step.reduce import reduce_window
 from .._step.retry import Attempt, attempt_window
 from .._step.spike_guard import Guard, call_guard, check_guarded
-from .._step.step_plan import Start, start_step
+from .._step.start import Start, start_step
 from .._step.train_state import (
     BNUpdate,
     StepInfo,
@@ -190,14 +190,14 @@ def _stages(
     options: StepOptions, start: Start, microbatches: list[Any], weights: MicrobatchWeights
 ) -> tuple[TrainState, StepInfo]:
     """Run the stages of a step in order."""
-    flat, inputs = start.flat, start.inputs
+    flat, step = start.flat, start.step
     memory, may_write = memory_of_step(options, start, microbatches)
     of_sum = len(microbatches) > 1
     stats_options = StatsOptions(options.clip.norm_type, options.takes_amax, of_sum)
 
     def run_window(scaler: FlatTree) -> Attempt:
         scaled = flat if scaler is flat.scaler else flat._replace(scaler=scaler)
-        arguments = options, scaled, start.where, microbatches, weights, memory
+        arguments = options, scaled, step.where, microbatches, weights, memory
         if options.bn_update == "window":
             window = accumulate_with_pooled_statistics(*arguments)
         else:
@@ -208,7 +208,7 @@ def _stages(
             grads = window.grads.multiplied(window.fraction)
             window = window._replace(grads=grads, fraction=None)
         grads, totals = window.grads, window.totals
-        reads = start.host_reads and grads.owned and grads.dense_real
+        reads = step.host_reads and grads.owned and grads.dense_real
         stats = measure(grads, scaler.tree.scale, stats_options, host_reads=reads)
         flags = None if totals is None else window_flags(window, totals, stats.overflow)
         return Attempt(window, stats, flags, scaler)
@@ -229,8 +229,8 @@ def _stages(
     advanced = advance(options, flat, attempt, decision, guard_state)
     updated = update(
         options.optimizer,
-        inputs,
-        start.plan,
+        step.inputs,
+        step.update_plan,
         decision.grads,
         decision.unknown_skip,
         in_place=may_write.optimizer,

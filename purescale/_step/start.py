@@ -4,30 +4,25 @@ planned once for states that are alike.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from .._grads.clip import check_ordered
 from .._loss_scale.scaling import check_scale
-from .._optim.planned import plan_step
+from .._optim.planned import PlannedStep, plan_step
 from .._optim.step_inputs import StepInputs, flatten_together, step_inputs
 from .._step.train_state import FlatState, StepOptions, TrainState
-from .._torch.tracing import Situation
 from .._tree import tree as _tree
-from .._tree.tree import FlatTree, Leaves
+from .._tree.tree import FlatTree
 
 
 class Start(NamedTuple):
-    """The state of a step, flat and checked, and the plan of the step."""
+    """The state of a step, flat and checked, and the planned step of its optimizer."""
 
     flat: FlatState
-    inputs: StepInputs  # of the optimizer
-    plan: Any  # of the optimizer
     numbers: list[Tensor]  # scaler, count, generator and guard
-    where: Situation | None
-    leaves: Leaves  # of a state whose plan was found
-    host_reads: bool  # the host may read each of them
+    step: PlannedStep
 
 
 def start_step(state: TrainState, options: StepOptions) -> Start:
@@ -48,7 +43,7 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
     if not step.leaves:
         numbers = _tree.all_tensors(numbers)
     flat = TrainState(params, buffers, opt_state, scaler, *others)
-    return Start(flat, step.inputs, step.plan, numbers, step.where, step.leaves, step.host_reads)
+    return Start(flat, numbers, step)
 
 
 def _check(state: TrainState, options: StepOptions, params: FlatTree) -> None:

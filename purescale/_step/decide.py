@@ -49,7 +49,7 @@ def decide(
     overflow = skip = stats.overflow
     if flags is not None:
         overflow, skip = flags.overflow, flags.skip
-    only_overflow_skips = flags is None and rejects is None and not clip.tensor_bounds
+    only_overflow_skips = flags is None and rejects is None and len(clip.tensor_bounds) == 0
     is_applied = only_overflow_skips and stats.is_read
     norm, amax, rejected = None, stats.amax, None
     factor: float | Tensor | None = None

@@ -7,20 +7,14 @@ import weakref
 import optree
 import pytest
 import torch
-from helpers import same_bits
+from helpers import find_no_plans, same_bits
 from torch import nn
 
 import purescale as ps
 from purescale._torch import tracing
 from purescale._torch.tensor_list import Cache, TensorList
-from purescale._tree.plans import Plans
 
 RULE = ps.DynamicScale(init_scale=2.0**4)
-
-
-def forget(monkeypatch):
-    """As if nothing were ever planned before."""
-    monkeypatch.setattr(Plans, "matching", lambda plans, tensors, key: iter(()))
 
 
 FACTS = {
@@ -78,7 +72,7 @@ def test_a_step_has_the_same_bits_with_what_was_seen_and_without(cls, donate, dt
         return a_step(cls, parameters(dtype), float("inf"), **given)
 
     remembering = run()
-    forget(monkeypatch)
+    find_no_plans(monkeypatch)
     assert same_bits(remembering, run())
 
 
@@ -123,7 +117,7 @@ def test_a_wrong_argument_is_refused_with_the_same_words(what, monkeypatch):
         return str(caught.value)
 
     remembering = refused()
-    forget(monkeypatch)
+    find_no_plans(monkeypatch)
     assert remembering == refused()
 
 

@@ -7,14 +7,13 @@ import gc
 import pytest
 import sim
 import torch
-from helpers import same_bits, tensors
+from helpers import find_no_plans, same_bits, tensors
 from jobs import JOBS
 from measured import TOLERANCE, difference, measured, numbers, trained, written
 
 import purescale as ps
 from purescale._optim import fused
 from purescale._torch import dtypes
-from purescale._tree.plans import Plans
 
 each = pytest.mark.parametrize("name", JOBS)
 
@@ -66,8 +65,7 @@ def test_a_device_as_mps_has_the_same_numbers_without_float64_and_fused_kernels(
     monkeypatch.setattr(fused, "SKIP_IN_KERNEL", ())
     monkeypatch.setattr(dtypes, "WITHOUT_FLOAT64", ("sim",))
     # plans of the jobs' optimizers, which are those of the module, are for another device
-    monkeypatch.setattr(Plans, "matching", lambda self, tensors, key: iter(()))
-    monkeypatch.setattr(Plans, "add", lambda self, tensors, key, plan: None)
+    find_no_plans(monkeypatch)
     with sim.without_float64(), sim.launched() as names:
         found = trained("sim", name)
     assert not any(launch.startswith("aten::_fused_") for launch in names)

@@ -55,12 +55,8 @@ def norm_on_host(tensor_list: TensorList) -> float:
     tensors, kinds, size = tensor_list.tensors, tensor_list.kinds, sum(tensor_list.elements)
     if len(kinds) == 1 and size <= _FEW:
         return torch.linalg.vector_norm(flattened(tensors), dtype=torch.float64).item()
-    if len(kinds) == 1 and size <= _CHUNK:
-        rows = _at_least_float32(_in_rows(list(tensors), size))
-        parts = [torch.linalg.vector_norm(rows, dim=1)]
-    else:
-        lists = [[tensors[i] for i in indices] for indices in kinds]
-        parts = [torch.linalg.vector_norm(rows, dim=1) for kind in lists for rows in _rows(kind)]
+    lists = [[tensors[i] for i in indices] for indices in kinds]
+    parts = [torch.linalg.vector_norm(rows, dim=1) for kind in lists for rows in _rows(kind)]
     norms = torch.cat([part.double() for part in parts])
     return math.sqrt(torch.dot(norms, norms).item())
 

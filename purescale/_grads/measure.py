@@ -12,7 +12,6 @@ from .._distributed.collectives import all_reduce_found_inf
 from .._distributed.process_group import Group, all_reduce
 from .._grads.grad_stats import LocalStats, local_stats, norm_on_host
 from .._grads.mesh_stats import mesh_stats, stats_of_parts
-from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import saturating, widest_float
 from .._torch.tracing import host_can_read, is_on_a_graph
 from .._tree.gradients import Gradients
@@ -56,9 +55,8 @@ def measure(
     """Return the stats of `grads` over their divisor. `scale` is the loss scale. An unusable one
     (0, negative, inf or NaN) counts as overflow, even for unscaled gradients.
 
-    On an accelerator and in a trace nothing is read. On a CPU the norm is read, and the
-    exact way is taken only if it is not conclusive. With `host_reads` it is known that it may
-    be read.
+    On an accelerator and in a trace nothing is read. On a CPU the norm is read, and the exact way
+    is taken only if it is not conclusive. With `host_reads` it is known that it may be read.
     """
     reads = host_reads or host_can_read([scale], grads.tensors)
     if reads and (host_reads or not is_on_a_graph(grads.tensors)):
@@ -101,7 +99,7 @@ def measure_amax(grads: Gradients, divisor: Tensor, group: Group | None = None) 
 
 def _stats_over(grads: Gradients, divisor: Tensor, norm_type: float | None) -> LocalStats:
     """Return the stats of this rank, or of all ranks of a mesh if gradients are sharded."""
-    if not grads.dense_real and any_dtensor(grads.likes):
+    if grads.are_sharded:
         return mesh_stats(grads.tensors, grads.present_likes, divisor, norm_type)
     return local_stats(grads.tensors, divisor, norm_type)
 
@@ -126,8 +124,7 @@ def _from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> GradSt
     has_norm = options.norm_type is not None
     enough = options.norm_type == 2 if has_norm else not options.amax
     one_part = options.group is None and options.norm_group is None
-    is_sharded = not grads.dense_real and any_dtensor(grads.likes)
-    if is_sharded or not (enough and one_part and any(grads.tensor_list.elements)):
+    if grads.are_sharded or not (enough and one_part and any(grads.tensor_list.elements)):
         return None
     root, loss_scale = norm_on_host(grads.tensor_list), scale.item()
     divisor = 1.0 if grads.divisor is None else loss_scale

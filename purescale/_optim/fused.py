@@ -387,7 +387,7 @@ class FusedStep:
             if settings is not launch.group.settings:
                 run = self.kernel.with_settings(self.kernel.arguments(settings))
             fused_update(self.kernel, run, settings["lr"], operands, skip)
-            _count(launch, leaves, skip, in_place=True)
+            _count(leaves, launch.counts, skip, in_place=True)
 
     def in_a_graph(
         self,
@@ -407,7 +407,7 @@ class FusedStep:
             indices = itertools.chain(launch.params, *launch.slots)
             for index, tensor in zip(indices, new, strict=True):
                 stepped[index] = tensor
-            _count(launch, stepped, skip)
+            _count(stepped, launch.counts, skip)
         return stepped
 
     def in_dynamo(
@@ -423,9 +423,7 @@ class FusedStep:
         others = state.applied, grads.pending, skip, current
         self._opaque(self._settings.guard_key, *lists, *others)
         if STEP in columns:
-            for index in inputs.stepped:
-                count = columns[STEP][index]
-                count.add_(1 if skip is None else on_device(~skip, count.device, count.dtype))
+            _count(columns[STEP], inputs.stepped, skip, in_place=True)
         state.applied.add_(1 if skip is None else ~skip)
         if isinstance(state.iteration, Tensor):
             state.iteration.add_(1)
@@ -476,10 +474,10 @@ class FusedStep:
 
 
 def _count(
-    launch: Launch, leaves: list[Any], skip: Tensor | None, *, in_place: bool = False
+    leaves: list[Any], indices: Sequence[int], skip: Tensor | None, *, in_place: bool = False
 ) -> None:
-    """Count the step of each parameter in `leaves`, unless it is skipped."""
-    for index in launch.counts:
+    """Add 1 to the leaves with these indices, which count steps, unless the step is skipped."""
+    for index in indices:
         count = leaves[index]
         more = 1 if skip is None else on_device(~skip, count.device, count.dtype)
         leaves[index] = count.add_(more) if in_place else count + more

@@ -56,9 +56,8 @@ def plan_step(
     and `Updater.plan` refuse what does not fit.
     """
     where = situation()
-    keeps_plan = where is not None and updater.keeps_plans
-    known = find_plan(updater.plans, where, trees) if where and keeps_plan else None
-    if known is not None:
+    plans_for = where if updater.keeps_plans else None
+    if plans_for and (known := find_plan(updater.plans, plans_for, trees)):
         if not updater.differentiable:
             end_graph()
         flat, leaves, plan = known
@@ -74,10 +73,10 @@ def plan_step(
     update_plan = updater.plan(inputs)
     # What is refused of parameters that are not dense and real depends on settings of the step.
     is_dense = inputs.replaced is not None and are_real(inputs.param_list.dtypes)
-    if where and keeps_plan and is_dense:
+    if plans_for and is_dense:
         flat = list(map(_tree.flatten_once, trees))
         if not over_grads or flat[0].structure == flat[2].structure:  # the dicts have one order
-            _keep_plan(updater, where, flat, inputs.names, update_plan)
+            _keep_plan(updater, plans_for, flat, inputs.names, update_plan)
     return PlannedStep(checked, inputs, update_plan, where)
 
 

@@ -253,10 +253,10 @@ class TorchOptimizer(Updater):
 
     def _plan_launches(self, inputs: StepInputs, groups: list[ParamGroup]) -> UpdatePlan:
         """Return the plan with the launches of torch's kernel, if it is right for the tensors."""
-        if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
-            return UpdatePlan(groups, [] if self._fused_step.has_kernel_for(inputs) else None)
         if not self._fused_step.has_kernel_for(inputs):
             return UpdatePlan(groups, None)
+        if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
+            return UpdatePlan(groups, [])
         in_form = inputs.in_form()
         numbered = in_form.numbered()
         columns, state = numbered.columns, numbered.opt_state

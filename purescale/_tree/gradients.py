@@ -39,6 +39,11 @@ class Gradients(NamedTuple):
         return self.tensor_list.tensors
 
     @property
+    def are_sharded(self) -> bool:
+        """True if one of them is the shard of a DTensor."""
+        return not self.dense_real and dtensor.any_dtensor(self.likes)
+
+    @property
     def pending(self) -> tuple[Any, ...]:
         """What an optimizer still waits for: divisor, factor and clip value. Each is elementwise,
         because pieces of leaves and shards are stepped alone.

@@ -8,16 +8,16 @@ import dataclasses
 import functools
 import inspect
 import math
-import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from .._torch import private
-from .._torch.tracing import are_native, host_can_read
+from .._torch.tensor_list import metadata_guard
+from .._torch.tracing import are_native, situation
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
@@ -88,6 +88,20 @@ def check_rule(rule: Any) -> bool:
 _CHECKED: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 Update = TypeVar("Update", bound=Callable[..., Any])
+_FRESH: set[Any] = set()
+
+
+def in_fresh_memory(update: Update) -> Update:
+    """Decorate the `update` of a rule of this package: it returns a state that differs from its
+    argument in values only, each tensor in memory of its own, which a step then need not check.
+    """
+    _FRESH.add(update)
+    return update
+
+
+def updates_in_fresh_memory(rule: Any) -> bool:
+    """Return True if `rule.update` is decorated by `in_fresh_memory`."""
+    return not torch.compiler.is_dynamo_compiling() and type(rule).update in _FRESH
 
 
 def without_amax(update: Update) -> Update:
@@ -264,6 +278,7 @@ class DynamicScale:
         """Return the state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.init_scale, hysteresis_tracker=self.hysteresis, device=device)
 
+    @in_fresh_memory
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
@@ -339,17 +354,18 @@ def _host_updates(scaler: Any, found_inf: Tensor) -> bool:
     """Return True if the host may read this state and the flag, and computes what tensors would."""
     if not isinstance(scaler, ScalerState):  # another with these fields, and perhaps more
         return False
-    tensors = *scaler, found_inf
-    return (
-        host_can_read(tensors)
-        and tuple(map(_dtype, tensors)) == _DTYPES
-        and not any(map(Tensor.dim, tensors))
-        and not any(map(_requires_grad, tensors))
-    )
+    where = situation()
+    return where is not None and where.host_reads and _are_on_host()((*scaler, found_inf))
 
 
-_dtype, _requires_grad = map(operator.attrgetter, ("dtype", "requires_grad"))
-_DTYPES = torch.float32, *[torch.int32] * 3, torch.bool  # of a `ScalerState` and the flag
+@functools.cache
+def _are_on_host() -> Callable[[Sequence[Any]], bool]:
+    """Return a function that is True for the tensors of a `ScalerState` on a CPU, then a flag."""
+
+    def tensors() -> list[Tensor]:
+        return [*scaler_state(1.0, device="cpu"), torch.zeros((), dtype=torch.bool, device="cpu")]
+
+    return metadata_guard(private.outside_of_modes(tensors))
 
 
 def _takes_operator(scaler: ScalerState, found_inf: Tensor) -> bool:
@@ -393,6 +409,7 @@ class StaticScale:
         """Return the state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.scale, device=device)
 
+    @in_fresh_memory
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """Return the scale of the rule, whatever the state holds. `consecutive_skips` counts, the

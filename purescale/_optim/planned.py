@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.tensor_list import Cache, TensorList
-from .._torch.tracing import Situation, end_graph, situation
+from .._torch.tracing import Situation, situation
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
 from .._tree.leaves import are_real
@@ -58,8 +58,6 @@ def plan_step(
     where = situation()
     plans_for = where if updater.keeps_plans else None
     if plans_for and (known := find_plan(updater.plans, plans_for, trees)):
-        if not updater.differentiable:
-            end_graph()
         flat, leaves, plan = known
         params, opt_state, others = flat[0], flat[1], flat[2]
         gradients = Gradients(TensorList([]), [], False)

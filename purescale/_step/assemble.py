@@ -88,7 +88,7 @@ def _written_over(start: Start, new: Leaves) -> Leaves:
     """
     if not start.step.inputs.are_writable or any(map(_requires_grad, new)):
         return written_over(start.numbers, new)
-    foreach.copy_(start.numbers, new)
+    foreach.copy_listed_(start.numbers, new)
     return start.numbers
 
 
@@ -104,11 +104,15 @@ def _next_scaler(
         arguments: tuple[Tensor, ...] = found_inf, amax
     else:
         arguments = (overflow,)
-    names = "state.scaler", "the state that the rule returned"
-    updated_scaler = options.rule.update(start, *arguments)
-    new = _tree.matching_leaves(before.tree, updated_scaler, *names, flat=before)[1]
+    updated = options.rule.update(start, *arguments)
+    is_apart = options.scaler_is_fresh and type(updated) is type(start)
+    if is_apart:
+        new = list(updated)
+    else:
+        names = "state.scaler", "the state that the rule returned"
+        new = _tree.matching_leaves(before.tree, updated, *names, flat=before)[1]
     if decision.only_overflow_skips:  # no mask is needed, but a rule may return its arguments
-        return _tree.leaves_apart(new, [*before.leaves, *arguments])
+        return new if is_apart else _tree.leaves_apart(new, [*before.leaves, *arguments])
     # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard. A
     # lower scale at which a retry was finite is kept too.
     old = before.leaves if start is before.tree else _tree.flatten(start)[0]
@@ -146,5 +150,5 @@ def _next_buffers(before: FlatTree, new: Leaves, decision: Decision, *, in_place
         return select_masked(decision.skip, old, new, in_place=in_place)
     if not in_place:
         return foreach.clone(new)
-    foreach.copy_(old, new)  # each of which is in memory of its own, or the old one itself
+    foreach.copy_listed_(old, new)  # each in memory of its own, or the old one itself
     return old

@@ -239,6 +239,7 @@ class StepOptions(NamedTuple):
     guard: Guard[Any] | None = None
     window_size: int | None = None  # of a full window
     takes_amax: bool = False  # the rule takes the largest gradient
+    scaler_is_fresh: bool = False  # as `updates_in_fresh_memory`
 
     def compared(self) -> dict[str, Any]:
         """Return by name what all ranks of a group must have alike."""

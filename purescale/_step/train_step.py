@@ -12,7 +12,7 @@ from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
 from .._grads.clip import check_clip
 from .._grads.measure import StatsOptions, measure, norm_of
-from .._loss_scale.rules import Rule, check_rule
+from .._loss_scale.rules import Rule, check_rule, updates_in_fresh_memory
 from .._optim.updater import Optimizer, as_updater
 from .._step.agree import check_on_all_ranks
 from .._step.assemble import advance, assemble
@@ -173,6 +173,7 @@ def train_step(
             guard=guard,
             window_size=window_size,
             takes_amax=check_rule(rule),
+            scaler_is_fresh=updates_in_fresh_memory(rule),
         )
         check_options(options)
         _check_arguments(state, microbatches, options)

@@ -205,7 +205,7 @@ class ValueAndGrad:
         self.sharded, self.uses_torch_func = False, where is None and traced()
         self.keeps_graph = differentiable and not self.uses_torch_func
         self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
-        if self.owns_gradients:
+        if where is None and self.owns_gradients:
             end_graph()
         self.storages = storages if self.owns_gradients else None
         # make_fx does not see that a subclass is made, and would take parameters for constants.

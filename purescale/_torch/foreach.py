@@ -110,12 +110,18 @@ def copy_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         for target, tensor in zip(targets, tensors, strict=True):
             target.copy_(tensor)
         return
-    with torch.no_grad():
-        if targets and not is_launch_bound(targets[0]):
-            listops.copy_(list(targets), list(tensors))
-            return
-        for indices in by_kind(targets):
-            listops.copy_([targets[i] for i in indices], [tensors[i] for i in indices])
+    targets = [target.detach() if target.requires_grad else target for target in targets]
+    tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+    copy_listed_(targets, tensors)
+
+
+def copy_listed_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Call `copy_` for tensors off every graph, outside of a trace."""
+    if targets and targets[0].is_cpu:
+        listops.copy_(targets, tensors)
+        return
+    for indices in by_kind(targets):
+        listops.copy_([targets[i] for i in indices], [tensors[i] for i in indices])
 
 
 def gather(tensors: Sequence[Tensor]) -> Tensor:

@@ -76,9 +76,9 @@ class Situation(NamedTuple):
 
 def situation() -> Situation | None:
     """Return where a call runs; None where each call plans anew: under a transform, a compiler and
-    inference mode.
+    inference mode, and inside of `whole_graph`.
     """
-    if traced() or torch.is_inference_mode_enabled():
+    if traced() or torch.is_inference_mode_enabled() or _wholly_recorded.get():
         return None
     recorded = recorded_by_make_fx()
     return Situation(recorded, not (recorded or _as_an_accelerator), _captured.get())

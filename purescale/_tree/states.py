@@ -486,7 +486,9 @@ def donated_poisoned() -> Iterator[None]:
 
 def is_poisoning() -> bool:
     """Return True inside of `donated_poisoned`, in a call that is not traced."""
-    return not traced() and _poisoning.get()
+    if torch.compiler.is_dynamo_compiling():  # which does not trace the next line
+        return False
+    return _poisoning.get() and not traced()
 
 
 def poison(donated: Tree, others: Tree) -> None:

@@ -10,7 +10,18 @@ import hypothesis.strategies as st
 import optree
 import pytest
 import torch
-from helpers import Dispatched, Untouched, at, batch, clone, examples, job, same_bits, tensors
+from helpers import (
+    Dispatched,
+    Untouched,
+    at,
+    batch,
+    clone,
+    examples,
+    job,
+    same_bits,
+    shares_memory,
+    tensors,
+)
 from hypothesis import given
 from torch import Tensor
 
@@ -562,6 +573,22 @@ def test_the_scale_of_a_rule_that_records_a_graph_is_on_it_in_each_step(donate):
         settings = {"loss_fn": product, "optimizer": adamw, "rule": rule, "donate": donate}
         state, _ = ps.train_step(state, [torch.ones(3)], **settings)
         assert state.scaler.scale.requires_grad
+
+
+class Unmoved(ps.DynamicScale):
+    """A rule that returns the state that it is given."""
+
+    def update(self, scaler, found_inf):
+        return scaler
+
+
+def test_a_rule_that_returns_its_argument_shares_no_memory_with_the_next_state():
+    sgd, rule = ps.from_torch(torch.optim.SGD, lr=0.1), Unmoved()
+    for _ in range(2):  # the second step is planned
+        state = ps.init_train_state({"w": torch.ones(3)}, {}, sgd, rule)
+        settings = {"loss_fn": product, "optimizer": sgd, "rule": rule}
+        new, _ = ps.train_step(state, [torch.ones(3)], **settings)
+        assert not shares_memory(list(new.scaler), list(state.scaler))
 
 
 # ---- a donated state as NaN ----------------------------------------------------------------------

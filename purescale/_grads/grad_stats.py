@@ -50,10 +50,10 @@ def norm_on_host(tensor_list: TensorList) -> float:
     them is off by 1.2e-4. So few elements are summed in float64, and of more the single rows in
     float32, and their results in float64.
     """
-    if 0 in tensor_list.elements:
+    if tensor_list.any_empty:
         tensor_list = TensorList([tensor for tensor in tensor_list.tensors if tensor.numel()])
-    tensors, kinds, size = tensor_list.tensors, tensor_list.kinds, sum(tensor_list.elements)
-    if len(kinds) == 1 and size <= _FEW:
+    tensors, kinds = tensor_list.tensors, tensor_list.kinds
+    if len(kinds) == 1 and tensor_list.num_elements <= _FEW:
         return torch.linalg.vector_norm(flattened(tensors), dtype=torch.float64).item()
     lists = [[tensors[i] for i in indices] for indices in kinds]
     parts = [torch.linalg.vector_norm(rows, dim=1) for kind in lists for rows in _rows(kind)]

@@ -124,7 +124,8 @@ def _from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> GradSt
     has_norm = options.norm_type is not None
     enough = options.norm_type == 2 if has_norm else not options.amax
     one_part = options.group is None and options.norm_group is None
-    if grads.are_sharded or not (enough and one_part and any(grads.tensor_list.elements)):
+    num_elements = grads.tensor_list.num_elements
+    if not (enough and one_part and num_elements) or grads.are_sharded:
         return None
     root, loss_scale = norm_on_host(grads.tensor_list), scale.item()
     divisor = 1.0 if grads.divisor is None else loss_scale
@@ -133,7 +134,7 @@ def _from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> GradSt
         return None
     # Above it lost squares do not matter: those below the range of float32 could add less to the
     # sum than its rounding.
-    if has_norm and root * root < sum(grads.tensor_list.elements) * 2.0**-100:
+    if has_norm and root * root < num_elements * 2.0**-100:
         return None
     amax = measure_amax(grads, _divisor(grads, scale)) if options.amax else None
     overflow = torch.zeros((), dtype=torch.bool, device=scale.device)

@@ -60,6 +60,8 @@ def check_rule(rule: Any) -> bool:
     is returned.
     """
     wants_amax = takes_amax(rule)
+    if updates_in_fresh_memory(rule):  # a method of this package
+        return wants_amax
     if not torch.compiler.is_dynamo_compiling() and _CHECKED.get(type(rule)) is wants_amax:
         return wants_amax
     if what := scalars.not_made(rule, "init", "update"):
@@ -88,20 +90,20 @@ def check_rule(rule: Any) -> bool:
 _CHECKED: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 Update = TypeVar("Update", bound=Callable[..., Any])
-_FRESH: set[Any] = set()
+_FRESH: list[Any] = []
 
 
 def in_fresh_memory(update: Update) -> Update:
     """Decorate the `update` of a rule of this package: it returns a state that differs from its
     argument in values only, each tensor in memory of its own, which a step then need not check.
     """
-    _FRESH.add(update)
+    _FRESH.append(update)
     return update
 
 
 def updates_in_fresh_memory(rule: Any) -> bool:
     """Return True if `rule.update` is decorated by `in_fresh_memory`."""
-    return not torch.compiler.is_dynamo_compiling() and type(rule).update in _FRESH
+    return not torch.compiler.is_dynamo_compiling() and getattr(type(rule), "update", None) in _FRESH
 
 
 def without_amax(update: Update) -> Update:

@@ -122,10 +122,10 @@ def _is_float_scalar(tensor: Tensor) -> bool:
 
 def _of_values(tensor_list: TensorList, pointers: list[int | None]) -> list[int | None]:
     """Return the pointers of the tensors that have elements; empty ones cannot share memory."""
-    counts = tensor_list.elements
-    if 0 not in counts:
+    if not tensor_list.any_empty:
         return pointers
-    return [pointer for pointer, count in zip(pointers, counts, strict=True) if count]
+    pairs = zip(pointers, tensor_list.tensors, strict=True)
+    return [pointer for pointer, tensor in pairs if tensor.numel()]
 
 
 class ArgumentMemory(NamedTuple):

@@ -92,9 +92,13 @@ class TensorList:
         return self.cache.is_like is not None and self.cache.is_like(others)
 
     @Fact
-    def elements(self) -> list[int]:
-        """The number of elements of each tensor."""
-        return [tensor.numel() for tensor in self.tensors]
+    def num_elements(self) -> int:
+        """The number of elements of all tensors together."""
+        return sum(map(Tensor.numel, self.tensors))
+
+    @Fact
+    def any_empty(self) -> bool:
+        return 0 in map(Tensor.numel, self.tensors)
 
     @Fact
     def dtypes(self) -> set[torch.dtype]:

@@ -115,6 +115,8 @@ def normalize_fields(rule: Any, check: Callable[[str, Any], Any], *names: str) -
 
 def checked_bound(name: str, value: Any) -> float | Tensor:
     """Return `value` as a float above 0, or a 0-d tensor, which is not read."""
+    if type(value) is float and value > 0:
+        return value
     if isinstance(value, Tensor):
         if value.ndim:
             raise ValueError(

@@ -55,22 +55,30 @@ def call_rule(rule: Any, scaler: Any, found_inf: Tensor, amax: Any) -> Any:
     return rule.update(scaler, found_inf, *([amax] if takes_amax(rule) else []))
 
 
-def check_rule(rule: Any) -> bool:
-    """Refuse an object that is not a rule, and an `update` that does not match `takes_amax`, which
-    is returned.
-    """
+class RuleTraits(NamedTuple):
+    """The facts about a rule that a step needs."""
+
+    takes_amax: bool
+    # `update` is of this package: it returns a state that differs from its argument in values only,
+    # each tensor in memory of its own, which a step then need not check
+    is_ours: bool = False
+
+
+def check_rule(rule: Any) -> RuleTraits:
+    """Refuse an object that is not a rule, and an `update` that does not match `takes_amax`."""
     wants_amax = takes_amax(rule)
-    if updates_in_fresh_memory(rule):  # a method of this package
-        return wants_amax
-    if not torch.compiler.is_dynamo_compiling() and _CHECKED.get(type(rule)) is wants_amax:
-        return wants_amax
+    if not torch.compiler.is_dynamo_compiling():
+        if getattr(type(rule), "update", None) in _OURS:
+            return RuleTraits(wants_amax, is_ours=True)
+        if _CHECKED.get(type(rule)) is wants_amax:
+            return RuleTraits(wants_amax)
     if what := scalars.not_made(rule, "init", "update"):
         raise TypeError(
             f"rule is {what}; expected an object with `init(device)` and `update(scaler, "
             "found_inf)`. Fix: DynamicScale(); docs/recipes.md has a rule of your own."
         )
     if torch.compiler.is_dynamo_compiling():
-        return wants_amax
+        return RuleTraits(wants_amax)
     arguments = "scaler, found_inf, amax" if wants_amax else "scaler, found_inf"
     try:
         inspect.signature(rule.update).bind(*arguments.split(", "))
@@ -83,27 +91,20 @@ def check_rule(rule: Any) -> bool:
             "found_inf, amax)` if the rule needs the largest gradient; otherwise neither."
         ) from None
     _CHECKED[type(rule)] = wants_amax
-    return wants_amax
+    return RuleTraits(wants_amax)
 
 
 # The classes whose `update` was checked, because a signature costs as much as an update.
 _CHECKED: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 Update = TypeVar("Update", bound=Callable[..., Any])
-_FRESH: list[Any] = []
+_OURS: list[Any] = []
 
 
-def in_fresh_memory(update: Update) -> Update:
-    """Decorate the `update` of a rule of this package: it returns a state that differs from its
-    argument in values only, each tensor in memory of its own, which a step then need not check.
-    """
-    _FRESH.append(update)
+def update_of_ours(update: Update) -> Update:
+    """Decorate an `update` of this package, as in `RuleTraits`."""
+    _OURS.append(update)
     return update
-
-
-def updates_in_fresh_memory(rule: Any) -> bool:
-    """Return True if `rule.update` is decorated by `in_fresh_memory`."""
-    return not torch.compiler.is_dynamo_compiling() and getattr(type(rule), "update", None) in _FRESH
 
 
 def without_amax(update: Update) -> Update:
@@ -280,7 +281,7 @@ class DynamicScale:
         """Return the state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.init_scale, hysteresis_tracker=self.hysteresis, device=device)
 
-    @in_fresh_memory
+    @update_of_ours
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
@@ -411,7 +412,7 @@ class StaticScale:
         """Return the state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.scale, device=device)
 
-    @in_fresh_memory
+    @update_of_ours
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """Return the scale of the rule, whatever the state holds. `consecutive_skips` counts, the

@@ -85,9 +85,7 @@ def _keep_plan(
     lists = [tree.tensor_list for tree in trees]
     if not all([some.dense_off_graph for some in lists]):
         return
-    are_writable = all(
-        [s.are_gapless and not (s.any_empty or s.any_requires_grad) for s in lists]
-    )
+    are_writable = all([s.are_gapless and not (s.any_empty or s.any_requires_grad) for s in lists])
     on_cpu = all([some.devices <= {torch.device("cpu")} for some in lists])
     reads = on_cpu and where.host_reads
     plan = StepPlan(names, update_plan, Cache(), are_writable, reads)

@@ -99,13 +99,13 @@ def _next_scaler(
     used, overflow = attempt.scaler.tree, decision.overflow
     # If no try was finite, the scale ends as after one ordinary skip.
     start = used if used is before.tree else select(overflow, before.tree, used)
-    if options.takes_amax:
+    if options.rule_traits.takes_amax:
         found_inf, amax = _overflow_and_amax(options, attempt, decision)
         arguments: tuple[Tensor, ...] = found_inf, amax
     else:
         arguments = (overflow,)
     updated = options.rule.update(start, *arguments)
-    is_apart = options.scaler_is_fresh and type(updated) is type(start)
+    is_apart = options.rule_traits.is_ours and type(updated) is type(start)
     if is_apart:
         new = list(updated)
     else:

@@ -183,7 +183,7 @@ def sent_for_nan(options: StepOptions, num_microbatches: int) -> float | None:
     measured, so that it is sent as it is. It is inf for several, as with
     `StatsOptions(of_sum=True)`.
     """
-    if options.clip.norm_type is None and not options.takes_amax:
+    if options.clip.norm_type is None and not options.rule_traits.takes_amax:
         return None
     return math.nan if num_microbatches == 1 else math.inf
 

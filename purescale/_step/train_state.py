@@ -11,7 +11,7 @@ from torch import Tensor
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
 from .._grads.clip import Clip
-from .._loss_scale.rules import Rule, State, StaticScale, check_rule
+from .._loss_scale.rules import Rule, RuleTraits, State, StaticScale, check_rule
 from .._optim.updater import Optimizer, Updater, check_optimizer
 from .._step.spike_guard import Guard, check_is_guard
 from .._step.value_and_grad import LossFn
@@ -238,8 +238,7 @@ class StepOptions(NamedTuple):
     donate: bool = False
     guard: Guard[Any] | None = None
     window_size: int | None = None  # of a full window
-    takes_amax: bool = False  # the rule takes the largest gradient
-    scaler_is_fresh: bool = False  # as `updates_in_fresh_memory`
+    rule_traits: RuleTraits = RuleTraits(takes_amax=False)
 
     def compared(self) -> dict[str, Any]:
         """Return by name what all ranks of a group must have alike."""

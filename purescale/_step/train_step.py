@@ -12,7 +12,7 @@ from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
 from .._grads.clip import check_clip
 from .._grads.measure import StatsOptions, measure, norm_of
-from .._loss_scale.rules import Rule, check_rule, updates_in_fresh_memory
+from .._loss_scale.rules import Rule, check_rule
 from .._optim.updater import Optimizer, as_updater
 from .._step.agree import check_on_all_ranks
 from .._step.assemble import advance, assemble
@@ -172,8 +172,7 @@ def train_step(
             donate=donate,
             guard=guard,
             window_size=window_size,
-            takes_amax=check_rule(rule),
-            scaler_is_fresh=updates_in_fresh_memory(rule),
+            rule_traits=check_rule(rule),
         )
         check_options(options)
         _check_arguments(state, microbatches, options)
@@ -194,7 +193,7 @@ def _stages(
     flat, step = start.flat, start.step
     memory, may_write = memory_of_step(options, start, microbatches)
     of_sum = len(microbatches) > 1
-    stats_options = StatsOptions(options.clip.norm_type, options.takes_amax, of_sum)
+    stats_options = StatsOptions(options.clip.norm_type, options.rule_traits.takes_amax, of_sum)
 
     def run_window(scaler: FlatTree) -> Attempt:
         scaled = flat if scaler is flat.scaler else flat._replace(scaler=scaler)

@@ -21,7 +21,7 @@ import purescale as ps
 from purescale._grads.grad_stats import local_stats
 from purescale._torch import donation, foreach, tracing
 from purescale._torch.dtypes import saturating
-from purescale._tree.states import select_masked
+from purescale._tree.select import select_masked
 
 LISTS = {name: many for name, many in SETTINGS.items() if name not in ("Muon", "Adafactor")}
 CASES = [

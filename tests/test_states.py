@@ -552,10 +552,21 @@ def test_an_empty_tree_has_the_fingerprint_0():
 @given(trees(any32), st.booleans())
 def test_select_takes_one_tree_whole(tree, bad):
     other = pytree.tree_map(lambda t: None if t is None else t + 1, tree)
-    with Untouched((tree, other)):
-        picked = ps.select(torch.tensor(bad), tree, other)
-    assert same_bits(picked, tree if bad else other)
-    assert not shares_memory((tree, other), picked)
+    for _ in range(2):  # the second call is planned
+        with Untouched((tree, other)):
+            picked = ps.select(torch.tensor(bad), tree, other)
+        assert same_bits(picked, tree if bad else other)
+        assert not shares_memory((tree, other), picked)
+
+
+@pytest.mark.parametrize("bad", [True, False])
+def test_select_matches_by_name_and_keeps_the_order_of_the_old_tree(bad):
+    old = {"a": torch.ones(2), "b": torch.zeros(2)}
+    for new in ({"a": old["a"] + 1, "b": old["b"] + 1}, {"b": old["b"] + 1, "a": old["a"] + 1}):
+        for _ in range(2):
+            picked = ps.select(torch.tensor(bad), old, new)
+            assert list(picked) == ["a", "b"]
+            assert same_bits(picked["a"], old["a"] if bad else new["a"])
 
 
 def test_select_under_vmap_equals_a_loop():

@@ -19,7 +19,7 @@ from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
 from .._tree.leaves import describe
-from .._tree.states import write_over
+from .._tree.select import write_over
 from .._tree.tree import Tree
 
 Label = Callable[[str, Tensor], str]

@@ -18,7 +18,7 @@ from .._torch.tracing import is_on_a_graph, traced, under_derivative
 from .._tree import tree as _tree
 from .._tree.plans import Plans
 from .._tree.scalars import not_made
-from .._tree.states import select_masked
+from .._tree.select import select_masked
 from .._tree.tree import Tree
 
 

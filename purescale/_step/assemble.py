@@ -16,7 +16,7 @@ from .._step.start import Start
 from .._step.train_state import FlatState, StepOptions, TrainState
 from .._torch import foreach
 from .._tree import tree as _tree
-from .._tree.states import select, select_masked, written_over
+from .._tree.select import select, select_masked, written_over
 from .._tree.tree import FlatTree, Leaves, Tree
 
 _requires_grad = operator.attrgetter("requires_grad")

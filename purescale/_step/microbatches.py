@@ -45,7 +45,7 @@ from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import versions
 from .._tree.scalars import as_floats
-from .._tree.states import select_masked
+from .._tree.select import select_masked
 from .._tree.tree import Leaves, Tree
 
 

@@ -4,7 +4,7 @@ A state, its gradients and its buffers are trees. This room turns them into list
 back, and refuses what cannot be a parameter or a gradient, naming the leaf, the cause and the fix.
 
 Entry: `tree.flatten` and `tree.flatten_once`; `gradients.as_gradients`, which makes leaves dense,
-real and local; `states.select`, old or new; `states.stack_states`.
+real and local; `select.select`, old or new; `states.stack_states`.
 Hands on: `tree.FlatTree`, the leaves of a tree and its structure; `gradients.Gradients`, dense,
 real tensors with `restore`, which turns them back into leaves.
 May import: `_torch`. Only `tree.py` and `_torch/private_names.py` call optree.

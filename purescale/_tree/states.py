@@ -1,6 +1,5 @@
-"""Operations on whole states: the old or the new one, many as one for vmap, one of them, an
-exponential moving average, one number that tells whether two have the same bits, and a donated one
-as NaN.
+"""Operations on whole states: many as one for vmap, one of them, an exponential moving average, one
+number that tells whether two have the same bits, and a donated one as NaN.
 """
 
 from __future__ import annotations
@@ -16,111 +15,18 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .._torch import dtensor, foreach
-from .._torch.autocast import outside_autocast
+from .._torch import dtensor
 from .._torch.donation import can_write_each
 from .._torch.dtypes import on_device, wide_dtype
 from .._torch.tensor_list import TensorList
-from .._torch.tracing import is_on_a_graph, traced
+from .._torch.tracing import traced
 from .._tree import scalars
 from .._tree import tree as _tree
-from .._tree.leaves import are_dense_real, are_equal_constants, describe, is_constant
+from .._tree.leaves import are_equal_constants, describe
 from .._tree.tree import Leaves, Tree, TreeT
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@outside_autocast()
-def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
-    """Equal to `tree_map(lambda o, n: torch.where(found_inf, o, n), old, new)`: `old` if the step
-    is bad, else `new`.
-
-    It is for anything of your own that a skipped step must not change: an EMA of the weights,
-    buffers, a schedule's state. It selects and never multiplies, so a NaN in `new` cannot leak
-    through (`0 * nan` is `nan`).
-
-    Args:
-        found_inf: A bool or a 0-d bool tensor, True = bad.
-        old: The tree before the step.
-        new: A tree of the same structure, shapes and dtypes. A tensor that is not dense must
-            be the same object in both, and a leaf that is not a tensor must be equal.
-
-    Returns:
-        A tree in fresh memory.
-
-    Raises:
-        ValueError: If the trees differ in structure, shapes or dtypes.
-        TypeError: If the flag comes last, or a tensor that is not dense is another object in `new`.
-
-    Example:
-        >>> import torch
-        >>> old, new = {"ema": torch.tensor(1.0)}, {"ema": torch.tensor(float("nan"))}
-        >>> select(torch.tensor(True), old, new)
-        {'ema': tensor(1.)}
-
-    Source of the rule: `select_tree` of jmp.
-    """
-    if _is_flag(new) and not _is_flag(old):
-        raise TypeError(
-            "new is a flag and old is not. Likely cause: `select(old, new, found_inf)`. Fix: "
-            "`select(found_inf, old, new)`, as torch.where."
-        )
-    leaves, others, structure = _tree.matching_leaves(old, new, "old", "new")
-    return structure.unflatten(select_masked(found_inf, leaves, others))
-
-
-def _is_flag(tree: Tree) -> bool:
-    if isinstance(tree, Tensor):
-        return tree.dtype is torch.bool and not tree.ndim
-    return isinstance(tree, bool)
-
-
-def select_masked(
-    skip: Tensor | bool, old: Leaves, new: Leaves, *, in_place: bool = False
-) -> Leaves:
-    """Select like `select` from two matching lists, by `torch.where`: nothing is read. With
-    `in_place`, the caller guarantees that nothing else shares the memory of `old`: results are
-    written there.
-    """
-    if are_dense_real([*old, *new]):
-        return _chosen(skip, old, new, in_place=in_place)
-    indices = [index for index, leaf in enumerate(old) if not is_constant(leaf)]
-    before = [dtensor.shard(old[index]) for index in indices]
-    after = [dtensor.shard(new[index]) for index in indices]
-    chosen = _chosen(skip, before, after, in_place=in_place)
-    results = list(old)
-    for index, tensor in zip(indices, chosen, strict=True):
-        results[index] = dtensor.from_local_like(old[index], tensor)
-    return results
-
-
-def _chosen(
-    skip: Tensor | bool, old: list[Tensor], new: list[Tensor], *, in_place: bool
-) -> list[Tensor]:
-    # torch refuses in-place writes to a leaf that requires grad
-    if any([leaf.requires_grad for leaf in old]) and not (traced() or is_on_a_graph([*old, *new])):
-        old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
-    flag = _tree.flag(skip, like=old[0] if old else None)
-    return foreach.where(flag, old, new, in_place=in_place)
-
-
-def write_over(old: Tree, new: Tree) -> Tree:
-    """Write `new`, which differs in values only, into the tensors of `old`, of which the caller
-    guarantees that nothing else shares their memory: a captured step is replayed over the memory
-    that it was captured with.
-    """
-    leaves, structure = _tree.flatten(old)
-    return structure.unflatten(written_over(leaves, structure.flatten_up_to(new)))
-
-
-def written_over(old: Leaves, new: Leaves) -> Leaves:
-    """Return the leaves of `write_over` from those of both trees."""
-    if any(map(is_constant, old)) or is_on_a_graph([*old, *new]):
-        return new
-    old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
-    foreach.copy_(old, new)
-    return old
 
 
 # ---- many states as one --------------------------------------------------------------------------

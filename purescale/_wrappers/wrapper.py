@@ -19,7 +19,7 @@ from .._torch.tracing import is_differentiated, traced
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.leaves import describe
-from .._tree.states import select_masked, write_over
+from .._tree.select import select_masked, write_over
 from .._tree.tree import Leaves, Tree
 
 # The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,

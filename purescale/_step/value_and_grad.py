@@ -403,7 +403,7 @@ def check_returned(returned: Any, buffers: Tree) -> tuple[Any, ...]:
     expected: type[Any] = dict if isinstance(buffers, dict) else type(buffers)
     fits = isinstance(new_buffers, expected)
     if fits and expected is dict and new_buffers:
-        fits = not buffers.keys().isdisjoint(new_buffers)
+        fits = any([name in buffers for name in new_buffers])
     if not fits:
         raise ValueError(
             "new_buffers does not match buffers: loss_fn returned "

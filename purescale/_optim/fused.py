@@ -328,7 +328,7 @@ class FusedStep:
                 launches.append(Launch(group, indices, slots, counts, grads, pick, run))
         return launches
 
-    def can_run(self, inputs: StepInputs, current: CurrentSettings) -> bool:
+    def can_run(self, inputs: StepInputs, grads: Gradients, current: CurrentSettings) -> bool:
         """Return True if the kernel, for whose tensors there is a plan, makes this step: by the
         numbers of the step, and in a trace by where it runs.
         """
@@ -341,11 +341,13 @@ class FusedStep:
             tensors = [rate for rate in rates if isinstance(rate, Tensor)]
             if any([rate.dtype is not torch.float32 and not rate.is_cpu for rate in tensors]):
                 return False
-        return not traced() or self._may_be_opaque(inputs, current)
+        return not traced() or self._may_be_opaque(inputs, grads, current)
 
-    def _may_be_opaque(self, inputs: StepInputs, current: CurrentSettings) -> bool:
+    def _may_be_opaque(
+        self, inputs: StepInputs, grads: Gradients, current: CurrentSettings
+    ) -> bool:
         """Return True if the operator may stand for the step in a graph."""
-        grads, params, columns = inputs.grads, inputs.params, inputs.columns
+        params, columns = inputs.params, inputs.columns
         numbers = [value for table in current.tables() for value in table.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
         if not may_be_opaque(params, grads.tensors, values_of(columns), scalars):
@@ -411,11 +413,17 @@ class FusedStep:
         return stepped
 
     def in_dynamo(
-        self, inputs: StepInputs, current: CurrentSettings, skip: Tensor | None, *, in_place: bool
+        self,
+        inputs: StepInputs,
+        grads: Gradients,
+        current: CurrentSettings,
+        skip: Tensor | None,
+        *,
+        in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after a step that Dynamo traces as one function."""
         inputs = inputs.writable(in_place=in_place)
-        columns, grads, state = inputs.columns, inputs.grads, inputs.opt_state
+        columns, state = inputs.columns, inputs.opt_state
         if current is not self._settings.none_current:
             # a rate that is not in the state may share a parameter's memory
             current = current.map(lambda table: map_numbers(_clone, table))

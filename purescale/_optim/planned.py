@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._optim.step_inputs import StepInputs, flatten_step
-from .._torch.tensor_list import Cache, TensorList
+from .._torch.tensor_list import Cache
 from .._torch.tracing import Situation, end_graph, situation
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
@@ -61,12 +61,8 @@ def plan_step(
         if not updater.differentiable:
             end_graph()
         flat, leaves, plan = known
-        params, opt_state, others = flat[0], flat[1], flat[2]
-        gradients = Gradients(TensorList([]), [], False)
-        if over_grads:
-            gradients = Gradients(others.tensor_list, others.leaves, True)
         inputs = StepInputs.of_dense(
-            plan.names, params, gradients, opt_state, plan.replaced, are_writable=plan.are_writable
+            plan.names, flat[0], flat[1], plan.replaced, are_writable=plan.are_writable
         )
         return PlannedStep(flat, inputs, plan.update_plan, where, leaves, plan.host_reads)
     checked, inputs = check()
@@ -102,15 +98,22 @@ def plan_step_by_hand(
     grads: Tree,
     opt_state: Tree,
     *numbers: Tensor,
-    check_others: Callable[[StepInputs], None] = lambda inputs: None,
-) -> PlannedStep:
-    """Return a step over these trees, and over numbers, which `check_others` checks. Refuse, naming
-    the leaf, gradients that do not fit `params`, and a state that belongs to others.
+    check_others: Callable[[Gradients], None] = lambda gradients: None,
+) -> tuple[PlannedStep, Gradients]:
+    """Return a step over these trees, and over numbers, and its gradients, with which
+    `check_others` compares the numbers. Refuse, naming the leaf, gradients that do not fit
+    `params`, and a state that belongs to others.
     """
+    checked: list[Gradients] = []
 
     def check() -> tuple[list[FlatTree], StepInputs]:
-        inputs = flatten_step(updater, params, grads, opt_state)
-        check_others(inputs)
+        inputs, gradients = flatten_step(updater, params, grads, opt_state)
+        check_others(gradients)
+        checked.append(gradients)
         return [], inputs
 
-    return plan_step(updater, (params, opt_state, grads, *numbers), check, over_grads=True)
+    step = plan_step(updater, (params, opt_state, grads, *numbers), check, over_grads=True)
+    if checked:
+        return step, checked[0]
+    flat_grads = step.trees[2]
+    return step, step.inputs.gradients(flat_grads)

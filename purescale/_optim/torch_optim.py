@@ -39,6 +39,7 @@ from .._torch import foreach
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import captured, traced
 from .._tree import tree as _tree
+from .._tree.gradients import Gradients
 from .._tree.hints import hint_keywords
 from .._tree.leaves import describe
 from .._tree.tree import Tree
@@ -269,19 +270,20 @@ class TorchOptimizer(Updater):
         return self.settings.current(opt_state)
 
     def apply_step(
-        self, inputs: StepInputs, plan: UpdatePlan, current: CurrentSettings
+        self, inputs: StepInputs, grads: Gradients, plan: UpdatePlan, current: CurrentSettings
     ) -> tuple[list[Tensor], Tree]:
-        """Return parameters and state after the step, in fresh memory."""
-        if plan.launches is not None and self._fused_step.can_run(inputs, current):
-            return self.apply_step_unless(None, inputs, plan, current)
-        inputs = inputs.unscaled()
-        params, state = self._step(inputs, _cast_gradients(inputs), plan.groups, current)
+        """Return parameters and state after the step by the formula, or the class, in fresh
+        memory.
+        """
+        leaves = _cast_gradients(inputs.local_grads(grads), inputs.params)
+        params, state = self._step(inputs, leaves, plan.groups, current)
         return params, self._advanced(state, 1)
 
-    def apply_step_unless(
+    def step_unless(
         self,
         skip: Tensor | None,
         inputs: StepInputs,
+        grads: Gradients,
         plan: UpdatePlan,
         current: CurrentSettings,
         *,
@@ -289,14 +291,14 @@ class TorchOptimizer(Updater):
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
         fused_step, launches, count = self._fused_step, plan.launches, len(inputs.params)
-        if launches is None or not fused_step.can_run(inputs, current):
-            return super().apply_step_unless(skip, inputs, plan, current, in_place=in_place)
+        if launches is None or not fused_step.can_run(inputs, grads, current):
+            return super().step_unless(skip, inputs, grads, plan, current, in_place=in_place)
         if torch.compiler.is_dynamo_compiling():
-            return fused_step.in_dynamo(inputs, current, skip, in_place=in_place)
+            return fused_step.in_dynamo(inputs, grads, current, skip, in_place=in_place)
         if not plan.keeps_form:
             inputs = inputs.in_form()
         leaves, structure = inputs.flat()
-        operands = leaves[plan.applied], inputs.grads, launches, current, skip
+        operands = leaves[plan.applied], grads, launches, current, skip
         if traced():
             leaves = fused_step.in_a_graph(leaves, *operands)
             state = structure.unflatten(leaves[count:])
@@ -434,12 +436,11 @@ def _writable(
     return writable
 
 
-def _cast_gradients(inputs: StepInputs) -> list[Tensor | None]:
-    """Return the gradients in the form and dtype of their parameters. Complex ones are not clamped
-    to a range.
+def _cast_gradients(gradients: list[Tensor | None], params: list[Tensor]) -> list[Tensor | None]:
+    """Return the gradients in the dtype of their parameters. Complex ones are not clamped to a
+    range.
     """
-    gradients = inputs.local_grads
-    pairs = [(g, p.dtype) for g, p in zip(gradients, inputs.params, strict=True) if g is not None]
+    pairs = [(g, p.dtype) for g, p in zip(gradients, params, strict=True) if g is not None]
     leaves, dtypes = [g for g, _ in pairs], [dtype for _, dtype in pairs]
     if any(leaf.is_complex() for leaf in leaves):
         leaves = [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]

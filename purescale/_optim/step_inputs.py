@@ -117,26 +117,19 @@ class StepInputs(NamedTuple):
         except ValueError:
             raise foreign_parameters(param_names(self.opt_state), self.names) from None
 
-    def writable(self, *, in_place: bool) -> StepInputs:
-        """Return the inputs with parameters and state that a kernel may write into: these, off the
-        graph, if `in_place`, else copies. For a compiled step.
+    def own(self, *, in_place: bool) -> StepInputs:
+        """Return the inputs with `own_leaves` in place of all parameters and of the state. For a
+        step that Dynamo traces.
         """
-        state, columns = self.opt_state, self.columns
-        old = [*self.params, *values_of(columns), state.applied, *scalars_of(state)]
-        new = iter([t.detach() if in_place else t.detach().clone() for t in old])
-        params = list(itertools.islice(new, len(self.params)))
-        columns = {
-            key: [
-                foreach.laid_out_like(slot, param)
-                if isinstance(slot, Tensor) and slot.shape == param.shape
-                else slot
-                for slot, param in zip(column, params, strict=True)
-            ]
-            for key, column in columns_like(columns, new).items()
-        }
-        state = with_scalars(state, new)
-        writable = self._replace(param_list=TensorList(params), opt_state=state, replaced=None)
-        return writable._replace(opt_state=writable.with_columns(columns))
+        old, columns, state = self.params, self.columns, self.opt_state
+        leaves = [*old, *values_of(columns), state.applied, *scalars_of(state)]
+        numbered = columns_like(columns, range(len(old), len(leaves)))
+        places = [pair for column in numbered.values() for pair in enumerate(column)]
+        pairs = [(n, place) for n, place in places if isinstance(place, int)]
+        new = iter(own_leaves(leaves, pairs, in_place=in_place))
+        params = TensorList(list(itertools.islice(new, len(old))))
+        state = self.with_columns(columns_like(columns, new))
+        return self._replace(param_list=params, opt_state=with_scalars(state, new), replaced=None)
 
     def in_form(self) -> StepInputs:
         """Return the inputs with the state in the form that steps return: its trees are in the
@@ -240,6 +233,28 @@ class StepInputs(NamedTuple):
         if self.global_trees is None:
             return trees
         return _tree.map(dtensor.from_local_like, self.global_trees, trees)
+
+
+def own_leaves(
+    leaves: list[Any], pairs: list[tuple[int, int]], *, listed: bool = False, in_place: bool
+) -> list[Any]:
+    """Return leaves that a kernel may write into: these, off the graph, if `in_place`, else copies.
+    Slots get the memory order of their parameter, by `pairs` of both. If the leaves can be
+    `listed`, none is of a subclass, such as that of a parameter, which numbers would get.
+    """
+    if listed and not in_place:
+        writable = foreach.clone(leaves)
+    else:
+        writable = [
+            (leaf.detach() if in_place else leaf.detach().clone())
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+    for param, slot in pairs:
+        if writable[slot].shape == writable[param].shape:
+            writable[slot] = foreach.laid_out_like(writable[slot], writable[param])
+    return writable
 
 
 def foreign_parameters(in_state: list[str], in_params: list[str]) -> ValueError:

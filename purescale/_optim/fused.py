@@ -26,7 +26,7 @@ from .._optim.opt_state import (
 )
 from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
 from .._optim.slot_layout import SlotLayout
-from .._optim.step_inputs import StepInputs, own_leaves
+from .._optim.step_inputs import StepInputs, leaves_to_write
 from .._torch import foreach, private
 from .._torch.dtypes import on_device
 from .._torch.foreach import have_one_order, same_memory_order
@@ -258,20 +258,15 @@ class Launch(NamedTuple):
     run: Callable[..., None]  # of `Kernel.with_settings`, if no setting is current
     device: torch.device
 
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """Each parameter with each of its slots."""
-        return [pair for column in self.slots for pair in zip(self.params, column, strict=True)]
-
 
 class Launches(NamedTuple):
     """The calls of a kernel that make a step. Numbers are among the leaves of `StepInputs.flat`."""
 
     each: list[Launch]
     traced: bool  # the step runs where `traced` is True
+    pairs: list[tuple[int, int]] = []  # noqa: RUF012  # each parameter with each of its slots
     keeps_form: bool = True  # the state is `StepInputs.in_form`
-    in_one_order: bool = False  # each slot has the memory order of its parameter
-    # besides, all leaves are off graph and fill a range of memory each
+    # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
     are_ready: bool = False
     applied: int = 0
     iteration: int | None = None
@@ -318,11 +313,11 @@ class FusedStep:
         columns, state = numbered.columns, numbered.opt_state
         each = self._launches(inputs.param_list, inputs.stepped, columns, groups)
         leaves, keeps_form = in_form.flat()[0], in_form is inputs
-        pairs = [(leaves[n], leaves[slot]) for launch in each for n, slot in launch.pairs]
-        in_one_order = all([same_memory_order(a, b) for a, b in pairs if a.shape == b.shape])
-        known = replaced is not None and replaced.are_gapless and not replaced.any_requires_grad
+        pairs = [p for x in each for slots in x.slots for p in zip(x.params, slots, strict=True)]
+        is_dense = replaced is not None and replaced.are_gapless and not replaced.any_requires_grad
+        in_order = _have_one_order([(leaves[slot], leaves[n]) for n, slot in pairs])
         iteration = state.iteration if isinstance(state.iteration, int) else None
-        facts = traced(), keeps_form, in_one_order, known and keeps_form and in_one_order
+        facts = traced(), pairs, keeps_form, keeps_form and is_dense and in_order
         return Launches(each, *facts, state.applied, iteration)
 
     def _launches(
@@ -373,10 +368,12 @@ class FusedStep:
             return True
         numbers = [value for table in current.tables() for value in table.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
-        slots = values_of(inputs.columns)
+        params, columns = inputs.params, inputs.columns
+        if not may_be_opaque(params, grads.tensors, values_of(columns), scalars):
+            return False
         # The operator returns slots as they are laid out; the kernel walks them as the parameter.
-        is_right = torch.compiler.is_compiling() or launches.in_one_order
-        return is_right and may_be_opaque(inputs.params, grads.tensors, slots, scalars)
+        pairs = [pair for column in columns.values() for pair in zip(column, params, strict=True)]
+        return torch.compiler.is_compiling() or _have_one_order(pairs)
 
     def __call__(
         self,
@@ -393,9 +390,8 @@ class FusedStep:
         if launches.are_ready:
             leaves = leaves if in_place else foreach.clone_listed(leaves)
         else:
-            pairs = [pair for launch in launches.each for pair in launch.pairs]
             listed = inputs.replaced is not None
-            leaves = own_leaves(leaves, pairs, listed=listed, in_place=in_place)
+            leaves = leaves_to_write(leaves, launches.pairs, listed=listed, in_place=in_place)
         if current is not self._settings.none_current:
             current = current.map(_read_all_but_rate)
         grads, applied = grads.with_one_divisor(), leaves[launches.applied]
@@ -454,7 +450,7 @@ class FusedStep:
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after a step that Dynamo traces as one function."""
-        inputs = inputs.own(in_place=in_place)
+        inputs = inputs.to_write(in_place=in_place)
         params, columns, state = inputs.params, inputs.columns, inputs.opt_state
         if current is not self._settings.none_current:
             current = current.map(lambda table: map_numbers(_copied, table))
@@ -515,8 +511,13 @@ class FusedStep:
         steps = [leaves[index] + 1 for index in launch.counts]
         if self.kernel.takes_step and not steps:
             steps = [numbers[launch.device]]
-        of_launch = params, slots, grads.picked(launch.grads), steps
-        return settings, KernelOperands(*of_launch, are_alike)
+        return settings, KernelOperands(params, slots, grads.picked(launch.grads), steps, are_alike)
+
+
+def _have_one_order(pairs: list[tuple[Any, Tensor]]) -> bool:
+    """Return True if each slot of the shape of its parameter has its memory order."""
+    like = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a.shape == b.shape]
+    return all([same_memory_order(a, b) for a, b in like])
 
 
 def _count(

@@ -176,8 +176,9 @@ class PartitionOptimizer(Updater):
         for key, part in plan.items():
             updater = self.parts[key]
             arguments = skip, parts[key], grads_by_key[key], part.plan, current[key]
-            in_own_memory = in_place and not updater.may_raise
-            stepped[key] = updater.step_unless(*arguments, in_place=in_own_memory)
+            stepped[key] = updater.step_unless(
+                *arguments, in_place=in_place and not updater.may_raise
+            )
         for key, updater in self.parts.items():
             if in_place and updater.may_raise and not updater.may_add_slots:
                 old = parts[key].params, parts[key].opt_state

@@ -20,11 +20,11 @@ from .._tree.plans import add_plan, find_plan
 from .._tree.tree import FlatTree, Leaves, Tree
 
 
-class StepPlan(NamedTuple):
-    """The decisions about the steps of an optimizer over arguments that are alike."""
+class KnownStep(NamedTuple):
+    """What is known of the steps of an optimizer over arguments that are alike."""
 
     names: list[str]  # of the parameters
-    update_plan: Any  # what `Updater.plan` returned
+    plan: Any  # what `Updater.plan` returned
     replaced: Cache  # of all that a step replaces
     # each leaf fills a range of memory and requires no gradient: it may be written into if nothing
     # else shares its memory
@@ -37,7 +37,7 @@ class PlannedStep(NamedTuple):
 
     trees: list[FlatTree]  # parameters, the state of the optimizer, and the others
     inputs: StepInputs
-    update_plan: Any  # what `Updater.plan` returned
+    plan: Any  # what `Updater.plan` returned
     where: Situation | None
     # known if the plan was found
     leaves: Leaves = []  # noqa: RUF012  # of all trees; never written
@@ -57,29 +57,29 @@ def plan_step(
     """
     where = situation()
     plans_for = where if updater.keeps_plans else None
-    if plans_for and (known := find_plan(updater.plans, plans_for, trees)):
+    if plans_for and (found := find_plan(updater.plans, plans_for, trees)):
         if not updater.differentiable:
             end_graph()
-        flat, leaves, plan = known
+        flat, leaves, known = found
         inputs = StepInputs.of_dense(
-            plan.names, flat[0], flat[1], plan.replaced, are_writable=plan.are_writable
+            known.names, flat[0], flat[1], known.replaced, are_writable=known.are_writable
         )
-        return PlannedStep(flat, inputs, plan.update_plan, where, leaves, plan.host_reads)
+        return PlannedStep(flat, inputs, known.plan, where, leaves, known.host_reads)
     checked, inputs = check()
-    update_plan = updater.plan(inputs)
+    plan = updater.plan(inputs)
     # What is refused of parameters that are not dense and real depends on settings of the step.
     is_dense = inputs.replaced is not None and are_real(inputs.param_list.dtypes)
     if plans_for and is_dense:
         flat = list(map(_tree.flatten_once, trees))
         if not over_grads or flat[0].structure == flat[2].structure:  # the dicts have one order
-            _keep_plan(updater, plans_for, flat, inputs.names, update_plan)
-    return PlannedStep(checked, inputs, update_plan, where)
+            _keep(updater, plans_for, flat, inputs.names, plan)
+    return PlannedStep(checked, inputs, plan, where)
 
 
-def _keep_plan(
-    updater: Any, where: Situation, trees: list[FlatTree], names: list[str], update_plan: Any
+def _keep(
+    updater: Any, where: Situation, trees: list[FlatTree], names: list[str], plan: Any
 ) -> None:
-    """Keep the plan of a step over trees that are dense."""
+    """Keep what is known of a step over trees that are dense."""
     lists = [tree.tensor_list for tree in trees]
     if not all([some.dense_off_graph for some in lists]):
         return
@@ -88,8 +88,8 @@ def _keep_plan(
     )
     on_cpu = all([some.devices <= {torch.device("cpu")} for some in lists])
     reads = on_cpu and where.host_reads
-    plan = StepPlan(names, update_plan, Cache(), are_writable, reads)
-    add_plan(updater.plans, where, trees, plan)
+    known = KnownStep(names, plan, Cache(), are_writable, reads)
+    add_plan(updater.plans, where, trees, known)
 
 
 def plan_step_by_hand(
@@ -113,7 +113,4 @@ def plan_step_by_hand(
         return [], inputs
 
     step = plan_step(updater, (params, opt_state, grads, *numbers), check, over_grads=True)
-    if checked:
-        return step, checked[0]
-    flat_grads = step.trees[2]
-    return step, step.inputs.gradients(flat_grads)
+    return step, checked[0] if checked else step.inputs.gradients(step.trees[2])

@@ -117,16 +117,16 @@ class StepInputs(NamedTuple):
         except ValueError:
             raise foreign_parameters(param_names(self.opt_state), self.names) from None
 
-    def own(self, *, in_place: bool) -> StepInputs:
-        """Return the inputs with `own_leaves` in place of all parameters and of the state. For a
-        step that Dynamo traces.
+    def to_write(self, *, in_place: bool) -> StepInputs:
+        """Return the inputs with `leaves_to_write` in place of parameters and state. For a step
+        that Dynamo traces.
         """
         old, columns, state = self.params, self.columns, self.opt_state
         leaves = [*old, *values_of(columns), state.applied, *scalars_of(state)]
         numbered = columns_like(columns, range(len(old), len(leaves)))
         places = [pair for column in numbered.values() for pair in enumerate(column)]
         pairs = [(n, place) for n, place in places if isinstance(place, int)]
-        new = iter(own_leaves(leaves, pairs, in_place=in_place))
+        new = iter(leaves_to_write(leaves, pairs, in_place=in_place))
         params = TensorList(list(itertools.islice(new, len(old))))
         state = self.with_columns(columns_like(columns, new))
         return self._replace(param_list=params, opt_state=with_scalars(state, new), replaced=None)
@@ -235,7 +235,7 @@ class StepInputs(NamedTuple):
         return _tree.map(dtensor.from_local_like, self.global_trees, trees)
 
 
-def own_leaves(
+def leaves_to_write(
     leaves: list[Any], pairs: list[tuple[int, int]], *, listed: bool = False, in_place: bool
 ) -> list[Any]:
     """Return leaves that a kernel may write into: these, off the graph, if `in_place`, else copies.

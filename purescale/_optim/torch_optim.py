@@ -158,7 +158,7 @@ def from_torch(
     )
 
 
-class UpdatePlan(NamedTuple):
+class ClassPlan(NamedTuple):
     """The decisions about the steps of a class."""
 
     groups: list[ParamGroup]
@@ -212,7 +212,7 @@ class TorchOptimizer(Updater):
         columns = {key: [slots.get(name, {}).get(key, ()) for name in names] for key in keys}
         return with_columns(opt_state, {k: structure.unflatten(c) for k, c in columns.items()})
 
-    def plan(self, inputs: StepInputs) -> UpdatePlan:
+    def plan(self, inputs: StepInputs) -> ClassPlan:
         """Return how a step is made. Refuse a state that does not belong to these parameters."""
         opt_state = inputs.opt_state
         if not isinstance(opt_state, OptState):
@@ -245,14 +245,14 @@ class TorchOptimizer(Updater):
         self.settings.check(opt_state)
         if inputs.positions is None:  # a piece need not have a parameter of each override
             self.settings.check_names(names)
-        return UpdatePlan(groups, launches)
+        return ClassPlan(groups, launches)
 
     def current_settings(self, opt_state: OptState) -> CurrentSettings:
         """Return the settings of a step that may differ from those of the step before."""
         return self.settings.current(opt_state)
 
     def apply_step(
-        self, inputs: StepInputs, grads: Gradients, plan: UpdatePlan, current: CurrentSettings
+        self, inputs: StepInputs, grads: Gradients, plan: ClassPlan, current: CurrentSettings
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step by the formula, or the class, in fresh
         memory.
@@ -266,7 +266,7 @@ class TorchOptimizer(Updater):
         skip: Tensor | None,
         inputs: StepInputs,
         grads: Gradients,
-        plan: UpdatePlan,
+        plan: ClassPlan,
         current: CurrentSettings,
         *,
         in_place: bool = False,

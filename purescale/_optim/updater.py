@@ -75,7 +75,7 @@ class Updater:
         """
         step, gradients = plan_step_by_hand(self, params, grads, opt_state)
         current = self.current_settings(step.inputs.opt_state)
-        stepped = self.step_unless(None, step.inputs, gradients, step.update_plan, current)
+        stepped = self.step_unless(None, step.inputs, gradients, step.plan, current)
         return step.inputs.restore(*stepped)
 
     def grad_mode(self) -> torch.set_grad_enabled:
@@ -124,12 +124,11 @@ class Updater:
         new = self.apply_step(inputs, grads.unscaled(wide=self.wide_grads), plan, current)
         if self.may_add_slots or (skip is None and not in_place):
             return new
-        # One more iteration is written into the state itself: see `after_skip`.
         old = inputs.params, after_skip(inputs.opt_state, in_place=in_place)
         with self.grad_mode():
             before, after, structure = _tree.matching_leaves(old, new, "old", "new")
-            skip_or_not = False if skip is None else skip
-            return structure.unflatten(select_masked(skip_or_not, before, after, in_place=in_place))
+            flag = False if skip is None else skip
+            return structure.unflatten(select_masked(flag, before, after, in_place=in_place))
 
     def apply_step(
         self, inputs: StepInputs, grads: Gradients, plan: Any, current: Any

@@ -109,7 +109,7 @@ def maybe_step(
     """
     updater = as_updater(optimizer)
     step, gradients = plan_step_by_hand(updater, params, grads, opt_state)
-    inputs, plan = step.inputs, step.update_plan
+    inputs, plan = step.inputs, step.plan
     skip = _tree.flag(found_inf, like=next(iter(inputs.params), None))
     in_place = donate and may_write_given(updater, inputs, gradients, [skip])[0]
     return update(updater, inputs, plan, gradients, skip, in_place=in_place)
@@ -190,7 +190,7 @@ def unscale_and_step(
 
     trees = params, scaled_grads, opt_state
     step, grads = plan_step_by_hand(updater, *trees, scale, check_others=check_others)
-    inputs, plan = step.inputs, step.update_plan
+    inputs, plan = step.inputs, step.plan
     in_place = owned = False
     if donate:
         read_only = [*_tree.tensors(scaler), *clip.tensor_bounds]

@@ -475,9 +475,7 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
             kernel.name,
             [0.1, *map(float, kernel.arguments(settings).values())],
             [torch.tensor(1.0)],
-            lr,
-            skip,
-            [divisor, factor, None],
+            [lr, skip, divisor, factor, None],
         )
         for operator in (torch.ops.purescale.fused_update_, torch.ops.purescale.fused_update):
             torch.library.opcheck(operator.default, arguments, test_utils=CHECKS)

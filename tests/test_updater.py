@@ -69,10 +69,9 @@ def scaled_inputs(optimizer, factor, *, overflow):
     scaled = {name: 4 * torch.cos(leaf) for name, leaf in params.items()}
     if overflow:
         scaled["33"][7] = float("inf")
-    inputs = flatten_step(as_updater(optimizer), params, scaled, state)
+    inputs, grads = flatten_step(as_updater(optimizer), params, scaled, state)
     factor = None if factor is None else torch.tensor(factor, dtype=torch.float64)
-    grads = inputs.grads._replace(divisor=torch.tensor(4.0), factor=factor)
-    return inputs._replace(grads=grads), params, state
+    return inputs, grads._replace(divisor=torch.tensor(4.0), factor=factor), params, state
 
 
 def test_two_leaves_of_one_dotted_name_are_refused_by_the_step_of_any_optimizer():
@@ -90,15 +89,15 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
 ):
     optimizer = OPTIMIZERS[kind]
     updater = as_updater(optimizer)
-    inputs, params, state = scaled_inputs(optimizer, factor, overflow=overflow)
+    inputs, grads, params, state = scaled_inputs(optimizer, factor, overflow=overflow)
     old = clone((params, state))
     has_masters = getattr(updater, "wide_grads", False) or kind == "partition"
-    unscaled = inputs.unscaled(wide=has_masters)
+    unscaled = grads.unscaled(wide=has_masters)
     plan, current = updater.plan(inputs), updater.current_settings(state)
-    applied = inputs.restore(*updater.apply_step(unscaled, plan, current))
+    applied = inputs.restore(*updater.step_unless(None, inputs, unscaled, plan, current))
     expected = ps.select(overflow, old, applied)
-    arguments = torch.tensor(overflow), inputs, plan, current
-    stepped = inputs.restore(*updater.apply_step_unless(*arguments, in_place=in_place))
+    arguments = torch.tensor(overflow), inputs, grads, plan, current
+    stepped = inputs.restore(*updater.step_unless(*arguments, in_place=in_place))
     if factor == 0.3:  # scale and factor are one division in a kernel
         assert_close(stepped, expected, rtol=1e-6, atol=1e-7)
     else:
@@ -108,11 +107,11 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_neither_preparing_nor_applying_a_step_changes_its_arguments(kind):
     updater = as_updater(OPTIMIZERS[kind])
-    inputs, params, state = scaled_inputs(OPTIMIZERS[kind], 0.25, overflow=False)
-    with Untouched((params, state, inputs.grads.tensors)):
+    inputs, grads, params, state = scaled_inputs(OPTIMIZERS[kind], 0.25, overflow=False)
+    with Untouched((params, state, grads.tensors)):
         plan, current = updater.plan(inputs), updater.current_settings(inputs.opt_state)
-        updater.apply_step_unless(torch.tensor(False), inputs, plan, current)
-        updater.apply_step(inputs, plan, current)
+        updater.step_unless(torch.tensor(False), inputs, grads, plan, current)
+        updater.step_unless(None, inputs, grads, plan, current)
 
 
 class Raises(StepAlone):
@@ -144,8 +143,8 @@ class Descent(Updater):
     def init(self, params):
         return {}
 
-    def apply_step(self, inputs, plan, current):
-        pairs = zip(inputs.params, inputs.grads.tensors, strict=True)
+    def apply_step(self, inputs, grads, plan, current):
+        pairs = zip(inputs.params, grads.tensors, strict=True)
         return [p - 0.5 * g for p, g in pairs], inputs.opt_state
 
 

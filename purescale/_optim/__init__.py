@@ -2,7 +2,7 @@
 
 A step plans once what structure decides, `planned.plan_step`: it makes lists of its trees,
 `step_inputs.StepInputs`, and asks an optimizer for the rest by the methods of `updater.Updater`:
-`plan`, then in each step `current_settings` and `apply_step_unless(skip, ...)`.
+`plan`, then in each step `current_settings` and `step_unless(skip, ...)`.
 
 updater         Optimizer, the protocol: `init` and `step`; Updater, what a step calls beyond it
 planned         a step found by structure and metadata, or planned;  step_inputs  its lists

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -25,7 +26,7 @@ from .._optim.opt_state import (
 )
 from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
 from .._optim.slot_layout import SlotLayout
-from .._optim.step_inputs import StepInputs
+from .._optim.step_inputs import StepInputs, leaves_to_write
 from .._torch import foreach, private
 from .._torch.dtypes import on_device
 from .._torch.foreach import have_one_order, same_memory_order
@@ -109,6 +110,8 @@ class KernelOperands(NamedTuple):
     slots: list[list[Tensor]]  # of each of `Kernel.slots_with`
     grads: Gradients
     steps: list[Tensor]  # the number of the step of each, or one for all: float32, read only
+    # known: all are off graph, and the gradients have dtype and memory order of the parameters
+    are_alike: bool = False
 
 
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
@@ -125,6 +128,9 @@ def can_launch(params: TensorList) -> bool:
         if not (on_cpu or device.type in SKIP_IN_KERNEL):
             return False
     return all([dtype.is_floating_point for dtype in params.dtypes])
+
+
+_NO_CONTEXT = contextlib.nullcontext()  # a context of torch takes as long as an operator
 
 
 def fused_update(
@@ -146,7 +152,9 @@ def fused_update(
     found_inf, divisor = None, operands.grads.divisor
     if skip is not None:
         found_inf = skip.to(operands.params[0].device, torch.float32)
-    with torch.no_grad():
+    numbers = [number for number in (divisor, lr) if isinstance(number, Tensor)]
+    off_graph = operands.are_alike and not any([number.requires_grad for number in numbers])
+    with _NO_CONTEXT if off_graph else torch.no_grad():
         run(*kernel.lists(operands), lr=lr, grad_scale=divisor, found_inf=found_inf)
     # torch's fused kernels leave versions as they were: a graph that saved an old value would take
     # the new one for it.
@@ -162,14 +170,12 @@ def _kernel_divides(operands: KernelOperands) -> bool:
     """
     params, grads = operands.params, operands.grads
     dtype, divisor = params[0].dtype, grads.divisor
-    return (
-        divisor is not None
-        and not any([number is not None for number in grads.pending[1:]])
-        and grads.tensor_list.dtypes == {dtype}
-        and dtype.itemsize >= 4
-        and divisor.dtype is torch.float32
-        and grads.owned
-        and have_one_order(grads.tensors, params)
+    if divisor is None or grads.factor is not None or grads.clip_value is not None:
+        return False
+    if not (grads.owned and divisor.dtype is torch.float32 and dtype.itemsize >= 4):
+        return False
+    return operands.are_alike or (
+        grads.tensor_list.dtypes == {dtype} and have_one_order(grads.tensors, params)
     )
 
 
@@ -193,16 +199,15 @@ def _update_targets(
     name: str,
     numbers: Sequence[float],
     steps: Sequence[Tensor],
-    lr: Tensor | None,
-    skip: Tensor | None,
-    pending: Sequence[Tensor | None],
+    scalars: Sequence[Tensor | None],
     owned: bool,
 ) -> None:
     """`fused_update` as an operator of a graph. Traced operator by operator, a hundred parameters
-    would take minutes to compile. `targets`: the parameters, then each slot. `numbers`: the rate,
-    unless it is the tensor `lr`, then the other settings.
+    would take minutes to compile. `targets`: the parameters, then each slot. `scalars`: the rate if
+    it is a tensor, `skip`, then what the gradients wait for. `numbers`: the rate if it is none of
+    these, then the other settings.
     """
-    count, kernel = len(grads), _BY_NAME[name]
+    count, kernel, (lr, skip, *pending) = len(grads), _BY_NAME[name], scalars
     params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
     lr_number, *others = numbers
     arguments = {
@@ -224,8 +229,8 @@ def _arguments_of_operator(
     """Return the arguments of the operator `fused_update`."""
     grads, lr = operands.grads, settings["lr"]
     targets = [target for column in (operands.params, *operands.slots) for target in column]
-    numbers = [0.0 if isinstance(lr, Tensor) else lr, *kernel.arguments(settings).values()]
-    lr_tensor = lr if isinstance(lr, Tensor) else None
+    lr_number, lr_tensor = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
+    numbers = [lr_number, *kernel.arguments(settings).values()]
     pending = [
         torch.full((), number, dtype=grads.factor_dtype, device=targets[0].device)
         if isinstance(number, float)
@@ -233,7 +238,7 @@ def _arguments_of_operator(
         for number in grads.pending
     ]
     arguments = targets, grads.tensors, kernel.name, list(map(float, numbers)), operands.steps
-    return *arguments, lr_tensor, skip, pending
+    return *arguments, [lr_tensor, skip, *pending]
 
 
 # ---- a step --------------------------------------------------------------------------------------
@@ -251,6 +256,20 @@ class Launch(NamedTuple):
     grads: list[int]  # by index among the gradients
     pick: Callable[[list[Any]], list[list[Any]]]  # returns parameters, then each slot
     run: Callable[..., None]  # of `Kernel.with_settings`, if no setting is current
+    device: torch.device
+
+
+class Launches(NamedTuple):
+    """The calls of a kernel that make a step. Numbers are among the leaves of `StepInputs.flat`."""
+
+    each: list[Launch]
+    traced: bool  # the step runs where `traced` is True
+    pairs: list[tuple[int, int]] = []  # noqa: RUF012  # each parameter with each of its slots
+    keeps_form: bool = True  # the state is `StepInputs.in_form`
+    # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
+    are_ready: bool = False
+    applied: int = 0
+    iteration: int | None = None
 
 
 def _picking(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
@@ -262,17 +281,6 @@ def _picking(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]
         for column in columns
     ]
     return lambda leaves: [list(get(leaves)) for get in getters]
-
-
-class _NumberOfStep(dict[torch.device, Tensor]):
-    """The number of the next step after `applied` ones, float32, by device."""
-
-    def __init__(self, applied: Tensor) -> None:
-        self.applied = applied
-
-    def __missing__(self, device: torch.device) -> Tensor:
-        number = self[device] = (self.applied + 1).to(device, torch.float32)
-        return number
 
 
 class FusedStep:
@@ -294,11 +302,25 @@ class FusedStep:
             lambda *args: self._step_for_dynamo(*args), lambda: torch.compiler.allow_in_graph
         )
 
-    def has_kernel_for(self, inputs: StepInputs) -> bool:
-        """Return True if there is a kernel for these tensors."""
-        return self.kernel is not None and can_launch(inputs.param_list)
+    def launches(self, inputs: StepInputs, groups: list[ParamGroup]) -> Launches | None:
+        """Return the launches of a step, or None if there is no kernel for these tensors."""
+        if self.kernel is None or not can_launch(inputs.param_list):
+            return None
+        if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
+            return Launches([], traced=True)
+        in_form, replaced = inputs.in_form(), inputs.replaced
+        numbered = in_form.numbered()
+        columns, state = numbered.columns, numbered.opt_state
+        each = self._launches(inputs.param_list, inputs.stepped, columns, groups)
+        leaves, keeps_form = in_form.flat()[0], in_form is inputs
+        pairs = [p for x in each for slots in x.slots for p in zip(x.params, slots, strict=True)]
+        is_dense = replaced is not None and replaced.are_gapless and not replaced.any_requires_grad
+        in_order = _have_one_order([(leaves[slot], leaves[n]) for n, slot in pairs])
+        iteration = state.iteration if isinstance(state.iteration, int) else None
+        facts = traced(), pairs, keeps_form, keeps_form and is_dense and in_order
+        return Launches(each, *facts, state.applied, iteration)
 
-    def launches(
+    def _launches(
         self,
         params: TensorList,
         stepped: Sequence[int],
@@ -322,16 +344,17 @@ class FusedStep:
                     if not slots[-1] or not all(isinstance(place, int) for place in slots[-1]):
                         raise self._slot_layout.foreign_error(key)
                 counts = [columns[STEP][n] for n in indices] if STEP in columns else []
-                grads = [gradient_of[index] for index in indices]
+                of_leaves = indices, slots, counts, [gradient_of[index] for index in indices]
                 run = self.kernel.with_settings(self.kernel.arguments(group.settings))
+                device = params.tensors[indices[0]].device
                 pick = _picking([indices, *slots])
-                launches.append(Launch(group, indices, slots, counts, grads, pick, run))
+                launches.append(Launch(group, *of_leaves, pick, run, device))
         return launches
 
-    def can_run(self, inputs: StepInputs, current: CurrentSettings) -> bool:
-        """Return True if the kernel, for whose tensors there is a plan, makes this step: by the
-        numbers of the step, and in a trace by where it runs.
-        """
+    def can_run(
+        self, launches: Launches, inputs: StepInputs, grads: Gradients, current: CurrentSettings
+    ) -> bool:
+        """Return True if the kernel makes this step: by its numbers, in a trace also by tensors."""
         if current is not self._settings.none_current:
             numbers = numbers_of(inputs.opt_state.hyper)
             if numbers and not host_can_read(numbers):
@@ -341,136 +364,160 @@ class FusedStep:
             tensors = [rate for rate in rates if isinstance(rate, Tensor)]
             if any([rate.dtype is not torch.float32 and not rate.is_cpu for rate in tensors]):
                 return False
-        return not traced() or self._may_be_opaque(inputs, current)
-
-    def _may_be_opaque(self, inputs: StepInputs, current: CurrentSettings) -> bool:
-        """Return True if the operator may stand for the step in a graph."""
-        grads, params, columns = inputs.grads, inputs.params, inputs.columns
+        if not launches.traced:
+            return True
         numbers = [value for table in current.tables() for value in table.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
+        params, columns = inputs.params, inputs.columns
         if not may_be_opaque(params, grads.tensors, values_of(columns), scalars):
             return False
         # The operator returns slots as they are laid out; the kernel walks them as the parameter.
-        return torch.compiler.is_compiling() or all(
-            not isinstance(slot, Tensor)
-            or slot.shape != param.shape
-            or same_memory_order(slot, param)
-            for column in columns.values()
-            for slot, param in zip(column, params, strict=True)
-        )
+        pairs = [pair for column in columns.values() for pair in zip(column, params, strict=True)]
+        return torch.compiler.is_compiling() or _have_one_order(pairs)
 
     def __call__(
         self,
-        leaves: list[Any],
-        applied: Tensor,
+        launches: Launches,
+        inputs: StepInputs,
         grads: Gradients,
-        launches: list[Launch],
         current: CurrentSettings,
         skip: Tensor | None,
-    ) -> None:
-        """Update the leaves of a step in place, unless it is skipped; `applied` is the count before
-        it.
-        """
+        *,
+        in_place: bool,
+    ) -> tuple[list[Tensor], OptState]:
+        """Return parameters and state after the step, unless it is skipped; in eager mode."""
+        leaves, structure = inputs.flat()
+        if launches.are_ready:
+            leaves = leaves if in_place else foreach.clone_listed(leaves)
+        else:
+            listed = inputs.replaced is not None
+            leaves = leaves_to_write(leaves, launches.pairs, listed=listed, in_place=in_place)
         if current is not self._settings.none_current:
-            # A rate that is not in the state may share a parameter's memory. The kernel takes a
-            # rate that is a tensor, and reads no other.
-            current = current.map(
-                lambda table: {
-                    n: _clone(v) if n == "lr" else python_numbers({n: v})[n]
-                    for n, v in table.items()
-                }
-            )
-        grads, number = grads.with_one_divisor(), _NumberOfStep(applied)
-        for launch in launches:
-            settings, operands = self._operands(launch, leaves, number, grads, current)
+            current = current.map(_read_all_but_rate)
+        grads, applied = grads.with_one_divisor(), leaves[launches.applied]
+        are_alike = launches.are_ready and grads.tensor_list.cache is inputs.param_list.cache
+        # Nothing that follows can fail then. A CUDA graph needs numbers at fixed addresses.
+        counts_first = are_alike and skip is None
+        number = applied.add_(1) if counts_first else applied + 1
+        numbers = self._numbers(number, launches.each)
+        for launch in launches.each:
+            arguments = launch, leaves, numbers, grads, current
+            settings, operands = self._operands(*arguments, are_alike=are_alike)
             run = launch.run
             if settings is not launch.group.settings:
                 run = self.kernel.with_settings(self.kernel.arguments(settings))
             fused_update(self.kernel, run, settings["lr"], operands, skip)
             _count(leaves, launch.counts, skip, in_place=True)
+        if not counts_first:
+            applied.add_(1 if skip is None else ~skip)
+        if launches.iteration is not None:
+            leaves[launches.iteration].add_(1)
+        count = len(inputs.params)
+        return leaves[:count], structure.unflatten(leaves[count:])
 
     def in_a_graph(
         self,
-        leaves: list[Any],
-        applied: Tensor,
+        launches: Launches,
+        inputs: StepInputs,
         grads: Gradients,
-        launches: list[Launch],
         current: CurrentSettings,
         skip: Tensor | None,
-    ) -> list[Any]:
-        """Return the leaves after the step, from operators, which end a graph of `jit`."""
-        stepped, number = list(leaves), _NumberOfStep(applied)
-        for launch in launches:
-            settings, operands = self._operands(launch, leaves, number, grads, current)
+    ) -> tuple[list[Tensor], OptState]:
+        """Return parameters and state after the step, before it is counted in `applied`, from
+        operators, which end a graph of `jit`.
+        """
+        leaves, structure = inputs.flat()
+        stepped = list(leaves)
+        numbers = self._numbers(leaves[launches.applied] + 1, launches.each)
+        for launch in launches.each:
+            settings, operands = self._operands(launch, leaves, numbers, grads, current)
             arguments = _arguments_of_operator(self.kernel, settings, operands, skip)
             new = torch.ops.purescale.fused_update(*arguments)
             indices = itertools.chain(launch.params, *launch.slots)
             for index, tensor in zip(indices, new, strict=True):
                 stepped[index] = tensor
             _count(stepped, launch.counts, skip)
-        return stepped
+        count = len(inputs.params)
+        return stepped[:count], structure.unflatten(stepped[count:])
 
     def in_dynamo(
-        self, inputs: StepInputs, current: CurrentSettings, skip: Tensor | None, *, in_place: bool
+        self,
+        inputs: StepInputs,
+        grads: Gradients,
+        current: CurrentSettings,
+        skip: Tensor | None,
+        *,
+        in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after a step that Dynamo traces as one function."""
-        inputs = inputs.writable(in_place=in_place)
-        columns, grads, state = inputs.columns, inputs.grads, inputs.opt_state
+        inputs = inputs.to_write(in_place=in_place)
+        params, columns, state = inputs.params, inputs.columns, inputs.opt_state
         if current is not self._settings.none_current:
-            # a rate that is not in the state may share a parameter's memory
-            current = current.map(lambda table: map_numbers(_clone, table))
-        lists = list(inputs.names), inputs.params, list(inputs.stepped), grads.tensors, columns
-        others = state.applied, grads.pending, skip, current
-        self._opaque(self._settings.guard_key, *lists, *others)
+            current = current.map(lambda table: map_numbers(_copied, table))
+        names, tensors = list(inputs.names), (params, grads.tensors, columns)
+        scalars = state.applied, skip, grads.pending
+        stepped = list(inputs.stepped)
+        self._opaque(self._settings.guard_key, names, stepped, tensors, scalars, current)
         if STEP in columns:
-            _count(columns[STEP], inputs.stepped, skip, in_place=True)
+            _count(columns[STEP], stepped, skip, in_place=True)
         state.applied.add_(1 if skip is None else ~skip)
         if isinstance(state.iteration, Tensor):
             state.iteration.add_(1)
-        return inputs.params, state
+        return params, state
 
     def _step_for_dynamo(
         self,
         guard_key: str,
         names: list[str],
-        params: list[Tensor],
         stepped: list[int],
-        grads: list[Tensor],
-        columns: Columns,
-        applied: Tensor,
-        pending: tuple[Any, ...],
-        skip: Tensor | None,
+        tensors: tuple[list[Tensor], list[Tensor], Columns],
+        scalars: tuple[Tensor, Tensor | None, tuple[Any, ...]],
         current: CurrentSettings,
     ) -> None:
-        """Make the step from a compiled one, which is guarded by `guard_key`."""
+        """Make the step of `in_dynamo` from a compiled one, which is guarded by `guard_key`."""
+        (params, grads, columns), (applied, skip, pending) = tensors, scalars
         gradients = Gradients(TensorList(grads), grads, True).with_pending(pending)
         groups = self._settings.torch_groups(tuple(names), self._settings.none_current)
         places: Any = itertools.count(len(params))
         numbered = columns_like(columns, places)
-        leaves, number = [*params, *values_of(columns)], _NumberOfStep(applied)
-        for launch in self.launches(TensorList(params), stepped, numbered, groups):
-            settings, operands = self._operands(launch, leaves, number, gradients, current)
+        launches = self._launches(TensorList(params), stepped, numbered, groups)
+        leaves, numbers = [*params, *values_of(columns)], self._numbers(applied + 1, launches)
+        for launch in launches:
+            settings, operands = self._operands(launch, leaves, numbers, gradients, current)
             arguments = _arguments_of_operator(self.kernel, settings, operands, skip)
             torch.ops.purescale.fused_update_(*arguments)
+
+    def _numbers(self, number: Tensor, launches: list[Launch]) -> dict[torch.device, Tensor]:
+        """Return the number of a step, float32, on each device where the kernel reads it."""
+        reads = self.kernel.takes_step
+        devices = dict.fromkeys([x.device for x in launches if reads and not x.counts])
+        return {device: number.to(device, torch.float32) for device in devices}
 
     def _operands(
         self,
         launch: Launch,
         leaves: list[Any],
-        number: _NumberOfStep,
+        numbers: dict[torch.device, Tensor],
         grads: Gradients,
         current: CurrentSettings,
+        *,
+        are_alike: bool = False,
     ) -> tuple[Settings, KernelOperands]:
         """Return the settings and the tensors of a launch."""
         settings = launch.group.settings
         if current is not self._settings.none_current:
             settings = self._settings.settings_of(launch.group.overrides, current)
         params, *slots = launch.pick(leaves)
-        if launch.counts:
-            steps = [leaves[index] + 1 for index in launch.counts]
-        else:
-            steps = [number[params[0].device]]
-        return settings, KernelOperands(params, slots, grads.picked(launch.grads), steps)
+        steps = [leaves[index] + 1 for index in launch.counts]
+        if self.kernel.takes_step and not steps:
+            steps = [numbers[launch.device]]
+        return settings, KernelOperands(params, slots, grads.picked(launch.grads), steps, are_alike)
+
+
+def _have_one_order(pairs: list[tuple[Any, Tensor]]) -> bool:
+    """Return True if each slot of the shape of its parameter has its memory order."""
+    like = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a.shape == b.shape]
+    return all([same_memory_order(a, b) for a, b in like])
 
 
 def _count(
@@ -483,5 +530,11 @@ def _count(
         leaves[index] = count.add_(more) if in_place else count + more
 
 
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+# A rate that is not in the state may share a parameter's memory.
+def _copied(number: Any) -> Any:
+    return number.clone() if isinstance(number, Tensor) else number
+
+
+def _read_all_but_rate(table: Settings) -> dict[str, Any]:
+    """Return settings as a kernel takes them: a rate may be a tensor, and no other."""
+    return {n: _copied(v) if n == "lr" else python_numbers({n: v})[n] for n, v in table.items()}

@@ -56,7 +56,7 @@ def values_of(columns: Columns) -> list[Tensor]:
     return values if _tree.are_tensors(values) else [v for v in values if isinstance(v, Tensor)]
 
 
-def columns_like(columns: Columns, values: Iterable[Tensor]) -> Columns:
+def columns_like(columns: Columns, values: Iterable[Any]) -> Columns:
     """Return columns with the next of these values in place of each tensor, the inverse of
     `values_of`.
     """

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .._optim.step_inputs import (
     StepInputs,
-    flatten_step,
     flatten_together,
     named_params,
     step_inputs,
@@ -18,6 +17,7 @@ from .._optim.updater import Optimizer, Updater, as_updater, check_optimizer
 from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
+from .._tree.gradients import Gradients
 from .._tree.leaves import describe
 from .._tree.select import write_over
 from .._tree.tree import Tree
@@ -129,43 +129,38 @@ class PartitionOptimizer(Updater):
     def inputs_of(self, key: str, members: list[int], inputs: StepInputs) -> StepInputs:
         """Return the inputs of one part, with DTensors flattened for its own optimizer."""
         names, opt_state = [inputs.names[index] for index in members], inputs.opt_state[key]
-        grads = inputs.grads
-        if grads.dense_real and grads.likes:
-            grads = grads.picked(members)
-        elif grads.likes:
-            number_of = {index: number for number, index in enumerate(inputs.stepped)}
-            tensors = [grads.tensors[number_of[n]] for n in members if n in number_of]
-            likes = [grads.likes[inputs.indices[index]] for index in members]
-            grads = grads._replace(tensor_list=TensorList(tensors), likes=likes)
-        part = StepInputs.of_part(names, inputs.param_list.picked(members), grads, opt_state)
-        if inputs.replaced is None and any_dtensor([*part.params, *grads.likes]):
-            updater, params = self.parts[key], part.tree(part.params)
-            if grads.likes:
-                part = flatten_step(updater, params, part.tree(part.local_grads), opt_state)
-            else:  # they are still to be made
-                part = step_inputs(updater, *flatten_together([params], opt_state))
-            grads = inputs.grads.with_tensors_of(part.grads)._replace(owned=False)
-        return part._replace(grads=grads)
+        params, have_gradient = inputs.param_list.picked(members), set(inputs.stepped)
+        stepped = [number for number, index in enumerate(members) if index in have_gradient]
+        part = StepInputs.of_part(names, params, stepped, opt_state)
+        if inputs.replaced is None and any_dtensor(part.params):
+            trees = flatten_together([part.tree(part.params)], opt_state)
+            part = step_inputs(self.parts[key], *trees)._replace(stepped=stepped)
+        return part
+
+    def grads_of(
+        self, part: StepInputs, members: list[int], inputs: StepInputs, grads: Gradients
+    ) -> Gradients:
+        """Return the gradients of one part."""
+        if grads.dense_real:
+            return grads.picked(members)
+        number_of = {index: number for number, index in enumerate(inputs.stepped)}
+        tensors = [grads.tensors[number_of[n]] for n in members if n in number_of]
+        likes = [grads.likes[inputs.indices[index]] for index in members]
+        picked = grads._replace(tensor_list=TensorList(tensors), likes=likes)
+        if not any_dtensor(likes):
+            return picked
+        flat = _tree.flatten_once(part.tree(picked.leaves))
+        return grads.with_tensors_of(part.gradients(flat))._replace(owned=False)
 
     def current_settings(self, opt_state: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of each part, by key."""
         return {key: part.current_settings(opt_state[key]) for key, part in self.parts.items()}
 
-    def apply_step(
-        self, inputs: StepInputs, plan: dict[str, Part], current: dict[str, Any]
-    ) -> tuple[list[Tensor], Tree]:
-        """Return parameters and state after a step of each part, in fresh memory."""
-        parts = {key: self.inputs_of(key, part.members, inputs) for key, part in plan.items()}
-        stepped = {
-            key: self.parts[key].apply_step(parts[key], part.plan, current[key])
-            for key, part in plan.items()
-        }
-        return self._joined(inputs, plan, parts, stepped)
-
-    def apply_step_unless(
+    def step_unless(
         self,
         skip: Tensor | None,
         inputs: StepInputs,
+        grads: Gradients,
         plan: dict[str, Part],
         current: dict[str, Any],
         *,
@@ -173,12 +168,17 @@ class PartitionOptimizer(Updater):
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step of each part, skipped or not."""
         parts = {key: self.inputs_of(key, part.members, inputs) for key, part in plan.items()}
+        grads_by_key = {
+            key: self.grads_of(parts[key], part.members, inputs, grads)
+            for key, part in plan.items()
+        }
         stepped = {}
         for key, part in plan.items():
             updater = self.parts[key]
-            arguments = skip, parts[key], part.plan, current[key]
-            in_own_memory = in_place and not updater.may_raise
-            stepped[key] = updater.apply_step_unless(*arguments, in_place=in_own_memory)
+            arguments = skip, parts[key], grads_by_key[key], part.plan, current[key]
+            stepped[key] = updater.step_unless(
+                *arguments, in_place=in_place and not updater.may_raise
+            )
         for key, updater in self.parts.items():
             if in_place and updater.may_raise and not updater.may_add_slots:
                 old = parts[key].params, parts[key].opt_state

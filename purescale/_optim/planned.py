@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._optim.step_inputs import StepInputs, flatten_step
-from .._torch.tensor_list import Cache, TensorList
+from .._torch.tensor_list import Cache
 from .._torch.tracing import Situation, situation
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
@@ -20,11 +20,11 @@ from .._tree.plans import add_plan, find_plan
 from .._tree.tree import FlatTree, Leaves, Tree
 
 
-class StepPlan(NamedTuple):
-    """The decisions about the steps of an optimizer over arguments that are alike."""
+class KnownStep(NamedTuple):
+    """What is known of the steps of an optimizer over arguments that are alike."""
 
     names: list[str]  # of the parameters
-    update_plan: Any  # what `Updater.plan` returned
+    plan: Any  # what `Updater.plan` returned
     replaced: Cache  # of all that a step replaces
     # each leaf fills a range of memory and requires no gradient: it may be written into if nothing
     # else shares its memory
@@ -37,7 +37,7 @@ class PlannedStep(NamedTuple):
 
     trees: list[FlatTree]  # parameters, the state of the optimizer, and the others
     inputs: StepInputs
-    update_plan: Any  # what `Updater.plan` returned
+    plan: Any  # what `Updater.plan` returned
     where: Situation | None
     # known if the plan was found
     leaves: Leaves = []  # noqa: RUF012  # of all trees; never written
@@ -57,39 +57,35 @@ def plan_step(
     """
     where = situation()
     plans_for = where if updater.keeps_plans else None
-    if plans_for and (known := find_plan(updater.plans, plans_for, trees)):
-        flat, leaves, plan = known
-        params, opt_state, others = flat[0], flat[1], flat[2]
-        gradients = Gradients(TensorList([]), [], False)
-        if over_grads:
-            gradients = Gradients(others.tensor_list, others.leaves, True)
+    if plans_for and (match := find_plan(updater.plans, plans_for, trees)):
+        flat, leaves, known = match
         inputs = StepInputs.of_dense(
-            plan.names, params, gradients, opt_state, plan.replaced, are_writable=plan.are_writable
+            known.names, flat[0], flat[1], known.replaced, are_writable=known.are_writable
         )
-        return PlannedStep(flat, inputs, plan.update_plan, where, leaves, plan.host_reads)
+        return PlannedStep(flat, inputs, known.plan, where, leaves, known.host_reads)
     checked, inputs = check()
-    update_plan = updater.plan(inputs)
+    plan = updater.plan(inputs)
     # What is refused of parameters that are not dense and real depends on settings of the step.
     is_dense = inputs.replaced is not None and are_real(inputs.param_list.dtypes)
     if plans_for and is_dense:
         flat = list(map(_tree.flatten_once, trees))
         if not over_grads or flat[0].structure == flat[2].structure:  # the dicts have one order
-            _keep_plan(updater, plans_for, flat, inputs.names, update_plan)
-    return PlannedStep(checked, inputs, update_plan, where)
+            _keep(updater, plans_for, flat, inputs.names, plan)
+    return PlannedStep(checked, inputs, plan, where)
 
 
-def _keep_plan(
-    updater: Any, where: Situation, trees: list[FlatTree], names: list[str], update_plan: Any
+def _keep(
+    updater: Any, where: Situation, trees: list[FlatTree], names: list[str], plan: Any
 ) -> None:
-    """Keep the plan of a step over trees that are dense."""
+    """Keep what is known of a step over trees that are dense."""
     lists = [tree.tensor_list for tree in trees]
     if not all([some.dense_off_graph for some in lists]):
         return
     are_writable = all([s.are_gapless and not (s.any_empty or s.any_requires_grad) for s in lists])
     on_cpu = all([some.devices <= {torch.device("cpu")} for some in lists])
     reads = on_cpu and where.host_reads
-    plan = StepPlan(names, update_plan, Cache(), are_writable, reads)
-    add_plan(updater.plans, where, trees, plan)
+    known = KnownStep(names, plan, Cache(), are_writable, reads)
+    add_plan(updater.plans, where, trees, known)
 
 
 def plan_step_by_hand(
@@ -98,15 +94,19 @@ def plan_step_by_hand(
     grads: Tree,
     opt_state: Tree,
     *numbers: Tensor,
-    check_others: Callable[[StepInputs], None] = lambda inputs: None,
-) -> PlannedStep:
-    """Return a step over these trees, and over numbers, which `check_others` checks. Refuse, naming
-    the leaf, gradients that do not fit `params`, and a state that belongs to others.
+    check_others: Callable[[Gradients], None] = lambda gradients: None,
+) -> tuple[PlannedStep, Gradients]:
+    """Return a step over these trees, and over numbers, and its gradients, with which
+    `check_others` compares the numbers. Refuse, naming the leaf, gradients that do not fit
+    `params`, and a state that belongs to others.
     """
+    checked: list[Gradients] = []
 
     def check() -> tuple[list[FlatTree], StepInputs]:
-        inputs = flatten_step(updater, params, grads, opt_state)
-        check_others(inputs)
+        inputs, gradients = flatten_step(updater, params, grads, opt_state)
+        check_others(gradients)
+        checked.append(gradients)
         return [], inputs
 
-    return plan_step(updater, (params, opt_state, grads, *numbers), check, over_grads=True)
+    step = plan_step(updater, (params, opt_state, grads, *numbers), check, over_grads=True)
+    return step, checked[0] if checked else step.inputs.gradients(step.trees[2])

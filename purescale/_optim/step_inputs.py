@@ -45,8 +45,8 @@ class Position(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """The parameters, gradients and state of one step of an optimizer, on this rank. A list has an
-    entry for each parameter that is not None.
+    """The parameters and the state of one step of an optimizer, on this rank. A list has an entry
+    for each parameter that is not None.
     """
 
     structure: TreeDef  # of the parameters
@@ -54,7 +54,7 @@ class StepInputs(NamedTuple):
     indices: Sequence[int]  # of the parameters among these leaves
     names: list[str]  # dotted
     param_list: TensorList
-    grads: Gradients  # in the order of the leaves; without likes while they are still to be made
+    stepped: Sequence[int]  # the parameters that have a gradient, by index
     opt_state: Tree
     # all that a step replaces: parameters and state; None unless all are dense and off graph
     replaced: TensorList | None = None
@@ -70,22 +70,19 @@ class StepInputs(NamedTuple):
         cls,
         names: list[str],
         params: TensorList,
-        grads: Gradients,
+        stepped: Sequence[int],
         opt_state: Tree,
         positions: list[Position] | None = None,
     ) -> StepInputs:
         """Return the inputs of a part of a step, over a flat dict of parameters."""
-        structure, count = FlatDict(tuple(names)), len(names)
-        return cls(
-            structure, count, range(count), names, params, grads, opt_state, positions=positions
-        )
+        of_params = FlatDict(tuple(names)), len(names), range(len(names)), names, params
+        return cls(*of_params, stepped, opt_state, positions=positions)
 
     @classmethod
     def of_dense(
         cls,
         names: list[str],
         params: FlatTree,
-        grads: Gradients,
         opt_state: FlatTree,
         cache: Cache | None = None,
         *,
@@ -96,9 +93,9 @@ class StepInputs(NamedTuple):
         """
         count, leaves = len(names), [*params.leaves, *opt_state.leaves]
         replaced = TensorList(leaves, cache, dense_off_graph=True)
-        of_params = params.structure, count, range(count), names, params.tensor_list
+        of_params = params.structure, count, range(count), names, params.tensor_list, range(count)
         of_state = opt_state.tree, replaced, opt_state.structure
-        return cls(*of_params, grads, *of_state, are_writable=are_writable)
+        return cls(*of_params, *of_state, are_writable=are_writable)
 
     @property
     def params(self) -> list[Tensor]:
@@ -108,10 +105,6 @@ class StepInputs(NamedTuple):
     def with_params(self, params: list[Tensor], opt_state: Tree) -> StepInputs:
         """Return the inputs with other tensors in place of the parameters, and this state."""
         return self._replace(param_list=TensorList(params), opt_state=opt_state, replaced=None)
-
-    def unscaled(self, *, wide: bool = False) -> StepInputs:
-        """Return the inputs with gradients for an optimizer, as `Gradients.unscaled`."""
-        return self._replace(grads=self.grads.unscaled(wide=wide))
 
     @property
     def columns(self) -> Columns:
@@ -124,26 +117,19 @@ class StepInputs(NamedTuple):
         except ValueError:
             raise foreign_parameters(param_names(self.opt_state), self.names) from None
 
-    def writable(self, *, in_place: bool) -> StepInputs:
-        """Return the inputs with parameters and state that a kernel may write into: these, off the
-        graph, if `in_place`, else copies. For a compiled step.
+    def to_write(self, *, in_place: bool) -> StepInputs:
+        """Return the inputs with `leaves_to_write` in place of parameters and state. For a step
+        that Dynamo traces.
         """
-        state, columns = self.opt_state, self.columns
-        old = [*self.params, *values_of(columns), state.applied, *scalars_of(state)]
-        new = iter([t.detach() if in_place else t.detach().clone() for t in old])
-        params = list(itertools.islice(new, len(self.params)))
-        columns = {
-            key: [
-                foreach.laid_out_like(slot, param)
-                if isinstance(slot, Tensor) and slot.shape == param.shape
-                else slot
-                for slot, param in zip(column, params, strict=True)
-            ]
-            for key, column in columns_like(columns, new).items()
-        }
-        state = with_scalars(state, new)
-        writable = self._replace(param_list=TensorList(params), opt_state=state, replaced=None)
-        return writable._replace(opt_state=writable.with_columns(columns))
+        old, columns, state = self.params, self.columns, self.opt_state
+        leaves = [*old, *values_of(columns), state.applied, *scalars_of(state)]
+        numbered = columns_like(columns, range(len(old), len(leaves)))
+        places = [pair for column in numbered.values() for pair in enumerate(column)]
+        pairs = [(n, place) for n, place in places if isinstance(place, int)]
+        new = iter(leaves_to_write(leaves, pairs, in_place=in_place))
+        params = TensorList(list(itertools.islice(new, len(old))))
+        state = self.with_columns(columns_like(columns, new))
+        return self._replace(param_list=params, opt_state=with_scalars(state, new), replaced=None)
 
     def in_form(self) -> StepInputs:
         """Return the inputs with the state in the form that steps return: its trees are in the
@@ -172,19 +158,26 @@ class StepInputs(NamedTuple):
         leaves, structure = self.flat()
         return self._replace(opt_state=structure.unflatten(range(len(self.params), len(leaves))))
 
-    @property
-    def stepped(self) -> Sequence[int]:
-        """The parameters that have a gradient, by index; all while they are still to be made."""
-        likes = self.grads.likes
-        if self.grads.dense_real or not likes:
-            return range(len(self.names))
-        return [n for n, index in enumerate(self.indices) if likes[index] is not None]
+    def gradients(self, grads: FlatTree) -> Gradients:
+        """Return the checked gradients of these parameters, in the order of the leaves. Refuse,
+        naming the leaf, one that is not over the mesh of its parameter.
+        """
+        if self.replaced is not None:
+            return Gradients(grads.tensor_list, grads.leaves, True)
+        leaves = grads.leaves
+        params = self.structure.flatten_up_to((self.global_trees or self.trees)[0])
+        if dtensor.any_dtensor([*leaves, *params]):
+            for index, (leaf, param) in enumerate(zip(leaves, params, strict=True)):
+                if leaf is not None and (reason := dtensor.placement_mismatch(leaf, param)):
+                    raise ValueError(f"{_tree.path(grads.tree, 'grads', index)} {reason}")
+        if self.global_trees is not None:
+            leaves = list(map(dtensor.redistribute_like, leaves, params))
+        return as_gradients(leaves)
 
-    @property
-    def local_grads(self) -> list[Tensor | None]:
-        """The gradients in the form of the parameters: shards if these are."""
-        leaves = self.grads.leaves
-        if self.global_trees:
+    def local_grads(self, grads: Gradients) -> list[Tensor | None]:
+        """Return the gradients in the form of the parameters: shards if these are."""
+        leaves = grads.leaves
+        if self.global_trees is not None:
             leaves = list(map(dtensor.shard, leaves))
         return self._of_params(leaves)
 
@@ -242,6 +235,28 @@ class StepInputs(NamedTuple):
         return _tree.map(dtensor.from_local_like, self.global_trees, trees)
 
 
+def leaves_to_write(
+    leaves: list[Any], pairs: list[tuple[int, int]], *, listed: bool = False, in_place: bool
+) -> list[Any]:
+    """Return leaves that a kernel may write into: these, off the graph, if `in_place`, else copies.
+    Slots get the memory order of their parameter, by `pairs` of both. If the leaves can be
+    `listed`, none is of a subclass, such as that of a parameter, which numbers would get.
+    """
+    if listed and not in_place:
+        writable = foreach.clone(leaves)
+    else:
+        writable = [
+            (leaf.detach() if in_place else leaf.detach().clone())
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+    for param, slot in pairs:
+        if writable[slot].shape == writable[param].shape:
+            writable[slot] = foreach.laid_out_like(writable[slot], writable[param])
+    return writable
+
+
 def foreign_parameters(in_state: list[str], in_params: list[str]) -> ValueError:
     """Return the error of a state for other parameters."""
     return ValueError(
@@ -251,14 +266,17 @@ def foreign_parameters(in_state: list[str], in_params: list[str]) -> ValueError:
     )
 
 
-def flatten_step(optimizer: Any, params: Tree, grads: Tree, opt_state: Tree) -> StepInputs:
-    """Return the checked inputs of a step over trees, as `step_inputs`. Refuse, naming the leaf,
-    gradients that do not fit `params`.
+def flatten_step(
+    optimizer: Any, params: Tree, grads: Tree, opt_state: Tree
+) -> tuple[StepInputs, Gradients]:
+    """Return the checked inputs of a step over trees, as `step_inputs`, and its gradients. Refuse,
+    naming the leaf, gradients that do not fit `params`.
     """
     flat_params, flat_state = flatten_together([params], opt_state)
     _tree.check_parameters(flat_params)
     flat_grads = _tree.gradients_like(flat_params, grads)
-    return step_inputs(optimizer, flat_params, flat_state, flat_grads)
+    inputs = step_inputs(optimizer, flat_params, flat_state, flat_grads)
+    return inputs, inputs.gradients(flat_grads)
 
 
 def step_inputs(
@@ -278,9 +296,7 @@ def step_inputs(
     names, leaves = _tree.names(params.tree), params.leaves
     _tree.check_names(names)
     if dense_off_graph:
-        grad_list = TensorList([]) if grads is None else grads.tensor_list
-        gradients = Gradients(grad_list, grad_leaves, dense_real=grads is not None)
-        return StepInputs.of_dense(names, params, gradients, opt_state)
+        return StepInputs.of_dense(names, params, opt_state)
     leaves = [  # torch's kernels ignore lazy negation
         leaf.resolve_conj().resolve_neg()
         if isinstance(leaf, Tensor) and is_unresolved(leaf)
@@ -290,32 +306,26 @@ def step_inputs(
     state, global_trees = opt_state.tree, None
     sharded = dtensor.any_dtensor([*leaves, *grad_leaves])
     if sharded and optimizer.elementwise is not None:
-        _check_shards(optimizer, params.tree, names, leaves, grad_leaves, state)
+        _check_shards(optimizer, params.tree, names, leaves, state)
         global_trees = params.structure.unflatten(leaves), state
-        # none if still to be made
-        grad_leaves = list(map(dtensor.redistribute_like, grad_leaves, leaves))
         shard = functools.partial(dtensor.shard, on_graph=optimizer.differentiable)
         leaves, state = list(map(shard, leaves)), _tree.map(shard, state)
     indices = [index for index, leaf in enumerate(leaves) if leaf is not None]
+    stepped: Sequence[int] = range(len(indices))
+    if grads is not None:
+        stepped = [n for n in stepped if grad_leaves[indices[n]] is not None]
     return StepInputs(
         *(params.structure, len(names), indices, [names[index] for index in indices]),
-        *(TensorList([leaves[index] for index in indices]), as_gradients(grad_leaves), state),
+        *(TensorList([leaves[index] for index in indices]), stepped, state),
         global_trees=global_trees,
     )
 
 
 def _check_shards(
-    optimizer: Any,
-    tree: Tree,
-    names: list[str],
-    leaves: Leaves,
-    grads: Leaves,
-    opt_state: Tree,
+    optimizer: Any, tree: Tree, names: list[str], leaves: Leaves, opt_state: Tree
 ) -> None:
     """Refuse DTensors whose shards this optimizer cannot step."""
-    for index, (leaf, gradient) in enumerate(itertools.zip_longest(leaves, grads)):
-        if gradient is not None and (reason := dtensor.placement_mismatch(gradient, leaf)):
-            raise ValueError(f"{_tree.path(tree, 'grads', index)} {reason}")
+    for index, leaf in enumerate(leaves):
         if not dtensor.is_dtensor(leaf):
             continue
         at = _tree.path(tree, "params", index)

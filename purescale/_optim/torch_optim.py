@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._optim.class_step import ClassStep
 from .._optim.formula_step import FormulaStep
-from .._optim.fused import FusedStep, Launch
+from .._optim.fused import FusedStep, Launches
 from .._optim.opt_state import (
     NO_SLOTS,
     STEP,
@@ -36,9 +36,9 @@ from .._optim.step_inputs import StepInputs, foreign_parameters, named_params
 from .._optim.torch_state_dict import read_state_dict, write_state_dict
 from .._optim.updater import Updater
 from .._torch import foreach
-from .._torch.tensor_list import TensorList
 from .._torch.tracing import captured, traced
 from .._tree import tree as _tree
+from .._tree.gradients import Gradients
 from .._tree.hints import hint_keywords
 from .._tree.leaves import describe
 from .._tree.tree import Tree
@@ -158,15 +158,11 @@ def from_torch(
     )
 
 
-class UpdatePlan(NamedTuple):
+class ClassPlan(NamedTuple):
     """The decisions about the steps of a class."""
 
     groups: list[ParamGroup]
-    launches: list[Launch] | None  # of torch's kernel; None if it is not right for the tensors
-    keeps_form: bool = True  # the state is `StepInputs.in_form`
-    # by index among `StepInputs.flat`
-    applied: int = 0
-    iteration: int | None = None
+    launches: Launches | None  # of torch's kernel; None if it is not right for the tensors
 
 
 class TorchOptimizer(Updater):
@@ -216,7 +212,7 @@ class TorchOptimizer(Updater):
         columns = {key: [slots.get(name, {}).get(key, ()) for name in names] for key in keys}
         return with_columns(opt_state, {k: structure.unflatten(c) for k, c in columns.items()})
 
-    def plan(self, inputs: StepInputs) -> UpdatePlan:
+    def plan(self, inputs: StepInputs) -> ClassPlan:
         """Return how a step is made. Refuse a state that does not belong to these parameters."""
         opt_state = inputs.opt_state
         if not isinstance(opt_state, OptState):
@@ -238,76 +234,55 @@ class TorchOptimizer(Updater):
             )
         names = tuple(inputs.names)
         groups = self.settings.torch_groups(names, self.settings.none_current)
-        plan = UpdatePlan(groups, None)
+        launches = None
         if not self.calls_step:
             columns = inputs.columns
             self._slot_layout.check(columns, dict(zip(inputs.names, inputs.params, strict=True)))
             self._slot_layout.check_gradients(inputs.names, inputs.stepped, opt_state)
-            plan = self._plan_launches(inputs, groups)
+            launches = self._fused_step.launches(inputs, groups)
         elif opt_state.slots.keys() != set(inputs.names):
             raise foreign_parameters(list(opt_state.slots), inputs.names)
         self.settings.check(opt_state)
         if inputs.positions is None:  # a piece need not have a parameter of each override
             self.settings.check_names(names)
-        return plan
-
-    def _plan_launches(self, inputs: StepInputs, groups: list[ParamGroup]) -> UpdatePlan:
-        """Return the plan with the launches of torch's kernel, if it is right for the tensors."""
-        if not self._fused_step.has_kernel_for(inputs):
-            return UpdatePlan(groups, None)
-        if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
-            return UpdatePlan(groups, [])
-        in_form = inputs.in_form()
-        numbered = in_form.numbered()
-        columns, state = numbered.columns, numbered.opt_state
-        launches = self._fused_step.launches(inputs.param_list, inputs.stepped, columns, groups)
-        iteration = state.iteration if isinstance(state.iteration, int) else None
-        return UpdatePlan(groups, launches, in_form is inputs, state.applied, iteration)
+        return ClassPlan(groups, launches)
 
     def current_settings(self, opt_state: OptState) -> CurrentSettings:
         """Return the settings of a step that may differ from those of the step before."""
         return self.settings.current(opt_state)
 
     def apply_step(
-        self, inputs: StepInputs, plan: UpdatePlan, current: CurrentSettings
+        self, inputs: StepInputs, grads: Gradients, plan: ClassPlan, current: CurrentSettings
     ) -> tuple[list[Tensor], Tree]:
-        """Return parameters and state after the step, in fresh memory."""
-        if plan.launches is not None and self._fused_step.can_run(inputs, current):
-            return self.apply_step_unless(None, inputs, plan, current)
-        inputs = inputs.unscaled()
-        params, state = self._step(inputs, _cast_gradients(inputs), plan.groups, current)
+        """Return parameters and state after the step by the formula, or the class, in fresh
+        memory.
+        """
+        leaves = _cast_gradients(inputs.local_grads(grads), inputs.params)
+        params, state = self._step(inputs, leaves, plan.groups, current)
         return params, self._advanced(state, 1)
 
-    def apply_step_unless(
+    def step_unless(
         self,
         skip: Tensor | None,
         inputs: StepInputs,
-        plan: UpdatePlan,
+        grads: Gradients,
+        plan: ClassPlan,
         current: CurrentSettings,
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
-        fused_step, launches, count = self._fused_step, plan.launches, len(inputs.params)
-        if launches is None or not fused_step.can_run(inputs, current):
-            return super().apply_step_unless(skip, inputs, plan, current, in_place=in_place)
-        if torch.compiler.is_dynamo_compiling():
-            return fused_step.in_dynamo(inputs, current, skip, in_place=in_place)
-        if not plan.keeps_form:
+        fused_step, launches = self._fused_step, plan.launches
+        if launches is None or not fused_step.can_run(launches, inputs, grads, current):
+            return super().step_unless(skip, inputs, grads, plan, current, in_place=in_place)
+        if not launches.keeps_form:
             inputs = inputs.in_form()
-        leaves, structure = inputs.flat()
-        operands = leaves[plan.applied], inputs.grads, launches, current, skip
-        if traced():
-            leaves = fused_step.in_a_graph(leaves, *operands)
-            state = structure.unflatten(leaves[count:])
-            return leaves[:count], self._advanced(state, 1 if skip is None else ~skip)
-        leaves = _writable(leaves, launches, inputs.replaced, in_place=in_place)
-        fused_step(leaves, *operands)
-        # A captured CUDA graph needs its numbers at fixed addresses.
-        leaves[plan.applied].add_(1 if skip is None else ~skip)
-        if plan.iteration is not None:
-            leaves[plan.iteration].add_(1)
-        return leaves[:count], structure.unflatten(leaves[count:])
+        if not launches.traced:
+            return fused_step(launches, inputs, grads, current, skip, in_place=in_place)
+        if torch.compiler.is_dynamo_compiling():
+            return fused_step.in_dynamo(inputs, grads, current, skip, in_place=in_place)
+        params, state = fused_step.in_a_graph(launches, inputs, grads, current, skip)
+        return params, self._advanced(state, 1 if skip is None else ~skip)
 
     def _advanced(self, state: OptState, count: Any) -> OptState:
         """Return the state with `count` more applied steps."""
@@ -409,37 +384,11 @@ class TorchOptimizer(Updater):
         return self._with_slots(state, params, slots)
 
 
-def _writable(
-    leaves: list[Any], launches: list[Launch], replaced: TensorList | None, *, in_place: bool
-) -> list[Any]:
-    """Return leaves that a kernel may write into: these, off the graph, if `in_place`, else copies.
-    Slots get the memory order of their parameter. What is known of the leaves is known of
-    `replaced`.
+def _cast_gradients(gradients: list[Tensor | None], params: list[Tensor]) -> list[Tensor | None]:
+    """Return the gradients in the dtype of their parameters. Complex ones are not clamped to a
+    range.
     """
-    if replaced is not None and replaced.are_contiguous and not replaced.any_requires_grad:
-        return leaves if in_place else foreach.clone_listed(leaves)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if replaced is not None and not in_place:
-        tensors = foreach.clone(tensors)
-    else:  # one list would make numbers of the subclass that a parameter has
-        tensors = [tensor.detach() if in_place else tensor.detach().clone() for tensor in tensors]
-    remaining = iter(tensors)
-    writable = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    for launch in launches:
-        for column in launch.slots:
-            for index, place in zip(launch.params, column, strict=True):
-                param, slot = writable[index], writable[place]
-                if slot.shape == param.shape:
-                    writable[place] = foreach.laid_out_like(slot, param)
-    return writable
-
-
-def _cast_gradients(inputs: StepInputs) -> list[Tensor | None]:
-    """Return the gradients in the form and dtype of their parameters. Complex ones are not clamped
-    to a range.
-    """
-    gradients = inputs.local_grads
-    pairs = [(g, p.dtype) for g, p in zip(gradients, inputs.params, strict=True) if g is not None]
+    pairs = [(g, p.dtype) for g, p in zip(gradients, params, strict=True) if g is not None]
     leaves, dtypes = [g for g, _ in pairs], [dtype for _, dtype in pairs]
     if any(leaf.is_complex() for leaf in leaves):
         leaves = [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]

@@ -16,6 +16,7 @@ from .._optim.step_inputs import StepInputs
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import is_on_a_graph, traced, under_derivative
 from .._tree import tree as _tree
+from .._tree.gradients import Gradients
 from .._tree.plans import Plans
 from .._tree.scalars import not_made
 from .._tree.select import select_masked
@@ -46,7 +47,7 @@ class Optimizer(Protocol):
 
 class Updater:
     """An optimizer as a step calls it, over the lists of `StepInputs`: `plan`, `current_settings`,
-    then `apply_step_unless`. `as_updater` makes one of any optimizer.
+    then `step_unless`. `as_updater` makes one of any optimizer.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
@@ -72,9 +73,10 @@ class Updater:
         """Return parameters and state after one step, in fresh memory. A parameter whose gradient
         is None does not change, as in torch.optim.
         """
-        step = plan_step_by_hand(self, params, grads, opt_state)
+        step, gradients = plan_step_by_hand(self, params, grads, opt_state)
         current = self.current_settings(step.inputs.opt_state)
-        return step.inputs.restore(*self.apply_step(step.inputs, step.update_plan, current))
+        stepped = self.step_unless(None, step.inputs, gradients, step.plan, current)
+        return step.inputs.restore(*stepped)
 
     def grad_mode(self) -> torch.set_grad_enabled:
         """Return a context that records a graph only if a derivative may go through the step."""
@@ -93,45 +95,48 @@ class Updater:
     def current_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the next step. Schedules run here, before anything is written."""
 
-    def apply_step(self, inputs: StepInputs, plan: Any, current: Any) -> tuple[list[Tensor], Tree]:
-        """Return parameters and state after the step with these settings, in fresh memory."""
-        raise NotImplementedError
-
-    def apply_step_unless(
+    def step_unless(
         self,
         skip: Tensor | None,
         inputs: StepInputs,
+        grads: Gradients,
         plan: Any,
         current: Any,
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
-        """Equal to `select(skip, (old params, old state), self.apply_step(inputs, plan, current))`.
-        With `in_place`, the caller guarantees that nobody else holds the tensors of `inputs`: they
-        are overwritten. `skip` is None where the host knows that the step is applied. The gradients
-        may still be scaled; `apply_step` is given them unscaled.
+        """Equal to `select(skip, (old params, old state), self.apply_step(inputs, grads.unscaled(),
+        plan, current))`. `skip` is None where the host knows that the step is applied. With
+        `in_place`, the caller guarantees that nobody else holds the tensors of `inputs`: they are
+        overwritten.
         """
-        old = inputs.params, inputs.opt_state
-        if skip is None:
-            skip = _tree.flag(False, like=next(iter(inputs.params), None))
-        if self.may_add_slots:
-            if not bool(skip):
-                inputs = inputs.unscaled(wide=self.wide_grads)
-                return self.apply_step(inputs, plan, current)
-            return _tree.clone((old[0], after_skip(old[1], in_place=False)))
-        if (
+        if skip is not None and self.may_add_slots:
+            if bool(skip):
+                return _tree.clone((inputs.params, after_skip(inputs.opt_state, in_place=False)))
+            skip = None
+        if skip is not None and (
             self.differentiable
             or under_derivative()
-            or (traced() and is_on_a_graph([*inputs.params, *inputs.grads.tensors]))
+            or (traced() and is_on_a_graph([*inputs.params, *grads.tensors]))
         ):
             # `where` sends a derivative of 0 into what it does not choose: 0 * inf is NaN.
-            inputs = inputs._replace(grads=inputs.grads.zeroed(skip))
-        inputs = inputs.unscaled(wide=self.wide_grads)
-        new = self.apply_step(inputs, plan, current)
-        old = old[0], after_skip(old[1], in_place=in_place)
+            grads = grads.zeroed(skip)
+        new = self.apply_step(inputs, grads.unscaled(wide=self.wide_grads), plan, current)
+        if self.may_add_slots or (skip is None and not in_place):
+            return new
+        old = inputs.params, after_skip(inputs.opt_state, in_place=in_place)
         with self.grad_mode():
             before, after, structure = _tree.matching_leaves(old, new, "old", "new")
-            return structure.unflatten(select_masked(skip, before, after, in_place=in_place))
+            flag = False if skip is None else skip
+            return structure.unflatten(select_masked(flag, before, after, in_place=in_place))
+
+    def apply_step(
+        self, inputs: StepInputs, grads: Gradients, plan: Any, current: Any
+    ) -> tuple[list[Tensor], Tree]:
+        """Return parameters and state after the step with these settings and unscaled gradients,
+        in fresh memory.
+        """
+        raise NotImplementedError
 
 
 def check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
@@ -165,11 +170,12 @@ class CalledOptimizer(Updater):
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
-    def apply_step(self, inputs: StepInputs, plan: Any, current: Any) -> tuple[list[Tensor], Tree]:
+    def apply_step(
+        self, inputs: StepInputs, grads: Gradients, plan: Any, current: Any
+    ) -> tuple[list[Tensor], Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
-        inputs = inputs.unscaled(wide=self.wide_grads)
         old = inputs.trees
-        trees = old[0], inputs.tree(inputs.local_grads), old[1]
+        trees = old[0], inputs.tree(inputs.local_grads(grads)), old[1]
         with self.grad_mode():
             stepped = self.optimizer.step(*trees)
             before, after = (old[0], stepped[0]) if self.may_add_slots else (old, stepped)

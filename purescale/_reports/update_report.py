@@ -19,6 +19,7 @@ from .._torch.dtensor import from_local_like, full_tensor, shard
 from .._torch.dtypes import widest_float
 from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
+from .._tree.gradients import Gradients
 from .._tree.hints import document_fields
 from .._tree.leaves import check_leaf, stored_values
 from .._tree.tree import Leaves, Tree, TreeT
@@ -237,17 +238,17 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
     Source of the rule: the exact update of Collage (arXiv 2405.03637).
     """
     updater = as_updater(optimizer)
-    inputs = flatten_step(updater, params, grads, opt_state)
+    inputs, gradients = flatten_step(updater, params, grads, opt_state)
     updater.plan(inputs)
     with torch.no_grad():
-        return inputs.tree(_wanted(updater, inputs))
+        return inputs.tree(_wanted(updater, inputs, gradients))
 
 
-def _wanted(optimizer: Any, inputs: StepInputs) -> list[Any]:
+def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
     """Return the update of each parameter, as a DTensor for one."""
     if isinstance(optimizer, Wrapper):
         inner = optimizer.decode(inputs)
-        wanted = _wanted(optimizer.updater, inner)
+        wanted = _wanted(optimizer.updater, inner, grads)
         if optimizer.rounds:
             return wanted
         pairs = list(zip(inner.params, wanted, strict=True))
@@ -261,15 +262,15 @@ def _wanted(optimizer: Any, inputs: StepInputs) -> list[Any]:
         updates: list[Any] = list(inputs.params)
         for key, part in optimizer.plan(inputs).items():
             of_part = optimizer.inputs_of(key, part.members, inputs)
-            of_members = _wanted(optimizer.parts[key], of_part)
+            grads_of_part = optimizer.grads_of(of_part, part.members, inputs, grads)
+            of_members = _wanted(optimizer.parts[key], of_part, grads_of_part)
             for index, update in zip(part.members, of_members, strict=True):
                 updates[index] = update
         return updates
     old = list(map(_wide, inputs.params))
-    wide_grads = TensorList(list(map(_wide, inputs.grads.tensors)))
-    grads = inputs.grads._replace(tensor_list=wide_grads)
-    wide = inputs.with_params(old, _wide_state(optimizer, inputs))._replace(grads=grads)
-    new = _stepped(optimizer, wide)
+    wide_grads = TensorList(list(map(_wide, grads.tensors)))
+    wide = inputs.with_params(old, _wide_state(optimizer, inputs))
+    new = _stepped(optimizer, wide, grads._replace(tensor_list=wide_grads))
     likes = inputs.params
     if inputs.global_trees is not None:
         likes = inputs.leaves(inputs.global_trees[0])
@@ -277,15 +278,15 @@ def _wanted(optimizer: Any, inputs: StepInputs) -> list[Any]:
     return [from_local_like(like, after - before) for like, after, before in rows]
 
 
-def _stepped(optimizer: Any, inputs: StepInputs) -> list[Tensor]:
+def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tensor]:
     if not isinstance(optimizer, CalledOptimizer):
         plan, current = optimizer.plan(inputs), optimizer.current_settings(inputs.opt_state)
-        stepped: list[Tensor] = optimizer.apply_step(inputs, plan, current)[0]
+        stepped: list[Tensor] = optimizer.step_unless(None, inputs, grads, plan, current)[0]
         return stepped
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     params, opt_state = inputs.trees
-    grads = inputs.tree(inputs.local_grads)
-    return inputs.leaves(optimizer.optimizer.step(params, grads, opt_state)[0])
+    grad_tree = inputs.tree(inputs.local_grads(grads))
+    return inputs.leaves(optimizer.optimizer.step(params, grad_tree, opt_state)[0])
 
 
 def _wide(leaf: Any) -> Any:

@@ -22,6 +22,7 @@ from .._torch.donation import (
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_on_a_graph
 from .._tree import tree as _tree
+from .._tree.gradients import Gradients
 from .._tree.leaves import is_constant
 
 
@@ -71,12 +72,12 @@ def memory_of_step(
 
 
 def may_write_given(
-    optimizer: Updater, inputs: StepInputs, read_only: Sequence[Tensor]
+    optimizer: Updater, inputs: StepInputs, grads: Gradients, read_only: Sequence[Tensor]
 ) -> tuple[bool, bool]:
     """Return whether a step that is given all of these may overwrite parameters and state, and
     whether it may overwrite the gradients.
     """
-    lists = [_replaced(inputs), inputs.grads.tensor_list]
+    lists = [_replaced(inputs), grads.tensor_list]
     if inputs.are_writable and not optimizer.differentiable:
         tensors = [*lists[0].tensors, *lists[1].tensors]
         if are_apart(storage_pointers(tensors), storage_pointers(read_only)):

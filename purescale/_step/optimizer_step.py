@@ -39,8 +39,8 @@ def update(
     """
     if torch.compiler.is_compiling():  # which fuses; writing into gradients would only add work
         grads = grads._replace(owned=False)
-    inputs, current = inputs._replace(grads=grads), optimizer.current_settings(inputs.opt_state)
-    stepped = optimizer.apply_step_unless(skip, inputs, plan, current, in_place=in_place)
+    current = optimizer.current_settings(inputs.opt_state)
+    stepped = optimizer.step_unless(skip, inputs, grads, plan, current, in_place=in_place)
     return inputs.restore(*stepped)
 
 
@@ -108,11 +108,11 @@ def maybe_step(
     optimizers.
     """
     updater = as_updater(optimizer)
-    step = plan_step_by_hand(updater, params, grads, opt_state)
-    inputs, plan = step.inputs, step.update_plan
+    step, gradients = plan_step_by_hand(updater, params, grads, opt_state)
+    inputs, plan = step.inputs, step.plan
     skip = _tree.flag(found_inf, like=next(iter(inputs.params), None))
-    in_place = donate and may_write_given(updater, inputs, [skip])[0]
-    return update(updater, inputs, plan, inputs.grads, skip, in_place=in_place)
+    in_place = donate and may_write_given(updater, inputs, gradients, [skip])[0]
+    return update(updater, inputs, plan, gradients, skip, in_place=in_place)
 
 
 @hint_keywords
@@ -183,19 +183,19 @@ def unscale_and_step(
     updater = as_updater(optimizer)
     scale = scaler.scale
 
-    def check_others(inputs: StepInputs) -> None:
-        check_scale(scale, params, inputs.grads.likes, "grads", inputs.grads.tensor_list)
+    def check_others(grads: Gradients) -> None:
+        check_scale(scale, params, grads.likes, "grads", grads.tensor_list)
         if clip.clip_value is not None:
-            check_ordered(params, inputs.grads.likes, "grads")
+            check_ordered(params, grads.likes, "grads")
 
     trees = params, scaled_grads, opt_state
-    step = plan_step_by_hand(updater, *trees, scale, check_others=check_others)
-    inputs, plan = step.inputs, step.update_plan
+    step, grads = plan_step_by_hand(updater, *trees, scale, check_others=check_others)
+    inputs, plan = step.inputs, step.plan
     in_place = owned = False
     if donate:
         read_only = [*_tree.tensors(scaler), *clip.tensor_bounds]
-        in_place, owned = may_write_given(updater, inputs, read_only)
-    grads = inputs.grads._replace(divisor=scale, owned=owned and not updater.may_raise)
+        in_place, owned = may_write_given(updater, inputs, grads, read_only)
+    grads = grads._replace(divisor=scale, owned=owned and not updater.may_raise)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
     reads = step.host_reads and not updater.differentiable
     stats = measure(grads, scale, options, host_reads=reads)

@@ -230,7 +230,7 @@ def _stages(
     updated = update(
         options.optimizer,
         step.inputs,
-        step.update_plan,
+        step.plan,
         decision.grads,
         decision.unknown_skip,
         in_place=may_write.optimizer,

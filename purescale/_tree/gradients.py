@@ -111,9 +111,11 @@ class Gradients(NamedTuple):
         if isinstance(factor, Tensor) and host_can_read([factor], self.tensors):
             factor = factor.item()
         if not isinstance(factor, Tensor):  # saves a pass over the gradients
+            if factor == 1.0 and divisor is not None and divisor.dtype is dtype:
+                return self._replace(factor=None)
             number = 1.0 if divisor is None else divisor.item()
             if number <= factor * largest:
-                divisor = torch.full((), number / factor, dtype=dtype, device="cpu")
+                divisor = torch.scalar_tensor(number / factor, dtype=dtype, device="cpu")
                 return self._replace(divisor=divisor, factor=None)
             factor = torch.full((), factor, dtype=torch.float64, device="cpu")
         unscaling = torch.ones_like(factor) if divisor is None else divisor

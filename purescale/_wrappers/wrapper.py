@@ -17,7 +17,7 @@ from .._torch.dtypes import is_half, wide_dtype
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_differentiated, traced
 from .._tree import tree as _tree
-from .._tree.gradients import as_gradients
+from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import describe
 from .._tree.select import select_masked, write_over
 from .._tree.tree import Leaves, Tree
@@ -132,22 +132,21 @@ class Wrapper(Updater):
             return self.updater.current_settings(self.inner_state(opt_state))
 
     def apply_step(
-        self, inputs: StepInputs, plan: list[Piece], current: Any
+        self, inputs: StepInputs, grads: Gradients, plan: list[Piece], current: Any
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step: decoded, stepped and encoded."""
-        if len(plan) > 1:
-            return self.apply_step_unless(None, inputs, plan, current)
         [piece] = plan
 
-        def step(inner: StepInputs) -> tuple[list[Tensor], Tree]:
-            return self.updater.apply_step(inner, piece.plan, current)
+        def step(inner: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
+            return self.updater.step_unless(None, inner, grads, piece.plan, current)
 
-        return self._stepped(inputs, step)[0]
+        return self._stepped(inputs, grads, step)[0]
 
-    def apply_step_unless(
+    def step_unless(
         self,
         skip: Tensor | None,
         inputs: StepInputs,
+        grads: Gradients,
         plan: list[Piece],
         current: Any,
         *,
@@ -156,17 +155,19 @@ class Wrapper(Updater):
         """Return the step of a large model piece by piece, which bounds the memory for what is
         decoded.
         """
-        if not self._inner_skips(inputs):
-            return super().apply_step_unless(skip, inputs, plan, current, in_place=in_place)
+        is_whole = skip is None and not in_place and len(plan) == 1
+        if is_whole or not self._inner_skips(inputs):
+            return super().step_unless(skip, inputs, grads, plan, current, in_place=in_place)
 
         def step_of(piece: Piece) -> Step:
-            return lambda inner: self.updater.apply_step_unless(
-                skip, inner, piece.plan, current, in_place=not traced()
+            return lambda inner, grads: self.updater.step_unless(
+                skip, inner, grads, piece.plan, current, in_place=not traced()
             )
 
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
         if traced():
-            new, chosen = self._stepped(inputs, step_of(plan[0]))
+            unscaled = grads.unscaled(wide=self.wide_grads)
+            new, chosen = self._stepped(inputs, unscaled, step_of(plan[0]))
             before, after, structure = _tree.matching_leaves(old, new, "old", "new")
             done = set(map(id, chosen))
             leaves = [
@@ -179,26 +180,30 @@ class Wrapper(Updater):
             if len(plan) > 1:
                 inputs = inputs._replace(positions=inputs.all_positions)
             for piece in plan:
-                of_piece = inputs
+                of_piece, grads_of_piece = inputs, grads
                 if piece.cut is not None:
                     of_piece = _piece_of(inputs, piece.cut, last=piece is plan[-1])
+                    grads_of_piece = _grads_of(inputs, grads, piece.cut)
                 leaves = _tree.flatten((of_piece.params, of_piece.opt_state))[0]
-                results = _tree.flatten(self._stepped(of_piece, step_of(piece))[0])[0]
+                unscaled = grads_of_piece.unscaled(wide=self.wide_grads)
+                stepped = self._stepped(of_piece, unscaled, step_of(piece))[0]
+                results = _tree.flatten(stepped)[0]
                 pairs = [(a, b) for a, b in zip(leaves, results, strict=True) if a is not b]
                 select_masked(flag, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
         new = inputs.params, inputs.opt_state
         return write_over(old, new) if self.may_raise and in_place else new
 
-    def _stepped(self, inputs: StepInputs, step: Step) -> tuple[tuple[list[Tensor], Tree], Leaves]:
-        """Return parameters and state after `step` of what is decoded, and the leaves of what that
-        returned.
+    def _stepped(
+        self, inputs: StepInputs, grads: Gradients, step: Step
+    ) -> tuple[tuple[list[Tensor], Tree], Leaves]:
+        """Return parameters and state after `step` of what is decoded, with unscaled gradients,
+        and the leaves of what that returned.
         """
-        inputs = inputs.unscaled(wide=self.wide_grads)
         if self.rounds and traced():
             leaves = _tree.flatten((inputs.params, inputs.opt_state))[0]
-            self._reject_derivatives([*leaves, *inputs.grads.tensors])
+            self._reject_derivatives([*leaves, *grads.tensors])
         with self.grad_mode():
-            stepped = step(self.decode(inputs))
+            stepped = step(self.decode(inputs), grads)
             return self.encode(inputs, *stepped), _tree.flatten(stepped)[0]
 
     def _reject_derivatives(self, leaves: Sequence[Any]) -> None:
@@ -224,7 +229,7 @@ def _wrappers_in(optimizer: Any) -> Iterator[Wrapper]:
             yield from _wrappers_in(part)
 
 
-Step = Callable[[StepInputs], tuple[list[Tensor], Tree]]
+Step = Callable[[StepInputs, Gradients], tuple[list[Tensor], Tree]]
 Cut = dict[int, slice]  # by the index of a parameter: its elements in a piece
 
 
@@ -266,17 +271,21 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
 def _piece_of(inputs: StepInputs, cut: Cut, *, last: bool) -> StepInputs:
     """Return the inputs of a piece, which share the memory of `inputs`."""
     params = [_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]
-    of_piece, positions = inputs.grads, inputs.all_positions
-    if of_piece.likes:  # they are there
-        grads = inputs.local_grads
-        of_piece = as_gradients([_cut(grads[n], inputs.params[n], s) for n, s in cut.items()])
+    positions, have_gradient = inputs.all_positions, set(inputs.stepped)
     return StepInputs.of_part(
         [inputs.names[n] for n in cut],
         TensorList(params),
-        inputs.grads.with_tensors_of(of_piece),
+        [number for number, n in enumerate(cut) if n in have_gradient],
         _cut_state(inputs.opt_state, inputs, cut, last=last),
         [positions[n]._replace(start=positions[n].start + s.start) for n, s in cut.items()],
     )
+
+
+def _grads_of(inputs: StepInputs, grads: Gradients, cut: Cut) -> Gradients:
+    """Return the gradients of a piece, which share the memory of `grads`."""
+    leaves = inputs.local_grads(grads)
+    parts = [_cut(leaves[n], inputs.params[n], span) for n, span in cut.items()]
+    return grads.with_tensors_of(as_gradients(parts))
 
 
 def _cut(value: Any, param: Tensor, span: slice) -> Any:

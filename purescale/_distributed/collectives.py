@@ -32,7 +32,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import scalars
 from .._tree import tree as _tree
-from .._tree.states import gives_up
+from .._tree.poison import gives_up
 from .._tree.tree import Leaves, Tree, TreeT
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.hints import document_fields
 from .._tree.leaves import dense
+from .._tree.poison import gives_up
 from .._tree.scalars import as_float, short_repr, whole
-from .._tree.states import gives_up
 from .._tree.tree import Leaves, Tree, TreeDef
 
 _HEAVIEST = 2.0**64  # beyond any count of tokens, and no sum of such weights overflows

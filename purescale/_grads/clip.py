@@ -20,8 +20,8 @@ from .._torch.dtypes import on_device
 from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
+from .._tree.poison import gives_up
 from .._tree.scalars import as_float, checked_bound, short_repr
-from .._tree.states import gives_up
 from .._tree.tree import Tree, TreeT
 
 

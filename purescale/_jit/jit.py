@@ -22,8 +22,8 @@ from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import as_tensor_list
 from .._tree.plans import Plans
+from .._tree.poison import is_poisoning, poison
 from .._tree.scalars import is_whole, short_repr
-from .._tree.states import is_poisoning, poison
 from .._tree.tree import Leaves, Tree, TreeDef
 
 Backend = Literal["inductor", "aot_eager"]

@@ -25,7 +25,7 @@ from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.leaves import elsewhere, unsupported_reason
-from .._tree.states import gives_up
+from .._tree.poison import gives_up
 from .._tree.tree import Tree, TreeT
 
 

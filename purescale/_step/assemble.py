@@ -67,7 +67,7 @@ def assemble(
     if may_write.others:
         generator = [] if isinstance(rng, tuple) else [rng]
         new = [*scaler, step, *generator, *guard]
-        if len(new) == len(start.numbers):  # all leaves are tensors
+        if len(new) == len(start.others):  # all leaves are tensors
             new, stop = _written_over(start, new), len(scaler)
             scaler, step, guard = new[:stop], new[stop], new[stop + 1 + len(generator) :]
             rng = new[stop + 1] if generator else rng
@@ -86,10 +86,10 @@ def _written_over(start: Start, new: Leaves) -> Leaves:
     """Return scaler, count, generator and guard after `new` was written into those of the start. If
     a rule or a guard returned tensors on a graph, nothing is written.
     """
-    if not start.step.inputs.are_writable or any(map(_requires_grad, new)):
-        return written_over(start.numbers, new)
-    foreach.copy_listed_(start.numbers, new)
-    return start.numbers
+    if not start.planned.inputs.are_writable or any(map(_requires_grad, new)):
+        return written_over(start.others, new)
+    foreach.copy_listed_(start.others, new)
+    return start.others
 
 
 def _next_scaler(

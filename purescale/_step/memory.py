@@ -27,11 +27,12 @@ from .._tree.leaves import is_constant
 
 
 class MayWrite(NamedTuple):
-    """The parts of a state that a step may overwrite."""
+    """The arguments that a step may overwrite."""
 
-    optimizer: bool = False  # parameters and the state of the optimizer
+    params_and_state: bool = False  # the parameters and the state of the optimizer
     buffers: bool = False
     others: bool = False  # scaler, step count, generator and guard
+    grads: bool = False  # of a step by hand
 
 
 def memory_of_step(
@@ -40,12 +41,12 @@ def memory_of_step(
     """Return the memory of a step's arguments, without an optimizer's state that is not donated,
     and what of it the step may overwrite.
     """
-    flat, inputs = start.flat, start.step.inputs
+    flat, inputs = start.flat, start.planned.inputs
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     batch = _tree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
     if donate and inputs.are_writable:
-        of_state, of_others = storage_pointers(start.step.leaves), storage_pointers(read_only)
+        of_state, of_others = storage_pointers(start.planned.leaves), storage_pointers(read_only)
         if are_apart(of_state, of_others):
             memory = ArgumentMemory.of([of_state, of_others], batch)
             return memory, MayWrite(True, True, True)
@@ -56,9 +57,9 @@ def memory_of_step(
         buffers = TensorList([leaf for leaf in buffers.tensors if not is_constant(leaf)])
     lists = [replaced, buffers]
     if donate:
-        lists.append(TensorList(start.numbers))
+        lists.append(TensorList(start.others))
     else:
-        read_only += start.numbers
+        read_only += start.others
     pointers = pointers_of_each([*[some.tensors for some in lists], read_only])
     memory = ArgumentMemory.of(pointers, batch)
     if memory.storages is not None and not flat.params.tensor_list.dense_off_graph:
@@ -71,19 +72,19 @@ def memory_of_step(
     return memory, MayWrite(optimizer and others_too, buffers_too, others_too)
 
 
-def may_write_given(
+def memory_by_hand(
     optimizer: Updater, inputs: StepInputs, grads: Gradients, read_only: Sequence[Tensor]
-) -> tuple[bool, bool]:
-    """Return whether a step that is given all of these may overwrite parameters and state, and
-    whether it may overwrite the gradients.
-    """
+) -> MayWrite:
+    """Return what a step may overwrite of its donated arguments."""
     lists = [_replaced(inputs), grads.tensor_list]
     if inputs.are_writable and not optimizer.differentiable:
         tensors = [*lists[0].tensors, *lists[1].tensors]
         if are_apart(storage_pointers(tensors), storage_pointers(read_only)):
-            return True, True
-    allowed = can_write_each(lists, read_only)
-    return allowed[0] and not _on_graph(optimizer, inputs), allowed[1]
+            return MayWrite(params_and_state=True, grads=True)
+    params_and_state, of_grads = can_write_each(lists, read_only)
+    return MayWrite(
+        params_and_state=params_and_state and not _on_graph(optimizer, inputs), grads=of_grads
+    )
 
 
 def _on_graph(optimizer: Updater, inputs: StepInputs) -> bool:

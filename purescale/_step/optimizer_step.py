@@ -16,12 +16,12 @@ from .._optim.planned import plan_step_by_hand
 from .._optim.step_inputs import StepInputs
 from .._optim.updater import Optimizer, Updater, as_updater
 from .._step.decide import decide, or_empty
-from .._step.memory import may_write_given
+from .._step.memory import MayWrite, memory_by_hand
 from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
 from .._tree.hints import document_fields, hint_keywords
-from .._tree.states import gives_up
+from .._tree.poison import gives_up
 from .._tree.tree import StateT, Tree, TreeT
 
 
@@ -108,11 +108,12 @@ def maybe_step(
     optimizers.
     """
     updater = as_updater(optimizer)
-    step, gradients = plan_step_by_hand(updater, params, grads, opt_state)
-    inputs, plan = step.inputs, step.plan
+    planned, gradients = plan_step_by_hand(updater, params, grads, opt_state)
+    inputs = planned.inputs
     skip = _tree.flag(found_inf, like=next(iter(inputs.params), None))
-    in_place = donate and may_write_given(updater, inputs, gradients, [skip])[0]
-    return update(updater, inputs, plan, gradients, skip, in_place=in_place)
+    may_write = memory_by_hand(updater, inputs, gradients, [skip]) if donate else MayWrite()
+    in_place = may_write.params_and_state
+    return update(updater, inputs, planned.plan, gradients, skip, in_place=in_place)
 
 
 @hint_keywords
@@ -189,19 +190,18 @@ def unscale_and_step(
             check_ordered(params, grads.likes, "grads")
 
     trees = params, scaled_grads, opt_state
-    step, grads = plan_step_by_hand(updater, *trees, scale, check_others=check_others)
-    inputs, plan = step.inputs, step.plan
-    in_place = owned = False
+    planned, grads = plan_step_by_hand(updater, *trees, scale, check_others=check_others)
+    inputs, may_write = planned.inputs, MayWrite()
     if donate:
         read_only = [*_tree.tensors(scaler), *clip.tensor_bounds]
-        in_place, owned = may_write_given(updater, inputs, grads, read_only)
-    grads = grads._replace(divisor=scale, owned=owned and not updater.may_raise)
+        may_write = memory_by_hand(updater, inputs, grads, read_only)
+    owned = may_write.grads and not updater.may_raise
+    grads = grads._replace(divisor=scale, owned=owned)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
-    reads = step.host_reads and not updater.differentiable
+    reads = planned.host_reads and not updater.differentiable
     stats = measure(grads, scale, options, host_reads=reads)
     decision = decide(stats, clip, grads)
-    stepped = update(
-        updater, inputs, plan, decision.grads, decision.unknown_skip, in_place=in_place
-    )
+    arguments = updater, inputs, planned.plan, decision.grads, decision.unknown_skip
+    stepped = update(*arguments, in_place=may_write.params_and_state)
     numbers = or_empty(decision.grad_norm), or_empty(decision.grad_amax)
     return Stepped(*stepped, decision.skip, *numbers)

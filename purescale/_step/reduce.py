@@ -1,4 +1,6 @@
-"""The stage `reduce` of a step: the windows of all ranks of a group as one window."""
+"""The stage `reduce` of a step: the windows of all ranks of a group as one window, and a window
+that is a part of a full one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from .._tree.gradients import as_gradients
 from .._tree.tree import Leaves
 
 
-def reduce_window(window: WindowResult, reduction: Reduction, flat: FlatState) -> WindowResult:
+def reduce_window(window: WindowResult, flat: FlatState) -> WindowResult:
+    """Return the window of all ranks, with the mean times `fraction`."""
+    if window.reduction is not None:
+        window = _reduce_over_ranks(window, window.reduction, flat)
+    if window.fraction is None:
+        return window
+    return window._replace(grads=window.grads.multiplied(window.fraction), fraction=None)
+
+
+def _reduce_over_ranks(window: WindowResult, reduction: Reduction, flat: FlatState) -> WindowResult:
     """Return one window for all ranks: the mean of their means by weight, and of the buffers after
     them.
 

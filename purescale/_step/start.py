@@ -21,8 +21,8 @@ class Start(NamedTuple):
     """The state of a step, flat and checked, and the planned step of its optimizer."""
 
     flat: FlatState
-    numbers: list[Tensor]  # scaler, count, generator and guard
-    step: PlannedStep
+    others: list[Tensor]  # scaler, count, generator and guard
+    planned: PlannedStep
 
 
 def start_step(state: TrainState, options: StepOptions) -> Start:
@@ -37,13 +37,13 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
         return [params, opt_state, buffers, scaler, _tree.flatten_once(others)], inputs
 
     trees = state.params, state.opt_state, state.buffers, state.scaler, others
-    step = plan_step(optimizer, trees, check)
-    params, opt_state, buffers, scaler, flat_others = step.trees
-    numbers = [*scaler.leaves, *flat_others.leaves]
-    if not step.leaves:
-        numbers = _tree.all_tensors(numbers)
+    planned = plan_step(optimizer, trees, check)
+    params, opt_state, buffers, scaler, flat_others = planned.trees
+    tensors = [*scaler.leaves, *flat_others.leaves]
+    if not planned.leaves:
+        tensors = _tree.all_tensors(tensors)
     flat = TrainState(params, buffers, opt_state, scaler, *others)
-    return Start(flat, numbers, step)
+    return Start(flat, tensors, planned)
 
 
 def _check(state: TrainState, options: StepOptions, params: FlatTree) -> None:

@@ -42,7 +42,7 @@ from .._step.window_result import window_flags
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree.hints import hint_keywords
-from .._tree.states import gives_up
+from .._tree.poison import gives_up
 from .._tree.tree import FlatTree, StateT, TreeT
 
 
@@ -190,25 +190,21 @@ def _stages(
     options: StepOptions, start: Start, microbatches: list[Any], weights: MicrobatchWeights
 ) -> tuple[TrainState, StepInfo]:
     """Run the stages of a step in order."""
-    flat, step = start.flat, start.step
+    flat, planned = start.flat, start.planned
     memory, may_write = memory_of_step(options, start, microbatches)
     of_sum = len(microbatches) > 1
     stats_options = StatsOptions(options.clip.norm_type, options.rule_traits.takes_amax, of_sum)
 
     def run_window(scaler: FlatTree) -> Attempt:
         scaled = flat if scaler is flat.scaler else flat._replace(scaler=scaler)
-        arguments = options, scaled, step.where, microbatches, weights, memory
+        arguments = options, scaled, planned.where, microbatches, weights, memory
         if options.bn_update == "window":
             window = accumulate_with_pooled_statistics(*arguments)
         else:
             window = accumulate_microbatches(*arguments)
-        if window.reduction is not None:
-            window = reduce_window(window, window.reduction, flat)
-        if window.fraction is not None:
-            grads = window.grads.multiplied(window.fraction)
-            window = window._replace(grads=grads, fraction=None)
+        window = reduce_window(window, flat)
         grads, totals = window.grads, window.totals
-        reads = step.host_reads and grads.owned and grads.dense_real
+        reads = planned.host_reads and grads.owned and grads.dense_real
         stats = measure(grads, scaler.tree.scale, stats_options, host_reads=reads)
         flags = None if totals is None else window_flags(window, totals, stats.overflow)
         return Attempt(window, stats, flags, scaler)
@@ -229,11 +225,11 @@ def _stages(
     advanced = advance(options, flat, attempt, decision, guard_state)
     updated = update(
         options.optimizer,
-        step.inputs,
-        step.plan,
+        planned.inputs,
+        planned.plan,
         decision.grads,
         decision.unknown_skip,
-        in_place=may_write.optimizer,
+        in_place=may_write.params_and_state,
     )
     scale = attempt.scaler.tree.scale.clone()  # `assemble` may write into it
     info = StepInfo(

@@ -1,4 +1,12 @@
-"""Donated memory: which tensors may be overwritten, because they were given up or made here."""
+"""Donated memory: which tensors may be overwritten, because they were given up or made here.
+
+donate        an argument of a public function: the caller gives the tensors up
+are_writable  by metadata: each tensor fills a range of memory, and requires no gradient
+can_write     by memory, too: nothing else shares it;  are_apart: so for storages that are known
+MayWrite      the decision of a step, of all that it is given
+in_place      an argument of an inner function: it writes into what it is given
+owned         of gradients: made here, so that nobody else can see them
+"""
 
 from __future__ import annotations
 

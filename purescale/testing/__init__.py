@@ -14,7 +14,7 @@ except ImportError as missing:
         name="hypothesis",
     ) from missing
 
-from .._tree.states import donated_poisoned
+from .._tree.poison import donated_poisoned
 from ._laws import (
     Untouched,
     assert_pure,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.tensor_list import metadata_guard
-from .._torch.tracing import are_native, situation
+from .._torch.tracing import are_native, current_situation
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
@@ -357,8 +357,8 @@ def _host_updates(scaler: Any, found_inf: Tensor) -> bool:
     """Return True if the host may read this state and the flag, and computes what tensors would."""
     if not isinstance(scaler, ScalerState):  # another with these fields, and perhaps more
         return False
-    where = situation()
-    return where is not None and where.host_reads and _are_on_host()((*scaler, found_inf))
+    situation = current_situation()
+    return situation is not None and situation.host_reads and _are_on_host()((*scaler, found_inf))
 
 
 @functools.cache

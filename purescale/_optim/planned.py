@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.tensor_list import Cache
-from .._torch.tracing import Situation, situation
+from .._torch.tracing import Situation, current_situation
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
 from .._tree.leaves import are_real
@@ -38,7 +38,7 @@ class PlannedStep(NamedTuple):
     trees: list[FlatTree]  # parameters, the state of the optimizer, and the others
     inputs: StepInputs
     plan: Any  # what `Updater.plan` returned
-    where: Situation | None
+    situation: Situation | None
     # known if the plan was found
     leaves: Leaves = []  # noqa: RUF012  # of all trees; never written
     host_reads: bool = False
@@ -55,14 +55,14 @@ def plan_step(
     are the gradients if it is `over_grads`. If trees like these were not planned before, `check`
     and `Updater.plan` refuse what does not fit.
     """
-    where = situation()
-    plans_for = where if updater.keeps_plans else None
+    situation = current_situation()
+    plans_for = situation if updater.keeps_plans else None
     if plans_for and (match := find_plan(updater.plans, plans_for, trees)):
         flat, leaves, known = match
         inputs = StepInputs.of_dense(
             known.names, flat[0], flat[1], known.replaced, are_writable=known.are_writable
         )
-        return PlannedStep(flat, inputs, known.plan, where, leaves, known.host_reads)
+        return PlannedStep(flat, inputs, known.plan, situation, leaves, known.host_reads)
     checked, inputs = check()
     plan = updater.plan(inputs)
     # What is refused of parameters that are not dense and real depends on settings of the step.
@@ -71,11 +71,11 @@ def plan_step(
         flat = list(map(_tree.flatten_once, trees))
         if not over_grads or flat[0].structure == flat[2].structure:  # the dicts have one order
             _keep(updater, plans_for, flat, inputs.names, plan)
-    return PlannedStep(checked, inputs, plan, where)
+    return PlannedStep(checked, inputs, plan, situation)
 
 
 def _keep(
-    updater: Any, where: Situation, trees: list[FlatTree], names: list[str], plan: Any
+    updater: Any, situation: Situation, trees: list[FlatTree], names: list[str], plan: Any
 ) -> None:
     """Keep what is known of a step over trees that are dense."""
     lists = [tree.tensor_list for tree in trees]
@@ -83,9 +83,9 @@ def _keep(
         return
     are_writable = all([s.are_gapless and not (s.any_empty or s.any_requires_grad) for s in lists])
     on_cpu = all([some.devices <= {torch.device("cpu")} for some in lists])
-    reads = on_cpu and where.host_reads
+    reads = on_cpu and situation.host_reads
     known = KnownStep(names, plan, Cache(), are_writable, reads)
-    add_plan(updater.plans, where, trees, known)
+    add_plan(updater.plans, situation, trees, known)
 
 
 def plan_step_by_hand(

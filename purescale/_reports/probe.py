@@ -16,7 +16,7 @@ from .._reports.printing import MAX_LINES, pyplot, table
 from .._step.value_and_grad import LossFn, ValueAndGrad, independent_loss
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
-from .._torch.tracing import situation
+from .._torch.tracing import current_situation
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
@@ -224,7 +224,7 @@ def probe_scales(
     device = _tree.device_of(*flat[:2], "params")
     one = NoScale().init(device)
     value_and_grad = ValueAndGrad(
-        flat, _tree.flatten_once(buffers), _tree.flatten_once(one), loss_fn, situation()
+        flat, _tree.flatten_once(buffers), _tree.flatten_once(one), loss_fn, current_situation()
     )
     if not value_and_grad.parameters:
         raise ValueError(

@@ -194,7 +194,7 @@ def sent_for_nan(options: StepOptions, num_microbatches: int) -> float | None:
 def accumulate_microbatches(
     options: StepOptions,
     flat: FlatState,
-    where: Situation | None,
+    situation: Situation | None,
     microbatches: list[Any],
     weights: MicrobatchWeights,
     memory: ArgumentMemory,
@@ -211,7 +211,7 @@ def accumulate_microbatches(
         _tree.all_tensors([params.leaves, buffers.leaves, scaler.leaves, microbatches])
     )
     value_and_grad = ValueAndGrad(
-        *(params, buffers, scaler, options.loss_fn, where, memory.storages),
+        *(params, buffers, scaler, options.loss_fn, situation, memory.storages),
         differentiable=differentiable,
     )
     if options.group is not None and (value_and_grad.keeps_graph or under_derivative()):
@@ -361,7 +361,7 @@ def _window_result(
 def accumulate_with_pooled_statistics(
     options: StepOptions,
     flat: FlatState,
-    where: Situation | None,
+    situation: Situation | None,
     microbatches: list[Any],
     weights: MicrobatchWeights,
     memory: ArgumentMemory,
@@ -374,7 +374,7 @@ def accumulate_with_pooled_statistics(
     if any_buffer:
         check_flat_buffers(buffers.tree)
     if not (any_buffer and layers_of(buffers.tree)):
-        return accumulate_microbatches(options, flat, where, microbatches, weights, memory)
+        return accumulate_microbatches(options, flat, situation, microbatches, weights, memory)
     momenta: dict[str, float] = {}
 
     @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
@@ -397,7 +397,7 @@ def accumulate_with_pooled_statistics(
     flat = flat._replace(buffers=carrying)
     capturing = options._replace(loss_fn=loss_and_stats)
     window = accumulate_microbatches(
-        *(capturing, flat, where, microbatches, weights, memory), reduced=buffers.leaves
+        *(capturing, flat, situation, microbatches, weights, memory), reduced=buffers.leaves
     )
     carried, stats = carrying.structure.unflatten(window.buffers)
     momentum_of: Mapping[str, float | Tensor] = momenta

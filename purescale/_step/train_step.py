@@ -197,7 +197,7 @@ def _stages(
 
     def run_window(scaler: FlatTree) -> Attempt:
         scaled = flat if scaler is flat.scaler else flat._replace(scaler=scaler)
-        arguments = options, scaled, planned.where, microbatches, weights, memory
+        arguments = options, scaled, planned.situation, microbatches, weights, memory
         if options.bn_update == "window":
             window = accumulate_with_pooled_statistics(*arguments)
         else:

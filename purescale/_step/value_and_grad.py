@@ -17,7 +17,7 @@ from .._loss_scale.scaling import check_scale, wide_loss
 from .._torch import donation, dtensor, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
-from .._torch.tracing import Situation, end_graph, recorded_by_make_fx, situation, traced
+from .._torch.tracing import Situation, current_situation, end_graph, recorded_by_make_fx, traced
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import are_dense_real, versions
@@ -114,13 +114,13 @@ def value_and_grad(
 def _value_and_grad(
     loss_fn: LossFn, params: Tree, buffers: Tree, microbatch: Any, scaler: HasScale | None = None
 ) -> tuple[Any, Tree]:
-    where = situation()
-    flat = _flatten_arguments(params, buffers, scaler, where)
+    situation = current_situation()
+    flat = _flatten_arguments(params, buffers, scaler, situation)
     batch, (of_params, of_buffers, of_scaler) = _tree.all_tensors(microbatch), flat
     lists = [*(tree.leaves for tree in flat), batch]
     memory = donation.ArgumentMemory.of(donation.pointers_of_each(lists), batch)
     before = versions(memory.microbatches)
-    function = ValueAndGrad(of_params, of_buffers, of_scaler, loss_fn, where, memory.storages)
+    function = ValueAndGrad(of_params, of_buffers, of_scaler, loss_fn, situation, memory.storages)
     out = function(of_buffers.leaves, microbatch)
     check_unwritten(memory.microbatches, before)
     new_buffers = of_buffers.structure.unflatten(out.buffers)
@@ -131,11 +131,11 @@ _plans: Plans[Any] = Plans(16)  # which say that arguments were checked
 
 
 def _flatten_arguments(
-    params: Tree, buffers: Tree, scaler: HasScale | None, where: Situation | None
+    params: Tree, buffers: Tree, scaler: HasScale | None, situation: Situation | None
 ) -> list[FlatTree]:
     """Check parameters, buffers and scaler, and return them flat."""
     trees = params, buffers, () if scaler is None else scaler
-    if where and (known := find_plan(_plans, where, trees)):
+    if situation and (known := find_plan(_plans, situation, trees)):
         return known.trees
     flat_params, flat_buffers, flat_scaler = flat = list(map(_tree.flatten_once, trees))
     if all([leaf is None for leaf in flat_params.leaves]):
@@ -158,8 +158,8 @@ def _flatten_arguments(
     check_scale(scale, params, flat_params.leaves, "params", flat_params.tensor_list)
     if scaler is None:
         return [flat_params, flat_buffers, flat_scaler]
-    if where:
-        add_plan(_plans, where, flat, None)
+    if situation:
+        add_plan(_plans, situation, flat, None)
     return flat
 
 
@@ -193,7 +193,7 @@ class ValueAndGrad:
         buffers: FlatTree,
         scaler: FlatTree,
         loss_fn: LossFn,
-        where: Situation | None,
+        situation: Situation | None,
         storages: Set[int | None] | None = None,
         *,
         differentiable: bool = False,
@@ -202,14 +202,16 @@ class ValueAndGrad:
         self.params, self.parameters = params, params.leaves
         self.indices: Sequence[int] = range(len(params.leaves))
         self.are_all_present = self.dense_real = is_dense = params.tensor_list.dense_off_graph
-        self.sharded, self.uses_torch_func = False, where is None and traced()
+        self.sharded, self.uses_torch_func = False, situation is None and traced()
         self.keeps_graph = differentiable and not self.uses_torch_func
         self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
-        if where is None and self.owns_gradients:
+        if situation is None and self.owns_gradients:
             end_graph()
         self.storages = storages if self.owns_gradients else None
         # make_fx does not see that a subclass is made, and would take parameters for constants.
-        self.is_recorded = where.recorded if where else not traced() and recorded_by_make_fx()
+        self.is_recorded = (
+            situation.recorded if situation else not traced() and recorded_by_make_fx()
+        )
         if not is_dense:
             self.dense_real = are_dense_real(params.leaves)
             self.indices = [n for n, leaf in enumerate(params.leaves) if leaf is not None]

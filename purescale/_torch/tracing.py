@@ -7,7 +7,7 @@ recorded_by_make_fx   operators go into a graph of make_fx, whose code is that o
 is_on_a_graph         torch.autograd records operators on these tensors
 may_be_opaque         one operator may stand for a pass over many tensors, in a graph
 whole_graph           a graph of torch.autograd must not end;  end_graph: where it would
-situation             where an eager call runs, asked once; None where each call plans anew
+current_situation     where an eager call runs, asked once; None where each call plans anew
 captured              inside of a function of `capture`, whose operators may be replayed
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
 are_native            an operator with kernels for a CPU and CUDA alone may take them
@@ -74,7 +74,7 @@ class Situation(NamedTuple):
     captured: bool  # as `captured`
 
 
-def situation() -> Situation | None:
+def current_situation() -> Situation | None:
     """Return where a call runs; None where each call plans anew: under a transform, a compiler and
     inference mode, and inside of `whole_graph`.
     """

@@ -106,13 +106,13 @@ class KnownTrees(NamedTuple):
 
 
 def find_plan(
-    plans: Plans[TreePlan], where: Situation, trees: tuple[Tree, ...]
+    plans: Plans[TreePlan], situation: Situation, trees: tuple[Tree, ...]
 ) -> KnownTrees | None:
     """Return what was planned for trees that differ from these in values only, in calls that ran
     where this one does; None if nothing was.
     """
     for key, is_like, kept in plans.entries:
-        if key != (where, len(trees)) or not _has_form(trees, kept.nodes):
+        if key != (situation, len(trees)) or not _has_form(trees, kept.nodes):
             continue
         # By a known structure, which takes a sixth of the time of a new one.
         leaves = kept.structure.flatten_up_to(trees)
@@ -142,7 +142,7 @@ def _has_form(root: tuple[Tree, ...], nodes: list[Node]) -> bool:
 
 
 def add_plan(
-    plans: Plans[TreePlan], where: Situation, trees: Sequence[FlatTree], plan: Any
+    plans: Plans[TreePlan], situation: Situation, trees: Sequence[FlatTree], plan: Any
 ) -> None:
     """Keep a plan for trees like these, if all leaves are dense and off every graph, in containers
     of Python's that keep nothing of a user's alive. One tensor in two places is not alike to
@@ -162,7 +162,7 @@ def add_plan(
             [Cache(metadata_guard(tree.leaves)) for tree in trees],
             any(map(_requires_grad, leaves)),
         )
-        plans.add(leaves, (where, len(trees)), TreePlan(*form, plan))
+        plans.add(leaves, (situation, len(trees)), TreePlan(*form, plan))
 
 
 def _nodes_below(root: tuple[Tree, ...]) -> list[Node]:

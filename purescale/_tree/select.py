@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
-from .._torch.tracing import Situation, is_on_a_graph, situation, traced
+from .._torch.tracing import Situation, current_situation, is_on_a_graph, traced
 from .._tree import tree as _tree
 from .._tree.leaves import are_dense_real, is_constant
 from .._tree.plans import Plans, add_plan, find_plan
@@ -47,8 +47,8 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
 
     Source of the rule: `select_tree` of jmp.
     """
-    where, arguments = situation(), (found_inf, old, new)
-    if where and where.host_reads and (known := find_plan(_plans, where, arguments)):
+    situation, arguments = current_situation(), (found_inf, old, new)
+    if situation and situation.host_reads and (known := find_plan(_plans, situation, arguments)):
         _, before, after = known.trees
         chosen = before if found_inf else after
         return before.structure.unflatten(foreach.clone_listed(chosen.leaves))
@@ -58,15 +58,15 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
             "`select(found_inf, old, new)`, as torch.where."
         )
     leaves, others, structure = _tree.matching_leaves(old, new, "old", "new")
-    if where and where.host_reads:
-        _keep_plan(where, list(map(_tree.flatten_once, arguments)), others)
+    if situation and situation.host_reads:
+        _keep_plan(situation, list(map(_tree.flatten_once, arguments)), others)
     return structure.unflatten(select_masked(found_inf, leaves, others))
 
 
 _plans: Plans[Any] = Plans(16)  # of `select`, which say that the trees match
 
 
-def _keep_plan(where: Situation, trees: list[FlatTree], new: Leaves) -> None:
+def _keep_plan(situation: Situation, trees: list[FlatTree], new: Leaves) -> None:
     """Keep a plan of `select` for trees like these on a CPU. `new` has the order of the old one."""
     lists = [tree.tensor_list for tree in trees]
     if (
@@ -74,7 +74,7 @@ def _keep_plan(where: Situation, trees: list[FlatTree], new: Leaves) -> None:
         and all([some.devices <= {torch.device("cpu")} for some in lists])
         and all(map(operator.is_, trees[2].leaves, new))
     ):
-        add_plan(_plans, where, trees, None)
+        add_plan(_plans, situation, trees, None)
 
 
 def _is_flag(tree: Tree) -> bool:

@@ -18,7 +18,8 @@ RULE = ps.DynamicScale(init_scale=2.0**4)
 
 
 FACTS = {
-    "elements": [6, 2, 0, 1],
+    "num_elements": 9,
+    "any_empty": True,
     "dtypes": {torch.float32, torch.float64},
     "devices": {torch.device("cpu")},
     "kinds": [[0, 2, 3], [1]],

@@ -209,10 +209,7 @@ def _stages(
         flags = None if totals is None else window_flags(window, totals, stats.overflow)
         return Attempt(window, stats, flags, scaler)
 
-    if options.max_retries or not isinstance(flat.rng, tuple):
-        attempt = attempt_window(options, flat, run_window)
-    else:
-        attempt = run_window(flat.scaler)
+    attempt = attempt_window(options, flat, run_window)
     window, stats = attempt.window, attempt.stats
     guard_state, rejects = flat.guard, None
     if options.guard is not None:

@@ -111,7 +111,7 @@ class KernelOperands(NamedTuple):
     grads: Gradients
     steps: list[Tensor]  # the number of the step of each, or one for all: float32, read only
     # known: all are off graph, and the gradients have dtype and memory order of the parameters
-    are_alike: bool = False
+    grads_fit: bool = False
 
 
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
@@ -153,7 +153,7 @@ def fused_update(
     if skip is not None:
         found_inf = skip.to(operands.params[0].device, torch.float32)
     numbers = [number for number in (divisor, lr) if isinstance(number, Tensor)]
-    off_graph = operands.are_alike and not any([number.requires_grad for number in numbers])
+    off_graph = operands.grads_fit and not any([number.requires_grad for number in numbers])
     with _NO_CONTEXT if off_graph else torch.no_grad():
         run(*kernel.lists(operands), lr=lr, grad_scale=divisor, found_inf=found_inf)
     # torch's fused kernels leave versions as they were: a graph that saved an old value would take
@@ -174,7 +174,7 @@ def _kernel_divides(operands: KernelOperands) -> bool:
         return False
     if not (grads.owned and divisor.dtype is torch.float32 and dtype.itemsize >= 4):
         return False
-    return operands.are_alike or (
+    return operands.grads_fit or (
         grads.tensor_list.dtypes == {dtype} and have_one_order(grads.tensors, params)
     )
 
@@ -246,7 +246,7 @@ def _arguments_of_operator(
 
 class Launch(NamedTuple):
     """The parameters of one group, device and dtype that have a gradient: one call of a kernel.
-    Parameters and slots are known by their index among the leaves of `StepInputs.flat`.
+    Parameters and slots are known by their index among the leaves of `StepInputs.all_leaves`.
     """
 
     group: ParamGroup
@@ -260,16 +260,16 @@ class Launch(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """The calls of a kernel that make a step. Numbers are among the leaves of `StepInputs.flat`."""
+    """The calls of a kernel that make a step. Indices are those of `StepInputs.all_leaves`."""
 
     each: list[Launch]
     traced: bool  # the step runs where `traced` is True
     pairs: list[tuple[int, int]] = []  # noqa: RUF012  # each parameter with each of its slots
     keeps_form: bool = True  # the state is `StepInputs.in_form`
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
-    are_ready: bool = False
-    applied: int = 0
-    iteration: int | None = None
+    leaves_fit: bool = False
+    applied_index: int = 0
+    iteration_index: int | None = None
 
 
 def _picking(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
@@ -311,8 +311,8 @@ class FusedStep:
         in_form, replaced = inputs.in_form(), inputs.replaced
         numbered = in_form.numbered()
         columns, state = numbered.columns, numbered.opt_state
-        each = self._launches(inputs.param_list, inputs.stepped, columns, groups)
-        leaves, keeps_form = in_form.flat()[0], in_form is inputs
+        each = self._launches(inputs.param_list, inputs.with_gradient, columns, groups)
+        leaves, keeps_form = in_form.all_leaves()[0], in_form is inputs
         pairs = [p for x in each for slots in x.slots for p in zip(x.params, slots, strict=True)]
         is_dense = replaced is not None and replaced.are_gapless and not replaced.any_requires_grad
         in_order = _have_one_order([(leaves[slot], leaves[n]) for n, slot in pairs])
@@ -323,14 +323,14 @@ class FusedStep:
     def _launches(
         self,
         params: TensorList,
-        stepped: Sequence[int],
+        with_gradient: Sequence[int],
         columns: Columns,
         groups: list[ParamGroup],
     ) -> list[Launch]:
         """Return the launches of a step. `columns` are those of the state, with the index of each
         leaf in its place.
         """
-        gradient_of = {index: number for number, index in enumerate(stepped)}
+        gradient_of = {index: number for number, index in enumerate(with_gradient)}
         launches = []
         for group in groups:
             members, keys = set(group.indices), self.kernel.slots_with(group.settings)
@@ -386,32 +386,32 @@ class FusedStep:
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, unless it is skipped; in eager mode."""
-        leaves, structure = inputs.flat()
-        if launches.are_ready:
+        leaves, structure = inputs.all_leaves()
+        if launches.leaves_fit:
             leaves = leaves if in_place else foreach.clone_listed(leaves)
         else:
             listed = inputs.replaced is not None
             leaves = leaves_to_write(leaves, launches.pairs, listed=listed, in_place=in_place)
         if current is not self._settings.none_current:
             current = current.map(_read_all_but_rate)
-        grads, applied = grads.with_one_divisor(), leaves[launches.applied]
-        are_alike = launches.are_ready and grads.tensor_list.cache is inputs.param_list.cache
+        grads, applied = grads.with_one_divisor(), leaves[launches.applied_index]
+        grads_fit = launches.leaves_fit and grads.tensor_list.cache is inputs.param_list.cache
         # Nothing that follows can fail then. A CUDA graph needs numbers at fixed addresses.
-        counts_first = are_alike and skip is None
+        counts_first = grads_fit and skip is None
         number = applied.add_(1) if counts_first else applied + 1
-        numbers = self._numbers(number, launches.each)
+        numbers = self._step_numbers(number, launches.each)
         for launch in launches.each:
             arguments = launch, leaves, numbers, grads, current
-            settings, operands = self._operands(*arguments, are_alike=are_alike)
+            settings, operands = self._operands(*arguments, grads_fit=grads_fit)
             run = launch.run
             if settings is not launch.group.settings:
                 run = self.kernel.with_settings(self.kernel.arguments(settings))
             fused_update(self.kernel, run, settings["lr"], operands, skip)
-            _count(leaves, launch.counts, skip, in_place=True)
+            _add_to_counts(leaves, launch.counts, skip, in_place=True)
         if not counts_first:
             applied.add_(1 if skip is None else ~skip)
-        if launches.iteration is not None:
-            leaves[launches.iteration].add_(1)
+        if launches.iteration_index is not None:
+            leaves[launches.iteration_index].add_(1)
         count = len(inputs.params)
         return leaves[:count], structure.unflatten(leaves[count:])
 
@@ -426,9 +426,9 @@ class FusedStep:
         """Return parameters and state after the step, before it is counted in `applied`, from
         operators, which end a graph of `jit`.
         """
-        leaves, structure = inputs.flat()
+        leaves, structure = inputs.all_leaves()
         stepped = list(leaves)
-        numbers = self._numbers(leaves[launches.applied] + 1, launches.each)
+        numbers = self._step_numbers(leaves[launches.applied_index] + 1, launches.each)
         for launch in launches.each:
             settings, operands = self._operands(launch, leaves, numbers, grads, current)
             arguments = _arguments_of_operator(self.kernel, settings, operands, skip)
@@ -436,7 +436,7 @@ class FusedStep:
             indices = itertools.chain(launch.params, *launch.slots)
             for index, tensor in zip(indices, new, strict=True):
                 stepped[index] = tensor
-            _count(stepped, launch.counts, skip)
+            _add_to_counts(stepped, launch.counts, skip)
         count = len(inputs.params)
         return stepped[:count], structure.unflatten(stepped[count:])
 
@@ -456,10 +456,10 @@ class FusedStep:
             current = current.map(lambda table: map_numbers(_copied, table))
         names, tensors = list(inputs.names), (params, grads.tensors, columns)
         scalars = state.applied, skip, grads.pending
-        stepped = list(inputs.stepped)
-        self._opaque(self._settings.guard_key, names, stepped, tensors, scalars, current)
+        with_gradient = list(inputs.with_gradient)
+        self._opaque(self._settings.guard_key, names, with_gradient, tensors, scalars, current)
         if STEP in columns:
-            _count(columns[STEP], stepped, skip, in_place=True)
+            _add_to_counts(columns[STEP], with_gradient, skip, in_place=True)
         state.applied.add_(1 if skip is None else ~skip)
         if isinstance(state.iteration, Tensor):
             state.iteration.add_(1)
@@ -469,7 +469,7 @@ class FusedStep:
         self,
         guard_key: str,
         names: list[str],
-        stepped: list[int],
+        with_gradient: list[int],
         tensors: tuple[list[Tensor], list[Tensor], Columns],
         scalars: tuple[Tensor, Tensor | None, tuple[Any, ...]],
         current: CurrentSettings,
@@ -480,14 +480,14 @@ class FusedStep:
         groups = self._settings.torch_groups(tuple(names), self._settings.none_current)
         places: Any = itertools.count(len(params))
         numbered = columns_like(columns, places)
-        launches = self._launches(TensorList(params), stepped, numbered, groups)
-        leaves, numbers = [*params, *values_of(columns)], self._numbers(applied + 1, launches)
+        launches = self._launches(TensorList(params), with_gradient, numbered, groups)
+        leaves, numbers = [*params, *values_of(columns)], self._step_numbers(applied + 1, launches)
         for launch in launches:
             settings, operands = self._operands(launch, leaves, numbers, gradients, current)
             arguments = _arguments_of_operator(self.kernel, settings, operands, skip)
             torch.ops.purescale.fused_update_(*arguments)
 
-    def _numbers(self, number: Tensor, launches: list[Launch]) -> dict[torch.device, Tensor]:
+    def _step_numbers(self, number: Tensor, launches: list[Launch]) -> dict[torch.device, Tensor]:
         """Return the number of a step, float32, on each device where the kernel reads it."""
         reads = self.kernel.takes_step
         devices = dict.fromkeys([x.device for x in launches if reads and not x.counts])
@@ -501,7 +501,7 @@ class FusedStep:
         grads: Gradients,
         current: CurrentSettings,
         *,
-        are_alike: bool = False,
+        grads_fit: bool = False,
     ) -> tuple[Settings, KernelOperands]:
         """Return the settings and the tensors of a launch."""
         settings = launch.group.settings
@@ -511,7 +511,7 @@ class FusedStep:
         steps = [leaves[index] + 1 for index in launch.counts]
         if self.kernel.takes_step and not steps:
             steps = [numbers[launch.device]]
-        return settings, KernelOperands(params, slots, grads.picked(launch.grads), steps, are_alike)
+        return settings, KernelOperands(params, slots, grads.picked(launch.grads), steps, grads_fit)
 
 
 def _have_one_order(pairs: list[tuple[Any, Tensor]]) -> bool:
@@ -520,7 +520,7 @@ def _have_one_order(pairs: list[tuple[Any, Tensor]]) -> bool:
     return all([same_memory_order(a, b) for a, b in like])
 
 
-def _count(
+def _add_to_counts(
     leaves: list[Any], indices: Sequence[int], skip: Tensor | None, *, in_place: bool = False
 ) -> None:
     """Add 1 to the leaves with these indices, which count steps, unless the step is skipped."""

@@ -99,14 +99,14 @@ def without_wrappers(state: Tree) -> Tree:
     return state
 
 
-def is_of_torch(state: Tree) -> bool:
+def has_columns(state: Tree) -> bool:
     """Return True for the state of a class of torch, with slots that can be listed."""
     return isinstance(state, OptState) and type(state.slots) is dict
 
 
 def are_parts(state: Tree) -> bool:
     """Return True for a dict of states of torch's classes, as in `partition`."""
-    return type(state) is dict and len(state) > 0 and all(map(is_of_torch, state.values()))
+    return type(state) is dict and len(state) > 0 and all(map(has_columns, state.values()))
 
 
 def opt_states_of(state: Tree) -> list[OptState]:

@@ -87,8 +87,8 @@ class PartitionOptimizer(Updater):
         _check(optimizers, label)
         self.optimizers, self.label = dict(optimizers), label
         self.parts = {key: as_updater(each) for key, each in self.optimizers.items()}
-        self.calls_step = any(part.calls_step for part in self.parts.values())
-        self.may_raise = any(part.may_raise for part in self.parts.values())
+        self.calls_user_step = any(part.calls_user_step for part in self.parts.values())
+        self.runs_user_code = any(part.runs_user_code for part in self.parts.values())
         self.may_add_slots = any(part.may_add_slots for part in self.parts.values())
         self.wide_grads = any(part.wide_grads for part in self.parts.values())
         # A part that is not differentiable would detach what is on a graph.
@@ -118,7 +118,7 @@ class PartitionOptimizer(Updater):
                 "`opt_state = optimizer.init(params)`, or what the last step returned."
             )
         # Those that may raise come first, into fresh memory: nothing is overwritten then.
-        order = sorted(self.parts, key=lambda key: not self.parts[key].may_raise)
+        order = sorted(self.parts, key=lambda key: not self.parts[key].runs_user_code)
         members = self._members(inputs.names, inputs.params)
         parts = {}
         for key in order:
@@ -129,12 +129,12 @@ class PartitionOptimizer(Updater):
     def inputs_of(self, key: str, members: list[int], inputs: StepInputs) -> StepInputs:
         """Return the inputs of one part, with DTensors flattened for its own optimizer."""
         names, opt_state = [inputs.names[index] for index in members], inputs.opt_state[key]
-        params, have_gradient = inputs.param_list.picked(members), set(inputs.stepped)
-        stepped = [number for number, index in enumerate(members) if index in have_gradient]
-        part = StepInputs.of_part(names, params, stepped, opt_state)
+        params, of_all = inputs.param_list.picked(members), set(inputs.with_gradient)
+        with_gradient = [number for number, index in enumerate(members) if index in of_all]
+        part = StepInputs.of_part(names, params, with_gradient, opt_state)
         if inputs.replaced is None and any_dtensor(part.params):
             trees = flatten_together([part.tree(part.params)], opt_state)
-            part = step_inputs(self.parts[key], *trees)._replace(stepped=stepped)
+            part = step_inputs(self.parts[key], *trees)._replace(with_gradient=with_gradient)
         return part
 
     def grads_of(
@@ -143,7 +143,7 @@ class PartitionOptimizer(Updater):
         """Return the gradients of one part."""
         if grads.dense_real:
             return grads.picked(members)
-        number_of = {index: number for number, index in enumerate(inputs.stepped)}
+        number_of = {index: number for number, index in enumerate(inputs.with_gradient)}
         tensors = [grads.tensors[number_of[n]] for n in members if n in number_of]
         likes = [grads.likes[inputs.indices[index]] for index in members]
         picked = grads._replace(tensor_list=TensorList(tensors), likes=likes)
@@ -177,10 +177,10 @@ class PartitionOptimizer(Updater):
             updater = self.parts[key]
             arguments = skip, parts[key], grads_by_key[key], part.plan, current[key]
             stepped[key] = updater.step_unless(
-                *arguments, in_place=in_place and not updater.may_raise
+                *arguments, in_place=in_place and not updater.runs_user_code
             )
         for key, updater in self.parts.items():
-            if in_place and updater.may_raise and not updater.may_add_slots:
+            if in_place and updater.runs_user_code and not updater.may_add_slots:
                 old = parts[key].params, parts[key].opt_state
                 stepped[key] = write_over(old, stepped[key])
         return self._joined(inputs, plan, parts, stepped)

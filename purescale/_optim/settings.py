@@ -58,7 +58,7 @@ class OptimizerSpec(NamedTuple):
     construct: Callable[[list[Tensor], Mapping[str, Any]], Any]
 
     @property
-    def calls_step(self) -> bool:
+    def calls_user_step(self) -> bool:
         """True if the `step` of a user's class runs, on copies."""
         return self.formula is None
 
@@ -305,7 +305,7 @@ class OptimizerSettings:
         for pattern, extra in self.overrides.items():
             self._construct_checked(f"overrides[{pattern!r}]", {**settings, **extra})
         for name in self.in_state:
-            check_setting(self.spec, name, {**template.defaults, "lr": 0.0})
+            check_storable(self.spec, name, {**template.defaults, "lr": 0.0})
         return template
 
     def _construct_checked(self, where: str, settings: dict[str, Any]) -> Any:
@@ -321,7 +321,7 @@ class OptimizerSettings:
                 )
             for one in value if isinstance(value, (tuple, list)) else (value,):
                 what = f"{where}: {name} {'is' if one is value else 'holds'}"
-                if callable(one) and name != "lr" and not self.spec.calls_step:
+                if callable(one) and name != "lr" and not self.spec.calls_user_step:
                     raise TypeError(
                         f"{what} {one!r}; a schedule stands for lr, or for a number in the state, "
                         "and not in overrides. Fix: "
@@ -449,7 +449,7 @@ def names_in_state(in_state: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(in_state))
 
 
-def check_setting(spec: OptimizerSpec, name: Any, values: Mapping[str, Any]) -> None:
+def check_storable(spec: OptimizerSpec, name: Any, values: Mapping[str, Any]) -> None:
     """Refuse a setting that is not a number."""
     if name not in values:
         raise ValueError(

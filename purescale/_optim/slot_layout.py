@@ -31,7 +31,7 @@ class SlotLayout:
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         probed: dict[str, Tensor] = {}
         self.counts_steps = False
-        if not settings.spec.calls_step:
+        if not settings.spec.calls_user_step:
             for table in (settings.for_all, *settings.by_override):
                 own = {**settings.for_all.values, **table.values, **self._nonzero, **_NO_LR}
                 probed |= self._formula.init_slots(probe, own)
@@ -62,7 +62,7 @@ class SlotLayout:
         return {name: slots[name] for name in params}
 
     def _init_slots(self, param: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
-        if self._settings.spec.calls_step:
+        if self._settings.spec.calls_user_step:
             return {}
         if param.is_complex() and not self._settings.spec.elementwise:
             raise ValueError(
@@ -147,12 +147,12 @@ class SlotLayout:
                         raise self.foreign_error(key)
 
     def check_gradients(
-        self, names: list[str], stepped: Sequence[int], opt_state: OptState
+        self, names: list[str], with_gradient: Sequence[int], opt_state: OptState
     ) -> None:
         """Refuse a gradient that is None where one count stands for the steps of all parameters."""
-        if not self.counts_steps or has_counts(opt_state) or len(names) == len(stepped):
+        if not self.counts_steps or has_counts(opt_state) or len(names) == len(with_gradient):
             return
-        missing = next(name for index, name in enumerate(names) if index not in stepped)
+        missing = next(name for index, name in enumerate(names) if index not in with_gradient)
         raise ValueError(
             f"grads: that of {missing} is None, and opt_state has one count of steps for all "
             f"parameters. {self._settings.spec.name} needs that of each, because torch does not "

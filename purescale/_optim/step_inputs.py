@@ -15,8 +15,8 @@ from .._optim.opt_state import (
     Columns,
     OptState,
     columns_like,
+    has_columns,
     has_counts,
-    is_of_torch,
     param_names,
     scalars_of,
     stored_settings,
@@ -54,7 +54,7 @@ class StepInputs(NamedTuple):
     indices: Sequence[int]  # of the parameters among these leaves
     names: list[str]  # dotted
     param_list: TensorList
-    stepped: Sequence[int]  # the parameters that have a gradient, by index
+    with_gradient: Sequence[int]  # the parameters that have a gradient, by index
     opt_state: Tree
     # all that a step replaces: parameters and state; None unless all are dense and off graph
     replaced: TensorList | None = None
@@ -70,13 +70,13 @@ class StepInputs(NamedTuple):
         cls,
         names: list[str],
         params: TensorList,
-        stepped: Sequence[int],
+        with_gradient: Sequence[int],
         opt_state: Tree,
         positions: list[Position] | None = None,
     ) -> StepInputs:
         """Return the inputs of a part of a step, over a flat dict of parameters."""
         of_params = FlatDict(tuple(names)), len(names), range(len(names)), names, params
-        return cls(*of_params, stepped, opt_state, positions=positions)
+        return cls(*of_params, with_gradient, opt_state, positions=positions)
 
     @classmethod
     def of_dense(
@@ -142,7 +142,7 @@ class StepInputs(NamedTuple):
             return self
         return self._replace(opt_state=state, replaced=None)
 
-    def flat(self) -> tuple[Leaves, Any]:
+    def all_leaves(self) -> tuple[Leaves, Any]:
         """Return the parameters and all leaves of the state in one list, and the structure of the
         state.
         """
@@ -152,10 +152,8 @@ class StepInputs(NamedTuple):
         return [*self.params, *leaves], structure
 
     def numbered(self) -> StepInputs:
-        """Return the inputs with the index of each leaf of the state among those of `flat` in its
-        place.
-        """
-        leaves, structure = self.flat()
+        """Return the inputs with an index in `all_leaves` in place of each leaf of the state."""
+        leaves, structure = self.all_leaves()
         return self._replace(opt_state=structure.unflatten(range(len(self.params), len(leaves))))
 
     def gradients(self, grads: FlatTree) -> Gradients:
@@ -311,12 +309,12 @@ def step_inputs(
         shard = functools.partial(dtensor.shard, on_graph=optimizer.differentiable)
         leaves, state = list(map(shard, leaves)), _tree.map(shard, state)
     indices = [index for index, leaf in enumerate(leaves) if leaf is not None]
-    stepped: Sequence[int] = range(len(indices))
+    with_gradient: Sequence[int] = range(len(indices))
     if grads is not None:
-        stepped = [n for n in stepped if grad_leaves[indices[n]] is not None]
+        with_gradient = [n for n in with_gradient if grad_leaves[indices[n]] is not None]
     return StepInputs(
         *(params.structure, len(names), indices, [names[index] for index in indices]),
-        *(TensorList([leaves[index] for index in indices]), stepped, state),
+        *(TensorList([leaves[index] for index in indices]), with_gradient, state),
         global_trees=global_trees,
     )
 
@@ -356,7 +354,7 @@ def flatten_together(trees: Sequence[Tree], *opt_states: Tree) -> list[FlatTree]
 
 def _flatten_opt_state(opt_state: Tree) -> tuple[Leaves, Any]:
     # Dynamo is slow in nested dicts.
-    if torch.compiler.is_dynamo_compiling() and is_of_torch(opt_state):
+    if torch.compiler.is_dynamo_compiling() and has_columns(opt_state):
         return tensors_of(opt_state), None
     return _tree.flatten(opt_state)
 

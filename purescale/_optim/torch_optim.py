@@ -172,12 +172,12 @@ class TorchOptimizer(Updater):
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self.settings, self.compared = settings, settings.compared
-        self.may_add_slots = self.calls_step = settings.spec.calls_step
-        self.may_raise = self.calls_step or settings.spec.made_by == "from_formula"
+        self.may_add_slots = self.calls_user_step = settings.spec.calls_user_step
+        self.runs_user_code = self.calls_user_step or settings.spec.made_by == "from_formula"
         self.differentiable, self.elementwise = settings.differentiable, settings.spec.elementwise
         self._slot_layout = SlotLayout(settings)
         self._fused_step = FusedStep(settings, self._slot_layout)
-        step = ClassStep if self.calls_step else FormulaStep
+        step = ClassStep if self.calls_user_step else FormulaStep
         self._step: ClassStep | FormulaStep = step(settings, self._slot_layout)
 
     def __repr__(self) -> str:
@@ -205,7 +205,7 @@ class TorchOptimizer(Updater):
 
     def _with_slots(self, opt_state: OptState, params: Tree, slots: dict[str, Tensors]) -> OptState:
         """Return the state with these slots by parameter, the count of each among them."""
-        if self.calls_step:
+        if self.calls_user_step:
             return opt_state._replace(slots=slots)
         structure, names = _tree.flatten(params)[1], _tree.names(params)
         keys = dict.fromkeys([key for entry in slots.values() for key in entry]) or [NO_SLOTS]
@@ -226,7 +226,7 @@ class TorchOptimizer(Updater):
                 "cause: stacked states outside of torch.vmap. Fix: "
                 "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
             )
-        if self.calls_step and (traced() or captured()):
+        if self.calls_user_step and (traced() or captured()):
             raise ValueError(
                 f"{self.settings.spec.name} has a step of its own, which is called and cannot "
                 "be compiled, captured, mapped or differentiated. Fix: call the step eagerly, take "
@@ -235,10 +235,10 @@ class TorchOptimizer(Updater):
         names = tuple(inputs.names)
         groups = self.settings.torch_groups(names, self.settings.none_current)
         launches = None
-        if not self.calls_step:
+        if not self.calls_user_step:
             columns = inputs.columns
             self._slot_layout.check(columns, dict(zip(inputs.names, inputs.params, strict=True)))
-            self._slot_layout.check_gradients(inputs.names, inputs.stepped, opt_state)
+            self._slot_layout.check_gradients(inputs.names, inputs.with_gradient, opt_state)
             launches = self._fused_step.launches(inputs, groups)
         elif opt_state.slots.keys() != set(inputs.names):
             raise foreign_parameters(list(opt_state.slots), inputs.names)

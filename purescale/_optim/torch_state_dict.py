@@ -199,7 +199,7 @@ def read_state_dict(
     has_step = settings.spec.formula is not None and settings.spec.formula.has_step
     for name, param in saved_params.items():
         saved = states.get(param.key, {})
-        if settings.spec.calls_step:
+        if settings.spec.calls_user_step:
             slots[name] = _tree.clone(as_tensors(saved, name))
             continue
         if has_step:

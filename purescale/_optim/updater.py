@@ -56,9 +56,9 @@ class Updater:
     # unknown: the optimizer then gets the DTensors themselves.
     elementwise: bool | None = None
     # True if a step calls a `step` of a user's.
-    calls_step: bool = False
+    calls_user_step: bool = False
     # True if it calls a `step` or a formula of a user's, before which nothing is overwritten.
-    may_raise: bool = False
+    runs_user_code: bool = False
     # True if the first step may add to the state. Old and new then cannot be chosen by a mask, so
     # the flag of a skip is read.
     may_add_slots: bool = False
@@ -149,17 +149,17 @@ def check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
 
 
 def as_updater(optimizer: Any) -> Updater:
-    """Return the optimizer if it is an updater, else a `CalledOptimizer` of it."""
+    """Return the optimizer if it is an updater, else a `AdaptedOptimizer` of it."""
     if isinstance(optimizer, Updater):
         return optimizer
     check_optimizer(optimizer)
-    return CalledOptimizer(optimizer)
+    return AdaptedOptimizer(optimizer)
 
 
-class CalledOptimizer(Updater):
+class AdaptedOptimizer(Updater):
     """An updater for an optimizer with `step` alone, which makes its own checks."""
 
-    calls_step = may_raise = True
+    calls_user_step = runs_user_code = True
     keeps_plans = False  # it is made in each call
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._optim.partition import PartitionOptimizer
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._optim.torch_optim import TorchOptimizer
-from .._optim.updater import CalledOptimizer, Optimizer, as_updater
+from .._optim.updater import AdaptedOptimizer, Optimizer, as_updater
 from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like, full_tensor, shard
@@ -279,7 +279,7 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
 
 
 def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tensor]:
-    if not isinstance(optimizer, CalledOptimizer):
+    if not isinstance(optimizer, AdaptedOptimizer):
         plan, current = optimizer.plan(inputs), optimizer.current_settings(inputs.opt_state)
         stepped: list[Tensor] = optimizer.step_unless(None, inputs, grads, plan, current)[0]
         return stepped

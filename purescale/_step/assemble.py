@@ -16,7 +16,7 @@ from .._step.start import Start
 from .._step.train_state import FlatState, StepOptions, TrainState
 from .._torch import foreach
 from .._tree import tree as _tree
-from .._tree.select import select, select_masked, written_over
+from .._tree.select import select, select_masked, write_over_leaves
 from .._tree.tree import FlatTree, Leaves, Tree
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -68,7 +68,7 @@ def assemble(
         generator = [] if isinstance(rng, tuple) else [rng]
         new = [*scaler, step, *generator, *guard]
         if len(new) == len(start.others):  # all leaves are tensors
-            new, stop = _written_over(start, new), len(scaler)
+            new, stop = _write_over_start(start, new), len(scaler)
             scaler, step, guard = new[:stop], new[stop], new[stop + 1 + len(generator) :]
             rng = new[stop + 1] if generator else rng
     return TrainState(
@@ -82,12 +82,12 @@ def assemble(
     )
 
 
-def _written_over(start: Start, new: Leaves) -> Leaves:
+def _write_over_start(start: Start, new: Leaves) -> Leaves:
     """Return scaler, count, generator and guard after `new` was written into those of the start. If
     a rule or a guard returned tensors on a graph, nothing is written.
     """
     if not start.planned.inputs.are_writable or any(map(_requires_grad, new)):
-        return written_over(start.others, new)
+        return write_over_leaves(start.others, new)
     foreach.copy_listed_(start.others, new)
     return start.others
 

@@ -195,7 +195,7 @@ def unscale_and_step(
     if donate:
         read_only = [*_tree.tensors(scaler), *clip.tensor_bounds]
         may_write = memory_by_hand(updater, inputs, grads, read_only)
-    owned = may_write.grads and not updater.may_raise
+    owned = may_write.grads and not updater.runs_user_code
     grads = grads._replace(divisor=scale, owned=owned)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
     reads = planned.host_reads and not updater.differentiable

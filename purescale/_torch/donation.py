@@ -110,7 +110,7 @@ def _are_writable(tensors: Sequence[Tensor]) -> bool:
             tensor.layout is torch.strided
             and is_gapless(tensor)
             and not tensor.requires_grad
-            and not _is_float_scalar(tensor)
+            and not _comes_as_float(tensor)
             for tensor in tensors
         )
     if any(map(_grad_fn, tensors)) or any(map(Tensor.is_neg, tensors)):
@@ -121,7 +121,7 @@ def _are_writable(tensors: Sequence[Tensor]) -> bool:
     return set(map(_layout, tensors)) <= {torch.strided} and are_gapless(tensors)
 
 
-def _is_float_scalar(tensor: Tensor) -> bool:
+def _comes_as_float(tensor: Tensor) -> bool:
     """Return True if the compiler passes an input as a Python float, as it does for a 0-d float64
     on a CPU: in-place writes to it are lost (torch 2.13).
     """

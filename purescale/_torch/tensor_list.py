@@ -34,7 +34,7 @@ class Fact(Generic[T]):
     def __get__(self, tensor_list: TensorList | None, owner: Any) -> Fact[T] | T:
         if tensor_list is None:
             return self
-        values = tensor_list.cache.values
+        values = tensor_list.cache.facts
         if self.name not in values:
             values[self.name] = self.compute(tensor_list)
         value: T = values[self.name]
@@ -71,7 +71,7 @@ class Cache:
     """
 
     def __init__(self, is_like: Callable[[Sequence[Any]], bool] | None = None) -> None:
-        self.values: dict[Hashable, Any] = {}
+        self.facts: dict[Hashable, Any] = {}
         self.is_like = is_like
 
 
@@ -129,6 +129,6 @@ class TensorList:
         """Return the tensors with these indices, in rising order."""
         if len(indices) == len(self.tensors):
             return self
-        cache = self.cache.values.setdefault(("picked", *indices), Cache())
+        cache = self.cache.facts.setdefault(("picked", *indices), Cache())
         picked = list(map(self.tensors.__getitem__, indices))
         return TensorList(picked, cache, dense_off_graph=self.dense_off_graph)

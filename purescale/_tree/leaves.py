@@ -171,7 +171,9 @@ def dense(leaf: Tensor) -> Tensor:
     """
     if leaf.layout is torch.strided:
         return leaf
-    result: Tensor = leaf.to(wide_dtype(leaf.dtype)).to_dense()
+    # Times 1, because `to_dense` loses a single value of stride 0, as the gradient of a sum over an
+    # embedding of width 1 has it (torch 2.13).
+    result: Tensor = (leaf.to(wide_dtype(leaf.dtype)) * 1).to_dense()
     return result
 
 

@@ -97,7 +97,7 @@ class TreePlan(NamedTuple):
     plan: Any
 
 
-class KnownTrees(NamedTuple):
+class FoundPlan(NamedTuple):
     """The arguments of a call, flat, and what was planned for others like them."""
 
     trees: list[FlatTree]
@@ -107,7 +107,7 @@ class KnownTrees(NamedTuple):
 
 def find_plan(
     plans: Plans[TreePlan], situation: Situation, trees: tuple[Tree, ...]
-) -> KnownTrees | None:
+) -> FoundPlan | None:
     """Return what was planned for trees that differ from these in values only, in calls that ran
     where this one does; None if nothing was.
     """
@@ -124,7 +124,7 @@ def find_plan(
         for tree, structure, at, cache in zip(trees, *forms, strict=True):
             tensor_list = TensorList(leaves[at], cache, dense_off_graph=True)
             flat.append(FlatTree(tree, tensor_list.tensors, structure, tensor_list))
-        return KnownTrees(flat, leaves, kept.plan)
+        return FoundPlan(flat, leaves, kept.plan)
     return None
 
 

@@ -118,10 +118,10 @@ def write_over(old: Tree, new: Tree) -> Tree:
     that it was captured with.
     """
     leaves, structure = _tree.flatten(old)
-    return structure.unflatten(written_over(leaves, structure.flatten_up_to(new)))
+    return structure.unflatten(write_over_leaves(leaves, structure.flatten_up_to(new)))
 
 
-def written_over(old: Leaves, new: Leaves) -> Leaves:
+def write_over_leaves(old: Leaves, new: Leaves) -> Leaves:
     """Return the leaves of `write_over` from those of both trees."""
     if any(map(is_constant, old)) or is_on_a_graph([*old, *new]):
         return new

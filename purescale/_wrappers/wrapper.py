@@ -56,7 +56,10 @@ class Wrapper(Updater):
                 )
         self.differentiable = self.updater.differentiable and not self.rounds
         self.elementwise = self.updater.elementwise
-        self.calls_step, self.may_raise = self.updater.calls_step, self.updater.may_raise
+        self.calls_user_step, self.runs_user_code = (
+            self.updater.calls_user_step,
+            self.updater.runs_user_code,
+        )
         self.may_add_slots = self.updater.may_add_slots
         self.wide_grads = self.widens_params or self.updater.wide_grads
         self.compared = (optimizer, *settings)
@@ -122,7 +125,7 @@ class Wrapper(Updater):
         """Return True if the inner optimizer itself chooses between old and new, in place: one of
         torch's classes, in a step without a derivative.
         """
-        if self.calls_step or self.differentiable or torch.compiler.is_compiling():
+        if self.calls_user_step or self.differentiable or torch.compiler.is_compiling():
             return False
         return isinstance(without_wrappers(inputs.opt_state), OptState)
 
@@ -140,7 +143,7 @@ class Wrapper(Updater):
         def step(inner: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
             return self.updater.step_unless(None, inner, grads, piece.plan, current)
 
-        return self._stepped(inputs, grads, step)[0]
+        return self._step_decoded(inputs, grads, step)[0]
 
     def step_unless(
         self,
@@ -159,7 +162,7 @@ class Wrapper(Updater):
         if is_whole or not self._inner_skips(inputs):
             return super().step_unless(skip, inputs, grads, plan, current, in_place=in_place)
 
-        def step_of(piece: Piece) -> Step:
+        def step_of(piece: Piece) -> InnerStep:
             return lambda inner, grads: self.updater.step_unless(
                 skip, inner, grads, piece.plan, current, in_place=not traced()
             )
@@ -167,7 +170,7 @@ class Wrapper(Updater):
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
         if traced():
             unscaled = grads.unscaled(wide=self.wide_grads)
-            new, chosen = self._stepped(inputs, unscaled, step_of(plan[0]))
+            new, chosen = self._step_decoded(inputs, unscaled, step_of(plan[0]))
             before, after, structure = _tree.matching_leaves(old, new, "old", "new")
             done = set(map(id, chosen))
             leaves = [
@@ -176,7 +179,7 @@ class Wrapper(Updater):
             ]
             return structure.unflatten(leaves)
         with torch.no_grad():
-            inputs = _off_graph(inputs, copy=self.may_raise or not in_place)
+            inputs = _off_graph(inputs, copy=self.runs_user_code or not in_place)
             if len(plan) > 1:
                 inputs = inputs._replace(positions=inputs.all_positions)
             for piece in plan:
@@ -186,15 +189,15 @@ class Wrapper(Updater):
                     grads_of_piece = _grads_of(inputs, grads, piece.cut)
                 leaves = _tree.flatten((of_piece.params, of_piece.opt_state))[0]
                 unscaled = grads_of_piece.unscaled(wide=self.wide_grads)
-                stepped = self._stepped(of_piece, unscaled, step_of(piece))[0]
+                stepped = self._step_decoded(of_piece, unscaled, step_of(piece))[0]
                 results = _tree.flatten(stepped)[0]
                 pairs = [(a, b) for a, b in zip(leaves, results, strict=True) if a is not b]
                 select_masked(flag, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
         new = inputs.params, inputs.opt_state
-        return write_over(old, new) if self.may_raise and in_place else new
+        return write_over(old, new) if self.runs_user_code and in_place else new
 
-    def _stepped(
-        self, inputs: StepInputs, grads: Gradients, step: Step
+    def _step_decoded(
+        self, inputs: StepInputs, grads: Gradients, step: InnerStep
     ) -> tuple[tuple[list[Tensor], Tree], Leaves]:
         """Return parameters and state after `step` of what is decoded, with unscaled gradients,
         and the leaves of what that returned.
@@ -229,7 +232,7 @@ def _wrappers_in(optimizer: Any) -> Iterator[Wrapper]:
             yield from _wrappers_in(part)
 
 
-Step = Callable[[StepInputs, Gradients], tuple[list[Tensor], Tree]]
+InnerStep = Callable[[StepInputs, Gradients], tuple[list[Tensor], Tree]]
 Cut = dict[int, slice]  # by the index of a parameter: its elements in a piece
 
 
@@ -271,11 +274,11 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
 def _piece_of(inputs: StepInputs, cut: Cut, *, last: bool) -> StepInputs:
     """Return the inputs of a piece, which share the memory of `inputs`."""
     params = [_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]
-    positions, have_gradient = inputs.all_positions, set(inputs.stepped)
+    positions, with_gradient = inputs.all_positions, set(inputs.with_gradient)
     return StepInputs.of_part(
         [inputs.names[n] for n in cut],
         TensorList(params),
-        [number for number, n in enumerate(cut) if n in have_gradient],
+        [number for number, n in enumerate(cut) if n in with_gradient],
         _cut_state(inputs.opt_state, inputs, cut, last=last),
         [positions[n]._replace(start=positions[n].start + s.start) for n, s in cut.items()],
     )

@@ -307,7 +307,9 @@ def state_dict_with(
             place = places[name]
             group_of[place].update({key: written[key] for key in settings.in_state})
             entry = sd["state"].get(index, {})
-            if settings.spec.calls_step:  # torch would round a float64 to the parameter's dtype
+            if (
+                settings.spec.calls_user_step
+            ):  # torch would round a float64 to the parameter's dtype
                 entry = with_python_scalars(entry, parameters[place], (torch.float64,))
             if entry:
                 state[place] = entry

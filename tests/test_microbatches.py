@@ -513,44 +513,6 @@ def test_a_window_is_differentiated_through():
     assert by_g == -2
 
 
-# ---- resumed in mid-window
-
-
-def test_a_hand_written_window_saved_in_the_middle_resumes_bit_for_bit():
-    apply, params, buffers = ps.make_functional(
-        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    )
-    optimizer, every = ps.from_torch(torch.optim.AdamW, lr=0.01), 3
-    torch.manual_seed(0)
-    data = [(torch.randn(6, 4), torch.randint(0, 2, (6,))) for _ in range(10)]
-
-    def run(state, first, last):
-        for index in range(first, last):
-            params, buffers, opt_state, scaler, accum = state
-
-            def scaled(params, buffers=buffers, scaler=scaler, index=index):
-                logits, new = apply(params, buffers, data[index][0])
-                return ps.scale_loss(scaler, F.cross_entropy(logits, data[index][1])), new
-
-            grads, (_, buffers) = torch.func.grad_and_value(scaled, has_aux=True)(params)
-            grads, bad = ps.unscale_and_check(scaler, grads)
-            accum = ps.accumulate_grads(accum, grads, found_inf=bad)
-            if ps.accumulation_window(index, every, total=len(data)).should_update:
-                grads, found_inf = ps.accumulated_grads(accum)
-                params, opt_state = ps.maybe_step(optimizer, params, grads, opt_state, found_inf)
-                scaler, accum = RULE.update(scaler, accum.found_inf), ps.init_accum(params)
-            state = params, buffers, opt_state, scaler, accum
-        return state
-
-    start = (params, buffers, optimizer.init(params), RULE.init(), ps.init_accum(params))
-    whole = run(start, 0, 10)
-    for cut in (1, 4, 5, 9):
-        middle = clone(run(start, 0, cut))
-        assert not shares_memory(middle, start)
-        assert same_bits(run(middle, cut, 10), whole)
-    assert whole[2].applied == 4
-
-
 # ---- what a review found
 
 

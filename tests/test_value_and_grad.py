@@ -5,7 +5,6 @@ theirs in the memory of others.
 import contextlib
 import copy
 import functools
-import math
 import pickle
 import weakref
 
@@ -101,8 +100,6 @@ def test_it_is_the_torch_func_of_its_docstring(policy):
     assert same_bits((value, grads), (same, expected))
 
 
-
-
 # ---- the same as a step --------------------------------------------------------------------------
 
 
@@ -144,8 +141,6 @@ def test_the_loop_by_hand_is_train_step_bit_for_bit(cls, way):
     assert 0 < skipped < 10
 
 
-
-
 # ---- the loss ------------------------------------------------------------------------------------
 
 
@@ -169,8 +164,6 @@ def test_without_a_scaler_gradients_are_those_of_the_loss():
     assert same_bits(plain, fn(params, buffers, batch(), None))
     value, scaled = fn(params, buffers, batch(), SCALER)
     assert same_bits((value, scaled), (plain[0], {name: 8 * g for name, g in plain[1].items()}))
-
-
 
 
 # ---- leaves --------------------------------------------------------------------------------------
@@ -304,15 +297,11 @@ def test_no_result_shares_memory_with_an_argument_or_another_result(loss_fn, way
         assert not shares_memory([tensor], found[:index])
 
 
-
-
 def test_gradients_that_a_custom_backward_keeps_are_copied():
     kept, fn = torch.ones(3), ps.value_and_grad(lambda p, b, x: (Keeps.apply(p["w"], x), b))
     _, grads = fn({"w": torch.ones(3)}, {}, kept)
     assert same_bits(grads["w"], kept)
     assert not shares_memory(grads, kept)
-
-
 
 
 def test_parameters_that_require_a_gradient_get_none_of_their_own():
@@ -666,8 +655,6 @@ def in_a_group(loss_fn, **settings):
             dist.destroy_process_group()
 
     return step
-
-
 
 
 def after_a_right_one(loss_fn):

@@ -777,9 +777,6 @@ def test_nothing_that_was_scaled_by_a_damaged_scale_is_trusted(optimizer, scale,
         assert not bound or not torch.isfinite(out.grad_norm)
 
 
-def test_leaves_that_are_no_tensors_agree_in_type():
-    with pytest.raises(ValueError, match=r"old\['a'\] is 1, but True in new"):
-        ps.select(torch.tensor(True), {"a": 1}, {"a": True})
 
 
 def test_a_flag_may_be_a_number_tensor():

@@ -301,11 +301,16 @@ def test_clipping_writes_into_the_gradients_given_up(clip):
     assert shares_memory(clip(grads, 1.0, donate=True), grads)
 
 
-def test_clipping_has_torchs_epsilon():
-    clipped, _ = ps.clip_by_global_norm([torch.zeros(2)], 1.0)
-    assert clipped[0].tolist() == [0, 0]
-    clipped, _ = ps.clip_by_global_norm([torch.tensor([1e-6])], 1e-6)
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("bound", [1e-6, torch.tensor(1e-6)], ids=["number", "tensor"])
+def test_clipping_has_torchs_epsilon(bound, forced):
+    grads, zeros = [torch.tensor([1e-6])], [torch.zeros(1)]
+    assert ps.clip_by_global_norm(zeros, bound)[0][0].item() == 0
+    with AsOnAnAccelerator() if forced else Dispatched():
+        clipped, _ = ps.clip_by_global_norm(grads, bound)
+        out = ps.unscale_and_step(SGD, at(1.0), zeros, grads, SGD.init(zeros), bound)
     assert clipped[0].item() == pytest.approx(5e-7)
+    assert out.params[0].item() == pytest.approx(-5e-7)
 
 
 @pytest.mark.slow

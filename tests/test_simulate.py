@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from helpers import any32, batch, job, legal_rules, same_bits, stack, started, trained
-from hypothesis import given
+from hypothesis import example, given
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import purescale as ps
@@ -58,6 +58,7 @@ def test_simulate_equals_a_loop(name, pattern):
 
 
 @given(st.sampled_from(sorted(RULES)), amaxes, st.sampled_from([65504.0, 3.4e38, 448]))
+@example("StaticScale", [8188.0], 65504.0)  # which just fits
 def test_replay_equals_a_loop_in_which_a_step_overflows_by_its_scale(name, series, largest):
     rule = RULES[name]
     states, bads = [rule.init()], []

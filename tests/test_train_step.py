@@ -777,8 +777,6 @@ def test_nothing_that_was_scaled_by_a_damaged_scale_is_trusted(optimizer, scale,
         assert not bound or not torch.isfinite(out.grad_norm)
 
 
-
-
 def test_a_flag_may_be_a_number_tensor():
     assert ps.select(torch.tensor(1.0), torch.zeros(1), torch.ones(1)) == 0
     assert ps.select(torch.tensor(2), torch.zeros(1), torch.ones(1)) == 0

@@ -267,6 +267,34 @@ def job(optimizer: Any, rule: Any, policy: str = HALF, **settings: Any) -> tuple
     return ps.init_train_state(params, buffers, optimizer, rule), step
 
 
+def started(
+    params: Any,
+    loss: Any = None,
+    optimizer: Any = None,
+    rule: Any = None,
+    *,
+    buffers: Any = None,
+    rng: Any = None,
+    **settings: Any,
+) -> tuple[Any, Any]:
+    """(state, step) of a loss of one line, `loss(params, microbatch)`, or of a whole `loss_fn=`; by
+    default SGD at a rate of 1 under a scale of 2**10, so a step subtracts the gradient.
+    """
+    optimizer = ps.from_torch(torch.optim.SGD, lr=1.0) if optimizer is None else optimizer
+    rule = ps.DynamicScale(init_scale=2.0**10, growth_interval=3) if rule is None else rule
+    settings.setdefault("loss_fn", lambda p, b, x: (loss(p, x), b))
+    step = functools.partial(ps.train_step, optimizer=optimizer, rule=rule, **settings)
+    guard = {"guard": settings["guard"]} if "guard" in settings else {}
+    state = ps.init_train_state(params, buffers or {}, optimizer, rule, rng=rng, **guard)
+    return state, step
+
+
+def assert_donation_keeps_bits(call: Any) -> None:
+    """`call(donate=...)`, which makes anew what it is given, gives the same bits either way."""
+    kept = clone(call(donate=False))
+    assert same_bits(call(donate=True), kept)
+
+
 def trained(state: Any, step: Any, windows: Any) -> tuple[Any, list[Any]]:
     """The state after `step(state, window)` for each window, and what the steps told."""
     infos = []

@@ -9,12 +9,12 @@ import math
 import hypothesis.strategies as st
 import pytest
 import torch
-import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from helpers import (
     AsOnAnAccelerator,
     Untouched,
     assert_close,
+    assert_donation_keeps_bits,
     at,
     clone,
     examples,
@@ -24,12 +24,11 @@ from helpers import (
     stack,
     tensors,
     trees,
-    unstack,
 )
-from hypothesis import given
+from hypothesis import example, given
 
 import purescale as ps
-from purescale.testing import assert_pure
+from purescale.testing import assert_pure, assert_vmap_equals_loop
 
 INF = math.inf
 weights = st.sampled_from([0, 1, 2.5, 1000, 0.001])
@@ -106,53 +105,51 @@ def test_donation_gives_the_same_bits(tree, parts):
     assert same_bits(ps.accumulated_grads(plain), ps.accumulated_grads(donated, donate=True))
 
 
-def test_donation_writes_into_the_mean():
-    accum = ps.init_accum([torch.zeros(3)])
-    new = ps.accumulate_grads(accum, [torch.ones(3)], donate=True)
-    assert new.grads[0].data_ptr() == accum.grads[0].data_ptr()
-    assert ps.accumulated_grads(new, donate=True)[0][0] is new.grads[0]
-
-
-def test_a_donated_mean_that_is_the_gradient_itself_gives_the_same_bits():
-    accum = window(scalars(3.0))
-    expected = ps.accumulate_grads(accum, accum.grads, weight=3)
-    assert same_bits(ps.accumulate_grads(accum, accum.grads, weight=3, donate=True), expected)
-    assert same_bits(ps.merge_accum(accum, accum), ps.merge_accum(accum, accum, donate=True))
-
-
-def test_donated_means_of_which_two_share_memory_are_copied():
-    shared = torch.tensor([1.0, 2.0])
-    means = [torch.tensor([3.0]), shared, torch.tensor([4.0]), shared[:1]]
-    accum = ps.init_accum(means)._replace(grads=means, weight=torch.tensor(1.0).double())
-    grads = [torch.full_like(mean, 5.0) for mean in means]
-    expected = ps.accumulate_grads(accum, grads)
-    donated = ps.accumulate_grads(accum, grads, donate=True)
-    assert same_bits(donated, expected)
-    assert shared.tolist() == [1, 2]
-
-
 def test_donated_means_are_written_into():
     means = [torch.tensor([3.0]), torch.tensor([4.0, 5.0])]
     accum = ps.init_accum(means)._replace(grads=means)
     donated = ps.accumulate_grads(accum, [torch.ones(1), torch.ones(2)], donate=True)
     assert [t.data_ptr() for t in donated.grads] == [t.data_ptr() for t in means]
+    given, _ = ps.accumulated_grads(donated, donate=True)
+    assert [t.data_ptr() for t in given] == [t.data_ptr() for t in means]
 
 
-def test_one_large_leaf_and_many_small_ones_are_all_averaged():
+def a_mean_is_the_weight():
+    mean = torch.tensor(2.0).double()
+    return ps.init_accum([mean])._replace(grads=[mean], weight=mean), [torch.tensor(3.0).double()]
+
+
+def two_means_share_memory():
+    shared = torch.tensor([1.0, 2.0])
+    means = [torch.tensor([3.0]), shared, torch.tensor([4.0]), shared[:1]]
+    accum = ps.init_accum(means)._replace(grads=means, weight=torch.tensor(1.0).double())
+    return accum, [torch.full_like(mean, 5.0) for mean in means]
+
+
+def a_mean_is_the_gradient():
+    accum = window(scalars(3.0))
+    return accum, accum.grads
+
+
+@pytest.mark.parametrize(
+    "make", [a_mean_is_the_weight, two_means_share_memory, a_mean_is_the_gradient]
+)
+def test_donation_of_what_shares_memory_gives_the_same_bits(make):
+    assert_donation_keeps_bits(lambda donate: ps.accumulate_grads(*make(), weight=3, donate=donate))
+    accum, _ = make()
+    assert same_bits(ps.merge_accum(accum, accum, donate=True), ps.merge_accum(*[make()[0]] * 2))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_one_large_leaf_and_many_small_ones_are_all_averaged(donate):
     torch.manual_seed(0)
     shapes = [(3_000_001,), (5,), (700, 1500), (), (0,), (2, 3, 4, 5)] + [(300_000,)] * 5
     gradients = [{i: torch.randn(s) for i, s in enumerate(shapes)} for _ in range(3)]
-    for name in (5,):
-        gradients[1][name] = gradients[1][name].to(memory_format=torch.channels_last)
+    gradients[1][5] = gradients[1][5].to(memory_format=torch.channels_last)
     gradients[2][2] = gradients[2][2].t().contiguous().t()
-    expected = pytree.tree_map(
-        lambda *g: (g[0].double() + 2 * g[1].double() + 5 * g[2].double()) / 8, *gradients
-    )
-    for donate in (False, True):
-        accum = window(gradients, [1, 2, 5], donate=donate)
-        torch.testing.assert_close(
-            pytree.tree_map(torch.Tensor.double, accum.grads), expected, rtol=1e-5, atol=1e-6
-        )
+    expected = pytree.tree_map(lambda a, b, c: (a.double() + 2 * b + 5 * c) / 8, *gradients)
+    means = pytree.tree_map(torch.Tensor.double, window(gradients, [1, 2, 5], donate=donate).grads)
+    torch.testing.assert_close(means, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_of_opposite_sign_near_the_maximum_do_not_overflow():
@@ -206,22 +203,20 @@ def test_complex_gradients_are_averaged():
     assert accum.num_bad == 1
 
 
-def test_sparse_gradients_are_averaged_into_a_dense_mean():
-    def sparse(index, value):
-        return torch.sparse_coo_tensor(
-            torch.tensor([[index, index]]),
-            torch.tensor([value, value]),
-            (3,),
-            check_invariants=True,
-        )
+def sparse(index, *values):
+    """A row of 3, with these values at one index."""
+    values = torch.tensor(values)
+    indices = torch.full((1, len(values)), index)
+    return torch.sparse_coo_tensor(indices, values, (3,), check_invariants=True)
 
-    gradients = [[sparse(0, 1.0)], [sparse(2, 3.0)], [sparse(1, INF)]]
-    for like in (torch.zeros(3), sparse(0, 1.0)):
-        accum = ps.init_accum([like])
-        for grads in gradients:
-            accum = ps.accumulate_grads(accum, grads)
-        assert accum.grads[0].tolist() == [1, 0, 3]
-        assert (accum.num_good, accum.num_bad) == (2, 1)
+
+@pytest.mark.parametrize("like", [torch.zeros(3), sparse(0, 1.0, 1.0)])
+def test_sparse_gradients_are_averaged_into_a_dense_mean(like):
+    accum = ps.init_accum([like])
+    for index, value in ((0, 1.0), (2, 3.0), (1, INF)):
+        accum = ps.accumulate_grads(accum, [sparse(index, value, value)])
+    assert accum.grads[0].tolist() == [1, 0, 3]
+    assert (accum.num_good, accum.num_bad) == (2, 1)
 
 
 def test_none_passes_through_and_counts_as_zero_where_there_is_a_mean():
@@ -237,22 +232,16 @@ def test_none_passes_through_and_counts_as_zero_where_there_is_a_mean():
 
 @pytest.mark.parametrize("position", range(4))
 @pytest.mark.parametrize("bad", [INF, math.nan])
-def test_one_bad_microbatch_under_both_policies_and_then_a_clean_window(position, bad):
+def test_one_bad_microbatch_drops_the_window_or_is_dropped_alone(position, bad):
     values = [1.0, 2.0, 6.0, 3.0]
-    good = [v for i, v in enumerate(values) if i != position]
-    accum = window(
-        scalars(*[bad if i == position else v for i, v in enumerate(values)]), weights=[1, 1, 1, 1]
-    )
+    good = sum(values) - values[position]
+    accum = window(scalars(*values[:position], bad, *values[position + 1 :]))
     assert (accum.num_good, accum.num_bad, accum.weight, accum.bad_weight) == (3, 1, 3, 1)
     assert accum.found_inf
     assert ps.accumulated_grads(accum)[1]
     grads, found_inf = ps.accumulated_grads(accum, on_nonfinite="drop_microbatch")
     assert not found_inf
-    assert grads[0].item() == pytest.approx(sum(good) / 3)
-    # optax's accumulator stays NaN: (1 - emit) * nan is nan
-    clean = window(scalars(5.0, 7.0))
-    assert ps.accumulated_grads(clean)[0][0] == 6
-    assert not ps.accumulated_grads(clean)[1]
+    assert grads[0].item() == pytest.approx(good / 3)
 
 
 @given(trees(finite32), bad_values, weights.filter(bool))
@@ -268,12 +257,14 @@ def test_a_bad_microbatch_leaves_no_trace_in_the_mean(tree, bad, weight):
         assert after.bad_weight == weight
 
 
-def test_a_window_of_only_bad_microbatches_is_skipped_under_both_policies():
-    accum = window(scalars(INF, math.nan))
-    assert all(
-        ps.accumulated_grads(accum, on_nonfinite=policy)[1]
-        for policy in ("drop_window", "drop_microbatch")
-    )
+@pytest.mark.parametrize("policy", ["drop_window", "drop_microbatch"])
+@pytest.mark.parametrize(("weights", "bad"), [([1, 1], True), ([0, 0], False)])
+def test_a_window_without_a_good_microbatch_is_skipped_and_bad_only_if_it_counts(
+    weights, bad, policy
+):
+    accum = window(scalars(INF, math.nan), weights)
+    assert accum.found_inf == bad
+    assert ps.accumulated_grads(accum, on_nonfinite=policy)[1]
 
 
 def test_what_has_weight_zero_counts_for_nothing_be_it_nan():
@@ -281,25 +272,6 @@ def test_what_has_weight_zero_counts_for_nothing_be_it_nan():
     assert (accum.num_good, accum.num_bad) == (2, 0)
     assert accum.grads[0] == 4
     assert not accum.found_inf
-
-
-def test_a_window_of_weight_zero_is_skipped_without_being_bad():
-    accum = window(scalars(1.0, INF), weights=[0, 0])
-    assert not accum.found_inf
-    assert all(
-        ps.accumulated_grads(accum, on_nonfinite=policy)[1]
-        for policy in ("drop_window", "drop_microbatch")
-    )
-
-
-@pytest.mark.parametrize("weight", [math.nan, INF, -1.0])
-def test_a_weight_tensor_that_is_no_weight_makes_its_microbatch_bad(weight):
-    accum = window(scalars(1.0, 2.0), weights=[1, torch.tensor(weight)])
-    assert accum.found_inf
-    assert accum.num_bad == 1
-    assert accum.bad_weight == 0
-    assert accum.grads[0] == 1
-    assert accum.weight == 1
 
 
 def test_token_counts_beyond_2_to_the_24_are_added_exactly():
@@ -345,29 +317,6 @@ def test_any_split_weighted_by_samples_gives_the_full_batch_gradient_in_any_orde
             accum = ps.accumulate_grads(accum, torch.func.grad(loss)(w, a, b), weight=len(b))
         torch.testing.assert_close(accum.grads.double(), exact, rtol=1e-5, atol=1e-6)
         random.shuffle(parts)
-
-
-def test_variable_lengths_weighted_by_tokens_give_the_gradient_of_the_unsplit_loss():
-    """The mean of the means, which the trainer of HF had until 2024, is off by a factor of two
-    here.
-    """
-    torch.manual_seed(0)
-    lengths = [5, 50, 200, 10]
-    w = torch.zeros(8, 16)
-    texts = [(torch.randn(n, 8), torch.randint(0, 16, (n,))) for n in lengths]
-
-    def loss(w, x, y):
-        return F.cross_entropy(x @ w, y)
-
-    x, y = (torch.cat(part) for part in zip(*texts, strict=True))
-    exact = torch.func.grad(loss)(w.double(), x.double(), y)
-    accum, unweighted = ps.init_accum(w), ps.init_accum(w)
-    for x, y in texts:
-        mask = torch.ones(len(y), dtype=torch.int64)
-        accum = ps.accumulate_grads(accum, torch.func.grad(loss)(w, x, y), weight=mask.sum())
-        unweighted = ps.accumulate_grads(unweighted, torch.func.grad(loss)(w, x, y))
-    assert (accum.grads.double() - exact).norm() / exact.norm() < 1e-6
-    assert (unweighted.grads.double() - exact).norm() / exact.norm() > 1
 
 
 # ---- merging
@@ -449,9 +398,8 @@ def some_windows(count=4):
 def test_under_vmap_it_equals_a_loop():
     """To 1e-6: other kernels."""
     accums, grads, some_weights = some_windows()
-    batched = torch.vmap(body)(stack(accums), stack(grads), torch.stack(some_weights))
-    for index, arguments in enumerate(zip(accums, grads, some_weights, strict=True)):
-        assert_close(unstack(batched, index), body(*arguments), rtol=1e-6, atol=1e-6)
+    given = stack(accums), stack(grads), torch.stack(some_weights)
+    assert_vmap_equals_loop(body, *given, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -477,12 +425,11 @@ def test_it_is_differentiated_as_the_weighted_mean_it_is():
         accum = ps.accumulate_grads(accum, [g], weight=w)
         return ps.accumulated_grads(accum)[0][0].sum()
 
-    g, w = torch.tensor([4.0, 6.0]), torch.tensor(1.0)
-    by_g, by_w = torch.func.grad(mean, argnums=(0, 1))(g, w)
-    torch.testing.assert_close(by_g, torch.full((2,), 0.25))
-    torch.testing.assert_close(by_w, torch.tensor(((4 - 1) + (6 - 1)) * 3 / 16))
-    g = g.requires_grad_()
-    torch.testing.assert_close(torch.autograd.grad(mean(g, w), g)[0], by_g)
+    given = torch.tensor([4.0, 6.0], requires_grad=True), torch.tensor(1.0, requires_grad=True)
+    by_func = torch.func.grad(mean, argnums=(0, 1))(*(t.detach() for t in given))
+    for by_g, by_w in (by_func, torch.autograd.grad(mean(*given), given)):
+        torch.testing.assert_close(by_g, torch.full((2,), 0.25))
+        torch.testing.assert_close(by_w, torch.tensor(((4 - 1) + (6 - 1)) * 3 / 16))
 
 
 def test_no_value_is_read_and_the_passes_over_the_gradients_do_not_grow_with_their_number():
@@ -497,27 +444,7 @@ def test_no_value_is_read_and_the_passes_over_the_gradients_do_not_grow_with_the
     assert counts[0] == counts[1]
 
 
-def test_the_check_reads_many_small_gradients_at_once():
-    counts = []
-    for number in (10, 200):
-        grads = [torch.randn(64) for _ in range(number)]
-        with AsOnAnAccelerator() as counted:
-            ps.unscale_and_check(at(2.0), grads, donate=True)
-        assert counted.reads == 0
-        counts.append(sum("aminmax" in str(op) for op in counted.ops))
-    assert counts == [1, 1]
-
-
 # ---- windows as host arithmetic
-
-
-def test_a_remainder_window_has_its_own_divisor_and_is_a_whole_step():
-    # OptimWrapper, accumulative_counts=3, max_counts=10: divisors 3,3,3|3,3,3|3,3,3|1, steps after
-    # 3, 6, 9, 10
-    windows = [ps.accumulation_window(i, every=3, total=10) for i in range(10)]
-    assert [w.divisor for w in windows] == [3] * 9 + [1]
-    assert [i + 1 for i, w in enumerate(windows) if w.should_update] == [3, 6, 9, 10]
-    assert all(w.should_sync == w.should_update for w in windows)
 
 
 def test_without_a_total_all_windows_are_full():
@@ -525,28 +452,20 @@ def test_without_a_total_all_windows_are_full():
 
 
 @given(st.integers(1, 7), st.integers(1, 40), st.integers(0, 39))
+@example(3, 10, 0)  # divisors 3, 3, 3, 1
+@example(3, 103, 97)  # 2, 3, 1
 def test_the_shares_of_every_window_sum_to_one(every, total, start):
     """Also of the first after an unaligned resume (OptimWrapper: 2/3 of a step) and of the last."""
-    shares = 0.0
+    divisors = []
     for index in range(min(start, total), total):
         window = ps.accumulation_window(index, every, total, start=min(start, total))
-        shares += 1 / window.divisor
+        divisors.append(window.divisor)
         assert window.should_update == ((index + 1) % every == 0 or index + 1 == total)
+        assert window.should_sync == window.should_update
         if window.should_update:
-            assert shares == pytest.approx(1)
-            shares = 0.0
-    assert shares == 0
-
-
-def test_resuming_at_97_of_103_starts_with_a_window_of_two():
-    assert [ps.accumulation_window(i, 3, 103, start=97).divisor for i in range(97, 103)] == [
-        2,
-        2,
-        3,
-        3,
-        3,
-        1,
-    ]
+            assert divisors == [len(divisors)] * len(divisors)
+            divisors = []
+    assert divisors == []
 
 
 @pytest.mark.parametrize(
@@ -577,58 +496,34 @@ def test_a_window_that_cannot_be_is_refused(arguments, error, message):
 ACCUM = {"w": torch.zeros(2), "c": torch.zeros(1, dtype=torch.complex64), "none": None}
 
 
+C64, I64, TWO = torch.complex64, torch.int64, torch.zeros(2)
+
+
 @pytest.mark.parametrize(
     ("grads", "weight", "error", "message"),
     [
         ({}, -1, ValueError, "weight is -1; a weight is finite and not negative"),
         ({}, INF, ValueError, "weight is inf"),
         ({}, math.nan, ValueError, "weight is nan"),
+        ({}, 1e308, ValueError, r"2\*\*64 at most"),
+        ({}, 10**400, ValueError, r"2\*\*64 at most"),
         ({}, "3", TypeError, "weight is '3'; a weight is a number or a 0-d tensor"),
         ({}, True, TypeError, "weight is True"),
         ({}, torch.ones(2), ValueError, r"weight is a tensor of shape \(2,\)"),
-        (
-            {"w": torch.zeros(3)},
-            1,
-            ValueError,
-            r"grads\['w'\] is \(3,\) on cpu, but \(2,\) on cpu in accum.grads. Fix: init_accum",
-        ),
-        (
-            {"w": torch.zeros(2, dtype=torch.complex64)},
-            1,
-            ValueError,
-            r"grads\['w'\] has dtype torch.complex64, its mean torch.float32",
-        ),
+        ({"w": torch.zeros(3)}, 1, ValueError, r"w'\] is \(3,\) on cpu, but \(2,\) .*init_accum"),
+        ({"w": TWO.to("meta")}, 1, ValueError, r"w'\] is \(2,\) on meta, but \(2,\) on cpu in ac"),
+        ({"w": TWO.to(C64)}, 1, ValueError, r"torch.complex64, its mean torch.float32"),
         (
             {"c": torch.zeros(1)},
             1,
             ValueError,
-            r"grads\['c'\] has dtype torch.float32, its mean torch.complex64",
+            r"c'\] has .* torch.float32, its mean torch.complex",
         ),
-        (
-            {"w": torch.zeros(2).double()},
-            1,
-            ValueError,
-            r"may not fit. Fix: init_accum\(params, dtype=torch.float64\)",
-        ),
-        (
-            {"w": torch.zeros(2, dtype=torch.int64)},
-            1,
-            TypeError,
-            r"grads\['w'\] has dtype torch.int64",
-        ),
+        ({"w": TWO.double()}, 1, ValueError, r"Fix: init_accum\(params, dtype=torch.float64\)"),
+        ({"w": TWO.to(I64)}, 1, TypeError, r"grads\['w'\] has dtype torch.int64"),
         ({"w": 1.0}, 1, TypeError, r"grads\['w'\] is float 1.0; every gradient must be a tensor"),
-        (
-            {"none": torch.zeros(1)},
-            1,
-            ValueError,
-            r"grads\['none'\] is a tensor, but None in accum.grads",
-        ),
-        (
-            {"more": torch.zeros(1)},
-            1,
-            ValueError,
-            r"grads does not match accum.grads: missing nothing; not in accum.grads: \['more'\]",
-        ),
+        ({"none": TWO}, 1, ValueError, r"grads\['none'\] is a tensor, but None in accum.grads"),
+        ({"more": TWO}, 1, ValueError, r"missing nothing; not in accum.grads: \['more'\]"),
     ],
 )
 def test_bad_gradients_and_weights_are_refused_before_anything_is_written(
@@ -665,19 +560,13 @@ def test_merging_windows_of_different_trees_is_refused(other, message):
 @pytest.mark.parametrize(
     ("params", "dtype", "error", "message"),
     [
-        (
-            {"n": torch.zeros(1, dtype=torch.int64)},
-            None,
-            TypeError,
-            r"params\['n'\] has dtype torch.int64",
-        ),
+        ({"n": TWO.to(I64)}, None, TypeError, r"params\['n'\] has dtype torch.int64"),
         ({"n": 1.0}, None, TypeError, r"params\['n'\] is float"),
         (
             ACCUM,
             torch.float16,
             ValueError,
-            "init_accum got dtype=torch.float16; expected torch.float32, torch.bfloat16, "
-            "torch.float64",
+            "torch.float16; expected torch.float32, torch.bfloat16, ",
         ),
     ],
 )
@@ -724,18 +613,13 @@ def test_a_number_that_varies_as_weight_compiles():
 
 
 def test_a_sparse_mean_takes_none_and_dense_gradients():
-    sparse = torch.sparse_coo_tensor(
-        torch.tensor([[0]]), torch.tensor([1.0]), (3,), check_invariants=True
-    )
-    accum = ps.accumulate_grads(ps.init_accum([sparse]), [sparse])
+    accum = ps.accumulate_grads(ps.init_accum([sparse(0, 1.0)]), [sparse(0, 1.0)])
     assert ps.accumulate_grads(accum, [None]).grads[0].to_dense().tolist() == [0.5, 0, 0]
     assert ps.accumulate_grads(accum, [torch.ones(3)]).grads[0].tolist() == [1, 0.5, 0.5]
 
 
 def test_a_sparse_gradient_that_stores_nothing_is_finite():
-    nothing = torch.sparse_coo_tensor(
-        torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0), (3,), check_invariants=True
-    )
+    nothing = sparse(0)
     assert not ps.unscale_and_check(at(2.0), [nothing])[1]
     assert ps.clip_by_global_norm([nothing], 1.0)[1] == 0
     assert not ps.accumulate_grads(ps.init_accum([torch.zeros(3)]), [nothing]).found_inf
@@ -753,13 +637,9 @@ def test_a_weight_of_zero_has_a_finite_derivative(weight):
     assert torch.isfinite(torch.func.grad(mean)(torch.tensor(weight)))
 
 
-def test_eager_autograd_sees_weights_and_halves():
+def test_a_merged_mean_is_differentiated_by_the_weight_of_a_half():
     w = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     one = ps.accumulate_grads(ps.init_accum([torch.ones(1)]), [torch.ones(1)], 3.0)
-    (by_w,) = torch.autograd.grad(
-        ps.accumulate_grads(one, [torch.full((1,), 5.0)], w).grads[0].sum(), w
-    )
-    assert by_w.item() == pytest.approx((5 - 1) * 3 / 16)
     other = ps.init_accum([torch.ones(1)])._replace(grads=[torch.full((1,), 5.0)], weight=w)
     (by_w,) = torch.autograd.grad(ps.merge_accum(one, other).grads[0].sum(), w)
     assert by_w.item() == pytest.approx((5 - 1) * 3 / 16)
@@ -772,14 +652,14 @@ def test_a_bfloat16_mean_does_not_round_to_inf():
     assert torch.isfinite(accum.grads[0]).all()
 
 
-@pytest.mark.parametrize("weight", [1e308, 10**400])
-def test_a_weight_beyond_all_counts_is_refused_or_bad(weight):
-    with pytest.raises(ValueError, match=r"2\*\*64 at most"):
-        ps.accumulate_grads(ps.init_accum([torch.zeros(1)]), [torch.ones(1)], weight)
-    accum = ps.accumulate_grads(
-        ps.init_accum([torch.zeros(1)]), [torch.ones(1)], torch.tensor(1e308, dtype=torch.float64)
-    )
+@pytest.mark.parametrize("weight", [math.nan, INF, -1.0, 1e308])
+def test_a_weight_tensor_that_is_no_weight_makes_its_microbatch_bad(weight):
+    accum = window(scalars(1.0, 2.0), weights=[1, torch.tensor(weight, dtype=torch.float64)])
+    assert accum.found_inf
     assert accum.num_bad == 1
+    assert accum.bad_weight == 0
+    assert accum.grads[0] == 1
+    assert accum.weight == 1
 
 
 @pytest.mark.slow
@@ -790,10 +670,9 @@ def test_a_gradient_that_is_another_leafs_mean_gives_the_same_bits_compiled():
     accum = window([{"a": torch.ones(2), "b": torch.full((2,), 5.0)}])
     expected = step(clone(accum), torch.full((2,), 9.0))
     torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(
-        clone(accum), torch.full((2,), 9.0)
-    )
-    assert_close(compiled.grads, expected.grads, rtol=0, atol=0)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    found = compiled(clone(accum), torch.full((2,), 9.0))
+    assert_close(found.grads, expected.grads, rtol=0, atol=0)
 
 
 def test_negated_views_and_tensors_of_inference_mode_are_taken():
@@ -810,22 +689,6 @@ def test_negated_views_and_tensors_of_inference_mode_are_taken():
 def test_the_fields_of_a_fresh_state_are_tensors_of_their_own():
     accum = ps.init_accum([torch.zeros(1)])
     assert len({t.data_ptr() for t in tensors(accum)}) == len(tensors(accum))
-
-
-def test_a_donated_mean_may_be_the_weight():
-    mean = torch.zeros((), dtype=torch.float64)
-    accum = ps.init_accum([mean])._replace(grads=[mean], weight=mean)
-    expected = ps.accumulate_grads(clone(accum), [torch.tensor(2.0).double()])
-    assert same_bits(
-        ps.accumulate_grads(accum, [torch.tensor(2.0).double()], donate=True), expected
-    )
-
-
-def test_gradients_on_another_device_are_refused():
-    with pytest.raises(
-        ValueError, match=r"grads\[0\] is \(1,\) on meta, but \(1,\) on cpu in accum.grads"
-    ):
-        ps.accumulate_grads(ps.init_accum([torch.zeros(1)]), [torch.zeros(1, device="meta")])
 
 
 @pytest.mark.parametrize("field", ["num_good", "num_bad"])

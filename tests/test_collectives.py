@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from helpers import in_processes, small_net
+from helpers import Untouched, in_processes, small_net
 from hypothesis import given
 from test_reduce import OPTIMIZERS, RULES
 from torch import nn
@@ -57,15 +57,6 @@ def _steps(rank):
         assert out.params["w"].tolist() == [1, 1]
 
 
-def _flags_and_steps(rank):
-    _flags(rank)
-    _steps(rank)
-
-
-def test_the_flag_of_one_rank_is_the_flag_of_all_and_with_a_group_every_rank_skips():
-    in_processes(_flags_and_steps)
-
-
 def _amaxes(rank):
     world = dist.group.WORLD
     for mine, all_ranks in (((1.0, 3.0), 3.0), ((0.0, 0.0), 0.0), ((math.inf, 1.0), math.inf)):
@@ -87,8 +78,14 @@ def _amaxes(rank):
         assert out.grad_amax.item() == (math.inf if bad else 4.0)
 
 
-def test_the_largest_gradient_of_one_rank_is_that_of_all():
-    in_processes(_amaxes)
+def _flags_steps_and_amaxes(rank):
+    _flags(rank)
+    _steps(rank)
+    _amaxes(rank)
+
+
+def test_the_flag_and_the_largest_gradient_of_one_rank_are_those_of_all():
+    in_processes(_flags_steps_and_amaxes)
 
 
 def test_without_a_process_group_the_flag_is_copied():
@@ -131,6 +128,7 @@ def close(a, b, **tolerance):
 
 def _bn_stats(rank):
     apply, params, buffers = ps.make_functional(bn_net())
+    world, ranks = dist.group.WORLD, dist.get_world_size()
 
     def gathered(batches):
         stats = ps.init_bn_stats(buffers)
@@ -138,40 +136,31 @@ def _bn_stats(rank):
             stats = ps.accumulate_bn_stats(stats, apply, params, buffers, x)
         return stats
 
-    everything = [x for r in range(dist.get_world_size()) for x in share(r)]
+    everything = [x for r in range(ranks) for x in share(r)]
     mine = gathered(share(rank))
-    kept = pytree.tree_map(torch.clone, mine)
-    for group in (None, dist.group.WORLD):
-        close(ps.all_reduce_bn_stats(mine, group), gathered(everything), rtol=1e-12, atol=1e-12)
-    close(mine, kept, rtol=0, atol=0)
-    new = ps.precise_bn(apply, params, buffers, share(rank), group=dist.group.WORLD)
+    with Untouched(mine):
+        for group in (None, world):
+            close(ps.all_reduce_bn_stats(mine, group), gathered(everything), rtol=1e-12, atol=1e-12)
+    measure = functools.partial(ps.precise_bn, apply, params, buffers)
+    new = measure(share(rank), group=world)
     close(new, ps.bn_buffers(gathered(everything), buffers), rtol=1e-6, atol=1e-6)
-    alone = ps.precise_bn(apply, params, buffers, everything)
-    close(new, alone, rtol=1e-6, atol=1e-6)
-    in_turn = functools.partial(ps.precise_bn, apply, params, buffers, normalize="sequential")
-    close(in_turn(share(rank), group=dist.group.WORLD), in_turn(everything), rtol=1e-5, atol=1e-6)
+    close(new, measure(everything), rtol=1e-6, atol=1e-6)
+    in_turn = functools.partial(measure, normalize="sequential")
+    close(in_turn(share(rank), group=world), in_turn(everything), rtol=1e-5, atol=1e-6)
     # seven samples of rank 0, counted over all ranks: one batch each, whatever they hold
-    few = ps.precise_bn(apply, params, buffers, share(rank), num_samples=8, group=dist.group.WORLD)
-    firsts = [x for r in range(dist.get_world_size()) for x in share(r)[:1]]
-    of_firsts = ps.precise_bn(apply, params, buffers, firsts)["1.running_mean"]
-    close(few["1.running_mean"], of_firsts, rtol=1e-6, atol=1e-6)
-    taken = []
-    twos = [torch.ones(2, 1, 8, 8)] * 8
-    settings = {
-        "num_samples": 8 * dist.get_world_size(),
-        "group": dist.group.WORLD,
-        "call": lambda f, x: taken.append(f(x)),
-    }
-    ps.precise_bn(apply, params, buffers, twos, **settings)
+    few = measure(share(rank), num_samples=8, group=world)
+    firsts = measure([x for r in range(ranks) for x in share(r)[:1]])
+    close(few["1.running_mean"], firsts["1.running_mean"], rtol=1e-6, atol=1e-6)
+    taken, twos = [], [torch.ones(2, 1, 8, 8)] * 8
+    call = lambda f, x: taken.append(f(x))  # noqa: E731
+    measure(twos, num_samples=8 * ranks, group=world, call=call)
     assert len(taken) == 4  # eight samples of each rank
     taken.clear()
     odd = [torch.ones(2 * rank, 1, 8, 8), *twos]  # none of the first rank, another number on each
-    ps.precise_bn(apply, params, buffers, odd, **settings)
+    measure(odd, num_samples=8 * ranks, group=world, call=call)
     assert len(taken) == (5 if rank == 0 else 4 if rank == 1 else 3)
     skips = mine._replace(num_skipped=torch.tensor(rank + 1))
-    assert ps.all_reduce_bn_stats(skips).num_skipped == sum(
-        r + 1 for r in range(dist.get_world_size())
-    )
+    assert ps.all_reduce_bn_stats(skips).num_skipped == sum(r + 1 for r in range(ranks))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -188,48 +177,39 @@ def _any_stats(rank):
     one layer only, and none knows `d`.
     """
     generator = torch.Generator().manual_seed(rank)
+    f64 = functools.partial(torch.tensor, dtype=torch.float64)
 
     def vector(size):
         return torch.rand(size, dtype=torch.float64, generator=generator) + rank
 
+    sizes = {"a": 2, "b": 3, "c": 2, "d": 1}
     empty = ps.init_bn_stats(
-        {
-            f"{name}.{key}": torch.zeros(size)
-            for name, size in (("a", 2), ("b", 3), ("c", 2), ("d", 1))
-            for key in STATISTICS
-        }
+        {f"{n}.{key}": torch.zeros(size) for n, size in sizes.items() for key in STATISTICS}
     )
-    known = "abc" if rank < 2 else "b"
     layers = {
         name: type(layer)(
-            count=torch.tensor(10.0 + index + 100 * rank, dtype=torch.float64),
+            count=f64(10.0 + index + 100 * rank),
             mean=vector(layer.mean.shape),
             m2=vector(layer.mean.shape) + 7,
             within=vector(layer.mean.shape) + 3,
-            calls=torch.tensor(4.0 + index + 20 * rank, dtype=torch.float64),
+            calls=f64(4.0 + index + 20 * rank),
         )
         for index, (name, layer) in enumerate(empty.layers.items())
-        if name in known
+        if name in ("abc" if rank < 2 else "b")
     }
-    return type(empty)(
-        {**empty.layers, **layers}, torch.tensor(1000 + rank), torch.tensor(2000 + 3 * rank)
-    )
+    counts = torch.tensor(1000 + rank), torch.tensor(2000 + 3 * rank)
+    return type(empty)({**empty.layers, **layers}, *counts)
 
 
 def _bn_reduced(rank):
-    mine, everybody = (
-        _any_stats(rank),
-        [_any_stats(other) for other in range(dist.get_world_size())],
-    )
-    kept = pytree.tree_map(torch.clone, mine)
-    reduced = ps.all_reduce_bn_stats(mine)
+    everybody = [_any_stats(other) for other in range(dist.get_world_size())]
+    mine = _any_stats(rank)
+    with Untouched(mine):
+        reduced = ps.all_reduce_bn_stats(mine)
     close(reduced, functools.reduce(ps.merge_bn_stats, everybody), rtol=1e-12, atol=1e-12)
-    close(mine, kept, rtol=0, atol=0)
     assert list(reduced.layers) == list(mine.layers)
-    assert all(
-        type(a) is type(b)
-        for a, b in zip(reduced.layers.values(), mine.layers.values(), strict=True)
-    )
+    kinds = [[type(layer) for layer in stats.layers.values()] for stats in (reduced, mine)]
+    assert kinds[0] == kinds[1]
 
 
 def test_reduced_statistics_are_the_merged_ones_field_by_field():
@@ -238,38 +218,32 @@ def test_reduced_statistics_are_the_merged_ones_field_by_field():
 
 def _bn_failures(rank):
     apply, params, buffers = ps.make_functional(bn_net())
+    measure = functools.partial(ps.precise_bn, apply, params, buffers, group=dist.group.WORLD)
+    once = [torch.randn(4, 1, 8, 8)] * 2
 
     def broken():
-        yield torch.randn(4, 1, 8, 8)
+        yield once[0]
         raise OSError("disk")
 
-    settings = {"group": dist.group.WORLD}
-    with pytest.raises(
-        OSError if rank else RuntimeError,
-        match="disk" if rank else "failed on another rank of the group",
-    ):
-        ps.precise_bn(
-            apply, params, buffers, broken() if rank else [torch.randn(4, 1, 8, 8)] * 2, **settings
-        )
-    once = [torch.randn(4, 1, 8, 8)] * 2
-    with pytest.raises(
-        ValueError if rank else RuntimeError,
-        match="iterated only once" if rank else "failed on another rank",
-    ):
-        ps.precise_bn(
-            apply, params, buffers, iter(once) if rank else once, normalize="sequential", **settings
-        )
+    raised = (OSError, "disk") if rank else (RuntimeError, "failed on another rank of the group")
+    with pytest.raises(raised[0], match=raised[1]):
+        measure(broken() if rank else once)
+    raised = (
+        (ValueError, "iterated only once") if rank else (RuntimeError, "failed on another rank")
+    )
+    with pytest.raises(raised[0], match=raised[1]):
+        measure(iter(once) if rank else once, normalize="sequential")
     for name, pair in (
         ("normalize", ("batch", "sequential")),  # else one waits for ever
         ("estimator", ("pooled", "within")),
         ("correction", (0, 1)),
     ):
         with pytest.raises(ValueError, match=rf"rank 0 has {name}=.*rank 1 has {name}="):
-            ps.precise_bn(apply, params, buffers, once, **{name: pair[rank]}, **settings)
+            measure(once, **{name: pair[rank]})
     with pytest.raises(ValueError, match=r"normalize must be|rank 1 refused its arguments: Value"):
-        ps.precise_bn(apply, params, buffers, once, normalize=("batch", "bad")[rank], **settings)
+        measure(once, normalize=("batch", "bad")[rank])
     with pytest.raises(ValueError, match="the loader gave no batch on any rank"):
-        ps.precise_bn(apply, params, buffers, [], **settings)
+        measure([])
 
 
 def test_a_rank_that_fails_or_has_no_data_leaves_nobody_waiting():
@@ -377,19 +351,11 @@ print([describe_setting(one) for pair in PAIRS.values() for one in pair])
 @pytest.mark.slow
 def test_every_process_says_the_same():
     """With hashes and addresses of its own."""
-    told = [
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            cwd=Path(__file__).parent,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert told[0] == told[1]
-    assert " at 0x" not in told[0]
+    run = functools.partial(subprocess.check_output, text=True, cwd=Path(__file__).parent)
+    command = [sys.executable, "-c", PROGRAM]
+    one, other = (run(command, env={**os.environ, "PYTHONHASHSEED": seed}) for seed in "12")
+    assert one == other
+    assert " at 0x" not in one
 
 
 @dataclasses.dataclass

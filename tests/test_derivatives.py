@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from helpers import at, job, tensors
+from helpers import at, job, started, tensors
 from torch.autograd import forward_ad
 
 import purescale as ps
@@ -46,24 +46,18 @@ def difference(fn, x, width):
     return (fn(x + width) - fn(x - width)) / (2 * width)
 
 
-@pytest.mark.parametrize(("name", "settings"), EVERY.items())
+@pytest.mark.parametrize(("name", "settings"), [*EVERY.items(), ("Muon", {})])
 def test_the_derivative_by_the_rate_is_that_of_differences(name, settings):
-    of_rate = functools.partial(stepped, name, weight=WEIGHT, grad=GRAD, **settings)
-    rate = torch.tensor(0.01, dtype=torch.float64)
-    torch.testing.assert_close(
-        torch.func.grad(of_rate)(rate), difference(of_rate, rate, 1e-5), rtol=1e-3, atol=1e-6
-    )
-
-
-def test_the_derivative_by_muons_rate_is_that_of_differences():
-    """In float32: torch orthogonalises in bfloat16, where gradients themselves have no useful
-    differences.
+    """Muon's in float32: torch orthogonalises in bfloat16, where gradients themselves have no
+    useful differences.
     """
-    of_rate = functools.partial(stepped, "Muon", weight=WEIGHT.float(), grad=GRAD.float())
-    rate = torch.tensor(0.01)
-    torch.testing.assert_close(
-        torch.func.grad(of_rate)(rate), difference(of_rate, rate, 5e-3), rtol=1e-2, atol=1e-2
-    )
+    dtype, width, near = torch.float64, 1e-5, {"rtol": 1e-3, "atol": 1e-6}
+    if name == "Muon":
+        dtype, width, near = torch.float32, 5e-3, {"rtol": 1e-2, "atol": 1e-2}
+    given = {"weight": WEIGHT.to(dtype), "grad": GRAD.to(dtype), **settings}
+    of_rate, rate = functools.partial(stepped, name, **given), torch.tensor(0.01, dtype=dtype)
+    found, expected = torch.func.grad(of_rate)(rate), difference(of_rate, rate, width)
+    torch.testing.assert_close(found, expected, **near)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +73,8 @@ def test_the_derivative_by_the_gradients_is_that_of_differences(name, settings):
 
 @pytest.mark.parametrize(("name", "settings"), EVERY.items())
 def test_the_derivative_by_the_initial_parameters_comes_through(name, settings):
-    derivative = torch.func.grad(lambda weight: stepped(name, 0.01, weight, GRAD, **settings))(
-        WEIGHT
-    )
-    torch.testing.assert_close(derivative, torch.ones_like(WEIGHT), rtol=1e-2, atol=1e-2)
+    found = torch.func.grad(lambda weight: stepped(name, 0.01, weight, GRAD, **settings))(WEIGHT)
+    torch.testing.assert_close(found, torch.ones_like(WEIGHT), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(("name", "settings"), [*EVERY.items(), ("Muon", {})])
@@ -103,17 +95,15 @@ def test_a_first_step_with_dampening_has_the_derivative_of_its_gradient():
 
 
 def trained(weight, x, count=1, **settings):
-    optimizer = ps.from_torch(OPTIM.AdamW, lr=0.1)
-    state = ps.init_train_state({"w": weight}, {"seen": x.sum()}, optimizer, RULE)
+    def loss_fn(params, buffers, x):
+        return (params["w"] * x).sin().sum(), {"seen": buffers["seen"] + x.sum()}
+
+    adamw = ps.from_torch(OPTIM.AdamW, lr=0.1)
+    state, step = started(
+        {"w": weight}, None, adamw, RULE, loss_fn=loss_fn, buffers={"seen": x.sum()}, **settings
+    )
     for _ in range(2):
-        state, info = ps.train_step(
-            state,
-            [x] * count,
-            loss_fn=lambda p, b, x: ((p["w"] * x).sin().sum(), {"seen": b["seen"] + x.sum()}),
-            optimizer=optimizer,
-            rule=RULE,
-            **settings,
-        )
+        state, info = step(state, [x] * count)
     return state.params["w"].sum() + state.buffers["seen"] + info.loss
 
 
@@ -122,9 +112,8 @@ def trained(weight, x, count=1, **settings):
 @pytest.mark.parametrize("which", ["weight", "data"])
 def test_a_derivative_comes_through_init_train_state(count, settings, which):
     def of(moved):
-        return trained(
-            *((moved, GRAD) if which == "weight" else (WEIGHT, moved)), count, **settings
-        )
+        given = (moved, GRAD) if which == "weight" else (WEIGHT, moved)
+        return trained(*given, count, **settings)
 
     at_ = WEIGHT if which == "weight" else GRAD
     total = torch.func.grad(of)(at_).sum()
@@ -146,23 +135,17 @@ def loss_with_overflow(params, buffers, factor):
 )
 def test_a_skipped_step_is_left_out_of_the_derivative(name, settings, factor, max_norm):
     """It was NaN, as for `torch.where` over numbers that are not finite."""
-    settings = dict(settings)
-    by_backward = settings.pop("by", "") == "backward"
-    settings |= {"differentiable": True} if by_backward else {}
+    by_backward = "by" in settings
+    settings = {"differentiable": True} if by_backward else settings
     optimizer = ps.from_torch(getattr(OPTIM, name), lr=0.1, **settings)
-    begun = ps.init_train_state({"w": WEIGHT, "empty": torch.zeros(0, 3)}, {}, optimizer, RULE)
+    given = {"loss_fn": loss_with_overflow, "max_norm": max_norm}
+    params = {"w": WEIGHT, "empty": torch.zeros(0, 3)}
+    begun, step = started(params, None, optimizer, ps.StaticScale(2.0), **given)
 
     def end(weight, factors):
-        state = begun._replace(params={**begun.params, "w": weight})
+        state = begun._replace(params={**params, "w": weight})
         for one in factors:
-            state, _ = ps.train_step(
-                state,
-                [torch.tensor(one).double()],
-                loss_fn=loss_with_overflow,
-                optimizer=optimizer,
-                rule=ps.StaticScale(2.0),
-                max_norm=max_norm,
-            )
+            state, _ = step(state, [torch.tensor(one).double()])
         return (state.params["w"] * GRAD).sum()
 
     def derivative(factors):
@@ -189,49 +172,44 @@ def gradients_and_loss(x):
     return loss + buffers["seen"] + grads["w"].square().sum()
 
 
+ADAMW = ps.from_torch(OPTIM.AdamW, lr=0.1)
+STATS = "running_mean", "running_var"
+
+
+def unscaled_and_stepped(x):
+    given = {"w": x}, {"w": x * 16}, ADAMW.init({"w": x})
+    return ps.unscale_and_step(ADAMW, at(8.0), *given, 1.0).params["w"].sum()
+
+
+def batch_norms(x):
+    stats = ps.init_bn_stats(dict.fromkeys(STATS, x))
+    return ps.bn_buffers(stats, {"running_mean": x * 2, "running_var": x * 3})["running_mean"].sum()
+
+
+def loaded(x):
+    return ps.from_state_dict(ps.to_state_dict({"w": x * 2}), like={"w": x})["w"].sum()
+
+
+def norm_and_clipped(x):
+    return sum(t.sum() for t in ps.clip_by_global_norm([x.square(), x], 1.0)[0])
+
+
 FUNCTIONS = {
     "scale_loss": lambda x: ps.scale_loss(at(8.0), x.square().sum()),
     "unscale_and_check": lambda x: ps.unscale_and_check(at(8.0), {"w": x.square()})[0]["w"].sum(),
-    "clip_by_global_norm": lambda x: sum(
-        t.sum() for t in ps.clip_by_global_norm([x.square(), x], 1.0)[0]
-    ),
+    "clip_by_global_norm": norm_and_clipped,
     "clip_by_value": lambda x: ps.clip_by_value([x.square()], 2.0)[0].sum(),
     "accumulation": accumulated,
     "select": lambda x: ps.select(torch.tensor(True), x * 2, x * 3).sum(),
-    "unscale_and_step": lambda x: (
-        ps.unscale_and_step(
-            (o := ps.from_torch(OPTIM.AdamW, lr=0.1)),
-            at(8.0),
-            {"w": x},
-            {"w": x * 16},
-            o.init({"w": x}),
-            1.0,
-        ).params["w"]
-    ).sum(),
-    "value_and_grad": lambda x: gradients_and_loss(x),
-    "step": lambda x: (
-        (o := ps.from_torch(OPTIM.AdamW, lr=0.1))
-        .step({"w": x}, {"w": x}, o.init({"w": x}))[0]["w"]
-        .sum()
-    ),
+    "unscale_and_step": unscaled_and_stepped,
+    "value_and_grad": gradients_and_loss,
+    "step": lambda x: ADAMW.step({"w": x}, {"w": x}, ADAMW.init({"w": x}))[0]["w"].sum(),
     "train_step": lambda x: trained(x, GRAD),
     "train_step of two": lambda x: trained(x, GRAD, 2, max_norm=1.0),
-    "bn_buffers": lambda x: ps.bn_buffers(
-        ps.init_bn_stats({"running_mean": x, "running_var": x}),
-        {"running_mean": x * 2, "running_var": x * 3},
-    )["running_mean"].sum(),
-    "from_state_dict": lambda x: ps.from_state_dict(ps.to_state_dict({"w": x * 2}), like={"w": x})[
-        "w"
-    ].sum(),
+    "bn_buffers": batch_norms,
+    "from_state_dict": loaded,
 }
-BACKWARD = (
-    "scale_loss",
-    "unscale_and_check",
-    "clip_by_global_norm",
-    "clip_by_value",
-    "accumulation",
-    "select",
-)
+BACKWARD = list(FUNCTIONS)[:6]
 RATE = torch.tensor(0.1, requires_grad=True)
 X = torch.tensor([0.5, 1.5, 3.0], dtype=torch.float64)
 Y = {name: GRAD if "train_step" in name else X for name in FUNCTIONS}
@@ -256,59 +234,47 @@ def test_every_public_function_carries_the_tangents_of_forward_mode(name):
 
 @pytest.mark.parametrize("name", BACKWARD)
 def test_backward_goes_through_every_function_before_the_step(name):
-    x = X.clone().requires_grad_()
-    FUNCTIONS[name](x).backward()
-    torch.testing.assert_close(x.grad, torch.func.grad(FUNCTIONS[name])(X))
+    assert_backward_is_that_of_func(FUNCTIONS[name], X)
 
 
 def on_a_graph(where):
     leaf = torch.ones(3, requires_grad=True)
-    given = {
-        "params": {"w": torch.ones(3)},
-        "grads": {"w": torch.ones(3)},
-        "opt_state": ps.from_torch(OPTIM.AdamW).init({"w": leaf}),
-    }
-    if where == "opt_state":
-        given["opt_state"].slots["exp_avg"]["w"] = leaf * 2
-    else:
-        given[where]["w"] = leaf * 2
+    given = {"params": {"w": torch.ones(3)}, "grads": {"w": torch.ones(3)}}
+    given["opt_state"] = ADAMW.init({"w": leaf})
+    place = given["opt_state"].slots["exp_avg"] if where == "opt_state" else given[where]
+    place["w"] = leaf * 2
     return given
 
 
+CALLS = {
+    "step": lambda params, grads, opt_state: ADAMW.step(params, grads, opt_state),
+    "maybe_step": lambda params, grads, opt_state: ps.maybe_step(
+        ADAMW, params, grads, opt_state, False
+    ),
+    "unscale_and_step": lambda params, grads, opt_state: ps.unscale_and_step(
+        ADAMW, at(1.0), params, grads, opt_state
+    ),
+}
+ON_A_GRAPH = r"{}.*is a result of torch\.autograd.*torch\.func\.grad"
+
+
 @pytest.mark.parametrize("where", ["params", "grads", "opt_state"])
-@pytest.mark.parametrize("call", ["step", "maybe_step", "unscale_and_step"])
+@pytest.mark.parametrize("call", CALLS)
 def test_a_step_on_a_graph_of_autograd_says_that_torch_func_is_the_way(where, call):
-    given, adamw = on_a_graph(where), ps.from_torch(OPTIM.AdamW)
-    run = {
-        "step": lambda params, grads, opt_state: adamw.step(params, grads, opt_state),
-        "maybe_step": lambda params, grads, opt_state: ps.maybe_step(
-            adamw, params, grads, opt_state, False
-        ),
-        "unscale_and_step": lambda params, grads, opt_state: ps.unscale_and_step(
-            adamw, at(1.0), params, grads, opt_state
-        ),
-    }[call]
-    with pytest.raises(
-        ValueError, match=rf"{where}.*is a result of torch\.autograd.*torch\.func\.grad"
-    ):
-        run(**given)
+    given = on_a_graph(where)
+    with pytest.raises(ValueError, match=ON_A_GRAPH.format(where)):
+        CALLS[call](**given)
     with torch.no_grad():
-        assert not any(tensor.requires_grad for tensor in tensors(run(**given)))
+        assert not any(tensor.requires_grad for tensor in tensors(CALLS[call](**given)))
 
 
-def test_a_transformation_on_a_graph_says_so_too():
+def test_a_transformation_and_a_first_state_on_a_graph_say_so_too():
     tx = ps.from_transformation((lambda params: (), lambda grads, state, params: (grads, state)))
     given = on_a_graph("grads")
     with pytest.raises(ValueError, match=r"grads\['w'\] is a result of torch\.autograd"):
         ps.maybe_step(tx, given["params"], given["grads"], (), False)
-
-
-def test_parameters_on_a_graph_are_refused_by_init_train_state():
-    leaf = torch.ones(3, requires_grad=True)
-    with pytest.raises(
-        ValueError, match=r"params\['w'\] is a result of torch\.autograd.*torch\.func\.grad"
-    ):
-        ps.init_train_state({"w": leaf * 2}, {}, ps.from_torch(OPTIM.SGD), RULE)
+    with pytest.raises(ValueError, match=ON_A_GRAPH.format(r"params\['w'\]")):
+        started(given["grads"])
 
 
 @pytest.mark.parametrize("given", [{"lr": RATE}, {"lr": lambda applied: RATE * 1}])
@@ -318,34 +284,39 @@ def test_a_rate_that_requires_a_gradient_says_that_torch_func_is_the_way(given):
         sgd.step(params, params, sgd.init(params))
 
 
+def after_two_steps(name, rate, grad):
+    optimizer = ps.from_torch(getattr(OPTIM, name), lr=rate, differentiable=True)
+    params, state = {"w": torch.ones(3)}, optimizer.init({"w": torch.ones(3)})
+    for _ in range(2):
+        params, state = ps.maybe_step(optimizer, params, {"w": grad}, state, False)
+    return params["w"].sum()
+
+
+def assert_backward_is_that_of_func(of, x, **near):
+    leaf = x.clone().requires_grad_()
+    of(leaf).backward()
+    torch.testing.assert_close(leaf.grad, torch.func.grad(of)(x), **near)
+
+
+ROW = torch.tensor([1.0, 2.0, 3.0])
+
+
 @pytest.mark.parametrize("name", ["SGD", "RMSprop"])
 def test_backward_goes_through_an_optimizer_that_was_told_to_be_differentiable(name):
-    def of(x):
-        optimizer = ps.from_torch(getattr(OPTIM, name), lr=0.1, differentiable=True)
-        params, state = {"w": torch.ones(3)}, optimizer.init({"w": torch.ones(3)})
-        for _ in range(2):
-            params, state = ps.maybe_step(optimizer, params, {"w": x * 2}, state, False)
-        return params["w"].sum()
-
-    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    of(x).backward()
-    torch.testing.assert_close(x.grad, torch.func.grad(of)(x.detach()), rtol=1e-5, atol=1e-6)
+    of = functools.partial(after_two_steps, name, 0.1)
+    assert_backward_is_that_of_func(lambda x: of(x * 2), ROW, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
 def test_backward_goes_through_the_clipping_of_a_step(max_norm):
     sgd, scaler = ps.from_torch(OPTIM.SGD, lr=0.1, differentiable=True), ps.StaticScale(8.0).init()
-    params = {"w": torch.ones(3)}
-    weights = torch.tensor([1.0, -2.0, 3.0])
+    params, weights = {"w": torch.ones(3)}, torch.tensor([1.0, -2.0, 3.0])
 
     def of(x):
-        state = sgd.init(params)
-        out = ps.unscale_and_step(sgd, scaler, params, {"w": x * 16}, state, max_norm=max_norm)
-        return (out.params["w"] * weights).sum()
+        given = params, {"w": x * 16}, sgd.init(params)
+        return (ps.unscale_and_step(sgd, scaler, *given, max_norm).params["w"] * weights).sum()
 
-    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    of(x).backward()
-    torch.testing.assert_close(x.grad, torch.func.grad(of)(x.detach()))
+    assert_backward_is_that_of_func(of, ROW)
 
 
 INNER = {
@@ -358,12 +329,8 @@ INNER = {
 def adapted(name, policy="compute=float32", **settings):
     """A loss after three steps inside of it, as in MAML, of the parameters that they start from."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(3, 8, bias=False),
-        torch.nn.BatchNorm1d(8),
-        torch.nn.Tanh(),
-        torch.nn.Linear(8, 1),
-    )
+    layers = torch.nn.Linear(3, 8, bias=False), torch.nn.BatchNorm1d(8), torch.nn.Tanh()
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(8, 1))
     apply, params, buffers = ps.make_functional(model)
     apply, rule = ps.with_policy(apply, policy), ps.StaticScale(2.0**4)
     optimizer = ps.from_torch(getattr(OPTIM, name), **INNER[name], differentiable=True)
@@ -376,14 +343,12 @@ def adapted(name, policy="compute=float32", **settings):
 
     def after(params, buffers, batch):
         x, y = batch
-        state = ps.init_train_state(
-            {name: p.detach() for name, p in params.items()}, buffers, optimizer, rule
-        )._replace(params=params)
+        start = {name: p.detach() for name, p in params.items()}
+        given = {"loss_fn": loss_fn, "buffers": buffers, **settings}
+        state, step = started(start, None, optimizer, rule, **given)
+        state = state._replace(params=params)
         for _ in range(3):
-            window = [(x[:4], y[:4]), (x[4:8], y[4:8])]
-            state, _ = ps.train_step(
-                state, window, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
-            )
+            state, _ = step(state, [(x[:4], y[:4]), (x[4:8], y[4:8])])
         return loss_fn(state.params, buffers, (x[8:], y[8:]))[0], buffers
 
     return after, params, buffers, (x, y)
@@ -413,9 +378,8 @@ def test_backward_goes_through_the_gradients_of_a_step_inside_of_a_loss(name, se
 def test_a_train_step_over_a_loss_of_train_steps_has_second_derivatives():
     after, params, buffers, batch = adapted("SGD")
     expected = torch.func.grad(lambda params: after(params, buffers, batch)[0])(params)
-    sgd, rule = ps.from_torch(OPTIM.SGD, lr=1.0), ps.NoScale()
-    state = ps.init_train_state(params, buffers, sgd, rule)
-    new, _ = ps.train_step(state, [batch], loss_fn=after, optimizer=sgd, rule=rule)
+    state, step = started(params, None, rule=ps.NoScale(), loss_fn=after, buffers=buffers)
+    new, _ = step(state, [batch])
     for name, before in params.items():
         torch.testing.assert_close(before - new.params[name], expected[name], rtol=1e-3, atol=1e-5)
 
@@ -423,17 +387,8 @@ def test_a_train_step_over_a_loss_of_train_steps_has_second_derivatives():
 # Rprop's rate is what its step sizes start from, and torch's ASGD reads what it makes of it.
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in ("Rprop", "ASGD")])
 def test_backward_goes_to_the_rate_of_an_optimizer_that_was_told_to_be_differentiable(name):
-    def of(rate):
-        optimizer = ps.from_torch(getattr(OPTIM, name), lr=rate, differentiable=True)
-        params, state = {"w": torch.ones(3)}, optimizer.init({"w": torch.ones(3)})
-        for _ in range(2):
-            grads = {"w": torch.tensor([1.0, 2.0, 3.0])}
-            params, state = ps.maybe_step(optimizer, params, grads, state, False)
-        return params["w"].sum()
-
-    rate = torch.tensor(0.1, requires_grad=True)
-    of(rate).backward()
-    torch.testing.assert_close(rate.grad, torch.func.grad(of)(rate.detach()), rtol=1e-4, atol=1e-5)
+    of = functools.partial(after_two_steps, name, grad=ROW)
+    assert_backward_is_that_of_func(of, torch.tensor(0.1), rtol=1e-4, atol=1e-5)
 
 
 def test_a_whole_training_job_is_differentiated_by_its_initial_parameters():
@@ -496,18 +451,17 @@ def test_backward_goes_through_a_batch_and_a_rate_though_no_parameter_is_on_a_gr
     torch.manual_seed(0)
     x, y, start = torch.randn(3, 9, 5), torch.randn(3, 9), {"w": torch.randn(5)}
     sgd = ps.from_torch(torch.optim.SGD, lr=0.1, in_state=("lr",), differentiable=True)
-    parts = {"optimizer": sgd, "rule": ps.NoScale()}
 
-    def loss_fn(params, buffers, batch):
+    def loss(params, batch):
         x, y, weights = batch
-        return (weights * (torch.tanh(x @ params["w"]) - y) ** 2).mean(), buffers
+        return (weights * (torch.tanh(x @ params["w"]) - y) ** 2).mean()
+
+    begun, step = started(start, loss, sgd, ps.NoScale())
 
     def run(weights, rate):
-        state = ps.init_train_state(start, {}, **parts)
-        state = state._replace(opt_state=state.opt_state._replace(lr=rate))
+        state = begun._replace(opt_state=begun.opt_state._replace(lr=rate))
         for index in range(steps):
-            batch = x[index], y[index], weights
-            state, _ = ps.train_step(state, [batch], loss_fn=loss_fn, **parts)
+            state, _ = step(state, [(x[index], y[index], weights)])
         return state.params["w"].square().sum()
 
     arguments = torch.ones(9), torch.tensor(0.1)

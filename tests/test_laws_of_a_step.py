@@ -24,6 +24,7 @@ from helpers import (
     in_processes,
     same_bits,
     shares_memory,
+    started,
     tensors,
 )
 from hypothesis import given
@@ -81,36 +82,25 @@ NEAR = {torch.float32: 1e-5, torch.float64: 1e-10, torch.float16: 4e-3, torch.bf
 
 
 @pytest.mark.parametrize("dtype", NEAR)
-@pytest.mark.parametrize("name", CLASSES)
-def test_parameters_of_every_size_and_dtype_take_the_steps_of_torchs_default(name, dtype):
+@pytest.mark.parametrize(
+    ("name", "extra"), [*((n, {}) for n in CLASSES), *((n, {"fused": True}) for n in FUSED)]
+)
+def test_parameters_of_every_size_and_dtype_take_the_steps_of_torchs_default(name, extra, dtype):
+    """Of its default on a CPU, where the fused kernel is asked for too."""
     params = {str(n): torch.ones(n, 1, dtype=dtype) for n in SIZES}
     steps = [gradients_like(params, seed=seed) for seed in range(3)]
     expected = torchs_steps(name, params, steps)
-    optimizer, scaler = made(name), ps.StaticScale(4.0).init()
+    optimizer, scaler = made(name, **extra), ps.StaticScale(4.0).init()
     by_step, by_unscaling = [(params, optimizer.init(params)) for _ in range(2)]
     for grads in steps:
         by_step = optimizer.step(by_step[0], grads, by_step[1])
-        scaled = {key: 4 * grad for key, grad in grads.items()}
-        by_unscaling = ps.unscale_and_step(
-            optimizer, scaler, by_unscaling[0], scaled, by_unscaling[1]
-        )[:2]
+        given = by_unscaling[0], {key: 4 * grad for key, grad in grads.items()}, by_unscaling[1]
+        by_unscaling = ps.unscale_and_step(optimizer, scaler, *given)[:2]
     tolerance = NEAR[dtype]
     if name not in FUSED:  # step counts in float32; Muon works in bfloat16
         tolerance = 3e-2 if name == "Muon" else max(tolerance, 1e-5)
     for found in (by_step[0], by_unscaling[0]):
         assert_close(found, expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", FUSED)
-def test_half_parameters_are_stepped_right_where_the_fused_kernel_is_asked_for(name, dtype):
-    params = {str(n): torch.ones(n, dtype=dtype) for n in SIZES}
-    steps = [gradients_like(params, seed=seed) for seed in range(3)]
-    optimizer = made(name, fused=True)
-    found, state = params, optimizer.init(params)
-    for grads in steps:
-        found, state = optimizer.step(found, grads, state)
-    assert_close(found, torchs_steps(name, params, steps), rtol=NEAR[dtype], atol=NEAR[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -142,7 +132,8 @@ def test_an_empty_parameter_stays_beside_others_that_move(name, shape):
 
 # ---- a rate of 0 ---------------------------------------------------------------------------------
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
+F32 = torch.float32
+DTYPES = (F32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
 WAYS = ("host", "accelerator", "formula", "lists", "vmap", "in_state", "differentiable")
 # Rprop's rate is what its step sizes start from, which have bounds of their own.
 RATED = [name for name in CLASSES if name != "Rprop"]
@@ -249,21 +240,18 @@ def test_a_rate_of_0_moves_nothing_in_any_way(name, way, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rate", ["state", "schedule"])
-@pytest.mark.parametrize("name", [name for name in RATED if name != "Adafactor"])
-def test_a_rate_of_0_moves_nothing_in_a_compiled_step(name, rate):
+@pytest.mark.parametrize(
+    ("name", "dtype", "rate"),
+    [
+        *itertools.product([n for n in RATED if n != "Adafactor"], [F32], ["state", "schedule"]),
+        *itertools.product(["AdamW", "Adamax"], [torch.float16], ["float", "schedule"]),
+    ],
+)
+def test_a_rate_of_0_moves_nothing_in_a_compiled_step(name, dtype, rate):
     """The step has few tensors, or so many that torch's kernel is one node of the graph."""
-    for count in (2, 17) if name in FUSED else (2,):
-        params, grads_at = a_table(torch.float32, count)
+    for count in (2, 17) if name in FUSED and dtype is F32 else (2,):
+        params, grads_at = a_table(dtype, count)
         check_that_nothing_moves(name, "compiled", CLASSES[name], rate, params, grads_at(0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rate", ["float", "schedule"])
-@pytest.mark.parametrize("name", ["AdamW", "Adamax"])
-def test_a_rate_of_0_moves_nothing_in_a_compiled_step_of_half_parameters(name, rate):
-    params, grads_at = a_table(torch.float16)
-    check_that_nothing_moves(name, "compiled", CLASSES[name], rate, params, grads_at(0))
 
 
 def torchs_warm_up(name, settings, params, grads_at, count):
@@ -315,24 +303,19 @@ def test_a_warm_up_from_0_is_that_of_torchs_class(name, way, dtype):
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"])
 def test_half_parameters_do_not_stand_still_under_large_gradients(name, dtype, way):
     """A square root over the rate leaves float16's range there."""
-    params = {"w": torch.zeros(8, dtype=dtype)}
+    params, settings = {"w": torch.zeros(8, dtype=dtype)}, {"lr": 1e-3, "weight_decay": 0.0}
     with going(way):
-        optimizer = optimizer_of(name, way, {}, lr=1e-3, weight_decay=0.0)
+        optimizer = optimizer_of(name, way, {}, **settings)
         state, step = optimizer.init(params), step_of(optimizer, way)
         moved = params
         for _ in range(30):
             moved, state = step(moved, {"w": torch.full((8,), 100.0, dtype=dtype)}, state)
-    expected = torchs_constant(name, 30)
-    torch.testing.assert_close(moved["w"].float(), expected, rtol=5e-2, atol=0)
-
-
-def torchs_constant(name, count):
     leaf = torch.zeros(8)
-    theirs = getattr(torch.optim, name)([leaf], lr=1e-3, weight_decay=0.0)
-    for _ in range(count):
+    theirs = getattr(torch.optim, name)([leaf], **settings)
+    for _ in range(30):
         leaf.grad = torch.full((8,), 100.0)
         theirs.step()
-    return leaf
+    torch.testing.assert_close(moved["w"].float(), leaf, rtol=5e-2, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -368,17 +351,13 @@ def test_the_first_updates_of_every_way_are_those_of_the_host(name, way, dtype):
 @pytest.mark.parametrize("name", ["Adam", "Adamax", "NAdam", "RAdam"])
 def test_a_mean_with_any_beta_is_that_of_the_host(name, beta, way):
     """From the nearer end: what is near 0 is not lost beside a large gradient of before."""
-    params = {"w": torch.ones(5)}
-    fixed = ps.from_torch(getattr(torch.optim, name), betas=(beta, 0.99))
+    of = functools.partial(ps.from_torch, getattr(torch.optim, name), betas=(beta, 0.99))
+    params, fixed = {"w": torch.ones(5)}, of()
     _, state = fixed.step(params, {"w": torch.full((5,), 1e9)}, fixed.init(params))
     grads = {"w": torch.linspace(0.1, 1.0, 5)}
     _, expected = fixed.step(params, grads, state)
-    optimizer = fixed
-    if way == "in_state":
-        optimizer = ps.from_torch(
-            getattr(torch.optim, name), betas=(beta, 0.99), in_state=("betas",)
-        )
-        state = state._replace(hyper=optimizer.init(params).hyper)
+    optimizer = of(in_state=("betas",)) if way == "in_state" else fixed
+    state = state._replace(hyper=optimizer.init(params).hyper)
     _, found = step_of(optimizer, way)(params, grads, state)
     means = [state.slots["exp_avg"]["w"] for state in (found, expected)]
     torch.testing.assert_close(*means, rtol=1e-6, atol=0)
@@ -480,11 +459,8 @@ def uphill_loss(params, buffers, x):
 
 
 def begun(size, name="SGD", rule=None, **extra):
-    rule = rule or ps.NoScale()
     params = {"w": torch.linspace(-1, 1, size), "b": torch.ones(3)}
-    optimizer = made(name, **extra)
-    state = ps.init_train_state(params, {}, optimizer, rule)
-    return state, functools.partial(ps.train_step, optimizer=optimizer, rule=rule)
+    return started(params, None, made(name, **extra), rule or ps.NoScale(), loss_fn=plain_loss)
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
@@ -588,22 +564,17 @@ def test_applied_step_buffers_scale_and_found_inf_tell_the_same_story(
 ):
     bounded = limits(max_norm) or limits(clip_value)
     size = size if bounded else min(size, 1e15)  # else formulas themselves overflow
-    optimizer, rule = made(name), ps.DynamicScale(init_scale=2.0**exponent, growth_interval=1)
     params = {"a": torch.ones(3, 11, dtype=dtype), "b": torch.ones(10, 7, dtype=dtype)}
-    state = ps.init_train_state(params, {"seen": torch.tensor(0)}, optimizer, rule)
-    loss_fn = functools.partial(counted_loss, size, dtype)
+    state, step = started(
+        params,
+        optimizer=made(name),
+        rule=ps.DynamicScale(init_scale=2.0**exponent, growth_interval=1),
+        loss_fn=functools.partial(counted_loss, size, dtype),
+        buffers={"seen": torch.tensor(0)},
+    )
     for _ in range(2):
         before = clone(state)
-        state, info = ps.train_step(
-            state,
-            bad,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            rule=rule,
-            max_norm=max_norm,
-            clip_value=clip_value,
-            donate=donate,
-        )
+        state, info = step(state, bad, max_norm=max_norm, clip_value=clip_value, donate=donate)
         check_one_story(before, state, info, len(bad))
         fits = 1000 * size * before.scaler.scale < 1e38  # the loss too
         unusable = is_unusable(max_norm) or is_unusable(clip_value)
@@ -667,14 +638,13 @@ def test_a_tensor_that_is_no_bound_skips_the_whole_step_and_says_so(name, which,
 @pytest.mark.parametrize("rule", [ps.DynamicScale(growth_interval=2), ps.HeadroomScale()])
 def test_a_bound_that_is_none_is_no_overflow_of_the_scale(rule, retries):
     """No scale could cure it: the rule's state stays, and nothing is tried again."""
-    optimizer, calls = made("AdamW"), []
-    state = ps.init_train_state({"w": torch.ones(33)}, {}, optimizer, rule)
+    calls = []
 
-    def loss_fn(params, buffers, x):
+    def loss(params, x):
         calls.append(x)
-        return (params["w"] * x).sum(), buffers
+        return (params["w"] * x).sum()
 
-    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+    state, step = started({"w": torch.ones(33)}, loss, made("AdamW"), rule)
     state, _ = step(state, [1.0])
     skipped, info = step(state, [1.0], max_norm=torch.tensor(NAN), max_retries=retries)
     assert info.found_inf
@@ -803,24 +773,15 @@ KEEPERS = {
 def test_a_gradient_that_somebody_else_can_see_is_not_written_into(
     how, name, number, max_norm, donate
 ):
+    data = [torch.ones(33)] * number
     state, step = begun(33, name, ps.StaticScale(1.0))
-    alone, _ = step(
-        state,
-        [torch.ones(33)] * number,
-        loss_fn=functools.partial(hooked(lambda grad: None), []),
-        max_norm=max_norm,
-    )
+    unseen = functools.partial(hooked(lambda grad: None), [])
+    alone, _ = step(state, data, loss_fn=unseen, max_norm=max_norm)
     state, step = begun(33, name, ps.StaticScale(8.0))
     for _ in range(2):  # with nothing remembered, then with all
         kept = []
-        loss_fn = functools.partial(KEEPERS[how], kept)
-        new, _ = step(
-            clone(state),
-            [torch.ones(33)] * number,
-            loss_fn=loss_fn,
-            max_norm=max_norm,
-            donate=donate,
-        )
+        settings = {"loss_fn": functools.partial(KEEPERS[how], kept), "max_norm": max_norm}
+        new, _ = step(clone(state), data, **settings, donate=donate)
         expected = 16 if how in RETURNED else 128  # of what is returned, or of a scaled loss
         assert all((values(k) == expected).all() for k in kept)
         if expected == 128:
@@ -838,13 +799,12 @@ OF_NUMPY = ("an array", "a hook, an array", "a hook, the memory")
 @pytest.mark.parametrize("max_norm", [None, 1.0, INF])
 @pytest.mark.parametrize("name", ["AdamW", "NAdam"])
 def test_the_largest_gradient_is_told_where_all_of_a_dtype_are_empty(name, max_norm, dtype):
-    optimizer, scaler = made(name), ps.StaticScale(8.0).init()
+    optimizer, scaler, none = made(name), ps.StaticScale(8.0).init(), torch.zeros(0, dtype=dtype)
     for other in (torch.ones(33), torch.ones(300, dtype=torch.float64), None):
-        params = {"empty": torch.zeros(0, dtype=dtype), "other": other}
-        grads = {"empty": torch.zeros(0, dtype=dtype), "other": None if other is None else -other}
-        out = ps.unscale_and_step(
-            optimizer, scaler, params, grads, optimizer.init(params), max_norm, amax=True
-        )
+        params = {"empty": none, "other": other}
+        grads = {"empty": none, "other": None if other is None else -other}
+        given = params, grads, optimizer.init(params)
+        out = ps.unscale_and_step(optimizer, scaler, *given, max_norm, amax=True)
         assert not out.found_inf
         assert out.grad_amax == (0 if other is None else 0.125)
         assert out.grad_amax.dtype is torch.float32
@@ -871,16 +831,9 @@ def test_the_norm_of_the_largest_float64_is_that_of_unscaled_gradients(name, nor
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_train_step_tells_the_norm_of_the_largest_float64(number):
-    optimizer, rule = made("AdamW"), ps.StaticScale(256.0)
-    state = ps.init_train_state({"w": torch.zeros(33, dtype=torch.float64)}, {}, optimizer, rule)
-    _, info = ps.train_step(
-        state,
-        [1.7e308 / 256] * number,
-        loss_fn=lambda params, buffers, x: ((params["w"] * x).sum(), buffers),
-        optimizer=optimizer,
-        rule=rule,
-        max_norm=1.0,
-    )
+    given = {"w": torch.zeros(33, dtype=torch.float64)}, lambda params, x: (params["w"] * x).sum()
+    state, step = started(*given, made("AdamW"), ps.StaticScale(256.0), max_norm=1.0)
+    _, info = step(state, [1.7e308 / 256] * number)
     assert not info.found_inf
     assert_close(info.grad_norm, torch.tensor(1.7e308 / 256 * math.sqrt(33), dtype=torch.float64))
 
@@ -926,12 +879,11 @@ def test_parameters_that_require_a_gradient_are_stepped_off_the_graph(kind, dona
 
 @pytest.mark.parametrize("kind", OF_EVERY_KIND)
 def test_a_whole_step_is_made_by_optimizers_of_every_kind(kind):
-    optimizer, rule = OF_EVERY_KIND[kind](), ps.NoScale()
+    optimizer = OF_EVERY_KIND[kind]()
     params = {"w": torch.linspace(-1, 1, 33), "b": torch.ones(3)}
-    state = ps.init_train_state(params, {}, optimizer, rule)
-    data = torch.full((33,), 2.0)
+    state, step = started(params, None, optimizer, ps.NoScale(), loss_fn=plain_loss)
+    new, _ = step(state, [torch.full((33,), 2.0)])
     grads = {"w": 4 * params["w"], "b": torch.full((3,), 2.0)}
-    new, _ = ps.train_step(state, [data], loss_fn=plain_loss, optimizer=optimizer, rule=rule)
     expected = ps.maybe_step(optimizer, params, grads, state.opt_state, False)
     assert_close((new.params, new.opt_state), expected, rtol=1e-6, atol=1e-7)
 

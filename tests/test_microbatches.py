@@ -14,18 +14,20 @@ import torch.nn.functional as F
 from helpers import (
     AsOnAnAccelerator,
     Dispatched,
-    Keeps,
     Untouched,
     assert_close,
+    assert_donation_keeps_bits,
     at,
     batch,
     clone,
+    cross_entropy_of,
     examples,
     job,
     same_bits,
     scaled_by,
     shares_memory,
     stack,
+    started,
     tensors,
     unstack,
 )
@@ -34,6 +36,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import purescale as ps
+from purescale.testing import assert_vmap_equals_loop
 
 INF = math.inf
 
@@ -48,15 +51,14 @@ def mean_job(weight_fn=None, rule=RULE, **settings):
     """A step whose gradient is the mean of its microbatches; it overflows where a microbatch times
     the scale leaves float32.
     """
-    state = ps.init_train_state({"w": torch.tensor(0.0)}, {"mean": torch.tensor(0.0)}, SGD, rule)
-
-    def loss_fn(params, buffers, g):
-        return params["w"] * g, {"mean": buffers["mean"] + g}, g
-
-    step = functools.partial(
-        ps.train_step, loss_fn=loss_fn, optimizer=SGD, rule=rule, weight_fn=weight_fn, **settings
+    return started(
+        {"w": torch.tensor(0.0)},
+        rule=rule,
+        loss_fn=lambda p, b, g: (p["w"] * g, {"mean": b["mean"] + g}, g),
+        buffers={"mean": torch.tensor(0.0)},
+        weight_fn=weight_fn,
+        **settings,
     )
-    return state, step
 
 
 def numbers(*values):
@@ -73,34 +75,24 @@ def numbers(*values):
 )
 def test_a_window_equals_the_small_functions(policy, overflow, clip):
     optimizer = ps.from_torch(torch.optim.AdamW, lr=0.01)
-    state, step = job(
-        optimizer,
-        RULE,
-        policy="float32",
-        on_nonfinite=policy,
-        weight_fn=lambda b: len(b[1]),
-        **clip,
-    )
+    settings = {"on_nonfinite": policy, "weight_fn": lambda b: len(b[1]), **clip}
+    state, step = job(optimizer, RULE, policy="float32", **settings)
     microbatches = [batch(0, 4), batch(1, 8), batch(2, 2)]
     if overflow is not None:
         microbatches[overflow] = (microbatches[overflow][0] * INF, microbatches[overflow][1])
-    loss_fn = step.keywords["loss_fn"]
+    loss_fn, scaler = step.keywords["loss_fn"], state.scaler
 
     accum, buffers, losses = ps.init_accum(state.params), state.buffers, []
     for microbatch in microbatches:
 
         def scaled(params, buffers=buffers, microbatch=microbatch):
             loss, new_buffers = loss_fn(params, buffers, microbatch)
-            return ps.scale_loss(state.scaler, loss), (loss, new_buffers)
+            return ps.scale_loss(scaler, loss), (loss, new_buffers)
 
-        grads, (_, (loss, new_buffers)) = torch.func.grad_and_value(scaled, has_aux=True)(
-            state.params
-        )
-        grads, bad = ps.unscale_and_check(state.scaler, grads)
+        grads, (_, (loss, new)) = torch.func.grad_and_value(scaled, has_aux=True)(state.params)
+        grads, bad = ps.unscale_and_check(scaler, grads)
         accum = ps.accumulate_grads(accum, grads, len(microbatch[1]), bad)
-        buffers = (
-            ps.select(bad, buffers, new_buffers) if policy == "drop_microbatch" else new_buffers
-        )
+        buffers = ps.select(bad, buffers, new) if policy == "drop_microbatch" else new
         losses.append((loss, len(microbatch[1]), bad))
     grads, found_inf = ps.accumulated_grads(accum, on_nonfinite=policy)
     norm = ()
@@ -109,35 +101,31 @@ def test_a_window_equals_the_small_functions(policy, overflow, clip):
     if "clip_value" in clip:
         grads = ps.clip_by_value(grads, 0.005)
     params, opt_state = ps.maybe_step(optimizer, state.params, grads, state.opt_state, found_inf)
+    buffers, scaler = (
+        ps.select(found_inf, state.buffers, buffers),
+        RULE.update(scaler, accum.found_inf),
+    )
 
     with Untouched((state, microbatches)):
         new, info = step(state, microbatches)
     assert info.found_inf == (overflow is not None and policy == "drop_window")
-    expected = (
-        params,
-        ps.select(found_inf, state.buffers, buffers),
-        opt_state,
-        RULE.update(state.scaler, accum.found_inf),
-    )
+    expected = params, buffers, opt_state, scaler
     # a mean that is checked and unscaled once, at its end
     summed = policy == "drop_window" and overflow is None
     if summed or "max_norm" in clip:  # clipping and unscaling are one division
-        assert same_bits((new.scaler, new.opt_state.applied), (expected[3], opt_state.applied))
+        assert same_bits((new.scaler, new.opt_state.applied), (scaler, opt_state.applied))
         assert_close(tuple(new)[:4], expected, rtol=1e-6, atol=1e-6 if clip else 1e-7)
     else:
         assert same_bits(tuple(new)[:4], expected)
     if summed and clip:
         assert_close(info.grad_norm, norm, rtol=1e-6, atol=0)
     else:
-        assert same_bits(
-            info.grad_norm, norm if not (clip and info.found_inf) else torch.tensor(INF)
-        )
+        norm = norm if not (clip and info.found_inf) else torch.tensor(INF)
+        assert same_bits(info.grad_norm, norm)
     counted = [(loss, n) for loss, n, bad in losses if policy == "drop_window" or not bad]
-    torch.testing.assert_close(
-        info.loss, sum(loss * n for loss, n in counted) / sum(n for _, n in counted), equal_nan=True
-    )
-    donated = step(clone(state), microbatches, donate=True)
-    assert same_bits(donated, (new, info))
+    mean = sum(loss * n for loss, n in counted) / sum(n for _, n in counted)
+    torch.testing.assert_close(info.loss, mean, equal_nan=True)
+    assert_donation_keeps_bits(lambda donate: step(clone(state), microbatches, donate=donate))
 
 
 # ---- a window that is dropped as a whole is summed still scaled, and looked at once
@@ -155,18 +143,17 @@ HOW = {
 
 def vector_job(how, dtype=torch.float32, rule=None, **settings):
     """A step from 0 against the mean of its microbatches, which are (gradient, weight)."""
-    rule = ps.NoScale() if rule is None else rule
-    state = ps.init_train_state(
-        {"v": torch.zeros(3, dtype=dtype)}, {"seen": torch.zeros(())}, SGD, rule
-    )
 
     def loss_fn(params, buffers, m):
         return (params["v"] * m[0].to(dtype)).real.sum(), {"seen": buffers["seen"] + 1}
 
-    step = functools.partial(
-        ps.train_step, loss_fn=loss_fn, optimizer=SGD, rule=rule, weight_fn=HOW[how][1]
+    return started(
+        {"v": torch.zeros(3, dtype=dtype)},
+        rule=ps.NoScale() if rule is None else rule,
+        loss_fn=loss_fn,
+        buffers={"seen": torch.zeros(())},
+        **{"weight_fn": HOW[how][1], **settings},
     )
-    return state, functools.partial(step, **settings)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -250,28 +237,6 @@ def test_a_window_is_one_pass_a_microbatch_and_one_look(how):
     assert passes[1] - passes[0] == 6
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"on_nonfinite": "drop_microbatch"}, {"bn_update": "window"}]
-)
-def test_a_step_flattens_its_state_as_often_for_eight_microbatches_as_for_two(
-    settings, monkeypatch
-):
-    state, step = job(SGD, RULE, policy="float32", **settings)
-    mine, flatten, counts = {id(leaf) for leaf in tensors(state)}, optree.tree_flatten, []
-
-    def counting(tree, **kwargs):
-        leaves, structure = flatten(tree, **kwargs)
-        counts[-1] += any(id(leaf) in mine for leaf in leaves)
-        return leaves, structure
-
-    step(state, [batch(0), batch(1)])  # what is static is remembered from here on
-    monkeypatch.setattr(optree, "tree_flatten", counting)
-    for number in (2, 8):
-        counts.append(0)
-        step(state, [batch(index) for index in range(number)])
-    assert counts[0] == counts[1]
-
-
 @pytest.mark.parametrize("number", [1, 8])
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_step_flattens_each_of_its_trees_once(donate, number, monkeypatch):
@@ -297,28 +262,6 @@ def test_a_step_flattens_each_of_its_trees_once(donate, number, monkeypatch):
     assert all(count <= 1 + donate for count in counts.values()), counts
 
 
-@pytest.mark.parametrize("policy", ["drop_window", "drop_microbatch"])
-def test_the_gradients_of_a_microbatch_are_let_go_before_the_next_are_made(policy):
-    made = []
-
-    class Watched(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, w):
-            assert all(one() is None for one in made)
-            return w.sum()
-
-        @staticmethod
-        def backward(ctx, grad):
-            gradient = torch.ones(3)
-            made.append(weakref.ref(gradient))
-            return gradient
-
-    state = ps.init_train_state({"w": torch.ones(3)}, {}, SGD, RULE)
-    settings = {"optimizer": SGD, "rule": RULE, "on_nonfinite": policy}
-    ps.train_step(state, [0, 1, 2], loss_fn=lambda p, b, m: (Watched.apply(p["w"]), b), **settings)
-    assert len(made) == 3
-
-
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -333,30 +276,26 @@ def test_from_its_second_microbatch_on_a_window_holds_parameters_and_mean_and_no
 ):
     number, held = 10_007, []
 
-    def loss_fn(params, buffers, x):
+    def loss(params, x):
         gc.collect()
         every = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.numel() >= number]
         held.append(sum({t.untyped_storage().data_ptr(): t.nbytes for t in every}.values()))
-        return (params["w"].abs().float() * x).sum(), buffers
+        return (params["w"].abs().float() * x).sum()
 
-    sgd, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale(init_scale=8.0)
-    state = ps.init_train_state({"w": torch.ones(number, dtype=dtype)}, {}, sgd, rule)
-    settings = {"loss_fn": loss_fn, "optimizer": sgd, "rule": rule, "on_nonfinite": on_nonfinite}
-    ps.train_step(state, [torch.tensor(1.0)] * 3, **settings)
+    state, step = started({"w": torch.ones(number, dtype=dtype)}, loss, on_nonfinite=on_nonfinite)
+    step(state, [torch.tensor(1e-3)] * 3)
     mean = number * max(dtype.itemsize, 4)
     assert held[1:] == [held[0] + mean] * 2
 
 
 def test_a_sparse_gradient_may_come_after_a_dense_one():
-    state = ps.init_train_state({"w": torch.zeros(4, 1)}, {}, SGD, RULE)
+    def loss(params, m):
+        w = params["w"]
+        return F.embedding(m, w, sparse=True).sum() if m is not None else w.sum()
 
-    def loss_fn(params, buffers, m):
-        return (
-            F.embedding(m, params["w"], sparse=True).sum() if m is not None else params["w"].sum()
-        ), buffers
-
+    state, step = started({"w": torch.zeros(4, 1)}, loss)
     for microbatches in ([None, torch.tensor([1, 1, 3])], [torch.tensor([1, 1, 3]), None]):
-        new, info = ps.train_step(state, microbatches, loss_fn=loss_fn, optimizer=SGD, rule=RULE)
+        new, info = step(state, microbatches)
         assert not info.found_inf
         assert new.params["w"].flatten().tolist() == [-0.5, -1.5, -0.5, -1.0]
 
@@ -378,9 +317,7 @@ def test_a_window_that_may_be_tried_again_has_the_bits_of_one_that_may_not(how):
     assert same_bits(step(state, microbatches, max_retries=3), step(state, microbatches))
 
 
-@pytest.mark.parametrize(
-    "transform", ["vmap", pytest.param("compile", marks=pytest.mark.slow), "jvp"]
-)
+@pytest.mark.parametrize("transform", ["vmap", pytest.param("compile", marks=pytest.mark.slow)])
 def test_weights_that_are_tensors_agree_however_a_window_is_run(transform):
     """To 1e-6: other kernels."""
     state, step = vector_job("equal", weight_fn=lambda m: m[1])
@@ -393,26 +330,23 @@ def test_weights_that_are_tensors_agree_however_a_window_is_run(transform):
     if transform == "vmap":
         got = torch.vmap(step, in_dims=(None, 0))(state, stack(windows))
         got = [unstack(got, index) for index in range(len(windows))]
-    elif transform == "compile":
+    else:
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
         with torch._dynamo.config.patch(error_on_recompile=True):
             got = [compiled(state, window) for window in windows]
-    else:
-        torch.func.jvp(
-            lambda g: step(state, [(g, windows[0][0][1]), *windows[0][1:]])[0].params["v"],
-            (torch.ones(3),),
-            (torch.ones(3),),
-        )
-        by_g = torch.func.jvp(
-            lambda g: step(state, [(g, torch.tensor(1.0)), (g, torch.tensor(3.0))])[0].params["v"],
-            (torch.ones(3),),
-            (torch.ones(3),),
-        )[1]
-        assert by_g.tolist() == [-1, -1, -1]
-        return
     assert [info.found_inf.item() for _, info in expected] == [False, False, True, True]
     for one, other in zip(got, expected, strict=True):
         assert_close(one, other, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def test_a_window_of_weights_that_are_tensors_has_a_forward_derivative():
+    state, step = vector_job("equal", weight_fn=lambda m: m[1])
+
+    def final(g):
+        return step(state, [(g, torch.tensor(1.0)), (g, torch.tensor(3.0))])[0].params["v"]
+
+    _, by_g = torch.func.jvp(final, (torch.ones(3),), (torch.ones(3),))
+    assert by_g.tolist() == [-1, -1, -1]
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -459,11 +393,11 @@ def test_a_window_of_only_bad_microbatches_is_a_skipped_step_and_its_loss_says_w
         assert new.scaler.scale == 2.0**9
 
 
-def test_the_loss_is_the_mean_of_what_counts():
-    for policy, expected in (("drop_window", math.nan), ("drop_microbatch", 4.0)):
-        state, step = mean_job(on_nonfinite=policy)
-        _, info = step(state._replace(params={"w": torch.tensor(2.0)}), numbers(1, math.nan, 3))
-        assert info.loss.item() == pytest.approx(expected, nan_ok=True)
+@pytest.mark.parametrize(("policy", "mean"), [("drop_window", math.nan), ("drop_microbatch", 4.0)])
+def test_the_loss_is_the_mean_of_what_counts(policy, mean):
+    state, step = mean_job(on_nonfinite=policy)
+    _, info = step(state._replace(params={"w": torch.tensor(2.0)}), numbers(1, math.nan, 3))
+    assert info.loss.item() == pytest.approx(mean, nan_ok=True)
 
 
 @pytest.mark.parametrize("bad", [math.nan, -1.0, INF])
@@ -476,11 +410,13 @@ def test_a_weight_tensor_that_is_no_weight_drops_its_microbatch_and_leaves_the_s
     assert new.scaler.scale == 2.0**10
 
 
-@pytest.mark.parametrize("policy", ["drop_window", "drop_microbatch"])
-def test_a_window_of_weight_zero_leaves_everything_as_it_was(policy):
-    state, step = mean_job(lambda g: 0, on_nonfinite=policy)
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"on_nonfinite": "drop_microbatch"}])
+def test_a_window_of_weight_zero_leaves_everything_as_it_was(settings):
+    momentum = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+    start, step = started({"w": torch.tensor(0.0)}, lambda p, g: p["w"] * g, momentum)
+    state, _ = step(start, numbers(1))
     for microbatches in (numbers(1, INF), numbers(INF), numbers(1)):
-        new, info = step(state, microbatches)
+        new, info = step(state, microbatches, weight_fn=lambda g: 0, **settings)
         assert info.found_inf
         assert same_bits(new, state)
 
@@ -523,10 +459,9 @@ def test_dropping_microbatches_equals_the_window_without_them(parts):
 
 def overflowing(scale):
     """A state whose next window fits float32 at 2**100 and not above."""
-    state, step = mean_job()
-    state = state._replace(scaler=at(2.0**scale))
     rule = ps.DynamicScale(init_scale=2.0**10, max_scale=2.0**120, growth_interval=3)
-    return state, functools.partial(step, rule=rule), numbers(2.0**27, 2.0**26)
+    state, step = mean_job(rule=rule)
+    return state._replace(scaler=at(2.0**scale)), step, numbers(2.0**27, 2.0**26)
 
 
 # ---- compiled, vmapped, differentiated
@@ -561,20 +496,10 @@ def test_a_compiled_window_agrees_without_recompiling(policy):
 
 
 def test_windows_under_vmap_equal_a_loop():
-    states, windows = [], [numbers(1, 2), numbers(INF, 4), numbers(3, math.nan)]
+    windows = [numbers(1, 2), numbers(INF, 4), numbers(3, math.nan)]
     state, step = mean_job(on_nonfinite="drop_microbatch")
     states = [scaled_by(state, 2.0**i) for i in range(3)]
-    batched = torch.vmap(step)(
-        stack(states), [torch.stack([w[i] for w in windows]) for i in range(2)]
-    )
-    for index in range(3):
-        assert_close(
-            unstack(batched, index),
-            step(states[index], windows[index]),
-            rtol=1e-6,
-            atol=1e-6,
-            equal_nan=True,
-        )
+    assert_vmap_equals_loop(step, stack(states), stack(windows), rtol=1e-6, atol=1e-6)
 
 
 def test_a_window_is_differentiated_through():
@@ -588,44 +513,6 @@ def test_a_window_is_differentiated_through():
     assert by_g == -2
 
 
-# ---- resumed in mid-window
-
-
-def test_a_hand_written_window_saved_in_the_middle_resumes_bit_for_bit():
-    apply, params, buffers = ps.make_functional(
-        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    )
-    optimizer, every = ps.from_torch(torch.optim.AdamW, lr=0.01), 3
-    torch.manual_seed(0)
-    data = [(torch.randn(6, 4), torch.randint(0, 2, (6,))) for _ in range(10)]
-
-    def run(state, first, last):
-        for index in range(first, last):
-            params, buffers, opt_state, scaler, accum = state
-
-            def scaled(params, buffers=buffers, scaler=scaler, index=index):
-                logits, new = apply(params, buffers, data[index][0])
-                return ps.scale_loss(scaler, F.cross_entropy(logits, data[index][1])), new
-
-            grads, (_, buffers) = torch.func.grad_and_value(scaled, has_aux=True)(params)
-            grads, bad = ps.unscale_and_check(scaler, grads)
-            accum = ps.accumulate_grads(accum, grads, found_inf=bad)
-            if ps.accumulation_window(index, every, total=len(data)).should_update:
-                grads, found_inf = ps.accumulated_grads(accum)
-                params, opt_state = ps.maybe_step(optimizer, params, grads, opt_state, found_inf)
-                scaler, accum = RULE.update(scaler, accum.found_inf), ps.init_accum(params)
-            state = params, buffers, opt_state, scaler, accum
-        return state
-
-    start = (params, buffers, optimizer.init(params), RULE.init(), ps.init_accum(params))
-    whole = run(start, 0, 10)
-    for cut in (1, 4, 5, 9):
-        middle = clone(run(start, 0, cut))
-        assert not shares_memory(middle, start)
-        assert same_bits(run(middle, cut, 10), whole)
-    assert whole[2].applied == 4
-
-
 # ---- what a review found
 
 
@@ -633,17 +520,13 @@ def test_retries_that_only_underflow_the_others_are_not_used():
     """One microbatch has a finite loss and a NaN gradient at any scale; at the lowest scale the
     other one vanishes in float16.
     """
+
+    def loss(params, m):
+        w = params["w"]
+        return w.sum().abs().sqrt() if m is None else (w.half() * m).sum()
+
     rule = ps.DynamicScale(init_scale=2.0**12)
-    state = ps.init_train_state({"w": torch.zeros(2)}, {}, SGD, rule)
-
-    def loss_fn(params, buffers, m):
-        return (
-            params["w"].sum().abs().sqrt() if m is None else (params["w"].half() * m).sum()
-        ), buffers
-
-    step = functools.partial(
-        ps.train_step, loss_fn=loss_fn, optimizer=SGD, rule=rule, on_nonfinite="drop_microbatch"
-    )
+    state, step = started({"w": torch.zeros(2)}, loss, rule=rule, on_nonfinite="drop_microbatch")
     microbatches = [torch.tensor(1e-6).half(), None]
     plain, _ = step(state, microbatches)
     new, info = step(state, microbatches, max_retries=25)
@@ -695,20 +578,6 @@ def test_a_window_at_an_unusable_scale_is_tried_again_at_a_usable_one(scale):
         assert step(state._replace(scaler=at(scale)), microbatches)[1].found_inf
 
 
-def test_a_gradient_that_a_custom_backward_keeps_is_not_written_into():
-    kept = torch.full((3,), 1024.0)
-    state = ps.init_train_state({"w": torch.ones(3)}, {}, SGD, RULE)
-    new, _ = ps.train_step(
-        state,
-        [0, 0],
-        loss_fn=lambda p, b, m: (Keeps.apply(p["w"], kept), b),
-        optimizer=SGD,
-        rule=RULE,
-    )
-    assert kept.tolist() == [1024] * 3
-    assert new.params["w"].tolist() == [0] * 3
-
-
 def test_a_gradient_that_is_the_loss_does_not_change_it():
     class Self(torch.autograd.Function):
         @staticmethod
@@ -720,46 +589,17 @@ def test_a_gradient_that_is_the_loss_does_not_change_it():
         def backward(ctx, grad):
             return ctx.out
 
-    state = ps.init_train_state({"w": torch.ones(())}, {}, SGD, RULE)
-    _, info = ps.train_step(
-        state,
-        [0],
-        loss_fn=lambda p, b, m: (Self.apply(p["w"]), b),
-        optimizer=SGD,
-        rule=RULE,
-        max_norm=1.0,
-    )
-    assert info.loss == 2.5
+    state, step = started({"w": torch.ones(())}, lambda p, m: Self.apply(p["w"]), max_norm=1.0)
+    assert step(state, [0])[1].loss == 2.5
 
 
-def test_nothing_is_written_when_a_rule_of_ones_own_changes_dtypes():
-    class Wider(ps.DynamicScale):
-        def update(self, scaler, found_inf):
-            new = super().update(scaler, found_inf)
-            return new._replace(growth_tracker=new.growth_tracker.long())
-
-    state, step = mean_job(rule=Wider(init_scale=2.0**10))
-    with Untouched(state), pytest.raises(ValueError, match=r"growth_tracker is torch\.int32"):
-        step(state, numbers(1, 2), donate=True)
-
-
-def test_complex_parameters_and_clip_value_are_refused_before_any_work():
-    state = ps.init_train_state({"w": torch.ones(1, dtype=torch.complex64)}, {}, SGD, RULE)
-    called = []
-    for microbatches in ([0], [0, 0]):
-        with pytest.raises(
-            TypeError,
-            match=r"params\['w'\] has dtype torch.complex64; complex numbers have no order",
-        ):
-            ps.train_step(
-                state,
-                microbatches,
-                loss_fn=lambda *a: called.append(a),
-                optimizer=SGD,
-                rule=RULE,
-                clip_value=1.0,
-            )
-    assert not called
+@pytest.mark.parametrize("number", [1, 2])
+def test_complex_parameters_and_clip_value_are_refused_before_any_work(number):
+    params = {"w": torch.ones(1, dtype=torch.complex64)}
+    state, step = started(params, lambda p, m: pytest.fail("called"), clip_value=1.0)
+    words = r"params\['w'\] has dtype torch.complex64; complex numbers have no order"
+    with pytest.raises(TypeError, match=words):
+        step(state, [0] * number)
 
 
 def test_the_scale_reported_and_the_state_share_no_memory():
@@ -805,21 +645,16 @@ WEIGHTS = st.sampled_from([0.0, 1.0, 3.0, math.nan, -1.0])
 def test_a_skipped_step_has_no_finite_norm_and_one_that_was_taken_has_the_true_one(
     parts, policy, dtype, max_norm, retries, weighted, optimizer, p
 ):
-    rule = ps.DynamicScale(init_scale=4.0)
-    state = ps.init_train_state({"v": torch.zeros(2, dtype=dtype)}, {}, optimizer, rule)
-    microbatches = [(torch.tensor([a, b], dtype=dtype), torch.tensor(w)) for a, b, w in parts]
-    _, info = ps.train_step(
-        state,
-        microbatches,
-        loss_fn=lambda params, buffers, m: ((params["v"] * m[0]).sum(), buffers),
-        optimizer=optimizer,
-        rule=rule,
+    state, step = started(
+        {"v": torch.zeros(2, dtype=dtype)},
+        lambda params, m: (params["v"] * m[0]).sum(),
+        optimizer,
+        ps.DynamicScale(init_scale=4.0),
         weight_fn=(lambda m: m[1]) if weighted else None,
         on_nonfinite=policy,
-        max_norm=max_norm,
-        norm_type=p,
-        max_retries=retries,
     )
+    microbatches = [(torch.tensor([a, b], dtype=dtype), torch.tensor(w)) for a, b, w in parts]
+    _, info = step(state, microbatches, max_norm=max_norm, norm_type=p, max_retries=retries)
     assert info.grad_norm.dtype is dtype
     if info.found_inf:
         assert not torch.isfinite(info.grad_norm)
@@ -857,77 +692,12 @@ def test_a_skipped_step_has_no_finite_norm_however_it_is_run(how):
     assert not math.isfinite(norms[2])
 
 
-@pytest.mark.parametrize("scale", [INF, 0.0, -4.0, math.nan])
-@pytest.mark.parametrize(
-    "optimizer", [SGD, ps.from_torch(torch.optim.Adamax, lr=1.0)], ids=["fused", "formula"]
-)
-def test_under_a_scale_that_cannot_be_trusted_the_norm_is_not_finite(scale, optimizer):
-    params = {"w": torch.ones(2)}
-    out = ps.unscale_and_step(
-        optimizer, at(scale), params, {"w": torch.ones(2)}, optimizer.init(params), max_norm=1.0
-    )
-    assert out.found_inf
-    assert not torch.isfinite(out.grad_norm)
-
-
 # ---- edges that a careless change would break
 
 
-OPTIM = torch.optim
-
-
-MOMENTUM = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}], ids=["one pass", "clipped"])
-def test_a_window_of_weight_zero_moves_no_momentum(settings):
-    state = ps.init_train_state({"w": torch.tensor(1.0)}, {}, MOMENTUM, RULE)
-    state, _ = ps.train_step(
-        state, [1.0], loss_fn=lambda p, b, x: (p["w"] * x, b), optimizer=MOMENTUM, rule=RULE
-    )
-    new, _ = ps.train_step(
-        state,
-        [1.0],
-        loss_fn=lambda p, b, x: (p["w"] * x, b),
-        optimizer=MOMENTUM,
-        rule=RULE,
-        weight_fn=lambda x: 0.0,
-        **settings,
-    )
-    assert same_bits(new, state)
-
-
-def test_a_negative_weight_tensor_in_a_positive_total_skips_the_step():
-    state = ps.init_train_state({"w": torch.tensor(0.0)}, {}, MOMENTUM, RULE)
-    new, info = ps.train_step(
-        state,
-        [torch.tensor(1.0), torch.tensor(2.0)],
-        loss_fn=lambda p, b, g: (p["w"] * g, b),
-        optimizer=MOMENTUM,
-        rule=RULE,
-        weight_fn=lambda g: torch.where(g > 1, -0.5, 1.0),
-    )
-    assert info.found_inf
-    assert same_bits(new, state)
-
-
-def test_a_weight_that_is_a_bool_is_refused():
-    state, step = job(MOMENTUM, RULE)
-    with pytest.raises(TypeError, match="weight_fn returned True"):
-        step(state, [batch()], weight_fn=lambda b: True)
-
-
 def test_half_weights_do_not_overflow_together():
-    sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
-    state = ps.init_train_state({"w": torch.tensor(0.0)}, {}, sgd, ps.NoScale())
-    new, info = ps.train_step(
-        state,
-        [torch.tensor(1.0), torch.tensor(3.0)],
-        loss_fn=lambda p, b, g: (p["w"] * g, b),
-        optimizer=sgd,
-        rule=ps.NoScale(),
-        weight_fn=lambda g: torch.tensor(6e4, dtype=torch.float16),
-    )
+    state, step = mean_job(lambda g: torch.tensor(6e4).half(), rule=ps.NoScale())
+    new, info = step(state, numbers(1, 3))
     assert not info.found_inf
     assert new.params["w"] == -2
 
@@ -944,9 +714,8 @@ def dropout_net():
         logits, buffers = apply(params, buffers, batch["x"])
         return logits.square().mean(), buffers
 
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale(2.0**8)
-    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule)
-    return step, ps.init_train_state(params, buffers, optimizer, rule), loss_fn
+    state, step = started(params, loss_fn=loss_fn, buffers=buffers)
+    return step, state, loss_fn
 
 
 def drawn():
@@ -1006,15 +775,12 @@ def test_memory_holds_one_microbatch_at_a_time(donate, on_nonfinite):
 def test_a_state_does_not_share_memory_with_what_a_function_keeps(donate):
     """As a queue of keys, which is a batch."""
     kept = torch.ones(3)
-
-    def loss_fn(params, buffers, batch):
-        return (params["w"] * batch).sum(), {"queue": batch}
-
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale(2.0**8)
-    start = ps.init_train_state({"w": torch.ones(3)}, {"queue": torch.zeros(3)}, optimizer, rule)
-    state, _ = ps.train_step(
-        start, [lambda: kept], loss_fn=loss_fn, optimizer=optimizer, rule=rule, donate=donate
+    start, step = started(
+        {"w": torch.ones(3)},
+        loss_fn=lambda p, b, batch: ((p["w"] * batch).sum(), {"queue": batch}),
+        buffers={"queue": torch.zeros(3)},
     )
+    state, _ = step(start, [lambda: kept], donate=donate)
     assert same_bits(state.buffers["queue"], kept)
     assert not shares_memory(state, kept)
 
@@ -1028,13 +794,8 @@ def test_an_object_that_can_be_called_is_a_microbatch():
         def __call__(self):
             raise AssertionError("called")
 
-    def loss_fn(params, buffers, graph):
-        return (params["w"] * graph.x).sum(), buffers
-
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.5), ps.NoScale()
-    state = ps.init_train_state({"w": torch.ones(2)}, {}, optimizer, rule)
-    state, _ = ps.train_step(state, [Graph()], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
-    assert state.params["w"].tolist() == [0.5, 0.5]
+    state, step = started({"w": torch.ones(2)}, lambda p, graph: (p["w"] * graph.x).sum())
+    assert step(state, [Graph()])[0].params["w"].tolist() == [0, 0]
 
 
 def test_a_function_that_raises_leaves_the_state_and_functions_are_not_tried_again():
@@ -1071,20 +832,13 @@ def test_a_window_of_a_size_is_torchs_loop_of_losses_divided_by_it(numbers, dona
         [(torch.randn(5, 5), torch.randint(3, (5,))) for _ in range(number)] for number in numbers
     ]
     apply, params, buffers = ps.make_functional(model)
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9), ps.DynamicScale()
-    state = ps.init_train_state(params, buffers, optimizer, rule)
-
-    def loss_fn(params, buffers, microbatch):
-        out, buffers = apply(params, buffers, microbatch[0])
-        return F.cross_entropy(out, microbatch[1]), buffers
-
-    settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "donate": donate}
+    momentum = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+    state, step = started(params, None, momentum, loss_fn=cross_entropy_of(apply), buffers=buffers)
     plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for window in windows:
-        state, info = ps.train_step(state, window, window_size=4, **settings)
+        state, info = step(state, window, window_size=4, donate=donate)
         plain.zero_grad()
-        losses = [F.cross_entropy(model(x), y) / 4 for x, y in window]
-        total = sum(losses)
+        total = sum(F.cross_entropy(model(x), y) / 4 for x, y in window)
         total.backward()
         plain.step()
         torch.testing.assert_close(info.loss, total.detach(), rtol=1e-6, atol=1e-6)
@@ -1106,13 +860,10 @@ def test_a_window_of_a_size_is_torchs_loop_that_drops_what_overflows(bad, missin
         for each in bad
     ]
     weight = torch.ones(size, dtype=torch.float64)
-    optimizer = ps.from_torch(torch.optim.SGD, lr=1.0)
-    state, info = ps.train_step(
-        ps.init_train_state({"w": weight}, {}, optimizer, RULE),
+    state, step = started({"w": weight}, lambda params, x: ((params["w"] * x) ** 2).mean())
+    state, info = step(
+        state,
         window,
-        loss_fn=lambda params, buffers, x: (((params["w"] * x) ** 2).mean(), buffers),
-        optimizer=optimizer,
-        rule=RULE,
         on_nonfinite="drop_microbatch",
         max_retries=int(retries),
         window_size=window_size,

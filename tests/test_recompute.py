@@ -3,13 +3,13 @@
 import copy
 import functools
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import cross_entropy_of, examples, same_bits
+from helpers import cross_entropy_of, examples, generator_of, same_bits, started
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -61,25 +61,28 @@ def net(checkpoints=True, depth=2, **options):
 
 
 def batches(count=3, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(5, 6, generator=generator), torch.randint(3, (5,), generator=generator))
-        for _ in range(count)
-    ]
+    g = generator_of(seed)
+    draw = lambda: (torch.randn(5, 6, generator=g), torch.randint(3, (5,), generator=g))  # noqa: E731
+    return [draw() for _ in range(count)]
 
 
-def trained(model, policy=POLICIES[0], steps=3, compiled=False, rng=None, **options):
+ADAMW, SGD = (ps.from_torch(cls, lr=1e-2) for cls in (torch.optim.AdamW, torch.optim.SGD))
+
+
+def training(model, policy=POLICIES[0], optimizer=ADAMW, rule=None, compiled=False, **settings):
+    """(state, step)"""
     apply, params, buffers = ps.make_functional(model)
     loss_fn = cross_entropy_of(ps.with_policy(apply, policy))
-    parts = {
-        "loss_fn": torch.compile(loss_fn, backend="aot_eager") if compiled else loss_fn,
-        "optimizer": ps.from_torch(torch.optim.AdamW, lr=1e-2),
-        "rule": ps.DynamicScale(2.0**12, growth_interval=2),
-    }
-    state = ps.init_train_state(params, buffers, parts["optimizer"], parts["rule"], rng=rng)
+    loss_fn = torch.compile(loss_fn, backend="aot_eager") if compiled else loss_fn
+    rule = rule or ps.DynamicScale(2.0**12, growth_interval=2)
+    return started(params, None, optimizer, rule, loss_fn=loss_fn, buffers=buffers, **settings)
+
+
+def trained(model, policy=POLICIES[0], **settings):
+    state, step = training(model, policy, **settings)
     torch.manual_seed(2)
-    for seed in range(steps):
-        state, _ = ps.train_step(state, batches(seed=seed), **parts, **options)
+    for seed in range(3):
+        state, _ = step(state, batches(seed=seed))
     return state
 
 
@@ -112,15 +115,10 @@ def test_steps_have_the_bits_of_a_model_that_does_not_checkpoint(norm, policy, d
 
 @pytest.mark.parametrize("policy", [POLICIES[1], POLICIES[4]])
 def test_a_step_whose_loss_overflows_has_the_same_bits(policy):
-    rule = ps.DynamicScale(2.0**40, max_scale=2.0**40)
-    found = []
+    rule, found = ps.DynamicScale(2.0**40, max_scale=2.0**40), []
     for checkpoints in (False, True):
-        apply, params, buffers = ps.make_functional(net(checkpoints, norm="batch"))
-        optimizer = ps.from_torch(torch.optim.SGD, lr=0.1)
-        state = ps.init_train_state(params, buffers, optimizer, rule)
-        loss_fn = cross_entropy_of(ps.with_policy(apply, policy))
-        parts = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "max_retries": 40}
-        found.append(ps.train_step(state, batches(), **parts))
+        state, step = training(net(checkpoints, norm="batch"), policy, SGD, rule, max_retries=40)
+        found.append(step(state, batches()))
     assert same_bits(*found)
 
 
@@ -161,16 +159,18 @@ def test_a_compiled_loss_has_the_numbers_of_the_plain_one():
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_forwards_before_their_backwards_keep_apart(order):
     apply, params, buffers = ps.make_functional(net(dropout=0.0))
-    rows = batches(2)
-    weights = [{n: (p * k).requires_grad_() for n, p in params.items()} for k in (1, 3)]
-    losses = [
-        apply(w, buffers, x)[0].square().sum() for w, (x, _) in zip(weights, rows, strict=True)
-    ]
-    found = {k: torch.autograd.grad(losses[k], list(weights[k].values())) for k in order}
     plain, _, _ = ps.make_functional(net(False, dropout=0.0))
+    rows = [x for x, _ in batches(2)]
+    weights = [{n: (p * k).requires_grad_() for n, p in params.items()} for k in (1, 3)]
+
+    def loss_of(apply, k):
+        return apply(weights[k], buffers, rows[k])[0].square().sum()
+
+    losses = [loss_of(apply, k) for k in (0, 1)]
+    found = {k: torch.autograd.grad(losses[k], list(weights[k].values())) for k in order}
     for k in order:
-        loss = plain(weights[k], buffers, rows[k][0])[0].square().sum()
-        assert same_bits(found[k], torch.autograd.grad(loss, list(weights[k].values())))
+        expected = torch.autograd.grad(loss_of(plain, k), list(weights[k].values()))
+        assert same_bits(found[k], expected)
 
 
 def test_a_backward_again_over_a_graph_that_was_retained_gives_the_same_bits():
@@ -210,23 +210,11 @@ def test_a_window_is_a_part_of_memory_of_what_it_is_without():
 # ---- who keeps what
 
 
-def tensors_of_a_step(donate):
-    apply, params, buffers = ps.make_functional(net(norm="batch"))
-    parts = {
-        "loss_fn": cross_entropy_of(ps.with_policy(apply, POLICIES[1])),
-        "optimizer": ps.from_torch(torch.optim.SGD, lr=0.1),
-        "rule": ps.DynamicScale(),
-    }
-    state = ps.init_train_state(params, buffers, parts["optimizer"], parts["rule"])
-    del params, buffers
-    old = [weakref.ref(tensor) for tensor in (*state.params.values(), *state.buffers.values())]
-    state, _ = ps.train_step(state, batches(), **parts, donate=donate)
-    return old, state
-
-
 @pytest.mark.parametrize("donate", [False, True])
 def test_no_old_parameter_lives_on_after_a_step(donate):
-    old, state = tensors_of_a_step(donate)
+    state, step = training(net(norm="batch"), POLICIES[1], SGD)
+    old = [weakref.ref(tensor) for tensor in (*state.params.values(), *state.buffers.values())]
+    state, _ = step(state, batches(), donate=donate)
     gc.collect()
     new = {id(tensor) for tensor in (*state.params.values(), *state.buffers.values())}
     assert not [ref for ref in old if ref() is not None and id(ref()) not in new]
@@ -319,7 +307,7 @@ def test_a_region_reads_what_the_forward_wrote_before_it(change, how):
 @pytest.mark.parametrize("how", [True, "closure"])
 def test_regions_of_threads_read_their_own_weights(how):
     apply, params, buffers = ps.make_functional(Reads(*CHANGED["sets an attribute"], how))
-    x, wrong = torch.arange(6.0).reshape(2, 3), []
+    x = torch.arange(6.0).reshape(2, 3)
 
     def grads(factor):
         weights = {n: (p * factor).detach().requires_grad_() for n, p in params.items()}
@@ -328,16 +316,10 @@ def test_regions_of_threads_read_their_own_weights(how):
     expected = {factor: grads(factor) for factor in (1, 2, 3)}
 
     def work(factor):
-        for _ in range(50):
-            if not same_bits(grads(factor), expected[factor]):
-                wrong.append(factor)
+        return all(same_bits(grads(factor), expected[factor]) for _ in range(50))
 
-    threads = [threading.Thread(target=work, args=(factor,)) for factor in expected]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(work, expected))
 
 
 # ---- what torch refuses

@@ -17,13 +17,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import (
     Dispatched,
-    Keeps,
     Untouched,
     batch,
     clone,
     in_processes,
     same_bits,
     small_net,
+    started,
     tensors,
 )
 from torch import nn
@@ -126,7 +126,6 @@ def task(dtype, optimizer=SGD, scale=2.0**10):
     net = small_net()
     net.register_buffer("mask", torch.tensor([-math.inf, 0.1, 1 / 3]))  # which nothing changes
     apply, params, buffers = ps.make_functional(net.to(dtype))
-    rule = ps.DynamicScale(init_scale=scale)
 
     def loss_fn(params, buffers, microbatch):
         (x, y), limit = microbatch
@@ -139,8 +138,8 @@ def task(dtype, optimizer=SGD, scale=2.0**10):
         out, buffers = apply(params, buffers, x.to(dtype))
         return F.cross_entropy(out, y), buffers
 
-    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule)
-    return ps.init_train_state(params, buffers, optimizer, rule), step
+    rule = ps.DynamicScale(init_scale=scale)
+    return started(params, None, optimizer, rule, loss_fn=loss_fn, buffers=buffers)
 
 
 def share(rank, bad=None, limit=0.0):
@@ -248,27 +247,25 @@ def _fallen(rank):
         add = [1e-6, 1.0, 0.1, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
         return (torch.tensor(new).double() + rank * torch.tensor(add).double()).to(old.dtype)
 
-    rule, steps = ps.NoScale(), torch.arange(1.0, 1000.0)
+    def loss_fn(params, buffers, x):
+        new = {"b": became(rank, buffers["b"]), "steps": buffers["steps"] + 1}
+        return (params["w"] * x).sum(), new
+
+    steps = torch.arange(1.0, 1000.0)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
         old = torch.tensor(FALLS).to(dtype)
-        state = ps.init_train_state({"w": torch.ones(1)}, {"b": old, "steps": steps}, SGD, rule)
+        wide = torch.complex128 if dtype.is_complex else torch.float64
         for weights in ([1, 1, 1, 1], [0, 1, 1, 1], [1, 5, 7, 9]):
-            wide = torch.complex128 if dtype.is_complex else torch.float64
-            every = [
-                w * became(other, old).to(wide) for other, w in enumerate(weights[:ranks]) if w
-            ]
-            new, _ = ps.train_step(
-                state,
-                [torch.ones(1)],
-                loss_fn=lambda p, b, x: (
-                    (p["w"] * x).sum(),
-                    {"b": became(rank, b["b"]), "steps": b["steps"] + 1},
-                ),
-                optimizer=SGD,
-                rule=rule,
+            shares = list(enumerate(weights[:ranks]))
+            every = [w * became(other, old).to(wide) for other, w in shares if w]
+            state, step = started(
+                {"w": torch.ones(1)},
+                rule=ps.NoScale(),
+                loss_fn=loss_fn,
+                buffers={"b": old, "steps": steps},
                 weight_fn=lambda x, weights=weights: weights[rank],
-                group=dist.group.WORLD,
             )
+            new, _ = step(state, [torch.ones(1)], group=dist.group.WORLD)
             mean, expected = new.buffers["b"], (sum(every) / sum(weights[:ranks])).to(dtype)
             most = 7 if dtype.is_complex else None  # where inf has no direction
             close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 0, "equal_nan": True}
@@ -299,7 +296,6 @@ def _branches(rank):
     torch.manual_seed(0)
     apply, params, buffers = ps.make_functional(Branches())
     buffers = {**buffers, "even.num_batches_tracked": torch.tensor(3)}
-    rule = ps.DynamicScale(init_scale=8.0)
 
     def loss_fn(params, buffers, microbatch):
         x, branch, bad = microbatch
@@ -307,10 +303,10 @@ def _branches(rank):
             params["stem.weight"].register_hook(lambda g: g * torch.inf)
         return apply(params, buffers, x, branch)
 
-    step = functools.partial(
-        ps.train_step, loss_fn=loss_fn, optimizer=SGD, rule=rule, bn_update="window"
-    )
-    state = ps.init_train_state(params, buffers, SGD, rule)
+    state, step = started(
+        params, rule=ps.DynamicScale(init_scale=8.0), loss_fn=loss_fn, buffers=buffers,
+        bn_update="window",
+    )  # fmt: skip
     for odd, bad in itertools.product(range(ranks), (None, *range(ranks))):
         data = [
             [
@@ -402,17 +398,11 @@ def _norms(rank):
         for (grads, norm), retries in itertools.product(cases, (0, 1)):
             mine = [torch.tensor([g] + [0.0] * (size - 1)) for g in (grads + [[2.0]] * ranks)[rank]]
             for rule in (ps.DynamicScale(), ps.HeadroomScale()):
-                state = ps.init_train_state({"v": torch.ones(size)}, {}, SGD, rule)
-                new, info = ps.train_step(
-                    state,
-                    mine,
-                    loss_fn=lambda params, buffers, g: ((params["v"] * g).sum(), buffers),
-                    optimizer=SGD,
-                    rule=rule,
-                    max_norm=1e30,
-                    max_retries=retries,
-                    group=dist.group.WORLD,
+                state, step = started(
+                    {"v": torch.ones(size)}, lambda params, g: (params["v"] * g).sum(), rule=rule
                 )
+                settings = {"max_norm": 1e30, "max_retries": retries, "group": dist.group.WORLD}
+                new, info = step(state, mine, **settings)
                 expected = torch.tensor(norm)
                 torch.testing.assert_close(info.grad_norm, expected, equal_nan=True)
                 if isinstance(rule, ps.HeadroomScale):
@@ -481,24 +471,6 @@ def test_a_step_compiled_by_inductor_is_that_of_eager_mode():
     in_processes(_compiled_by_inductor, patience=300)
 
 
-def _kept(rank):
-    """A large gradient is summed where it stands, but not in memory that somebody else holds."""
-    rule = ps.NoScale()
-    for view in (False, True):
-        kept = torch.full((512, 1024), 1.0 + rank)
-        state = ps.init_train_state({"w": torch.zeros(512, 1024)}, {}, SGD, rule)
-        with Untouched(kept):
-            new, _ = ps.train_step(
-                state,
-                [kept],
-                loss_fn=lambda p, b, m, view=view: (Keeps.apply(p["w"], m, view), b),
-                optimizer=SGD,
-                rule=rule,
-                group=dist.group.WORLD,
-            )
-        assert (new.params["w"] == -1.5).all()
-
-
 class WithoutSecond(torch.autograd.Function):
     """The sum of two products, whose backward gives None for the second."""
 
@@ -522,14 +494,13 @@ def by_one_parameter(params, buffers, x):
 
 def _none(rank):
     """A gradient that a backward leaves None is 0, for each optimizer and each rank."""
-    rule, world = ps.DynamicScale(), dist.group.WORLD
+    world = dist.group.WORLD
     data = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, -1.0])]
     compiled = torch.compile(by_one_parameter, backend="aot_eager")
+    params = {"b": torch.ones(2), "a": torch.full((2,), 2.0)}
+    state, step = started(params, None, ADAMW, max_norm=1.0)
     for plain, loss_fn in ((by_a_function, by_a_function), (by_one_parameter, compiled)):
         for number in (1, 2):
-            params = {"b": torch.ones(2), "a": torch.full((2,), 2.0)}
-            state = ps.init_train_state(params, {}, ADAMW, rule)
-            step = functools.partial(ps.train_step, optimizer=ADAMW, rule=rule, max_norm=1.0)
             new, info = step(state, [data[rank]] * number, loss_fn=loss_fn, group=world)
             alone, told = step(state, data * number, loss_fn=plain)
             torch.testing.assert_close(new, alone)
@@ -648,14 +619,11 @@ def _refusals(rank):
             gone()
 
 
-class Halving:
+class Rate(float):
     """A schedule that is an object."""
 
-    def __init__(self, start):
-        self.start = start
-
     def __call__(self, applied):
-        return self.start * 0.5**applied
+        return decayed(self, applied)
 
 
 def decayed(lr, applied):
@@ -670,7 +638,7 @@ OPTIMIZERS = {
     "rate": (from_torch(optim.SGD, lr=0.1), from_torch(optim.SGD, lr=0.2)),
     "rate as a tensor": [from_torch(optim.SGD, lr=torch.tensor(lr)) for lr in (0.1, 0.2)],
     "schedule": [from_torch(optim.SGD, lr=functools.partial(decayed, lr)) for lr in (0.1, 0.2)],
-    "schedule, an object": [from_torch(optim.SGD, lr=Halving(lr)) for lr in (0.1, 0.2)],
+    "schedule, an object": [from_torch(optim.SGD, lr=Rate(lr)) for lr in (0.1, 0.2)],
     "a pair of numbers": [from_torch(optim.Adam, betas=(beta, 0.99)) for beta in (0.8, 0.9)],
     "a flag": [from_torch(optim.SGD, maximize=flag) for flag in (True, False)],
     "override": [from_torch(optim.SGD, overrides={"*.bias": {"lr": lr}}) for lr in (0.1, 0.2)],
@@ -734,7 +702,6 @@ def _settings(rank):
 
 def _compiled_and_refused(rank):
     _compiled(rank)
-    _kept(rank)
     _refusals(rank)
     _settings(rank)
 
@@ -781,7 +748,7 @@ def _trained(folder, until, dies_at, rank):
     dist.barrier()
 
     while state.step < until:
-        started = time.monotonic()
+        began = time.monotonic()
         index = int(state.step)
         limit = "dies" if (rank, index) == (1, dies_at) else None
         data = [(batch(100 * index + 10 * rank + i, 4 + rank), limit) for i in range(1 + rank)]
@@ -793,22 +760,26 @@ def _trained(folder, until, dies_at, rank):
         if alone is not None:
             assert index == dies_at
             assert "another rank" in alone.__notes__[0]
-            assert time.monotonic() - started < PATIENCE + 10
+            assert time.monotonic() - began < PATIENCE + 10
             os._exit(0)
         if rank == 0:
             ps.save(path, state)
     assert dies_at is None
 
 
+def _whole_and_resumed(whole, torn, rank):
+    _trained(whole, 5, None, rank)
+    _trained(torn, 5, None, rank)
+
+
 def test_a_rank_that_dies_is_an_error_on_the_others_and_a_restart_goes_on_bit_for_bit(tmp_path):
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     whole.mkdir()
     torn.mkdir()
-    in_processes(functools.partial(_trained, str(whole), 5, None), 3, PATIENCE)
     in_processes(functools.partial(_trained, str(torn), 5, 3), 3, PATIENCE)
     like, _ = task(torch.float32, ADAMW)
     assert ps.load(torn / "state.pt", like=like).step == 3
-    in_processes(functools.partial(_trained, str(torn), 5, None), 3, PATIENCE)
+    in_processes(functools.partial(_whole_and_resumed, str(whole), str(torn)), 3, PATIENCE)
     assert same_bits(ps.load(torn / "state.pt", like=like), ps.load(whole / "state.pt", like=like))
 
 

@@ -56,6 +56,15 @@ class Run:
         return self.params, self.opt_state, self.scaler
 
 
+def begun(rank, rule=RULE, careful=False):
+    """(page, run), each rank with random numbers of its own."""
+    page = definitions(rule)
+    page["rule"] = page["careful"] if careful else rule
+    run = Run(page)
+    torch.manual_seed(1 + rank)
+    return page, run
+
+
 def ranks():
     return dist.get_world_size()
 
@@ -154,9 +163,7 @@ def test_an_overflow_in_the_shard_of_one_rank_skips_the_step_on_all():
 
 
 def _local_shards(rank):
-    page = definitions(ps.DynamicScale(init_scale=2.0**10))
-    run = Run(page)
-    torch.manual_seed(1 + rank)
+    page, run = begun(rank, ps.DynamicScale(init_scale=2.0**10))
     loss, run.bad_shard = page["loss_of"](run.policy, sampled(page, run.policy)), 1
     ps.scale_loss(run.scaler, loss).backward()
     params = {name: p.detach().to_local() for name, p in run.params.items()}
@@ -172,9 +179,8 @@ def test_a_step_over_local_shards_has_a_flag_for_each_rank():
 
 
 def _own_loss(rank):
-    page = definitions()
-    rule, run = page["careful"], Run(page)
-    torch.manual_seed(1 + rank)
+    page, run = begun(rank)
+    rule = page["careful"]
     letters, logps, advantage, _ = sampled(page, run.policy)
     loss = page["loss_of"](run.policy, (letters, logps, advantage * (math.nan if rank else 1), 0))
     ps.scale_loss(rule.init(), loss).backward()
@@ -198,10 +204,7 @@ def test_a_rule_that_reads_the_loss_of_each_rank_needs_its_flag_reduced():
 
 
 def _repeated(rank):
-    page = definitions()
-    page["rule"] = page["careful"]
-    run = Run(page)
-    torch.manual_seed(1 + rank)
+    page, run = begun(rank, careful=True)
     calls, loss_of = [], page["loss_of"]
     page["loss_of"] = lambda *arguments: calls.append(0) or loss_of(*arguments)
     for bad_shard in (None, None, 1):  # the last one in each of its attempts
@@ -244,9 +247,8 @@ def test_an_overflow_of_the_critic_on_one_rank_skips_the_policy_on_all():
 
 
 def _same_policy(rank):
-    page = definitions()
-    run, sampler = Run(page), page["Policy"]().half().requires_grad_(False)
-    torch.manual_seed(1 + rank)
+    page, run = begun(rank)
+    sampler = page["Policy"]().half().requires_grad_(False)
     for _ in range(8):
         rollouts = page["roll_out"](sampler, run.policy)
         assert same_bits(run.policy(rollouts[0]).detach(), sampler(rollouts[0]))

@@ -1,9 +1,11 @@
 """Many steps in one call: the loop, as one graph for any number of steps."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
-from helpers import assert_close, clone, job, same_bits, stack, tensors, trained
+from helpers import assert_close, clone, job, same_bits, scaled_by, stack, tensors, trained
 
 import purescale as ps
 
@@ -11,19 +13,18 @@ ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
 RULE = ps.DynamicScale(2.0**10, growth_interval=2)
 
 
-def step_and_batches(number=5):
+WIDE = "params=float32,compute=float32,output=float32"
+
+
+def step_and_batches(number=5, **settings):
     """(state, step, batches): a step over one batch, and stacked batches, of which the second
     overflows.
     """
-    policy = "params=float32,compute=float32,output=float32"
-    state, over_window = job(ADAMW, RULE, policy, max_norm=1.0)
+    state, over_window = job(ADAMW, RULE, WIDE, max_norm=1.0, **settings)
     x = torch.randn(number, 8, 1, 6, 6)
     x[1:2] = torch.inf
-
-    def step(state, batch):
-        return over_window(state, [batch])
-
-    return state, step, (x, torch.randint(0, 3, (number, 8)))
+    batches = x, torch.randint(0, 3, (number, 8))
+    return state, lambda state, batch: over_window(state, [batch]), batches
 
 
 def looped(step, state, batches, number):
@@ -32,18 +33,18 @@ def looped(step, state, batches, number):
     return state, stack(infos)
 
 
-def test_it_has_the_bits_of_the_loop():
+in_order = functools.partial(ps.jit, backend="aot_eager")
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda step: step, pytest.param(in_order, marks=pytest.mark.slow)]
+)
+def test_it_has_the_bits_of_the_loop(wrap):
     state, step, batches = step_and_batches()
+    step = wrap(step)
     expected = looped(step, state, batches, 5)
     assert same_bits(ps.scan_steps(step, state, batches), expected)
     assert expected[1].found_inf.tolist() == [False, True, False, False, False]
-
-
-@pytest.mark.slow
-def test_over_a_graph_that_is_not_compiled_it_has_the_bits_of_the_loop():
-    state, step, batches = step_and_batches()
-    step = ps.jit(step, backend="aot_eager")
-    assert same_bits(ps.scan_steps(step, state, batches), looped(step, state, batches, 5))
 
 
 @pytest.mark.parametrize("donating", ["a step", "jit"])
@@ -51,15 +52,9 @@ def test_the_state_of_the_caller_is_not_changed_by_a_step_that_donates(donating)
     state, step, batches = step_and_batches()
     expected = looped(step, state, batches, 5)
     if donating == "jit":
-        step = ps.jit(step, donate=0, backend="aot_eager")
+        step = in_order(step, donate=0)
     else:
-        _, over_window = job(
-            ADAMW, RULE, "params=float32,compute=float32,output=float32", max_norm=1.0, donate=True
-        )
-
-        def step(state, batch):
-            return over_window(state, [batch])
-
+        _, step, _ = step_and_batches(donate=True)
     before = clone(state)
     result = ps.scan_steps(step, state, batches)
     assert same_bits(state, before)
@@ -83,29 +78,20 @@ def test_over_a_jitted_step_it_is_one_graph_for_any_number_of_steps():
 @pytest.mark.slow
 def test_over_a_jitted_map_of_steps_each_member_is_its_own_loop():
     state, step, batches = step_and_batches()
-    states = stack([state, state._replace(scaler=RULE.init()._replace(scale=torch.tensor(4.0)))])
-    mapped = torch.vmap(step, in_dims=(0, None))
+    states, mapped = stack([state, scaled_by(state, 4.0)]), torch.vmap(step, in_dims=(0, None))
     result = ps.scan_steps(ps.jit(mapped), states, batches)
     assert_close(result, looped(mapped, states, batches, 5), rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.slow
-def test_what_a_scanned_step_closes_over_is_an_input():
+def test_what_a_scanned_step_closes_over_is_an_input_and_a_literal_the_number_that_it_is():
     shift = torch.tensor(1.0)
-    step = ps.jit(lambda total, x: (total + x * shift, total))
+    step = ps.jit(lambda total, x: (total * torch.tensor(1.5) + x * shift, None))
     for value in (1.0, 2.0):
         shift.fill_(value)
-        total, totals = ps.scan_steps(step, torch.tensor(0.0), torch.tensor([1.0, 2.0, 3.0]))
-        assert total.item() == 6.0 * value
-        assert totals.tolist() == [0.0, value, 3.0 * value]
-
-
-@pytest.mark.slow
-def test_a_literal_in_a_scanned_step_is_the_number_that_it_is():
-    step = ps.jit(lambda total, x: (total * torch.tensor(1.5) + x, total))
-    x = torch.tensor([1.0, 2.0, 3.0])
-    total, _ = ps.scan_steps(step, torch.tensor(0.0), x)
-    assert total.item() == (1.0 * 1.5 + 2.0) * 1.5 + 3.0
+        total, infos = ps.scan_steps(step, torch.tensor(0.0), torch.tensor([1.0, 2.0, 3.0]))
+        assert total.item() == ((1.0 * 1.5 + 2.0) * 1.5 + 3.0) * value
+        assert infos is None
 
 
 @pytest.mark.slow
@@ -140,20 +126,10 @@ def test_the_first_call_draws_what_later_calls_draw():
 
 def test_an_info_of_python_that_differs_between_steps_is_refused_by_its_cause():
     seconds = iter(range(5))
-    with pytest.raises(
-        ValueError, match=r"infos\[1\].*a number of Python that differs.*torch.tensor"
-    ):
-        ps.scan_steps(
-            lambda total, x: (total + x, {"s": next(seconds)}), torch.zeros(()), torch.zeros(5)
-        )
-
-
-@pytest.mark.slow
-def test_a_scan_of_one_tensor_without_an_info_is_the_loop():
-    step = ps.jit(lambda total, x: (total * 2 + x, None))
-    total, infos = ps.scan_steps(step, torch.tensor(0.0), torch.tensor([1.0, 2.0, 3.0]))
-    assert total.item() == 11.0
-    assert infos is None
+    step = lambda total, x: (total + x, {"s": next(seconds)})  # noqa: E731
+    words = r"infos\[1\].*a number of Python that differs.*torch.tensor"
+    with pytest.raises(ValueError, match=words):
+        ps.scan_steps(step, torch.zeros(()), torch.zeros(5))
 
 
 def test_it_can_be_mapped_and_traced():
@@ -172,19 +148,13 @@ def test_it_can_be_mapped_and_traced():
 def test_none_and_constants_come_back():
     def step(state, batch):
         assert batch["y"] is None
-        return {"n": state["n"] + 1, "none": None}, {"x": batch["x"], "name": "a"}
+        return {**state, "w": state["w"] + 1, "none": None}, {"x": batch["x"], "name": "a"}
 
-    state = {"n": torch.tensor(0), "none": None}
+    state = {"w": torch.tensor(0), "none": None, "n": 3}
     state, infos = ps.scan_steps(step, state, {"x": torch.arange(3), "y": None})
-    assert state == {"n": torch.tensor(3), "none": None}
+    assert state == {"w": torch.tensor(3), "none": None, "n": 3}
     assert infos["x"].tolist() == [0, 1, 2]
     assert infos["name"] == "a"
-
-
-def test_a_constant_in_the_state_comes_back():
-    step = lambda state, x: ({"w": state["w"] + x, "n": state["n"]}, ())  # noqa: E731
-    state, _ = ps.scan_steps(step, {"w": torch.zeros(()), "n": 3}, torch.ones(2))
-    assert state == {"w": torch.tensor(2.0), "n": 3}
 
 
 @pytest.mark.parametrize("kind", [tuple, list, lambda pair: dict(zip("xy", pair, strict=True))])
@@ -200,9 +170,7 @@ def test_a_list_of_batches_is_stacked_by_stack_states(kind):
     assert same_bits(result, (expected, stack(infos)))
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda step: step, lambda step: ps.jit(step, backend="aot_eager")]
-)
+@pytest.mark.parametrize("wrap", [lambda step: step, in_order])
 def test_an_error_of_a_step_over_a_list_of_batches_names_the_cure(wrap):
     state, step, (x, y) = step_and_batches()
     with pytest.raises(ValueError, match="too many values") as raised:
@@ -259,13 +227,14 @@ def test_an_option_of_jax_is_refused_with_its_cure(option, value, cure):
 
 
 @pytest.mark.parametrize("wrap", [lambda step: step, ps.jit])
-def test_a_step_that_returns_no_pair_is_refused(wrap):
-    with pytest.raises(TypeError, match=r"the step returned .*Fix: `return state, info`"):
-        ps.scan_steps(wrap(lambda s, b: s), torch.ones(1), torch.ones(3))
-
-
-@pytest.mark.parametrize("wrap", [lambda step: step, ps.jit])
-def test_a_state_that_changes_its_kind_is_refused_by_its_path(wrap):
-    step = wrap(lambda s, b: ({"w": s["w"].double()}, ()))
-    with pytest.raises(ValueError, match=r"state\['w'\] is torch.float32"):
-        ps.scan_steps(step, {"w": torch.ones(2)}, torch.ones(3))
+@pytest.mark.parametrize(
+    ("step", "error", "words"),
+    [
+        (lambda s, b: s, TypeError, r"the step returned .*Fix: `return state, info`"),
+        (lambda s, b: ({"w": s["w"].double()}, ()), ValueError, r"state\['w'\] is torch.float32"),
+    ],
+    ids=["no pair", "another kind of state"],
+)
+def test_what_a_step_must_not_return_is_refused(step, error, words, wrap):
+    with pytest.raises(error, match=words):
+        ps.scan_steps(wrap(step), {"w": torch.ones(2)}, torch.ones(3))

@@ -1,41 +1,41 @@
 """assert_step: a right step passes, and each planted fault is caught by the law that it breaks."""
 
 import copy
-import functools
+import itertools
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import small_net
+from helpers import HALF, generator_of, small_net, started
 from torch import nn
 
 import purescale as ps
 from purescale.testing import assert_step, same_bits
 
+RULE = ps.DynamicScale(init_scale=2.0**8, growth_interval=2)
+
 # ---- a trainer, right, and wrong in one place each -----------------------------------------------
 
 
 def batches(count=4, size=6):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        (
-            torch.randn(size, 4, generator=generator),
-            torch.randint(3, (size,), generator=generator),
-            torch.tensor([1.0, 0.25, 1.0, 0.5, 0.75, 0.0]),  # the weight of each token
-        )
-        for _ in range(count)
-    ]
+    g, weight = generator_of(0), torch.tensor([1.0, 0.25, 1.0, 0.5, 0.75, 0.0])  # of each token
+    draw = lambda: (torch.randn(size, 4, generator=g), torch.randint(3, (size,), generator=g))  # noqa: E731
+    return [(*draw(), weight.clone()) for _ in range(count)]
 
 
 class Trainer:
     """Right: float16's ways over float32, on a CPU."""
 
     schedule_by, max_norm = "applied", 0.1
+    saved = ("model", "optimizer", "scaler", "scheduler", "average")
+
+    def layers(self):
+        return [nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3)]
 
     def __init__(self):
         torch.manual_seed(1)
-        self.model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.model = nn.Sequential(*self.layers())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 0.9**n)
@@ -89,8 +89,7 @@ class Trainer:
         self.after(self.update())
 
     def parts(self):
-        names = ("model", "optimizer", "scaler", "scheduler", "average")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in self.saved}
 
     def state_dict(self):
         saved = {name: part.state_dict() for name, part in self.parts().items()}
@@ -104,19 +103,13 @@ class Trainer:
 
 
 class SchedulerIsNotSaved(Trainer):
-    def parts(self):
-        parts = super().parts()
-        del parts["scheduler"]
-        return parts
+    saved = ("model", "optimizer", "scaler", "average")
 
 
 class ScalerIsNotSaved(Trainer):
     """Its scale is a power of two, so that no weight of a resumed run shows it."""
 
-    def parts(self):
-        parts = super().parts()
-        del parts["scaler"]
-        return parts
+    saved = ("model", "optimizer", "scheduler", "average")
 
 
 class CountIsNotSaved(Trainer):
@@ -239,12 +232,9 @@ def test_a_quirk_is_a_law_that_is_broken_on_purpose():
 
 
 class WithANorm(Trainer):
-    def __init__(self):
-        super().__init__()
-        self.model.insert(1, nn.BatchNorm1d(16))
-        self.average = copy.deepcopy(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 0.9**n)
+    def layers(self):
+        first, *rest = super().layers()
+        return [first, nn.BatchNorm1d(16), *rest]
 
     def after(self, applied):
         buffers = [t.clone() for t in self.model.buffers()]
@@ -261,13 +251,9 @@ class WithANorm(Trainer):
 
 
 class WithDropout(Trainer):
-    def __init__(self):
-        super().__init__()
-        self.model.insert(2, nn.Dropout(0.5))
-        self.model.append(nn.Dropout(0.5))  # drawn in turn with the first
-        self.average = copy.deepcopy(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 0.9**n)
+    def layers(self):
+        *rest, last = super().layers()
+        return [*rest, nn.Dropout(0.5), last, nn.Dropout(0.5)]  # drawn in turn with the first
 
 
 @pytest.mark.parametrize(
@@ -288,27 +274,18 @@ def test_batch_norm_and_dropout_are_named_as_the_cause_and_may_be_meant(kind, ca
 
 def recurrent_step():
     """A step over batches with a hidden state, [layers, batch, width]."""
-    generator = torch.Generator().manual_seed(1)
-    params = {name: torch.randn(5, n, generator=generator) for name, n in (("w", 4), ("u", 5))}
+    g = generator_of(1)
+    params = {name: torch.randn(5, n, generator=g) for name, n in (("w", 4), ("u", 5))}
 
-    def loss_fn(params, buffers, batch):
+    def loss(params, batch):
         x, hidden = batch
         out = torch.tanh(F.linear(x, params["w"]) + F.linear(hidden, params["u"]).sum(0))
-        return out.square().mean(), buffers
+        return out.square().mean()
 
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.5), ps.DynamicScale(2.0**8)
-    step = functools.partial(
-        ps.train_step,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        rule=rule,
-        weight_fn=lambda batch: len(batch[0]),
-    )
-    data = [
-        (torch.randn(6, 4, generator=generator), torch.randn(2, 6, 5, generator=generator))
-        for _ in range(4)
-    ]
-    return step, ps.init_train_state(params, {}, optimizer, rule), data
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.5)
+    state, step = started(params, loss, sgd, RULE, weight_fn=lambda batch: len(batch[0]))
+    draw = lambda: (torch.randn(6, 4, generator=g), torch.randn(2, 6, 5, generator=g))  # noqa: E731
+    return step, state, [draw() for _ in range(4)]
 
 
 def join_hidden(some):
@@ -354,35 +331,28 @@ def weight_of(batch):
 def our_step(optimizer, *, policy=None, **settings):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
-    apply, params, buffers = ps.make_functional(model)
+    apply, params, _ = ps.make_functional(model)
     apply = apply if policy is None else ps.with_policy(apply, ps.policy(policy))
 
-    def loss_fn(params, buffers, batch):
+    def loss(params, batch):
         x, y, weight = batch
         logits, _ = apply(params, {}, x)
         losses = F.cross_entropy(logits.float(), y, reduction="none")
-        return (losses * weight).sum() / weight.sum(), buffers
+        return (losses * weight).sum() / weight.sum()
 
-    rule = ps.DynamicScale(init_scale=2.0**8, growth_interval=2)
     settings = {"max_norm": 0.1, "weight_fn": weight_of} | settings
-    step = functools.partial(
-        ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
-    )
-    return step, ps.init_train_state(params, buffers, optimizer, rule)
+    state, step = started(params, loss, optimizer, RULE, **settings)
+    return step, state
 
 
+HALF_SGD = ps.from_torch(torch.optim.SGD, lr=0.5)
 OURS = {
     "AdamW": lambda: our_step(ps.from_torch(torch.optim.AdamW, lr=0.05)),
-    "float16": lambda: our_step(
-        ps.from_torch(torch.optim.SGD, lr=0.5),
-        policy="params=float32,compute=float16,output=float32",
-    ),
+    "float16": lambda: our_step(HALF_SGD, policy=HALF),
     "by iteration": lambda: our_step(
         ps.from_torch(torch.optim.Adam, lr=lambda n: 0.1 / (1 + n), schedule_by="iteration")
     ),
-    "drop_microbatch": lambda: our_step(
-        ps.from_torch(torch.optim.SGD, lr=0.5), on_nonfinite="drop_microbatch"
-    ),
+    "drop_microbatch": lambda: our_step(HALF_SGD, on_nonfinite="drop_microbatch"),
 }
 
 
@@ -395,59 +365,42 @@ def test_our_own_step_passes(kind):
 
 def test_integers_overflow_by_the_scale():
     torch.manual_seed(0)
-    apply, params, buffers = ps.make_functional(nn.Embedding(5, 3))
-
-    def loss_fn(params, buffers, tokens):
-        embedded, buffers = apply(params, buffers, tokens)
-        return embedded.pow(2).mean(), buffers
-
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.5), ps.DynamicScale(2.0**8)
-    step = functools.partial(
-        ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, weight_fn=len
-    )
-    state = ps.init_train_state(params, buffers, optimizer, rule)
+    params = {"w": torch.randn(5, 3)}
+    given = params, lambda p, tokens: F.embedding(tokens, p["w"]).pow(2).mean(), HALF_SGD
     data = [torch.arange(6) % 5 for _ in range(4)]
+    state, step = started(*given, RULE, weight_fn=len)
     assert_step(step, state, data)
-    plain = ps.NoScale()
-    step = functools.partial(step, rule=plain)
+    state, step = started(*given, ps.NoScale(), weight_fn=len)
     with pytest.raises(ValueError, match=r"nothing makes a step overflow.*overflow="):
-        assert_step(step, ps.init_train_state(params, buffers, optimizer, plain), data, scale="-")
+        assert_step(step, state, data, scale="-")
 
 
-def writes_into_its_state(step):
-    def broken(state, window):
-        new, info = step(state, window)
-        state.params["0.weight"].add_(1.0)
-        return new, info
+def broken_by(change):
+    """A step that returns `change(state, new, info)` in place of its new state."""
 
-    return broken
+    def wrap(step):
+        def broken(state, window):
+            new, info = step(state, window)
+            return change(state, new, info), info
 
+        return broken
 
-def returns_an_argument(step):
-    def broken(state, window):
-        new, info = step(state, window)
-        return new._replace(scaler=state.scaler), info
-
-    return broken
+    return wrap
 
 
-def reads_its_flag(step):
-    def broken(state, window):
-        new, info = step(state, window)
-        return (state if info.found_inf.item() else new), info
+def writes_into_its_state(state, new, info):
+    state.params["0.weight"].add_(1.0)
+    return new
 
-    return broken
+
+def averages_in_a_skip(state, new, info):
+    mean = ps.ema(state.buffers["mean"], new.params["2.bias"], 0.5)
+    return new._replace(buffers={**new.buffers, "mean": mean})
 
 
 def keeps_a_count(step):
-    calls = []
-
-    def broken(state, window):
-        calls.append(1)
-        new, info = step(state, window)
-        return new._replace(step=new.step + len(calls)), info
-
-    return broken
+    calls = itertools.count(1)
+    return broken_by(lambda state, new, info: new._replace(step=new.step + next(calls)))(step)
 
 
 def differs_when_donated(step):
@@ -458,26 +411,23 @@ def differs_when_donated(step):
     return broken
 
 
-def averages_in_a_skip(step):
-    def broken(state, window):
-        new, info = step(state, window)
-        mean = ps.ema(state.buffers["mean"], new.params["2.bias"], 0.5)
-        return new._replace(buffers={**new.buffers, "mean": mean}), info
-
-    return broken
-
-
 PURE_FAULTS = {
-    writes_into_its_state: ("repeat", "an argument was written into"),
-    returns_an_argument: ("repeat", "shares memory with an argument"),
+    broken_by(writes_into_its_state): ("repeat", "an argument was written into"),
+    broken_by(lambda state, new, info: new._replace(scaler=state.scaler)): (
+        "repeat",
+        "shares memory with an argument",
+    ),
     keeps_a_count: ("repeat", "step differ"),
-    averages_in_a_skip: ("skip", "buffers.mean differ"),
+    broken_by(averages_in_a_skip): ("skip", "buffers.mean differ"),
     differs_when_donated: ("donate", "step differ"),
-    reads_its_flag: ("compile", "torch.where in place of"),
+    broken_by(lambda state, new, info: state if info.found_inf.item() else new): (
+        "compile",
+        "torch.where in place of",
+    ),
 }
 
 
-@pytest.mark.parametrize("fault", PURE_FAULTS)
+@pytest.mark.parametrize("fault", PURE_FAULTS, ids=[words for _, words in PURE_FAULTS.values()])
 def test_each_planted_fault_of_a_pure_step_is_caught_and_named(fault):
     law, words = PURE_FAULTS[fault]
     step, state = our_step(ps.from_torch(torch.optim.SGD, lr=0.5))

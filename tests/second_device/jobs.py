@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from helpers import CLASSES, cross_entropy_of, small_net
+from helpers import CLASSES, cross_entropy_of, small_net, started
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -151,14 +151,9 @@ def job(
     params = {name: leaf.to(dtype) for name, leaf in params.items()}
     optimizer = optimizer(device) if isinstance(optimizer, OnDevice) else optimizer
     rng = torch.Generator(device).manual_seed(3).get_state() if seeded else None
-    state = ps.init_train_state(
-        params, buffers, optimizer, rule, rng=rng, guard=settings.get("guard")
-    )
-    if policy:
-        apply = ps.with_policy(apply, policy)
-    loss_fn = loss_of(apply)
-    parts = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule}
-    step = functools.partial(ps.train_step, **parts, **settings)
+    loss_fn = loss_of(ps.with_policy(apply, policy) if policy else apply)
+    settings |= {"loss_fn": loss_fn, "buffers": buffers, "rng": rng}
+    state, step = started(params, None, optimizer, rule, **settings)
     return Job(state, step, to(device, windows_of(data, microbatches)))
 
 
@@ -225,60 +220,53 @@ GROUPS = ps.from_torch(
 # ---- loops that are no `train_step` --------------------------------------------------------------
 
 
-def by_hand(device: Any) -> Job:
-    made = job(device)
-    apply, *_ = ps.make_functional(mlp())
-    gradients = ps.value_and_grad(cross_entropy_of(apply))
+def stepping_by_hand(step: Callable[..., Any], microbatches: int = 1) -> Callable[[Any], Job]:
+    """A job whose step is `step(gradients, state, window)`, of new parts of the state and what it
+    tells.
+    """
 
-    def step(state: Any, window: Any) -> Any:
-        (loss, _), grads = gradients(state.params, state.buffers, window[0], scaler=state.scaler)
+    def make(device: Any) -> Job:
+        gradients = ps.value_and_grad(cross_entropy_of(ps.make_functional(mlp())[0]))
+
+        def by_hand(state: Any, window: Any, **settings: Any) -> Any:
+            def gradients_of(batch: Any) -> Any:
+                (loss, _), grads = gradients(state.params, {}, batch, scaler=state.scaler)
+                return loss, grads
+
+            params, opt_state, found_inf, told = step(gradients_of, state, window, **settings)
+            scaler = RULE.update(state.scaler, found_inf)
+            return state._replace(params=params, opt_state=opt_state, scaler=scaler), told
+
+        return job(device, microbatches=microbatches)._replace(step=by_hand)
+
+    return make
+
+
+def by_hand(gradients_of: Any, state: Any, window: Any) -> Any:
+    loss, grads = gradients_of(window[0])
+    grads, found_inf = ps.unscale_and_check(state.scaler, grads)
+    grads, norm = ps.clip_by_global_norm(grads, 1.0)
+    grads = ps.clip_by_value(grads, 0.5)
+    params, opt_state = ps.maybe_step(ADAMW, state.params, grads, state.opt_state, found_inf)
+    return ps.ema(state.params, params, 0.5), opt_state, found_inf, (loss, norm)
+
+
+def accumulated(gradients_of: Any, state: Any, window: Any) -> Any:
+    accum = ps.init_accum(state.params)
+    for microbatch in window:
+        loss, grads = gradients_of(microbatch)
         grads, found_inf = ps.unscale_and_check(state.scaler, grads)
-        grads, norm = ps.clip_by_global_norm(grads, 1.0)
-        grads = ps.clip_by_value(grads, 0.5)
-        params, opt_state = ps.maybe_step(ADAMW, state.params, grads, state.opt_state, found_inf)
-        scaler = RULE.update(state.scaler, found_inf)
-        params = ps.ema(state.params, params, 0.5)
-        return state._replace(params=params, opt_state=opt_state, scaler=scaler), (loss, norm)
-
-    return made._replace(step=step)
+        accum = ps.accumulate_grads(accum, grads, found_inf)
+    grads, found_inf = ps.accumulated_grads(accum)
+    params, opt_state = ps.maybe_step(ADAMW, state.params, grads, state.opt_state, found_inf)
+    return params, opt_state, found_inf, loss
 
 
-def accumulated(device: Any) -> Job:
-    made = job(device, microbatches=3)
-    apply, *_ = ps.make_functional(mlp())
-    gradients = ps.value_and_grad(cross_entropy_of(apply))
-
-    def step(state: Any, window: Any) -> Any:
-        accum = ps.init_accum(state.params)
-        for microbatch in window:
-            (loss, _), grads = gradients(
-                state.params, state.buffers, microbatch, scaler=state.scaler
-            )
-            grads, found_inf = ps.unscale_and_check(state.scaler, grads)
-            accum = ps.accumulate_grads(accum, grads, found_inf)
-        grads, found_inf = ps.accumulated_grads(accum)
-        params, opt_state = ps.maybe_step(ADAMW, state.params, grads, state.opt_state, found_inf)
-        scaler = RULE.update(state.scaler, found_inf)
-        return state._replace(params=params, opt_state=opt_state, scaler=scaler), loss
-
-    return made._replace(step=step)
-
-
-def unscaled_and_stepped(device: Any) -> Job:
-    made = job(device)
-    apply, *_ = ps.make_functional(mlp())
-    gradients = ps.value_and_grad(cross_entropy_of(apply))
-
-    def step(state: Any, window: Any, donate: bool = False) -> Any:
-        (loss, _), grads = gradients(state.params, state.buffers, window[0], scaler=state.scaler)
-        out = ps.unscale_and_step(
-            ADAMW, state.scaler, state.params, grads, state.opt_state, 1.0, 0.5, donate=donate
-        )
-        scaler = RULE.update(state.scaler, out.found_inf)
-        new = state._replace(params=out.params, opt_state=out.opt_state, scaler=scaler)
-        return new, (loss, out.grad_norm)
-
-    return made._replace(step=step)
+def unscaled_and_stepped(gradients_of: Any, state: Any, window: Any, donate: bool = False) -> Any:
+    loss, grads = gradients_of(window[0])
+    given = state.params, grads, state.opt_state
+    out = ps.unscale_and_step(ADAMW, state.scaler, *given, 1.0, 0.5, donate=donate)
+    return out.params, out.opt_state, out.found_inf, (loss, out.grad_norm)
 
 
 def ensemble(device: Any) -> Job:
@@ -360,9 +348,9 @@ JOBS: dict[str, Callable[[Any], Job]] = {
     "settings in the state": plain(IN_STATE),
     "`from_transformation`": plain(momentum()),
     "`rng` in the state": plain(seeded=True),
-    "`unscale_and_step`": unscaled_and_stepped,
-    "a loop by hand": by_hand,
-    "`accumulate_grads`": accumulated,
+    "`unscale_and_step`": stepping_by_hand(unscaled_and_stepped),
+    "a loop by hand": stepping_by_hand(by_hand),
+    "`accumulate_grads`": stepping_by_hand(accumulated, microbatches=3),
     "an ensemble, by vmap": ensemble,
     "`max_retries=2`": plain(max_retries=2),
 }

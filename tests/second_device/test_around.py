@@ -44,18 +44,14 @@ def steps_only():
 # ---- a tensor on the wrong device ----------------------------------------------------------------
 
 
-def moved(state, *fields):
-    return state._replace(**{name: to(FAR, getattr(state, name)) for name in fields})
-
-
 @pytest.mark.parametrize("field", ["params", "buffers", "opt_state", "scaler", "step"])
 def test_a_step_refuses_a_part_of_the_state_on_another_device(field):
     made = job(SIM, net=small_net, data=images)
-    state = moved(made.state, field)
-    before = clone(state)
+    state = made.state._replace(**{field: to(FAR, getattr(made.state, field))})
+    before = to("cpu", state)
     with pytest.raises((ValueError, TypeError, RuntimeError), match="sim:1"):
         made.step(state, made.windows[0], donate=True)
-    assert same_bits(to("cpu", state), to("cpu", before))
+    assert same_bits(to("cpu", state), before)
 
 
 def test_a_step_refuses_a_batch_on_another_device():
@@ -75,9 +71,8 @@ def test_a_scaler_on_another_device_is_refused_with_the_cure(device):
 
 @pytest.mark.parametrize("device", ["cpu", FAR])
 def test_a_donated_optimizer_step_with_a_gradient_elsewhere_changes_nothing(device):
-    params = {"w": torch.ones(3, device=SIM), "b": torch.ones(2, device=SIM)}
-    grads = {"w": torch.ones(3, device=SIM), "b": torch.ones(2, device=device)}
-    state = ADAMW.init(params)
+    params, grads, state = weights_and_gradients()
+    grads["b"] = grads["b"].to(device)
     bad = torch.tensor(False, device=SIM)
     before = to("cpu", (params, state))
     with pytest.raises((ValueError, RuntimeError)):
@@ -92,10 +87,7 @@ AROUND = {
     "masters": (ps.with_master_weights(ADAMW), torch.bfloat16),
     "rounding": (ps.with_stochastic_rounding(ADAMW), torch.bfloat16),
     "narrow": (ps.with_state_dtype(ADAMW, {"exp_avg": torch.bfloat16}), torch.float32),
-    **{
-        name: (ps.from_torch(getattr(torch.optim, name), lr=1e-2), torch.float32)
-        for name in CLASSES
-    },
+    **{n: (ps.from_torch(getattr(torch.optim, n), lr=1e-2), torch.float32) for n in CLASSES},
 }
 
 
@@ -115,8 +107,7 @@ def test_launches_do_not_grow_with_the_number_of_tensors(name):
 
 
 def test_a_step_made_anew_and_the_init_of_a_state_do_not_wait():
-    params = to(SIM, dict(mlp().named_parameters()))
-    params = {name: leaf.detach() for name, leaf in params.items()}
+    params, _, _ = weights_and_gradients()
     with steps_only():
         for name in CLASSES:
             optimizer = ps.from_torch(getattr(torch.optim, name), lr=1e-2)
@@ -145,11 +136,9 @@ def test_a_saved_state_goes_on_on_another_device(name, here, there, tmp_path):
 def test_a_dict_of_a_state_keeps_the_tensors_of_the_device():
     state = JOBS["AdamW, `max_norm`"](SIM).state
     d = ps.to_state_dict(state)
-    assert {t.data_ptr() for t in tensors(d) if t.device.type == "sim"} >= {
-        t.data_ptr() for t in tensors(state.params)
-    }
-    again = ps.from_state_dict(d, like=state)
-    assert same_bits(to("cpu", again), to("cpu", state))
+    kept = {t.data_ptr() for t in tensors(d) if t.device.type == "sim"}
+    assert kept >= {t.data_ptr() for t in tensors(state.params)}
+    assert same_bits(to("cpu", ps.from_state_dict(d, like=state)), to("cpu", state))
 
 
 def live(device):
@@ -174,20 +163,18 @@ def test_a_running_job_is_taken_over_and_given_back_on_the_device():
     for batch in batches[:2]:
         torchs_step(*objects, batch)
     apply, optimizer, rule, state = ps.interop.torch_amp.take_over(*objects)
-    loss_fn = cross_entropy_of(apply)
+    parts = {"loss_fn": cross_entropy_of(apply), "optimizer": optimizer, "rule": rule}
     with steps_only():
         for batch in batches[2:4]:
-            state, _ = ps.train_step(
-                state, [batch], loss_fn=loss_fn, optimizer=optimizer, rule=rule
-            )
-    model, torch_optimizer, scaler = objects
-    ps.interop.torch_amp.give_back(state, optimizer, rule, model, torch_optimizer, scaler)
+            state, _ = ps.train_step(state, [batch], **parts)
+    ps.interop.torch_amp.give_back(state, optimizer, rule, *objects)
     for batch in batches[4:]:
         torchs_step(*objects, batch)
     for batch in batches:
         torchs_step(*stayed, batch)
-    agree(dict(model.named_parameters()), to("cpu", dict(stayed[0].named_parameters())))
-    assert scaler.get_scale() == stayed[2].get_scale()
+    found, expected = (dict(model.named_parameters()) for model, _, _ in (objects, stayed))
+    agree(found, to("cpu", expected))
+    assert objects[2].get_scale() == stayed[2].get_scale()
 
 
 def test_a_state_is_loaded_into_a_model_on_another_device():
@@ -224,34 +211,21 @@ def precise():
     ps.precise_bn(apply, params, buffers, [x, x], num_samples=16)
 
 
-def guard():
-    ps.check_guard(ps.SpikeGuard().init(SIM), max_rejections=3)
-
-
-def printed():
-    made = JOBS["AdamW, `max_norm`"](SIM)
-    str(ps.grad_report(made.state.params))
-
-
 def loaded():
     state = JOBS["AdamW, `max_norm`"](SIM).state
     ps.from_state_dict(ps.to_state_dict(state), like=state)
 
 
-def for_torch():
-    rule = ps.interop.torch_amp.rule()
-    ps.interop.torch_amp.to_state_dict(rule, rule.init(SIM))
-
-
+AMP = ps.interop.torch_amp
 SYNCING = {
     ps.check_scaler: lambda: ps.check_scaler(RULE.init(SIM), RULE),
-    ps.check_guard: guard,
+    ps.check_guard: lambda: ps.check_guard(ps.SpikeGuard().init(SIM), max_rejections=3),
     ps.check_grad_norm: lambda: ps.check_grad_norm(torch.ones((), device=SIM)),
     ps.probe_scales: probe,
     ps.precise_bn: precise,
     ps.from_state_dict: loaded,
-    ps.GradReport: printed,
-    ps.interop.torch_amp.to_state_dict: for_torch,
+    ps.GradReport: lambda: str(ps.grad_report(weights_and_gradients()[1])),
+    AMP.to_state_dict: lambda: AMP.to_state_dict(AMP.rule(), AMP.rule().init(SIM)),
 }
 
 
@@ -287,8 +261,7 @@ def test_reports_are_made_without_a_wait_and_printed_with_one():
 def report_of(device):
     apply, params, buffers, (x, y) = net_and_batch(device)
     _, grads = ps.value_and_grad(cross_entropy_of(apply))(params, buffers, (x, y))
-    text = [str(ps.grad_report(grads)), str(ps.forward_report(apply, params, buffers, x))]
-    return text
+    return str(ps.grad_report(grads)), str(ps.forward_report(apply, params, buffers, x))
 
 
 def test_reports_print_what_they_print_on_the_cpu():
@@ -343,14 +316,13 @@ def a_table_of_rates():
     return by_a_rate(ps.schedule_from_torch(make, 1e-2, 10))
 
 
-def a_mean():
+def a_mean_and_an_index():
     params, _, _ = weights_and_gradients()
-    return lambda: [ps.ema(params, params, decay) for decay in (0.9, torch.tensor(0.9))]
-
-
-def an_index():
-    stacked = ps.stack_states([weights_and_gradients()[0]] * 2)
-    return lambda: [ps.member(stacked, index) for index in (1, torch.tensor(1))]
+    stacked = ps.stack_states([params] * 2)
+    return lambda: [
+        *(ps.ema(params, params, decay) for decay in (0.9, torch.tensor(0.9))),
+        *(ps.member(stacked, index) for index in (1, torch.tensor(1))),
+    ]
 
 
 FROM_THE_HOST = {
@@ -361,8 +333,7 @@ FROM_THE_HOST = {
     "a weight": lambda: in_a_step(weight_fn=lambda batch: torch.tensor(8.0)),
     "a bound of values": lambda: in_a_step(clip_value=torch.tensor(0.1)),
     "a bound of the norm": lambda: in_a_step(max_norm=torch.tensor(0.1)),
-    "a decay": a_mean,
-    "an index": an_index,
+    "a decay and an index": a_mean_and_an_index,
 }
 
 
@@ -395,18 +366,10 @@ def test_statistics_of_batch_norms_do_not_wait():
 @pytest.mark.parametrize("estimator", ["pooled", "within"])
 def test_precise_bn_has_the_statistics_of_the_cpu(estimator, normalize):
     def body(device):
-        apply, params, buffers, _ = net_and_batch(device)
         loader = [images(index)[0] for index in range(3)]  # of the CPU
-        return ps.precise_bn(
-            apply,
-            params,
-            buffers,
-            loader,
-            num_samples=24,
-            estimator=estimator,
-            normalize=normalize,
-            call=lambda forward, x: forward(x.to(device)),
-        )
+        settings = {"num_samples": 24, "estimator": estimator, "normalize": normalize}
+        call = lambda forward, x: forward(x.to(device))  # noqa: E731
+        return ps.precise_bn(*net_and_batch(device)[:3], loader, **settings, call=call)
 
     on_both(body)
 
@@ -433,17 +396,10 @@ def test_a_model_that_checkpoints_itself_has_the_gradients_of_one_that_does_not(
     assert same_bits(*to("cpu", results))
 
 
-def dropout_job(device):
-    return job(
-        device,
-        net=lambda: nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.5), nn.Linear(9, 3)),
-        seeded=True,
-    )
-
-
 @pytest.mark.parametrize("device", [SIM, FAR])
 def test_dropout_replays_from_the_state_and_leaves_the_generator_of_the_device_alone(device):
-    made = dropout_job(device)
+    net = nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.5), nn.Linear(9, 3))
+    made = job(device, net=lambda: net, seeded=True)
     before = torch.sim.get_rng_state(device)
     with steps_only():
         first, again = [made.step(made.state, made.windows[0]) for _ in range(2)]

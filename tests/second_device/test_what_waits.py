@@ -129,14 +129,6 @@ def reads(things):
     return [lambda: float(loss), loss.item, loss.tolist, loss.cpu, lambda: loss.cpu().numpy()]
 
 
-def stacked(things):
-    return [lambda: ps.stack_infos([things.info] * 2)]
-
-
-def shown(things):
-    return [lambda: str(things.info.loss), lambda: f"{things.info.loss:.3f}"]
-
-
 def branches(things):
     def asserted():
         assert not things.info.found_inf
@@ -155,41 +147,28 @@ def masked(things):
 
 
 def weighted(things):
-    losses, mask = things.losses, things.mask
-    return [lambda: torch.where(mask, losses, 0).sum() / mask.sum()]
+    return [lambda: torch.where(things.mask, things.losses, 0).sum() / things.mask.sum()]
 
 
 def summed(things):
-    sparse = torch.sparse_coo_tensor(
-        torch.zeros(1, 8, dtype=torch.int64, device=SIM),
-        things.losses,
-        (3,),
-        check_invariants=False,
-    )
-    return [sparse.coalesce], [sparse.to_dense]
-
-
-def stepped(things):
-    scaler, optimizer = things.scaled(foreach=True)
-    return [lambda: scaler.step(optimizer)]
+    rows = torch.zeros(1, 8, dtype=torch.int64, device=SIM)
+    return torch.sparse_coo_tensor(rows, things.losses, (3,), check_invariants=False)
 
 
 def steps(things):
-    params, grads = things.job.state.params, things.job.state.params
-    state, scaler = ADAMW.init(params), RULE.init(SIM)
-    flag = things.info.found_inf
+    params, scaler = things.job.state.params, RULE.init(SIM)
+    given = params, params, ADAMW.init(params)
     return [
         things.step(),
-        lambda: ps.unscale_and_step(ADAMW, scaler, params, grads, state),
-        lambda: ps.maybe_step(ADAMW, params, grads, state, flag),
+        lambda: ps.unscale_and_step(ADAMW, scaler, *given),
+        lambda: ps.maybe_step(ADAMW, *given, things.info.found_inf),
     ]
 
 
 def clipped(things):
     things.scaled()
-    parameters = list(things.net.parameters())
-    clip = nn.utils.clip_grad_norm_
-    return [lambda: clip(parameters, 1.0, error_if_nonfinite=True)]
+    clip = functools.partial(nn.utils.clip_grad_norm_, error_if_nonfinite=True)
+    return [lambda: clip(list(things.net.parameters()), 1.0)]
 
 
 def classes(things):
@@ -206,43 +185,38 @@ def checks(things):
     ]
 
 
-def nothing(things):
-    return []
+def stepped(things):
+    scaler, optimizer = things.scaled(foreach=True)
+    return [lambda: scaler.step(optimizer)]
 
 
 # By the first code of a row: calls each of which waits, and calls none of which does.
 ROWS = {
-    "float(info.loss)": (reads, stacked),
-    "print(info.loss)": (shown, nothing),
+    "float(info.loss)": (reads, lambda on: [lambda: ps.stack_infos([on.info] * 2)]),
+    "print(info.loss)": (
+        lambda on: [lambda: str(on.info.loss), lambda: f"{on.info.loss:.3f}"],
+        lambda on: [],
+    ),
     "if info.found_inf:": (branches, chosen),
     "loss[mask].mean()": (masked, weighted),
-    "sparse.coalesce()": (lambda things: summed(things)[0], lambda things: summed(things)[1]),
+    "sparse.coalesce()": (lambda on: [summed(on).coalesce], lambda on: [summed(on).to_dense]),
     "GradScaler.step(optimizer)": (stepped, steps),
     "GradScaler.get_scale()": (
-        lambda things: [things.scaled()[0].get_scale],
-        lambda things: [lambda: things.info.scale],
+        lambda on: [on.scaled()[0].get_scale],
+        lambda on: [lambda: on.info.scale],
     ),
-    "clip_grad_norm_(..., error_if_nonfinite=True)": (
-        clipped,
-        lambda things: [things.step(max_norm=1.0)],
-    ),
-    "max_retries=1": (
-        lambda things: [things.step(max_retries=1)],
-        lambda things: [things.step()],
-    ),
-    "from_torch(Own, lr=rate)": (
-        lambda things: [things.step(ps.from_torch(Own, lr=rate))],
-        classes,
-    ),
+    "clip_grad_norm_(..., error_if_nonfinite=True)": (clipped, lambda on: [on.step(max_norm=1.0)]),
+    "max_retries=1": (lambda on: [on.step(max_retries=1)], lambda on: [on.step()]),
+    "from_torch(Own, lr=rate)": (lambda on: [on.step(ps.from_torch(Own, lr=rate))], classes),
     "batch.to(device)": (
-        lambda things: [lambda: things.host.to(SIM)],
-        lambda things: [lambda: things.host.to(SIM, non_blocking=True)],
+        lambda on: [lambda: on.host.to(SIM)],
+        lambda on: [lambda: on.host.to(SIM, non_blocking=True)],
     ),
     "torch.tensor(0.1, device=device)": (
-        lambda things: [lambda: torch.tensor(0.1, device=SIM)],
-        lambda things: [lambda: torch.full((), 0.1, device=SIM)],
+        lambda on: [lambda: torch.tensor(0.1, device=SIM)],
+        lambda on: [lambda: torch.full((), 0.1, device=SIM)],
     ),
-    "check_scaler": (checks, nothing),
+    "check_scaler": (checks, lambda on: []),
 }
 
 

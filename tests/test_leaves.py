@@ -7,6 +7,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import AsOnAnAccelerator, at, batch, clone, job, same_bits, tensors
 
 import purescale as ps
@@ -490,3 +491,16 @@ def test_what_agrees_at_one_look_agrees_leaf_by_leaf(a):
 @pytest.mark.parametrize("name", ["float32", "float32, transposed", "float64", "int64"])
 def test_one_look_is_enough_for_the_usual_columns(name):
     assert _tree._have_same_metadata([ALIKE[name]()] * 3, [ALIKE[name]() for _ in range(3)])
+
+
+def test_the_sparse_gradient_of_one_row_of_width_1_is_not_lost():
+    """`to_dense` loses it, because its only value has stride 0 (torch 2.13)."""
+    sgd, params = ps.from_torch(torch.optim.SGD, lr=1.0), {"w": torch.zeros(5, 1)}
+    state = ps.init_train_state(params, {}, sgd, ps.NoScale())
+
+    def loss_fn(params, buffers, rows):
+        return F.embedding(rows, params["w"], sparse=True).sum(), buffers
+
+    for rows in (torch.tensor([1]), torch.tensor([3])):
+        state, _ = ps.train_step(state, [rows], loss_fn=loss_fn, optimizer=sgd, rule=ps.NoScale())
+    assert state.params["w"].flatten().tolist() == [0, -1, 0, -1, 0]

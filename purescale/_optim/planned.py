@@ -26,8 +26,8 @@ class KnownStep(NamedTuple):
     names: list[str]  # of the parameters
     plan: Any  # what `Updater.plan` returned
     replaced: Cache  # of all that a step replaces
-    # each leaf fills a range of memory and requires no gradient: it may be written into if nothing
-    # else shares its memory
+    # Each leaf is gapless and requires no gradient: a step may write into it if nothing else shares
+    # its memory.
     are_writable: bool
     host_reads: bool  # the host may read each leaf
 
@@ -35,7 +35,8 @@ class KnownStep(NamedTuple):
 class PlannedStep(NamedTuple):
     """The arguments of a step, flat, and its plan."""
 
-    trees: list[FlatTree]  # parameters, the state of the optimizer, and the others
+    # parameters, the state of the optimizer, and the others; empty by hand if no plan was found
+    trees: list[FlatTree]
     inputs: StepInputs
     plan: Any  # what `Updater.plan` returned
     situation: Situation | None

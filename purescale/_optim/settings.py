@@ -63,6 +63,11 @@ class OptimizerSpec(NamedTuple):
         return self.formula is None
 
     @property
+    def runs_user_code(self) -> bool:
+        """True if that `step` or a formula of a user's runs."""
+        return self.cls is None or self.calls_user_step
+
+    @property
     def elementwise(self) -> bool | None:
         """True if elements are stepped independently; None if nobody knows."""
         return None if self.formula is None else self.formula.elementwise

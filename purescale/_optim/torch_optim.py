@@ -173,7 +173,7 @@ class TorchOptimizer(Updater):
     def __init__(self, settings: OptimizerSettings) -> None:
         self.settings, self.compared = settings, settings.compared
         self.may_add_slots = self.calls_user_step = settings.spec.calls_user_step
-        self.runs_user_code = self.calls_user_step or settings.spec.made_by == "from_formula"
+        self.runs_user_code = settings.spec.runs_user_code
         self.differentiable, self.elementwise = settings.differentiable, settings.spec.elementwise
         self._slot_layout = SlotLayout(settings)
         self._fused_step = FusedStep(settings, self._slot_layout)

@@ -88,8 +88,8 @@ class Updater:
         return Plans()
 
     def plan(self, inputs: StepInputs) -> Any:
-        """Return what settings, structure and metadata decide about a step. Refuse parameters and a
-        state that do not belong together, before any work.
+        """Return what settings, structure and metadata decide about a step; by default nothing.
+        Refuse parameters and a state that do not belong together, before any work.
         """
 
     def current_settings(self, opt_state: Tree) -> Any:
@@ -122,11 +122,13 @@ class Updater:
             # `where` sends a derivative of 0 into what it does not choose: 0 * inf is NaN.
             grads = grads.zeroed(skip)
         new = self.apply_step(inputs, grads.unscaled(wide=self.wide_grads), plan, current)
-        if self.may_add_slots or (skip is None and not in_place):
+        if self.may_add_slots:
             return new
         old = inputs.params, after_skip(inputs.opt_state, in_place=in_place)
         with self.grad_mode():
             before, after, structure = _tree.matching_leaves(old, new, "old", "new")
+            if skip is None and not in_place:
+                return new
             flag = False if skip is None else skip
             return structure.unflatten(select_masked(flag, before, after, in_place=in_place))
 
@@ -136,7 +138,7 @@ class Updater:
         """Return parameters and state after the step with these settings and unscaled gradients,
         in fresh memory.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no apply_step")
 
 
 def check_optimizer(optimizer: Any, name: str = "optimizer") -> None:

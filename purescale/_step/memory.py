@@ -38,8 +38,8 @@ class MayWrite(NamedTuple):
 def memory_of_step(
     options: StepOptions, start: Start, microbatches: list[Any]
 ) -> tuple[ArgumentMemory, MayWrite]:
-    """Return the memory of a step's arguments, without an optimizer's state that is not donated,
-    and what of it the step may overwrite.
+    """Return the memory that results must be apart from, and what the step may overwrite. Without
+    donation the first leaves out the state of the optimizer.
     """
     flat, inputs = start.flat, start.planned.inputs
     donate = options.donate and not _on_graph(options.optimizer, inputs)

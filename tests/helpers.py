@@ -213,6 +213,16 @@ def module_of(forward: Any, **parts: Any) -> nn.Module:
     return made
 
 
+def called(module: nn.Module, *args: Any, **options: Any) -> Any:
+    """The output of `apply` of the module on its own tensors, and the new buffers."""
+    apply, params, buffers = ps.make_functional(module)
+    return apply(params, buffers, *args, **options)
+
+
+def in_one_graph(fn: Any) -> Any:
+    return torch.compile(fn, fullgraph=True, backend="aot_eager")
+
+
 def small_net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(

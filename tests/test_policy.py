@@ -209,7 +209,7 @@ def test_norms_in_float32_around_an_unflatten_is_one_graph():
     torch.testing.assert_close(compiled(x), half(x))
 
 
-def under_autocast(model, dtype, *inputs):
+def under_autocast(model, dtype, *inputs, scale=1.0):
     """What a policy of this autocast, and torch's own around the module, make of the outputs, the
     buffers and the gradients of a scaled loss, the last output.
     """
@@ -225,7 +225,7 @@ def under_autocast(model, dtype, *inputs):
         (expected, dict(model.named_buffers()), list(model.parameters())),
     ):
         outs = result if isinstance(result, tuple) else (result,)
-        grads = torch.autograd.grad(outs[-1].float().sum() * 2.0**16, leaves)
+        grads = torch.autograd.grad(outs[-1].float().sum() * scale, leaves)
         yield [x.detach() for x in outs], held, list(grads)
 
 
@@ -261,7 +261,7 @@ class TinyGPT(nn.Module):
 
 @pytest.mark.parametrize("dtype", [f16, bf16])
 def test_a_loss_computed_in_the_model_keeps_the_dtype_that_autocast_gave_it(dtype):
-    ours, of_torch = under_autocast(TinyGPT(), dtype, torch.randint(0, 7, (3, 5)))
+    ours, of_torch = under_autocast(TinyGPT(), dtype, torch.randint(0, 7, (3, 5)), scale=2.0**16)
     assert [x.dtype for x in ours[0]] == [dtype, f32]
     assert same_bits(ours, of_torch)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import Untouched, assert_close, examples, module_of, same_bits, shares_memory
 from hypothesis import given
-from test_bn_stats import INF, Labelled, Rescaled, gathered, images, net, normal, truth
+from test_bn_stats import INF, Rescaled, gathered, images, labelled, net, normal, truth
 from torch import nn
 
 import purescale as ps
@@ -120,7 +120,7 @@ def test_what_is_no_array_is_counted_by_its_length():
     ids=["tensor", "tuple", "list", "dict"],
 )
 def test_the_default_feeds_tensors_tuples_lists_and_dicts(batch):
-    assert precise(Labelled(), [batch])[0]["bn.running_mean"].tolist() == [1, 1, 1]
+    assert precise(labelled(), [batch])[0]["bn.running_mean"].tolist() == [1, 1, 1]
 
 
 def test_call_is_given_what_the_model_returns():
@@ -243,7 +243,7 @@ def test_sequential_refuses_layers_whose_order_changes():
 
 def test_a_loader_of_images_and_labels_that_the_default_cannot_feed_shows_the_cure():
     with pytest.raises(TypeError, match=r"a batch that is a tuple: .*Fix: call=lambda forward"):
-        precise(Labelled(), [(torch.ones(4, 3), torch.ones(4))])
+        precise(labelled(), [(torch.ones(4, 3), torch.ones(4))])
 
 
 def test_what_the_loader_raises_goes_through():
@@ -252,7 +252,7 @@ def test_what_the_loader_raises_goes_through():
         raise OSError("disk")
 
     with pytest.raises(OSError, match="disk"):
-        precise(Labelled(), broken())
+        precise(labelled(), broken())
 
 
 # ---- what a review found

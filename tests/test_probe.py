@@ -14,6 +14,7 @@ from helpers import (
     batch,
     cross_entropy_of,
     examples,
+    module_of,
     same_bits,
     shares_memory,
     small_net,
@@ -184,21 +185,18 @@ def test_one_forward_serves_every_scale():
     assert probe.low == {"w": -8}
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.letters = nn.Embedding(7, 8)
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 7, bias=False)
-        self.head.weight = self.letters.weight
-        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
-
-    def forward(self, text):
-        return self.head(self.norm(self.letters(text) * self.frozen))
+def tied():
+    letters, head = nn.Embedding(7, 8), nn.Linear(8, 7, bias=False)
+    head.weight = letters.weight
+    return module_of(
+        lambda m, text: m.head(m.norm(m.letters(text) * m.frozen)),
+        **{"letters": letters, "norm": nn.LayerNorm(8), "head": head},
+        frozen=nn.Parameter(torch.ones(8), requires_grad=False),
+    )
 
 
 def test_tied_weights_are_one_leaf_and_aux_is_let_through():
-    apply, params, buffers = ps.make_functional(Tied())
+    apply, params, buffers = ps.make_functional(tied())
     apply = ps.with_policy(apply, HALF)
 
     def loss_fn(params, buffers, text):

@@ -237,20 +237,22 @@ def test_train_decides_for_a_model_that_is_in_eval_mode_as_a_whole(train):
     assert buffers["num_batches_tracked"] == int(train)
 
 
-def test_a_parameter_without_gradient_is_a_buffer():
+@pytest.mark.parametrize(
+    ("frozen", "names"),
+    [([0], ["1.weight", "1.bias"]), ([0, 1], ["0.weight", "0.bias", "1.weight", "1.bias"])],
+)
+def test_a_parameter_without_gradient_is_a_buffer_but_in_a_model_that_is_frozen_as_a_whole(
+    frozen, names
+):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    model[0].requires_grad_(False)
+    for index in frozen:
+        model[index].requires_grad_(False)
     apply, params, buffers = ps.make_functional(model)
-    assert list(params) == ["1.weight", "1.bias"]
-    assert list(buffers) == ["0.weight", "0.bias"]
-    assert apply.frozen_params == {"0.weight", "0.bias"}
+    assert list(params) == names
+    rest = [name for name, _ in model.named_parameters() if name not in names]
+    assert list(buffers) == rest
+    assert apply.frozen_params == set(rest)
     torch.testing.assert_close(apply(params, buffers, torch.ones(1, 2))[0], model(torch.ones(1, 2)))
-
-
-def test_a_model_that_is_frozen_as_a_whole_keeps_its_parameters():
-    _, params, buffers = ps.make_functional(nn.Linear(2, 2).requires_grad_(False))
-    assert list(params) == ["weight", "bias"]
-    assert buffers == {}
 
 
 class BatchNormOfALibrary(nn.modules.batchnorm._BatchNorm):
@@ -657,23 +659,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
-@pytest.mark.parametrize("bad", [True, False])
-def test_a_sparse_leaf_is_a_constant_that_comes_back_as_the_same_object(layout, bad):
-    block = {"blocksize": (2, 2)} if layout[0] == "b" else {}
-    held = torch.eye(4).to_sparse(layout=getattr(torch, f"sparse_{layout}"), **block)
-    old, new = {"a": held, "b": torch.zeros(1)}, {"a": held, "b": torch.ones(1)}
-    chosen = ps.select(torch.tensor(bad), old, new)
-    assert chosen["a"] is held
-    assert chosen["b"] == (0 if bad else 1)
-
-
-def test_another_sparse_leaf_is_refused():
-    one, other = torch.eye(4).to_sparse(), torch.eye(4).to_sparse()
-    with pytest.raises(TypeError, match=r"old\['a'\] is of the layout torch.sparse_coo.*Fix: "):
-        ps.select(True, {"a": one}, {"a": other})
-
-
 @pytest.mark.parametrize(
     "settings", [{}, {"donate": True}, {"on_nonfinite": "drop_microbatch"}, {"max_retries": 1}]
 )
@@ -887,24 +872,6 @@ def test_a_weight_where_none_can_be_put_is_refused_by_name(where):
         ps.make_functional(model)
 
 
-@pytest.mark.parametrize("view", [lambda w: w.detach(), lambda w: w.t(), lambda w: w * 2])
-@pytest.mark.parametrize("keep", [lambda t: t, lambda t: [t], lambda t: (t,)])
-def test_what_was_computed_from_a_weight_before_is_refused_where_it_is_read(view, keep):
-    def read(kept):
-        return kept if isinstance(kept, torch.Tensor) else kept[0]
-
-    model = Elsewhere(lambda m: keep(view(m.w)), read)
-    with pytest.raises(RuntimeError, match=r"kept\S* of the model was computed from a par.*Fix: "):
-        called(model, torch.ones(2, 5))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.:FutureWarning")
-@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
-def test_a_weight_that_a_hook_computes_in_each_forward_is_no_such_thing(norm):
-    model, x = norm(nn.Linear(5, 5)), torch.ones(2, 5)
-    assert same_bits(called(model, x)[0], model(x).detach())
-
-
 # What a forward reads of a tensor that has no value in a call.
 OPERATIONS = [
     lambda w, x: x @ w,
@@ -927,12 +894,31 @@ OPERATIONS = [
 ]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_what_was_computed_before_refuses_every_operation(operation):
-    x = torch.ones(5, 5)
-    model = Elsewhere(lambda m: m.w.detach(), lambda kept: operation(kept, x))
-    with pytest.raises(RuntimeError, match="kept of the model was computed from a parameter"):
-        called(model, x)
+@pytest.mark.parametrize(
+    ("view", "keep", "operation"),
+    [
+        *(
+            (view, keep, lambda w, x: x @ w)
+            for view in (lambda w: w.detach(), lambda w: w.t(), lambda w: w * 2)
+            for keep in (lambda t: t, lambda t: [t], lambda t: (t,))
+        ),
+        *((lambda w: w.detach(), lambda t: t, operation) for operation in OPERATIONS),
+    ],
+)
+def test_what_was_computed_from_a_weight_before_is_refused_where_it_is_read(view, keep, operation):
+    def read(kept):
+        return operation(kept if isinstance(kept, torch.Tensor) else kept[0], torch.ones(5, 5))
+
+    model = Elsewhere(lambda m: keep(view(m.w)), read)
+    with pytest.raises(RuntimeError, match=r"kept\S* of the model was computed from a par.*Fix: "):
+        called(model, torch.ones(5, 5))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_weight_that_a_hook_computes_in_each_forward_is_no_such_thing(norm):
+    model, x = norm(nn.Linear(5, 5)), torch.ones(2, 5)
+    assert same_bits(called(model, x)[0], model(x).detach())
 
 
 # ---- weights that are read in the backward pass

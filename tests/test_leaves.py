@@ -344,6 +344,9 @@ def test_a_float8_loss_is_refused():
 CONSTANTS = {
     **{kind: STRANGE[kind][0] for kind in ("mkldnn", "csr", "nested", "jagged")},
     "sparse": lambda: torch.eye(2).to_sparse(),
+    "csc": lambda: torch.eye(2).to_sparse_csc(),
+    "bsr": lambda: torch.eye(2).to_sparse_bsr((2, 2)),
+    "bsc": lambda: torch.eye(2).to_sparse_bsc((2, 2)),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
 }
 

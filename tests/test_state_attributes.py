@@ -248,28 +248,6 @@ def test_load_into_and_pickle_keep_the_state(net):
         assert same_bits(rolled(again, params, buffers, xs)[1], new)
 
 
-def _write(net, x):
-    net.kept[next(iter(net.keys()))].add_(x)
-
-
-def _set(net, x):
-    key = next(iter(net.keys()))
-    net.kept[key] = 2 * net.kept[key] + x
-
-
-def _reverse(net, _):
-    for key, value in zip(net.keys(), net.tensors()[::-1], strict=True):
-        net.kept[key] = value
-
-
-def _replace(net, x):
-    net.kept = net.like([0.5 * t + x for t in net.tensors()])
-
-
-def _shift(net, x):
-    net.kept = net.like([*net.tensors()[1:], x])
-
-
 def _refill(net, x):
     tensors = [*net.tensors()[1:], 3 * x]
     fresh = net.like(tensors)
@@ -284,18 +262,31 @@ def _grow(net, x):
         net.kept[f"another {len(net.kept)}"] = x
 
 
+def _first(net):
+    return net.keys()[0]
+
+
+def _fill(net, tensors):
+    for key, tensor in zip(net.keys(), tensors, strict=True):
+        net.kept[key] = tensor
+
+
+def _new(net, tensors):
+    net.kept = net.like(tensors)
+
+
+def _set(net, x):
+    net.kept[_first(net)] = 2 * net.kept[_first(net)] + x
+
+
 def _grow_a_new_one(net, x):
     net.kept = type(net.kept)(net.kept)
     _grow(net, x)
 
 
-def _shrink(net, _):
-    net.kept.pop(net.keys()[-1])
-
-
 def _rename(net, x):
     if isinstance(net.kept, dict):
-        net.kept["renamed"] = net.kept.pop(net.keys()[0])
+        net.kept["renamed"] = net.kept.pop(_first(net))
 
 
 def _retype(net, _):
@@ -303,8 +294,12 @@ def _retype(net, _):
 
 
 CHANGES = [
-    *(_write, _set, _reverse, _replace, _shift, _refill),
-    *(_grow, _grow_a_new_one, _shrink, _rename, _retype),
+    *(_set, _refill, _grow, _grow_a_new_one, _rename, _retype),
+    lambda net, x: net.kept[_first(net)].add_(x),
+    lambda net, x: _fill(net, net.tensors()[::-1]),
+    lambda net, x: _new(net, [0.5 * t + x for t in net.tensors()]),
+    lambda net, x: _new(net, [*net.tensors()[1:], x]),
+    lambda net, x: net.kept.pop(net.keys()[-1]),
 ]
 
 
@@ -365,7 +360,7 @@ def test_state_in_a_container_arrives_or_is_refused(kind, changes, has_alias):
 
 
 def test_an_empty_container_that_a_glob_names_stays_empty_or_is_refused():
-    model = nn.Sequential(*(Keeper("list", [change], False) for change in (_write, _set)))
+    model = nn.Sequential(*(Keeper("list", [_set], False) for _ in range(2)))
     model[1].kept, model[1].changes = [], []
     apply, params, buffers = ps.make_functional(model, ("*.kept.*",))
     assert list(buffers) == ["0.kept.0", "0.kept.1"]

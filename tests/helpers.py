@@ -213,6 +213,26 @@ def module_of(forward: Any, **parts: Any) -> nn.Module:
     return made
 
 
+def called(module: nn.Module, *args: Any, **options: Any) -> Any:
+    """The output of `apply` of the module on its own tensors, and the new buffers."""
+    apply, params, buffers = ps.make_functional(module)
+    return apply(params, buffers, *args, **options)
+
+
+def mean_square_of(apply: Any) -> Any:
+    """The loss_fn that is the mean of the squares of what `apply` returns."""
+
+    def loss_fn(params: Any, buffers: Any, *args: Any) -> Any:
+        out, buffers = apply(params, buffers, *args)
+        return out.float().square().mean(), buffers
+
+    return loss_fn
+
+
+def in_one_graph(fn: Any) -> Any:
+    return torch.compile(fn, fullgraph=True, backend="aot_eager")
+
+
 def small_net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(

@@ -1,5 +1,6 @@
 """Batch-norm statistics: exact over any batches, never touching the model."""
 
+import functools
 import math
 
 import hypothesis.strategies as st
@@ -15,6 +16,7 @@ from helpers import (
     cross_entropy_of,
     examples,
     job,
+    mean_square_of,
     module_of,
     same_bits,
     shares_memory,
@@ -48,20 +50,26 @@ def truth(batches):
     return values.mean(1), values.var(1)
 
 
-def errors(batches, model=None, dtype=torch.float32):
+def errors(batches):
     """(mean error in sigmas, relative variance error, smallest variance) of the buffers."""
     x = batches[0]
-    layer = model or {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[x.ndim](x.shape[1])
+    layer = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[x.ndim](x.shape[1])
     stats, _, buffers, _ = gathered(layer, batches)
-    new = ps.bn_buffers(
-        stats, {k: v.double() if v.is_floating_point() else v for k, v in buffers.items()}
-    )
+    wide = {k: v.double() if v.is_floating_point() else v for k, v in buffers.items()}
+    new = ps.bn_buffers(stats, wide)
     mean, var = truth(batches)
     return (
         ((new["running_mean"] - mean).abs() / var.sqrt()).max().item(),
         (new["running_var"] / var - 1).abs().max().item(),
         new["running_var"].min().item(),
     )
+
+
+def assert_layer(layer, mean, var, rtol=1e-5, atol=1e-5):
+    """Mean and unbiased variance that were gathered of a layer."""
+    torch.testing.assert_close(layer.mean, mean.double(), rtol=rtol, atol=atol)
+    var_of_layer = layer.m2 / (layer.count - 1)
+    torch.testing.assert_close(var_of_layer, var.double(), rtol=rtol, atol=atol)
 
 
 def net():
@@ -152,6 +160,7 @@ def test_correction_chooses_the_variance_of_the_sample_or_of_the_population():
 
 @pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 3, 1)])
 def test_within_is_the_weighted_mean_of_the_batch_variances(sizes):
+    close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
     batches = [normal(n, 4, mean=float(i), seed=i) for i, n in enumerate(sizes)]
     stats, _, buffers, _ = gathered(nn.BatchNorm1d(4), batches)
     within = ps.bn_buffers(stats, buffers, estimator="within")
@@ -159,24 +168,16 @@ def test_within_is_the_weighted_mean_of_the_batch_variances(sizes):
         [x.double().var(0) if len(x) > 1 else torch.zeros(4).double() for x in batches]
     )
     freedom = torch.tensor([n - 1 for n in sizes]).double()[:, None]
-    torch.testing.assert_close(
-        within["running_var"].double(),
-        (variances * freedom).sum(0) / freedom.sum(),
-        rtol=1e-5,
-        atol=1e-6,
-    )
+    summed = (variances * freedom).sum(0)
+    close(within["running_var"].double(), summed / freedom.sum())
+    biased = ps.bn_buffers(stats, buffers, estimator="within", correction=0)["running_var"]
+    close(biased.double(), summed / sum(sizes))
     if len(set(sizes)) == 1:  # what mmpretrain and swa_utils.update_bn compute
-        torch.testing.assert_close(
-            within["running_var"].double(), variances.mean(0), rtol=1e-5, atol=1e-6
-        )
+        close(within["running_var"].double(), variances.mean(0))
         model = nn.BatchNorm1d(4)
         torch.optim.swa_utils.update_bn(batches, model)
-        torch.testing.assert_close(within["running_var"], model.running_var, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(within["running_mean"], model.running_mean, rtol=1e-5, atol=1e-6)
-    biased = ps.bn_buffers(stats, buffers, estimator="within", correction=0)["running_var"]
-    torch.testing.assert_close(
-        biased.double(), (variances * freedom).sum(0) / sum(sizes), rtol=1e-5, atol=1e-6
-    )
+        close(within["running_var"], model.running_var)
+        close(within["running_mean"], model.running_mean)
 
 
 # ---- pure
@@ -202,46 +203,31 @@ def test_gathering_changes_nothing_also_when_the_forward_raises():
 
 # and the dimensions they want
 DROPOUTS = {
-    F.dropout1d: 3,
-    F.dropout2d: 4,
-    F.dropout3d: 5,
-    F.alpha_dropout: 2,
-    F.feature_alpha_dropout: 5,
+    **{F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5},
+    **{F.alpha_dropout: 2, F.feature_alpha_dropout: 5},
 }
 
 
 @pytest.mark.filterwarnings("ignore:dropout1d:UserWarning", "ignore:dropout2d:UserWarning")
 def test_dropout_is_off_and_draws_nothing():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm1d(3)
-            self.drop, self.leak = nn.Dropout(0.5), nn.RReLU()
-            self.attention = nn.MultiheadAttention(3, 1, dropout=0.5, batch_first=True)
+    def forward(m, x):
+        x = F.dropout(m.drop(x), 0.5, training=True)
+        others = [f(x.reshape(*x.shape, *[1] * (n - 2)), 0.5, True) for f, n in DROPOUTS.items()]
+        y = (x + 0 * (m.leak(x) + sum(other.sum() for other in others)))[None]
+        attended = F.scaled_dot_product_attention(y, y, y, None, 0.5)
+        return m.bn((y + 0 * m.attention(y, y, y, need_weights=False)[0] + 0 * attended)[0])
 
-        def forward(self, x):
-            x = F.dropout(self.drop(x), 0.5, training=True)
-            x = x + 0 * (
-                self.leak(x)
-                + sum(
-                    f(x.reshape(*x.shape, *[1] * (n - 2)), 0.5, True).sum()
-                    for f, n in DROPOUTS.items()
-                )
-            )
-            y = x[None]
-            y = (
-                y
-                + 0 * self.attention(y, y, y, need_weights=False)[0]
-                + 0 * F.scaled_dot_product_attention(y, y, y, None, 0.5)
-            )
-            return self.bn(y[0])
-
-    model, before = Model(), torch.get_rng_state()
-    stats, *_ = gathered(model, [normal(64, 3)])
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.testing.assert_close(
-        stats.layers["bn"].mean, normal(64, 3).double().mean(0), rtol=1e-5, atol=1e-5
+    model = module_of(
+        forward,
+        bn=nn.BatchNorm1d(3),
+        drop=nn.Dropout(0.5),
+        leak=nn.RReLU(),
+        attention=nn.MultiheadAttention(3, 1, dropout=0.5, batch_first=True),
     )
+    before, x = torch.get_rng_state(), normal(64, 3)
+    stats, *_ = gathered(model, [x])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_layer(stats.layers["bn"], x.double().mean(0), x.double().var(0))
 
 
 def test_a_batch_with_inf_or_nan_is_left_out_for_all_layers_and_counted():
@@ -268,9 +254,8 @@ def test_running_statistics_that_are_nan_are_repaired():
 def test_a_shared_layer_pools_all_its_calls():
     # mmpretrain keeps the last call, fvcore asserts.
     x = normal(8, 3)
-    stats, *_ = gathered(
-        module_of(lambda m, x: m.bn(x) + m.bn(2 * x[:3] + 5).sum(), bn=nn.BatchNorm1d(3)), [x]
-    )
+    model = module_of(lambda m, x: m.bn(x) + m.bn(2 * x[:3] + 5).sum(), bn=nn.BatchNorm1d(3))
+    stats, *_ = gathered(model, [x])
     mean, var = truth([x, 2 * x[:3] + 5])
     layer = stats.layers["bn"]
     torch.testing.assert_close(layer.mean, mean)
@@ -279,34 +264,24 @@ def test_a_shared_layer_pools_all_its_calls():
 
 
 def test_frozen_unused_and_untracked_layers_keep_their_buffers():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.frozen, self.unused = (
-                nn.BatchNorm1d(3),
-                nn.BatchNorm1d(3),
-                nn.BatchNorm1d(3),
-            )
-            self.untracked, self.instance = (
-                nn.BatchNorm1d(3, track_running_stats=False),
-                nn.InstanceNorm1d(3, track_running_stats=True),
-            )
-            self.frozen.eval()
+    def forward(m, x):
+        return m.instance(m.frozen(m.untracked(m.used(x)))[..., None].expand(-1, -1, 2))
 
-        def forward(self, x):
-            return self.instance(
-                self.frozen(self.untracked(self.used(x)))[..., None].expand(-1, -1, 2)
-            )
-
-    stats, _, buffers, _ = gathered(Model(), [normal(8, 3, mean=4.0)])
+    model = module_of(
+        forward,
+        used=nn.BatchNorm1d(3),
+        frozen=nn.BatchNorm1d(3).eval(),
+        unused=nn.BatchNorm1d(3),
+        untracked=nn.BatchNorm1d(3, track_running_stats=False),
+        instance=nn.InstanceNorm1d(3, track_running_stats=True),
+    )
+    stats, _, buffers, _ = gathered(model, [normal(8, 3, mean=4.0)])
     new = ps.bn_buffers(stats, buffers)
     assert new["used.running_mean"].mean() > 3
     assert "untracked" not in stats.layers
-    for name in ("frozen", "unused", "instance"):
-        assert same_bits(
-            [v for k, v in new.items() if k.startswith(name)],
-            [v for k, v in buffers.items() if k.startswith(name)],
-        )
+    names = [name for name in new if not name.startswith("used")]
+    assert {name.partition(".")[0] for name in names} == {"frozen", "unused", "instance"}
+    assert all(same_bits(new[name], buffers[name]) for name in names)
 
 
 def test_a_layer_with_too_few_values_keeps_its_buffers():
@@ -328,10 +303,7 @@ def test_a_half_model_is_gathered_in_float32_and_keeps_its_dtype(dtype, norms):
     model = nn.BatchNorm2d(16).to(dtype)
     batches = [normal(32, 16, 8, 8, mean=100.0, seed=i).to(dtype) for i in range(4)]
     stats, _, buffers, _ = gathered(model, batches, policy=policy)
-    mean, var = truth(batches)
-    layer = stats.layers[""]
-    torch.testing.assert_close(layer.m2 / (layer.count - 1), var, rtol=1e-6, atol=0)
-    torch.testing.assert_close(layer.mean, mean, rtol=1e-6, atol=0)
+    assert_layer(stats.layers[""], *truth(batches), rtol=1e-6, atol=0)
     assert ps.bn_buffers(stats, buffers)["running_var"].dtype is dtype
 
 
@@ -339,15 +311,10 @@ def test_hand_written_batch_norms_are_caught():
     def apply(params, buffers, x):
         new = {name: t.clone() for name, t in buffers.items()}
         x = F.batch_norm(x, new["a.running_mean"], new["a.running_var"], None, None, True)
-        return torch.batch_norm(
-            x, None, None, new["b.running_mean"], new["b.running_var"], True, 0.1, 1e-5, False
-        ), new
+        of_b = new["b.running_mean"], new["b.running_var"]
+        return torch.batch_norm(x, None, None, *of_b, True, 0.1, 1e-5, False), new
 
-    buffers = {
-        f"{n}.{k}": torch.full((3,), v)
-        for n in "ab"
-        for k, v in (("running_mean", 0.0), ("running_var", 1.0))
-    }
+    buffers = {f"{n}.running_{k}": torch.full((3,), v) for n in "ab" for k, v in FRESH.items()}
     x = normal(8, 3, mean=2.0)
     stats = ps.accumulate_bn_stats(ps.init_bn_stats(buffers), apply, {}, buffers, x)
     torch.testing.assert_close(stats.layers["a"].mean, x.double().mean(0))
@@ -356,10 +323,14 @@ def test_hand_written_batch_norms_are_caught():
     )
 
 
+FRESH = {"mean": 0.0, "var": 1.0}
+
+
 def test_sync_batch_norm_is_gathered_on_this_rank():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
-    stats, *_ = gathered(model, [normal(8, 3, mean=2.0)])
-    torch.testing.assert_close(stats.layers["0"].mean, normal(8, 3, mean=2.0).double().mean(0))
+    x = normal(8, 3, mean=2.0)
+    stats, *_ = gathered(model, [x])
+    torch.testing.assert_close(stats.layers["0"].mean, x.double().mean(0))
     assert type(model[0]) is nn.SyncBatchNorm
 
 
@@ -421,13 +392,8 @@ def test_under_vmap_it_equals_a_loop():
 # ---- bad input
 
 
-class Labelled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-
-    def forward(self, x):
-        return self.bn(x)
+def labelled():
+    return module_of(lambda m, x: m.bn(x), bn=nn.BatchNorm1d(3))
 
 
 @pytest.mark.parametrize(
@@ -443,7 +409,7 @@ class Labelled(nn.Module):
     ],
 )
 def test_bad_settings_are_refused(settings, error, message):
-    apply, params, buffers = ps.make_functional(Labelled())
+    apply, params, buffers = ps.make_functional(labelled())
     call = {"loader": [torch.ones(4, 3)], **settings}
     with Untouched((params, buffers)), pytest.raises(error, match=message):
         ps.precise_bn(apply, params, buffers, **call)
@@ -459,7 +425,7 @@ def test_a_model_without_batch_norm_is_refused(model):
 
 
 def test_stats_and_buffers_of_different_models_are_refused():
-    stats, params, buffers, apply = gathered(Labelled(), [normal(4, 3)])
+    stats, params, buffers, apply = gathered(labelled(), [normal(4, 3)])
     other = ps.init_bn_stats({"running_mean": torch.zeros(3), "running_var": torch.ones(3)})
     wide = ps.init_bn_stats({"bn.running_mean": torch.zeros(4), "bn.running_var": torch.ones(4)})
     for wrong in (other, wide):
@@ -476,7 +442,7 @@ def test_buffers_that_apply_does_not_hand_back_are_refused():
         out, new = apply(params, buffers, x)
         return out, {name: t + 0 for name, t in new.items()}
 
-    apply, params, buffers = ps.make_functional(Labelled())
+    apply, params, buffers = ps.make_functional(labelled())
     with pytest.raises(ValueError, match="Fix: return them unchanged, not copied or cast"):
         ps.accumulate_bn_stats(ps.init_bn_stats(buffers), copying, params, buffers, normal(4, 3))
     with pytest.raises(TypeError, match=r"apply returned Tensor; expected \(out, new_buffers\)"):
@@ -510,19 +476,10 @@ def test_a_window_updates_the_running_statistics_once_with_the_pooled_ones(polic
     new, _ = step(state, microbatches)
     inputs = [F.conv2d(x, state.params["0.weight"], padding=1) for x, _ in microbatches]
     mean, var = truth(inputs)
-    tolerance = (
-        {"rtol": 1e-5, "atol": 1e-6} if policy == "float32" else {"rtol": 1e-2, "atol": 1e-3}
-    )
-    torch.testing.assert_close(
-        new.buffers["1.running_mean"].double(),
-        0.9 * state.buffers["1.running_mean"] + 0.1 * mean,
-        **tolerance,
-    )
-    torch.testing.assert_close(
-        new.buffers["1.running_var"].double(),
-        0.9 * state.buffers["1.running_var"] + 0.1 * var,
-        **tolerance,
-    )
+    close = {"rtol": 1e-5, "atol": 1e-6} if policy == "float32" else {"rtol": 1e-2, "atol": 1e-3}
+    for name, value in (("1.running_mean", mean), ("1.running_var", var)):
+        expected = 0.9 * state.buffers[name] + 0.1 * value
+        torch.testing.assert_close(new.buffers[name].double(), expected, **close)
     assert new.buffers["1.num_batches_tracked"] == 2
 
 
@@ -535,16 +492,15 @@ def test_one_microbatch_a_window_is_torchs_own_update():
     assert same_bits((each.params, info.loss), (window.params, other.loss))
 
 
+def net_of_two():
+    return ps.make_functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+
+
 @pytest.mark.parametrize("bn_update", ["each", "window"])
 def test_a_batch_of_one_value_per_channel_is_refused_however_statistics_are_updated(bn_update):
-    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-
-    def loss_fn(params, buffers, x):
-        out, buffers = apply(params, buffers, x)
-        return out.square().mean(), buffers
-
+    apply, params, buffers = net_of_two()
     with pytest.raises(ValueError, match=r"value.* per channel"):
-        stepped(loss_fn, params, buffers, torch.randn(1, 2), bn_update=bn_update)
+        stepped(mean_square_of(apply), params, buffers, torch.randn(1, 3), bn_update=bn_update)
 
 
 @pytest.mark.parametrize("on_nonfinite", ["drop_window", "drop_microbatch"])
@@ -565,13 +521,10 @@ def test_weight_zero_keeps_a_microbatch_out_of_the_statistics():
 
 
 def test_other_buffers_still_thread_through_the_microbatches():
-    def forward(m, x):
-        m.calls += 1
-        return m.net(x)
-
-    apply, params, buffers = ps.make_functional(
-        module_of(forward, net=small_net(), calls=torch.tensor(0))
+    model = module_of(
+        lambda m, x: (m.calls.add_(1), m.net(x))[1], net=small_net(), calls=torch.tensor(0)
     )
+    apply, params, buffers = ps.make_functional(model)
     new = stepped(cross_entropy_of(apply), params, buffers, batch(0), batch(1))
     assert new.buffers["calls"] == 2
     assert new.buffers["net.1.num_batches_tracked"] == 1
@@ -622,19 +575,14 @@ def test_a_layer_hands_on_what_it_would_in_training(count):
     x = normal(count, 3, mean=2.0)
     stats, *_ = gathered(model, [x])
     inputs = model.a(x).detach() if count > 1 else torch.full((1, 3), 3.0)
-    torch.testing.assert_close(
-        stats.layers["b"].mean, inputs.double().mean(0), rtol=1e-5, atol=1e-5
-    )
-    if count > 1:
-        torch.testing.assert_close(
-            stats.layers["b"].m2 / (count - 1), inputs.double().var(0), rtol=1e-5, atol=1e-5
-        )
     frozen = Rescaled()
     frozen.a.eval()
-    stats, *_ = gathered(frozen, [x])
-    torch.testing.assert_close(
-        stats.layers["b"].mean, frozen.a(x).detach().double().mean(0), rtol=1e-5, atol=1e-5
-    )
+    of_frozen, *_ = gathered(frozen, [x])
+    for layer, seen in ((stats.layers["b"], inputs), (of_frozen.layers["b"], frozen.a(x).detach())):
+        seen = seen.double()
+        if count > 1:
+            assert_layer(layer, seen.mean(0), seen.var(0))
+        torch.testing.assert_close(layer.mean, seen.mean(0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -661,32 +609,24 @@ def test_every_policy_is_gathered_and_trained_through(policy):
     model = nn.Sequential(nn.BatchNorm1d(3)).to(ps.policy(policy).param_dtype)
     x = normal(64, 3, mean=2.0)
     stats, params, buffers, apply = gathered(model, [x], policy=policy)
-    torch.testing.assert_close(stats.layers["0"].mean, x.double().mean(0), rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(stats.layers["0"].m2 / 63, x.double().var(0), rtol=1e-2, atol=1e-2)
-
-    def loss_fn(params, buffers, x):
-        out, buffers = apply(params, buffers, x)
-        return out.float().square().mean(), buffers
-
+    assert_layer(stats.layers["0"], x.mean(0), x.var(0), rtol=1e-2, atol=1e-2)
+    loss_fn = mean_square_of(apply)
     each = stepped(loss_fn, params, buffers, x, bn_update="each", rule=ps.NoScale())
     window = stepped(loss_fn, params, buffers, x, rule=ps.NoScale())
     assert_close(window.buffers, each.buffers, rtol=1e-2, atol=1e-2)
 
 
 def test_untouched_layers_come_out_in_fresh_memory():
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    model, x = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)), normal(8, 3)
     model[1].eval()
     apply, params, buffers = ps.make_functional(model)
     stats = ps.init_bn_stats(buffers)
-    assert not shares_memory(
-        stats, ps.accumulate_bn_stats(stats, apply, params, buffers, normal(8, 3))
-    )
+    assert not shares_memory(stats, ps.accumulate_bn_stats(stats, apply, params, buffers, x))
     model[0].eval()
     apply, params, buffers = ps.make_functional(model)
     for normalize in ("batch", "sequential"):
-        assert not shares_memory(
-            buffers, ps.precise_bn(apply, params, buffers, [normal(8, 3)], normalize=normalize)
-        )
+        new = ps.precise_bn(apply, params, buffers, [x], normalize=normalize)
+        assert not shares_memory(buffers, new)
 
 
 def test_nested_buffers_are_refused_with_the_cure():
@@ -699,7 +639,7 @@ def test_nested_buffers_are_refused_with_the_cure():
 
 
 def test_a_window_takes_two_views_and_a_teacher_with_statistics_of_its_own():
-    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    apply, params, buffers = net_of_two()
     teacher, teacher_params, teacher_buffers = ps.make_functional(nn.BatchNorm1d(3))
 
     def loss_fn(params, buffers, x):
@@ -709,37 +649,30 @@ def test_a_window_takes_two_views_and_a_teacher_with_statistics_of_its_own():
         return (one - two).square().mean() + (one - target).square().mean(), buffers
 
     x = normal(16, 3)
-    new = stepped(loss_fn, params, buffers, x)
+    new = stepped(loss_fn, params, buffers, x).buffers
     hidden = torch.cat([F.linear(v, params["0.weight"], params["0.bias"]) for v in (x, x + 1)])
-    torch.testing.assert_close(
-        new.buffers["1.running_mean"], 0.1 * hidden.mean(0), rtol=1e-5, atol=1e-6
-    )
-    torch.testing.assert_close(
-        new.buffers["1.running_var"], 0.9 + 0.1 * hidden.var(0), rtol=1e-5, atol=1e-6
-    )
+    found = new["1.running_mean"], new["1.running_var"]
+    expected = 0.1 * hidden.mean(0), 0.9 + 0.1 * hidden.var(0)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_window_leaves_buffers_alone_that_the_loss_does_not_change():
-    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    apply, params, buffers = net_of_two()
     loss_fn = lambda p, b, x: (apply(p, b, x)[0].square().mean(), b)  # noqa: E731
     assert same_bits(stepped(loss_fn, params, buffers, normal(8, 3)).buffers, buffers)
 
 
 @pytest.mark.parametrize("momentum", [None, 0.3])
 def test_a_window_uses_the_momentum_of_the_layer(momentum):
-    apply, params, buffers = ps.make_functional(
-        module_of(
-            lambda m, x: m.bn(x * m.w).square().mean() + m.bn(x + 1).mean(),
-            w=nn.Parameter(torch.ones(())),
-            bn=nn.BatchNorm1d(3, momentum=momentum),
-        )
+    model = module_of(
+        lambda m, x: m.bn(x * m.w).square().mean() + m.bn(x + 1).mean(),
+        w=nn.Parameter(torch.ones(())),
+        bn=nn.BatchNorm1d(3, momentum=momentum),
     )
     x = normal(32, 3, mean=10.0)
-    new = stepped(apply, params, buffers, x)
+    new = stepped(*ps.make_functional(model), x).buffers["bn.running_mean"]
     pooled = torch.cat([x, x + 1]).mean(0)
-    torch.testing.assert_close(
-        new.buffers["bn.running_mean"], pooled * (momentum or 1.0), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(new, pooled * (momentum or 1.0), rtol=1e-5, atol=1e-5)
 
 
 def test_every_batch_must_reach_forward():
@@ -758,7 +691,7 @@ def test_a_variance_beyond_float32_skips_the_batch():
 
 
 def test_gathering_builds_no_graph():
-    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    apply, params, buffers = net_of_two()
     params = {name: p.requires_grad_() for name, p in params.items()}
     stats = ps.accumulate_bn_stats(ps.init_bn_stats(buffers), apply, params, buffers, normal(8, 3))
     assert not any(t.requires_grad for t in tensors(stats))

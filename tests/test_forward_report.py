@@ -52,11 +52,8 @@ def by_definition(out):
 @pytest.mark.parametrize("size", [5, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_each_module_has_a_row_in_the_order_in_which_it_returned(size, dtype):
-    model = tower(size).to(dtype)
-    apply, params, buffers = ps.make_functional(model)
-    x = torch.randn(4, size, dtype=dtype)
-    report = ps.forward_report(apply, params, buffers, x)
-    seen = Seen(model)
+    model, x = tower(size).to(dtype), torch.randn(4, size, dtype=dtype)
+    report, seen = reported(model, x), Seen(model)
     model(x)
     assert [row.name for row in report.rows] == [name for name, _, _ in seen.outs]
     assert [row.kind for row in report.rows] == [type(m).__name__ for _, m, _ in seen.outs]
@@ -68,7 +65,16 @@ def test_each_module_has_a_row_in_the_order_in_which_it_returned(size, dtype):
     assert report.rows[-1].name == "(model)"
 
 
-def overflowing(dtype=torch.float32):
+def reported(model, *inputs, change=None, policy=None, **options):
+    """The report of a model whose parameters and buffers `change` has changed."""
+    apply, params, buffers = ps.make_functional(model)
+    for name, value in (change or {}).items():
+        (params if name in params else buffers)[name] = value
+    apply = apply if policy is None else ps.with_policy(apply, policy)
+    return ps.forward_report(apply, params, buffers, *inputs, **options)
+
+
+def overflowing():
     """A tower whose middle overflows in float16 and in no wider dtype."""
     apply, params, buffers = ps.make_functional(tower())
     params["1.down.weight"] = torch.full((5, 5), 3e4)
@@ -78,17 +84,18 @@ def overflowing(dtype=torch.float32):
 
 def test_under_a_policy_it_names_the_first_module_that_overflows():
     apply, params, buffers = overflowing()
-    x = torch.ones(2, 5)
-    assert ps.forward_report(apply, params, buffers, x).first is None
-    for text in (HALF, "params=float32,compute=autocast(float16),output=float32"):
-        report = ps.forward_report(ps.with_policy(apply, text), params, buffers, x)
+
+    def under(policy):
+        wrapped = ps.with_policy(apply, policy)
+        return ps.forward_report(wrapped, params, buffers, torch.ones(2, 5))
+
+    for wide in ("float32", "params=float32,compute=bfloat16,output=float32"):
+        assert under(wide).first is None
+    for narrow in (HALF, "params=float32,compute=autocast(float16),output=float32"):
+        report = under(narrow)
         assert report.first == "1.down"
-        rows = {row.name: row for row in report.rows}
-        assert rows["1.down"].nonfinite == 10
-        assert rows["1.up"].nonfinite == 0
-        assert rows["1"].nonfinite == 10
-    wide = "params=float32,compute=bfloat16,output=float32"
-    assert ps.forward_report(ps.with_policy(apply, wide), params, buffers, x).first is None
+        rows = {row.name: row.nonfinite for row in report.rows}
+        assert (rows["1.down"], rows["1.up"], rows["1"]) == (10, 0, 10)
 
 
 def test_the_callers_autocast_reaches_apply_and_not_the_facts():
@@ -118,17 +125,6 @@ def test_nothing_stays_behind_and_no_argument_changes():
 def _global_hooks():
     held = vars(torch.nn.modules.module)
     return [of for name, of in held.items() if name.startswith("_global_") and isinstance(of, dict)]
-
-
-class Many(nn.Module):
-    """Returns what its name says."""
-
-    def __init__(self, out):
-        super().__init__()
-        self.out = out
-
-    def forward(self, x):
-        return self.out(x)
 
 
 # ---- the first: faults put into a net, at every place of it
@@ -255,26 +251,33 @@ PLACES = [
 POLICIES = ("compute=float32", HALF, "compute=autocast(float16)")
 
 
-@pytest.mark.parametrize("masked", [masked for masked in MASKS if masked != "argument"])
-def test_the_first_is_the_module_whose_own_forward_makes_inf_or_nan(masked):
+def masked_net(masked, softmax=None):
+    """The parts of a net with this mask, and a call of it as `faulty` has one."""
     torch.manual_seed(0)
-    net = ps.make_functional(Net(masked, softmax=masked in ("made", "argument")))
+    net = Net(masked, softmax=masked in ("made", "argument") if softmax is None else softmax)
     masks, keywords = MASKS[masked]()
     inputs = torch.randn(2, 4, 6), *masks
-    assert faulty(net, None, None, *inputs, **keywords) == (None, False)
+    functional = ps.make_functional(net)
+    call = lambda place=None, change=None, **more: faulty(  # noqa: E731
+        functional, place, change, *inputs, **keywords, **more
+    )
+    return (*masks, *keywords.values()), call
+
+
+@pytest.mark.parametrize("masked", [masked for masked in MASKS if masked != "argument"])
+def test_the_first_is_the_module_whose_own_forward_makes_inf_or_nan(masked):
+    _, first_of = masked_net(masked)
+    assert first_of() == (None, False)
     for index, place in enumerate(PLACES, len(masked)):  # each mask with others in each place
         change, policy = list(CHANGES.values())[index % 4], POLICIES[index % 3]
-        assert faulty(net, place, change, *inputs, policy=policy, **keywords) == (place, True)
+        assert first_of(place, change, policy=policy) == (place, True)
 
 
 @pytest.mark.parametrize("masked", ["none", "module", "keyword"])
 def test_an_overflow_to_minus_inf_is_told_from_a_mask(masked):
     """By what becomes of it: softmax takes that of scores away, the next norm makes NaN of it."""
-    torch.manual_seed(0)
-    net = ps.make_functional(Net(masked, softmax=masked in ("made", "argument")))
-    masks, keywords = MASKS[masked]()
-    inputs = torch.randn(2, 4, 6), *masks
-    found = {place: faulty(net, place, one(-inf), *inputs, **keywords) for place in PLACES}
+    _, first_of = masked_net(masked)
+    found = {place: first_of(place, one(-inf)) for place in PLACES}
     taken_away = {"layers.0.attention": (None, False), "layers.1.attention": (None, False)}
     assert found == {place: (place, True) for place in PLACES} | taken_away
 
@@ -282,12 +285,9 @@ def test_an_overflow_to_minus_inf_is_told_from_a_mask(masked):
 @pytest.mark.parametrize("softmax", [False, True])
 @pytest.mark.parametrize("masked", ["argument", "keyword"])
 def test_a_row_of_which_all_is_masked_is_a_fault_of_the_attention(masked, softmax):
-    net = ps.make_functional(Net(masked, softmax=softmax))
-    masks, keywords = MASKS[masked]()
-    for mask in (*masks, *keywords.values()):
-        mask[2] = -inf
-    inputs = torch.randn(2, 4, 6), *masks
-    assert faulty(net, None, None, *inputs, **keywords) == ("layers.0.attention", True)
+    (mask,), first_of = masked_net(masked, softmax)
+    mask[2] = -inf
+    assert first_of() == ("layers.0.attention", True)
 
 
 def test_inf_and_nan_that_came_in_belong_to_no_module():
@@ -297,20 +297,9 @@ def test_inf_and_nan_that_came_in_belong_to_no_module():
     # float16 cannot hold what comes in, so the policy makes inf of it
     assert faulty(net, None, None, x * 1e6, policy=HALF) == ("(inputs)", True)
     # but what a module made before it saw the rest is its own
-    lists = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = lists
-
-        def forward(self, x, y):
-            return self.parts["a"](x) + self.parts["b"](y)
-
-    apply, params, buffers = ps.make_functional(Two())
-    params["parts.b.weight"] *= 1e39
-    two = torch.ones(1, 2)
-    assert ps.forward_report(apply, params, buffers, two * nan, two).first == "parts.b"
+    model = module_of(lambda m, x, y: m.a(x) + m.b(y), a=nn.Linear(2, 2), b=nn.Linear(2, 2))
+    x, large = torch.ones(1, 2), {"b.weight": torch.full((2, 2), inf)}
+    assert reported(model, x * nan, x, change=large).first == "b"
 
 
 @pytest.mark.parametrize("value", [nan, inf])
@@ -331,22 +320,16 @@ def test_a_parameter_that_is_not_finite_makes_its_module_the_first(value):
 
 def test_statistics_that_are_not_finite_make_their_norm_the_first():
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
-    apply, params, buffers = ps.make_functional(net)
-    buffers["1.running_var"][0] = nan
-    report = ps.forward_report(apply, params, buffers, torch.randn(4, 3), train=False)
+    change = {"1.running_var": torch.tensor([nan, 1, 1])}
+    report = reported(net, torch.randn(4, 3), change=change, train=False)
     assert report.first == "1"
     assert [row.held.item() for row in report.rows] == [0, 1, 0, 0]
 
 
 def test_what_a_module_writes_into_its_argument_was_not_given():
-    net = nn.Sequential(
-        nn.Linear(3, 3),
-        module_of(lambda m, x: x.mul_(1e39)),
-        nn.ReLU(inplace=True),
-        nn.LayerNorm(3),
-    )
-    apply, params, buffers = ps.make_functional(net)
-    report = ps.forward_report(apply, params, buffers, torch.randn(4, 3))
+    writes = module_of(lambda m, x: x.mul_(1e39))
+    net = nn.Sequential(nn.Linear(3, 3), writes, nn.ReLU(inplace=True), nn.LayerNorm(3))
+    report = reported(net, torch.randn(4, 3))
     assert report.first == "1"
     assert report.rows[1].given == 0
 
@@ -355,62 +338,41 @@ def test_a_mask_of_torchs_own_encoder_is_no_fault():
     torch.manual_seed(0)
     part = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     net = nn.TransformerEncoder(part, 2, enable_nested_tensor=False)
-    apply, params, buffers = ps.make_functional(net)
     x, padding = torch.randn(2, 4, 8), torch.zeros(2, 4)
     padding[0, 2:] = -inf
+    broken = {"layers.1.self_attn.in_proj_weight": torch.full((24, 8), 1e38)}
     causal = nn.Transformer.generate_square_subsequent_mask(4)
     for masks in ({"mask": causal}, {"mask": causal, "src_key_padding_mask": padding}):
-        report = ps.forward_report(apply, params, buffers, x, **masks)
-        assert report.first is None
-        broken = params | {"layers.1.self_attn.in_proj_weight": torch.full((24, 8), 1e38)}
-        report = ps.forward_report(apply, broken, buffers, x, **masks)
-        assert report.first == "layers.1.self_attn"
-
-
-class Calls(nn.Module):
-    """A forward of a few lines, over modules a, b, c."""
-
-    def __init__(self, forward, **parts):
-        super().__init__()
-        self.parts, self.calls = nn.ModuleDict(parts), forward
-
-    def forward(self, x):
-        return self.calls(self.parts, x)
-
-
-class ByKeyword(nn.Module):
-    def forward(self, x, *, other):
-        return x * other
+        assert reported(net, x, **masks).first is None
+        assert reported(net, x, change=broken, **masks).first == "layers.1.self_attn"
 
 
 @pytest.mark.parametrize(
     ("forward", "first"),
     [
         # a keyword argument is an argument
-        (lambda m, x: m["b"](x, other=m["a"](x) * 1e39 * 1e39), "(model)"),
-        (lambda m, x: m["b"](x, other=m["a"](x) * 3e38 * 10), "(model)"),
+        (lambda m, x: m.b(x, other=m.a(x) * 1e39 * 1e39), "(model)"),
+        (lambda m, x: m.b(x, other=m.a(x) * 3e38 * 10), "(model)"),
         # taken away before another overflow
-        (lambda m, x: m["softmax"](m["a"](x) - inf) * 1e39 * 1e39, "(model)"),
-        (lambda m, x: m["softmax"](m["low"](x)) * 1e39 * 1e39, "(model)"),
-        (lambda m, x: m["norm"](m["low"](x)) * 1e39 * 1e39, "parts.low"),
-        (lambda m, x: m["low"](x).softmax(-1), None),
-        (lambda m, x: m["low"](x), "parts.low"),
-        (lambda m, x: m["low"](x) - m["low"](x), "parts.low"),
+        (lambda m, x: m.softmax(m.a(x) - inf) * 1e39 * 1e39, "(model)"),
+        (lambda m, x: m.softmax(m.low(x)) * 1e39 * 1e39, "(model)"),
+        (lambda m, x: m.norm(m.low(x)) * 1e39 * 1e39, "low"),
+        (lambda m, x: m.low(x).softmax(-1), None),
+        (lambda m, x: m.low(x), "low"),
+        (lambda m, x: m.low(x) - m.low(x), "low"),
         # what overflows beside it is not its parent's
-        (lambda m, x: (m["low"](x), m["a"](x) * 1e39 * 1e39, m["high"](x)), "parts.high"),
+        (lambda m, x: (m.low(x), m.a(x) * 1e39 * 1e39, m.high(x)), "high"),
     ],
 )
 def test_a_fault_between_two_modules_is_that_of_the_module_around_them(forward, first):
     torch.manual_seed(0)
     parts = {"a": nn.Linear(3, 3), "low": nn.Linear(3, 3), "high": nn.Linear(3, 3)}
-    others = {"b": ByKeyword(), "softmax": nn.Softmax(-1), "norm": nn.LayerNorm(3)}
-    model = nn.Sequential(nn.Linear(3, 3), Calls(forward, **parts, **others))
-    apply, params, buffers = ps.make_functional(model)
-    params["1.parts.low.bias"][0] = -inf
-    params["1.parts.high.bias"][0] = inf
-    report = ps.forward_report(apply, params, buffers, torch.randn(2, 3))
+    parts |= {"softmax": nn.Softmax(-1), "norm": nn.LayerNorm(3)}
+    parts["b"] = module_of(lambda m, x, *, other: x * other)
+    model = nn.Sequential(nn.Linear(3, 3), module_of(forward, **parts))
+    change = {f"1.{n}.bias": torch.tensor([v, 0, 1]) for n, v in (("low", -inf), ("high", inf))}
     expected = None if first is None else {"(model)": "1"}.get(first, f"1.{first}")
-    assert report.first == expected
+    assert reported(model, torch.randn(2, 3), change=change).first == expected
 
 
 def test_a_function_over_two_modules_has_no_module_of_its_own():
@@ -434,44 +396,33 @@ def test_a_function_over_two_modules_has_no_module_of_its_own():
 
 def test_minus_inf_that_the_model_returns_is_told_if_no_module_was_given_it():
     """As of an actor that masks actions, or of a head that overflows downwards."""
-
-    apply, params, buffers = ps.make_functional(
-        module_of(lambda m, x, allowed: m.head(x).masked_fill(~allowed, -inf), head=nn.Linear(2, 3))
-    )
-    allowed = torch.tensor([True, False, True])
-    report = ps.forward_report(apply, params, buffers, torch.ones(1, 2), allowed)
-    assert report.first == "(model)"
-    params["head.bias"] = torch.full((3,), -inf)
-    report = ps.forward_report(apply, params, buffers, torch.ones(1, 2), allowed)
-    assert report.first == "head"
+    model = module_of(lambda m, x, ok: m.head(x).masked_fill(~ok, -inf), head=nn.Linear(2, 3))
+    x, allowed = torch.ones(1, 2), torch.tensor([True, False, True])
+    assert reported(model, x, allowed).first == "(model)"
+    low = {"head.bias": torch.full((3,), -inf)}
+    assert reported(model, x, allowed, change=low).first == "head"
 
 
 def test_what_was_taken_away_is_said_to_be_no_fault():
-    apply, params, buffers = ps.make_functional(Net("module"))
-    report = ps.forward_report(apply, params, buffers, torch.randn(2, 4, 6))
+    report = reported(Net("module"), torch.randn(2, 4, 6))
     assert report.first is None
-    assert (
-        str(report)
-        .splitlines()[0]
-        .endswith("not finite: -inf, as in a mask, which did not lead to NaN")
-    )
+    words = "not finite: -inf, as in a mask, which did not lead to NaN"
+    assert str(report).splitlines()[0].endswith(words)
 
 
 @pytest.mark.parametrize("value", [nan, inf, -inf])
 def test_inf_and_nan_are_told_apart_and_what_is_all_of_them_has_no_magnitude(value):
-    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(2, 3), nn.ReLU6()))
-    params["0.bias"] = torch.tensor([value, 1.0, value])
-    params["0.weight"] = torch.zeros(3, 2)
-    report = ps.forward_report(apply, params, buffers, torch.ones(4, 2))
-    row = report.rows[0]
+    def report_of(*bias):
+        model = nn.Sequential(nn.Linear(2, 3), nn.ReLU6())
+        change = {"0.bias": torch.tensor(bias), "0.weight": torch.zeros(3, 2)}
+        report = reported(model, torch.ones(4, 2), change=change)
+        return report.rows[0], str(report).splitlines()[2].split()
+
+    row, cells = report_of(value, 1.0, value)
     counts = (row.nonfinite.item(), row.nan.item(), row.posinf.item(), row.size)
-    is_nan, is_inf = math.isnan(value), value == inf
-    assert counts == (8, 8 * is_nan, 8 * is_inf, 12)
-    cells = str(report).splitlines()[2].split()
+    assert counts == (8, 8 * math.isnan(value), 8 * (value == inf), 12)
     assert cells == ["0", "Linear", *["1.00e+00"] * 2, *map(str, (8 - counts[1], counts[1], 0))]
-    params["0.bias"] = torch.full((3,), value)
-    cells = str(ps.forward_report(apply, params, buffers, torch.ones(4, 2))).splitlines()[2].split()
-    assert cells[2:4] == ["-", "-"]
+    assert report_of(value, value, value)[1][2:4] == ["-", "-"]
 
 
 Pair = collections.namedtuple("Pair", "a b")
@@ -492,33 +443,19 @@ Pair = collections.namedtuple("Pair", "a b")
     ],
 )
 def test_all_floating_tensors_that_a_module_returns_count(out, facts):
-    class Holder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part = Many(out)
-            self.weight = nn.Parameter(torch.ones(3))
-
-        def forward(self, x):
-            self.part(x)
-            return x * self.weight
-
-    apply, params, buffers = ps.make_functional(Holder())
-    rows = ps.forward_report(apply, params, buffers, torch.ones(3)).rows
+    model = module_of(
+        lambda m, x: (m.part(x), x * m.weight)[1],
+        part=module_of(lambda m, x: out(x)),
+        weight=nn.Parameter(torch.ones(3)),
+    )
+    rows = reported(model, torch.ones(3)).rows
     found = [tuple(fact.item() for fact in row[2:5]) for row in rows if row.name == "part"]
     assert found == ([] if facts is None else [facts])
 
 
 def test_a_module_that_is_called_twice_has_two_rows_and_shared_ones_have_their_first_name():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = self.b = nn.Linear(2, 2)
-
-        def forward(self, x):
-            return self.b(self.a(x))
-
-    apply, params, buffers = ps.make_functional(Twice())
-    rows = ps.forward_report(apply, params, buffers, torch.ones(1, 2)).rows
+    shared = nn.Linear(2, 2)
+    rows = reported(module_of(lambda m, x: m.b(m.a(x)), a=shared, b=shared), torch.ones(1, 2)).rows
     assert [row.name for row in rows] == ["a", "a", "(model)"]
 
 
@@ -572,11 +509,10 @@ def test_it_prints_the_calls_around_the_first_that_is_not_finite():
     assert [line.split()[0] for line in lines[2:4]] == ["0.up", "0.down"]
     assert len(lines) == 12
 
-    apply, params, buffers = ps.make_functional(tower(depth=40))
-    clean = str(ps.forward_report(apply, params, buffers, torch.ones(2, 5))).splitlines()
+    clean = str(reported(tower(depth=40), torch.ones(2, 5))).splitlines()
     assert clean[0] == "everything that a module returned is finite"
-    params["30.up.bias"] = torch.full((5,), nan)
-    lines = str(ps.forward_report(apply, params, buffers, torch.ones(2, 5))).splitlines()
+    broken = {"30.up.bias": torch.full((5,), nan)}
+    lines = str(reported(tower(depth=40), torch.ones(2, 5), change=broken)).splitlines()
     assert lines[0].endswith("First: 30.up")
     assert lines[2] == "after 75 more"
     assert len(lines) == 34

@@ -16,7 +16,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Untouched, module_of, same_bits, shares_memory, small_net
+from helpers import (
+    Untouched,
+    called,
+    in_one_graph,
+    module_of,
+    same_bits,
+    shares_memory,
+    small_net,
+    trained,
+)
 from hypothesis import given
 from torch import nn
 from torch.nn.utils import prune
@@ -38,14 +47,26 @@ class Tied(nn.Module):
         return self.head(self.embed(tokens))
 
 
-class TwiceTheSame(nn.Module):
+def stepped(params, buffers, loss_fn, *windows, **settings):
+    """The state after a step for each window, and what the steps told."""
+    settings |= {"optimizer": ps.from_torch(torch.optim.SGD, lr=0.1), "rule": ps.DynamicScale()}
+    state = ps.init_train_state(params, {}, settings["optimizer"], settings["rule"])
+    step = functools.partial(ps.train_step, loss_fn=loss_fn, **settings)
+    return trained(state._replace(buffers=buffers), step, windows)
+
+
+class TwoNames(nn.Module):
+    """One module under two names, with a weight that is tied besides."""
+
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.layers = nn.ModuleList([self.layer, self.layer])
+        self.a = nn.Linear(4, 4)
+        self.again = self.a
+        self.b = nn.Linear(4, 4)
+        self.b.weight = self.a.weight
 
     def forward(self, x):
-        return self.layers[1](self.layers[0](x))
+        return self.b(self.again(self.a(x)))
 
 
 class Structured(nn.Module):
@@ -83,7 +104,7 @@ def flat():
 
 MODULES = {
     "tied weights": (Tied, tokens),
-    "one module twice": (TwiceTheSame, flat),
+    "one module twice": (TwoNames, flat),
     "lstm": (lstm, rows),
     "gru": (lambda: nn.GRU(4, 3), rows),
     "lstm with projection": (lambda: nn.LSTM(4, 3, proj_size=2), rows),
@@ -119,6 +140,10 @@ def case(request):
     return make(), inputs()
 
 
+def tensors_of(model):
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 def first(out):
     return out["out"] if isinstance(out, dict) else out[0] if isinstance(out, tuple) else out
 
@@ -147,15 +172,12 @@ def test_gradients_equal_the_modules(case):
 
 def test_neither_the_module_nor_the_arguments_are_changed(case):
     module, args = case
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors = tensors_of(module)
     modes = [m.training for m in module.modules()]
     apply, params, buffers = ps.make_functional(module)
     with Untouched((tensors, params, buffers, args)):
         _, new_buffers = apply(params, buffers, *args)
-    assert {
-        **dict(module.named_parameters()),
-        **dict(module.named_buffers()),
-    }.keys() == tensors.keys()
+    assert tensors_of(module).keys() == tensors.keys()
     assert modes == [m.training for m in module.modules()]
     assert not shares_memory((tensors, args), (params, buffers))
     assert not shares_memory((params, buffers), new_buffers)
@@ -203,35 +225,34 @@ def test_keyword_arguments_and_structures_pass_through():
 
 
 def test_a_module_in_eval_mode_inside_a_model_in_train_mode_stays_frozen():
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    model[0].eval()
-    apply, params, buffers = ps.make_functional(model)
-    _, new_buffers = apply(params, buffers, torch.randn(4, 2) + 3)
-    assert same_bits(new_buffers["0.running_mean"], buffers["0.running_mean"])
-    assert not same_bits(new_buffers["1.running_mean"], buffers["1.running_mean"])
+    model = nn.Sequential(nn.BatchNorm1d(2).eval(), nn.BatchNorm1d(2))
+    _, buffers = called(model, torch.randn(4, 2) + 3)
+    assert same_bits(buffers["0.running_mean"], torch.zeros(2))
+    assert not same_bits(buffers["1.running_mean"], torch.zeros(2))
 
 
 @pytest.mark.parametrize("train", [True, False])
 def test_train_decides_for_a_model_that_is_in_eval_mode_as_a_whole(train):
-    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(2).eval())
-    _, new_buffers = apply(params, buffers, torch.randn(4, 2), train=train)
-    assert new_buffers["num_batches_tracked"] == int(train)
+    _, buffers = called(nn.BatchNorm1d(2).eval(), torch.randn(4, 2), train=train)
+    assert buffers["num_batches_tracked"] == int(train)
 
 
-def test_a_parameter_without_gradient_is_a_buffer():
+@pytest.mark.parametrize(
+    ("frozen", "names"),
+    [([0], ["1.weight", "1.bias"]), ([0, 1], ["0.weight", "0.bias", "1.weight", "1.bias"])],
+)
+def test_a_parameter_without_gradient_is_a_buffer_but_in_a_model_that_is_frozen_as_a_whole(
+    frozen, names
+):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    model[0].requires_grad_(False)
+    for index in frozen:
+        model[index].requires_grad_(False)
     apply, params, buffers = ps.make_functional(model)
-    assert list(params) == ["1.weight", "1.bias"]
-    assert list(buffers) == ["0.weight", "0.bias"]
-    assert apply.frozen_params == {"0.weight", "0.bias"}
+    assert list(params) == names
+    rest = [name for name, _ in model.named_parameters() if name not in names]
+    assert list(buffers) == rest
+    assert apply.frozen_params == set(rest)
     torch.testing.assert_close(apply(params, buffers, torch.ones(1, 2))[0], model(torch.ones(1, 2)))
-
-
-def test_a_model_that_is_frozen_as_a_whole_keeps_its_parameters():
-    _, params, buffers = ps.make_functional(nn.Linear(2, 2).requires_grad_(False))
-    assert list(params) == ["weight", "bias"]
-    assert buffers == {}
 
 
 class BatchNormOfALibrary(nn.modules.batchnorm._BatchNorm):
@@ -299,11 +320,6 @@ WRITES = {
     "a view": lambda m: m.w[0].zero_(),
     "foreach": lambda m: torch._foreach_zero_([m.w]),
 }
-THROUGH_DATA = {
-    ".data =": lambda m: setattr(m.w, "data", torch.renorm(m.w, 2, 0, 1.0)),
-    ".data.clamp_": lambda m: m.w.data.clamp_(0, 1),
-    "a view of .data": lambda m: m.w.data.view(-1)[0].zero_(),
-}
 HOW = {
     "eager": lambda f: f,
     "no_grad": torch.no_grad(),
@@ -318,10 +334,7 @@ HOW = {
 def test_a_forward_that_replaces_a_parameter_is_refused_and_params_stay(how):
     model = Writes(lambda m: setattr(m, "w", nn.Parameter(m.w / 2)))
     apply, params, buffers = ps.make_functional(model)
-    with (
-        Untouched((params, buffers)),
-        pytest.raises(RuntimeError, match=r"its parameter w.*Fix: "),
-    ):
+    with Untouched((params, buffers)), pytest.raises(RuntimeError, match=r"its parameter w.*Fix: "):
         HOW[how](lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())(params)
 
 
@@ -335,19 +348,19 @@ def test_a_forward_that_writes_into_a_parameter_is_an_error_that_names_it(write,
 
 
 @pytest.mark.parametrize(
-    "write", [THROUGH_DATA[".data.clamp_"], *map(WRITES.get, ("clamp_", "a view"))]
+    "write", [lambda m: m.w.data.clamp_(0, 1), *map(WRITES.get, ("clamp_", "a view"))]
 )
 def test_a_compiled_forward_that_writes_into_a_parameter_leaves_params_alone(write):
     apply, params, buffers = ps.make_functional(Writes(write))
     forward = torch.func.grad(lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())
     with Untouched(params):
-        torch.compile(forward, fullgraph=True, backend="aot_eager")(params)
+        in_one_graph(forward)(params)
 
 
 def test_data_may_be_read():
-    apply, params, buffers = ps.make_functional(Writes(lambda m: m.running.mul_(m.w.data.norm())))
-    _, new_buffers = apply(params, buffers, torch.ones(1, 3))
-    assert same_bits(new_buffers["running"], torch.full((3,), params["w"].norm().item()))
+    model = Writes(lambda m: m.running.mul_(m.w.data.norm()))
+    _, buffers = called(model, torch.ones(1, 3))
+    assert same_bits(buffers["running"], torch.full((3,), model.w.norm().item()))
 
 
 @pytest.mark.parametrize(
@@ -371,32 +384,22 @@ def test_a_parameter_in_a_step_is_a_parameter_and_what_comes_out_is_a_tensor():
         return {"w": m.w, "parts": [m.w.detach(), m.w * 2]}
 
     apply, params, buffers = ps.make_functional(module_of(forward, w=nn.Parameter(torch.ones(2))))
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale()
 
     def loss_fn(params, buffers, _):
         out, buffers = apply(params, buffers)
         return out["parts"][1].sum(), buffers, out
 
-    state = ps.init_train_state(params, buffers, optimizer, rule)
-    _, info = ps.train_step(state, [None], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
-    out = info.aux[0]
+    _, infos = stepped(params, buffers, loss_fn, [None])
+    out = infos[0].aux[0]
     assert {type(t) for t in (out["w"], *out["parts"])} == {torch.Tensor}
 
 
 # dynamo's own look at an input
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_piece_inside_of_an_eager_forward_takes_its_parameters():
-    apply, params, buffers = ps.make_functional(
-        module_of(
-            lambda m, tokens: m.piece(tokens, m.embed.weight),
-            embed=nn.Embedding(5, 4),
-            piece=torch.compile(
-                lambda t, w: torch.sort(nn.functional.embedding(t, w), dim=1)[0],
-                fullgraph=True,
-                backend="aot_eager",
-            ),
-        )
-    )
+    piece = in_one_graph(lambda t, w: torch.sort(F.embedding(t, w), dim=1)[0])
+    model = module_of(lambda m, tokens: piece(tokens, m.embed.weight), embed=nn.Embedding(5, 4))
+    apply, params, buffers = ps.make_functional(model)
     tokens = torch.tensor([1, 2])
     weight = params["embed.weight"].requires_grad_()
     out, _ = apply(params, buffers, tokens)
@@ -407,40 +410,17 @@ def test_a_compiled_piece_inside_of_an_eager_forward_takes_its_parameters():
 # ---- nothing of a call stays
 
 
-class TwoNames(nn.Module):
-    """One module under two names, with a weight that is tied besides."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(3, 3)
-        self.again = self.a
-        self.b = nn.Linear(3, 3)
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(self.again(self.a(x)))
-
-
 @pytest.mark.filterwarnings("ignore:the forward of the model left another value")
 @pytest.mark.parametrize(
-    "make",
-    [
-        TwoNames,
-        Structured,
-        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
-    ],
+    "make", [TwoNames, Structured, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))]
 )
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_tensor_of_a_call_is_kept_alive(make, fails):
     apply, params, buffers = ps.make_functional(make())
     mine = {name: p.clone() for name, p in params.items()}
     memory = [weakref.ref(p.untyped_storage()) for p in mine.values()]
-    width = 4 if make is Structured else 3
-    if fails:
-        with pytest.raises(RuntimeError):
-            apply(mine, buffers, torch.ones(1, width + 3))
-    else:
-        apply(mine, buffers, torch.ones(1, width))
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        apply(mine, buffers, torch.ones(1, 7 if fails else 4))
     del mine
     gc.collect()
     assert [ref() for ref in memory] == [None] * len(memory)
@@ -448,26 +428,18 @@ def test_no_tensor_of_a_call_is_kept_alive(make, fails):
 
 def test_a_call_after_one_that_failed_is_as_before():
     apply, params, buffers = ps.make_functional(TwoNames())
-    before = apply(params, buffers, torch.ones(1, 3))
+    before = apply(params, buffers, torch.ones(1, 4))
     with pytest.raises(RuntimeError):
-        apply(params, buffers, torch.ones(1, 4))
-    assert same_bits(apply(params, buffers, torch.ones(1, 3)), before)
+        apply(params, buffers, torch.ones(1, 3))
+    assert same_bits(apply(params, buffers, torch.ones(1, 4)), before)
 
 
-class Calls(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x, then=None):
-        return self.linear(x) if then is None else then(self.linear(x)) + self.linear(x)
-
-
-@pytest.mark.parametrize(
-    "how", [lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")]
-)
+@pytest.mark.parametrize("how", [lambda f: f, in_one_graph])
 def test_apply_inside_of_apply_has_parameters_of_its_own(how):
-    apply, params, buffers = ps.make_functional(Calls())
+    def forward(m, x, then=None):
+        return m.linear(x) if then is None else then(m.linear(x)) + m.linear(x)
+
+    apply, params, buffers = ps.make_functional(module_of(forward, linear=nn.Linear(3, 3)))
     others, x = {name: p * 2 for name, p in params.items()}, torch.ones(1, 3)
     nested = how(lambda p, q, x: apply(p, buffers, x, then=lambda y: apply(q, buffers, y)[0])[0])(
         params, others, x
@@ -479,26 +451,38 @@ def test_apply_inside_of_apply_has_parameters_of_its_own(how):
 # ---- buffers that come, go and change
 
 
-class Does(nn.Module):
-    def __init__(self, what):
-        super().__init__()
-        self.linear, self.w = nn.Linear(3, 3), nn.Parameter(torch.ones(2))
-        self.register_buffer("state", torch.zeros(2))
-        self.register_buffer("later", None)
-        self.what = what
+def does(what, state=None):
+    """A model that does `what` to itself before it computes."""
 
-    def forward(self, x):
-        self.what(self, x)
-        return self.linear(x)
+    def forward(m, x):
+        what(m, x)
+        return m.relu(m.linear(x))
+
+    model = module_of(
+        forward,
+        linear=nn.Linear(3, 3),
+        relu=nn.ReLU(),
+        layers=nn.ModuleList(),
+        w=nn.Parameter(torch.ones(2)),
+        state=torch.zeros(2) if state is None else state,
+    )
+    model.register_buffer("later", None)
+    return model
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        (lambda m, x: m.register_buffer("cos", x), "registered 'cos' in its Does.*Fix: run `model"),
-        (lambda m, x: setattr(m, "later", x), "registered 'later' in its Does"),
-        (lambda m, x: setattr(m, "more", nn.Parameter(x)), "registered 'more' in its Does"),
-        (lambda m, x: setattr(m, "part", nn.Linear(1, 1)), "registered 'part' in its Does"),
+        (lambda m, x: m.register_buffer("cos", x), "registered 'cos' in its Made.*Fix: run `model"),
+        (lambda m, x: setattr(m, "later", x), "registered 'later' in its Made"),
+        (lambda m, x: setattr(m, "more", nn.Parameter(x)), "registered 'more' in its Made"),
+        (lambda m, x: setattr(m, "part", nn.Linear(1, 1)), "registered 'part' in its Made"),
+        (lambda m, x: m.layers or m.layers.append(nn.Linear(3, 3)), "of the model registered"),
+        (lambda m, x: m.linear.register_buffer("late", x), "of the model registered"),
+        (
+            lambda m, x: m.relu.register_parameter("late", nn.Parameter(x.clone())),
+            "of the model registered",
+        ),
         (lambda m, x: setattr(m, "state", None), "removed its buffer state, or set it to None"),
         (lambda m, x: delattr(m, "state"), "removed its buffer state, or set it to None"),
         (lambda m, x: setattr(m, "w", None), "removed its parameter w.*Fix: "),
@@ -506,62 +490,20 @@ class Does(nn.Module):
     ],
 )
 def test_what_is_not_there_in_every_call_is_refused_every_time(what, message):
-    apply, params, buffers = ps.make_functional(Does(what))
-    for _ in range(2):
+    apply, params, buffers = ps.make_functional(does(what))
+    for _ in range(3):
         with pytest.raises(RuntimeError, match=message):
             apply(params, buffers, torch.ones(1, 3))
 
 
-def append_a_layer(model, x):
-    if not model.layers:
-        model.layers.append(nn.Linear(3, 3))
-
-
-LATE = {
-    "a layer in an empty list": append_a_layer,
-    "a buffer of a layer of torch": lambda m, x: m.linear.register_buffer("late", x),
-    "a parameter of a layer of torch": lambda m, x: m.relu.register_parameter(
-        "late", nn.Parameter(x.clone())
-    ),
-}
-
-
-@pytest.mark.parametrize("what", LATE)
-def test_what_is_put_into_a_layer_of_torch_is_refused_every_time(what):
-    def forward(m, x):
-        LATE[what](m, x)
-        return m.relu(m.linear(x))
-
-    apply, params, buffers = ps.make_functional(
-        module_of(forward, layers=nn.ModuleList(), linear=nn.Linear(3, 3), relu=nn.ReLU())
-    )
-    for _ in range(3):
-        with pytest.raises(RuntimeError, match="the forward of the model registered"):
-            apply(params, buffers, torch.ones(1, 3))
-
-
-class Empty(nn.Module):
-    """A part without a parameter, buffer or module, which registers one in its forward."""
-
-    def __init__(self, register):
-        super().__init__()
-        self.register = register
-
-    def forward(self, x):
-        self.register(self, x)
-        return x
-
-
 @pytest.mark.parametrize(
     "register",
-    [
-        lambda m, x: m.register_buffer("late", x),
-        lambda m, x: m.add_module("late", nn.ReLU()),
-    ],
+    [lambda m, x: m.register_buffer("late", x), lambda m, x: m.add_module("late", nn.ReLU())],
     ids=["a buffer", "a module"],
 )
 def test_what_is_put_into_an_empty_module_is_refused_in_a_compiled_call_too(register):
-    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 3), Empty(register)))
+    empty = module_of(lambda m, x: (register(m, x), x)[1])
+    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 3), empty))
     compiled = torch.compile(lambda p, x: apply(p, buffers, x)[0], backend="eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="the forward of the model registered"):
         compiled(params, torch.ones(1, 3))
@@ -575,16 +517,14 @@ def test_a_model_that_has_seen_a_batch_has_its_late_buffer():
 
     model, x = module_of(forward), torch.ones(2)
     model(x)
-    apply, params, buffers = ps.make_functional(model)
-    assert same_bits(apply(params, buffers, x)[0], model(x))
+    assert same_bits(called(model, x)[0], model(x))
 
 
 @pytest.mark.parametrize("with_graph", [True, False])
 def test_a_buffer_that_is_replaced_by_an_argument_shares_no_memory_with_it(with_graph):
-    apply, params, buffers = ps.make_functional(Does(lambda m, x: setattr(m, "state", x)))
-    x = torch.ones(1, 3)
+    model, x = does(lambda m, x: setattr(m, "state", x)), torch.ones(1, 3)
     with nullcontext() if with_graph else torch.no_grad():
-        new = apply(params, buffers, x)[1]["state"]
+        new = called(model, x)[1]["state"]
     assert same_bits(new, x)
     assert not shares_memory(new, x)
 
@@ -638,10 +578,6 @@ class Everything(nn.Module):
         self.register_buffer("adjacency", torch.eye(2).to_sparse())
 
 
-def tensors_of(model):
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
 @given(st.integers(0, 2**31), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
 def test_load_into_is_the_way_back_of_make_functional_in_any_dtype(seed, dtype):
     torch.manual_seed(seed)
@@ -686,34 +622,25 @@ def test_load_into_names_what_does_not_fit_and_changes_nothing(change, message):
         ps.load_into(model, *change(params, buffers))
 
 
-def test_load_into_a_model_without_memory_is_refused():
-    _, params, buffers = ps.make_functional(nn.Linear(2, 1))
-    with torch.device("meta"):
-        model = nn.Linear(2, 1)
-    with pytest.raises(ValueError, match="weight of the model has no memory"):
-        ps.load_into(model, params, buffers)
-
-
-def inference_ones():
-    with torch.inference_mode():
-        return torch.ones(4)
-
-
 @pytest.mark.parametrize(
     ("late", "given", "message"),
     [
         (torch.ones(1).expand(4), torch.ones(4), "late of the model was expanded"),
-        (inference_ones(), torch.ones(4), "late of the model was made under inference_mode"),
+        (
+            torch.inference_mode()(torch.ones)(4),
+            torch.ones(4),
+            "late of the model was made under inference_mode",
+        ),
         (torch.ones(4), torch.ones(4, device="meta"), "late is on meta"),
+        (torch.ones(4, device="meta"), torch.ones(4), "late of the model has no memory"),
     ],
 )
 def test_load_into_changes_nothing_where_torch_would_refuse_a_later_copy(late, given, message):
     model = nn.Linear(2, 1)
     model.register_buffer("late", late)
-    _, params, buffers = ps.make_functional(model)
-    params = {name: p + 1 for name, p in params.items()}
+    params = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
     with Untouched(dict(model.named_parameters())), pytest.raises(ValueError, match=message):
-        ps.load_into(model, params, {**buffers, "late": given})
+        ps.load_into(model, params, {"late": given})
 
 
 @pytest.mark.parametrize(
@@ -732,23 +659,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
-@pytest.mark.parametrize("bad", [True, False])
-def test_a_sparse_leaf_is_a_constant_that_comes_back_as_the_same_object(layout, bad):
-    block = {"blocksize": (2, 2)} if layout[0] == "b" else {}
-    held = torch.eye(4).to_sparse(layout=getattr(torch, f"sparse_{layout}"), **block)
-    old, new = {"a": held, "b": torch.zeros(1)}, {"a": held, "b": torch.ones(1)}
-    chosen = ps.select(torch.tensor(bad), old, new)
-    assert chosen["a"] is held
-    assert chosen["b"] == (0 if bad else 1)
-
-
-def test_another_sparse_leaf_is_refused():
-    one, other = torch.eye(4).to_sparse(), torch.eye(4).to_sparse()
-    with pytest.raises(TypeError, match=r"old\['a'\] is of the layout torch.sparse_coo.*Fix: "):
-        ps.select(True, {"a": one}, {"a": other})
-
-
 @pytest.mark.parametrize(
     "settings", [{}, {"donate": True}, {"on_nonfinite": "drop_microbatch"}, {"max_retries": 1}]
 )
@@ -757,55 +667,40 @@ def test_a_step_of_a_net_over_a_graph_keeps_its_sparse_adjacency(settings):
         m.calls.add_(1)
         return m.adjacency @ m.linear(x)
 
+    tensors = {"adjacency": torch.eye(4).to_sparse(), "calls": torch.zeros(())}
     apply, params, buffers = ps.make_functional(
-        module_of(
-            forward,
-            linear=nn.Linear(3, 2),
-            adjacency=torch.eye(4).to_sparse(),
-            calls=torch.zeros(()),
-        )
+        module_of(forward, linear=nn.Linear(3, 2), **tensors)
     )
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale()
 
     def loss_fn(params, buffers, x):
         out, buffers = apply(params, buffers, x)
         return out.square().sum(), buffers
 
-    state = ps.init_train_state(params, buffers, optimizer, rule)
-    held = state.buffers["adjacency"]
-    for x in (torch.ones(4, 3), torch.full((4, 3), torch.inf), torch.ones(4, 3)):
-        state, _ = ps.train_step(
-            state, [x, x], loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
-        )
-        assert state.buffers["adjacency"] is held
+    x, held = torch.ones(4, 3), buffers["adjacency"]
+    windows = [[x, x], [x * torch.inf] * 2, [x, x]]
+    state, _ = stepped(params, buffers, loss_fn, *windows, **settings)
+    assert state.buffers["adjacency"] is held
     assert state.buffers["calls"] == 4
     assert torch.equal(held.to_dense(), torch.eye(4))
 
 
 def test_a_forward_that_writes_into_a_sparse_buffer_is_an_error_that_names_it():
-    apply, params, buffers = ps.make_functional(
-        module_of(
-            lambda m, x: m.adjacency.mul_(0.5) @ (x * m.w),
-            w=nn.Parameter(torch.ones(4)),
-            adjacency=torch.eye(4).to_sparse(),
-        )
-    )
+    def forward(m, x):
+        return m.adjacency.mul_(0.5) @ (x * m.w)
+
+    tensors = {"w": nn.Parameter(torch.ones(4)), "adjacency": torch.eye(4).to_sparse()}
     with pytest.raises(RuntimeError, match=r"its buffer adjacency, which is not dense.*Fix: "):
-        apply(params, buffers, torch.ones(4))
+        called(module_of(forward, **tensors), torch.ones(4))
 
 
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("value", [1.0, torch.inf])
 def test_buffers_that_require_a_gradient_are_off_the_graph_after_a_step(donate, value):
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale()
-    state = ps.init_train_state({"w": torch.ones(3)}, {}, optimizer, rule)
-    state = state._replace(buffers={"frozen": torch.ones(3, requires_grad=True)})
-    state, _ = ps.train_step(
-        state,
+    state, _ = stepped(
+        {"w": torch.ones(3)},
+        {"frozen": torch.ones(3, requires_grad=True)},
+        lambda p, b, x: ((p["w"] * x * b["frozen"]).sum(), b),
         [torch.full((3,), value)],
-        loss_fn=lambda p, b, x: ((p["w"] * x * b["frozen"]).sum(), b),
-        optimizer=optimizer,
-        rule=rule,
         donate=donate,
     )
     assert not state.buffers["frozen"].requires_grad
@@ -825,10 +720,6 @@ def test_apply_holds_no_memory_of_the_model():
     assert [ref() for ref in memory + modules if ref() is not None] == []
 
 
-class BatchNormOfALibrary(nn.modules.batchnorm._BatchNorm):
-    """As apex.parallel.SyncBatchNorm."""
-
-
 def test_apply_takes_inference_tensors():
     apply, params, buffers = ps.make_functional(nn.Linear(2, 1))
     with torch.inference_mode():
@@ -842,7 +733,7 @@ def test_a_frozen_embedding_that_renormalises_its_weight_is_written_as_torch_wri
         nn.Embedding.from_pretrained(torch.ones(5, 3), max_norm=0.5), nn.Linear(3, 2)
     )
     apply, params, buffers = ps.make_functional(model)
-    call = torch.compile(apply, backend="aot_eager") if compiled else apply
+    call = in_one_graph(apply) if compiled else apply
     rows = torch.tensor([0, 3])
     with Untouched(buffers):
         out, new_buffers = call(params, buffers, rows)
@@ -960,22 +851,16 @@ def tied(weight):
 @pytest.mark.parametrize(
     ("where", "how"),
     [
-        *((where, "eager") for where in FOLLOWED),
-        *((where, "compiled") for where in ("a list", "a helper object", "a method", "a tuple")),
+        *((where, lambda f: f) for where in FOLLOWED),
+        *((where, in_one_graph) for where in ("a list", "a helper object", "a method", "a tuple")),
     ],
 )
 def test_a_weight_that_stands_elsewhere_too_is_that_of_the_call(where, how):
-    model = Elsewhere(*FOLLOWED[where])
-    apply, params, buffers = ps.make_functional(model)
+    apply, params, buffers = ps.make_functional(Elsewhere(*FOLLOWED[where]))
     for factor in (1.0, 2.0):
         moved = {"w": params["w"] * factor}
-
-        def grad(p, buffers=buffers):
-            return torch.func.grad(lambda p: apply(p, buffers, torch.ones(2, 5))[0].sum())(p)
-
-        compiled = torch.compile(grad, fullgraph=True, backend="aot_eager")
-        found = (compiled if how == "compiled" else grad)(moved)["w"]
-        assert same_bits(found, torch.full((5, 5), 2.0))
+        grad = torch.func.grad(lambda p: apply(p, buffers, torch.ones(2, 5))[0].sum())
+        assert same_bits(how(grad)(moved)["w"], torch.full((5, 5), 2.0))
         assert same_bits(apply(moved, buffers, torch.eye(5))[0], moved["w"] + 1)
 
 
@@ -985,26 +870,6 @@ def test_a_weight_where_none_can_be_put_is_refused_by_name(where):
     named = r"^(a key of )?1\.kept\S* of the model holds its .* 1.*Fix: "
     with pytest.raises(ValueError, match=named):
         ps.make_functional(model)
-
-
-@pytest.mark.parametrize("view", [lambda w: w.detach(), lambda w: w.t(), lambda w: w * 2])
-@pytest.mark.parametrize("keep", [lambda t: t, lambda t: [t], lambda t: (t,)])
-def test_what_was_computed_from_a_weight_before_is_refused_where_it_is_read(view, keep):
-    def read(kept):
-        return kept if isinstance(kept, torch.Tensor) else kept[0]
-
-    model = Elsewhere(lambda m: keep(view(m.w)), read)
-    apply, params, buffers = ps.make_functional(model)
-    with pytest.raises(RuntimeError, match=r"kept\S* of the model was computed from a par.*Fix: "):
-        apply(params, buffers, torch.ones(2, 5))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.:FutureWarning")
-@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
-def test_a_weight_that_a_hook_computes_in_each_forward_is_no_such_thing(norm):
-    model = norm(nn.Linear(5, 5))
-    apply, params, buffers = ps.make_functional(model)
-    assert same_bits(apply(params, buffers, torch.ones(2, 5))[0], model(torch.ones(2, 5)).detach())
 
 
 # What a forward reads of a tensor that has no value in a call.
@@ -1029,43 +894,56 @@ OPERATIONS = [
 ]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_what_was_computed_before_refuses_every_operation(operation):
-    class Reads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(5, 5))
-            self.view = self.w.detach()
+@pytest.mark.parametrize(
+    ("view", "keep", "operation"),
+    [
+        *(
+            (view, keep, lambda w, x: x @ w)
+            for view in (lambda w: w.detach(), lambda w: w.t(), lambda w: w * 2)
+            for keep in (lambda t: t, lambda t: [t], lambda t: (t,))
+        ),
+        *((lambda w: w.detach(), lambda t: t, operation) for operation in OPERATIONS),
+    ],
+)
+def test_what_was_computed_from_a_weight_before_is_refused_where_it_is_read(view, keep, operation):
+    def read(kept):
+        return operation(kept if isinstance(kept, torch.Tensor) else kept[0], torch.ones(5, 5))
 
-        def forward(self, x):
-            return operation(self.view, x)
+    model = Elsewhere(lambda m: keep(view(m.w)), read)
+    with pytest.raises(RuntimeError, match=r"kept\S* of the model was computed from a par.*Fix: "):
+        called(model, torch.ones(5, 5))
 
-    apply, params, buffers = ps.make_functional(Reads())
-    with pytest.raises(RuntimeError, match="view of the model was computed from a parameter"):
-        apply(params, buffers, torch.ones(5, 5))
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_weight_that_a_hook_computes_in_each_forward_is_no_such_thing(norm):
+    model, x = norm(nn.Linear(5, 5)), torch.ones(2, 5)
+    assert same_bits(called(model, x)[0], model(x).detach())
 
 
 # ---- weights that are read in the backward pass
 
 
-class ThroughModule(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, module, weight):
-        ctx.module = module
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad @ ctx.module.w.t(), None, None
-
-
 class ReadsLater(nn.Module):
+    """A product whose backward reads the weight of the module."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, module, weight):
+            ctx.module = module
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad @ ctx.module.w.t(), None, None
+
     def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.eye(5))
 
-    def forward(self, x):
-        return ThroughModule.apply(x, self, self.w)
+    def forward(self, x, then=lambda: None):
+        then()
+        return ReadsLater.Function.apply(x, self, self.w)
 
 
 def test_a_weight_that_is_read_in_the_backward_pass_is_that_of_the_call():
@@ -1077,25 +955,12 @@ def test_a_weight_that_is_read_in_the_backward_pass_is_that_of_the_call():
         assert same_bits(grad, torch.full((2, 5), float(k)))
 
 
-class ReadsLaterThen(ReadsLater):
-    def forward(self, x, then=lambda: None):
-        then()
-        return super().forward(x)
-
-
-class Outer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.part = ReadsLater()
-
-    def forward(self, x, then=lambda: None):
-        then()
-        return self.part(x)
-
-
-@pytest.mark.parametrize("make", [ReadsLaterThen, Outer])  # the whole model, and a part of it
-def test_a_module_that_a_graph_keeps_gets_no_tensors_of_another_call(make):
-    apply, params, buffers = ps.make_functional(make())
+@pytest.mark.parametrize(
+    "model",  # the whole, and a part of it
+    [ReadsLater(), module_of(lambda m, x, **k: m.part(x, **k), part=ReadsLater())],
+)
+def test_a_module_that_a_graph_keeps_gets_no_tensors_of_another_call(model):
+    apply, params, buffers = ps.make_functional(model)
     x = torch.ones(2, 5, requires_grad=True)
     out, _ = apply(params, buffers, x)
     others = {name: weight * 7 for name, weight in params.items()}
@@ -1110,17 +975,9 @@ def net_of_two():
     return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
 
 
-def hook_that_calls_another(net):
-    net[0].register_forward_hook(lambda module, inputs, out: net[1](out))
-
-
 def patched(net):
     old = net[1].forward
     net[1].forward = lambda x: old(x.float())
-
-
-def compiled_forward(net):
-    net[0].forward = torch.compile(net[0].forward, backend="eager")
 
 
 def through_a_helper(net):
@@ -1141,45 +998,45 @@ def over_a_global(net):
 
 GLOBALS = {}
 LIVE = {
-    hook_that_calls_another: ("0._forward_hooks", "module itself"),
-    patched: ("1.forward", "module 1"),
-    compiled_forward: ("0.forward", "module 0"),
-    through_a_helper: ("0._forward_hooks", "module 1"),
-    over_a_tensor: ("1._forward_pre_hooks", "tensor 0.weight"),
-    over_a_global: ("0._forward_hooks", "module itself"),
+    "a hook that calls another": (
+        lambda net: net[0].register_forward_hook(lambda module, inputs, out: net[1](out)),
+        "0._forward_hooks.* of the model holds its module itself",
+    ),
+    "patched": (patched, "1.forward.* of the model holds its module 1"),
+    "compiled": (
+        lambda net: setattr(net[0], "forward", torch.compile(net[0].forward, backend="eager")),
+        "0.forward.* of the model holds its module 0",
+    ),
+    "a helper": (through_a_helper, "0._forward_hooks.* of the model holds its module 1"),
+    "a tensor": (over_a_tensor, "1._forward_pre_hooks.* of the model holds its tensor 0.weight"),
+    "a global": (over_a_global, "0._forward_hooks.* of the model holds its module itself"),
 }
 
 
-@pytest.mark.parametrize("change", LIVE, ids=lambda change: change.__name__)
-def test_a_function_that_holds_the_live_model_is_refused_by_name(change):
-    net = net_of_two()
-    change(net)
-    where, what = LIVE[change]
-    with pytest.raises(ValueError, match=rf"{where}.* of the model holds its {what}.*Fix: "):
+@pytest.mark.parametrize("where", LIVE)
+def test_a_function_that_holds_the_live_model_is_refused_by_name(where):
+    change, message = LIVE[where]
+    change(net := net_of_two())
+    with pytest.raises(ValueError, match=f"{message}.*Fix: "):
         ps.make_functional(net)
 
 
-def a_method_for_a_hook(net):
-    class Hook:
-        def __init__(self, other):
-            self.other = other
+class Hook:
+    def __init__(self, other):
+        self.other = other
 
-        def __call__(self, module, inputs, out):
-            return self.other(out)
-
-    net[0].register_forward_hook(Hook(net[1]))
-
-
-def compiled_child(net):
-    net[0] = torch.compile(net[0], backend="eager")
-
-
-def a_module_that_compiles_itself(net):
-    net[0].compile(backend="eager")
+    def __call__(self, module, inputs, out):
+        return self.other(out)
 
 
 @pytest.mark.parametrize(
-    "change", [a_method_for_a_hook, compiled_child, a_module_that_compiles_itself]
+    "change",
+    [
+        lambda net: net[0].register_forward_hook(Hook(net[1])),
+        lambda net: net.__setitem__(0, torch.compile(net[0], backend="eager")),
+        lambda net: net[0].compile(backend="eager"),
+    ],
+    ids=["a method for a hook", "a compiled child", "a module that compiles itself"],
 )
 def test_what_deepcopy_follows_works_on_the_copy(change):
     net = net_of_two()
@@ -1209,9 +1066,8 @@ def test_a_hook_on_a_frozen_parameter_has_nothing_to_change():
     net = net_of_two()
     net[0].weight.register_hook(torch.neg)
     net[0].requires_grad_(False)
-    apply, params, buffers = ps.make_functional(net)
     x = torch.arange(10.0).reshape(2, 5)
-    assert same_bits(apply(params, buffers, x)[0], net(x).detach())
+    assert same_bits(called(net, x)[0], net(x).detach())
 
 
 # ---- what an apply is
@@ -1253,8 +1109,7 @@ def test_what_cannot_be_copied_is_shared_by_all_calls():
 
     module, x = Locked(5, 5), torch.randn(2, 5)
     module.lock = threading.Lock()
-    apply, params, buffers = ps.make_functional(module)
-    assert same_bits(apply(params, buffers, x)[0], module(x).detach())
+    assert same_bits(called(module, x)[0], module(x).detach())
     assert not module.lock.locked()
 
 
@@ -1300,20 +1155,18 @@ def test_a_call_while_another_goes_on_does_not_see_the_hooks_that_it_installed()
     assert same_bits(inner, 2 * F.linear(x, params["layer.weight"], params["layer.bias"]))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", [lambda f: f, in_one_graph])
 @pytest.mark.parametrize(
-    ("own", "replace"),
+    ("own", "value"),
     [
-        (torch.zeros(3), lambda m, x: setattr(m, "state", (m.state + 0.5).half())),
-        (torch.zeros(3, dtype=torch.int64), lambda m, x: setattr(m, "state", m.state + 0.5)),
+        (torch.zeros(3), lambda old: (old + 0.5).half()),
+        (torch.zeros(3, dtype=torch.int64), lambda old: old + 0.5),
     ],
 )
 def test_a_buffer_that_is_replaced_in_another_dtype_keeps_its_own_unless_it_would_be_truncated(
-    own, replace, compiled
+    own, value, how
 ):
-    model = Does(replace)
-    model.state = own
+    model = does(lambda m, x: setattr(m, "state", value(m.state)), own)
     apply, params, buffers = ps.make_functional(model)
-    call = torch.compile(apply, fullgraph=True, backend="aot_eager") if compiled else apply
-    _, new = call(params, buffers, torch.ones(1, 3))
+    _, new = how(apply)(params, buffers, torch.ones(1, 3))
     assert same_bits(new["state"], torch.full((3,), 0.5))

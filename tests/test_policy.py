@@ -6,12 +6,12 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF, batch, same_bits, shares_memory, small_net
+from helpers import HALF, batch, in_one_graph, module_of, same_bits, shares_memory, small_net
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import purescale as ps
-from purescale.testing import assert_pure
+from purescale.testing import assert_pure, assert_vmap_equals_loop
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -96,16 +96,13 @@ def test_an_output_that_is_not_cast_is_copied_in_its_own_dtype():
 
 def test_float32_throughout_equals_no_policy():
     apply, params, buffers = ps.make_functional(small_net())
-    assert same_bits(
-        ps.with_policy(apply, "float32")(params, buffers, batch()[0]),
-        apply(params, buffers, batch()[0]),
-    )
+    given = params, buffers, batch()[0]
+    assert same_bits(ps.with_policy(apply, "float32")(*given), apply(*given))
 
 
 def test_with_policy_is_pure():
     apply, params, buffers = ps.make_functional(small_net())
-    x = batch()[0]
-    assert_pure(ps.with_policy(apply, HALF), params, buffers, x)
+    assert_pure(ps.with_policy(apply, HALF), params, buffers, batch()[0])
 
 
 def test_inputs_in_any_container_are_cast_and_integers_are_not():
@@ -147,23 +144,18 @@ class Momentum(nn.Module):
 @pytest.mark.parametrize(
     ("rules", "tol", "how"),
     [
-        ("params=float32,compute=float32", 0.0, "eager"),
-        ("params=float32,compute=autocast(bfloat16)", 0.0, "eager"),
-        *((HALF, 1e-3, how) for how in ("eager", "compiled", "vmap")),
+        ("params=float32,compute=float32", 0.0, lambda call: call),
+        ("params=float32,compute=autocast(bfloat16)", 0.0, lambda call: call),
+        (HALF, 1e-3, lambda call: call),
+        (HALF, 1e-3, in_one_graph),
+        (HALF, 1e-3, lambda call: lambda *args: torch.vmap(lambda x: call(*args[:2], x))(args[2])),
     ],
 )
 def test_a_write_of_the_forward_into_a_frozen_parameter_arrives_in_the_dtype_kept(rules, tol, how):
-    model = Momentum()
+    model, x = Momentum(), torch.ones(1, 3)
     apply, params, buffers = ps.make_functional(model)
-    call = ps.with_policy(apply, rules)
-    if how == "compiled":
-        call = torch.compile(call, fullgraph=True, backend="aot_eager")
-    x = torch.ones(1, 3)
-    if how == "vmap":
-        new = torch.vmap(lambda x: call(params, buffers, x)[1])(x[None])
-        new = {name: buffer[0] for name, buffer in new.items()}
-    else:
-        new = call(params, buffers, x)[1]
+    _, new = how(ps.with_policy(apply, rules))(params, buffers, x)
+    new = {name: new[name].reshape(old.shape) for name, old in buffers.items()}
     model(x)
     written, old = new["key.weight"], buffers["key.weight"]
     assert written.dtype is f32
@@ -210,47 +202,45 @@ def test_an_integer_parameter_has_no_dtype_to_keep():
 def test_norms_in_float32_around_an_unflatten_is_one_graph():
     def half(x):
         with ps.norms_in_float32():
-            return torch.nn.functional.layer_norm(x.unflatten(-1, (2, 3)), (3,))
+            return F.layer_norm(x.unflatten(-1, (2, 3)), (3,))
 
     x = torch.randn(4, 6, dtype=torch.float16)
     compiled = torch.compile(half, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), half(x))
 
 
-class EveryNorm(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = torch.nn.Conv1d(4, 4, 3, padding=1)
-        self.norms = torch.nn.ModuleList(
-            [
-                torch.nn.BatchNorm1d(4),
-                torch.nn.GroupNorm(2, 4),
-                torch.nn.InstanceNorm1d(4, affine=True),
-                torch.nn.LayerNorm(33),
-                torch.nn.RMSNorm(33),
-            ]
-        )
-
-    def forward(self, x):
-        for norm in self.norms:
-            x = norm(self.conv(x))
-        return torch.nn.functional.normalize(x, dim=1)
+def under_autocast(model, dtype, *inputs, scale=1.0):
+    """What a policy of this autocast, and torch's own around the module, make of the outputs, the
+    buffers and the gradients of a scaled loss, the last output.
+    """
+    apply, params, buffers = ps.make_functional(model)
+    weights = {name: p.requires_grad_() for name, p in params.items()}
+    name = str(dtype).removeprefix("torch.")
+    out, new = ps.with_policy(apply, f"compute=autocast({name})")(weights, buffers, *inputs)
+    with torch.autocast("cpu", dtype):
+        expected = model(*inputs)
+    ours = out, new, list(weights.values())
+    for result, held, leaves in (
+        ours,
+        (expected, dict(model.named_buffers()), list(model.parameters())),
+    ):
+        outs = result if isinstance(result, tuple) else (result,)
+        grads = torch.autograd.grad(outs[-1].float().sum() * scale, leaves)
+        yield [x.detach() for x in outs], held, list(grads)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's rms norm
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [bf16, f16])
 def test_autocast_has_the_bits_of_torch_autocast_around_the_module(dtype):
-    model, x = EveryNorm(), torch.randn(5, 4, 33)
-    apply, params, buffers = ps.make_functional(model)
-    weights = {name: p.requires_grad_() for name, p in params.items()}
-    out, new_buffers = ps.with_policy(apply, f"compute=autocast({dtype})")(weights, buffers, x)
-    with torch.autocast("cpu", getattr(torch, dtype)):
-        expected = model(x)
-    assert same_bits(out.detach(), expected.detach().to(out.dtype))
-    assert same_bits(new_buffers, dict(model.named_buffers()))
-    found = torch.autograd.grad(out.float().sum(), list(weights.values()))
-    expected = torch.autograd.grad(expected.float().sum(), list(model.parameters()))
-    assert same_bits(list(found), list(expected))
+    def forward(m, x):
+        for norm in m.norms:
+            x = norm(m.conv(x))
+        return F.normalize(x, dim=1)
+
+    norms = [nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4, affine=True)]
+    norms += [nn.LayerNorm(33), nn.RMSNorm(33)]
+    model = module_of(forward, conv=nn.Conv1d(4, 4, 3, padding=1), norms=nn.ModuleList(norms))
+    assert same_bits(*under_autocast(model, dtype, torch.randn(5, 4, 33)))
 
 
 class TinyGPT(nn.Module):
@@ -271,18 +261,9 @@ class TinyGPT(nn.Module):
 
 @pytest.mark.parametrize("dtype", [f16, bf16])
 def test_a_loss_computed_in_the_model_keeps_the_dtype_that_autocast_gave_it(dtype):
-    model, tokens = TinyGPT(), torch.randint(0, 7, (3, 5))
-    apply, params, buffers = ps.make_functional(model)
-    weights = {name: p.requires_grad_() for name, p in params.items()}
-    name = str(dtype).removeprefix("torch.")
-    out, _ = ps.with_policy(apply, f"compute=autocast({name})")(weights, buffers, tokens)
-    with torch.autocast("cpu", dtype):
-        expected = model(tokens)
-    assert (out[0].dtype, out[1].dtype) == (dtype, f32)
-    assert same_bits([x.detach() for x in out], [x.detach() for x in expected])
-    grads = torch.autograd.grad(out[1] * 2.0**16, list(weights.values()))
-    of_torch = torch.autograd.grad(expected[1] * 2.0**16, list(model.parameters()))
-    assert same_bits(list(grads), list(of_torch))
+    ours, of_torch = under_autocast(TinyGPT(), dtype, torch.randint(0, 7, (3, 5)), scale=2.0**16)
+    assert [x.dtype for x in ours[0]] == [dtype, f32]
+    assert same_bits(ours, of_torch)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # attention under vmap
@@ -310,10 +291,10 @@ def test_norms_that_are_written_out_are_taken_out_of_autocast():
     made = ps.Policy(compute_dtype=torch.bfloat16, norm_dtype=torch.float32, autocast=True)
     assert ps.policy("compute=autocast(bfloat16),output=float32,norms=float32") == made
     assert ps.policy("compute=autocast(bfloat16)").norm_dtype is None
-    apply, params, buffers = ps.make_functional(torch.nn.LayerNorm(33))
+    apply, params, buffers = ps.make_functional(nn.LayerNorm(33))
     x = torch.randn(5, 33).bfloat16()
     out, _ = ps.with_policy(apply, made)(params, buffers, x)
-    assert same_bits(out, torch.nn.functional.layer_norm(x.float(), (33,)).bfloat16().float())
+    assert same_bits(out, F.layer_norm(x.float(), (33,)).bfloat16().float())
 
 
 @pytest.mark.parametrize("compute", ["float16", "bfloat16", "float32", "float64"])
@@ -322,22 +303,16 @@ def test_the_constructor_and_the_text_have_the_same_norms(compute):
     assert ps.Policy(torch.float32, dtype, dtype) == ps.policy(f"params=float32,compute={compute}")
 
 
-class Positions(nn.Module):
+def with_positions():
     """Adds a floating buffer to its activations, as many transformers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(3, 2)
-        self.head.bias.requires_grad_(False)
-        self.register_buffer("positions", torch.ones(4, 3))
-
-    def forward(self, x):
-        return self.head(x + self.positions)
+    head = nn.Linear(3, 2)
+    head.bias.requires_grad_(False)
+    return module_of(lambda m, x: m.head(x + m.positions), head=head, positions=torch.ones(4, 3))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_dtype_error_of_torch_has_a_note_whose_cure_works(dtype):
-    apply, params, buffers = ps.make_functional(Positions())
+    apply, params, buffers = ps.make_functional(with_positions())
     half = ps.with_policy(apply, f"params=float32,compute={dtype},output=float32")
     with pytest.raises(RuntimeError, match="dtype") as caught:
         half(params, buffers, torch.ones(4, 3))
@@ -349,7 +324,7 @@ def test_the_dtype_error_of_torch_has_a_note_whose_cure_works(dtype):
 
 
 def test_another_error_in_half_compute_has_no_note():
-    apply, params, buffers = ps.make_functional(Positions())
+    apply, params, buffers = ps.make_functional(with_positions())
     half = ps.with_policy(apply, "params=float32,compute=float16,output=float32")
     with pytest.raises(RuntimeError, match="size of tensor") as caught:
         half(params, buffers, torch.ones(4, 5))
@@ -376,14 +351,13 @@ class Seen(TorchFunctionMode):
 
 def test_compute_is_half_and_norms_and_masters_are_float32():
     apply, params, buffers = ps.make_functional(small_net())
+    half, x = ps.with_policy(apply, HALF), batch()[0]
     with Seen() as seen:
-        out, new_buffers = ps.with_policy(apply, HALF)(params, buffers, batch()[0])
+        out, new_buffers = half(params, buffers, x)
     assert set(seen.dtypes["linear"]) == {f16}
     assert out.dtype is f32
     assert new_buffers["1.running_mean"].dtype is f32
-    grads = torch.func.grad(lambda p: ps.with_policy(apply, HALF)(p, buffers, batch()[0])[0].sum())(
-        params
-    )
+    grads = torch.func.grad(lambda p: half(p, buffers, x)[0].sum())(params)
     assert {g.dtype for g in grads.values()} == {f32}
 
 
@@ -433,12 +407,24 @@ def test_norms_in_float32_leaves_float32_and_other_functions_alone():
         assert same_bits((F.layer_norm(x, (4,)), F.linear(x.half(), x.half())), expected)
 
 
-def test_half_running_statistics_are_updated_and_stay_half():
-    module = nn.BatchNorm1d(4).half()
+def through_a_module(x, mean, var):
+    module = nn.BatchNorm1d(4)
+    module.running_mean, module.running_var = mean, var
+    module.half()(x)
+    return module.running_mean
+
+
+def through_a_function(x, mean, var):
+    torch.batch_norm(x, None, None, mean, var, True, 0.1, 1e-5, False)
+    return mean
+
+
+@pytest.mark.parametrize("norm", [through_a_module, through_a_function])
+def test_half_running_statistics_are_updated_and_stay_half(norm):
     with ps.norms_in_float32():
-        module(torch.randn(8, 4).half() + 2)
-    assert module.running_mean.dtype is f16
-    assert module.running_mean.min() > 0.1
+        mean = norm(torch.randn(8, 4).half() + 2, torch.zeros(4).half(), torch.ones(4).half())
+    assert mean.dtype is f16
+    assert mean.min() > 0.1
 
 
 @pytest.mark.parametrize("norms", ["float32", "float16"])
@@ -480,20 +466,12 @@ def test_norms_in_another_dtype_than_a_float32_net(norms, train):
 )
 def test_a_policy_under_vmap_equals_a_loop(policy):
     apply, params, buffers = ps.make_functional(small_net())
-    half = ps.with_policy(apply, policy)
+    half, x = ps.with_policy(apply, policy), batch()[0]
     stacks = [
         {n: torch.stack([t, t if t.dtype is torch.int64 else t * 1.5]) for n, t in tree.items()}
         for tree in (params, buffers)
     ]
-    x = batch()[0]
-    batched = torch.vmap(lambda p, b: half(p, b, x))(*stacks)
-    for index in range(2):
-        one = [{n: t[index] for n, t in tree.items()} for tree in stacks]
-        expected = half(*one, x)
-        torch.testing.assert_close(batched[0][index], expected[0], rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(
-            {n: t[index] for n, t in batched[1].items()}, expected[1], rtol=2e-2, atol=2e-2
-        )
+    assert_vmap_equals_loop(half, *stacks, torch.stack([x, x]), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(
@@ -501,12 +479,9 @@ def test_a_policy_under_vmap_equals_a_loop(policy):
 )
 def test_a_policy_compiles_in_one_graph(policy):
     apply, params, buffers = ps.make_functional(small_net())
-    half = ps.with_policy(apply, policy)
-    compiled = torch.compile(lambda p, b, x: half(p, b, x), fullgraph=True, backend="aot_eager")
-    expected = half(params, buffers, batch()[0])
-    out, new_buffers = compiled(params, buffers, batch()[0])
-    torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(new_buffers, expected[1], rtol=2e-2, atol=2e-2)
+    half, given = ps.with_policy(apply, policy), (params, buffers, batch()[0])
+    compiled = in_one_graph(lambda *args: half(*args))
+    torch.testing.assert_close(compiled(*given), half(*given), rtol=2e-2, atol=2e-2)
 
 
 def test_half_norms_do_not_change_running_statistics_in_eval_mode():
@@ -519,22 +494,12 @@ def test_half_norms_do_not_change_running_statistics_in_eval_mode():
 
 
 def test_further_norm_weights_can_be_named():
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gamma = nn.Parameter(torch.ones(2))
-
-        def forward(self, x):
-            return F.rms_norm(x.float(), (2,)) * self.gamma, self.gamma.dtype
-
-    apply, params, buffers = ps.make_functional(Scale())
+    apply, params, buffers = ps.make_functional(
+        module_of(
+            lambda m, x: (F.rms_norm(x.float(), (2,)) * m.gamma, m.gamma.dtype),
+            gamma=nn.Parameter(torch.ones(2)),
+        )
+    )
     named = dataclasses.replace(apply, norm_params=apply.norm_params | {"gamma"})
-    assert ps.with_policy(apply, HALF)(params, buffers, torch.ones(1, 2))[0][1] is f16
-    assert ps.with_policy(named, HALF)(params, buffers, torch.ones(1, 2))[0][1] is f32
-
-
-def test_torchs_own_batch_norm_updates_half_running_statistics():
-    x, mean, var = torch.randn(8, 4).half() + 2, torch.zeros(4).half(), torch.ones(4).half()
-    with ps.norms_in_float32():
-        torch.batch_norm(x, None, None, mean, var, True, 0.1, 1e-5, False)
-    assert mean.min() > 0.1
+    for each, dtype in ((apply, f16), (named, f32)):
+        assert ps.with_policy(each, HALF)(params, buffers, torch.ones(1, 2))[0][1] is dtype

@@ -5,30 +5,23 @@ import logging
 import hypothesis.strategies as st
 import pytest
 import torch
-from helpers import (
-    Untouched,
-    assert_close,
-    examples,
-    module_of,
-    same_bits,
-    shares_memory,
-)
+from helpers import Untouched, assert_close, examples, module_of, same_bits, shares_memory
 from hypothesis import given
-from test_bn_stats import (
-    INF,
-    Labelled,
-    Rescaled,
-    gathered,
-    images,
-    net,
-    normal,
-    truth,
-)
+from test_bn_stats import INF, Rescaled, gathered, images, labelled, net, normal, truth
 from torch import nn
 
 import purescale as ps
 
 # ---- precise_bn
+
+
+def precise(model, data, **settings):
+    """What precise_bn makes of the model's own buffers, and those."""
+    apply, params, buffers = ps.make_functional(model)
+    with Untouched((params, buffers)):
+        new = ps.precise_bn(apply, params, buffers, data, **settings)
+    assert not shares_memory((params, buffers), new)
+    return new, buffers
 
 
 def first(forward, batch):
@@ -39,18 +32,12 @@ def loader(*sizes):
     return [(x, torch.zeros(len(x))) for x in images(*sizes)]
 
 
-def test_precise_bn_is_the_small_functions_over_a_loader():
-    apply, params, buffers = ps.make_functional(net())
+@pytest.mark.parametrize("settings", [{}, {"estimator": "within", "correction": 0}])
+def test_precise_bn_is_the_small_functions_over_a_loader(settings):
     data = loader(8, 8, 3)
-    with Untouched((params, buffers)):
-        new = ps.precise_bn(apply, params, buffers, data, call=first)
+    new, buffers = precise(net(), data, call=first, **settings)
     stats, *_ = gathered(net(), [x for x, _ in data])
-    assert same_bits(new, ps.bn_buffers(stats, buffers))
-    assert not shares_memory((params, buffers), new)
-    within = ps.precise_bn(
-        apply, params, buffers, data, call=first, estimator="within", correction=0
-    )
-    assert same_bits(within, ps.bn_buffers(stats, buffers, estimator="within", correction=0))
+    assert same_bits(new, ps.bn_buffers(stats, buffers, **settings))
 
 
 def taken(batches, num_samples, **settings):
@@ -62,8 +49,7 @@ def taken(batches, num_samples, **settings):
             seen.append(x)
             yield x
 
-    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
-    ps.precise_bn(apply, params, buffers, counted(), num_samples=num_samples, **settings)
+    precise(nn.BatchNorm1d(3), counted(), num_samples=num_samples, **settings)
     return len(seen)
 
 
@@ -134,15 +120,12 @@ def test_what_is_no_array_is_counted_by_its_length():
     ids=["tensor", "tuple", "list", "dict"],
 )
 def test_the_default_feeds_tensors_tuples_lists_and_dicts(batch):
-    apply, params, buffers = ps.make_functional(Labelled())
-    assert ps.precise_bn(apply, params, buffers, [batch])["bn.running_mean"].tolist() == [1, 1, 1]
+    assert precise(labelled(), [batch])[0]["bn.running_mean"].tolist() == [1, 1, 1]
 
 
 def test_call_is_given_what_the_model_returns():
-    apply, params, buffers = ps.make_functional(net())
     outs = []
-    call = lambda forward, batch: outs.append(forward(batch[0]))  # noqa: E731
-    ps.precise_bn(apply, params, buffers, loader(4, 4), call=call)
+    precise(net(), loader(4, 4), call=lambda forward, batch: outs.append(forward(batch[0])))
     assert [tuple(out.shape) for out in outs] == [(4, 5), (4, 5)]
 
 
@@ -150,40 +133,35 @@ def test_the_report_names_layers_skipped_batches_and_what_was_left_alone(caplog)
     model = nn.Sequential(
         nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.BatchNorm2d(4).eval()
     )
-    apply, params, buffers = ps.make_functional(model)
     with caplog.at_level(logging.INFO, logger="purescale"):
-        ps.precise_bn(apply, params, buffers, [normal(4, 4, 8, 8), normal(4, 4, 8, 8) * INF])
-    report = caplog.text
-    assert "1 layers from 1 batches, 1 more skipped as not finite" in report
-    assert "1 layers saw no data and keep their buffers: 3" in report
-    assert (
-        "instance and group norms have no statistics of the batch and are left alone: 1, 2"
-        in report
-    )
-    assert "too few" not in report
+        precise(model, [normal(4, 4, 8, 8), normal(4, 4, 8, 8) * INF])
+    for words in (
+        "1 layers from 1 batches, 1 more skipped as not finite",
+        "1 layers saw no data and keep their buffers: 3",
+        "instance and group norms have no statistics of the batch and are left alone: 1, 2",
+    ):
+        assert words in caplog.text
+    assert "too few" not in caplog.text
 
 
 def test_too_few_values_for_the_batch_regime_are_warned_about(caplog):
-    apply, params, buffers = ps.make_functional(net())
-    ps.precise_bn(apply, params, buffers, images(4, 4))
+    precise(net(), images(4, 4))
     assert "layer '9' has 4 values per channel in a batch" in caplog.text
     assert "normalize='sequential'" in caplog.text
     caplog.clear()
-    ps.precise_bn(apply, params, buffers, images(4, 4), normalize="sequential")
+    precise(net(), images(4, 4), normalize="sequential")
     assert not caplog.text
 
 
 def test_a_pass_of_only_bad_batches_keeps_the_buffers_and_warns(caplog):
-    apply, params, buffers = ps.make_functional(net())
-    assert same_bits(ps.precise_bn(apply, params, buffers, [x * INF for x in images(4)]), buffers)
+    assert same_bits(*precise(net(), [x * INF for x in images(4)]))
     assert "all 1 batches were skipped as not finite" in caplog.text
 
 
 def test_a_bar_is_shown_on_demand(capfd):
-    apply, params, buffers = ps.make_functional(net())
-    quiet = ps.precise_bn(apply, params, buffers, images(4, 4))
+    quiet = precise(net(), images(4, 4))
     assert "precise_bn" not in capfd.readouterr().err
-    assert same_bits(ps.precise_bn(apply, params, buffers, images(4, 4), progress=True), quiet)
+    assert same_bits(precise(net(), images(4, 4), progress=True), quiet)
     assert "precise_bn: 100%" in capfd.readouterr().err
 
 
@@ -214,10 +192,9 @@ def test_sequential_statistics_are_those_that_the_model_sees_at_eval():
     """Self-consistent to 1e-6; the regime of the batch is off by more than 1e-3 here."""
     batches = images(6, 6, 3)
     model = nn.Sequential(net(), nn.Dropout(0.5), nn.Linear(5, 4), nn.BatchNorm1d(4))
-    apply, params, buffers = ps.make_functional(model)
     worst = {}
     for normalize in ("sequential", "batch"):
-        new = ps.precise_bn(apply, params, buffers, batches, normalize=normalize)
+        new, _ = precise(model.train(), batches, normalize=normalize)
         errors = []
         for name, inputs in eval_inputs(model, new, batches).items():
             mean, var = truth(inputs)
@@ -232,46 +209,41 @@ def test_sequential_statistics_are_those_that_the_model_sees_at_eval():
 
 def test_sequential_does_not_depend_on_how_the_data_is_cut():
     (x,) = images(12)
-    apply, params, buffers = ps.make_functional(net())
-    one = ps.precise_bn(apply, params, buffers, [x], normalize="sequential")
-    many = ps.precise_bn(apply, params, buffers, list(x.split([5, 1, 6])), normalize="sequential")
+    one, many = (
+        precise(net(), data, normalize="sequential")[0] for data in ([x], list(x.split([5, 1, 6])))
+    )
     assert_close(one, many, rtol=1e-5, atol=1e-6)
 
 
 def test_sequential_refuses_a_one_shot_iterator_before_anything_is_drawn():
-    apply, params, buffers = ps.make_functional(net())
     once = iter(images(4))
     with pytest.raises(ValueError, match=r"over the loader once per layer.*list\(batches\)"):
-        ps.precise_bn(apply, params, buffers, once, normalize="sequential")
+        precise(net(), once, normalize="sequential")
     assert len(next(once)) == 4
 
 
 def test_sequential_refuses_a_layer_that_is_called_several_times():
     bn = nn.BatchNorm1d(3)
-    apply, params, buffers = ps.make_functional(nn.Sequential(bn, nn.ReLU(), bn))
     with pytest.raises(ValueError, match=r"'0' is called 2 times in a forward. Fix: normalize='b"):
-        ps.precise_bn(apply, params, buffers, [normal(8, 3)], normalize="sequential")
+        precise(nn.Sequential(bn, nn.ReLU(), bn), [normal(8, 3)], normalize="sequential")
+
+
+def two_norms(forward):
+    return module_of(forward, a=nn.BatchNorm1d(3), b=nn.BatchNorm1d(3))
 
 
 def test_sequential_refuses_layers_whose_order_changes():
-    apply, params, buffers = ps.make_functional(
-        module_of(
-            lambda m, x: m.a(m.b(x)) if len(x) % 2 else m.b(m.a(x)),
-            a=nn.BatchNorm1d(3),
-            b=nn.BatchNorm1d(3),
-        )
-    )
+    model = two_norms(lambda m, x: m.a(m.b(x)) if len(x) % 2 else m.b(m.a(x)))
     with pytest.raises(ValueError, match=r"same layers in the same order .*; got b, a after a"):
-        ps.precise_bn(apply, params, buffers, [normal(8, 3), normal(7, 3)], normalize="sequential")
+        precise(model, [normal(8, 3), normal(7, 3)], normalize="sequential")
 
 
 # ---- bad input
 
 
 def test_a_loader_of_images_and_labels_that_the_default_cannot_feed_shows_the_cure():
-    apply, params, buffers = ps.make_functional(Labelled())
     with pytest.raises(TypeError, match=r"a batch that is a tuple: .*Fix: call=lambda forward"):
-        ps.precise_bn(apply, params, buffers, [(torch.ones(4, 3), torch.ones(4))])
+        precise(labelled(), [(torch.ones(4, 3), torch.ones(4))])
 
 
 def test_what_the_loader_raises_goes_through():
@@ -279,36 +251,26 @@ def test_what_the_loader_raises_goes_through():
         yield torch.ones(4, 3)
         raise OSError("disk")
 
-    apply, params, buffers = ps.make_functional(Labelled())
-    with Untouched((params, buffers)), pytest.raises(OSError, match="disk"):
-        ps.precise_bn(apply, params, buffers, broken())
+    with pytest.raises(OSError, match="disk"):
+        precise(labelled(), broken())
 
 
 # ---- what a review found
 
 
 def test_sequential_leaves_a_bad_batch_out_of_every_layer():
-    apply, params, buffers = ps.make_functional(
-        module_of(lambda m, x: m.b(torch.relu(m.a(x))), a=nn.BatchNorm1d(3), b=nn.BatchNorm1d(3))
-    )
+    model = two_norms(lambda m, x: m.b(torch.relu(m.a(x))))
     x, bad = normal(64, 3), normal(64, 3, mean=3.0, seed=1)
     bad[0, 0] = -INF
-    with_bad, without = (
-        ps.precise_bn(apply, params, buffers, data, normalize="sequential")
-        for data in ([x, bad], [x])
-    )
-    assert same_bits(with_bad, without)
+    assert same_bits(*(precise(model, d, normalize="sequential") for d in ([x, bad], [x])))
 
 
 def test_sequential_passes_over_empty_batches_and_reports_all_layers(caplog):
-    apply, params, buffers = ps.make_functional(Rescaled())
     x = normal(64, 3, mean=2.0)
-    expected = ps.precise_bn(apply, params, buffers, [x], normalize="sequential")
+    expected = precise(Rescaled(), [x], normalize="sequential")
     with caplog.at_level(logging.INFO, logger="purescale"):
         for data in ([x, x[:0]], [x[:0], x]):
-            assert same_bits(
-                ps.precise_bn(apply, params, buffers, data, normalize="sequential"), expected
-            )
+            assert same_bits(precise(Rescaled(), data, normalize="sequential"), expected)
     assert "2 layers from 2 batches" in caplog.text
     assert "saw no data" not in caplog.text
 
@@ -321,12 +283,10 @@ def test_sequential_goes_through_the_loader_once_a_layer_with_its_own_estimator(
             passes.append(1)
             return iter([normal(8, 3), normal(4, 3, mean=5.0, seed=1)])
 
-    apply, params, buffers = ps.make_functional(Rescaled())
-    within = ps.precise_bn(
-        apply, params, buffers, Loader(), normalize="sequential", estimator="within", correction=0
-    )
+    settings = {"normalize": "sequential", "estimator": "within", "correction": 0}
+    within, _ = precise(Rescaled(), Loader(), **settings)
     assert len(passes) == 2
-    pooled = ps.precise_bn(apply, params, buffers, Loader(), normalize="sequential")
+    pooled, _ = precise(Rescaled(), Loader(), normalize="sequential")
     assert (within["a.running_var"] < 0.5 * pooled["a.running_var"]).all()
 
 

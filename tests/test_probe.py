@@ -14,6 +14,7 @@ from helpers import (
     batch,
     cross_entropy_of,
     examples,
+    module_of,
     same_bits,
     shares_memory,
     small_net,
@@ -184,21 +185,18 @@ def test_one_forward_serves_every_scale():
     assert probe.low == {"w": -8}
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.letters = nn.Embedding(7, 8)
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 7, bias=False)
-        self.head.weight = self.letters.weight
-        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
-
-    def forward(self, text):
-        return self.head(self.norm(self.letters(text) * self.frozen))
+def tied():
+    letters, head = nn.Embedding(7, 8), nn.Linear(8, 7, bias=False)
+    head.weight = letters.weight
+    return module_of(
+        lambda m, text: m.head(m.norm(m.letters(text) * m.frozen)),
+        **{"letters": letters, "norm": nn.LayerNorm(8), "head": head},
+        frozen=nn.Parameter(torch.ones(8), requires_grad=False),
+    )
 
 
 def test_tied_weights_are_one_leaf_and_aux_is_let_through():
-    apply, params, buffers = ps.make_functional(Tied())
+    apply, params, buffers = ps.make_functional(tied())
     apply = ps.with_policy(apply, HALF)
 
     def loss_fn(params, buffers, text):
@@ -352,41 +350,43 @@ def test_the_legend_names_thirty_leaves_with_the_worst_and_says_how_many_more(pl
 
 
 @pytest.mark.parametrize(
-    ("exponents", "error", "words"),
+    ("given", "error", "words"),
     [
-        ([], ValueError, r"exponents is empty.*Fix: `range\(-8, 25, 2\)`"),
-        ([0, 0.5], TypeError, "each of exponents must be a whole number, got 0.5"),
-        ([True], TypeError, "whole number"),
-        ([128], ValueError, "from -149 to 127, got 128"),
-        ([-150], ValueError, "from -149 to 127, got -150"),
-        ("8", TypeError, "whole number"),
-        (torch.tensor([8]), TypeError, "each of exponents is a tensor"),
-        (None, TypeError, "whole number"),
+        ({"exponents": []}, ValueError, r"exponents is empty.*Fix: `range\(-8, 25, 2\)`"),
+        ({"exponents": [0, 0.5]}, TypeError, "each of exponents must be a whole number, got 0.5"),
+        ({"exponents": [True]}, TypeError, "whole number"),
+        ({"exponents": [128]}, ValueError, "from -149 to 127, got 128"),
+        ({"exponents": [-150]}, ValueError, "from -149 to 127, got -150"),
+        ({"exponents": "8"}, TypeError, "whole number"),
+        ({"exponents": torch.tensor([8])}, TypeError, "each of exponents is a tensor"),
+        ({"exponents": None}, TypeError, "whole number"),
+        ({"tol": 0}, ValueError, "tol must be positive"),
+        ({"tol": "1"}, TypeError, "tol must be a number"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be from 1"),
+        ({"chunk_size": 1.5}, TypeError, "chunk_size must be a whole number"),
+        *(
+            ({"params": p}, ValueError, r"params holds no tensor.*Fix: ")
+            for p in ({}, {"a": None}, [])
+        ),
+        ({"params": {"n": torch.tensor([1])}}, TypeError, r"params\['n'\] has dtype torch.int64"),
+        (
+            {"loss_fn": lambda p, b, x: p["weak"].sum()},
+            TypeError,
+            r"expected \(loss, new_buffers\)",
+        ),
+        ({"loss_fn": lambda p, b, x: (p["weak"] * 1, b)}, ValueError, "a loss is one number"),
     ],
     ids=str,
 )
-def test_exponents_that_make_no_scale_are_refused(exponents, error, words):
+def test_what_makes_no_probe_is_refused(given, error, words):
+    usual = {"loss_fn": two_leaves, "params": TWO, "buffers": {}, "microbatch": MESSAGE}
     with pytest.raises(error, match=words):
-        ps.probe_scales(two_leaves, TWO, {}, MESSAGE, exponents=exponents)
+        ps.probe_scales(**usual | given)
 
 
 def test_the_ends_of_float32_are_scales():
     probe = ps.probe_scales(two_leaves, TWO, {}, MESSAGE, exponents=[-149, 127, 0, 0])
     assert probe.exponents.tolist() == [-149, 0, 127]
-
-
-@pytest.mark.parametrize(
-    ("how", "error", "words"),
-    [
-        ({"tol": 0}, ValueError, "tol must be positive"),
-        ({"tol": "1"}, TypeError, "tol must be a number"),
-        ({"chunk_size": 0}, ValueError, "chunk_size must be from 1"),
-        ({"chunk_size": 1.5}, TypeError, "chunk_size must be a whole number"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(how, error, words):
-    with pytest.raises(error, match=words):
-        ps.probe_scales(two_leaves, TWO, {}, MESSAGE, **how)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1])
@@ -400,21 +400,3 @@ def test_a_loss_that_does_not_depend_on_params_is_refused(recorded, chunk_size):
 
     with pytest.raises(ValueError, match=r"does not depend on params.*Fix: "):
         ps.probe_scales(loss_fn, {"w": torch.ones(2)}, {}, torch.ones(3), chunk_size=chunk_size)
-
-
-@pytest.mark.parametrize("params", [{}, {"a": None}, []])
-def test_params_without_a_tensor_are_refused(params):
-    with pytest.raises(ValueError, match=r"params holds no tensor.*Fix: "):
-        ps.probe_scales(two_leaves, params, {}, MESSAGE)
-
-
-def test_a_loss_function_that_returns_something_else_is_refused():
-    with pytest.raises(TypeError, match=r"expected \(loss, new_buffers\)"):
-        ps.probe_scales(lambda p, b, x: p["strong"].sum(), TWO, {}, None)
-    with pytest.raises(ValueError, match="a loss is one number"):
-        ps.probe_scales(lambda p, b, x: (p["strong"] * 1, b), TWO, {}, None)
-
-
-def test_integer_parameters_are_refused_by_name():
-    with pytest.raises(TypeError, match=r"params\['n'\] has dtype torch.int64"):
-        ps.probe_scales(two_leaves, {"n": torch.tensor([1])}, {}, None)

@@ -1,6 +1,7 @@
 """All that a forward changes in a module is as it was after the call: eager, mapped, compiled."""
 
 import collections
+import contextlib
 import copy
 import functools
 import gc
@@ -11,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import module_of, same_bits
+from helpers import called, module_of, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -217,12 +218,15 @@ def picture(thing, seen=None):
     return id(thing), parts
 
 
-def functional():
-    """A net, its `apply` after one call, and arguments."""
+@contextlib.contextmanager
+def as_before():
+    """A net, its `apply` after one call, and arguments; the net is as before at the end."""
     net, x = Net(), torch.arange(6.0).reshape(2, 3)
     apply, params, buffers = ps.make_functional(net)
     apply(params, buffers, x)
-    return net, apply, (params, buffers, x)
+    before = picture(net)
+    yield net, apply, (params, buffers, x)
+    assert picture(net) == before
 
 
 # ---- eager and mapped ----------------------------------------------------------------------------
@@ -231,16 +235,15 @@ def functional():
 @pytest.mark.parametrize("name", EAGER)
 @pytest.mark.parametrize("mapped", [False, True])
 def test_what_a_forward_changes_is_as_before_and_each_call_as_the_first(name, mapped):
-    net, apply, (params, buffers, x) = functional()
-    before = picture(net)
-    expected = copy.deepcopy(net)(x, [EAGER[name]])
+    with as_before() as (net, apply, (params, buffers, x)):
+        expected, before = copy.deepcopy(net)(x, [EAGER[name]]), picture(net)
 
-    def call(x):
-        return apply(params, buffers, x, [EAGER[name]])[0]
+        def call(x):
+            return apply(params, buffers, x, [EAGER[name]])[0]
 
-    for _ in range(3):
-        torch.testing.assert_close(torch.vmap(call)(x) if mapped else call(x), expected)
-        assert picture(net) == before
+        for _ in range(3):
+            torch.testing.assert_close(torch.vmap(call)(x) if mapped else call(x), expected)
+            assert picture(net) == before
 
 
 # What needs an attribute that another change takes away.
@@ -258,37 +261,36 @@ def test_any_sequence_of_changes_leaves_all_as_before(names, mapped):
         names = [name for name in names if name == "forget" or name not in FORGOTTEN]
     if {"removed", "replaced at an equal count"} & set(names):
         names = [name for name in names if name != "other order"]
-    net, apply, (params, buffers, x) = functional()
-    before = picture(net)
     changes = [EAGER[name] for name in names]
-    call = (lambda f: torch.vmap(f)(x)) if mapped else (lambda f: f(x))
-    outs = [call(lambda x: apply(params, buffers, x, changes)[0]) for _ in range(2)]
-    assert picture(net) == before
+    call = (lambda f, x: torch.vmap(f)(x)) if mapped else (lambda f, x: f(x))
+    with as_before() as (_, apply, (params, buffers, x)):
+        outs = [call(lambda x: apply(params, buffers, x, changes)[0], x) for _ in range(2)]
     assert torch.equal(*outs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EAGER)
 def test_nothing_that_a_forward_keeps_of_its_arguments_stays_alive(name):
-    _, apply, (params, buffers, x) = functional()
-    batch = x.clone()
-    seen = weakref.ref(batch)
-    apply(params, buffers, batch, [EAGER[name]])
-    del batch
-    gc.collect()
-    assert seen() is None
+    with as_before() as (_, apply, (params, buffers, x)):
+        batch = x.clone()
+        seen = weakref.ref(batch)
+        apply(params, buffers, batch, [EAGER[name]])
+        del batch
+        gc.collect()
+        assert seen() is None
 
 
 def test_a_backward_hook_that_a_forward_installs_is_there_for_the_backward_of_that_call():
-    net, apply, (params, buffers, x) = functional()
-    grads = []
-    for call in (net, *[functools.partial(apply, params, buffers)] * 3):
-        batch = x.clone().requires_grad_()
-        out = call(batch, [HOOKS["backward"]])
-        (out if call is net else out[0]).sum().backward()
-        grads.append(batch.grad)
-    for grad in grads[1:]:
-        torch.testing.assert_close(grad, grads[0])
+    def grad_of(call):
+        batch = torch.arange(6.0).reshape(2, 3).requires_grad_()
+        call(batch, [HOOKS["backward"]]).sum().backward()
+        return batch.grad
+
+    with as_before() as (net, apply, (params, buffers, _)):
+        expected = grad_of(copy.deepcopy(net))
+        for _ in range(3):
+            grad = grad_of(lambda *args: apply(params, buffers, *args)[0])
+            torch.testing.assert_close(grad, expected)
 
 
 IN_ANOTHER_PROCESS = """
@@ -326,15 +328,8 @@ class Resource:
 
 
 def test_calls_share_a_helper_that_is_freed_by_hand():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.resource = nn.Linear(3, 3), Resource()
-
-        def forward(self, x):
-            return self.linear(x), self.resource
-
-    net = Net()
+    net = module_of(lambda m, x: (m.linear(x), m.resource), linear=nn.Linear(3, 3))
+    net.resource = Resource()
     apply, params, buffers = ps.make_functional(net)
     for _ in range(2):
         assert apply(params, buffers, torch.ones(1, 3))[0][1] is net.resource
@@ -354,40 +349,33 @@ def compiled(apply, changes, **settings):
 
 
 def test_a_compiled_call_is_as_the_first_and_one_graph():
-    net, apply, (params, buffers, x) = functional()
-    before = picture(net)
     changes = [CHANGES[name] for name in CHANGES if name != "forget"]
-    expected = copy.deepcopy(net)(x, changes)
     counted = CompileCounterWithBackend("eager")
-    call = compiled(apply, changes, backend=counted)
-    for _ in range(3):
-        torch.testing.assert_close(call(params, buffers, x), expected)
-        assert picture(net) == before
+    with as_before() as (net, apply, arguments):
+        expected, before = copy.deepcopy(net)(arguments[-1], changes), picture(net)
+        call = compiled(apply, changes, backend=counted)
+        for _ in range(3):
+            torch.testing.assert_close(call(*arguments), expected)
+            assert picture(net) == before
     assert counted.frame_count == 1
 
 
 def test_a_compiled_call_puts_back_what_was_deleted():
-    net, apply, (params, buffers, x) = functional()
-    before = picture(net)
-    call = compiled(apply, [forget])
-    outs = [call(params, buffers, x[:rows]) for rows in (2, 1, 2)]
+    with as_before() as (_, apply, (params, buffers, x)):
+        call = compiled(apply, [forget])
+        outs = [call(params, buffers, x[:rows]) for rows in (2, 1, 2)]
     assert torch.equal(outs[0], outs[2])
-    assert picture(net) == before
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap"])
+@pytest.mark.parametrize(
+    "transform", [torch.vmap, lambda call: torch.func.grad(lambda x: call(x).sum())]
+)
 def test_a_transform_inside_of_a_compiled_function_finds_all_as_before(transform):
-    net, apply, (params, buffers, x) = functional()
-    before = picture(net)
-
-    def call(x):
-        return apply(params, buffers, x, [count, grow, count_up])[0]
-
-    function = torch.vmap(call) if transform == "vmap" else torch.func.grad(lambda x: call(x).sum())
-    again = torch.compile(function, fullgraph=True, backend="eager")
-    for _ in range(2):
-        torch.testing.assert_close(again(x), function(x))
-    assert picture(net) == before
+    with as_before() as (_, apply, (params, buffers, x)):
+        function = transform(lambda x: apply(params, buffers, x, [count, grow, count_up])[0])
+        again = torch.compile(function, fullgraph=True, backend="eager")
+        for _ in range(2):
+            torch.testing.assert_close(again(x), function(x))
 
 
 def test_models_that_are_alike_share_a_graph():
@@ -409,20 +397,18 @@ def fail(net, x):
 
 
 def test_what_a_compiled_function_catches_leaves_all_as_before():
-    net, apply, (params, buffers, x) = functional()
-    before = picture(net)
+    with as_before() as (_, apply, (params, buffers, x)):
 
-    def function(x):
-        try:
-            apply(params, buffers, x, [count, grow, change_layers, fail])
-        except ValueError:
-            x = x + 1
-        return apply(params, buffers, x)[0]
+        def function(x):
+            try:
+                apply(params, buffers, x, [count, grow, change_layers, fail])
+            except ValueError:
+                x = x + 1
+            return apply(params, buffers, x)[0]
 
-    call = torch.compile(function, fullgraph=True, backend="eager")
-    for _ in range(2):
-        torch.testing.assert_close(call(x), apply(params, buffers, x + 1)[0])
-    assert picture(net) == before
+        call = torch.compile(function, fullgraph=True, backend="eager")
+        for _ in range(2):
+            torch.testing.assert_close(call(x), apply(params, buffers, x + 1)[0])
 
 
 # ---- where a graph breaks ------------------------------------------------------------------------
@@ -435,44 +421,39 @@ def graph_break(net, x):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["forward", "replaced at an equal count"])
 def test_hooks_that_break_the_graph_are_gone_after_the_call(name):
-    net, apply, (params, buffers, x) = functional()
-    before = picture(net)
     changes = [HOOKS[name], count]
-    expected = copy.deepcopy(net)(x, changes)
-    call = compiled(apply, changes, fullgraph=False)
-    for _ in range(3):
-        torch.testing.assert_close(call(params, buffers, x), expected)
-    torch.testing.assert_close(call(params, buffers, x[:1]), expected[:1])
-    assert picture(net) == before
+    with as_before() as (net, apply, (params, buffers, x)):
+        expected = copy.deepcopy(net)(x, changes)
+        call = compiled(apply, changes, fullgraph=False)
+        for rows in (2, 2, 2, 1):
+            torch.testing.assert_close(call(params, buffers, x[:rows]), expected[:rows])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_call_that_fails_while_compiled_leaves_all_as_before(broken):
-    net, apply, (params, buffers, x) = functional()
-    before = picture(net)
     changes = [count, grow, change_layers, *[graph_break] * broken]
-    call = compiled(apply, changes, fullgraph=False)
-    failing = compiled(apply, [*changes, fail], fullgraph=False)
-    expected = apply(params, buffers, x, [count, grow, change_layers])[0]
-    for _ in range(2):
-        with pytest.raises(ValueError, match="in the middle"):
-            failing(params, buffers, x)
-        torch.testing.assert_close(call(params, buffers, x), expected)
-    assert picture(net) == before
-    torch.testing.assert_close(apply(params, buffers, x, changes)[0], expected)
+    with as_before() as (_, apply, arguments):
+        call = compiled(apply, changes, fullgraph=False)
+        failing = compiled(apply, [*changes, fail], fullgraph=False)
+        expected = apply(*arguments, [count, grow, change_layers])[0]
+        for _ in range(2):
+            with pytest.raises(ValueError, match="in the middle"):
+                failing(*arguments)
+            torch.testing.assert_close(call(*arguments), expected)
+    torch.testing.assert_close(apply(*arguments, changes)[0], expected)
 
 
 @pytest.mark.slow
 def test_what_stands_around_a_break_is_compiled_once():
-    _, apply, (params, buffers, x) = functional()
     counted = CompileCounterWithBackend("eager")
-    call = compiled(apply, [count, graph_break], fullgraph=False, backend=counted)
-    call(params, buffers, x)
-    graphs = counted.frame_count
-    assert graphs > 0
-    for _ in range(4):
-        call({name: p.clone() for name, p in params.items()}, buffers, x)
+    with as_before() as (_, apply, (params, buffers, x)):
+        call = compiled(apply, [count, graph_break], fullgraph=False, backend=counted)
+        call(params, buffers, x)
+        graphs = counted.frame_count
+        assert graphs > 0
+        for _ in range(4):
+            call({name: p.clone() for name, p in params.items()}, buffers, x)
     assert counted.frame_count == graphs
 
 
@@ -526,59 +507,39 @@ def test_plain_tensors_over_one_memory_may_be_read(backend):
     torch.testing.assert_close(call(params, buffers, x)[0], net(x))
 
 
-class Hidden(nn.Module):
-    """Has modules that it does not register, and replaces a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin, self.hidden = nn.Linear(2, 2), [nn.Linear(2, 2), nn.BatchNorm1d(2)]
-        self.register_buffer("mean", torch.zeros(2))
-
-    def forward(self, x):
-        self.mean = self.mean + x.detach().mean(0)
-        norm = self.hidden[1]
-        norm.running_mean = norm.running_mean + self.mean
-        return self.lin(norm(self.hidden[0](x))) + norm.running_mean
-
-
 def test_a_forward_with_hidden_modules_may_replace_a_buffer_of_them_and_of_its_own():
-    net, x = Hidden(), torch.randn(4, 2)
-    apply, params, buffers = ps.make_functional(net)
-    out, new = apply(params, buffers, x)
+    def forward(m, x):
+        m.mean = m.mean + x.detach().mean(0)
+        norm = m.hidden[1]
+        norm.running_mean = norm.running_mean + m.mean
+        return m.lin(norm(m.hidden[0](x))) + norm.running_mean
+
+    net, x = module_of(forward, lin=nn.Linear(2, 2), mean=torch.zeros(2)), torch.randn(4, 2)
+    net.hidden = [nn.Linear(2, 2), nn.BatchNorm1d(2)]  # which it does not register
+    out, new = called(net, x)
     assert torch.equal(out, net(x))
     assert torch.equal(new["mean"], net.mean)
 
 
-class Picks(nn.Module):
-    """Two layers, and which of them it uses."""
-
-    def __init__(self, which):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-        self.picked = self.layers[which], [self.layers[which]]
-
-    def forward(self, x):
-        return self.picked[1][0](x)
-
-
 def test_a_compiled_function_tells_models_that_differ_in_their_references_only():
+    def picks(which):
+        layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        net = module_of(lambda m, x: m.picked[1][0](x), layers=layers)
+        net.picked = layers[which], [layers[which]]
+        return net
+
     call, x = torch.compile(lambda apply, *args: apply(*args)[0], backend="eager"), torch.ones(1, 2)
-    for net in (Picks(0), Picks(1), Picks(0)):
-        apply, params, buffers = ps.make_functional(net)
-        torch.testing.assert_close(call(apply, params, buffers, x), net(x))
+    for net in (picks(0), picks(1), picks(0)):
+        torch.testing.assert_close(call(*ps.make_functional(net), x), net(x))
 
 
 def test_modules_with_an_empty_container_of_one_name_do_not_share_it():
-    class Caches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self._cache = {}
+    def forward(m, x):
+        m._cache["calls"] = m._cache.get("calls", 0) + 1
+        return x * m._cache["calls"]
 
-        def forward(self, x):
-            self._cache["calls"] = self._cache.get("calls", 0) + 1
-            return x * self._cache["calls"]
-
-    net, x = nn.Sequential(Caches(), Caches()), torch.ones(2)
+    net, x = nn.Sequential(module_of(forward), module_of(forward)), torch.ones(2)
+    net[0]._cache, net[1]._cache = {}, {}
     apply, params, buffers = ps.make_functional(net)
     for _ in range(2):
         assert torch.equal(apply(params, buffers, x)[0], x)
@@ -587,10 +548,8 @@ def test_modules_with_an_empty_container_of_one_name_do_not_share_it():
 
 @pytest.mark.slow
 def test_models_of_a_thousand_layers_are_recorded():
-    net = nn.Sequential(*[nn.Linear(2, 2) for _ in range(1000)])
-    apply, params, buffers = ps.make_functional(net)
-    x = torch.ones(1, 2)
-    assert torch.equal(apply(params, buffers, x)[0], net(x).detach())
+    net, x = nn.Sequential(*[nn.Linear(2, 2) for _ in range(1000)]), torch.ones(1, 2)
+    assert torch.equal(called(net, x)[0], net(x).detach())
 
 
 def test_a_result_with_names_is_made_anew_as_one():
@@ -598,8 +557,7 @@ def test_a_result_with_names_is_made_anew_as_one():
     model = module_of(
         lambda m, x: m.linear(x) + m.last.values + m.last.indices, linear=nn.Linear(3, 3), last=last
     )
-    apply, params, buffers = ps.make_functional(model)
-    assert torch.equal(apply(params, buffers, x)[0], model(x))
+    assert torch.equal(called(model, x)[0], model(x))
 
 
 @pytest.mark.filterwarnings(

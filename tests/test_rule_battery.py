@@ -11,10 +11,7 @@ from test_laws import nan
 from torch import Tensor
 
 import purescale as ps
-from purescale.testing import (
-    assert_guard,
-    assert_scale_rule,
-)
+from purescale.testing import assert_guard, assert_scale_rule
 
 
 class Kept(NamedTuple):
@@ -229,7 +226,11 @@ class GrowsFromTheFloor(Halving):
         (GrowsOnTheWrongFlag, "overflow", "found_inf is True if the step was bad"),
         (GrowsOnceOnAnOverflow, "overflow", "found_inf is True if the step was bad"),
         (GrowsOnTheSecondOverflow, "overflow", "found_inf is True if the step was bad"),
-        (GrowsFromTheFloor, "overflow", "found_inf is True if the step was bad"),
+        pytest.param(
+            GrowsFromTheFloor,
+            *("overflow", "found_inf is True if the step was bad"),
+            marks=pytest.mark.slow,  # the last place in which the battery looks
+        ),
         (Remembers, "value", "put what changes into the state"),
         (ChangesItsDtype, "structure", "a counter as"),
         (Unhashable, "value", "frozen=True"),

@@ -11,14 +11,17 @@ from helpers import (
     any32,
     at,
     finite32,
+    in_one_graph,
     powers_of_two,
     same_bits,
     shares_memory,
+    stack,
     trees,
 )
 from hypothesis import given
 
 import purescale as ps
+from purescale.testing import assert_pure, assert_vmap_equals_loop
 
 # ---- scaling and unscaling
 
@@ -65,10 +68,7 @@ def test_unscaling_agrees_with_float64_division(tree, scale):
 
 @given(trees(any32), powers_of_two)
 def test_unscaling_is_pure(tree, scale):
-    state = at(scale)
-    with Untouched((tree, state)):
-        unscaled, found_inf = ps.unscale_and_check(state, tree)
-    assert not shares_memory((tree, state), (unscaled, found_inf))
+    assert_pure(ps.unscale_and_check, at(scale), tree)
 
 
 @given(trees(any32), powers_of_two)
@@ -86,15 +86,8 @@ def test_donation_divides_a_gradient_that_stands_twice_once():
 @given(trees(any32), powers_of_two)
 def test_unscaling_under_vmap_equals_a_loop(tree, scale):
     tree = pytree.tree_map(lambda t: torch.zeros(2) if t is None else t, tree)
-    states = [at(scale), at(2 * scale)]
-    stacked = pytree.tree_map(lambda t: torch.stack([t, t]), tree)
-    batched = torch.vmap(ps.unscale_and_check)(
-        pytree.tree_map(lambda *t: torch.stack(t), *states), stacked
-    )
-    for index, state in enumerate(states):
-        assert same_bits(
-            pytree.tree_map(lambda t, i=index: t[i], batched), ps.unscale_and_check(state, tree)
-        )
+    stacks = stack([at(scale), at(2 * scale)]), stack([tree, tree])
+    assert_vmap_equals_loop(ps.unscale_and_check, *stacks)
 
 
 def test_unscaling_differentiates():
@@ -131,10 +124,7 @@ def test_a_tree_of_losses_is_scaled_leaf_by_leaf():
 
 
 def test_scaling_the_loss_is_pure():
-    state, loss = at(1.0), torch.tensor(3.0)
-    with Untouched((state, loss)):
-        scaled = ps.scale_loss(state, loss)
-    assert not shares_memory((state, loss), scaled)
+    assert_pure(ps.scale_loss, at(1.0), torch.tensor(3.0))
 
 
 # ---- check_scaler
@@ -223,36 +213,40 @@ def test_check_scaler_takes_the_loss_of_one_step(loss):
 # ---- bad input
 
 
-@pytest.mark.parametrize("loss", [torch.ones(2), torch.ones(1, 2), torch.ones(0)])
-def test_a_loss_of_several_elements_is_refused(loss):
-    with pytest.raises(ValueError, match=r"loss\['g'\] has shape .*Fix: `loss.mean\(\)`"):
-        ps.scale_loss(at(1.0), {"g": loss})
+SHAPE, DTYPE = r"loss\['g'\] has shape .*Fix: `loss.mean\(\)`", "dtype torch.{}"
 
 
-@pytest.mark.parametrize("loss", [torch.tensor(1), torch.tensor(True), torch.tensor(1j)])
-def test_a_loss_that_is_not_floating_is_refused(loss):
-    with pytest.raises(TypeError, match=f"dtype {loss.dtype}"):
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        *(({"g": torch.ones(shape)}, ValueError, SHAPE) for shape in (2, (1, 2), 0)),
+        ({"d": torch.tensor(1.0), "g": torch.ones(2)}, ValueError, SHAPE),
+        (torch.tensor(1), TypeError, DTYPE.format("int64")),
+        (torch.tensor(True), TypeError, DTYPE.format("bool")),
+        (torch.tensor(1j), TypeError, DTYPE.format("complex64")),
+        (1.5, TypeError, "a loss is a tensor"),
+    ],
+    ids=str,
+)
+def test_what_is_no_loss_is_refused(loss, error, words):
+    with pytest.raises(error, match=words):
         ps.scale_loss(at(1.0), loss)
 
 
-def test_a_loss_that_is_no_tensor_is_refused():
-    with pytest.raises(TypeError, match="a loss is a tensor"):
-        ps.scale_loss(at(1.0), 1.5)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
-def test_an_integer_gradient_is_refused_by_path_and_nothing_is_changed(dtype):
-    grads = {"conv": {"weight": torch.ones(2)}, "mask": [torch.ones(2, dtype=dtype)]}
-    with (
-        Untouched(grads),
-        pytest.raises(TypeError, match=rf"grads\['mask'\]\[0\] has dtype {dtype}"),
-    ):
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        *(
+            (torch.ones(2, dtype=d), f"has dtype {d}")
+            for d in (torch.int64, torch.bool, torch.uint8)
+        ),
+        (1.0, "is float"),
+    ],
+)
+def test_what_is_no_gradient_is_refused_by_path_and_nothing_is_changed(mask, words):
+    grads = {"conv": {"weight": torch.ones(2)}, "mask": [mask]}
+    with Untouched(grads), pytest.raises(TypeError, match=rf"grads\['mask'\]\[0\] {words}"):
         ps.unscale_and_check(at(2.0), grads, donate=True)
-
-
-def test_a_gradient_that_is_no_tensor_is_refused():
-    with pytest.raises(TypeError, match=r"grads\['w'\] is float"):
-        ps.unscale_and_check(at(1.0), {"w": 1.0})
 
 
 def test_a_state_on_another_device_than_the_gradients_is_refused():
@@ -269,13 +263,9 @@ def test_a_flag_that_is_not_0d_is_refused():
 
 def test_check_scaler_takes_one_state():
     state = ps.DynamicScale().init()
-    stacked = type(state)(*(torch.stack([t, t]) for t in state))
-    for wrong in (stacked, ps.DynamicScale(), None, 8.0):
-        with pytest.raises(
-            TypeError,
-            match=r"check_scaler takes the state of one scaler.*"
-            r"Fix: `check_scaler\(state.scaler, rule\)`",
-        ):
+    words = r"check_scaler takes the state of one scaler.*Fix: `check_scaler\(state.scaler, rule\)`"
+    for wrong in (stack([state, state]), ps.DynamicScale(), None, 8.0):
+        with pytest.raises(TypeError, match=words):
             ps.check_scaler(wrong, ps.DynamicScale(), max_skips=3)
     for bound in (2.5, "3", True):
         with pytest.raises(TypeError, match="max_skips must be a whole number"):
@@ -346,12 +336,5 @@ def test_bfloat16_gradients_stay_bfloat16():
 
 def test_compiled_donation_writes_into_the_gradients_given_up():
     grads = {"w": torch.ones(4)}
-    compiled = torch.compile(
-        lambda s, g: ps.unscale_and_check(s, g, donate=True), fullgraph=True, backend="aot_eager"
-    )
+    compiled = in_one_graph(lambda s, g: ps.unscale_and_check(s, g, donate=True))
     assert shares_memory(compiled(at(2.0), grads)[0], grads)
-
-
-def test_the_path_of_a_refused_loss_is_its_own():
-    with pytest.raises(ValueError, match=r"loss\['g'\] has shape"):
-        ps.scale_loss(at(1.0), {"d": torch.tensor(1.0), "g": torch.ones(2)})

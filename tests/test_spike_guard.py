@@ -381,12 +381,6 @@ def test_info_says_rejected_only_with_a_guard(guard):
         assert isinstance(state.guard, ps.SpikeState)
 
 
-def test_a_step_with_a_guard_is_pure():
-    state, step = job(max_norm=inf)
-    for window in windows([CALM, CALM, CALM, CALM, SPIKE, OVERFLOW]):
-        state = assert_pure(step, state, window)[0]
-
-
 class Counting(NamedTuple):
     seen: Tensor
     in_a_row: Tensor
@@ -599,19 +593,16 @@ def test_over_a_group_all_ranks_reject_alike():
     in_processes(_ranks)
 
 
-@dataclasses.dataclass(frozen=True)
-class WithoutMemory:
-    limit: float = 50.0
-
-    def init(self, device=None):
-        return ()
-
-    def update(self, state, loss, grad_norm):
-        return (), loss > self.limit
+def answering(name, answer, **own):
+    """A guard like `Above` with the answer that is given."""
+    update = lambda self, state, loss, grad_norm: answer(state, loss > self.limit)  # noqa: E731
+    return type(name, (Above,), {"update": update, **own})()
 
 
 def test_a_guard_may_remember_nothing():
-    state, step = job(guard=WithoutMemory(), donate=True)
+    empty = lambda self, device=None: ()  # noqa: E731
+    guard = answering("WithoutMemory", lambda state, bad: ((), bad), init=empty)
+    state, step = job(guard=guard, donate=True)
     state, info = step(state, windows([CALM])[0])
     assert (state.guard, info.rejected.item()) == ((), False)
     before = clone(state)
@@ -623,21 +614,6 @@ def test_a_guard_may_remember_nothing():
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-class NoPair(Above):
-    def update(self, state, loss, grad_norm):
-        return loss > self.limit
-
-
-class NoFlag(Above):
-    def update(self, state, loss, grad_norm):
-        return state, (loss > self.limit).float()
-
-
-class OtherState(Above):
-    def update(self, state, loss, grad_norm):
-        return state.seen, loss > self.limit
-
-
 @pytest.mark.parametrize(
     ("guard", "error", "words"),
     [
@@ -645,9 +621,21 @@ class OtherState(Above):
         ("spikes", TypeError, "guard is str; expected an object with `init"),
         (None, ValueError, r"state\.guard is a Counting.*Fix: .*_replace\(guard=\(\)\)"),
         (GUARD, TypeError, r"state is Counting; expected a SpikeState.*Fix: "),
-        (NoPair(), TypeError, r"NoPair\.update returned Tensor; expected \(state, bad\)"),
-        (NoFlag(), TypeError, r"NoFlag\.update returned \(state, tensor\(0\.\)\)"),
-        (OtherState(), ValueError, r"state that the guard returned does not match state\.guard"),
+        (
+            answering("NoPair", lambda state, bad: bad),
+            TypeError,
+            r"NoPair\.update returned Tensor; expected \(state, bad\)",
+        ),
+        (
+            answering("NoFlag", lambda state, bad: (state, bad.float())),
+            TypeError,
+            r"NoFlag\.update returned \(state, tensor\(0\.\)\)",
+        ),
+        (
+            answering("OtherState", lambda state, bad: (state.seen, bad)),
+            ValueError,
+            r"state that the guard returned does not match state\.guard",
+        ),
     ],
 )
 def test_what_is_no_guard_is_refused_before_anything_moves(guard, error, words):

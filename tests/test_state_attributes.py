@@ -8,13 +8,14 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import same_bits
+from helpers import mean_square_of, module_of, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
+from purescale.testing import assert_vmap_equals_loop
 
 
 class Leaky(nn.Module):
@@ -193,14 +194,10 @@ def test_mapped_states_equal_a_loop(net):
     model, names = net
     apply, params, buffers = ps.make_functional(model, names)
     xs = torch.randn(3, 5, 3)
-    starts = [
-        {n: b + i if b.is_floating_point() else b for n, b in buffers.items()} for i in (0, 1)
-    ]
-    out, new = torch.vmap(lambda b: rolled(apply, params, b, xs))(ps.stack_states(starts))
-    for index, start in enumerate(starts):
-        expected = rolled(apply, params, start, xs)
-        actual = (out[index], ps.member(new, index))
-        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    starts = ps.stack_states(
+        [{n: b + i if b.is_floating_point() else b for n, b in buffers.items()} for i in (0, 1)]
+    )
+    assert_vmap_equals_loop(lambda b: rolled(apply, params, b, xs), starts, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -209,15 +206,11 @@ def test_a_trained_state_equals_torchs_loop_and_a_skip_leaves_it(net, donate):
     apply, params, buffers = ps.make_functional(model, names)
     optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.01), ps.DynamicScale(init_scale=2.0**8)
     state = ps.init_train_state(params, buffers, optimizer, rule)
-
-    def loss_fn(params, buffers, x):
-        out, buffers = apply(params, buffers, x)
-        return out.square().mean(), buffers
-
+    settings = {"loss_fn": mean_square_of(apply), "optimizer": optimizer, "rule": rule}
+    settings["donate"] = donate
     plain = torch.optim.SGD(model.parameters(), lr=0.01)
     for x in torch.randn(4, 5, 3):
         before = copy.deepcopy(state.buffers)
-        settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "donate": donate}
         state, info = ps.train_step(state, [torch.full_like(x, torch.inf)], **settings)
         assert info.found_inf
         assert same_bits(state.buffers, before)
@@ -255,28 +248,6 @@ def test_load_into_and_pickle_keep_the_state(net):
         assert same_bits(rolled(again, params, buffers, xs)[1], new)
 
 
-def _write(net, x):
-    net.kept[next(iter(net.keys()))].add_(x)
-
-
-def _set(net, x):
-    key = next(iter(net.keys()))
-    net.kept[key] = 2 * net.kept[key] + x
-
-
-def _reverse(net, _):
-    for key, value in zip(net.keys(), net.tensors()[::-1], strict=True):
-        net.kept[key] = value
-
-
-def _replace(net, x):
-    net.kept = net.like([0.5 * t + x for t in net.tensors()])
-
-
-def _shift(net, x):
-    net.kept = net.like([*net.tensors()[1:], x])
-
-
 def _refill(net, x):
     tensors = [*net.tensors()[1:], 3 * x]
     fresh = net.like(tensors)
@@ -291,18 +262,31 @@ def _grow(net, x):
         net.kept[f"another {len(net.kept)}"] = x
 
 
+def _first(net):
+    return net.keys()[0]
+
+
+def _fill(net, tensors):
+    for key, tensor in zip(net.keys(), tensors, strict=True):
+        net.kept[key] = tensor
+
+
+def _new(net, tensors):
+    net.kept = net.like(tensors)
+
+
+def _set(net, x):
+    net.kept[_first(net)] = 2 * net.kept[_first(net)] + x
+
+
 def _grow_a_new_one(net, x):
     net.kept = type(net.kept)(net.kept)
     _grow(net, x)
 
 
-def _shrink(net, _):
-    net.kept.pop(net.keys()[-1])
-
-
 def _rename(net, x):
     if isinstance(net.kept, dict):
-        net.kept["renamed"] = net.kept.pop(net.keys()[0])
+        net.kept["renamed"] = net.kept.pop(_first(net))
 
 
 def _retype(net, _):
@@ -310,8 +294,12 @@ def _retype(net, _):
 
 
 CHANGES = [
-    *(_write, _set, _reverse, _replace, _shift, _refill),
-    *(_grow, _grow_a_new_one, _shrink, _rename, _retype),
+    *(_set, _refill, _grow, _grow_a_new_one, _rename, _retype),
+    lambda net, x: net.kept[_first(net)].add_(x),
+    lambda net, x: _fill(net, net.tensors()[::-1]),
+    lambda net, x: _new(net, [0.5 * t + x for t in net.tensors()]),
+    lambda net, x: _new(net, [*net.tensors()[1:], x]),
+    lambda net, x: net.kept.pop(net.keys()[-1]),
 ]
 
 
@@ -372,7 +360,7 @@ def test_state_in_a_container_arrives_or_is_refused(kind, changes, has_alias):
 
 
 def test_an_empty_container_that_a_glob_names_stays_empty_or_is_refused():
-    model = nn.Sequential(*(Keeper("list", [change], False) for change in (_write, _set)))
+    model = nn.Sequential(*(Keeper("list", [_set], False) for _ in range(2)))
     model[1].kept, model[1].changes = [], []
     apply, params, buffers = ps.make_functional(model, ("*.kept.*",))
     assert list(buffers) == ["0.kept.0", "0.kept.1"]
@@ -404,22 +392,31 @@ def stepped_leaky():
     return model
 
 
-def test_a_state_that_changes_its_shape_is_refused():
-    model = nn.Sequential(nn.Linear(3, 3), Leaky())
-    model[1].mem = torch.zeros(())
-    apply, params, buffers = ps.make_functional(model, ("*.mem",))
-    message = (
-        r"set 1\.mem.*to a tensor of shape \(5, 3\); expected a tensor of shape \(\).*Fix: run"
-    )
-    with pytest.raises(RuntimeError, match=message):
-        apply(params, buffers, torch.randn(5, 3))
-
-
-def test_a_reset_in_forward_is_refused():
+def reset_in_forward():
     model = stepped_leaky()
     model[1].register_forward_hook(lambda module, args, out: setattr(module, "mem", None))
-    apply, params, buffers = ps.make_functional(model, ("*.mem",))
-    with pytest.raises(RuntimeError, match=r"1\.mem"):
+    return model
+
+
+def without_a_step():
+    model = nn.Sequential(nn.Linear(3, 3), Leaky())
+    model[1].mem = torch.zeros(())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (reset_in_forward, r"1\.mem"),
+        (
+            without_a_step,
+            r"set 1\.mem.*to a tensor of shape \(5, 3\); expected a tensor of shape \(\).*Fix: run",
+        ),
+    ],
+)
+def test_a_state_that_changes_its_shape_or_is_reset_is_refused(make, message):
+    apply, params, buffers = ps.make_functional(make(), ("*.mem",))
+    with pytest.raises(RuntimeError, match=message):
         apply(params, buffers, torch.randn(5, 3))
 
 
@@ -445,18 +442,18 @@ def test_what_is_no_tensor_of_the_model_is_refused(names, error, message):
 
 @pytest.mark.parametrize("kind", [collections.deque, tuple])
 def test_the_cure_for_a_deque_or_tuple_keeps_its_tensors(kind):
-    class Last(nn.Module):
-        def __init__(self, kind):
-            super().__init__()
-            self.kind, self.h = kind, kind([torch.zeros(3), torch.zeros(3)])
+    def last(kind):
+        def forward(m, x):
+            m.h = kind([*list(m.h)[1:], x])
+            return x + m.h[0]
 
-        def forward(self, x):
-            self.h = self.kind([*list(self.h)[1:], x])
-            return x + self.h[0]
+        model = module_of(forward)
+        model.h = kind([torch.zeros(3), torch.zeros(3)])
+        return model
 
     with pytest.raises(ValueError, match=r"Fix: keep .*`self\.h = \[\*self\.h\[1:\], x\]`.*'h"):
-        ps.make_functional(Last(kind), ("h",))
-    module, (apply, params, buffers) = Last(kind), ps.make_functional(Last(list), ("h.*",))
+        ps.make_functional(last(kind), ("h",))
+    module, (apply, params, buffers) = last(kind), ps.make_functional(last(list), ("h.*",))
     xs = torch.randn(4, 3)
     out, buffers = rolled(apply, params, buffers, xs)
     assert same_bits(out, torch.stack([module(x) for x in xs]))
@@ -470,16 +467,13 @@ def test_a_pattern_may_match_a_buffer_which_is_state_already():
 
 
 def test_a_view_of_a_state_is_refused_where_it_is_read():
-    class Last(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.history = torch.zeros(3, 2)
-            self.last = self.history[2]
+    def forward(m, x):
+        m.history += x
+        return m.last + x
 
-        def forward(self, x):
-            self.history += x
-            return self.last + x
-
-    apply, params, buffers = ps.make_functional(Last(), ("history",))
+    model = module_of(forward)
+    model.history = torch.zeros(3, 2)
+    model.last = model.history[2]
+    apply, params, buffers = ps.make_functional(model, ("history",))
     with pytest.raises(RuntimeError, match=r"last of the model was computed from.*Fix: "):
         apply(params, buffers, torch.ones(2))

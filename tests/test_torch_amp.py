@@ -69,17 +69,23 @@ def chained(optimizer):
 
 
 MAKES = {"warm-up": warm_up, "sequential": warm_up_and_cosine, "chained": chained}
+
+
+def made(name, **settings):
+    return functools.partial(getattr(torch.optim, name), **{"lr": 1e-2, **settings})
+
+
 CLASSES = {
-    "AdamW": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=False),
-    "AdamW-foreach": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True),
-    "AdamW-fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
-    "AdamW-amsgrad": functools.partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
-    "SGD": functools.partial(torch.optim.SGD, lr=1e-1, momentum=0.9, nesterov=True),
-    "SGD-dampening": functools.partial(torch.optim.SGD, lr=1e-1, momentum=0.9, dampening=0.5),
-    "SGD-plain": functools.partial(torch.optim.SGD, lr=1e-1),
-    "Adam": functools.partial(torch.optim.Adam, lr=1e-2, betas=(0.8, 0.99)),
-    "RMSprop": functools.partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5),
-    "Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
+    "AdamW": made("AdamW", foreach=False),
+    "AdamW-foreach": made("AdamW", foreach=True),
+    "AdamW-fused": made("AdamW", fused=True),
+    "AdamW-amsgrad": made("AdamW", amsgrad=True),
+    "SGD": made("SGD", lr=1e-1, momentum=0.9, nesterov=True),
+    "SGD-dampening": made("SGD", lr=1e-1, momentum=0.9, dampening=0.5),
+    "SGD-plain": made("SGD", lr=1e-1),
+    "Adam": made("Adam", betas=(0.8, 0.99)),
+    "RMSprop": made("RMSprop", lr=1e-3, momentum=0.5),
+    "Adafactor": made("Adafactor"),
 }
 
 
@@ -156,19 +162,23 @@ def loss_fn(apply, params, buffers, batch):
     return F.cross_entropy(logits, y) * factor, buffers
 
 
-def train_here(taken, steps, wrap=None):
+def train_here(taken, steps):
     """The same steps by `train_step`."""
     apply, optimizer, rule, state = taken
     run = functools.partial(
-        ps.train_step,
-        loss_fn=functools.partial(loss_fn, apply),
-        optimizer=optimizer,
-        rule=rule,
-        max_norm=1.0,
+        ps.train_step, loss_fn=functools.partial(loss_fn, apply), optimizer=optimizer, rule=rule
     )
     for batch in steps:
-        state, _ = run(state, [batch])
+        state, _ = run(state, [batch], max_norm=1.0)
     return state
+
+
+def carried(live, some, steps=None):
+    """These steps made here: what was taken over, and the state that is given back."""
+    taken = torch_amp.take_over(*live.all, steps=steps, schedule_by=live.schedule_by)
+    state = train_here(taken, some)
+    torch_amp.give_back(state, taken[1], taken[2], *live.all)
+    return taken, state
 
 
 def there_and_back(live, splits, steps):
@@ -176,14 +186,15 @@ def there_and_back(live, splits, steps):
     steps = iter(steps)
     for index, count in enumerate(splits):
         some = [next(steps) for _ in range(count)]
-        if index % 2 == 0:
+        if index % 2:
+            carried(live, some, count if live.scheduler else None)
+        else:
             live.train(some)
-            continue
-        taken = torch_amp.take_over(
-            *live.all, steps=count if live.scheduler else None, schedule_by=live.schedule_by
-        )
-        state = train_here(taken, some)
-        torch_amp.give_back(state, taken[1], taken[2], *live.all)
+    return live
+
+
+def assert_close(live, expected):
+    torch.testing.assert_close(live.values(), expected.values(), rtol=1e-4, atol=1e-6)
 
 
 # ---- the law: torch, here and torch is torch
@@ -204,7 +215,7 @@ def test_fifteen_steps_of_torch_fifteen_here_and_fifteen_of_torch_are_torchs_own
     expected.schedule_by = live.schedule_by = schedule_by
     expected.train(batches())
     there_and_back(live, (15, 15, 15), batches())
-    torch.testing.assert_close(live.values(), expected.values(), rtol=1e-4, atol=1e-6)
+    assert_close(live, expected)
     assert live.model.norm.num_batches_tracked == 42
 
 
@@ -227,12 +238,12 @@ def test_a_momentum_that_cycles_is_followed_and_given_back(name, make):
         each.scheduler, each.schedule_by = make(each.optimizer), "iteration"
     expected.train(batches())
     there_and_back(live, (0, 10, 10, 15, 5, 5), batches())
-    torch.testing.assert_close(live.values(), expected.values(), rtol=1e-4, atol=1e-6)
-    for group, of_torch in zip(
-        live.optimizer.param_groups, expected.optimizer.param_groups, strict=True
-    ):
-        assert group.get("betas") == of_torch.get("betas")
-        assert group.get("momentum") == of_torch.get("momentum")
+    assert_close(live, expected)
+    ours, theirs = (
+        [(group.get("betas"), group.get("momentum")) for group in each.optimizer.param_groups]
+        for each in (live, expected)
+    )
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("splits", [(0, 15, 15), (10, 5, 0, 5, 10), (0, 30), (44, 1)], ids=str)
@@ -243,7 +254,7 @@ def test_a_job_may_be_taken_over_at_any_step_and_more_than_once(name, splits):
     steps = list(batches(sum(splits)))
     expected.train(steps)
     there_and_back(live, splits, steps)
-    torch.testing.assert_close(live.values(), expected.values(), rtol=1e-4, atol=1e-6)
+    assert_close(live, expected)
 
 
 def test_a_step_here_reads_nothing():
@@ -321,10 +332,7 @@ def test_what_a_schedule_only_asks_for_its_length_is_not_copied(form):
     live = job("SGD")
     trainer = Trainer(live)
     loader = trainer.loader
-    rate = {
-        "function": lambda n: min(1.0, n / len(loader)),
-        "method": trainer.rate,
-    }[form]
+    rate = trainer.rate if form == "method" else lambda n: min(1.0, n / len(loader))
     live.scheduler = lr_scheduler.LambdaLR(live.optimizer, rate)
     optimizer = torch_amp.take_over(*live.all, steps=5)[1]
     assert optimizer.settings.lr(torch.tensor(2)) == 3e-3 / 2
@@ -399,9 +407,7 @@ def test_the_scaler_is_ready_after_an_unscale_without_a_step(used):
         backward(live)
         live.scaler.unscale_(live.optimizer)
         live.optimizer.zero_grad()
-    taken = torch_amp.take_over(*live.all)
-    state = train_here(taken, steps[3 if used else 0 : 6])
-    torch_amp.give_back(state, taken[1], taken[2], *live.all)
+    taken, state = carried(live, steps[3 if used else 0 : 6])
     assert torch_amp.to_state_dict(taken[2], state.scaler) == live.scaler.state_dict()
     live.train(steps[6:])
     torch.testing.assert_close(live.values()[1:], expected.values()[1:], rtol=1e-4, atol=1e-6)
@@ -441,9 +447,7 @@ def test_the_live_objects_stay_the_same_ones():
     live.train(batches(4))
     weights = [(p, p.data_ptr()) for p in (*live.model.parameters(), *live.model.buffers())]
     nested = list(live.scheduler._schedulers)
-    apply, optimizer, rule, state = torch_amp.take_over(*live.all, steps=3)
-    state = train_here((apply, optimizer, rule, state), batches(3))
-    torch_amp.give_back(state, optimizer, rule, *live.all)
+    carried(live, batches(3), 3)
     now = (*live.model.parameters(), *live.model.buffers())
     assert all(p is q and q.data_ptr() == at for (p, at), q in zip(weights, now, strict=True))
     assert live.scheduler._schedulers == nested
@@ -455,10 +459,9 @@ def test_the_live_objects_stay_the_same_ones():
 
 def test_the_state_stays_as_it_is():
     live = job("AdamW", "warm-up")
-    apply, optimizer, rule, state = torch_amp.take_over(*live.all, steps=6)
-    state = train_here((apply, optimizer, rule, state), batches(3))
+    taken, state = carried(live, batches(3), 6)
     with Untouched(state):
-        torch_amp.give_back(state, optimizer, rule, *live.all)
+        torch_amp.give_back(state, *taken[1:3], *live.all)
         live.train(batches(3))
     assert not shares_memory(tensors(state), tensors(live.values()))
 
@@ -468,9 +471,7 @@ def test_what_the_optimizer_has_of_a_parameter_that_was_frozen_stays():
     live.train(batches(3))
     live.model.head.requires_grad_(False)
     held = clone(live.optimizer.state[live.model.head.weight])
-    apply, optimizer, rule, state = torch_amp.take_over(*live.all)
-    state = train_here((apply, optimizer, rule, state), batches(3))
-    torch_amp.give_back(state, optimizer, rule, *live.all)
+    carried(live, batches(3))
     assert same_bits(dict(live.optimizer.state[live.model.head.weight]), held)
     assert live.optimizer.state[live.model.first.weight]["step"] == 6
 
@@ -522,17 +523,12 @@ def test_an_iterate_that_torch_has_no_place_for_is_refused_before_anything_is_wr
         params={name: p + 1 for name, p in state.params.items()},
         opt_state=optimizer.init(state.params),
     )
-    before = copy.deepcopy((live.model.state_dict(), live.optimizer.state_dict()))
     for back in (
         lambda: torch_amp.give_back(state, optimizer, rule, *live.all),
         lambda: ps.to_torch_optimizer(state.opt_state, optimizer, live.optimizer, live.model),
         lambda: ps.to_torch_optimizer(state.opt_state, inner, live.optimizer, live.model),
     ):
-        with pytest.raises(ValueError, match=r"with_schedule_free.*averaged\(params, opt_state\)"):
-            back()
-    after = live.model.state_dict(), live.optimizer.state_dict()
-    assert same_bits(*(dict(model) for model, _ in (before, after)))
-    assert same_bits(before[1]["state"], after[1]["state"])
+        refused(live, r"with_schedule_free.*averaged\(params, opt_state\)", back)
 
 
 # ---- words
@@ -629,6 +625,15 @@ NOT_GIVEN = {
 }  # fmt: skip
 
 
+def refused(live, words, back):
+    """The call is refused, and nothing is half written."""
+    before = copy.deepcopy(live.values())
+    with pytest.raises((ValueError, TypeError), match=words):
+        back()
+    assert same_bits(tensors(live.values()), tensors(before))
+    assert str(live.values()[2:]) == str(before[2:])
+
+
 @pytest.mark.parametrize("case", NOT_GIVEN)
 def test_what_does_not_fit_is_refused_and_nothing_is_half_written(case):
     live = job("AdamW")
@@ -636,15 +641,11 @@ def test_what_does_not_fit_is_refused_and_nothing_is_half_written(case):
     live.train(batches(4))
     taken = torch_amp.take_over(*live.all, steps=9)
     state = train_here(taken, batches(3))
-    before = copy.deepcopy(live.values())
     spoil, words = NOT_GIVEN[case]
     names = "model", "torch_optimizer", "scaler", "scheduler"
     given = {"state": state, "optimizer": taken[1], "rule": taken[2]}
     given |= dict(zip(names, live.all, strict=True)) | spoil(live, taken[1], state)
-    with pytest.raises((ValueError, TypeError), match=words):
-        torch_amp.give_back(**given)
-    assert same_bits(tensors(live.values()), tensors(before))
-    assert str(live.values()[2:]) == str(before[2:])
+    refused(live, words, lambda: torch_amp.give_back(**given))
 
 
 def test_a_scheduler_that_ends_at_the_last_step_is_refused_and_nothing_is_half_written():
@@ -652,11 +653,8 @@ def test_a_scheduler_that_ends_at_the_last_step_is_refused_and_nothing_is_half_w
     live.scheduler = lr_scheduler.LambdaLR(live.optimizer, lambda n: rates[n])
     taken = torch_amp.take_over(*live.all, steps=3)
     state = train_here(taken, batches(3))
-    before = copy.deepcopy(live.values())
-    with pytest.raises(ValueError, match=r"LambdaLR ends after 3 steps"):
-        torch_amp.give_back(state, *taken[1:3], *live.all)
-    assert same_bits(tensors(live.values()), tensors(before))
-    assert str(live.values()[2:]) == str(before[2:])
+    back = functools.partial(torch_amp.give_back, state, *taken[1:3], *live.all)
+    refused(live, "LambdaLR ends after 3 steps", back)
 
 
 def test_a_scheduler_that_was_not_taken_over_is_refused():

@@ -1,18 +1,20 @@
 """`update_report`: how much of the wanted update has arrived."""
 
+import functools
 import math
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from helpers import (
     Dispatched,
     Untouched,
     assert_close,
+    in_one_graph,
     in_processes,
     same_bits,
     stack,
     tensors,
-    unstack,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import purescale as ps
-from purescale.testing import assert_pure, assert_sync_free
+from purescale.testing import assert_pure, assert_sync_free, assert_vmap_equals_loop
 
 nan, inf = math.nan, math.inf
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
@@ -98,18 +100,16 @@ def test_large_leaves_are_taken_in_parts(monkeypatch):
 
 def test_under_vmap_it_equals_a_loop():
     members = [{"a": a_step(torch.bfloat16, 33, seed)} for seed in range(3)]
-    loop = stack([ps.update_report(*({"a": leaf} for leaf in each["a"])) for each in members])
     given = stack([[{"a": leaf} for leaf in each["a"]] for each in members])
-    found = torch.vmap(lambda old, new, wanted: ps.update_report(old, new, wanted))(*given)
-    torch.testing.assert_close(found, loop)
-    worst = max(loop.rows["a"].quality.tolist(), key=lambda quality: abs(quality - 1))
-    assert f"{worst:.4f}" in str(loop), "of stacked reports the worst is printed"
+    report = assert_vmap_equals_loop(ps.update_report, *given, rtol=1e-7, atol=1e-7)
+    worst = max(report.rows["a"].quality.tolist(), key=lambda quality: abs(quality - 1))
+    for each in (report, pytree.tree_map(lambda numbers: numbers.flip(0), report)):
+        assert f"{worst:.4f}" in str(each), "of stacked reports the worst is printed"
 
 
 def test_compiled_it_is_one_graph_and_the_same():
     given = [{"a": leaf, "b": leaf[:5]} for leaf in a_step(torch.bfloat16, 33)]
-    compiled = torch.compile(ps.update_report, fullgraph=True, backend="aot_eager")
-    assert same_bits(compiled(*given), ps.update_report(*given))
+    assert same_bits(in_one_graph(ps.update_report)(*given), ps.update_report(*given))
 
 
 def test_nothing_is_read_until_it_is_printed_and_it_is_no_part_of_a_graph():
@@ -122,33 +122,28 @@ def test_nothing_is_read_until_it_is_printed_and_it_is_no_part_of_a_graph():
 
 
 def test_it_prints_the_worst_first_and_says_how_many_missed():
-    old = {name: torch.zeros(4) for name in ("fine", "starved", "some", "far", "nan")}
-    wanted = {name: torch.ones(4) for name in old}
+    """A leaf without a wanted update comes after the others."""
     new = {
         "fine": torch.ones(4),
+        "still": torch.zeros(4),
         "starved": torch.zeros(4),
         "some": torch.tensor([1.0, 1, 1, 0]),
         "far": torch.full((4,), 3.0),
         "nan": torch.full((4,), nan),
     }
-    lines = str(ps.update_report(old, new, wanted)).splitlines()
-    assert lines[0] == "3 of 5 leaves miss the wanted update by more than half of it"
-    assert [line.split()[0] for line in lines[2:]] == ["nan", "far", "starved", "some", "fine"]
-    assert lines[5].split() == ["some", "0.7500", "25%"]
-    assert str(ps.update_report(old, wanted, wanted)).startswith("every leaf is within half")
-
-
-def test_a_leaf_without_a_wanted_update_is_printed_as_such_after_the_others():
-    old = {name: torch.ones(33) for name in ("still", "fine", "starved")}
-    wanted = {"still": torch.zeros(33), "fine": torch.ones(33), "starved": torch.ones(33)}
-    new = {"still": torch.ones(33), "fine": torch.full((33,), 2.0), "starved": torch.ones(33)}
+    old = {name: torch.zeros(4) for name in new}
+    wanted = {name: torch.full((4,), float(name != "still")) for name in new}
     report = ps.update_report(old, new, wanted)
     lines = str(report).splitlines()
-    assert lines[0] == "1 of 3 leaves miss the wanted update by more than half of it"
-    assert lines[2].split() == ["starved", "0.0000", "100%"]
-    assert lines[3].split() == ["fine", "1.0000", "0%"]
-    assert lines[4].split() == ["still", "no", "update", "wanted"]
+    assert lines[0] == "3 of 6 leaves miss the wanted update by more than half of it"
+    names = ["nan", "far", "starved", "some", "fine", "still"]
+    assert [line.split()[0] for line in lines[2:]] == names
+    assert lines[4].split() == ["starved", "0.0000", "100%"]
+    assert lines[5].split() == ["some", "0.7500", "25%"]
+    assert lines[6].split() == ["fine", "1.0000", "0%"]
+    assert lines[7].split() == ["still", "no", "update", "wanted"]
     assert (report.rows["still"].quality, report.rows["still"].lost) == (1, 0)
+    assert str(ps.update_report(old, wanted, wanted)).startswith("every leaf is within half")
 
 
 def test_gradients_of_zero_are_not_an_update_that_arrived():
@@ -194,16 +189,10 @@ def test_what_does_not_match_is_refused_by_name(old, new, wanted, error, words):
 
 SETTINGS = {
     "SGD": {"momentum": 0.9, "weight_decay": 0.1},
-    "Adam": {},
     "AdamW": {"amsgrad": True},
-    "Adamax": {},
-    "ASGD": {},
-    "NAdam": {},
-    "RAdam": {},
     "RMSprop": {"momentum": 0.9},
-    "Rprop": {},
-    "Adagrad": {},
-    "Adadelta": {},
+    **{name: {} for name in ("Adam", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")},
+    **{name: {} for name in ("Adagrad", "Adadelta")},
 }
 SHAPES = {"matrix": (4, 3), "vector": (5,), "number": ()}
 
@@ -309,10 +298,7 @@ def bare(optimizer):
 
 @pytest.mark.parametrize(
     ("around", "within", "dtype"),
-    [
-        (bare, ps.with_master_weights, torch.bfloat16),
-        (ps.with_master_weights, bare, torch.float32),
-    ],
+    [(bare, ps.with_master_weights, torch.bfloat16), (ps.with_master_weights, bare, torch.float32)],
 )
 def test_of_a_partition_it_is_that_of_each_part(around, within, dtype):
     parts = {"sgd": made("SGD"), "adamw": within(made())}
@@ -399,11 +385,9 @@ def test_a_first_step_and_counts_are_what_they_are():
 
 def test_mapped_equals_a_loop():
     optimizer = ps.with_master_weights(made())
-    members = [begun(optimizer, torch.bfloat16, seed) for seed in range(3)]
-    stacked = torch.vmap(lambda *each: ps.wanted_update(optimizer, *each))(*stack(members))
-    for index, member in enumerate(members):
-        expected = ps.wanted_update(optimizer, *member)
-        assert_close(unstack(stacked, index), expected, rtol=1e-9, atol=1e-15)
+    members = stack([begun(optimizer, torch.bfloat16, seed) for seed in range(3)])
+    wanted = functools.partial(ps.wanted_update, optimizer)
+    assert_vmap_equals_loop(wanted, *members, rtol=1e-9, atol=1e-15)
 
 
 def test_what_a_step_refuses_is_refused():

@@ -25,6 +25,13 @@ def equal_buffers(buffers, model):
     return same_bits(buffers, dict(model.named_buffers()))
 
 
+def steps(optimizer, loss):
+    """A step of torch's own loop."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 # ---- nanoGPT: groups by dimension, warm-up and cosine by iteration, accumulation, clipping -------
 
 
@@ -224,19 +231,15 @@ def test_dcgan():
         for key, net in nets.items()
     }
     for (real, noise), (loss_d, loss_g) in zip(batches, losses, strict=True):
-        plain["d"].zero_grad()
         on_real = nets["d"](real)
         error = bce(on_real, torch.ones_like(on_real))
         fake = nets["g"](noise)
         on_fake = nets["d"](fake.detach())
         error = error + bce(on_fake, torch.zeros_like(on_fake))
-        error.backward()
-        plain["d"].step()
-        plain["g"].zero_grad()
+        steps(plain["d"], error)
         judged = nets["d"](fake)
         error_g = bce(judged, torch.ones_like(judged))
-        error_g.backward()
-        plain["g"].step()
+        steps(plain["g"], error_g)
         assert same_bits(loss_d, error.detach())
         assert same_bits(loss_g, error_g.detach())
     for key, net in nets.items():
@@ -345,20 +348,14 @@ def test_sac():
             wanted = reward + gamma * (worst - alpha * log_prob)
         one, two = critic(observation, action)
         loss = [F.mse_loss(one, wanted) + F.mse_loss(two, wanted)]
-        plain["critic"].zero_grad()
-        loss[0].backward()
-        plain["critic"].step()
+        steps(plain["critic"], loss[0])
         new, log_prob = actor.get_action(observation)
         loss.append((alpha * log_prob - torch.minimum(*critic(observation, new))).mean())
-        plain["actor"].zero_grad()
-        loss[1].backward()
-        plain["actor"].step()
+        steps(plain["actor"], loss[1])
         with torch.no_grad():
             _, log_prob = actor.get_action(observation)
         loss.append((-log_alpha.exp() * (log_prob + entropy)).mean())
-        plain["alpha"].zero_grad()
-        loss[2].backward()
-        plain["alpha"].step()
+        steps(plain["alpha"], loss[2])
         with torch.no_grad():
             for old, new in zip(target.parameters(), critic.parameters(), strict=True):
                 old.lerp_(new, 1 - tau)
@@ -636,18 +633,14 @@ def test_wgan_gp():
         fake = nets["g"](noise).detach()
         loss = nets["d"](fake).mean() - nets["d"](real).mean()
         loss = loss + penalty(nets["d"], real, fake, share)
-        plain["d"].zero_grad()
-        loss.backward()
-        plain["d"].step()
+        steps(plain["d"], loss)
         torch.testing.assert_close(info.loss, loss.detach(), rtol=1e-6, atol=1e-6)
         if index % 3 == 2:
             maker, info = ps.train_step(
                 maker, [noise], loss_fn=loss_of_maker, optimizer=optimizer, rule=rule
             )
-            plain["g"].zero_grad()
             loss = -nets["d"](nets["g"](noise)).mean()
-            loss.backward()
-            plain["g"].step()
+            steps(plain["g"], loss)
             torch.testing.assert_close(info.loss, loss.detach(), rtol=1e-6, atol=1e-6)
     assert equal(critic.params, nets["d"])
     assert equal(maker.params, nets["g"])
@@ -702,10 +695,8 @@ def test_gcn():
     )
     torch.manual_seed(1)
     for ours in losses:
-        plain.zero_grad()
         loss = F.cross_entropy(model(x)[mask], labels[mask])
-        loss.backward()
-        plain.step()
+        steps(plain, loss)
         assert same_bits(ours, loss.detach())
     assert equal(state.params, model)
     accuracies = [

@@ -210,7 +210,6 @@ def test_the_order_of_the_keys_does_not_matter(order):
 # ---- a run goes on
 
 
-@pytest.mark.parametrize("write", [ps.save, save_tied])
 @pytest.mark.parametrize(
     "optimizer", [ADAMW, ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)]
 )
@@ -230,6 +229,7 @@ def test_a_saved_state_continues_bit_for_bit(optimizer, tmp_path):
         assert same_bits(run(resumed, range(stop, 5)), run(state, range(5)))
 
 
+@pytest.mark.parametrize("write", [ps.save, save_tied])
 def test_leaves_that_shared_memory_do_not_after_loading_so_that_all_may_be_donated(write, tmp_path):
     tied = torch.ones(3)
     tree = {"a": tied, "b": tied, "c": tied[:2]}

@@ -8,8 +8,8 @@ updater         Optimizer, the protocol: `init` and `step`; Updater, what a step
 planned         a step found by structure and metadata, or planned;  step_inputs  its lists
 torch_optim     from_torch: a class of torch.optim. Its settings: settings, in_state, schedule.
                 What it keeps for each parameter: slot_layout. Its state: opt_state,
-                torch_state_dict. Its step: torch's fused kernel (fused), or its
-                formula (formula_step, formulas); of a user's class its own (class_step)
+                torch_state_dict. Its step: launches (fused) of torch's kernels (kernels),
+                or its formula (formula_step, formulas); of a user's class its own (class_step)
 from_formula    an optimizer from the mathematics of one leaf
 transformation  (init, update) pairs, as those of optax, as optimizers and back
 partition       several optimizers, one for each kind of parameter

@@ -1,9 +1,9 @@
-"""torch's fused optimizer kernels: unscale, skip and update in one pass over memory, in place."""
+"""The step of a class of torch.optim by torch's fused kernels: its launches, planned, and its three
+ways: eager, in a graph of `jit`, and in one of Dynamo.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -14,6 +14,13 @@ from torch import Tensor
 
 from .._optim import formulas
 from .._optim.formulas import Settings
+from .._optim.kernels import (
+    KernelOperands,
+    arguments_of_operator,
+    can_launch,
+    fused_update,
+    kernel_of,
+)
 from .._optim.opt_state import (
     STEP,
     Columns,
@@ -29,219 +36,10 @@ from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs, leaves_to_write
 from .._torch import foreach, private
 from .._torch.dtypes import on_device
-from .._torch.foreach import have_one_order, same_memory_order
-from .._torch.operators import define
+from .._torch.foreach import same_memory_order
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read, may_be_opaque, traced
 from .._tree.gradients import Gradients
-
-# ---- the kernels ---------------------------------------------------------------------------------
-
-
-class Kernel(NamedTuple):
-    """One of torch's fused kernels."""
-
-    name: str  # torch's
-    slots: tuple[str, ...]  # that it updates besides the parameter
-    optional: str  # the setting without which the last of them is absent; "" if all are there
-    settings: tuple[str, ...]  # torch's names, without the learning rate
-    takes_step: bool = True  # it reads the number of the step
-
-    def slots_with(self, settings: Settings) -> tuple[str, ...]:
-        """Return the slots that it updates with these settings."""
-        is_complete = not self.optional or settings[self.optional]
-        return self.slots if is_complete else self.slots[:-1]
-
-    def arguments(self, settings: Settings) -> dict[str, Any]:
-        """Return the settings, but for the rate, by the names that the function gives them."""
-        if "betas" in settings:
-            beta1, beta2 = settings["betas"]
-            settings = {**settings, "beta1": beta1, "beta2": beta2}
-        return {name: settings[name] for name in self.settings}
-
-    def with_settings(self, arguments: dict[str, Any]) -> Callable[..., None]:
-        """Return torch's function with these arguments, which takes lists of tensors and the rate,
-        and updates parameters and slots in place, and with `grad_scale` the gradients too.
-        """
-        name, arguments = self.name, dict(arguments)
-        if "decoupled_weight_decay" in arguments:
-            name = "adamw" if arguments.pop("decoupled_weight_decay") else "adam"
-        if not self.takes_step:
-            arguments["is_first_step"] = False  # a buffer is there before it
-        function: Any = private.fused_kernel(name)
-        return functools.partial(function, **arguments)
-
-    def lists(self, operands: KernelOperands) -> list[list[Tensor]]:
-        """Return the lists of tensors that the function takes."""
-        params, slots, steps = operands.params, operands.slots, operands.steps
-        absent: list[list[Tensor]] = [[]] * (len(self.slots) - len(slots))
-        lists = [params, operands.grads.tensors, *slots, *absent]
-        if self.takes_step:
-            lists.append(steps * len(params) if len(steps) == 1 else steps)
-        return lists
-
-
-_BOOLEANS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
-_ADAM = ("beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize", "decoupled_weight_decay")
-_SGD = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
-_KERNELS: dict[Any, Kernel] = {
-    formulas.adam: Kernel("adam", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), "amsgrad", _ADAM),
-    formulas.sgd: Kernel("sgd", ("momentum_buffer",), "momentum", _SGD, takes_step=False),
-    formulas.adagrad: Kernel(
-        "adagrad", ("sum",), "", ("lr_decay", "weight_decay", "eps", "maximize")
-    ),
-}
-_BY_NAME = {kernel.name: kernel for kernel in _KERNELS.values()}
-
-
-def kernel_of(formula: formulas.Formula | None) -> Kernel | None:
-    """Return the kernel that makes the steps of a class with this formula."""
-    kernel = _KERNELS.get(formula.step) if formula else None
-    return kernel if kernel and private.fused_kernel(kernel.name) else None
-
-
-# ---- one launch ----------------------------------------------------------------------------------
-
-
-class KernelOperands(NamedTuple):
-    """The tensors of one device and dtype that one kernel reads and updates, in one order."""
-
-    params: list[Tensor]
-    slots: list[list[Tensor]]  # of each of `Kernel.slots_with`
-    grads: Gradients
-    steps: list[Tensor]  # the number of the step of each, or one for all: float32, read only
-    # known: all are off graph, and the gradients have dtype and memory order of the parameters
-    grads_fit: bool = False
-
-
-# Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
-SKIP_IN_KERNEL = {"cuda", "xpu"}
-
-
-def can_launch(params: TensorList) -> bool:
-    """Return True if a fused kernel is right for these parameters: on an accelerator whose kernels
-    unscale and skip; on a CPU only in float32 and float64, because in half precision it leaves
-    whole vector lanes unchanged.
-    """
-    for device in params.devices:
-        on_cpu = device.type == "cpu" and params.dtypes <= {torch.float32, torch.float64}
-        if not (on_cpu or device.type in SKIP_IN_KERNEL):
-            return False
-    return all([dtype.is_floating_point for dtype in params.dtypes])
-
-
-_NO_CONTEXT = contextlib.nullcontext()  # a context of torch takes as long as an operator
-
-
-def fused_update(
-    kernel: Kernel,
-    run: Callable[..., None],
-    lr: float | Tensor,
-    operands: KernelOperands,
-    skip: Tensor | None,
-) -> None:
-    """Update the operands in place by `run`, of `Kernel.with_settings`, unless the step is skipped.
-    If its gradients are owned, the kernel itself divides them. On a CPU the flag is read.
-    """
-    if skip is not None and host_can_read([skip]):
-        if skip:
-            return
-        skip = None
-    if not _kernel_divides(operands):
-        operands = operands._replace(grads=_prepare_gradients(operands))
-    found_inf, divisor = None, operands.grads.divisor
-    if skip is not None:
-        found_inf = skip.to(operands.params[0].device, torch.float32)
-    numbers = [number for number in (divisor, lr) if isinstance(number, Tensor)]
-    off_graph = operands.grads_fit and not any([number.requires_grad for number in numbers])
-    with _NO_CONTEXT if off_graph else torch.no_grad():
-        run(*kernel.lists(operands), lr=lr, grad_scale=divisor, found_inf=found_inf)
-    # torch's fused kernels leave versions as they were: a graph that saved an old value would take
-    # the new one for it.
-    written = [*operands.params, *itertools.chain(*operands.slots)]
-    if divisor is not None:
-        written += operands.grads.tensors
-    torch.autograd.graph.increment_version(written)
-
-
-def _kernel_divides(operands: KernelOperands) -> bool:
-    """Return True if the kernel can divide: by a float32 number only, and it overwrites the
-    gradients with the result.
-    """
-    params, grads = operands.params, operands.grads
-    dtype, divisor = params[0].dtype, grads.divisor
-    if divisor is None or grads.factor is not None or grads.clip_value is not None:
-        return False
-    if not (grads.owned and divisor.dtype is torch.float32 and dtype.itemsize >= 4):
-        return False
-    return operands.grads_fit or (
-        grads.tensor_list.dtypes == {dtype} and have_one_order(grads.tensors, params)
-    )
-
-
-def _prepare_gradients(operands: KernelOperands) -> Gradients:
-    """Return the gradients unscaled and clipped, in the parameters' dtype and memory order."""
-    params = operands.params
-    with torch.no_grad():
-        grads = operands.grads.unscaled()
-        tensors = foreach.cast(grads.tensors, params[0].dtype)
-    if not have_one_order(tensors, params):
-        tensors = list(map(foreach.laid_out_like, tensors, params))
-    return grads._replace(tensor_list=TensorList(tensors))
-
-
-# ---- one launch as an operator -------------------------------------------------------------------
-
-
-def _update_targets(
-    targets: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    name: str,
-    numbers: Sequence[float],
-    steps: Sequence[Tensor],
-    scalars: Sequence[Tensor | None],
-    owned: bool,
-) -> None:
-    """`fused_update` as an operator of a graph. Traced operator by operator, a hundred parameters
-    would take minutes to compile. `targets`: the parameters, then each slot. `scalars`: the rate if
-    it is a tensor, `skip`, then what the gradients wait for. `numbers`: the rate if it is none of
-    these, then the other settings.
-    """
-    count, kernel, (lr, skip, *pending) = len(grads), _BY_NAME[name], scalars
-    params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
-    lr_number, *others = numbers
-    arguments = {
-        key: bool(number) if key in _BOOLEANS else number
-        for key, number in zip(kernel.settings, others, strict=True)
-    }
-    gradients = Gradients(TensorList(list(grads)), grads, True, owned=owned).with_pending(pending)
-    operands = KernelOperands(params, slots, gradients.with_one_divisor(), list(steps))
-    run, rate = kernel.with_settings(arguments), lr_number if lr is None else lr
-    fused_update(kernel, run, rate, operands, skip)
-
-
-define("fused_update", _update_targets)
-
-
-def _arguments_of_operator(
-    kernel: Kernel, settings: Settings, operands: KernelOperands, skip: Tensor | None
-) -> tuple[Any, ...]:
-    """Return the arguments of the operator `fused_update`."""
-    grads, lr = operands.grads, settings["lr"]
-    targets = [target for column in (operands.params, *operands.slots) for target in column]
-    lr_number, lr_tensor = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
-    numbers = [lr_number, *kernel.arguments(settings).values()]
-    pending = [
-        torch.full((), number, dtype=grads.factor_dtype, device=targets[0].device)
-        if isinstance(number, float)
-        else number
-        for number in grads.pending
-    ]
-    arguments = targets, grads.tensors, kernel.name, list(map(float, numbers)), operands.steps
-    return *arguments, [lr_tensor, skip, *pending]
-
-
-# ---- a step --------------------------------------------------------------------------------------
 
 
 class Launch(NamedTuple):
@@ -431,7 +229,7 @@ class FusedStep:
         numbers = self._step_numbers(leaves[launches.applied_index] + 1, launches.each)
         for launch in launches.each:
             settings, operands = self._operands(launch, leaves, numbers, grads, current)
-            arguments = _arguments_of_operator(self.kernel, settings, operands, skip)
+            arguments = arguments_of_operator(self.kernel, settings, operands, skip)
             new = torch.ops.purescale.fused_update(*arguments)
             indices = itertools.chain(launch.params, *launch.slots)
             for index, tensor in zip(indices, new, strict=True):
@@ -484,7 +282,7 @@ class FusedStep:
         leaves, numbers = [*params, *values_of(columns)], self._step_numbers(applied + 1, launches)
         for launch in launches:
             settings, operands = self._operands(launch, leaves, numbers, gradients, current)
-            arguments = _arguments_of_operator(self.kernel, settings, operands, skip)
+            arguments = arguments_of_operator(self.kernel, settings, operands, skip)
             torch.ops.purescale.fused_update_(*arguments)
 
     def _step_numbers(self, number: Tensor, launches: list[Launch]) -> dict[torch.device, Tensor]:

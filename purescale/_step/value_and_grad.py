@@ -182,9 +182,8 @@ _ENABLED = contextlib.nullcontext()  # a fifth of the cost of torch.enable_grad(
 class ValueAndGrad:
     """The loss, the gradients and the new buffers of each microbatch of a step.
 
-    Work that is the same for all microbatches is done once. `storages` are those of all that a
-    result must be apart from; None if they are unknown. `differentiable`: the gradients
-    stay on the graph, so that a `.backward()` goes through them.
+    Work that is the same for all microbatches is done once. Results are apart from `storages`, if
+    they are known. If it is `differentiable`, the gradients stay on the graph.
     """
 
     def __init__(
@@ -205,13 +204,12 @@ class ValueAndGrad:
         self.sharded, self.uses_torch_func = False, situation is None and traced()
         self.keeps_graph = differentiable and not self.uses_torch_func
         self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
+        # make_fx does not see that a subclass is made, and would take parameters for constants.
+        self.is_recorded = situation is not None and situation.recorded
         if situation is None and self.owns_gradients:
             end_graph()
+            self.is_recorded = recorded_by_make_fx()
         self.storages = storages if self.owns_gradients else None
-        # make_fx does not see that a subclass is made, and would take parameters for constants.
-        self.is_recorded = (
-            situation.recorded if situation else not traced() and recorded_by_make_fx()
-        )
         if not is_dense:
             self.dense_real = are_dense_real(params.leaves)
             self.indices = [n for n, leaf in enumerate(params.leaves) if leaf is not None]

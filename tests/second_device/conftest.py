@@ -1,12 +1,12 @@
 import pytest
 import sim
 
-from purescale._optim import fused
+from purescale._optim import kernels
 
 WHY_NOT = sim.why_not()
 if WHY_NOT is None:
     sim.load()
-    fused.SKIP_IN_KERNEL.add("sim")  # whose fused kernels are the CPU's, which are masked
+    kernels.SKIP_IN_KERNEL.add("sim")  # whose fused kernels are the CPU's, which are masked
 
 
 def pytest_collection_modifyitems(items):

@@ -12,7 +12,7 @@ from jobs import JOBS
 from measured import TOLERANCE, difference, measured, numbers, trained, written
 
 import purescale as ps
-from purescale._optim import fused
+from purescale._optim import kernels
 from purescale._torch import dtypes
 
 each = pytest.mark.parametrize("name", JOBS)
@@ -62,7 +62,7 @@ def test_the_table_in_the_docs_is_that_of_these_jobs():
 @pytest.mark.slow
 @each
 def test_a_device_as_mps_has_the_same_numbers_without_float64_and_fused_kernels(name, monkeypatch):
-    monkeypatch.setattr(fused, "SKIP_IN_KERNEL", ())
+    monkeypatch.setattr(kernels, "SKIP_IN_KERNEL", ())
     monkeypatch.setattr(dtypes, "WITHOUT_FLOAT64", ("sim",))
     # plans of the jobs' optimizers, which are those of the module, are for another device
     find_no_plans(monkeypatch)

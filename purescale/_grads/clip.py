@@ -166,7 +166,7 @@ def _magnitudes(gradients: Gradients, norm_type: float) -> Gradients:
     """
     if norm_type == 2 or gradients.dense_real:
         return gradients
-    pairs = zip(gradients.tensors, gradients.present_likes, strict=True)
+    pairs = zip(gradients.tensors, gradients.present_origins, strict=True)
     tensors = [
         torch.view_as_complex(tensor).abs() if origin.is_complex() else tensor
         for tensor, origin in pairs

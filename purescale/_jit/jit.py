@@ -147,7 +147,7 @@ class Programs:
 
     def __init__(self, fn: Callable[..., Tree]) -> None:
         self._name = name_of(fn)
-        self._plans: Plans[Program] = Plans(size=None)
+        self._programs: Plans[Program] = Plans(size=None)
 
     def of(
         self,
@@ -167,21 +167,21 @@ class Programs:
                 if active_autocast():  # the graph has the casts of the function
                     run = outside_autocast()(run)
                 program = Program(tensors, graph, run, results)
-                self._plans.add(tensors, (form, settings_of_torch()), program)
-                warn_of_graphs(self._name, [program.shapes for program in self._plans])
+                self._programs.add(tensors, (form, settings_of_torch()), program)
+                warn_of_graphs(self._name, [program.shapes for program in self._programs])
         return program
 
     def lookup(self, tensors: list[Tensor], form: Any) -> Program | None:
         """Return the program for arguments of this form like these, or None."""
-        programs = self._plans.matching(tensors, (form, settings_of_torch()))
+        programs = self._programs.matching(tensors, (form, settings_of_torch()))
         return next(filter(Program.is_current, programs), None)
 
     def closed_over(self) -> list[Tensor]:
         """Return the tensors that the function closes over, as views that keep their memory."""
-        return [tensor.detach() for program in self._plans for tensor in program.closed_over]
+        return [tensor.detach() for program in self._programs for tensor in program.closed_over]
 
     def __len__(self) -> int:
-        return len(self._plans)
+        return len(self._programs)
 
 
 class Jitted:

@@ -107,8 +107,8 @@ class FusedStep:
         if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
             return Launches([], traced=True)
         in_form, replaced = inputs.in_form(), inputs.replaced
-        numbered = in_form.numbered()
-        columns, state = numbered.columns, numbered.opt_state
+        indexed = in_form.with_indices()
+        columns, state = indexed.columns, indexed.opt_state
         each = self._launches(inputs.param_list, inputs.with_gradient, columns, groups)
         leaves, keeps_form = in_form.all_leaves()[0], in_form is inputs
         pairs = [p for x in each for slots in x.slots for p in zip(x.params, slots, strict=True)]
@@ -277,8 +277,8 @@ class FusedStep:
         gradients = Gradients(TensorList(grads), grads, True).with_pending(pending)
         groups = self._settings.torch_groups(tuple(names), self._settings.none_current)
         places: Any = itertools.count(len(params))
-        numbered = columns_like(columns, places)
-        launches = self._launches(TensorList(params), with_gradient, numbered, groups)
+        indices_of_slots = columns_like(columns, places)
+        launches = self._launches(TensorList(params), with_gradient, indices_of_slots, groups)
         leaves, numbers = [*params, *values_of(columns)], self._step_numbers(applied + 1, launches)
         for launch in launches:
             settings, operands = self._operands(launch, leaves, numbers, gradients, current)

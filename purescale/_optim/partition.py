@@ -145,9 +145,9 @@ class PartitionOptimizer(Updater):
             return grads.picked(members)
         number_of = {index: number for number, index in enumerate(inputs.with_gradient)}
         tensors = [grads.tensors[number_of[n]] for n in members if n in number_of]
-        likes = [grads.likes[inputs.indices[index]] for index in members]
-        picked = grads._replace(tensor_list=TensorList(tensors), likes=likes)
-        if not any_dtensor(likes):
+        origins = [grads.origins[inputs.indices[index]] for index in members]
+        picked = grads._replace(tensor_list=TensorList(tensors), origins=origins)
+        if not any_dtensor(origins):
             return picked
         flat = _tree.flatten_once(part.tree(picked.leaves))
         return grads.with_tensors_of(part.gradients(flat))._replace(owned=False)

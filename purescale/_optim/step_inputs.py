@@ -151,7 +151,7 @@ class StepInputs(NamedTuple):
         leaves, structure = _tree.flatten(self.opt_state)
         return [*self.params, *leaves], structure
 
-    def numbered(self) -> StepInputs:
+    def with_indices(self) -> StepInputs:
         """Return the inputs with an index in `all_leaves` in place of each leaf of the state."""
         leaves, structure = self.all_leaves()
         return self._replace(opt_state=structure.unflatten(range(len(self.params), len(leaves))))

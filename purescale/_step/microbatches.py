@@ -139,8 +139,8 @@ class WindowMean:
             sums, scale = self.accum.grads, None
         elif sums is None:
             sums = as_gradients(self.value_and_grad.zeros()).tensors
-        likes, dense_real = self.value_and_grad.params.leaves, self.value_and_grad.dense_real
-        return Gradients(TensorList(sums), likes, dense_real, scale, owned=self.owned)
+        origins, dense_real = self.value_and_grad.params.leaves, self.value_and_grad.dense_real
+        return Gradients(TensorList(sums), origins, dense_real, scale, owned=self.owned)
 
     # ---- sent to the other ranks ----
 

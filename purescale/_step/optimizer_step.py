@@ -185,9 +185,9 @@ def unscale_and_step(
     scale = scaler.scale
 
     def check_others(grads: Gradients) -> None:
-        check_scale(scale, params, grads.likes, "grads", grads.tensor_list)
+        check_scale(scale, params, grads.origins, "grads", grads.tensor_list)
         if clip.clip_value is not None:
-            check_ordered(params, grads.likes, "grads")
+            check_ordered(params, grads.origins, "grads")
 
     trees = params, scaled_grads, opt_state
     planned, grads = plan_step_by_hand(updater, *trees, scale, check_others=check_others)

@@ -26,8 +26,8 @@ class Gradients(NamedTuple):
     """
 
     tensor_list: TensorList  # of the tensors
-    likes: Sequence[Any]  # leaves in the form of the results, with None; no Partial placement
-    dense_real: bool  # True if the likes are dense and real, so that tensors are leaves
+    origins: Sequence[Any]  # leaves in the form of the results, with None; no Partial placement
+    dense_real: bool  # True if the origins are dense and real, so that tensors are leaves
     divisor: Tensor | None = None  # the scale of the loss, by which they are still multiplied
     owned: bool = False  # nobody else can see their memory, so it may be overwritten
     # of clipping, in the widest dtype of the device; a float where the host knows it
@@ -41,7 +41,7 @@ class Gradients(NamedTuple):
     @property
     def are_sharded(self) -> bool:
         """True if one of them is the shard of a DTensor."""
-        return not self.dense_real and dtensor.any_dtensor(self.likes)
+        return not self.dense_real and dtensor.any_dtensor(self.origins)
 
     @property
     def pending(self) -> tuple[Any, ...]:
@@ -67,23 +67,26 @@ class Gradients(NamedTuple):
         if self.dense_real:
             return list(results)
         remaining = iter(results)
-        return [None if like is None else _in_form_of(like, next(remaining)) for like in self.likes]
+        return [
+            None if origin is None else _in_form_of(origin, next(remaining))
+            for origin in self.origins
+        ]
 
     def picked(self, indices: Sequence[int]) -> Gradients:
         """Return some of them, as in `TensorList.picked`."""
         tensor_list = self.tensor_list.picked(indices)
         if tensor_list is self.tensor_list:
             return self
-        likes = tensor_list.tensors
+        origins = tensor_list.tensors
         if not self.dense_real:
-            present_likes = self.present_likes
-            likes = [present_likes[index] for index in indices]
-        return self._replace(tensor_list=tensor_list, likes=likes)
+            present_origins = self.present_origins
+            origins = [present_origins[index] for index in indices]
+        return self._replace(tensor_list=tensor_list, origins=origins)
 
     def with_tensors_of(self, other: Gradients) -> Gradients:
         """Return other tensors, such as parts of these, with the same pending operations."""
         return self._replace(
-            tensor_list=other.tensor_list, likes=other.likes, dense_real=other.dense_real
+            tensor_list=other.tensor_list, origins=other.origins, dense_real=other.dense_real
         )
 
     def unscaled(self, *, wide: bool = False) -> Gradients:
@@ -162,9 +165,9 @@ class Gradients(NamedTuple):
         return self.restore(self.tensors)
 
     @property
-    def present_likes(self) -> list[Any]:
+    def present_origins(self) -> list[Any]:
         """The leaf that each tensor stands for."""
-        return [like for like in self.likes if like is not None]
+        return [origin for origin in self.origins if origin is not None]
 
 
 def as_gradients(
@@ -181,9 +184,9 @@ def as_gradients(
         return Gradients(TensorList(list(leaves), params.cache), leaves, True, divisor, owned)
     if are_dense_real(leaves):
         return Gradients(TensorList(list(leaves)), leaves, True, divisor, owned)
-    likes = [dtensor.reduce_partial(leaf) for leaf in leaves]
-    tensors = [as_dense_real(dtensor.shard(leaf)) for leaf in likes if leaf is not None]
-    return Gradients(TensorList(tensors), likes, False, divisor, owned)
+    origins = [dtensor.reduce_partial(leaf) for leaf in leaves]
+    tensors = [as_dense_real(dtensor.shard(leaf)) for leaf in origins if leaf is not None]
+    return Gradients(TensorList(tensors), origins, False, divisor, owned)
 
 
 def _in_form_of(like: Tensor, result: Tensor) -> Tensor:

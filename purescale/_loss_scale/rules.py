@@ -62,14 +62,17 @@ class RuleTraits(NamedTuple):
     # `update` is of this package: it returns a state that differs from its argument in values only,
     # each tensor in memory of its own, which a step then need not check
     is_ours: bool = False
+    is_dynamic: bool = False  # `update` is that of `DynamicScale`
 
 
 def check_rule(rule: Any) -> RuleTraits:
     """Refuse an object that is not a rule, and an `update` that does not match `takes_amax`."""
     wants_amax = takes_amax(rule)
     if not torch.compiler.is_dynamo_compiling():
-        if getattr(type(rule), "update", None) in _OURS:
-            return RuleTraits(wants_amax, is_ours=True)
+        update = getattr(type(rule), "update", None)
+        if update in _OURS:
+            is_dynamic = update is DynamicScale.update
+            return RuleTraits(wants_amax, is_ours=True, is_dynamic=is_dynamic)
         if _CHECKED.get(type(rule)) is wants_amax:
             return RuleTraits(wants_amax)
     if what := scalars.not_made(rule, "init", "update"):
@@ -287,8 +290,9 @@ class DynamicScale:
         """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
         Reads a value on a CPU only; raises only for the state of another rule.
         """
-        if _host_updates(scaler, found_inf):
-            return self._update_on_host(scaler, bool(found_inf))
+        situation = current_situation()
+        if situation and situation.host_reads and may_update_on_host(scaler, found_inf):
+            return update_on_host(self, scaler, overflow=bool(found_inf))
         found_inf = checked_flag(found_inf, scaler, ScalerState)
         # The operator leaves a scale alone that would grow to inf, the formula clamps it.
         never_inf = self.max_scale * self.growth_factor <= 2.0**127
@@ -316,24 +320,6 @@ class DynamicScale:
             consecutive_skips=(scaler.consecutive_skips.clamp(max=2**31 - 2) + 1) * found_inf,
         )
 
-    def _update_on_host(self, scaler: ScalerState, overflow: bool) -> ScalerState:
-        """Equal to the formula, in numbers that the host has read."""
-        scale, clean_steps, tolerance, skips = map(Tensor.item, scaler)
-        scale = scale if math.isfinite(scale) else 0.0
-        clean_steps = 0 if overflow else min(max(clean_steps, 0), 2**31 - 2) + 1
-        interval_reached = clean_steps >= self.growth_interval
-        tolerance = max(min(max(tolerance, 0), self.hysteresis) - overflow, 0)
-        if interval_reached:
-            scale, clean_steps = scale * self.growth_factor, 0
-        elif overflow and tolerance == 0:
-            scale *= self.backoff_factor
-        if interval_reached if self.refill == "growth" else not overflow:
-            tolerance = self.hysteresis
-        scale = min(max(scale, self.min_scale), self.max_scale)
-        skips = min(skips, 2**31 - 2) + 1 if overflow else 0
-        numbers = scale, clean_steps, tolerance, skips
-        return ScalerState(*map(torch.full_like, scaler, numbers))
-
     def _update_by_operator(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """Equal to the formula for `hysteresis=1`, in fewer kernels."""
         scale = scaler.scale.nan_to_num(0.0, 0.0, 0.0)
@@ -353,12 +339,31 @@ class DynamicScale:
         )
 
 
-def _host_updates(scaler: Any, found_inf: Tensor) -> bool:
-    """Return True if the host may read this state and the flag, and computes what tensors would."""
-    if not isinstance(scaler, ScalerState):  # another with these fields, and perhaps more
-        return False
-    situation = current_situation()
-    return situation is not None and situation.host_reads and _are_on_host()((*scaler, found_inf))
+def update_on_host(rule: DynamicScale, scaler: ScalerState, *, overflow: bool) -> ScalerState:
+    """Equal to `rule.update(scaler, overflow)`, in numbers that the host has read."""
+    scale, clean_steps, tolerance, skips = map(Tensor.item, scaler)
+    scale = scale if math.isfinite(scale) else 0.0
+    clean_steps = 0 if overflow else min(max(clean_steps, 0), 2**31 - 2) + 1
+    interval_reached = clean_steps >= rule.growth_interval
+    tolerance = max(min(max(tolerance, 0), rule.hysteresis) - overflow, 0)
+    if interval_reached:
+        scale, clean_steps = scale * rule.growth_factor, 0
+    elif overflow and tolerance == 0:
+        scale *= rule.backoff_factor
+    if interval_reached if rule.refill == "growth" else not overflow:
+        tolerance = rule.hysteresis
+    scale = min(max(scale, rule.min_scale), rule.max_scale)
+    skips = min(skips, 2**31 - 2) + 1 if overflow else 0
+    numbers = scale, clean_steps, tolerance, skips
+    return ScalerState(*map(torch.full_like, scaler, numbers))
+
+
+def may_update_on_host(scaler: Any, found_inf: Tensor) -> bool:
+    """Return True if these are a state and a flag on a CPU, whose numbers give what tensors would;
+    for a caller that may read.
+    """
+    # Another record may have these fields, and more.
+    return isinstance(scaler, ScalerState) and _are_on_host()((*scaler, found_inf))
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._loss_scale.rules import may_update_on_host, update_on_host
 from .._step.decide import Decision
 from .._step.memory import MayWrite
 from .._step.retry import Attempt
@@ -96,7 +97,10 @@ def _next_scaler(
     options: StepOptions, before: FlatTree, attempt: Attempt, decision: Decision
 ) -> Leaves:
     """Return the leaves of the loss scale after the step."""
-    used, overflow = attempt.scaler.tree, decision.overflow
+    used, overflow, rule = attempt.scaler.tree, decision.overflow, options.rule
+    on_host = decision.is_applied and options.rule_traits.is_dynamic
+    if on_host and may_update_on_host(used, overflow):
+        return list(update_on_host(rule, used, overflow=False))  # type: ignore[arg-type]
     # If no try was finite, the scale ends as after one ordinary skip.
     start = used if used is before.tree else select(overflow, before.tree, used)
     if options.rule_traits.takes_amax:
@@ -104,7 +108,7 @@ def _next_scaler(
         arguments: tuple[Tensor, ...] = found_inf, amax
     else:
         arguments = (overflow,)
-    updated = options.rule.update(start, *arguments)
+    updated = rule.update(start, *arguments)
     is_apart = options.rule_traits.is_ours and type(updated) is type(start)
     if is_apart:
         new = list(updated)

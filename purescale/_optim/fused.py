@@ -106,13 +106,13 @@ class FusedStep:
             return None
         if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
             return Launches([], traced=True)
-        in_form, replaced = inputs.in_form(), inputs.replaced
+        in_form, dense = inputs.in_form(), inputs.dense_leaves
         indexed = in_form.with_indices()
         columns, state = indexed.columns, indexed.opt_state
         each = self._launches(inputs.param_list, inputs.with_gradient, columns, groups)
         leaves, keeps_form = in_form.all_leaves()[0], in_form is inputs
         pairs = [p for x in each for slots in x.slots for p in zip(x.params, slots, strict=True)]
-        is_dense = replaced is not None and replaced.are_gapless and not replaced.any_requires_grad
+        is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _have_one_order([(leaves[slot], leaves[n]) for n, slot in pairs])
         iteration = state.iteration if isinstance(state.iteration, int) else None
         facts = traced(), pairs, keeps_form, keeps_form and is_dense and in_order
@@ -188,7 +188,7 @@ class FusedStep:
         if launches.leaves_fit:
             leaves = leaves if in_place else foreach.clone_listed(leaves)
         else:
-            listed = inputs.replaced is not None
+            listed = inputs.dense_leaves is not None
             leaves = leaves_to_write(leaves, launches.pairs, listed=listed, in_place=in_place)
         if current is not self._settings.none_current:
             current = current.map(_read_all_but_rate)

@@ -132,7 +132,7 @@ class PartitionOptimizer(Updater):
         params, of_all = inputs.param_list.picked(members), set(inputs.with_gradient)
         with_gradient = [number for number, index in enumerate(members) if index in of_all]
         part = StepInputs.of_part(names, params, with_gradient, opt_state)
-        if inputs.replaced is None and any_dtensor(part.params):
+        if inputs.dense_leaves is None and any_dtensor(part.params):
             trees = flatten_together([part.tree(part.params)], opt_state)
             part = step_inputs(self.parts[key], *trees)._replace(with_gradient=with_gradient)
         return part

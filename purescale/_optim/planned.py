@@ -25,7 +25,7 @@ class KnownStep(NamedTuple):
 
     names: list[str]  # of the parameters
     plan: Any  # what `Updater.plan` returned
-    replaced: Cache  # of all that a step replaces
+    dense_leaves: Cache  # of `StepInputs.dense_leaves`
     # Each leaf is gapless and requires no gradient: a step may write into it if nothing else shares
     # its memory.
     are_writable: bool
@@ -61,13 +61,13 @@ def plan_step(
     if plans_for and (match := find_plan(updater.plans, plans_for, trees)):
         flat, leaves, known = match
         inputs = StepInputs.of_dense(
-            known.names, flat[0], flat[1], known.replaced, are_writable=known.are_writable
+            known.names, flat[0], flat[1], known.dense_leaves, are_writable=known.are_writable
         )
         return PlannedStep(flat, inputs, known.plan, situation, leaves, known.host_reads)
     checked, inputs = check()
     plan = updater.plan(inputs)
     # What is refused of parameters that are not dense and real depends on settings of the step.
-    is_dense = inputs.replaced is not None and are_real(inputs.param_list.dtypes)
+    is_dense = inputs.dense_leaves is not None and are_real(inputs.param_list.dtypes)
     if plans_for and is_dense:
         flat = list(map(_tree.flatten_once, trees))
         if not over_grads or flat[0].structure == flat[2].structure:  # the dicts have one order

@@ -57,8 +57,8 @@ class StepInputs(NamedTuple):
     with_gradient: Sequence[int]  # the parameters that have a gradient, by index
     opt_state: Tree
     # all that a step replaces: parameters and state; None unless all are dense and off graph
-    replaced: TensorList | None = None
-    state_structure: Any = None  # of the state, if `replaced` is there
+    dense_leaves: TensorList | None = None
+    state_structure: Any = None  # of the state, if `dense_leaves` is there
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
     positions: list[Position] | None = None  # if these are a piece of a larger step
@@ -92,9 +92,9 @@ class StepInputs(NamedTuple):
         which it replaces.
         """
         count, leaves = len(names), [*params.leaves, *opt_state.leaves]
-        replaced = TensorList(leaves, cache, dense_off_graph=True)
+        dense_leaves = TensorList(leaves, cache, dense_off_graph=True)
         of_params = params.structure, count, range(count), names, params.tensor_list, range(count)
-        of_state = opt_state.tree, replaced, opt_state.structure
+        of_state = opt_state.tree, dense_leaves, opt_state.structure
         return cls(*of_params, *of_state, are_writable=are_writable)
 
     @property
@@ -104,7 +104,7 @@ class StepInputs(NamedTuple):
 
     def with_params(self, params: list[Tensor], opt_state: Tree) -> StepInputs:
         """Return the inputs with other tensors in place of the parameters, and this state."""
-        return self._replace(param_list=TensorList(params), opt_state=opt_state, replaced=None)
+        return self._replace(param_list=TensorList(params), opt_state=opt_state, dense_leaves=None)
 
     @property
     def columns(self) -> Columns:
@@ -129,7 +129,9 @@ class StepInputs(NamedTuple):
         new = iter(leaves_to_write(leaves, pairs, in_place=in_place))
         params = TensorList(list(itertools.islice(new, len(old))))
         state = self.with_columns(columns_like(columns, new))
-        return self._replace(param_list=params, opt_state=with_scalars(state, new), replaced=None)
+        return self._replace(
+            param_list=params, opt_state=with_scalars(state, new), dense_leaves=None
+        )
 
     def in_form(self) -> StepInputs:
         """Return the inputs with the state in the form that steps return: its trees are in the
@@ -140,14 +142,14 @@ class StepInputs(NamedTuple):
         structure = _tree.flatten(self.opt_state)[1]
         if _tree.is_of_builtins(structure) and _tree.flatten(state)[1] == structure:
             return self
-        return self._replace(opt_state=state, replaced=None)
+        return self._replace(opt_state=state, dense_leaves=None)
 
     def all_leaves(self) -> tuple[Leaves, Any]:
         """Return the parameters and all leaves of the state in one list, and the structure of the
         state.
         """
-        if self.replaced is not None:
-            return self.replaced.tensors, self.state_structure
+        if self.dense_leaves is not None:
+            return self.dense_leaves.tensors, self.state_structure
         leaves, structure = _tree.flatten(self.opt_state)
         return [*self.params, *leaves], structure
 
@@ -160,7 +162,7 @@ class StepInputs(NamedTuple):
         """Return the checked gradients of these parameters, in the order of the leaves. Refuse,
         naming the leaf, one that is not over the mesh of its parameter.
         """
-        if self.replaced is not None:
+        if self.dense_leaves is not None:
             return Gradients(grads.tensor_list, grads.leaves, True)
         leaves = grads.leaves
         params = self.structure.flatten_up_to((self.global_trees or self.trees)[0])

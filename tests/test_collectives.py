@@ -26,6 +26,8 @@ from torch import nn
 import purescale as ps
 from purescale._distributed.collectives import describe_setting
 from purescale._distributed.process_group import object_device
+from purescale._grads import clip
+from purescale._step import train_state
 
 RULE = ps.DynamicScale(init_scale=4.0)
 
@@ -401,3 +403,13 @@ def test_a_compiled_function_is_that_which_was_compiled():
         return 0.1 * applied
 
     assert describe_setting(torch.compile(schedule)) == describe_setting(schedule)
+
+
+def test_ranks_compare_each_setting_of_a_step_but_those_of_a_rank():
+    """Two ranks that differ in one would take other steps, without a word."""
+    own = {"loss_fn", "group", "donate", "rule_traits"}
+    options = train_state.StepOptions(print, None, None, clip.NO_CLIP)
+    compared = options.compared().keys()
+    bounds = {"max_norm", "clip_value", "norm_type"}
+    assert set(options._fields) - own - {"clip"} == compared - bounds
+    assert set(options.clip._fields) - {"tensor_bounds"} == bounds <= compared

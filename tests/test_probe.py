@@ -376,7 +376,6 @@ def test_the_legend_names_thirty_leaves_with_the_worst_and_says_how_many_more(pl
         ),
         ({"loss_fn": lambda p, b, x: (p["weak"] * 1, b)}, ValueError, "a loss is one number"),
     ],
-    ids=str,
 )
 def test_what_makes_no_probe_is_refused(given, error, words):
     usual = {"loss_fn": two_leaves, "params": TWO, "buffers": {}, "microbatch": MESSAGE}

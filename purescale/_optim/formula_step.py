@@ -49,7 +49,7 @@ class FormulaStep:
     def __call__(
         self,
         inputs: StepInputs,
-        gradients: list[Tensor | None],
+        grad_leaves: list[Tensor | None],
         groups: list[ParamGroup],
         current: CurrentSettings,
     ) -> tuple[list[Tensor], OptState]:
@@ -61,13 +61,13 @@ class FormulaStep:
         t = (count + 1).to(widest_float(count.device))
         current = current.map(lambda table: _as_arguments(table, count.device))
         one_by_one = self._settings.differentiable or traced()
-        operands = params, gradients, columns, t, current, one_by_one
+        operands = params, grad_leaves, columns, t, current, one_by_one
         if torch.compiler.is_dynamo_compiling():
             new = iter(self._opaque(self._settings.guard_key, names, *operands))
         else:
             new = iter(self._step_as_list(groups, *operands))
         params = list(itertools.islice(new, len(params)))
-        return params, inputs.with_columns(columns_like(columns, new))
+        return params, inputs.state_with_columns(columns_like(columns, new))
 
     def _step_for_dynamo(self, guard_key: str, names: list[str], *operands: Any) -> list[Tensor]:
         """Equal to `_step_as_list`. `guard_key` stands for the settings that are not current,
@@ -80,7 +80,7 @@ class FormulaStep:
         self,
         groups: list[ParamGroup],
         params: list[Tensor],
-        gradients: list[Tensor | None],
+        grad_leaves: list[Tensor | None],
         columns: Columns,
         t: Tensor,
         current: CurrentSettings,
@@ -100,7 +100,7 @@ class FormulaStep:
                     (index, gradient)
                     for index in group.indices
                     # A formula that is not elementwise divides by a size, which may be 0.
-                    if (gradient := gradients[index]) is not None
+                    if (gradient := grad_leaves[index]) is not None
                     and (self._formula.elementwise or params[index].numel())
                 ]
                 rows = [Row(params[index], grad, slots[index]) for index, grad in present]

@@ -28,7 +28,7 @@ from .._optim.opt_state import (
     columns_like,
     map_numbers,
     numbers_of,
-    python_numbers,
+    read_numbers,
     values_of,
 )
 from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
@@ -53,7 +53,7 @@ class Launch(NamedTuple):
     counts: list[int]  # of the steps of each; empty if one count is for all
     grads: list[int]  # by index among the gradients
     pick: Callable[[list[Any]], list[list[Any]]]  # returns parameters, then each slot
-    run: Callable[..., None]  # of `Kernel.with_settings`, if no setting is current
+    run: Callable[..., None]  # of `Kernel.bind`, if no setting is current
     device: torch.device
 
 
@@ -63,7 +63,7 @@ class Launches(NamedTuple):
     each: list[Launch]
     traced: bool  # the step runs where `traced` is True
     pairs: list[tuple[int, int]] = []  # noqa: RUF012  # each parameter with each of its slots
-    keeps_form: bool = True  # the state is `StepInputs.in_form`
+    is_canonical: bool = True  # the state is `StepInputs.canonical`
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
     leaves_fit: bool = False
     applied_index: int = 0
@@ -100,35 +100,35 @@ class FusedStep:
             lambda *args: self._step_for_dynamo(*args), lambda: torch.compiler.allow_in_graph
         )
 
-    def launches(self, inputs: StepInputs, groups: list[ParamGroup]) -> Launches | None:
+    def plan_launches(self, inputs: StepInputs, groups: list[ParamGroup]) -> Launches | None:
         """Return the launches of a step, or None if there is no kernel for these tensors."""
         if self.kernel is None or not can_launch(inputs.param_list):
             return None
         if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
             return Launches([], traced=True)
-        in_form, dense = inputs.in_form(), inputs.dense_leaves
-        indexed = in_form.with_indices()
+        canonical, dense = inputs.canonical(), inputs.dense_leaves
+        indexed = canonical.with_indices()
         columns, state = indexed.columns, indexed.opt_state
-        each = self._launches(inputs.param_list, inputs.with_gradient, columns, groups)
-        leaves, keeps_form = in_form.all_leaves()[0], in_form is inputs
+        each = self._launches(inputs.param_list, inputs.indices_with_grad, columns, groups)
+        leaves, is_canonical = canonical.all_leaves()[0], canonical is inputs
         pairs = [p for x in each for slots in x.slots for p in zip(x.params, slots, strict=True)]
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
-        in_order = _have_one_order([(leaves[slot], leaves[n]) for n, slot in pairs])
+        in_order = _slots_follow_params([(leaves[slot], leaves[n]) for n, slot in pairs])
         iteration = state.iteration if isinstance(state.iteration, int) else None
-        facts = traced(), pairs, keeps_form, keeps_form and is_dense and in_order
+        facts = traced(), pairs, is_canonical, is_canonical and is_dense and in_order
         return Launches(each, *facts, state.applied, iteration)
 
     def _launches(
         self,
         params: TensorList,
-        with_gradient: Sequence[int],
+        indices_with_grad: Sequence[int],
         columns: Columns,
         groups: list[ParamGroup],
     ) -> list[Launch]:
         """Return the launches of a step. `columns` are those of the state, with the index of each
         leaf in its place.
         """
-        gradient_of = {index: number for number, index in enumerate(with_gradient)}
+        gradient_of = {index: number for number, index in enumerate(indices_with_grad)}
         launches = []
         for group in groups:
             members, keys = set(group.indices), self.kernel.slots_with(group.settings)
@@ -143,7 +143,7 @@ class FusedStep:
                         raise self._slot_layout.foreign_error(key)
                 counts = [columns[STEP][n] for n in indices] if STEP in columns else []
                 of_leaves = indices, slots, counts, [gradient_of[index] for index in indices]
-                run = self.kernel.with_settings(self.kernel.arguments(group.settings))
+                run = self.kernel.bind(self.kernel.keyword_arguments(group.settings))
                 device = params.tensors[indices[0]].device
                 pick = _picking([indices, *slots])
                 launches.append(Launch(group, *of_leaves, pick, run, device))
@@ -152,7 +152,9 @@ class FusedStep:
     def can_run(
         self, launches: Launches, inputs: StepInputs, grads: Gradients, current: CurrentSettings
     ) -> bool:
-        """Return True if the kernel makes this step: by its numbers, in a trace also by tensors."""
+        """Return True if the planned kernel takes the values of this step: settings that the host
+        can read, on an accelerator a float32 rate; in a trace, operands of one opaque operator.
+        """
         if current is not self._settings.none_current:
             numbers = numbers_of(inputs.opt_state.hyper)
             if numbers and not host_can_read(numbers):
@@ -171,7 +173,7 @@ class FusedStep:
             return False
         # The operator returns slots as they are laid out; the kernel walks them as the parameter.
         pairs = [pair for column in columns.values() for pair in zip(column, params, strict=True)]
-        return torch.compiler.is_compiling() or _have_one_order(pairs)
+        return torch.compiler.is_compiling() or _slots_follow_params(pairs)
 
     def __call__(
         self,
@@ -203,7 +205,7 @@ class FusedStep:
             settings, operands = self._operands(*arguments, grads_fit=grads_fit)
             run = launch.run
             if settings is not launch.group.settings:
-                run = self.kernel.with_settings(self.kernel.arguments(settings))
+                run = self.kernel.bind(self.kernel.keyword_arguments(settings))
             fused_update(self.kernel, run, settings["lr"], operands, skip)
             _add_to_counts(leaves, launch.counts, skip, in_place=True)
         if not counts_first:
@@ -254,10 +256,10 @@ class FusedStep:
             current = current.map(lambda table: map_numbers(_copied, table))
         names, tensors = list(inputs.names), (params, grads.tensors, columns)
         scalars = state.applied, skip, grads.pending
-        with_gradient = list(inputs.with_gradient)
-        self._opaque(self._settings.guard_key, names, with_gradient, tensors, scalars, current)
+        indices_with_grad = list(inputs.indices_with_grad)
+        self._opaque(self._settings.guard_key, names, indices_with_grad, tensors, scalars, current)
         if STEP in columns:
-            _add_to_counts(columns[STEP], with_gradient, skip, in_place=True)
+            _add_to_counts(columns[STEP], indices_with_grad, skip, in_place=True)
         state.applied.add_(1 if skip is None else ~skip)
         if isinstance(state.iteration, Tensor):
             state.iteration.add_(1)
@@ -267,7 +269,7 @@ class FusedStep:
         self,
         guard_key: str,
         names: list[str],
-        with_gradient: list[int],
+        indices_with_grad: list[int],
         tensors: tuple[list[Tensor], list[Tensor], Columns],
         scalars: tuple[Tensor, Tensor | None, tuple[Any, ...]],
         current: CurrentSettings,
@@ -278,7 +280,7 @@ class FusedStep:
         groups = self._settings.torch_groups(tuple(names), self._settings.none_current)
         places: Any = itertools.count(len(params))
         indices_of_slots = columns_like(columns, places)
-        launches = self._launches(TensorList(params), with_gradient, indices_of_slots, groups)
+        launches = self._launches(TensorList(params), indices_with_grad, indices_of_slots, groups)
         leaves, numbers = [*params, *values_of(columns)], self._step_numbers(applied + 1, launches)
         for launch in launches:
             settings, operands = self._operands(launch, leaves, numbers, gradients, current)
@@ -312,7 +314,7 @@ class FusedStep:
         return settings, KernelOperands(params, slots, grads.picked(launch.grads), steps, grads_fit)
 
 
-def _have_one_order(pairs: list[tuple[Any, Tensor]]) -> bool:
+def _slots_follow_params(pairs: list[tuple[Any, Tensor]]) -> bool:
     """Return True if each slot of the shape of its parameter has its memory order."""
     like = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a.shape == b.shape]
     return all([same_memory_order(a, b) for a, b in like])
@@ -335,4 +337,4 @@ def _copied(number: Any) -> Any:
 
 def _read_all_but_rate(table: Settings) -> dict[str, Any]:
     """Return settings as a kernel takes them: a rate may be a tensor, and no other."""
-    return {n: _copied(v) if n == "lr" else python_numbers({n: v})[n] for n, v in table.items()}
+    return {n: _copied(v) if n == "lr" else read_numbers({n: v})[n] for n, v in table.items()}

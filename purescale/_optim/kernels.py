@@ -27,7 +27,7 @@ class Kernel(NamedTuple):
     name: str  # torch's
     slots: tuple[str, ...]  # that it updates besides the parameter
     optional: str  # the setting without which the last of them is absent; "" if all are there
-    settings: tuple[str, ...]  # torch's names, without the learning rate
+    setting_names: tuple[str, ...]  # torch's names, without the learning rate
     takes_step: bool = True  # it reads the number of the step
 
     def slots_with(self, settings: Settings) -> tuple[str, ...]:
@@ -35,14 +35,14 @@ class Kernel(NamedTuple):
         is_complete = not self.optional or settings[self.optional]
         return self.slots if is_complete else self.slots[:-1]
 
-    def arguments(self, settings: Settings) -> dict[str, Any]:
+    def keyword_arguments(self, settings: Settings) -> dict[str, Any]:
         """Return the settings, but for the rate, by the names that the function gives them."""
         if "betas" in settings:
             beta1, beta2 = settings["betas"]
             settings = {**settings, "beta1": beta1, "beta2": beta2}
-        return {name: settings[name] for name in self.settings}
+        return {name: settings[name] for name in self.setting_names}
 
-    def with_settings(self, arguments: dict[str, Any]) -> Callable[..., None]:
+    def bind(self, arguments: dict[str, Any]) -> Callable[..., None]:
         """Return torch's function with these arguments, which takes lists of tensors and the rate,
         and updates parameters and slots in place, and with `grad_scale` the gradients too.
         """
@@ -123,7 +123,7 @@ def fused_update(
     operands: KernelOperands,
     skip: Tensor | None,
 ) -> None:
-    """Update the operands in place by `run`, of `Kernel.with_settings`, unless the step is skipped.
+    """Update the operands in place by `run`, of `Kernel.bind`, unless the step is skipped.
     If its gradients are owned, the kernel itself divides them. On a CPU the flag is read.
     """
     if skip is not None and host_can_read([skip]):
@@ -153,7 +153,7 @@ def _kernel_divides(operands: KernelOperands) -> bool:
     """
     params, grads = operands.params, operands.grads
     dtype, divisor = params[0].dtype, grads.divisor
-    if divisor is None or grads.factor is not None or grads.clip_value is not None:
+    if divisor is None or any([number is not None for number in grads.pending[1:]]):
         return False
     if not (grads.owned and divisor.dtype is torch.float32 and dtype.itemsize >= 4):
         return False
@@ -195,11 +195,11 @@ def _update_targets(
     lr_number, *others = numbers
     arguments = {
         key: bool(number) if key in _BOOLEANS else number
-        for key, number in zip(kernel.settings, others, strict=True)
+        for key, number in zip(kernel.setting_names, others, strict=True)
     }
     gradients = Gradients(TensorList(list(grads)), grads, True, owned=owned).with_pending(pending)
     operands = KernelOperands(params, slots, gradients.with_one_divisor(), list(steps))
-    run, rate = kernel.with_settings(arguments), lr_number if lr is None else lr
+    run, rate = kernel.bind(arguments), lr_number if lr is None else lr
     fused_update(kernel, run, rate, operands, skip)
 
 
@@ -213,7 +213,7 @@ def arguments_of_operator(
     grads, lr = operands.grads, settings["lr"]
     targets = [target for column in (operands.params, *operands.slots) for target in column]
     lr_number, lr_tensor = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
-    numbers = [lr_number, *kernel.arguments(settings).values()]
+    numbers = [lr_number, *kernel.keyword_arguments(settings).values()]
     pending = [
         torch.full((), number, dtype=grads.factor_dtype, device=targets[0].device)
         if isinstance(number, float)

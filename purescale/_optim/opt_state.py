@@ -171,7 +171,7 @@ def map_numbers(change: Callable[[Any], Any], settings: Mapping[str, Any]) -> di
     }
 
 
-def python_numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
+def read_numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with a Python number for each tensor, which is read."""
     return map_numbers(lambda value: value.item() if isinstance(value, Tensor) else value, settings)
 

@@ -129,12 +129,14 @@ class PartitionOptimizer(Updater):
     def inputs_of(self, key: str, members: list[int], inputs: StepInputs) -> StepInputs:
         """Return the inputs of one part, with DTensors flattened for its own optimizer."""
         names, opt_state = [inputs.names[index] for index in members], inputs.opt_state[key]
-        params, of_all = inputs.param_list.picked(members), set(inputs.with_gradient)
-        with_gradient = [number for number, index in enumerate(members) if index in of_all]
-        part = StepInputs.of_part(names, params, with_gradient, opt_state)
+        params, of_all = inputs.param_list.picked(members), set(inputs.indices_with_grad)
+        indices_with_grad = [number for number, index in enumerate(members) if index in of_all]
+        part = StepInputs.of_part(names, params, indices_with_grad, opt_state)
         if inputs.dense_leaves is None and any_dtensor(part.params):
             trees = flatten_together([part.tree(part.params)], opt_state)
-            part = step_inputs(self.parts[key], *trees)._replace(with_gradient=with_gradient)
+            part = step_inputs(self.parts[key], *trees)._replace(
+                indices_with_grad=indices_with_grad
+            )
         return part
 
     def grads_of(
@@ -143,7 +145,7 @@ class PartitionOptimizer(Updater):
         """Return the gradients of one part."""
         if grads.dense_real:
             return grads.picked(members)
-        number_of = {index: number for number, index in enumerate(inputs.with_gradient)}
+        number_of = {index: number for number, index in enumerate(inputs.indices_with_grad)}
         tensors = [grads.tensors[number_of[n]] for n in members if n in number_of]
         origins = [grads.origins[inputs.indices[index]] for index in members]
         picked = grads._replace(tensor_list=TensorList(tensors), origins=origins)

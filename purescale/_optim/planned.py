@@ -25,7 +25,7 @@ class KnownStep(NamedTuple):
 
     names: list[str]  # of the parameters
     plan: Any  # what `Updater.plan` returned
-    dense_leaves: Cache  # of `StepInputs.dense_leaves`
+    leaves_cache: Cache  # of `StepInputs.dense_leaves`
     # Each leaf is gapless and requires no gradient: a step may write into it if nothing else shares
     # its memory.
     are_writable: bool
@@ -61,7 +61,7 @@ def plan_step(
     if plans_for and (match := find_plan(updater.plans, plans_for, trees)):
         flat, leaves, known = match
         inputs = StepInputs.of_dense(
-            known.names, flat[0], flat[1], known.dense_leaves, are_writable=known.are_writable
+            known.names, flat[0], flat[1], known.leaves_cache, are_writable=known.are_writable
         )
         return PlannedStep(flat, inputs, known.plan, situation, leaves, known.host_reads)
     checked, inputs = check()
@@ -95,17 +95,17 @@ def plan_step_by_hand(
     grads: Tree,
     opt_state: Tree,
     *numbers: Tensor,
-    check_others: Callable[[Gradients], None] = lambda gradients: None,
+    check_gradients: Callable[[Gradients], None] = lambda gradients: None,
 ) -> tuple[PlannedStep, Gradients]:
     """Return a step over these trees, and over numbers, and its gradients, with which
-    `check_others` compares the numbers. Refuse, naming the leaf, gradients that do not fit
+    `check_gradients` compares the numbers. Refuse, naming the leaf, gradients that do not fit
     `params`, and a state that belongs to others.
     """
     checked: list[Gradients] = []
 
     def check() -> tuple[list[FlatTree], StepInputs]:
         inputs, gradients = flatten_step(updater, params, grads, opt_state)
-        check_others(gradients)
+        check_gradients(gradients)
         checked.append(gradients)
         return [], inputs
 

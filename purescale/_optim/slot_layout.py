@@ -147,12 +147,12 @@ class SlotLayout:
                         raise self.foreign_error(key)
 
     def check_gradients(
-        self, names: list[str], with_gradient: Sequence[int], opt_state: OptState
+        self, names: list[str], indices_with_grad: Sequence[int], opt_state: OptState
     ) -> None:
         """Refuse a gradient that is None where one count stands for the steps of all parameters."""
-        if not self.counts_steps or has_counts(opt_state) or len(names) == len(with_gradient):
+        if not self.counts_steps or has_counts(opt_state) or len(names) == len(indices_with_grad):
             return
-        missing = next(name for index, name in enumerate(names) if index not in with_gradient)
+        missing = next(name for index, name in enumerate(names) if index not in indices_with_grad)
         raise ValueError(
             f"grads: that of {missing} is None, and opt_state has one count of steps for all "
             f"parameters. {self._settings.spec.name} needs that of each, because torch does not "

@@ -54,7 +54,7 @@ class StepInputs(NamedTuple):
     indices: Sequence[int]  # of the parameters among these leaves
     names: list[str]  # dotted
     param_list: TensorList
-    with_gradient: Sequence[int]  # the parameters that have a gradient, by index
+    indices_with_grad: Sequence[int]  # the parameters that have a gradient, by index
     opt_state: Tree
     # all that a step replaces: parameters and state; None unless all are dense and off graph
     dense_leaves: TensorList | None = None
@@ -70,13 +70,13 @@ class StepInputs(NamedTuple):
         cls,
         names: list[str],
         params: TensorList,
-        with_gradient: Sequence[int],
+        indices_with_grad: Sequence[int],
         opt_state: Tree,
         positions: list[Position] | None = None,
     ) -> StepInputs:
         """Return the inputs of a part of a step, over a flat dict of parameters."""
         of_params = FlatDict(tuple(names)), len(names), range(len(names)), names, params
-        return cls(*of_params, with_gradient, opt_state, positions=positions)
+        return cls(*of_params, indices_with_grad, opt_state, positions=positions)
 
     @classmethod
     def of_dense(
@@ -128,16 +128,16 @@ class StepInputs(NamedTuple):
         pairs = [(n, place) for n, place in places if isinstance(place, int)]
         new = iter(leaves_to_write(leaves, pairs, in_place=in_place))
         params = TensorList(list(itertools.islice(new, len(old))))
-        state = self.with_columns(columns_like(columns, new))
+        state = self.state_with_columns(columns_like(columns, new))
         return self._replace(
             param_list=params, opt_state=with_scalars(state, new), dense_leaves=None
         )
 
-    def in_form(self) -> StepInputs:
+    def canonical(self) -> StepInputs:
         """Return the inputs with the state in the form that steps return: its trees are in the
         order of the parameters, in containers of Python's.
         """
-        state = self.with_columns(self.columns)
+        state = self.state_with_columns(self.columns)
         state = with_stored(state, stored_settings(state))
         structure = _tree.flatten(self.opt_state)[1]
         if _tree.is_of_builtins(structure) and _tree.flatten(state)[1] == structure:
@@ -215,7 +215,7 @@ class StepInputs(NamedTuple):
             leaves[index] = value
         return self.structure.unflatten(leaves)
 
-    def with_columns(self, columns: Columns) -> OptState:
+    def state_with_columns(self, columns: Columns) -> OptState:
         """Return the state with these columns, the inverse of `columns`."""
         state: OptState = self.opt_state
         old = {**state.slots, STEP: state.counts}
@@ -311,12 +311,12 @@ def step_inputs(
         shard = functools.partial(dtensor.shard, on_graph=optimizer.differentiable)
         leaves, state = list(map(shard, leaves)), _tree.map(shard, state)
     indices = [index for index, leaf in enumerate(leaves) if leaf is not None]
-    with_gradient: Sequence[int] = range(len(indices))
+    indices_with_grad: Sequence[int] = range(len(indices))
     if grads is not None:
-        with_gradient = [n for n in with_gradient if grad_leaves[indices[n]] is not None]
+        indices_with_grad = [n for n in indices_with_grad if grad_leaves[indices[n]] is not None]
     return StepInputs(
         *(params.structure, len(names), indices, [names[index] for index in indices]),
-        *(TensorList([leaves[index] for index in indices]), with_gradient, state),
+        *(TensorList([leaves[index] for index in indices]), indices_with_grad, state),
         global_trees=global_trees,
     )
 

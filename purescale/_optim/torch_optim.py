@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, ParamSpec
 import torch
 from torch import Tensor
 
-from .._optim.class_step import ClassStep
 from .._optim.formula_step import FormulaStep
 from .._optim.fused import FusedStep, Launches
 from .._optim.opt_state import (
@@ -35,6 +34,7 @@ from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs, foreign_parameters, named_params
 from .._optim.torch_state_dict import read_state_dict, write_state_dict
 from .._optim.updater import Updater
+from .._optim.user_class_step import UserClassStep
 from .._torch import foreach
 from .._torch.tracing import captured, traced
 from .._tree import tree as _tree
@@ -158,7 +158,7 @@ def from_torch(
     )
 
 
-class ClassPlan(NamedTuple):
+class TorchPlan(NamedTuple):
     """The decisions about the steps of a class."""
 
     groups: list[ParamGroup]
@@ -177,8 +177,8 @@ class TorchOptimizer(Updater):
         self.differentiable, self.elementwise = settings.differentiable, settings.spec.elementwise
         self._slot_layout = SlotLayout(settings)
         self._fused_step = FusedStep(settings, self._slot_layout)
-        step = ClassStep if self.calls_user_step else FormulaStep
-        self._step: ClassStep | FormulaStep = step(settings, self._slot_layout)
+        step = UserClassStep if self.calls_user_step else FormulaStep
+        self._step: UserClassStep | FormulaStep = step(settings, self._slot_layout)
 
     def __repr__(self) -> str:
         return repr(self.settings)
@@ -212,7 +212,7 @@ class TorchOptimizer(Updater):
         columns = {key: [slots.get(name, {}).get(key, ()) for name in names] for key in keys}
         return with_columns(opt_state, {k: structure.unflatten(c) for k, c in columns.items()})
 
-    def plan(self, inputs: StepInputs) -> ClassPlan:
+    def plan(self, inputs: StepInputs) -> TorchPlan:
         """Return how a step is made. Refuse a state that does not belong to these parameters."""
         opt_state = inputs.opt_state
         if not isinstance(opt_state, OptState):
@@ -238,21 +238,21 @@ class TorchOptimizer(Updater):
         if not self.calls_user_step:
             columns = inputs.columns
             self._slot_layout.check(columns, dict(zip(inputs.names, inputs.params, strict=True)))
-            self._slot_layout.check_gradients(inputs.names, inputs.with_gradient, opt_state)
-            launches = self._fused_step.launches(inputs, groups)
+            self._slot_layout.check_gradients(inputs.names, inputs.indices_with_grad, opt_state)
+            launches = self._fused_step.plan_launches(inputs, groups)
         elif opt_state.slots.keys() != set(inputs.names):
             raise foreign_parameters(list(opt_state.slots), inputs.names)
         self.settings.check(opt_state)
         if inputs.positions is None:  # a piece need not have a parameter of each override
             self.settings.check_names(names)
-        return ClassPlan(groups, launches)
+        return TorchPlan(groups, launches)
 
     def current_settings(self, opt_state: OptState) -> CurrentSettings:
         """Return the settings of a step that may differ from those of the step before."""
         return self.settings.current(opt_state)
 
     def apply_step(
-        self, inputs: StepInputs, grads: Gradients, plan: ClassPlan, current: CurrentSettings
+        self, inputs: StepInputs, grads: Gradients, plan: TorchPlan, current: CurrentSettings
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step by the formula, or the class, in fresh
         memory.
@@ -266,7 +266,7 @@ class TorchOptimizer(Updater):
         skip: Tensor | None,
         inputs: StepInputs,
         grads: Gradients,
-        plan: ClassPlan,
+        plan: TorchPlan,
         current: CurrentSettings,
         *,
         in_place: bool = False,
@@ -275,8 +275,8 @@ class TorchOptimizer(Updater):
         fused_step, launches = self._fused_step, plan.launches
         if launches is None or not fused_step.can_run(launches, inputs, grads, current):
             return super().step_unless(skip, inputs, grads, plan, current, in_place=in_place)
-        if not launches.keeps_form:
-            inputs = inputs.in_form()
+        if not launches.is_canonical:
+            inputs = inputs.canonical()
         if not launches.traced:
             return fused_step(launches, inputs, grads, current, skip, in_place=in_place)
         if torch.compiler.is_dynamo_compiling():
@@ -384,15 +384,15 @@ class TorchOptimizer(Updater):
         return self._with_slots(state, params, slots)
 
 
-def _cast_gradients(gradients: list[Tensor | None], params: list[Tensor]) -> list[Tensor | None]:
+def _cast_gradients(grad_leaves: list[Tensor | None], params: list[Tensor]) -> list[Tensor | None]:
     """Return the gradients in the dtype of their parameters. Complex ones are not clamped to a
     range.
     """
-    pairs = [(g, p.dtype) for g, p in zip(gradients, params, strict=True) if g is not None]
+    pairs = [(g, p.dtype) for g, p in zip(grad_leaves, params, strict=True) if g is not None]
     leaves, dtypes = [g for g, _ in pairs], [dtype for _, dtype in pairs]
     if any(leaf.is_complex() for leaf in leaves):
         leaves = [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
     else:
         leaves = foreach.cast(leaves, dtypes)
     remaining = iter(leaves)
-    return [None if gradient is None else next(remaining) for gradient in gradients]
+    return [None if gradient is None else next(remaining) for gradient in grad_leaves]

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.class_step import as_tensors, was_python
 from .._optim.formulas import sgd
 from .._optim.in_state import as_float32
 from .._optim.opt_state import (
@@ -19,7 +18,7 @@ from .._optim.opt_state import (
     Tensors,
     map_numbers,
     param_names,
-    python_numbers,
+    read_numbers,
     stored_settings,
     with_stored,
 )
@@ -30,6 +29,7 @@ from .._optim.settings import (
     ParamGroup,
     Table,
 )
+from .._optim.user_class_step import as_tensors, was_python
 from .._tree import tree as _tree
 from .._tree.scalars import whole
 
@@ -383,7 +383,7 @@ def _read_stored(
 
 def common_value(name: str, groups: Sequence[Mapping[str, Any]]) -> Any:
     """Return the value that all these parameter groups share; None if no group has one."""
-    values = [python_numbers({name: group[name]})[name] for group in groups if name in group]
+    values = [read_numbers({name: group[name]})[name] for group in groups if name in group]
     if len(set(values)) > 1:
         raise ValueError(
             f"the groups of the torch optimizer have {name} = {values}, and the state holds one "

@@ -151,7 +151,7 @@ def check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
 
 
 def as_updater(optimizer: Any) -> Updater:
-    """Return the optimizer if it is an updater, else a `AdaptedOptimizer` of it."""
+    """Return the optimizer if it is an updater, else an `AdaptedOptimizer` of it."""
     if isinstance(optimizer, Updater):
         return optimizer
     check_optimizer(optimizer)

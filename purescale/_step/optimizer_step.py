@@ -184,13 +184,13 @@ def unscale_and_step(
     updater = as_updater(optimizer)
     scale = scaler.scale
 
-    def check_others(grads: Gradients) -> None:
+    def check_gradients(grads: Gradients) -> None:
         check_scale(scale, params, grads.origins, "grads", grads.tensor_list)
         if clip.clip_value is not None:
             check_ordered(params, grads.origins, "grads")
 
     trees = params, scaled_grads, opt_state
-    planned, grads = plan_step_by_hand(updater, *trees, scale, check_others=check_others)
+    planned, grads = plan_step_by_hand(updater, *trees, scale, check_gradients=check_gradients)
     inputs, may_write = planned.inputs, MayWrite()
     if donate:
         read_only = [*_tree.tensors(scaler), *clip.tensor_bounds]

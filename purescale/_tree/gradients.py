@@ -46,7 +46,8 @@ class Gradients(NamedTuple):
     @property
     def pending(self) -> tuple[Any, ...]:
         """What an optimizer still waits for: divisor, factor and clip value. Each is elementwise,
-        because pieces of leaves and shards are stepped alone.
+        because pieces of leaves and shards are stepped alone. `unscaled` does what is pending, and
+        a kernel that cannot do all of it leaves it to that.
         """
         return self.divisor, self.factor, self.clip_value
 

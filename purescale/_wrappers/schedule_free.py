@@ -119,7 +119,7 @@ class ScheduleFreeOptimizer(Wrapper):
     ) -> tuple[list[Tensor], Tree]:
         """Average the new iterate in, and mix both. `params` are the iterate after the step."""
         _, iterate, applied, beta = inputs.opt_state
-        old, applied, stepped = inputs.leaves(iterate), applied + 1, set(inputs.with_gradient)
+        old, applied, stepped = inputs.leaves(iterate), applied + 1, set(inputs.indices_with_grad)
         mixed = []
         for index, (y, before, new) in enumerate(zip(inputs.params, old, params, strict=True)):
             if index not in stepped:

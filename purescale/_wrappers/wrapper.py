@@ -274,11 +274,11 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
 def _piece_of(inputs: StepInputs, cut: Cut, *, last: bool) -> StepInputs:
     """Return the inputs of a piece, which share the memory of `inputs`."""
     params = [_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]
-    positions, with_gradient = inputs.all_positions, set(inputs.with_gradient)
+    positions, indices_with_grad = inputs.all_positions, set(inputs.indices_with_grad)
     return StepInputs.of_part(
         [inputs.names[n] for n in cut],
         TensorList(params),
-        [number for number, n in enumerate(cut) if n in with_gradient],
+        [number for number, n in enumerate(cut) if n in indices_with_grad],
         _cut_state(inputs.opt_state, inputs, cut, last=last),
         [positions[n]._replace(start=positions[n].start + s.start) for n, s in cut.items()],
     )

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._optim.class_step import with_python_scalars
-from .._optim.opt_state import OptState, is_wrapped, python_numbers
+from .._optim.opt_state import OptState, is_wrapped, read_numbers
 from .._optim.partition import PartitionOptimizer
 from .._optim.schedule import ScheduleBy
 from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerSettings, spec_of_live
 from .._optim.torch_optim import TorchOptimizer, from_torch
 from .._optim.torch_state_dict import common_value, slots_by_parameter, write_state_dict
+from .._optim.user_class_step import with_python_scalars
 from .._tree.tree import Tree, join_names
 from .._wrappers.schedule_free import ScheduleFreeState
 from .._wrappers.wrapper import Wrapper
@@ -72,7 +72,7 @@ def from_torch_optimizer(
     names = names_by_group(torch_optimizer, model, trained)
     stepped = {name for group in names for name in group}
     params = {name: p for name, p in trained.items() if name in stepped}
-    rates = [python_numbers({"lr": g.get("lr", 0.0)}) for g in torch_optimizer.param_groups]
+    rates = [read_numbers({"lr": g.get("lr", 0.0)}) for g in torch_optimizer.param_groups]
     return convert_optimizer(torch_optimizer, model, params, names, rates, in_state=in_state)
 
 
@@ -218,13 +218,13 @@ def _common_numbers(groups: Sequence[Mapping[str, Any]], in_state: Sequence[str]
 def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a parameter group as Python numbers, without the rate and flags."""
     accepted = inspect.signature(cls).parameters.keys() - {"params", "lr", *IMPLEMENTATION_FLAGS}
-    return python_numbers({n: value for n, value in group.items() if n in accepted})
+    return read_numbers({n: value for n, value in group.items() if n in accepted})
 
 
 def _own_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a group of a user's class, whose groups may differ in their names."""
     left_out = {"params", "param_names", "initial_lr", "lr", *IMPLEMENTATION_FLAGS}
-    return python_numbers({n: value for n, value in group.items() if n not in left_out})
+    return read_numbers({n: value for n, value in group.items() if n not in left_out})
 
 
 def _template(torch_optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, Tensors, python_numbers
+from .._optim.opt_state import OptState, Tensors, read_numbers
 from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
@@ -20,7 +20,7 @@ from .._tree.leaves import describe
 Slots = dict[str, dict[str, Tensor]]  # by parameter
 
 
-class ClassStep:
+class UserClassStep:
     """The `step` of a user's class with these settings."""
 
     def __init__(self, settings: OptimizerSettings, slot_layout: SlotLayout) -> None:
@@ -29,7 +29,7 @@ class ClassStep:
     def __call__(
         self,
         inputs: StepInputs,
-        gradients: list[Tensor | None],
+        grad_leaves: list[Tensor | None],
         groups: list[ParamGroup],
         current: CurrentSettings,
     ) -> tuple[list[Tensor], OptState]:
@@ -50,10 +50,10 @@ class ClassStep:
         }
         copied_grads = {
             name: g.detach().to(new_params[name].dtype, copy=True)
-            for name, g in zip(params, gradients, strict=True)
+            for name, g in zip(params, grad_leaves, strict=True)
             if g is not None
         }
-        current = current.map(python_numbers)
+        current = current.map(read_numbers)
         with torch.no_grad():
             new_slots = self._run(new_params, copied_grads, copies, groups, current)
         stepped = [new.to(params[name].dtype) for name, new in new_params.items()]

@@ -286,10 +286,11 @@ class Formula(NamedTuple):
     elementwise: bool = True  # elements update independently, so that a part can be stepped alone
     constants: tuple[str, ...] = ()  # the settings that cannot be tensors
     has_step: bool = False  # torch counts the steps of each parameter, in a slot `step`
+    makes_buffer_in_first_step: bool = False  # torch sees by it which step is the first
 
     def counts_steps(self, settings: Settings) -> bool:
         """Return True if the number of a parameter's own steps is a part of its state."""
-        if self.step is sgd:  # which torch sees by the buffer that the first step makes
+        if self.makes_buffer_in_first_step:
             return not (_is_zero(settings["momentum"]) or _is_zero(settings["dampening"]))
         return self.has_step
 
@@ -386,7 +387,7 @@ def _adafactor_slots(param: Tensor, settings: Settings) -> LeafSlots:
 
 
 _FORMULAS: dict[Any, Formula] = {
-    torch.optim.SGD: Formula(sgd, _sgd_slots),
+    torch.optim.SGD: Formula(sgd, _sgd_slots, makes_buffer_in_first_step=True),
     torch.optim.Adam: Formula(adam, _adam_slots, has_step=True),  # and AdamW, its subclass
     torch.optim.Adagrad: Formula(
         adagrad, _adagrad_slots, constants=("initial_accumulator_value",), has_step=True

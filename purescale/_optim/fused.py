@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim import formulas
 from .._optim.formulas import Settings
 from .._optim.kernels import (
     KernelOperands,
@@ -91,7 +90,7 @@ class FusedStep:
             # torch's own class runs no kernel then
             (settings.differentiable or flags != {None}) and not settings.arguments.get("fused"),
             # it does not know of a first step
-            slot_layout.counts_steps and settings.spec.formula.step is formulas.sgd,
+            slot_layout.counts_steps and settings.spec.formula.makes_buffer_in_first_step,
             # at 0 it leaves the buffer alone, which the formula updates for a later step
             "momentum" in settings.in_state,
         )

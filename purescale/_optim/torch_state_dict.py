@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.formulas import sgd
 from .._optim.in_state import as_float32
 from .._optim.opt_state import (
     STEP,
@@ -78,7 +77,7 @@ def slots_by_parameter(settings: OptimizerSettings, opt_state: OptState) -> dict
     for key, tree in opt_state.slots.items():
         for name, value in zip(_tree.names(tree), _tree.flatten(tree)[0], strict=True):
             slots[name][key] = value
-    if formula.step is sgd:  # which makes its buffers in the first step
+    if formula.makes_buffer_in_first_step:
         slots = {n: slots[n] if count else {} for n, count in zip(names, counts, strict=True)}
     return slots
 

@@ -50,16 +50,16 @@ def measure(
     scale: Tensor,
     options: StatsOptions = OVERFLOW_ONLY,
     *,
-    host_reads: bool = False,
+    known_readable: bool = False,
 ) -> GradStats:
     """Return the stats of `grads` over their divisor. `scale` is the loss scale. An unusable one
     (0, negative, inf or NaN) counts as overflow, even for unscaled gradients.
 
     On an accelerator and in a trace nothing is read. On a CPU the norm is read, and the exact way
-    is taken only if it is not conclusive. With `host_reads` it is known that it may be read.
+    is taken only if it is not conclusive. With `known_readable` it is known that it may be read.
     """
-    reads = host_reads or host_can_read([scale], grads.tensors)
-    if reads and (host_reads or not is_on_a_graph(grads.tensors)):
+    reads = known_readable or host_can_read([scale], grads.tensors)
+    if reads and (known_readable or not is_on_a_graph(grads.tensors)):
         stats = _from_norm(grads, scale, options)
         if stats is not None:
             return stats

@@ -60,7 +60,7 @@ class Launches(NamedTuple):
     """The calls of a kernel that make a step. Indices are those of `StepInputs.all_leaves`."""
 
     each: list[Launch]
-    traced: bool  # the step runs where `traced` is True
+    in_trace: bool  # the step runs where `traced` is True
     pairs: list[tuple[int, int]] = []  # noqa: RUF012  # each parameter with each of its slots
     is_canonical: bool = True  # the state is `StepInputs.canonical`
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
@@ -104,7 +104,7 @@ class FusedStep:
         if self.kernel is None or not can_launch(inputs.param_list):
             return None
         if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
-            return Launches([], traced=True)
+            return Launches([], in_trace=True)
         canonical, dense = inputs.canonical(), inputs.dense_leaves
         indexed = canonical.with_indices()
         columns, state = indexed.columns, indexed.opt_state
@@ -163,7 +163,7 @@ class FusedStep:
             tensors = [rate for rate in rates if isinstance(rate, Tensor)]
             if any([rate.dtype is not torch.float32 and not rate.is_cpu for rate in tensors]):
                 return False
-        if not launches.traced:
+        if not launches.in_trace:
             return True
         numbers = [value for table in current.tables() for value in table.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
@@ -194,7 +194,7 @@ class FusedStep:
         if current is not self._settings.none_current:
             current = current.map(_read_all_but_rate)
         grads, applied = grads.with_one_divisor(), leaves[launches.applied_index]
-        grads_fit = launches.leaves_fit and grads.tensor_list.cache is inputs.param_list.cache
+        grads_fit = launches.leaves_fit and inputs.param_list.shares_facts(grads.tensor_list)
         # Nothing that follows can fail then. A CUDA graph needs numbers at fixed addresses.
         counts_first = grads_fit and skip is None
         number = applied.add_(1) if counts_first else applied + 1

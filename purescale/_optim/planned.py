@@ -29,7 +29,7 @@ class KnownStep(NamedTuple):
     # Each leaf is gapless and requires no gradient: a step may write into it if nothing else shares
     # its memory.
     are_writable: bool
-    host_reads: bool  # the host may read each leaf
+    known_readable: bool  # the host may read each leaf
 
 
 class PlannedStep(NamedTuple):
@@ -42,7 +42,12 @@ class PlannedStep(NamedTuple):
     situation: Situation | None
     # known if the plan was found
     leaves: Leaves = []  # noqa: RUF012  # of all trees; never written
-    host_reads: bool = False
+    known_readable: bool = False
+
+    @property
+    def was_found(self) -> bool:
+        """True if a plan was found: arguments like these were checked before."""
+        return len(self.leaves) > 0
 
 
 # Returns checked trees, flat, and the inputs of a step over them.
@@ -63,7 +68,7 @@ def plan_step(
         inputs = StepInputs.of_dense(
             known.names, flat[0], flat[1], known.leaves_cache, are_writable=known.are_writable
         )
-        return PlannedStep(flat, inputs, known.plan, situation, leaves, known.host_reads)
+        return PlannedStep(flat, inputs, known.plan, situation, leaves, known.known_readable)
     checked, inputs = check()
     plan = updater.plan(inputs)
     # What is refused of parameters that are not dense and real depends on settings of the step.
@@ -84,8 +89,8 @@ def _keep(
         return
     are_writable = all([s.are_gapless and not (s.any_empty or s.any_requires_grad) for s in lists])
     on_cpu = all([some.devices <= {torch.device("cpu")} for some in lists])
-    reads = on_cpu and situation.host_reads
-    known = KnownStep(names, plan, Cache(), are_writable, reads)
+    known_readable = on_cpu and situation.host_reads
+    known = KnownStep(names, plan, Cache(), are_writable, known_readable)
     add_plan(updater.plans, situation, trees, known)
 
 

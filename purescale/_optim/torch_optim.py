@@ -277,7 +277,7 @@ class TorchOptimizer(Updater):
             return super().step_unless(skip, inputs, grads, plan, current, in_place=in_place)
         if not launches.is_canonical:
             inputs = inputs.canonical()
-        if not launches.traced:
+        if not launches.in_trace:
             return fused_step(launches, inputs, grads, current, skip, in_place=in_place)
         if torch.compiler.is_dynamo_compiling():
             return fused_step.in_dynamo(inputs, grads, current, skip, in_place=in_place)

@@ -40,7 +40,7 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
     planned = plan_step(optimizer, trees, check)
     params, opt_state, buffers, scaler, flat_others = planned.trees
     tensors = [*scaler.leaves, *flat_others.leaves]
-    if not planned.leaves:
+    if not planned.was_found:
         tensors = _tree.all_tensors(tensors)
     flat = TrainState(params, buffers, opt_state, scaler, *others)
     return Start(flat, tensors, planned)

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from .._torch import private
-from .._torch.tensor_list import Cache, TensorList, are_comparable, metadata_guard
+from .._torch.tensor_list import Cache, TensorList, are_comparable, list_guard
 from .._torch.tracing import Situation
 from .._tree.tree import FlatTree, Leaves, Tree, flatten, is_of_builtins
 
@@ -159,7 +159,7 @@ def add_plan(
             structure.children(),  # type: ignore[attr-defined]
             _nodes_below(arguments),
             list(map(slice, ends, ends[1:])),
-            [Cache(metadata_guard(tree.leaves)) for tree in trees],
+            [Cache(list_guard(tree.leaves)) for tree in trees],
             any(map(_requires_grad, leaves)),
         )
         plans.add(leaves, (situation, len(trees)), TreePlan(*form, plan))

@@ -18,7 +18,7 @@ from purescale._grads import grad_stats
 from purescale._jit.cut import compiled_in_stages
 from purescale._jit.jit import FlatFunction
 from purescale._jit.pure_graph import trace
-from purescale._optim import fused
+from purescale._optim import kernels
 from purescale._torch import tracing
 from purescale._tree import tree
 
@@ -214,7 +214,7 @@ def test_an_error_in_an_operator_says_if_donated_arguments_may_be_gone(donate, m
     def fail(*args):
         raise MemoryError("none left")
 
-    monkeypatch.setattr(fused, "fused_update", fail)
+    monkeypatch.setattr(kernels, "fused_update", fail)
     with pytest.raises(MemoryError, match="none left") as caught:
         step(carry, torch.ones(11))
     notes = " ".join(getattr(caught.value, "__notes__", []))

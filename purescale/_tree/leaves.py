@@ -12,7 +12,7 @@ from torch import Tensor
 from .._torch import dtensor, private
 from .._torch.dtypes import wide_dtype
 from .._torch.tensor_list import TensorList
-from .._torch.tracing import PLAIN_OR_FAKE
+from .._torch.tracing import PLAIN_OR_FAKE, traced
 from .._tree.scalars import short_repr
 
 _REAL = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
@@ -171,9 +171,12 @@ def dense(leaf: Tensor) -> Tensor:
     """
     if leaf.layout is torch.strided:
         return leaf
-    # Times 1, because `to_dense` loses a single value of stride 0, as the gradient of a sum over an
-    # embedding of width 1 has it (torch 2.13).
-    result: Tensor = (leaf.to(wide_dtype(leaf.dtype)) * 1).to_dense()
+    leaf = leaf.to(wide_dtype(leaf.dtype))
+    if leaf.is_cpu and not traced():
+        # `to_dense` loses a single value of stride 0, as the gradient of a sum over an embedding of
+        # width 1 has it (torch 2.13). A product has other strides.
+        leaf = leaf * 1
+    result: Tensor = leaf.to_dense()
     return result
 
 

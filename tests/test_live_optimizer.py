@@ -8,7 +8,7 @@ import torch
 from helpers import Untouched, examples, same_bits, shares_memory, slots_of, tensors
 from hypothesis import given
 from hypothesis import strategies as st
-from test_class_step import Cautious, Lion, Renamed
+from test_user_class_step import Cautious, Lion, Renamed
 from torch import nn
 
 import purescale as ps

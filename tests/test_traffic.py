@@ -410,7 +410,7 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
             targets,
             list(grads.values()),
             kernel.name,
-            [0.1, *map(float, kernel.arguments(settings).values())],
+            [0.1, *map(float, kernel.keyword_arguments(settings).values())],
             [torch.tensor(1.0)],
             [lr, skip, divisor, factor, None],
         )

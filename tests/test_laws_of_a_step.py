@@ -86,7 +86,7 @@ NEAR = {torch.float32: 1e-5, torch.float64: 1e-10, torch.float16: 4e-3, torch.bf
     ("name", "extra"), [*((n, {}) for n in CLASSES), *((n, {"fused": True}) for n in FUSED)]
 )
 def test_parameters_of_every_size_and_dtype_take_the_steps_of_torchs_default(name, extra, dtype):
-    """Of its default on a CPU, where the fused kernel is asked for too."""
+    """The steps of a class by its default on a CPU, and by the fused kernel that is asked for."""
     params = {str(n): torch.ones(n, 1, dtype=dtype) for n in SIZES}
     steps = [gradients_like(params, seed=seed) for seed in range(3)]
     expected = torchs_steps(name, params, steps)

@@ -210,8 +210,8 @@ def test_norms_in_float32_around_an_unflatten_is_one_graph():
 
 
 def under_autocast(model, dtype, *inputs, scale=1.0):
-    """What a policy of this autocast, and torch's own around the module, make of the outputs, the
-    buffers and the gradients of a scaled loss, the last output.
+    """Return the outputs, buffers and gradients of a scaled loss, the last output, by a policy of
+    this autocast, and those by torch's own around the module.
     """
     apply, params, buffers = ps.make_functional(model)
     weights = {name: p.requires_grad_() for name, p in params.items()}

@@ -16,7 +16,7 @@ import purescale as ps
 
 
 def precise(model, data, **settings):
-    """What precise_bn makes of the model's own buffers, and those."""
+    """Return the buffers of `precise_bn` over the model's own, and those."""
     apply, params, buffers = ps.make_functional(model)
     with Untouched((params, buffers)):
         new = ps.precise_bn(apply, params, buffers, data, **settings)

@@ -22,6 +22,7 @@ FACTS = {
     "any_empty": True,
     "dtypes": {torch.float32, torch.float64},
     "devices": {torch.device("cpu")},
+    "are_on_cpu": True,
     "kinds": [[0, 2, 3], [1]],
     "are_contiguous": False,
     "are_gapless": True,

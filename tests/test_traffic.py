@@ -185,7 +185,7 @@ def test_a_donated_step_computes_with_as_many_operators_for_a_thousand_tensors_a
 
 
 class Reads(Dispatched):
-    """How many elements of some tensors operators read."""
+    """Count the elements of some tensors that operators read."""
 
     def __init__(self, watched):
         super().__init__()

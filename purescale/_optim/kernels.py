@@ -187,8 +187,8 @@ def _update_targets(
 ) -> None:
     """`fused_update` as an operator of a graph. Traced operator by operator, a hundred parameters
     would take minutes to compile. `targets`: the parameters, then each slot. `scalars`: the rate if
-    it is a tensor, `skip`, then what the gradients wait for. `numbers`: the rate if it is none of
-    these, then the other settings.
+    it is a tensor, else None; `skip`; what the gradients wait for. `numbers`: the rate if it is a
+    number, else 0; the other settings.
     """
     count, kernel, (lr, skip, *pending) = len(grads), _BY_NAME[name], scalars
     params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .._optim.step_inputs import StepInputs, flatten_step
@@ -21,7 +20,7 @@ from .._tree.tree import FlatTree, Leaves, Tree
 
 
 class KnownStep(NamedTuple):
-    """What is known of the steps of an optimizer over arguments that are alike."""
+    """The decisions about the steps of an optimizer over arguments that are alike."""
 
     names: list[str]  # of the parameters
     plan: Any  # what `Updater.plan` returned
@@ -65,8 +64,9 @@ def plan_step(
     plans_for = situation if updater.keeps_plans else None
     if plans_for and (match := find_plan(updater.plans, plans_for, trees)):
         flat, leaves, known = match
+        params, opt_state, *_ = flat
         inputs = StepInputs.of_dense(
-            known.names, flat[0], flat[1], known.leaves_cache, are_writable=known.are_writable
+            known.names, params, opt_state, known.leaves_cache, are_writable=known.are_writable
         )
         return PlannedStep(flat, inputs, known.plan, situation, leaves, known.known_readable)
     checked, inputs = check()
@@ -88,10 +88,9 @@ def _keep(
     if not all([some.dense_off_graph for some in lists]):
         return
     are_writable = all([s.are_gapless and not (s.any_empty or s.any_requires_grad) for s in lists])
-    on_cpu = all([some.devices <= {torch.device("cpu")} for some in lists])
-    known_readable = on_cpu and situation.host_reads
-    known = KnownStep(names, plan, Cache(), are_writable, known_readable)
-    add_plan(updater.plans, situation, trees, known)
+    known_readable = situation.host_reads and all([some.are_on_cpu for some in lists])
+    step = KnownStep(names, plan, Cache(), are_writable, known_readable)
+    add_plan(updater.plans, situation, trees, step)
 
 
 def plan_step_by_hand(
@@ -114,5 +113,5 @@ def plan_step_by_hand(
         checked.append(gradients)
         return [], inputs
 
-    step = plan_step(updater, (params, opt_state, grads, *numbers), check, over_grads=True)
-    return step, checked[0] if checked else step.inputs.gradients(step.trees[2])
+    planned = plan_step(updater, (params, opt_state, grads, *numbers), check, over_grads=True)
+    return planned, checked[0] if checked else planned.inputs.gradients(planned.trees[2])

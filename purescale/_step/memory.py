@@ -67,9 +67,9 @@ def memory_of_step(
         memory.storages.update(storage_pointers([*flat.params.leaves, *flat.buffers.leaves]))
     if not donate:
         return memory, MayWrite()
-    optimizer, buffers_too, others_too = can_write_each(lists, read_only, pointers)
+    params_and_state, buffers_too, others_too = can_write_each(lists, read_only, pointers)
     # A step that is captured in a CUDA graph needs both at fixed addresses, or neither.
-    return memory, MayWrite(optimizer and others_too, buffers_too, others_too)
+    return memory, MayWrite(params_and_state and others_too, buffers_too, others_too)
 
 
 def memory_by_hand(

@@ -198,8 +198,8 @@ def unscale_and_step(
     owned = may_write.grads and not updater.runs_user_code
     grads = grads._replace(divisor=scale, owned=owned)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
-    known = planned.known_readable and not updater.differentiable
-    stats = measure(grads, scale, options, known_readable=known)
+    readable = planned.known_readable and not updater.differentiable
+    stats = measure(grads, scale, options, known_readable=readable)
     decision = decide(stats, clip, grads)
     arguments = updater, inputs, planned.plan, decision.grads, decision.unknown_skip
     stepped = update(*arguments, in_place=may_write.params_and_state)

@@ -204,8 +204,8 @@ def _stages(
             window = accumulate_microbatches(*arguments)
         window = reduce_window(window, flat)
         grads, totals = window.grads, window.totals
-        known = planned.known_readable and grads.owned and grads.dense_real
-        stats = measure(grads, scaler.tree.scale, stats_options, known_readable=known)
+        readable = planned.known_readable and grads.owned and grads.dense_real
+        stats = measure(grads, scaler.tree.scale, stats_options, known_readable=readable)
         flags = None if totals is None else window_flags(window, totals, stats.overflow)
         return Attempt(window, stats, flags, scaler)
 

@@ -115,6 +115,10 @@ class TensorList:
         return {tensor.device for tensor in self.tensors}
 
     @Fact
+    def are_on_cpu(self) -> bool:
+        return self.devices <= {torch.device("cpu")}
+
+    @Fact
     def kinds(self) -> list[list[int]]:
         """The indices of tensors by device and dtype."""
         return by_kind(self.tensors)

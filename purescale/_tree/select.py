@@ -12,9 +12,9 @@ from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import Situation, current_situation, is_on_a_graph, traced
 from .._tree import tree as _tree
-from .._tree.leaves import are_dense_real, is_constant
+from .._tree.leaves import are_dense_real, as_tensor_list, is_constant
 from .._tree.plans import Plans, add_plan, find_plan
-from .._tree.tree import FlatTree, Leaves, Tree, TreeT
+from .._tree.tree import Leaves, Tree, TreeT
 
 
 @outside_autocast()
@@ -59,21 +59,22 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
         )
     leaves, others, structure = _tree.matching_leaves(old, new, "old", "new")
     if situation and situation.host_reads:
-        _keep_plan(situation, list(map(_tree.flatten_once, arguments)), others)
+        _keep_plan(situation, arguments, leaves, others)
     return structure.unflatten(select_masked(found_inf, leaves, others))
 
 
 _plans: Plans[Any] = Plans(16)  # of `select`, which say that the trees match
 
 
-def _keep_plan(situation: Situation, trees: list[FlatTree], new: Leaves) -> None:
-    """Keep a plan of `select` for trees like these on a CPU. `new` has the order of the old one."""
-    lists = [tree.tensor_list for tree in trees]
-    if (
-        all([some.dense_off_graph and not some.any_requires_grad for some in lists])
-        and all([some.devices <= {torch.device("cpu")} for some in lists])
-        and all(map(operator.is_, trees[2].leaves, new))
-    ):
+def _keep_plan(situation: Situation, arguments: tuple[Tree, ...], old: Leaves, new: Leaves) -> None:
+    """Keep a plan of `select` for arguments like these on a CPU, if the leaves, which match, are in
+    the order of both trees.
+    """
+    tensors = as_tensor_list([arguments[0], *old, *new])
+    if not tensors.dense_off_graph or tensors.any_requires_grad or not tensors.are_on_cpu:
+        return
+    trees = list(map(_tree.flatten_once, arguments))
+    if all(map(operator.is_, trees[2].leaves, new)):
         add_plan(_plans, situation, trees, None)
 
 

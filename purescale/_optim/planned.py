@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.tensor_list import Cache
 from .._torch.tracing import Situation, current_situation
@@ -98,12 +96,12 @@ def plan_step_by_hand(
     params: Tree,
     grads: Tree,
     opt_state: Tree,
-    *numbers: Tensor,
+    *others: Tree,
     check_gradients: Callable[[Gradients], None] = lambda gradients: None,
 ) -> tuple[PlannedStep, Gradients]:
-    """Return a step over these trees, and over numbers, and its gradients, with which
-    `check_gradients` compares the numbers. Refuse, naming the leaf, gradients that do not fit
-    `params`, and a state that belongs to others.
+    """Return a step over these and other trees, and its gradients, with which `check_gradients`
+    compares the others. Refuse, naming the leaf, gradients that do not fit `params`, and a state
+    that belongs to others.
     """
     checked: list[Gradients] = []
 
@@ -113,5 +111,5 @@ def plan_step_by_hand(
         checked.append(gradients)
         return [], inputs
 
-    planned = plan_step(updater, (params, opt_state, grads, *numbers), check, over_grads=True)
+    planned = plan_step(updater, (params, opt_state, grads, *others), check, over_grads=True)
     return planned, checked[0] if checked else planned.inputs.gradients(planned.trees[2])

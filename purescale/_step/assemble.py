@@ -42,7 +42,7 @@ def advance(
     rejected it.
     """
     guard: Leaves = []
-    if decision.rejected is not None:
+    if isinstance(decision.rejected, Tensor):
         names = "state.guard", "the state that the guard returned"
         old, new, _ = _tree.matching_leaves(flat.guard, guard_state, *names)
         guard = select_masked(decision.skip & ~decision.rejected, old, new)

@@ -20,11 +20,10 @@ class Decision(NamedTuple):
 
     skip: Tensor  # bool []
     overflow: Tensor  # bool []: the scale follows it
-    rejected: Tensor | None  # bool []: a guard alone skips the step; None without a guard
+    rejected: Tensor | Any  # as in `StepInfo`, like the next two
+    grad_norm: Tensor | Any
+    grad_amax: Tensor | Any
     grads: Gradients  # with the factor and the bound by which they are still to be clipped
-    # before clipping; not finite if the step is skipped, unless rejected; None without max_norm
-    grad_norm: Tensor | None
-    grad_amax: Tensor | None  # likewise; None if not asked for
     only_overflow_skips: bool  # nothing else can skip the step: `skip` is `overflow`
     is_applied: bool  # the host knows that `skip` is False
 
@@ -51,7 +50,9 @@ def decide(
         overflow, skip = flags.overflow, flags.skip
     only_overflow_skips = flags is None and rejects is None and len(clip.tensor_bounds) == 0
     is_applied = only_overflow_skips and stats.is_read
-    norm, amax, rejected = None, stats.amax, None
+    rejected: Any = ()
+    norm: Any = ()
+    amax: Any = () if stats.amax is None else stats.amax
     factor: float | Tensor | None = None
     if is_applied:  # in the arithmetic of Python's floats
         if stats.norm is not None:
@@ -61,8 +62,8 @@ def decide(
         for bound in clip.tensor_bounds:
             skip = skip | ~(on_device(bound, skip.device) > 0)
         measured = None if stats.norm is None else norm_of(stats, skip.device)
-        norm = None if measured is None else _reported(measured, skip, grads.factor_dtype)
-        amax = None if amax is None else _reported(amax, skip, torch.float32)
+        norm = () if measured is None else _reported(measured, skip, grads.factor_dtype)
+        amax = () if stats.amax is None else _reported(stats.amax, skip, torch.float32)
         if rejects is not None:
             rejected = rejects & ~skip
             skip = skip | rejected
@@ -72,12 +73,8 @@ def decide(
             factor = clip_factor(finite, clip.max_norm)  # type: ignore[arg-type]
     if factor is not None or clip.clip_value is not None:
         grads = grads._replace(factor=factor, clip_value=clip.clip_value)
-    return Decision(skip, overflow, rejected, grads, norm, amax, only_overflow_skips, is_applied)
-
-
-def or_empty(value: Tensor | None) -> Any:
-    """Return what public records and guards get for a number: `()` if it is absent."""
-    return () if value is None else value
+    numbers = rejected, norm, amax
+    return Decision(skip, overflow, *numbers, grads, only_overflow_skips, is_applied)
 
 
 def _reported(measured: Tensor, skip: Tensor, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,12 @@ from .._distributed.process_group import all_reduce
 from .._grads.accumulate import AccumState, add, as_weight, init_accum, is_weight
 from .._grads.measure import measure
 from .._step.train_state import FlatState, StepOptions
-from .._step.value_and_grad import ValueAndGrad, check_returned, check_unwritten
+from .._step.value_and_grad import (
+    ValueAndGrad,
+    check_container,
+    check_returned,
+    check_unwritten,
+)
 from .._step.window_result import (
     Totals,
     WindowResult,
@@ -125,9 +130,12 @@ class WindowMean:
         share, is_counted = self.weights.shares[index], self.weights.is_counted[index]
         if is_counted is False:
             return sums
-        if sums is None and self.owned and not isinstance(share, Tensor):
-            sums = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
-            listops.mul_(sums, share)  # in place: these gradients are owned
+        if self.owned and not isinstance(share, Tensor):  # in place, and off every graph
+            if sums is None:
+                sums = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
+                listops.mul_(sums, share)
+            else:
+                listops.add_(sums, new, alpha=share)
             return sums
         sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
         return weighted_sum(sums, new, share, is_counted, owned=self.owned)
@@ -382,7 +390,8 @@ def accumulate_with_pooled_statistics(
         buffers, stats = carried
         with CaptureBatchNorm() as captured:
             returned = options.loss_fn(params, buffers, microbatch)
-        loss, new_buffers, *aux = check_returned(returned, buffers)
+        loss, new_buffers, *aux = check_returned(returned)
+        check_container(new_buffers, buffers)
         calls = named_calls(captured, new_buffers)
         for name, call in calls:
             momenta.setdefault(name, call.momentum)

@@ -15,7 +15,7 @@ from .._loss_scale.scaling import check_scale
 from .._optim.planned import plan_step_by_hand
 from .._optim.step_inputs import StepInputs
 from .._optim.updater import Optimizer, Updater, as_updater
-from .._step.decide import decide, or_empty
+from .._step.decide import decide
 from .._step.memory import MayWrite, memory_by_hand
 from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
@@ -190,10 +190,11 @@ def unscale_and_step(
             check_ordered(params, grads.origins, "grads")
 
     trees = params, scaled_grads, opt_state
-    planned, grads = plan_step_by_hand(updater, *trees, scale, check_gradients=check_gradients)
+    planned, grads = plan_step_by_hand(updater, *trees, scaler, check_gradients=check_gradients)
     inputs, may_write = planned.inputs, MayWrite()
     if donate:
-        read_only = [*_tree.tensors(scaler), *clip.tensor_bounds]
+        of_scaler = planned.trees[-1].leaves if planned.was_found else _tree.tensors(scaler)
+        read_only = [*of_scaler, *clip.tensor_bounds]
         may_write = memory_by_hand(updater, inputs, grads, read_only)
     owned = may_write.grads and not updater.runs_user_code
     grads = grads._replace(divisor=scale, owned=owned)
@@ -203,5 +204,4 @@ def unscale_and_step(
     decision = decide(stats, clip, grads)
     arguments = updater, inputs, planned.plan, decision.grads, decision.unknown_skip
     stepped = update(*arguments, in_place=may_write.params_and_state)
-    numbers = or_empty(decision.grad_norm), or_empty(decision.grad_amax)
-    return Stepped(*stepped, decision.skip, *numbers)
+    return Stepped(*stepped, decision.skip, decision.grad_norm, decision.grad_amax)

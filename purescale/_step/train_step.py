@@ -16,7 +16,7 @@ from .._loss_scale.rules import Rule, check_rule
 from .._optim.updater import Optimizer, as_updater
 from .._step.agree import check_on_all_ranks
 from .._step.assemble import advance, assemble
-from .._step.decide import decide, or_empty
+from .._step.decide import decide
 from .._step.memory import memory_of_step
 from .._step.microbatches import (
     FUNCTIONS,
@@ -233,11 +233,11 @@ def _stages(
         loss=window.loss,
         found_inf=decision.skip,
         scale=scale,
-        grad_norm=or_empty(decision.grad_norm),
-        grad_amax=or_empty(decision.grad_amax),
+        grad_norm=decision.grad_norm,
+        grad_amax=decision.grad_amax,
         retries=torch.full((), attempt.retries, dtype=torch.int32, device=scale.device),
         aux=window.aux,
-        rejected=or_empty(decision.rejected),
+        rejected=decision.rejected,
     )
     return assemble(start, updated, advanced, window.buffers, decision, may_write), info
 

@@ -115,22 +115,23 @@ def _value_and_grad(
     loss_fn: LossFn, params: Tree, buffers: Tree, microbatch: Any, scaler: HasScale | None = None
 ) -> tuple[Any, Tree]:
     situation = current_situation()
-    flat = _flatten_arguments(params, buffers, scaler, situation)
-    batch, (of_params, of_buffers, of_scaler) = _tree.all_tensors(microbatch), flat
-    lists = [*(tree.leaves for tree in flat), batch]
-    memory = donation.ArgumentMemory.of(donation.pointers_of_each(lists), batch)
+    flat_params, flat_buffers, flat_scaler = _flatten(params, buffers, scaler, situation)
+    batch = _tree.all_tensors(microbatch)
+    arguments = [*flat_params.leaves, *flat_buffers.leaves, *flat_scaler.leaves, *batch]
+    memory = donation.ArgumentMemory.of(donation.pointers_of_each([arguments]), batch)
     before = versions(memory.microbatches)
-    function = ValueAndGrad(of_params, of_buffers, of_scaler, loss_fn, situation, memory.storages)
-    out = function(of_buffers.leaves, microbatch)
+    trees = flat_params, flat_buffers, flat_scaler
+    function = ValueAndGrad(*trees, loss_fn, situation, memory.storages)
+    out = function(flat_buffers.leaves, microbatch)
     check_unwritten(memory.microbatches, before)
-    new_buffers = of_buffers.structure.unflatten(out.buffers)
-    return (out.loss, new_buffers, *out.aux), of_params.structure.unflatten(out.grads)
+    new_buffers = flat_buffers.structure.unflatten(out.buffers)
+    return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
 
 
 _plans: Plans[Any] = Plans(16)  # which say that arguments were checked
 
 
-def _flatten_arguments(
+def _flatten(
     params: Tree, buffers: Tree, scaler: HasScale | None, situation: Situation | None
 ) -> list[FlatTree]:
     """Check parameters, buffers and scaler, and return them flat."""
@@ -366,14 +367,17 @@ class ValueAndGrad:
                 error.add_note(_REQUIRES_GRAD)
             raise
         flat = self.buffers
-        loss, new_buffers, *aux = check_returned(returned, flat.tree)
+        loss, new_buffers, *aux = check_returned(returned)
         if type(loss) is not Tensor:
             loss = dtensor.full_tensor(loss)
-        names = "buffers", "new_buffers", _ONE_SHAPE
-        leaves = _tree.matching_leaves(flat.tree, new_buffers, *names, flat=flat)[1]
+        alike = flat.leaves_alike(new_buffers)
+        if alike is None:
+            check_container(new_buffers, flat.tree)
+            names = "buffers", "new_buffers", _ONE_SHAPE
+            alike = _tree.matching_leaves(flat.tree, new_buffers, *names, flat=flat)[1]
         wide = wide_loss(loss, self.scale)
         wide = wide.reshape(()) if wide.ndim else wide
-        return wide * self.scale, (wide, leaves, aux)
+        return wide * self.scale, (wide, alike, aux)
 
 
 _REQUIRES_GRAD = (
@@ -383,7 +387,7 @@ _REQUIRES_GRAD = (
 )
 
 
-def check_returned(returned: Any, buffers: Tree) -> tuple[Any, ...]:
+def check_returned(returned: Any) -> tuple[Any, ...]:
     """Return what loss_fn returned. Refuse all but a tuple of a loss, new buffers and, optionally,
     aux.
     """
@@ -394,12 +398,16 @@ def check_returned(returned: Any, buffers: Tree) -> tuple[Any, ...]:
             f"loss_fn returned {what}; expected (loss, new_buffers) or (loss, new_buffers, aux). "
             "Fix: `return loss, new_buffers`, or `return loss, buffers` if nothing changes them."
         )
-    loss, new_buffers, *_ = returned
-    if not isinstance(loss, Tensor):
+    if not isinstance(returned[0], Tensor):
         raise TypeError(
-            f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one "
+            f"loss_fn returned {type(returned[0]).__name__} as its loss; expected a tensor of one "
             "element. Fix: return the loss first, `return loss, new_buffers`."
         )
+    return returned
+
+
+def check_container(new_buffers: Any, buffers: Tree) -> None:
+    """Refuse what is no container of buffers, such as aux in their place."""
     expected: type[Any] = dict if isinstance(buffers, dict) else type(buffers)
     fits = isinstance(new_buffers, expected)
     if fits and expected is dict and new_buffers:
@@ -411,7 +419,6 @@ def check_returned(returned: Any, buffers: Tree) -> tuple[Any, ...]:
             f"{_tree.describe_argument(buffers)}. Fix: `return loss, new_buffers, "
             "aux`, or `return loss, buffers, aux`."
         )
-    return returned
 
 
 def _check_form(loss_fn: Callable[..., Any]) -> None:

@@ -89,10 +89,8 @@ class TreePlan(NamedTuple):
     """A plan for arguments that are trees, with their form."""
 
     structure: Any  # of all of them, as a tuple
-    structures: list[Any]  # of each
     nodes: list[Node]
-    slices: list[slice]  # the leaves of each
-    caches: list[Cache]
+    parts: list[tuple[slice, Any, Cache]]  # the leaves of each tree, its structure, its cache
     may_have_graph: bool
     plan: Any
 
@@ -120,10 +118,11 @@ def find_plan(
             continue
         if kept.may_have_graph and any(map(_grad_fn, leaves)):
             continue
-        flat, forms = [], (kept.structures, kept.slices, kept.caches)
-        for tree, structure, at, cache in zip(trees, *forms, strict=True):
-            tensor_list = TensorList(leaves[at], cache, dense_off_graph=True)
-            flat.append(FlatTree(tree, tensor_list.tensors, structure, tensor_list))
+        flat = []
+        for tree, (at, structure, cache) in zip(trees, kept.parts, strict=True):
+            some = leaves[at]
+            tensor_list = TensorList(some, cache, dense_off_graph=True)
+            flat.append(FlatTree(tree, some, structure, tensor_list))
         return FoundPlan(flat, leaves, kept.plan)
     return None
 
@@ -154,15 +153,19 @@ def add_plan(
     leaves, structure = flatten(arguments)
     if len(set(map(id, leaves))) == len(leaves) and is_of_builtins(structure):
         ends = list(itertools.accumulate([len(tree.leaves) for tree in trees], initial=0))
-        form = (
-            structure,
-            structure.children(),  # type: ignore[attr-defined]
-            _nodes_below(arguments),
-            list(map(slice, ends, ends[1:])),
-            [Cache(list_guard(tree.leaves)) for tree in trees],
-            any(map(_requires_grad, leaves)),
-        )
+        slices, structures = map(slice, ends, ends[1:]), structure.children()  # type: ignore[attr-defined]
+        parts = list(zip(slices, structures, _caches_of(trees), strict=True))
+        form = structure, _nodes_below(arguments), parts, any(map(_requires_grad, leaves))
         plans.add(leaves, (situation, len(trees)), TreePlan(*form, plan))
+
+
+def _caches_of(trees: Sequence[FlatTree]) -> list[Cache]:
+    """Return the cache of each tree, which trees whose leaves are alike share."""
+    caches: list[Cache] = []
+    for tree in trees:
+        alike = (cache for cache in caches if cache.is_like and cache.is_like(tree.leaves))
+        caches.append(next(alike, None) or Cache(list_guard(tree.leaves)))
+    return caches
 
 
 def _nodes_below(root: tuple[Tree, ...]) -> list[Node]:

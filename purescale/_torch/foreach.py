@@ -215,21 +215,25 @@ def clamp(
 ) -> list[Tensor]:
     """Clamp each tensor to plus and minus `bound`; NaN stays NaN."""
     operand = [bound] if isinstance(bound, Tensor) else []
-    if not (tensors and lists_are_right([*tensors, *operand])):
-        return [_clamped(tensor, bound, in_place=False) for tensor in tensors]
-    if not is_launch_bound(tensors[0]):
-        with torch.no_grad():
-            return [_clamped(tensor, bound, in_place=in_place) for tensor in tensors]
+    if not lists_are_right([*tensors, *operand]):
+        return [_clamped(tensor, bound) for tensor in tensors]
+    if not tensors or operand or not is_launch_bound(tensors[0]):  # lists take bounds as numbers
+        return [_clamped(tensor, bound, in_place=in_place) for tensor in tensors]
     results = list(tensors)
-    with torch.no_grad():
-        for indices in by_kind(tensors):
-            bounded = _clamped_list([tensors[i] for i in indices], bound, in_place=in_place)
-            for index, tensor in zip(indices, bounded, strict=True):
-                results[index] = tensor
+    for indices in by_kind(tensors):
+        limit = _within_range(bound, tensors[indices[0]].dtype)  # type: ignore[arg-type]
+        bounded = [tensors[index] for index in indices]
+        if in_place:
+            listops.clamp_min_(bounded, -limit)
+        else:
+            bounded = listops.clamp_min(bounded, -limit)
+        listops.clamp_max_(bounded, limit)
+        for index, tensor in zip(indices, bounded, strict=True):
+            results[index] = tensor
     return results
 
 
-def _clamped(tensor: Tensor, bound: float | Tensor, *, in_place: bool) -> Tensor:
+def _clamped(tensor: Tensor, bound: float | Tensor, *, in_place: bool = False) -> Tensor:
     if isinstance(bound, Tensor):
         limit: Any = on_device(bound, tensor.device, tensor.dtype)
     else:
@@ -240,45 +244,6 @@ def _clamped(tensor: Tensor, bound: float | Tensor, *, in_place: bool) -> Tensor
 def _within_range(bound: float, dtype: torch.dtype) -> float:
     # torch refuses a finite bound beyond the range of the dtype.
     return bound if bound == math.inf else min(float(bound), torch.finfo(dtype).max)
-
-
-def _clamped_list(
-    tensors: list[Tensor], bound: float | Tensor, *, in_place: bool
-) -> Sequence[Tensor]:
-    if isinstance(bound, Tensor):
-        # A list of 0-d tensors would take one launch each.
-        limit = on_device(bound, tensors[0].device, tensors[0].dtype)
-        low: Any = _filled_like(tensors, -limit)
-        high: Any = _filled_like(tensors, limit)
-    else:
-        high = _within_range(bound, tensors[0].dtype)
-        low = -high
-    if in_place:
-        listops.clamp_min_(tensors, low)
-        bounded: Sequence[Tensor] = tensors
-    else:
-        bounded = listops.clamp_min(tensors, low)
-    listops.clamp_max_(bounded, high)
-    return bounded
-
-
-_ALIGNED = 64  # elements: list kernels vectorise reads of tensors that begin at a multiple
-
-
-def _filled_like(tensors: Sequence[Tensor], value: Tensor) -> list[Tensor]:
-    """Return tensors full of `value` with these layouts, in one piece of memory for each layout."""
-    filled = list(tensors)
-    layouts: dict[Any, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        layouts.setdefault((tensor.shape, tensor.stride()), []).append(index)
-    for (shape, strides), indices in layouts.items():
-        step = -(-shape.numel() // _ALIGNED) * _ALIGNED
-        memory = torch.empty_strided(
-            (len(indices), *shape), (step, *strides), dtype=value.dtype, device=value.device
-        )
-        for index, part in zip(indices, memory.fill_(value).unbind(), strict=True):
-            filled[index] = part
-    return filled
 
 
 def cast(

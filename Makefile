@@ -55,7 +55,7 @@ docs: $(DOCS)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
 conformance: $(CONFORMANCE)
-	$(BIN)/python -m pytest tests/conformance
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/conformance
 
 bench: $(BENCH)
 	for name in post_backward optimizers update growth accumulate train_step floor compile ensemble memory batch_norm headroom; do \

@@ -32,7 +32,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import scalars
 from .._tree import tree as _tree
-from .._tree.poison import gives_up
+from .._tree.poison import donates
 from .._tree.tree import Leaves, Tree, TreeT
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ def all_reduce_found_inf(found_inf: Tensor | bool, group: Group | None = None) -
 
 
 @outside_autocast()
-@gives_up("grads")
+@donates("grads")
 def all_reduce_grads(
     grads: TreeT,
     group: Group | None = None,

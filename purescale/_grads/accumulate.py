@@ -17,7 +17,7 @@ from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.hints import document_fields
 from .._tree.leaves import dense
-from .._tree.poison import gives_up
+from .._tree.poison import donates
 from .._tree.scalars import as_float, short_repr, whole
 from .._tree.tree import Leaves, Tree, TreeDef
 
@@ -98,7 +98,7 @@ def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
 
 
 @outside_autocast()
-@gives_up("accum")
+@donates("accum")
 def accumulate_grads(
     accum: AccumState,
     grads: Tree,
@@ -153,17 +153,16 @@ def accumulate_grads(
     else:
         bad = _tree.flag(found_inf, like=accum.weight)
     means = as_gradients(leaves)
-    owned = donate and can_write(means.tensors, [*new.tensors, *accum[1:]])
-    flat = accum._replace(grads=means.tensors)
-    added = add(flat, new, checked_weight, bad, owned=owned)
+    in_place = donate and can_write(means.tensors, [*new.tensors, *accum[1:]])
+    added = add(accum._replace(grads=means.tensors), new, checked_weight, bad, in_place=in_place)
     return added._replace(grads=structure.unflatten(means.restore(added.grads)))
 
 
 def add(
-    accum: AccumState, new: Gradients, weight: Tensor, bad: Tensor, *, owned: bool
+    accum: AccumState, new: Gradients, weight: Tensor, bad: Tensor, *, in_place: bool
 ) -> AccumState:
     """`accumulate_grads` for lists of dense, real tensors: merge a window of one microbatch, whose
-    gradients may still be scaled. `owned` allows overwriting the means.
+    gradients may still be scaled.
     """
     usable = is_weight(weight)
     good = ~bad & usable & (weight > 0)
@@ -176,11 +175,11 @@ def add(
         num_bad=bad.to(torch.int32),
         bad_weight=torch.where(bad & usable, weight, 0),
     )
-    return _merged(accum, microbatch, scale=new.divisor, owned=owned)
+    return _merged(accum, microbatch, scale=new.divisor, in_place=in_place)
 
 
 def _merged(
-    a: AccumState, b: AccumState, *, scale: Tensor | None = None, owned: bool
+    a: AccumState, b: AccumState, *, scale: Tensor | None = None, in_place: bool
 ) -> AccumState:
     """`merge_accum` for lists of dense, real tensors. Those of `b` are still scaled by `scale`."""
     weight = a.weight + b.weight
@@ -188,7 +187,7 @@ def _merged(
     share = b.weight / torch.where(weight > 0, weight, 1)
     return AccumState(
         grads=weighted_sum(
-            a.grads, b.grads, share, b.weight > 0, keep=1 - share, scale=scale, owned=owned
+            a.grads, b.grads, share, b.weight > 0, keep=1 - share, scale=scale, in_place=in_place
         ),
         weight=weight,
         found_inf=a.found_inf | b.found_inf,
@@ -248,7 +247,7 @@ def accumulated_grads(
 
 
 @outside_autocast()
-@gives_up("a")
+@donates("a")
 def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumState:
     """Equal to one window over the microbatches of both: the halves of two workers, or of two
     processes.
@@ -281,9 +280,9 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     why = "The halves of one window must belong to the same params."
     leaves, others, structure = _tree.matching_leaves(a.grads, b.grads, "a.grads", "b.grads", why)
     means, new = as_gradients(leaves), as_gradients(others)
-    owned = donate and can_write(means.tensors, [*new.tensors, *a[1:], *b[1:]])
-    flat = AccumState(means.tensors, *a[1:]), AccumState(new.tensors, *b[1:])
-    merged = _merged(*flat, owned=owned)
+    in_place = donate and can_write(means.tensors, [*new.tensors, *a[1:], *b[1:]])
+    lists = AccumState(means.tensors, *a[1:]), AccumState(new.tensors, *b[1:])
+    merged = _merged(*lists, in_place=in_place)
     return AccumState(structure.unflatten(means.restore(merged.grads)), *merged[1:])
 
 

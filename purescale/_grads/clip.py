@@ -20,7 +20,7 @@ from .._torch.dtypes import on_device
 from .._torch.tensor_list import TensorList
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
-from .._tree.poison import gives_up
+from .._tree.poison import donates
 from .._tree.scalars import as_float, checked_bound, short_repr
 from .._tree.tree import Tree, TreeT
 
@@ -99,7 +99,7 @@ def _or_nan(bound: Tensor) -> Tensor:
 
 
 @outside_autocast()
-@gives_up("grads")
+@donates("grads")
 def clip_by_global_norm(
     grads: TreeT,
     max_norm: float | Tensor,
@@ -206,7 +206,7 @@ def check_grad_norm(norm: Tensor) -> None:
 
 
 @outside_autocast()
-@gives_up("grads")
+@donates("grads")
 def clip_by_value(grads: TreeT, clip_value: float | Tensor, donate: bool = False) -> TreeT:
     """Equal to `tree_map(lambda g: g.clamp(-clip_value, clip_value), grads)`.
 

@@ -148,8 +148,10 @@ def _inline_stats(
     if len(tensors) > MAX_INLINE_LEAVES:
         kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
         tensors = [flattened([tensors[i] for i in piece]) for piece in pieces(tensors, kinds)]
-    tops = [(tensor.dtype, _at_least_float32(tensor.abs().amax())) for tensor in tensors]
-    amaxes = [torch.stack([top for kind, top in tops if kind is dtype]).amax() for dtype in dtypes]
+    by_dtype: dict[torch.dtype, list[Tensor]] = {dtype: [] for dtype in dtypes}
+    for tensor in tensors:
+        by_dtype[tensor.dtype].append(_at_least_float32(tensor.abs().amax()))
+    amaxes = [torch.stack(amax_of_each).amax() for amax_of_each in by_dtype.values()]
     if p is None:
         return amaxes
     # In the derivative of a step that is skipped, 0 * inf would be NaN.

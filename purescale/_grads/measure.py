@@ -24,7 +24,7 @@ class StatsOptions(NamedTuple):
     amax: bool = False
     # The gradients are a sum over microbatches, in which inf and -inf give NaN or inf, depending on
     # the order of the terms; their norm is then inf.
-    of_sum: bool = False
+    is_sum: bool = False
     # The ranks that decide together; None in a `train_step`, which reduces before it measures.
     group: Group | None = None
     norm_group: Group | None = None  # the ranks that hold other parts of the model
@@ -39,10 +39,10 @@ class GradStats(NamedTuple):
     """
 
     overflow: Tensor  # bool: a gradient, or one over the scale, is not finite
-    norm: Any  # of the unscaled gradients; None if not asked for; a float if `is_read`
+    norm: Any  # of the unscaled gradients; None if not asked for; a float if `known_finite`
     amax: Any  # the largest unscaled magnitude; None if not asked for
     # the host has read that no gradient overflows, and the norm, if it was asked for
-    is_read: bool = False
+    known_finite: bool = False
 
 
 def measure(
@@ -80,7 +80,7 @@ def exact_stats(
     if options.group is not None:
         overflow = all_reduce_found_inf(overflow, options.group)
     norm = stats.norm
-    if norm is not None and options.of_sum:
+    if norm is not None and options.is_sum:
         norm = norm.nan_to_num(math.inf, math.inf)
     return GradStats(overflow, norm, _amax(stats, divisor, options.group) if options.amax else None)
 
@@ -127,18 +127,18 @@ def _from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> GradSt
     num_elements = grads.tensor_list.num_elements
     if not (enough and one_part and num_elements) or grads.are_sharded:
         return None
-    root, loss_scale = norm_on_host(grads.tensor_list), scale.item()
+    norm, loss_scale = norm_on_host(grads.tensor_list), scale.item()
     divisor = 1.0 if grads.divisor is None else loss_scale
     # No element is larger than the norm.
-    if not (0 < loss_scale < math.inf and root / divisor < _SMALLEST_RANGE):
+    if not (0 < loss_scale < math.inf and norm / divisor < _SMALLEST_RANGE):
         return None
     # Above it lost squares do not matter: those below the range of float32 could add less to the
     # sum than its rounding.
-    if has_norm and root * root < num_elements * 2.0**-100:
+    if has_norm and norm * norm < num_elements * 2.0**-100:
         return None
     amax = measure_amax(grads, _divisor(grads, scale)) if options.amax else None
     overflow = torch.zeros((), dtype=torch.bool, device=scale.device)
-    return GradStats(overflow, root / divisor if has_norm else None, amax, is_read=True)
+    return GradStats(overflow, norm / divisor if has_norm else None, amax, known_finite=True)
 
 
 # of bfloat16, whose largest number is a little below that of float32
@@ -150,11 +150,11 @@ _SMALLEST_RANGE = torch.finfo(torch.bfloat16).max
 
 def _amax(stats: LocalStats, divisor: Tensor, group: Group | None = None) -> Tensor:
     """Return the largest unscaled magnitude in float32; a finite float64 stays finite."""
-    tops = [saturating(top / divisor, torch.float32) for top in stats.amax.values()]
-    if not tops:
+    amaxes = [saturating(top / divisor, torch.float32) for top in stats.amax.values()]
+    if not amaxes:
         amax = torch.zeros((), dtype=torch.float32, device=divisor.device)
     else:
-        amax = tops[0] if len(tops) == 1 else torch.stack(tops).amax()
+        amax = amaxes[0] if len(amaxes) == 1 else torch.stack(amaxes).amax()
     if group is None:
         return amax
     # Reduced as integers, because libraries of collectives disagree on the maximum of NaN and 1.

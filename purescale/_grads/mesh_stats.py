@@ -44,14 +44,14 @@ def mesh_stats(
     # The largest mesh last, so that its ranks learn the results of the smaller meshes too.
     meshes = dict.fromkeys(mesh for mesh, _ in stats)
     for mesh in sorted(meshes, key=lambda mesh: math.prod(mesh_sizes(mesh))):
-        here = []
+        mesh_norms = []
         for (other, replicas), local in stats.items():
             if other == mesh:
                 amax = torch.maximum(amax, _amax_or_inf(local, divisor))
                 if local.norm is not None and norm_type is not None:
                     # r replicas are r rows of the table, which multiplies the norm by r**(1/p).
-                    here.append(local.norm * replicas ** (-1 / norm_type))
-        row = [amax] if norm_type is None else [amax, norm_of_norms(here, norm_type)]
+                    mesh_norms.append(local.norm * replicas ** (-1 / norm_type))
+        row = [amax] if norm_type is None else [amax, norm_of_norms(mesh_norms, norm_type)]
         table = all_gather_row(torch.stack(row), mesh)
         amax = table[:, 0].amax()
         norms += [] if norm_type is None else [norm_of_norms(table[:, 1].unbind(), norm_type)]
@@ -85,7 +85,6 @@ def _amax_or_inf(local: LocalStats, divisor: Tensor) -> Tensor:
     """Return the largest magnitude of any dtype, or inf if an element is not finite over `divisor`:
     a bfloat16 may overflow at a value that float32 holds.
     """
-    wide = widest_float(divisor.device)
-    tops = [value.to(wide) for value in local.amax.values()]
-    amax = torch.stack(tops).amax() if tops else torch.zeros((), dtype=wide, device=divisor.device)
+    zero = torch.zeros((), dtype=widest_float(divisor.device), device=divisor.device)
+    amax = torch.stack([zero, *(amax.to(zero.dtype) for amax in local.amax.values())]).amax()
     return torch.where(local.are_finite(divisor), amax, torch.inf)

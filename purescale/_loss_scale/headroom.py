@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.measure import measure_amax
-from .._loss_scale.rules import check_state, update_of_ours
+from .._loss_scale.rules import builtin_update, check_state
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import saturating
 from .._tree import scalars
@@ -139,7 +139,7 @@ class HeadroomScale:
             consecutive_zeros=torch.zeros((), dtype=torch.int32, device=device),
         )
 
-    @update_of_ours
+    @builtin_update
     def update(
         self, scaler: HeadroomState, found_inf: Tensor, amax: Tensor | None = None
     ) -> HeadroomState:

@@ -61,7 +61,7 @@ class RuleTraits(NamedTuple):
     takes_amax: bool
     # `update` is of this package: it returns a state that differs from its argument in values only,
     # each tensor in memory of its own, which a step then need not check
-    is_ours: bool = False
+    is_builtin: bool = False
     is_dynamic: bool = False  # `update` is that of `DynamicScale`
 
 
@@ -72,7 +72,7 @@ def check_rule(rule: Any) -> RuleTraits:
         update = getattr(type(rule), "update", None)
         if update in _OURS:
             is_dynamic = update is DynamicScale.update
-            return RuleTraits(wants_amax, is_ours=True, is_dynamic=is_dynamic)
+            return RuleTraits(wants_amax, is_builtin=True, is_dynamic=is_dynamic)
         if _CHECKED.get(type(rule)) is wants_amax:
             return RuleTraits(wants_amax)
     if what := scalars.not_made(rule, "init", "update"):
@@ -104,7 +104,7 @@ Update = TypeVar("Update", bound=Callable[..., Any])
 _OURS: list[Any] = []
 
 
-def update_of_ours(update: Update) -> Update:
+def builtin_update(update: Update) -> Update:
     """Decorate an `update` of this package, as in `RuleTraits`."""
     _OURS.append(update)
     return update
@@ -284,7 +284,7 @@ class DynamicScale:
         """Return the state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.init_scale, hysteresis_tracker=self.hysteresis, device=device)
 
-    @update_of_ours
+    @builtin_update
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
@@ -417,7 +417,7 @@ class StaticScale:
         """Return the state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.scale, device=device)
 
-    @update_of_ours
+    @builtin_update
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """Return the scale of the rule, whatever the state holds. `consecutive_skips` counts, the

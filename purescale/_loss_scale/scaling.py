@@ -25,7 +25,7 @@ from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.leaves import elsewhere, unsupported_reason
-from .._tree.poison import gives_up
+from .._tree.poison import donates
 from .._tree.tree import Tree, TreeT
 
 
@@ -55,7 +55,7 @@ def scale_loss(scaler: HasScale, loss: TreeT) -> TreeT:
     """
     leaves, structure = _tree.flatten(loss)
     _check_of_one_state(scaler.scale)
-    scale = _tree.recordable(scaler.scale)
+    scale = _tree.as_normal_tensor(scaler.scale)
 
     def scaled(index: int, leaf: Any) -> Any:
         if leaf is None:
@@ -67,7 +67,7 @@ def scale_loss(scaler: HasScale, loss: TreeT) -> TreeT:
 
 
 @outside_autocast()
-@gives_up("grads")
+@donates("grads")
 def unscale_and_check(
     scaler: HasScale, grads: TreeT, donate: bool = False, group: Group | None = None
 ) -> tuple[TreeT, Tensor]:
@@ -109,9 +109,9 @@ def unscale_and_check(
     leaves, structure = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
     check_scale(scaler.scale, grads, leaves, "grads")
-    flat = as_gradients(leaves)
-    owned = donate and can_write(flat.tensors, _tree.tensors(scaler))
-    unscaled = flat._replace(owned=owned).divided(scaler.scale)
+    gradients = as_gradients(leaves)
+    owned = donate and can_write(gradients.tensors, _tree.tensors(scaler))
+    unscaled = gradients._replace(owned=owned).divided(scaler.scale)
     found_inf = measure(unscaled, scaler.scale, StatsOptions(group=group)).overflow
     return structure.unflatten(unscaled.leaves), found_inf
 

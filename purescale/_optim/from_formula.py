@@ -18,7 +18,7 @@ from .._optim.torch_optim import TorchOptimizer
 from .._torch.tracing import innermost, recorded_by_make_fx, traced
 from .._tree.leaves import describe, versions
 from .._tree.scalars import short_repr
-from .._tree.tree import leaves_apart
+from .._tree.tree import copy_aliased_leaves
 
 NewSlot = Callable[[Tensor], Tensor]
 
@@ -139,7 +139,7 @@ class _LeafStep:
         for key, old, leaf in zip((None, *slots), arguments, results, strict=False):
             if not isinstance(leaf, Tensor) or leaf.shape != old.shape:
                 self._refuse_shape(key, old, leaf)
-        new, *values = leaves_apart(results, arguments)
+        new, *values = copy_aliased_leaves(results, arguments)
         return new, dict(zip(slots, values, strict=True))
 
     def _pair_of(self, result: Any, slots: LeafSlots) -> NewLeaf:

@@ -226,7 +226,7 @@ def probe_scales(
     value_and_grad = ValueAndGrad(
         flat, _tree.flatten_once(buffers), _tree.flatten_once(one), loss_fn, current_situation()
     )
-    if not value_and_grad.parameters:
+    if not value_and_grad.present_params:
         raise ValueError(
             "params holds no tensor. Fix: those of `apply, params, buffers = "
             "make_functional(model)`."

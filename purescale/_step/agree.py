@@ -18,29 +18,29 @@ from .._torch import dtensor
 from .._tree import tree as _tree
 from .._tree.tree import Tree
 
-# The arguments of a step, checked.
-Checked: TypeAlias = tuple[Start, StepOptions, MicrobatchWeights]
+# A step's start, its options, and the weights of its microbatches.
+Prepared: TypeAlias = tuple[Start, StepOptions, MicrobatchWeights]
 
 
 def check_on_all_ranks(
-    group: Group, check: Callable[[Group | None], Checked], state: Any
-) -> Checked:
-    """Return the result of `check(group)`, where the group of a single rank becomes None. If the
+    group: Group, prepare: Callable[[Group | None], Prepared], state: Any
+) -> Prepared:
+    """Return the result of `prepare(group)`, where the group of a single rank becomes None. If the
     ranks meet on a CPU, an error or a difference on one rank raises on every rank; otherwise
     nothing is compared.
     """
     group = check_group(group)
     several = dist.get_world_size(group) > 1
 
-    def check_all() -> Checked:
-        checked = check(group if several else None)
+    def prepare_and_check() -> Prepared:
+        prepared = prepare(group if several else None)
         _refuse_dtensors({name: getattr(state, name) for name in ("params", "buffers", "scaler")})
-        return checked
+        return prepared
 
-    def describe(checked: Checked) -> list[str]:
-        return _all_that_must_agree(checked[1].compared(), state)
+    def describe(prepared: Prepared) -> list[str]:
+        return _all_that_must_agree(prepared[1].compared(), state)
 
-    return agree_on_all_ranks(group, check_all, describe, sync=on_cpu(group))
+    return agree_on_all_ranks(group, prepare_and_check, describe, sync=on_cpu(group))
 
 
 def _all_that_must_agree(settings: dict[str, Any], state: Any) -> list[str]:

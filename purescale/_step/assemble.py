@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import may_update_on_host, update_on_host
+from .._loss_scale.rules import call_rule, may_update_on_host, update_on_host
 from .._step.decide import Decision
 from .._step.memory import MayWrite
 from .._step.retry import Attempt
@@ -24,18 +24,20 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Advanced(NamedTuple):
-    """The fields of the next state that no optimizer and no loss makes: leaves of the scaler and
-    the guard, count and generator.
-    """
+    """The next scaler, step count, generator and guard."""
 
     scaler: Leaves
     step: Tensor
     rng: Any
-    guard: Leaves
+    guard: Leaves  # none without a guard
 
 
 def advance(
-    options: StepOptions, flat: FlatState, attempt: Attempt, decision: Decision, guard_state: Tree
+    options: StepOptions,
+    flat_state: FlatState,
+    attempt: Attempt,
+    decision: Decision,
+    guard_state: Tree,
 ) -> Advanced:
     """Return what the next state has besides the results of the optimizer and of the loss.
     `guard_state` is the guard's new state. It is kept if the step is applied, or if only the guard
@@ -44,10 +46,10 @@ def advance(
     guard: Leaves = []
     if isinstance(decision.rejected, Tensor):
         names = "state.guard", "the state that the guard returned"
-        old, new, _ = _tree.matching_leaves(flat.guard, guard_state, *names)
+        old, new, _ = _tree.matching_leaves(flat_state.guard, guard_state, *names)
         guard = select_masked(decision.skip & ~decision.rejected, old, new)
-    scaler = _next_scaler(options, flat.scaler, attempt, decision)
-    step = flat.step + (1 if decision.is_applied else ~decision.skip)
+    scaler = _next_scaler(options, flat_state.scaler, attempt, decision)
+    step = flat_state.step + (1 if decision.known_applied else ~decision.skip)
     return Advanced(scaler, step, attempt.rng, guard)
 
 
@@ -62,24 +64,24 @@ def assemble(
     """Return the next state, from what `update` and `advance` returned and the buffers after the
     last microbatch.
     """
-    flat, (params, opt_state) = start.flat, updated
+    flat_state, (params, opt_state) = start.flat_state, updated
     scaler, step, rng, guard = advanced
-    leaves = _next_buffers(flat.buffers, buffers, decision, in_place=may_write.buffers)
-    if may_write.others:
+    leaves = _next_buffers(flat_state.buffers, buffers, decision, in_place=may_write.buffers)
+    if may_write.control:
         generator = [] if isinstance(rng, tuple) else [rng]
         new = [*scaler, step, *generator, *guard]
-        if len(new) == len(start.others):  # all leaves are tensors
+        if len(new) == len(start.control_leaves):  # all leaves are tensors
             new, stop = _write_over_start(start, new), len(scaler)
             scaler, step, guard = new[:stop], new[stop], new[stop + 1 + len(generator) :]
             rng = new[stop + 1] if generator else rng
     return TrainState(
         params=params,
-        buffers=flat.buffers.structure.unflatten(leaves),
+        buffers=flat_state.buffers.structure.unflatten(leaves),
         opt_state=opt_state,
-        scaler=flat.scaler.structure.unflatten(scaler),
+        scaler=flat_state.scaler.structure.unflatten(scaler),
         step=step,
         rng=rng,
-        guard=_tree.flatten(flat.guard)[1].unflatten(guard) if guard else flat.guard,
+        guard=_tree.flatten(flat_state.guard)[1].unflatten(guard) if guard else flat_state.guard,
     )
 
 
@@ -88,9 +90,9 @@ def _write_over_start(start: Start, new: Leaves) -> Leaves:
     a rule or a guard returned tensors on a graph, nothing is written.
     """
     if not start.planned.inputs.are_writable or any(map(_requires_grad, new)):
-        return write_over_leaves(start.others, new)
-    foreach.copy_listed_(start.others, new)
-    return start.others
+        return write_over_leaves(start.control_leaves, new)
+    foreach.copy_listed_(start.control_leaves, new)
+    return start.control_leaves
 
 
 def _next_scaler(
@@ -98,28 +100,27 @@ def _next_scaler(
 ) -> Leaves:
     """Return the leaves of the loss scale after the step."""
     used, overflow, rule = attempt.scaler.tree, decision.overflow, options.rule
-    on_host = decision.is_applied and options.rule_traits.is_dynamic
+    on_host = decision.known_applied and options.rule_traits.is_dynamic
     if on_host and may_update_on_host(used, overflow):
         return list(update_on_host(rule, used, overflow=False))  # type: ignore[arg-type]
     # If no try was finite, the scale ends as after one ordinary skip.
-    start = used if used is before.tree else select(overflow, before.tree, used)
+    scaler = used if used is before.tree else select(overflow, before.tree, used)
+    found_inf, amax = overflow, None
     if options.rule_traits.takes_amax:
         found_inf, amax = _overflow_and_amax(options, attempt, decision)
-        arguments: tuple[Tensor, ...] = found_inf, amax
-    else:
-        arguments = (overflow,)
-    updated = rule.update(start, *arguments)
-    is_apart = options.rule_traits.is_ours and type(updated) is type(start)
-    if is_apart:
+    updated = call_rule(rule, scaler, found_inf, amax)
+    is_unaliased = options.rule_traits.is_builtin and type(updated) is type(scaler)
+    if is_unaliased:
         new = list(updated)
     else:
         names = "state.scaler", "the state that the rule returned"
         new = _tree.matching_leaves(before.tree, updated, *names, flat=before)[1]
     if decision.only_overflow_skips:  # no mask is needed, but a rule may return its arguments
-        return new if is_apart else _tree.leaves_apart(new, [*before.leaves, *arguments])
+        arguments = _tree.tensors([*before.leaves, found_inf, amax])
+        return new if is_unaliased else _tree.copy_aliased_leaves(new, arguments)
     # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard. A
     # lower scale at which a retry was finite is kept too.
-    old = before.leaves if start is before.tree else _tree.flatten(start)[0]
+    old = before.leaves if scaler is before.tree else _tree.flatten(scaler)[0]
     return select_masked(decision.skip & ~overflow, old, new)
 
 
@@ -150,7 +151,7 @@ def _next_buffers(before: FlatTree, new: Leaves, decision: Decision, *, in_place
         return []
     if not are_dense or any(map(_requires_grad, old)):
         old = [_tree.off_graph(t) if getattr(t, "requires_grad", False) else t for t in old]
-    if not (are_dense and decision.is_applied):
+    if not (are_dense and decision.known_applied):
         return select_masked(decision.skip, old, new, in_place=in_place)
     if not in_place:
         return foreach.clone(new)

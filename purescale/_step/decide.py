@@ -25,12 +25,12 @@ class Decision(NamedTuple):
     grad_amax: Tensor | Any
     grads: Gradients  # with the factor and the bound by which they are still to be clipped
     only_overflow_skips: bool  # nothing else can skip the step: `skip` is `overflow`
-    is_applied: bool  # the host knows that `skip` is False
+    known_applied: bool  # the host knows that `skip` is False
 
     @property
-    def unknown_skip(self) -> Tensor | None:
+    def skip_unless_known(self) -> Tensor | None:
         """`skip`, or None where the host knows that the step is applied."""
-        return None if self.is_applied else self.skip
+        return None if self.known_applied else self.skip
 
 
 def decide(
@@ -49,12 +49,12 @@ def decide(
     if flags is not None:
         overflow, skip = flags.overflow, flags.skip
     only_overflow_skips = flags is None and rejects is None and len(clip.tensor_bounds) == 0
-    is_applied = only_overflow_skips and stats.is_read
+    known_applied = only_overflow_skips and stats.known_finite
     rejected: Any = ()
     norm: Any = ()
     amax: Any = () if stats.amax is None else stats.amax
     factor: float | Tensor | None = None
-    if is_applied:  # in the arithmetic of Python's floats
+    if known_applied:  # in the arithmetic of Python's floats
         if stats.norm is not None:
             norm = torch.full((), stats.norm, dtype=grads.factor_dtype, device=skip.device)
             factor = clip_factor_of_number(stats.norm, clip.max_norm)
@@ -74,7 +74,7 @@ def decide(
     if factor is not None or clip.clip_value is not None:
         grads = grads._replace(factor=factor, clip_value=clip.clip_value)
     numbers = rejected, norm, amax
-    return Decision(skip, overflow, *numbers, grads, only_overflow_skips, is_applied)
+    return Decision(skip, overflow, *numbers, grads, only_overflow_skips, known_applied)
 
 
 def _reported(measured: Tensor, skip: Tensor, dtype: torch.dtype) -> Tensor:

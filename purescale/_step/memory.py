@@ -14,9 +14,9 @@ from .._step.train_state import StepOptions
 from .._torch import dtensor
 from .._torch.donation import (
     ArgumentMemory,
-    are_apart,
     can_write_each,
     pointers_of_each,
+    share_no_memory,
     storage_pointers,
 )
 from .._torch.tensor_list import TensorList
@@ -31,45 +31,46 @@ class MayWrite(NamedTuple):
 
     params_and_state: bool = False  # the parameters and the state of the optimizer
     buffers: bool = False
-    others: bool = False  # scaler, step count, generator and guard
+    control: bool = False  # scaler, step count, generator and guard
     grads: bool = False  # of a step by hand
 
 
 def memory_of_step(
     options: StepOptions, start: Start, microbatches: list[Any]
 ) -> tuple[ArgumentMemory, MayWrite]:
-    """Return the memory that results must be apart from, and what the step may overwrite. Without
-    donation the first leaves out the state of the optimizer.
+    """Return the memory of the arguments, and what the step may overwrite. Without donation the
+    memory is without the state of the optimizer, into which nothing is then written.
     """
-    flat, inputs = start.flat, start.planned.inputs
+    flat_state, inputs = start.flat_state, start.planned.inputs
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     batch = _tree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
     if donate and inputs.are_writable:
-        of_state, of_others = storage_pointers(start.planned.leaves), storage_pointers(read_only)
-        if are_apart(of_state, of_others):
-            memory = ArgumentMemory.of([of_state, of_others], batch)
+        pointers = [storage_pointers(start.planned.leaves), storage_pointers(read_only)]
+        if share_no_memory(*pointers):
+            memory = ArgumentMemory.of(pointers, batch)
             return memory, MayWrite(True, True, True)
-    # Without donation nothing is written into the state of the optimizer.
     replaced = _replaced(inputs) if donate else inputs.param_list
-    buffers = flat.buffers.tensor_list
+    buffers = flat_state.buffers.tensor_list
     if not buffers.dense_off_graph:
         buffers = TensorList([leaf for leaf in buffers.tensors if not is_constant(leaf)])
     lists = [replaced, buffers]
     if donate:
-        lists.append(TensorList(start.others))
+        lists.append(TensorList(start.control_leaves))
     else:
-        read_only += start.others
-    pointers = pointers_of_each([*[some.tensors for some in lists], read_only])
+        read_only += start.control_leaves
+    pointers = pointers_of_each([*[tensor_list.tensors for tensor_list in lists], read_only])
     memory = ArgumentMemory.of(pointers, batch)
-    if memory.storages is not None and not flat.params.tensor_list.dense_off_graph:
+    if memory.storages is not None and not flat_state.params.tensor_list.dense_off_graph:
         # Constant buffers, and parameters before a lazy negation was resolved.
-        memory.storages.update(storage_pointers([*flat.params.leaves, *flat.buffers.leaves]))
+        memory.storages.update(
+            storage_pointers([*flat_state.params.leaves, *flat_state.buffers.leaves])
+        )
     if not donate:
         return memory, MayWrite()
-    params_and_state, buffers_too, others_too = can_write_each(lists, read_only, pointers)
+    params_and_state, buffers_too, control = can_write_each(lists, read_only, pointers)
     # A step that is captured in a CUDA graph needs both at fixed addresses, or neither.
-    return memory, MayWrite(params_and_state and others_too, buffers_too, others_too)
+    return memory, MayWrite(params_and_state and control, buffers_too, control)
 
 
 def memory_by_hand(
@@ -79,12 +80,11 @@ def memory_by_hand(
     lists = [_replaced(inputs), grads.tensor_list]
     if inputs.are_writable and not optimizer.differentiable:
         tensors = [*lists[0].tensors, *lists[1].tensors]
-        if are_apart(storage_pointers(tensors), storage_pointers(read_only)):
+        if share_no_memory(storage_pointers(tensors), storage_pointers(read_only)):
             return MayWrite(params_and_state=True, grads=True)
-    params_and_state, of_grads = can_write_each(lists, read_only)
-    return MayWrite(
-        params_and_state=params_and_state and not _on_graph(optimizer, inputs), grads=of_grads
-    )
+    params_and_state, grads_too = can_write_each(lists, read_only)
+    params_and_state = params_and_state and not _on_graph(optimizer, inputs)
+    return MayWrite(params_and_state, grads=grads_too)
 
 
 def _on_graph(optimizer: Updater, inputs: StepInputs) -> bool:

@@ -57,7 +57,7 @@ from .._tree.tree import Leaves, Tree
 class MicrobatchWeights(NamedTuple):
     """The weights of a window's microbatches, known before the first one runs."""
 
-    vector: Any  # Tensor [k]; None without a group if all are 1 and only the mean is measured
+    values: Any  # Tensor [k]; None without a group if all are 1 and only the mean is measured
     shares: Sequence[float | Tensor]  # of the mean: 0 or more, with sum 1
     is_counted: Sequence[bool | Tensor]  # the weight is valid and above 0
 
@@ -69,21 +69,23 @@ def weigh(options: StepOptions, microbatches: list[Any], scale: Tensor) -> Micro
             "takes no functions that make microbatches: a replay would not call them.",
             "`[make() for make in functions]`, as an argument of the captured function.",
         )
-    number, weight_fn = len(microbatches), options.weight_fn
+    num_microbatches, weight_fn = len(microbatches), options.weight_fn
     if weight_fn is None:
-        vector = None
+        values = None
         only_mean = options.on_nonfinite == "drop_window" and not options.max_retries
-        if options.group is not None or not (number == 1 or only_mean):
-            vector = torch.ones(number, dtype=widest_float(scale.device), device=scale.device)
-        return MicrobatchWeights(vector, [1 / number] * number, [True] * number)
+        if options.group is not None or not (num_microbatches == 1 or only_mean):
+            wide = widest_float(scale.device)
+            values = torch.ones(num_microbatches, dtype=wide, device=scale.device)
+        shares = [1 / num_microbatches] * num_microbatches
+        return MicrobatchWeights(values, shares, [True] * num_microbatches)
     returned = [weight_fn(microbatch) for microbatch in microbatches]
-    vector = torch.stack([as_weight("weight_fn returned", weight, scale) for weight in returned])
-    numbers = as_floats(returned)
-    if numbers is not None:
-        total = sum(numbers) or 1.0
-        return MicrobatchWeights(vector, [n / total for n in numbers], [n > 0 for n in numbers])
-    is_counted = is_weight(vector) & (vector > 0)
-    return MicrobatchWeights(vector, normalized(vector, is_counted).unbind(), is_counted.unbind())
+    values = torch.stack([as_weight("weight_fn returned", weight, scale) for weight in returned])
+    floats = as_floats(returned)
+    if floats is not None:
+        total = sum(floats) or 1.0
+        return MicrobatchWeights(values, [n / total for n in floats], [n > 0 for n in floats])
+    is_counted = is_weight(values) & (values > 0)
+    return MicrobatchWeights(values, normalized(values, is_counted).unbind(), is_counted.unbind())
 
 
 # ---- the mean ------------------------------------------------------------------------------------
@@ -98,11 +100,11 @@ class WindowMean:
     """
 
     def __init__(
-        self, options: StepOptions, weights: MicrobatchWeights, value_and_grad: ValueAndGrad
+        self, options: StepOptions, weights: MicrobatchWeights, grad_fn: ValueAndGrad
     ) -> None:
         self.options = options
-        self.weights, self.value_and_grad = weights, value_and_grad
-        self.scale, self.owned = value_and_grad.scale, value_and_grad.owns_gradients
+        self.weights, self.grad_fn = weights, grad_fn
+        self.scale, self.owned = grad_fn.scale, grad_fn.owns_gradients
         self.stays_scaled = options.on_nonfinite == "drop_window"
         self.sums: list[Tensor] | None = None  # before the first microbatch that counts
         self.accum: AccumState | None = None  # unless the mean stays scaled
@@ -117,8 +119,8 @@ class WindowMean:
             self.sums = self.with_share(self.sums, grads.tensors, index)
             return is_counted
         accum = init_accum(grads.tensors) if self.accum is None else self.accum
-        weight, overflow = self.weights.vector[index], self.overflows[-1]
-        self.accum = add(accum, grads, weight, overflow, owned=self.owned)
+        weight, overflow = self.weights.values[index], self.overflows[-1]
+        self.accum = add(accum, grads, weight, overflow, in_place=self.owned)
         return is_counted & ~overflow
 
     def with_share(
@@ -138,7 +140,7 @@ class WindowMean:
                 listops.add_(sums, new, alpha=share)
             return sums
         sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
-        return weighted_sum(sums, new, share, is_counted, owned=self.owned)
+        return weighted_sum(sums, new, share, is_counted, in_place=self.owned)
 
     def result(self) -> Gradients:
         """Return the mean: zeros if nothing counted."""
@@ -146,8 +148,8 @@ class WindowMean:
         if self.accum is not None:
             sums, scale = self.accum.grads, None
         elif sums is None:
-            sums = as_gradients(self.value_and_grad.zeros()).tensors
-        origins, dense_real = self.value_and_grad.params.leaves, self.value_and_grad.dense_real
+            sums = as_gradients(self.grad_fn.zeros()).tensors
+        origins, dense_real = self.grad_fn.params.leaves, self.grad_fn.dense_real
         return Gradients(TensorList(sums), origins, dense_real, scale, owned=self.owned)
 
     # ---- sent to the other ranks ----
@@ -160,24 +162,24 @@ class WindowMean:
         if group is None or self.options.max_retries or not (self.stays_scaled and self.owned):
             return None
         # The divisor depends on the weights only, so it is known before the gradients.
-        vector = self.weights.vector
-        weight = torch.where(is_weight(vector), vector, 0).sum()
+        weights = self.weights.values
+        weight = torch.where(is_weight(weights), weights, 0).sum()
         divisor = mean_divisor(weight, all_reduce(weight, "sum", group))
-        return reduction_of(self.value_and_grad.params.leaves, buffers, divisor, group)
+        return reduction_of(self.grad_fn.params.leaves, buffers, divisor, group)
 
-    def send(self, reduction: Reduction, place: int, gradient: Tensor) -> None:
+    def send(self, reduction: Reduction, tensor_index: int, gradient: Tensor) -> None:
         """Add a gradient of the last microbatch to the mean, and send it."""
         new, last = as_gradients([gradient]), len(self.weights.is_counted) - 1
-        before = None if self.sums is None else [self.sums[place]]
+        before = None if self.sums is None else [self.sums[tensor_index]]
         sums = self.with_share(before, new.tensors, last)
         tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums
-        index = self.value_and_grad.indices[place]
+        index = self.grad_fn.indices[tensor_index]
         nan = sent_for_nan(self.options, last + 1)
         reduction.put(index, new.restore(tensors)[0], owned=True, nan=nan)
 
     def send_all(self, grads: Gradients, buffers: Leaves, divisor: Any) -> Reduction:
         """Send the gradients of a mean that the last backward has not sent, as `send` does."""
-        leaves, params = grads.leaves, self.value_and_grad.params.leaves
+        leaves, params = grads.leaves, self.grad_fn.params.leaves
         reduction = reduction_of(params, buffers, divisor, self.options.group)
         nan = sent_for_nan(self.options, len(self.weights.is_counted))
         for index in reversed(range(len(params))):
@@ -189,7 +191,7 @@ class WindowMean:
 def sent_for_nan(options: StepOptions, num_microbatches: int) -> float | None:
     """Return the value that a NaN of a mean over microbatches is sent as; None if no norm is
     measured, so that it is sent as it is. It is inf for several, as with
-    `StatsOptions(of_sum=True)`.
+    `StatsOptions(is_sum=True)`.
     """
     if options.clip.norm_type is None and not options.rule_traits.takes_amax:
         return None
@@ -201,38 +203,40 @@ def sent_for_nan(options: StepOptions, num_microbatches: int) -> float | None:
 
 def accumulate_microbatches(
     options: StepOptions,
-    flat: FlatState,
+    flat_state: FlatState,
     situation: Situation | None,
     microbatches: list[Any],
     weights: MicrobatchWeights,
     memory: ArgumentMemory,
-    reduced: Leaves | None = None,
+    buffers_to_reduce: Leaves | None = None,
 ) -> WindowResult:
     """Return the weighted mean of the microbatches' gradients and losses, and the buffers after
     them.
 
-    With a group, losses and flags are those of all its ranks; gradients and buffers, or the
-    `reduced` ones of them, are still to be reduced.
+    With a group, loss and totals are over all ranks. Gradients and buffers, or the
+    `buffers_to_reduce` in their place, are not yet.
     """
-    params, buffers, scaler = flat.params, flat.buffers, flat.scaler
+    params, buffers, scaler = flat_state.params, flat_state.buffers, flat_state.scaler
     differentiable = options.optimizer.differentiable and is_on_a_graph(
         _tree.all_tensors([params.leaves, buffers.leaves, scaler.leaves, microbatches])
     )
-    value_and_grad = ValueAndGrad(
+    grad_fn = ValueAndGrad(
         *(params, buffers, scaler, options.loss_fn, situation, memory.storages),
         differentiable=differentiable,
     )
-    if options.group is not None and (value_and_grad.keeps_graph or under_derivative()):
+    if options.group is not None and (grad_fn.keeps_graph or under_derivative()):
         raise ValueError(
             "a derivative is taken through a step over a group: the gradients of other ranks "
             "arrive without a graph. Fix: group=None, with the microbatches of all ranks on one."
         )
     before = versions(memory.microbatches)
     if len(microbatches) == 1 and options.group is None:
-        window = _window_of_one(options, weights, value_and_grad, microbatches[0], memory)
+        window = _window_of_one(options, weights, grad_fn, microbatches[0], memory)
     else:
-        reduced = buffers.leaves if reduced is None else reduced
-        window = _window_of_several(options, weights, value_and_grad, microbatches, memory, reduced)
+        buffers_to_reduce = buffers.leaves if buffers_to_reduce is None else buffers_to_reduce
+        window = _window_of_several(
+            options, weights, grad_fn, microbatches, memory, buffers_to_reduce
+        )
     check_unwritten(memory.microbatches, before)
     return window
 
@@ -240,19 +244,19 @@ def accumulate_microbatches(
 def _window_of_one(
     options: StepOptions,
     weights: MicrobatchWeights,
-    value_and_grad: ValueAndGrad,
+    grad_fn: ValueAndGrad,
     entry: Any,
     memory: ArgumentMemory,
 ) -> WindowResult:
     """Return the result of a single microbatch. Its gradients are the mean, still scaled."""
     if isinstance(entry, FUNCTIONS):
-        entry = _microbatch_of(entry, value_and_grad, memory)
-    out = value_and_grad(value_and_grad.buffers.leaves, entry)
-    params, scale = value_and_grad.params.tensor_list, value_and_grad.scale
-    grads = as_gradients(out.grads, scale, owned=value_and_grad.owns_gradients, params=params)
+        entry = _microbatch_of(entry, grad_fn, memory)
+    out = grad_fn(grad_fn.buffers.leaves, entry)
+    params, scale = grad_fn.params.tensor_list, grad_fn.scale
+    grads = as_gradients(out.grads, scale, owned=grad_fn.owns_gradients, params=params)
     loss, totals, fraction = out.loss, None, None
-    if weights.vector is not None:
-        totals, means = sum_microbatches(weights.vector, torch.stack([loss]), [])
+    if weights.values is not None:
+        totals, means = sum_microbatches(weights.values, torch.stack([loss]), [])
         loss = means[1].to(loss.dtype)
     if options.window_size is not None:
         fraction = window_fraction(options, totals, 1, scale.device)
@@ -263,34 +267,34 @@ def _window_of_one(
 def _window_of_several(
     options: StepOptions,
     weights: MicrobatchWeights,
-    value_and_grad: ValueAndGrad,
+    grad_fn: ValueAndGrad,
     microbatches: list[Any],
     memory: ArgumentMemory,
-    reduced: Leaves,
+    buffers_to_reduce: Leaves,
 ) -> WindowResult:
     """Return the mean over several microbatches, or over those of a group."""
-    scale: Tensor = value_and_grad.scale
-    mean = WindowMean(options, weights, value_and_grad)
-    reduction = mean.start_reduction(reduced)
-    carried, last = value_and_grad.buffers.leaves, len(microbatches) - 1
+    scale: Tensor = grad_fn.scale
+    mean = WindowMean(options, weights, grad_fn)
+    reduction = mean.start_reduction(buffers_to_reduce)
+    carried, last = grad_fn.buffers.leaves, len(microbatches) - 1
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
     for index, entry in enumerate(microbatches):
         is_counted, microbatch = weights.is_counted[index], entry
         if isinstance(entry, FUNCTIONS):
-            microbatch = _microbatch_of(entry, value_and_grad, memory)
+            microbatch = _microbatch_of(entry, grad_fn, memory)
         if reduction is not None and index == last:
             send = functools.partial(mean.send, reduction)
-            out = value_and_grad(carried, microbatch, on_grad=send)
+            out = grad_fn(carried, microbatch, on_grad=send)
         else:
             # The first gradients of a sum become the sum; others are only read.
             first = mean.stays_scaled and mean.sums is None
-            if value_and_grad.keeps_graph:
+            if grad_fn.keeps_graph:
                 # The graph of one microbatch at a time: each is made again in the backward.
-                out = checkpoint(value_and_grad, carried, microbatch, use_reentrant=False)
+                out = checkpoint(grad_fn, carried, microbatch, use_reentrant=False)
             else:
-                out = value_and_grad(carried, microbatch, owned=first)
-            grads = as_gradients(out.grads, scale, params=value_and_grad.params.tensor_list)
+                out = grad_fn(carried, microbatch, take_ownership=first)
+            grads = as_gradients(out.grads, scale, params=grad_fn.params.tensor_list)
             is_counted = mean.add(index, grads)
             del grads
         if isinstance(is_counted, Tensor):  # if it is dropped, what it did to the buffers is too
@@ -300,7 +304,7 @@ def _window_of_several(
         losses.append(out.loss)
         aux += tuple(out.aux)
         del out, microbatch  # so that the next ones reuse their memory
-    return _window_result(mean, losses, carried, aux, reduction, reduced)
+    return _window_result(mean, losses, carried, aux, reduction, buffers_to_reduce)
 
 
 # Functions in a window, each of which makes a microbatch when its turn comes. Other objects may be
@@ -314,15 +318,13 @@ FUNCTIONS = (
 )
 
 
-def _microbatch_of(
-    make: Callable[[], Any], value_and_grad: ValueAndGrad, memory: ArgumentMemory
-) -> Any:
+def _microbatch_of(make: Callable[[], Any], grad_fn: ValueAndGrad, memory: ArgumentMemory) -> Any:
     """Return the microbatch of a function in the window."""
     microbatch = make()
-    if value_and_grad.storages is not None and memory.storages is not None:
+    if grad_fn.storages is not None and memory.storages is not None:
         # What a loss returns must not share its memory: a function may keep what it has made.
         pointers = storage_pointers(_tree.all_tensors(microbatch))
-        value_and_grad.storages = {*memory.storages, *pointers}
+        grad_fn.storages = {*memory.storages, *pointers}
     return microbatch
 
 
@@ -332,12 +334,12 @@ def _window_result(
     buffers: Leaves,
     aux: tuple[Any, ...],
     reduction: Reduction | None,
-    reduced: Leaves,
+    buffers_to_reduce: Leaves,
 ) -> WindowResult:
-    """Return the mean, which is sent if there is a group, and what losses and overflows tell, which
-    is then of all ranks.
+    """Return the mean, the loss and the totals. With a group the mean is sent, and the other two
+    are over all ranks.
     """
-    options, weight, scale = mean.options, mean.weights.vector, mean.scale
+    options, weight, scale = mean.options, mean.weights.values, mean.scale
     loss, totals, rank_divisor = losses[0], None, None
     if weight is not None:
         drops = options.on_nonfinite == "drop_microbatch"
@@ -349,7 +351,7 @@ def _window_result(
             if drops:
                 rank_divisor = mean_divisor(of_rank.good_weight, of_all.good_weight)
             else:
-                rank_divisor = mean_divisor(of_rank.weight, of_all.weight)
+                rank_divisor = mean_divisor(of_rank.counted_weight, of_all.counted_weight)
         loss_of_good, loss = means.unbind()
         if drops:  # if all were dropped, the loss of all of them shows why
             loss = torch.where(Totals.of(totals).good_weight > 0, loss_of_good, loss)
@@ -359,7 +361,7 @@ def _window_result(
     loss = (loss if fraction is None else loss * fraction).to(losses[0].dtype)
     grads = mean.result() if reduction is None else as_gradients([], scale, owned=True)
     if options.group is not None and reduction is None:
-        reduction = mean.send_all(grads, reduced, rank_divisor)
+        reduction = mean.send_all(grads, buffers_to_reduce, rank_divisor)
     return WindowResult(grads, loss, buffers, aux, reduction, totals, fraction)
 
 
@@ -368,7 +370,7 @@ def _window_result(
 
 def accumulate_with_pooled_statistics(
     options: StepOptions,
-    flat: FlatState,
+    flat_state: FlatState,
     situation: Situation | None,
     microbatches: list[Any],
     weights: MicrobatchWeights,
@@ -377,12 +379,14 @@ def accumulate_with_pooled_statistics(
     """Return `accumulate_microbatches`, with buffers in which batch norm is updated once, by the
     statistics of all microbatches that count.
     """
-    buffers = flat.buffers
+    buffers = flat_state.buffers
     any_buffer = buffers.tree is not None and len(buffers.leaves) > 0
     if any_buffer:
         check_flat_buffers(buffers.tree)
     if not (any_buffer and layers_of(buffers.tree)):
-        return accumulate_microbatches(options, flat, situation, microbatches, weights, memory)
+        return accumulate_microbatches(
+            options, flat_state, situation, microbatches, weights, memory
+        )
     momenta: dict[str, float] = {}
 
     @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
@@ -402,13 +406,14 @@ def accumulate_with_pooled_statistics(
         )
 
     # The statistics travel with the buffers, so that a dropped microbatch leaves both unchanged.
-    carrying = _tree.flatten_once((buffers.tree, init_bn_stats(buffers.tree)))
-    flat = flat._replace(buffers=carrying)
-    capturing = options._replace(loss_fn=loss_and_stats)
+    buffers_and_stats = _tree.flatten_once((buffers.tree, init_bn_stats(buffers.tree)))
+    flat_state = flat_state._replace(buffers=buffers_and_stats)
+    options_with_stats = options._replace(loss_fn=loss_and_stats)
     window = accumulate_microbatches(
-        *(capturing, flat, situation, microbatches, weights, memory), reduced=buffers.leaves
+        *(options_with_stats, flat_state, situation, microbatches, weights, memory),
+        buffers_to_reduce=buffers.leaves,
     )
-    carried, stats = carrying.structure.unflatten(window.buffers)
+    carried, stats = buffers_and_stats.structure.unflatten(window.buffers)
     momentum_of: Mapping[str, float | Tensor] = momenta
     if options.group is not None:
         stats, momentum_of = reduce_stats_and_momenta(stats, momenta, options.group)

@@ -21,7 +21,7 @@ from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
 from .._tree.hints import document_fields, hint_keywords
-from .._tree.poison import gives_up
+from .._tree.poison import donates
 from .._tree.tree import StateT, Tree, TreeT
 
 
@@ -37,8 +37,6 @@ def update(
     """Return the old parameters and state if `skip`, else those after the step with `grads`, in the
     trees of the arguments. `skip` is None where the host knows that the step is applied.
     """
-    if torch.compiler.is_compiling():  # which fuses; writing into gradients would only add work
-        grads = grads._replace(owned=False)
     current = optimizer.current_settings(inputs.opt_state)
     stepped = optimizer.step_unless(skip, inputs, grads, plan, current, in_place=in_place)
     return inputs.restore(*stepped)
@@ -66,7 +64,7 @@ class Stepped(NamedTuple, Generic[TreeT, StateT]):
 
 
 @outside_autocast()
-@gives_up("params", "opt_state")
+@donates("params", "opt_state")
 def maybe_step(
     optimizer: Optimizer,
     params: TreeT,
@@ -118,7 +116,7 @@ def maybe_step(
 
 @hint_keywords
 @outside_autocast()
-@gives_up("params", "scaled_grads", "opt_state")
+@donates("params", "scaled_grads", "opt_state")
 def unscale_and_step(
     optimizer: Optimizer,
     scaler: HasScale,
@@ -196,12 +194,13 @@ def unscale_and_step(
         of_scaler = planned.trees[-1].leaves if planned.was_found else _tree.tensors(scaler)
         read_only = [*of_scaler, *clip.tensor_bounds]
         may_write = memory_by_hand(updater, inputs, grads, read_only)
-    owned = may_write.grads and not updater.runs_user_code
+    # A compiler fuses what follows; a write into gradients would only add work.
+    owned = may_write.grads and not (updater.runs_user_code or torch.compiler.is_compiling())
     grads = grads._replace(divisor=scale, owned=owned)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
     readable = planned.known_readable and not updater.differentiable
     stats = measure(grads, scale, options, known_readable=readable)
     decision = decide(stats, clip, grads)
-    arguments = updater, inputs, planned.plan, decision.grads, decision.unknown_skip
+    arguments = updater, inputs, planned.plan, decision.grads, decision.skip_unless_known
     stepped = update(*arguments, in_place=may_write.params_and_state)
     return Stepped(*stepped, decision.skip, decision.grad_norm, decision.grad_amax)

@@ -18,16 +18,18 @@ from .._tree.gradients import as_gradients
 from .._tree.tree import Leaves
 
 
-def reduce_window(window: WindowResult, flat: FlatState) -> WindowResult:
+def reduce_window(window: WindowResult, flat_state: FlatState) -> WindowResult:
     """Return the window of all ranks, with the mean times `fraction`."""
     if window.reduction is not None:
-        window = _reduce_over_ranks(window, window.reduction, flat)
+        window = _reduce_over_ranks(window, window.reduction, flat_state)
     if window.fraction is None:
         return window
     return window._replace(grads=window.grads.multiplied(window.fraction), fraction=None)
 
 
-def _reduce_over_ranks(window: WindowResult, reduction: Reduction, flat: FlatState) -> WindowResult:
+def _reduce_over_ranks(
+    window: WindowResult, reduction: Reduction, flat_state: FlatState
+) -> WindowResult:
     """Return one window for all ranks: the mean of their means by weight, and of the buffers after
     them.
 
@@ -39,7 +41,7 @@ def _reduce_over_ranks(window: WindowResult, reduction: Reduction, flat: FlatSta
     overflow on several ranks has the norm inf, as in one process. `window_result.sum_ranks` has
     already reduced the flags of single microbatches and of weights.
     """
-    params, before, after = flat.params.leaves, flat.buffers.leaves, window.buffers
+    params, before, after = flat_state.params.leaves, flat_state.buffers.leaves, window.buffers
     for index, (old, new) in enumerate(zip(before, after, strict=True), len(params)):
         if index in reduction.bucket_of:
             reduction.put(index, _change_and_value(old, new, reduction.divisor))

@@ -46,7 +46,7 @@ class Attempt(NamedTuple):
 RunWindow: TypeAlias = Callable[[FlatTree], Attempt]
 
 
-def attempt_window(options: StepOptions, flat: FlatState, run_window: RunWindow) -> Attempt:
+def attempt_window(options: StepOptions, flat_state: FlatState, run_window: RunWindow) -> Attempt:
     """Return the result of `run_window(scaler)`: with `max_retries` at the first scale at which the
     window is finite, for which the host reads flags.
 
@@ -54,19 +54,19 @@ def attempt_window(options: StepOptions, flat: FlatState, run_window: RunWindow)
     the highest scale. All ranks of a group read the same flags, so they retry together.
     """
     if not options.max_retries:
-        return _attempt(flat.rng, run_window, flat.scaler)
-    if any_dtensor(flat.params.leaves):
+        return _attempt(flat_state.rng, run_window, flat_state.scaler)
+    if any_dtensor(flat_state.params.leaves):
         raise ValueError(
             f"max_retries={options.max_retries} with parameters that are DTensors: ranks that "
             "disagree about a retry would deadlock. Fix: max_retries=0."
         )
     best: Attempt | None = None
-    scaler, retries = flat.scaler, 0
+    scaler, retries = flat_state.scaler, 0
     generators = Generators.of(scaler.tree.scale.device)
     with generators.locked():
         before = generators.states()
         while True:
-            attempt = _attempt(flat.rng, run_window, scaler)
+            attempt = _attempt(flat_state.rng, run_window, scaler)
             if best is None or bool(attempt.num_overflows < best.num_overflows):
                 best = attempt
             lower = None
@@ -84,7 +84,7 @@ def _attempt(rng: Any, run_window: RunWindow, scaler: FlatTree) -> Attempt:
     """
     if isinstance(rng, tuple):
         return run_window(scaler)
-    generator = Generators(Generators.of(scaler.tree.scale.device).places[-1:])
+    generator = Generators(Generators.of(scaler.tree.scale.device).sources[-1:])
     with generator.locked(), generator.unchanged():
         generator.restore([rng.clone()])
         attempt = run_window(scaler)
@@ -117,28 +117,28 @@ class Generators(NamedTuple):
     it and its device.
     """
 
-    places: list[tuple[Any, tuple[Any, ...]]]
+    sources: list[tuple[Any, tuple[Any, ...]]]
 
     @classmethod
     def of(cls, device: torch.device) -> Generators:
         """Return the generators that a loss may use."""
-        places: list[tuple[Any, tuple[Any, ...]]] = [(torch, ())]
+        sources: list[tuple[Any, tuple[Any, ...]]] = [(torch, ())]
         if device.type != "cpu":
-            places.append((getattr(torch, device.type), (device,)))
-        return cls(places)
+            sources.append((getattr(torch, device.type), (device,)))
+        return cls(sources)
 
     def states(self) -> list[Tensor]:
-        return [module.get_rng_state(*where) for module, where in self.places]
+        return [module.get_rng_state(*where) for module, where in self.sources]
 
     def restore(self, states: list[Tensor]) -> None:
-        for (module, where), state in zip(self.places, states, strict=True):
+        for (module, where), state in zip(self.sources, states, strict=True):
             module.set_rng_state(state, *where)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Wait for the other threads whose steps set these generators."""
         with contextlib.ExitStack() as stack:
-            for _, where in self.places:
+            for _, where in self.sources:
                 stack.enter_context(_locks.setdefault(where, threading.RLock()))
             yield
 

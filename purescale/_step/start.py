@@ -20,30 +20,30 @@ from .._tree.tree import FlatTree
 class Start(NamedTuple):
     """The state of a step, flat and checked, and the planned step of its optimizer."""
 
-    flat: FlatState
-    others: list[Tensor]  # scaler, count, generator and guard
+    flat_state: FlatState
+    control_leaves: list[Tensor]  # those of scaler, step count, generator and guard
     planned: PlannedStep
 
 
 def start_step(state: TrainState, options: StepOptions) -> Start:
     """Return the start of a step. Refuse a state that does not fit the optimizer."""
-    optimizer, others = options.optimizer, (state.step, state.rng, state.guard)
+    optimizer, control = options.optimizer, (state.step, state.rng, state.guard)
 
     def check() -> tuple[list[FlatTree], StepInputs]:
         trees = state.params, state.buffers, state.scaler
         params, buffers, scaler, opt_state = flatten_together(trees, state.opt_state)
         _check(state, options, params)
         inputs = step_inputs(optimizer, params, opt_state)
-        return [params, opt_state, buffers, scaler, _tree.flatten_once(others)], inputs
+        return [params, opt_state, buffers, scaler, _tree.flatten_once(control)], inputs
 
-    trees = state.params, state.opt_state, state.buffers, state.scaler, others
+    trees = state.params, state.opt_state, state.buffers, state.scaler, control
     planned = plan_step(optimizer, trees, check)
-    params, opt_state, buffers, scaler, flat_others = planned.trees
-    tensors = [*scaler.leaves, *flat_others.leaves]
+    params, opt_state, buffers, scaler, flat_control = planned.trees
+    control_leaves = [*scaler.leaves, *flat_control.leaves]
     if not planned.was_found:
-        tensors = _tree.all_tensors(tensors)
-    flat = TrainState(params, buffers, opt_state, scaler, *others)
-    return Start(flat, tensors, planned)
+        control_leaves = _tree.all_tensors(control_leaves)
+    flat_state = TrainState(params, buffers, opt_state, scaler, *control)
+    return Start(flat_state, control_leaves, planned)
 
 
 def _check(state: TrainState, options: StepOptions, params: FlatTree) -> None:

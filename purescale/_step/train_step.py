@@ -42,13 +42,13 @@ from .._step.window_result import window_flags
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree.hints import hint_keywords
-from .._tree.poison import gives_up
+from .._tree.poison import donates
 from .._tree.tree import FlatTree, StateT, TreeT
 
 
 @hint_keywords
 @outside_autocast("loss_fn", "weight_fn")
-@gives_up("state")
+@donates("state")
 def train_step(
     state: TrainState[TreeT, StateT],
     microbatches: list[Any],
@@ -157,7 +157,7 @@ def train_step(
         ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
 
-    def check_call(group: Group | None) -> tuple[Start, StepOptions, MicrobatchWeights]:
+    def prepare_call(group: Group | None) -> tuple[Start, StepOptions, MicrobatchWeights]:
         updater = as_updater(optimizer)
         options = StepOptions(
             loss_fn=loss_fn,
@@ -177,12 +177,12 @@ def train_step(
         check_options(options)
         _check_arguments(state, microbatches, options)
         start = start_step(state, options)
-        return start, options, weigh(options, microbatches, start.flat.scaler.tree.scale)
+        return start, options, weigh(options, microbatches, start.flat_state.scaler.tree.scale)
 
     if group is None:
-        start, options, weights = check_call(None)
+        start, options, weights = prepare_call(None)
     else:
-        start, options, weights = check_on_all_ranks(group, check_call, state)
+        start, options, weights = check_on_all_ranks(group, prepare_call, state)
     return _stages(options, start, microbatches, weights)
 
 
@@ -190,42 +190,40 @@ def _stages(
     options: StepOptions, start: Start, microbatches: list[Any], weights: MicrobatchWeights
 ) -> tuple[TrainState, StepInfo]:
     """Run the stages of a step in order."""
-    flat, planned = start.flat, start.planned
+    flat_state, planned = start.flat_state, start.planned
     memory, may_write = memory_of_step(options, start, microbatches)
-    of_sum = len(microbatches) > 1
-    stats_options = StatsOptions(options.clip.norm_type, options.rule_traits.takes_amax, of_sum)
+    is_sum, takes_amax = len(microbatches) > 1, options.rule_traits.takes_amax
+    stats_options = StatsOptions(options.clip.norm_type, takes_amax, is_sum)
+    pooled = options.bn_update == "window"
+    accumulate = accumulate_with_pooled_statistics if pooled else accumulate_microbatches
 
     def run_window(scaler: FlatTree) -> Attempt:
-        scaled = flat if scaler is flat.scaler else flat._replace(scaler=scaler)
-        arguments = options, scaled, planned.situation, microbatches, weights, memory
-        if options.bn_update == "window":
-            window = accumulate_with_pooled_statistics(*arguments)
-        else:
-            window = accumulate_microbatches(*arguments)
-        window = reduce_window(window, flat)
+        state = flat_state._replace(scaler=scaler)
+        window = accumulate(options, state, planned.situation, microbatches, weights, memory)
+        window = reduce_window(window, flat_state)
         grads, totals = window.grads, window.totals
         readable = planned.known_readable and grads.owned and grads.dense_real
         stats = measure(grads, scaler.tree.scale, stats_options, known_readable=readable)
         flags = None if totals is None else window_flags(window, totals, stats.overflow)
         return Attempt(window, stats, flags, scaler)
 
-    attempt = attempt_window(options, flat, run_window)
+    attempt = attempt_window(options, flat_state, run_window)
     window, stats = attempt.window, attempt.stats
-    guard_state, rejects = flat.guard, None
+    guard_state, rejects = flat_state.guard, None
     if options.guard is not None:
         norm: Any = ()
         if stats.norm is not None:
             norm = norm_of(stats, window.loss.device).to(window.grads.factor_dtype)
-        guard_state, rejects = call_guard(options.guard, flat.guard, window.loss, norm)
+        guard_state, rejects = call_guard(options.guard, flat_state.guard, window.loss, norm)
     decision = decide(stats, options.clip, window.grads, attempt.flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
-    advanced = advance(options, flat, attempt, decision, guard_state)
+    advanced = advance(options, flat_state, attempt, decision, guard_state)
     updated = update(
         options.optimizer,
         planned.inputs,
         planned.plan,
         decision.grads,
-        decision.unknown_skip,
+        decision.skip_unless_known,
         in_place=may_write.params_and_state,
     )
     scale = attempt.scaler.tree.scale.clone()  # `assemble` may write into it

@@ -138,7 +138,8 @@ def _flatten(
     trees = params, buffers, () if scaler is None else scaler
     if situation and (known := find_plan(_plans, situation, trees)):
         return known.trees
-    flat_params, flat_buffers, flat_scaler = flat = list(map(_tree.flatten_once, trees))
+    flat_trees = list(map(_tree.flatten_once, trees))
+    flat_params, flat_buffers, flat_scaler = flat_trees
     if all([leaf is None for leaf in flat_params.leaves]):
         raise ValueError(
             f"params has no tensor: {short_repr(params)}. Fix: `apply, params, buffers = "
@@ -160,8 +161,8 @@ def _flatten(
     if scaler is None:
         return [flat_params, flat_buffers, flat_scaler]
     if situation:
-        add_plan(_plans, situation, flat, None)
-    return flat
+        add_plan(_plans, situation, flat_trees, None)
+    return flat_trees
 
 
 class MicrobatchResult(NamedTuple):
@@ -199,7 +200,7 @@ class ValueAndGrad:
         differentiable: bool = False,
     ) -> None:
         self.scale, self.loss_fn, self.buffers = scaler.tree.scale, loss_fn, buffers
-        self.params, self.parameters = params, params.leaves
+        self.params, self.present_params = params, params.leaves
         self.indices: Sequence[int] = range(len(params.leaves))
         self.are_all_present = self.dense_real = is_dense = params.tensor_list.dense_off_graph
         self.sharded, self.uses_torch_func = False, situation is None and traced()
@@ -215,16 +216,16 @@ class ValueAndGrad:
             self.dense_real = are_dense_real(params.leaves)
             self.indices = [n for n, leaf in enumerate(params.leaves) if leaf is not None]
             self.are_all_present = len(self.indices) == len(params.leaves)
-            self.parameters = [params.leaves[index] for index in self.indices]
-            self.sharded = dtensor.any_dtensor(self.parameters)
-        recordable = is_dense and scaler.tensor_list.dense_off_graph
-        if not (self.uses_torch_func or recordable):
-            *self.parameters, self.scale = _recordable([*self.parameters, self.scale])
+            self.present_params = [params.leaves[index] for index in self.indices]
+            self.sharded = dtensor.any_dtensor(self.present_params)
+        all_normal = is_dense and scaler.tensor_list.dense_off_graph
+        if not (self.uses_torch_func or all_normal):
+            *self.present_params, self.scale = _normal_tensors([*self.present_params, self.scale])
 
     def zeros(self) -> Leaves:
         """Return the gradients of a window in which no microbatch counts."""
         return self._leaves(
-            [torch.zeros_like(leaf, dtype=wide_dtype(leaf.dtype)) for leaf in self.parameters]
+            [torch.zeros_like(leaf, dtype=wide_dtype(leaf.dtype)) for leaf in self.present_params]
         )
 
     def names(self) -> list[str]:
@@ -246,12 +247,13 @@ class ValueAndGrad:
         buffers: Leaves,
         microbatch: Any,
         *,
-        owned: bool = True,
+        take_ownership: bool = True,
         on_grad: Callable[[int, Tensor], None] | None = None,
     ) -> MicrobatchResult:
         """Return the result of one microbatch. If `on_grad(index, gradient)` is given, it takes
-        each gradient as the backward makes it, and the result has none. Unless `owned`, a custom
-        backward or a hook may still hold the gradients, so they must only be read.
+        each gradient as the backward makes it, and the result has none. Unless it is to
+        `take_ownership`, a custom backward or a hook may still hold the gradients, so they must
+        only be read.
         """
         if self.uses_torch_func:
             return self._call_torch_func(buffers, microbatch)
@@ -266,7 +268,9 @@ class ValueAndGrad:
             grads = _with_zeros(graph, inputs)
         else:
             raw = _gradients(loss, inputs)
-            grads = donation.take_ownership(raw) if owned else list(map(Tensor.detach, raw))
+            grads = (
+                donation.take_ownership(raw) if take_ownership else list(map(Tensor.detach, raw))
+            )
             if self.sharded:
                 pairs = zip(grads, inputs, strict=True)
                 grads = [dtensor.redistribute_like(*pair) for pair in pairs]
@@ -275,7 +279,7 @@ class ValueAndGrad:
         return result
 
     def _call_torch_func(self, buffers: Leaves, microbatch: Any) -> MicrobatchResult:
-        apart: list[Any] = []  # torch.func returns tensors only
+        static_outputs: list[Any] = []  # torch.func returns tensors only
 
         def scaled(inputs: Leaves) -> tuple[Tensor, list[Tensor]]:
             loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
@@ -283,11 +287,11 @@ class ValueAndGrad:
                 raise independent_loss()
             leaves, structure = private.pytree.tree_flatten(outputs)
             others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
-            apart.extend((structure, others))
+            static_outputs.extend((structure, others))
             return loss, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-        grads, (_, tensors) = torch.func.grad_and_value(scaled, has_aux=True)(self.parameters)
-        structure, others = apart
+        grads, (_, tensors) = torch.func.grad_and_value(scaled, has_aux=True)(self.present_params)
+        structure, others = static_outputs
         leaves = [tensors.pop(0) if other is None else other[0] for other in others]
         return self._result(list(grads), private.pytree.tree_unflatten(leaves, structure))
 
@@ -312,19 +316,19 @@ class ValueAndGrad:
         mode.
         """
         if buffers is not self.buffers.leaves or not self.buffers.tensor_list.dense_off_graph:
-            buffers = _recordable(buffers)
+            buffers = _normal_tensors(buffers)
         with _ENABLED if torch.is_grad_enabled() else torch.enable_grad():
             # New tensors, because a loss may register hooks on them: leaves, because autocast
             # caches the cast of a leaf; on a graph aliases, so that a gradient ends there. Leaves
             # pass `isinstance(leaf, nn.Parameter)` unless make_fx records them.
             if self.keeps_graph:
-                inputs = list(map(_alias, self.parameters))
+                inputs = list(map(_alias, self.present_params))
             else:
                 inputs = [
                     nn.Parameter(tensor)
                     if type(tensor) is Tensor and not self.is_recorded
                     else tensor.detach().requires_grad_()
-                    for tensor in self.parameters
+                    for tensor in self.present_params
                 ]
             read_only = [*inputs, *buffers]
             before = versions(read_only)
@@ -337,7 +341,7 @@ class ValueAndGrad:
 
     def _refuse_write(self, index: int) -> None:
         """Refuse a write into the parameter or, counted after these, the buffer of this number."""
-        of_buffer = index - len(self.parameters)
+        of_buffer = index - len(self.present_params)
         if of_buffer < 0:
             raise RuntimeError(
                 f"loss_fn wrote into the parameter {self.names()[index]}; a step must not change "
@@ -366,15 +370,16 @@ class ValueAndGrad:
             if "Tensor.requires_grad_()" in str(error):
                 error.add_note(_REQUIRES_GRAD)
             raise
-        flat = self.buffers
         loss, new_buffers, *aux = check_returned(returned)
         if type(loss) is not Tensor:
             loss = dtensor.full_tensor(loss)
-        alike = flat.leaves_alike(new_buffers)
+        alike = self.buffers.leaves_alike(new_buffers)
         if alike is None:
-            check_container(new_buffers, flat.tree)
+            check_container(new_buffers, self.buffers.tree)
             names = "buffers", "new_buffers", _ONE_SHAPE
-            alike = _tree.matching_leaves(flat.tree, new_buffers, *names, flat=flat)[1]
+            alike = _tree.matching_leaves(
+                *(self.buffers.tree, new_buffers, *names), flat=self.buffers
+            )[1]
         wide = wide_loss(loss, self.scale)
         wide = wide.reshape(()) if wide.ndim else wide
         return wide * self.scale, (wide, alike, aux)
@@ -455,10 +460,9 @@ def _gradients(loss: Tensor, inputs: Leaves) -> list[Tensor]:
     what a custom backward adds to `.grad`, as those of reversible layers do.
     """
     _forget(inputs)
-    seed, once = (torch.ones_like(loss),), (False, False)
-    gradients: list[Tensor | None] = list(
-        private.run_backward((loss,), seed, *once, tuple(inputs), True, accumulate_grad=False)
-    )
+    keep_graph = create_graph = False
+    arguments = (loss,), (torch.ones_like(loss),), keep_graph, create_graph, tuple(inputs), True
+    gradients: list[Tensor | None] = list(private.run_backward(*arguments, accumulate_grad=False))
     if set(map(_grad, inputs)) != {None}:
         for index, leaf in enumerate(inputs):
             if (added := leaf.grad) is not None:
@@ -524,11 +528,11 @@ def _backward(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], Non
             on_grad(index, torch.zeros_like(inputs[index].detach()))
 
 
-def _recordable(leaves: Leaves) -> Leaves:
+def _normal_tensors(leaves: Leaves) -> Leaves:
     """Replace tensors made under inference_mode by copies that autograd accepts."""
     if _tree.are_tensors(leaves) and not any(map(Tensor.is_inference, leaves)):
         return leaves
-    return [_tree.recordable(leaf) for leaf in leaves]
+    return [_tree.as_normal_tensor(leaf) for leaf in leaves]
 
 
 def _written(leaves: Leaves, before: list[int]) -> int:

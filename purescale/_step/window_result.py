@@ -22,7 +22,8 @@ from .._tree.tree import Leaves
 class WindowResult(NamedTuple):
     """The results of the microbatches of a step, on this rank or on all of a group."""
 
-    grads: Gradients  # the mean; while `reduction` has it, that of this rank or none
+    # the mean; before `reduce_window` has run that of this rank, or empty if it is sent already
+    grads: Gradients
     loss: Tensor  # the mean over the microbatches that count, times `fraction`
     buffers: Leaves
     aux: tuple[Any, ...]
@@ -38,18 +39,18 @@ class WindowResult(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sums over the microbatches of a window, or flags that are True if they are above 0. Good ones
-    count, by a weight that is valid and above 0, and did not overflow.
+    """Sums over the microbatches of a window. Good ones count, by a weight that is valid and above
+    0, and did not overflow.
     """
 
     good_weight: Any  # the weight of the good ones
-    weight: Any  # of all that count
-    number: Any  # of all microbatches
-    good: Any  # the number of the good ones
-    invalid: Any  # of those with an invalid weight
-    overflowed: Any
-    finite_overflowed: Any  # overflowed, with a finite loss
-    diverged: Any  # with a loss that is not finite
+    counted_weight: Any  # of all that count
+    num_microbatches: Any
+    num_good: Any
+    num_invalid: Any  # with an invalid weight
+    num_overflowed: Any
+    num_finite_overflowed: Any  # overflowed, with a finite loss
+    num_diverged: Any  # with a loss that is not finite
 
     @classmethod
     def of(cls, totals: Tensor) -> Self:
@@ -95,7 +96,7 @@ def sum_microbatches(
 
 def sum_ranks(totals: Tensor, means: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """Return the totals and mean losses of all ranks, from one reduction."""
-    weights = totals[:2]  # those of the mean losses: `good_weight` and `weight`
+    weights = totals[:2]  # those of the mean losses: `good_weight` and `counted_weight`
     row = torch.cat([totals, torch.where(weights > 0, weights * means, 0)])
     totals, weighted = torch.split(all_reduce(row, "sum", group), [len(totals), len(means)])
     weights = totals[:2]
@@ -103,7 +104,7 @@ def sum_ranks(totals: Tensor, means: Tensor, group: Group) -> tuple[Tensor, Tens
 
 
 def window_fraction(
-    options: StepOptions, totals: Tensor | None, number: int, device: torch.device
+    options: StepOptions, totals: Tensor | None, num_microbatches: int, device: torch.device
 ) -> Tensor | None:
     """Return the part of a full window that is in the mean over all ranks; None for 1. It does not
     shrink if all microbatches were dropped.
@@ -113,26 +114,27 @@ def window_fraction(
         return None
     total = None if totals is None else Totals.of(totals)
     if group is not None and total is not None:
-        fraction = total.number / (size * dist.get_world_size(group))
-    elif size != number:
-        fraction = torch.full((), number / size, dtype=widest_float(device), device=device)
+        fraction = total.num_microbatches / (size * dist.get_world_size(group))
+    elif size != num_microbatches:
+        wide = widest_float(device)
+        fraction = torch.full((), num_microbatches / size, dtype=wide, device=device)
     if options.on_nonfinite == "drop_microbatch" and total is not None:
-        kept = total.good_weight / torch.where(total.weight > 0, total.weight, 1)
-        kept = torch.where(total.good > 0, kept, 1)
+        kept = total.good_weight / torch.where(total.counted_weight > 0, total.counted_weight, 1)
+        kept = torch.where(total.num_good > 0, kept, 1)
         fraction = kept if fraction is None else kept * fraction
     return fraction
 
 
 def window_flags(window: WindowResult, totals: Tensor, overflow: Tensor) -> WindowFlags:
-    """Return the flags of a window whose mean was measured: its `overflow` counts as that of a
-    microbatch, unless the mean leaves out what overflows.
+    """Return the flags of a window whose mean was measured. Its `overflow` counts as that of one
+    more microbatch. If the mean leaves out what overflows, it only skips the step.
     """
-    has = Totals.of(totals > 0)
-    num_overflows = Totals.of(totals).overflowed.to(torch.int64)
+    any_good, any_invalid, any_overflowed, any_finite, any_diverged = (totals[3:] > 0).unbind()
+    total = Totals.of(totals)
+    num_overflows = total.num_overflowed.to(torch.int64)
     if window.leaves_out_overflows:
-        skip = ~has.good | overflow
-        return WindowFlags(has.overflowed, skip, has.finite_overflowed, num_overflows)
-    skip = has.invalid | has.overflowed | ~has.good | overflow
-    overflow = overflow & has.weight
-    num_overflows, overflow = num_overflows + overflow, has.overflowed | overflow
-    return WindowFlags(overflow, skip, overflow & ~(has.diverged | has.invalid), num_overflows)
+        return WindowFlags(any_overflowed, ~any_good | overflow, any_finite, num_overflows)
+    skip = any_invalid | any_overflowed | ~any_good | overflow
+    overflow = overflow & (total.counted_weight > 0)
+    num_overflows, overflow = num_overflows + overflow, any_overflowed | overflow
+    return WindowFlags(overflow, skip, overflow & ~(any_diverged | any_invalid), num_overflows)

@@ -2,7 +2,7 @@
 
 donate        an argument of a public function: the caller gives the tensors up
 are_writable  by metadata: each tensor fills a range of memory, and requires no gradient
-can_write     by memory, too: nothing else shares it;  are_apart: so for storages that are known
+can_write     by memory, too: nothing else shares it;  share_no_memory: so for known storages
 MayWrite      the decision of a step, of all that it is given
 in_place      an argument of an inner function: it writes into what it is given
 owned         of gradients: made here, so that nobody else can see them
@@ -80,24 +80,27 @@ def can_write_each(
     if under_transform():
         return [False] * len(lists)
     allowed = [
-        some.are_gapless if some.dense_off_graph else _are_writable(some.tensors) for some in lists
+        tensor_list.are_gapless
+        if tensor_list.dense_off_graph
+        else _are_writable(tensor_list.tensors)
+        for tensor_list in lists
     ]
     if torch.compiler.is_dynamo_compiling() or not any(allowed):
         return allowed
     if not pointers:
-        pointers = list(map(storage_pointers, [*[some.tensors for some in lists], others]))
+        pointers = list(map(storage_pointers, [*[each.tensors for each in lists], others]))
     *of_lists, of_others = pointers
-    of_lists = list(map(_of_values, lists, of_lists))
-    if are_apart(list(itertools.chain(*of_lists)), of_others):
+    of_lists = list(map(_of_nonempty, lists, of_lists))
+    if share_no_memory(list(itertools.chain(*of_lists)), of_others):
         return allowed
     for index, storages in enumerate(of_lists):
         rest = [other for place, other in enumerate(of_lists) if place != index]
         others_too = list(itertools.chain(of_others, *rest))
-        allowed[index] = allowed[index] and are_apart(storages, others_too)
+        allowed[index] = allowed[index] and share_no_memory(storages, others_too)
     return allowed
 
 
-def are_apart(pointers: Sequence[int | None], others: Sequence[int | None]) -> bool:
+def share_no_memory(pointers: Sequence[int | None], others: Sequence[int | None]) -> bool:
     """Return True if these storages are known, and differ from each other and from others."""
     alone = set(pointers)
     return len(alone) == len(pointers) and None not in alone and alone.isdisjoint(others)
@@ -128,7 +131,7 @@ def _comes_as_float(tensor: Tensor) -> bool:
     return not tensor.ndim and tensor.dtype is torch.float64 and tensor.is_cpu
 
 
-def _of_values(tensor_list: TensorList, pointers: list[int | None]) -> list[int | None]:
+def _of_nonempty(tensor_list: TensorList, pointers: list[int | None]) -> list[int | None]:
     """Return the pointers of the tensors that have elements; empty ones cannot share memory."""
     if not tensor_list.any_empty:
         return pointers
@@ -137,8 +140,8 @@ def _of_values(tensor_list: TensorList, pointers: list[int | None]) -> list[int 
 
 
 class ArgumentMemory(NamedTuple):
-    """The memory of the arguments: a result that shares it is copied, so that the answers about
-    donated memory stay right until the step ends, and loss_fn must not write into a microbatch.
+    """The memory of the arguments. Results must not share it, because what a step may overwrite was
+    decided for the arguments alone, and loss_fn must not write into a microbatch.
     """
 
     storages: set[int | None] | None  # None while tracing, where they cannot be compared

@@ -68,16 +68,16 @@ def redistribute_like(leaf: Any, other: Any) -> Any:
 
 def placement_mismatch(leaf: Any, other: Any) -> str:
     """Return why two leaves are not over one mesh, and the fix; "" if they are."""
-    here, there = (x.device_mesh if is_dtensor(x) else None for x in (leaf, other))
-    if here is there or here == there:
+    mesh, other_mesh = (x.device_mesh if is_dtensor(x) else None for x in (leaf, other))
+    if mesh is other_mesh or mesh == other_mesh:
         return ""
-    if here is None or there is None:
-        a, b = ("a plain tensor" if mesh is None else "a DTensor" for mesh in (here, there))
+    if mesh is None or other_mesh is None:
+        a, b = ("a plain tensor" if m is None else "a DTensor" for m in (mesh, other_mesh))
         return (
             f"is {a}, and {b}: a rank cannot match the two. Fix: "
             "`distribute_tensor(t, mesh, placements)` of the plain one."
         )
-    return f"is over the mesh {here}, and over {there}. Fix: both over one mesh."
+    return f"is over the mesh {mesh}, and over {other_mesh}. Fix: both over one mesh."
 
 
 def is_sharded(leaf: Any) -> bool:

@@ -358,13 +358,13 @@ def where(
     with torch.no_grad():
         kinds = [(a.device, a.dtype, b.dtype) for a, b in zip(old, new, strict=True)]
         for indices in pieces(old, kinds):
-            some, others = ([column[i] for i in indices] for column in (old, new))
-            flag = skip.to(some[0].device)
-            if len(some) == 1:
-                results[indices[0]] = torch.where(flag, some[0], others[0])
+            olds, news = ([column[i] for i in indices] for column in (old, new))
+            flag = skip.to(olds[0].device)
+            if len(olds) == 1:
+                results[indices[0]] = torch.where(flag, olds[0], news[0])
                 continue
-            flat = torch.where(flag, join(some, some), join(others, some))
-            chosen = views(flat, some) if in_place else split_like(flat, some, some)
+            joined = torch.where(flag, join(olds, olds), join(news, olds))
+            chosen = views(joined, olds) if in_place else split_like(joined, olds, olds)
             for index, result in zip(indices, chosen, strict=True):
                 results[index] = result
     if in_place:
@@ -391,12 +391,12 @@ def weighted_sum(
     *,
     keep: Tensor | None = None,
     scale: Tensor | None = None,
-    owned: bool,
+    in_place: bool,
 ) -> list[Tensor]:
     """Return `sums * keep + new / scale * share` if `good`, else `sums`. None leaves a factor out.
 
-    `share` is a number only if `good` is True. `owned` allows overwriting `sums`. The textbook
-    `sums + (new - sums) * share` would overflow on opposite signs.
+    `share` is a number only if `good` is True. The textbook `sums + (new - sums) * share` would
+    overflow on opposite signs.
     """
     factors = [factor for factor in (share, keep, scale) if isinstance(factor, Tensor)]
     if (
@@ -406,10 +406,10 @@ def weighted_sum(
     ):
         pairs = zip(sums, new, strict=True)
         totals = [_weighted(*pair, share, good, keep, scale) for pair in pairs]
-        if owned and not under_transform():
+        if in_place and not under_transform():
             return [total.copy_(other) for total, other in zip(sums, totals, strict=True)]
         return totals
-    sums = sums if owned else clone(sums)
+    sums = sums if in_place else clone(sums)
     on_host = not isinstance(share, Tensor) or host_can_read([share], sums)
     if not sums or (on_host and not bool(good)):
         return sums
@@ -455,7 +455,7 @@ def add_where_(
     kinds = [(a.device, a.dtype, b.dtype) for a, b in zip(targets, new, strict=True)]
     with torch.no_grad():
         for indices in pieces(targets, kinds):
-            some, others = ([column[i] for i in indices] for column in (targets, new))
-            dtype = some[0].dtype
-            terms = torch.where(good, join(others, some), 0).to(dtype) * factor.to(dtype)
-            listops.add_(some, views(terms, some))
+            sums, addends = ([column[i] for i in indices] for column in (targets, new))
+            dtype = sums[0].dtype
+            terms = torch.where(good, join(addends, sums), 0).to(dtype) * factor.to(dtype)
+            listops.add_(sums, views(terms, sums))

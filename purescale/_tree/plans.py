@@ -92,7 +92,7 @@ class TreePlan(NamedTuple):
     nodes: list[Node]
     parts: list[tuple[slice, Any, Cache]]  # the leaves of each tree, its structure, its cache
     may_have_graph: bool
-    plan: Any
+    value: Any  # that was planned
 
 
 class FoundPlan(NamedTuple):
@@ -100,7 +100,7 @@ class FoundPlan(NamedTuple):
 
     trees: list[FlatTree]
     leaves: Leaves  # of all of them
-    plan: Any
+    value: Any
 
 
 def find_plan(
@@ -118,12 +118,12 @@ def find_plan(
             continue
         if kept.may_have_graph and any(map(_grad_fn, leaves)):
             continue
-        flat = []
+        flat_trees = []
         for tree, (at, structure, cache) in zip(trees, kept.parts, strict=True):
             some = leaves[at]
             tensor_list = TensorList(some, cache, dense_off_graph=True)
-            flat.append(FlatTree(tree, some, structure, tensor_list))
-        return FoundPlan(flat, leaves, kept.plan)
+            flat_trees.append(FlatTree(tree, some, structure, tensor_list))
+        return FoundPlan(flat_trees, leaves, kept.value)
     return None
 
 
@@ -141,11 +141,11 @@ def _has_form(root: tuple[Tree, ...], nodes: list[Node]) -> bool:
 
 
 def add_plan(
-    plans: Plans[TreePlan], situation: Situation, trees: Sequence[FlatTree], plan: Any
+    plans: Plans[TreePlan], situation: Situation, trees: Sequence[FlatTree], value: Any
 ) -> None:
-    """Keep a plan for trees like these, if all leaves are dense and off every graph, in containers
-    of Python's that keep nothing of a user's alive. One tensor in two places is not alike to
-    itself, and would only take the place of other plans.
+    """Keep a planned value for trees like these, if all leaves are dense and off every graph, in
+    containers of Python's that keep nothing of a user's alive. Trees that hold one tensor twice are
+    not kept, because their guard never matches.
     """
     if not all([tree.tensor_list.dense_off_graph for tree in trees]):
         return
@@ -156,7 +156,7 @@ def add_plan(
         slices, structures = map(slice, ends, ends[1:]), structure.children()  # type: ignore[attr-defined]
         parts = list(zip(slices, structures, _caches_of(trees), strict=True))
         form = structure, _nodes_below(arguments), parts, any(map(_requires_grad, leaves))
-        plans.add(leaves, (situation, len(trees)), TreePlan(*form, plan))
+        plans.add(leaves, (situation, len(trees)), TreePlan(*form, value))
 
 
 def _caches_of(trees: Sequence[FlatTree]) -> list[Cache]:

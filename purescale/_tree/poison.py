@@ -68,8 +68,8 @@ def poison(donated: Tree, others: Tree) -> None:
     others = [dtensor.shard(leaf, on_graph=False) for leaf in _tree.all_tensors(others)]
     with torch.no_grad():
         writable = can_write_each([TensorList([shard]) for shard in shards], others)
-        for shard, may in zip(shards, writable, strict=True):
-            if may:
+        for shard, is_writable in zip(shards, writable, strict=True):
+            if is_writable:
                 shard.fill_(_poison_of(shard.dtype))
 
 
@@ -79,7 +79,7 @@ def _poison_of(dtype: torch.dtype) -> float | bool:
     return True if dtype is torch.bool else torch.iinfo(dtype).max
 
 
-def gives_up(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def donates(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator of a function that takes `donate`: inside of `donated_poisoned` it does
     not donate, and its arguments of these names are filled once it has returned.
     """
@@ -88,7 +88,7 @@ def gives_up(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         signature = inspect.signature(function)
 
         @functools.wraps(function)
-        def giving_up(*args: P.args, **kwargs: P.kwargs) -> T:
+        def donating(*args: P.args, **kwargs: P.kwargs) -> T:
             if not is_poisoning():
                 return function(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
@@ -100,6 +100,6 @@ def gives_up(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             poison(donated, [results, list(bound.arguments.values())])
             return results
 
-        return giving_up
+        return donating
 
     return decorate

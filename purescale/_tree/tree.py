@@ -250,10 +250,10 @@ def copy_aliased(tree: Tree, inputs: Tree) -> Tree:
     with each other.
     """
     leaves, structure = flatten(tree)
-    return structure.unflatten(leaves_apart(leaves, tensors(inputs)))
+    return structure.unflatten(copy_aliased_leaves(leaves, tensors(inputs)))
 
 
-def leaves_apart(leaves: Leaves, others: Leaves) -> Leaves:
+def copy_aliased_leaves(leaves: Leaves, others: Leaves) -> Leaves:
     """Return the leaves, with copies of those that may share memory with `others` or each other."""
     if traced():
         return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -352,13 +352,13 @@ def gradients_like(params: FlatTree, grads: Tree) -> FlatTree:
     """
     gradients = leaves_like("grads", grads, "params", params.tree, params.structure)
     tensor_list, of_params = _leaf.as_tensor_list(gradients), params.tensor_list
-    flat = FlatTree(grads, gradients, params.structure, tensor_list)
+    flat_grads = FlatTree(grads, gradients, params.structure, tensor_list)
     both_dense = of_params.dense_off_graph and tensor_list.dense_off_graph
     if both_dense and _leaf.are_real(tensor_list.dtypes):
         shapes = list(_map(_shape, gradients)), list(_map(_shape, params.leaves))
         devices = list(_map(_device, gradients)), list(_map(_device, params.leaves))
         if shapes[0] == shapes[1] and devices[0] == devices[1]:
-            return flat
+            return flat_grads
     check_gradients(params.tree, gradients)
     for index, (gradient, param) in enumerate(zip(gradients, params.leaves, strict=True)):
         if gradient is None:
@@ -369,7 +369,7 @@ def gradients_like(params: FlatTree, grads: Tree) -> FlatTree:
                 f"{path(params.tree, 'grads', index)} has {cause}. Fix: the gradients of these "
                 "params, `value_and_grad(loss_fn)(params, buffers, batch, scaler=scaler)`."
             )
-    return flat
+    return flat_grads
 
 
 def describe_argument(tree: Any) -> str:
@@ -423,7 +423,7 @@ def cast(tree: Tree, dtype: torch.dtype | None, *, copy: bool = False) -> Tree:
     return private.pytree.tree_map(convert, tree)
 
 
-def recordable(leaf: Any) -> Any:
+def as_normal_tensor(leaf: Any) -> Any:
     """Return the leaf, or a copy that autograd accepts if it was made under inference_mode."""
     return (
         leaf.clone() if isinstance(leaf, Tensor) and not traced() and leaf.is_inference() else leaf

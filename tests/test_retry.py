@@ -220,7 +220,9 @@ def test_a_step_with_rng_inside_of_another_takes_its_turn_again():
 
 def test_a_loss_that_raises_ends_its_turn():
     state, step = seeded()
+    before = torch.get_rng_state()
     with pytest.raises(ZeroDivisionError):
         step(state, [1], loss_fn=drawing(lambda: 1 / 0))
+    assert torch.equal(torch.get_rng_state(), before)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(step, state, [1], loss_fn=drawing(lambda: None)).result(timeout=60)

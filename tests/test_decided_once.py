@@ -101,10 +101,10 @@ class HostReads:
 
 
 def cold():
-    """Forget what earlier calls have left."""
+    """Forget what earlier calls have left, and leave out no plan from here on."""
     for optimizer in (ADAMW, GROUPS):
-        vars(optimizer).pop("plans", None)
-    value_and_grad._plans = Plans(16)
+        vars(optimizer)["plans"] = Plans(None)
+    value_and_grad._plans = Plans(None)
     rules._CHECKED.clear()
 
 
@@ -203,6 +203,7 @@ OF_LEAVES = {
     "on meta": leaf(lambda t: t.to("meta")),
 }
 FACTS = {
+    "nothing": lambda call: None,
     **OF_LEAVES,
     # the tree
     "None": params(lambda tree: {**tree, "w": None}),
@@ -288,22 +289,10 @@ def made(names):
     return call
 
 
-def assert_same_outcome(warm, expected):
-    assert warm[1:] == expected[1:]
-    assert (
-        warm[0] == expected[0]
-        if isinstance(expected[0], type)
-        else same_bits(*(warm[0], expected[0]))
-    )
-
-
-@pytest.mark.parametrize("fact", FACTS)
-def test_a_call_after_one_that_differs_in_a_fact_is_the_first_call(fact):
-    expected = cold_outcome(fact)
-    cold()
-    base = made([]).outcome()
-    assert_same_outcome(made([fact]).outcome(), expected)
-    assert_same_outcome(made([]).outcome(), base)
+def assert_same_outcome(warm, expected, facts):
+    assert warm[1:] == expected[1:], facts
+    is_error = isinstance(expected[0], type)
+    assert warm[0] == expected[0] if is_error else same_bits(warm[0], expected[0]), facts
 
 
 @functools.cache
@@ -312,18 +301,19 @@ def cold_outcome(fact):
     return made([fact]).outcome()
 
 
-@pytest.mark.parametrize("fact", OF_LEAVES)
-def test_a_call_after_one_with_another_leaf_is_the_first_call(fact):
-    expected = cold_outcome(fact)
-    for before in OF_LEAVES:
-        cold()
-        made([before]).outcome()
-        assert_same_outcome(made([fact]).outcome(), expected)
+@pytest.mark.parametrize("order", [list(FACTS), list(FACTS)[::-1]], ids=["forward", "backward"])
+def test_a_call_is_the_first_call_also_after_each_other_one_that_differs_in_a_fact(order):
+    expected = {fact: cold_outcome(fact) for fact in order}
+    cold()
+    for fact in order:
+        for name in (fact, "nothing"):
+            assert_same_outcome(made([name]).outcome(), expected[name], fact)
 
 
 some_facts = st.lists(st.sampled_from(sorted(FACTS)), max_size=3)
 
 
+@examples(25)
 @given(before=st.lists(some_facts, min_size=1, max_size=4), facts=some_facts)
 def test_a_call_after_any_others_is_the_first_call(before, facts):
     cold()
@@ -331,7 +321,7 @@ def test_a_call_after_any_others_is_the_first_call(before, facts):
     cold()
     for earlier in before:
         made(earlier).outcome()
-    assert_same_outcome(made(facts).outcome(), expected)
+    assert_same_outcome(made(facts).outcome(), expected, facts)
 
 
 # ---- where a call runs ---------------------------------------------------------------------------
@@ -521,7 +511,7 @@ def widened(leaf):
     return leaf if leaf is None else leaf.to(torch.promote_types(leaf.dtype, torch.float64))
 
 
-@examples(60)
+@examples(40)
 @given(
     rows=st.lists(leaves, min_size=1, max_size=4),
     name=st.sampled_from(sorted(OPTIMIZERS)),
@@ -647,28 +637,23 @@ def in_parts(second):
 LOSS, WEIGHT = Fails(loss_fn), Fails(lambda batch: 1.0)
 # the optimizer, what raises, and in which of its calls within a step
 RAISING = {
-    "the loss of the first microbatch": (ADAMW, LOSS, 0),
     "the loss of the last microbatch": (ADAMW, LOSS, 1),
     "the weight of the last microbatch": (ADAMW, WEIGHT, 1),
     "the rule": (ADAMW, OwnRule.fails, 0),
     "the guard": (ADAMW, OwnGuard.fails, 0),
     "the schedule": (GROUPED, SCHEDULES[0], 0),
     "the schedule of an override": (GROUPED, SCHEDULES[1], 0),
-    "the schedule of masters": (ps.with_master_weights(GROUPED), SCHEDULES[1], 0),
     "the schedule of a part": (in_parts(GROUPED), SCHEDULES[1], 0),
     "the step of a class in a part": (in_parts(ps.from_torch(OwnSGD, lr=0.1)), OwnSGD.fails, 0),
     "the formula": (OF_FORMULA, FORMULA, 1),
-    "the formula of a part": (in_parts(OF_FORMULA), FORMULA, 0),
     "the formula over masters": (ps.with_master_weights(OF_FORMULA), FORMULA, 1),
     "the step of an optimizer": (OwnOptimizer(), OwnOptimizer.fails, 0),
-    "the step of an optimizer in a part": (in_parts(OwnOptimizer()), OwnOptimizer.fails, 0),
     "the step of a class": (ps.from_torch(OwnSGD, lr=0.1), OwnSGD.fails, 0),
 }
 
 
-@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("what", RAISING)
-def test_nothing_is_changed_where_a_callable_raises(what, donate):
+def test_nothing_is_changed_where_a_callable_raises(what):
     optimizer, callable, call = RAISING[what]
     rule, guard = OwnRule(2.0**4), OwnGuard(warmup=2)
     state = ps.init_train_state(
@@ -685,17 +670,17 @@ def test_nothing_is_changed_where_a_callable_raises(what, donate):
         max_norm=0.5,
     )
     for _ in range(2):
-        state, _ = step(state, batches, donate=donate)
+        state, _ = step(state, batches, donate=True)
     before, versions = clone(state), [leaf._version for leaf in tensors(state)]
     callable.left = call
     try:
         with pytest.raises(InterruptedStepError):
-            step(state, batches, donate=donate)
+            step(state, batches, donate=True)
     finally:
         callable.left = None
     assert same_bits(state, before)
     assert [leaf._version for leaf in tensors(state)] == versions
-    assert same_bits(step(state, batches, donate=donate), step(before, batches))
+    assert same_bits(step(state, batches, donate=True), step(before, batches))
 
 
 def one_rank_is_warm(rank):

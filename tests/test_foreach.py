@@ -3,7 +3,6 @@ and what makes it so.
 """
 
 import contextlib
-import itertools
 import math
 import struct
 
@@ -28,11 +27,6 @@ CASES = [
     pytest.param(name, settings, id=f"{name}-{i}")
     for name, many in LISTS.items()
     for i, settings in enumerate(many)
-]
-FORMULA = [
-    case
-    for case in CASES
-    if case.values[0] not in ("Adam", "AdamW", "Adagrad", "SGD") or case.values[1].get("dampening")
 ]
 nan, inf = float("nan"), float("inf")
 
@@ -112,71 +106,47 @@ def operators_of_any(optimizer, *kind, counts=(10, 40), **how):
     return found[counts[0]]
 
 
-CLIPS = [{}, {"max_norm": 1.0}, {"clip_value": 1.0}, {"clip_value": "tensor"}]
-CLIPS += [{"max_norm": 1.0, "clip_value": 1.0}]
 HOW = [
-    pytest.param({**clip, "donate": donate}, id=f"{clip}, donate={donate}")
-    for clip in CLIPS
-    for donate in (False, True)
+    {},
+    {"max_norm": 1.0, "clip_value": "tensor"},
+    {"max_norm": 1.0, "clip_value": 1.0, "donate": True},
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOW)
-def test_a_step_of_adamw_is_few_operators_whatever_the_number_of_tensors(how):
-    optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1)
-    assert operators_of_any(optimizer, counts=(10, 200), **how) <= 60
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [*HOW[:2], *HOW[6:9:2], HOW[-1]])
+@pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_a_step_of_every_class_over_lists_is_few_operators_whatever_the_number_of_tensors(
     name, settings, how
 ):
     optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
-    assert operators_of_any(optimizer, **how) <= 120
+    assert operators_of_any(optimizer, **how) <= (60 if name == "AdamW" else 120)
 
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-MIXED = [
-    pytest.param(dtypes, id=" with gradients in ".join(map(str, dtypes)))
-    for dtypes in itertools.product((f16, bf16, f32, f64), repeat=2)
-    if dtypes != (f32, f32)
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("clip", [{}, {"max_norm": 1.0, "clip_value": 1.0}], ids=str)
-@pytest.mark.parametrize("dtypes", MIXED)
-@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
-def test_gradients_in_another_dtype_than_parameters_are_cast_in_few_operators(name, dtypes, clip):
-    optimizer = ps.from_torch(getattr(torch.optim, name))
-    number = operators_of_any(optimizer, dtypes, counts=(5, 25), **clip)
-    assert number <= (75 if name == "AdamW" else 120)
-
-
-@pytest.mark.slow
-def test_a_hundred_half_tensors_with_wide_gradients_are_no_more_operators_than_ten():
-    optimizer = ps.from_torch(torch.optim.AdamW)
-    operators_of_any(optimizer, (f16, f32), counts=(10, 1000), max_norm=1.0)
-
-
+MIXED = [(f32, f16), (f32, bf16), (f32, f64), (f64, f16), (f64, f32)]
 FORMATS = {
     "transposed": lambda t: t.transpose(0, 1),
-    "permuted": lambda t: t.permute(2, 0, 3, 1),
-    "channels_last": lambda t: t.permute(0, 3, 1, 2),
     "channels_last_3d": lambda t: t.unsqueeze(0).permute(0, 4, 1, 2, 3),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOW[::5])
+@pytest.mark.parametrize("dtypes", [*MIXED, (f16, f32), (bf16, bf16)], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+def test_gradients_in_another_dtype_than_parameters_are_cast_in_few_operators(name, dtypes):
+    optimizer = ps.from_torch(getattr(torch.optim, name))
+    for how in HOW[:2]:
+        number = operators_of_any(optimizer, dtypes, counts=(5, 25), **how)
+        assert number <= (75 if name == "AdamW" else 120)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
-def test_a_step_over_dense_tensors_of_any_layout_is_few_operators(name, format, how):
+def test_a_step_over_dense_tensors_of_any_layout_is_few_operators(name, format):
     optimizer = ps.from_torch(getattr(torch.optim, name))
-    number = operators_of_any(optimizer, (f16, f32), FORMATS[format], counts=(5, 25), **how)
+    number = operators_of_any(optimizer, (f16, f32), FORMATS[format], counts=(5, 25), **HOW[2])
     assert number <= (60 if name == "AdamW" else 120)
 
 
@@ -209,21 +179,7 @@ def test_a_mean_of_gradients_has_the_same_bits_in_any_layout(lay):
 
 
 @pytest.mark.slow
-def test_a_thousand_tensors_are_no_more_operators_by_a_formula_either():
-    optimizer = ps.from_torch(torch.optim.RMSprop)
-    operators_of_any(optimizer, counts=(10, 1000), max_norm=1.0, donate=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize(("name", "settings"), FORMULA)
-def test_a_maybe_step_is_few_operators_whatever_the_number_of_tensors(name, settings, donate):
-    optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
-    assert operators_of_any(optimizer, step=maybe_step, donate=donate) <= 100
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adadelta", "ASGD", "NAdam", "RAdam", "Adamax"])
+@pytest.mark.parametrize("name", ["SGD", "ASGD", "NAdam"])
 @pytest.mark.parametrize("lr", ["schedule", "tensor", "state"])
 def test_a_rate_that_is_data_is_not_read(name, lr):
     settings = {"dampening": 0.5, "momentum": 0.9} if name == "SGD" else {}
@@ -362,22 +318,6 @@ def test_a_choice_over_lists_writes_only_into_what_was_given_up(pairs, bad, dona
     assert donate or not shares_memory(old, found)
     memories = [t.untyped_storage().data_ptr() for t in found if t.numel()]
     assert donate or len(set(memories)) == len(memories)  # else none of them could be donated later
-
-
-@pytest.mark.parametrize("bad", [False, True])
-def test_what_is_donated_stays_where_it_was(bad):
-    with over_lists():
-        old = {
-            "w": torch.ones(3),
-            "n": torch.tensor(1),
-            "x": torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
-            "y": torch.ones(2, 3, 4, 5).permute(2, 0, 3, 1),
-            "z": torch.ones(2, 3).t(),
-        }
-        leaves = list(old.values())
-        new = [t + 1 for t in leaves]
-        found = select_masked(torch.tensor(bad), leaves, new, in_place=True)
-    assert [t.data_ptr() for t in found] == [t.data_ptr() for t in leaves]
 
 
 @pytest.mark.parametrize("lists", [False, True])
@@ -571,7 +511,7 @@ def test_a_norm_over_a_list_is_as_exact_in_every_dtype(dtype, power):
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("power", [1.0, 3.0, 5.0, inf])
+@pytest.mark.parametrize("power", [3.0, inf])
 @pytest.mark.parametrize("kind", [f16, f32])
 def test_a_step_clipped_by_any_norm_is_few_operators(kind, power):
     optimizer = ps.from_torch(torch.optim.AdamW)
@@ -602,14 +542,11 @@ def rounds(optimizer, dtypes, lay, clip, maybe):
 
 
 # Half parameters take another formula over lists than tensor by tensor.
-@pytest.mark.parametrize("lay", ["contiguous", "permuted"])
-@pytest.mark.parametrize("dtypes", [kind for kind in MIXED if kind.values[0][0] in (f32, f64)])
-@pytest.mark.parametrize(
-    "how", [{}, {"max_norm": 1.0}, {"clip_value": 0.7}, {"clip_value": torch.tensor(0.7)}, None]
-)
-def test_steps_with_gradients_in_another_dtype_have_the_same_bits_over_lists(dtypes, how, lay):
+@pytest.mark.parametrize("dtypes", MIXED, ids=str)
+@pytest.mark.parametrize("how", [{"max_norm": 1.0}, {"clip_value": torch.tensor(0.7)}, None])
+def test_steps_with_gradients_in_another_dtype_have_the_same_bits_over_lists(dtypes, how):
     optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1)
-    arguments = dtypes, LAYOUTS[lay], how or {}, how is None
+    arguments = dtypes, LAYOUTS["permuted"], how or {}, how is None
     expected = rounds(optimizer, *arguments)
     with over_lists():
         found = rounds(optimizer, *arguments)
@@ -656,46 +593,32 @@ def test_the_formula_of_a_class_with_a_fused_kernel_is_few_operators_too(name, m
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_formula_over_lists_agrees_with_that_tensor_by_tensor(name, settings, made):
-    expected = steps(made(name, settings), make_params())
+def test_a_formula_over_lists_agrees_with_that_tensor_by_tensor_is_pure_and_skips(
+    name, settings, made
+):
+    optimizer, fine = made(name, settings), torch.tensor(False)
+    expected = steps(optimizer, make_params(), count=4, skipped=1)
     with over_lists():
-        found = steps(made(name, settings), make_params())
-    assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_skipped_step_over_lists_returns_everything_bit_for_bit(name, settings, donate, made):
-    optimizer = made(name, settings)
-    with over_lists():
-        params, state = steps(optimizer, make_params(), count=3)
-        bad = {n: torch.full_like(g, nan) for n, g in params.items()}
-        skipped = ps.maybe_step(
-            optimizer, clone(params), bad, clone(state), torch.tensor(True), donate=donate
-        )
-    assert same_bits(skipped, (params, state))
-
-
-@pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_step_over_lists_is_pure(name, settings, made):
-    optimizer = made(name, settings)
-    with over_lists():
-        params, state = steps(optimizer, make_params(), count=2)
-        grads, fine = grads_at(5, params), torch.tensor(False)
+        params, state = steps(optimizer, make_params(), count=4, skipped=1)
+        assert_close((params, state), expected, rtol=1e-5, atol=1e-6)
+        grads = grads_at(5, params)
         with Untouched((params, grads, state)):
             new = optimizer.step(params, grads, state)
             chosen = ps.maybe_step(optimizer, params, grads, state, fine)
         assert not shares_memory((params, grads, state), (new, chosen))
         assert same_bits(new, chosen)
-        with Untouched(grads):
-            donated = ps.maybe_step(
-                optimizer, clone(params), grads, clone(state), fine, donate=True
-            )
+        bad = {n: torch.full_like(g, nan) for n, g in params.items()}
+        with Untouched((grads, bad)):
+            given = clone((params, state))
+            donated = ps.maybe_step(optimizer, given[0], grads, given[1], fine, donate=True)
+            given = clone((params, state))
+            skipped = ps.maybe_step(optimizer, given[0], bad, given[1], ~fine, donate=True)
         assert same_bits(new, donated)
+        assert same_bits(skipped, (params, state))
         assert not shares_memory(grads, donated)
 
 
-@pytest.mark.parametrize("name", ["RMSprop", "NAdam", "RAdam", "Rprop", "ASGD"])
+@pytest.mark.parametrize("name", ["RMSprop", "NAdam", "ASGD"])
 def test_groups_dtypes_and_missing_gradients_go_over_lists(name):
     params = {
         "a": torch.randn(3),

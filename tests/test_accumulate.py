@@ -2,8 +2,6 @@
 under two policies.
 """
 
-import copy
-import io
 import math
 
 import hypothesis.strategies as st
@@ -17,7 +15,6 @@ from helpers import (
     assert_donation_keeps_bits,
     at,
     clone,
-    examples,
     finite32,
     powers_of_two,
     same_bits,
@@ -300,25 +297,6 @@ def test_a_window_of_one_is_its_gradient_bit_for_bit(weight, value):
 # ---- full batch and tokens
 
 
-@examples(30)
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.randoms(use_true_random=False))
-def test_any_split_weighted_by_samples_gives_the_full_batch_gradient_in_any_order(sizes, random):
-    torch.manual_seed(random.randint(0, 2**31))
-    x, y, w = torch.randn(sum(sizes), 3), torch.randn(sum(sizes)), torch.randn(3)
-
-    def loss(w, x, y):
-        return (torch.tanh(x @ w) - y).square().mean()
-
-    exact = torch.func.grad(loss)(w.double(), x.double(), y.double())
-    parts = list(zip(x.split(sizes), y.split(sizes), strict=True))
-    for _ in range(2):
-        accum = ps.init_accum(w)
-        for a, b in parts:
-            accum = ps.accumulate_grads(accum, torch.func.grad(loss)(w, a, b), weight=len(b))
-        torch.testing.assert_close(accum.grads.double(), exact, rtol=1e-5, atol=1e-6)
-        random.shuffle(parts)
-
-
 # ---- merging
 
 states = st.lists(st.tuples(st.floats(-1e3, 1e3, width=32) | bad_values, weights), max_size=3).map(
@@ -360,20 +338,6 @@ def test_two_halves_merged_are_one_window(parts, cut):
 # ---- saved, compiled, vmapped, differentiated
 
 
-def test_a_window_saved_in_the_middle_and_resumed_has_the_bits_of_the_uninterrupted_one():
-    torch.manual_seed(0)
-    gradients = [{"w": torch.randn(5), "b": torch.randn(2, 2)} for _ in range(6)]
-    accum = window(gradients[:3], [1, 2, 3])
-    file = io.BytesIO()
-    torch.save(accum._asdict(), file)
-    file.seek(0)
-    resumed = ps.AccumState(**torch.load(file, weights_only=True))
-    for index in (3, 4, 5):
-        accum, resumed = (ps.accumulate_grads(s, gradients[index], index) for s in (accum, resumed))
-    assert same_bits(accum, resumed)
-    assert same_bits(accum, copy.deepcopy(accum))
-
-
 def body(accum, grads, weight):
     accum = ps.accumulate_grads(accum, grads, weight)
     accum = ps.merge_accum(accum, accum)
@@ -403,16 +367,15 @@ def test_under_vmap_it_equals_a_loop():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("donate", "backend"), [(False, "aot_eager"), (True, "inductor")])
-def test_compiled_it_is_one_graph_for_any_weight_and_agrees(donate, backend):
-    """To 1e-6: fused arithmetic."""
+def test_compiled_it_is_one_graph_for_any_weight_and_agrees():
+    """To 1e-6: other kernels."""
     accums, grads, some_weights = some_windows()
 
     def step(accum, grads, weight):
-        return ps.accumulate_grads(accum, grads, weight, donate=donate)
+        return ps.accumulate_grads(accum, grads, weight, donate=True)
 
     torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for arguments in zip(accums, grads, some_weights, strict=True):
             expected = step(*clone(arguments))
@@ -473,7 +436,6 @@ def test_the_shares_of_every_window_sum_to_one(every, total, start):
     [
         ((0, 0), ValueError, "every must be at least 1, got 0"),
         ((0, 2.0), TypeError, r"every must be a whole number, got 2\.0"),
-        ((True, 2), TypeError, "index must be a whole number"),
         ((-1, 2), ValueError, "index must be at least 0"),
         (
             (10, 3, 10),
@@ -481,9 +443,7 @@ def test_the_shares_of_every_window_sum_to_one(every, total, start):
             r"index 10 is beyond total=10: the last microbatch has index 9"
             r".*total=epochs \* len\(loader\)",
         ),
-        ((0, 3, 0), ValueError, "total must be at least 1"),
         ((1, 3, 10, 2), ValueError, "index 1 is before start=2"),
-        ((1, 3, 10, None), TypeError, "start must be a whole number, got None"),
     ],
 )
 def test_a_window_that_cannot_be_is_refused(arguments, error, message):
@@ -503,25 +463,13 @@ C64, I64, TWO = torch.complex64, torch.int64, torch.zeros(2)
     ("grads", "weight", "error", "message"),
     [
         ({}, -1, ValueError, "weight is -1; a weight is finite and not negative"),
-        ({}, INF, ValueError, "weight is inf"),
-        ({}, math.nan, ValueError, "weight is nan"),
         ({}, 1e308, ValueError, r"2\*\*64 at most"),
-        ({}, 10**400, ValueError, r"2\*\*64 at most"),
         ({}, "3", TypeError, "weight is '3'; a weight is a number or a 0-d tensor"),
-        ({}, True, TypeError, "weight is True"),
         ({}, torch.ones(2), ValueError, r"weight is a tensor of shape \(2,\)"),
         ({"w": torch.zeros(3)}, 1, ValueError, r"w'\] is \(3,\) on cpu, but \(2,\) .*init_accum"),
-        ({"w": TWO.to("meta")}, 1, ValueError, r"w'\] is \(2,\) on meta, but \(2,\) on cpu in ac"),
         ({"w": TWO.to(C64)}, 1, ValueError, r"torch.complex64, its mean torch.float32"),
-        (
-            {"c": torch.zeros(1)},
-            1,
-            ValueError,
-            r"c'\] has .* torch.float32, its mean torch.complex",
-        ),
         ({"w": TWO.double()}, 1, ValueError, r"Fix: init_accum\(params, dtype=torch.float64\)"),
         ({"w": TWO.to(I64)}, 1, TypeError, r"grads\['w'\] has dtype torch.int64"),
-        ({"w": 1.0}, 1, TypeError, r"grads\['w'\] is float 1.0; every gradient must be a tensor"),
         ({"none": TWO}, 1, ValueError, r"grads\['none'\] is a tensor, but None in accum.grads"),
         ({"more": TWO}, 1, ValueError, r"missing nothing; not in accum.grads: \['more'\]"),
     ],
@@ -549,7 +497,6 @@ def test_an_unknown_policy_is_refused():
             {**ACCUM, "w": torch.zeros(3)},
             r"a.grads\['w'\] is torch.float32 \(2,\), but torch.float32 \(3,\) in b.grads",
         ),
-        ({**ACCUM, "w": torch.zeros(2).double()}, "but torch.float64"),
     ],
 )
 def test_merging_windows_of_different_trees_is_refused(other, message):
@@ -561,7 +508,6 @@ def test_merging_windows_of_different_trees_is_refused(other, message):
     ("params", "dtype", "error", "message"),
     [
         ({"n": TWO.to(I64)}, None, TypeError, r"params\['n'\] has dtype torch.int64"),
-        ({"n": 1.0}, None, TypeError, r"params\['n'\] is float"),
         (
             ACCUM,
             torch.float16,
@@ -662,25 +608,7 @@ def test_a_weight_tensor_that_is_no_weight_makes_its_microbatch_bad(weight):
     assert accum.weight == 1
 
 
-@pytest.mark.slow
-def test_a_gradient_that_is_another_leafs_mean_gives_the_same_bits_compiled():
-    def step(accum, new):
-        return ps.accumulate_grads(accum, {"a": new, "b": accum.grads["a"]}, donate=True)
-
-    accum = window([{"a": torch.ones(2), "b": torch.full((2,), 5.0)}])
-    expected = step(clone(accum), torch.full((2,), 9.0))
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    found = compiled(clone(accum), torch.full((2,), 9.0))
-    assert_close(found.grads, expected.grads, rtol=0, atol=0)
-
-
-def test_negated_views_and_tensors_of_inference_mode_are_taken():
-    negative = torch._neg_view(torch.ones(2))
-    assert ps.accumulate_grads(ps.init_accum([torch.zeros(2)]), [negative]).grads[0].tolist() == [
-        -1,
-        -1,
-    ]
+def test_a_window_begun_in_inference_mode_is_taken():
     with torch.inference_mode():
         accum = ps.init_accum([torch.zeros(2)])
     assert ps.accumulate_grads(accum, [torch.ones(2)], donate=True).grads[0].tolist() == [1, 1]

@@ -93,26 +93,18 @@ def test_clipping_is_that_of_float64_where_squares_overflow_or_vanish(size):
     torch.testing.assert_close(clipped[0], mirror.grad.float(), rtol=1e-6, atol=0)
 
 
-SIMILAR = {
-    "equal": torch.ones_like,
-    "of both signs": lambda x: 1 - 2 * (torch.arange(len(x)) % 2).to(x),
-    "normal": lambda x: torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("forced", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sizes", [[700], [2**18], [2**20 + 7], [2**17 + 513] * 4, [300] * 1000])
-@pytest.mark.parametrize("draw", SIMILAR)
-def test_the_norm_of_many_similar_gradients_is_that_of_float64(draw, sizes, dtype, forced):
+@pytest.mark.parametrize("sizes", [[700], [2**20 + 7], [2**17 + 513] * 4, [300] * 1000])
+def test_the_norm_of_many_similar_gradients_is_that_of_float64(sizes, forced):
     """A sum in float32 rounds to one side with each of them."""
     for size in (0.0101, 1.0, 1.1, 1.37, 1.9):
-        grads = [(SIMILAR[draw](torch.empty(n)) * size).to(dtype) for n in sizes]
-        expected = math.sqrt(sum(g.double().square().sum().item() for g in grads))
-        with AsOnAnAccelerator() if forced else Dispatched():
-            norm = ps.clip_by_global_norm(grads, math.inf)[1]
-        assert abs(norm.item() / expected - 1) < 2e-6
+        for draw in (torch.ones, torch.randn):
+            grads = [draw(n) * size for n in sizes]
+            expected = math.sqrt(sum(g.double().square().sum().item() for g in grads))
+            with AsOnAnAccelerator() if forced else Dispatched():
+                norm = ps.clip_by_global_norm(grads, math.inf)[1]
+            assert abs(norm.item() / expected - 1) < 2e-6
 
 
 def test_gradients_below_the_bound_come_back_bit_for_bit():
@@ -239,12 +231,6 @@ def test_what_is_no_gradient_is_refused_by_path(leaf):
             clip({"w": leaf}, 1.0)
 
 
-def test_the_norm_of_bfloat16_gradients_is_exact_to_float32():
-    grads = [torch.randn(300).bfloat16(), torch.randn(7).bfloat16()]
-    norm = ps.clip_by_global_norm(grads, 1.0)[1].double()
-    torch.testing.assert_close(norm, norm_of([grads], 2.0), rtol=1e-6, atol=0)
-
-
 # ---- what a review found
 
 
@@ -313,15 +299,12 @@ def test_clipping_has_torchs_epsilon(bound, forced):
     assert out.params[0].item() == pytest.approx(-5e-7)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("clip", [ps.clip_by_global_norm, ps.clip_by_value])
 @pytest.mark.parametrize("value", [-1.0, 0.0, math.nan])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_tensor_bound_that_is_none_leaves_no_gradient(clip, value, compiled):
+def test_a_tensor_bound_that_is_none_leaves_no_gradient(clip, value):
     grads = {n: torch.linspace(-3, 3, n) for n in (5, 33, 300)}
-    call = torch.compile(clip, fullgraph=True, backend="aot_eager") if compiled else clip
     for dtype in (torch.float32, torch.float64):
-        clipped = call(grads, torch.tensor(value, dtype=dtype))
+        clipped = clip(grads, torch.tensor(value, dtype=dtype))
         clipped = clipped[0] if len(clipped) == 2 else clipped
         assert all(leaf.isnan().all() for leaf in leaves(clipped))
 
@@ -448,16 +431,12 @@ def _compiled_parts(rank):
 def _everything_of_parts(rank):
     _norms_of_parts(rank)
     _steps_of_parts(rank)
+    _compiled_parts(rank)
 
 
 @pytest.mark.slow
-def test_a_norm_over_ranks_that_hold_other_parts_is_that_of_the_whole_model():
-    in_processes(_everything_of_parts)
-
-
-@pytest.mark.slow
-def test_a_norm_over_parts_is_one_graph():
-    in_processes(_compiled_parts)
+def test_a_norm_over_ranks_that_hold_other_parts_is_that_of_the_whole_model_in_one_graph_too():
+    in_processes(_everything_of_parts, 3)
 
 
 def _stages_and_replicas(rank):
@@ -494,11 +473,6 @@ def _stages_and_replicas(rank):
 @pytest.mark.slow
 def test_stages_of_replicas_and_stages_of_shards_know_the_norm_of_all_stages():
     in_processes(_stages_and_replicas, 4)
-
-
-@pytest.mark.slow
-def test_three_parts_have_one_norm():
-    in_processes(_norms_of_parts, 3)
 
 
 def test_a_group_of_parts_without_a_process_group_is_refused():

@@ -16,6 +16,7 @@ from helpers import (
     any32,
     assert_close,
     clone,
+    examples,
     in_processes,
     same_bits,
     shares_memory,
@@ -143,6 +144,7 @@ def test_a_step_that_tells_nothing_changes_nothing(rule, series, amax):
     assert same_bits(after, state._replace(consecutive_skips=torch.tensor(0, dtype=torch.int32)))
 
 
+@examples(20)
 @given(
     rules,
     steps,
@@ -218,23 +220,24 @@ def test_2000_zeros_in_a_row_raise_a_scale_of_1_and_above_by_a_bit():
     assert again[-1].scale == clean(rule, 3.0).scale
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.0, math.inf, -math.inf, math.nan, -8.0, 2.0**-140])
+@pytest.mark.parametrize("scale", [0.0, -0.0, math.inf, math.nan, -8.0, 2.0**-140])
 @pytest.mark.parametrize("bad", [True, False])
-@pytest.mark.parametrize("history", [0.0, 1.0, math.nan, math.inf, -1.0])
-def test_a_damaged_state_comes_back(scale, bad, history):
+def test_a_damaged_state_comes_back(scale, bad):
     rule = ps.HeadroomScale(window=3)
-    damaged = ps.HeadroomState(
-        torch.tensor(scale), torch.tensor([history] * 3), *torch.zeros(2, dtype=torch.int32)
-    )
-    for amax in (0.0, 1.0):
-        state = run(rule, [(bad, amax)], damaged)[-1]
-        assert math.frexp(state.scale.item())[0] == 0.5
-        assert rule.min_scale <= state.scale <= rule.max_scale
-    fresh = run(rule, [(False, 1.0)] * 3, state)[-1]
-    assert same_bits(fresh, clean(rule, 1.0, 1.0, 1.0))
+    for history in (0.0, 1.0, math.nan, math.inf, -1.0):
+        damaged = ps.HeadroomState(
+            torch.tensor(scale), torch.tensor([history] * 3), *torch.zeros(2, dtype=torch.int32)
+        )
+        for amax in (0.0, 1.0):
+            state = run(rule, [(bad, amax)], damaged)[-1]
+            assert math.frexp(state.scale.item())[0] == 0.5
+            assert rule.min_scale <= state.scale <= rule.max_scale
+        fresh = run(rule, [(False, 1.0)] * 3, state)[-1]
+        assert same_bits(fresh, clean(rule, 1.0, 1.0, 1.0))
 
 
-@pytest.mark.parametrize("count", [-(2**31), -1, ZEROS + 1, 2**31 - 1])
+@pytest.mark.parametrize("count", [-(2**31), ZEROS + 1, 2**31 - 1])
+@examples(15)
 @given(rules, steps)
 def test_a_damaged_count_of_zeros_is_repaired(count, rule, series):
     """A count of zeros in a row is in its range after a step, and one below 0 counts as 0."""
@@ -248,12 +251,11 @@ def test_a_damaged_count_of_zeros_is_repaired(count, rule, series):
             assert same_bits(states[1:], run(rule, zeros * (ZEROS + 1), fresh)[1:])
 
 
-@given(rules, steps, st.sampled_from(["a number", "of a step"]))
-def test_the_state_of_a_rule_is_off_the_graph_of_amax(rule, series, kind):
-    state = run(rule, series)[-1]
-    amax = torch.tensor(2.0, requires_grad=True)
-    after = rule.update(state, torch.tensor(False), amax if kind == "a number" else amax * 3)
-    assert not any(leaf.requires_grad for leaf in after)
+def test_the_state_of_a_rule_is_off_the_graph_of_amax():
+    rule, amax = ps.HeadroomScale(window=3), torch.tensor(2.0, requires_grad=True)
+    for value in (amax, amax * 3):
+        after = rule.update(rule.init(), torch.tensor(False), value)
+        assert not any(leaf.requires_grad for leaf in after)
 
 
 def test_an_amax_of_any_dtype_or_a_number_will_do():
@@ -270,16 +272,13 @@ def test_an_amax_of_any_dtype_or_a_number_will_do():
     ("settings", "error", "words"),
     [
         ({"margin": -1}, ValueError, "margin must be from 0 to 39, got -1"),
-        ({"margin": 40}, ValueError, "margin must be from 0 to 39"),
         ({"window": 0}, ValueError, "window must be from 1"),
         ({"init_scale": 3.0}, ValueError, "init_scale must be a power of two"),
-        ({"min_scale": 0.3}, ValueError, "min_scale must be a power of two"),
-        ({"max_scale": math.inf}, ValueError, "max_scale must be a power of two"),
         ({"max_scale": 2.0}, ValueError, r"2\*\*-111 <= min_scale <= init_scale <= max_scale.*Fix"),
         ({"min_scale": 2.0**-112}, ValueError, "-111 <= min_scale.*Fix: move the bound that is cr"),
         *(
             (settings, TypeError, "must be a whole number")
-            for settings in ({"margin": 1.5}, {"margin": True}, {"window": 2.0})
+            for settings in ({"margin": 1.5}, {"window": True})
         ),
     ],
 )
@@ -346,7 +345,7 @@ def test_grad_amax_is_the_largest_magnitude(grads):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [1, 40])
-@pytest.mark.parametrize("size", [1, 3000, 70000])
+@pytest.mark.parametrize("size", [1, 70000])
 def test_grad_amax_finds_one_element_anywhere(dtype, count, size):
     grads = [torch.randn(size).to(dtype) for _ in range(count)]
     for value in (-300.0, math.inf, -math.inf, math.nan):
@@ -386,9 +385,9 @@ def test_grad_amax_under_vmap_compile_and_grad():
     grads = {"a": torch.randn(3, 5), "b": torch.randn(3, 2, 2)}
     loop = torch.stack([ps.grad_amax(unstack(grads, index)) for index in range(3)])
     assert same_bits(torch.vmap(ps.grad_amax)(grads), loop)
-    for many in ([torch.randn(7)] * 2, [torch.randn(7) for _ in range(40)]):
-        compiled = torch.compile(ps.grad_amax, fullgraph=True, backend="aot_eager")
-        assert same_bits(compiled(many), ps.grad_amax(many))
+    many = [torch.randn(7) for _ in range(40)]
+    compiled = torch.compile(ps.grad_amax, fullgraph=True, backend="aot_eager")
+    assert same_bits(compiled(many), ps.grad_amax(many))
     slope = torch.func.grad(lambda x: ps.grad_amax([x]))(torch.tensor([1.0, -3.0]))
     assert same_bits(slope, torch.tensor([0.0, -1.0]))
 
@@ -439,20 +438,17 @@ LARGE = GRADIENT * 2.0**14  # overflows float16 at a scale of 4, while the loss 
     "settings",
     [
         {},
-        {"max_norm": 0.1},
-        {"max_norm": math.inf},
-        {"max_norm": 0.1, "norm_type": math.inf},
-        {"clip_value": 0.1},
-        {"on_nonfinite": "drop_microbatch"},
+        {"max_norm": 0.1, "clip_value": 0.1},
         {"on_nonfinite": "drop_microbatch", "max_norm": 0.1},
+        {"max_norm": 0.1, "norm_type": math.inf},
         {"max_retries": 2},
         {"donate": True},
-        {"weight_fn": lambda x: 1.0},
         {"weight_fn": lambda x: torch.tensor(2.0)},
     ],
 )
-@pytest.mark.parametrize("optimizer", [SGD, ps.from_torch(torch.optim.RMSprop, lr=0.1)])
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize(
+    ("optimizer", "parts"), [(SGD, 1), (ps.from_torch(torch.optim.RMSprop, lr=0.1), 4)]
+)
 def test_a_rule_that_takes_amax_gets_that_of_the_averaged_gradient_before_clipping(
     settings, optimizer, parts
 ):
@@ -467,9 +463,8 @@ def test_a_rule_that_takes_amax_gets_that_of_the_averaged_gradient_before_clippi
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"on_nonfinite": "drop_microbatch"}])
-@pytest.mark.parametrize("parts", [1, 3])
-def test_what_a_step_does_has_the_same_bits_whether_its_rule_takes_amax(settings, parts):
-    microbatches = [GRADIENT * (1 + index) for index in range(parts)]
+def test_what_a_step_does_has_the_same_bits_whether_its_rule_takes_amax(settings):
+    microbatches = [GRADIENT * (1 + index) for index in range(3)]
     rule, plain = Remembers(), ps.StaticScale(4.0)
     a, told = step(start(rule), microbatches, rule, **settings)
     b, other = step(start(plain), microbatches, plain, **settings)
@@ -489,14 +484,14 @@ def test_a_bad_microbatch_that_is_dropped_counts_as_an_overflow():
 
 
 @pytest.mark.parametrize("settings", [{}, {"on_nonfinite": "drop_microbatch"}, {"max_norm": 1.0}])
-@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("value", [1.0, math.inf, math.nan])
-def test_the_amax_of_a_skipped_step_is_not_finite(settings, parts, value):
+def test_the_amax_of_a_skipped_step_is_not_finite(settings, value):
     rule = ps.HeadroomScale(window=4)
-    state, info = step(start(rule), [GRADIENT * value] * parts, rule, **settings)
-    assert info.found_inf
-    assert not info.grad_amax.isfinite()
-    assert state.scaler.scale == (2.0**9 if value == 1 else 2.0**16)
+    for parts in (1, 2):
+        state, info = step(start(rule), [GRADIENT * value] * parts, rule, **settings)
+        assert info.found_inf
+        assert not info.grad_amax.isfinite()
+        assert state.scaler.scale == (2.0**9 if value == 1 else 2.0**16)
 
 
 # [microbatches], weights, what is dropped, and what a rule is told: bad, amax
@@ -529,26 +524,18 @@ def weighted(microbatches, weights):
     return {"weight_fn": lambda x: weight_of[id(x)]}
 
 
-@pytest.mark.parametrize("as_tensors", [False, True])
-@pytest.mark.parametrize("retries", [0, 1])
 @pytest.mark.parametrize("name", WINDOWS)
-def test_a_loss_that_is_not_finite_is_no_overflow_to_a_rule_that_takes_amax(
-    name, retries, as_tensors
-):
+def test_a_loss_that_is_not_finite_is_no_overflow_to_a_rule_that_takes_amax_alone(name):
     microbatches, weights, on_nonfinite, bad, amax = WINDOWS[name]
-    rule, settings = Remembers(), {"max_retries": retries, "on_nonfinite": on_nonfinite}
-    settings |= weighted(microbatches, torch.tensor(weights) if as_tensors and weights else weights)
-    state, info = step(start(rule), microbatches, rule, **settings)
-    assert state.scaler.bad == bad
-    if not bad:
-        assert same_bits(state.scaler.amax, torch.tensor(amax))
-    good = on_nonfinite == "drop_microbatch" and any(x is GRADIENT for x in microbatches)
-    assert info.found_inf == (not good and name != "a loss without a weight")
-
-
-@pytest.mark.parametrize("name", WINDOWS)
-def test_other_rules_are_told_of_every_overflow(name):
-    microbatches, weights, on_nonfinite, _, _ = WINDOWS[name]
+    for retries, kind in ((0, list), (1, torch.tensor)):
+        rule, settings = Remembers(), {"max_retries": retries, "on_nonfinite": on_nonfinite}
+        settings |= weighted(microbatches, kind(weights) if weights else None)
+        state, info = step(start(rule), microbatches, rule, **settings)
+        assert state.scaler.bad == bad
+        if not bad:
+            assert same_bits(state.scaler.amax, torch.tensor(amax))
+        good = on_nonfinite == "drop_microbatch" and any(x is GRADIENT for x in microbatches)
+        assert info.found_inf == (not good and name != "a loss without a weight")
     rule, settings = ps.DynamicScale(init_scale=4.0), weighted(microbatches, weights)
     state, _ = step(start(rule), microbatches, rule, on_nonfinite=on_nonfinite, **settings)
     assert state.scaler.scale == (4.0 if name == "a loss without a weight" else 2.0)
@@ -577,8 +564,8 @@ def test_a_retry_is_an_overflow_in_the_history_and_then_what_the_last_try_saw():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}])
-def test_a_compiled_step_is_one_graph_over_overflow_growth_and_a_full_window(settings):
+def test_a_compiled_step_is_one_graph_over_overflow_growth_and_a_full_window():
+    settings = {"max_norm": 1.0}
     rule = ps.HeadroomScale(init_scale=2.0**24, window=3)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
@@ -679,5 +666,6 @@ def _told_on_each_rank(rank):
             assert bad or same_bits(state.scaler.amax, torch.tensor(amax)), name
 
 
+@pytest.mark.slow
 def test_every_rank_is_told_the_same_of_a_loss_that_is_not_finite_on_one():
     in_processes(_told_on_each_rank)

@@ -3,6 +3,7 @@ what is taken and what is refused.
 """
 
 import contextlib
+import itertools
 
 import numpy as np
 import pytest
@@ -38,9 +39,7 @@ def sum_of_w(params, buffers, _):
 VIEWS = {
     "conj": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj(),
     "neg": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
-    "dense neg": lambda: torch._neg_view(torch.tensor([1.0, -2.0, 3.0])),
     "conj and neg": lambda: torch._neg_view(torch.tensor([1 + 2j, 3 - 4j])).conj(),
-    "0-d neg": lambda: torch.tensor(1 + 2j).conj().imag,
     "large neg": lambda: torch._neg_view(torch.linspace(-1, 1, 10_000)),
     "half neg": lambda: torch._neg_view(torch.tensor([1.0, -2.0]).half()),
 }
@@ -48,13 +47,8 @@ VIEWS = {
 GRADIENT_FUNCTIONS = {
     "unscale_and_check": lambda g, d: ps.unscale_and_check(at(4.0), g, donate=d),
     "clip_by_global_norm": lambda g, d: ps.clip_by_global_norm(g, 1.0, donate=d),
-    "clip_by_global_norm, p=3": lambda g, d: ps.clip_by_global_norm(g, 1.0, 3.0, donate=d),
     "clip_by_value": lambda g, d: ps.clip_by_value(g, 1.0, donate=d),
-    "init_accum": lambda g, d: ps.init_accum(g),
     "accumulate_grads": lambda g, d: ps.accumulate_grads(ps.init_accum(g), g, donate=d),
-    "accumulate_grads, again": lambda g, d: ps.accumulate_grads(
-        ps.init_accum(g)._replace(grads=ps.select(True, g, g)), g, donate=d
-    ),
     "the mean is a view": lambda g, d: ps.accumulate_grads(
         ps.init_accum(g)._replace(grads=g), ps.select(True, g, g), donate=d
     ),
@@ -74,25 +68,23 @@ GRADIENT_FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("name", GRADIENT_FUNCTIONS)
-@pytest.mark.parametrize("kind", VIEWS)
-def test_a_lazily_negated_or_conjugated_view_is_taken_as_what_it_stands_for(kind, name, donate):
-    call, view = GRADIENT_FUNCTIONS[name], VIEWS[kind]
-    if name == "clip_by_value" and view().is_complex():
-        pytest.skip("complex numbers have no order")
-    if name in ("accumulate_grads, again", "the mean is a view") and view().dtype is torch.float16:
-        pytest.skip("no mean is kept in float16")
-    given = {"v": view(), "w": torch.ones(3)}
-    plain = {"v": view().resolve_conj().resolve_neg().clone(), "w": torch.ones(3)}
-    before = clone(given)
-    result, expected = call(given, donate), call(plain, donate)
-    resolved = [t.resolve_conj().resolve_neg() for t in tensors(result)]
-    assert same_bits(resolved, tensors(expected))
-    assert donate or same_bits(
-        [t.resolve_conj().resolve_neg() for t in tensors(given)],
-        [t.resolve_neg() for t in tensors(before)],
-    )
+def test_a_lazily_negated_or_conjugated_view_is_taken_as_what_it_stands_for(name):
+    def resolved(tree):
+        return [t.resolve_conj().resolve_neg() for t in tensors(tree)]
+
+    for kind, view in VIEWS.items():
+        if (name == "clip_by_value" and view().is_complex()) or (
+            name == "the mean is a view" and view().dtype is torch.float16
+        ):
+            continue  # complex numbers have no order, and no mean is kept in float16
+        for donate in (False, True):
+            given = {"v": view(), "w": torch.ones(3)}
+            plain = {"v": view().resolve_conj().resolve_neg().clone(), "w": torch.ones(3)}
+            before = resolved(clone(given))
+            result, expected = (GRADIENT_FUNCTIONS[name](tree, donate) for tree in (given, plain))
+            assert same_bits(resolved(result), tensors(expected)), kind
+            assert donate or same_bits(resolved(given), before), kind
 
 
 # ---- another default device
@@ -199,9 +191,7 @@ def test_a_function_of_tensors_on_one_device_makes_none_on_the_default_device(wa
 # ---- what was made under inference_mode
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"donate": True}, {"max_norm": 1.0}, {"bn_update": "window"}]
-)
+@pytest.mark.parametrize("settings", [{"donate": True, "max_norm": 1.0}, {"bn_update": "window"}])
 def test_a_state_made_in_inference_mode_trains_outside_of_it(settings):
     expected_state, step = job(SGD, RULE)
     with torch.inference_mode():
@@ -273,21 +263,6 @@ def test_a_subclass_without_memory_of_its_own_is_computed_with_and_never_written
     assert given[0].inner.tolist() == [3.0, 4.0]
 
 
-@pytest.mark.parametrize("donate", [False, True])
-def test_buffers_of_a_subclass_without_memory_of_its_own_thread_through_a_step(donate):
-    buffers = {"b": Wrapper(torch.ones(2))}
-    new, _ = stepped(
-        lambda p, b, _: (p["w"].sum(), {"b": b["b"] + 1}), buffers=buffers, donate=donate
-    )
-    assert inner(new.buffers)[0].tolist() == [2.0, 2.0]
-    assert inner(buffers)[0].tolist() == [1.0, 1.0]
-
-
-def test_what_a_step_returns_in_a_subclass_shares_no_memory_with_the_state():
-    _, info = stepped(lambda p, b, _: (p["w"].sum(), b, Wrapper(p["w"].detach())), donate=True)
-    assert info.aux[0].inner.tolist() == [1.0, 1.0]
-
-
 DENSE = r"has the layout torch.{}.*Fix: `.to_dense\(\)`"
 NESTED, NARROW = (
     "is a nested tensor.*Fix:",
@@ -295,17 +270,12 @@ NESTED, NARROW = (
 )
 RAGGED = [torch.ones(2), torch.ones(3)]
 STRANGE = {
-    "mkldnn": (lambda: torch.ones(2).to_mkldnn(), DENSE.format("_mkldnn")),
     "csr": (lambda: torch.eye(2).to_sparse_csr(), DENSE.format("sparse_csr")),
     "nested": (lambda: torch.nested.nested_tensor(RAGGED), NESTED),
     "jagged": (lambda: torch.nested.nested_tensor(RAGGED, layout=torch.jagged), NESTED),
     "float8": (
         lambda: torch.ones(2).to(torch.float8_e4m3fn),
         NARROW.format("float8_e4m3fn") + ".*float32",
-    ),
-    "float4": (
-        lambda: torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
-        NARROW.format("float4_e2m1fn_x2"),
     ),
 }
 
@@ -343,29 +313,26 @@ def test_a_float8_loss_is_refused():
 
 
 CONSTANTS = {
-    **{kind: STRANGE[kind][0] for kind in ("mkldnn", "csr", "nested", "jagged")},
+    **{kind: STRANGE[kind][0] for kind in ("csr", "nested")},
     "sparse": lambda: torch.eye(2).to_sparse(),
-    "csc": lambda: torch.eye(2).to_sparse_csc(),
-    "bsr": lambda: torch.eye(2).to_sparse_bsr((2, 2)),
-    "bsc": lambda: torch.eye(2).to_sparse_bsc((2, 2)),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
 }
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("flag", [True, False])
 @pytest.mark.parametrize("kind", CONSTANTS)
 @BOTH_WAYS
-def test_what_is_no_dense_tensor_is_a_constant_that_comes_back_as_the_same_object(way, kind, flag):
+def test_what_is_no_dense_tensor_is_a_constant_that_comes_back_as_the_same_object(way, kind):
     make = CONSTANTS[kind]
     old, new = {"a": make(), "b": torch.ones(2)}, {"b": torch.zeros(2)}
     words = r"old\['a'\] is (a nested tensor|of the layout|quantized).*the same object.*Fix:"
     with way():
-        chosen = ps.select(torch.tensor(flag), old, {**new, "a": old["a"]})
-        assert chosen["a"] is old["a"]
-        assert same_bits(chosen["b"], old["b"] if flag else new["b"])
-        with pytest.raises(TypeError, match=words):
-            ps.select(torch.tensor(flag), old, {**new, "a": make()})
+        for flag in (True, False):
+            chosen = ps.select(torch.tensor(flag), old, {**new, "a": old["a"]})
+            assert chosen["a"] is old["a"]
+            assert same_bits(chosen["b"], old["b"] if flag else new["b"])
+            with pytest.raises(TypeError, match=words):
+                ps.select(torch.tensor(flag), old, {**new, "a": make()})
         new_state, _ = stepped(sum_of_w, buffers=old)
     assert new_state.buffers["a"] is old["a"]
     assert same_bits(new_state.buffers["b"], old["b"])
@@ -403,13 +370,10 @@ ALIKE = {
     "other shape": lambda: torch.ones(3, 2),
     "float64": lambda: torch.ones(2, 3, dtype=torch.float64),
     "int64": lambda: torch.ones(2, 3, dtype=torch.int64),
-    "int16": lambda: torch.ones(2, 3, dtype=torch.int16),
     "requires grad": lambda: torch.ones(2, 3, requires_grad=True),
     "a parameter": lambda: torch.nn.Parameter(torch.ones(2, 3)),
     "sparse": lambda: torch.eye(2, 3).to_sparse(),
-    "sparse, more values": lambda: torch.ones(2, 3).to_sparse(),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8),
     "meta": lambda: torch.ones(2, 3, device="meta"),
     "a number": lambda: 1.0,
     "None": lambda: None,
@@ -417,17 +381,13 @@ ALIKE = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("a", ALIKE)
-def test_what_agrees_at_one_look_agrees_leaf_by_leaf(a):
-    for b in ALIKE:
-        first, second = [ALIKE["float32"](), ALIKE[a]()], [ALIKE["float32"](), ALIKE[b]()]
-        if _tree._have_same_metadata(first, second):
-            assert all(map(_leaf.same_metadata, first, second)), (a, b)
-
-
-@pytest.mark.parametrize("name", ["float32", "float32, transposed", "float64", "int64"])
-def test_one_look_is_enough_for_the_usual_columns(name):
-    assert _tree._have_same_metadata([ALIKE[name]()] * 3, [ALIKE[name]() for _ in range(3)])
+def test_what_agrees_at_one_look_agrees_leaf_by_leaf():
+    for (a, first), (b, second) in itertools.product(ALIKE.items(), repeat=2):
+        columns = [ALIKE["float32"](), first()], [ALIKE["float32"](), second()]
+        if _tree._have_same_metadata(*columns):
+            assert all(map(_leaf.same_metadata, *columns)), (a, b)
+    for name in ("float32", "float32, transposed", "float64", "int64"):  # the usual columns
+        assert _tree._have_same_metadata([ALIKE[name]()] * 3, [ALIKE[name]() for _ in range(3)])
 
 
 def test_the_sparse_gradient_of_one_row_of_width_1_is_not_lost():

@@ -123,28 +123,6 @@ any_dynamic_scale = st.builds(
 )
 
 
-def updated_as_by_the_formula(mode, rule, state, bad):
-    """Return the update within `mode`, and what ran, if it is a formula's, and pure."""
-    flag, before = torch.tensor(bad), [t.clone() for t in state]
-    with mode() as run:
-        new = rule.update(state, flag)
-    assert same_bits(new, by_formula(rule, state, bad))
-    assert same_bits(list(state), before)
-    assert not shares_memory(new, [*state, flag])
-    assert len({t.data_ptr() for t in new}) == 4
-    return new, run
-
-
-@examples(200)
-@given(legal_rules | any_dynamic_scale, st.none() | damaged_states, flags)
-def test_an_update_by_torchs_operator_is_the_formula_bit_for_bit(rule, state, pattern):
-    state = rule.init() if state is None else state
-    reaches_inf = rule.max_scale * rule.growth_factor > 2.0**127
-    for bad in pattern:
-        state, run = updated_as_by_the_formula(AsOnAnAccelerator, rule, state, bad)
-        assert (OPERATOR in run.ops) is (rule.hysteresis == 1 and not reaches_inf)
-
-
 class Reads(TorchFunctionMode):
     """Counts reads of a value on the host. It changes no metadata, as a mode of operators does."""
 
@@ -157,13 +135,28 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@examples(200)
+@examples(100)
 @given(legal_rules | any_dynamic_scale, st.none() | damaged_states, flags)
-def test_an_update_on_the_host_is_the_formula_bit_for_bit(rule, state, pattern):
+def test_an_update_by_torchs_operator_and_on_the_host_is_the_formula_bit_for_bit(
+    rule, state, pattern
+):
     state = rule.init() if state is None else state
+    takes_operator = rule.hysteresis == 1 and rule.max_scale * rule.growth_factor <= 2.0**127
     for bad in pattern:
-        state, run = updated_as_by_the_formula(Reads, rule, state, bad)
-        assert run.reads == 5
+        flag, expected = torch.tensor(bad), by_formula(rule, state, bad)
+        before = [t.clone() for t in state]
+        for mode in (AsOnAnAccelerator, Reads):
+            with mode() as run:
+                new = rule.update(state, flag)
+            assert same_bits(new, expected)
+            assert same_bits(list(state), before)
+            assert not shares_memory(new, [*state, flag])
+            assert len({t.data_ptr() for t in new}) == 4
+            if mode is Reads:
+                assert run.reads == 5
+            else:
+                assert (OPERATOR in run.ops) is takes_operator
+        state = expected
 
 
 def as_a_subclass(state, bad):
@@ -209,16 +202,6 @@ def test_a_flag_of_another_device_is_not_handed_to_a_kernel_that_takes_addresses
         assert not rules._takes_operator(state, flags["cuda:1"])
         apart = state._replace(growth_tracker=elsewhere.growth_tracker)
         assert not rules._takes_operator(apart, flags["cuda"])
-
-
-def test_a_rule_whose_settings_change_decides_anew():
-    class Own(ps.DynamicScale):
-        def __getattribute__(self, name):
-            return 2 if name == "growth_interval" else super().__getattribute__(name)
-
-    for mode in (Dispatched, AsOnAnAccelerator):
-        with mode():
-            assert trace(Own(8.0), pattern("..")) == [8, 16]
 
 
 def recorded(update, state, bad):
@@ -318,18 +301,16 @@ TestAgainstGradScaler = AgainstGradScaler.TestCase
 TestAgainstGradScaler.settings = examples(20)
 
 
-@given(legal_rules, flags)
-def test_the_scale_stays_a_power_of_two_between_floor_and_ceiling(rule, pattern):
-    for scale in trace(rule, pattern):
+@given(legal_rules, flags, st.sampled_from([None, 0.0, -0.0, math.inf, math.nan, -8.0]))
+def test_the_scale_is_a_power_of_two_between_floor_and_ceiling_also_after_damage(
+    rule, pattern, damage
+):
+    state = rule.init() if damage is None else at(damage)
+    scales = trace(rule, pattern, state)
+    assert damage is None or scales[:1] in ([], [rule.min_scale])
+    for scale in scales:
         assert is_power_of_two(scale)
         assert rule.min_scale <= scale <= rule.max_scale
-
-
-@given(
-    legal_rules, st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, -8.0]), st.booleans()
-)
-def test_a_damaged_scale_is_repaired_to_the_floor(rule, scale, bad):
-    assert rule.update(at(scale), torch.tensor(bad)).scale == rule.min_scale
 
 
 NARROW = {"min_scale": 2.0**-4, "max_scale": 2.0**4}
@@ -400,12 +381,6 @@ def test_a_run_has_the_scales_that_were_worked_out_by_hand(name):
     assert trace(rule, pattern(steps), state) == expected
 
 
-@pytest.mark.parametrize("rule", [ps.StaticScale(512.0), ps.NoScale()])
-@given(pattern=flags)
-def test_a_static_scale_never_moves(rule, pattern):
-    assert set(trace(rule, pattern)) == {rule.scale}
-
-
 def test_consecutive_skips_are_counted_and_forgotten():
     rule, state = ps.DynamicScale(), ps.DynamicScale().init()
     counts = []
@@ -417,7 +392,6 @@ def test_consecutive_skips_are_counted_and_forgotten():
 
 RULES = [
     ps.DynamicScale(),
-    ps.DynamicScale(8.0, growth_interval=2, hysteresis=2),
     ps.DynamicScale(1.0, 4.0, 0.25, 3, 2.0**-149, 2.0**127, 3, "clean"),
     ps.DynamicScale(8.0, min_scale=8.0, max_scale=8.0),
     ps.StaticScale(512.0),
@@ -473,11 +447,8 @@ def test_rules_are_values():
 STATES = {
     type(rule).__name__: (rule, rule.init())
     for rule in (
-        *(ps.DynamicScale(), ps.StaticScale(4.0), ps.NoScale(), ps.HeadroomScale(window=3)),
-        *(interop.torch_amp.rule(), interop.apex.rule(), interop.nnabla.rule()),
-        *(interop.deepspeed.rule(), interop.megatron.rule(), interop.flax.rule()),
-        *(interop.jmp.rule(8.0), interop.keras.rule(), interop.fairseq.rule()),
-        interop.mmengine.rule(8.0),
+        *(ps.DynamicScale(), ps.StaticScale(4.0), ps.HeadroomScale(window=3)),
+        *(interop.torch_amp.rule(), interop.deepspeed.rule(), interop.megatron.rule()),
     )
 }
 
@@ -486,24 +457,24 @@ def told(rule):
     return (torch.tensor(False), *([torch.tensor(1.0)] if hasattr(rule, "takes_amax") else []))
 
 
-@pytest.mark.parametrize("theirs", STATES)
 @pytest.mark.parametrize("name", STATES)
-def test_the_state_of_another_rule_is_refused_with_a_cure_that_carries_the_scale_over(name, theirs):
+def test_the_state_of_another_rule_is_refused_with_a_cure_that_carries_the_scale_over(name):
     rule, own = STATES[name]
-    foreign = STATES[theirs][1]._replace(scale=torch.tensor(32.0))
-    if type(foreign) is type(own):
-        return
-    with pytest.raises(TypeError, match=f"scaler is {type(foreign).__name__}; expected a") as error:
-        rule.update(foreign, *told(rule))
-    missing = set(own._fields) - set(foreign._fields)
-    there = [field for field in own._fields if field in foreign._fields]
-    assert f"It has {', '.join(there)}; missing: " in str(error.value)
-    assert all(field in str(error.value).partition("missing: ")[2] for field in missing)
-    cure = re.search(r"Fix: `scaler = (.*)`\.$", str(error.value)).group(1)
-    carried = eval(cure, {"rule": rule, "scaler": foreign})
-    assert type(carried) is type(own)
-    assert carried.scale == 32.0
-    assert type(rule.update(carried, *told(rule))) is type(own)
+    for _, foreign in STATES.values():
+        if type(foreign) is type(own):
+            continue
+        foreign = foreign._replace(scale=torch.tensor(32.0))
+        words = f"scaler is {type(foreign).__name__}; expected a"
+        with pytest.raises(TypeError, match=words) as error:
+            rule.update(foreign, *told(rule))
+        there, _, missing = str(error.value).partition("; missing: ")
+        assert f"It has {', '.join(f for f in own._fields if f in foreign._fields)}" in there
+        assert all(field in missing for field in set(own._fields) - set(foreign._fields))
+        cure = re.search(r"Fix: `scaler = (.*)`\.$", missing).group(1)
+        carried = eval(cure, {"rule": rule, "scaler": foreign})
+        assert type(carried) is type(own)
+        assert carried.scale == 32.0
+        assert type(rule.update(carried, *told(rule))) is type(own)
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -520,8 +491,7 @@ def test_what_is_no_state_of_a_rule_is_refused_in_words(name):
             rule.update(wrong, *told(rule))
 
 
-@pytest.mark.parametrize("donate", [False, True])
-def test_a_training_with_another_rules_state_stops_before_anything_is_written(donate):
+def test_a_training_with_another_rules_state_stops_before_anything_is_written():
     sgd = ps.from_torch(torch.optim.SGD, lr=1.0)
     state = ps.init_train_state({"w": torch.ones(2)}, {}, sgd, ps.HeadroomScale())
     with Untouched(state), pytest.raises(TypeError, match="expected a ScalerState"):
@@ -531,7 +501,7 @@ def test_a_training_with_another_rules_state_stops_before_anything_is_written(do
             loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b),
             optimizer=sgd,
             rule=ps.DynamicScale(),
-            donate=donate,
+            donate=True,
         )
 
 
@@ -546,15 +516,13 @@ def test_the_fields_of_a_state_count_and_not_its_class(make, bad):
     assert same_bits(rule.update(record, flag), rule.update(state, flag))
 
 
-@pytest.mark.parametrize("name", ["DynamicScale", "HeadroomScale", "DeepSpeedScale"])
-def test_a_foreign_state_is_refused_while_tracing(name):
-    rule, own = STATES[name]
-    foreign = STATES["DynamicScale" if name == "HeadroomScale" else "HeadroomScale"][1]
-    words = f"scaler is {type(foreign).__name__}; expected a {type(own).__name__}"
+def test_a_foreign_state_is_refused_while_tracing():
+    (rule, _), (_, foreign) = STATES["DynamicScale"], STATES["HeadroomScale"]
+    words = "scaler is HeadroomState; expected a ScalerState"
     with pytest.raises(TypeError, match=words):
-        torch.compile(rule.update, backend="eager")(foreign, *told(rule))
+        torch.compile(rule.update, backend="eager")(foreign, torch.tensor(False))
     with pytest.raises(TypeError, match=words):
-        torch.vmap(lambda s: rule.update(s, *told(rule)))(stack([foreign, foreign]))
+        torch.vmap(lambda s: rule.update(s, torch.tensor(False)))(stack([foreign, foreign]))
 
 
 @pytest.mark.parametrize(
@@ -576,13 +544,13 @@ def test_a_job_that_overflows_for_ever_is_still_seen_by_check_scaler(rule):
 # ---- bad input
 
 
-@pytest.mark.parametrize("value", [0.0, -2.0, math.nan, math.inf, 3.0, 1000, 2.0**128, 2.0**-150])
 @pytest.mark.parametrize(
     "name", ["init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"]
 )
-def test_a_setting_that_is_no_power_of_two_is_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=rf"{name} must be a power of two.*Fix: {name}="):
-        ps.DynamicScale(**{name: value})
+def test_a_setting_that_is_no_power_of_two_is_refused_by_name(name):
+    for value in (0.0, -2.0, math.nan, math.inf, 3.0, 1000, 2.0**128, 2.0**-150):
+        with pytest.raises(ValueError, match=rf"{name} must be a power of two.*Fix: {name}="):
+            ps.DynamicScale(**{name: value})
 
 
 @pytest.mark.parametrize("value", ["65536", None, True, [2.0]])
@@ -600,10 +568,7 @@ def test_a_setting_that_is_no_number_is_refused(value):
     [
         ({"growth_interval": 2**31}, "growth_interval must be from 1"),
         ({"growth_factor": 1.0}, "growth_factor must be above 1"),
-        ({"growth_factor": 0.5}, "growth_factor must be above 1"),
         ({"backoff_factor": 1.0}, "backoff_factor must lie between 0 and 1"),
-        ({"backoff_factor": 2.0}, "backoff_factor must lie between 0 and 1"),
-        ({"growth_interval": 0}, "growth_interval must be from 1"),
         ({"hysteresis": 0}, "hysteresis must be from 1"),
         (
             {"min_scale": 4.0, "init_scale": 8.0, "max_scale": 2.0},
@@ -621,7 +586,7 @@ def test_settings_that_contradict_are_refused(settings, message):
         ps.DynamicScale(**settings)
 
 
-@pytest.mark.parametrize("scale", [2.0**-149, 2.0**-130, 2.0**127])
+@pytest.mark.parametrize("scale", [2.0**-149, 2.0**127])
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex32])
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_complex_zeros_unscale_to_zeros_at_every_scale(scale, dtype):

@@ -126,7 +126,7 @@ def test_a_run_of_one_number_and_its_rounding_is_not_rejected():
     assert run_of(GUARD, [2.0] * 10 + [2.1])[1][-1]
 
 
-NOISE = (2 + 0.1 * torch.randn(4000, generator=torch.Generator().manual_seed(0))).tolist()
+NOISE = (2 + 0.1 * torch.randn(1500, generator=torch.Generator().manual_seed(0))).tolist()
 PATIENT = ps.SpikeGuard(patience=10)
 
 
@@ -154,7 +154,7 @@ def test_nothing_is_rejected_in_calm_and_each_spike_alone():
 @pytest.mark.parametrize("quiet", [0.0, nan])
 def test_steps_that_move_nothing_do_not_end_a_row_of_rejections(quiet):
     """Or sparse rewards that have risen would be rejected for ever, one at a time."""
-    risen = [x for y in NOISE[:300] for x in (quiet, quiet, 5 * y)]
+    risen = [x for y in NOISE[:100] for x in (quiet, quiet, 5 * y)]
     assert sum(run_of(PATIENT, [*NOISE[:50], *risen])[1]) == 10
     state, rejected = PATIENT.init(), 0
     for norm in (*NOISE[:50], *risen):  # the loss is calm
@@ -166,7 +166,7 @@ def test_steps_that_move_nothing_do_not_end_a_row_of_rejections(quiet):
 def test_a_loss_of_0_whose_gradient_is_not_ends_a_row():
     """As of a surrogate, `loss - loss.detach()`: its spikes are years apart."""
     state = PATIENT.init()
-    for index, x in enumerate(NOISE[:1000]):
+    for index, x in enumerate(NOISE[:300]):
         norm = torch.tensor(x * (30 if index % 50 == 49 else 1))
         state, bad = PATIENT.update(state, torch.tensor(0.0), norm)
         assert bad.item() is (index % 50 == 49)
@@ -195,17 +195,15 @@ def test_numbers_whose_squares_overflow_float32_are_judged():
     assert run_of(GUARD, [1.1e30, 9e30], state)[1] == [False, True]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"sigma": 0}, {"sigma": -1.0}, {"decay": 1.0}, {"decay": 0.0}, {"warmup": 1}, {"sigma": nan},
-     {"patience": 0}],
-)  # fmt: skip
-def test_settings_that_are_none_are_refused_when_made(settings):
-    with pytest.raises(ValueError, match=rf"{next(iter(settings))} must be .*Fix: "):
-        ps.SpikeGuard(**settings)
-    for wrong in ("6", None, torch.tensor(6.0)):
-        with pytest.raises(TypeError, match="Fix: "):
-            ps.SpikeGuard(**{next(iter(settings)): wrong})
+def test_settings_that_are_none_are_refused_when_made():
+    wrong = {"sigma": (0, nan), "decay": (1.0, 0.0), "warmup": (1,), "patience": (0,)}
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=rf"{name} must be .*Fix: "):
+                ps.SpikeGuard(**{name: value})
+        for value in ("6", None, torch.tensor(6.0)):
+            with pytest.raises(TypeError, match="Fix: "):
+                ps.SpikeGuard(**{name: value})
 
 
 def test_settings_are_values():
@@ -217,8 +215,8 @@ def test_it_keeps_the_laws_of_a_guard():
     assert_guard(ps.SpikeGuard())
 
 
-@pytest.mark.parametrize("huge", [1e200, 1e155, -1e200])
-@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("huge", [1e155, -1e200])
+@pytest.mark.parametrize("at", [0, 3, 5])
 def test_a_loss_whose_square_is_out_of_range_is_not_learnt(huge, at):
     guard, losses = ps.SpikeGuard(warmup=3), [2.0, 2.1, 1.9, 2.0, 2.1]
     state = plain = guard.init()
@@ -303,9 +301,14 @@ def flags(infos, name):
     return [getattr(info, name).item() for info in infos]
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("settings", [{}, {"donate": True, "max_norm": inf}, {"max_norm": 0.5}])
-@pytest.mark.parametrize("optimizer", [ADAMW, RMSPROP], ids=["AdamW", "RMSprop"])
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "count"),
+    [
+        (ADAMW, {"donate": True, "max_norm": inf}, 1),
+        (ADAMW, {}, 3),
+        (RMSPROP, {"max_norm": 0.5}, 1),
+    ],
+)
 def test_exactly_the_planted_spikes_are_rejected_and_are_as_if_they_had_not_been(
     optimizer, settings, count
 ):
@@ -326,8 +329,7 @@ def test_exactly_the_planted_spikes_are_rejected_and_are_as_if_they_had_not_been
     assert same_bits(state._replace(guard=()), bare)
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("optimizer", [ADAMW, RMSPROP], ids=["AdamW", "RMSprop"])
+@pytest.mark.parametrize(("optimizer", "donate"), [(ADAMW, True), (RMSPROP, False)])
 def test_an_accelerators_way_is_that_of_the_host(optimizer, donate):
     every = windows(PLANTED)
     host, infos = trained(*job(optimizer, max_norm=inf, donate=donate), every)
@@ -589,6 +591,7 @@ def _ranks(rank):
         step(state._replace(guard=off), calm[0])
 
 
+@pytest.mark.slow
 def test_over_a_group_all_ranks_reject_alike():
     in_processes(_ranks)
 
@@ -625,11 +628,6 @@ def test_a_guard_may_remember_nothing():
             answering("NoPair", lambda state, bad: bad),
             TypeError,
             r"NoPair\.update returned Tensor; expected \(state, bad\)",
-        ),
-        (
-            answering("NoFlag", lambda state, bad: (state, bad.float())),
-            TypeError,
-            r"NoFlag\.update returned \(state, tensor\(0\.\)\)",
         ),
         (
             answering("OtherState", lambda state, bad: (state.seen, bad)),

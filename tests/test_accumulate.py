@@ -16,7 +16,6 @@ from helpers import (
     at,
     clone,
     finite32,
-    powers_of_two,
     same_bits,
     stack,
     tensors,
@@ -102,15 +101,6 @@ def test_donation_gives_the_same_bits(tree, parts):
     assert same_bits(ps.accumulated_grads(plain), ps.accumulated_grads(donated, donate=True))
 
 
-def test_donated_means_are_written_into():
-    means = [torch.tensor([3.0]), torch.tensor([4.0, 5.0])]
-    accum = ps.init_accum(means)._replace(grads=means)
-    donated = ps.accumulate_grads(accum, [torch.ones(1), torch.ones(2)], donate=True)
-    assert [t.data_ptr() for t in donated.grads] == [t.data_ptr() for t in means]
-    given, _ = ps.accumulated_grads(donated, donate=True)
-    assert [t.data_ptr() for t in given] == [t.data_ptr() for t in means]
-
-
 def a_mean_is_the_weight():
     mean = torch.tensor(2.0).double()
     return ps.init_accum([mean])._replace(grads=[mean], weight=mean), [torch.tensor(3.0).double()]
@@ -135,18 +125,6 @@ def test_donation_of_what_shares_memory_gives_the_same_bits(make):
     assert_donation_keeps_bits(lambda donate: ps.accumulate_grads(*make(), weight=3, donate=donate))
     accum, _ = make()
     assert same_bits(ps.merge_accum(accum, accum, donate=True), ps.merge_accum(*[make()[0]] * 2))
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_one_large_leaf_and_many_small_ones_are_all_averaged(donate):
-    torch.manual_seed(0)
-    shapes = [(3_000_001,), (5,), (700, 1500), (), (0,), (2, 3, 4, 5)] + [(300_000,)] * 5
-    gradients = [{i: torch.randn(s) for i, s in enumerate(shapes)} for _ in range(3)]
-    gradients[1][5] = gradients[1][5].to(memory_format=torch.channels_last)
-    gradients[2][2] = gradients[2][2].t().contiguous().t()
-    expected = pytree.tree_map(lambda a, b, c: (a.double() + 2 * b + 5 * c) / 8, *gradients)
-    means = pytree.tree_map(torch.Tensor.double, window(gradients, [1, 2, 5], donate=donate).grads)
-    torch.testing.assert_close(means, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_of_opposite_sign_near_the_maximum_do_not_overflow():
@@ -192,14 +170,6 @@ def test_the_dtype_of_the_mean(leaf, dtype, expected):
     assert not accum.grads["w"].requires_grad
 
 
-def test_complex_gradients_are_averaged():
-    accum = window(
-        [[torch.tensor([1 + 2j])], [torch.tensor([3 - 4j])], [torch.tensor([complex(0, INF)])]]
-    )
-    assert accum.grads[0].item() == 2 - 1j
-    assert accum.num_bad == 1
-
-
 def sparse(index, *values):
     """A row of 3, with these values at one index."""
     values = torch.tensor(values)
@@ -241,19 +211,6 @@ def test_one_bad_microbatch_drops_the_window_or_is_dropped_alone(position, bad):
     assert grads[0].item() == pytest.approx(good / 3)
 
 
-@given(trees(finite32), bad_values, weights.filter(bool))
-def test_a_bad_microbatch_leaves_no_trace_in_the_mean(tree, bad, weight):
-    accum = window([tree])
-    for value in with_values(tree, [bad]):
-        after = ps.accumulate_grads(accum, value, weight)
-    assert all(
-        torch.equal(a, b) for a, b in zip(tensors(accum.grads), tensors(after.grads), strict=True)
-    )
-    assert torch.equal(after.weight, accum.weight)
-    if tensors(tree):
-        assert after.bad_weight == weight
-
-
 @pytest.mark.parametrize("policy", ["drop_window", "drop_microbatch"])
 @pytest.mark.parametrize(("weights", "bad"), [([1, 1], True), ([0, 0], False)])
 def test_a_window_without_a_good_microbatch_is_skipped_and_bad_only_if_it_counts(
@@ -264,34 +221,9 @@ def test_a_window_without_a_good_microbatch_is_skipped_and_bad_only_if_it_counts
     assert ps.accumulated_grads(accum, on_nonfinite=policy)[1]
 
 
-def test_what_has_weight_zero_counts_for_nothing_be_it_nan():
-    accum = window(scalars(3.0, math.nan, 5.0), weights=[1, 0, 1])
-    assert (accum.num_good, accum.num_bad) == (2, 0)
-    assert accum.grads[0] == 4
-    assert not accum.found_inf
-
-
 def test_token_counts_beyond_2_to_the_24_are_added_exactly():
     accum = window(scalars(1.0, 1.0, 1.0), weights=[2**24, 1, 1])
     assert accum.weight == 2**24 + 2
-
-
-def test_the_scale_may_change_in_the_middle_of_a_window():
-    # GradScaler adds gradients of different scales to one sum: wrong by a factor that differs from
-    # element to element.
-    true = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, -2.0]), torch.tensor([8.0, 0.5])]
-    accum = ps.init_accum([true[0]])
-    for grads, scale in zip(true, [2.0**16, 2.0**15, 2.0**-3], strict=True):
-        unscaled, found_inf = ps.unscale_and_check(at(scale), [grads * scale])
-        accum = ps.accumulate_grads(accum, unscaled, found_inf=found_inf)
-    torch.testing.assert_close(accum.grads[0], torch.stack(true).mean(0))
-
-
-@given(powers_of_two, st.floats(-100, 100, width=32))
-def test_a_window_of_one_is_its_gradient_bit_for_bit(weight, value):
-    grads = [torch.tensor([value + 0.0, 1e-30])]
-    accum = window([grads], weights=[weight])
-    assert same_bits(accum.grads, grads) or value == 0
 
 
 # ---- full batch and tokens
@@ -545,19 +477,6 @@ def test_a_norm_that_is_not_finite_can_be_made_an_error(norm):
 # ---- what a review found
 
 
-@pytest.mark.slow
-def test_a_number_that_varies_as_weight_compiles():
-    torch._dynamo.reset()
-    compiled = torch.compile(ps.accumulate_grads, fullgraph=True, backend="aot_eager")
-    eager = accum = ps.init_accum([torch.zeros(2)])
-    for weight in (1.0, 2.5, 4.0, 3, 7):
-        accum, eager = (
-            compiled(accum, [torch.ones(2) * weight], weight),
-            ps.accumulate_grads(eager, [torch.ones(2) * weight], weight),
-        )
-        assert_close(accum, eager, rtol=1e-6, atol=1e-6)
-
-
 def test_a_sparse_mean_takes_none_and_dense_gradients():
     accum = ps.accumulate_grads(ps.init_accum([sparse(0, 1.0)]), [sparse(0, 1.0)])
     assert ps.accumulate_grads(accum, [None]).grads[0].to_dense().tolist() == [0.5, 0, 0]
@@ -581,14 +500,6 @@ def test_a_weight_of_zero_has_a_finite_derivative(weight):
         return ps.accumulate_grads(merged, [torch.ones(1) * 3], 1.0).grads[0].sum()
 
     assert torch.isfinite(torch.func.grad(mean)(torch.tensor(weight)))
-
-
-def test_a_merged_mean_is_differentiated_by_the_weight_of_a_half():
-    w = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
-    one = ps.accumulate_grads(ps.init_accum([torch.ones(1)]), [torch.ones(1)], 3.0)
-    other = ps.init_accum([torch.ones(1)])._replace(grads=[torch.full((1,), 5.0)], weight=w)
-    (by_w,) = torch.autograd.grad(ps.merge_accum(one, other).grads[0].sum(), w)
-    assert by_w.item() == pytest.approx((5 - 1) * 3 / 16)
 
 
 def test_a_bfloat16_mean_does_not_round_to_inf():

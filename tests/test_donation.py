@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-from operator import neg
 from typing import NamedTuple
 
 import hypothesis.strategies as st
@@ -11,7 +10,6 @@ import optree
 import pytest
 import torch
 from helpers import (
-    Dispatched,
     Untouched,
     at,
     batch,
@@ -24,8 +22,7 @@ from hypothesis import given
 from torch import Tensor
 
 import purescale as ps
-from purescale._step import memory
-from purescale._torch import donation, tracing
+from purescale._torch import tracing
 from purescale._torch.donation import can_write, take_ownership
 from purescale.testing import donated_poisoned
 
@@ -223,21 +220,6 @@ def test_all_gradients_are_written_into_or_none(pieces):
             assert same_bits((grads, row), (before, kept))
 
 
-def test_gradients_in_one_bucket_give_the_step_of_gradients_apart():
-    """DistributedDataParallel has them as views of one storage, which is not written into."""
-    params = {"w": torch.ones(3, 4), "b": torch.ones(3)}
-    bucket = torch.arange(15.0)
-    weight, bias = bucket.split([12, 3])
-    grads = {"w": weight.view(3, 4), "b": bias}
-    for norm in (None, 1.0):
-        arguments = clone((params, grads, ADAMW.init(params)))
-        expected = ps.unscale_and_step(ADAMW, at(4.0), *arguments, norm)
-        arguments = clone(params), grads, ADAMW.init(params)
-        found = ps.unscale_and_step(ADAMW, at(4.0), *arguments, norm, donate=True)
-        assert same_bits(tuple(found), tuple(expected))
-        assert bucket.tolist() == list(range(15))
-
-
 def test_a_microbatch_in_the_memory_of_the_state_is_left():
     shared = torch.ones(3)
     state = ps.init_train_state({"w": torch.ones(3)}, {"x": torch.zeros(3)}, ADAMW, RULE)._replace(
@@ -323,21 +305,6 @@ def test_what_a_backward_made_is_ours_only_where_nobody_else_can_see_it():
     assert all(gradient.is_contiguous() for gradient in mine)
 
 
-def test_gradients_that_are_views_of_one_buffer_cost_one_copy():
-    """As those of parameters that a loss concatenates."""
-    counts = []
-    for number in (10, 1000):
-        buffer = torch.arange(3.0 * number)
-        found = list(buffer.split(3))
-        with Dispatched() as run:
-            mine = take_ownership(found)
-        counts.append(sum("clone" in str(op) or "_foreach" in str(op) for op in run.ops))
-        assert torch.equal(torch.cat(mine), buffer)
-        pointers = {gradient.untyped_storage().data_ptr() for gradient in mine}
-        assert len(pointers | {buffer.untyped_storage().data_ptr()}) == number + 1
-    assert counts == [1, 1]
-
-
 class Sum(NamedTuple):
     scale: Tensor
     clean: Tensor  # 0-d float64
@@ -375,59 +342,8 @@ def test_a_compiled_donated_step_keeps_0d_numbers_of_float64():
     assert state.params["w"] == 1 - 3 * 0.5 * 2
 
 
-@pytest.mark.parametrize("kind", ["torch", "masters", "partition", "own"])
-def test_a_step_asks_once_and_before_the_loss_whose_memory_it_may_write(kind, monkeypatch):
-    events = []
-    asked = donation.can_write_each
-
-    def can_write_each(*arguments, **settings):
-        events.append("asks")
-        return asked(*arguments, **settings)
-
-    for module in (donation, memory):
-        monkeypatch.setattr(module, "can_write_each", can_write_each)
-    sgd = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
-    optimizer = {
-        "torch": sgd,
-        "masters": ps.with_master_weights(sgd),
-        "partition": ps.partition(
-            {"a": sgd, "b": ps.from_torch(torch.optim.AdamW)}, lambda name, _: name
-        ),
-        "own": ps.from_transformation(
-            (lambda params: (), lambda grads, state, params: (optree.tree_map(neg, grads), state))
-        ),
-    }[kind]
-    dtype = torch.bfloat16 if kind == "masters" else torch.float32
-    params = {name: torch.ones(5, dtype=dtype) for name in "ab"}
-
-    def loss_fn(params, buffers, x):
-        events.append("loss")
-        return sum((w.float() * x).sum() for w in params.values()), {"n": buffers["n"] + 1}
-
-    rule = ps.DynamicScale(init_scale=8.0)
-    state = ps.init_train_state(params, {"n": torch.tensor(0)}, optimizer, rule)
-    settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "donate": True}
-    ps.train_step(state, [torch.tensor(1.0)] * 3, **settings)
-    assert events == ["asks", "loss", "loss", "loss"]
-
-
-SGD = ps.from_torch(torch.optim.SGD, lr=0.5)
-
-
 def product(params, buffers, x):
     return (params["w"] * x).sum(), buffers
-
-
-def test_aux_is_apart_from_a_parameter_with_a_pending_conjugation():
-    w = torch.randn(3, dtype=torch.complex64)
-    state = ps.init_train_state({"w": w}, {}, SGD, RULE)._replace(params={"w": w.conj()})
-
-    def loss_fn(params, buffers, x):
-        return params["w"].abs().sum() * x, buffers, params["w"]
-
-    settings = {"loss_fn": loss_fn, "optimizer": SGD, "rule": RULE}
-    (aux,) = ps.train_step(state, [torch.tensor(1.0)], **settings)[1].aux
-    assert aux.untyped_storage().data_ptr() != w.untyped_storage().data_ptr()
 
 
 class Raises:
@@ -446,29 +362,6 @@ def test_gradients_stay_as_they_were_if_an_optimizer_of_ones_own_raises(optimize
     state = optimizer.init(params)
     with Untouched((params, given, state)), pytest.raises(RuntimeError, match="full"):
         ps.unscale_and_step(optimizer, RULE.init(), params, given, state, donate=True)
-
-
-def test_a_step_on_a_graph_writes_into_no_gradient_that_a_custom_backward_kept():
-    class Kept(torch.autograd.Function):
-        @staticmethod
-        def forward(w, x):
-            return (w * x).sum()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(inputs[1])
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return ctx.saved_tensors[0], None
-
-    sgd = ps.from_torch(torch.optim.SGD, lr=0.5, differentiable=True)
-    state = ps.init_train_state({"w": torch.ones(3)}, {}, sgd, RULE)
-    state.params["w"].requires_grad_()
-    x = torch.full((3,), 8.0)
-    settings = {"loss_fn": lambda p, b, m: (Kept.apply(p["w"], m), b), "rule": RULE}
-    with Untouched(x):
-        ps.train_step(state, [x], optimizer=sgd, **settings)
 
 
 @pytest.mark.parametrize("call", ["train_step", "unscale_and_step", "maybe_step"])
@@ -493,25 +386,6 @@ def test_a_donated_step_on_a_graph_is_that_without_donation(call):
         found.append(params["w"])
     assert same_bits(*found)
     assert found[1].requires_grad
-
-
-class Learned(ps.DynamicScale):
-    """A rule whose scale is on the graph of a factor."""
-
-    def update(self, scaler, found_inf):
-        factor = torch.ones((), requires_grad=True)
-        scaler = super().update(scaler, found_inf)
-        return scaler._replace(scale=scaler.scale * factor)
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_the_scale_of_a_rule_that_records_a_graph_is_on_it_in_each_step(donate):
-    adamw, rule = ps.from_torch(torch.optim.AdamW, lr=0.1), Learned()
-    for _ in range(2):  # the second step is planned
-        state = ps.init_train_state({"w": torch.ones(3)}, {}, adamw, rule)
-        settings = {"loss_fn": product, "optimizer": adamw, "rule": rule, "donate": donate}
-        state, _ = ps.train_step(state, [torch.ones(3)], **settings)
-        assert state.scaler.scale.requires_grad
 
 
 # ---- a donated state as NaN ----------------------------------------------------------------------
@@ -600,17 +474,3 @@ def test_what_is_traced_runs_inside_as_it_is():
         assert same_bits(ps.jit(clipped, backend="aot_eager")(rows), expected)
         assert rows.max() == 4
         assert same_bits(compiled(rows.clone()), expected)
-
-
-@pytest.mark.parametrize("jitted", [False, True])
-def test_the_state_before_many_steps_is_kept_inside(jitted):
-    def step(total, x):
-        total = ps.clip_by_value([total], 100.0, donate=True)[0]
-        return total + x, total
-
-    if jitted:
-        step = ps.jit(step, donate=0, backend="aot_eager")
-    start, batches = torch.tensor(2.0), torch.arange(4.0)
-    expected = ps.scan_steps(step, start, batches)
-    with donated_poisoned(), Untouched((start, batches)):
-        assert same_bits(ps.scan_steps(step, start, batches), expected)

@@ -320,16 +320,6 @@ def test_a_choice_over_lists_writes_only_into_what_was_given_up(pairs, bad, dona
     assert donate or len(set(memories)) == len(memories)  # else none of them could be donated later
 
 
-@pytest.mark.parametrize("lists", [False, True])
-def test_tensors_that_share_memory_are_not_written_into(lists):
-    row = torch.arange(4.0)
-    old, new = {"a": row[:2], "b": row[2:]}, {"a": row[1:3], "b": row[:2]}
-    with over_lists() if lists else contextlib.nullcontext(), Untouched(row):
-        found = ps.select(torch.tensor(False), old, new)
-    assert same_bits(found, new)
-    assert not donation.can_write([*old.values()], [*new.values()])
-
-
 @given(
     st.lists(st.integers(0, 4), max_size=4).flatmap(
         lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))))
@@ -471,37 +461,6 @@ def test_products_and_quotients_over_lists_have_the_bits_of_those_tensor_by_tens
                 assert (new is old) == (in_place and same(old))
 
 
-@pytest.mark.parametrize("dtype", [f32, f64])
-@pytest.mark.parametrize("good", [True, False])
-def test_a_masked_sum_is_added_where_good_and_leaves_nan_behind(dtype, good):
-    targets = [torch.randn(3, dtype=dtype), torch.randn(2, 3, dtype=dtype).t()]
-    targets += [torch.randn(4, dtype=dtype)[::2], torch.randn(2).to(bf16)]
-    new = [torch.randn(t.shape, dtype=f16 if t.ndim == 2 else dtype) for t in targets]
-    if not good:
-        new = [torch.full_like(t, nan) for t in new]
-    factor, before = torch.tensor(0.5), clone(targets)
-    with Untouched(new):
-        foreach.add_where_(targets, new, factor, torch.tensor(good))
-    if good:
-        pairs = zip(before, new, strict=True)
-        assert_close(targets, [a + b.to(a.dtype) * factor.to(a.dtype) for a, b in pairs])
-    else:
-        assert same_bits(targets, before)
-
-
-@given(
-    st.lists(floats(), min_size=1, max_size=6),
-    st.sampled_from([0.5, 1.0, 2.0, 3.0, 7.0]),
-)
-def test_a_norm_over_a_list_of_wide_numbers_is_that_of_one_vector(leaves, power):
-    leaves = [t.to(f64) for t in leaves if t.numel()] or [torch.zeros(1, dtype=f64)]
-    row = torch.cat([t.reshape(-1) for t in leaves])
-    unit = row.abs().amax().clamp(min=torch.finfo(f64).tiny) if row.isfinite().all() else 1.0
-    expected = torch.linalg.vector_norm(row / unit, power) * unit
-    norm = local_stats(leaves, torch.tensor(1.0), power).norm
-    torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize("power", [1.0, 2.0, 3.0, 5.0, 8.0])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_norm_over_a_list_is_as_exact_in_every_dtype(dtype, power):
@@ -517,43 +476,6 @@ def test_a_step_clipped_by_any_norm_is_few_operators(kind, power):
     optimizer = ps.from_torch(torch.optim.AdamW)
     how = {"max_norm": 1.0, "norm_type": power}
     assert operators_of_any(optimizer, (f32, kind), **how) <= 75
-
-
-def rounds(optimizer, dtypes, lay, clip, maybe):
-    """Three steps over gradients at the ends of ranges, on the way that is taken here."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(), (3,), (4, 2), (2, 3, 2, 2)]
-    drawn = [torch.randn(shape, generator=generator, dtype=f64) for shape in shapes]
-    params = {str(i): lay(t).to(dtypes[0]) for i, t in enumerate(drawn)}
-    state, scaler = optimizer.init(params), ps.DynamicScale(init_scale=2.0**-10).init()
-    for step in range(3):
-        sizes = [10.0 ** torch.randint(-6, 5, t.shape, generator=generator) for t in drawn]
-        values = [t * size for t, size in zip(drawn, sizes, strict=True)]
-        grads = {n: lay(t).to(dtypes[1]) for n, t in zip(params, values, strict=True)}
-        if maybe:
-            if step == 1:
-                grads["1"][0] = inf  # whoever steps on it does so in any dtype
-            params, state = ps.maybe_step(optimizer, params, grads, state, torch.tensor(step == 2))
-        else:
-            params, state, *_ = ps.unscale_and_step(
-                optimizer, scaler, params, grads, state, **clip, donate=step == 2
-            )
-    return params, state
-
-
-# Half parameters take another formula over lists than tensor by tensor.
-@pytest.mark.parametrize("dtypes", MIXED, ids=str)
-@pytest.mark.parametrize("how", [{"max_norm": 1.0}, {"clip_value": torch.tensor(0.7)}, None])
-def test_steps_with_gradients_in_another_dtype_have_the_same_bits_over_lists(dtypes, how):
-    optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1)
-    arguments = dtypes, LAYOUTS["permuted"], how or {}, how is None
-    expected = rounds(optimizer, *arguments)
-    with over_lists():
-        found = rounds(optimizer, *arguments)
-    if how and "max_norm" in how:  # the norm is that of another kernel
-        assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    else:
-        assert same_bits(found, expected)
 
 
 # ---- formulas over lists -------------------------------------------------------------------------
@@ -618,26 +540,6 @@ def test_a_formula_over_lists_agrees_with_that_tensor_by_tensor_is_pure_and_skip
         assert not shares_memory(grads, donated)
 
 
-@pytest.mark.parametrize("name", ["RMSprop", "NAdam", "ASGD"])
-def test_groups_dtypes_and_missing_gradients_go_over_lists(name):
-    params = {
-        "a": torch.randn(3),
-        "b": torch.randn(2, 3).double(),
-        "c": torch.randn(4),
-        "d.bias": torch.randn(2),
-        "e": torch.zeros(0),
-    }
-    grads = {n: None if n == "c" else torch.randn_like(p) for n, p in params.items()}
-    settings = {"overrides": {"*.bias": {"lr": 0.5}}, "counts": "each"}
-    optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
-    state = optimizer.init(params)
-    expected = optimizer.step(params, grads, state)
-    with over_lists():
-        found = ps.maybe_step(optimizer, params, grads, state, torch.tensor(False))
-    assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert same_bits(found[0]["c"], params["c"])
-
-
 @pytest.mark.parametrize("name", ["RMSprop", "Rprop"])
 def test_leaves_that_lists_do_not_take_go_tensor_by_tensor(name):
     params = {"a": torch.randn(3), "b": torch.randn(3, 2).t()[:, ::2], "c": torch.randn(2)}
@@ -652,40 +554,4 @@ def test_leaves_that_lists_do_not_take_go_tensor_by_tensor(name):
         assert_close(optimizer.step(params, grads, state), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_named_implementation_over_lists_leaves_the_gradients_alone():
-    optimizer = ps.from_torch(torch.optim.SGD, momentum=0.9, nesterov=True, foreach=True)
-    params = make_params()
-    grads = grads_at(0, params)
-    with Untouched(grads):
-        optimizer.step(params, grads, optimizer.init(params))
-
-
 # ---- one flat tensor -----------------------------------------------------------------------------
-
-
-def parts_of(flat):
-    return foreach.views(flat, [torch.empty(2, 3), torch.empty(3, 2).t(), torch.empty(0), flat[0]])
-
-
-def test_views_of_one_flat_tensor_are_gathered_without_a_copy():
-    flat = torch.arange(13.0)
-    gathered = foreach.gather(parts_of(flat))
-    assert torch.equal(gathered, flat)
-    assert gathered.data_ptr() == flat.data_ptr()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda parts: [parts[1], parts[0]],
-        lambda parts: [parts[0], parts[1] + 0],
-        lambda parts: [parts[0].clone(), parts[1]],
-        lambda parts: [torch.arange(8.0)[:4:2], torch.arange(8.0)[2:4]],
-        lambda parts: [(some := torch.arange(8.0))[:4:2], some[2:4]],
-    ],
-)
-def test_what_does_not_lie_in_one_row_is_copied_in_the_order_of_its_memory(change):
-    tensors = change(parts_of(torch.arange(13.0)))
-    rows = [t if t.is_contiguous() else t.t() if t.ndim == 2 else t for t in tensors]
-    expected = torch.cat([row.reshape(-1) for row in rows])
-    assert torch.equal(foreach.gather(tensors), expected)

@@ -202,11 +202,6 @@ def schedule_of(model, optimizer):
     return {"optimizer": ps.from_torch(torch.optim.AdamW, lr=lambda n: 0.1 if model else 0.2)}
 
 
-def override_of(model, optimizer):
-    overrides = {"*bias": {"lr": lambda n: 0.1 if model else 0.2}}
-    return {"optimizer": ps.from_torch(torch.optim.RMSprop, lr=0.1, overrides=overrides)}
-
-
 def weights_of(model, optimizer):
     return {"weight_fn": lambda x: 1.0 if model else 2.0}
 
@@ -229,14 +224,6 @@ def guard_of(model, optimizer):
     return {"guard": Own()}
 
 
-def transformation_of(model, optimizer):
-    def update(grads, state, params):
-        assert model is not None
-        return {name: -0.1 * grad for name, grad in grads.items()}, state
-
-    return {"optimizer": ps.from_transformation((lambda params: (), update))}
-
-
 def subclass_of(base):
     def make(model, optimizer):
         class Own(base):
@@ -247,23 +234,13 @@ def subclass_of(base):
     return make
 
 
-def wrapped(make):
-    def around(model, optimizer):
-        return {"optimizer": ps.with_master_weights(make(model, optimizer)["optimizer"])}
-
-    return around
-
-
 HOLDERS = {
     "loss_fn": lambda model, optimizer: {},
     "label": label_of,
     "schedule": schedule_of,
-    "schedule under masters": wrapped(schedule_of),
-    "override": override_of,
     "weight_fn": weights_of,
     "rule": rule_of,
     "guard": guard_of,
-    "transformation": transformation_of,
     "fused subclass": subclass_of(torch.optim.AdamW),
 }
 

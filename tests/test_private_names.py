@@ -80,18 +80,6 @@ def test_an_eager_step_imports_no_compiler(modules_of_torch):
     assert not heavy(modules_after(loops) - modules_of_torch)
 
 
-def test_a_constant_is_marked_as_torch_marks_it():
-    def ours():
-        return 1
-
-    def torchs():
-        return 1
-
-    private.constant_while_compiling(ours)
-    torch.compiler.assume_constant_result(torchs)
-    assert vars(ours) == vars(torchs)
-
-
 # ---- a torch that has changed --------------------------------------------------------------------
 
 

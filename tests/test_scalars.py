@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from helpers import assert_close, at, same_bits
+from helpers import at, same_bits
 from hypothesis import given
 
 import purescale as ps
@@ -143,47 +143,3 @@ def test_a_setting_that_is_no_power_of_two_is_refused_whatever_its_type():
                 ps.DynamicScale(**{name: number})
         with pytest.raises(ValueError, match="scale must be a power of two"):
             ps.StaticScale(number)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda n: interop.torch_amp.rule(init_scale=n),
-        lambda n: interop.apex.rule(loss_scale=n),
-        lambda n: interop.megatron.rule(initial_scale=n),
-        lambda n: interop.jmp.rule(n),
-    ],
-)
-def test_a_peers_setting_is_a_float_whatever_type_it_came_in_or_refused_in_words(call):
-    assert call(Fraction(8)) == call(np.float32(8)) == call(8) == call(8.0)
-    for number in (HUGE, ENORMOUS, -ENORMOUS, Fraction(HUGE, 3)):
-        with pytest.raises(ValueError, match=r"must be (positive|finite)"):
-            call(number)
-
-
-def test_a_window_takes_the_whole_numbers_of_numpy():
-    window = ps.accumulation_window(
-        np.int64(3), every=np.int32(3), total=np.uint8(4), start=np.int64(0)
-    )
-    assert window == ps.accumulation_window(3, 3, 4)
-    assert [type(part) for part in window] == [bool, bool, int]
-    assert ps.accumulation_window(HUGE, 3).should_update is (HUGE % 3 == 2)
-    for value in (np.float64(3), Fraction(3), torch.tensor(3), True):
-        with pytest.raises(TypeError, match=r"index (must be a whole number|is a tensor)"):
-            ps.accumulation_window(value, 3)
-
-
-@pytest.mark.slow
-def test_a_compiled_function_takes_a_bound_as_an_argument():
-    compiled = torch.compile(
-        lambda g, n: ps.clip_by_global_norm(ps.clip_by_value([g], n), n),
-        fullgraph=True,
-        backend="eager",
-    )
-    for bound in (0.5, 2.0, 3):
-        assert_close(
-            compiled(*grads(), bound),
-            ps.clip_by_global_norm(ps.clip_by_value(grads(), bound), bound),
-            rtol=1e-6,
-            atol=0,
-        )

@@ -1,6 +1,5 @@
 """One step: skipped or applied as a whole, replayed bit for bit."""
 
-import contextlib
 import functools
 import math
 
@@ -22,7 +21,6 @@ from helpers import (
     same_bits,
     scaled_by,
     shares_memory,
-    small_net,
     stack,
     started,
     tensors,
@@ -31,7 +29,6 @@ from helpers import (
 from hypothesis import given
 
 import purescale as ps
-from purescale._torch import tracing
 from purescale.testing import assert_sync_free
 
 OPTIM = torch.optim
@@ -55,39 +52,6 @@ OVERFLOWS = 2.0**24  # a scale under which the small net overflows float16
 
 
 # ---- train_step
-
-
-@optimizers
-def test_train_step_equals_the_small_functions(optimizer):
-    state, step = job(optimizer, RULE, max_norm=1.0)
-    new, info = step(state, [batch()])
-
-    apply, _, _ = ps.make_functional(small_net())
-    apply = ps.with_policy(apply, "params=float32,compute=float16,output=float32")
-
-    def scaled(params):
-        logits, buffers = apply(params, state.buffers, batch()[0])
-        loss = F.cross_entropy(logits, batch()[1])
-        return ps.scale_loss(state.scaler, loss), (loss, buffers)
-
-    grads, (_, (loss, buffers)) = torch.func.grad_and_value(scaled, has_aux=True)(state.params)
-    grads, found_inf = ps.unscale_and_check(state.scaler, grads)
-    grads, norm = ps.clip_by_global_norm(grads, 1.0)
-    params, opt_state = ps.maybe_step(optimizer, state.params, grads, state.opt_state, found_inf)
-    expected = (
-        params,
-        ps.select(found_inf, state.buffers, buffers),
-        opt_state,
-        RULE.update(state.scaler, found_inf),
-        torch.tensor(1),
-        (),
-        (),
-    )
-    assert same_bits(tuple(new), expected)
-    assert same_bits(
-        (info.loss, info.found_inf, info.scale, info.grad_norm, info.aux),
-        (loss, found_inf, state.scaler.scale, norm, ()),
-    )
 
 
 @optimizers
@@ -156,17 +120,6 @@ def test_a_weight_tensor_that_is_no_weight_skips_the_step(weight):
     assert same_bits(new, state)
 
 
-def test_a_parameter_that_is_none_passes_through():
-    state, step = started({"w": torch.ones(1), "b": None}, lambda p, _: p["w"].square().sum(), SGD)
-    assert step(state, [None])[0].params["b"] is None
-
-    def loss_after(w):
-        stepped, _ = step(state._replace(params={"w": w, "b": None}), [None])
-        return stepped.params["w"].sum()
-
-    assert torch.func.grad(loss_after)(torch.ones(1)).item() == pytest.approx(1 - 0.1 * 2)
-
-
 # ---- random numbers
 
 
@@ -205,43 +158,6 @@ def test_with_rng_what_is_skipped_or_dropped_draws_its_numbers_too(bad, on_nonfi
 
 
 # ---- what the loss function may be
-
-
-class RejectsAll:
-    """A guard that rejects every step."""
-
-    def init(self, device=None):
-        return ()
-
-    def update(self, state, loss, grad_norm):
-        return state, torch.ones_like(loss, dtype=torch.bool)
-
-
-@pytest.mark.parametrize("forced", [False, True])
-@pytest.mark.parametrize(
-    ("settings", "overflows", "falls"),
-    [
-        ({}, False, False),
-        ({"on_nonfinite": "drop_microbatch"}, False, False),
-        ({"on_nonfinite": "drop_microbatch"}, True, True),
-        ({"max_retries": 30}, True, True),
-    ],
-)
-def test_a_rejected_step_lowers_the_scale_only_for_an_overflow_in_its_window(
-    settings, overflows, falls, forced
-):
-    state, step = started(
-        {"w": torch.ones(1)},
-        lambda p, x: (p["w"].half() * x).float().sum(),
-        guard=RejectsAll(),
-        **settings,
-    )
-    window = [torch.ones(1).half(), torch.full((1,), 2.0**8 if overflows else 1.0).half()]
-    with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
-        new, info = step(state, window)
-    assert info.rejected
-    assert new.step == 0
-    assert (new.scaler.scale < state.scaler.scale) == falls
 
 
 @pytest.mark.parametrize(

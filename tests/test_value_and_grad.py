@@ -10,7 +10,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import (
     HALF,
@@ -42,7 +41,6 @@ from purescale._torch import tracing
 from purescale.testing import (
     assert_pure,
     assert_single_graph,
-    assert_vmap_equals_loop,
 )
 
 OPTIM = torch.optim
@@ -84,19 +82,6 @@ def test_it_is_the_backward_of_torchs_own_loop(dtype, scale):
     assert same_bits(loss, theirs.detach())
     assert same_bits(grads, {name: p.grad for name, p in model.named_parameters()})
     assert same_bits(new_buffers, dict(model.named_buffers()))
-
-
-@pytest.mark.parametrize("policy", [None, HALF])
-def test_it_is_the_torch_func_of_its_docstring(policy):
-    loss_fn, params, buffers = net(policy)
-    value, grads = ps.value_and_grad(loss_fn)(params, buffers, batch(), scaler=SCALER)
-
-    def scaled(params):
-        loss, new_buffers = loss_fn(params, buffers, batch())
-        return ps.scale_loss(SCALER, loss), (loss.float(), new_buffers)
-
-    expected, (_, same) = torch.func.grad_and_value(scaled, has_aux=True)(params)
-    assert same_bits((value, grads), (same, expected))
 
 
 # ---- the same as a step --------------------------------------------------------------------------
@@ -210,17 +195,6 @@ def test_gradients_have_the_dtypes_of_their_parameters_and_the_bits_of_autograd(
     assert same_bits(grads, {name: p.grad for name, p in leaves.items()})
 
 
-def test_frozen_parameters_have_no_gradient_and_come_back_among_the_buffers():
-    model, (x, y) = small_net(), batch()
-    model[0].requires_grad_(False)
-    loss_fn, params, buffers = net(None, model)
-    (_, new_buffers), grads = ps.value_and_grad(loss_fn)(params, buffers, (x, y))
-    F.cross_entropy(model(x), y).backward()
-    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert same_bits(grads, trained)
-    assert same_bits(new_buffers["0.weight"], model[0].weight.detach())
-
-
 # ---- aux -----------------------------------------------------------------------------------------
 
 
@@ -301,30 +275,6 @@ def test_parameters_that_require_a_gradient_get_none_of_their_own():
     assert not grads["w"].requires_grad
 
 
-def test_it_keeps_no_graph():
-    held = []
-
-    class Seen(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, w):
-            activation = w * 2
-            ctx.save_for_backward(activation)
-            held.append(weakref.ref(activation))
-            return activation.sum()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * ctx.saved_tensors[0]
-
-    def loss_fn(params, buffers, x):
-        loss = Seen.apply(params["w"])
-        return loss, {"n": loss + 1}, loss * 2
-
-    returned = ps.value_and_grad(loss_fn)({"w": torch.ones(2)}, {"n": torch.zeros(())}, None)
-    assert held[0]() is None
-    assert not any(t.requires_grad for t in tensors(returned))
-
-
 def test_the_backward_frees_what_was_saved_as_it_goes():
     saved, alive = [], []
 
@@ -361,15 +311,6 @@ def test_a_compiled_loop_is_the_loop_in_one_graph_over_overflow_and_growth():
         torch.testing.assert_close(
             tensors(found), tensors(step(*call)), rtol=1e-4, atol=1e-5, equal_nan=True
         )
-
-
-def test_mapped_over_members_with_scales_of_their_own_it_is_a_loop():
-    loss_fn, params, buffers = net("float32")
-    members = [
-        ({name: p * factor for name, p in params.items()}, buffers, batch(index), at(scale))
-        for index, (factor, scale) in enumerate([(1.0, 2.0), (0.5, 2.0**10)])
-    ]
-    assert_vmap_equals_loop(ps.value_and_grad(loss_fn), *stack(members), rtol=1e-4, atol=1e-5)
 
 
 def test_mapped_over_samples_it_gives_the_gradients_of_each():
@@ -576,28 +517,6 @@ def by_a_step(loss_fn, window=lambda x: [x], **settings):
     return stepped
 
 
-def in_a_group(loss_fn, **settings):
-    def step(params, x):
-        """In a group of one process."""
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-        try:
-            return by_a_step(loss_fn, group=dist.group.WORLD, **settings)(params, x)
-        finally:
-            dist.destroy_process_group()
-
-    return step
-
-
-def after_a_right_one(loss_fn):
-    """In a window, whose first microbatch is as it should be."""
-
-    def either(params, buffers, entry):
-        right, x = entry
-        return linear({"w": params["weight"]}, buffers, x) if right else loss_fn(params, buffers, x)
-
-    return by_a_step(either, lambda x: [(True, x), (False, x)])
-
-
 def derived(fn):
     return lambda params, x: torch.func.grad(
         lambda p: sum(map(torch.sum, tensors(fn(p, x)))), has_aux=False
@@ -619,12 +538,9 @@ def on_an_accelerator(fn):
 MODES = {
     "by hand": by_value_and_grad,
     "as on an accelerator": lambda loss_fn: on_an_accelerator(by_a_step(loss_fn, donate=True)),
-    "the second of a window": after_a_right_one,
     "dropped": lambda loss_fn: by_a_step(
         loss_fn, lambda x: [x] * 2, on_nonfinite="drop_microbatch"
     ),
-    "a window in a group": lambda loss_fn: in_a_group(loss_fn, window=lambda x: [x] * 2),
-    "under no_grad": lambda loss_fn: torch.no_grad()(by_a_step(loss_fn)),
     "on a graph": lambda loss_fn: by_a_step(loss_fn, differentiable=True),
     "vmap": lambda loss_fn: mapped(by_a_step(loss_fn)),
     "a derivative of a map": lambda loss_fn: derived(mapped(by_value_and_grad(loss_fn))),
@@ -644,20 +560,6 @@ def test_a_loss_that_no_parameter_has_a_part_in_is_refused_in_each_mode(mode, wh
     with Untouched((params, LIVE_PARAMS)), pytest.raises(ValueError, match=words):
         MODES[mode](loss_fn)(params, x)
     assert LIVE.weight.grad is None
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_what_no_parameter_has_a_part_in_changes_no_gradient_of_a_loss(mode):
-    def loss_fn(params, buffers, x):  # without the bias
-        return (params["weight"] * x).sum(), buffers
-
-    def with_more(params, buffers, x):
-        return loss_fn(params, buffers, x)[0] + sum(f(params, x) for f in APART.values()), buffers
-
-    params, x = LIVE_PARAMS, torch.ones(3)
-    results = [MODES[mode](fn)(clone(params), x) for fn in (loss_fn, with_more)]
-    assert same_bits(*results)
-    assert LIVE.weight.grad is GRAPH.grad is None
 
 
 @pytest.mark.slow
@@ -680,26 +582,6 @@ def a_step(loss_fn, **settings):
     state, step = started({"w": torch.ones(2)}, None, SGD, loss_fn=loss_fn, buffers=buffers)
     with Untouched(state):
         step(state, [None], **settings)
-
-
-FORMS = {
-    "value_and_grad": lambda loss_fn, **options: ps.value_and_grad(loss_fn, **options),
-    "train_step": a_step,
-}
-
-
-@pytest.mark.parametrize("function", FORMS)
-@pytest.mark.parametrize(
-    ("option", "value", "cure"),
-    [
-        ("has_aux", True, "return aux as a third value, `return loss, new_buffers, aux`"),
-        ("argnums", (0, 1), "one tree of all that is differentiated as params"),
-    ],
-)
-def test_an_option_of_jax_is_refused_with_its_cure(function, option, value, cure):
-    words = rf"{function}\(\) .*argument '{option}', an option of jax.value_and_grad. Fix: {cure}"
-    with pytest.raises(TypeError, match=words):
-        FORMS[function](linear, **{option: value})
 
 
 TWO_ARGUMENTS = {
@@ -779,15 +661,6 @@ def test_a_loss_fn_may_write_into_what_it_made_itself():
 
     (_, new), _ = call(loss_fn=loss_fn, buffers={"mean": torch.ones(2)})
     assert same_bits(new, {"mean": torch.full((2,), 0.9) + 1})
-
-
-def test_a_loss_fn_that_raises_leaves_nothing_behind():
-    loss_fn, params, buffers = net()
-    fn = ps.value_and_grad(loss_fn)
-    expected = fn(params, buffers, batch())
-    with Untouched((params, buffers)), pytest.raises(RuntimeError):
-        fn(params, buffers, (torch.ones(2, 7, 6, 6), torch.zeros(2).long()))
-    assert same_bits(fn(params, buffers, batch()), expected)
 
 
 def test_a_slope_by_autograd_in_a_mapped_loss_is_refused_with_the_cure():

@@ -114,13 +114,13 @@ HOW = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_a_step_of_every_class_over_lists_is_few_operators_whatever_the_number_of_tensors(
-    name, settings, how
+    name, settings
 ):
     optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
-    assert operators_of_any(optimizer, **how) <= (60 if name == "AdamW" else 120)
+    for how in HOW[1:] if settings else HOW[:1]:
+        assert operators_of_any(optimizer, **how) <= (60 if name == "AdamW" else 120)
 
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -508,7 +508,7 @@ def made(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD"])
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
 def test_the_formula_of_a_class_with_a_fused_kernel_is_few_operators_too(name, made):
     """Complex parameters take it, as no fused kernel does."""
     assert operators_of_any(made(name, {}), step=maybe_step) <= 100

@@ -27,7 +27,6 @@ from helpers import (
     stack,
     started,
     tensors,
-    unstack,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -307,21 +306,6 @@ def test_a_window_that_may_be_tried_again_has_the_bits_of_one_that_may_not():
     assert same_bits(step(state, microbatches, max_retries=3), step(state, microbatches))
 
 
-def test_weights_that_are_tensors_agree_with_a_mapped_window():
-    """To 1e-6: other kernels."""
-    state, step = vector_job("equal", weight_fn=lambda m: m[1])
-    windows = [
-        [(torch.randn(3), torch.tensor(w)) for w in ws]
-        for ws in ((1.0, 2.0, 3.0), (0.0, 1.0, 1.0), (1.0, math.nan, 1.0), (0.0,) * 3)
-    ]
-    windows[1][0] = (torch.full((3,), math.nan), windows[1][0][1])
-    expected = [step(state, window) for window in windows]
-    assert [info.found_inf.item() for _, info in expected] == [False, False, True, True]
-    mapped = torch.vmap(step, in_dims=(None, 0))(state, stack(windows))
-    for index, one in enumerate(expected):
-        assert_close(unstack(mapped, index), one, rtol=1e-6, atol=1e-6, equal_nan=True)
-
-
 def test_a_rule_that_changes_dtypes_is_refused():
     class Wider(ps.DynamicScale):
         def update(self, scaler, found_inf):
@@ -443,10 +427,16 @@ def test_a_compiled_window_agrees_without_recompiling():
             assert info.found_inf == expected.found_inf
 
 
-def test_windows_under_vmap_equal_a_loop():
-    windows = [numbers(1, 2), numbers(INF, 4), numbers(3, math.nan), numbers(math.nan, INF)]
-    state, step = mean_job(on_nonfinite="drop_microbatch", max_norm=1.0)
-    states = [scaled_by(state, 2.0**i) for i in range(4)]
+@pytest.mark.parametrize("on_nonfinite", ["drop_window", "drop_microbatch"])
+def test_windows_under_vmap_equal_a_loop(on_nonfinite):
+    """To 1e-6: other kernels."""
+    settings = {"weight_fn": lambda m: m[1], "max_norm": 1.0, "on_nonfinite": on_nonfinite}
+    state, step = vector_job("equal", **settings)
+    weights = ((1.0, 2.0, 3.0), (0.0, 1.0, 1.0), (1.0, math.nan, 1.0), (0.0,) * 3, (1.0, 1.0, 2.0))
+    windows = [[(torch.randn(3), torch.tensor(w)) for w in ws] for ws in weights]
+    for index, value in ((1, math.nan), (4, INF)):
+        windows[index][0] = (torch.full((3,), value), windows[index][0][1])
+    states = [scaled_by(state, 2.0**i) for i in range(5)]
     assert_vmap_equals_loop(step, stack(states), stack(windows), rtol=1e-6, atol=1e-6)
 
 
@@ -687,18 +677,6 @@ def test_a_function_that_raises_leaves_the_state_and_functions_are_not_tried_aga
     assert same_bits(state, before)
     with pytest.raises(ValueError, match=r"max_retries=2 runs a window again.*\[make\(\) for make"):
         step(state, [drawn], max_retries=2)
-
-
-def test_weights_are_those_of_the_functions():
-    step, state, _ = dropout_net()
-    data = [drawn(), drawn()]
-    weights = {0: 1.0, 1: 3.0}
-    functions = [functools.partial(data.__getitem__, index) for index in weights]
-    torch.manual_seed(3)
-    got = step(state, functions, weight_fn=lambda make: weights[make.args[0]])
-    torch.manual_seed(3)
-    other = iter(weights.values())
-    assert same_bits(got, step(state, data, weight_fn=lambda batch: next(other)))
 
 
 # ---- a shorter window ----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from helpers import (
     Untouched,
     any32,
     at,
+    examples,
     finite32,
     powers_of_two,
     same_bits,
@@ -47,6 +48,7 @@ def test_the_identity_holds_on_the_step_where_the_scale_grows(value, exponent):
     assert unscaled == value
 
 
+@examples(25)
 @given(trees(any32), powers_of_two)
 def test_unscaling_is_float64_division_pure_and_the_same_donated_and_mapped(tree, scale):
     def divided(t):
@@ -60,13 +62,6 @@ def test_unscaling_is_float64_division_pure_and_the_same_donated_and_mapped(tree
     stacks = stack([at(scale), at(2 * scale)]), stack([mapped, mapped])
     assert_vmap_equals_loop(ps.unscale_and_check, *stacks)
     assert same_bits(ps.unscale_and_check(at(scale), tree, donate=True), (unscaled, found_inf))
-
-
-def test_unscaling_differentiates():
-    grad = torch.func.grad(lambda g: ps.unscale_and_check(at(4.0), {"w": g})[0]["w"].sum())(
-        torch.ones(2)
-    )
-    assert grad.tolist() == [0.25, 0.25]
 
 
 @pytest.mark.parametrize("scale", [2.0**-149, 2.0**-140, 2.0**-127, 2.0**126, 2.0**127])

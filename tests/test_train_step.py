@@ -4,7 +4,6 @@ import functools
 import math
 
 import hypothesis.strategies as st
-import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,6 @@ from helpers import (
     stack,
     started,
     tensors,
-    unstack,
 )
 from hypothesis import given
 
@@ -191,46 +189,6 @@ def test_a_loss_fn_that_returns_the_wrong_thing_is_refused_and_nothing_changes(
         ps.value_and_grad(loss_fn)(params, buffers, None)
 
 
-class Line:
-    """A container of one's own."""
-
-    def __init__(self, slope, shift):
-        self.slope, self.shift = slope, shift
-
-    @property
-    def parts(self):
-        return [self.slope, self.shift]
-
-
-optree.register_pytree_node(
-    Line, lambda line: (line.parts, None), lambda _, parts: Line(*parts), namespace="purescale"
-)
-pytree.register_pytree_node(Line, lambda line: (line.parts, None), lambda parts, _: Line(*parts))
-WAYS = {
-    "eager": lambda step: step,
-    "jit": functools.partial(ps.jit, backend="aot_eager"),
-    "vmap": lambda step: lambda *args: unstack(torch.vmap(step)(*(stack([a, a]) for a in args)), 0),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_container_of_ones_own_is_a_tree_as_a_list_is(way):
-    adamw = ps.from_torch(OPTIM.AdamW, lr=0.1, overrides={"0": {"weight_decay": 0.5}})
-    ends = []
-    for make, parts in ((Line, lambda line: line.parts), (lambda *x: list(x), list)):
-
-        def loss_fn(params, buffers, x, make=make, parts=parts):
-            slope, shift = parts(params)
-            seen, last = parts(buffers)
-            return (slope * x + shift).square().sum(), make(seen + 1, last + x)
-
-        params, buffers = make(torch.ones(3), torch.zeros(3)), make(torch.zeros(3), torch.zeros(3))
-        start, step = started(params, None, adamw, loss_fn=loss_fn, buffers=buffers)
-        end, _ = WAYS[way](lambda state, x, step=step: step(state, [x]))(start, torch.ones(3))
-        ends.append([*parts(end.params), *parts(end.buffers)])
-    assert same_bits(*ends)
-
-
 # ---- bad calls
 
 
@@ -324,14 +282,13 @@ def test_a_first_state_without_parameters_or_of_another_generator_is_refused():
 @pytest.mark.parametrize("way", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_old_tensors_that_a_loss_returns_are_apart_in_the_result_donated_or_not(way):
     def loss_fn(params, buffers, x):
-        w = params["w"]
-        new = {"x": buffers["y"], "y": buffers["x"], "target": w, "view": w.view(3)}
-        return (w * x).sum(), new, (w, buffers["x"], x)
+        w, twice = params["w"], params["w"] * 2
+        new = {"x": buffers["y"], "y": buffers["x"], "target": w, "view": w.view(3), "twice": twice}
+        return (w * x).sum(), new, (w, buffers["x"], x, twice)
 
-    buffers = {name: torch.full((3,), float(i)) for i, name in enumerate(("x", "y", "target"))}
-    state, step = started(
-        {"w": torch.ones(3)}, loss_fn=loss_fn, buffers={**buffers, "view": torch.zeros(3)}
-    )
+    names = ("x", "y", "target", "view", "twice")
+    buffers = {name: torch.full((3,), float(index)) for index, name in enumerate(names)}
+    state, step = started({"w": torch.ones(3)}, loss_fn=loss_fn, buffers=buffers)
     x, donating = torch.ones(3), functools.partial(step, donate=True)
     expected = step(state, [x])
     if way == "compiled":
@@ -341,6 +298,7 @@ def test_old_tensors_that_a_loss_returns_are_apart_in_the_result_donated_or_not(
     new = step(state, [x])
     assert same_bits(new, expected)
     assert not shares_memory((state, x), new)
+    assert not shares_memory(*new)
     assert same_bits(donating(clone(state), [x]), expected)
 
 
@@ -419,26 +377,14 @@ def test_a_run_is_the_clean_steps_and_the_rules_trace(gradients, interval, donat
 # ---- rules and optimizers that are none
 
 
-class OnlyUpdate:
-    def update(self, scaler, found_inf):
-        return scaler
-
-
-class OnlyInit:
-    def init(self, device=None):
-        return RULE.init(device)
-
-
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
         (ps.DynamicScale, "rule is the class DynamicScale; "),
-        (OnlyUpdate(), r"rule is OnlyUpdate; .*`init\(device\)`"),
-        (OnlyInit(), r"rule is OnlyInit; .*`update\(scaler, found_inf\)`"),
+        (SGD, r"rule is TorchOptimizer; .*`update\(scaler, found_inf\)`"),
         (torch.amp.GradScaler("cpu"), r"rule is GradScaler; .*Fix: DynamicScale\(\)"),
-        (None, "rule is NoneType; "),
     ],
-    ids=["class", "no init", "no update", "GradScaler", "None"],
+    ids=["class", "no update", "GradScaler"],
 )
 def test_what_is_no_rule_is_refused_with_what_is_expected(rule, words):
     state, step = job(SGD, RULE)
@@ -448,23 +394,13 @@ def test_what_is_no_rule_is_refused_with_what_is_expected(rule, words):
         ps.init_train_state(state.params, state.buffers, SGD, rule)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (
-            OPTIM.AdamW,
-            "the class AdamW; expected an object with `init` and `step`.*Fix: from_torch",
-        ),
-        (type(SGD), "the class TorchOptimizer; expected an object with .*Fix: from_torch"),
-        (OPTIM.SGD([torch.zeros(1)]), r"SGD.*Fix: from_torch\(torch.optim.AdamW"),
-    ],
-    ids=["class of torch", "class of ours", "of torch"],
-)
-def test_what_is_no_optimizer_is_refused_with_what_is_expected(wrong, words):
+@pytest.mark.parametrize("wrong", [OPTIM.AdamW, type(SGD), OPTIM.SGD([torch.zeros(1)])])
+def test_what_is_no_optimizer_is_refused_with_what_is_expected(wrong):
     state, step = job(SGD, RULE)
-    with pytest.raises(TypeError, match=f"optimizer is {words}"):
+    words = "optimizer is .*expected an object with `init` and `step`.*Fix: from_torch"
+    with pytest.raises(TypeError, match=words):
         step(state, [batch()], optimizer=wrong)
-    with pytest.raises(TypeError, match=f"optimizer is {words}"):
+    with pytest.raises(TypeError, match=words):
         ps.init_train_state(state.params, {}, wrong, RULE)
 
 

@@ -563,19 +563,6 @@ FORMULA = Fails(lambda param, grad, slots, settings, t: (param - settings["lr"] 
 OF_FORMULA = ps.from_formula(FORMULA, elementwise=False, lr=0.1)
 
 
-class OwnOptimizer:
-    """An optimizer without more than `init` and `step`."""
-
-    fails = Fails(lambda: None)
-
-    def init(self, params):
-        return ()
-
-    def step(self, params, grads, opt_state):
-        self.fails()
-        return pytree.tree_map(lambda p, g: p - 0.1 * g, params, grads), opt_state
-
-
 def in_parts(second):
     return ps.partition({"first": ADAMW, "second": second}, label)
 
@@ -587,13 +574,10 @@ RAISING = {
     "the weight of the last microbatch": (ADAMW, WEIGHT, 1),
     "the rule": (ADAMW, OwnRule.fails, 0),
     "the guard": (ADAMW, OwnGuard.fails, 0),
-    "the schedule": (GROUPED, SCHEDULES[0], 0),
     "the schedule of an override": (GROUPED, SCHEDULES[1], 0),
-    "the schedule of a part": (in_parts(GROUPED), SCHEDULES[1], 0),
     "the step of a class in a part": (in_parts(ps.from_torch(OwnSGD, lr=0.1)), OwnSGD.fails, 0),
     "the formula": (OF_FORMULA, FORMULA, 1),
     "the formula over masters": (ps.with_master_weights(OF_FORMULA), FORMULA, 1),
-    "the step of an optimizer": (OwnOptimizer(), OwnOptimizer.fails, 0),
     "the step of a class": (ps.from_torch(OwnSGD, lr=0.1), OwnSGD.fails, 0),
 }
 

@@ -468,9 +468,7 @@ def test_what_is_traced_runs_inside_as_it_is():
         return ps.clip_by_value([row], 1.0, donate=True)[0]
 
     expected = rows.clamp(max=1.0)
-    compiled = torch.compile(clipped, fullgraph=True, backend="eager")
     with donated_poisoned():
         assert same_bits(torch.vmap(clipped)(rows), expected)
         assert same_bits(ps.jit(clipped, backend="aot_eager")(rows), expected)
         assert rows.max() == 4
-        assert same_bits(compiled(rows.clone()), expected)

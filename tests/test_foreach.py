@@ -282,38 +282,27 @@ def leaf_pairs(draw):
     return filled(), filled()
 
 
-flags = st.booleans().map(torch.tensor)
-
-
 @given(
     pairs=st.lists(leaf_pairs(), max_size=6),
-    bad=flags,
-    in_place=st.booleans(),
-    lists=st.booleans(),
-)
-def test_a_choice_over_lists_has_the_bits_of_torch_where(pairs, bad, in_place, lists):
-    old, new = (
-        [pair[side].clone(memory_format=torch.preserve_format) for pair in pairs] for side in (0, 1)
-    )
-    expected = [torch.where(bad, a, b) for a, b in zip(old, new, strict=True)]
-    given = clone(old)
-    with over_lists() if lists else contextlib.nullcontext(), Untouched([] if in_place else given):
-        found = foreach.where(bad, given, clone(new), in_place=in_place)
-    assert same_bits(found, expected)
-    assert not in_place or all(a is b for a, b in zip(found, given, strict=True))
-
-
-@given(
-    pairs=st.lists(leaf_pairs(), max_size=6),
-    bad=flags,
+    bad=st.booleans().map(torch.tensor),
     donate=st.booleans(),
     lists=st.booleans(),
 )
-def test_a_choice_over_lists_writes_only_into_what_was_given_up(pairs, bad, donate, lists):
+def test_a_choice_over_lists_has_the_bits_of_torch_where_in_memory_of_its_own(
+    pairs, bad, donate, lists
+):
     old, new = ([pair[side] for pair in pairs] for side in (0, 1))
-    with over_lists() if lists else contextlib.nullcontext(), Untouched(new if donate else pairs):
-        in_place = donate and donation.can_write(old, new)
-        found = select_masked(bad, old, new, in_place=in_place)
+    expected = [torch.where(bad, *pair) for pair in pairs]
+    with over_lists() if lists else contextlib.nullcontext():
+        given = [leaf.clone(memory_format=torch.preserve_format) for leaf in old]
+        with Untouched(new if donate else (given, new)):
+            found = foreach.where(bad, given, clone(new), in_place=donate)
+        assert same_bits(found, expected)
+        assert not donate or all(a is b for a, b in zip(found, given, strict=True))
+        with Untouched(new if donate else pairs):
+            in_place = donate and donation.can_write(old, new)
+            found = select_masked(bad, old, new, in_place=in_place)
+    assert same_bits(found, expected)
     assert not shares_memory(new, found)
     assert donate or not shares_memory(old, found)
     memories = [t.untyped_storage().data_ptr() for t in found if t.numel()]

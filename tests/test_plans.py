@@ -96,17 +96,14 @@ def parameters(dtype=torch.float32, size=3):
     return {name: torch.randn(size, 2, dtype=dtype) for name in "abc"}
 
 
-def a_step(cls, params, scale, **settings):
-    """Three steps, the second with gradients that overflow; everything that they gave."""
-    optimizer = ps.from_torch(cls, lr=0.1)
-    scaler, state, told = RULE.init(), optimizer.init(params), []
-    for value in (1.0, scale, -1.0):
+def steps(params, **settings):
+    optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1)
+    state = optimizer.init(params)
+    for value in (1.0, -1.0):
         grads = {name: torch.full_like(p, value) for name, p in params.items()}
-        out = ps.unscale_and_step(optimizer, scaler, params, grads, state, **settings)
+        out = ps.unscale_and_step(optimizer, RULE.init(), params, grads, state, **settings)
         params, state = out.params, out.opt_state
-        scaler = RULE.update(scaler, out.found_inf)
-        told.append((out.found_inf, out.grad_norm, scaler))
-    return params, state, told
+    return state
 
 
 def test_two_models_do_not_disturb_each_other(monkeypatch):
@@ -169,7 +166,7 @@ def test_the_state_of_another_class_is_refused_where_its_metadata_is_known():
 def test_no_tensor_is_kept_alive():
     params = parameters()
     given = [weakref.ref(p) for p in params.values()]
-    state = a_step(torch.optim.AdamW, params, 1.0)[1]
+    state = steps(params)
     given += [weakref.ref(leaf) for slot in state.slots.values() for leaf in slot.values()]
     del params, state
     gc.collect()
@@ -183,65 +180,33 @@ def test_shared_memory_is_seen_though_the_metadata_is_known():
         whole = torch.cat([params["a"], params["b"]])
         params.update(a=whole[:3], b=whole[3:])
         kept.append(whole.clone())
-        a_step(torch.optim.AdamW, params, 1.0, donate=True)
+        steps(params, donate=True)
         assert torch.equal(whole, kept[-1])
-        a_step(torch.optim.AdamW, parameters(), 1.0, donate=True)
+        steps(parameters(), donate=True)
 
 
 # ---- what is cached keeps nothing of a user's alive ----------------------------------------------
 
 
-def label_of(model, optimizer):
-    names = {name for name, _ in model.named_parameters() if name.endswith("bias")}
-    one = ps.from_torch(torch.optim.SGD, lr=0.1)
-    label = lambda name, param: "ab"[name in names and model is not None]  # noqa: E731
-    return {"optimizer": ps.partition({"a": one, "b": optimizer}, label)}
+def own(base, model):
+    """A class with an `update` of its own that holds a model."""
+    return type("Own", (base,), {"of": model, "update": lambda *given: base.update(*given)})
 
 
-def schedule_of(model, optimizer):
-    return {"optimizer": ps.from_torch(torch.optim.AdamW, lr=lambda n: 0.1 if model else 0.2)}
-
-
-def weights_of(model, optimizer):
-    return {"weight_fn": lambda x: 1.0 if model else 2.0}
-
-
-def rule_of(model, optimizer):
-    class Own(ps.DynamicScale):
-        def update(self, scaler, found_inf):
-            assert model is not None
-            return super().update(scaler, found_inf)
-
-    return {"rule": Own()}
-
-
-def guard_of(model, optimizer):
-    class Own(ps.SpikeGuard):
-        def update(self, state, loss, grad_norm=()):
-            assert model is not None
-            return super().update(state, loss, grad_norm)
-
-    return {"guard": Own()}
-
-
-def subclass_of(base):
-    def make(model, optimizer):
-        class Own(base):
-            of = model
-
-        return {"optimizer": ps.from_torch(Own, lr=0.1)}
-
-    return make
-
-
-HOLDERS = {
-    "loss_fn": lambda model, optimizer: {},
-    "label": label_of,
-    "schedule": schedule_of,
-    "weight_fn": weights_of,
-    "rule": rule_of,
-    "guard": guard_of,
-    "fused subclass": subclass_of(torch.optim.AdamW),
+ADAMW = torch.optim.AdamW
+LABELLED = ps.from_torch(ADAMW, lr=0.1)
+HOLDERS = {  # the settings of a step that hold a model
+    "loss_fn": lambda model: {},
+    "label": lambda model: {
+        "optimizer": ps.partition({"a": LABELLED, "b": LABELLED}, lambda n, _: "ab"[model is None])
+    },
+    "schedule": lambda model: {"optimizer": ps.from_torch(ADAMW, lr=lambda n: 0.1 if model else 1)},
+    "weight_fn": lambda model: {"weight_fn": lambda x: 1.0 if model else 2.0},
+    "rule": lambda model: {"rule": own(ps.DynamicScale, model)()},
+    "guard": lambda model: {"guard": own(ps.SpikeGuard, model)()},
+    "subclass": lambda model: {
+        "optimizer": ps.from_torch(type("Own", (ADAMW,), {"of": model}), lr=0.1)
+    },
 }
 
 
@@ -257,7 +222,7 @@ def test_a_model_is_freed_after_steps_with_any_setting_that_holds_it(holder):
             return out.square().sum(), buffers
 
         settings = {"optimizer": ps.from_torch(torch.optim.AdamW, lr=0.1), "rule": RULE}
-        settings |= holder(model, settings["optimizer"])
+        settings |= holder(model)
         guard = settings.get("guard")
         first = settings["optimizer"], settings["rule"]
         state = ps.init_train_state(params, buffers, *first, guard=guard)

@@ -92,8 +92,6 @@ def operators(optimizer, count, *kind, step=ps.unscale_and_step, **how):
     """How many a step over `count` tensors takes."""
     with fake_cuda():
         given = problem(optimizer, count, *kind)
-        if how.get("clip_value") == "tensor":
-            how["clip_value"] = torch.tensor(1.0)
         with Launched() as launched:
             step(optimizer, *given, **how)
     return len(launched.ops)
@@ -106,11 +104,7 @@ def operators_of_any(optimizer, *kind, counts=(10, 40), **how):
     return found[counts[0]]
 
 
-HOW = [
-    {},
-    {"max_norm": 1.0, "clip_value": "tensor"},
-    {"max_norm": 1.0, "clip_value": 1.0, "donate": True},
-]
+HOW = [{}, {"max_norm": 1.0}, {"max_norm": 1.0, "clip_value": 1.0, "donate": True}]
 
 
 @pytest.mark.slow

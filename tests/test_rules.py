@@ -303,37 +303,28 @@ def told(rule):
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_the_state_of_another_rule_is_refused_with_a_cure_that_carries_the_scale_over(name):
+def test_what_is_no_state_of_the_rule_is_refused_with_a_cure(name):
     rule, own = STATES[name]
+    sgd = ps.from_torch(torch.optim.SGD)
+    for wrong, cure in (
+        (None, r"rule\.init\(device\)"),
+        (own._asdict(), rf"{type(own).__name__}\(\*\*scaler\)"),
+        (ps.init_train_state({"w": torch.ones(2)}, {}, sgd, rule), r"rule\.update\(state\.scaler"),
+    ):
+        with pytest.raises(TypeError, match=f"Likely cause: .*Fix: .*{cure}"):
+            rule.update(wrong, *told(rule))
     for _, foreign in STATES.values():
         if type(foreign) is type(own):
             continue
         foreign = foreign._replace(scale=torch.tensor(32.0))
-        words = f"scaler is {type(foreign).__name__}; expected a"
+        words = rf"is {type(foreign).__name__}; expected a .*Fix: `scaler = (.*)`\.$"
         with pytest.raises(TypeError, match=words) as error:
             rule.update(foreign, *told(rule))
-        there, _, missing = str(error.value).partition("; missing: ")
-        assert f"It has {', '.join(f for f in own._fields if f in foreign._fields)}" in there
-        assert all(field in missing for field in set(own._fields) - set(foreign._fields))
-        cure = re.search(r"Fix: `scaler = (.*)`\.$", missing).group(1)
+        cure = re.search(words, str(error.value)).group(1)
         carried = eval(cure, {"rule": rule, "scaler": foreign})
         assert type(carried) is type(own)
         assert carried.scale == 32.0
         assert type(rule.update(carried, *told(rule))) is type(own)
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_what_is_no_state_of_a_rule_is_refused_in_words(name):
-    rule, own = STATES[name]
-    whole = ps.init_train_state({"w": torch.ones(2)}, {}, ps.from_torch(torch.optim.SGD), rule)
-    for wrong, cure in (
-        (None, r"rule\.init\(device\)"),
-        (torch.tensor(2.0), r"rule\.init\(device\)"),
-        (own._asdict(), rf"{type(own).__name__}\(\*\*scaler\)"),
-        (whole, r"rule\.update\(state\.scaler, found_inf\)"),
-    ):
-        with pytest.raises(TypeError, match=f"Likely cause: .*Fix: .*{cure}"):
-            rule.update(wrong, *told(rule))
 
 
 def test_a_training_with_another_rules_state_stops_before_anything_is_written():

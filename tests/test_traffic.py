@@ -7,27 +7,22 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
 from helpers import (
     Dispatched,
     Untouched,
-    assert_close,
     batch,
     clone,
     job,
-    same_bits,
     small_net,
     started,
     tensors,
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._dynamo.backends.common import aot_autograd
 from torch.profiler import ProfilerActivity, profile
 
 import purescale as ps
 from purescale._grads import grad_stats
-from purescale._torch import tracing
 from purescale.testing import assert_sync_free
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
@@ -207,60 +202,6 @@ def test_the_norm_in_rows_and_chunks_equals_float64(length, chunk, sizes, power)
 
 
 # ---- as one node of a compiled graph -------------------------------------------------------------
-
-
-@pytest.fixture
-def as_one_node(monkeypatch):
-    """As with many parameters."""
-    for module in (tracing, grad_stats):
-        monkeypatch.setattr(module, "MAX_INLINE_LEAVES", 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "donate"), [("AdamW", True), ("SGD, momentum", False), ("overrides", True)]
-)
-def test_a_compiled_step_has_the_bits_of_the_eager_one(name, donate, as_one_node):
-    optimizer = made(name, counts="each")
-    scaler, params, grads, state = problem([(3, 5), (), (40,), (2, 3, 4, 2)], optimizer)
-    grads["2"] = None
-    compiled = torch.compile(ps.unscale_and_step, fullgraph=True, backend="aot_eager")
-    for bad in (False, True):
-        given = grads | {"0": grads["0"] * float("nan")} if bad else grads
-        for settings in (
-            {} if donate else {"clip_value": 0.1},
-            {"max_norm": 0.5, "clip_value": torch.tensor(0.1)},
-        ):
-            with tracing.as_on_an_accelerator():  # whose norm is that of the compiled step
-                expected = ps.unscale_and_step(optimizer, scaler, params, given, state, **settings)
-            arguments = clone((params, given, state))
-            out = compiled(optimizer, scaler, *arguments, **settings, donate=donate)
-            assert same_bits(tuple(out)[:3], tuple(expected)[:3])
-            assert_close(out.grad_norm, expected.grad_norm, rtol=0, atol=0, equal_nan=True)
-            assert donate or same_bits(arguments, (params, given, state))
-            written = [
-                a.data_ptr() == b.data_ptr()
-                for a, b in zip(tensors(out.params), tensors(arguments[0]), strict=True)
-            ]
-            assert all(written) if donate else not any(written)
-
-
-@pytest.mark.slow
-def test_a_compiled_update_of_many_parameters_is_one_node():
-    arguments = (ADAMW, *problem([(4,)] * 40), 1.0)
-    node = torch.ops.purescale.fused_update_.default
-    called = []
-
-    def keep(graph, inputs):
-        # a node that writes is the first argument of one that does not
-        targets = [[node.target, *node.args[:1]] for node in graph.graph.nodes]
-        called.extend(part for target in targets for part in target if part is node)
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(fw_compiler=keep)
-    out = torch.compile(ps.unscale_and_step, fullgraph=True, backend=backend)(*arguments)
-    torch.testing.assert_close(tensors(out), tensors(ps.unscale_and_step(*arguments)))
-    assert called == [node]
 
 
 CHECKS = ("test_schema", "test_faketensor")

@@ -267,7 +267,9 @@ def test_consecutive_skips_are_counted_and_forgotten():
 
 RULES = [
     ps.DynamicScale(),
-    ps.DynamicScale(1.0, 4.0, 0.25, 3, 2.0**-149, 2.0**127, 3, "clean"),
+    pytest.param(
+        ps.DynamicScale(1.0, 4.0, 0.25, 3, 2.0**-149, 2.0**127, 3, "clean"), marks=pytest.mark.slow
+    ),
     ps.StaticScale(512.0),
     ps.HeadroomScale(8.0, margin=0, window=3, min_scale=2.0**-111, max_scale=2.0**127),
     pytest.param(ps.HeadroomScale(), marks=pytest.mark.slow),

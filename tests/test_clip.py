@@ -14,6 +14,7 @@ from helpers import (
     Untouched,
     at,
     clone,
+    examples,
     finite32,
     in_processes,
     same_bits,
@@ -156,6 +157,7 @@ def test_clipping_by_value_agrees_with_torch_is_pure_and_donates(tree, bound):
     assert same_bits(ps.clip_by_value(tree, bound, donate=True), clipped)
 
 
+@examples(20)
 @given(trees(moderate), bounds)
 def test_clipping_under_vmap_equals_a_loop(tree, max_norm):
     def clip(grads):

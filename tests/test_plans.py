@@ -198,7 +198,9 @@ LABELLED = ps.from_torch(ADAMW, lr=0.1)
 HOLDERS = {  # the settings of a step that hold a model
     "loss_fn": lambda model: {},
     "label": lambda model: {
-        "optimizer": ps.partition({"a": LABELLED, "b": LABELLED}, lambda n, _: "ab"[model is None])
+        "optimizer": ps.partition(
+            {"a": LABELLED, "b": LABELLED}, lambda _, leaf: "ab"[leaf.ndim < 2 and bool(model)]
+        )
     },
     "schedule": lambda model: {"optimizer": ps.from_torch(ADAMW, lr=lambda n: 0.1 if model else 1)},
     "weight_fn": lambda model: {"weight_fn": lambda x: 1.0 if model else 2.0},

@@ -187,9 +187,13 @@ def test_a_state_on_another_device_than_the_gradients_is_refused():
         ps.scale_loss(at(1.0), torch.ones((), device="meta"))
 
 
-def test_a_flag_that_is_not_0d_is_refused():
+def test_a_flag_is_0d_and_may_be_a_number():
+    rule = ps.DynamicScale(8.0)
+    for flag in (True, torch.tensor(True), torch.tensor(1.0), torch.tensor(2)):
+        assert rule.update(rule.init(), flag).scale == 4
+        assert ps.select(flag, torch.zeros(1), torch.ones(1)) == 0
     with pytest.raises(ValueError, match="one flag decides"):
-        ps.DynamicScale().update(ps.DynamicScale().init(), torch.tensor([True, False]))
+        rule.update(rule.init(), torch.tensor([True, False]))
 
 
 def test_check_scaler_takes_one_state():

@@ -3,7 +3,6 @@ and what makes it so.
 """
 
 import contextlib
-import itertools
 import math
 import struct
 
@@ -28,11 +27,6 @@ CASES = [
     pytest.param(name, settings, id=f"{name}-{i}")
     for name, many in LISTS.items()
     for i, settings in enumerate(many)
-]
-FORMULA = [
-    case
-    for case in CASES
-    if case.values[0] not in ("Adam", "AdamW", "Adagrad", "SGD") or case.values[1].get("dampening")
 ]
 nan, inf = float("nan"), float("inf")
 
@@ -98,8 +92,6 @@ def operators(optimizer, count, *kind, step=ps.unscale_and_step, **how):
     """How many a step over `count` tensors takes."""
     with fake_cuda():
         given = problem(optimizer, count, *kind)
-        if how.get("clip_value") == "tensor":
-            how["clip_value"] = torch.tensor(1.0)
         with Launched() as launched:
             step(optimizer, *given, **how)
     return len(launched.ops)
@@ -112,71 +104,43 @@ def operators_of_any(optimizer, *kind, counts=(10, 40), **how):
     return found[counts[0]]
 
 
-CLIPS = [{}, {"max_norm": 1.0}, {"clip_value": 1.0}, {"clip_value": "tensor"}]
-CLIPS += [{"max_norm": 1.0, "clip_value": 1.0}]
-HOW = [
-    pytest.param({**clip, "donate": donate}, id=f"{clip}, donate={donate}")
-    for clip in CLIPS
-    for donate in (False, True)
-]
+HOW = [{}, {"max_norm": 1.0}, {"max_norm": 1.0, "clip_value": 1.0, "donate": True}]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOW)
-def test_a_step_of_adamw_is_few_operators_whatever_the_number_of_tensors(how):
-    optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1)
-    assert operators_of_any(optimizer, counts=(10, 200), **how) <= 60
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [*HOW[:2], *HOW[6:9:2], HOW[-1]])
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_a_step_of_every_class_over_lists_is_few_operators_whatever_the_number_of_tensors(
-    name, settings, how
+    name, settings
 ):
     optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
-    assert operators_of_any(optimizer, **how) <= 120
+    for how in HOW[1:] if settings else HOW[:1]:
+        assert operators_of_any(optimizer, **how) <= (60 if name == "AdamW" else 120)
 
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-MIXED = [
-    pytest.param(dtypes, id=" with gradients in ".join(map(str, dtypes)))
-    for dtypes in itertools.product((f16, bf16, f32, f64), repeat=2)
-    if dtypes != (f32, f32)
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("clip", [{}, {"max_norm": 1.0, "clip_value": 1.0}], ids=str)
-@pytest.mark.parametrize("dtypes", MIXED)
-@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
-def test_gradients_in_another_dtype_than_parameters_are_cast_in_few_operators(name, dtypes, clip):
-    optimizer = ps.from_torch(getattr(torch.optim, name))
-    number = operators_of_any(optimizer, dtypes, counts=(5, 25), **clip)
-    assert number <= (75 if name == "AdamW" else 120)
-
-
-@pytest.mark.slow
-def test_a_hundred_half_tensors_with_wide_gradients_are_no_more_operators_than_ten():
-    optimizer = ps.from_torch(torch.optim.AdamW)
-    operators_of_any(optimizer, (f16, f32), counts=(10, 1000), max_norm=1.0)
-
-
+MIXED = [(f32, f16), (f32, bf16), (f32, f64), (f64, f16), (f64, f32)]
 FORMATS = {
     "transposed": lambda t: t.transpose(0, 1),
-    "permuted": lambda t: t.permute(2, 0, 3, 1),
-    "channels_last": lambda t: t.permute(0, 3, 1, 2),
     "channels_last_3d": lambda t: t.unsqueeze(0).permute(0, 4, 1, 2, 3),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOW[::5])
+@pytest.mark.parametrize("dtypes", [*MIXED, (f16, f32), (bf16, bf16)], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+def test_gradients_in_another_dtype_than_parameters_are_cast_in_few_operators(name, dtypes):
+    optimizer = ps.from_torch(getattr(torch.optim, name))
+    for how in HOW[:2]:
+        number = operators_of_any(optimizer, dtypes, counts=(5, 25), **how)
+        assert number <= (75 if name == "AdamW" else 120)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
-def test_a_step_over_dense_tensors_of_any_layout_is_few_operators(name, format, how):
+def test_a_step_over_dense_tensors_of_any_layout_is_few_operators(name, format):
     optimizer = ps.from_torch(getattr(torch.optim, name))
-    number = operators_of_any(optimizer, (f16, f32), FORMATS[format], counts=(5, 25), **how)
+    number = operators_of_any(optimizer, (f16, f32), FORMATS[format], counts=(5, 25), **HOW[2])
     assert number <= (60 if name == "AdamW" else 120)
 
 
@@ -209,21 +173,7 @@ def test_a_mean_of_gradients_has_the_same_bits_in_any_layout(lay):
 
 
 @pytest.mark.slow
-def test_a_thousand_tensors_are_no_more_operators_by_a_formula_either():
-    optimizer = ps.from_torch(torch.optim.RMSprop)
-    operators_of_any(optimizer, counts=(10, 1000), max_norm=1.0, donate=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize(("name", "settings"), FORMULA)
-def test_a_maybe_step_is_few_operators_whatever_the_number_of_tensors(name, settings, donate):
-    optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
-    assert operators_of_any(optimizer, step=maybe_step, donate=donate) <= 100
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adadelta", "ASGD", "NAdam", "RAdam", "Adamax"])
+@pytest.mark.parametrize("name", ["SGD", "ASGD", "NAdam"])
 @pytest.mark.parametrize("lr", ["schedule", "tensor", "state"])
 def test_a_rate_that_is_data_is_not_read(name, lr):
     settings = {"dampening": 0.5, "momentum": 0.9} if name == "SGD" else {}
@@ -326,68 +276,31 @@ def leaf_pairs(draw):
     return filled(), filled()
 
 
-flags = st.booleans().map(torch.tensor)
-
-
 @given(
     pairs=st.lists(leaf_pairs(), max_size=6),
-    bad=flags,
-    in_place=st.booleans(),
-    lists=st.booleans(),
-)
-def test_a_choice_over_lists_has_the_bits_of_torch_where(pairs, bad, in_place, lists):
-    old, new = (
-        [pair[side].clone(memory_format=torch.preserve_format) for pair in pairs] for side in (0, 1)
-    )
-    expected = [torch.where(bad, a, b) for a, b in zip(old, new, strict=True)]
-    given = clone(old)
-    with over_lists() if lists else contextlib.nullcontext(), Untouched([] if in_place else given):
-        found = foreach.where(bad, given, clone(new), in_place=in_place)
-    assert same_bits(found, expected)
-    assert not in_place or all(a is b for a, b in zip(found, given, strict=True))
-
-
-@given(
-    pairs=st.lists(leaf_pairs(), max_size=6),
-    bad=flags,
+    bad=st.booleans().map(torch.tensor),
     donate=st.booleans(),
     lists=st.booleans(),
 )
-def test_a_choice_over_lists_writes_only_into_what_was_given_up(pairs, bad, donate, lists):
+def test_a_choice_over_lists_has_the_bits_of_torch_where_in_memory_of_its_own(
+    pairs, bad, donate, lists
+):
     old, new = ([pair[side] for pair in pairs] for side in (0, 1))
-    with over_lists() if lists else contextlib.nullcontext(), Untouched(new if donate else pairs):
-        in_place = donate and donation.can_write(old, new)
-        found = select_masked(bad, old, new, in_place=in_place)
+    expected = [torch.where(bad, *pair) for pair in pairs]
+    with over_lists() if lists else contextlib.nullcontext():
+        given = [leaf.clone(memory_format=torch.preserve_format) for leaf in old]
+        with Untouched(new if donate else (given, new)):
+            found = foreach.where(bad, given, clone(new), in_place=donate)
+        assert same_bits(found, expected)
+        assert not donate or all(a is b for a, b in zip(found, given, strict=True))
+        with Untouched(new if donate else pairs):
+            in_place = donate and donation.can_write(old, new)
+            found = select_masked(bad, old, new, in_place=in_place)
+    assert same_bits(found, expected)
     assert not shares_memory(new, found)
     assert donate or not shares_memory(old, found)
     memories = [t.untyped_storage().data_ptr() for t in found if t.numel()]
     assert donate or len(set(memories)) == len(memories)  # else none of them could be donated later
-
-
-@pytest.mark.parametrize("bad", [False, True])
-def test_what_is_donated_stays_where_it_was(bad):
-    with over_lists():
-        old = {
-            "w": torch.ones(3),
-            "n": torch.tensor(1),
-            "x": torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
-            "y": torch.ones(2, 3, 4, 5).permute(2, 0, 3, 1),
-            "z": torch.ones(2, 3).t(),
-        }
-        leaves = list(old.values())
-        new = [t + 1 for t in leaves]
-        found = select_masked(torch.tensor(bad), leaves, new, in_place=True)
-    assert [t.data_ptr() for t in found] == [t.data_ptr() for t in leaves]
-
-
-@pytest.mark.parametrize("lists", [False, True])
-def test_tensors_that_share_memory_are_not_written_into(lists):
-    row = torch.arange(4.0)
-    old, new = {"a": row[:2], "b": row[2:]}, {"a": row[1:3], "b": row[:2]}
-    with over_lists() if lists else contextlib.nullcontext(), Untouched(row):
-        found = ps.select(torch.tensor(False), old, new)
-    assert same_bits(found, new)
-    assert not donation.can_write([*old.values()], [*new.values()])
 
 
 @given(
@@ -531,37 +444,6 @@ def test_products_and_quotients_over_lists_have_the_bits_of_those_tensor_by_tens
                 assert (new is old) == (in_place and same(old))
 
 
-@pytest.mark.parametrize("dtype", [f32, f64])
-@pytest.mark.parametrize("good", [True, False])
-def test_a_masked_sum_is_added_where_good_and_leaves_nan_behind(dtype, good):
-    targets = [torch.randn(3, dtype=dtype), torch.randn(2, 3, dtype=dtype).t()]
-    targets += [torch.randn(4, dtype=dtype)[::2], torch.randn(2).to(bf16)]
-    new = [torch.randn(t.shape, dtype=f16 if t.ndim == 2 else dtype) for t in targets]
-    if not good:
-        new = [torch.full_like(t, nan) for t in new]
-    factor, before = torch.tensor(0.5), clone(targets)
-    with Untouched(new):
-        foreach.add_where_(targets, new, factor, torch.tensor(good))
-    if good:
-        pairs = zip(before, new, strict=True)
-        assert_close(targets, [a + b.to(a.dtype) * factor.to(a.dtype) for a, b in pairs])
-    else:
-        assert same_bits(targets, before)
-
-
-@given(
-    st.lists(floats(), min_size=1, max_size=6),
-    st.sampled_from([0.5, 1.0, 2.0, 3.0, 7.0]),
-)
-def test_a_norm_over_a_list_of_wide_numbers_is_that_of_one_vector(leaves, power):
-    leaves = [t.to(f64) for t in leaves if t.numel()] or [torch.zeros(1, dtype=f64)]
-    row = torch.cat([t.reshape(-1) for t in leaves])
-    unit = row.abs().amax().clamp(min=torch.finfo(f64).tiny) if row.isfinite().all() else 1.0
-    expected = torch.linalg.vector_norm(row / unit, power) * unit
-    norm = local_stats(leaves, torch.tensor(1.0), power).norm
-    torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize("power", [1.0, 2.0, 3.0, 5.0, 8.0])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_norm_over_a_list_is_as_exact_in_every_dtype(dtype, power):
@@ -571,52 +453,12 @@ def test_a_norm_over_a_list_is_as_exact_in_every_dtype(dtype, power):
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("power", [1.0, 3.0, 5.0, inf])
+@pytest.mark.parametrize("power", [3.0, inf])
 @pytest.mark.parametrize("kind", [f16, f32])
 def test_a_step_clipped_by_any_norm_is_few_operators(kind, power):
     optimizer = ps.from_torch(torch.optim.AdamW)
     how = {"max_norm": 1.0, "norm_type": power}
     assert operators_of_any(optimizer, (f32, kind), **how) <= 75
-
-
-def rounds(optimizer, dtypes, lay, clip, maybe):
-    """Three steps over gradients at the ends of ranges, on the way that is taken here."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(), (3,), (4, 2), (2, 3, 2, 2)]
-    drawn = [torch.randn(shape, generator=generator, dtype=f64) for shape in shapes]
-    params = {str(i): lay(t).to(dtypes[0]) for i, t in enumerate(drawn)}
-    state, scaler = optimizer.init(params), ps.DynamicScale(init_scale=2.0**-10).init()
-    for step in range(3):
-        sizes = [10.0 ** torch.randint(-6, 5, t.shape, generator=generator) for t in drawn]
-        values = [t * size for t, size in zip(drawn, sizes, strict=True)]
-        grads = {n: lay(t).to(dtypes[1]) for n, t in zip(params, values, strict=True)}
-        if maybe:
-            if step == 1:
-                grads["1"][0] = inf  # whoever steps on it does so in any dtype
-            params, state = ps.maybe_step(optimizer, params, grads, state, torch.tensor(step == 2))
-        else:
-            params, state, *_ = ps.unscale_and_step(
-                optimizer, scaler, params, grads, state, **clip, donate=step == 2
-            )
-    return params, state
-
-
-# Half parameters take another formula over lists than tensor by tensor.
-@pytest.mark.parametrize("lay", ["contiguous", "permuted"])
-@pytest.mark.parametrize("dtypes", [kind for kind in MIXED if kind.values[0][0] in (f32, f64)])
-@pytest.mark.parametrize(
-    "how", [{}, {"max_norm": 1.0}, {"clip_value": 0.7}, {"clip_value": torch.tensor(0.7)}, None]
-)
-def test_steps_with_gradients_in_another_dtype_have_the_same_bits_over_lists(dtypes, how, lay):
-    optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1)
-    arguments = dtypes, LAYOUTS[lay], how or {}, how is None
-    expected = rounds(optimizer, *arguments)
-    with over_lists():
-        found = rounds(optimizer, *arguments)
-    if how and "max_norm" in how:  # the norm is that of another kernel
-        assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    else:
-        assert same_bits(found, expected)
 
 
 # ---- formulas over lists -------------------------------------------------------------------------
@@ -649,70 +491,36 @@ def made(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD"])
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
 def test_the_formula_of_a_class_with_a_fused_kernel_is_few_operators_too(name, made):
     """Complex parameters take it, as no fused kernel does."""
     assert operators_of_any(made(name, {}), step=maybe_step) <= 100
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_formula_over_lists_agrees_with_that_tensor_by_tensor(name, settings, made):
-    expected = steps(made(name, settings), make_params())
+def test_a_formula_over_lists_agrees_with_that_tensor_by_tensor_is_pure_and_skips(
+    name, settings, made
+):
+    optimizer, fine = made(name, settings), torch.tensor(False)
+    expected = steps(optimizer, make_params(), count=4, skipped=1)
     with over_lists():
-        found = steps(made(name, settings), make_params())
-    assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_skipped_step_over_lists_returns_everything_bit_for_bit(name, settings, donate, made):
-    optimizer = made(name, settings)
-    with over_lists():
-        params, state = steps(optimizer, make_params(), count=3)
-        bad = {n: torch.full_like(g, nan) for n, g in params.items()}
-        skipped = ps.maybe_step(
-            optimizer, clone(params), bad, clone(state), torch.tensor(True), donate=donate
-        )
-    assert same_bits(skipped, (params, state))
-
-
-@pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_step_over_lists_is_pure(name, settings, made):
-    optimizer = made(name, settings)
-    with over_lists():
-        params, state = steps(optimizer, make_params(), count=2)
-        grads, fine = grads_at(5, params), torch.tensor(False)
+        params, state = steps(optimizer, make_params(), count=4, skipped=1)
+        assert_close((params, state), expected, rtol=1e-5, atol=1e-6)
+        grads = grads_at(5, params)
         with Untouched((params, grads, state)):
             new = optimizer.step(params, grads, state)
             chosen = ps.maybe_step(optimizer, params, grads, state, fine)
         assert not shares_memory((params, grads, state), (new, chosen))
         assert same_bits(new, chosen)
-        with Untouched(grads):
-            donated = ps.maybe_step(
-                optimizer, clone(params), grads, clone(state), fine, donate=True
-            )
+        bad = {n: torch.full_like(g, nan) for n, g in params.items()}
+        with Untouched((grads, bad)):
+            given = clone((params, state))
+            donated = ps.maybe_step(optimizer, given[0], grads, given[1], fine, donate=True)
+            given = clone((params, state))
+            skipped = ps.maybe_step(optimizer, given[0], bad, given[1], ~fine, donate=True)
         assert same_bits(new, donated)
+        assert same_bits(skipped, (params, state))
         assert not shares_memory(grads, donated)
-
-
-@pytest.mark.parametrize("name", ["RMSprop", "NAdam", "RAdam", "Rprop", "ASGD"])
-def test_groups_dtypes_and_missing_gradients_go_over_lists(name):
-    params = {
-        "a": torch.randn(3),
-        "b": torch.randn(2, 3).double(),
-        "c": torch.randn(4),
-        "d.bias": torch.randn(2),
-        "e": torch.zeros(0),
-    }
-    grads = {n: None if n == "c" else torch.randn_like(p) for n, p in params.items()}
-    settings = {"overrides": {"*.bias": {"lr": 0.5}}, "counts": "each"}
-    optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
-    state = optimizer.init(params)
-    expected = optimizer.step(params, grads, state)
-    with over_lists():
-        found = ps.maybe_step(optimizer, params, grads, state, torch.tensor(False))
-    assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert same_bits(found[0]["c"], params["c"])
 
 
 @pytest.mark.parametrize("name", ["RMSprop", "Rprop"])
@@ -729,40 +537,4 @@ def test_leaves_that_lists_do_not_take_go_tensor_by_tensor(name):
         assert_close(optimizer.step(params, grads, state), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_named_implementation_over_lists_leaves_the_gradients_alone():
-    optimizer = ps.from_torch(torch.optim.SGD, momentum=0.9, nesterov=True, foreach=True)
-    params = make_params()
-    grads = grads_at(0, params)
-    with Untouched(grads):
-        optimizer.step(params, grads, optimizer.init(params))
-
-
 # ---- one flat tensor -----------------------------------------------------------------------------
-
-
-def parts_of(flat):
-    return foreach.views(flat, [torch.empty(2, 3), torch.empty(3, 2).t(), torch.empty(0), flat[0]])
-
-
-def test_views_of_one_flat_tensor_are_gathered_without_a_copy():
-    flat = torch.arange(13.0)
-    gathered = foreach.gather(parts_of(flat))
-    assert torch.equal(gathered, flat)
-    assert gathered.data_ptr() == flat.data_ptr()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda parts: [parts[1], parts[0]],
-        lambda parts: [parts[0], parts[1] + 0],
-        lambda parts: [parts[0].clone(), parts[1]],
-        lambda parts: [torch.arange(8.0)[:4:2], torch.arange(8.0)[2:4]],
-        lambda parts: [(some := torch.arange(8.0))[:4:2], some[2:4]],
-    ],
-)
-def test_what_does_not_lie_in_one_row_is_copied_in_the_order_of_its_memory(change):
-    tensors = change(parts_of(torch.arange(13.0)))
-    rows = [t if t.is_contiguous() else t.t() if t.ndim == 2 else t for t in tensors]
-    expected = torch.cat([row.reshape(-1) for row in rows])
-    assert torch.equal(foreach.gather(tensors), expected)

@@ -15,26 +15,22 @@ from helpers import (
     AsOnAnAccelerator,
     any32,
     assert_close,
-    clone,
+    examples,
     in_processes,
     same_bits,
-    shares_memory,
     tensors,
     trees,
-    unstack,
 )
 from hypothesis import given
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import purescale as ps
 from purescale._loss_scale import headroom
-from purescale.testing import assert_pure
+from purescale.testing import assert_pure, assert_vmap_equals_loop
 
 TOP = 65504
 ZEROS = 3  # in a row, where a test has no time for 2000
 patched = functools.partial(unittest.mock.patch.multiple, headroom)
 SGD = ps.from_torch(torch.optim.SGD, lr=0.1)
-ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
 
 rules = st.builds(
     lambda init, margin, window, low, high: ps.HeadroomScale(
@@ -125,24 +121,7 @@ def test_the_largest_float16_is_where_one_more_bit_is_borrowed():
     assert clean(rule, 65536.0).scale == 0.5
 
 
-@given(
-    st.builds(ps.HeadroomScale, margin=st.integers(0, 12), window=st.integers(1, 6)),
-    st.lists(st.floats(2.0**-149, 2.0**27, width=32), min_size=1, max_size=8),
-    st.floats(0, 1, width=32),
-)
-def test_no_overflow_while_gradients_stay_within_the_margin(rule, amaxes, share):
-    state = clean(rule, *amaxes)
-    amax = Fraction(max(amaxes[-rule.window :])) * 2**rule.margin * Fraction(share)
-    assert amax * Fraction(state.scale.item()) <= TOP
-
-
-@given(rules, steps, st.sampled_from([-math.inf, -1.0]))
-def test_a_step_that_tells_nothing_changes_nothing(rule, series, amax):
-    state = run(rule, series)[-1]
-    after = rule.update(state, torch.tensor(False), torch.tensor(amax))
-    assert same_bits(after, state._replace(consecutive_skips=torch.tensor(0, dtype=torch.int32)))
-
-
+@examples(20)
 @given(
     rules,
     steps,
@@ -166,45 +145,6 @@ def test_no_run_of_losses_and_overflows_is_skipped_for_ever(rule, before, batche
         state = updated(rule, state, overflows, amax if is_finite else math.nan)
 
 
-def lived(rule, amaxes, forced=()):
-    """What a rule makes of gradients that float16 holds times its scale or loses: how many steps
-    taught, which was the last, and the state.
-    """
-    state, taught = rule.init(), []
-    for index, amax in enumerate(amaxes):
-        seen = ((amax * state.scale.double()).half().double() / state.scale).float()
-        bad = not math.isfinite(seen) or index in forced
-        taught += [index] if seen > 0 and not bad else []
-        state = updated(rule, state, bad, seen.item())
-    return taught, state
-
-
-@pytest.mark.parametrize("init_scale", [2.0**-24, 2.0**16])
-@pytest.mark.parametrize(
-    ("before", "forced"),
-    [([1e-8] * 4, ()), ([1e-8] * 20, range(4, 20)), ([1e-8] * 4 + [300.0] * 20, ())],
-    ids=["a low start", "overflows of any scale", "gradients that fell"],
-)
-def test_gradients_that_a_scale_of_1_loses_are_found_again(before, forced, init_scale):
-    """As a rule that grows finds them: they stayed 0, and the scale stayed 1, for ever."""
-    rule = ps.HeadroomScale(init_scale=init_scale, window=16)
-    with patched(_MOST_ZEROS=20):
-        taught, state = lived(rule, [*before, *[1e-8] * 400], forced)
-    assert taught[-200:] == list(range(len(before) + 200, len(before) + 400))
-    assert state.scale == 2.0**24
-
-
-@pytest.mark.parametrize(("gap", "amax"), [(10, 1e4), (19, 1e-3), (25, 100.0)])
-def test_sparse_rewards_teach_also_where_zeros_raise_the_scale_between_them(gap, amax):
-    """As often as with a rule that grows after as many clean steps, and beyond."""
-    amaxes = [0.0 if index % gap else amax for index in range(25 * gap)]
-    with patched(_MOST_ZEROS=20):
-        taught, _ = lived(ps.HeadroomScale(), amaxes)
-    assert taught[-15:] == list(range(10 * gap, 25 * gap, gap))
-    grows = ps.DynamicScale(growth_interval=20)
-    assert len(lived(grows, amaxes)[0]) <= len(taught)
-
-
 @pytest.mark.slow
 def test_2000_zeros_in_a_row_raise_a_scale_of_1_and_above_by_a_bit():
     rule = ps.HeadroomScale(window=4)
@@ -218,42 +158,27 @@ def test_2000_zeros_in_a_row_raise_a_scale_of_1_and_above_by_a_bit():
     assert again[-1].scale == clean(rule, 3.0).scale
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.0, math.inf, -math.inf, math.nan, -8.0, 2.0**-140])
+@pytest.mark.parametrize("scale", [0.0, -0.0, math.inf, math.nan, -8.0, 2.0**-140])
 @pytest.mark.parametrize("bad", [True, False])
-@pytest.mark.parametrize("history", [0.0, 1.0, math.nan, math.inf, -1.0])
-def test_a_damaged_state_comes_back(scale, bad, history):
+def test_a_damaged_state_comes_back(scale, bad):
     rule = ps.HeadroomScale(window=3)
-    damaged = ps.HeadroomState(
-        torch.tensor(scale), torch.tensor([history] * 3), *torch.zeros(2, dtype=torch.int32)
-    )
-    for amax in (0.0, 1.0):
-        state = run(rule, [(bad, amax)], damaged)[-1]
-        assert math.frexp(state.scale.item())[0] == 0.5
-        assert rule.min_scale <= state.scale <= rule.max_scale
-    fresh = run(rule, [(False, 1.0)] * 3, state)[-1]
-    assert same_bits(fresh, clean(rule, 1.0, 1.0, 1.0))
+    for history in (0.0, 1.0, math.nan, math.inf, -1.0):
+        damaged = ps.HeadroomState(
+            torch.tensor(scale), torch.tensor([history] * 3), *torch.zeros(2, dtype=torch.int32)
+        )
+        for amax in (0.0, 1.0):
+            state = run(rule, [(bad, amax)], damaged)[-1]
+            assert math.frexp(state.scale.item())[0] == 0.5
+            assert rule.min_scale <= state.scale <= rule.max_scale
+        fresh = run(rule, [(False, 1.0)] * 3, state)[-1]
+        assert same_bits(fresh, clean(rule, 1.0, 1.0, 1.0))
 
 
-@pytest.mark.parametrize("count", [-(2**31), -1, ZEROS + 1, 2**31 - 1])
-@given(rules, steps)
-def test_a_damaged_count_of_zeros_is_repaired(count, rule, series):
-    """A count of zeros in a row is in its range after a step, and one below 0 counts as 0."""
-    before = run(rule, series)[-1]
-    damaged, zeros = before._replace(consecutive_zeros=torch.tensor(count).int()), [(False, 0.0)]
-    with patched(_MOST_ZEROS=ZEROS):
-        states = run(rule, zeros * (ZEROS + 1), damaged)
-        assert all(0 <= state.consecutive_zeros < ZEROS for state in states[1:])
-        if count <= 0:
-            fresh = before._replace(consecutive_zeros=torch.tensor(0).int())
-            assert same_bits(states[1:], run(rule, zeros * (ZEROS + 1), fresh)[1:])
-
-
-@given(rules, steps, st.sampled_from(["a number", "of a step"]))
-def test_the_state_of_a_rule_is_off_the_graph_of_amax(rule, series, kind):
-    state = run(rule, series)[-1]
-    amax = torch.tensor(2.0, requires_grad=True)
-    after = rule.update(state, torch.tensor(False), amax if kind == "a number" else amax * 3)
-    assert not any(leaf.requires_grad for leaf in after)
+def test_the_state_of_a_rule_is_off_the_graph_of_amax():
+    rule, amax = ps.HeadroomScale(window=3), torch.tensor(2.0, requires_grad=True)
+    for value in (amax, amax * 3):
+        after = rule.update(rule.init(), torch.tensor(False), value)
+        assert not any(leaf.requires_grad for leaf in after)
 
 
 def test_an_amax_of_any_dtype_or_a_number_will_do():
@@ -270,16 +195,13 @@ def test_an_amax_of_any_dtype_or_a_number_will_do():
     ("settings", "error", "words"),
     [
         ({"margin": -1}, ValueError, "margin must be from 0 to 39, got -1"),
-        ({"margin": 40}, ValueError, "margin must be from 0 to 39"),
         ({"window": 0}, ValueError, "window must be from 1"),
         ({"init_scale": 3.0}, ValueError, "init_scale must be a power of two"),
-        ({"min_scale": 0.3}, ValueError, "min_scale must be a power of two"),
-        ({"max_scale": math.inf}, ValueError, "max_scale must be a power of two"),
         ({"max_scale": 2.0}, ValueError, r"2\*\*-111 <= min_scale <= init_scale <= max_scale.*Fix"),
         ({"min_scale": 2.0**-112}, ValueError, "-111 <= min_scale.*Fix: move the bound that is cr"),
         *(
             (settings, TypeError, "must be a whole number")
-            for settings in ({"margin": 1.5}, {"margin": True}, {"window": 2.0})
+            for settings in ({"margin": 1.5}, {"window": True})
         ),
     ],
 )
@@ -340,13 +262,11 @@ def test_grad_amax_is_the_largest_magnitude(grads):
     assert same_bits(amax, torch.tensor(oracle(grads)).float()) or amax.isnan() == math.isnan(
         oracle(grads)
     )
-    if not amax.isnan():
-        assert amax.item() == oracle(grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [1, 40])
-@pytest.mark.parametrize("size", [1, 3000, 70000])
+@pytest.mark.parametrize("size", [1, 70000])
 def test_grad_amax_finds_one_element_anywhere(dtype, count, size):
     grads = [torch.randn(size).to(dtype) for _ in range(count)]
     for value in (-300.0, math.inf, -math.inf, math.nan):
@@ -381,14 +301,9 @@ def test_grad_amax_reads_nothing_and_its_operators_do_not_grow_with_the_tensors(
     assert counts[0] == counts[1] < 10
 
 
-@pytest.mark.slow
-def test_grad_amax_under_vmap_compile_and_grad():
+def test_grad_amax_under_vmap_and_grad():
     grads = {"a": torch.randn(3, 5), "b": torch.randn(3, 2, 2)}
-    loop = torch.stack([ps.grad_amax(unstack(grads, index)) for index in range(3)])
-    assert same_bits(torch.vmap(ps.grad_amax)(grads), loop)
-    for many in ([torch.randn(7)] * 2, [torch.randn(7) for _ in range(40)]):
-        compiled = torch.compile(ps.grad_amax, fullgraph=True, backend="aot_eager")
-        assert same_bits(compiled(many), ps.grad_amax(many))
+    assert_vmap_equals_loop(ps.grad_amax, grads)
     slope = torch.func.grad(lambda x: ps.grad_amax([x]))(torch.tensor([1.0, -3.0]))
     assert same_bits(slope, torch.tensor([0.0, -1.0]))
 
@@ -439,20 +354,17 @@ LARGE = GRADIENT * 2.0**14  # overflows float16 at a scale of 4, while the loss 
     "settings",
     [
         {},
-        {"max_norm": 0.1},
-        {"max_norm": math.inf},
-        {"max_norm": 0.1, "norm_type": math.inf},
-        {"clip_value": 0.1},
-        {"on_nonfinite": "drop_microbatch"},
+        {"max_norm": 0.1, "clip_value": 0.1},
         {"on_nonfinite": "drop_microbatch", "max_norm": 0.1},
+        {"max_norm": 0.1, "norm_type": math.inf},
         {"max_retries": 2},
         {"donate": True},
-        {"weight_fn": lambda x: 1.0},
         {"weight_fn": lambda x: torch.tensor(2.0)},
     ],
 )
-@pytest.mark.parametrize("optimizer", [SGD, ps.from_torch(torch.optim.RMSprop, lr=0.1)])
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize(
+    ("optimizer", "parts"), [(SGD, 1), (ps.from_torch(torch.optim.RMSprop, lr=0.1), 4)]
+)
 def test_a_rule_that_takes_amax_gets_that_of_the_averaged_gradient_before_clipping(
     settings, optimizer, parts
 ):
@@ -466,57 +378,20 @@ def test_a_rule_that_takes_amax_gets_that_of_the_averaged_gradient_before_clippi
         assert_close(info.grad_norm, expected)
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"on_nonfinite": "drop_microbatch"}])
-@pytest.mark.parametrize("parts", [1, 3])
-def test_what_a_step_does_has_the_same_bits_whether_its_rule_takes_amax(settings, parts):
-    microbatches = [GRADIENT * (1 + index) for index in range(parts)]
-    rule, plain = Remembers(), ps.StaticScale(4.0)
-    a, told = step(start(rule), microbatches, rule, **settings)
-    b, other = step(start(plain), microbatches, plain, **settings)
-    assert same_bits(a._replace(scaler=()), b._replace(scaler=()))
-    assert same_bits(told._replace(grad_amax=()), other)
-    assert other.grad_amax == ()
-
-
-def test_a_bad_microbatch_that_is_dropped_counts_as_an_overflow():
-    rule = ps.HeadroomScale(init_scale=4.0, window=4)
-    state, info = step(start(rule), [GRADIENT, LARGE], rule, on_nonfinite="drop_microbatch")
-    assert not info.found_inf
-    assert info.grad_amax == 3
-    assert state.scaler.amax_history[-1] == 2 * TOP / 4
-    assert state.scaler.scale == 2.0**-5
-    assert state.scaler.consecutive_skips == 1
-
-
-@pytest.mark.parametrize("settings", [{}, {"on_nonfinite": "drop_microbatch"}, {"max_norm": 1.0}])
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("value", [1.0, math.inf, math.nan])
-def test_the_amax_of_a_skipped_step_is_not_finite(settings, parts, value):
-    rule = ps.HeadroomScale(window=4)
-    state, info = step(start(rule), [GRADIENT * value] * parts, rule, **settings)
-    assert info.found_inf
-    assert not info.grad_amax.isfinite()
-    assert state.scaler.scale == (2.0**9 if value == 1 else 2.0**16)
-
-
 # [microbatches], weights, what is dropped, and what a rule is told: bad, amax
 LOST = torch.full((4,), math.nan)
 WINDOWS = {
     "the loss is NaN": ([LOST], None, "drop_window", False, math.nan),
-    "the loss is inf": ([GRADIENT * math.inf], None, "drop_window", False, math.nan),
     "the gradient is": ([LARGE], None, "drop_window", True, None),
-    "one loss of two": ([GRADIENT, LOST], None, "drop_window", False, math.nan),
     "one gradient of two": ([LARGE, GRADIENT], None, "drop_window", True, None),
     "one of each": ([LARGE, LOST], None, "drop_window", False, math.nan),
     "a loss without a weight": ([GRADIENT, LOST], [1.0, 0.0], "drop_window", False, 3.0),
     "a loss with a weight": ([GRADIENT, LOST], [1.0, 0.5], "drop_window", False, math.nan),
     "a gradient with a weight": ([GRADIENT, LARGE], [1.0, 0.5], "drop_window", True, None),
     "a loss alone, dropped": ([LOST], None, "drop_microbatch", False, math.nan),
-    "a gradient alone, dropped": ([LARGE], None, "drop_microbatch", True, None),
     "a loss dropped": ([GRADIENT, LOST], None, "drop_microbatch", False, 3.0),
     "a gradient dropped": ([GRADIENT, LARGE], None, "drop_microbatch", True, None),
     "one of each dropped": ([GRADIENT, LARGE, LOST], None, "drop_microbatch", True, None),
-    "all losses dropped": ([LOST, LOST], None, "drop_microbatch", False, math.nan),
     "a loss with a weight, dropped": ([GRADIENT, LOST], [1.0, 2.0], "drop_microbatch", False, 3.0),
 }
 
@@ -529,26 +404,19 @@ def weighted(microbatches, weights):
     return {"weight_fn": lambda x: weight_of[id(x)]}
 
 
-@pytest.mark.parametrize("as_tensors", [False, True])
-@pytest.mark.parametrize("retries", [0, 1])
 @pytest.mark.parametrize("name", WINDOWS)
-def test_a_loss_that_is_not_finite_is_no_overflow_to_a_rule_that_takes_amax(
-    name, retries, as_tensors
-):
+def test_a_loss_that_is_not_finite_is_no_overflow_to_a_rule_that_takes_amax_alone(name):
     microbatches, weights, on_nonfinite, bad, amax = WINDOWS[name]
-    rule, settings = Remembers(), {"max_retries": retries, "on_nonfinite": on_nonfinite}
-    settings |= weighted(microbatches, torch.tensor(weights) if as_tensors and weights else weights)
-    state, info = step(start(rule), microbatches, rule, **settings)
-    assert state.scaler.bad == bad
-    if not bad:
-        assert same_bits(state.scaler.amax, torch.tensor(amax))
-    good = on_nonfinite == "drop_microbatch" and any(x is GRADIENT for x in microbatches)
-    assert info.found_inf == (not good and name != "a loss without a weight")
-
-
-@pytest.mark.parametrize("name", WINDOWS)
-def test_other_rules_are_told_of_every_overflow(name):
-    microbatches, weights, on_nonfinite, _, _ = WINDOWS[name]
+    for retries, kind in ((0, list), (1, torch.tensor)):
+        rule, settings = Remembers(), {"max_retries": retries, "on_nonfinite": on_nonfinite}
+        settings |= weighted(microbatches, kind(weights) if weights else None)
+        state, info = step(start(rule), microbatches, rule, **settings)
+        assert state.scaler.bad == bad
+        if not bad:
+            assert same_bits(state.scaler.amax, torch.tensor(amax))
+        good = on_nonfinite == "drop_microbatch" and any(x is GRADIENT for x in microbatches)
+        assert info.found_inf == (not good and name != "a loss without a weight")
+        assert info.grad_amax.isfinite() == ~info.found_inf
     rule, settings = ps.DynamicScale(init_scale=4.0), weighted(microbatches, weights)
     state, _ = step(start(rule), microbatches, rule, on_nonfinite=on_nonfinite, **settings)
     assert state.scaler.scale == (4.0 if name == "a loss without a weight" else 2.0)
@@ -574,29 +442,6 @@ def test_a_retry_is_an_overflow_in_the_history_and_then_what_the_last_try_saw():
     while told is None or told.found_inf:
         by_steps, told = step(by_steps, [GRADIENT], rule)
     assert same_bits(by_steps, state)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}])
-def test_a_compiled_step_is_one_graph_over_overflow_growth_and_a_full_window(settings):
-    rule = ps.HeadroomScale(init_scale=2.0**24, window=3)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(
-        lambda state, x: step(state, [x], rule, **settings), fullgraph=True, backend=counter
-    )
-    a = b = start(rule)
-    scales = []
-    for size in [1, 1, 1, 0, 2.0**12, 2.0**-8, 2.0**-8, 2.0**-8, 2.0**-8, math.nan, 1]:
-        (a, told), (b, other) = (
-            compiled(a, GRADIENT * size),
-            step(b, [GRADIENT * size], rule, **settings),
-        )
-        assert same_bits(a.scaler, b.scaler)
-        assert same_bits(told.grad_amax, other.grad_amax)
-        assert_close((a, told), (b, other), equal_nan=True)
-        scales.append(other.scale.item())
-    assert counter.frame_count == 1
-    assert len(set(scales)) > 4
 
 
 @pytest.mark.parametrize("rule", [ps.HeadroomScale(), ps.DynamicScale(growth_interval=99)])
@@ -637,26 +482,6 @@ def test_a_rule_whose_update_does_not_take_what_it_says_is_refused(own, takes):
         ps.simulate.simulate(rule, [True])
 
 
-def test_donation_gives_the_same_bits():
-    rule = ps.HeadroomScale(init_scale=2.0**24, window=3)
-    state = start(rule, ADAMW)
-    for size in (1.0, 1.0, 4.0):
-        given = clone(state)
-        kept = step(state, [GRADIENT * size], rule, ADAMW)
-        donated = step(given, [GRADIENT * size], rule, ADAMW, donate=True)
-        assert same_bits(kept, donated)
-        assert not shares_memory(kept, state)
-        state, _ = kept
-
-
-@pytest.mark.parametrize("damage", [math.nan, math.inf, -1.0])
-def test_a_damaged_entry_of_the_history_counts_for_nothing(damage):
-    rule = ps.HeadroomScale(window=3)
-    state = clean(rule, 1.0, 1.0, 1.0)
-    damaged = state._replace(amax_history=torch.tensor([1.0, damage, 1.0]))
-    assert rule.update(damaged, torch.tensor(False), torch.tensor(4.0)).scale == state.scale / 4
-
-
 # ---- over ranks
 
 LONE = {  # what each of two ranks has, what is dropped, and what a rule is told on both: bad, amax
@@ -679,5 +504,6 @@ def _told_on_each_rank(rank):
             assert bad or same_bits(state.scaler.amax, torch.tensor(amax)), name
 
 
+@pytest.mark.slow
 def test_every_rank_is_told_the_same_of_a_loss_that_is_not_finite_on_one():
     in_processes(_told_on_each_rank)

@@ -1,74 +1,70 @@
-"""Plans: found for arguments that differ in values only, and by nothing else."""
+"""What is kept of a step, for steps like it, changes no result and keeps nothing alive."""
 
+import concurrent.futures
 import gc
-import threading
 import weakref
 
 import optree
 import pytest
 import torch
+from helpers import find_no_plans, same_bits
 from torch import nn
 
-from purescale._torch import private, private_names
+import purescale as ps
+from purescale._torch import private
+from purescale._torch.private_names import guard_one_by_one
+from purescale._torch.tensor_list import Cache, TensorList
 from purescale._tree.plans import Plans
 
+RULE = ps.DynamicScale(init_scale=2.0**4)
 
-def kept(*tensors, key="key", size=8):
-    plans = Plans(size)
-    plans.add(tensors, key, "plan")
-    return plans
 
+FACTS = {
+    "num_elements": 9,
+    "any_empty": True,
+    "dtypes": {torch.float32, torch.float64},
+    "devices": {torch.device("cpu")},
+    "are_on_cpu": True,
+    "kinds": [[0, 2, 3], [1]],
+    "are_contiguous": False,
+    "are_gapless": True,
+    "any_requires_grad": True,
+}
+
+
+def test_a_fact_is_the_same_of_lists_that_share_a_cache():
+    def tensors():
+        transposed, empty = torch.zeros(3, 2).t(), torch.zeros(0)
+        return [transposed, torch.zeros(2).double(), empty, torch.zeros(1, requires_grad=True)]
+
+    for fact, expected in FACTS.items():
+        cache, picked = Cache(), TensorList(tensors()[1:3])
+        for _ in range(2):
+            assert getattr(TensorList(tensors(), cache), fact) == expected
+            shared = TensorList(tensors(), cache).picked([1, 2])
+            assert getattr(shared, fact) == getattr(picked, fact)
+
+
+# ---- plans ---------------------------------------------------------------------------------------
 
 LIKE = torch.zeros(2, 3)
+OTHERS = [
+    *(torch.zeros(3, 2), torch.zeros(3, 2).t(), LIKE.double(), LIKE.clone().requires_grad_()),
+    *(nn.Parameter(LIKE), LIKE.to("meta"), LIKE.to_sparse(), None, 0.0),
+]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        torch.zeros(3, 2),
-        torch.zeros(2, 3, 1),
-        torch.zeros(3, 2).t(),
-        LIKE.double(),
-        LIKE.clone().requires_grad_(),
-        nn.Parameter(LIKE),
-        LIKE.to("meta"),
-        torch.nested.nested_tensor([[1.0], [2.0]], layout=torch.jagged),
-        LIKE.to_sparse(),
-        None,
-        0.0,
-    ],
-    ids=repr,
-)
-def test_a_plan_is_not_found_for_other_metadata(other):
-    assert list(kept(LIKE).matching([LIKE + 1], "key")) == ["plan"]
-    assert list(kept(LIKE).matching([other], "key")) == []
-
-
-def test_a_plan_is_found_without_torchs_guard(monkeypatch):
-    monkeypatch.setattr(private, "metadata_guard", private_names.guard_one_by_one, raising=False)
-    assert list(kept(LIKE).matching([LIKE + 1], "key")) == ["plan"]
-    assert list(kept(LIKE).matching([LIKE.double()], "key")) == []
-
-
-def test_a_plan_is_found_by_an_equal_key_alone():
-    structures = [optree.tree_flatten(tree)[1] for tree in ({"a": 0}, {"a": 0}, {"b": 0}, [0])]
-    plans = kept(LIKE, key=(structures[0], True))
-    assert list(plans.matching([LIKE], (structures[1], True))) == ["plan"]
-    for key in ((structures[0], False), (structures[2], True), (structures[3], True)):
-        assert list(plans.matching([LIKE], key)) == []
-
-
-def test_a_key_that_cannot_be_compared_is_not_found():
-    key = torch.zeros(2)  # whose truth is ambiguous
-    assert list(kept(LIKE, key=key).matching([LIKE], key + 0)) == []
-
-
-def test_all_plans_that_match_are_found_the_newest_first():
+@pytest.mark.parametrize("guard", ["torch's", "ours"])
+def test_a_plan_is_found_for_equal_metadata_and_an_equal_key_alone(guard, monkeypatch):
+    if guard == "ours":
+        monkeypatch.setattr(private, "metadata_guard", guard_one_by_one, raising=False)
+    structures = [optree.tree_flatten(tree)[1] for tree in ({"a": 0}, {"a": 0}, {"b": 0})]
     plans = Plans()
-    for number in range(3):
-        plans.add([LIKE], "key", number)
-        plans.add([LIKE.double()], "key", -number)
-    assert list(plans.matching([LIKE], "key")) == [2, 1, 0]
+    plans.add([LIKE], structures[0], "old")
+    plans.add([LIKE], structures[0], "new")
+    assert list(plans.matching([LIKE + 1], structures[1])) == ["new", "old"]
+    for tensor, key in ((LIKE, structures[2]), *((other, structures[1]) for other in OTHERS)):
+        assert list(plans.matching([tensor], key)) == []
 
 
 @pytest.mark.parametrize("size", [1, 8, None])
@@ -76,42 +72,236 @@ def test_the_oldest_plan_goes_where_there_are_too_many(size):
     plans = Plans(size)
     for length in range(100):
         plans.add([torch.zeros(length)], "key", length)
-    expected = list(range(99, 99 - (size or 100), -1))
-    assert list(plans) == expected
-    assert len(plans) == len(expected)
-    for length in (0, 99):
-        present = [length] if length in expected else []
-        assert list(plans.matching([torch.zeros(length)], "key")) == present
-
-
-def test_a_plan_that_is_discarded_is_found_no_more():
-    plans = kept(LIKE)
-    plans.add([LIKE], "key", "other")
-    plans.discard("other")
-    assert list(plans.matching([LIKE], "key")) == ["plan"]
-    assert len(plans) == 1
-
-
-def test_plans_keep_no_tensor_alive():
-    tensor = torch.zeros(3)
-    plans, alive = kept(tensor), weakref.ref(tensor)
-    list(plans.matching([tensor], "key"))
-    del tensor
-    gc.collect()
-    assert alive() is None
+    assert list(plans) == list(range(99, 99 - (size or 100), -1))
 
 
 def test_threads_that_add_and_look_find_whole_plans():
     plans = Plans(4)
 
     def work(length):
-        for _ in range(200):
+        for _ in range(100):
             plans.add([torch.zeros(length)], "key", length)
             assert set(plans.matching([torch.zeros(length)], "key")) <= {length}
 
-    threads = [threading.Thread(target=work, args=(length,)) for length in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert 1 <= len(plans) <= 4
+
+
+# ---- whole steps ---------------------------------------------------------------------------------
+
+
+def parameters(dtype=torch.float32, size=3):
+    torch.manual_seed(0)
+    return {name: torch.randn(size, 2, dtype=dtype) for name in "abc"}
+
+
+def steps(params, **settings):
+    optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1)
+    state = optimizer.init(params)
+    for value in (1.0, -1.0):
+        grads = {name: torch.full_like(p, value) for name, p in params.items()}
+        out = ps.unscale_and_step(optimizer, RULE.init(), params, grads, state, **settings)
+        params, state = out.params, out.opt_state
+    return state
+
+
+def test_two_models_do_not_disturb_each_other(monkeypatch):
+    optimizer, scaler = ps.from_torch(torch.optim.AdamW, lr=0.1), RULE.init()
+
+    def step(size):
+        params, grads = parameters(size=size), parameters(size=size)
+        ps.unscale_and_step(optimizer, scaler, params, grads, optimizer.init(params))
+
+    for size in (3, 5):
+        step(size)
+    monkeypatch.setattr(type(optimizer), "plan", lambda *_: pytest.fail("planned anew"))
+    for size in (3, 5):
+        step(size)
+
+
+WRONG = {
+    "shape": lambda p, g, s: g.update(a=torch.zeros(2, 3)),
+    "dtype": lambda p, g, s: g.update(a=torch.zeros(3, 2, dtype=torch.int32)),
+    "device": lambda p, g, s: g.update(a=torch.zeros(3, 2, device="meta")),
+    "graph": lambda p, g, s: g.update(a=torch.zeros(3, 2, requires_grad=True) * 2),
+    "parameter": lambda p, g, s: p.update(a=p["a"].double(), b=p["b"].long()),
+    "missing": lambda p, g, s: g.pop("a"),
+    "slot": lambda p, g, s: s.slots["exp_avg"].update(a=torch.zeros(2, 3)),
+    "other slots": lambda p, g, s: s.slots.pop("exp_avg_sq"),
+    "a count": lambda p, g, s: s.slots["exp_avg"].update(a=s.applied),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_argument_is_refused_with_the_same_words(what, monkeypatch):
+    def refused():
+        params = parameters()
+        optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1)
+        grads = {name: torch.ones_like(p) for name, p in params.items()}
+        state = optimizer.init(params)
+        ps.unscale_and_step(optimizer, RULE.init(), params, grads, state)  # has a plan
+        WRONG[what](params, grads, state)
+        with pytest.raises((ValueError, TypeError)) as caught:
+            ps.unscale_and_step(optimizer, RULE.init(), params, grads, state)
+        return str(caught.value)
+
+    remembering = refused()
+    find_no_plans(monkeypatch)
+    assert remembering == refused()
+
+
+def test_the_state_of_another_class_is_refused_where_its_metadata_is_known():
+    params, scaler = parameters(), RULE.init()
+    grads = {name: torch.ones_like(p) for name, p in params.items()}
+    adamw, adagrad = (ps.from_torch(getattr(torch.optim, n), lr=0.1) for n in ("AdamW", "Adagrad"))
+    for optimizer in (adamw, adagrad):
+        ps.unscale_and_step(optimizer, scaler, params, grads, optimizer.init(params))
+    for optimizer, other in ((adamw, adagrad), (adagrad, adamw)):
+        state = other.init(params)
+        with pytest.raises(ValueError, match="opt_state"):
+            ps.unscale_and_step(optimizer, scaler, params, grads, state)
+
+
+def test_no_tensor_is_kept_alive():
+    params = parameters()
+    given = [weakref.ref(p) for p in params.values()]
+    state = steps(params)
+    given += [weakref.ref(leaf) for slot in state.slots.values() for leaf in slot.values()]
+    del params, state
+    gc.collect()
+    assert not any(reference() for reference in given)
+
+
+def test_shared_memory_is_seen_though_the_metadata_is_known():
+    kept = []
+    for _ in range(2):
+        params = parameters()
+        whole = torch.cat([params["a"], params["b"]])
+        params.update(a=whole[:3], b=whole[3:])
+        kept.append(whole.clone())
+        steps(params, donate=True)
+        assert torch.equal(whole, kept[-1])
+        steps(parameters(), donate=True)
+
+
+# ---- what is cached keeps nothing of a user's alive ----------------------------------------------
+
+
+def own(base, model):
+    """A class with an `update` of its own that holds a model."""
+    return type("Own", (base,), {"of": model, "update": lambda *given: base.update(*given)})
+
+
+ADAMW = torch.optim.AdamW
+LABELLED = ps.from_torch(ADAMW, lr=0.1)
+HOLDERS = {  # the settings of a step that hold a model
+    "loss_fn": lambda model: {},
+    "label": lambda model: {
+        "optimizer": ps.partition(
+            {"a": LABELLED, "b": LABELLED}, lambda _, leaf: "ab"[leaf.ndim < 2 and bool(model)]
+        )
+    },
+    "schedule": lambda model: {"optimizer": ps.from_torch(ADAMW, lr=lambda n: 0.1 if model else 1)},
+    "weight_fn": lambda model: {"weight_fn": lambda x: 1.0 if model else 2.0},
+    "rule": lambda model: {"rule": own(ps.DynamicScale, model)()},
+    "guard": lambda model: {"guard": own(ps.SpikeGuard, model)()},
+    "subclass": lambda model: {
+        "optimizer": ps.from_torch(type("Own", (ADAMW,), {"of": model}), lr=0.1)
+    },
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_a_model_is_freed_after_steps_with_any_setting_that_holds_it(holder):
+    def trained():
+        model = nn.Linear(3, 2)
+        apply, params, buffers = ps.make_functional(model)
+
+        def loss_fn(params, buffers, x):
+            assert model is not None
+            out, buffers = apply(params, buffers, x)
+            return out.square().sum(), buffers
+
+        settings = {"optimizer": ps.from_torch(torch.optim.AdamW, lr=0.1), "rule": RULE}
+        settings |= holder(model)
+        guard = settings.get("guard")
+        first = settings["optimizer"], settings["rule"]
+        state = ps.init_train_state(params, buffers, *first, guard=guard)
+        for donate in (False, True, True):
+            batches = [torch.ones(4, 3)] * 2
+            state, _ = ps.train_step(state, batches, loss_fn=loss_fn, donate=donate, **settings)
+        ps.value_and_grad(loss_fn)(state.params, buffers, torch.ones(4, 3))
+        return weakref.ref(model)
+
+    reference = trained()
+    gc.collect()
+    assert reference() is None
+
+
+class Node:
+    """A container of a user's, with an object beside its leaf."""
+
+    def __init__(self, leaf, beside):
+        self.leaf, self.beside = leaf, beside
+
+
+optree.register_pytree_node(
+    Node,
+    lambda node: ((node.leaf,), node.beside, None),
+    lambda beside, leaves: Node(leaves[0], beside),
+    namespace="purescale",
+)
+
+
+@pytest.mark.parametrize("call", ["value_and_grad", "step"])
+def test_what_a_container_of_ones_own_holds_is_freed(call):
+    optimizer = ps.from_torch(torch.optim.SGD, lr=0.1)
+
+    class Beside:
+        pass
+
+    def run(beside):
+        params, grads = Node(torch.ones(3), beside), Node(torch.ones(3), beside)
+        for _ in range(2):
+            if call == "step":
+                optimizer.step(params, grads, optimizer.init(params))
+            else:
+                function = ps.value_and_grad(lambda p, b, x: (p.leaf.sum() * x, b))
+                function(params, {}, torch.ones(()), scaler=RULE.init())
+
+    beside = Beside()
+    alive = weakref.ref(beside)
+    run(beside)
+    del beside
+    gc.collect()
+    assert alive() is None
+
+
+def test_keys_that_are_equal_and_have_other_names_are_other_parameters():
+    optimizer = ps.from_torch(torch.optim.SGD, lr=1.0, overrides={"1": {"lr": 0.5}})
+    params, grads = ({1: torch.ones(3), "z": torch.ones(3)} for _ in range(2))
+    state = optimizer.init(params)
+    for _ in range(2):
+        optimizer.step(params, grads, state)
+    with pytest.raises(ValueError, match="'1' matches no parameter"):
+        optimizer.step({True: torch.ones(3), "z": torch.ones(3)}, grads, state)
+
+
+def test_parameters_that_require_a_gradient_have_a_plan_and_results_of_autograd_none(monkeypatch):
+    optimizer = ps.from_torch(torch.optim.SGD, lr=0.1)
+    grads = {"w": torch.ones(3)}
+
+    def step(change):
+        params = {"w": change(torch.ones(3, requires_grad=True))}
+        return optimizer.step(params, grads, optimizer.init({"w": torch.ones(3)}))
+
+    plain, planned = step(lambda w: w), []
+    plan = type(optimizer).plan
+    monkeypatch.setattr(
+        type(optimizer), "plan", lambda *of_step: planned.append(of_step) or plan(*of_step)
+    )
+    assert same_bits(step(lambda w: w), plain)
+    assert not planned
+    with pytest.raises(ValueError, match=r"params\['w'\]"):
+        step(lambda w: w * 1)

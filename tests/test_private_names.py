@@ -80,18 +80,6 @@ def test_an_eager_step_imports_no_compiler(modules_of_torch):
     assert not heavy(modules_after(loops) - modules_of_torch)
 
 
-def test_a_constant_is_marked_as_torch_marks_it():
-    def ours():
-        return 1
-
-    def torchs():
-        return 1
-
-    private.constant_while_compiling(ours)
-    torch.compiler.assume_constant_result(torchs)
-    assert vars(ours) == vars(torchs)
-
-
 # ---- a torch that has changed --------------------------------------------------------------------
 
 
@@ -177,18 +165,6 @@ def both(name):
     return look_up(NAMES[name]), NAMES[name].otherwise
 
 
-TENSORS = [torch.arange(6.0).view(2, 3), torch.tensor(7.0), torch.empty(0), torch.ones(3).double()]
-
-
-def test_without_its_name_a_list_is_cloned_the_same():
-    clone, public = both("clone_list")
-    found = public(TENSORS)
-    torch.testing.assert_close(list(found), list(clone(TENSORS)))
-    assert all(
-        a.data_ptr() != b.data_ptr() for a, b in zip(found, TENSORS, strict=True) if a.numel()
-    )
-
-
 def test_without_its_name_a_backward_gives_the_same():
     used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     for run in both("run_backward"):
@@ -198,27 +174,3 @@ def test_without_its_name_a_backward_gives_the_same():
         )
         torch.testing.assert_close(gradients[0], torch.full((2,), 3.0))
         assert gradients[1] is None
-
-
-def test_without_its_name_a_tree_is_walked_the_same():
-    tree = {"b": [1, None, (2, 3)], "a": torch.optim.lr_scheduler.StepLR}
-    pytree, public = both("pytree")
-    assert public.tree_leaves(tree) == pytree.tree_leaves(tree)
-    assert public.tree_map(str, tree) == pytree.tree_map(str, tree)
-    leaves, structure = public.tree_flatten(tree)
-    assert public.tree_unflatten(leaves, structure) == tree
-
-
-def test_without_its_name_a_scale_is_updated_the_same(without):
-    rule = ps.DynamicScale(8.0, growth_interval=2)
-
-    def run():
-        states = [rule.init()]
-        for bad in (False, False, True, False):
-            states.append(rule.update(states[-1], torch.tensor(bad)))
-        return states
-
-    expected = run()
-    without("update_scale")
-    assert private.update_scale is False
-    assert ps.testing.same_bits(run(), expected)

@@ -1,9 +1,7 @@
 """The rules of the loss scale: transitions, bounds, and states of other rules."""
 
-import collections
 import math
 import re
-import types
 from typing import NamedTuple
 
 import hypothesis.strategies as st
@@ -21,14 +19,13 @@ from helpers import (
     stack,
 )
 from hypothesis import given
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import purescale as ps
 from purescale import interop
 from purescale._loss_scale import rules
-from purescale._torch import private, tracing
+from purescale._torch import private
 from purescale.testing import assert_scale_rule, overflow_runs
 
 flags = overflow_runs()
@@ -123,28 +120,6 @@ any_dynamic_scale = st.builds(
 )
 
 
-def updated_as_by_the_formula(mode, rule, state, bad):
-    """Return the update within `mode`, and what ran, if it is a formula's, and pure."""
-    flag, before = torch.tensor(bad), [t.clone() for t in state]
-    with mode() as run:
-        new = rule.update(state, flag)
-    assert same_bits(new, by_formula(rule, state, bad))
-    assert same_bits(list(state), before)
-    assert not shares_memory(new, [*state, flag])
-    assert len({t.data_ptr() for t in new}) == 4
-    return new, run
-
-
-@examples(200)
-@given(legal_rules | any_dynamic_scale, st.none() | damaged_states, flags)
-def test_an_update_by_torchs_operator_is_the_formula_bit_for_bit(rule, state, pattern):
-    state = rule.init() if state is None else state
-    reaches_inf = rule.max_scale * rule.growth_factor > 2.0**127
-    for bad in pattern:
-        state, run = updated_as_by_the_formula(AsOnAnAccelerator, rule, state, bad)
-        assert (OPERATOR in run.ops) is (rule.hysteresis == 1 and not reaches_inf)
-
-
 class Reads(TorchFunctionMode):
     """Counts reads of a value on the host. It changes no metadata, as a mode of operators does."""
 
@@ -157,13 +132,28 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@examples(200)
+@examples(100)
 @given(legal_rules | any_dynamic_scale, st.none() | damaged_states, flags)
-def test_an_update_on_the_host_is_the_formula_bit_for_bit(rule, state, pattern):
+def test_an_update_by_torchs_operator_and_on_the_host_is_the_formula_bit_for_bit(
+    rule, state, pattern
+):
     state = rule.init() if state is None else state
+    takes_operator = rule.hysteresis == 1 and rule.max_scale * rule.growth_factor <= 2.0**127
     for bad in pattern:
-        state, run = updated_as_by_the_formula(Reads, rule, state, bad)
-        assert run.reads == 5
+        flag, expected = torch.tensor(bad), by_formula(rule, state, bad)
+        before = [t.clone() for t in state]
+        for mode in (AsOnAnAccelerator, Reads):
+            with mode() as run:
+                new = rule.update(state, flag)
+            assert same_bits(new, expected)
+            assert same_bits(list(state), before)
+            assert not shares_memory(new, [*state, flag])
+            assert len({t.data_ptr() for t in new}) == 4
+            if mode is Reads:
+                assert run.reads == 5
+            else:
+                assert (OPERATOR in run.ops) is takes_operator
+        state = expected
 
 
 def as_a_subclass(state, bad):
@@ -211,199 +201,59 @@ def test_a_flag_of_another_device_is_not_handed_to_a_kernel_that_takes_addresses
         assert not rules._takes_operator(apart, flags["cuda"])
 
 
-def test_a_rule_whose_settings_change_decides_anew():
-    class Own(ps.DynamicScale):
-        def __getattribute__(self, name):
-            return 2 if name == "growth_interval" else super().__getattribute__(name)
-
-    for mode in (Dispatched, AsOnAnAccelerator):
-        with mode():
-            assert trace(Own(8.0), pattern("..")) == [8, 16]
-
-
-def recorded(update, state, bad):
-    with tracing.recording():
-        return update(state, bad)
-
-
-def mapped(update, state, bad):
-    return torch.vmap(lambda s: update(s, bad))(stack([state, state]))
-
-
-def in_forward_mode(update, state, bad):
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(state.scale, torch.tensor(1.0))
-        new = update(state._replace(scale=dual), bad)
-        assert torch.autograd.forward_ad.unpack_dual(new.scale).tangent == 0.5
-    return new
-
-
-def differentiated(update, state, bad):
-    scale = state.scale
-    slope = torch.func.grad(lambda scale: update(state._replace(scale=scale), bad).scale)(scale)
-    assert slope == 0.5
-    return state
-
-
-@pytest.mark.parametrize("where", [recorded, mapped, in_forward_mode, differentiated])
-def test_a_transform_goes_by_the_formula_also_after_an_eager_update(where):
-    rule, bad = ps.DynamicScale(8.0), torch.tensor(True)
-    rule.update(rule.init(), bad)
-    with Dispatched() as run:
-        where(rule.update, rule.init(), bad)
-    assert OPERATOR not in run.ops
-
-
-def test_a_derivative_by_backward_goes_through_the_scale():
-    rule, scale = ps.DynamicScale(8.0), torch.tensor(8.0, requires_grad=True)
-    state = rule.init()._replace(scale=scale)
-    for bad in (True, True):
-        state = rule.update(state, torch.tensor(bad))
-    assert torch.autograd.grad(state.scale, scale)[0] == 0.25
-
-
-class AgainstGradScaler(RuleBasedStateMachine):
-    """Random runs of a real GradScaler and of ours over the same gradients, parameters included."""
-
-    @initialize(
-        exponent=st.integers(0, 20),
-        interval=st.integers(1, 4),
-        momentum=st.sampled_from([0.0, 0.5]),
-    )
-    def start(self, exponent, interval, momentum):
-        self.rule = ps.DynamicScale(
-            2.0**exponent, growth_interval=interval, min_scale=2.0**-120, max_scale=2.0**100
-        )
-        self.optimizer = ps.from_torch(torch.optim.SGD, lr=0.5, momentum=momentum, foreach=False)
-        self.weight = torch.nn.Parameter(torch.ones(3))
-        self.params = {"w": torch.ones(3)}
-        self.opt_state, self.state = self.optimizer.init(self.params), self.rule.init()
-        self.torchs = torch.optim.SGD([self.weight], lr=0.5, momentum=momentum, foreach=False)
-        self.scaler = torch.amp.GradScaler(
-            "cpu", init_scale=2.0**exponent, growth_interval=interval
-        )
-
-    @rule(
-        grad=st.lists(st.floats(-4, 4, width=32), min_size=3, max_size=3),
-        bad=st.sampled_from([None, math.inf, -math.inf, math.nan]),
-    )
-    def step(self, grad, bad):
-        grad = torch.tensor([*grad[:2], grad[2] if bad is None else bad])
-        self.torchs.zero_grad()
-        self.scaler.scale((self.weight * grad).sum()).backward()
-        self.scaler.step(self.torchs)
-        self.scaler.update()
-
-        def scaled(params):
-            return ps.scale_loss(self.state, (params["w"] * grad).sum())
-
-        out = ps.unscale_and_step(
-            self.optimizer,
-            self.state,
-            self.params,
-            torch.func.grad(scaled)(self.params),
-            self.opt_state,
-        )
-        self.params, self.opt_state = out.params, out.opt_state
-        self.state = self.rule.update(self.state, out.found_inf)
-
-    @invariant()
-    def same_scale_count_and_parameters(self):
-        assert self.state.scale.item() == self.scaler.get_scale()
-        assert self.state.growth_tracker.item() == self.scaler._get_growth_tracker()
-        assert torch.equal(self.params["w"], self.weight.detach())
-
-
-TestAgainstGradScaler = AgainstGradScaler.TestCase
-TestAgainstGradScaler.settings = examples(20)
-
-
-@given(legal_rules, flags)
-def test_the_scale_stays_a_power_of_two_between_floor_and_ceiling(rule, pattern):
-    for scale in trace(rule, pattern):
+@given(legal_rules, flags, st.sampled_from([None, 0.0, -0.0, math.inf, math.nan, -8.0]))
+def test_the_scale_is_a_power_of_two_between_floor_and_ceiling_also_after_damage(
+    rule, pattern, damage
+):
+    state = rule.init() if damage is None else at(damage)
+    scales = trace(rule, pattern, state)
+    assert damage is None or scales[:1] in ([], [rule.min_scale])
+    for scale in scales:
         assert is_power_of_two(scale)
         assert rule.min_scale <= scale <= rule.max_scale
 
 
-@given(
-    legal_rules, st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, -8.0]), st.booleans()
-)
-def test_a_damaged_scale_is_repaired_to_the_floor(rule, scale, bad):
-    assert rule.update(at(scale), torch.tensor(bad)).scale == rule.min_scale
-
-
 NARROW = {"min_scale": 2.0**-4, "max_scale": 2.0**4}
-TOLERANT = {"growth_interval": 1000, "hysteresis": 2}
+BY_GROWTH = {"growth_interval": 1000, "hysteresis": 2, "refill": "growth"}
+OF_THREE = ps.DynamicScale(16.0, hysteresis=3).init()
+
+
+def of(scale=8.0, **settings):
+    return ps.DynamicScale(scale, **settings)
+
+
 TRACES = {  # the rule, the steps, the scale after each, and the state before the first
-    "growth on exactly the interval": (
-        *(
-            ps.DynamicScale(8.0, growth_interval=3),
-            "...O......",
-            [8, 8, 16, 8, 8, 8, 16, 16, 16, 32],
-        ),
-        None,
-    ),
+    "growth on exactly the interval": (of(growth_interval=3), "...O...", [8, 8, 16, 8, 8, 8, 16]),
     "an interval below the count": (
-        *(ps.DynamicScale(8.0, growth_interval=3), ".", [16]),
+        *(of(growth_interval=3), ".", [16]),
         at(8.0, growth_tracker=1000, hysteresis_tracker=1),
     ),
     "a count at the end of its range": (
-        *(ps.DynamicScale(growth_interval=2**31 - 1), ".", [16]),
+        *(of(growth_interval=2**31 - 1), ".", [16]),
         at(8.0, growth_tracker=2**31 - 1, hysteresis_tracker=1),
     ),
-    "a damaged count": (
-        *(ps.DynamicScale(8.0, growth_interval=1), ".", [16]),
-        at(8.0, growth_tracker=-5, hysteresis_tracker=1),
-    ),
+    "a damaged count": (of(growth_interval=1), ".", [16], at(8.0, growth_tracker=-5)),
     # field notes, Megatron H=2, DeepSpeed h=2 not consecutive and consecutive
-    "Megatron": (
-        ps.DynamicScale(16.0, **TOLERANT, refill="growth"),
-        "O.OO.O",
-        [16, 16, 8, 4, 4, 2],
-        None,
-    ),
-    "DeepSpeed": (
-        ps.DynamicScale(16.0, **TOLERANT, refill="growth"),
-        "O.O.OO",
-        [16, 16, 8, 8, 4, 2],
-        None,
-    ),
+    "Megatron": (of(16.0, **BY_GROWTH), "O.OO.O", [16, 16, 8, 4, 4, 2]),
+    "DeepSpeed": (of(16.0, **BY_GROWTH), "O.O.OO", [16, 16, 8, 8, 4, 2]),
     "DeepSpeed, consecutive": (
-        *(ps.DynamicScale(16.0, **TOLERANT, refill="clean"), "O.O.OO", [16, 16, 16, 16, 16, 8]),
-        None,
+        *(of(16.0, **{**BY_GROWTH, "refill": "clean"}), "O.O.OO", [16, 16, 16, 16, 16, 8]),
     ),
     "growth restores the tolerance": (
-        *(
-            ps.DynamicScale(16.0, growth_interval=2, hysteresis=2, refill="growth"),
-            "O..O",
-            [16, 16, 32, 32],
-        ),
-        None,
+        *(of(16.0, **{**BY_GROWTH, "growth_interval": 2}), "O..O", [16, 16, 32, 32]),
     ),
-    "a hysteresis below the tolerance": (
-        *(ps.DynamicScale(16.0), "OO", [8, 4]),
-        ps.DynamicScale(16.0, hysteresis=3).init(),
-    ),
-    "one that is not yet below it": (
-        *(ps.DynamicScale(16.0, hysteresis=2), "OO", [16, 8]),
-        ps.DynamicScale(16.0, hysteresis=3).init(),
-    ),
-    "below the floor": (ps.DynamicScale(1.0, **NARROW), ".", [2.0**-4], at(2.0**-20)),
-    "above the ceiling": (ps.DynamicScale(1.0, **NARROW), ".", [2.0**4], at(2.0**20)),
+    "a hysteresis below the tolerance": (of(16.0), "OO", [8, 4], OF_THREE),
+    "one that is not yet below it": (of(16.0, hysteresis=2), "OO", [16, 8], OF_THREE),
+    "below the floor": (of(1.0, **NARROW), ".", [2.0**-4], at(2.0**-20)),
+    "above the ceiling": (of(1.0, **NARROW), ".", [2.0**4], at(2.0**20)),
     "a damaged static scale": (ps.StaticScale(512.0), ".", [512], at(math.nan)),
 }
 
 
 @pytest.mark.parametrize("name", TRACES)
 def test_a_run_has_the_scales_that_were_worked_out_by_hand(name):
-    rule, steps, expected, state = TRACES[name]
-    assert trace(rule, pattern(steps), state) == expected
-
-
-@pytest.mark.parametrize("rule", [ps.StaticScale(512.0), ps.NoScale()])
-@given(pattern=flags)
-def test_a_static_scale_never_moves(rule, pattern):
-    assert set(trace(rule, pattern)) == {rule.scale}
+    rule, steps, expected, *state = TRACES[name]
+    assert trace(rule, pattern(steps), *state) == expected
 
 
 def test_consecutive_skips_are_counted_and_forgotten():
@@ -417,11 +267,10 @@ def test_consecutive_skips_are_counted_and_forgotten():
 
 RULES = [
     ps.DynamicScale(),
-    ps.DynamicScale(8.0, growth_interval=2, hysteresis=2),
-    ps.DynamicScale(1.0, 4.0, 0.25, 3, 2.0**-149, 2.0**127, 3, "clean"),
-    ps.DynamicScale(8.0, min_scale=8.0, max_scale=8.0),
+    pytest.param(
+        ps.DynamicScale(1.0, 4.0, 0.25, 3, 2.0**-149, 2.0**127, 3, "clean"), marks=pytest.mark.slow
+    ),
     ps.StaticScale(512.0),
-    ps.NoScale(),
     ps.HeadroomScale(8.0, margin=0, window=3, min_scale=2.0**-111, max_scale=2.0**127),
     pytest.param(ps.HeadroomScale(), marks=pytest.mark.slow),
 ]
@@ -430,34 +279,6 @@ RULES = [
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_keeps_every_law(rule):
     assert_scale_rule(rule)
-
-
-@pytest.mark.parametrize("takes_amax", [True, False])
-def test_each_rule_of_a_class_is_refused_by_its_own_takes_amax(takes_amax):
-    class Own:
-        def __init__(self, takes_amax):
-            self.takes_amax = takes_amax
-
-        def init(self, device=None):
-            return ps.StaticScale(8.0).init(device)
-
-        if takes_amax:
-
-            def update(self, scaler, found_inf, amax):
-                return scaler
-        else:
-
-            def update(self, scaler, found_inf):
-                return scaler
-
-    def start(rule):
-        optimizer = ps.from_torch(torch.optim.SGD, lr=0.1)
-        return ps.init_train_state({"w": torch.ones(3)}, {}, optimizer, rule)
-
-    for _ in range(2):
-        assert start(Own(takes_amax)).scaler.scale == 8
-        with pytest.raises(TypeError, match=rf"takes_amax is {not takes_amax}. Fix: "):
-            start(Own(not takes_amax))
 
 
 def test_rules_are_values():
@@ -473,11 +294,8 @@ def test_rules_are_values():
 STATES = {
     type(rule).__name__: (rule, rule.init())
     for rule in (
-        *(ps.DynamicScale(), ps.StaticScale(4.0), ps.NoScale(), ps.HeadroomScale(window=3)),
-        *(interop.torch_amp.rule(), interop.apex.rule(), interop.nnabla.rule()),
-        *(interop.deepspeed.rule(), interop.megatron.rule(), interop.flax.rule()),
-        *(interop.jmp.rule(8.0), interop.keras.rule(), interop.fairseq.rule()),
-        interop.mmengine.rule(8.0),
+        *(ps.DynamicScale(), ps.StaticScale(4.0), ps.HeadroomScale(window=3)),
+        *(interop.torch_amp.rule(), interop.deepspeed.rule(), interop.megatron.rule()),
     )
 }
 
@@ -486,42 +304,32 @@ def told(rule):
     return (torch.tensor(False), *([torch.tensor(1.0)] if hasattr(rule, "takes_amax") else []))
 
 
-@pytest.mark.parametrize("theirs", STATES)
 @pytest.mark.parametrize("name", STATES)
-def test_the_state_of_another_rule_is_refused_with_a_cure_that_carries_the_scale_over(name, theirs):
+def test_what_is_no_state_of_the_rule_is_refused_with_a_cure(name):
     rule, own = STATES[name]
-    foreign = STATES[theirs][1]._replace(scale=torch.tensor(32.0))
-    if type(foreign) is type(own):
-        return
-    with pytest.raises(TypeError, match=f"scaler is {type(foreign).__name__}; expected a") as error:
-        rule.update(foreign, *told(rule))
-    missing = set(own._fields) - set(foreign._fields)
-    there = [field for field in own._fields if field in foreign._fields]
-    assert f"It has {', '.join(there)}; missing: " in str(error.value)
-    assert all(field in str(error.value).partition("missing: ")[2] for field in missing)
-    cure = re.search(r"Fix: `scaler = (.*)`\.$", str(error.value)).group(1)
-    carried = eval(cure, {"rule": rule, "scaler": foreign})
-    assert type(carried) is type(own)
-    assert carried.scale == 32.0
-    assert type(rule.update(carried, *told(rule))) is type(own)
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_what_is_no_state_of_a_rule_is_refused_in_words(name):
-    rule, own = STATES[name]
-    whole = ps.init_train_state({"w": torch.ones(2)}, {}, ps.from_torch(torch.optim.SGD), rule)
+    sgd = ps.from_torch(torch.optim.SGD)
     for wrong, cure in (
         (None, r"rule\.init\(device\)"),
-        (torch.tensor(2.0), r"rule\.init\(device\)"),
         (own._asdict(), rf"{type(own).__name__}\(\*\*scaler\)"),
-        (whole, r"rule\.update\(state\.scaler, found_inf\)"),
+        (ps.init_train_state({"w": torch.ones(2)}, {}, sgd, rule), r"rule\.update\(state\.scaler"),
     ):
         with pytest.raises(TypeError, match=f"Likely cause: .*Fix: .*{cure}"):
             rule.update(wrong, *told(rule))
+    for _, foreign in STATES.values():
+        if type(foreign) is type(own):
+            continue
+        foreign = foreign._replace(scale=torch.tensor(32.0))
+        words = rf"is {type(foreign).__name__}; expected a .*Fix: `scaler = (.*)`\.$"
+        with pytest.raises(TypeError, match=words) as error:
+            rule.update(foreign, *told(rule))
+        cure = re.search(words, str(error.value)).group(1)
+        carried = eval(cure, {"rule": rule, "scaler": foreign})
+        assert type(carried) is type(own)
+        assert carried.scale == 32.0
+        assert type(rule.update(carried, *told(rule))) is type(own)
 
 
-@pytest.mark.parametrize("donate", [False, True])
-def test_a_training_with_another_rules_state_stops_before_anything_is_written(donate):
+def test_a_training_with_another_rules_state_stops_before_anything_is_written():
     sgd = ps.from_torch(torch.optim.SGD, lr=1.0)
     state = ps.init_train_state({"w": torch.ones(2)}, {}, sgd, ps.HeadroomScale())
     with Untouched(state), pytest.raises(TypeError, match="expected a ScalerState"):
@@ -531,30 +339,17 @@ def test_a_training_with_another_rules_state_stops_before_anything_is_written(do
             loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b),
             optimizer=sgd,
             rule=ps.DynamicScale(),
-            donate=donate,
+            donate=True,
         )
 
 
-@pytest.mark.parametrize("bad", [False, True])
-@pytest.mark.parametrize(
-    "make", [types.SimpleNamespace, collections.namedtuple("Mine", (*ps.ScalerState._fields, "n"))]
-)
-def test_the_fields_of_a_state_count_and_not_its_class(make, bad):
-    rule = ps.DynamicScale(8.0, growth_interval=1)
-    state, flag = rule.init(), torch.tensor(bad)
-    record = make(**state._asdict(), n=torch.tensor(0))
-    assert same_bits(rule.update(record, flag), rule.update(state, flag))
-
-
-@pytest.mark.parametrize("name", ["DynamicScale", "HeadroomScale", "DeepSpeedScale"])
-def test_a_foreign_state_is_refused_while_tracing(name):
-    rule, own = STATES[name]
-    foreign = STATES["DynamicScale" if name == "HeadroomScale" else "HeadroomScale"][1]
-    words = f"scaler is {type(foreign).__name__}; expected a {type(own).__name__}"
+def test_a_foreign_state_is_refused_while_tracing():
+    (rule, _), (_, foreign) = STATES["DynamicScale"], STATES["HeadroomScale"]
+    words = "scaler is HeadroomState; expected a ScalerState"
     with pytest.raises(TypeError, match=words):
-        torch.compile(rule.update, backend="eager")(foreign, *told(rule))
+        torch.compile(rule.update, backend="eager")(foreign, torch.tensor(False))
     with pytest.raises(TypeError, match=words):
-        torch.vmap(lambda s: rule.update(s, *told(rule)))(stack([foreign, foreign]))
+        torch.vmap(lambda s: rule.update(s, torch.tensor(False)))(stack([foreign, foreign]))
 
 
 @pytest.mark.parametrize(
@@ -576,23 +371,13 @@ def test_a_job_that_overflows_for_ever_is_still_seen_by_check_scaler(rule):
 # ---- bad input
 
 
-@pytest.mark.parametrize("value", [0.0, -2.0, math.nan, math.inf, 3.0, 1000, 2.0**128, 2.0**-150])
 @pytest.mark.parametrize(
     "name", ["init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"]
 )
-def test_a_setting_that_is_no_power_of_two_is_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=rf"{name} must be a power of two.*Fix: {name}="):
-        ps.DynamicScale(**{name: value})
-
-
-@pytest.mark.parametrize("value", ["65536", None, True, [2.0]])
-def test_a_setting_that_is_no_number_is_refused(value):
-    with pytest.raises(TypeError, match="growth_interval must be a whole number"):
-        ps.DynamicScale(growth_interval=10.5)
-    with pytest.raises(TypeError, match="init_scale must be a number"):
-        ps.DynamicScale(init_scale=value)
-    with pytest.raises(TypeError, match="scale must be a number"):
-        ps.StaticScale(value)
+def test_a_setting_that_is_no_power_of_two_is_refused_by_name(name):
+    for value in (0.0, -2.0, math.nan, math.inf, 3.0, 1000, 2.0**128, 2.0**-150):
+        with pytest.raises(ValueError, match=rf"{name} must be a power of two.*Fix: {name}="):
+            ps.DynamicScale(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -600,10 +385,7 @@ def test_a_setting_that_is_no_number_is_refused(value):
     [
         ({"growth_interval": 2**31}, "growth_interval must be from 1"),
         ({"growth_factor": 1.0}, "growth_factor must be above 1"),
-        ({"growth_factor": 0.5}, "growth_factor must be above 1"),
         ({"backoff_factor": 1.0}, "backoff_factor must lie between 0 and 1"),
-        ({"backoff_factor": 2.0}, "backoff_factor must lie between 0 and 1"),
-        ({"growth_interval": 0}, "growth_interval must be from 1"),
         ({"hysteresis": 0}, "hysteresis must be from 1"),
         (
             {"min_scale": 4.0, "init_scale": 8.0, "max_scale": 2.0},
@@ -621,7 +403,7 @@ def test_settings_that_contradict_are_refused(settings, message):
         ps.DynamicScale(**settings)
 
 
-@pytest.mark.parametrize("scale", [2.0**-149, 2.0**-130, 2.0**127])
+@pytest.mark.parametrize("scale", [2.0**-149, 2.0**127])
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex32])
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_complex_zeros_unscale_to_zeros_at_every_scale(scale, dtype):

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from helpers import assert_close, at, same_bits
+from helpers import at, same_bits
 from hypothesis import given
 
 import purescale as ps
@@ -53,40 +53,30 @@ CALLS = {
     "accumulate_grads": lambda n: ps.accumulate_grads(ps.init_accum(grads()), grads(), weight=n),
     "weight_fn": lambda n: stepped(weight_fn=lambda _: n),
 }
-NUMBERS = [Fraction(1, 2), np.float32(0.5), np.float64(0.5), np.array(0.5), np.float16(0.5)]
+HALVES = [Fraction(1, 2), np.float32(0.5), np.array(0.5), np.float16(0.5)]
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("number", NUMBERS, ids=_kind)
-def test_a_number_of_any_type_is_the_float_that_it_stands_for(name, number):
-    assert same_bits(CALLS[name](number), CALLS[name](0.5))
-
-
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("number", [3, np.int64(3), np.uint8(3), Fraction(3)], ids=_kind)
-def test_a_whole_number_of_any_type_is_the_float_that_it_stands_for(name, number):
-    assert same_bits(CALLS[name](number), CALLS[name](3.0))
+def test_a_number_of_any_type_is_the_float_that_it_stands_for(name):
+    for number in [*HALVES, 3, np.int64(3), np.uint8(3), Fraction(3)]:
+        assert same_bits(CALLS[name](number), CALLS[name](float(number))), repr(number)
 
 
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - {"accumulate_grads", "weight_fn"}))
-@pytest.mark.parametrize("number", [HUGE, Fraction(HUGE, 3), ENORMOUS], ids=_kind)
+@pytest.mark.parametrize("number", [Fraction(HUGE, 3), ENORMOUS], ids=_kind)
 def test_a_bound_beyond_the_range_of_floats_is_no_bound(name, number):
     assert same_bits(CALLS[name](number), CALLS[name](math.inf))
 
 
 @pytest.mark.parametrize("name", ["accumulate_grads", "weight_fn"])
-@pytest.mark.parametrize(
-    "number", [HUGE, -HUGE, ENORMOUS, -ENORMOUS, Fraction(HUGE, 3), math.nan], ids=_kind
-)
+@pytest.mark.parametrize("number", [ENORMOUS, -HUGE, Fraction(HUGE, 3), math.nan], ids=_kind)
 def test_a_weight_beyond_the_range_of_floats_is_refused_in_words(name, number):
     with pytest.raises(ValueError, match=r"a weight is finite and not negative, .* at most.*Fix:"):
         CALLS[name](number)
 
 
 @pytest.mark.parametrize(
-    "number",
-    [-HUGE, -ENORMOUS, Fraction(-HUGE, 3), 0, Fraction(0), np.float32(0), math.nan],
-    ids=_kind,
+    "number", [-ENORMOUS, Fraction(-HUGE, 3), 0, np.float32(0), math.nan], ids=_kind
 )
 def test_a_bound_that_is_not_above_zero_is_refused_whatever_its_type(number):
     for name in CALLS.keys() - {"accumulate_grads", "weight_fn"}:
@@ -146,65 +136,10 @@ def test_a_rule_is_the_same_rule_whatever_type_its_settings_came_in(exponent, ki
     assert ps.StaticScale(kind(scale)) == ps.StaticScale(scale)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [HUGE, ENORMOUS, Fraction(HUGE, 3), -HUGE, Fraction(1, 3)],
-    ids=["HUGE", "ENORMOUS", "Fraction", "negative", "third"],
-)
-def test_a_setting_that_is_no_power_of_two_is_refused_whatever_its_type(number):
-    for name in POWERS:
-        with pytest.raises(ValueError, match=rf"{name} must be a power of two.*Fix: {name}="):
-            ps.DynamicScale(**{name: number})
-    with pytest.raises(ValueError, match="scale must be a power of two"):
-        ps.StaticScale(number)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda n: interop.torch_amp.rule(init_scale=n),
-        lambda n: interop.apex.rule(max_loss_scale=n),
-        lambda n: interop.apex.rule(loss_scale=n),
-        lambda n: interop.nnabla.rule(scale=n),
-        lambda n: interop.deepspeed.rule(min_scale=n),
-        lambda n: interop.megatron.rule(initial_scale=n),
-        lambda n: interop.flax.rule(minimum_scale=n),
-        lambda n: interop.jmp.rule(n),
-        lambda n: interop.keras.rule(initial_scale=n),
-        lambda n: interop.fairseq.rule(min_loss_scale=n),
-        lambda n: interop.mmengine.rule(n),
-    ],
-)
-def test_a_peers_setting_is_a_float_whatever_type_it_came_in_or_refused_in_words(call):
-    assert call(Fraction(8)) == call(np.float32(8)) == call(8) == call(8.0)
-    for number in (HUGE, ENORMOUS, -ENORMOUS, Fraction(HUGE, 3)):
-        with pytest.raises(ValueError, match=r"must be (positive|finite)"):
-            call(number)
-
-
-def test_a_window_takes_the_whole_numbers_of_numpy():
-    window = ps.accumulation_window(
-        np.int64(3), every=np.int32(3), total=np.uint8(4), start=np.int64(0)
-    )
-    assert window == ps.accumulation_window(3, 3, 4)
-    assert [type(part) for part in window] == [bool, bool, int]
-    assert ps.accumulation_window(HUGE, 3).should_update is (HUGE % 3 == 2)
-    for value in (np.float64(3), Fraction(3), torch.tensor(3), True):
-        with pytest.raises(TypeError, match=r"index (must be a whole number|is a tensor)"):
-            ps.accumulation_window(value, 3)
-
-
-@pytest.mark.slow
-def test_a_compiled_function_takes_a_bound_as_an_argument():
-    compiled = torch.compile(
-        lambda g, n: ps.clip_by_global_norm(ps.clip_by_value([g], n), n),
-        fullgraph=True,
-        backend="eager",
-    )
-    for bound in (0.5, 2.0, 3):
-        assert_close(
-            compiled(*grads(), bound),
-            ps.clip_by_global_norm(ps.clip_by_value(grads(), bound), bound),
-            rtol=1e-6,
-            atol=0,
-        )
+def test_a_setting_that_is_no_power_of_two_is_refused_whatever_its_type():
+    for number in (ENORMOUS, -HUGE, Fraction(1, 3)):
+        for name in POWERS:
+            with pytest.raises(ValueError, match=rf"{name} must be a power of two.*Fix: {name}="):
+                ps.DynamicScale(**{name: number})
+        with pytest.raises(ValueError, match="scale must be a power of two"):
+            ps.StaticScale(number)

@@ -126,7 +126,7 @@ def test_a_run_of_one_number_and_its_rounding_is_not_rejected():
     assert run_of(GUARD, [2.0] * 10 + [2.1])[1][-1]
 
 
-NOISE = (2 + 0.1 * torch.randn(4000, generator=torch.Generator().manual_seed(0))).tolist()
+NOISE = (2 + 0.1 * torch.randn(1500, generator=torch.Generator().manual_seed(0))).tolist()
 PATIENT = ps.SpikeGuard(patience=10)
 
 
@@ -151,61 +151,15 @@ def test_nothing_is_rejected_in_calm_and_each_spike_alone():
     assert state.loss.mean < 3, "a stretch as long as its patience is not learnt"
 
 
-@pytest.mark.parametrize("quiet", [0.0, nan])
-def test_steps_that_move_nothing_do_not_end_a_row_of_rejections(quiet):
-    """Or sparse rewards that have risen would be rejected for ever, one at a time."""
-    risen = [x for y in NOISE[:300] for x in (quiet, quiet, 5 * y)]
-    assert sum(run_of(PATIENT, [*NOISE[:50], *risen])[1]) == 10
-    state, rejected = PATIENT.init(), 0
-    for norm in (*NOISE[:50], *risen):  # the loss is calm
-        state, bad = PATIENT.update(state, torch.tensor(2.0), torch.tensor(norm))
-        rejected += bad.item()
-    assert rejected == 10
-
-
-def test_a_loss_of_0_whose_gradient_is_not_ends_a_row():
-    """As of a surrogate, `loss - loss.detach()`: its spikes are years apart."""
-    state = PATIENT.init()
-    for index, x in enumerate(NOISE[:1000]):
-        norm = torch.tensor(x * (30 if index % 50 == 49 else 1))
-        state, bad = PATIENT.update(state, torch.tensor(0.0), norm)
-        assert bad.item() is (index % 50 == 49)
-
-
-@pytest.mark.slow
-def test_no_data_is_rejected_for_ever():
-    """Whatever comes after a calm start: more than one step in `patience + 1` is accepted."""
-    generator = torch.Generator().manual_seed(1)
-    walks = {
-        "growth": [1.2**i for i in range(300)],
-        "heavy tails": (torch.randn(3000, generator=generator) * 3).exp().tolist(),
-        "steps": [10.0 ** (i // 40) for i in range(400)],
-        "waves": [2 + 50 * (i // 30 % 2) for i in range(900)],
-        "alternating": [2.0 + 50 * (i % 2) for i in range(300)],
-        "overflow": [inf] * 300,
-    }
-    for name, walk in walks.items():
-        verdicts = run_of(PATIENT, [*NOISE[:60], *walk])[1][60:]
-        for start in range(len(verdicts) - 10):
-            assert not all(verdicts[start : start + 11]), name
-
-
-def test_numbers_whose_squares_overflow_float32_are_judged():
-    state, _ = run_of(GUARD, [1e30, 1.1e30, 0.9e30, 1e30])
-    assert run_of(GUARD, [1.1e30, 9e30], state)[1] == [False, True]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"sigma": 0}, {"sigma": -1.0}, {"decay": 1.0}, {"decay": 0.0}, {"warmup": 1}, {"sigma": nan},
-     {"patience": 0}],
-)  # fmt: skip
-def test_settings_that_are_none_are_refused_when_made(settings):
-    with pytest.raises(ValueError, match=rf"{next(iter(settings))} must be .*Fix: "):
-        ps.SpikeGuard(**settings)
-    for wrong in ("6", None, torch.tensor(6.0)):
-        with pytest.raises(TypeError, match="Fix: "):
-            ps.SpikeGuard(**{next(iter(settings)): wrong})
+def test_settings_that_are_none_are_refused_when_made():
+    wrong = {"sigma": (0, nan), "decay": (1.0, 0.0), "warmup": (1,), "patience": (0,)}
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=rf"{name} must be .*Fix: "):
+                ps.SpikeGuard(**{name: value})
+        for value in ("6", None, torch.tensor(6.0)):
+            with pytest.raises(TypeError, match="Fix: "):
+                ps.SpikeGuard(**{name: value})
 
 
 def test_settings_are_values():
@@ -217,8 +171,8 @@ def test_it_keeps_the_laws_of_a_guard():
     assert_guard(ps.SpikeGuard())
 
 
-@pytest.mark.parametrize("huge", [1e200, 1e155, -1e200])
-@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("huge", [1e155, -1e200])
+@pytest.mark.parametrize("at", [0, 3, 5])
 def test_a_loss_whose_square_is_out_of_range_is_not_learnt(huge, at):
     guard, losses = ps.SpikeGuard(warmup=3), [2.0, 2.1, 1.9, 2.0, 2.1]
     state = plain = guard.init()
@@ -242,21 +196,6 @@ def test_in_float32_too_a_guard_lives_through_the_largest_losses(huge):
     for loss in (2.0, 2.1, 1.9, huge, huge, 2.0, 2.1, 1.9, 2.0):
         state, _ = guard.update(state, torch.tensor(loss), ())
         assert torch.isfinite(torch.stack(state.loss[:2])).all()
-
-
-def test_a_count_of_steps_near_its_end_still_judges():
-    guard = ps.SpikeGuard(warmup=3)
-    state = guard.init()
-    for loss in (2.0, 2.1, 1.9, 2.0):
-        state, _ = guard.update(state, torch.tensor(loss), ())
-    for count in (2**31 - 2, 2**31 - 1):
-        late = state._replace(loss=state.loss._replace(num_steps=torch.tensor(count).int()))
-        for _ in range(3):
-            late, bad = guard.update(late, torch.tensor(2.0), ())
-            assert not bad
-            assert late.loss.num_steps > 2**31 - 3
-            assert guard.update(late, torch.tensor(9.0), ())[1]
-            assert late.loss.mean.sub(2.0).abs() < 0.1
 
 
 # ---- in a step -----------------------------------------------------------------------------------
@@ -303,9 +242,14 @@ def flags(infos, name):
     return [getattr(info, name).item() for info in infos]
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("settings", [{}, {"donate": True, "max_norm": inf}, {"max_norm": 0.5}])
-@pytest.mark.parametrize("optimizer", [ADAMW, RMSPROP], ids=["AdamW", "RMSprop"])
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "count"),
+    [
+        (ADAMW, {"donate": True, "max_norm": inf}, 1),
+        (ADAMW, {}, 3),
+        (RMSPROP, {"max_norm": 0.5}, 1),
+    ],
+)
 def test_exactly_the_planted_spikes_are_rejected_and_are_as_if_they_had_not_been(
     optimizer, settings, count
 ):
@@ -326,8 +270,7 @@ def test_exactly_the_planted_spikes_are_rejected_and_are_as_if_they_had_not_been
     assert same_bits(state._replace(guard=()), bare)
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("optimizer", [ADAMW, RMSPROP], ids=["AdamW", "RMSprop"])
+@pytest.mark.parametrize(("optimizer", "donate"), [(ADAMW, True), (RMSPROP, False)])
 def test_an_accelerators_way_is_that_of_the_host(optimizer, donate):
     every = windows(PLANTED)
     host, infos = trained(*job(optimizer, max_norm=inf, donate=donate), every)
@@ -368,17 +311,6 @@ def test_a_spike_of_the_norm_alone_is_seen_where_the_norm_is_measured(max_norm):
     _, infos = trained(state, functools.partial(step, loss_fn=loss_fn), windows(PLANTED[:6]))
     assert flags(infos, "rejected") == [False] * 5 + [max_norm is not None]
     assert infos[5].loss < 2
-
-
-@pytest.mark.parametrize("guard", [GUARD, None])
-def test_info_says_rejected_only_with_a_guard(guard):
-    state, info = (lambda state, step: step(state, windows([CALM])[0]))(*job(guard=guard))
-    if guard is None:
-        assert (info.rejected, state.guard) == ((), ())
-    else:
-        assert info.rejected.item() is False
-        assert info.rejected.dtype is torch.bool
-        assert isinstance(state.guard, ps.SpikeState)
 
 
 class Counting(NamedTuple):
@@ -515,28 +447,6 @@ def test_a_compiled_step_is_one_graph_and_decides_the_same():
         torch.testing.assert_close(tuple(new), tuple(expected), rtol=1e-3, atol=1e-4)
 
 
-def test_a_derivative_goes_through_a_step_with_a_guard():
-    sgd = ps.from_torch(torch.optim.SGD, lr=0.1)
-    rule = ps.NoScale()
-    guard = ps.SpikeGuard(warmup=2)
-
-    def loss_fn(params, buffers, x):
-        return (params["w"] * x).pow(2).sum(), buffers
-
-    def after(w, x):
-        state = ps.init_train_state({"w": w}, {}, sgd, rule, guard=guard)
-        for each in (1.0, 1.1, 1.0, x):
-            settings = {"loss_fn": loss_fn, "optimizer": sgd, "rule": rule, "guard": guard}
-            state, info = ps.train_step(state, [torch.tensor(each)], **settings)
-        return state.params["w"], info.rejected
-
-    w = torch.tensor(1.0)
-    factors = [1 - 0.2 * x * x for x in (1.0, 1.1, 1.0)]
-    derivative, rejected = torch.func.grad(lambda w: after(w, 30.0), has_aux=True)(w)
-    assert rejected
-    assert derivative.item() == pytest.approx(math.prod(factors), rel=1e-5)
-
-
 # ---- check_guard ---------------------------------------------------------------------------------
 
 
@@ -548,20 +458,16 @@ def test_check_guard_raises_above_so_many_rejections_in_a_row():
     ps.check_guard(run_of(PATIENT, [2.0], state)[0], max_rejections=0)
 
 
-@pytest.mark.parametrize(
-    "state",
-    [job()[0], (), None, ps.DynamicScale().init(), counting(stack([GUARD.init()] * 2), [1, 2])],
-    ids=lambda state: type(state).__name__,
-)
-def test_check_guard_refuses_what_counts_no_rejections(state):
-    with pytest.raises(TypeError, match=r"state of one guard.*Fix: `check_guard\(state\.guard, 3"):
-        ps.check_guard(state, max_rejections=3)
+STATES = [job()[0], (), ps.DynamicScale().init(), counting(stack([GUARD.init()] * 2), [1, 2])]
 
 
-@pytest.mark.parametrize("most", [-1, 2.5, None, True])
-def test_check_guard_refuses_a_bound_that_is_not_a_count(most):
-    with pytest.raises((TypeError, ValueError), match="max_rejections must be"):
-        ps.check_guard(GUARD.init(), most)
+def test_check_guard_refuses_what_counts_no_rejections_and_what_is_no_count():
+    for state in STATES:
+        with pytest.raises(TypeError, match=r"state of one guard.*Fix: `check_guard\(state\.guard"):
+            ps.check_guard(state, max_rejections=3)
+    for most in (-1, 2.5, None, True):
+        with pytest.raises((TypeError, ValueError), match="max_rejections must be"):
+            ps.check_guard(GUARD.init(), most)
 
 
 # ---- over ranks ----------------------------------------------------------------------------------
@@ -572,7 +478,7 @@ def _ranks(rank):
     calm = windows([CALM] * len(PLANTED))
     mine = every if rank == 1 else calm
     group = dist.group.WORLD
-    for settings in ({}, {"max_norm": inf}, {"on_nonfinite": "drop_microbatch"}):
+    for settings in ({"max_norm": inf}, {"on_nonfinite": "drop_microbatch"}):
         state, infos = trained(*job(group=group, **settings), mine)
         dropped = "on_nonfinite" in settings
         assert flags(infos, "rejected") == [factor == SPIKE for factor in PLANTED]
@@ -589,6 +495,7 @@ def _ranks(rank):
         step(state._replace(guard=off), calm[0])
 
 
+@pytest.mark.slow
 def test_over_a_group_all_ranks_reject_alike():
     in_processes(_ranks)
 
@@ -625,11 +532,6 @@ def test_a_guard_may_remember_nothing():
             answering("NoPair", lambda state, bad: bad),
             TypeError,
             r"NoPair\.update returned Tensor; expected \(state, bad\)",
-        ),
-        (
-            answering("NoFlag", lambda state, bad: (state, bad.float())),
-            TypeError,
-            r"NoFlag\.update returned \(state, tensor\(0\.\)\)",
         ),
         (
             answering("OtherState", lambda state, bad: (state.seen, bad)),

@@ -10,7 +10,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import (
     HALF,
@@ -42,8 +41,6 @@ from purescale._torch import tracing
 from purescale.testing import (
     assert_pure,
     assert_single_graph,
-    assert_sync_free,
-    assert_vmap_equals_loop,
 )
 
 OPTIM = torch.optim
@@ -85,19 +82,6 @@ def test_it_is_the_backward_of_torchs_own_loop(dtype, scale):
     assert same_bits(loss, theirs.detach())
     assert same_bits(grads, {name: p.grad for name, p in model.named_parameters()})
     assert same_bits(new_buffers, dict(model.named_buffers()))
-
-
-@pytest.mark.parametrize("policy", [None, HALF])
-def test_it_is_the_torch_func_of_its_docstring(policy):
-    loss_fn, params, buffers = net(policy)
-    value, grads = ps.value_and_grad(loss_fn)(params, buffers, batch(), scaler=SCALER)
-
-    def scaled(params):
-        loss, new_buffers = loss_fn(params, buffers, batch())
-        return ps.scale_loss(SCALER, loss), (loss.float(), new_buffers)
-
-    expected, (_, same) = torch.func.grad_and_value(scaled, has_aux=True)(params)
-    assert same_bits((value, grads), (same, expected))
 
 
 # ---- the same as a step --------------------------------------------------------------------------
@@ -169,88 +153,32 @@ def test_without_a_scaler_gradients_are_those_of_the_loss():
 # ---- leaves --------------------------------------------------------------------------------------
 
 
-def test_what_the_loss_does_not_use_has_a_gradient_of_zero():
-    params = {"w": torch.ones(2), "half": torch.ones(3).half(), "empty": torch.ones(0)}
-    _, grads = ps.value_and_grad(linear)(params, {}, torch.ones(2), SCALER)
-    expected = {"w": torch.full((2,), 8.0), "half": torch.zeros(3).half()}
-    assert same_bits(grads, {**expected, "empty": torch.zeros(0)})
-
-
-EAGER_AND_COMPILED = pytest.mark.parametrize(
-    "way",
-    [lambda fn: fn, functools.partial(torch.compile, fullgraph=True, backend="aot_eager")],
-    ids=["eager", "compiled"],
-)
-
-
-@EAGER_AND_COMPILED
-def test_none_stays_none_in_any_nesting(way):
-    params = {"a": (torch.ones(2), None), "b": [None, {"c": torch.tensor(2.0)}]}
-
-    def loss_fn(params, buffers, x):
-        return params["a"][0].sum() * params["b"][1]["c"], [None, buffers[1] + 1]
-
-    value, grads = way(ps.value_and_grad(loss_fn))(params, [None, torch.zeros(())], None)
-    assert same_bits(value, (torch.tensor(4.0), [None, torch.ones(())]))
-    assert same_bits(
-        grads, {"a": (torch.full((2,), 2.0), None), "b": [None, {"c": torch.tensor(2.0)}]}
-    )
-
-
 @pytest.mark.parametrize(
     "dtype",
     [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128],
     ids=str,
 )
-def test_gradients_have_the_dtypes_of_their_parameters_and_the_bits_of_autograd(dtype):
-    params = {"w": torch.randn(3, 2).to(dtype), "b": torch.randn(2)}
+def test_gradients_are_those_of_autograd_in_the_dtype_of_each_leaf_and_0_if_it_is_unused(dtype):
+    params = {
+        "w": torch.randn(3, 2).to(dtype),
+        "nest": (torch.randn(2), None),
+        "unused": [torch.ones(3).half(), {"empty": torch.ones(0)}],
+    }
     x = torch.randn(4, 3).to(dtype)
 
     def loss_fn(params, buffers, x):
-        return (x @ params["w"]).abs().square().float().sum() + params["b"].exp().sum(), buffers
+        loss = (x @ params["w"]).abs().square().float().sum() + params["nest"][0].exp().sum()
+        return loss, [None, buffers[1] + 1]
 
-    _, grads = ps.value_and_grad(loss_fn)(params, {}, x, SCALER)
-    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-    (8 * loss_fn(leaves, {}, x)[0]).backward()
-    assert same_bits(grads, {name: p.grad for name, p in leaves.items()})
+    (_, buffers), grads = ps.value_and_grad(loss_fn)(params, [None, torch.zeros(())], x, SCALER)
+    assert same_bits(buffers, [None, torch.ones(())])
+    leaves = tree_map(lambda p: p if p is None else p.clone().requires_grad_(), params)
+    (8 * loss_fn(leaves, buffers, x)[0]).backward()
 
+    def gradient(leaf):
+        return None if leaf is None else torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
-def test_frozen_parameters_have_no_gradient_and_come_back_among_the_buffers():
-    model, (x, y) = small_net(), batch()
-    model[0].requires_grad_(False)
-    loss_fn, params, buffers = net(None, model)
-    (_, new_buffers), grads = ps.value_and_grad(loss_fn)(params, buffers, (x, y))
-    F.cross_entropy(model(x), y).backward()
-    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert same_bits(grads, trained)
-    assert same_bits(new_buffers["0.weight"], model[0].weight.detach())
-
-
-def test_tied_weights_have_one_gradient():
-    model = nn.Sequential(nn.Linear(36, 36), nn.Tanh(), nn.Linear(36, 36))
-    model[2].weight = model[0].weight
-    loss_fn, params, buffers = net(None, model)
-    data = torch.randn(4, 36), torch.arange(4)
-    _, grads = ps.value_and_grad(loss_fn)(params, buffers, data)
-    F.cross_entropy(model(data[0]), data[1]).backward()
-    assert same_bits(grads, {name: p.grad for name, p in model.named_parameters()})
-
-
-# ---- aux -----------------------------------------------------------------------------------------
-
-
-@EAGER_AND_COMPILED
-def test_aux_is_returned_as_it_is_off_the_graph(way):
-    def loss_fn(params, buffers, x):
-        logits = params["w"] * x
-        return logits.sum(), buffers, {"logits": logits, "name": "a", "both": (x, None, 3)}
-
-    x = torch.arange(2.0)
-    value, grads = way(ps.value_and_grad(loss_fn))({"w": torch.full((2,), 3.0)}, {}, x, SCALER)
-    aux = {"logits": 3 * x, "name": "a", "both": (x, None, 3)}
-    assert same_bits(value, (torch.tensor(3.0), {}, aux))
-    assert same_bits(grads, {"w": 8 * x})
-    assert not any(t.requires_grad for t in tensors(value))
+    assert same_bits(grads, tree_map(gradient, leaves))
 
 
 # ---- nothing is kept, nothing is shared ----------------------------------------------------------
@@ -265,34 +193,33 @@ def aliasing(params, buffers, x):
 
 def given():
     buffers = {"old": torch.ones(3), "x": torch.ones(3), "again": torch.ones(3)}
-    return {"w": torch.arange(3.0)}, {**buffers, "loss": torch.ones(())}, torch.full((3,), 5.0)
-
-
-def of_arguments(params, buffers, x):
-    """What was given, each in one place."""
-    new_buffers = {"old": params["w"], "x": x, "again": buffers["old"], "loss": buffers["loss"]}
-    return params["w"].sum(), new_buffers, [buffers["x"][1:], "name"]
-
-
-def of_one_another(params, buffers, x):
-    """What was computed, each in two places or more."""
-    loss, made = params["w"].view(-1).sum(), x * 2
-    new_buffers = {"old": made, "x": made.view(3), "again": x * 3, "loss": loss}
-    return loss, new_buffers, None
+    return (
+        {"w": torch.arange(3.0), "none": None},
+        {**buffers, "loss": torch.ones(())},
+        torch.full((3,), 5.0),
+    )
 
 
 def of_one_another_in_aux(params, buffers, x):
     loss, made = params["w"].sum(), x * 2
     new_buffers = {"old": made, "x": x * 3, "again": x * 4, "loss": loss * 2}
-    return loss, new_buffers, [made[1:], loss, new_buffers["again"], new_buffers["again"], "name"]
+    again = new_buffers["again"]
+    return loss, new_buffers, [made[1:], loss, again, {"again": again, "none": None}, "name", 3]
 
 
-@EAGER_AND_COMPILED
-@pytest.mark.parametrize("loss_fn", [aliasing, of_arguments, of_one_another, of_one_another_in_aux])
+@pytest.mark.parametrize(
+    ("loss_fn", "way"),
+    [
+        (aliasing, lambda fn: fn),
+        (of_one_another_in_aux, lambda fn: fn),
+        (aliasing, functools.partial(torch.compile, fullgraph=True, backend="aot_eager")),
+    ],
+)
 def test_no_result_shares_memory_with_an_argument_or_another_result(loss_fn, way):
     result = assert_pure(way(ps.value_and_grad(loss_fn)), *given(), SCALER)
     assert same_bits(result[0], loss_fn(*given()))
     found = tensors(result)
+    assert not any(tensor.requires_grad for tensor in found)
     for index, tensor in enumerate(found):
         assert not shares_memory([tensor], found[:index])
 
@@ -309,30 +236,6 @@ def test_parameters_that_require_a_gradient_get_none_of_their_own():
     _, grads = ps.value_and_grad(linear)({"w": w}, {}, torch.ones(2))
     assert w.grad is None
     assert not grads["w"].requires_grad
-
-
-def test_it_keeps_no_graph():
-    held = []
-
-    class Seen(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, w):
-            activation = w * 2
-            ctx.save_for_backward(activation)
-            held.append(weakref.ref(activation))
-            return activation.sum()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * ctx.saved_tensors[0]
-
-    def loss_fn(params, buffers, x):
-        loss = Seen.apply(params["w"])
-        return loss, {"n": loss + 1}, loss * 2
-
-    returned = ps.value_and_grad(loss_fn)({"w": torch.ones(2)}, {"n": torch.zeros(())}, None)
-    assert held[0]() is None
-    assert not any(t.requires_grad for t in tensors(returned))
 
 
 def test_the_backward_frees_what_was_saved_as_it_goes():
@@ -362,45 +265,15 @@ def test_the_backward_frees_what_was_saved_as_it_goes():
 
 
 @pytest.mark.slow
-def test_it_is_one_graph_over_overflow_and_growth():
-    loss_fn, params, buffers = net("float32")
-    fn = ps.value_and_grad(loss_fn)
-    calls = [(params, buffers, batch(i), at(2.0**scale)) for i, scale in enumerate((4, 127, 5))]
-    for found, call in zip(assert_single_graph(fn, *calls), calls, strict=True):
-        expected = fn(*call)
-        torch.testing.assert_close(
-            tensors(found), tensors(expected), rtol=1e-4, atol=1e-5, equal_nan=True
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", [HALF, "float32"])
-def test_a_compiled_loop_is_the_loop(policy):
+def test_a_compiled_loop_is_the_loop_in_one_graph_over_overflow_and_growth():
     sgd = ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9)
-    state, composed = job(sgd, RULE, policy)
+    state, composed = job(sgd, RULE, "float32")
     step = by_hand(composed.keywords["loss_fn"], sgd, RULE)
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    tolerance = 1e-2 if policy == HALF else 1e-5
-    torch.testing.assert_close(
-        tensors(compiled(state, batch())), tensors(step(state, batch())), rtol=tolerance, atol=1e-3
-    )
-
-
-@pytest.mark.slow
-def test_a_compiled_loss_fn_gives_the_same_gradients():
-    loss_fn, *given = net("float32")
-    compiled = torch.compile(loss_fn, fullgraph=True, backend="aot_eager")
-    found, expected = (ps.value_and_grad(fn)(*given, batch(), SCALER) for fn in (compiled, loss_fn))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_mapped_over_members_with_scales_of_their_own_it_is_a_loop():
-    loss_fn, params, buffers = net("float32")
-    members = [
-        ({name: p * factor for name, p in params.items()}, buffers, batch(index), at(scale))
-        for index, (factor, scale) in enumerate([(1.0, 2.0), (0.5, 2.0**10)])
-    ]
-    assert_vmap_equals_loop(ps.value_and_grad(loss_fn), *stack(members), rtol=1e-4, atol=1e-5)
+    calls = [(scaled_by(state, 2.0**scale), batch(scale)) for scale in (4, 127, 5)]
+    for found, call in zip(assert_single_graph(step, *calls), calls, strict=True):
+        torch.testing.assert_close(
+            tensors(found), tensors(step(*call)), rtol=1e-4, atol=1e-5, equal_nan=True
+        )
 
 
 def test_mapped_over_samples_it_gives_the_gradients_of_each():
@@ -415,33 +288,10 @@ def test_mapped_over_samples_it_gives_the_gradients_of_each():
         torch.testing.assert_close((losses[index], unstack(grads, index)), (loss, one))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_derivative_goes_through_the_gradients(compiled):
-    """A Hessian against the one that is known, of a loss that is scaled."""
-    curvature = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
-
-    def loss_fn(params, buffers, x):
-        return 0.5 * params["w"] @ curvature @ params["w"] + (params["w"] * x).sum(), buffers
-
-    fn = ps.value_and_grad(loss_fn)
-
-    def squares(w, x):
-        (loss, _), grads = fn({"w": w}, {}, x, SCALER)
-        return grads["w"].square().sum() / 64 + loss
-
-    w, x = torch.tensor([1.0, -2.0]).double(), torch.tensor([0.5, 1.5]).double()
-    of = torch.func.grad(squares, argnums=(0, 1))
-    found = torch.compile(of, fullgraph=True, backend="aot_eager")(w, x) if compiled else of(w, x)
-    gradient = curvature @ w + x
-    torch.testing.assert_close(found[0], 2 * curvature @ gradient + gradient)
-    torch.testing.assert_close(found[1], 2 * gradient + w)
-
-
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_it_is_a_graph_of_make_fx_in_which_parameters_are_inputs(mode):
+def test_it_is_a_graph_of_make_fx_in_which_parameters_are_inputs():
     loss_fn, params, buffers = net("float32")
     fn = ps.value_and_grad(loss_fn)
-    graph = make_fx(fn, tracing_mode=mode)(params, buffers, batch(), SCALER)
+    graph = make_fx(fn)(params, buffers, batch(), SCALER)
     call = tree_map(lambda p: p + 1, params), buffers, batch(), at(2.0)
     torch.testing.assert_close(graph(*call), fn(*call))
 
@@ -478,11 +328,6 @@ def test_what_a_custom_backward_adds_to_grad_is_part_of_the_gradient(twice, befo
     power = 4 if twice else 2
     (v.square() * w**power).sum().backward()
     torch.testing.assert_close(grads, {"v": v.grad, "w": w.grad})
-
-
-def test_it_reads_no_tensor_value():
-    loss_fn, params, buffers = net()
-    assert_sync_free(ps.value_and_grad(loss_fn), params, buffers, batch(), SCALER)
 
 
 # ---- where it is called --------------------------------------------------------------------------
@@ -540,36 +385,20 @@ def call(params=None, buffers=None, scaler=None, loss_fn=linear):
     return ps.value_and_grad(loss_fn)(params, buffers or {}, torch.ones(2), scaler=scaler)
 
 
-@pytest.mark.parametrize("given", [torch.ones(()), None, {}])
-def test_what_is_not_a_function_is_refused_when_it_is_made(given):
-    with pytest.raises(
-        TypeError, match=r"value_and_grad takes a function, got .*Fix: `\(loss, buffers\), grads = "
-    ):
-        ps.value_and_grad(given)
-
-
-@pytest.mark.parametrize(
-    "scaler",
-    [
-        *(RULE, torch.amp.GradScaler("cpu"), 8.0, torch.tensor(8.0)),
-        *(stack([at(1.0), at(2.0)]), job(SGD, RULE)[0]),
-    ],
-    ids=lambda given: type(given).__name__,
-)
-def test_what_is_not_the_state_of_one_scaler_is_refused(scaler):
-    words = r"(?s)scaler is .*expected the state of one scaler.*rule.init\(device\).*state\.scaler"
-    with pytest.raises(TypeError, match=words):
-        call(scaler=scaler)
-
-
 ON_A_GRAPH = torch.ones(2, requires_grad=True) * 2
 NO_TENSOR = r"params has no tensor.*Fix: `apply, params, buffers"
+NO_STATE = r"(?s)scaler is .*expected the state of one scaler.*rule.init\(device\).*state\.scaler"
+STACKED = stack([at(1.0), at(2.0)])
 
 
-@pytest.mark.parametrize("scaler", [None, SCALER])
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
+        ({"loss_fn": torch.ones(())}, TypeError, r"takes a function, .*Fix: `\(loss, buffers\), g"),
+        *(
+            ({"scaler": scaler}, TypeError, NO_STATE)
+            for scaler in (RULE, torch.amp.GradScaler("cpu"), 8.0, torch.tensor(8.0), STACKED)
+        ),
         *(({"params": params}, ValueError, NO_TENSOR) for params in ({}, {"w": None}, ())),
         ({"params": {"w": torch.ones(2).long()}}, TypeError, r"'w'\] has dtype torch.int64"),
         ({"params": {"w": [1.0]}}, TypeError, r"params\['w'\]\[0\] is float 1.0"),
@@ -578,23 +407,9 @@ NO_TENSOR = r"params has no tensor.*Fix: `apply, params, buffers"
         ({"buffers": {"b": ON_A_GRAPH}}, ValueError, r"buffers\['b'\] is a result of torch\.auto"),
     ],
 )
-def test_what_cannot_be_differentiated_is_refused_by_name(given, error, words, scaler):
+def test_what_cannot_be_differentiated_is_refused_by_name(given, error, words):
     with pytest.raises(error, match=words):
-        call(**given, scaler=scaler)
-
-
-@pytest.mark.parametrize(
-    ("returned", "error", "words"),
-    [
-        (lambda w, b: w.sum(), TypeError, r"loss_fn returned Tensor; expected \(loss, new_buffers"),
-        (lambda w, b: (w, b), ValueError, r"has shape \(2,\); a loss is one number"),
-        (lambda w, b: (w.sum(), {"n": 1}), ValueError, "new_buffers does not match buffers"),
-        (lambda w, b: (torch.ones(()), b), ValueError, "the loss does not depend on params"),
-    ],
-)
-def test_what_loss_fn_must_not_return_is_refused_as_in_a_step(returned, error, words):
-    with pytest.raises(error, match=words):
-        call(loss_fn=lambda p, b, x: returned(p["w"], b))
+        call(**{"scaler": SCALER, **given})
 
 
 LIVE = nn.Linear(3, 1)
@@ -602,8 +417,6 @@ GRAPH = torch.ones(3, requires_grad=True)
 # losses that no parameter has a part in: of each, what is added to the right one by mistake
 APART = {
     "the live module": lambda p, x: LIVE(x).square().sum(),
-    "a constant": lambda p, x: torch.ones(()),
-    "the microbatch": lambda p, x: x.square().sum(),
     "another graph": lambda p, x: (GRAPH * x).sum(),
     "detached parameters": lambda p, x: (p["weight"].detach() * x * GRAPH).sum(),
 }
@@ -629,28 +442,6 @@ def by_a_step(loss_fn, window=lambda x: [x], **settings):
     return stepped
 
 
-def in_a_group(loss_fn, **settings):
-    def step(params, x):
-        """In a group of one process."""
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-        try:
-            return by_a_step(loss_fn, group=dist.group.WORLD, **settings)(params, x)
-        finally:
-            dist.destroy_process_group()
-
-    return step
-
-
-def after_a_right_one(loss_fn):
-    """In a window, whose first microbatch is as it should be."""
-
-    def either(params, buffers, entry):
-        right, x = entry
-        return linear({"w": params["weight"]}, buffers, x) if right else loss_fn(params, buffers, x)
-
-    return by_a_step(either, lambda x: [(True, x), (False, x)])
-
-
 def derived(fn):
     return lambda params, x: torch.func.grad(
         lambda p: sum(map(torch.sum, tensors(fn(p, x)))), has_aux=False
@@ -671,30 +462,15 @@ def on_an_accelerator(fn):
 
 MODES = {
     "by hand": by_value_and_grad,
-    "a step": by_a_step,
-    "as on an accelerator": lambda loss_fn: on_an_accelerator(by_a_step(loss_fn)),
-    "donated": lambda loss_fn: by_a_step(loss_fn, donate=True),
-    "a window": lambda loss_fn: by_a_step(loss_fn, lambda x: [x] * 3),
-    "the second of a window": after_a_right_one,
+    "as on an accelerator": lambda loss_fn: on_an_accelerator(by_a_step(loss_fn, donate=True)),
     "dropped": lambda loss_fn: by_a_step(
         loss_fn, lambda x: [x] * 2, on_nonfinite="drop_microbatch"
     ),
-    "a group": in_a_group,
-    "a window in a group": lambda loss_fn: in_a_group(loss_fn, window=lambda x: [x] * 2),
-    "under no_grad": lambda loss_fn: torch.no_grad()(by_a_step(loss_fn)),
     "on a graph": lambda loss_fn: by_a_step(loss_fn, differentiable=True),
-    "a window on a graph": lambda loss_fn: by_a_step(
-        loss_fn, lambda x: [x] * 2, differentiable=True
-    ),
     "vmap": lambda loss_fn: mapped(by_a_step(loss_fn)),
-    "vmap by hand": lambda loss_fn: mapped(by_value_and_grad(loss_fn)),
-    "a derivative": lambda loss_fn: derived(by_a_step(loss_fn)),
     "a derivative of a map": lambda loss_fn: derived(mapped(by_value_and_grad(loss_fn))),
     "make_fx": lambda loss_fn: lambda *args: make_fx(by_value_and_grad(loss_fn))(*args)(*args),
     "jit": lambda loss_fn: ps.jit(by_a_step(loss_fn), backend="aot_eager"),
-    "jit of a window": lambda loss_fn: ps.jit(
-        by_a_step(loss_fn, lambda x: [x] * 2), backend="aot_eager"
-    ),
 }
 
 
@@ -711,28 +487,13 @@ def test_a_loss_that_no_parameter_has_a_part_in_is_refused_in_each_mode(mode, wh
     assert LIVE.weight.grad is None
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_no_parameter_has_a_part_in_changes_no_gradient_of_a_loss(mode):
-    def loss_fn(params, buffers, x):  # without the bias
-        return (params["weight"] * x).sum(), buffers
-
-    def with_more(params, buffers, x):
-        return loss_fn(params, buffers, x)[0] + sum(f(params, x) for f in APART.values()), buffers
-
-    params, x = LIVE_PARAMS, torch.ones(3)
-    results = [MODES[mode](fn)(clone(params), x) for fn in (loss_fn, with_more)]
-    assert same_bits(*results)
-    assert LIVE.weight.grad is GRAPH.grad is None
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [by_value_and_grad, by_a_step])
-def test_a_loss_of_the_live_module_is_refused_in_a_compiled_step(make):
+def test_a_loss_of_the_live_module_is_refused_where_it_is_compiled():
     def loss_fn(params, buffers, x):
         return LIVE(x).sum(), buffers
 
     torch.compiler.reset()
-    compiled = torch.compile(make(loss_fn), backend="aot_eager")
+    compiled = torch.compile(by_value_and_grad(loss_fn), backend="aot_eager")
     with pytest.raises(ValueError, match=r"does not depend on params.*calls the module"):
         compiled(clone(LIVE_PARAMS), torch.ones(3))
 
@@ -748,38 +509,16 @@ def a_step(loss_fn, **settings):
         step(state, [None], **settings)
 
 
-FORMS = {
-    "value_and_grad": lambda loss_fn, **options: ps.value_and_grad(loss_fn, **options),
-    "train_step": a_step,
-}
-
-
-@pytest.mark.parametrize("function", FORMS)
-@pytest.mark.parametrize(
-    ("option", "value", "cure"),
-    [
-        ("has_aux", True, "return aux as a third value, `return loss, new_buffers, aux`"),
-        ("argnums", (0, 1), "one tree of all that is differentiated as params"),
-    ],
-)
-def test_an_option_of_jax_is_refused_with_its_cure(function, option, value, cure):
-    words = rf"{function}\(\) .*argument '{option}', an option of jax.value_and_grad. Fix: {cure}"
-    with pytest.raises(TypeError, match=words):
-        FORMS[function](linear, **{option: value})
-
-
 TWO_ARGUMENTS = {
     "value_and_grad": ps.value_and_grad,
     "train_step": a_step,
     "a window of batch norms": lambda fn: a_step(fn, bn_update="window"),
-    "compiled": lambda fn: a_step(torch.compile(fn, backend="eager")),
     "jit": lambda fn: a_step(ps.jit(fn, backend="aot_eager")),
 }
 
 
-@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("way", TWO_ARGUMENTS)
-def test_a_loss_fn_of_two_arguments_is_refused_before_it_runs(way, autocast):
+def test_a_loss_fn_of_two_arguments_is_refused_before_it_runs(way):
     def loss_fn(params, batch):
         raise AssertionError("it ran")
 
@@ -787,8 +526,9 @@ def test_a_loss_fn_of_two_arguments_is_refused_before_it_runs(way, autocast):
         r"loss_fn takes \(params, batch\); it is called as loss_fn\(params, buffers, microbatch\)"
         r"\. Fix: .*`return loss, buffers`"
     )
-    with torch.autocast("cpu", enabled=autocast), pytest.raises(TypeError, match=words):
-        TWO_ARGUMENTS[way](loss_fn)
+    for autocast in (False, True):
+        with torch.autocast("cpu", enabled=autocast), pytest.raises(TypeError, match=words):
+            TWO_ARGUMENTS[way](loss_fn)
 
 
 def test_a_type_error_inside_of_loss_fn_stays_as_it_is():
@@ -802,9 +542,7 @@ def test_a_type_error_inside_of_loss_fn_stays_as_it_is():
 
 
 @pytest.mark.parametrize("window", ["each", "window"])
-@pytest.mark.parametrize(
-    "aux", [{"accuracy": torch.ones(())}, (torch.ones(2), {"n": torch.zeros(1)}), torch.ones(2)]
-)
+@pytest.mark.parametrize("aux", [{"accuracy": torch.ones(())}, torch.ones(2)])
 def test_aux_in_the_place_of_the_buffers_is_refused_with_its_cure(aux, window):
     words = r"where the new buffers belong.*Fix: `return loss, new_buffers, aux`"
     with pytest.raises(ValueError, match=words):
@@ -812,16 +550,6 @@ def test_aux_in_the_place_of_the_buffers_is_refused_with_its_cure(aux, window):
 
 
 # ---- writes --------------------------------------------------------------------------------------
-
-
-def test_a_loss_fn_that_writes_into_a_parameter_is_refused_by_name():
-    def loss_fn(params, buffers, x):
-        with torch.no_grad():
-            params["w"].clamp_(max=1.0)
-        return linear(params, buffers, x)
-
-    with pytest.raises(RuntimeError, match="loss_fn wrote into the parameter w"):
-        call(loss_fn=loss_fn)
 
 
 @pytest.mark.parametrize(
@@ -858,15 +586,6 @@ def test_a_loss_fn_may_write_into_what_it_made_itself():
 
     (_, new), _ = call(loss_fn=loss_fn, buffers={"mean": torch.ones(2)})
     assert same_bits(new, {"mean": torch.full((2,), 0.9) + 1})
-
-
-def test_a_loss_fn_that_raises_leaves_nothing_behind():
-    loss_fn, params, buffers = net()
-    fn = ps.value_and_grad(loss_fn)
-    expected = fn(params, buffers, batch())
-    with Untouched((params, buffers)), pytest.raises(RuntimeError):
-        fn(params, buffers, (torch.ones(2, 7, 6, 6), torch.zeros(2).long()))
-    assert same_bits(fn(params, buffers, batch()), expected)
 
 
 def test_a_slope_by_autograd_in_a_mapped_loss_is_refused_with_the_cure():

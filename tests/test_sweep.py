@@ -61,7 +61,7 @@ SWEEPS = {
         {"lr": 1e-1, "maximize": True},
         {"lr": 1e-1, "amsgrad": True},
         {"lr": 1e-1, "overrides": {"w0": {"lr": 1.0}}},
-        {"lr": 1e-1, "overrides": {"w1": {"lr": 1.0}}},
+        {"lr": 1e-1, "overrides": {("w1", "w1*"): {"lr": 1.0}}},
         {"lr": 1e-1, "overrides": {"w1": {"weight_decay": 1.0}}},
         {"lr": torch.tensor(0.1)},
         {"lr": torch.tensor(0.5)},

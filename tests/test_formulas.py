@@ -1,5 +1,7 @@
 """The formulas of torch's classes, against torch's own steps and against themselves."""
 
+import functools
+
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -97,7 +99,7 @@ def by_formula(optimizer, params, tree, steps):
     return params, state
 
 
-def by_torch(name, settings, params, tree, steps, dtype):
+def by_torch(name, settings, params, tree, steps):
     """torch's loop over parameters, with counts that are kept in float32 and computed with in
     float64.
     """
@@ -123,28 +125,22 @@ def by_torch(name, settings, params, tree, steps, dtype):
 
 
 @each_class
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [
-        (torch.float64, 1e-12),
-        pytest.param(torch.float32, 1e-6, marks=pytest.mark.slow),
-    ],
-)
-@examples(10)
+@examples(8)
 @given(data=st.data())
-def test_fifty_steps_equal_torchs(name, dtype, tolerance, data):
+def test_twenty_steps_equal_torchs(name, data):
     """To rounding. One in bfloat16 of Muon's iteration differs by 2**-8 where its sums do."""
+    dtype, tolerance = data.draw(st.sampled_from([(torch.float64, 1e-12), (torch.float32, 1e-6)]))
     settings = data.draw(SETTINGS[name])
     seed = data.draw(st.integers(0, 2**16))
     params, tree = drawn(name, seed, dtype)
     # `foreach` and `fused` are speed; a named one keeps torch's fused kernels away.
     flags = {"foreach": False} if name in ("SGD", "Adam", "AdamW", "Adagrad") else {}
     optimizer = ps.from_torch(getattr(OPTIM, name), **settings, **flags)
-    got, _ = by_formula(optimizer, params, tree, 50)
+    got, _ = by_formula(optimizer, params, tree, 20)
     params, tree = drawn(name, seed, dtype)
-    expected = by_torch(name, settings, params, tree, 50, dtype)
+    expected = by_torch(name, settings, params, tree, 20)
     for key in params:
-        scale = expected[key].abs().max() + 50 * settings["lr"]
+        scale = expected[key].abs().max() + 20 * settings["lr"]
         if name == "Muon":
             tolerance = 1e-2
         assert ((got[key] - expected[key]).abs().max() <= tolerance * scale).item(), key
@@ -170,7 +166,7 @@ def test_an_average_of_squares_has_the_range_of_torchs(name):
 
 
 @each_class
-@examples(10)
+@examples(3)
 @given(data=st.data())
 def test_members_of_a_vmap_are_a_loop_bit_for_bit(name, data):
     settings = data.draw(SETTINGS[name])
@@ -215,6 +211,7 @@ def test_empty_leaves_are_stepped_in_any_order():
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
+@examples(10)
 @given(data=st.data())
 def test_leaves_joined_into_one_step_as_each_alone(name, data):
     """Also where some have made fewer steps than others, in every dtype and layout."""
@@ -226,7 +223,7 @@ def test_leaves_joined_into_one_step_as_each_alone(name, data):
     params["w1"] = params["w1"].t().contiguous().t()
     state = optimizer.init(params)
     with tracing.as_on_an_accelerator():
-        for _ in range(data.draw(st.integers(1, 3))):
+        for _ in range(data.draw(st.integers(1, 2))):
             grads = {key: torch.randn_like(p) for key, p in params.items()}
             if data.draw(flag):
                 grads["w2"] = None
@@ -250,27 +247,15 @@ def test_leaves_joined_into_one_step_as_each_alone(name, data):
 def test_a_traced_step_is_the_eager_one(name):
     optimizer = ps.from_torch(getattr(OPTIM, name), **alone(name))
     params, tree = drawn(name, 0, torch.float32)
-    arguments = params, tree(), optimizer.init(params)
-    compiled = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
+    call = params, tree(), optimizer.init(params), torch.tensor(False)
+    step = functools.partial(ps.maybe_step, optimizer)
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
     tolerance = 1e-2 if name == "Muon" else 1e-6
-    torch.testing.assert_close(
-        compiled(*arguments), optimizer.step(*arguments), rtol=tolerance, atol=tolerance
-    )
+    torch.testing.assert_close(compiled(*call), step(*call), rtol=tolerance, atol=tolerance)
+    assert same_bits(compiled(*call[:-1], torch.tensor(True)), call[:1] + call[2:3])
 
 
-# ---- what a formula promises
-
-
-@each_class
-@given(data=st.data())
-def test_a_rate_of_zero_moves_nothing(name, data):
-    if name == "Rprop":  # whose rate is its first step size, clamped
-        return
-    settings = data.draw(SETTINGS[name]) | {"lr": 0.0}
-    params, tree = drawn(name, 0, torch.float32)
-    optimizer = ps.from_torch(getattr(OPTIM, name), **settings, **alone(name))
-    got, _ = by_formula(optimizer, params, tree, 3)
-    assert same_bits(got, params)
+# ---- derivatives
 
 
 NUMBERS = {

@@ -41,19 +41,18 @@ def images(index, count=1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "microbatches"), [(name, 1 + index % 2) for index, name in enumerate(OPTIMIZERS)]
-)
+@pytest.mark.parametrize(("name", "microbatches"), [("AdamW-in-state", 1), ("SGD-momentum", 2)])
 def test_compiled_is_one_graph_without_recompiling_over_overflow_and_growth(name, microbatches):
-    """Fifty steps; agreement with eager to 2e-2, float16's rounding in other kernels."""
+    """Agreement with eager to 2e-2, float16's rounding in other kernels; skips are bit-equal."""
     state, step = job(OPTIMIZERS[name](), RULE, max_norm=1.0)
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     counters.clear()
     eager, overflows, scales = state, 0, set()
-    for index in range(50):
+    for index in range(20):
         eager, expected = step(eager, images(index, microbatches))
-        state, info = compiled(state, images(index, microbatches))
+        before, (state, info) = state, compiled(state, images(index, microbatches))
+        assert not info.found_inf or same_bits(state._replace(scaler=before.scaler), before)
         assert info.found_inf == expected.found_inf
         assert state.scaler.scale == eager.scaler.scale
         torch.testing.assert_close(info.loss, expected.loss, rtol=2e-2, atol=2e-2)
@@ -61,22 +60,20 @@ def test_compiled_is_one_graph_without_recompiling_over_overflow_and_growth(name
         scales.add(state.scaler.scale.item())
     assert backend.frame_count == 1
     assert not counters["graph_break"]
-    assert 0 < overflows < 25
+    assert 0 < overflows < 15
     assert any(scale * 2 in scales for scale in scales)
-    assert state.step == eager.step == 50 - overflows
+    assert state.step == eager.step == 20 - overflows
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["AdamW", "SGD-momentum"])
-def test_compiled_by_inductor_with_donation_agrees(name):
-    state, step = job(OPTIMIZERS[name](), RULE, policy="float32")
+def test_compiled_by_inductor_with_donation_agrees():
+    state, step = job(OPTIMIZERS["AdamW"](), RULE, policy="float32")
     compiled = torch.compile(functools.partial(step, donate=True), fullgraph=True)
     donated = torch.utils._pytree.tree_map(lambda t: t.clone(), state)
     for index in range(3):
         state, expected = step(state, images(index))
-        given = donated
-        donated, info = compiled(donated, images(index))
-        assert shares_memory(given.params, donated.params)
+        before, (donated, info) = donated, compiled(donated, images(index))
+        assert shares_memory(before.params, donated.params)
         torch.testing.assert_close(
             tensors((donated, info)), tensors((state, expected)), rtol=1e-4, atol=1e-4
         )
@@ -94,7 +91,7 @@ def test_compiled_without_buffers_is_one_graph():
         return out.square().mean(), buffers
 
     step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=ps.NoScale())
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
     state = ps.init_train_state(params, buffers, optimizer, ps.NoScale())
     torch.testing.assert_close(
         tensors(compiled(state, [torch.ones(2, 3)])),
@@ -102,16 +99,6 @@ def test_compiled_without_buffers_is_one_graph():
         rtol=1e-5,
         atol=1e-6,
     )
-
-
-@pytest.mark.slow
-def test_a_compiled_skip_is_bit_equal():
-    state, step = job(OPTIMIZERS["AdamW"](), RULE)
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    state = scaled_by(state, 2.0**24)
-    new, info = compiled(state, images(0))
-    assert info.found_inf
-    assert same_bits(new._replace(scaler=state.scaler), state)
 
 
 @pytest.mark.slow
@@ -144,14 +131,16 @@ def test_a_compiled_loop_written_by_hand_is_one_graph():
         scaled_by(state, 8.0).scaler,
         *batch(),
     )
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
     torch.testing.assert_close(
         tensors(compiled(*arguments)), tensors(step(*arguments)), rtol=1e-2, atol=1e-3
     )
 
 
-@each
-@pytest.mark.parametrize("policy", [HALF, "float32"])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("AdamW", HALF), ("SGD-momentum", "float32"), ("AdamW-in-state", HALF)],
+)
 def test_vmapped_over_states_with_different_scales_equals_a_loop(name, policy):
     """To 1e-5 in float32, to 2e-2 in float16: batched kernels round otherwise."""
     state, step = job(OPTIMIZERS[name](), RULE, policy=policy)
@@ -176,9 +165,8 @@ def test_vmapped_over_states_with_different_scales_equals_a_loop(name, policy):
 
 
 @pytest.mark.slow
-@each
-def test_compiled_and_vmapped_agrees_with_vmapped(name):
-    state, step = job(OPTIMIZERS[name](), RULE, policy="float32")
+def test_compiled_and_vmapped_agrees_with_vmapped():
+    state, step = job(OPTIMIZERS["AdamW-in-state"](), RULE, policy="float32")
     states = stack([scaled_by(state, scale) for scale in (2.0, 8.0)])
 
     def both(states, data):
@@ -267,33 +255,22 @@ def test_differentiated_in_half_precision_is_close_to_float32():
 
 @pytest.mark.slow
 def test_a_gradient_of_gradients_compiles():
-    final = quadratic(OPTIMIZERS["AdamW"]())
-    params, data = (
-        {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)},
-        torch.full((3,), 0.3, dtype=torch.float64),
-    )
+    optimizer, rule = ps.from_torch(OPTIM.AdamW, lr=0.1), ps.DynamicScale(init_scale=8.0)
+    params = {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)}
+    state = ps.init_train_state(params, {}, optimizer, rule)
 
-    def differentiated(params, data):
-        optimizer, rule = OPT, ps.DynamicScale(init_scale=8.0)
-        state = ps.TrainState(params, {}, INIT, rule.init(), torch.zeros((), dtype=torch.int64), ())
+    def loss_fn(params, buffers, x):
+        return ((params["w"] - x) ** 2).sum(), buffers
 
-        def final(params):
-            s, _ = ps.train_step(
-                state._replace(params=params),
-                [data],
-                loss_fn=lambda p, b, x: (((p["w"] - x) ** 2).sum(), b),
-                optimizer=optimizer,
-                rule=rule,
-            )
-            return s.params["w"].square().sum()
+    def final(params, x):
+        options = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule}
+        new, _ = ps.train_step(state._replace(params=params), [x], **options)
+        return new.params["w"].square().sum()
 
-        return torch.func.grad(final)(params)
-
-    OPT = ps.from_torch(OPTIM.AdamW, lr=0.1)
-    INIT = OPT.init(params)
+    call = params, torch.full((3,), 0.3, dtype=torch.float64)
+    differentiated = torch.func.grad(final)
     compiled = torch.compile(differentiated, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(params, data), differentiated(params, data))
-    assert final(params, data).isfinite()
+    torch.testing.assert_close(compiled(*call), differentiated(*call))
 
 
 def test_a_state_with_rng_is_refused_under_a_transform():

@@ -1,12 +1,9 @@
 """Settings in the state of an optimizer: the numbers of the same settings, as data."""
 
-import functools
-import re
-
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import Untouched, clone, in_processes, same_bits, shares_memory, tensors
+from helpers import Untouched, clone, examples, in_processes, same_bits, shares_memory, tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from test_torch_optim import OPTIM, grads_at, make_params, ours
@@ -15,7 +12,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
-from purescale import interop
 from purescale.testing import assert_vmap_equals_loop
 
 # Every class with all that its formula takes as data.
@@ -66,14 +62,14 @@ def steps_of(optimizer, params, grads, state, step=None):
     return params, state
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @each_class
 def test_settings_in_the_state_give_the_numbers_of_the_same_settings(name, settings, dtype, way):
     """To 1e-6, in bfloat16 to two of its units in the last place: torch's own ways of one class
     differ by as much. The optimizer starts from torch's defaults.
     """
     params = shapes_of(name, dtype)
-    grads = [{key: torch.randn_like(p) for key, p in params.items()} for _ in range(7)]
+    grads = [{key: torch.randn_like(p) for key, p in params.items()} for _ in range(4)]
     fixed, moving = ps.from_torch(getattr(OPTIM, name), lr=0.01, **settings), None
     moving = in_state(name, settings, lr=0.01)
     state = moved_to(moving.init(params), settings)
@@ -122,36 +118,6 @@ def test_settings_in_the_state_are_one_a_member_under_vmap(name, settings):
         torch.testing.assert_close(ps.member(got, index), alone, rtol=tolerance, atol=tolerance)
 
 
-SMOOTH = [case for case in NUMBERS if case[1].get("momentum") != 0.0 and case[0] != "Muon"]
-
-
-@pytest.mark.parametrize(("name", "settings"), SMOOTH, ids=[name for name, _ in SMOOTH])
-def test_settings_in_the_state_are_differentiated(name, settings):
-    """Against central differences in float64. torch keeps ASGD's and NAdam's factors in float32;
-    Adamax takes a maximum, which has a corner.
-    """
-    params = shapes_of(name, torch.float64)
-    grads = [{key: torch.randn_like(p) for key, p in params.items()} for _ in range(6)]
-    optimizer = in_state(name, settings, lr=0.02)
-    state = moved_to(optimizer.init(params), settings)
-    leaves, spec = pytree.tree_flatten(state.hyper)
-    leaves = [leaf.double() for leaf in leaves]
-
-    def total(*leaves):
-        hyper = pytree.tree_unflatten(list(leaves), spec)
-        stepped, _ = steps_of(optimizer, params, grads, state._replace(hyper=hyper))
-        return sum((p * p).sum() + p.sum() for p in stepped.values())
-
-    slopes = torch.func.grad(total, argnums=tuple(range(len(leaves))))(*leaves)
-    for index, (leaf, slope) in enumerate(zip(leaves, slopes, strict=True)):
-        h = 3e-4 * leaf
-        up, down = (
-            total(*leaves[:index], leaf + sign * h, *leaves[index + 1 :]) for sign in (1, -1)
-        )
-        torch.testing.assert_close(slope, (up - down) / (2 * h), rtol=5e-3, atol=1e-3)
-    assert any(slope != 0 for slope in slopes)
-
-
 def test_a_skipped_step_keeps_the_settings_of_the_state(way):
     optimizer, params = in_state("AdamW", ["betas", "weight_decay"]), make_params()
     state = optimizer.init(params)
@@ -196,41 +162,43 @@ def test_a_checkpoint_from_before_there_were_settings_in_the_state_loads():
 
 
 @pytest.mark.parametrize(
-    ("cls", "settings", "names", "message"),
+    ("cls", "names", "message"),
     [
-        ("AdamW", {}, ("beta",), "AdamW has no setting 'beta'. It has: lr, betas"),
-        ("AdamW", {}, ("amsgrad",), "amsgrad of AdamW is False, expected a number"),
-        ("AdamW", {}, "lr", "in_state is 'lr', expected a tuple.*comma"),
-        ("SGD", {}, ("nesterov",), "nesterov of SGD is False"),
-        ("Muon", {}, ("ns_steps",), "ns_steps of Muon cannot be.*does not take it as data"),
-        ("Adagrad", {}, ("initial_accumulator_value",), "value of Adagrad cannot be in the state"),
-        ("Adafactor", {}, ("eps",), r"eps of Adafactor is \(None, 0.001\), expected a number"),
-        ("Rprop", {}, ("lr",), "Rprop uses lr only for its first step sizes.*leave lr out"),
+        ("AdamW", ("beta",), "AdamW has no setting 'beta'. It has: lr, betas"),
+        ("AdamW", ("amsgrad",), "amsgrad of AdamW is False; expected a number.*leave amsgrad out"),
+        ("AdamW", "lr", "in_state is 'lr', expected a tuple.*comma"),
+        ("Muon", ("ns_steps",), "ns_steps of Muon is 5; expected .* takes as data"),
+        ("Adagrad", ("initial_accumulator_value",), "value of Adagrad is 0; expected"),
+        ("Adafactor", ("eps",), r"eps of Adafactor is \(None, 0.001\); expected a number"),
+        ("Rprop", ("lr",), "lr of Rprop is .*leave lr out"),
     ],
 )
-def test_what_cannot_be_in_the_state_is_refused_when_made(cls, settings, names, message):
+def test_what_cannot_be_in_the_state_is_refused_when_made(cls, names, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        ps.from_torch(getattr(OPTIM, cls), in_state=names, **settings)
+        ps.from_torch(getattr(OPTIM, cls), in_state=names)
+
+
+PAIR = torch.tensor(0.9), torch.tensor(0.99)
 
 
 @pytest.mark.parametrize(
-    ("hyper", "message"),
+    ("in_state", "change", "message"),
     [
-        ((), r"holds the settings \[\].*'betas': a tuple of 2.*in_state="),
-        ({"betas": torch.tensor(0.9)}, r"holds betas = torch.float32 \(\)"),
-        ({"betas": (torch.ones(2), torch.ones(2))}, "floating 0-d tensors.*torch.vmap"),
-        ({"betas": (0.9, 0.99)}, "betas = 0.9, 0.99; expected floating 0-d tensors"),
+        (("betas",), {"hyper": ()}, r"holds the settings \{\}.*'betas': 2.*in_state="),
+        (("betas",), {"hyper": {"betas": PAIR[0]}}, r"\{'betas': 'torch.float32 \(\)'\}"),
+        (("betas",), {"hyper": {"betas": [torch.ones(2)] * 2}}, "floating 0-d.*torch.vmap"),
+        (("betas",), {"hyper": {"betas": (0.9, 0.99)}}, r"\('0.9', '0.99'\)\}; expected float"),
+        ((), {"hyper": {"betas": PAIR}}, r"holds the settings \{'betas'.*as in \{\}.*in_state="),
+        (("lr",), {"lr": ()}, "as many as in {'lr': 1}.*in_state="),
+        (("lr",), {"lr": torch.ones(2)}, "'lr': .*expected floating 0-d tensors"),
+        ((), {"lr": torch.tensor(0.1)}, r"as many as in \{\}.*in_state="),
+        ((), {"iteration": torch.tensor(1)}, r"schedule_by='applied'; expected \(\)"),
     ],
 )
-def test_a_state_whose_settings_are_elsewhere_is_refused(hyper, message):
-    optimizer, params = ps.from_torch(OPTIM.AdamW, in_state=("betas",)), {"w": torch.ones(2)}
-    state = optimizer.init(params)._replace(hyper=hyper)
+def test_a_state_whose_settings_are_elsewhere_is_refused(in_state, change, message):
+    optimizer, params = ps.from_torch(OPTIM.AdamW, in_state=in_state), {"w": torch.ones(2)}
     with pytest.raises(ValueError, match=message):
-        optimizer.step(params, params, state)
-    if hyper:
-        plain = ps.from_torch(OPTIM.AdamW)
-        with pytest.raises(ValueError, match=r"settings \['betas'\], this optimizer looks for"):
-            plain.step(params, params, plain.init(params)._replace(hyper=hyper))
+        optimizer.step(params, params, optimizer.init(params)._replace(**change))
 
 
 def test_a_setting_in_the_state_that_requires_a_gradient_is_refused():
@@ -252,28 +220,22 @@ def test_a_beta_in_the_state_is_not_rounded_to_half_parameters():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("name", "setting", "value"),
-    [
-        (name, setting, value)
-        for name, settings in NUMBERS
-        for setting, value in settings.items()
-        if name != "Muon" and setting != "dampening"  # a matrix; nothing without momentum
-    ],
+    ("name", "settings"),
+    [case for case in NUMBERS if case[0] != "Muon"],  # takes matrices
 )
-def test_one_setting_in_the_state_moves_a_parameter_without_dimensions_as_any(
-    name, setting, value, dtype, way
+def test_settings_in_the_state_move_a_parameter_without_dimensions_as_any(
+    name, settings, dtype, way
 ):
     """A formula tells a parameter from a setting that is data by its dimensions."""
-    optimizer = ps.from_torch(getattr(OPTIM, name), in_state=(setting,), **{setting: value})
+    optimizer = ps.from_torch(getattr(OPTIM, name), in_state=tuple(settings), **settings)
     results = []
     for shape in ((), (1,)):
         params = {"w": torch.full(shape, 0.7, dtype=dtype)}
         grads = [{"w": torch.full(shape, g, dtype=dtype)} for g in (0.3, -0.2, 0.4)]
         got, state = steps_of(optimizer, params, grads, optimizer.init(params))
         assert got["w"].shape == shape
-        results.append(
-            (got["w"].reshape(1), [s["w"].reshape(1) for s in state.slots.values() if s["w"] != ()])
-        )
+        slots = [s["w"].reshape(1) for s in state.slots.values() if s["w"] != ()]
+        results.append((got["w"].reshape(1), slots))
     assert same_bits(*results)
 
 
@@ -350,30 +312,29 @@ SCHEDULED = [case for case in NUMBERS if case[1].get("momentum") != 0.0]
 
 
 def halving(value):
-    """A schedule of this number, or a tuple of them: it is halved after five steps."""
+    """A schedule of this number, or a tuple of them: it is halved after two steps."""
     if isinstance(value, tuple):
         return tuple(map(halving, value))
-    return lambda count: torch.where(count < 5, value, 0.5 * value)
+    return lambda count: torch.where(count < 2, value, 0.5 * value)
 
 
 def at(value, count):
     if isinstance(value, tuple):
         return tuple(at(one, count) for one in value)
-    return value if count < 5 else 0.5 * value
+    return value if count < 2 else 0.5 * value
 
 
-@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize(("name", "settings"), SCHEDULED, ids=[name for name, _ in SCHEDULED])
-def test_a_schedule_stands_for_any_number_in_the_state(name, settings, donate, way):
+def test_a_schedule_stands_for_any_number_in_the_state(name, settings, way):
     """As a loop that writes the numbers of each step into the state."""
     scheduled = {key: halving(value) for key, value in settings.items()}
     optimizer = in_state(name, settings, lr=0.01, **scheduled)
     by_hand = in_state(name, settings, lr=0.01)
     params = shapes_of(name, torch.float32)
     (got, state), (wanted, other) = ((clone(params), o.init(params)) for o in (optimizer, by_hand))
-    for count in range(8):
+    for count in range(4):
         grads = {key: torch.randn_like(p) for key, p in params.items()}
-        got, state = ps.maybe_step(optimizer, got, grads, state, False, donate=donate)
+        got, state = ps.maybe_step(optimizer, got, grads, state, False, donate=count > 1)
         numbers = {key: at(value, count) for key, value in settings.items()}
         wanted, other = by_hand.step(wanted, grads, ps.replace_settings(other, **numbers))
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
@@ -510,6 +471,7 @@ def test_settings_are_replaced_wherever_the_state_is(kind):
     assert type(found) is type(opt_state)
 
 
+@examples(10)
 @given(value=st.floats(-1e3, 1e3, width=32), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_what_is_replaced_keeps_its_dtype_and_has_memory_of_its_own(value, dtype):
     state = RATE.init(body_and_head())
@@ -549,23 +511,6 @@ def test_a_dict_replaces_in_nested_parts_by_the_keys_from_the_outermost():
     assert both["body"].lr == both["head"].lr == 0.25
 
 
-@pytest.mark.parametrize(
-    ("lr", "part"),
-    [
-        ({"body": 0.25}, "body"),
-        ({"a": 0.25, "body": 0.25}, "body"),
-        ({"a": {"tail": 0.25}}, "a.tail"),
-        ({"a": {"body": 0.25, "tail": 0.25}}, "a.tail"),
-        ({"a": {"body": {"a": 0.25}}}, "a.body.a"),
-    ],
-)
-def test_a_dict_whose_keys_lead_to_no_part_is_refused_whatever_else_it_names(lr, part):
-    state = nested_parts().init(body_and_head())
-    words = rf"the part '{part}' of the state holds no setting 'lr'. It holds: a\.body: lr; a\.head"
-    with Untouched(state), pytest.raises(ValueError, match=words):
-        ps.replace_settings(state, lr=lr)
-
-
 def test_a_stacked_state_takes_a_value_a_member_or_one_for_all():
     states = ps.stack_states([RATE.init(body_and_head())] * 3)
     rates = torch.tensor([0.1, 0.2, 0.3])
@@ -592,13 +537,22 @@ def test_a_derivative_goes_through_what_is_replaced():
 @pytest.mark.parametrize(
     ("optimizer", "settings", "words"),
     [
-        (RATE, {"momentum": 0.9}, r"the state holds no setting 'momentum'. It holds: lr\. "),
         (BOTH, {"lr": 1.0, "eps": 1.0}, r"no setting 'eps'.*It holds: lr, betas, weight_decay\."),
         (PLAIN, {"lr": 0.1}, r"no setting 'lr'.*It holds: nothing.*in_state=\('lr',\)"),
         (two_parts(RATE, PLAIN), {"eps": 1.0}, r"It holds: body: lr; head: nothing\."),
         (two_parts(RATE, PLAIN), {"lr": {"head": 1.0}}, r"the part 'head' of the state holds no"),
-        (two_parts(RATE, PLAIN), {"lr": {"tail": 1.0}}, r"part 'tail'.*It holds: body: lr; head"),
         (RATE, {"lr": {"body": 1.0}}, r"the part 'body' of the state holds no setting 'lr'"),
+        (
+            nested_parts(),
+            {"lr": {"a": {"body": 0.25, "tail": 0.25}}},
+            r"the part 'a\.tail' of the state .*It holds: a\.body: lr; a\.head: lr",
+        ),
+        (nested_parts(), {"lr": {"a": {"body": {"a": 0.25}}}}, r"the part 'a\.body\.a' of"),
+        (
+            ps.from_transformation((lambda p: {"mu": p}, lambda g, s, p: (g, s))),
+            {"lr": 1.0},
+            "It holds: not",
+        ),
     ],
 )
 def test_a_setting_that_is_not_in_the_state_is_refused_with_those_that_are(
@@ -607,35 +561,6 @@ def test_a_setting_that_is_not_in_the_state_is_refused_with_those_that_are(
     state = optimizer.init(body_and_head())
     with Untouched(state), pytest.raises(ValueError, match=words):
         ps.replace_settings(state, **settings)
-
-
-@pytest.mark.parametrize("cls", [OPTIM.AdamW, OPTIM.SGD])
-def test_the_cure_for_a_setting_that_is_not_in_the_state_keeps_the_moments(cls):
-    settings = {"weight_decay": 0.5} | ({"momentum": 0.5} if cls is OPTIM.SGD else {})
-    model = torch.nn.Linear(3, 1)
-    live = cls(model.parameters(), lr=0.25, **settings)
-    model(torch.ones(2, 3)).sum().backward()
-    live.step()
-    live.zero_grad()
-    _, optimizer, _, state = interop.torch_amp.take_over(model, live, None)
-    params, opt_state = state.params, state.opt_state
-    with pytest.raises(ValueError, match="no setting 'weight_decay'") as caught:
-        ps.replace_settings(opt_state, weight_decay=0.125)
-    names = {
-        "from_torch": functools.partial(ps.from_torch, cls, lr=0.25, **settings),
-        "optimizer": optimizer, "params": params, "opt_state": opt_state,
-    }  # fmt: skip
-    first, second, _ = re.findall("`(.*?)`", str(caught.value))
-    exec(f"{first.replace('..., ', '')}; {second}", names)
-    moved = names["opt_state"]
-    assert same_bits((moved.slots, moved.applied), (opt_state.slots, opt_state.applied))
-    assert ps.replace_settings(moved, weight_decay=0.125).hyper["weight_decay"] == 0.125
-
-
-@pytest.mark.parametrize("state", [{"mu": {"w": torch.ones(2)}}, torch.ones(2), (), None])
-def test_a_state_that_is_not_of_torch_holds_nothing(state):
-    with pytest.raises(ValueError, match=r"no setting 'lr'. It holds: nothing"):
-        ps.replace_settings(state, lr=1.0)
     assert same_bits(ps.replace_settings(state), state)
 
 
@@ -646,7 +571,6 @@ def test_a_state_that_is_not_of_torch_holds_nothing(state):
         ({"lr": True}, "lr is True"),
         ({"lr": torch.tensor(True)}, r"lr is tensor\(True\)"),
         ({"lr": float("nan")}, "lr is nan"),
-        ({"lr": None}, "lr is None"),
         ({"lr": (0.1, 0.2)}, r"lr is \(0\.1, 0\.2\)"),
         ({"betas": 0.9}, r"betas is 0\.9; the state holds a tuple of 2.*betas=\(0\.9, 0\.9\)"),
         ({"betas": (0.9,)}, "a tuple of 2"),
@@ -657,18 +581,14 @@ def test_what_is_no_number_is_refused(settings, words):
         ps.replace_settings(BOTH.init(body_and_head()), **settings)
 
 
-@pytest.mark.parametrize("number", [1e39, -1e39, 10**39])
-def test_a_number_out_of_the_range_of_float32_is_refused(number):
-    optimizer = ps.from_torch(torch.optim.SGD, lr=0.5, in_state=("lr", "weight_decay"))
-    state = optimizer.init({"w": torch.ones(1)})
-    for name in ("lr", "weight_decay"):
-        with pytest.raises(ValueError, match=f"{name} is -?1e\\+39, out of the range of torch.f"):
-            ps.replace_settings(state, **{name: number})
-    wide = state._replace(lr=state.lr.double())
-    assert ps.replace_settings(wide, lr=number).lr == float(number)
-
-
-def test_a_setting_that_a_state_cannot_hold_is_refused_when_the_optimizer_is_made():
+def test_a_number_out_of_the_range_of_float32_is_refused():
+    state = BOTH.init({"w": torch.ones(1)})
+    for number in (1e39, -(10**39)):
+        for name in ("lr", "weight_decay"):
+            with pytest.raises(ValueError, match=rf"{name} is -?1e\+39, out of the range"):
+                ps.replace_settings(state, **{name: number})
+        wide = state._replace(lr=state.lr.double())
+        assert ps.replace_settings(wide, lr=number).lr == float(number)
     with pytest.raises(ValueError, match=r"a setting in the state is 1e\+39, out of the range"):
         ps.from_torch(torch.optim.SGD, lr=1e39, in_state=("lr",))
 

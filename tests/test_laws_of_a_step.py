@@ -110,24 +110,21 @@ def test_equal_steps_of_half_parameters_give_equal_bits(name, dtype):
     optimizer = made(name)
     state, grads = optimizer.init(params), gradients_like(params)
     first = optimizer.step(params, grads, state)
-    for donate in (False, True) * 10:
+    for donate in (False, True) * 3:
         given = clone((params, grads, state))
         assert same_bits(ps.maybe_step(optimizer, *given, False, donate=donate), first)
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
 @pytest.mark.parametrize("name", CLASSES)
-def test_an_empty_parameter_stays_beside_others_that_move(name, shape):
-    if name == "Muon" and len(shape) == 1:  # takes matrices only
-        return
-    many = [{"foreach": True}, {"foreach": False}] if name == "Adafactor" else [{}]
-    for extra in many:
-        optimizer, params = made(name, **extra), {"none": torch.zeros(shape), "w": torch.ones(3, 2)}
-        moved, _ = optimizer.step(params, params, optimizer.init(params))
-        alone = {"w": params["w"]}
-        expected, _ = optimizer.step(alone, alone, optimizer.init(alone))
-        assert moved["none"].shape == shape
-        assert same_bits(moved["w"], expected["w"])
+def test_empty_parameters_stay_beside_others_that_move(name):
+    shapes = [(0, 3), (3, 0), *([] if name == "Muon" else [(0,)])]  # which takes matrices only
+    alone = {"w": torch.ones(3, 2)}
+    params = {**{str(shape): torch.zeros(shape) for shape in shapes}, **alone}
+    optimizer = made(name)
+    moved, _ = optimizer.step(params, params, optimizer.init(params))
+    expected, _ = optimizer.step(alone, alone, optimizer.init(alone))
+    assert [leaf.shape for leaf in moved.values()] == [leaf.shape for leaf in params.values()]
+    assert same_bits(moved["w"], expected["w"])
 
 
 # ---- a rate of 0 ---------------------------------------------------------------------------------
@@ -228,30 +225,29 @@ def check_that_nothing_moves(name, way, settings, rate, params, grads):
     assert all(bool(leaf.isfinite().all()) for leaf in tensors(after))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["host", "vmap", "in_state"])
 @pytest.mark.parametrize("name", RATED)
-def test_a_rate_of_0_moves_nothing_in_any_way(name, way, dtype):
-    if not can_go(name, way, dtype):
+def test_a_rate_of_0_moves_nothing_however_it_is_given(name, way):
+    if not can_go(name, way, F32):
         return
-    params, grads_at = a_table(dtype)
-    for extra, rate in itertools.product(SETTINGS[name], NO_RATES):
-        check_that_nothing_moves(name, way, extra, rate, params, grads_at(0))
+    params, grads_at = a_table(F32)
+    for rate in NO_RATES:
+        check_that_nothing_moves(name, way, SETTINGS[name][-1], rate, params, grads_at(0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "dtype", "rate"),
+    ("name", "dtype", "rate", "count"),
     [
-        *itertools.product([n for n in RATED if n != "Adafactor"], [F32], ["state", "schedule"]),
-        *itertools.product(["AdamW", "Adamax"], [torch.float16], ["float", "schedule"]),
+        ("AdamW", F32, "state", 2),
+        ("AdamW", F32, "schedule", 17),  # torch's kernel is one node of the graph
+        ("Adamax", torch.float16, "float", 2),
+        ("NAdam", F32, "schedule", 2),
     ],
 )
-def test_a_rate_of_0_moves_nothing_in_a_compiled_step(name, dtype, rate):
-    """The step has few tensors, or so many that torch's kernel is one node of the graph."""
-    for count in (2, 17) if name in FUSED and dtype is F32 else (2,):
-        params, grads_at = a_table(dtype, count)
-        check_that_nothing_moves(name, "compiled", CLASSES[name], rate, params, grads_at(0))
+def test_a_rate_of_0_moves_nothing_in_a_compiled_step(name, dtype, rate, count):
+    params, grads_at = a_table(dtype, count)
+    check_that_nothing_moves(name, "compiled", CLASSES[name], rate, params, grads_at(0))
 
 
 def torchs_warm_up(name, settings, params, grads_at, count):
@@ -274,23 +270,32 @@ def torchs_warm_up(name, settings, params, grads_at, count):
     return {k: leaf.to(params[k].dtype) for k, leaf in zip(params, real, strict=True)}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("way", WAYS)
+WARM_UPS = [
+    *(("host", dtype) for dtype in DTYPES),
+    *(("vmap", dtype) for dtype in (F32, torch.float16, torch.complex64)),
+    *itertools.product(("accelerator", "in_state"), (F32, torch.float16)),
+    *itertools.product(("formula", "differentiable"), (torch.float64, torch.bfloat16)),
+    *itertools.product(("lists",), (F32, torch.complex64)),
+]
+
+
+@pytest.mark.parametrize(("way", "dtype"), WARM_UPS)
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_warm_up_from_0_is_that_of_torchs_class(name, way, dtype):
-    """To 2e-6 and in half precision to one unit in the last place; Muon under vmap to 1e-2 of the
-    update.
+    """The first step moves nothing. To 2e-6 and in half precision to one unit in the last place;
+    Muon under vmap to 1e-2 of the update.
     """
     if not can_go(name, way, dtype):
         return
     params, grads_at = a_table(dtype)
     for extra in SETTINGS[name]:
-        found, count = params, 6
+        found, count = params, 4
         with going(way):
             optimizer = optimizer_of(name, way, extra, lr=lambda applied: 0.01 * applied)
             state, step = optimizer.init(params), step_of(optimizer, way)
             for index in range(count):
                 found, state = step(found, grads_at(index), state)
+                assert index or name == "Rprop" or same_bits(found, params)
         expected = torchs_warm_up(name, extra, params, grads_at, count)
         tolerance = torch.finfo(dtype).eps if dtype.itemsize == 2 else 2e-6
         if name == "Muon" and way == "vmap":
@@ -298,28 +303,33 @@ def test_a_warm_up_from_0_is_that_of_torchs_class(name, way, dtype):
         assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("way", ["host", "accelerator", "formula", "lists", "vmap", "in_state"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"])
-def test_half_parameters_do_not_stand_still_under_large_gradients(name, dtype, way):
+@pytest.mark.parametrize("way", ["host", "accelerator", "lists", "vmap", "in_state"])
+@pytest.mark.parametrize("name", ["Adam", "Adamax", "NAdam", "RAdam", "RMSprop"])
+def test_half_parameters_do_not_stand_still_under_large_gradients(name, way):
     """A square root over the rate leaves float16's range there."""
+    dtype = torch.float16
     params, settings = {"w": torch.zeros(8, dtype=dtype)}, {"lr": 1e-3, "weight_decay": 0.0}
     with going(way):
         optimizer = optimizer_of(name, way, {}, **settings)
         state, step = optimizer.init(params), step_of(optimizer, way)
         moved = params
-        for _ in range(30):
+        for _ in range(10):
             moved, state = step(moved, {"w": torch.full((8,), 100.0, dtype=dtype)}, state)
     leaf = torch.zeros(8)
     theirs = getattr(torch.optim, name)([leaf], **settings)
-    for _ in range(30):
+    for _ in range(10):
         leaf.grad = torch.full((8,), 100.0)
         theirs.step()
     torch.testing.assert_close(moved["w"].float(), leaf, rtol=5e-2, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("way", ["accelerator", "formula", "lists", "vmap", "in_state"])
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        *((way, F32) for way in ("accelerator", "lists", "vmap", "in_state")),
+        *((way, torch.float64) for way in ("accelerator", "formula", "in_state")),
+    ],
+)
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "Muon"])
 def test_the_first_updates_of_every_way_are_those_of_the_host(name, way, dtype):
     """To 1e-6 of the update, in float64 to 1e-9: bias corrections and ASGD's factors are not those
@@ -347,8 +357,8 @@ def test_the_first_updates_of_every_way_are_those_of_the_host(name, way, dtype):
 
 
 @pytest.mark.parametrize("way", ["vmap", "in_state"])
-@pytest.mark.parametrize("beta", [0.0, 0.1, 0.4, 0.5, 0.9])
-@pytest.mark.parametrize("name", ["Adam", "Adamax", "NAdam", "RAdam"])
+@pytest.mark.parametrize("beta", [0.0, 0.4, 0.9])
+@pytest.mark.parametrize("name", ["Adam", "NAdam"])
 def test_a_mean_with_any_beta_is_that_of_the_host(name, beta, way):
     """From the nearer end: what is near 0 is not lost beside a large gradient of before."""
     of = functools.partial(ps.from_torch, getattr(torch.optim, name), betas=(beta, 0.99))
@@ -363,7 +373,7 @@ def test_a_mean_with_any_beta_is_that_of_the_host(name, beta, way):
     torch.testing.assert_close(*means, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (33, 20), (64, 128)])
+@pytest.mark.parametrize("shape", [(4, 3), (33, 70)])
 def test_muon_under_vmap_makes_the_update_of_the_host(shape):
     """To 2e-2 of it over eight members: a sum of products on the edge of two numbers of bfloat16
     falls to either side. The iteration makes up to 0.9 % of that, with sums in float32 that are off
@@ -398,12 +408,11 @@ def test_rprop_begins_both_parts_of_complex_parameters_at_a_rate_that_is_data(ra
 
 
 @pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("rate", [0.0, 0.01])
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Adamax"])
-def test_the_derivative_by_a_rate_is_that_of_differences_at_0_too(name, rate, amsgrad, named):
+def test_the_derivative_by_a_rate_is_that_of_differences_at_0_too(name, rate, named):
     """Also where gradient and second moment are 0; by torch.func and by `.backward()`."""
-    settings = {"amsgrad": amsgrad} if name != "Adamax" else {}
+    settings = CLASSES[name]
     params, grads_at = a_table(torch.float64)
 
     def total(lr, grad):
@@ -463,8 +472,8 @@ def begun(size, name="SGD", rule=None, **extra):
     return started(params, None, made(name, **extra), rule or ps.NoScale(), loss_fn=plain_loss)
 
 
-@pytest.mark.parametrize("number", [1, 2, 4])
-@pytest.mark.parametrize("size", [33, 2**18 - 1, 2**18 + 3])
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("size", [33, 2**18 + 3])
 def test_a_backward_inside_of_the_loss_is_no_part_of_the_step(size, number):
     state, step = begun(size)
     data = [torch.full((size,), 1.0 + index) for index in range(number)]
@@ -508,6 +517,7 @@ def _over_ranks(rank):
             assert_close(new.params["w"], state.params["w"] - 0.1 * 16, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_over_ranks_too_a_backward_inside_is_left_out_and_what_is_kept_is_left_alone():
     in_processes(_over_ranks)
 
@@ -548,7 +558,7 @@ def check_one_story(before, new, info, number):
         assert new.scaler.scale == min(2 * before.scaler.scale, 2.0**24)
 
 
-@examples(300)
+@examples(100)
 @given(
     name=st.sampled_from(sorted(CLASSES)),
     dtype=st.sampled_from([torch.float32, torch.float64]),
@@ -586,7 +596,6 @@ def test_applied_step_buffers_scale_and_found_inf_tell_the_same_story(
             assert same_bits(state.scaler, before.scaler)
 
 
-@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize(
     ("size", "scale", "max_norm"),
     [
@@ -599,16 +608,17 @@ def test_applied_step_buffers_scale_and_found_inf_tell_the_same_story(
         (1e-30, 1.0, 1e35),
     ],
 )
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "SGD", "NAdam", "Muon"])
 def test_a_finite_bound_and_finite_gradients_make_the_clipped_step_of_the_parts(
-    name, size, scale, max_norm, donate
+    name, size, scale, max_norm
 ):
     params = {str(n): torch.ones(n, 1) for n in SIZES}
     optimizer, scaler = made(name), ps.StaticScale(scale).init()
     grads = {key: grad * scale for key, grad in gradients_like(params, size).items()}
     given = (params, grads, optimizer.init(params))
     expected = by_parts(optimizer, scaler, *given, max_norm)
-    for way in (contextlib.nullcontext, as_on_an_accelerator):
+    ways = contextlib.nullcontext, as_on_an_accelerator
+    for way, donate in itertools.product(ways, (False, True)):
         with way():
             out = ps.unscale_and_step(optimizer, scaler, *clone(given), max_norm, donate=donate)
         assert not out.found_inf
@@ -619,14 +629,13 @@ def test_a_finite_bound_and_finite_gradients_make_the_clipped_step_of_the_parts(
 
 
 @pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("bound", UNUSABLE)
 @pytest.mark.parametrize("which", ["max_norm", "clip_value"])
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_tensor_that_is_no_bound_skips_the_whole_step_and_says_so(name, which, bound, donate):
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam", "Muon"])
+def test_a_tensor_that_is_no_bound_skips_the_whole_step_and_says_so(name, which, donate):
     params = {str(n): torch.ones(n, 1) for n in SIZES}
     optimizer, scaler = made(name), ps.StaticScale(8.0).init()
     given = (params, gradients_like(params), optimizer.init(params))
-    for _ in range(2):  # also where the first step is remembered
+    for bound in UNUSABLE:  # also where the first step is remembered
         out = ps.unscale_and_step(
             optimizer, scaler, *clone(given), donate=donate, **{which: torch.tensor(bound)}
         )
@@ -654,10 +663,9 @@ def test_a_bound_that_is_none_is_no_overflow_of_the_scale(rule, retries):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["AdamW", "NAdam"])
-def test_a_compiled_step_decides_by_the_same_flag(name):
+def test_a_compiled_step_decides_by_the_same_flag():
     params = {str(n): torch.ones(n % 40 + 1) for n in range(20)}
-    optimizer, scaler = made(name), ps.StaticScale(256.0).init()
+    optimizer, scaler = made("AdamW"), ps.StaticScale(256.0).init()
     grads = {key: grad * 256 for key, grad in gradients_like(params, 1e35).items()}
     state = optimizer.init(params)
 
@@ -665,7 +673,7 @@ def test_a_compiled_step_decides_by_the_same_flag(name):
         return ps.unscale_and_step(optimizer, scaler, params, grads, state, bound)
 
     compiled = torch.compile(stepped, fullgraph=True, backend="aot_eager")
-    for bound in (0.1, 0.0, NAN):
+    for bound in (0.1, NAN):
         out, expected = compiled(torch.tensor(bound)), stepped(torch.tensor(bound))
         assert out.found_inf == expected.found_inf == (not bound > 0)
         assert_close((out.params, out.opt_state), (expected.params, expected.opt_state))
@@ -765,10 +773,8 @@ KEEPERS = {
 }
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam"])
+@pytest.mark.parametrize(("max_norm", "donate"), [(None, False), (None, True), (1.0, True)])
+@pytest.mark.parametrize(("name", "number"), [("AdamW", 1), ("NAdam", 1), ("AdamW", 2)])
 @pytest.mark.parametrize("how", KEEPERS)
 def test_a_gradient_that_somebody_else_can_see_is_not_written_into(
     how, name, number, max_norm, donate
@@ -811,7 +817,7 @@ def test_the_largest_gradient_is_told_where_all_of_a_dtype_are_empty(name, max_n
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, INF])
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam"])
+@pytest.mark.parametrize("name", ["AdamW", "NAdam"])
 def test_the_norm_of_the_largest_float64_is_that_of_unscaled_gradients(name, norm_type):
     params = {str(n): torch.ones(n, dtype=torch.float64) for n in (5, 33)}
     grads = {key: torch.full_like(leaf, 1.7e308) for key, leaf in params.items()}

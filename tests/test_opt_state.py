@@ -1,6 +1,7 @@
 """The state of a class of torch: slots as trees like the parameters, and one count of steps."""
 
-import functools
+import contextlib
+import itertools
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ import torch.utils._pytree as pytree
 from helpers import CLASSES, Untouched, assert_close, clone, same_bits, slots_of, tensors
 
 import purescale as ps
-from purescale._torch import private
 from purescale._torch.tracing import as_on_an_accelerator
 
 OPTIM = torch.optim
@@ -78,33 +78,22 @@ def test_a_state_without_slots_knows_its_parameters():
         optimizer.step(*[{name: params[name] for name in "ab"}] * 2, state)
 
 
-@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam"])
-def test_slots_in_another_order_of_keys_are_those_of_their_parameters(name, donate):
+def test_slots_in_another_order_of_keys_are_those_of_their_parameters(name):
+    """Donated or not they come back in one order."""
     optimizer, params = made(name), params_of()
     params, state = optimizer.step(params, params, optimizer.init(params))
-    expected = optimizer.step(params, params, state)
+    expected, after = optimizer.step(params, params, state)
     turned = {key: dict(reversed(column.items())) for key, column in state.slots.items()}
-    turned = clone(state._replace(slots=turned))
-    found = ps.maybe_step(optimizer, clone(params), params, turned, False, donate=donate)
-    assert same_bits(found[0], expected[0])
-    for name in SHAPES:
-        assert same_bits(slots_of(found[1], name), slots_of(expected[1], name))
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam"])
-def test_slots_in_another_order_of_keys_come_back_in_one_order_donated_or_not(name):
-    optimizer, params = made(name), params_of()
-    state = optimizer.init(params)
-    turned = {key: dict(reversed(column.items())) for key, column in state.slots.items()}
-    returned = [
-        ps.maybe_step(
-            *(optimizer, clone(params), params, clone(state._replace(slots=turned)), False),
-            donate=donate,
-        )[1]
-        for donate in (False, True)
-    ]
-    assert ps.fingerprint(returned[0]) == ps.fingerprint(returned[1])
+    returned = []
+    for donate in (False, True):
+        call = clone(params), params, clone(state._replace(slots=turned)), False
+        stepped, new = ps.maybe_step(optimizer, *call, donate=donate)
+        assert same_bits(stepped, expected)
+        for key in SHAPES:
+            assert same_bits(slots_of(new, key), slots_of(after, key))
+        returned.append(ps.fingerprint(new))
+    assert returned[0] == returned[1]
 
 
 class Subclass(torch.Tensor):
@@ -161,28 +150,27 @@ def test_counts_of_each_parameter_make_torchs_steps_where_gradients_are_none(nam
     assert state.applied == 4
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("name", ["AdamW", "NAdam", "SGD"])
-def test_counts_of_each_parameter_move_under_a_transform_and_in_a_graph(name, mapped):
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *itertools.product(("AdamW", "NAdam", "SGD"), ("mapped", "in a graph")),
+        ("AdamW", "of an operator"),
+    ],
+)
+def test_counts_of_each_parameter_move_under_a_transform_and_in_a_graph(name, way):
     settings = {"dampening": 0.5} if name == "SGD" else {}
     optimizer, params = made(name, counts="each", **settings), params_of()
+    if way == "of an operator":  # for many parameters
+        params = {str(index): torch.full((3, 2), 1.0 + index) for index in range(20)}
     call = params, params, optimizer.init(params)
     expected = optimizer.step(*call)
-    if mapped:
+    if way == "mapped":
         stacked = pytree.tree_map(lambda leaf: torch.stack([leaf, leaf]), call)
         found = pytree.tree_map(lambda leaf: leaf[1], torch.vmap(optimizer.step)(*stacked))
     else:
         found = ps.jit(optimizer.step, backend="aot_eager")(*call)
     assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    assert [count.item() for count in found[1].counts.values()] == [1, 1, 1]
-
-
-def test_counts_of_each_of_many_parameters_move_in_a_graph_with_an_operator():
-    optimizer = made("AdamW", counts="each")
-    params = {str(index): torch.full((3,), 1.0 + index) for index in range(20)}
-    call = params, params, optimizer.init(params)
-    found = ps.jit(optimizer.step, backend="aot_eager")(*call)
-    assert_close(found, optimizer.step(*call), rtol=1e-6, atol=1e-6)
+    assert {count.item() for count in found[1].counts.values()} == {1}
 
 
 def test_a_skipped_step_is_not_counted():
@@ -194,29 +182,24 @@ def test_a_skipped_step_is_not_counted():
             assert same_bits(ps.maybe_step(optimizer, *old[:1], params, old[1], skip, donate), old)
 
 
-@pytest.mark.parametrize("around", [lambda o: o, ps.with_master_weights], ids=["alone", "masters"])
-@pytest.mark.parametrize("call", ["step", "maybe_step", "unscale_and_step", "part"])
 @pytest.mark.parametrize("name", COUNTING)
-def test_one_count_refuses_a_gradient_that_is_none_before_any_work(name, call, around):
-    optimizer, params = around(made(name)), params_of()
-    if call == "part":  # of which no gradient is there
-        parts = {"one": around(made("SGD")), "other": optimizer}
-        optimizer = ps.partition(parts, lambda name, _: "other" if name == "b" else "one")
-    state, grads = optimizer.init(params), {**params, "b": None}
-    step = {
-        "step": optimizer.step,
-        "maybe_step": functools.partial(
-            ps.maybe_step, optimizer, found_inf=torch.tensor(False), donate=True
-        ),
-    }
-    step["part"] = step["maybe_step"]
-    step["unscale_and_step"] = lambda params, grads, opt_state: ps.unscale_and_step(
-        optimizer, ps.NoScale().init(), params, grads, opt_state, donate=True
-    )
-    with Untouched((params, state)), pytest.raises(ValueError, match=r"of b is None.*counts="):
-        step[call](params, grads, opt_state=state) if call != "step" else step[call](
-            params, grads, state
-        )
+def test_one_count_refuses_a_gradient_that_is_none_before_any_work(name):
+    params, grads, scaler = params_of(), {**params_of(), "b": None}, ps.NoScale().init()
+    masters = ps.with_master_weights(made(name))
+    parts = {"one": made("SGD"), "other": masters}  # a part of which no gradient is there
+    part = ps.partition(parts, lambda name, _: "other" if name == "b" else "one")
+    for optimizer in (made(name), masters, part):
+        state = optimizer.init(params)
+        for step in (
+            lambda o=optimizer, s=state: o.step(params, grads, s),
+            lambda o=optimizer, s=state: ps.maybe_step(o, params, grads, s, False, donate=True),
+            lambda o=optimizer, s=state: ps.unscale_and_step(o, scaler, params, grads, s),
+        ):
+            with (
+                Untouched((params, state)),
+                pytest.raises(ValueError, match=r"of b is None.*counts="),
+            ):
+                step()
 
 
 @pytest.mark.parametrize("name", ["SGD", "Muon"])
@@ -248,21 +231,6 @@ def test_a_state_dict_has_a_count_for_each_parameter_only_where_they_differ(name
     assert [count.item() for count in each.counts.values()] == [4, 4, 4]
 
 
-def test_counts_are_refused_that_are_neither_one_nor_each():
-    with pytest.raises(ValueError, match=r'counts is \'all\', expected "one" or "each"'):
-        ps.from_torch(OPTIM.AdamW, counts="all")
-
-
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
-def test_without_torchs_kernels_the_formula_makes_the_steps(name, monkeypatch):
-    params = params_of()
-    expected = made(name).step(params, params, made(name).init(params))
-    monkeypatch.setattr(private, "fused_kernel", lambda name: None)
-    optimizer = made(name)
-    found = optimizer.step(params, params, optimizer.init(params))
-    assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("make", [tuple, list])
 def test_each_parameter_of_a_tuple_is_counted(make):
     optimizer = ps.from_torch(torch.optim.RAdam, lr=0.1, counts="each")
@@ -274,3 +242,104 @@ def test_each_parameter_of_a_tuple_is_counted(make):
             optimizer, params, grads, state, torch.tensor(False), donate=donate
         )
     assert [int(count) for count in state.counts] == [2, 0]
+
+
+# ---- states that do not fit ----------------------------------------------------------------------
+
+# torch's kernels would write past the end of what is too short.
+WRONG = {
+    "0-d": lambda t: torch.tensor(1.0),
+    "short": lambda t: torch.zeros(2),
+    "long": lambda t: torch.zeros(t.numel() + 1),
+    "reshaped": lambda t: torch.zeros(2, t.numel() // 2),
+    "double": lambda t: t.double(),
+    "complex": lambda t: t.to(torch.complex64),
+    "meta": lambda t: t.to("meta"),
+    "sparse": lambda t: t.to_sparse(),
+}
+WRONG_NUMBERS = {
+    "1-d": lambda t: t.reshape(1),
+    "double": lambda t: t.double(),
+    "meta": lambda t: t.to("meta"),
+}
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD", "Adagrad", "RMSprop", "NAdam"])
+def test_a_slot_that_is_not_its_parameters_is_refused_before_any_work(name):
+    optimizer, params = made(name, counts="each"), {"s": torch.ones(8)}
+    scaler, fresh = ps.NoScale().init(), optimizer.init(params)
+    for key, column in {**fresh.slots, "step": fresh.counts}.items():
+        if not column:
+            continue
+        for spoil in (WRONG if column["s"].ndim else WRONG_NUMBERS).values():
+            state = optimizer.init(params)
+            {**state.slots, "step": state.counts}[key]["s"] = spoil(column["s"])
+            call, refused = (params, {"s": torch.ones(8)}, state), f"opt_state: {key} of s is"
+            with Untouched(params):
+                with pytest.raises(ValueError, match=refused):
+                    optimizer.step(*call)
+                for donate in (False, True):
+                    with pytest.raises(ValueError, match=refused):
+                        ps.maybe_step(optimizer, *call, False, donate=donate)
+                with pytest.raises(ValueError, match=refused):
+                    ps.unscale_and_step(optimizer, scaler, *call, donate=True)
+
+
+def test_the_state_of_a_parameter_of_another_shape_is_refused_with_both():
+    adamw, params = ps.from_torch(OPTIM.AdamW), {"s": torch.ones(8)}
+    state = adamw.init({"s": torch.tensor(1.0)})
+    words = r"exp_avg of s is torch.float32 \(\) on cpu; expected torch.float32 \(8,\)"
+    with pytest.raises(ValueError, match=words):
+        ps.maybe_step(adamw, params, params, state, False, donate=True)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "SGD"])
+def test_the_state_of_another_class_is_refused(name):
+    optimizer, params = made(name), {"w": torch.ones(3)}
+    other = made("Adagrad").init(params)
+    with pytest.raises(ValueError, match=rf"opt_state has no .* that {name} keeps"):
+        ps.maybe_step(optimizer, params, params, other, torch.tensor(False))
+
+
+def in_a_partition(optimizer):
+    sgd = ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9)
+    return ps.partition(
+        {"sgd": sgd, "own": optimizer}, lambda name, _: "own" if "b" in name else "sgd"
+    )
+
+
+def columns_of(state):
+    return (
+        columns_of(state["own"])
+        if isinstance(state, dict)
+        else getattr(state, "inner", state).slots
+    )
+
+
+AROUND = {
+    "alone": lambda optimizer: optimizer,
+    "in a partition": in_a_partition,
+    "under masters": ps.with_master_weights,
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "Rprop", "Adafactor"])
+def test_a_step_whose_state_lacks_a_slot_changes_nothing(name, around):
+    """Also if the slot is that of a later group, part or piece."""
+    settings = {"lr": 0.1, "overrides": {"last b": {"lr": 0.01}}}
+    optimizer = AROUND[around](ps.from_torch(getattr(OPTIM, name), **settings))
+    shapes = {"first": (5,), "b": (33,), "last b": (3, 11)}
+    dtype = torch.bfloat16 if around == "under masters" else torch.float32
+    params = {key: torch.ones(shape, dtype=dtype) for key, shape in shapes.items()}
+    state, grads = optimizer.init(params), clone(params)
+    columns = columns_of(state)
+    missing = [key for key, column in columns.items() if column["last b"] != ()][-1]
+    columns[missing]["last b"] = ()
+    for mode in (contextlib.nullcontext, as_on_an_accelerator):
+        with (
+            mode(),
+            Untouched((params, state)),
+            pytest.raises(ValueError, match=f"has no {missing}"),
+        ):
+            ps.maybe_step(optimizer, params, grads, state, torch.tensor(False), donate=True)

@@ -5,10 +5,11 @@ import types
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import Untouched, clone, same_bits
+from helpers import Untouched, clone, same_bits, shares_memory, tensors
 from test_torch_optim import OPTIM, grads_at, make_params, nan, ours
 
 import purescale as ps
+from purescale.testing import assert_pure
 
 
 def momentum_transformation(rate, decay):
@@ -25,27 +26,20 @@ def momentum_transformation(rate, decay):
     return types.SimpleNamespace(init=init, update=update)
 
 
-@pytest.mark.parametrize("form", ["object", "tuple"])
-def test_a_transformation_equals_torchs_sgd(form):
+def test_a_transformation_equals_torchs_sgd():
     tx = momentum_transformation(0.1, 0.9)
-    optimizer = ps.from_transformation(tx if form == "object" else (tx.init, tx.update))
-    torch.testing.assert_close(
-        ours(optimizer, steps=5)[0],
-        ours(ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9), steps=5)[0],
-    )
+    expected, _ = ours(ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9), steps=5)
+    for form in (tx, (tx.init, tx.update)):
+        torch.testing.assert_close(ours(ps.from_transformation(form), steps=5)[0], expected)
 
 
-@pytest.mark.parametrize("donate", [False, True])
-def test_a_transformations_state_stands_still_on_a_skipped_step(donate):
+def test_a_transformations_state_stands_still_on_a_skipped_step():
     optimizer = ps.from_transformation(momentum_transformation(0.1, 0.9))
     params, state = ours(optimizer, steps=2)
     bad = pytree.tree_map(lambda p: torch.full_like(p, nan), params)
-    assert same_bits(
-        ps.maybe_step(
-            optimizer, clone(params), bad, clone(state), torch.tensor(True), donate=donate
-        ),
-        (params, state),
-    )
+    for donate in (False, True):
+        call = optimizer, clone(params), bad, clone(state), torch.tensor(True)
+        assert same_bits(ps.maybe_step(*call, donate=donate), (params, state))
 
 
 def test_a_transformation_that_writes_by_default_is_told_not_to():
@@ -60,11 +54,42 @@ def test_a_transformation_that_writes_by_default_is_told_not_to():
         optimizer.step(params, grads, optimizer.init(params))
 
 
-def test_a_transformation_that_counts_in_python_cannot_be_skipped():
-    optimizer = ps.from_transformation(
-        (lambda p: {"count": 0}, lambda g, s, p: (g, {"count": s["count"] + 1}))
-    )
+UPDATES = {
+    "parameters": lambda g, s, p: (pytree.tree_map(torch.neg, g), {"last": p["w"], "twice": s}),
+    "gradients": lambda g, s, p: (g, {"last": g["w"][:2], "twice": [g["w"], g["w"]]}),
+    "state": lambda g, s, p: (g, {"last": s["last"].view(-1), "twice": [s["last"]] * 2}),
+    "none": lambda g, s, p: ({"w": None}, s),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+def test_results_of_a_transformation_are_in_memory_of_their_own(update):
+    optimizer = ps.from_transformation((lambda params: {"last": params["w"][:2]}, update))
+    params, grads = {"w": torch.ones(4)}, {"w": torch.full((4,), 2.0)}
+    state = optimizer.init(params)
+    assert not shares_memory(params, state)
+    new = assert_pure(optimizer.step, params, grads, state)
+    pointers = [leaf.data_ptr() for leaf in tensors(new)]
+    assert len(set(pointers)) == len(pointers)
+    assert update is not UPDATES["none"] or same_bits(new[0], params)
+
+
+def test_a_transformation_keeps_the_parameters_dtype():
+    optimizer = ps.from_transformation((lambda p: (), lambda g, s, p: ({"w": -g["w"].float()}, s)))
+    params = {"w": torch.ones(2, dtype=torch.float16)}
+    stepped, _ = ps.maybe_step(optimizer, params, params, (), torch.tensor(False))
+    assert stepped["w"].dtype is torch.float16
+
+
+def test_what_is_no_transformation_is_refused():
+    for tx in (torch.nn.Linear(1, 1), (1, 2)):
+        with pytest.raises(TypeError, match=r"takes an \(init, update\) pair of functions"):
+            ps.from_transformation(tx)
+    counting = lambda g, s, p: (g, {"count": s["count"] + 1})  # noqa: E731
+    optimizer = ps.from_transformation((lambda p: {"count": 0}, counting))
     params = make_params()
+    with pytest.raises(ValueError, match="grads does not match params"):
+        optimizer.step(params, {}, optimizer.init(params))
     with pytest.raises(
         ValueError, match=r"is 0, but 1 in new. What changes in a step must be a tensor"
     ):
@@ -95,18 +120,16 @@ def test_updates_added_to_the_parameters_are_the_step(name, dtype):
             torch.testing.assert_close(old[key] + change, params[key], rtol=0, atol=rounding)
 
 
-@pytest.mark.parametrize("keywords", [False, True])
-def test_there_and_back_is_the_same_optimizer(keywords):
+def test_there_and_back_is_the_same_optimizer():
     optimizer = ps.from_torch(OPTIM.AdamW, lr=0.1)
     tx = ps.to_transformation(optimizer)
-    if keywords:  # as TorchOpt's pairs are called
-        update = tx.update
 
-        def by_keyword(grads, state, *, params=None, inplace=True):
-            return update(grads, state, params=params, inplace=inplace)
+    def by_keyword(grads, state, *, params=None, inplace=True):  # as TorchOpt's pairs are called
+        return tx.update(grads, state, params=params, inplace=inplace)
 
-        tx = (tx.init, by_keyword)
-    torch.testing.assert_close(ours(ps.from_transformation(tx), steps=5), ours(optimizer, steps=5))
+    for form in (tx, (tx.init, by_keyword)):
+        again = ps.from_transformation(form)
+        torch.testing.assert_close(ours(again, steps=5), ours(optimizer, steps=5))
 
 
 def test_a_gradient_that_is_none_has_no_update():

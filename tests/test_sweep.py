@@ -57,18 +57,16 @@ SWEEPS = {
         {"lr": 1e-1},
         {"lr": 1e-1, "weight_decay": 0.5},
         {"lr": 1e-1, "betas": (0.5, 0.6)},
-        {"lr": 1e-1, "eps": 1.0},
         {"lr": 1e-1, "maximize": True},
         {"lr": 1e-1, "amsgrad": True},
         {"lr": 1e-1, "overrides": {"w0": {"lr": 1.0}}},
-        {"lr": 1e-1, "overrides": {"w1": {"lr": 1.0}}},
+        {"lr": 1e-1, "overrides": {("w1", "w1*"): {"lr": 1.0}}},
         {"lr": 1e-1, "overrides": {"w1": {"weight_decay": 1.0}}},
         {"lr": torch.tensor(0.1)},
         {"lr": torch.tensor(0.5)},
         {"lr": lambda applied: 0.1 + 0.1 * applied},
         {"lr": lambda applied: 0.5 / (1 + applied)},
         {"lr": 1e-1, "in_state": ("lr",)},
-        {"lr": 1e-2, "in_state": ("lr",)},
         {"lr": 1e-1, "weight_decay": 0.5, "in_state": ("lr", "weight_decay")},
         {"lr": 1e-1, "betas": (0.5, 0.6), "in_state": ("betas",)},
     ],
@@ -76,7 +74,6 @@ SWEEPS = {
         {"lr": 0.1},
         {"lr": 1.0},
         {"lr": 0.1, "momentum": 0.9},
-        {"lr": 0.1, "momentum": 0.5},
         {"lr": 0.1, "momentum": 0.5, "dampening": 0.5},
         {"lr": 0.1, "momentum": 0.5, "dampening": 0.9},
         {"lr": 0.1, "momentum": 0.5, "nesterov": True},
@@ -84,20 +81,17 @@ SWEEPS = {
     ],
     "RMSprop": [
         {"lr": 0.1},
-        {"lr": 1.0},
         {"lr": 0.1, "alpha": 0.5},
         {"lr": 0.1, "centered": True},
         {"lr": lambda applied: 1.0 + applied},
     ],
-    "NAdam": [{"lr": 0.1}, {"lr": 1.0}, {"lr": 0.1, "momentum_decay": 0.5}],
-    "Adagrad": [{"lr": 0.1}, {"lr": 1.0}, {"lr": 0.1, "lr_decay": 0.5}],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"),
-    [*((name, FEW) for name in SWEEPS), *((name, MANY) for name in ("AdamW", "SGD", "Adagrad"))],
+    [("AdamW", FEW), ("RMSprop", FEW), ("AdamW", MANY), ("SGD", MANY)],
 )
 def test_one_compiled_function_serves_every_optimizer_with_its_own_settings(name, count):
     compiled = compile(lambda *arguments: ps.maybe_step(*arguments), "eager")
@@ -112,23 +106,23 @@ def test_many_compiled_functions_over_one_body_keep_to_their_own_optimizers(coun
     def build(optimizer):
         return compile(lambda _, *arguments: ps.maybe_step(optimizer, *arguments), "eager")
 
-    for settings in SWEEPS["AdamW"][:6]:
+    for settings in SWEEPS["AdamW"][:3]:
         optimizer = ps.from_torch(OPTIM.AdamW, **settings)
         agrees(build(optimizer), optimizer, count)
 
 
 @pytest.mark.slow
 def test_classes_take_turns_in_one_compiled_function():
-    compiled = compile(lambda *arguments: ps.maybe_step(*arguments))
+    compiled = compile(lambda *arguments: ps.maybe_step(*arguments), "eager")
     mine = type("Mine", (OPTIM.AdamW,), {})
-    classes = [OPTIM.AdamW, OPTIM.Adam, OPTIM.RMSprop, OPTIM.Adamax, mine, OPTIM.SGD]
+    classes = [OPTIM.AdamW, OPTIM.Adam, OPTIM.RMSprop, mine]
     for cls in (*classes, *classes):
         agrees(compiled, ps.from_torch(cls, lr=0.1), 2)
 
 
 @pytest.mark.slow
 def test_equal_settings_share_a_graph():
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compiled = compile(lambda *arguments: ps.maybe_step(*arguments), counter)
     for _ in range(3):
         agrees(compiled, ps.from_torch(OPTIM.AdamW, lr=0.1, weight_decay=0.2), 2)
@@ -144,7 +138,7 @@ def test_a_schedule_that_reads_a_cell_sees_what_is_in_it(count):
         return peak * (1 + applied)
 
     optimizer = ps.from_torch(OPTIM.RMSprop if count == FEW else OPTIM.AdamW, lr=schedule)
-    compiled = compile(lambda *arguments: ps.maybe_step(*arguments))
+    compiled = compile(lambda *arguments: ps.maybe_step(*arguments), "eager")
     for peak in (0.1, 1.0, 0.3, 0.1):  # noqa: B007, what the schedule reads
         agrees(compiled, optimizer, count)
 
@@ -159,8 +153,8 @@ HYPERS = [
 @pytest.mark.parametrize(
     ("name", "count", "values"),
     [
-        *((name, FEW, RATES) for name in ("AdamW", "RMSprop", "ASGD", "Adadelta", "Muon")),
-        *((name, FEW, HYPERS) for name in ("AdamW", "RMSprop", "NAdam")),
+        *((name, FEW, RATES) for name in ("ASGD", "Muon")),
+        *((name, FEW, HYPERS) for name in ("AdamW", "NAdam")),
         *(("AdamW", MANY, values) for values in (RATES, HYPERS)),
     ],
 )
@@ -169,7 +163,7 @@ def test_settings_in_the_state_are_one_graph_for_every_value(name, count, values
     if values is HYPERS:
         close = {"rtol": 1e-6, "atol": 1e-6}
     optimizer = ps.from_torch(cls, lr=0.1, in_state=tuple(values[0]))
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compiled = compile(functools.partial(ps.maybe_step, optimizer), counter)
     params = {f"w{i}": torch.linspace(-1, 1, 6).view(2, 3) + i for i in range(count)}
     grads = {name: torch.full_like(p, 0.5) for name, p in params.items()}
@@ -246,7 +240,7 @@ def test_one_compiled_function_serves_every_rule():
         amax = [torch.full((), 2.0**-9)] if getattr(rule, "takes_amax", False) else []
         return rule.update(state, bad, *amax)
 
-    compiled = compile(update)
+    compiled = compile(update, "eager")
     for rule in (*RULES, *reversed(RULES)):
         eager = state = rule.init()
         for bad in (False, True, True, False, False, False):
@@ -263,13 +257,12 @@ def test_one_compiled_train_step_serves_every_rule_policy_and_bound():
         return ps.train_step(state, [data], max_norm=max_norm, clip_value=clip_value, **parts)
 
     compiled = compile(body, "eager")
-    rules = (RULES[0], RULES[4], ps.StaticScale(4.0), RULES[-1])
+    rules = (RULES[0], RULES[4], RULES[-1])
     policies = (
         "float32",
-        "params=float32,compute=bfloat16,output=float32",
         "params=float32,compute=bfloat16,norms=bfloat16,output=float32",
     )
-    bounds = ((0.1, None), (0.01, 0.01), (0.01, 1e-3))
+    bounds = ((0.1, None), (0.01, 1e-3))
     runs = [(rule, policies[0], (None, None)) for rule in rules]
     runs += [(rules[0], policy, (None, None)) for policy in policies[1:]]
     runs += [(rules[0], policies[0], bound) for bound in bounds]
@@ -287,7 +280,7 @@ def test_two_models_with_the_same_names_take_turns_in_one_compiled_loss():
     def loss(apply, params, buffers, x, y):
         return F.cross_entropy(apply(params, buffers, x)[0], y)
 
-    compiled = compile(torch.func.grad(loss, argnums=1))
+    compiled = compile(torch.func.grad(loss, argnums=1), "eager")
     nets = [
         small_net(),
         torch.nn.Sequential(*(*small_net()[:2], torch.nn.Tanh(), *small_net()[3:])),

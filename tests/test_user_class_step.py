@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from helpers import Untouched, same_bits, tensors
+from helpers import examples, same_bits, tensors
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,6 +103,7 @@ def by_purescale(cls, settings, seed, skips, **how):
 
 @each_class
 @pytest.mark.parametrize("way", [contextlib.nullcontext, tracing.as_on_an_accelerator])
+@examples(8)
 @given(skips=st.lists(st.booleans(), max_size=6), seed=st.integers(0, 99), donate=st.booleans())
 def test_steps_and_skips_are_those_of_torchs_loop(way, cls, settings, skips, seed, donate):
     """Also a skip before the first step, which makes the state."""
@@ -119,29 +120,17 @@ def test_steps_and_skips_are_those_of_torchs_loop(way, cls, settings, skips, see
             assert number == state.slots[name][key].sum().item()
 
 
-@pytest.mark.parametrize("donate", [False, True])
-def test_masters_of_a_class_whose_first_step_makes_its_state_make_its_steps(donate):
+def test_masters_of_a_class_whose_first_step_makes_its_state_make_its_steps():
     optimizer = ps.with_master_weights(ps.from_torch(Lion, lr=0.1))
     params = {"w": torch.ones(4, dtype=torch.bfloat16)}
     grads = {"w": torch.tensor([1.0, -2.0, 3.0, -4.0], dtype=torch.bfloat16)}
     expected = torch.ones(4)
     theirs, state = Lion([expected], lr=0.1), optimizer.init(params)
-    for _ in range(3):
+    for donate in (False, True, True):
         expected.grad = grads["w"].float()
         theirs.step()
-        params, state = ps.maybe_step(
-            optimizer, params, grads, state, torch.tensor(False), donate=donate
-        )
+        params, state = ps.maybe_step(optimizer, params, grads, state, False, donate=donate)
     assert same_bits(ps.master_weights(params, state), {"w": expected.detach()})
-
-
-@each_class
-def test_a_step_is_pure(cls, settings, way):
-    params, state, optimizer = by_purescale(cls, settings, 0, [False, False])
-    grads = tree(torch.Generator().manual_seed(7))
-    with Untouched((params, grads, state)):
-        new = optimizer.step(params, grads, state)
-    assert same_bits(new, optimizer.step(params, grads, state))
 
 
 def test_a_checkpoint_is_a_going_on(tmp_path):
@@ -184,17 +173,6 @@ def test_a_state_that_is_no_number_is_refused_by_its_name():
     params = tree(torch.Generator().manual_seed(0))
     with pytest.raises(TypeError, match=r"history of a = \[1, 2\].*expected a tensor or a number"):
         optimizer.step(params, params, optimizer.init(params))
-
-
-def test_a_misspelt_setting_in_a_step_is_pythons_error_with_a_note():
-    class Misspelt(Lion):
-        def step(self, closure=None):
-            return self.param_groups[0]["betaz"]
-
-    optimizer, params = ps.from_torch(Misspelt), {"w": torch.ones(3)}
-    with pytest.raises(KeyError, match="betaz") as error:
-        optimizer.step(params, params, optimizer.init(params))
-    assert "Misspelt" in error.value.__notes__[0]
 
 
 class OfOneLine(torch.optim.Optimizer):
@@ -242,7 +220,7 @@ def test_a_step_is_pure_whatever_the_class_writes_and_keeps(line):
     assert len(set(pointers)) == len(pointers)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (33,)])
+@pytest.mark.parametrize("shape", [(), (33,)])
 def test_a_python_number_in_the_state_stays_one(shape):
     def counts(self, state, p):
         number = state.setdefault("n", 0)
@@ -257,21 +235,17 @@ def test_a_python_number_in_the_state_stays_one(shape):
     assert state.slots["w"]["n"].item() == 3
 
 
-@pytest.mark.parametrize("value", [torch.tensor(0), torch.tensor(True)])
-def test_a_tensor_that_would_come_back_as_a_number_is_refused(value):
+def test_a_tensor_that_would_come_back_as_a_number_is_refused_and_no_other():
+    value = None
+
     def keeps(self, state, p):
         state["n"] = value
 
     optimizer, params = ps.from_torch(type("Mine", (OfOneLine,), {"line": keeps})), {"w": TWO}
-    with pytest.raises(TypeError, match=r"n of w = .*stands for a Python number. Fix: a number"):
-        optimizer.step(params, params, optimizer.init(params))
-
-
-def test_an_integer_tensor_in_the_state_stays_one():
-    def counts(self, state, p):
-        state.setdefault("n", torch.tensor(0, dtype=torch.int32)).add_(1)
-
-    optimizer, params = ps.from_torch(type("Mine", (OfOneLine,), {"line": counts})), {"w": TWO}
+    for value in (torch.tensor(0), torch.tensor(True)):  # noqa: B007, what is kept
+        with pytest.raises(TypeError, match=r"n of w = .*stands for a Python number. Fix: a num"):
+            optimizer.step(params, params, optimizer.init(params))
+    value = torch.tensor(2, dtype=torch.int32)
     _, state = optimizer.step(params, params, optimizer.init(params))
     _, state = optimizer.step(params, params, state)
-    assert torch.equal(state.slots["w"]["n"], torch.tensor(2, dtype=torch.int32))
+    assert same_bits(state.slots["w"]["n"], value)

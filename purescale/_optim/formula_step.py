@@ -104,15 +104,7 @@ class FormulaStep:
                     and (self._formula.elementwise or params[index].numel())
                 ]
                 rows = [Row(params[index], grad, slots[index]) for index, grad in present]
-                try:
-                    stepped = self._step_group(rows, settings, t, one_by_one=one_by_one)
-                except KeyError:
-                    missing = [
-                        k for k in self._slot_layout.keys for row in rows if k not in row.slots
-                    ]
-                    if not missing:  # a mistake in a user's formula
-                        raise
-                    raise self._slot_layout.foreign_error(missing[0]) from None
+                stepped = self._step_group(rows, settings, t, one_by_one=one_by_one)
                 for (index, _), (param, entry) in zip(present, stepped, strict=True):
                     new_params[index] = param
                     for key, slot in entry.items():

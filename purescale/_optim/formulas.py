@@ -284,7 +284,7 @@ class Formula(NamedTuple):
     # the slots of a parameter with these settings before its first step
     init_slots: Callable[[Tensor, Settings], LeafSlots]
     elementwise: bool = True  # elements update independently, so that a part can be stepped alone
-    constants: tuple[str, ...] = ()  # the settings that cannot be tensors
+    not_in_state: tuple[str, ...] = ()  # the settings that a state cannot hold
     has_step: bool = False  # torch counts the steps of each parameter, in a slot `step`
     makes_buffer_in_first_step: bool = False  # torch sees by it which step is the first
 
@@ -336,8 +336,8 @@ def _slots(
     }
 
 
-def _with_moments(*names: str) -> Callable[[Tensor, Settings], LeafSlots]:
-    return lambda param, settings: _slots(param, dict.fromkeys(names, 0.0))
+def _with_moments(*names: str, **numbers: float) -> Callable[[Tensor, Settings], LeafSlots]:
+    return lambda param, settings: _slots(param, dict.fromkeys(names, 0.0), numbers)
 
 
 def _sgd_slots(param: Tensor, settings: Settings) -> LeafSlots:
@@ -362,21 +362,12 @@ def _rmsprop_slots(param: Tensor, settings: Settings) -> LeafSlots:
     return _with_moments("square_avg", *momentum, *mean)(param, settings)
 
 
-def _nadam_slots(param: Tensor, settings: Settings) -> LeafSlots:
-    moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), 0.0)
-    return _slots(param, moments, {"mu_product": 1.0})
-
-
 def _asgd_slots(param: Tensor, settings: Settings) -> LeafSlots:
     return _slots(param, {"ax": 0.0}, {"eta": settings["lr"], "mu": 1.0})
 
 
 def _rprop_slots(param: Tensor, settings: Settings) -> LeafSlots:
     return _slots(param, {"prev": 0.0, "step_size": settings["lr"]})
-
-
-def _muon_slots(param: Tensor, settings: Settings) -> LeafSlots:
-    return _slots(param, {"momentum_buffer": 0.0})
 
 
 def _adafactor_slots(param: Tensor, settings: Settings) -> LeafSlots:
@@ -390,17 +381,22 @@ _FORMULAS: dict[Any, Formula] = {
     torch.optim.SGD: Formula(sgd, _sgd_slots, makes_buffer_in_first_step=True),
     torch.optim.Adam: Formula(adam, _adam_slots, has_step=True),  # and AdamW, its subclass
     torch.optim.Adagrad: Formula(
-        adagrad, _adagrad_slots, constants=("initial_accumulator_value",), has_step=True
+        adagrad, _adagrad_slots, not_in_state=("initial_accumulator_value",), has_step=True
     ),
     torch.optim.RMSprop: Formula(rmsprop, _rmsprop_slots, has_step=True),
     torch.optim.Adadelta: Formula(
         adadelta, _with_moments("square_avg", "acc_delta"), has_step=True
     ),
     torch.optim.Adamax: Formula(adamax, _with_moments("exp_avg", "exp_inf"), has_step=True),
-    torch.optim.NAdam: Formula(nadam, _nadam_slots, has_step=True),
+    torch.optim.NAdam: Formula(
+        nadam, _with_moments("exp_avg", "exp_avg_sq", mu_product=1.0), has_step=True
+    ),
     torch.optim.RAdam: Formula(radam, _with_moments("exp_avg", "exp_avg_sq"), has_step=True),
     torch.optim.ASGD: Formula(asgd, _asgd_slots, has_step=True),
-    torch.optim.Rprop: Formula(rprop, _rprop_slots, has_step=True),
-    torch.optim.Muon: Formula(muon, _muon_slots, elementwise=False, constants=("ns_steps",)),
+    # Its rate is what its step sizes start from, which are in the state already.
+    torch.optim.Rprop: Formula(rprop, _rprop_slots, not_in_state=("lr",), has_step=True),
+    torch.optim.Muon: Formula(
+        muon, _with_moments("momentum_buffer"), elementwise=False, not_in_state=("ns_steps",)
+    ),
     torch.optim.Adafactor: Formula(adafactor, _adafactor_slots, elementwise=False, has_step=True),
 }

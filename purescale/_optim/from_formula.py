@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,7 +52,7 @@ def from_formula(
             tensor. `t` is the number of the step, a 0-d tensor, 1 in the first: one more than
             `opt_state.applied`, for all parameters, as in optax.
         slots: What is kept for each parameter: names of tensors that start as zeros like it, or
-            `{name: function of the parameter}`.
+            `{name: function of the parameter}`, without a random draw.
         elementwise: A promise that no element of a result depends on other elements or on the
             shape, as it would by a norm, a mean or `param.ndim`; `assert_optimizer` checks it.
             `param` may then be several parameters joined into one vector, which costs few launches,
@@ -70,10 +70,9 @@ def from_formula(
     Raises:
         TypeError: `step` is not a function of five arguments, or a slot is not a tensor.
         ValueError: `elementwise` is True, and a slot has another shape than its parameter. A slot
-            has another dtype than its parameter, unless it is one number. A slot is drawn at
-            random. A slot or a setting has a name with another meaning, or `lr` is a negative
-            number. Also what `from_torch` refuses; and from a step, if `step` returns other slots
-            than it was given or another shape (a TypeError if it returns no pair).
+            has another dtype than its parameter, unless it is one number. A slot or a setting has a
+            name with another meaning, or `lr` is a negative number. Also what `from_torch` refuses;
+            and from a step, if `step` returns other slots than it was given or another shape.
         RuntimeError: From a step, if `step` writes into an argument. The first call is given
             copies, so that nothing of the caller's is overwritten then.
 
@@ -91,10 +90,10 @@ def from_formula(
 
     Source of the form: `optax.GradientTransformation`, for one leaf.
     """
-    _check_step(step)
+    inspect.signature(step).bind(*range(5))  # raises Python's own error
     makers = slots if isinstance(slots, Mapping) else dict.fromkeys(slots, torch.zeros_like)
     _check_slots(makers, elementwise)
-    _check_settings(settings)
+    _check_names("settings", settings, _RESERVED)
     name = getattr(step, "__name__", type(step).__name__)
     formula = Formula(
         _LeafStep(step, name),
@@ -132,49 +131,39 @@ class _LeafStep:
         before = _versions(arguments)
         result = self._step(param, grad, dict(slots), settings, t)
         if (after := _versions(arguments)) != before:
-            self._refuse_write(list(slots), list(map(int.__eq__, after, before)).index(False))
+            index = list(map(int.__eq__, after, before)).index(False)
+            name = ["param", *(f"slots[{key!r}]" for key in slots), "grad", "t"][index]
+            raise RuntimeError(
+                f"{self._name} wrote into {name}; a step must not change its arguments, which are "
+                f"the caller's. Likely cause: `{name}.mul_(0.9)`, or `{name} *= 0.9`. Fix: a new "
+                f"tensor, `new = 0.9 * {name}`."
+            )
         self._was_called |= is_first
-        new, new_slots = self._pair_of(result, slots)
-        results = [new, *map(new_slots.get, slots)]
-        for key, old, leaf in zip((None, *slots), arguments, results, strict=False):
-            if not isinstance(leaf, Tensor) or leaf.shape != old.shape:
-                self._refuse_shape(key, old, leaf)
+        results = self._leaves_of(result, [param, *slots.values()], list(slots))
         new, *values = copy_aliased_leaves(results, arguments)
         return new, dict(zip(slots, values, strict=True))
 
-    def _pair_of(self, result: Any, slots: LeafSlots) -> NewLeaf:
-        """Return the new parameter and the new slots."""
+    def _leaves_of(self, result: Any, likes: list[Tensor], keys: list[str]) -> list[Tensor]:
+        """Return the new parameter and the new slots of a result, all of the shapes of `likes`."""
         is_pair = isinstance(result, (tuple, list)) and len(result) == 2
-        if not (is_pair and isinstance(result[1], Mapping)):
-            raise TypeError(
-                f"{self._name} returned {describe(result)}; expected a pair, the new parameter and "
-                "a dict of its new slots. Fix: `return param, slots`."
-            )
-        new, new_slots = result
-        if new_slots.keys() != slots.keys():
-            raise ValueError(
-                f"{self._name} returned the slots {sorted(new_slots)}, expected {sorted(slots)}, "
-                "which it was given. Likely cause: a typing error, which would leave a slot as it "
-                "was. Fix: `return param, {name: new for each slot}`."
-            )
-        return new, new_slots
-
-    def _refuse_shape(self, key: str | None, old: Tensor, leaf: Any) -> None:
-        what = "param" if key is None else f"slots[{key!r}]"
+        if is_pair and isinstance(result[1], Mapping) and result[1].keys() == set(keys):
+            leaves = [result[0], *map(result[1].get, keys)]
+            pairs = zip(leaves, likes, strict=True)
+            if all([isinstance(leaf, Tensor) and leaf.shape == like.shape for leaf, like in pairs]):
+                return leaves
+        got = f"({', '.join(map(_describe, result))})" if is_pair else describe(result)
+        slots = dict(zip(keys, map(describe, likes[1:]), strict=True))
         raise ValueError(
-            f"{self._name} returned {describe(leaf)} for {what}, expected the shape of "
-            f"{describe(old)}, which it was given. Likely cause: a sum or a mean. Fix: "
-            "`torch.full_like(param, number)`; a slot of one number is made by `slots={name: "
-            "lambda p: torch.zeros((), device=p.device)}`, without `elementwise`."
+            f"{self._name} returned {got}; expected a new parameter, {describe(likes[0])}, and a "
+            f"dict of all new slots, {slots}. Likely cause: a typing error, a sum or a mean. Fix: "
+            "`return param, {name: new for each slot}`, with `torch.full_like` for one number."
         )
 
-    def _refuse_write(self, slots: list[str], index: int) -> None:
-        name = ["param", *(f"slots[{key!r}]" for key in slots), "grad", "t"][index]
-        raise RuntimeError(
-            f"{self._name} wrote into {name}; a step must not change its arguments, which are the "
-            f"caller's. Likely cause: `{name}.mul_(0.9)`, or `{name} *= 0.9`. Fix: a new tensor, "
-            f"`new = 0.9 * {name}`."
-        )
+
+def _describe(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return describe(part)
+    return f"{{{', '.join(f'{key!r}: {describe(leaf)}' for key, leaf in part.items())}}}"
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
@@ -195,39 +184,24 @@ def _spec_of(name: str, formula: Formula, defaults: dict[str, Any]) -> Optimizer
     return OptimizerSpec(name, "from_formula", formula, None, names, 1.0, construct)
 
 
-def _check_step(step: Any) -> None:
-    """Refuse what cannot be called with five arguments."""
-    try:
-        inspect.signature(step).bind(*range(5))
-    except TypeError as error:
-        raise TypeError(
-            f"step is {short_repr(step)}: {error}. Expected a function of five arguments. Fix: "
-            "`def step(param, grad, slots, settings, t): return param, slots`."
-        ) from None
-
-
+# Names of arguments of other functions, and keys of torch's state dicts.
 _RESERVED = {"self", "params", "maximize", "foreach", "fused", "capturable"}
-_RESERVED |= {"state"}  # an argument of `replace_settings`
-_RESERVED |= {"param_names", "initial_lr"}  # of torch's state dicts
+_RESERVED |= {"state", "param_names", "initial_lr"}
 _RESERVED_SLOTS = {STEP, SIZES, NO_SLOTS}  # counts, numbers of torch's formulas, a column of holes
 
 
-def _check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse names of settings that have another meaning."""
-    if taken := settings.keys() & _RESERVED:
+def _check_names(kind: str, names: Collection[str], reserved: Set[str]) -> None:
+    """Refuse names that have another meaning."""
+    if taken := reserved & set(names):
         raise ValueError(
-            f"settings have {min(taken)!r}, a name with a meaning of its own. Fix: "
-            "another name; for maximize, `-grad` in the formula."
+            f"{kind} have {min(taken)!r}, a name with a meaning of its own. Fix: another name; for "
+            "maximize, `-grad` in the formula; for the number of the step, `t`."
         )
 
 
 def _check_slots(makers: Mapping[str, NewSlot], elementwise: bool) -> None:
     """Refuse a slot that is not a tensor, or that joined leaves cannot have."""
-    if taken := makers.keys() & _RESERVED_SLOTS:
-        raise ValueError(
-            f"slots have {min(taken)!r}, a name that torch's formulas give a meaning. Fix: another "
-            "name; the number of the step is `t`."
-        )
+    _check_names("slots", makers, _RESERVED_SLOTS)
     for dtype in (torch.float32, torch.bfloat16):
         probe = torch.zeros(2, 3, dtype=dtype, device="cpu")
         for name, make in makers.items():
@@ -248,10 +222,4 @@ def _check_slots(makers: Mapping[str, NewSlot], elementwise: bool) -> None:
                     "parameter's dtype, or float32 for one number. A half slot is given in "
                     f"float32. Fix: `{{{name!r}: torch.zeros_like}}`; `with_master_weights` keeps "
                     "slots in float32 for half parameters."
-                )
-            if not traced() and not torch.allclose(slot, make(probe), 0.0, 0.0, equal_nan=True):
-                raise ValueError(
-                    f"slots[{name!r}] gives other numbers when it is called again; expected those "
-                    "of the parameter alone. Likely cause: a random draw. Fix: `torch.zeros_like`, "
-                    "or `opt_state._replace(slots=...)` after `init`."
                 )

@@ -62,7 +62,6 @@ class Launches(NamedTuple):
     each: list[Launch]
     in_trace: bool  # the step runs where `traced` is True
     pairs: list[tuple[int, int]] = []  # noqa: RUF012  # each parameter with each of its slots
-    is_canonical: bool = True  # the state is `StepInputs.canonical`
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
     leaves_fit: bool = False
     applied_index: int = 0
@@ -105,17 +104,16 @@ class FusedStep:
             return None
         if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
             return Launches([], in_trace=True)
-        canonical, dense = inputs.canonical(), inputs.dense_leaves
-        indexed = canonical.with_indices()
+        dense, indexed = inputs.dense_leaves, inputs.with_indices()
         columns, state = indexed.columns, indexed.opt_state
         each = self._launches(inputs.param_list, inputs.indices_with_grad, columns, groups)
-        leaves, is_canonical = canonical.all_leaves()[0], canonical is inputs
+        leaves = inputs.all_leaves()[0]
         pairs = [p for x in each for slots in x.slots for p in zip(x.params, slots, strict=True)]
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _slots_follow_params([(leaves[slot], leaves[n]) for n, slot in pairs])
         iteration = state.iteration if isinstance(state.iteration, int) else None
-        facts = traced(), pairs, is_canonical, is_canonical and is_dense and in_order
-        return Launches(each, *facts, state.applied, iteration)
+        leaves_fit = is_dense and in_order
+        return Launches(each, traced(), pairs, leaves_fit, state.applied, iteration)
 
     def _launches(
         self,
@@ -135,11 +133,7 @@ class FusedStep:
                 indices = [n for n in kind if n in members and n in gradient_of]
                 if not indices:
                     continue
-                slots: list[list[int]] = []
-                for key in keys:
-                    slots.append([columns[key][n] for n in indices] if key in columns else [])
-                    if not slots[-1] or not all(isinstance(place, int) for place in slots[-1]):
-                        raise self._slot_layout.foreign_error(key)
+                slots = [[columns[key][n] for n in indices] for key in keys]
                 counts = [columns[STEP][n] for n in indices] if STEP in columns else []
                 of_leaves = indices, slots, counts, [gradient_of[index] for index in indices]
                 run = self.kernel.bind(self.kernel.keyword_arguments(group.settings))

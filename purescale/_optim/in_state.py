@@ -3,56 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, map_opt_states, numbers_of, stored_settings, with_stored
+from .._optim.opt_state import (
+    OptState,
+    map_numbers,
+    map_opt_states,
+    numbers_of,
+    stored_settings,
+    with_stored,
+)
 from .._torch.dtypes import on_device
 from .._tree.leaves import describe
 from .._tree.scalars import as_float
-from .._tree.tree import Tree, join_names
+from .._tree.tree import join_names
 
 S = TypeVar("S")
-
-# The moments of a run that goes on with another in_state.
-_MOVE_STATE = (
-    "`opt_state = {new}.from_state_dict({old}.to_state_dict(opt_state), params, "
-    "applied=opt_state.applied)`, which keeps the moments"
-)
 
 
 def check_stored(opt_state: OptState, expected: Mapping[str, Any]) -> None:
     """Refuse settings in a state that differ from those that the optimizer keeps there."""
     lr, hyper = opt_state.lr, opt_state.hyper or {}
     stored = {**({} if isinstance(lr, tuple) else {"lr": lr}), **hyper}
-    if stored.keys() != expected.keys():
+    numbers = numbers_of(stored)
+    if _numbers_of_each(stored) != _numbers_of_each(expected) or not all(
+        map(is_float_scalar, numbers)
+    ):
         raise ValueError(
-            f"opt_state holds the settings {list(stored)}, this optimizer looks for "
-            f"{_describe_form(expected)} there. Likely cause: the state of an optimizer with "
-            "another in_state. Fix: from_torch(..., in_state=(...)) with the names that the state "
-            "has; or, from the optimizer `old` of this state, "
-            f"{_MOVE_STATE.format(new='optimizer', old='old')}."
+            f"opt_state holds the settings {map_numbers(describe, stored)}; expected floating 0-d "
+            f"tensors, as many as in {_numbers_of_each(expected)}. Likely cause: the state of an "
+            "optimizer with another in_state. Fix: from_torch(..., in_state=(...)) with the names "
+            "that the state has; a value for each member of an ensemble goes through torch.vmap."
         )
-    for name, value in stored.items():
-        leaves, likes = numbers_of({name: value}), numbers_of({name: expected[name]})
-        alike = isinstance(value, tuple) == isinstance(expected[name], tuple)
-        if not alike or len(leaves) != len(likes) or not all(map(is_float_scalar, leaves)):
-            change = "lr=..." if name == "lr" else f"hyper={{**opt_state.hyper, {name!r}: ...}}"
-            raise ValueError(
-                f"opt_state holds {name} = {', '.join(map(describe, leaves))}; expected floating "
-                f"0-d tensors, {_describe_form(expected)}. Fix: `opt_state._replace({change})` "
-                "with torch.tensor(0.1); a value for each member goes through torch.vmap."
-            )
 
 
-def _describe_form(expected: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name!r}: {f'a tuple of {len(value)}' if isinstance(value, tuple) else 'one'}"
-        for name, value in expected.items()
-    ).join("{}")
+def _numbers_of_each(settings: Mapping[str, Any]) -> dict[str, int]:
+    return {n: len(value) if isinstance(value, tuple) else 1 for n, value in settings.items()}
 
 
 def is_float_scalar(leaf: Any) -> bool:
@@ -117,46 +107,38 @@ def replace_settings(state: S, **settings: Any) -> S:
 
     Source of the form: optax.inject_hyperparams.
     """
-    holders = _holders(state)
-    by_part = {name: list(_values_by_part(value)) for name, value in settings.items()}
-    for name, values in by_part.items():
-        for part, _ in values:
-            if not any([name in names and _is_within(keys, part) for keys, names in holders]):
-                raise _missing_error(name, part, holders)
+    replacements = [
+        (name, part, value)
+        for name, values in settings.items()
+        for part, value in _values_by_part(values)
+    ]
+    missing = {(name, part): True for name, part, _ in replacements}
+    holders: list[str] = []
 
     def replaced(each: OptState, keys: Keys) -> OptState:
-        values = {
-            name: value
-            for name, values in by_part.items()
-            for part, value in values
-            if _is_within(keys, part)
-        }
-        return _replace_in(each, values)
+        stored = stored_settings(each)
+        holders.append(f"{'.'.join(keys)}{': ' if keys else ''}{join_names(list(stored), 20)}")
+        new = dict(stored)
+        for name, part, value in replacements:
+            if name in stored and keys[: len(part)] == part:
+                missing[name, part] = False
+                new[name] = _convert_like(stored[name], value, name)
+        return with_stored(each, new)
 
-    return map_opt_states(replaced, state)
+    new_state = map_opt_states(replaced, state)
+    for (name, part), is_missing in missing.items():
+        if is_missing:
+            where = f"the part {'.'.join(part)!r} of the state" if part else "the state"
+            raise ValueError(
+                f"{where} holds no setting {name!r}. It holds: {'; '.join(holders) or 'nothing'}. "
+                "Likely cause: a setting that in_state does not name. Fix: "
+                f"from_torch(..., in_state=({name!r},)); its `from_state_dict` takes the moments "
+                "of the old optimizer's `to_state_dict(opt_state)`."
+            )
+    return new_state
 
 
 Keys = tuple[str, ...]  # of the parts around a state of from_torch, from the outermost
-Holder = tuple[Keys, tuple[str, ...]]  # with the names of the settings that the state holds
-
-
-def _holders(state: Tree) -> list[Holder]:
-    """Return what each state of from_torch in `state` holds."""
-    holders: list[Holder] = []
-
-    def listed(each: OptState, keys: Keys) -> OptState:
-        holders.append((keys, tuple(stored_settings(each))))
-        return each
-
-    map_opt_states(listed, state)
-    return holders
-
-
-def _replace_in(state: OptState, settings: Mapping[str, Any]) -> OptState:
-    """Return the state with those of the settings that it holds."""
-    stored = stored_settings(state)
-    new = {n: _convert_like(stored[n], settings[n], n) for n in stored if n in settings}
-    return with_stored(state, {**stored, **new}) if new else state
 
 
 def _values_by_part(value: Any, part: Keys = ()) -> Iterator[tuple[Keys, Any]]:
@@ -166,11 +148,6 @@ def _values_by_part(value: Any, part: Keys = ()) -> Iterator[tuple[Keys, Any]]:
         return
     for key, inner in value.items():
         yield from _values_by_part(inner, (*part, key))
-
-
-def _is_within(keys: Keys, part: Keys) -> bool:
-    """Return True if a state with these keys is in the part."""
-    return keys[: len(part)] == part
 
 
 def _convert_like(old: Any, new: Any, name: str) -> Any:
@@ -196,19 +173,4 @@ def _convert_like(old: Any, new: Any, name: str) -> Any:
     raise TypeError(
         f"{name} is {new!r}; expected a finite number or a tensor. Fix: "
         f"replace_settings(state, {name}=0.1)."
-    )
-
-
-def _missing_error(name: str, part: Keys, holders: Sequence[Holder]) -> ValueError:
-    listed = [
-        f"{'.'.join(keys)}{': ' if keys else ''}{join_names(list(names), 20)}"
-        for keys, names in holders
-    ]
-    where = f"the part {'.'.join(part)!r} of the state" if part else "the state"
-    return ValueError(
-        f"{where} holds no setting {name!r}. It holds: {'; '.join(listed) or 'nothing'}. "
-        "Likely cause: a setting that in_state does not name. Fix: `new = from_torch(..., "
-        f"in_state=({name!r},))`, with the names that are there already, and "
-        f"{_MOVE_STATE.format(new='new', old='optimizer')}; or "
-        "`new.init(params)` in a new run."
     )

@@ -190,13 +190,8 @@ class OptimizerSettings:
         given.
         """
         members: dict[tuple[int, ...], list[int]] = {}
-        if self.overrides:
-            matches = _match_patterns(names, tuple(self.overrides))[0]
-            canonical = {matching: self._first_equal(matching) for matching in set(matches)}
-            for index, matching in enumerate(matches):
-                members.setdefault(canonical[matching], []).append(index)
-        elif names:
-            members[()] = list(range(len(names)))
+        for index, matching in enumerate(_match_patterns(names, tuple(self.overrides))[0]):
+            members.setdefault(matching, []).append(index)
         groups = []
         for overrides in sorted(members):
             indices = members[overrides]
@@ -215,29 +210,13 @@ class OptimizerSettings:
 
     def check_names(self, names: tuple[str, ...]) -> None:
         """Refuse a pattern that matches none of the names of all parameters."""
-        unmatched = _match_patterns(names, tuple(self.overrides))[1] if self.overrides else None
+        unmatched = _match_patterns(names, tuple(self.overrides))[1]
         if unmatched is not None:
             raise ValueError(
                 f"overrides: {unmatched!r} matches no parameter. The names are: "
                 f"{_tree.join_names(list(names), 20)}. Likely cause: a typing error, or a frozen "
                 "parameter, which is a buffer. Fix: one of these names, or a glob, '*.bias'."
             )
-
-    def _first_equal(self, matching: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the first pattern with the same settings, so that `{"*.bias": no_decay, "norm.*":
-        no_decay}` is one group.
-        """
-        if not matching:
-            return matching
-        overrides = list(self.overrides.values())
-        merged = {name: value for index in matching for name, value in overrides[index].items()}
-        for index, extra in enumerate(overrides):
-            if extra.keys() == merged.keys() and all(
-                extra[k] is v or (not isinstance(v, Tensor) and extra[k] == v)
-                for k, v in merged.items()
-            ):
-                return (index,)
-        return matching
 
     def current(self, opt_state: OptState) -> CurrentSettings:
         """Return the current settings of the next step."""
@@ -285,18 +264,14 @@ class OptimizerSettings:
 
     def check(self, opt_state: OptState) -> None:
         """Refuse a state whose settings do not match `in_state`, or without the count."""
-        iteration = opt_state.iteration
-        if self.schedule_by == "iteration" and not _is_count(iteration):
+        iteration, by_iteration = opt_state.iteration, self.schedule_by == "iteration"
+        if not (_is_count(iteration) if by_iteration else isinstance(iteration, tuple)):
             raise ValueError(
-                f"opt_state.iteration is {describe(iteration)}, expected a 0-d int64 tensor: this "
-                'optimizer was made with schedule_by="iteration". Fix: `opt_state = optimizer.init('
-                "params)`; if no step was skipped, `opt_state._replace(iteration=opt_state.applied."
-                "clone())`; for the states of an ensemble torch.vmap."
-            )
-        if self.schedule_by == "applied" and not isinstance(iteration, tuple):
-            raise ValueError(
-                f"opt_state.iteration is {iteration!r}, but the schedules of this optimizer count "
-                'applied steps and would ignore it. Fix: from_torch(..., schedule_by="iteration").'
+                f"opt_state.iteration is {describe(iteration)}, and this optimizer was made with "
+                f"schedule_by={self.schedule_by!r}; expected "
+                f"{'a 0-d int64 tensor' if by_iteration else '()'}. Fix: `opt_state = "
+                "optimizer.init(params)`; if no step was skipped, `opt_state._replace(iteration="
+                "opt_state.applied.clone())`; for the states of an ensemble torch.vmap."
             )
         check_stored(opt_state, self.first_stored)
 
@@ -455,25 +430,17 @@ def names_in_state(in_state: Any) -> tuple[str, ...]:
 
 
 def check_storable(spec: OptimizerSpec, name: Any, values: Mapping[str, Any]) -> None:
-    """Refuse a setting that is not a number."""
+    """Refuse a setting that a state cannot hold."""
     if name not in values:
         raise ValueError(
             f"in_state: {spec.name} has no setting {name!r}. It has: {', '.join(values)}."
         )
-    if name == "lr" and spec.cls is not None and issubclass(spec.cls, torch.optim.Rprop):
-        raise ValueError(
-            "in_state: Rprop uses lr only for its first step sizes, which are in the state "
-            "already, `opt_state.slots[name]['step_size']`. Fix: leave lr out."
-        )
-    if spec.formula is not None and name in spec.formula.constants:
-        raise TypeError(
-            f"in_state: {name} of {spec.name} cannot be in the state: a step does not take it "
-            f"as data. Fix: leave {name} out of in_state, and make an optimizer for each value."
-        )
     value = values[name]
-    entries = value if isinstance(value, (tuple, list)) else (value,)
-    if any(as_float(entry) is None for entry in entries):
+    numbers = value if isinstance(value, (tuple, list)) else (value,)
+    is_fixed = spec.formula is not None and name in spec.formula.not_in_state
+    if is_fixed or any(as_float(number) is None for number in numbers):
         raise TypeError(
-            f"in_state: {name} of {spec.name} is {value!r}, expected a number or a tuple of "
-            f"numbers. Fix: leave {name} out of in_state; {name}={value!r} stays a setting."
+            f"in_state: {name} of {spec.name} is {value!r}; expected a number, or a tuple of "
+            f"numbers, that each step takes as data. Fix: leave {name} out of in_state, and make "
+            "an optimizer for each value."
         )

@@ -41,7 +41,6 @@ class SlotLayout:
         alike = {key: value for key, value in probed.items() if value.shape in ((), probe.shape)}
         self._dtypes = {key: None if value.ndim else value.dtype for key, value in alike.items()}
         self._dtypes[STEP] = torch.float32
-        self.keys = set(probed)
 
     def is_scalar(self, key: str) -> bool:
         """Return True if this slot is one number for each parameter, whatever its shape."""
@@ -84,34 +83,25 @@ class SlotLayout:
         """Refuse columns that differ from those of `new_slots`, because torch's kernels do not
         check what they read.
         """
-        for key, name, slot in self._misfits(columns, params):
-            self._refuse_misfit(key, slot, name, params[name])
-        if not traced():  # where a step that raises later has changed nothing
-            self._check_keys(columns, params)
-
-    def _misfits(
-        self, columns: Columns, params: Mapping[str, Tensor]
-    ) -> list[tuple[str, str, Tensor]]:
-        """Return the slot and the parameter of tensors that do not fit. It avoids calls, which a
-        compiler traces slowly.
-        """
-        dtypes = self._dtypes
-        rows = [
-            (key, name, value, param, dtypes[key])
+        # A compiler traces calls slowly.
+        misfits = [
+            (key, value, name, param)
             for key, column in columns.items()
-            if key in dtypes
+            if key in self._dtypes
             for (name, param), value in zip(params.items(), column, strict=True)
             if isinstance(value, Tensor)
+            and (
+                value.is_nested
+                or value.layout is not torch.strided
+                or value.device != param.device
+                or value.dtype is not (self._dtypes[key] or param.dtype)
+                or value.shape != (() if self._dtypes[key] else param.shape)
+            )
         ]
-        return [
-            (key, name, value)
-            for key, name, value, param, scalar_dtype in rows
-            if value.is_nested
-            or value.layout is not torch.strided
-            or value.device != param.device
-            or value.dtype is not (scalar_dtype or param.dtype)
-            or value.shape != (() if scalar_dtype else param.shape)
-        ]
+        for misfit in misfits:
+            self._refuse_misfit(*misfit)
+        if not traced():  # where a step that raises later has changed nothing
+            self._check_keys(columns, params)
 
     def _refuse_misfit(self, key: str, value: Tensor, name: str, param: Tensor) -> None:
         dtype = self._dtypes[key]
@@ -144,7 +134,11 @@ class SlotLayout:
                     )
                 for key in needed[ndim]:
                     if key not in columns or not isinstance(columns[key][index], Tensor):
-                        raise self.foreign_error(key)
+                        raise ValueError(
+                            f"opt_state has no {key} that {self._settings.spec.name} keeps. Likely "
+                            "cause: the state of another class or of other settings. Fix: "
+                            "`opt_state = optimizer.init(params)`."
+                        )
 
     def check_gradients(
         self, names: list[str], indices_with_grad: Sequence[int], opt_state: OptState
@@ -159,14 +153,6 @@ class SlotLayout:
             "count a step without a gradient. Likely cause: a loss of some of the parameters, or "
             'one optimizer for two models. Fix: `from_torch(..., counts="each")`, and its `init`; '
             "or zeros, as `value_and_grad` returns them, which let momentum and decay go on."
-        )
-
-    def foreign_error(self, missing: str) -> ValueError:
-        """Return the error of slots without this one."""
-        return ValueError(
-            f"opt_state has no {missing} that {self._settings.spec.name} keeps. Likely cause: "
-            "the state of another class or of other settings. Fix: `opt_state = "
-            "optimizer.init(params)`."
         )
 
 

@@ -19,12 +19,10 @@ from .._optim.opt_state import (
     has_counts,
     param_names,
     scalars_of,
-    stored_settings,
     tensors_of,
     values_of,
     with_columns,
     with_scalars,
-    with_stored,
     without_wrappers,
 )
 from .._torch import dtensor, foreach
@@ -132,17 +130,6 @@ class StepInputs(NamedTuple):
         return self._replace(
             param_list=params, opt_state=with_scalars(state, new), dense_leaves=None
         )
-
-    def canonical(self) -> StepInputs:
-        """Return the inputs with the state in the form that steps return: its trees are in the
-        order of the parameters, in containers of Python's.
-        """
-        state = self.state_with_columns(self.columns)
-        state = with_stored(state, stored_settings(state))
-        structure = _tree.flatten(self.opt_state)[1]
-        if _tree.is_of_builtins(structure) and _tree.flatten(state)[1] == structure:
-            return self
-        return self._replace(opt_state=state, dense_leaves=None)
 
     def all_leaves(self) -> tuple[Leaves, Any]:
         """Return the parameters and all leaves of the state in one list, and the structure of the

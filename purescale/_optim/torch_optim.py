@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from .._optim.opt_state import (
     with_columns,
     with_stored,
 )
-from .._optim.schedule import PARAMETERS_GIVEN, Schedule, ScheduleBy
+from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import (
     Counts,
     CurrentSettings,
@@ -43,26 +42,8 @@ from .._tree.hints import hint_keywords
 from .._tree.leaves import describe
 from .._tree.tree import Tree
 
-P = ParamSpec("P")
-
-
-def _refuse_parameters(make: Callable[P, TorchOptimizer]) -> Callable[P, TorchOptimizer]:
-    """Explain the error if `from_torch` is called like a class of torch, with parameters first."""
-
-    @functools.wraps(make)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> TorchOptimizer:
-        if len(args) > 1 and "lr" in kwargs:
-            raise TypeError(
-                f"from_torch was given {type(args[1]).__name__} beside lr={kwargs['lr']!r}. "
-                f"{PARAMETERS_GIVEN}"
-            )
-        return make(*args, **kwargs)
-
-    return checked
-
 
 @hint_keywords
-@_refuse_parameters
 def from_torch(
     cls: type[torch.optim.Optimizer],
     lr: float | Tensor | Schedule | None = None,
@@ -275,8 +256,6 @@ class TorchOptimizer(Updater):
         fused_step, launches = self._fused_step, plan.launches
         if launches is None or not fused_step.can_run(launches, inputs, grads, current):
             return super().step_unless(skip, inputs, grads, plan, current, in_place=in_place)
-        if not launches.is_canonical:
-            inputs = inputs.canonical()
         if not launches.in_trace:
             return fused_step(launches, inputs, grads, current, skip, in_place=in_place)
         if torch.compiler.is_dynamo_compiling():
@@ -390,9 +369,5 @@ def _cast_gradients(grad_leaves: list[Tensor | None], params: list[Tensor]) -> l
     """
     pairs = [(g, p.dtype) for g, p in zip(grad_leaves, params, strict=True) if g is not None]
     leaves, dtypes = [g for g, _ in pairs], [dtype for _, dtype in pairs]
-    if any(leaf.is_complex() for leaf in leaves):
-        leaves = [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
-    else:
-        leaves = foreach.cast(leaves, dtypes)
-    remaining = iter(leaves)
+    remaining = iter(foreach.cast(leaves, dtypes, bounded=not any(map(Tensor.is_complex, leaves))))
     return [None if gradient is None else next(remaining) for gradient in grad_leaves]

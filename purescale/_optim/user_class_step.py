@@ -87,9 +87,6 @@ class UserClassStep:
                 params[name].grad = gradient
                 optimizer.state[params[name]] = with_python_scalars(slots[name], params[name])
             self._settings.spec.cls.step(optimizer)
-        except KeyError as error:  # the slots of such a class are not known
-            error.add_note(str(self._slot_layout.foreign_error(str(error))))
-            raise
         finally:
             for name in gradients:
                 params[name].grad = None

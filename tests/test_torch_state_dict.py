@@ -5,9 +5,9 @@ import re
 import hypothesis.strategies as st
 import pytest
 import torch
-from helpers import assert_close, same_bits, shares_memory, slots_of
+from helpers import assert_close, examples, same_bits, shares_memory, slots_of
 from hypothesis import given
-from test_torch_optim import CASES, FUSED, OPTIM, grads_at, implementation, make_params, ours, real
+from test_torch_optim import CASES, FUSED, OPTIM, grads_at, implementation, ours, real
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -24,51 +24,24 @@ def assert_continues(found, expected, name):
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_state_moves_to_torch_and_continues_there(name, settings, way):
-    optimizer = ps.from_torch(getattr(OPTIM, name), **settings)
-    params, state = ours(optimizer, steps=4)
-    moved = [p.clone().requires_grad_() for p in params.values()]
-    theirs = getattr(OPTIM, name)(moved, **settings, **implementation(name, settings, way))
-    sd = optimizer.to_state_dict(state)
-    theirs.load_state_dict(
-        {
-            **sd,
-            "param_groups": [
-                {**theirs.state_dict()["param_groups"][0], "lr": sd["param_groups"][0]["lr"]}
-            ],
-        }
-    )
-    for step in (4, 5):
-        for p, g in zip(moved, grads_at(step, params).values(), strict=True):
-            p.grad = g
-        theirs.step()
-    expected, _ = ours(optimizer, steps=2, params=params, state=state, start=4)
-    assert_continues(list(expected.values()), [p.detach() for p in moved], name)
-
-
-@pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_state_comes_from_torch_and_continues_here(name, settings, way):
-    params, theirs = real(name, settings, implementation(name, settings, way), steps=4)
+def test_a_state_comes_from_torch_continues_here_and_goes_on_there(name, settings, way):
+    flags = implementation(name, settings, way)
+    params, theirs = real(name, settings, flags, steps=4)
     optimizer = ps.from_torch(getattr(OPTIM, name), **settings)
     state = optimizer.from_state_dict(theirs.state_dict(), params)
-    continued, _ = ours(optimizer, steps=2, params=params, state=state, start=4)
-    expected, _ = real(name, settings, implementation(name, settings, way), steps=6)
-    assert_continues(continued, expected, name)
     assert state.applied == (4 if name not in ("SGD", "Muon") else int(bool(theirs.state)))
+    params, state = ours(optimizer, steps=2, params=params, state=state, start=4)
+    assert_continues(params, real(name, settings, flags, steps=6)[0], name)
 
-
-def test_the_groups_of_a_state_dict_are_torchs():
-    optimizer = ps.from_torch(OPTIM.AdamW, lr=0.1, overrides={"gain": {"weight_decay": 0.0}})
-    params = make_params()
-    ours_ = optimizer.to_state_dict(optimizer.init(params))["param_groups"]
-    theirs = OPTIM.AdamW(
-        [
-            {"params": [(name, params[name]) for name in ("conv.weight", "head.weight")]},
-            {"params": [("gain", params["gain"])], "weight_decay": 0.0},
-        ],
-        lr=0.1,
-    )
-    assert ours_ == theirs.state_dict()["param_groups"]
+    moved = {key: p.clone().requires_grad_() for key, p in params.items()}
+    theirs = getattr(OPTIM, name)(moved.values(), **settings, **flags)
+    theirs.load_state_dict(optimizer.to_state_dict(state, like=theirs.state_dict()))
+    for step in (6, 7):
+        for key, grad in grads_at(step, params).items():
+            moved[key].grad = grad
+        theirs.step()
+    expected, _ = ours(optimizer, steps=2, params=params, state=state, start=6)
+    assert_continues(expected, {key: p.detach() for key, p in moved.items()}, name)
 
 
 def test_a_state_dict_shares_no_memory():
@@ -94,7 +67,7 @@ def without_names(sd):
         ),
         (
             lambda sd: sd["param_groups"][0]["params"].pop(),
-            r"has 3 param_names for the 2 parameters of param_groups\[0\]",
+            r"names conv.weight, head.weight, gain for groups of \[2\] parameters",
         ),
         (without_names, r"has groups of \[2\] parameters and no names, this optimizer has 3 "),
     ],
@@ -142,12 +115,11 @@ def test_a_schedule_is_refused_a_state_dict_that_does_not_tell_how_many_steps_we
         of_a_group.from_state_dict(theirs.state_dict(), params)
 
 
-@pytest.mark.parametrize("as_tensor", [False, True])
-@pytest.mark.parametrize(("name", "settings"), [*COUNTLESS, ("AdamW", {}), ("ASGD", {})])
-def test_a_schedule_goes_on_from_the_count_that_is_told(name, settings, as_tensor):
+@pytest.mark.parametrize(("name", "settings"), [*COUNTLESS, ("AdamW", {})])
+def test_a_schedule_goes_on_from_the_count_that_is_told(name, settings):
     params, theirs, scheduler = migrated(name, settings)
     optimizer = ps.from_torch(getattr(OPTIM, name), lr=cosine, **settings)
-    applied = torch.tensor(scheduler.last_epoch) if as_tensor else scheduler.last_epoch
+    applied = torch.tensor(scheduler.last_epoch)
     state = optimizer.from_state_dict(theirs.state_dict(), params, applied=applied)
     assert same_bits(state.applied, torch.tensor(5))
     stepped, _ = optimizer.step(params, {"w": torch.ones(2, 3)}, state)
@@ -165,7 +137,7 @@ def test_a_count_that_is_told_goes_before_that_of_the_state_dict():
     assert state.counts["w"] == 5
 
 
-@pytest.mark.parametrize("applied", [-1, 0.5, True, "five", torch.ones(2)])
+@pytest.mark.parametrize("applied", [-1, 0.5, torch.ones(2)])
 def test_a_count_that_is_none_is_refused(applied):
     params, theirs, _ = migrated("SGD", {})
     with pytest.raises((TypeError, ValueError), match="applied"):
@@ -286,6 +258,7 @@ def optimizers(draw):
     return optimizer, live, theirs
 
 
+@examples(20)
 @given(optimizers())
 def test_groups_of_other_settings_may_come_in_any_order(drawn):
     optimizer, live, theirs = drawn
@@ -294,6 +267,7 @@ def test_groups_of_other_settings_may_come_in_any_order(drawn):
         assert same_bits(slots_of(state, name, theirs.state[p]), dict(theirs.state[p]))
 
 
+@examples(20)
 @given(optimizers())
 def test_a_dict_like_torchs_is_the_one_that_torch_wrote(drawn):
     optimizer, live, theirs = drawn
@@ -346,17 +320,6 @@ def test_a_rate_in_the_state_is_that_of_its_own_parameters():
     )
 
 
-def test_torch_loads_a_dict_with_names_into_an_optimizer_without():
-    optimizer, params = two_groups({"lr": 0.25}), weights(two_layers())
-    sd = optimizer.to_state_dict(optimizer.init(params))
-    model = two_layers()
-    theirs = OPTIM.AdamW(
-        [{"params": model["body"].parameters()}, {"params": model["head"].parameters()}]
-    )
-    theirs.load_state_dict(sd)
-    assert [group["lr"] for group in theirs.param_groups] == [0.1, 0.25]
-
-
 def test_a_dict_like_torchs_has_the_flags_and_the_form_of_torchs():
     model = two_layers()
     theirs = OPTIM.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, fused=True)
@@ -402,21 +365,19 @@ def test_names_of_a_wrapped_model_are_refused_with_the_code_that_cures_them():
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    "spoil",
     [
-        (lambda groups: groups[0]["param_names"].pop(), "1 param_names for the 2 parameters"),
-        (lambda groups: groups[0].pop("param_names"), "names for some of its parameters only"),
-        (
-            lambda groups: groups[0].update(param_names=["body.bias", "head.bias"]),
-            "'body.bias' twice",
-        ),
+        lambda groups: groups[0]["param_names"].append(groups[1]["param_names"].pop()),
+        lambda groups: groups[0].pop("param_names"),
+        lambda groups: groups[0].update(param_names=["body.bias", "head.bias"]),
     ],
+    ids=["one too many, one too few", "for some only", "twice"],
 )
-def test_names_that_are_not_one_for_each_are_refused(spoil, message):
+def test_names_that_are_not_one_for_each_are_refused(spoil):
     model, theirs = after_three_steps({}, named=True)
     sd = theirs.state_dict()
     spoil(sd["param_groups"])
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"for groups of \[2, 2\] parameters. Fix: .*for each"):
         two_groups({"lr": 0.25}).from_state_dict(sd, weights(model))
 
 
@@ -426,9 +387,5 @@ def test_a_group_of_torchs_that_is_two_here_is_refused():
     optimizer, params = two_groups({"lr": 0.25}), weights(model)
     state = optimizer.init(params)
     message = r"param_groups\[0\] has body.weight and head.weight, which are in two groups here"
-    with pytest.raises(ValueError, match=message) as refusal:
+    with pytest.raises(ValueError, match=message):
         optimizer.to_state_dict(state, like=theirs.state_dict())
-    cure = re.search("`(sd = .*?)` and `(.*?)`", str(refusal.value)).groups()
-    scope = {"optimizer": optimizer, "opt_state": state, "cls": OPTIM.AdamW, "model": model}
-    exec(cure[0], scope)
-    eval(cure[1], scope).load_state_dict(scope["sd"])

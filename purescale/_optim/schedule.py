@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from .._optim.in_state import is_float_scalar
 from .._torch import private
@@ -19,7 +18,7 @@ from .._torch.tracing import (
     traced,
 )
 from .._tree.leaves import describe
-from .._tree.scalars import as_float
+from .._tree.scalars import as_float, short_repr
 
 Schedule = Callable[[Tensor], "Tensor | float"]
 ScheduleBy = Literal["applied", "iteration"]
@@ -55,12 +54,13 @@ def first_rate(where: str, lr: Any) -> Any:
     schedule that reads the count, which would fail later in a traced step.
     """
     if isinstance(lr, (bool, type)) or not (callable(lr) or isinstance(lr, (Tensor, numbers.Real))):
-        kind = lr if isinstance(lr, type) else type(lr)
-        got, fix = repr(lr), "Fix: lr=1e-3, or lr=lambda applied: 1e-3 * 0.95**applied."
-        if issubclass(kind, LRScheduler):
-            fix = f"Fix: lr=schedule_from_torch(lambda opt: {kind.__name__}(opt, ...), lr, steps)."
-        elif _may_be_parameters(lr):
-            got, fix = kind.__name__, PARAMETERS_GIVEN
+        got = short_repr(lr)
+        fix = (
+            "Fix: lr=1e-3, or lr=lambda applied: 1e-3 * 0.95**applied; of a scheduler of torch "
+            "lr=schedule_from_torch(lambda opt: LambdaLR(opt, f), lr, steps)."
+        )
+        if isinstance(lr, Iterable) and not isinstance(lr, str):
+            got, fix = type(lr).__name__, PARAMETERS_GIVEN
         raise TypeError(
             f"{where}: lr must be a number, a 0-d tensor or a function of the step count, got "
             f"{got}. {fix}"
@@ -91,12 +91,6 @@ def _first_number(where: str, name: str, schedule: Schedule) -> Any:
         ) from None
     check_scheduled(name, number)
     return number
-
-
-def _may_be_parameters(lr: Any) -> bool:
-    if isinstance(lr, (list, tuple)):
-        return not all(isinstance(value, numbers.Real) for value in lr)
-    return isinstance(lr, Iterable) and not isinstance(lr, str)
 
 
 def check_scheduled(name: str, number: Any) -> None:

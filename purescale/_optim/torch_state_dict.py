@@ -30,7 +30,7 @@ from .._optim.settings import (
 )
 from .._optim.user_class_step import as_tensors, was_python
 from .._tree import tree as _tree
-from .._tree.scalars import whole
+from .._tree.scalars import short_repr, whole
 
 NAME_THEM = (
     "Fix: names, which `to_state_dict` writes, and torch for an optimizer that was made from "
@@ -160,9 +160,7 @@ def _fill(like: Any, sd: dict[str, Any], names: Sequence[str]) -> dict[str, Any]
                 raise ValueError(
                     f"like: param_groups[{index}] has {members[0]} and {name}, which are in two "
                     f"groups here with different {_tree.join_names(differing)}. Fix: a torch "
-                    "optimizer made from these groups, `sd = optimizer.to_state_dict(opt_state)` "
-                    "and `cls([{'params': [(n, model.get_parameter(n)) for n in "
-                    "group['param_names']]} for group in sd['param_groups']])`."
+                    "optimizer with the groups of `optimizer.to_state_dict(opt_state)`."
                 )
         kept = {*listed, *(saved.keys() & IMPLEMENTATION_FLAGS)}
         changed = {name: value for name, value in settings.items() if name not in kept}
@@ -229,20 +227,15 @@ def _check_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, An
     groups, states = parts.get("param_groups"), parts.get("state")
     if not (
         isinstance(groups, (list, tuple))
-        and all(isinstance(group, Mapping) for group in groups)
-        and all(isinstance(group.get("params"), (list, tuple)) for group in groups)
+        and all(isinstance(group, Mapping) and "params" in group for group in groups)
         and isinstance(states, Mapping)
         and all(isinstance(state, Mapping) for state in states.values())
     ):
-        what = (
-            f"a dict with the keys {_tree.join_names([repr(key) for key in sd])}"
-            if isinstance(sd, Mapping)
-            else type(sd).__name__
-        )
+        what = sorted(map(str, sd)) if isinstance(sd, Mapping) else type(sd).__name__
         raise ValueError(
-            f"sd is {what}; expected {{'state': {{index: slots}}, 'param_groups': [{{'params': "
-            "[index, ...], ...}]}. Likely cause: a whole checkpoint, or the state dict of a "
-            "module. Fix: `optimizer.from_state_dict(checkpoint['optimizer'], params)`."
+            f"sd is {short_repr(what)}; expected {{'state': {{index: slots}}, 'param_groups': "
+            "[{'params': [index, ...], ...}]}. Likely cause: a whole checkpoint, or the state dict "
+            "of a module. Fix: `optimizer.from_state_dict(checkpoint['optimizer'], params)`."
         )
     return list(groups), states
 
@@ -261,9 +254,18 @@ def _find_parameters(
     one group without names.
     """
     params = [SavedParam(i, key) for i, group in enumerate(saved_groups) for key in group["params"]]
-    saved_names = _names_in(saved_groups)
-    if saved_names is None:
-        sizes = [len(group["params"]) for group in saved_groups if group["params"]]
+    # The state dicts of torch.distributed.checkpoint have names in place of positions.
+    columns = [group.get("param_names", group["params"]) for group in saved_groups]
+    sizes = [len(group["params"]) for group in saved_groups]
+    saved_names = [name for column in columns for name in column]
+    kinds = {isinstance(name, str) for name in saved_names}
+    if list(map(len, columns)) != sizes or len(set(saved_names)) < len(params) or len(kinds) > 1:
+        raise ValueError(
+            f"the state dict has the names {_tree.join_names(list(map(str, saved_names)))} for "
+            f"groups of {sizes} parameters. Fix: in `param_names` a name of its own for each."
+        )
+    if kinds != {True}:
+        sizes = [size for size in sizes if size]
         if sum(sizes) != len(names) or len(sizes) > 1:
             raise ValueError(
                 f"the state dict has groups of {sizes} parameters and no names, this optimizer has "
@@ -282,29 +284,6 @@ def _find_parameters(
             "in group['param_names']]`."
         )
     return {name: saved_params[name] for name in names}
-
-
-def _names_in(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
-    """Return the names of all parameters, in the order of the groups, or None without names. The
-    state dicts of torch.distributed.checkpoint have them in place of positions.
-    """
-    names = []
-    for index, group in enumerate(groups):
-        listed = group.get("param_names", group["params"])
-        if len(listed) != len(group["params"]):
-            raise ValueError(
-                f"the state dict has {len(listed)} param_names for the {len(group['params'])} "
-                f"parameters of param_groups[{index}]. Fix: one name for each, in its order."
-            )
-        names.extend(listed)
-    are_named = {isinstance(name, str) for name in names}
-    is_repeated = len(set(names)) < len(names)
-    if is_repeated or len(are_named) > 1:
-        what = "names for some of its parameters only"
-        if is_repeated:
-            what = f"{next(name for name in names if names.count(name) > 1)!r} twice"
-        raise ValueError(f"the state dict has {what}. Fix: a name of its own for each.")
-    return names if are_named == {True} else None
 
 
 def _restore_entry(
@@ -370,12 +349,6 @@ def _read_stored(
         value = common_value(key, taken)
         if value is None:
             continue
-        if isinstance(value, tuple) != isinstance(stored[name], tuple):
-            raise ValueError(
-                f"the state dict has {name} = {value}; expected what {settings.spec.name} has "
-                f"there, such as {settings.first_stored[name]}. Likely cause: the state dict of "
-                "another class."
-            )
         stored |= map_numbers(lambda number: as_float32(number, device), {name: value})
     return stored
 
@@ -408,25 +381,29 @@ def _read_counts(
     """Return the number of applied steps, and that of iterations or (), of a restored state: as
     given, else by its step counts.
     """
-    number = _whole_count("applied", applied)
-    iterations = _read_iterations(settings, iteration)
+    number, iterations = _whole_count("applied", applied), _whole_count("iteration", iteration)
+    by_applied, scheduled = settings.schedule_by == "applied", settings.has_schedules
     if steps and not bool(torch.isfinite(torch.stack(steps)).all()):
         raise ValueError(
-            "the state dict has a step count that is inf or NaN. Likely cause: a damaged "
-            "file, or a step that was taken with such a count. Fix: an older state dict."
+            "the state dict has a step count that is inf or NaN. Fix: one that is not damaged."
         )
-    by_applied = settings.schedule_by == "applied"
-    if number is None and not steps and by_applied and settings.has_schedules:
+    of_formula = settings.spec.made_by == "from_formula" and has_state
+    if number is None and not steps and ((by_applied and scheduled) or of_formula):
         raise ValueError(
-            f"the rate is a schedule, and {settings.spec.name}'s state dict has no step "
-            "count to go on from. Fix: `optimizer.from_state_dict(sd, params, "
-            "applied=scheduler.last_epoch)`, the number of steps made so far."
+            f"{settings.spec.name} is given the number of the step, or its schedule is, and a "
+            "state dict with no step count does not tell it. Fix: `optimizer.from_state_dict(sd, "
+            "params, applied=scheduler.last_epoch)`, the number of steps made so far."
         )
-    if number is None and settings.spec.made_by == "from_formula" and has_state:
+    if by_applied and iterations is not None:
         raise ValueError(
-            f"{settings.spec.name} is given the number of the step, which a state dict does not "
-            "have. Fix: `optimizer.from_state_dict(sd, params, applied=opt_state.applied)`, the "
-            "number of steps made so far."
+            f"iteration is {iteration}, but the schedules of this optimizer count applied steps. "
+            'Fix: from_torch(..., schedule_by="iteration"), or `applied=` in its place.'
+        )
+    if not by_applied and scheduled and iterations is None:
+        raise ValueError(
+            "a schedule goes by iteration, and a state dict of torch.optim counts applied steps at "
+            "most. Fix: `optimizer.from_state_dict(sd, params, iteration=scheduler.last_epoch)`, "
+            "the number of steps so far with the skipped ones; of a state `opt_state.iteration`."
         )
     if number is not None:
         count = torch.full_like(fresh.applied, number)
@@ -437,22 +414,6 @@ def _read_counts(
     if by_applied:
         return count, ()
     return count, count.clone() if iterations is None else torch.full_like(count, iterations)
-
-
-def _read_iterations(settings: OptimizerSettings, iteration: Any) -> int | None:
-    by_iteration = settings.schedule_by == "iteration"
-    if iteration is not None and not by_iteration:
-        raise ValueError(
-            f"iteration is {iteration}, but the schedules of this optimizer count applied steps. "
-            'Fix: from_torch(..., schedule_by="iteration"), or `applied=` in its place.'
-        )
-    if iteration is None and by_iteration and settings.has_schedules:
-        raise ValueError(
-            "a schedule goes by iteration, and a state dict of torch.optim counts applied steps at "
-            "most. Fix: `optimizer.from_state_dict(sd, params, iteration=scheduler.last_epoch)`, "
-            "the number of steps so far with the skipped ones; of a state `opt_state.iteration`."
-        )
-    return _whole_count("iteration", iteration)
 
 
 def _whole_count(name: str, count: Any) -> int | None:

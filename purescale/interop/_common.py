@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, NamedTuple, NoReturn
+from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,34 +107,6 @@ def check_bool(name: str, value: Any) -> None:
 
 # ---- state dicts ---------------------------------------------------------------------------------
 
-# The library, its scaler, and keys by which its dict is recognised. The first match decides, so
-# larger sets come first.
-_PEERS: tuple[tuple[str, str, set[str]], ...] = (
-    ("apex", "apex.amp's", {"loss_scaler0"}),
-    ("mmengine", "MMEngine's OptimWrapper's", {"apex_amp"}),
-    ("mmcv", "mmcv's LossScaler's", {"cur_scale", "cur_iter", "mode"}),
-    ("deepspeed", "DeepSpeed's", {"cur_scale", "cur_iter"}),
-    ("purescale", "a ScalerState of purescale's own", set(ScalerState._fields)),
-    ("megatron", "Megatron-LM's DynamicGradScaler's", set(ScalerState._fields[:-1])),
-    ("torch_amp", "torch.amp.GradScaler's", {"scale", "growth_factor", "_growth_tracker"}),
-    ("flax", "flax's DynamicScale's", {"scale", "fin_steps"}),
-    ("nnabla", "nnabla's DynamicLossScalingUpdater's", {"scale", "_counter"}),
-    ("keras", "Keras' LossScaleOptimizer's", {"dynamic_scale", "step_counter"}),
-    ("jmp", "jmp's DynamicLossScale's", {"loss_scale", "counter"}),
-    ("fairseq", "fairseq's", {"loss_scale", "_iter"}),
-    ("fairseq", "fairseq's", {"loss_scale", "param_groups"}),
-)
-
-
-def _recognised(d: Mapping[str, Any]) -> tuple[str, str] | tuple[None, None]:
-    """Return the library whose state dict this looks like, and its scaler."""
-    keys = set(d)
-    if "loss_scaler" in keys:
-        scaler = d["loss_scaler"]
-        of_mmengine = isinstance(scaler, Mapping) and "cur_scale" not in scaler
-        keys = {"apex_amp"} if of_mmengine else {"cur_scale", "cur_iter"}
-    return next(((peer, scaler) for peer, scaler, own in _PEERS if own <= keys), (None, None))
-
 
 def check_dict(
     d: Any, peer: str, required: Sequence[str], optional: Sequence[str] | None = ()
@@ -152,37 +124,13 @@ def check_dict(
             "Likely cause: it was saved from a disabled scaler (enabled=False), which has no "
             "state. Fix: `rule = NoScale(); state = rule.init(device)`."
         )
-    missing = [key for key in required if key not in d]
-    allowed = d if optional is None else {*required, *optional}
-    extra = [key for key in d if key not in allowed]
-    if missing or extra:
-        refuse(d, peer, required, missing, extra)
-
-
-def refuse(
-    d: Mapping[str, Any],
-    peer: str,
-    required: Sequence[str],
-    missing: Iterable[str] = (),
-    extra: Iterable[Any] = (),
-) -> NoReturn:
-    """Raise an error with the wrong keys, and the library that `d` may come from."""
-    library, scaler = _recognised(d)
-    if library in (peer, None):
-        fix = "Fix: pass the scaler's own dict as it was saved, not a checkpoint that holds it."
-    elif library in ("mmcv", "purescale"):
-        fix = f"This looks like {scaler}, which interop does not read."
-    else:
-        fix = f"This looks like {scaler}. Fix: `interop.{library}.from_state_dict(d)`."
-    wrong = "".join(
-        f" {what} {_listed(sorted(map(str, keys)))}."
-        for what, keys in (("Missing:", missing), ("Unexpected:", extra))
-        if keys
-    )
-    raise ValueError(
-        f"interop.{peer}.from_state_dict expects {_listed(required)}; got "
-        f"{_listed(sorted(map(str, d)))}.{wrong} {fix}"
-    )
+    known = d if optional is None else {*required, *optional}
+    if not (set(required) <= set(d) <= set(known)):
+        raise ValueError(
+            f"interop.{peer}.from_state_dict expects {_listed(required)}; got "
+            f"{_listed(sorted(map(str, d)))}. Fix: the scaler's own dict as it was saved, not a "
+            "checkpoint that holds it, by the file of the library that wrote it."
+        )
 
 
 def _listed(keys: Sequence[str]) -> str:
@@ -236,11 +184,10 @@ def check_saveable(
             f"{state_kind.__name__}. Likely cause: rule and state swapped, or the state of a whole "
             "step. Fix: to_state_dict(rule, state.scaler)."
         )
-    stacked = [name for name, leaf in zip(scaler._fields, scaler, strict=True) if leaf.ndim]
-    if stacked:
+    if scaler.scale.ndim:
         raise ValueError(
-            f"interop.{peer}.to_state_dict takes one state of 0-d tensors; {_listed(stacked)} have "
-            "more dimensions. Fix: pass one at a time, `member(state, i)`."
+            f"interop.{peer}.to_state_dict got stacked states. Fix: pass one at a time, "
+            "`member(state, i)`."
         )
 
 
@@ -274,18 +221,14 @@ class Format:
         required = [key for key in keys if self.settings_required or self.entries[key] != SETTING]
         check_dict(d, self.peer, required, keys)
 
-    def scale_in(self, d: Mapping[str, Any]) -> float:
-        """Return the scale that `d` holds, if a loss can be scaled by it."""
-        key = next(key for key, entry in self.entries.items() if entry == SCALE)
-        return saved_scale(key, d[key])
-
     def read(
         self, d: Mapping[str, Any], settings: Mapping[str, Any], device: Device, **defaults: Any
     ) -> tuple[Any, Any]:
         """Return the rule and the state of `d`, which holds at least the scale. A count that it
         does not hold starts as in `init`; a first scale that is not given is the saved one.
         """
-        scale = self.scale_in(d)
+        key = next(key for key, entry in self.entries.items() if entry == SCALE)
+        scale = saved_scale(key, d[key])
         defaults = {self.rule.first_scale: scale, **defaults}
         # A key of the state is a setting too, if the peer starts from a setting of that name.
         names = {field.name for field in dataclasses.fields(self.rule)}

@@ -6,6 +6,7 @@ import array
 import copy
 import glob
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from .._optim.opt_state import OptState, is_wrapped, read_numbers
-from .._optim.partition import PartitionOptimizer
 from .._optim.schedule import ScheduleBy
 from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerSettings, spec_of_live
 from .._optim.torch_optim import TorchOptimizer, from_torch
-from .._optim.torch_state_dict import common_value, slots_by_parameter, write_state_dict
+from .._optim.torch_state_dict import common_value, write_state_dict
 from .._optim.user_class_step import with_python_scalars
-from .._tree.tree import Tree, join_names
+from .._tree.tree import Tree
 from .._wrappers.schedule_free import ScheduleFreeState
 from .._wrappers.wrapper import Wrapper
 
@@ -61,12 +61,6 @@ def from_torch_optimizer(
         >>> optimizer
         from_torch(SGD, lr=0.1, overrides={('weight',): {'lr': 0.5}})
     """
-    if not isinstance(torch_optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"torch_optimizer is {type(torch_optimizer).__name__}; expected the live one of "
-            "torch.optim. Fix: `from_torch_optimizer(torch.optim.AdamW(model.parameters()), "
-            "model)`, or `from_torch(torch.optim.AdamW)`, which needs no model."
-        )
     named = dict(model.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad} or named
     names = names_by_group(torch_optimizer, model, trained)
@@ -94,9 +88,8 @@ def to_torch_optimizer(
         model: The model whose parameters it steps.
 
     Raises:
-        TypeError: If `optimizer` is not of `from_torch`.
-        ValueError: If the live optimizer is of another class or has other parameters, or if the
-            state is stacked.
+        ValueError: If `optimizer` is not of `from_torch`, if the live optimizer is of another class
+            or has other parameters, or if the state is stacked.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -147,6 +140,12 @@ def names_by_group(
     torch_optimizer: torch.optim.Optimizer, model: nn.Module, params: Mapping[str, Tensor]
 ) -> list[tuple[str, ...]]:
     """Return the names of the trained parameters in each group of a live optimizer."""
+    if not isinstance(torch_optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"the optimizer is {type(torch_optimizer).__name__}; expected a live one of "
+            "torch.optim, such as `torch.optim.AdamW(model.parameters())`. Fix: that, in its place "
+            "among the arguments; `from_torch(torch.optim.AdamW)` needs none."
+        )
     names = _name_by_id(model)
     groups = []
     for index, group in enumerate(torch_optimizer.param_groups):
@@ -246,39 +245,20 @@ def _template(torch_optimizer: torch.optim.Optimizer, settings: Mapping[str, Any
 
 def check_innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tuple[Any, OptState]:
     """Return the innermost optimizer and its state, checked to fit `torch_optimizer`."""
-    inner = optimizer
+    inner, of_torch = optimizer, opt_state
     while isinstance(inner, Wrapper):
         inner = inner.optimizer
-    if not isinstance(inner, (TorchOptimizer, PartitionOptimizer)):
-        raise TypeError(
-            f"the optimizer is a {type(inner).__name__}; expected one of from_torch or "
-            "from_torch_optimizer. Likely cause: arguments in the wrong order. Fix: "
-            "to_torch_optimizer(opt_state, optimizer, torch_optimizer, model)."
-        )
-    if isinstance(inner, PartitionOptimizer):
-        raise ValueError(
-            f"the optimizer has the parts {list(inner.optimizers)}; torch has one optimizer for "
-            "each. Fix: for each key `to_torch_optimizer(opt_state[key], "
-            "optimizer.optimizers[key], torch_optimizers[key], model)`."
-        )
-    spec, of_torch = inner.settings.spec, opt_state
-    while is_wrapped(of_torch):
-        if isinstance(of_torch, ScheduleFreeState):
-            raise ValueError(
-                "the state is of with_schedule_free, whose iterate and average no optimizer of "
-                "torch has. Fix: to evaluate or to end the run, `load_into(model, "
-                "averaged(params, opt_state), buffers)`."
-            )
+    while is_wrapped(of_torch) and not isinstance(of_torch, ScheduleFreeState):
         of_torch = of_torch.inner
-    if not isinstance(of_torch, OptState) or spec.cls is not type(torch_optimizer):
+    fits = isinstance(inner, TorchOptimizer) and isinstance(of_torch, OptState)
+    if not fits or inner.settings.spec.cls is not type(torch_optimizer) or of_torch.applied.ndim:
         raise ValueError(
-            f"the state is a {type(of_torch).__name__} of {spec.name}, the live optimizer a "
-            f"{type(torch_optimizer).__name__}. Fix: pass the live optimizer that was taken."
-        )
-    if of_torch.applied.ndim:
-        raise ValueError(
-            f"the state is {len(of_torch.applied)} stacked ones, of an ensemble. Fix: pass one at "
-            "a time, `member(state, 0)`."
+            f"the state is {type(of_torch).__name__} of {inner!r}, the live optimizer "
+            f"{type(torch_optimizer).__name__}; expected one state of an optimizer of that class. "
+            "Fix: for a partition each part, `to_torch_optimizer(opt_state[key], "
+            "optimizer.optimizers[key], torch_optimizers[key], model)`; of with_schedule_free "
+            "`load_into(model, averaged(params, opt_state), buffers)`; of stacked states "
+            "`member(state, 0)`."
         )
     return inner, of_torch
 
@@ -291,28 +271,21 @@ def state_dict_with(
 ) -> dict[str, Any]:
     """Return the live optimizer's state dict with the slots and the stored settings of a state."""
     names, live = _name_by_id(model), torch_optimizer.state_dict()
-    parameters = [p for group in torch_optimizer.param_groups for p in group["params"]]
-    places = {names.get(id(parameter)): place for place, parameter in enumerate(parameters)}
-    missing = slots_by_parameter(settings, opt_state).keys() - places.keys()
-    if missing:
-        raise ValueError(
-            f"the state has {join_names(sorted(missing))}, the live optimizer does not. Likely "
-            "cause: another model or optimizer than the state was made of. Fix: pass those."
-        )
-    state, groups = {**live["state"]}, [{**group} for group in live["param_groups"]]
-    group_of = {place: group for group in groups for place in group["params"]}
-    sd = write_state_dict(settings, opt_state)
-    for written in sd["param_groups"]:
-        for name, index in zip(written["param_names"], written["params"], strict=True):
-            place = places[name]
-            group_of[place].update({key: written[key] for key in settings.in_state})
-            entry = sd["state"].get(index, {})
-            if (
-                settings.spec.calls_user_step
-            ):  # torch would round a float64 to the parameter's dtype
-                entry = with_python_scalars(entry, parameters[place], (torch.float64,))
-            if entry:
-                state[place] = entry
+    parameters = [group["params"] for group in torch_optimizer.param_groups]
+    named = [
+        {**saved, "param_names": [names.get(id(p), str(id(p))) for p in members]}
+        for saved, members in zip(live["param_groups"], parameters, strict=True)
+    ]
+    sd = write_state_dict(settings, opt_state, like={**live, "param_groups": named})
+    state = sd["state"]
+    if settings.spec.calls_user_step:  # torch would round a float64 to the parameter's dtype
+        for place, parameter in enumerate(itertools.chain(*parameters)):
+            if place in state:
+                state[place] = with_python_scalars(state[place], parameter, (torch.float64,))
+    groups = [
+        {**saved, **{name: new[name] for name in settings.in_state if name in new}}
+        for saved, new in zip(live["param_groups"], sd["param_groups"], strict=True)
+    ]
     return {**live, "state": state, "param_groups": groups}
 
 

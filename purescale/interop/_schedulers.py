@@ -71,9 +71,9 @@ def schedule_from_torch(
     Raises:
         TypeError: If `make` does not return a scheduler of torch.
         ValueError: If the scheduler is a ReduceLROnPlateau, which needs a loss, moves the momentum
-            beside the rate (`cycle_momentum=False`), belongs to another optimizer, ends before
-            `steps`, as OneCycleLR does, or gives a rate that is negative, NaN or out of the range
-            of float32.
+            beside the rate (`cycle_momentum=False`), belongs to another optimizer, or gives a rate
+            that is negative, NaN or out of the range of float32. One that ends before `steps`, as
+            OneCycleLR does, raises its own error.
 
     Example:
         >>> from torch.optim.lr_scheduler import LinearLR
@@ -218,10 +218,11 @@ def tabulate(scheduler: LRScheduler, steps: int) -> list[GroupNumbers]:
     moved = [GroupNumbers([], []) for _ in groups]
     fixed = [_fixed_settings(group) for group in groups]
     for done in range(steps):
-        if done:
-            _step_once(scheduler, done, steps)
+        step_scheduler(scheduler, min(done, 1))
         for group, settings, (rates, momenta) in zip(groups, fixed, moved, strict=True):
-            _check_fixed(scheduler, group, settings)
+            now = _fixed_settings(group)
+            if now != settings:
+                raise _moves_error(scheduler, [n for n in settings if now[n] != settings[n]])
             rates.append(float(group["lr"]))
             momenta.append(_betas(group)[0] if _betas(group) else group.get("momentum"))
     return moved
@@ -241,22 +242,11 @@ def scheduled_settings(group: Mapping[str, Any], moved: GroupNumbers, start: int
 
 def step_scheduler(scheduler: LRScheduler, steps: int) -> None:
     """Step a scheduler so many times."""
-    for done in range(steps):
-        _step_once(scheduler, done + 1, steps + 1)
-
-
-def _step_once(scheduler: LRScheduler, done: int, wanted: int) -> None:
-    try:
-        with warnings.catch_warnings():
-            # torch warns if the optimizer was not stepped first; here it never is.
-            warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        # torch warns if the optimizer was not stepped first; here it never is.
+        warnings.simplefilter("ignore")
+        for _ in range(steps):
             scheduler.step()
-    except (ValueError, IndexError) as error:
-        raise ValueError(
-            f"{type(scheduler).__name__} ends after {done} steps from here, and {wanted} were "
-            f"asked for ({error}). Likely cause: a schedule with an end, as OneCycleLR's "
-            f"total_steps. Fix: steps={done}, or a longer schedule."
-        ) from error
 
 
 @contextlib.contextmanager
@@ -321,15 +311,6 @@ def _fixed_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     left_out = ("params", "lr", "betas" if _betas(group) else "momentum")
     others = {name: value for name, value in group.items() if name not in left_out}
     return {**others, "betas": _betas(group)[1:]}
-
-
-def _check_fixed(
-    scheduler: LRScheduler, group: Mapping[str, Any], settings: Mapping[str, Any]
-) -> None:
-    now = _fixed_settings(group)
-    moved = [name for name, value in settings.items() if now[name] != value]
-    if moved:
-        raise _moves_error(scheduler, moved)
 
 
 def _moves_error(scheduler: LRScheduler, names: list[str]) -> ValueError:

@@ -11,9 +11,18 @@ from torch import Tensor
 
 from .._loss_scale.rules import NoScale, ScalerState, scaler_state
 from .._module.policy import Policy
-from .._tree.scalars import positive, real, short_repr, whole
+from .._tree.scalars import positive, real, whole
 from .._tree.tree import counted
-from ._common import COUNT, SCALE, Device, Format, ScaleAndCount, check_dict, saved_scale
+from ._common import (
+    COUNT,
+    SCALE,
+    Device,
+    Format,
+    ScaleAndCount,
+    check_bool,
+    check_dict,
+    saved_scale,
+)
 
 # ---- the scaler ----------------------------------------------------------------------------------
 
@@ -112,16 +121,7 @@ def _loss_scale(value: Any) -> float | str:
     """Return `"dynamic"` or the number, which may be a string, as apex reads it."""
     if value == "dynamic":
         return "dynamic"
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            raise ValueError(
-                f"loss_scale must be 'dynamic', a number, or a number as a string, got {value!r}. "
-                "Likely cause: a typo, for instance on the command line. Fix: loss_scale='dynamic' "
-                "or loss_scale=128.0."
-            ) from None
-    return positive("loss_scale", value)
+    return positive("loss_scale", float(value) if isinstance(value, str) else value)
 
 
 # ---- state dicts ---------------------------------------------------------------------------------
@@ -157,37 +157,29 @@ def from_state_dict(
 
     Source of the format: state_dict of apex/amp/frontend.py.
     """
-    names = ["loss_scaler0"]
-    if isinstance(d, Mapping) and "loss_scaler0" in d:
-        names = [f"loss_scaler{index}" for index in range(len(d))]
+    count = len(d) if isinstance(d, Mapping) and d else 1
+    names = [f"loss_scaler{index}" for index in range(count)]
     check_dict(d, "apex", names)
-    pairs = [_read_entry(name, d[name], device, settings) for name in names]
+    pairs = [_read_loss(d[name], device, settings) for name in names]
     if len(pairs) == 1:
         return pairs[0]
     rules, states = zip(*pairs, strict=True)
     return rules, states
 
 
-def _read_entry(
-    name: str, entry: Any, device: Device, settings: Mapping[str, Any]
+def _read_loss(
+    d: Any, device: Device, settings: Mapping[str, Any]
 ) -> tuple[ApexScale, ScalerState]:
     """Return the rule and the state of one loss."""
-    if not isinstance(entry, Mapping) or set(entry) != set(_FORMAT.entries):
-        got = short_repr(sorted(map(str, entry)) if isinstance(entry, Mapping) else entry)
-        raise ValueError(
-            f"{name} in apex's state dict must be a dict with 'loss_scale' and 'unskipped', got "
-            f"{got}. Fix: pass amp.state_dict()."
-        )
-    scale = saved_scale(f"{name}['loss_scale']", entry["loss_scale"])
+    _FORMAT.check(d)
+    scale = saved_scale("loss_scale", d["loss_scale"])
     scaler = rule(**{"init_scale": scale, **settings})
     if scaler.loss_scale not in ("dynamic", scale):
         raise ValueError(
-            f"loss_scale={scaler.loss_scale!r} contradicts {name}, which has {scale!r}. Likely "
-            "cause: the job was dynamic. Fix: loss_scale='dynamic', the default, or "
-            f"loss_scale={scale!r}."
+            f"loss_scale={scaler.loss_scale!r} contradicts the state dict, which has {scale!r}. "
+            "Fix: loss_scale='dynamic', the default, if the job was dynamic."
         )
-    unskipped = whole(f"{name}['unskipped']", entry["unskipped"])
-    return scaler, scaler_state(scale, unskipped, device=device)
+    return scaler, scaler_state(scale, whole("unskipped", d["unskipped"]), device=device)
 
 
 def to_state_dict(rule: Rules, scaler: States) -> dict[str, Any]:
@@ -211,11 +203,6 @@ def to_state_dict(rule: Rules, scaler: States) -> dict[str, Any]:
     """
     rules = rule if isinstance(rule, tuple) else (rule,)
     states = scaler if type(scaler) is tuple else (scaler,)  # a ScalerState is a tuple too
-    if len(rules) != len(states):
-        raise ValueError(
-            f"interop.apex.to_state_dict got {len(rules)} rule(s) and {len(states)} state(s). "
-            "Fix: pass one state for each loss."
-        )
     return {
         f"loss_scaler{index}": _FORMAT.write(*pair)
         for index, pair in enumerate(zip(rules, states, strict=True))
@@ -303,11 +290,9 @@ def initialize(
     count = whole("num_losses", num_losses, least=1)
     if not enabled:
         return Policy(), NoScale() if count == 1 else (NoScale(),) * count
-    _check_dtype("cast_model_outputs", cast_model_outputs)
-    keep_norms = {"True": True, "False": False}.get(str(keep_batchnorm_fp32), keep_batchnorm_fp32)
-    overrides: Any = (
-        cast_model_type, patch_torch_functions, keep_norms, master_weights, loss_scale
-    )  # fmt: skip
+    keep_norms: Any = keep_batchnorm_fp32
+    keep_norms = {"True": True, "False": False}.get(str(keep_norms), keep_norms)
+    overrides = cast_model_type, patch_torch_functions, keep_norms, master_weights, loss_scale
     level = _resolved_level(opt_level, _Level(*overrides))
     scaling = ApexScale(
         level.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale
@@ -316,24 +301,27 @@ def initialize(
     return policy, scaling if count == 1 else (scaling,) * count
 
 
-def _resolved_level(opt_level: Any, overrides: _Level) -> _Level:
+def _resolved_level(opt_level: str, overrides: _Level) -> _Level:
     """Check the overrides and apply them to the level."""
-    if not isinstance(opt_level, str) or opt_level not in _LEVELS:
+    if opt_level not in list(_LEVELS):
         raise RuntimeError(
             f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3': the letter O and "
-            "a digit. Likely cause: a zero for the letter, or only a number. Fix: opt_level='O1', "
-            "the default."
+            "a digit. Fix: opt_level='O1', the default."
         )
-    for name in ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights"):
-        value = getattr(overrides, name)
-        if value is not None and not isinstance(value, bool):
-            strings = ", 'True', 'False'" if name == "keep_batchnorm_fp32" else ""
-            raise ValueError(
-                f"{name} must be True, False{strings} or None, got {value!r}. Fix: {name}=True."
+    flags = ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
+    for name in flags:
+        if getattr(overrides, name) is not None:
+            check_bool(name, getattr(overrides, name))
+    allowed: dict[str, tuple[Any, ...]] = {"patch_torch_functions": (None, False)}
+    if opt_level == "O1":  # it casts operator by operator
+        allowed = {"keep_batchnorm_fp32": (None,), "master_weights": (None,)}
+        allowed["cast_model_type"] = (None, False, torch.float32)
+    for name, values in allowed.items():
+        if (value := getattr(overrides, name)) not in values:
+            raise RuntimeError(
+                f"{name}={value} contradicts opt_level={opt_level!r}. Fix: leave it out; for "
+                "torch's op lists opt_level='O1', for a model that is cast 'O2'."
             )
-    if overrides.cast_model_type is not False:
-        _check_dtype("cast_model_type", overrides.cast_model_type)
-    _check_contradictions(opt_level, overrides)
     pairs = zip(_LEVELS[opt_level], overrides, strict=True)
     return _Level(*(default if override is None else override for default, override in pairs))
 
@@ -353,37 +341,3 @@ def _policy(level: _Level, output: torch.dtype | None) -> Policy:
         output_dtype=output,
         norm_dtype=wide if level.keep_batchnorm_fp32 else compute,
     )
-
-
-def _check_dtype(name: str, dtype: Any) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(
-            f"{name} must be a floating torch.dtype or None, got {dtype!r}. Fix: "
-            f"{name}=torch.float16."
-        )
-
-
-_NOT_IN_O1 = {
-    "cast_model_type": "which leaves the model in float32 and casts operator by operator. Fix: "
-    "opt_level='O2' (float32 masters) or 'O3', or leave cast_model_type out.",
-    "keep_batchnorm_fp32": "which always computes norms in float32. Fix: leave it out, or "
-    "opt_level='O2'.",
-    "master_weights": "which keeps the parameters themselves in float32. Fix: leave it out, or "
-    "opt_level='O2'.",
-}
-
-
-def _check_contradictions(opt_level: str, overrides: _Level) -> None:
-    if opt_level != "O1":
-        if overrides.patch_torch_functions:
-            raise RuntimeError(
-                f"patch_torch_functions=True contradicts opt_level={opt_level!r}: only O1 lets "
-                "torch's op lists choose the dtypes, the others cast the model. Fix: "
-                "opt_level='O1', or leave patch_torch_functions out."
-            )
-        return
-    for name, reason in _NOT_IN_O1.items():
-        value = getattr(overrides, name)
-        harmless = name == "cast_model_type" and value in (False, torch.float32)
-        if value is not None and not harmless:
-            raise RuntimeError(f"{name}={value} contradicts opt_level='O1', {reason}")

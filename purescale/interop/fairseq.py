@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .._torch.dtypes import widest_float
 from .._tree.hints import document_fields
-from .._tree.scalars import real, short_repr
-from ._common import SCALE, SETTING, Device, Entry, Format, PeerRule, check_dict, refuse, scalar
+from .._tree.scalars import real
+from ._common import SCALE, SETTING, Device, Entry, Format, PeerRule, check_dict, scalar
 
 
 @document_fields
@@ -83,15 +83,15 @@ class FairseqScale(PeerRule[FairseqState]):
         self._check_positive("init_scale")
         self._check_factors("scale_factor")
         self._check_counts("scale_window")
-        for name in ("tolerance", "min_loss_scale", "threshold"):
-            value = getattr(self, name)
-            if name == "threshold" and value is None:
+        largest = torch.finfo(torch.float32).max
+        bounds = {"tolerance": 1.0, "min_loss_scale": largest, "threshold": largest}
+        for name, most in bounds.items():
+            if name == "threshold" and self.threshold is None:
                 continue
-            number = real(name, value)
-            if not 0 <= number <= (1.0 if name == "tolerance" else torch.finfo(torch.float32).max):
-                expected = "from 0 to 1" if name == "tolerance" else "finite and not negative"
+            number = real(name, getattr(self, name))
+            if not 0 <= number <= most:
                 raise ValueError(
-                    f"{name} must be {expected}, got {short_repr(value)}. Fix: leave it out for "
+                    f"{name} must be from 0 to {most:g}, got {number}. Fix: leave it out for "
                     "fairseq's default."
                 )
             object.__setattr__(self, name, number)
@@ -179,11 +179,9 @@ def from_state_dict(
     Source of the format: fairseq/optim/fp16_optimizer.py; the names of DynamicLossScaler's
     attributes.
     """
-    check_dict(d, "fairseq", ("loss_scale",), None)
-    missing = [key for key in _COUNTS if key not in d]
-    counted = len(missing) < len(_COUNTS)
-    if (counted and missing) or not (counted or "param_groups" in d):
-        refuse(d, "fairseq", ("loss_scale", *_COUNTS), missing)
+    has_counts = isinstance(d, Mapping) and any(key in d for key in _COUNTS)
+    others = _COUNTS if has_counts else ("param_groups",)
+    check_dict(d, "fairseq", ("loss_scale", *others), None)
     return _FORMAT.read(d, settings, device)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import ScalerState
 from . import apex, torch_amp
-from ._common import Device, ScaleAndCount, check_dict, check_saveable, refuse
+from ._common import Device, ScaleAndCount, check_dict, check_saveable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +109,10 @@ def from_state_dict(
     Source of the format: state_dict of mmengine's amp_optimizer_wrapper.py and
     apex_optimizer_wrapper.py.
     """
-    check_dict(d, "mmengine", (), None)
-    if isinstance(d.get("apex_amp"), Mapping):
+    if isinstance(d, Mapping) and "apex_amp" in d:
         return apex.from_state_dict(d["apex_amp"], device=device, **settings)
-    scaler_dict = d.get("loss_scaler")
-    if not isinstance(scaler_dict, Mapping) or "cur_scale" in scaler_dict:
-        missing = () if "loss_scaler" in d else ("loss_scaler",)
-        refuse(d, "mmengine", ("loss_scaler", "param_groups"), missing)
+    check_dict(d, "mmengine", ("loss_scaler",), None)
+    scaler_dict = d["loss_scaler"]
     loss_scale = settings.pop("loss_scale", "dynamic")
     if isinstance(loss_scale, Mapping) or loss_scale == "dynamic":
         scaler_settings = dict(loss_scale) if isinstance(loss_scale, Mapping) else {}

@@ -39,7 +39,7 @@ from ..interop._schedulers import (
     steps_of,
     tabulate,
 )
-from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
+from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount, saved_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ def from_state_dict(
     Source of the format: torch.amp.GradScaler.state_dict.
     """
     _FORMAT.check(d)
-    scale = _FORMAT.scale_in(d) / _check_accumulated(accumulated)
+    scale = saved_scale("scale", d["scale"]) / _check_accumulated(accumulated)
     return _FORMAT.read({**d, "scale": scale}, settings, device)
 
 
@@ -252,12 +252,6 @@ def take_over(
 
     Source of the rules: torch.optim, torch.amp.GradScaler.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer is {type(optimizer).__name__}; expected the live one of torch.optim. "
-            "Likely cause: arguments in the wrong order. Fix: take_over(model, optimizer, scaler, "
-            "scheduler, steps=...)."
-        )
     apply, params, buffers = make_functional(model)
     names = names_by_group(optimizer, model, params)
     missing = params.keys() - {name for group in names for name in group}
@@ -325,7 +319,7 @@ def give_back(
         scheduler: The live scheduler that `take_over` was given.
 
     Raises:
-        TypeError: `rule` or `state` is not of `take_over`.
+        TypeError: `rule` is not of `take_over`.
         ValueError: The model or the class of optimizer is another, the scheduler was stepped
             meanwhile or ends before the last step, more steps were made than the `steps` of
             `take_over`, the state holds the rate beside a scheduler, or it is stacked.
@@ -342,12 +336,6 @@ def give_back(
 
     Source of the formats: torch.optim.Optimizer.load_state_dict, GradScaler.load_state_dict.
     """
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"give_back got a {type(state).__name__} and a {type(optimizer).__name__}; expected "
-            "the TrainState of train_step and the optimizer of take_over. Fix: give_back(state, "
-            "optimizer, rule, model, torch_optimizer, scaler, scheduler)."
-        )
     inner, opt_state = check_innermost(state.opt_state, optimizer, torch_optimizer)
     if scheduler is not None and "lr" in inner.settings.in_state:
         raise _error_of_both("lr")
@@ -381,15 +369,13 @@ def _check_no_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> N
     waiting = [
         name
         for name, p in model.named_parameters()
-        if id(p) in stepped
-        and p.grad is not None
-        and (p.grad.layout is not torch.strided or bool(p.grad.any()))
+        if id(p) in stepped and p.grad is not None and bool(p.grad.to_dense().any())
     ]
     if waiting:
         raise ValueError(
-            f"{join_names(waiting)} {'have gradients' if waiting[1:] else 'has a gradient'} in "
-            "`.grad`, which a step here would not have. Fix: if they wait for a step, finish it, "
-            "`scaler.step(optimizer)` and `scaler.update()`; then `optimizer.zero_grad()`."
+            f"{join_names(waiting)}: `.grad` is not 0, which a step here would not have. Fix: if "
+            "it waits for a step, finish that, `scaler.step(optimizer)` and `scaler.update()`; "
+            "then `optimizer.zero_grad()`."
         )
 
 
@@ -399,19 +385,15 @@ def _settings_from_now(
     """Return the rate of each parameter group, with a scheduler as a table beside all else that it
     moves, and the scheduler's step.
     """
+    if (scheduler is None) != (steps is None):
+        raise ValueError(
+            "take_over tabulates the rates of a scheduler for the next `steps`, and got one of the "
+            "two alone. Fix: take_over(model, optimizer, scaler, scheduler, steps=10_000), the "
+            "largest number of steps made here."
+        )
     if scheduler is None:
-        if steps is not None:
-            raise ValueError(
-                f"steps={steps} without a scheduler, so the rates would not change. Fix: "
-                "take_over(model, optimizer, scaler, scheduler, steps=...), or leave steps out."
-            )
         return [{"lr": float(group["lr"])} for group in optimizer.param_groups], None
     check_scheduler(scheduler, optimizer, "scheduler")
-    if steps is None:
-        raise ValueError(
-            "take_over got a scheduler, whose rates are tabulated, and no `steps`. Fix: "
-            "take_over(..., scheduler, steps=10_000), the largest number of steps made here."
-        )
     count, place = whole("steps", steps, least=1), steps_of(scheduler)
     with restoring(scheduler):
         moved = tabulate(scheduler, count)
@@ -432,13 +414,10 @@ def _steps_since(
     what the scheduler cannot follow, before anything is changed.
     """
     table = ours.settings.lr
-    scheduled = callable(table)
-    if scheduled != (scheduler is not None):
+    if callable(table) != (scheduler is not None):
         raise ValueError(
-            "take_over was given a scheduler, and give_back is not. Fix: give_back(..., scheduler)."
-            if scheduled
-            else "give_back got a scheduler, but the rate of the optimizer is a number. Likely "
-            "cause: take_over without it. Fix: leave it out here too, and step it yourself."
+            "one of take_over and give_back was given a scheduler, and the other was not. Fix: "
+            "both of them; or leave it out of both, and step it yourself."
         )
     if scheduler is None:
         return 0
@@ -448,8 +427,8 @@ def _steps_since(
     place = steps_of(scheduler)
     if count < place:
         raise ValueError(
-            f"the scheduler is at step {place}, the state at {count}. Likely cause: the "
-            "scheduler was stepped after take_over. Fix: do not step it; give_back does."
+            f"the scheduler is at step {place}, the state at {count}. Fix: do not step it after "
+            "take_over; give_back does."
         )
     if isinstance(table, RateTable) and count > (end := table.start + len(table.rates)):
         raise ValueError(

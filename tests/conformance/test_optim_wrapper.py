@@ -68,11 +68,6 @@ def test_windows_divisors_and_steps_equal_those_of_optim_wrapper_after_an_aligne
         assert row[3] == pytest.approx(weight)
 
 
-def test_three_of_ten():
-    assert [divisor for _, divisor, _, _ in trace(3, 10)] == [3] * 9 + [1]
-    assert [i + 1 for i, (_, _, update, _) in enumerate(trace(3, 10)) if update] == [3, 6, 9, 10]
-
-
 def test_an_unaligned_resume_makes_optim_wrapper_take_two_thirds_of_a_step():
     # microbatches 97 and 98 of gradient 98 and 99: their mean is 98.5
     assert trace(3, 103, start=97)[1][3] == pytest.approx(-(98 + 99) / 3)

@@ -67,165 +67,6 @@ def trace(rule, pattern, change_at, changes):
     return fed, rows
 
 
-# ---- torch
-
-
-class Torch:
-    """A GradScaler around a parameter whose gradient is at our command."""
-
-    def __init__(self, **settings):
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.optimizer = torch.optim.SGD([self.weight], lr=0.0, foreach=False)
-        self.scaler = torch.amp.GradScaler("cpu", **settings)
-
-    def update(self, bad, new_scale=None):
-        self.scaler.scale(torch.zeros(()))
-        self.weight.grad = torch.tensor(torch.inf if bad else 0.0)
-        self.scaler.step(self.optimizer)
-        self.scaler.update(new_scale)
-
-    def row(self):
-        return torch.tensor(self.scaler.get_scale()), self.scaler._get_growth_tracker()
-
-
-def same_as_torch(state, peer):
-    return same_bits((state.scale, state.growth_tracker.item()), peer.row())
-
-
-@settings(unshrunk, max_examples=30)
-@given(
-    overflow_patterns,
-    any_scale,
-    growths,
-    backoffs,
-    intervals,
-    steps,
-    growths,
-    backoffs,
-    intervals,
-    any_scale,
-)
-def test_torch_with_any_setting_changed_midway(
-    pattern, scale, growth, backoff, interval, change_at, new_growth, new_backoff, shorter, given
-):
-    rule = interop.torch_amp.rule(scale, growth, backoff, interval)
-    torchs, state = (
-        Torch(
-            init_scale=scale, growth_factor=growth, backoff_factor=backoff, growth_interval=interval
-        ),
-        rule.init(),
-    )
-    for index, bad in enumerate(pattern):
-        torchs.update(bad)
-        state = rule.update(state, flag(bad))
-        if index == change_at:
-            torchs.scaler.set_growth_factor(new_growth)
-            torchs.scaler.set_backoff_factor(new_backoff)
-            torchs.scaler.set_growth_interval(shorter)
-            rule = dataclasses.replace(
-                rule, growth_factor=new_growth, backoff_factor=new_backoff, growth_interval=shorter
-            )
-        if index == (change_at + 160) % 320:
-            torchs.update(bad, new_scale=given)
-            state = state._replace(scale=torch.tensor(given))
-        assert same_as_torch(state, torchs)
-
-
-@pytest.mark.parametrize(("scale", "bad"), [(2.0**127, False), (2.0**-140, True)])
-def test_torch_at_the_ends_of_float32(scale, bad):
-    rule = interop.torch_amp.rule(scale, growth_interval=1)
-    torchs, state = Torch(init_scale=scale, growth_interval=1), rule.init()
-    for _ in range(20):
-        torchs.update(bad)
-        state = rule.update(state, flag(bad))
-        assert same_as_torch(state, torchs)
-
-
-@settings(unshrunk, max_examples=30)
-@given(overflow_patterns, any_scale, growths, backoffs, intervals, steps)
-def test_torch_state_dicts_there_and_back(pattern, scale, growth, backoff, interval, move_at):
-    whole = Torch(
-        init_scale=scale, growth_factor=growth, backoff_factor=backoff, growth_interval=interval
-    )
-    moving = copy.deepcopy(whole)
-    for index, bad in enumerate(pattern):
-        if index == move_at:
-            rule, state = interop.torch_amp.from_state_dict(moving.scaler.state_dict())
-            assert interop.torch_amp.to_state_dict(rule, state) == moving.scaler.state_dict()
-            moving = None
-        if index == move_at + 20:
-            moving = Torch()
-            moving.scaler.load_state_dict(interop.torch_amp.to_state_dict(rule, state))
-        # a job at 0 cannot go on, and is refused when it is read
-        bad = steered(bad, whole.scaler.get_scale())
-        whole.update(bad)
-        if moving:
-            moving.update(bad)
-            assert same_bits(moving.row(), whole.row())
-        else:
-            state = rule.update(state, flag(bad))
-            assert same_as_torch(state, whole)
-
-
-def make_job():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    batches = [torch.randn(16, 4) * (1e30 if index % 7 == 5 else 1.0) for index in range(30)]
-    return model, batches
-
-
-def train_with_torch(model, optimizer, scaler, batches):
-    scales = []
-    for x in batches:
-        optimizer.zero_grad()
-        scaler.scale(model(x).square().mean() * x.abs().amax()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales
-
-
-@pytest.mark.parametrize(("first", "second"), [(10, 20), (1, 29), (15, 16)])
-def test_a_job_of_grad_scaler_and_adamw_moves_over_and_back(first, second):
-    make = functools.partial(torch.optim.AdamW, lr=0.05, fused=True)
-    new_scaler = functools.partial(
-        torch.amp.GradScaler, "cpu", init_scale=2.0**120, growth_interval=3
-    )
-    model, batches = make_job()
-    optimizer, scaler = make(model.parameters()), new_scaler()
-    expected = train_with_torch(model, optimizer, scaler, batches)
-    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    assert len(set(expected)) > 3
-
-    model, _ = make_job()
-    optimizer, scaler = make(model.parameters()), new_scaler()
-    scales = train_with_torch(model, optimizer, scaler, batches[:first])
-    adamw = ps.from_torch(torch.optim.AdamW, lr=0.05, fused=True)
-    apply, params, buffers = ps.make_functional(model)
-    opt_state = adamw.from_state_dict(optimizer.state_dict(), params)
-    rule, state = interop.torch_amp.from_state_dict(scaler.state_dict())
-    for x in batches[first:second]:
-
-        def scaled_loss(params, x=x, state=state):
-            return ps.scale_loss(
-                state, apply(params, buffers, x)[0].square().mean() * x.abs().amax()
-            )
-
-        out = ps.unscale_and_step(
-            adamw, state, params, torch.func.grad(scaled_loss)(params), opt_state
-        )
-        params, opt_state = out.params, out.opt_state
-        state = rule.update(state, out.found_inf)
-        scales.append(state.scale.item())
-
-    model.load_state_dict(params)
-    optimizer, scaler = make(model.parameters()), new_scaler()
-    optimizer.load_state_dict(adamw.to_state_dict(opt_state))
-    scaler.load_state_dict(interop.torch_amp.to_state_dict(rule, state))
-    assert scales + train_with_torch(model, optimizer, scaler, batches[second:]) == expected
-    assert same_bits({name: weight.detach() for name, weight in model.named_parameters()}, weights)
-
-
 # ---- Megatron-LM
 
 
@@ -423,18 +264,6 @@ def test_deepspeeds_fused_and_unfused_optimizers_over_and_back(
         assert deepspeed_row(state) == deepspeeds_row(optimizer.loss_scale_config)
 
 
-def test_deepspeeds_static_scaler_and_its_dict():
-    module = peer("deepspeed.runtime.fp16.loss_scaler")
-    static = module.CreateLossScaler(torch.half, 128.0, False, None)
-    rule, state = interop.deepspeed.from_state_dict(
-        {"loss_scaler": static, "dynamic_loss_scale": False}
-    )
-    for bad in (False, True, True):
-        static.update_scale(bad)
-        state = rule.update(state, flag(bad))
-        assert state.scale == static.cur_scale
-
-
 # ---- flax and jmp
 
 # One compiled loop of this length for all examples: what differs between them, the interval too, is
@@ -588,14 +417,6 @@ def test_jmp_changed_midway_over_and_back(
         after,
     )
     assert first + last == rows
-
-
-def test_jmp_with_a_period_below_the_count():
-    rule = interop.jmp.rule(8.0, counter=7, period=3)
-    rows = [
-        (state.scale.item(), state.growth_tracker.item()) for state in states(rule, [False] * 9)
-    ]
-    assert looped(jmp_step, 8.0, 7, (2.0, 1.0), [False] * 9, [3] * 9) == rows
 
 
 def test_jmp_step_by_step_at_the_top_of_float32_and_through_a_pytree():

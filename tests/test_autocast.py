@@ -1,13 +1,10 @@
 """Inside the caller's `torch.autocast` only the loss is computed under it."""
 
-import contextlib
-import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import assert_close, in_float32, same_bits, stack
-from torch import nn
+from helpers import in_float32, same_bits, stack
 
 import purescale as ps
 from purescale._torch import autocast as _autocast
@@ -39,14 +36,10 @@ def step(state, x, **settings):
     )
 
 
-@pytest.mark.parametrize("size", [5, 33, 300])
-def test_the_backward_is_computed_in_the_dtypes_of_the_forward(size):
-    state, x = state_of(size, 33), torch.randn(5, size)
-    assert_the_same_inside(lambda: step(state, x))
-
-
-def test_the_backward_whose_gradients_are_taken_one_by_one_too():
-    state, x = state_of(2**10, 2**9), torch.randn(5, 2**10)
+# The gradients of the last are taken one by one.
+@pytest.mark.parametrize("shape", [(5, 33), (300, 33), (2**10, 2**9)])
+def test_the_backward_is_computed_in_the_dtypes_of_the_forward(shape):
+    state, x = state_of(*shape), torch.randn(5, shape[0])
     assert_the_same_inside(lambda: step(state, x))
 
 
@@ -127,10 +120,8 @@ CLASSES = [
 @pytest.mark.parametrize(
     ("name", "settings", "way"),
     [
-        (name, settings, way)
-        for name, settings in CLASSES
-        for way in ("step", "maybe_step", "unscale_and_step", "vmap")
-        if (name, way) != ("Adafactor", "vmap")  # it reads values
+        *((name, settings, "step") for name, settings in CLASSES),
+        *(("Muon", {}, way) for way in ("maybe_step", "unscale_and_step", "vmap")),
     ],
 )
 def test_the_formula_of_a_step_is_computed_outside_of_it(name, settings, way):
@@ -148,15 +139,6 @@ def test_the_formula_of_a_step_is_computed_outside_of_it(name, settings, way):
         ),
     }
     assert_the_same_inside(ways[way])
-
-
-@pytest.mark.slow
-def test_the_formula_of_a_compiled_step_too():
-    optimizer = ps.from_torch(OPTIM.Muon, lr=0.1)
-    params = {"w": torch.randn(33, 5)}
-    state = optimizer.init(params)
-    compiled = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
-    assert_the_same_inside(lambda: compiled(params, params, state))
 
 
 class Rotates:
@@ -188,7 +170,7 @@ def test_a_transformation_is_called_outside_of_it():
     assert_the_same_inside(lambda: tx.step(params, params, ()))
 
 
-@pytest.mark.parametrize("size", [5, 33, 300, 2**20])
+@pytest.mark.parametrize("size", [33, 2**20])
 def test_unscaling_clipping_and_accumulating_are_outside_of_it(size):
     """torch refuses to stack float16 under an autocast to bfloat16 on a CPU."""
     dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -225,45 +207,3 @@ def test_the_callers_autocast_is_as_it_was_also_after_an_error():
 
 def test_each_device_with_an_autocast_of_torchs_own_is_looked_at():
     assert set(torch._C._autocast_supported_devices()) <= set(_autocast._DEVICES)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [5, 33, 300])
-def test_autocast_around_a_mapped_batch_norm_names_the_policy_that_works(size, dtype):
-    net = nn.Sequential(nn.Linear(size, size), nn.BatchNorm1d(size))
-    apply, params, buffers = ps.make_functional(net)
-    states = [
-        ps.init_train_state({n: p + i for n, p in params.items()}, buffers, SGD, RULE)
-        for i in range(2)
-    ]
-    xs = torch.randn(2, 7, size)
-
-    def step_of(apply, under):
-        def loss_fn(params, buffers, x):
-            with under:
-                out, buffers = apply(params, buffers, x)
-            return (out.float() * x).mean(), buffers
-
-        settings = {"loss_fn": loss_fn, "optimizer": SGD, "rule": RULE, "max_norm": torch.inf}
-        return lambda state, x: ps.train_step(state, [x], **settings)[1].grad_norm
-
-    step = step_of(apply, autocast(dtype))
-    with pytest.raises(RuntimeError, match="expected scalar type") as refused:
-        torch.vmap(step)(stack(states), xs)
-    [note] = refused.value.__notes__
-    text = re.search(r"Fix: a policy in its place, `apply = with_policy\(apply, '(.*)'\)`", note)[1]
-    mapped = torch.vmap(step_of(ps.with_policy(apply, text), contextlib.nullcontext()))
-    alone = [step(*each) for each in zip(states, xs, strict=True)]
-    assert_close(mapped(stack(states), xs), torch.stack(alone), atol=0, rtol=0.03)
-    assert ps.policy(text).compute_dtype is dtype
-
-
-def test_another_error_of_a_mapped_forward_says_nothing_of_autocast():
-    class Wrong(nn.Linear):
-        def forward(self, x):
-            raise RuntimeError("of its own")
-
-    apply, params, buffers = ps.make_functional(Wrong(5, 5))
-    with autocast(), pytest.raises(RuntimeError) as refused:
-        torch.vmap(lambda x: apply(params, buffers, x)[0])(torch.ones(2, 5))
-    assert not hasattr(refused.value, "__notes__")

@@ -69,7 +69,7 @@ def assert_layer(layer, mean, var, rtol=1e-5, atol=1e-5):
     """Mean and unbiased variance that were gathered of a layer."""
     torch.testing.assert_close(layer.mean, mean.double(), rtol=rtol, atol=atol)
     var_of_layer = layer.m2 / (layer.count - 1)
-    torch.testing.assert_close(var_of_layer, var.double(), rtol=rtol, atol=atol)
+    torch.testing.assert_close(var_of_layer, var.double(), rtol=rtol, atol=atol, equal_nan=True)
 
 
 def net():
@@ -94,13 +94,11 @@ def normal(*shape, mean=0.0, sigma=1.0, seed=0):
 
 
 CASES = {
-    "equal": [normal(32, 16, 8, 8, seed=i) for i in range(8)],
     "batch means shift": [
         normal(32, 16, 8, 8, mean=float(normal(1, seed=100 + i)), seed=i) for i in range(8)
     ],
-    "batches of two": [normal(2, 16, seed=i) for i in range(64)],
+    "batches of two": [normal(2, 16, seed=i) for i in range(300)],
     "last of 1": [*(normal(32, 16, 8, 8, seed=i) for i in range(4)), normal(1, 16, 8, 8, mean=2.0)],
-    "last of 2, no space": [*(normal(64, 16, seed=i) for i in range(4)), normal(2, 16, mean=2.0)],
     "last of 1, no space": [*(normal(64, 16, seed=i) for i in range(4)), normal(1, 16, mean=2.0)],
     "lengths": [normal(8, 16, 100), normal(8, 16, 10, mean=2.0)],
     "half at mean 100": [normal(32, 16, 8, 8, mean=100.0, seed=i).half() for i in range(8)],
@@ -119,7 +117,7 @@ def test_the_buffers_are_the_float64_truth(case):
 
 @pytest.mark.parametrize(
     ("mean", "sigma", "most"),
-    [(100, 0.1, 1e-5), (1e3, 0.1, 1e-4), (1e4, 1.0, 1e-4), (1e4, 0.1, 2e-4)],
+    [(100, 0.1, 1e-5), (1e4, 0.1, 2e-4)],
 )
 def test_a_mean_far_from_zero_cancels_nothing(mean, sigma, most):
     # fvcore's float32 E[x^2] - E[x]^2 is negative in a third of the channels here, and the model
@@ -131,11 +129,7 @@ def test_a_mean_far_from_zero_cancels_nothing(mean, sigma, most):
     assert smallest > 0
 
 
-def test_thousands_of_batches_lose_nothing():
-    assert errors([normal(4, 8, 2, 2, seed=i) for i in range(1000)])[1] < 1e-6
-
-
-@examples(25)
+@examples(10)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=6),
     st.integers(0, 1000),
@@ -150,12 +144,6 @@ def test_how_the_data_is_cut_and_ordered_does_not_matter(sizes, seed, space):
         assert other.count == whole.count == x.numel() / 4
         torch.testing.assert_close(other.mean, whole.mean, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(other.m2, whole.m2, rtol=1e-5, atol=1e-5)
-
-
-def test_correction_chooses_the_variance_of_the_sample_or_of_the_population():
-    stats, _, buffers, _ = gathered(nn.BatchNorm1d(1), [torch.tensor([[1.0], [3.0]])])
-    assert ps.bn_buffers(stats, buffers)["running_var"] == 2
-    assert ps.bn_buffers(stats, buffers, correction=0)["running_var"] == 1
 
 
 @pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 3, 1)])
@@ -185,7 +173,9 @@ def test_within_is_the_weighted_mean_of_the_batch_variances(sizes):
 
 def test_gathering_changes_nothing_also_when_the_forward_raises():
     model = net()
+    model[4].eval()  # which comes out in fresh memory too
     apply, params, buffers = ps.make_functional(model)
+    params = {name: p.requires_grad_() for name, p in params.items()}
     stats = ps.init_bn_stats(buffers)
     (x,) = images(4)
     before = torch.get_rng_state()
@@ -194,6 +184,7 @@ def test_gathering_changes_nothing_also_when_the_forward_raises():
         with pytest.raises(RuntimeError):
             ps.accumulate_bn_stats(stats, apply, params, buffers, x[:, :, :1])
     assert not shares_memory((params, buffers, stats, x), new)
+    assert not any(t.requires_grad for t in tensors(new))
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.overrides._get_current_function_mode_stack()
     read = assert_pure(ps.bn_buffers, new, buffers)
@@ -232,23 +223,22 @@ def test_dropout_is_off_and_draws_nothing():
 
 def test_a_batch_with_inf_or_nan_is_left_out_for_all_layers_and_counted():
     x, y, z = images(8, 8, 8)
-    bad = y.clone()
-    bad[0, 0, 0, 0] = INF
-    stats, *_ = gathered(net(), [x, bad, z, bad * 0])
+    bad, beyond_float32 = y.clone(), y.clone()
+    bad[0, 0, 0, 0], beyond_float32[0, 0, 0, 0] = INF, 1e30
+    model = net()
+    for statistic in (model[1].running_mean, model[1].running_var):
+        statistic.fill_(math.nan)  # fvcore and mmpretrain: 0 * nan + x is nan
+    stats, _, buffers, _ = gathered(model, [x, bad, z, bad * 0, beyond_float32])
     clean, *_ = gathered(net(), [x, z])
     assert same_bits(stats.layers, clean.layers)
-    assert (stats.num_batches, stats.num_skipped) == (2, 2)
-
-
-def test_running_statistics_that_are_nan_are_repaired():
-    # fvcore and mmpretrain: 0 * nan + x is nan.
-    model = net()
-    model[1].running_var.fill_(math.nan)
-    model[1].running_mean.fill_(math.nan)
-    stats, _, buffers, _ = gathered(model, images(8, 8))
-    clean, *_ = gathered(net(), images(8, 8))
-    assert same_bits(stats, clean)
+    assert (stats.num_batches, stats.num_skipped) == (2, 3)
     assert all(torch.isfinite(t).all() for t in ps.bn_buffers(stats, buffers).values())
+
+
+def test_a_layer_with_too_few_values_keeps_its_buffers_and_an_empty_batch_counts_for_nothing():
+    stats, _, buffers, _ = gathered(nn.BatchNorm1d(2), [torch.ones(1, 2), torch.ones(0, 2)])
+    assert same_bits(ps.bn_buffers(stats, buffers), buffers)
+    assert ps.bn_buffers(stats, buffers, correction=0)["running_mean"].tolist() == [1, 1]
 
 
 def test_a_shared_layer_pools_all_its_calls():
@@ -269,7 +259,7 @@ def test_frozen_unused_and_untracked_layers_keep_their_buffers():
 
     model = module_of(
         forward,
-        used=nn.BatchNorm1d(3),
+        used=nn.SyncBatchNorm(3),  # on this rank alone
         frozen=nn.BatchNorm1d(3).eval(),
         unused=nn.BatchNorm1d(3),
         untracked=nn.BatchNorm1d(3, track_running_stats=False),
@@ -282,29 +272,6 @@ def test_frozen_unused_and_untracked_layers_keep_their_buffers():
     names = [name for name in new if not name.startswith("used")]
     assert {name.partition(".")[0] for name in names} == {"frozen", "unused", "instance"}
     assert all(same_bits(new[name], buffers[name]) for name in names)
-
-
-def test_a_layer_with_too_few_values_keeps_its_buffers():
-    stats, _, buffers, _ = gathered(nn.BatchNorm1d(2), [torch.ones(1, 2)])
-    assert same_bits(ps.bn_buffers(stats, buffers), buffers)
-    assert ps.bn_buffers(stats, buffers, correction=0)["running_mean"].tolist() == [1, 1]
-
-
-def test_an_empty_batch_counts_for_nothing():
-    stats, *_ = gathered(nn.BatchNorm2d(3), [normal(4, 3, 2, 2), normal(0, 3, 2, 2)])
-    assert same_bits(stats.layers, gathered(nn.BatchNorm2d(3), [normal(4, 3, 2, 2)])[0].layers)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("norms", [False, True])
-def test_a_half_model_is_gathered_in_float32_and_keeps_its_dtype(dtype, norms):
-    name = str(dtype).removeprefix("torch.")
-    policy = f"params={name},compute={name}" if norms else None
-    model = nn.BatchNorm2d(16).to(dtype)
-    batches = [normal(32, 16, 8, 8, mean=100.0, seed=i).to(dtype) for i in range(4)]
-    stats, _, buffers, _ = gathered(model, batches, policy=policy)
-    assert_layer(stats.layers[""], *truth(batches), rtol=1e-6, atol=0)
-    assert ps.bn_buffers(stats, buffers)["running_var"].dtype is dtype
 
 
 def test_hand_written_batch_norms_are_caught():
@@ -324,14 +291,6 @@ def test_hand_written_batch_norms_are_caught():
 
 
 FRESH = {"mean": 0.0, "var": 1.0}
-
-
-def test_sync_batch_norm_is_gathered_on_this_rank():
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
-    x = normal(8, 3, mean=2.0)
-    stats, *_ = gathered(model, [x])
-    torch.testing.assert_close(stats.layers["0"].mean, x.double().mean(0))
-    assert type(model[0]) is nn.SyncBatchNorm
 
 
 # ---- merged, compiled, vmapped
@@ -356,23 +315,6 @@ def test_merging_is_associative_and_commutative_with_the_empty_state_as_its_unit
     empty = ps.init_bn_stats({"running_mean": torch.zeros(2), "running_var": torch.ones(2)})
     assert same_bits(ps.merge_bn_stats(a, empty), a)
     assert same_bits(ps.merge_bn_stats(empty, a), a)
-
-
-@pytest.mark.slow
-def test_compiled_it_agrees():
-    """To 1e-5: fused arithmetic."""
-    apply, params, buffers = ps.make_functional(net())
-    torch._dynamo.reset()
-
-    def step(stats, x):
-        return ps.accumulate_bn_stats(stats, apply, params, buffers, x)
-
-    eager = compiled = ps.init_bn_stats(buffers)
-    compiled_step = torch.compile(step, fullgraph=True)
-    for x in images(8, 8):
-        eager, compiled = step(eager, x), compiled_step(compiled, x)
-    assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
-    assert eager.layers["1"].count == 16 * 36
 
 
 def test_under_vmap_it_equals_a_loop():
@@ -400,9 +342,8 @@ def labelled():
     ("settings", "error", "message"),
     [
         ({"loader": []}, ValueError, "the loader gave no batch. Likely cause: it is empty"),
-        ({"loader": 3}, TypeError, "loader is int; expected an iterable"),
+        ({"call": lambda forward, batch: None}, ValueError, "did not call forward"),
         ({"num_samples": 0}, ValueError, "num_samples must be a whole number above 0, got 0"),
-        ({"num_samples": 1.5}, ValueError, r"got 1\.5"),
         ({"normalize": "running"}, ValueError, "must be 'batch' or 'sequential', got 'running'"),
         ({"estimator": "mean"}, ValueError, "estimator must be 'pooled' or 'within', got 'mean'"),
         ({"correction": -1}, ValueError, "correction must be 0 or a positive whole number, got -1"),
@@ -467,8 +408,14 @@ def stepped(loss_fn, params, buffers, *batches, bn_update="window", rule=RULE):
     return ps.train_step(state, list(batches), **settings)[0]
 
 
-@pytest.mark.parametrize("policy", ["float32", "params=float32,compute=float16,output=float32"])
-@pytest.mark.parametrize("sizes", [(8,), (4, 4, 4), (6, 2)])
+@pytest.mark.parametrize(
+    ("policy", "sizes"),
+    [
+        ("float32", (8,)),
+        ("float32", (6, 2)),
+        ("params=float32,compute=float16,output=float32", (4, 4, 4)),
+    ],
+)
 def test_a_window_updates_the_running_statistics_once_with_the_pooled_ones(policy, sizes):
     state, step = job(SGD, RULE, policy=policy, bn_update="window")
     state, _ = step(state, [batch(9)])
@@ -483,44 +430,24 @@ def test_a_window_updates_the_running_statistics_once_with_the_pooled_ones(polic
     assert new.buffers["1.num_batches_tracked"] == 2
 
 
-def test_one_microbatch_a_window_is_torchs_own_update():
-    """To 1e-6: one multiplication more."""
-    state, step = job(SGD, RULE, policy="float32")
-    each, info = step(state, [batch()])
-    window, other = step(state, [batch()], bn_update="window")
-    assert_close(each.buffers, window.buffers, rtol=1e-6, atol=1e-6)
-    assert same_bits((each.params, info.loss), (window.params, other.loss))
-
-
 def net_of_two():
     return ps.make_functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
 
 
-@pytest.mark.parametrize("bn_update", ["each", "window"])
-def test_a_batch_of_one_value_per_channel_is_refused_however_statistics_are_updated(bn_update):
-    apply, params, buffers = net_of_two()
-    with pytest.raises(ValueError, match=r"value.* per channel"):
-        stepped(mean_square_of(apply), params, buffers, torch.randn(1, 3), bn_update=bn_update)
-
-
 @pytest.mark.parametrize("on_nonfinite", ["drop_window", "drop_microbatch"])
-def test_what_a_window_drops_is_dropped_from_its_statistics_too(on_nonfinite):
+def test_what_a_window_drops_or_weighs_0_is_dropped_from_its_statistics_too(on_nonfinite):
     state, step = job(SGD, RULE, policy="float32", bn_update="window", on_nonfinite=on_nonfinite)
     x, y = batch(5)
     new, _ = step(state, [batch(1), (x * INF, y), batch(2)])
     clean, _ = step(state, [batch(1), batch(2)])
     assert same_bits(new.buffers, state.buffers if on_nonfinite == "drop_window" else clean.buffers)
-
-
-def test_weight_zero_keeps_a_microbatch_out_of_the_statistics():
-    state, step = job(SGD, RULE, policy="float32", bn_update="window")
     weigh = {"weight_fn": lambda b: len(b[1]) % 2}
     new, _ = step(state, [batch(1, 3), batch(2, 4)], **weigh)
     clean, _ = step(state, [batch(1, 3)], **weigh)
     assert same_bits(new.buffers, clean.buffers)
 
 
-def test_other_buffers_still_thread_through_the_microbatches():
+def test_a_window_threads_other_buffers_and_refuses_what_has_no_variance():
     model = module_of(
         lambda m, x: (m.calls.add_(1), m.net(x))[1], net=small_net(), calls=torch.tensor(0)
     )
@@ -528,24 +455,27 @@ def test_other_buffers_still_thread_through_the_microbatches():
     new = stepped(cross_entropy_of(apply), params, buffers, batch(0), batch(1))
     assert new.buffers["calls"] == 2
     assert new.buffers["net.1.num_batches_tracked"] == 1
-
-
-def test_a_model_without_batch_norm_takes_windows_too():
-    def loss_fn(params, buffers, x):
-        return params["w"].sum() * x, {"n": buffers["n"] + 1}
-
-    given = loss_fn, {"w": torch.ones(1)}, {"n": torch.tensor(0)}, 1.0, 2.0
-    assert same_bits(stepped(*given, bn_update="each"), stepped(*given))
+    loss_fn = lambda p, b, x: (apply(p, b, x[0])[0].square().mean(), b)  # noqa: E731
+    assert same_bits(stepped(loss_fn, params, buffers, batch(0)).buffers, buffers)
+    apply, params, buffers = net_of_two()
+    for bn_update in ("each", "window"):
+        with pytest.raises(ValueError, match=r"value.* per channel"):
+            stepped(mean_square_of(apply), params, buffers, torch.randn(1, 3), bn_update=bn_update)
 
 
 @pytest.mark.slow
-def test_windows_compile_and_vmap():
+def test_windows_and_statistics_compile_and_windows_vmap():
     """To 1e-5: other kernels."""
+    apply, params, buffers = ps.make_functional(net())
+    accumulate = lambda s, x: ps.accumulate_bn_stats(s, apply, params, buffers, x)  # noqa: E731
+    stats, (x,) = ps.init_bn_stats(buffers), images(8)
+    compiled = torch.compile(accumulate, fullgraph=True, backend="eager")(stats, x)
+    assert_close(compiled, accumulate(stats, x), rtol=1e-5, atol=1e-5)
     state, step = job(SGD, RULE, policy="float32", bn_update="window")
     microbatches = [batch(0), batch(1)]
     expected, _ = step(state, microbatches)
     torch._dynamo.reset()
-    compiled, _ = torch.compile(step, fullgraph=True, backend="aot_eager")(
+    compiled, _ = torch.compile(step, fullgraph=True, backend="eager")(
         clone(state), microbatches
     )
     assert_close(compiled, expected, rtol=1e-5, atol=1e-5)
@@ -567,39 +497,32 @@ class Rescaled(nn.Module):
         return self.b(self.a(x))
 
 
-@pytest.mark.parametrize("count", [1, 8])
-def test_a_layer_hands_on_what_it_would_in_training(count):
-    model = Rescaled()
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_layer_hands_on_what_it_would_in_training(frozen):
+    model, x = Rescaled(), normal(8, 3, mean=2.0)
     nn.init.constant_(model.a.bias, 3.0)
     nn.init.constant_(model.a.weight, 5.0)
-    x = normal(count, 3, mean=2.0)
+    model.a.train(not frozen)
     stats, *_ = gathered(model, [x])
-    inputs = model.a(x).detach() if count > 1 else torch.full((1, 3), 3.0)
-    frozen = Rescaled()
-    frozen.a.eval()
-    of_frozen, *_ = gathered(frozen, [x])
-    for layer, seen in ((stats.layers["b"], inputs), (of_frozen.layers["b"], frozen.a(x).detach())):
-        seen = seen.double()
-        if count > 1:
-            assert_layer(layer, seen.mean(0), seen.var(0))
-        torch.testing.assert_close(layer.mean, seen.mean(0), rtol=1e-5, atol=1e-5)
+    seen = model.a(x).detach()
+    assert_layer(stats.layers["b"], seen.mean(0), seen.var(0))
+    of_one, *_ = gathered(model.train(), [x[:1]])
+    assert_layer(of_one.layers["b"], torch.full((3,), 3.0), torch.full((3,), math.nan))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_module_is_gathered_by_any_backend(backend):
-    torch._dynamo.reset()
+def test_a_compiled_module_is_gathered():
     x = normal(64, 3, mean=3.0)
     apply, params, buffers = ps.make_functional(
-        torch.compile(nn.Sequential(nn.BatchNorm1d(3)), backend=backend)
+        torch.compile(nn.Sequential(nn.BatchNorm1d(3)), backend="eager")
     )
     new = ps.precise_bn(apply, params, buffers, [x])
     torch.testing.assert_close(next(v for k, v in new.items() if "running_mean" in k), x.mean(0))
 
 
 POLICIES = [
-    "params=bfloat16,compute=bfloat16", "params=float16", "compute=float16,norms=float16",
-    "compute=autocast(bfloat16),norms=bfloat16",
-    "params=float32,compute=float64", "params=float32,compute=float16,output=float32",
+    "params=bfloat16,compute=bfloat16", "params=float16",
+    "compute=autocast(bfloat16),norms=bfloat16", "params=float32,compute=float64",
+    "params=float32,compute=float16,output=float32",
 ]  # fmt: skip
 
 
@@ -610,23 +533,11 @@ def test_every_policy_is_gathered_and_trained_through(policy):
     x = normal(64, 3, mean=2.0)
     stats, params, buffers, apply = gathered(model, [x], policy=policy)
     assert_layer(stats.layers["0"], x.mean(0), x.var(0), rtol=1e-2, atol=1e-2)
+    assert all(b.dtype is buffers[name].dtype for name, b in ps.bn_buffers(stats, buffers).items())
     loss_fn = mean_square_of(apply)
     each = stepped(loss_fn, params, buffers, x, bn_update="each", rule=ps.NoScale())
     window = stepped(loss_fn, params, buffers, x, rule=ps.NoScale())
     assert_close(window.buffers, each.buffers, rtol=1e-2, atol=1e-2)
-
-
-def test_untouched_layers_come_out_in_fresh_memory():
-    model, x = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)), normal(8, 3)
-    model[1].eval()
-    apply, params, buffers = ps.make_functional(model)
-    stats = ps.init_bn_stats(buffers)
-    assert not shares_memory(stats, ps.accumulate_bn_stats(stats, apply, params, buffers, x))
-    model[0].eval()
-    apply, params, buffers = ps.make_functional(model)
-    for normalize in ("batch", "sequential"):
-        new = ps.precise_bn(apply, params, buffers, [x], normalize=normalize)
-        assert not shares_memory(buffers, new)
 
 
 def test_nested_buffers_are_refused_with_the_cure():
@@ -656,12 +567,6 @@ def test_a_window_takes_two_views_and_a_teacher_with_statistics_of_its_own():
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_window_leaves_buffers_alone_that_the_loss_does_not_change():
-    apply, params, buffers = net_of_two()
-    loss_fn = lambda p, b, x: (apply(p, b, x)[0].square().mean(), b)  # noqa: E731
-    assert same_bits(stepped(loss_fn, params, buffers, normal(8, 3)).buffers, buffers)
-
-
 @pytest.mark.parametrize("momentum", [None, 0.3])
 def test_a_window_uses_the_momentum_of_the_layer(momentum):
     model = module_of(
@@ -673,25 +578,3 @@ def test_a_window_uses_the_momentum_of_the_layer(momentum):
     new = stepped(*ps.make_functional(model), x).buffers["bn.running_mean"]
     pooled = torch.cat([x, x + 1]).mean(0)
     torch.testing.assert_close(new, pooled * (momentum or 1.0), rtol=1e-5, atol=1e-5)
-
-
-def test_every_batch_must_reach_forward():
-    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
-    calls = iter([True, False])
-    call = lambda forward, b: forward(b) if next(calls) else None  # noqa: E731
-    with pytest.raises(ValueError, match="did not call forward"):
-        ps.precise_bn(apply, params, buffers, [normal(4, 3)] * 2, call=call)
-
-
-def test_a_variance_beyond_float32_skips_the_batch():
-    stats, *_ = gathered(
-        nn.BatchNorm1d(1), [torch.tensor([[1e30], [-1e30]]), torch.tensor([[1.0], [2.0]])]
-    )
-    assert (stats.num_batches, stats.num_skipped) == (1, 1)
-
-
-def test_gathering_builds_no_graph():
-    apply, params, buffers = net_of_two()
-    params = {name: p.requires_grad_() for name, p in params.items()}
-    stats = ps.accumulate_bn_stats(ps.init_bn_stats(buffers), apply, params, buffers, normal(8, 3))
-    assert not any(t.requires_grad for t in tensors(stats))

@@ -4,14 +4,12 @@ import collections
 import copy
 import functools
 import gc
-import operator
 import pickle
 import threading
 import types
 import weakref
 from contextlib import nullcontext
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
@@ -26,14 +24,9 @@ from helpers import (
     small_net,
     trained,
 )
-from hypothesis import given
 from torch import nn
-from torch.nn.utils import prune
 
 import purescale as ps
-
-# torch says so of the LSTM with projections, and takes another kernel.
-pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
 
 class Tied(nn.Module):
@@ -106,8 +99,6 @@ MODULES = {
     "tied weights": (Tied, tokens),
     "one module twice": (TwoNames, flat),
     "lstm": (lstm, rows),
-    "gru": (lambda: nn.GRU(4, 3), rows),
-    "lstm with projection": (lambda: nn.LSTM(4, 3, proj_size=2), rows),
     "attention": (lambda: nn.MultiheadAttention(4, 2, batch_first=True), lambda: rows() * 3),
     "transformer": (
         lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
@@ -115,22 +106,12 @@ MODULES = {
     ),
     "weight_norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), flat),
     "spectral_norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), flat),
-    "orthogonal": (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), flat),
     "batch norm": (lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), flat),
-    "group norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4)), flat),
-    "conv": (lambda: nn.Conv1d(5, 3, 2, padding_mode="circular", padding=1), rows),
     "structured": (Structured, flat),
 }
 
 
-NO_VMAP_RULE = {
-    "lstm",
-    "gru",
-    "lstm with projection",
-    "transformer",
-    "weight_norm",
-    "spectral_norm",
-}
+NO_VMAP_RULE = {"lstm", "transformer", "weight_norm", "spectral_norm"}
 
 
 @pytest.fixture(params=MODULES, ids=str)
@@ -215,28 +196,6 @@ def test_apply_under_vmap_equals_a_loop(case):
         torch.testing.assert_close({name: t[index] for name, t in new_buffers.items()}, expected[1])
 
 
-def test_keyword_arguments_and_structures_pass_through():
-    apply, params, buffers = ps.make_functional(Structured())
-    out, new_buffers = apply(params, buffers, torch.ones(3, 4), scale=2.0, extra="label")
-    assert out["parts"][1] == ("label", 3)
-    assert new_buffers["calls"] == 1
-    assert buffers["calls"] == 0
-    assert "offset" in buffers
-
-
-def test_a_module_in_eval_mode_inside_a_model_in_train_mode_stays_frozen():
-    model = nn.Sequential(nn.BatchNorm1d(2).eval(), nn.BatchNorm1d(2))
-    _, buffers = called(model, torch.randn(4, 2) + 3)
-    assert same_bits(buffers["0.running_mean"], torch.zeros(2))
-    assert not same_bits(buffers["1.running_mean"], torch.zeros(2))
-
-
-@pytest.mark.parametrize("train", [True, False])
-def test_train_decides_for_a_model_that_is_in_eval_mode_as_a_whole(train):
-    _, buffers = called(nn.BatchNorm1d(2).eval(), torch.randn(4, 2), train=train)
-    assert buffers["num_batches_tracked"] == int(train)
-
-
 @pytest.mark.parametrize(
     ("frozen", "names"),
     [([0], ["1.weight", "1.bias"]), ([0, 1], ["0.weight", "0.bias", "1.weight", "1.bias"])],
@@ -262,9 +221,9 @@ class BatchNormOfALibrary(nn.modules.batchnorm._BatchNorm):
 @pytest.mark.parametrize(
     ("model", "names"),
     [
-        (nn.LayerNorm(2), {"weight", "bias"}),
         (nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)), {"1.weight", "1.bias"}),
         (nn.Sequential(nn.GroupNorm(1, 2), nn.RMSNorm(2)), {"0.weight", "0.bias", "1.weight"}),
+        (nn.Sequential(nn.LayerNorm(2), nn.LSTM(2, 2)), {"0.weight", "0.bias"}),
         (nn.Sequential(nn.Linear(2, 2), BatchNormOfALibrary(2)), {"1.weight", "1.bias"}),
     ],
 )
@@ -275,7 +234,6 @@ def test_norm_params_names_the_weights_of_norms(model, names):
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda: nn.LazyLinear(2), "weight"),
         (lambda: nn.Sequential(nn.LazyBatchNorm1d()), "0.weight"),
         (lambda: nn.LazyBatchNorm1d(affine=False), "running_mean"),
     ],
@@ -284,11 +242,6 @@ def test_a_lazy_parameter_or_buffer_is_refused_by_name(make, name):
     words = rf"{name} is not initialised yet.*run `model\(example_batch\)` once"
     with pytest.raises(ValueError, match=words):
         ps.make_functional(make())
-
-
-def test_what_is_no_module_is_refused():
-    with pytest.raises(TypeError, match=r"takes an nn\.Module, got function"):
-        ps.make_functional(lambda x: x)
 
 
 # ---- a forward that writes into its parameters
@@ -330,37 +283,22 @@ HOW = {
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("how", HOW)
-def test_a_forward_that_replaces_a_parameter_is_refused_and_params_stay(how):
-    model = Writes(lambda m: setattr(m, "w", nn.Parameter(m.w / 2)))
-    apply, params, buffers = ps.make_functional(model)
-    with Untouched((params, buffers)), pytest.raises(RuntimeError, match=r"its parameter w.*Fix: "):
-        HOW[how](lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())(params)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(
+    ("write", "how"),
+    [*((write, "eager") for write in WRITES), *(("a view", how) for how in HOW if how != "eager")],
+)
 def test_a_forward_that_writes_into_a_parameter_is_an_error_that_names_it(write, how):
     apply, params, buffers = ps.make_functional(Writes(WRITES[write]))
     with pytest.raises(RuntimeError, match=r"wrote into its parameter w, so params\['w'\] changed"):
         HOW[how](lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())(params)
 
 
-@pytest.mark.parametrize(
-    "write", [lambda m: m.w.data.clamp_(0, 1), *map(WRITES.get, ("clamp_", "a view"))]
-)
-def test_a_compiled_forward_that_writes_into_a_parameter_leaves_params_alone(write):
+def test_a_compiled_forward_that_writes_into_a_parameter_leaves_params_alone():
+    write = lambda m: (m.w.data.clamp_(0, 1), WRITES["a view"](m))  # noqa: E731
     apply, params, buffers = ps.make_functional(Writes(write))
     forward = torch.func.grad(lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())
     with Untouched(params):
         in_one_graph(forward)(params)
-
-
-def test_data_may_be_read():
-    model = Writes(lambda m: m.running.mul_(m.w.data.norm()))
-    _, buffers = called(model, torch.ones(1, 3))
-    assert same_bits(buffers["running"], torch.full((3,), model.w.norm().item()))
 
 
 @pytest.mark.parametrize(
@@ -411,12 +349,11 @@ def test_a_compiled_piece_inside_of_an_eager_forward_takes_its_parameters():
 
 
 @pytest.mark.filterwarnings("ignore:the forward of the model left another value")
-@pytest.mark.parametrize(
-    "make", [TwoNames, Structured, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))]
-)
+@pytest.mark.parametrize("make", [TwoNames, Structured])
 @pytest.mark.parametrize("fails", [False, True])
-def test_no_tensor_of_a_call_is_kept_alive(make, fails):
+def test_no_tensor_of_a_call_is_kept_alive_and_the_next_call_is_as_before(make, fails):
     apply, params, buffers = ps.make_functional(make())
+    before = apply(params, buffers, torch.ones(1, 4))
     mine = {name: p.clone() for name, p in params.items()}
     memory = [weakref.ref(p.untyped_storage()) for p in mine.values()]
     with pytest.raises(RuntimeError) if fails else nullcontext():
@@ -424,13 +361,6 @@ def test_no_tensor_of_a_call_is_kept_alive(make, fails):
     del mine
     gc.collect()
     assert [ref() for ref in memory] == [None] * len(memory)
-
-
-def test_a_call_after_one_that_failed_is_as_before():
-    apply, params, buffers = ps.make_functional(TwoNames())
-    before = apply(params, buffers, torch.ones(1, 4))
-    with pytest.raises(RuntimeError):
-        apply(params, buffers, torch.ones(1, 3))
     assert same_bits(apply(params, buffers, torch.ones(1, 4)), before)
 
 
@@ -476,16 +406,14 @@ def does(what, state=None):
         (lambda m, x: m.register_buffer("cos", x), "registered 'cos' in its Made.*Fix: run `model"),
         (lambda m, x: setattr(m, "later", x), "registered 'later' in its Made"),
         (lambda m, x: setattr(m, "more", nn.Parameter(x)), "registered 'more' in its Made"),
-        (lambda m, x: setattr(m, "part", nn.Linear(1, 1)), "registered 'part' in its Made"),
         (lambda m, x: m.layers or m.layers.append(nn.Linear(3, 3)), "of the model registered"),
-        (lambda m, x: m.linear.register_buffer("late", x), "of the model registered"),
         (
             lambda m, x: m.relu.register_parameter("late", nn.Parameter(x.clone())),
             "of the model registered",
         ),
         (lambda m, x: setattr(m, "state", None), "removed its buffer state, or set it to None"),
         (lambda m, x: delattr(m, "state"), "removed its buffer state, or set it to None"),
-        (lambda m, x: setattr(m, "w", None), "removed its parameter w.*Fix: "),
+        (lambda m, x: setattr(m, "w", nn.Parameter(m.w / 2)), "replaced its parameter w.*Fix: "),
         (lambda m, x: delattr(m, "w"), "removed its parameter w.*Fix: "),
     ],
 )
@@ -496,28 +424,12 @@ def test_what_is_not_there_in_every_call_is_refused_every_time(what, message):
             apply(params, buffers, torch.ones(1, 3))
 
 
-@pytest.mark.parametrize(
-    "register",
-    [lambda m, x: m.register_buffer("late", x), lambda m, x: m.add_module("late", nn.ReLU())],
-    ids=["a buffer", "a module"],
-)
-def test_what_is_put_into_an_empty_module_is_refused_in_a_compiled_call_too(register):
-    empty = module_of(lambda m, x: (register(m, x), x)[1])
+def test_what_is_put_into_an_empty_module_is_refused_in_a_compiled_call_too():
+    empty = module_of(lambda m, x: (m.register_buffer("late", x), x)[1])
     apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 3), empty))
     compiled = torch.compile(lambda p, x: apply(p, buffers, x)[0], backend="eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="the forward of the model registered"):
         compiled(params, torch.ones(1, 3))
-
-
-def test_a_model_that_has_seen_a_batch_has_its_late_buffer():
-    def forward(m, x):
-        if not hasattr(m, "cos"):
-            m.register_buffer("cos", torch.cos(x))
-        return x * m.cos
-
-    model, x = module_of(forward), torch.ones(2)
-    model(x)
-    assert same_bits(called(model, x)[0], model(x))
 
 
 @pytest.mark.parametrize("with_graph", [True, False])
@@ -533,9 +445,6 @@ def test_a_buffer_that_is_replaced_by_an_argument_shares_no_memory_with_it(with_
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda apply: apply, lambda apply: ps.with_policy(apply, "float32")]
-)
-@pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         (lambda p, b, x: (p, x), TypeError, r"buffers is a tensor of shape \(4, 2\).*Fix: `out, b"),
@@ -545,22 +454,15 @@ def test_a_buffer_that_is_replaced_by_an_argument_shares_no_memory_with_it(with_
             TypeError,
             r"params\['weight'\] is NoneType",
         ),
-        (lambda p, b, x: (b, p, x), RuntimeError, "params and buffers are swapped"),
         (lambda p, b, x: ({}, b, x), RuntimeError, "params has .*: missing bias, weight; not in "),
         (lambda p, b, x: (p, b | {"k": x}, x), RuntimeError, "buffers has .*not in the model: k"),
     ],
 )
-def test_what_are_no_params_and_buffers_of_the_model_is_refused(wrap, arguments, error, message):
+def test_what_are_no_params_and_buffers_of_the_model_is_refused(arguments, error, message):
     apply, params, buffers = ps.make_functional(nn.BatchNorm1d(2))
-    with pytest.raises(error, match=message):
-        wrap(apply)(*arguments(params, buffers, torch.ones(4, 2)))
-
-
-@pytest.mark.parametrize("teacher", [nn.Linear(2, 1), nn.BatchNorm1d(2)])
-def test_the_parameters_of_a_frozen_teacher_among_its_buffers_are_told_so(teacher):
-    apply, params, buffers = ps.make_functional(teacher.requires_grad_(False))
-    with pytest.raises(RuntimeError, match=r"as in a frozen teacher, all belong in params.*Fix: "):
-        apply({}, params | buffers, torch.ones(4, 2))
+    for call in (apply, ps.with_policy(apply, "float32")):
+        with pytest.raises(error, match=message):
+            call(*arguments(params, buffers, torch.ones(4, 2)))
 
 
 # ---- and back
@@ -578,9 +480,8 @@ class Everything(nn.Module):
         self.register_buffer("adjacency", torch.eye(2).to_sparse())
 
 
-@given(st.integers(0, 2**31), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
-def test_load_into_is_the_way_back_of_make_functional_in_any_dtype(seed, dtype):
-    torch.manual_seed(seed)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_load_into_is_the_way_back_of_make_functional_in_any_dtype(dtype):
     source, target = Everything().to(dtype), Everything()
     before = tensors_of(target)
     _, params, buffers = ps.make_functional(source)
@@ -606,7 +507,6 @@ def test_load_into_shares_no_memory_and_an_optimizer_of_the_model_sees_it():
     ("change", "message"),
     [
         (lambda p, b: (p | {"weight": torch.ones(3)}, b), r"weight has shape \(3,\), .* \(2,\)"),
-        (lambda p, b: ({"bias": p["bias"]}, b), "missing weight"),
         (lambda p, b: (p, {}), "missing running_mean, missing running_var, missing num_batches"),
         (lambda p, b: (p | {"gamma": p["weight"]}, b), "gamma is not in the model"),
         (lambda p, b: (p | b, b), "running_mean is in both dicts"),
@@ -643,24 +543,19 @@ def test_load_into_changes_nothing_where_torch_would_refuse_a_later_copy(late, g
         ps.load_into(model, params, {"late": given})
 
 
-@pytest.mark.parametrize(
-    "arguments", [(torch.ones(1), {}, {}), (nn.Linear(1, 1), [], {}), (nn.Linear(1, 1), {}, None)]
-)
-def test_load_into_refuses_what_is_no_model_and_no_dict(arguments):
-    with pytest.raises(TypeError, match="Fix: "):
-        ps.load_into(*arguments)
+def test_what_is_no_model_and_no_dict_is_refused():
+    for arguments in ((torch.ones(1), {}, {}), (nn.Linear(1, 1), {}, None)):
+        with pytest.raises(TypeError, match="Fix: "):
+            ps.load_into(*arguments)
+    with pytest.raises(TypeError, match=r"takes an nn\.Module, got function"):
+        ps.make_functional(lambda x: x)
 
 
 # ---- sparse buffers
 
-pytestmark = [
-    pytestmark,
-    pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta"),
-]
-
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"donate": True}, {"on_nonfinite": "drop_microbatch"}, {"max_retries": 1}]
+    "settings", [{"donate": True}, {"on_nonfinite": "drop_microbatch", "max_retries": 1}]
 )
 def test_a_step_of_a_net_over_a_graph_keeps_its_sparse_adjacency(settings):
     def forward(m, x):
@@ -751,11 +646,9 @@ def tied_to_a_head():
 @pytest.mark.parametrize(
     ("make", "rows"),
     [
-        (lambda: nn.Embedding(3, 2, max_norm=0.1), [0, 2]),
         (lambda: nn.EmbeddingBag(3, 2, max_norm=0.1), [[0, 2]]),
         (tied_to_a_head, [0, 2]),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Embedding(3, 2, max_norm=0.1)), [0, 2]),
-        (lambda: prune.l1_unstructured(nn.Embedding(3, 2, max_norm=0.1), "weight", 0.5), [0, 2]),
     ],
 )
 def test_an_embedding_that_renormalises_its_weight_leaves_params_alone(make, rows):
@@ -774,16 +667,7 @@ class Holder:
         self.weight = weight
 
 
-class Numbered(list):
-    def __len__(self):
-        raise NotImplementedError
-
-
 Pair = collections.namedtuple("Pair", "first second")
-
-
-def weight_of(module):
-    return module.w
 
 
 class Elsewhere(nn.Module):
@@ -803,22 +687,11 @@ class Elsewhere(nn.Module):
 FOLLOWED = {
     "a list": (lambda m: [m.w], lambda kept: kept[0]),
     "a list in a dict in a tuple": (lambda m: ({"a": [1, m.w]},), lambda kept: kept[0]["a"][1]),
-    "a dict": (lambda m: {"w": m.w}, lambda kept: kept["w"]),
     "a helper object": (lambda m: Holder(m.w), lambda kept: kept.weight),
     "a module in a list, with a tied weight": (lambda m: [tied(m.w)], lambda kept: kept[0].weight),
     "a partial": (lambda m: functools.partial(dict, w=m.w), lambda kept: kept()["w"]),
     "its module in a tuple": (lambda m: (m,), lambda kept: kept[0].w),
     "a method": (lambda m: m.parameters, lambda kept: next(kept())),
-    "a function that was bound by hand": (
-        lambda m: types.MethodType(weight_of, m),
-        lambda kept: kept(),
-    ),
-    "a partial that was bound by hand": (
-        lambda m: types.MethodType(functools.partial(lambda w, key: {key: w}, m.w), "w"),
-        lambda kept: kept()["w"],
-    ),
-    "a tuple": (lambda m: (m.w,), lambda kept: kept[0]),
-    "a tuple in a list": (lambda m: [(1, m.w)], lambda kept: kept[0][1]),
     "a named tuple": (lambda m: Pair(1, m.w), lambda kept: kept.second),
     "positional arguments": (lambda m: functools.partial(torch.mul, m.w), lambda kept: kept(1)),
     "a deque": (lambda m: collections.deque([m.w]), lambda kept: kept[0]),
@@ -826,13 +699,9 @@ FOLLOWED = {
 }
 REFUSED = {
     "a set": lambda m: {m.w},
-    "a set of layers": lambda m: {m},
-    "a frozen set": lambda m: frozenset([m.w]),
     "a key": lambda m: {m.w: 1},
-    "a list of a user's class": lambda m: Numbered([m.w]),
     "a namespace": lambda m: types.SimpleNamespace(deep=[m]),
     # objects that are not written in Python
-    "a caller of a method": lambda m: operator.methodcaller("mul", m.w),
     "a method of the tensor": lambda m: m.w.t,
     "a closure": lambda m: lambda: m.w,
     "a cached method": lambda m: functools.lru_cache(m.parameters),
@@ -852,7 +721,7 @@ def tied(weight):
     ("where", "how"),
     [
         *((where, lambda f: f) for where in FOLLOWED),
-        *((where, in_one_graph) for where in ("a list", "a helper object", "a method", "a tuple")),
+        *((where, in_one_graph) for where in ("a list", "a helper object", "a method")),
     ],
 )
 def test_a_weight_that_stands_elsewhere_too_is_that_of_the_call(where, how):
@@ -875,33 +744,21 @@ def test_a_weight_where_none_can_be_put_is_refused_by_name(where):
 # What a forward reads of a tensor that has no value in a call.
 OPERATIONS = [
     lambda w, x: x @ w,
-    lambda w, x: torch.mm(x, w),
-    lambda w, x: torch.addmm(x, x, w),
     lambda w, x: F.linear(x, w),
     lambda w, x: torch.cat([x, w]),
-    lambda w, x: torch.baddbmm(x[None], x[None], w),
-    lambda w, x: w + 1,
     lambda w, x: 1 - w,
     lambda w, x: w.shape,
-    lambda w, x: w.t(),
-    lambda w, x: w.detach(),
-    lambda w, x: w.data,
     lambda w, x: w[0],
-    lambda w, x: w == x,
     lambda w, x: bool(w),
     lambda w, x: x.mul_(w),
-    lambda w, x: torch.empty_like(w),
 ]
 
 
 @pytest.mark.parametrize(
     ("view", "keep", "operation"),
     [
-        *(
-            (view, keep, lambda w, x: x @ w)
-            for view in (lambda w: w.detach(), lambda w: w.t(), lambda w: w * 2)
-            for keep in (lambda t: t, lambda t: [t], lambda t: (t,))
-        ),
+        (lambda w: w.t(), lambda t: [t], lambda w, x: x @ w),
+        (lambda w: w * 2, lambda t: (t,), lambda w, x: x @ w),
         *((lambda w: w.detach(), lambda t: t, operation) for operation in OPERATIONS),
     ],
 )
@@ -915,9 +772,8 @@ def test_what_was_computed_from_a_weight_before_is_refused_where_it_is_read(view
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.:FutureWarning")
-@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
-def test_a_weight_that_a_hook_computes_in_each_forward_is_no_such_thing(norm):
-    model, x = norm(nn.Linear(5, 5)), torch.ones(2, 5)
+def test_a_weight_that_a_hook_computes_in_each_forward_is_no_such_thing():
+    model, x = nn.utils.spectral_norm(nn.Linear(5, 5)), torch.ones(2, 5)
     assert same_bits(called(model, x)[0], model(x).detach())
 
 
@@ -951,21 +807,11 @@ def test_a_weight_that_is_read_in_the_backward_pass_is_that_of_the_call():
     x = torch.ones(2, 5, requires_grad=True)
     outs = [apply({"w": params["w"] * k}, buffers, x)[0] for k in (2, 3)]
     for k, out in zip((2, 3), outs, strict=True):
-        (grad,) = torch.autograd.grad(out.sum(), x)
+        (grad,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
         assert same_bits(grad, torch.full((2, 5), float(k)))
-
-
-@pytest.mark.parametrize(
-    "model",  # the whole, and a part of it
-    [ReadsLater(), module_of(lambda m, x, **k: m.part(x, **k), part=ReadsLater())],
-)
-def test_a_module_that_a_graph_keeps_gets_no_tensors_of_another_call(model):
-    apply, params, buffers = ps.make_functional(model)
-    x = torch.ones(2, 5, requires_grad=True)
-    out, _ = apply(params, buffers, x)
-    others = {name: weight * 7 for name, weight in params.items()}
-    apply(others, buffers, x, then=lambda: out.sum().backward())
-    assert same_bits(x.grad, torch.ones(2, 5))
+    # also during another call
+    apply({"w": params["w"] * 7}, buffers, x, then=lambda: outs[0].sum().backward())
+    assert same_bits(x.grad, torch.full((2, 5), 2.0))
 
 
 # ---- functions that hold the live model
@@ -981,13 +827,8 @@ def patched(net):
 
 
 def through_a_helper(net):
-    held = {"deep": [Holder(net[1])]}
-    net[0].register_forward_hook(lambda module, inputs, out: held["deep"][0].weight(out))
-
-
-def over_a_tensor(net):
-    weight = net[0].weight
-    net[1].register_forward_pre_hook(lambda module, inputs: inputs[0] + weight.sum())
+    kept = {"deep": [Holder(net[1])]}
+    net[0].register_forward_hook(lambda module, inputs, out: kept["deep"][0].weight(out))
 
 
 def over_a_global(net):
@@ -998,26 +839,16 @@ def over_a_global(net):
 
 GLOBALS = {}
 LIVE = {
-    "a hook that calls another": (
-        lambda net: net[0].register_forward_hook(lambda module, inputs, out: net[1](out)),
-        "0._forward_hooks.* of the model holds its module itself",
-    ),
-    "patched": (patched, "1.forward.* of the model holds its module 1"),
-    "compiled": (
-        lambda net: setattr(net[0], "forward", torch.compile(net[0].forward, backend="eager")),
-        "0.forward.* of the model holds its module 0",
-    ),
-    "a helper": (through_a_helper, "0._forward_hooks.* of the model holds its module 1"),
-    "a tensor": (over_a_tensor, "1._forward_pre_hooks.* of the model holds its tensor 0.weight"),
-    "a global": (over_a_global, "0._forward_hooks.* of the model holds its module itself"),
+    patched: "1.forward.* of the model holds its module 1",
+    through_a_helper: "0._forward_hooks.* of the model holds its module 1",
+    over_a_global: "0._forward_hooks.* of the model holds its module itself",
 }
 
 
-@pytest.mark.parametrize("where", LIVE)
-def test_a_function_that_holds_the_live_model_is_refused_by_name(where):
-    change, message = LIVE[where]
+@pytest.mark.parametrize("change", LIVE)
+def test_a_function_that_holds_the_live_model_is_refused_by_name(change):
     change(net := net_of_two())
-    with pytest.raises(ValueError, match=f"{message}.*Fix: "):
+    with pytest.raises(ValueError, match=f"{LIVE[change]}.*Fix: "):
         ps.make_functional(net)
 
 
@@ -1062,19 +893,10 @@ def test_a_hook_on_a_parameter_is_refused_by_name(hook):
         ps.make_functional(net)
 
 
-def test_a_hook_on_a_frozen_parameter_has_nothing_to_change():
-    net = net_of_two()
-    net[0].weight.register_hook(torch.neg)
-    net[0].requires_grad_(False)
-    x = torch.arange(10.0).reshape(2, 5)
-    assert same_bits(called(net, x)[0], net(x).detach())
-
-
 # ---- what an apply is
 
 
-@pytest.mark.parametrize("make", [nn.RNN, nn.GRU, nn.LSTM])
-def test_the_weights_of_an_rnn_stay_where_they_are_in_memory(make, monkeypatch):
+def test_the_weights_of_an_rnn_stay_where_they_are_in_memory(monkeypatch):
     def forward(m, x):
         m.rnn.flatten_parameters()
         return m.rnn(x)[0]
@@ -1084,7 +906,7 @@ def test_the_weights_of_an_rnn_stay_where_they_are_in_memory(make, monkeypatch):
             for weight in rnn._flat_weights:
                 weight.set_(weight.clone())
 
-    model = module_of(forward, rnn=make(5, 3))
+    model = module_of(forward, rnn=nn.GRU(5, 3))
     apply, params, buffers = ps.make_functional(model)
     expected = model(torch.ones(2, 5)).detach()
     monkeypatch.setattr(nn.RNNBase, "flatten_parameters", moved)
@@ -1092,11 +914,9 @@ def test_the_weights_of_an_rnn_stay_where_they_are_in_memory(make, monkeypatch):
         assert same_bits(apply(params, buffers, torch.ones(2, 5))[0], expected)
 
 
-@pytest.mark.parametrize("script", ["script", "trace"])
 @pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated")
-def test_a_part_of_torch_jit_is_refused_by_name(script):
-    layer = nn.Linear(5, 5)
-    part = torch.jit.script(layer) if script == "script" else torch.jit.trace(layer, torch.ones(5))
+def test_a_part_of_torch_jit_is_refused_by_name():
+    part = torch.jit.trace(nn.Linear(5, 5), torch.ones(5))
     with pytest.raises(TypeError, match=r"^1 is a \w+ of torch.jit.*Fix: "):
         ps.make_functional(nn.Sequential(nn.ReLU(), part))
 
@@ -1155,12 +975,11 @@ def test_a_call_while_another_goes_on_does_not_see_the_hooks_that_it_installed()
     assert same_bits(inner, 2 * F.linear(x, params["layer.weight"], params["layer.bias"]))
 
 
-@pytest.mark.parametrize("how", [lambda f: f, in_one_graph])
 @pytest.mark.parametrize(
-    ("own", "value"),
+    ("own", "value", "how"),
     [
-        (torch.zeros(3), lambda old: (old + 0.5).half()),
-        (torch.zeros(3, dtype=torch.int64), lambda old: old + 0.5),
+        (torch.zeros(3), lambda old: (old + 0.5).half(), in_one_graph),
+        (torch.zeros(3, dtype=torch.int64), lambda old: old + 0.5, lambda f: f),
     ],
 )
 def test_a_buffer_that_is_replaced_in_another_dtype_keeps_its_own_unless_it_would_be_truncated(

@@ -5,7 +5,7 @@ import logging
 import hypothesis.strategies as st
 import pytest
 import torch
-from helpers import Untouched, assert_close, examples, module_of, same_bits, shares_memory
+from helpers import Untouched, examples, module_of, same_bits, shares_memory
 from hypothesis import given
 from test_bn_stats import INF, Rescaled, gathered, images, labelled, net, normal, truth
 from torch import nn
@@ -56,22 +56,17 @@ def taken(batches, num_samples, **settings):
 @pytest.mark.parametrize(
     ("sizes", "num_samples", "expected"),
     [
-        ([0, *[64] * 200], 128, 3),  # the empty one and two more
-        ([0, 0, *[64] * 200], 1, 3),
-        ([64, 0, *[64] * 200], 128, 3),
-        ([1, *[64] * 200], 128, 2),
-        ([1, *[64] * 200], 129, 3),
-        ([64, 8, *[64] * 200], 128, 3),
-        ([0, 0], 128, 2),
+        ([0, *[64] * 9], 128, 3),  # the empty one and two more
+        ([1, *[64] * 9], 128, 2),
+        ([1, *[64] * 9], 129, 3),
+        ([64, 8, *[64] * 9], 128, 3),
     ],
 )
-def test_samples_are_counted_as_they_come_so_that_an_odd_batch_is_no_measure_of_the_others(
-    sizes, num_samples, expected
-):
+def test_an_odd_batch_is_no_measure_of_the_others(sizes, num_samples, expected):
     assert taken([torch.ones(size, 3) for size in sizes], num_samples) == expected
 
 
-@examples(30)
+@examples(15)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 40))
 def test_of_batches_that_do_not_grow_as_many_are_taken_as_fit_and_one_at_least(sizes, num_samples):
     sizes.sort(reverse=True)
@@ -80,53 +75,15 @@ def test_of_batches_that_do_not_grow_as_many_are_taken_as_fit_and_one_at_least(s
     assert count == len(sizes) or sum(sizes[:count]) + sizes[count - 1] > num_samples
 
 
-@pytest.mark.parametrize(
-    ("make", "call"),
-    [
-        (lambda: normal(3, 8), lambda forward, image: forward(image.mean(1)[None])),
-        (lambda: (normal(3, 8), 7), lambda forward, batch: forward(batch[0].mean(1)[None])),
-        (lambda: "one text", lambda forward, text: forward(torch.ones(1, 3))),
-        (
-            lambda: {"names": ["a", "b"], "x": normal(1, 3)},
-            lambda forward, batch: forward(batch["x"]),
-        ),
-    ],
-)
-def test_a_sample_is_a_row_that_forward_was_given_whatever_the_batch_looks_like(make, call):
-    assert taken([make() for _ in range(20)], 6, call=call) == 6
+def test_a_sample_is_a_row_that_forward_was_given():
+    parts = lambda forward, x: [forward(part) for part in x.split(2)]  # noqa: E731
+    assert taken([normal(8, 3)] * 9, 16, call=parts) == 2
+    assert taken(["a text"] * 9, 6, call=lambda forward, text: forward(torch.ones(1, 3))) == 6
 
 
-def test_a_batch_that_is_fed_in_parts_counts_as_all_of_them():
-    batches = [normal(8, 3) for _ in range(20)]
-    assert taken(batches, 16, call=lambda forward, x: [forward(part) for part in x.split(2)]) == 2
-
-
-def test_what_is_no_array_is_counted_by_its_length():
-    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
-    fed = []
-
-    def texts(params, buffers, names):
-        fed.append(names)
-        return apply(params, buffers, torch.ones(len(names), 3))
-
-    batches, call = [("a", "b", "c")] * 9, lambda forward, batch: forward(batch)
-    ps.precise_bn(texts, params, buffers, batches, num_samples=6, call=call)
-    assert len(fed) == 2
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [torch.ones(4, 3), (torch.ones(4, 3),), [torch.ones(4, 3)], {"x": torch.ones(4, 3)}],
-    ids=["tensor", "tuple", "list", "dict"],
-)
-def test_the_default_feeds_tensors_tuples_lists_and_dicts(batch):
+@pytest.mark.parametrize("batch", [torch.ones(4, 3), (torch.ones(4, 3),), {"x": torch.ones(4, 3)}])
+def test_the_default_feeds_tensors_tuples_and_dicts(batch):
     assert precise(labelled(), [batch])[0]["bn.running_mean"].tolist() == [1, 1, 1]
-
-
-def test_call_is_given_what_the_model_returns():
-    outs = []
-    precise(net(), loader(4, 4), call=lambda forward, batch: outs.append(forward(batch[0])))
-    assert [tuple(out.shape) for out in outs] == [(4, 5), (4, 5)]
 
 
 def test_the_report_names_layers_skipped_batches_and_what_was_left_alone(caplog):
@@ -135,27 +92,22 @@ def test_the_report_names_layers_skipped_batches_and_what_was_left_alone(caplog)
     )
     with caplog.at_level(logging.INFO, logger="purescale"):
         precise(model, [normal(4, 4, 8, 8), normal(4, 4, 8, 8) * INF])
-    for words in (
-        "1 layers from 1 batches, 1 more skipped as not finite",
-        "1 layers saw no data and keep their buffers: 3",
-        "instance and group norms have no statistics of the batch and are left alone: 1, 2",
-    ):
-        assert words in caplog.text
-    assert "too few" not in caplog.text
+    assert "1 batches, 1 more skipped as not finite; of 2 layers no data for: 3" in caplog.text
+    assert "fewer" not in caplog.text
+    assert same_bits(*precise(net(), [x * INF for x in images(4)]))
+    assert "all batches were skipped as not finite" in caplog.text
 
 
 def test_too_few_values_for_the_batch_regime_are_warned_about(caplog):
     precise(net(), images(4, 4))
-    assert "layer '9' has 4 values per channel in a batch" in caplog.text
+    assert (
+        "fewer than 32 values per channel in a batch, too noisy to normalise with, in: 9"
+        in caplog.text
+    )
     assert "normalize='sequential'" in caplog.text
     caplog.clear()
     precise(net(), images(4, 4), normalize="sequential")
     assert not caplog.text
-
-
-def test_a_pass_of_only_bad_batches_keeps_the_buffers_and_warns(caplog):
-    assert same_bits(*precise(net(), [x * INF for x in images(4)]))
-    assert "all 1 batches were skipped as not finite" in caplog.text
 
 
 def test_a_bar_is_shown_on_demand(capfd):
@@ -207,14 +159,6 @@ def test_sequential_statistics_are_those_that_the_model_sees_at_eval():
     assert worst["batch"] > 1e-3
 
 
-def test_sequential_does_not_depend_on_how_the_data_is_cut():
-    (x,) = images(12)
-    one, many = (
-        precise(net(), data, normalize="sequential")[0] for data in ([x], list(x.split([5, 1, 6])))
-    )
-    assert_close(one, many, rtol=1e-5, atol=1e-6)
-
-
 def test_sequential_refuses_a_one_shot_iterator_before_anything_is_drawn():
     once = iter(images(4))
     with pytest.raises(ValueError, match=r"over the loader once per layer.*list\(batches\)"):
@@ -242,37 +186,23 @@ def test_sequential_refuses_layers_whose_order_changes():
 
 
 def test_a_loader_of_images_and_labels_that_the_default_cannot_feed_shows_the_cure():
-    with pytest.raises(TypeError, match=r"a batch that is a tuple: .*Fix: call=lambda forward"):
+    with pytest.raises(TypeError, match="takes 2 positional arguments") as refused:
         precise(labelled(), [(torch.ones(4, 3), torch.ones(4))])
-
-
-def test_what_the_loader_raises_goes_through():
-    def broken():
-        yield torch.ones(4, 3)
-        raise OSError("disk")
-
-    with pytest.raises(OSError, match="disk"):
-        precise(labelled(), broken())
+    assert "call=lambda forward, batch: forward(batch[0])" in refused.value.__notes__[0]
 
 
 # ---- what a review found
 
 
-def test_sequential_leaves_a_bad_batch_out_of_every_layer():
+def test_sequential_leaves_a_bad_or_empty_batch_out_of_every_layer():
     model = two_norms(lambda m, x: m.b(torch.relu(m.a(x))))
     x, bad = normal(64, 3), normal(64, 3, mean=3.0, seed=1)
     bad[0, 0] = -INF
-    assert same_bits(*(precise(model, d, normalize="sequential") for d in ([x, bad], [x])))
-
-
-def test_sequential_passes_over_empty_batches_and_reports_all_layers(caplog):
-    x = normal(64, 3, mean=2.0)
-    expected = precise(Rescaled(), [x], normalize="sequential")
-    with caplog.at_level(logging.INFO, logger="purescale"):
-        for data in ([x, x[:0]], [x[:0], x]):
-            assert same_bits(precise(Rescaled(), data, normalize="sequential"), expected)
-    assert "2 layers from 2 batches" in caplog.text
-    assert "saw no data" not in caplog.text
+    once, *others = (
+        precise(model, data, normalize="sequential")
+        for data in ([x], [x, bad], [x, x[:0]], [x[:0], x])
+    )
+    assert all(same_bits(other, once) for other in others)
 
 
 def test_sequential_goes_through_the_loader_once_a_layer_with_its_own_estimator():
@@ -288,9 +218,3 @@ def test_sequential_goes_through_the_loader_once_a_layer_with_its_own_estimator(
     assert len(passes) == 2
     pooled, _ = precise(Rescaled(), Loader(), normalize="sequential")
     assert (within["a.running_var"] < 0.5 * pooled["a.running_var"]).all()
-
-
-def test_errors_inside_the_model_are_not_blamed_on_the_loader():
-    _, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
-    with pytest.raises(TypeError, match=r"^apply returned Tensor; expected \(out, new_buffers\)"):
-        ps.precise_bn(lambda p, b, x: x, params, buffers, [(normal(4, 3),)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import operator
 import sys
@@ -25,7 +24,6 @@ from .._batch_norm.bn_stats import (
 )
 from .._distributed.collectives import agree_on_all_ranks, all_reduce_found_inf, on_cpu
 from .._distributed.process_group import Group, all_reduce, check_group
-from .._module.functional import Apply
 from .._module.registered import Tensors
 from .._torch import private
 from .._torch.progress import progress_bar
@@ -124,7 +122,7 @@ def precise_bn(
             final[name] = stats.layers[name]
             new = bn_buffers(stats._replace(layers={name: final[name]}), new, estimator, correction)
         stats = stats._replace(layers=final)
-    _log_summary(stats, apply, normalize)
+    _log_summary(stats, normalize)
     return new
 
 
@@ -245,57 +243,38 @@ def _bar(group: Group | None) -> Any:
 
 
 def _feed(forward: Callable[..., Any], batch: Any) -> Any:
-    """Call `forward` with a batch of any kind, and explain the error if it does not take it."""
+    """Call `forward` with a batch of any kind."""
     try:
         if isinstance(batch, dict):
             return forward(**batch)
         return forward(*batch) if isinstance(batch, (tuple, list)) else forward(batch)
     except TypeError as error:
-        if "argument" not in str(error):  # raised inside the model, not by the call
-            raise
-        raise TypeError(
-            f"the model could not be fed a batch that is a {type(batch).__name__}: {error}. By "
-            "default a tuple or list is passed as arguments, a dict as keyword arguments. Fix: "
-            "call=lambda forward, batch: forward(batch[0]), or whatever the model takes."
-        ) from error
+        error.add_note(
+            f"precise_bn has fed the model a {type(batch).__name__}; a tuple or list is passed as "
+            "arguments, a dict as keyword arguments. If the model takes something else: "
+            "call=lambda forward, batch: forward(batch[0])."
+        )
+        raise
 
 
-def _log_summary(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
+def _log_summary(stats: BNStatsState, normalize: str) -> None:
     """Log how much data the statistics are from, and what was left out. Syncs with the host."""
     log = logging.getLogger("purescale")
     counts = {name: (int(layer.count), int(layer.calls)) for name, layer in stats.layers.items()}
     unseen = [name for name, (count, _) in counts.items() if not count]
     log.info(
-        "precise_bn: %d layers from %d batches, %d more skipped as not finite",
-        *(len(counts) - len(unseen), int(stats.num_batches), int(stats.num_skipped)),
+        "precise_bn: %d batches, %d more skipped as not finite; of %d layers no data for: %s",
+        *(int(stats.num_batches), int(stats.num_skipped), len(counts), _tree.join_names(unseen)),
     )
-    if unseen:
-        names = _tree.join_names(unseen)
-        log.info("precise_bn: %d layers saw no data and keep their buffers: %s", len(unseen), names)
     if not int(stats.num_batches):
-        log.warning(
-            "precise_bn: all %d batches were skipped as not finite; the buffers are as they were",
-            int(stats.num_skipped),
-        )
-    few = {
-        name: count // calls
-        for name, (count, calls) in counts.items()
-        if calls and count < _FEW * calls
-    }
+        log.warning("precise_bn: all batches were skipped as not finite; the buffers stay")
+    means = {name: count // calls for name, (count, calls) in counts.items() if calls}
+    few = [name for name, mean in means.items() if mean < _FEW]
     if few and normalize == "batch":
-        name = min(few, key=lambda name: few[name])
         log.warning(
-            "precise_bn: layer %r has %d values per channel in a batch, %d layers fewer than %d: "
-            "too noisy to normalise with. Fix: larger batches, or "
-            "normalize='sequential'.", name, few[name], len(few), _FEW,
-        )  # fmt: skip
-    inner = inspect.unwrap(apply)
-    others = list(inner.without_statistics) if isinstance(inner, Apply) else []
-    if others:
-        log.info(
-            "precise_bn: instance and group norms have no statistics of the batch and are left "
-            "alone: %s",
-            _tree.join_names(others),
+            "precise_bn: fewer than %d values per channel in a batch, too noisy to normalise "
+            "with, in: %s. Fix: larger batches, or normalize='sequential'.",
+            *(_FEW, _tree.join_names(few)),
         )
 
 
@@ -322,10 +301,6 @@ def _check_settings(num_samples: Any, normalize: Any) -> None:
 
 
 def _check_loader(loader: Any, several_passes: bool) -> None:
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise TypeError(
-            f"loader is {type(loader).__name__}; expected an iterable of batches. Fix: [batch]."
-        )
     if several_passes and isinstance(loader, Iterator):
         raise ValueError(
             "normalize='sequential' iterates over the loader once per layer, but a "

@@ -127,19 +127,15 @@ def _replaced(copy: ModelCopy, own_buffers: Tensors) -> Tensors:
 
 def _new_buffer(name: str, value: Any, before: Tensor, *, is_attribute: bool) -> Tensor:
     """Return the new value of a buffer that the forward replaced."""
-    if value is None:
+    if value is None or (
+        is_attribute and not (isinstance(value, Tensor) and value.shape == before.shape)
+    ):
         raise RuntimeError(
-            f"the forward of the model removed its buffer {name}, or set it to None. "
-            "Buffers are the state of a step and must be the same ones before and after. "
-            "Fix: fill it with zeros, or keep values of one forward in a plain attribute."
-        )
-    if is_attribute and not (isinstance(value, Tensor) and value.shape == before.shape):
-        raise RuntimeError(
-            f"the forward of the model set {name}, which state_attributes names, to "
+            f"the forward of the model removed its buffer {name}, or set it to "
             f"{_tree.describe_argument(value)}; expected a tensor of shape {tuple(before.shape)}, "
             "as before. Likely cause: another batch size, or a reset in forward. Fix: run "
             "`model(example_batch)` with the batch size of the calls before make_functional, and "
-            f"reset by `buffers | {{{name!r}: torch.zeros(...)}}`."
+            f"reset by `buffers | {{{name!r}: torch.zeros(...)}}`, or in forward by zeros."
         )
     new: Tensor = value.clone()  # it may be an argument
     if new.is_floating_point() and before.is_floating_point():
@@ -174,15 +170,11 @@ def check_writes(tensors: Tensors, before: list[int], after: list[int], values: 
         if not torch.allclose(tensors[name], value, rtol=0, atol=0, equal_nan=True)
     ]
     for name in written[:1]:
+        kind, cure = f"parameter {name}, so params[{name!r}] changed", _FIX
         if is_constant(tensors[name]):
-            raise RuntimeError(
-                f"the forward of the model wrote into its buffer {name}, which is not dense and "
-                f"therefore a constant: buffers[{name!r}] changed. Fix: `.to_dense()`."
-            )
-        raise RuntimeError(
-            f"the forward of the model wrote into its parameter {name}, so params[{name!r}] "
-            f"changed. {_FIX}"
-        )
+            kind = f"buffer {name}, which is not dense and therefore a constant"
+            cure = f"buffers[{name!r}] has changed. Fix: `.to_dense()`."
+        raise RuntimeError(f"the forward of the model wrote into its {kind}. {cure}")
 
 
 # ---- the copy that a graph keeps -----------------------------------------------------------------
@@ -234,8 +226,6 @@ def explain_checkpointing(error: RuntimeError) -> None:
     # Under torch.vmap torch names an internal class of its checkpoints.
     if "saved tensor hooks" in str(error) or "_NoopSaveInputs" in str(error):
         error.add_note(
-            "The model checkpoints a part of itself (torch.utils.checkpoint), which torch.func "
-            "does not support. Fix: turn that off before make_functional, in transformers by "
-            "`model.gradient_checkpointing_disable()`; or use value_and_grad or train_step in "
-            "eager mode, which call torch.autograd."
+            "torch.func does not support torch.utils.checkpoint, which the model calls. Fix: turn "
+            "that off before make_functional, or use value_and_grad or train_step in eager mode."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from types import MethodType
 from typing import Any
 
@@ -22,8 +22,7 @@ from .._module.after_forward import (
     stamps,
 )
 from .._module.lost_state import NewTensors, warn_of_attributes, watch_backward
-from .._module.norms import norm_params, norms_without_statistics
-from .._module.policy import not_in_half
+from .._module.norms import norm_params
 from .._module.recipe import ModelCopy, Recipe
 from .._module.registered import (
     RegisteredTensors,
@@ -34,7 +33,6 @@ from .._module.registered import (
 )
 from .._module.walk import recipe_of
 from .._torch import foreach, private
-from .._torch.autocast import explain_autocast
 from .._torch.tracing import PLAIN_TYPES, host_can_read, under_transform
 from .._tree import tree as _tree
 from .._tree.leaves import is_constant
@@ -73,9 +71,8 @@ class Apply:
     norm_params: frozenset[str]  # the weights and biases of normalisation layers
     # parameters with requires_grad=False, which are among the buffers
     frozen_params: frozenset[str]
+    _constants: frozenset[str]  # buffers that are not dense, such as a sparse adjacency matrix
     _renormalised: frozenset[str]  # weights of embeddings with max_norm, which write into them
-    _not_in_half: tuple[str, ...]  # messages: parts that plain half compute cannot run
-    without_statistics: tuple[str, ...]  # norms that keep no statistics of a batch
 
     def __call__(
         self,
@@ -108,7 +105,7 @@ class Apply:
 
     @private.only_inlined
     def _compiled(self, params: Tensors, buffers: Tensors, call: Call) -> tuple[Any, Tensors]:
-        own_buffers = _own_copies(buffers, _constants(buffers), one_by_one=True)
+        own_buffers = _copies(buffers, self._constants, one_by_one=True)
         # Writes into these copies do not reach params. The compiler removes unused copies.
         tensors = {name: param.clone() for name, param in params.items()} | own_buffers
         return self._forward(self._learned.recipes[call[2]], tensors, own_buffers, call)[1:]
@@ -119,17 +116,18 @@ class Apply:
         learned, (_, _, train, method) = self._learned, call
         transformed = under_transform()
         has_graph = torch.is_grad_enabled() and not transformed
-        # A buffer that is not dense, such as a sparse adjacency matrix, is returned as it is.
-        constants = _constants(buffers)
         # List kernels have no vmap rule.
-        own_buffers = _own_copies(buffers, constants, one_by_one=transformed)
+        own_buffers = _copies(buffers, self._constants, one_by_one=transformed)
         tensors = {**params, **own_buffers}
         for name in self._renormalised:
             tensors[name] = params[name].clone()
-        watched = {**params, **constants} if constants else params
+        watched = {**params, **{name: buffers[name] for name in self._constants}}
         before = stamps(watched.values(), transformed)
         is_first = has_graph and train and learned.compares_values
-        values = self._values_to_compare(params) if is_first else {}
+        values: Tensors = {}  # to find writes through `.data`, once
+        if is_first:
+            learned.compares_values = False
+            values = _detached_copies(params) if host_can_read(list(params.values())) else {}
 
         try:
             learned.idle.pop()  # succeeds in one thread only
@@ -141,7 +139,6 @@ class Apply:
         except RuntimeError as error:
             if transformed:
                 explain_checkpointing(error)
-                explain_autocast(error)
             raise
         finally:
             if filled := any(recipes[train].shared_empty):
@@ -161,20 +158,15 @@ class Apply:
         if transformed:
             forbid_recompute(copy)
         elif has_graph:
-            # A second run of a batch norm then writes into those of the copy.
-            new = _own_copies(new, constants, one_by_one=False)
+            # A second run of a batch norm then writes into those of the copy. What the first run
+            # has not written of the frozen parameters, often most of a model, it leaves alone too.
+            alone = {n for n in self.frozen_params if not private.version(own_buffers[n])}
+            new = _copies(new, alone | self._constants if alone else self._constants)
             if is_first:
-                watch_backward(copy, own_buffers.keys() - self.frozen_params - constants.keys())
+                watch_backward(copy, own_buffers.keys() - self.frozen_params - self._constants)
             if modes := private.function_modes():
                 rerun_under(modes, copy)
         return out, new
-
-    def _values_to_compare(self, params: Tensors) -> Tensors:
-        """Return copies of parameters to compare with, which finds writes through `.data`, in the
-        first call in training.
-        """
-        self._learned.compares_values = False
-        return _detached_copies(params) if host_can_read(list(params.values())) else {}
 
     @private.only_inlined
     def _forward(
@@ -195,27 +187,19 @@ class Apply:
         """Refuse what is not a dict of tensors, and wrong names."""
         check_dicts(params, buffers)
         if params.keys() != self._param_names or buffers.keys() != self._buffer_names:
-            raise RuntimeError(self._wrong_names(params, buffers))
-
-    def _wrong_names(self, params: Tensors, buffers: Tensors) -> str:
-        rows = (("params", params, self._param_names), ("buffers", buffers, self._buffer_names))
-        faults = [
-            f"{which} has the wrong names: missing {_tree.join_names(sorted(names - set(tree)))}; "
-            f"not in the model: {_tree.join_names([str(n) for n in tree if n not in names])}"
-            for which, tree, names in rows
-            if set(tree) != names
-        ]
-        cause = "they belong to another model, or to this one before it was changed"
-        if set(params) | set(buffers) == self._param_names | self._buffer_names:
-            cause = (
-                "params and buffers are swapped, or a parameter is in the wrong one: one with "
-                "requires_grad=False belongs in buffers, any other in params; if no parameter "
-                "requires a gradient, as in a frozen teacher, all belong in params"
+            rows = (("params", params, self._param_names), ("buffers", buffers, self._buffer_names))
+            faults = [
+                f"{which} has the wrong names: missing {_tree.join_names(sorted(names - {*tree}))};"
+                f" not in the model: {_tree.join_names([str(n) for n in tree if n not in names])}"
+                for which, tree, names in rows
+                if tree.keys() != names
+            ]
+            raise RuntimeError(
+                f"{'; '.join(faults)}. Likely cause: they belong to another model or are swapped. "
+                "A parameter with requires_grad=False belongs in buffers; if no parameter requires "
+                "a gradient, as in a frozen teacher, all belong in params. Fix: `apply, params, "
+                "buffers = make_functional(model)`, all three from one call."
             )
-        return (
-            f"{'; '.join(faults)}. Likely cause: {cause}. Fix: `apply, params, buffers = "
-            "make_functional(model)`, all three from one call."
-        )
 
 
 # ---- a call --------------------------------------------------------------------------------------
@@ -229,30 +213,22 @@ def _with_own_empty(recipes: tuple[Recipe, Recipe]) -> tuple[Recipe, Recipe]:
     return evaluating.with_own_empty(), training.with_own_empty()
 
 
-def _own_copies(buffers: Tensors, constants: Tensors, *, one_by_one: bool) -> Tensors:
-    """Return copies that the forward may write into. Constants are not copied."""
+def _copies(buffers: Tensors, but: Set[str], *, one_by_one: bool = False) -> Tensors:
+    """Return `buffers` with copies of all but those that `but` names."""
     values = buffers.values()
-    if one_by_one or constants or not buffers or any(map(_requires_grad, values)):
-        return {n: b if n in constants else b.clone() for n, b in buffers.items()}
+    if one_by_one or but or not buffers or any(map(_requires_grad, values)):
+        return {n: b if n in but else b.clone() for n, b in buffers.items()}
     return dict(zip(buffers, foreach.clone_listed(list(values)), strict=True))
-
-
-def _constants(buffers: Tensors) -> Tensors:
-    """Return the buffers that are not dense tensors, which no call changes."""
-    return {name: buffer for name, buffer in buffers.items() if is_constant(buffer)}
 
 
 def _check_method(method: Any) -> None:
     """Refuse what cannot be a method of a copy."""
-    if isinstance(method, MethodType) and isinstance(method.__self__, nn.Module):
+    is_live = isinstance(method, MethodType) and isinstance(method.__self__, nn.Module)
+    if is_live or not (isinstance(method, str) or callable(method)):
         raise TypeError(
-            f"method is {method.__qualname__}, bound to its live tensors. Fix: "
-            f"method={method.__name__!r}, or method={method.__qualname__}."
-        )
-    if not (isinstance(method, str) or callable(method)):
-        raise TypeError(
-            f"method is {type(method).__name__} {method!r}; expected the name of a method of the "
-            'model, or a function whose first argument is the module. Fix: method="decode".'
+            f"method is {getattr(method, '__qualname__', method)!r}; expected the name of a method "
+            "of the model, or a function whose first argument is the module, which is not bound "
+            "to a live one. Fix: method='decode'."
         )
 
 
@@ -371,9 +347,8 @@ def make_functional(
         _buffer_names=frozenset(buffers),
         frozen_params=frozenset(frozen),
         norm_params=norm_params(model, registered.first_name_of),
-        without_statistics=norms_without_statistics(model),
+        _constants=frozenset(name for name, b in buffers.items() if is_constant(b)),
         _renormalised=_renormalised_params(model, registered.first_name_of) & params.keys(),
-        _not_in_half=not_in_half(model),
     )
     return apply, _detached_copies(params), _detached_copies(buffers)
 
@@ -468,10 +443,5 @@ def _set_mode(module: nn.Module, mode: bool) -> None:
 
 
 def _takes_mode(module: nn.Module) -> bool:
-    signature = inspect.signature(module.train)
-    try:
-        signature.bind(True)
-    except TypeError:
-        return False
-    first = next(iter(signature.parameters.values()))
-    return first.name == "mode" or isinstance(first.default, bool)
+    first = next(iter(inspect.signature(module.train).parameters.values()), None)
+    return first is not None and (first.name == "mode" or isinstance(first.default, bool))

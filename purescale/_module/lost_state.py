@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from .._module.after_forward import weak_forward
 from .._module.recipe import ModelCopy, Recipe
-from .._module.references import is_array
 from .._module.registered import MODULE_ATTRIBUTES
 from .._torch import private
 from .._torch.tracing import host_can_read, innermost, is_on_a_graph, under_transform
@@ -32,9 +31,7 @@ Bits = tuple[list[torch.Size], int] | None  # of tensors that the host can read
 NewTensors = dict[tuple[str, str], Bits]  # by the names of their attribute, as below
 
 _SEQUENCES = (list, tuple, collections.deque)
-_NUMBERS = (int, float, complex)
-_VALUES = (Tensor, *_NUMBERS)
-_TALLIES = (int, float, list)  # what a defaultdict begins with; its new keys are then no cache
+_VALUES = (Tensor, int, float, complex)
 
 
 @dataclasses.dataclass
@@ -42,7 +39,6 @@ class _Changes:
     """The plain attributes that a forward left with other values than it met, by name."""
 
     tensors: list[str] = dataclasses.field(default_factory=list)  # as state_attributes names them
-    numbers: list[str] = dataclasses.field(default_factory=list)
     others: list[str] = dataclasses.field(default_factory=list)
     # Off every graph, where no tensor was before. It is state or a cache, and a cache has the same
     # bits in another call.
@@ -71,7 +67,7 @@ def warn_of_attributes(
         before = first.get(names)
         if bits and before and bits[0] == before[0] and bits[1] != before[1]:
             changes.add_tensor(*names)
-    if changes.tensors or changes.numbers or changes.others:
+    if changes.tensors or changes.others:
         first_calls.clear()
         warnings.warn(_describe(changes), stacklevel=4)
     elif changes.new_tensors and not first:
@@ -100,12 +96,11 @@ def _changes(before: ModelCopy, copy: ModelCopy, *, trains: bool) -> _Changes:
             continue
         if isinstance(old, _VALUES) and isinstance(new, _VALUES):
             if isinstance(new, Tensor):
-                number = number_of.get(id(old))
-                is_own = number is not None and copy.objects[number] is new
+                is_own = id(old) in number_of and copy.objects[number_of[id(old)]] is new
                 if not (_are_equal(old, new) or (is_own and not any(_writes(new)))):
                     changes.add_tensor(attribute, name)
             elif not isinstance(new, bool) and not _are_equal(old, new):
-                (changes.numbers if name == attribute else changes.others).append(attribute)
+                changes.others.append(attribute)
             continue
         if (id(old), id(new)) in seen:
             continue
@@ -117,13 +112,7 @@ def _changes(before: ModelCopy, copy: ModelCopy, *, trains: bool) -> _Changes:
                 changes.others.append(attribute)
             items = [(n, *pair) for n, pair in enumerate(zip(old, new, strict=False))]
         elif isinstance(old, dict) and isinstance(new, dict):
-            is_tally = getattr(old, "default_factory", None) in _TALLIES
-            if (is_tally or isinstance(old, collections.Counter)) and len(new) > len(old):
-                changes.others.append(attribute)
             items = [(key, old.get(key), value) for key, value in new.items()]
-        elif is_array(old) and is_array(new):
-            if old.shape != new.shape or old.tobytes() != new.tobytes():
-                changes.others.append(attribute)
         elif old is None:
             leaves = [x for x in private.pytree.tree_leaves(new) if isinstance(x, Tensor)]
             leaves = [leaf for leaf in leaves if id(leaf) not in arguments]
@@ -175,33 +164,20 @@ def _bits(tensors: list[Tensor]) -> Bits:
 
 @private.only_inlined
 def _describe(changes: _Changes) -> str:
-    tensors, numbers, others = (
-        sorted(set(names)) for names in (changes.tensors, changes.numbers, changes.others)
+    tensors, others = sorted(set(changes.tensors)), sorted(set(changes.others))
+    cure = (
+        f"state_attributes=({', '.join(map(repr, tensors[:5]))},) of make_functional makes buffers "
+        "of such tensors, after `model(example_batch)` was run once"
+        if tensors
+        else "keep a count in a buffer, `self.register_buffer('count', torch.tensor(0))`, into "
+        "which forward writes, and tensors in a list of fixed length, whose elements "
+        "state_attributes names; what you only look at, let the call return, `method=lambda m, x: "
+        f"(m(x), m.{others[0]})`"
     )
-    cures = []
-    if tensors:
-        cures.append(
-            f"state_attributes=({', '.join(map(repr, tensors[:5]))},) of make_functional makes "
-            "buffers of such tensors, after `model(example_batch)` was run once"
-        )
-    if numbers:
-        key = numbers[0].rpartition(".")[2]
-        cures.append(
-            f"register a count as a buffer, `self.register_buffer({key!r}, torch.tensor(0))`, and "
-            "let forward write into it"
-        )
-    if others:
-        path, _, key = others[0].rpartition(".")
-        cures.append(
-            "keep tensors in a list of fixed length, whose elements state_attributes names; what "
-            "you only look at, let the call return, `method=lambda m, x: (m(x), "
-            f"m.{'part.' if path else ''}{key})`"
-        )
     return (
-        "the forward of the model left another value in its plain attributes "
-        f"{join_names(tensors + numbers + others)}, which end with the call: the next one begins "
-        f"with those of make_functional. Fix: {'; '.join(cures)}. Ignore this where nothing reads "
-        "them later."
+        f"the forward of the model left another value in its plain attributes "
+        f"{join_names(tensors + others)}, which end with the call: the next one begins with those "
+        f"of make_functional. Fix: {cure}. Ignore this where nothing reads them later."
     )
 
 
@@ -217,20 +193,17 @@ class _Watch:
 
 @private.only_inlined
 def watch_backward(copy: ModelCopy, names: Collection[str]) -> None:
-    """Warn if a backward writes into one of the named buffers of a copy, or replaces it: the call
-    has returned its new buffers before. What torch.utils.checkpoint runs again is meant to be lost.
+    """Warn if a backward writes into one of the named buffers of a copy: the call has returned its
+    new buffers before. What torch.utils.checkpoint runs again is meant to be lost.
 
     A buffer is looked at when it is freed, with the graph that keeps it.
     """
     watch = _Watch()
-    owners = {store: copy.objects[module] for store, module, _ in copy.layout.store_rows}
     for name, (first, *_) in copy.layout.places_of_arguments:
         buffer = copy.value(first)
         if name in names and isinstance(buffer, Tensor):
-            owner = owners.get(first.holder)
-            get_owner = weakref.ref(owner) if owner is not None else lambda: None
             # A detached tensor counts the same writes.
-            facts = name, buffer.detach(), _writes(buffer), get_owner
+            facts = name, buffer.detach(), _writes(buffer)
             end = weakref.ref(buffer, functools.partial(_warn_if_written, watch, *facts))
             _ends[id(end)] = end
     for module in copy.modules():
@@ -254,11 +227,10 @@ _ends: dict[int, Any] = {}
 
 @private.only_inlined
 def _warn_if_written(
-    watch: _Watch, name: str, same_memory: Tensor, writes: list[int], get_owner: Any, end: Any
+    watch: _Watch, name: str, same_memory: Tensor, writes: list[int], end: Any
 ) -> None:
     del _ends[id(end)]
-    is_replaced = get_owner() is not None  # which has another tensor by now
-    if watch.is_silent or (_writes(same_memory) == writes and not is_replaced):
+    if watch.is_silent or _writes(same_memory) == writes:
         return
     watch.is_silent = True
     warnings.warn(

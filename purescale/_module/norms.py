@@ -94,19 +94,11 @@ class LocalSyncBatchNorm(nn.SyncBatchNorm):
 
 # ---- the norms of a model ------------------------------------------------------------------------
 
-_WITHOUT_STATISTICS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm)
-
 
 def norm_params(model: nn.Module, first_name_of: dict[int, str]) -> frozenset[str]:
     """Return the names of the weights and biases of normalisation layers."""
     norms = filter(_is_norm, model.modules())
     return frozenset(first_name_of[id(p)] for norm in norms for p in norm.parameters())
-
-
-def norms_without_statistics(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the norms that keep no statistics of a batch."""
-    modules = model.named_modules()
-    return tuple(path for path, module in modules if isinstance(module, _WITHOUT_STATISTICS))
 
 
 def _is_norm(module: nn.Module) -> bool:

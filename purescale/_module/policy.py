@@ -10,14 +10,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._module.norms import NormsIn
 from .._module.registered import Tensors, check_dicts
-from .._torch import private
 from .._torch.dtypes import HALF
 from .._torch.tracing import under_transform
-from .._tree.tree import Tree, cast, join_names
+from .._tree.tree import Tree, cast
 
 _DTYPES = {
     **dict.fromkeys(("float16", "f16", "fp16", "half"), torch.float16),
@@ -198,9 +197,8 @@ def with_policy(
     Raises:
         TypeError: `policy` is of another type. From the call: a parameter is not in
             `policy.param_dtype`.
-        ValueError: The weight of a spectral norm or an Embedding(sparse=True) would be cast.
-        RuntimeError: From the call, torch's own: if half and other dtypes meet in an operator, a
-            note gives the likely cause.
+        RuntimeError: From the call, torch's own: half and other dtypes meet in an operator, of
+            which a note gives the likely cause; or the weight of an Embedding(sparse=True) is cast.
 
     Example:
         >>> import torch
@@ -218,11 +216,6 @@ def with_policy(
         raise TypeError(
             f"with_policy takes a Policy or its string, got {policy!r}. Fix: "
             "policy('params=float32,compute=float16,output=float32')."
-        )
-    casts = not rules.autocast and rules.compute_dtype is not rules.param_dtype
-    if casts and (refused := getattr(apply, "_not_in_half", ())):
-        raise ValueError(
-            f"compute={_name(rules.compute_dtype)} does not fit the model: {'; '.join(refused)}."
         )
     norm_params: frozenset[str] = getattr(apply, "norm_params", frozenset())
     frozen_params: frozenset[str] = getattr(apply, "frozen_params", frozenset())
@@ -258,7 +251,7 @@ def with_policy(
         with (
             torch.autocast(device, rules.compute_dtype) if rules.autocast else nullcontext(),
             norms,
-            _mixed_dtypes_explained(rules, buffers, frozen) if explained else nullcontext(),
+            _mixed_dtypes_explained() if explained else nullcontext(),
         ):
             computed = compute(frozen)
             out, new_buffers = apply(compute(params), {**buffers, **computed}, *args, **kwargs)
@@ -279,30 +272,19 @@ def _written(old: Tensor, computed: Tensor, new: Tensor) -> Tensor:
 
 
 @contextmanager
-def _mixed_dtypes_explained(rules: Policy, buffers: Tensors, frozen: Tensors) -> Iterator[None]:
+def _mixed_dtypes_explained() -> Iterator[None]:
     """Add the likely cause to torch's errors about mixed dtypes."""
     try:
         yield
     except RuntimeError as error:
         if re.search("Half|BFloat16", str(error)):
-            dtype = _name(rules.compute_dtype)
-            floating = [
-                f"{name} ({_name(buffer.dtype)})"
-                for name, buffer in buffers.items()
-                if buffer.is_floating_point() and name not in frozen
-            ]
             error.add_note(
-                f"The policy computes in {dtype} and casts parameters and inputs, not buffers; "
-                f"floating buffers of the model: {join_names(floating)}. Likely cause: one of "
-                f"them, or a tensor that forward makes without a dtype, meets an activation in "
-                f"{dtype}. Fix: 'compute=autocast({dtype})' in the policy, which casts operator by "
-                "operator."
+                "A policy casts parameters and inputs, not buffers. Likely cause: a buffer, or a "
+                "tensor that forward makes without a dtype, meets one of them. Fix: "
+                "'compute=autocast(float16)' or 'compute=autocast(bfloat16)' in the policy, which "
+                "casts operator by operator."
             )
         raise
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _check_params(params: Tensors, rules: Policy) -> None:
@@ -312,23 +294,5 @@ def _check_params(params: Tensors, rules: Policy) -> None:
                 f"params[{name!r}] is {weight.dtype}; the policy keeps parameters in "
                 f"{rules.param_dtype} and casts them itself. Fix: `params = "
                 "policy.cast_to_param(params)`, or "
-                f"'params={_name(weight.dtype)}' in the policy."
+                f"'params={str(weight.dtype).removeprefix('torch.')}' in the policy."
             )
-
-
-def not_in_half(model: nn.Module) -> tuple[str, ...]:
-    """Return a message for each part that plain half compute cannot run."""
-    messages = []
-    for path, module in model.named_modules():
-        what = f"{path or 'the model'} is"
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            messages.append(
-                f"{what} {type(module).__name__}(sparse=True), whose sparse gradient torch cannot "
-                "cast. Fix: sparse=False, which gives the same values"
-            )
-        if private.is_spectral_norm(module):
-            messages.append(
-                f"{what} a spectral norm, which multiplies the cast weight by buffers, which are "
-                "never cast. Fix: compute=autocast(float16)"
-            )
-    return tuple(messages)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import types
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -72,40 +71,27 @@ def _referents(obj: Any) -> list[Any]:
 def check_class_attributes(
     objects: Objects, tensors: Tensors, modules: dict[str, nn.Module]
 ) -> None:
-    """Refuse a parameter in a class attribute of one of `objects`, which all calls share."""
-    attributes = list(_class_attributes(objects))
-    if not attributes:
-        return
-    params = [item for item in tensors.items() if isinstance(item[1], nn.Parameter)]
-    names: dict[Any, str] = {storage_pointer(p) or id(p): name for name, p in params}
-    names |= {
-        id(m): path
-        for path, m in modules.items()
-        if path and next(m.parameters(), None) is not None
-    }
-    for path, cls, key, value in attributes:
-        name = names.get(storage_pointer(value) or id(value))
-        if name or (isinstance(value, nn.Parameter) and value.requires_grad):
-            what = f"its {name} or a view of it" if name else "a parameter that is not registered"
-            raise ValueError(
-                f"{path} of the model is an attribute of its class {cls.__name__} and holds "
-                f"{what}, which would follow the live model and not params. Fix: register it in "
-                f"`__init__`, `self.{key} = nn.Parameter(...)`, and remove it from the class."
-            )
-
-
-def _class_attributes(objects: Objects) -> Iterator[tuple[str, type, str, Any]]:
-    """Yield the modules and tensors in class attributes of some objects with paths: the path, the
-    class, the attribute and the value.
+    """Refuse a parameter, or a part with parameters, in a class attribute of one of `objects`: all
+    calls share the class.
     """
-    classes = {type(obj): path for path, obj in reversed(objects)}
-    classes = {base: path for cls, path in classes.items() for base in cls.__mro__}
-    for cls, path in classes.items():
+    params = [item for item in tensors.items() if isinstance(item[1], nn.Parameter)]
+    live: dict[Any, str] = {storage_pointer(p) or id(p): name for name, p in params}
+    parts = [(path, part) for path, part in modules.items() if path]
+    live |= {id(part): path for path, part in parts if next(part.parameters(), None) is not None}
+    for cls in dict.fromkeys(base for _, obj in objects for base in type(obj).__mro__):
         for key, value in list(vars(cls).items()):
             inside = isinstance(value, (dict, list, tuple))
-            for part in private.pytree.tree_leaves(value) if inside else [value]:
-                if isinstance(part, Tensor) or (part is value and isinstance(part, nn.Module)):
-                    yield f"{path}.{key}" if path else key, cls, key, part
+            for leaf in private.pytree.tree_leaves(value) if inside else [value]:
+                name = live.get(id(leaf)) if leaf is value else None
+                if isinstance(leaf, Tensor):
+                    is_trained = isinstance(leaf, nn.Parameter) and leaf.requires_grad
+                    name = live.get(storage_pointer(leaf) or id(leaf), "a parameter" * is_trained)
+                if name:
+                    raise ValueError(
+                        f"the attribute {key} of the class {cls.__name__} holds {name}, or a view "
+                        "of it, which would follow the live model and not params. Fix: register it "
+                        f"in `__init__`, `self.{key} = ...`, and remove it from the class."
+                    )
 
 
 # ---- tensors without a value ---------------------------------------------------------------------

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,17 +50,20 @@ def registered_tensors(model: nn.Module, state: Tensors | None = None) -> Regist
     def is_trained(tensor: Tensor) -> bool:
         return isinstance(tensor, nn.Parameter) and (tensor.requires_grad or all_frozen)
 
-    for place, (name, tensor) in enumerate((*params.items(), *buffers.items())):
+    for name, tensor in (*params.items(), *buffers.items()):
         if id(tensor) in first_name_of:  # a parameter that is a buffer too
             continue
-        span = _span(place, name, tensor)
+        span = _span(name, tensor)
         first = span and spans.setdefault(span.elements, span)
         first_name_of[id(tensor)] = first.name if first else name
         if first and span and first is not span:
             aliases[name] = tensor
             if is_trained(tensor) != is_trained(first.tensor):
                 raise _sharing_error(first, span)
-    _check_overlaps(list(spans.values()))
+    in_order = sorted(spans.values(), key=lambda span: (span.device, span.start))
+    for span, after in itertools.pairwise(in_order):
+        if span.device == after.device and after.start < span.end:
+            raise _sharing_error(span, after)
     return RegisteredTensors(
         {name: tensor for name, tensor in params.items() if first_name_of[id(tensor)] == name},
         {name: tensor for name, tensor in buffers.items() if first_name_of[id(tensor)] == name},
@@ -75,7 +78,6 @@ def registered_tensors(model: nn.Module, state: Tensors | None = None) -> Regist
 class _Span(NamedTuple):
     """The range of memory that holds the elements of a tensor, in bytes."""
 
-    place: int  # index among the registered tensors
     name: str
     tensor: Tensor
     device: str
@@ -84,7 +86,7 @@ class _Span(NamedTuple):
     elements: Any  # equal for two tensors with the same elements in the same memory
 
 
-def _span(place: int, name: str, tensor: Tensor) -> _Span | None:
+def _span(name: str, tensor: Tensor) -> _Span | None:
     """Return the span of a dense tensor; None for one without an address: empty, sparse, on meta,
     fake, or a subclass that wraps other tensors.
     """
@@ -103,33 +105,17 @@ def _span(place: int, name: str, tensor: Tensor) -> _Span | None:
     read_as = (tuple(tensor.shape), local.dtype, local.is_conj(), local.is_neg())
     elements = (device, start, shape, strides, read_as)
     end = start + (last + 1) * local.itemsize
-    return _Span(place, name, tensor, device, start, end, elements)
+    return _Span(name, tensor, device, start, end, elements)
 
 
-def _check_overlaps(spans: list[_Span]) -> None:
-    """Refuse two tensors whose ranges of memory overlap."""
-    spans = sorted(spans, key=lambda span: (span.device, span.start))
-    for span, after in itertools.pairwise(spans):
-        if span.device == after.device and after.start < span.end:
-            raise _sharing_error(*sorted((span, after), key=lambda span: span.place))
-
-
-def _sharing_error(span: _Span, another: _Span) -> ValueError:
-    name, other = span.name, another.name
+def _sharing_error(one: _Span, other: _Span) -> ValueError:
     return ValueError(
-        f"{name} and {other} of the model share memory but are not one tensor: {name} is "
-        f"{_describe_tensor(span.tensor)}, {other} is {_describe_tensor(another.tensor)}. In the "
-        "model a write into one may change the other; as arguments they would be separate. Likely "
-        "cause: one was made from a view of the other, such as `.detach()`, `.data` or a slice, or "
-        "both from one tensor, such as its columns or `.real` and `.imag`. Fix: `.clone()` one; to "
+        f"{one.name} and {other.name} of the model share memory but are not one tensor, or only "
+        "one of them requires a gradient. In the model a write into one may change the other; as "
+        "arguments they would be separate. Likely cause: one was made from a view of the other, "
+        "such as `.detach()`, `.data` or a slice, or both from one tensor. Fix: `.clone()` one; to "
         "tie two weights set the parameter, `head.weight = embed.weight`."
     )
-
-
-def _describe_tensor(tensor: Tensor) -> str:
-    kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-    grad = "requires a gradient" if tensor.requires_grad else "does not require a gradient"
-    return f"a {kind} of {tensor.dtype} and shape {tuple(tensor.shape)} that {grad}"
 
 
 # ---- state in plain attributes, as that of spiking nets: it becomes buffers ----------------------
@@ -156,53 +142,40 @@ def state_in_attributes(model: nn.Module, patterns: Sequence[str]) -> tuple[Tens
     buffers = [name for name, _ in model.named_buffers()]
     tensors: Tensors = {}
     for pattern in patterns:
-        matching = [n for n in attributes if fnmatch.fnmatchcase(n, pattern)]
-        if not (matching or any(fnmatch.fnmatchcase(n, pattern) for n in buffers)):
-            raise _no_match_error(attributes, containers, pattern)
+        matching = _matching(attributes, pattern)
+        if not matching and not _matching(buffers, pattern):
+            raise ValueError(
+                f"state_attributes has {pattern!r}, which matches no tensor of the model; those in "
+                "plain attributes are "
+                f"{_tree.join_names([n for n, t in attributes.items() if isinstance(t, Tensor)])}. "
+                "Likely cause: the first forward makes it, or it is a list or dict, whose elements "
+                f"are {f'{pattern}.*'!r}. Fix: run `model(example_batch)` once before "
+                "make_functional."
+            )
         for name in matching:
-            value = attributes[name]
-            if not isinstance(value, Tensor):
-                fix = (
-                    "run `model(example_batch)` once before make_functional"
-                    if value is None or isinstance(value, (int, float))
-                    else "keep its tensors in a list of fixed length, `self.h = [*self.h[1:], x]`, "
-                    f"or a dict, whose elements are {f'{name}.*'!r}"
-                )
+            if not isinstance(attributes[name], Tensor):
                 raise ValueError(
                     f"{name} matches {pattern!r} of state_attributes and is "
-                    f"{_tree.describe_argument(value)}; expected a tensor. Fix: {fix}, or name "
-                    "less."
+                    f"{_tree.describe_argument(attributes[name])}; expected a tensor. Fix: run "
+                    "`model(example_batch)` once before make_functional; or keep tensors in a list "
+                    "of fixed length, `self.h = [*self.h[1:], x]`, or in a dict, whose elements "
+                    f"are {f'{name}.*'!r}; or name less."
                 )
-            tensors[name] = value
+            tensors[name] = attributes[name]
+    # An empty container may get any key that another one has.
     keys = {0, *itertools.chain.from_iterable(map(keys_of, containers.values()))}
     return tensors, [
         value
         for name, value in containers.items()
         if any(
-            fnmatch.fnmatchcase(f"{name}.{key}", pattern)
-            for key in keys_of(value) or keys
+            _matching([f"{name}.{key}" for key in keys_of(value) or keys], pattern)
             for pattern in patterns
         )
     ]
 
 
-def _no_match_error(
-    attributes: dict[str, Any], containers: dict[str, Any], pattern: str
-) -> ValueError:
-    for name, value in containers.items():
-        if fnmatch.fnmatchcase(name, pattern):
-            fill = "" if value else ", after `model(example_batch)` was run once to fill it"
-            return ValueError(
-                f"state_attributes has {pattern!r}; {name} is {'a' if value else 'an empty'} "
-                f"{type(value).__name__}, whose elements have names. Fix: {f'{name}.*'!r}{fill}."
-            )
-    tensors = [name for name, value in attributes.items() if isinstance(value, Tensor)]
-    return ValueError(
-        f"state_attributes has {pattern!r}, which matches no attribute of the model; its tensors "
-        f"in plain attributes are {_tree.join_names(tensors, 8)}. "
-        "Likely cause: the first forward makes it. Fix: run `model(example_batch)` once before "
-        "make_functional."
-    )
+def _matching(names: Iterable[str], pattern: str) -> list[str]:
+    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
 
 
 def keys_of(container: list[Any] | dict[Any, Any]) -> list[Any]:

@@ -42,18 +42,6 @@ def active_autocast() -> list[_Autocast]:
     ]
 
 
-def explain_autocast(error: RuntimeError) -> None:
-    """Add a note on autocast to torch's error about mixed dtypes under torch.func."""
-    active = active_autocast()
-    if active and "expected scalar type" in str(error):
-        dtype = str(active[0].dtype).removeprefix("torch.")
-        error.add_note(
-            "Likely cause: torch.autocast around a batch norm, which torch cannot differentiate "
-            "under torch.vmap. Fix: a policy in its place, `apply = with_policy(apply, "
-            f"'compute={dtype},output=float32')`."
-        )
-
-
 def outside_autocast(*called: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator that makes a function compute in the dtypes of its arguments, whatever
     autocast is active. The arguments named in `called` are functions that still run under it.

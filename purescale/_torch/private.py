@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.spectral_norm import SpectralNorm
+from torch import Tensor
 
 from .._torch.private_names import NAMES, look_up
 from .._torch.private_names import fused_kernel as fused_kernel
@@ -148,13 +147,6 @@ def remove_global_hook(handle: Any) -> None:
     """
     handle.remove()
     _here.with_kwargs.pop(handle.id, None)
-
-
-def is_spectral_norm(module: nn.Module) -> bool:
-    """Return True if a module has or is a spectral norm, of the older or the newer kind."""
-    return type(module).__name__ == "_SpectralNorm" or any(
-        isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()
-    )
 
 
 def gradient_hooks(tensor: Tensor) -> tuple[Callable[[Tensor], Any], ...]:

@@ -12,12 +12,11 @@ import secrets
 import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ._torch import dtensor
 from ._torch.donation import can_write
 from ._tree import tree as _tree
 from ._tree.leaves import describe
@@ -194,8 +193,8 @@ def load(path: Path, like: TreeT) -> TreeT:
     `from_state_dict`; its tensors are not written to.
 
     Raises:
-        ValueError: The file is damaged (the error names the leaf), truncated or of another kind, or
-            it does not match `like` (the error lists the paths that differ).
+        ValueError: The file is damaged, truncated or of another kind, or it does not match `like`
+            (the error lists the paths that differ).
         OSError: The file cannot be opened.
 
     Example:
@@ -245,23 +244,13 @@ def _check_version(name: str, d: Any, expected: Tensor) -> None:
 
 def _check_storable(leaf_path: str, leaf: Tensor, path: Path) -> None:
     """Refuse leaves that `load` cannot restore as plain tensors."""
-    if dtensor.is_dtensor(leaf):
+    if type(leaf.detach()) is not Tensor or leaf.is_meta:
         raise TypeError(
-            f"{leaf_path} is a DTensor: this rank stores only a part of it, and one rank writes "
-            "the file. Fix: `torch.distributed.checkpoint.save(to_state_dict(tree), "
-            f"checkpoint_id={os.fspath(path)!r})`."
-        )
-    kind = type(leaf.detach())
-    if kind is not Tensor:
-        raise TypeError(
-            f"{leaf_path} is a {kind.__name__}, a subclass of tensors; a file holds plain ones, "
-            f"because `load` runs no code from it. Fix: `{leaf_path}.as_subclass(torch.Tensor)`, "
-            "or save the tensors that it wraps."
-        )
-    if leaf.is_meta:
-        raise TypeError(
-            f"{leaf_path} is {kind_of(leaf)}; a file holds values. Fix: "
-            f"`torch.empty_like({leaf_path}, device='cpu')`, and fill it."
+            f"{leaf_path} is a {type(leaf).__name__}, {kind_of(leaf)}; a file holds plain tensors, "
+            "because `load` runs no code from it. Fix: for a DTensor, of which this rank stores "
+            "only a part, `torch.distributed.checkpoint.save(to_state_dict(tree), "
+            f"checkpoint_id={os.fspath(path)!r})`; for another subclass the tensors that it wraps; "
+            "for a tensor without values one that is filled."
         )
     try:
         if leaf.layout is torch.strided:
@@ -303,7 +292,7 @@ def _without_other_values(leaf: Tensor, storages: set[int]) -> Tensor:
 
 
 def _read_file(name: str, file: BinaryIO) -> Any:
-    """Return what `file` holds. Refuse, naming the leaf, one that differs from its checksum."""
+    """Return what `file` holds. Refuse one in which a record differs from its checksum."""
     damaged_record = None
     try:
         archive = zipfile.ZipFile(file)
@@ -312,7 +301,8 @@ def _read_file(name: str, file: BinaryIO) -> Any:
         if damaged_record is None and any(record.CRC for record in records):
             damaged_record = archive.testzip()
         if damaged_record is None:
-            return _torch_load(file)
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
     except Warning:  # of torch about the tensors, where warnings are errors
         raise
     except Exception as error:
@@ -323,9 +313,9 @@ def _read_file(name: str, file: BinaryIO) -> Any:
             "copy of it, or the checkpoint before it."
         ) from error
     raise ValueError(
-        f"load: {name!r} is damaged: {_leaf_of_record(damaged_record, name, file)} is not what was "
-        "saved. Likely cause: bits that changed on the disk, in memory or in a copy. Fix: another "
-        "copy of the file, or the checkpoint before it."
+        f"load: {name!r} is damaged: its record {damaged_record} is not what was saved. Likely "
+        "cause: bits that changed on the disk, in memory or in a copy. Fix: another copy of the "
+        "file, or the checkpoint before it."
     )
 
 
@@ -340,29 +330,6 @@ def _misread(record: zipfile.ZipInfo) -> str | None:
     return record.filename if is_directory and not record.is_dir() else None
 
 
-def _torch_load(file: BinaryIO) -> Any:
-    file.seek(0)
-    return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def _leaf_of_record(record: str, name: str, file: BinaryIO) -> str:
-    """Return the path of the leaf that is stored in a record of the zip."""
-    with contextlib.suppress(Exception):
-        d = _torch_load(file)
-        # torch.save numbers memory in the order in which it meets it; a sparse leaf has several.
-        leaf_paths: dict[Any, str] = {}
-        for leaf_path, leaf in zip(
-            _tree.paths(d, f"torch.load({name!r})"), _tree.flatten(d)[0], strict=True
-        ):
-            if leaf.layout is torch.strided:
-                leaf_paths.setdefault(leaf.untyped_storage(), leaf_path)
-                continue
-            for part in range(2 if leaf.layout is torch.sparse_coo else 3):
-                leaf_paths[leaf_path, part] = leaf_path
-        return list(leaf_paths.values())[int(record.rpartition("/data/")[2])]
-    return "something beside the values, a name, a shape or an index,"
-
-
 def _check_path(call: str, path: Any) -> None:
     if not isinstance(path, (str, bytes, os.PathLike)):
         raise TypeError(
@@ -375,12 +342,6 @@ def _target(path: Path) -> str:
     """Return the absolute path of the file, with links followed. Refuse what is not a file."""
     name = os.fsdecode(path)
     target = os.path.realpath(name)
-    folder = os.path.dirname(target)
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(
-            f"save: there is no directory {folder!r} for {path!r}. Fix: `os.makedirs({folder!r}, "
-            "exist_ok=True)`."
-        )
     # "runs/", "runs/.", "": names of directories, of missing ones too.
     if os.path.basename(name) in ("", os.curdir, os.pardir) or (
         os.path.exists(target) and not os.path.isfile(target)
@@ -407,104 +368,41 @@ def _sync_directory(folder: str) -> None:
 # ---- where two state dicts differ ----------------------------------------------------------------
 
 
-class _Difference(NamedTuple):
-    kind: str
-    keys: tuple[Any, ...]  # its path
-    detail: str
-
-
-# The likely cause by the field of a state that differs. The first match is named.
-_CAUSES = {
-    "params": "another model",
-    "buffers": "another model",
-    "opt_state": "another optimizer, or other settings of it,",
-    "scaler": "another rule",
-    "guard": "another guard, or none,",
-}
-
-_OTHER_DTYPE = "of another dtype"
-
-
 def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
-    """Refuse a `d` whose keys, shapes or dtypes differ from `expected`, listing all such paths."""
-    differences = list(_differences((), d, expected))
+    """Refuse a `d` whose keys, shapes or dtypes differ from `expected`, listing such paths."""
+    differences: dict[str, list[str]] = {}
+    for kind, text in _differences(name, d, expected):
+        differences.setdefault(kind, []).append(text)
     if not differences:
         return
-    kinds = dict.fromkeys(difference.kind for difference in differences)
-    texts = {kind: _grouped(name, [d for d in differences if d.kind == kind]) for kind in kinds}
-    lists = "; ".join(f"{kind}: {_tree.join_names(listed, 20)}" for kind, listed in texts.items())
-    if set(texts) == {_OTHER_DTYPE}:
-        raise ValueError(
-            f"{name} does not match like: {lists}. Likely cause: the same tree in another dtype, "
-            "such as a model in half precision on one side only. Fix: make `like` in the dtypes "
-            "that were saved, and cast what was loaded, `params = {name: p.to(dtype) for name, p "
-            "in state.params.items()}`; moments likewise."
-        )
-    fields = {difference.keys[1] for difference in differences if len(difference.keys) > 1}
-    other = "another model, optimizer or settings"
-    cause = next((_CAUSES[field] for field in _CAUSES if field in fields), other)
-    if {"params", "buffers"} <= fields:
-        cause = "another model, or of this one with other parameters frozen,"
+    lists = "; ".join(f"{kind}: {_tree.join_names(x, 20)}" for kind, x in differences.items())
     raise ValueError(
-        f"{name} does not match like: {lists}. Likely cause: the state of {cause} than `like`. "
-        "Fix: make `like` as the saved tree was made, `init_train_state(params, buffers, "
-        "optimizer, rule, rng)` with the same arguments; change what was loaded afterwards."
+        f"{name} does not match like: {lists}. Likely cause: the state of another model, of this "
+        "one in another dtype or with other parameters frozen, of another optimizer, rule or "
+        "guard, or of other settings. Fix: make `like` as the saved tree was made, "
+        "`init_train_state(params, buffers, optimizer, rule, rng)` with the same arguments; change "
+        "what was loaded afterwards."
     )
 
 
-def _differences(keys: tuple[Any, ...], got: Any, expected: Any) -> Iterator[_Difference]:
-    """Yield all differences. Only paths of `expected` are followed, because a dict from a file may
-    contain itself.
+def _differences(path: str, got: Any, expected: Any) -> Iterator[tuple[str, str]]:
+    """Yield the kind of each difference, and its text. Only paths of `expected` are followed,
+    because a dict from a file may contain itself.
     """
     if isinstance(got, Mapping) and isinstance(expected, dict):
         for key, child in expected.items():
             if key in got:
-                yield from _differences((*keys, key), got[key], child)
+                yield from _differences(f"{path}[{key_of(key)}]", got[key], child)
             else:
-                yield _Difference("missing", (*keys, key), "")
-        yield from (
-            _Difference("not in like", (*keys, key), "") for key in got if key not in expected
-        )
+                yield "missing", f"{path}[{key_of(key)}]"
+        for key in got:
+            if key not in expected:
+                yield "not in like", f"{path}[{key_of(key)}]"
     elif isinstance(expected, dict):
         names = _tree.join_names([key_of(key) for key in expected])
-        yield _Difference("different", keys, f" is {kind_of(got)}, expected a dict of {names}")
+        yield "different", f"{path} is {kind_of(got)}, expected a dict of {names}"
     elif kind_of(got) != kind_of(expected):
-        kind = _OTHER_DTYPE if _without_dtype(got) == _without_dtype(expected) else "different"
-        yield _Difference(kind, keys, f" is {kind_of(got)}, expected {kind_of(expected)}")
-
-
-def _without_dtype(value: Any) -> str:
-    return kind_of(value).removeprefix(str(getattr(value, "dtype", "")))
-
-
-def _grouped(name: str, differences: list[_Difference]) -> list[str]:
-    """Return a text for each difference. If more than three are in one field, such as `exp_avg` of
-    every parameter, only the first and the number of the others are given.
-    """
-    groups: dict[Any, list[_Difference]] = {}
-    # Groups ignore the name of a parameter, which is the last key, or the one before in the slots
-    # of a class of a user's own.
-    for difference in differences:
-        groups.setdefault((difference.keys[:-1], None), []).append(difference)
-    for field, group in list(groups.items()):
-        if len(group) <= 3:
-            del groups[field]
-            for difference in group:
-                by_slot = difference.keys[:-2], difference.keys[-1:]
-                groups.setdefault(by_slot, []).append(difference)
-    texts: dict[_Difference, str] = {}
-    for (_, last), group in groups.items():
-        first, shown = group[0], group if len(group) <= 3 else group[:1]
-        texts |= {one: f"{_code(name, one.keys)}{one.detail}" for one in shown}
-        if len(group) > len(shown):
-            place = "".join([f"in {key_of(key)}" for key in first.keys[-2:-1]])
-            more = key_of(last[0]) if last else place
-            texts[first] += f" and {len(group) - 1} more {more}".rstrip()
-    return [texts[one] for one in differences if one in texts]
-
-
-def _code(name: str, keys: tuple[Any, ...]) -> str:
-    return name + "".join(f"[{key_of(key)}]" for key in keys)
+        yield "different", f"{path} is {kind_of(got)}, expected {kind_of(expected)}"
 
 
 def kind_of(value: Any) -> str:

@@ -25,19 +25,18 @@ def window(index, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_hundred_steps_with_overflow_and_growth_are_compiled_once(count):
+def test_forty_steps_with_overflow_and_growth_are_compiled_once():
     state, step = job(ADAMW(), RULE, max_norm=1.0, donate=True)
     backend = CompileCounterWithBackend("eager")
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     scales, overflows = [], 0
-    for index in range(100):
+    for index in range(40):
         with torch._dynamo.config.patch(error_on_recompile=index > 0):
-            state, info = compiled(state, window(index, count))
+            state, info = compiled(state, window(index, 2))
         scales.append(state.scaler.scale.item())
         overflows += info.found_inf.item()
     assert backend.frame_count == 1
-    assert 0 < overflows < 50
+    assert 0 < overflows < 20
     assert any(later == 2 * earlier for earlier, later in itertools.pairwise(scales))
 
 
@@ -55,8 +54,8 @@ def test_a_window_of_another_length_costs_one_more_graph_and_then_none():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [("max_norm",), ("max_norm", "clip_value")])
-def test_a_compiled_step_takes_bounds_that_are_tensors(names):
+def test_a_compiled_step_takes_bounds_that_are_tensors():
+    names = "max_norm", "clip_value"
     state, step = job(ADAMW(), ps.DynamicScale(init_scale=2.0**8))
 
     def bounded(state, microbatches, bounds):
@@ -82,9 +81,8 @@ def test_a_compiled_step_takes_bounds_that_are_tensors(names):
             **{"max_norm": 0.5, "norm_type": 3.0, "clip_value": 0.1},
             **{"weight_fn": lambda m: float(len(m[0]))},
         },
-        {"max_norm": 1.0, "norm_type": math.inf, "on_nonfinite": "drop_microbatch"},
     ],
-    ids=["2", "3 and weights", "inf"],
+    ids=["2", "3 and weights"],
 )
 def test_with_dynamic_shapes_batches_of_any_size_are_one_graph_and_agree(settings):
     torch.manual_seed(0)
@@ -176,18 +174,9 @@ def test_a_donated_compiled_step_writes_in_place_and_allocates_nothing_but_the_g
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {
-            **{"max_norm": 1.0, "clip_value": 0.1},
-            **{"on_nonfinite": "drop_microbatch", "bn_update": "window"},
-        },
-    ],
-    ids=["plain", "every setting"],
-)
-def test_a_vmapped_ensemble_is_one_graph_with_no_loop_over_its_members(settings):
+def test_a_vmapped_ensemble_is_one_graph_with_no_loop_over_its_members():
+    settings = {"max_norm": 1.0, "clip_value": 0.1}
+    settings |= {"on_nonfinite": "drop_microbatch", "bn_update": "window"}
     state, step = job(ADAMW(), RULE, policy=HALF, **settings)
     members = stack([scaled_by(state, scale) for scale in (2.0, 2.0**10, 2.0**24)])
     data = stack([window(index, 2) for index in range(3)])
@@ -205,17 +194,11 @@ def test_a_vmapped_ensemble_is_one_graph_with_no_loop_over_its_members(settings)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"weight_fn": lambda batch: batch[1].ge(0).sum(), "on_nonfinite": "drop_microbatch"},
-    ],
-)
-def test_a_compiled_step_makes_no_tensor_on_another_device(settings):
+def test_a_compiled_step_makes_no_tensor_on_another_device():
     """One CPU scalar would keep a CUDA graph away, or make each step wait; the meta device stands
     for the GPU.
     """
+    settings = {"weight_fn": lambda batch: batch[1].ge(0).sum(), "on_nonfinite": "drop_microbatch"}
     state, step, data = linear(donate=True, max_norm=1.0, **settings)
     state, data = torch.utils._pytree.tree_map(lambda t: t.to("meta"), (state, data))
     graphs = []
@@ -234,9 +217,8 @@ def test_a_compiled_step_makes_no_tensor_on_another_device(settings):
     assert {value.device.type for value in made} == {"meta"}
 
 
-@pytest.mark.parametrize("misfit", [torch.zeros(40, 48), torch.zeros(WEIGHT).double()])
-def test_a_compiled_step_refuses_a_state_of_other_parameters(misfit):
+def test_a_compiled_step_refuses_a_state_of_other_parameters():
     state, step, data = linear()
-    state.opt_state.slots["exp_avg"]["w"] = misfit
+    state.opt_state.slots["exp_avg"]["w"] = torch.zeros(40, 48)
     with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match="exp_avg of w"):
         torch.compile(step, fullgraph=True, backend="eager")(state, data)

@@ -24,11 +24,9 @@ import purescale as ps
 
 VOCABULARY, LENGTH = 17, 32
 AUTOCAST = "compute=autocast(float16),output=float32"
-POLICIES = [None, HALF, AUTOCAST, "compute=bfloat16,output=float32"]
 OPTIMIZERS = {
     "AdamW": ps.from_torch(torch.optim.AdamW, lr=1e-2),
     "SGD": ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "RMSprop": ps.from_torch(torch.optim.RMSprop, lr=1e-3),
     "transformation": ps.from_transformation(
         (
             lambda params: (),
@@ -121,7 +119,7 @@ def graphs_of_a_compiled_model():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [None, AUTOCAST])
 def test_every_length_and_window_is_served_by_as_many_graphs_as_a_compiled_model_takes(policy):
     """A graph for the first shape, and one for each size that turns out to change."""
     # 2**24 overflows float16: what follows from it is not compiled.
@@ -132,14 +130,13 @@ def test_every_length_and_window_is_served_by_as_many_graphs_as_a_compiled_model
     ours = counters["stats"]["unique_graphs"]
     # aot_eager runs the same operators: a difference would be one of the step
     assert same_bits((given, info), (expected, told))
-    assert bool(told.found_inf.any()) is (policy in (HALF, AUTOCAST))
+    assert bool(told.found_inf.any()) is (policy is AUTOCAST)
     assert ours <= graphs_of_a_compiled_model() <= 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_compiled_loss_takes_any_optimizer(name):
-    state, loss_fn, settings = gpt_job(None, OPTIMIZERS[name])
+def test_a_compiled_loss_takes_an_optimizer_of_ones_own():
+    state, loss_fn, settings = gpt_job(None, OPTIMIZERS["transformation"])
     data = windows(3, 2)
     expected = run(state, data, loss_fn, settings)
     assert same_bits(run(state, data, compiled(loss_fn, "eager"), settings), expected)
@@ -166,8 +163,10 @@ def test_inductors_kernels_agree_with_the_eager_step():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"bn_update": "window"},
-        {"on_nonfinite": "drop_microbatch", "weight_fn": lambda microbatch: len(microbatch[1])},
+        {
+            **{"bn_update": "window", "on_nonfinite": "drop_microbatch"},
+            **{"weight_fn": lambda microbatch: len(microbatch[1])},
+        },
         {"max_retries": 20},
     ],
     ids=lambda settings: next(iter(settings)),
@@ -184,11 +183,10 @@ def test_a_compiled_loss_takes_every_setting_of_a_step(settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_dropout_in_a_compiled_loss_is_replayed_and_resumed_bit_for_bit(backend, tmp_path):
+def test_dropout_in_a_compiled_loss_is_replayed_and_resumed_bit_for_bit(tmp_path):
     state, loss_fn, settings = gpt_job(HALF, OPTIMIZERS["AdamW"], dropout=0.5)
     state = state._replace(rng=torch.Generator().manual_seed(0).get_state())
-    data, fast = equal_windows(4), compiled(loss_fn, backend)
+    data, fast = equal_windows(4), compiled(loss_fn)
     middle, _ = run(state, data[:2], fast, settings)
     end, _ = run(middle, data[2:], fast, settings)
     ps.save(tmp_path / "state.pt", middle)

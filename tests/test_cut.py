@@ -3,14 +3,11 @@ the memory that an operator writes into.
 """
 
 import functools
-import threading
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import assert_close, clone, examples, same_bits, tensors
-from hypothesis import given
-from hypothesis import strategies as st
+from helpers import assert_close, clone, same_bits, tensors
 from test_foreach import Launched, WithoutDriver, fake_cuda
 
 import purescale as ps
@@ -18,7 +15,6 @@ from purescale._grads import grad_stats
 from purescale._jit.cut import compiled_in_stages
 from purescale._jit.jit import FlatFunction
 from purescale._jit.pure_graph import trace
-from purescale._optim import kernels
 from purescale._torch import tracing
 from purescale._tree import tree
 
@@ -94,18 +90,16 @@ def loss_fn(params, buffers, x):
     return loss + params["c"], {"seen": buffers["seen"] + x[:3]}
 
 
-def programs():
-    """Draw the name of an optimizer and of a rule, arguments of a step, and what is done with the
-    state after it.
+SETTINGS = [{}, {"max_norm": 1.0}, {"clip_value": 0.1}, {"max_norm": 1.0, "clip_value": 0.1}]
+USES = [{"average", "old"}, {"difference", "twice"}, {"view", "swap"}, {"old", "twice", "view"}]
+
+
+def program(index):
+    """Return the name of an optimizer and of a rule, settings of a step, whether dtypes are mixed,
+    and what is done with the state after it: of each optimizer one program.
     """
-    settings = st.fixed_dictionaries(
-        {"max_norm": st.sampled_from([None, 1.0]), "clip_value": st.sampled_from([None, 0.1])}
-    )
-    uses = st.sets(
-        st.sampled_from(["average", "difference", "view", "twice", "swap", "old"]), max_size=3
-    )
-    names = map(st.sampled_from, (list(OPTIMIZERS), list(RULES)))
-    return st.tuples(*names, settings, st.booleans(), uses)
+    name, rule = list(OPTIMIZERS)[index], list(RULES)[index % 3]
+    return name, rule, SETTINGS[index // 3 % 4], index % 2 == 1, USES[(index + index // 4) % 4]
 
 
 def step_of(optimizer, rule, settings, uses):
@@ -148,34 +142,37 @@ def run(fn, carry, count=4):
     return carry, outs
 
 
-def check(program, jit):
-    """Compare a program with itself under `jit`, donated and not."""
+def check(program, jit, donate):
+    """Compare a program with itself under `jit`."""
     optimizer, rule, settings, mixed, uses = program
     state = problem(optimizer, rule, mixed)
     fn = step_of(optimizer, rule, settings, uses)
     expected = run(fn, (state, state.params))
-    kept = run(jit(fn), (state, state.params))
-    donated = run(jit(fn, donate=0), clone((state, state.params)))
-    assert same_bits(kept, donated)
-    for result, other in zip(tensors(kept), tensors(expected), strict=True):
+    found = run(jit(fn, donate=donate), clone((state, state.params)))
+    for result, other in zip(tensors(found), tensors(expected), strict=True):
         if result.dtype is not torch.int16:  # the last bits of masters
             assert_close(result, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+    return found
 
 
-@examples(40)
-@given(programs())
-def test_a_step_has_the_results_of_the_eager_one_donated_or_not(program):
-    check(program, in_order)
+@pytest.mark.parametrize("index", range(len(OPTIMIZERS)), ids=list(OPTIMIZERS))
+def test_a_step_has_the_results_of_the_eager_one_donated_or_not(index):
+    donated = check(program(index), in_order, 0)
+    if index % 4 == 0:
+        assert same_bits(check(program(index), in_order, ()), donated)
 
 
-def gradients():
-    """Draw gradients: whether some share memory, or elements of one do."""
-    kinds = ["apart", "one tensor twice", "expanded", "views", "parameters", "overlapping"]
-    return st.sampled_from(kinds)
+KINDS = ["apart", "one tensor twice", "expanded", "views", "parameters", "overlapping"]
 
 
-@given(st.sampled_from(["AdamW", "SGD", "momentum"]), gradients(), st.booleans())
-def test_gradients_that_are_arguments_stay_as_they_are(name, kind, donate):
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_are_arguments_stay_as_they_are(kind):
+    """Whether some share memory, or elements of one do."""
+    for name, donate in (("AdamW", (0, 1)), ("momentum", ())):
+        check_gradients(name, kind, donate)
+
+
+def check_gradients(name, kind, donate):
     optimizer, params = OPTIMIZERS[name], {"a": torch.ones(33), "b": torch.ones(33)}
     memory = torch.arange(66.0)
     grads = {
@@ -199,26 +196,10 @@ def test_gradients_that_are_arguments_stay_as_they_are(name, kind, donate):
 
     arguments = params, state, scaler, grads
     before = clone(arguments)
-    jitted = in_order(step, donate=(0, 1) if donate else ())
+    jitted = in_order(step, donate=donate)
     assert_close(jitted(*clone(arguments)), step(*arguments), rtol=1e-6, atol=1e-6)
     assert_close(jitted(*clone(arguments[:3]), grads), step(*arguments), rtol=1e-6, atol=1e-6)
     assert same_bits(arguments, before)
-
-
-@pytest.mark.parametrize("donate", [(), 0])
-def test_an_error_in_an_operator_says_if_donated_arguments_may_be_gone(donate, monkeypatch):
-    state = problem("SGD", "grows in each step", False)
-    step = in_order(step_of("SGD", "grows in each step", {}, set()), donate=donate)
-    carry = step(clone((state, state.params)), torch.ones(11))[0]
-
-    def fail(*args):
-        raise MemoryError("none left")
-
-    monkeypatch.setattr(kernels, "fused_update", fail)
-    with pytest.raises(MemoryError, match="none left") as caught:
-        step(carry, torch.ones(11))
-    notes = " ".join(getattr(caught.value, "__notes__", []))
-    assert ("a checkpoint" in notes) == (donate == 0)
 
 
 def launched(optimizer, number, donate, **settings):
@@ -250,9 +231,10 @@ def launched(optimizer, number, donate, **settings):
     return mode.ops
 
 
-@pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-@pytest.mark.parametrize("name", ["AdamW", "amsgrad", "momentum", "Adagrad", "masters", "narrow"])
+@pytest.mark.parametrize(
+    ("name", "max_norm", "donate"),
+    [("AdamW", None, False), ("momentum", 1.0, True), ("masters", 1.0, True)],
+)
 def test_on_a_gpu_few_operators_stand_beside_the_graph_whatever_the_number_of_tensors(
     name, max_norm, donate
 ):
@@ -261,8 +243,8 @@ def test_on_a_gpu_few_operators_stand_beside_the_graph_whatever_the_number_of_te
     assert 0 < len(few) <= 20
 
 
-@pytest.mark.parametrize("name", ["AdamW", "a formula"])
-def test_inside_of_a_transform_the_graph_has_operators_with_derivatives(name):
+def test_inside_of_a_transform_the_graph_has_operators_with_derivatives():
+    name = "AdamW"
     state = problem(name, "none", False)
     step = step_of(name, "none", {}, set())
 
@@ -270,24 +252,21 @@ def test_inside_of_a_transform_the_graph_has_operators_with_derivatives(name):
         return step((state, state.params), x * scale)[0][0].params["a"].square().sum()
 
     x, one = torch.ones(11), torch.ones(())
-    derivative = torch.func.grad(moved)
-    assert_close(in_order(derivative)(one, x), derivative(one, x), rtol=1e-4, atol=1e-6)
-    rows = torch.randn(3, 11)
-    mapped = torch.vmap(moved, (None, 0))
-    assert_close(in_order(mapped)(one, rows), mapped(one, rows), rtol=1e-4, atol=1e-6)
+    derivatives = torch.vmap(torch.func.grad(moved), (None, 0))
+    rows = torch.stack([x, torch.randn(11)])
+    assert_close(in_order(derivatives)(one, rows), derivatives(one, rows), rtol=1e-4, atol=1e-6)
     jvp = functools.partial(torch.func.jvp, lambda scale: moved(scale, x), (one,), (one,))
     assert_close(in_order(lambda: jvp())(), jvp(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
-@examples(3)
-@given(programs())
-def test_a_compiled_step_has_the_results_of_the_eager_one_donated_or_not(program):
-    check(program, ps.jit)
+@pytest.mark.parametrize("index", [0, 5, 12])
+def test_a_compiled_step_has_the_results_of_the_eager_one(index):
+    check(program(index), ps.jit, 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["AdamW", "partition", "a formula"])
+@pytest.mark.parametrize("name", ["AdamW", "a formula"])
 def test_scanned_steps_are_the_loop_and_leave_the_state_of_the_caller(name):
     fn = step_of(name, "grows in each step", {"max_norm": 1.0}, {"average"})
     state = problem(name, "grows in each step", False)
@@ -295,37 +274,12 @@ def test_scanned_steps_are_the_loop_and_leave_the_state_of_the_caller(name):
     rows[2] = torch.inf
     before = clone(carry)
     expected = ps.scan_steps(fn, carry, rows)
-    for donate in ((), 0):
-        scanned = ps.scan_steps(ps.jit(fn, donate=donate), carry, rows)
-        assert_close(scanned, expected, rtol=1e-3, atol=1e-4, equal_nan=True)
-        assert same_bits(carry, before)
+    scanned = ps.scan_steps(ps.jit(fn, donate=0), carry, rows)
+    assert_close(scanned, expected, rtol=1e-3, atol=1e-4, equal_nan=True)
+    assert same_bits(carry, before)
 
 
-def test_threads_run_two_steps_at_once():
-    names = "AdamW", "momentum"
-    expected, results = {}, {}
-    for name in names:
-        state = problem(name, "none", False)
-        fn = step_of(name, "none", {}, set())
-        expected[name] = run(fn, (state, state.params), 8)[0]
-
-    def train(name):
-        state = problem(name, "none", False)
-        step = in_order(step_of(name, "none", {}, set()), donate=0)
-        results[name] = run(step, clone((state, state.params)), 8)[0]
-
-    threads = [threading.Thread(target=train, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for name in names:
-        assert_close(results[name], expected[name], rtol=1e-4, atol=1e-5, equal_nan=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("donate", [(), 0])
-def test_one_gradient_of_several_parameters_is_unscaled_once_for_each(donate):
+def test_one_gradient_of_several_parameters_is_unscaled_once_for_each():
     optimizer, rule = OPTIMIZERS["SGD"], RULES["grows in each step"]
     params = {name: torch.full((33,), 1.0) for name in "abc"}
     state = ps.init_train_state(params, {}, optimizer, rule)
@@ -338,7 +292,7 @@ def test_one_gradient_of_several_parameters_is_unscaled_once_for_each(donate):
 
     x = torch.arange(33.0)
     expected = step(state, x)[0].params
-    stepped = ps.jit(step, donate=donate)(clone(state), x)[0].params
+    stepped = in_order(step, donate=0)(clone(state), x)[0].params
     assert_close(stepped, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -359,10 +313,9 @@ def grads_of(params, factor):
     return {name: (leaf * factor).sin() for name, leaf in params.items()}
 
 
-@pytest.mark.parametrize("name", ["AdamW", "momentum"])
 @pytest.mark.parametrize("donate", [(), 0])
-def test_two_steps_in_one_function_are_one_after_the_other(name, donate):
-    optimizer = OPTIMIZERS[name]
+def test_two_steps_in_one_function_are_one_after_the_other(donate):
+    optimizer = OPTIMIZERS["AdamW"]
 
     def function(state, factor):
         for _ in range(2):
@@ -373,10 +326,9 @@ def test_two_steps_in_one_function_are_one_after_the_other(name, donate):
     check_twice(function, (params, optimizer.init(params)), donate)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("donate", [(), 0])
-def test_one_tensor_under_several_names_is_stepped_once_for_each(name, donate):
-    optimizer = OPTIMIZERS[name]
+def test_one_tensor_under_several_names_is_stepped_once_for_each(donate):
+    optimizer = OPTIMIZERS["AdamW"]
 
     def function(leaves, factor):
         params = {name + str(copy): leaf for name, leaf in leaves.items() for copy in range(2)}
@@ -392,9 +344,8 @@ def test_one_tensor_under_several_names_is_stepped_once_for_each(name, donate):
     assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "momentum"])
-def test_parameters_that_are_made_inside_are_returned_as_they_were_beside_the_new_ones(name):
-    optimizer = OPTIMIZERS[name]
+def test_parameters_that_are_made_inside_are_returned_as_they_were_beside_the_new_ones():
+    optimizer = OPTIMIZERS["AdamW"]
 
     def function(x):
         params = {str(index): x * index for index in range(20)}
@@ -404,10 +355,9 @@ def test_parameters_that_are_made_inside_are_returned_as_they_were_beside_the_ne
     assert_close(in_order(function)(x), function(x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "momentum", "Adagrad"])
 @pytest.mark.parametrize("turned", ["parameters", "slots"])
-def test_slots_may_have_another_memory_order_than_parameters(name, turned):
-    optimizer, w, g = OPTIMIZERS[name], torch.randn(5, 3), torch.randn(5, 3)
+def test_slots_may_have_another_memory_order_than_parameters(turned):
+    optimizer, w, g = OPTIMIZERS["AdamW"], torch.randn(5, 3), torch.randn(5, 3)
     params, state = optimizer.step({"w": w}, {"w": g}, optimizer.init({"w": w}))
 
     def transposed(leaf):
@@ -422,10 +372,9 @@ def test_slots_may_have_another_memory_order_than_parameters(name, turned):
     assert_close(jitted, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "momentum"])
 @pytest.mark.parametrize("by", ["slot", "scale", "max_norm", "clip_value"])
-def test_a_derivative_by_a_number_of_the_step_is_that_of_torch_func(name, by):
-    optimizer = OPTIMIZERS[name]
+def test_a_derivative_by_a_number_of_the_step_is_that_of_torch_func(by):
+    optimizer = OPTIMIZERS["AdamW"]
     params, grads = {"a": torch.randn(7)}, {"a": torch.randn(7)}
     params, state = optimizer.step(params, grads, optimizer.init(params))
 

@@ -42,11 +42,6 @@ def test_nothing_is_left_in_the_folder_after_an_error(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_in_a_folder_leaves_no_file(tmp_path):
-    ps.vjp_through(lambda x, i: (x * i, ()), torch.ones(2), [2.0] * 5, torch.sum, folder=tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 @given(number=st.integers(1, 30), every=st.none() | st.integers(1, 40), in_a_folder=st.booleans())
 def test_segments_of_one_length_make_each_step_again_at_most_once(
     tmp_path_factory, number, every, in_a_folder
@@ -62,6 +57,7 @@ def test_segments_of_one_length_make_each_step_again_at_most_once(
     assert all(calls[index, True] == 1 for index in range(number))
     assert all(calls[index, False] <= 2 for index in range(number - 1))
     assert calls[number - 1, False] == 2  # the last one, to be compared
+    assert folder is None or not list(folder.glob("vjp_through_*"))
 
 
 @functools.cache

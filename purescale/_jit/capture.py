@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit.compile_log import warn_of_freed_graph
 from .._jit.jit import (
     FlatFunction,
     Jitted,
@@ -24,6 +23,8 @@ from .._jit.jit import (
     name_of,
     resolved,
     settings_of_torch,
+    varying,
+    warn,
 )
 from .._jit.pure_graph import explained
 from .._torch import foreach, private
@@ -31,7 +32,6 @@ from .._torch.cuda_graph import CudaGraph, Graph, watching
 from .._torch.donation import storage_pointer
 from .._torch.tracing import ReadError, captured, capturing
 from .._tree import tree as _tree
-from .._tree.leaves import as_tensor_list
 from .._tree.plans import Plans
 from .._tree.scalars import is_whole, short_repr
 from .._tree.tree import Tree
@@ -244,7 +244,12 @@ class Captured:
                 raise _all_are_held(self.max_graphs)
             if not self._has_warned:
                 shapes = [[tensor.shape for tensor in one.inputs] for one in self.programs]
-                warn_of_freed_graph(name_of(self.step), shapes)
+                warn(
+                    "capture(%s) has %d graphs, and frees one to record another, which takes "
+                    "longer than three steps. Likely cause: %s. Fix: pad to a few lengths and drop "
+                    "the last, smaller batch; or max_graphs=%d.",
+                    *(name_of(self.step), self.max_graphs, varying(shapes), 2 * self.max_graphs),
+                )
                 self._has_warned = True
             self.programs.discard(free[-1])  # the oldest
             free[-1].graph.reset()
@@ -285,16 +290,6 @@ def _entering(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     """Return plain tensors like these on the device, off every graph, gapless, each an object of
     its own. What comes from the host is copied before this returns.
     """
-    some = as_tensor_list(tensors)
-    if (
-        some.dense_off_graph
-        and some.are_gapless
-        and not some.any_requires_grad
-        and some.devices <= {device}
-        and set(map(type, tensors)) <= {Tensor}
-        and len(set(map(id, tensors))) == len(tensors)
-    ):
-        return tensors
     tensors = [tensor.detach().to(device) for tensor in resolved(tensors)]
     return [tensor if foreach.is_gapless(tensor) else tensor.clone() for tensor in tensors]
 

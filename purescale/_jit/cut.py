@@ -19,10 +19,6 @@ Compile = Callable[[Any, Sequence[Tensor]], Function]  # of a graph and fake inp
 Stage = Callable[[list[Any]], Sequence[Any]]  # returns new values, from all that there are
 Nodes = list[fx.Node]
 WRITE = torch.ops.aten.copy_.default
-_GONE = (
-    "The arguments that were donated to this jitted function may have been overwritten in part. "
-    "Fix: a checkpoint, or the same call without `donate`."
-)
 
 
 def compiled_in_stages(module: Any, examples: Sequence[Tensor], compile: Compile) -> Function:
@@ -200,17 +196,11 @@ class _Stages:
     def function(self, results: Nodes) -> Function:
         """Return a function of the inputs that runs all stages."""
         stages, of_results = self._stages, self._getter(results)
-        donates = any(node.target is WRITE for node in self._module.graph.nodes)
 
         def run(*inputs: Any) -> Sequence[Any]:
             values = list(inputs)
-            try:
-                for stage in stages:
-                    values += stage(values)
-            except Exception as error:
-                if donates:
-                    error.add_note(_GONE)
-                raise
+            for stage in stages:
+                values += stage(values)
             return of_results(values)
 
         return run

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._jit.compile_log import SlowCall, warn_of_graphs
 from .._jit.cut import Function
 from .._jit.pure_graph import PureGraph, compiled, trace
 from .._torch import private
@@ -160,15 +161,21 @@ class Programs:
         with _LOCK:
             program = self.lookup(tensors, form)
             if program is None:
-                with SlowCall(self._name) as call:
+                with _telling_if_slow(self._name):
                     graph, results = trace()
-                    call.compiles(len(graph.module.graph.nodes))
                     run = compile(graph)
                 if active_autocast():  # the graph has the casts of the function
                     run = outside_autocast()(run)
                 program = Program(tensors, graph, run, results)
                 self._programs.add(tensors, (form, settings_of_torch()), program)
-                warn_of_graphs(self._name, [program.shapes for program in self._programs])
+                if len(self._programs) == GRAPHS + 1:
+                    warn(
+                        "jit(%s) has made %d graphs, one for each kind of arguments, and each was "
+                        "compiled. Likely cause: %s. Fix: pad to a few lengths and drop the last, "
+                        "smaller batch; or compile loss_fn alone, `torch.compile(loss_fn)`, which "
+                        "takes any length.",
+                        *(self._name, GRAPHS + 1, varying([one.shapes for one in self._programs])),
+                    )
         return program
 
     def lookup(self, tensors: list[Tensor], form: Any) -> Program | None:
@@ -281,6 +288,39 @@ def _indices(args: tuple[Tree, ...], donate: Sequence[int]) -> list[int]:
             indices += range(start, stop)
         start = stop
     return indices
+
+
+# ---- what the logger says ------------------------------------------------------------------------
+
+SECONDS = 5.0  # that a first call may take in silence
+GRAPHS = 8  # that a function may have in silence
+warn = logging.getLogger("purescale").warning
+
+
+@contextlib.contextmanager
+def _telling_if_slow(name: str) -> Iterator[None]:
+    """A scope in which the logger says so if a first call takes longer than some seconds."""
+    text = (
+        "jit(%s): tracing and compiling for more than %g seconds. Later calls with arguments of "
+        "the same shapes do not wait. In a new cache folder inductor first probes a CPU for some 8 "
+        "seconds; TORCHINDUCTOR_VEC_ISA_OK=1 skips that check."
+    )
+    timer = threading.Timer(SECONDS, warn, (text, name, SECONDS))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def varying(shapes: Sequence[Sequence[torch.Size]]) -> str:
+    """Return in what the arguments of graphs differ, from the shapes of those of each."""
+    columns = [set(map(tuple, column)) for column in zip(*shapes, strict=False)]
+    widest = max(columns, key=len, default=set())
+    if len(widest) <= 1:
+        return "arguments that differ in structure, dtype or strides"
+    return f"shapes that vary, such as {', '.join(map(str, sorted(widest)[:3]))}"
 
 
 # ---- checks --------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .._jit.jit import (
-    CONSTANTS,
     FlatFunction,
     Jitted,
     Results,
@@ -76,13 +75,11 @@ def scan_steps(step: Step, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
             return _in_one_graph(step, state, batches, len(stacks))
         return _in_a_loop(step, state, leaves, structure, number)
     except Exception as error:
-        if _are_of_one_form(batches):
-            count = len(batches)
+        if isinstance(batches, list):
             error.add_note(
-                f"batches is a list of {count}, and each of {number} steps was given a list of "
-                f"{count}, a row of every tensor. If they are batches, stack them, "
-                "`scan_steps(step, state, stack_states(batches))`; for one step over all of them, "
-                "`train_step(state, batches, ...)`."
+                f"batches is a list of {len(batches)}, and each of {number} steps was given a list "
+                "of as many rows. If they are batches, stack them, `scan_steps(step, state, "
+                "stack_states(batches))`; for one step over all, `train_step(state, batches, ...)`."
             )
         raise
 
@@ -136,18 +133,6 @@ def _checked(step: Step, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     return structure.unflatten(new), info
 
 
-def _are_of_one_form(batches: Tree) -> bool:
-    """Return True for a list of trees that differ in sizes and values only."""
-    if not isinstance(batches, list):
-        return False
-    forms = []
-    for batch in batches:
-        leaves, structure = _tree.flatten(batch)
-        kinds = [(x.dtype, x.ndim) if isinstance(x, Tensor) else type(x) for x in leaves]
-        forms.append((structure, kinds))
-    return all(form == forms[0] for form in forms)
-
-
 _REASON = "The state after a step is the state before the next one: both must match."
 
 
@@ -156,7 +141,9 @@ def _num_batches(batches: Tree, leaves: Leaves) -> int:
     if not any([isinstance(leaf, Tensor) for leaf in leaves]):
         raise ValueError(
             f"batches is {_tree.describe_argument(batches)} without a tensor; the first dimension "
-            f"of its tensors is the number of steps. {_no_tensor_cause(leaves)}"
+            "of its tensors is the number of steps. Fix: `stack_states(list_of_batches)`, of a "
+            "loader `stack_states(itertools.islice(loader, 100))`, of arrays `tree_map("
+            "torch.as_tensor, batches)`; for n steps without data `torch.arange(n)`."
         )
     cause = (
         "Likely cause: batches that are not stacked, or a tensor that is the same in all steps. "
@@ -168,20 +155,6 @@ def _num_batches(batches: Tree, leaves: Leaves) -> int:
     if not number:
         raise ValueError("batches has no batch: its tensors have a first dimension of 0.")
     return number
-
-
-def _no_tensor_cause(leaves: Leaves) -> str:
-    if all(isinstance(leaf, CONSTANTS) for leaf in leaves):
-        return (
-            "Fix: for n steps without data `scan_steps(step, state, torch.arange(n))`, whose "
-            "numbers `step` need not use."
-        )
-    if any(hasattr(leaf, "__array__") for leaf in leaves):
-        return "Likely cause: arrays. Fix: `tree_map(torch.as_tensor, batches)`."
-    return (
-        "Likely cause: a loader or an iterator. Fix: `stack_states(itertools.islice(batches, "
-        "100))` for 100 steps; or a loop, `for batch in batches: state, info = step(state, batch)`."
-    )
 
 
 def pair_of(returned: Tree) -> tuple[Tree, Tree]:

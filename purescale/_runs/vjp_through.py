@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -188,7 +188,8 @@ def vjp_through(
     first, wrt = _tree.clone(state), _tree.clone(wrt)
     rule = NoScale() if rule is None else rule
     forms = Floats.of(first), Floats.of(wrt)
-    pullback = Pullback(step, *forms, takes_wrt=_is_given(wrt), takes_amax=takes_amax(rule))
+    takes_wrt = not (isinstance(wrt, tuple) and not wrt)
+    pullback = Pullback(step, *forms, takes_wrt, takes_amax(rule))
     floats, generators = pullback.floats, Generators.of(_device(first))
     like = Moment(first, generators.states())
     with generators.locked(), KeptStates(folder, like) as kept:
@@ -200,7 +201,7 @@ def vjp_through(
             for leaf in pullback.wanted.values(wrt)
         ]
         scaler = rule.init(cotangents[0].device if cotangents else None)
-        derivative = _Derivative(pullback.compiled(), rule, scaler, wrt, cotangents, by_wrt)
+        derivatives, pull = _Derivatives(cotangents, by_wrt, scaler), pullback.compiled()
         bar = progress_bar("vjp_through", "step", number) if progress else nullcontext()
         with generators.unchanged(), bar as bar:
             after, index = final, number
@@ -211,19 +212,16 @@ def vjp_through(
                     if index == number - 1:
                         run.check_last(before, final)
                     if skipped[index]:
-                        _check_skipped(index, floats, before.state, after, derivative.by_state)
+                        _check_skipped(index, floats, before.state, after, derivatives.by_state)
                     else:
                         generators.restore(before.generators)
-                        derivative.pull_back(before.state, items[index], index)
+                        at = before.state, items[index], wrt
+                        derivatives = _pulled_back(pull, rule, at, derivatives, index)
                     after = before.state
                     if bar is not None:
                         bar.update()
-    by_state, by_wrt = floats.only(derivative.by_state), pullback.wanted.only(derivative.by_wrt)
+    by_state, by_wrt = floats.only(derivatives.by_state), pullback.wanted.only(derivatives.by_wrt)
     return RunGradient(value, by_state, by_wrt, final)
-
-
-def _is_given(wrt: Tree) -> bool:
-    return not (isinstance(wrt, tuple) and not wrt)
 
 
 def _device(state: Tree) -> torch.device:
@@ -233,6 +231,14 @@ def _device(state: Tree) -> torch.device:
 
 
 # ---- the run -------------------------------------------------------------------------------------
+
+
+class _Derivatives(NamedTuple):
+    """The derivatives by a state, the sums of those by `wrt`, and the scale of cotangents."""
+
+    by_state: Leaves
+    by_wrt: Leaves
+    scaler: HasScale
 
 
 class _Arguments(NamedTuple):
@@ -307,9 +313,7 @@ class _Run(NamedTuple):
         again, _ = self._step(before.state, len(self.items) - 1)
         leaves = _tree.flatten(final)[0], _tree.flatten(again)[0]
         for path, old, new in zip(_tree.paths(final, "state"), *leaves, strict=True):
-            if not is_plain(old) or torch.equal(old, new):  # but a NaN is equal by its bits
-                continue
-            if fingerprint(old) != fingerprint(new):
+            if is_plain(old) and fingerprint(old) != fingerprint(new):
                 raise RuntimeError(
                     f"the last step, made again, gave another {path}. Likely cause: a step that "
                     "draws from NumPy or from a generator of its own, counts its calls, or gets "
@@ -320,14 +324,12 @@ class _Run(NamedTuple):
 
 def _read(flags: list[Any]) -> list[bool]:
     """Return which steps were skipped, from one read."""
-    for flag in flags:
-        if isinstance(flag, Tensor) and flag.ndim:
-            raise ValueError(
-                f"info.found_inf has shape {tuple(flag.shape)}; vjp_through follows one run. "
-                "Likely cause: a step of an ensemble, by torch.vmap. Fix: a run for each member, "
-                "`vjp_through(step, member(states, i), ...)`."
-            )
     tensors = [flag for flag in flags if isinstance(flag, Tensor)]
+    if any([flag.ndim for flag in tensors]):
+        raise ValueError(
+            "info.found_inf is no 0-d tensor; vjp_through follows one run. Fix: for an ensemble a "
+            "run for each member, `vjp_through(step, member(states, i), ...)`."
+        )
     read = iter(torch.stack(tensors).tolist() if tensors else [])
     return [bool(next(read)) if isinstance(flag, Tensor) else bool(flag) for flag in flags]
 
@@ -376,23 +378,24 @@ def _cotangents_of(tree: Tree, final: Tree, floats: Floats, likes: Leaves) -> Le
     try:
         leaves = floats.structure.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"cotangent is {_tree.describe_argument(tree)}, and not a tree like the final state, "
-            f"{_tree.describe_argument(final)}. Fix: a function of the final state that returns a "
-            "scalar, or the `state` of a later run's RunGradient."
-        ) from error
+        raise _no_cotangent("cotangent", tree, "a tree like the final state") from error
     cotangents = []
     for place, like in zip(floats.places, likes, strict=True):
         leaf = leaves[place]
         if isinstance(leaf, tuple) and not leaf:
             leaf = torch.zeros_like(like)
         elif not (isinstance(leaf, Tensor) and leaf.shape == like.shape):
-            raise ValueError(
-                f"{_tree.path(final, 'cotangent', place)} is {scalars.short_repr(leaf)}; expected "
-                f"a tensor of shape {tuple(like.shape)}, or () for 0."
-            )
+            path = _tree.path(final, "cotangent", place)
+            raise _no_cotangent(path, leaf, f"a tensor of shape {tuple(like.shape)}, or () for 0")
         cotangents.append(leaf)
     return cotangents
+
+
+def _no_cotangent(path: str, value: Any, expected: str) -> ValueError:
+    return ValueError(
+        f"{path} is {scalars.short_repr(value)}; expected {expected}. Fix: a function of the final "
+        "state that returns a scalar, or the `state` of a later run's RunGradient."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -465,46 +468,32 @@ class Pullback:
         return pulled
 
 
-@dataclasses.dataclass
-class _Derivative:
-    """The derivatives by a state, pulled back through one step after the other, and the sums of
-    those by `wrt`.
+def _pulled_back(
+    pull: Callable[..., Any],
+    rule: Rule[Any],
+    at: tuple[Tree, Any, Tree],
+    after: _Derivatives,
+    index: int,
+) -> _Derivatives:
+    """Return the derivatives before a step of this index, which was taken `at` a state, an item and
+    `wrt`, from those after it.
     """
-
-    pullback: Callable[..., Any]
-    rule: Rule[Any]
-    scaler: HasScale
-    wrt: Tree
-    by_state: Leaves
-    by_wrt: Leaves
-
-    def pull_back(self, state: Tree, item: Any, index: int) -> None:
-        """Replace the derivatives by those before the step of this index."""
-        while True:
-            arguments = state, item, self.wrt, self.by_state, self.by_wrt, self.scaler
-            by_state, by_wrt, overflow, amax = self.pullback(*arguments)
-            if not overflow:
-                break
-            lower = backed_off(self.rule, self.scaler)
-            if lower is None:
-                raise _not_finite(index, self.scaler.scale, self.rule)
-            self.scaler = lower
-        self.by_state, self.by_wrt = by_state, by_wrt
-        self.scaler = call_rule(self.rule, self.scaler, overflow, amax)
-
-
-def _not_finite(index: int, scale: Tensor, rule: Any) -> FloatingPointError:
-    fix = "`rule=HeadroomScale()`, a loss scale for the cotangents"
-    if not isinstance(rule, NoScale):
-        fix = "a rule with a lower `min_scale`; a square root or a norm of 0 in the loss"
-    return FloatingPointError(
-        f"the derivative through step {index} is not finite, at a scale of {float(scale):g} for "
-        "the cotangents. Likely cause: a half backward that overflows; a norm in float16, as under "
-        "autocast, whose second derivative overflows at any scale; a skipped step whose info has "
-        "no `found_inf`; a microbatch that was dropped; a function without a finite derivative "
-        f"there, such as a root of 0. Fix: {fix}; for a norm `norms_in_float32()` around `apply`, "
-        "or a policy; `on_nonfinite='drop_window'`."
-    )
+    scaler = after.scaler
+    while True:
+        by_state, by_wrt, overflow, amax = pull(*at, *after[:2], scaler)
+        if not overflow:
+            return _Derivatives(by_state, by_wrt, call_rule(rule, scaler, overflow, amax))
+        lower = backed_off(rule, scaler)
+        if lower is None:
+            raise FloatingPointError(
+                f"the derivative through step {index} is not finite, at a scale of "
+                f"{float(scaler.scale):g} for the cotangents. Likely cause: a half backward that "
+                "overflows, also that of a norm under autocast; a skipped step whose info has no "
+                "`found_inf`; a microbatch that was dropped; a root or a norm of 0. Fix: "
+                "`rule=HeadroomScale()`, a loss scale for the cotangents; for a norm "
+                "`norms_in_float32()` around `apply`, or a policy; `on_nonfinite='drop_window'`."
+            )
+        scaler = lower
 
 
 # ---- checks --------------------------------------------------------------------------------------
@@ -520,17 +509,9 @@ def _check(step: Any, items: Any, rule: Any) -> None:
             "vjp_through was called under torch.inference_mode, in which there are no derivatives. "
             "Fix: leave it before the call."
         )
-    if not callable(step):
-        raise TypeError(f"step is {scalars.short_repr(step)}; expected a function.")
     if isinstance(step, Jitted) and step.donate:
         raise ValueError(
             f"step donates {step.donate}, and a replay needs each state again. Fix: `jit(step)`."
-        )
-    by_index = hasattr(items, "__len__") and hasattr(items, "__getitem__")
-    if not by_index or isinstance(items, Mapping):
-        raise TypeError(
-            f"items is {type(items).__name__}; a replay asks for each item again. Fix: a sequence, "
-            "such as `list(itertools.islice(loader, 100))`."
         )
     if not len(items):
         raise ValueError("items is empty; a run has at least one step.")

@@ -39,7 +39,6 @@ from .._torch import foreach
 from .._torch.tracing import captured, traced
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
-from .._tree.hints import hint_keywords
 from .._tree.leaves import describe
 from .._tree.tree import Tree
 
@@ -61,7 +60,6 @@ def _refuse_parameters(make: Callable[P, TorchOptimizer]) -> Callable[P, TorchOp
     return checked
 
 
-@hint_keywords
 @_refuse_parameters
 def from_torch(
     cls: type[torch.optim.Optimizer],

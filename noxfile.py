@@ -18,7 +18,7 @@ PYTHON, TORCH = "3.13", "2.15.0"
 # Of files and pages, and of rules beside their own oracles, in the arithmetic of 0-d tensors.
 WITHOUT_TORCH = (
     *("house", "contributing", "types", "gpu_page"),
-    *("headroom", "rule_battery", "guard_battery", "simulate", "strategies"),
+    *("headroom", "rule_battery", "simulate", "strategies"),
 )
 
 if shutil.which("pyenv"):  # whose python3.13 answers only if that version is named

@@ -38,11 +38,6 @@ class Momentum:
         return params, {"mean": mean, "count": state["count"] + 1}
 
 
-class WritesInto(Momentum):
-    def stepped(self, param, grad, mean):
-        return param.clone() if grad is None else param.sub_(self.lr * mean).clone()
-
-
 class HandsBack(Momentum):
     def step(self, params, grads, state):
         params, new = super().step(params, grads, state)
@@ -61,11 +56,6 @@ class GrowsItsState(Momentum):
     def step(self, params, grads, state):
         params, state = super().step(params, grads, state or super().init(params))
         return params, state
-
-
-class CountsInPython(Momentum):
-    def init(self, params):
-        return {**super().init(params), "count": 0}
 
 
 class GivesParametersOnly(Momentum):
@@ -167,10 +157,6 @@ class NeedsEveryParameter(Momentum):
         return {"mean": mean, "count": torch.zeros((), dtype=torch.int64)}
 
 
-class NeedsEveryParameterAndWidens(NeedsEveryParameter):
-    stepped = GivesFloat32.stepped
-
-
 class DropsWhatIsAbsent(Momentum):
     def step(self, params, grads, state):
         params, state = super().step(params, grads, state)
@@ -182,10 +168,8 @@ class DropsWhatIsAbsent(Momentum):
     [
         (KeepsTheParameters, "init", r"`\.clone\(\)` what is passed through"),
         (GrowsItsState, "structure", "make everything that a step keeps in `init`"),
-        (CountsInPython, "structure", "numbers that change as 0-d tensors"),
         (GivesParametersOnly, "structure", r"return `\(params, opt_state\)`"),
         (Reads, "reads", "torch.where"),
-        (WritesInto, "pure", r"`x = x \+ 1`"),
         (HandsBack, "pure", r"`\.clone\(\)` what is passed through"),
         (RemembersTheLast, "pure", "keep what changes in the state"),
         (MovesWithoutAGradient, "none", "do not change a parameter whose gradient is None"),
@@ -197,7 +181,6 @@ class DropsWhatIsAbsent(Momentum):
         (Prints, "compile", "do not read or print"),
         (OneAtATime, "vmap", "do not read values or write into an argument"),
         (NeedsEveryParameter, "absent", "None if p is None"),
-        (NeedsEveryParameterAndWidens, "dtype", r"\.to\(p\.dtype\)"),
         (DropsWhatIsAbsent, "absent", "keep None for a parameter that is None"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
@@ -227,10 +210,8 @@ def test_one_that_raises_on_nan_cannot_be_skipped():
     [
         ps.from_torch(optim.AdamW, lr=lambda count: 0.1 / (1 + count), amsgrad=True),
         ps.from_torch(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, in_state=("lr",)),
-        ps.from_torch(optim.RMSprop, lr=0.1, overrides={"few": {"lr": 0.5}}),
-        ps.from_torch(optim.Adam, lr=lambda count: 0.1 / (1 + count), schedule_by="iteration"),
     ],
-    ids=["AdamW", "SGD", "RMSprop", "Adam"],
+    ids=["AdamW", "SGD"],
 )
 def test_what_from_torch_gives_passes(optimizer):
     assert_optimizer(optimizer)
@@ -251,12 +232,6 @@ def test_a_transformation_passes_once_it_takes_none():
     assert_optimizer(taking(True), params)
 
 
-def test_parameters_of_ones_own_for_an_optimizer_that_takes_matrices_only():
-    """It computes in bfloat16, so that members are not those of a loop to 1e-4."""
-    muon = ps.from_torch(optim.Muon, lr=0.1)
-    assert_optimizer(muon, {"w": torch.randn(4, 6), "v": [torch.randn(3, 2)]})
-
-
 def test_an_optimizer_that_takes_some_shapes_only_is_told_how_to_name_them():
     muon = ps.from_torch(optim.Muon, lr=0.1)
     with pytest.raises(AssertionError, match="breaks the law `init`") as caught:
@@ -265,32 +240,11 @@ def test_an_optimizer_that_takes_some_shapes_only_is_told_how_to_name_them():
     eval(cure, {"assert_optimizer": assert_optimizer, "optimizer": muon, "torch": torch})
 
 
-def test_an_init_that_takes_no_none_lets_nothing_else_through():
-    assert_optimizer(NeedsEveryParameter(), quirks=["absent"])
-
-    class MovesToo(NeedsEveryParameter):
-        stepped = MovesWithoutAGradient.stepped
-
-    with pytest.raises(AssertionError, match="MovesToo breaks the law `none`"):
-        assert_optimizer(MovesToo(), quirks=["absent"])
-
-
-def test_a_quirk_must_be_seen():
+def test_a_quirk_of_an_optimizer_is_let_through():
     assert_optimizer(GivesFloat32(), quirks=["dtype"])
-    with pytest.raises(AssertionError, match="Momentum keeps dtype, which quirks says it breaks"):
-        assert_optimizer(Momentum(), quirks=["dtype"])
-    with pytest.raises(ValueError, match=r"quirks has \['speed'\]; expected some of init"):
-        assert_optimizer(Momentum(), quirks=["speed"])
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "words"),
-    [
-        (Momentum, "the class Momentum"),
-        (None, "NoneType"),
-        (functools.partial(optim.SGD), "partial"),
-    ],
-)
-def test_what_is_no_optimizer_is_refused(optimizer, words):
-    with pytest.raises(TypeError, match=rf"optimizer is {words}; expected.*Fix: `assert_optimizer"):
-        assert_optimizer(optimizer)
+def test_what_is_no_optimizer_is_refused():
+    words = r"optimizer is partial; expected.*Fix: `assert_optimizer"
+    with pytest.raises(TypeError, match=words):
+        assert_optimizer(functools.partial(optim.SGD))

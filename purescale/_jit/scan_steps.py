@@ -18,7 +18,6 @@ from .._jit.jit import (
 )
 from .._jit.pure_graph import PureGraph, scanned, trace
 from .._tree import tree as _tree
-from .._tree.hints import hint_keywords
 from .._tree.leaves import is_constant
 from .._tree.states import num_members, stacked
 from .._tree.tree import Leaves, Tree, TreeDef
@@ -26,7 +25,6 @@ from .._tree.tree import Leaves, Tree, TreeDef
 Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
 
-@hint_keywords
 def scan_steps(step: Step, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
     """Equal to the loop below: many steps over stacked batches, in order.
 

@@ -38,12 +38,10 @@ from .._torch import foreach
 from .._torch.tracing import captured, traced
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
-from .._tree.hints import hint_keywords
 from .._tree.leaves import describe
 from .._tree.tree import Tree
 
 
-@hint_keywords
 def from_torch(
     cls: type[torch.optim.Optimizer],
     lr: float | Tensor | Schedule | None = None,

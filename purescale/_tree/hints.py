@@ -29,38 +29,21 @@ _CLIP = (
 _CLASS = "Fix: `purescale.from_torch(torch.optim.{}, lr=1e-3)`"
 _COPY = "Fix: `purescale.clone(state)`"
 _STATE_DICT = "Fix: `purescale.save(path, state)`, or `purescale.to_state_dict(state)`"
-_POSITIONS = (
-    "an option of jax.jit. Fix: `donate=(0,)`, the positions of the arguments that are donated"
-)
-_CLOSED_OVER = (
-    "an option of jax.jit. Fix: close over what is static, `jit(functools.partial(step, size=3))`"
-)
 # For each function the keywords that it has not, for a class and the package the attributes.
 HINTS = {
     "value_and_grad": _OF_VALUE_AND_GRAD,
     "train_step": {**_OF_VALUE_AND_GRAD, **_OF_CLIPPING},
     "unscale_and_step": _OF_CLIPPING,
-    "from_torch": {"lr_in_state": "which in_state replaces. Fix: `in_state=('lr',)`"},
     "jit": {
-        "donate_argnums": _POSITIONS,
-        "donate_argnames": _POSITIONS,
-        "static_argnums": _CLOSED_OVER,
-        "static_argnames": _CLOSED_OVER,
+        "donate_argnums": "an option of jax.jit. Fix: `donate=(0,)`, the positions of the "
+        "arguments that are donated",
+        "static_argnums": "an option of jax.jit. Fix: close over what is static, "
+        "`jit(functools.partial(step, size=3))`",
         "fullgraph": "an option of torch.compile. Fix: leave it out; a jitted function is always "
         "one graph",
-        "dynamic": "an option of torch.compile. Fix: leave it out; there is a graph for each shape",
-    },
-    "scan_steps": {
-        "length": "an option of jax.lax.scan. Fix: leave it out; for steps without data "
-        "`batches=torch.arange(length)`",
-        "reverse": "an option of jax.lax.scan. Fix: reversed batches, "
-        "`tree_map(lambda leaf: leaf.flip(0), batches)`, whose infos are reversed too",
-        "unroll": "an option of jax.lax.scan. Fix: leave it out; a scan is compiled once, for any "
-        "number of steps",
     },
     "StepInfo": {
         "skipped": "Fix: `info.found_inf`, True if the step was skipped",
-        "step": "Fix: `state.step`, the number of applied steps",
         "lr": "Fix: the rate that from_torch was given; of a schedule `schedule(count)`, with "
         "`count = state.opt_state.applied` of the state before the step; with in_state=('lr',) "
         "`state.opt_state.lr`",
@@ -81,8 +64,6 @@ HINTS = {
         "purescale.with_policy(apply, 'compute=autocast(float16),output=float32')`",
         "clip_grad_norm": _CLIP,
         "clip_grad_norm_": _CLIP,
-        "clip_grad_value_": "Fix: `clip_value=1.0` of train_step, or `grads = "
-        "purescale.clip_by_value(grads, 1.0)`",
         "Adam": _CLASS.format("Adam"),
         "AdamW": _CLASS.format("AdamW"),
         "SGD": _CLASS.format("SGD"),

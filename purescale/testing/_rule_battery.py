@@ -9,13 +9,113 @@ from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
 from .._loss_scale.rules import takes_amax
 from .._tree import tree as _tree
-from ._battery import UPDATE_FIXES, UpdateBattery, shown
+from ._battery import Battery, saved_and_loaded
 from ._laws import short
 from ._strategies import DAMAGED, as_scale, rule_steps, update_arguments
+
+
+class _UpdateBattery(Battery):
+    """The checks of an object with `init` and a pure `update`: a rule or a guard."""
+
+    def update(self, *call: Any) -> Any:
+        """Return the result of `update`, which must not raise, and check the laws of one call."""
+        raise NotImplementedError
+
+    def samples(self) -> list[list[Any]]:
+        """Return some lists of calls of one structure."""
+        raise NotImplementedError
+
+    def call_update(self, should: str, *call: Any) -> Any:
+        """Return what `update` returns. Without it the checks cannot go on, even for a quirk."""
+        try:
+            return self.subject.update(*call)
+        except Exception as error:
+            self.fail("raises", f"{type(error).__name__}: {error}", should, *call, cause=error)
+            raise
+
+    def check_runs(self, runs: st.SearchStrategy[list[Any]], step: Callable[..., Any]) -> None:
+        """Check runs that Hypothesis finds. `step` returns the next state."""
+
+        @_EXAMPLES
+        @given(runs)
+        def run(steps: list[Any]) -> None:
+            state = self.subject.init()
+            for each in steps:
+                state = step(state, *each)
+
+        run()
+
+    # ---- what is checked
+
+    def value(self) -> None:
+        """Check that the object can be hashed, as a setting."""
+        try:
+            hash(self.subject)
+        except TypeError as error:
+            self.fail("value", str(error), f"a {self.kind} that can be hashed", cause=error)
+
+    def init(self) -> None:
+        state = self.subject.init("cpu")
+        leaves = _tree.flatten(state)[0]
+        are_tensors = leaves and all(isinstance(leaf, Tensor) for leaf in leaves)
+        if not (hasattr(state, "_fields") and are_tensors):
+            return self.fail("init", short(state), "a NamedTuple of tensors")
+        devices = {leaf.device.type for leaf in _tree.tensors(self.subject.init("meta"))}
+        if devices != {"meta"}:
+            self.fail("init", f"tensors on {sorted(devices)}", 'on meta for `init("meta")`')
+
+    def purity(self) -> None:
+        """Check that an update does not read values or change arguments or attributes."""
+        for calls in self.samples():
+            for call in calls:
+                before = _attributes(self.subject)
+                self.update(*call)
+                self.check_purity(self.subject.update, call)
+                if _attributes(self.subject) != before:
+                    came = f"an attribute of the {self.kind} changed"
+                    self.fail("value", came, "the same", *call)
+
+    def round_trip(self) -> None:
+        state, *rest = self.samples()[0][-1]
+        expected = self.subject.update(state, *rest)
+        for restored in saved_and_loaded(state, self.subject.init()):
+            what = "that of the state that was saved"
+            self.check_bits("round_trip", expected, what, self.subject.update, restored, *rest)
+
+    def transforms(self) -> None:
+        for calls in self.samples():
+            self.check_transforms(self.subject.update, calls)
+
+
+def _attributes(subject: Any) -> dict[str, str]:
+    return {name: repr(value) for name, value in getattr(subject, "__dict__", {}).items()}
+
+
+# Without a database, so that a battery gives the same verdict on every machine.
+_EXAMPLES = settings(
+    max_examples=40,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=(Phase.generate, Phase.shrink),
+    suppress_health_check=list(HealthCheck),
+)
+
+# The fixes for laws of a pure `update`.
+_UPDATE_FIXES = {
+    "value": "`@dataclasses.dataclass(frozen=True)`; put what changes into the state.",
+    "pure": "torch.where and others that make new tensors, in place of methods that end in `_`.",
+    "round_trip": "keep only tensors in the state, and nothing elsewhere.",
+    "compile": "torch.where in place of `if`; counters as 0-d tensors.",
+    "vmap": "0-d operations and torch.where, as for one state.",
+}
+
+# ---- rules ---------------------------------------------------------------------------------------
 
 
 def assert_scale_rule(rule: Any, quirks: Sequence[str] = ()) -> None:
@@ -72,17 +172,18 @@ _FIXES = {
     "backs_off": "multiply by a factor below 1 on an overflow, or training never moves again.",
     "clean": "decide by this step's found_inf, True if it was bad: a scale that moves a step late "
     "is not the one that was used.",
-    **UPDATE_FIXES,
+    **_UPDATE_FIXES,
 }
 _RUN = [letter == "O" for letter in "...O.O...OOO....O...."]
 _LONG = 320  # overflows: halving passes through all of float32
 _STRETCH = 2500  # clean steps: beyond the usual interval
 _LONGEST = 20_000  # clean steps at most, for rules with a longer interval
-_EVENTS = 4  # states before a growth from which all runs of _DEPTH steps are tried
+_EVENTS = 4  # states before a growth from which all runs of _DEPTH steps are tried, also with the
+# smallest and the largest scale
 _DEPTH = 4
 
 
-class _RuleBattery(UpdateBattery):
+class _RuleBattery(_UpdateBattery):
     """The checks of a rule."""
 
     kind = "rule"
@@ -90,22 +191,32 @@ class _RuleBattery(UpdateBattery):
     fix_for_kind = "`assert_scale_rule(MyRule())`, an instance"
     fixes = _FIXES
     labels = ("state", "flag", "amax")
+    order = ("value", "init", "first_scale", "purity", "long_runs", "runs", "damaged", "round_trip",
+             "transforms")  # fmt: skip
 
     def __init__(self, rule: Any, quirks: Sequence[str]) -> None:
         super().__init__(rule, quirks)
         self.amax = 1.0 if takes_amax(rule) else None
         self.growing: list[Any] = []  # states whose next clean step raises the scale
 
-    def checks(self) -> tuple[Callable[[], bool | None], ...]:
-        return (self.value, self.init, self.purity, self.long_runs, self.runs, self.damaged,
-                self.round_trip, self.compile, self.vmap)  # fmt: skip
+    def arguments(self, state: Any, bad: bool, amax: float | None = None) -> tuple[Any, ...]:
+        return update_arguments(state, bad, self.amax if amax is None else amax)
 
-    def update(self, state: Any, bad: bool, amax: float | None = None) -> Any:
-        call = update_arguments(state, bad, self.amax if amax is None else amax)
-        return self.call_update("a state", *call)
+    def update(self, *call: Any) -> Any:
+        new = self.call_update("a state", *call)
+        self.check_alike("structure", "scaler", call[0], new, *call)
+        return new
+
+    def samples(self) -> list[list[Any]]:
+        """Return an overflow and a clean step from each state of a run."""
+        state, calls = self.subject.init(), []
+        for bad in _RUN:
+            calls += [self.arguments(state, flag) for flag in (True, False)]
+            state = self.update(*self.arguments(state, bad))
+        return [calls]
 
     def check_scale(self, new: Any, *call: Any, law: str = "") -> None:
-        scale = float(new.scale)
+        scale = new.scale.item()
         came = f"scale={scale!r}"
         if scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] != 0.5:
             self.fail(law or "power_of_two", came, "a scale that is a power of two", *call)
@@ -114,110 +225,79 @@ class _RuleBattery(UpdateBattery):
         elif scale <= 0:
             self.fail(law or "positive", came, "a scale above 0", *call)
 
-    def step(self, state: Any, bad: bool, amax: float | None = None, *, inside: bool = True) -> Any:
-        """Return the next state of a run, and check both an overflow and a clean step. A clean step
-        may lower the scale of a state that is not `inside` the bounds.
+    def step(self, state: Any, bad: bool, amax: float | None = None) -> Any:
+        """Return the next state of a run."""
+        return self.next_states(state, amax)[bad]
+
+    def next_states(
+        self, state: Any, amax: float | None = None, *, inside: bool = True
+    ) -> list[Any]:
+        """Return the states after a clean step and after an overflow, and check their scales. A
+        clean step may lower the scale of a state that is not `inside` the bounds.
         """
-        tried = {}
-        for flag in (True, False):
-            new = tried[flag] = self.update(state, flag, amax)
-            call = update_arguments(state, flag, self.amax if amax is None else amax)
-            self.check_alike("structure", "scaler", state, new, *call)
+        states, before = [], state.scale.item()
+        for bad in (False, True):
+            call = self.arguments(state, bad, amax)
+            # An update that reads nothing has one structure for all values, which was checked.
+            new = self.call_update("a state", *call)
+            states.append(new)
             self.check_scale(new, *call)
-            before, after = float(state.scale), float(new.scale)
-            if flag and after > before:
+            after = new.scale.item()
+            if bad and after > before:
                 self.fail("overflow", f"scale={after!r}", f"at most {before!r}", *call)
-            if not flag and after < before and inside and not takes_amax(self.subject):
+            if not bad and after < before and inside and not takes_amax(self.subject):
                 self.fail("clean", f"scale={after!r}", f"at least {before!r}", *call)
-        return tried[bad]
+        return states
 
     # ---- what is checked
 
-    def init(self) -> None:
-        state = self.first_state()
-        if state is None:
-            return None
+    def first_scale(self) -> None:
+        state = self.subject.init("cpu")
         scale = getattr(state, "scale", None)
         if not isinstance(scale, Tensor) or scale.ndim or scale.dtype is not torch.float32:
             return self.fail("init", f"scale={short(scale)}", "a 0-d float32 tensor")
-        for name, leaf in zip(state._fields, state, strict=True):
-            if not all(isinstance(part, Tensor) for part in _tree.flatten(leaf)[0]):
-                return self.fail("init", f"{name}={leaf!r}", "a tensor")
         self.check_scale(state, law="init")
-        self.check_device()
-
-    def calls(self) -> list[tuple[Any, ...]]:
-        """Return the arguments of each step of a run."""
-        state, calls = self.subject.init(), []
-        for bad in _RUN:
-            calls.append(update_arguments(state, bad, self.amax))
-            state = self.update(state, bad)
-        return calls
-
-    def purity(self) -> None:
-        for call in self.calls():
-            self.check_alike(
-                "structure", "scaler", call[0], self.call_update("a state", *call), *call
-            )
-            self.check_update_is_pure(*call)
 
     def long_runs(self) -> None:
         first = state = self.subject.init()
         for _ in range(_LONG):
             state = self.step(state, bad=True)
-        low = float(state.scale)
-        high = float(self.clean_steps(first).scale)
-        for start in self.growing[:_EVENTS]:
-            self.all_short_runs(start)
-        self.clean_steps(state)
-        self.clean_steps(first._replace(scale=as_scale(2.0**127)), inside=False)
-        scale, floor = float(first.scale), getattr(self.subject, "min_scale", None) or 0.0
+        scale, low = first.scale.item(), state.scale.item()
+        high = self.clean_steps(first).scale.item()
+        for start in (first, *self.growing[:_EVENTS]):
+            self.short_runs(start)
+            self.short_runs(start._replace(scale=as_scale(low)))
+            self.short_runs(start._replace(scale=as_scale(2.0**127)), inside=False)
+        floor = getattr(self.subject, "min_scale", None) or 0.0
         if low >= scale and low > floor and high != scale:
-            call = update_arguments(first, True, self.amax)
-            self.fail(
-                "backs_off", f"scale={low!r} after {_LONG} overflows", f"below {scale!r}", *call
-            )
+            came = f"scale={low!r} after {_LONG} overflows"
+            self.fail("backs_off", came, f"below {scale!r}", *self.arguments(first, True))
 
-    def clean_steps(self, state: Any, *, inside: bool = True) -> Any:
+    def clean_steps(self, state: Any) -> Any:
         """Return the state after enough clean steps for a growth."""
         values = getattr(self.subject, "__dict__", {}).values()
         numbers = [n for n in values if type(n) is int]
         for _ in range(min(max(_STRETCH, *numbers, 0) + 2, _LONGEST)):
-            new = self.step(state, bad=False, inside=inside)
-            if inside and float(new.scale) > float(state.scale):
+            new = self.step(state, bad=False)
+            if new.scale > state.scale:
                 self.growing.append(state)
             state = new
         return state
 
-    def all_short_runs(self, state: Any) -> None:
+    def short_runs(self, state: Any, *, inside: bool = True) -> None:
+        """Check all runs of `_DEPTH` steps from a state."""
         states = [state]
         for _ in range(_DEPTH):
-            states = [self.step(each, bad) for each in states for bad in (False, True)]
+            states = [new for each in states for new in self.next_states(each, inside=inside)]
 
     def runs(self) -> None:
         self.check_runs(st.lists(rule_steps(self.subject), min_size=1, max_size=30), self.step)
 
     def damaged(self) -> None:
         sound = [self.subject.init(), *self.growing[:1]]
-        for scale, bad in itertools.product(DAMAGED, (False, True)):
-            for state in (state._replace(scale=as_scale(scale)) for state in sound):
-                call = update_arguments(state, bad, self.amax)
-                self.check_scale(self.update(state, bad), *call, law="damaged")
-
-    def round_trip(self) -> None:
-        state = self.update(self.update(self.subject.init(), True), False)
-        self.check_resumed(*update_arguments(state, False, self.amax))
-
-    def compile(self) -> None:
-        self.check_one_graph(self.calls())
-
-    def vmap(self) -> None:
-        calls = [
-            update_arguments(call[0], bad, self.amax)
-            for call in self.calls()
-            for bad in (False, True)
-        ]
-        self.check_members(calls)
+        for state, scale, bad in itertools.product(sound, DAMAGED, (False, True)):
+            call = self.arguments(state._replace(scale=as_scale(scale)), bad)
+            self.check_scale(self.update(*call), *call, law="damaged")
 
 
 # ---- guards --------------------------------------------------------------------------------------
@@ -270,7 +350,7 @@ _GUARD_FIXES = {
     "steps that are rejected or not finite.",
     "timely": "judge the loss and the norm of this call, `return new_state, loss > limit`, not "
     "those of an earlier one: a bad step must be rejected before it changes anything.",
-    **UPDATE_FIXES,
+    **_UPDATE_FIXES,
 }
 _STEPS = 300
 _SPIKES = {120: 1e4, 150: math.nan, 180: math.inf, 210: 3e38, 240: -math.inf}
@@ -290,7 +370,7 @@ def _call(state: Any, loss: float, norm: float | None) -> tuple[Any, Tensor, Any
     return state, number, () if norm is None else torch.tensor(norm, dtype=torch.float32)
 
 
-class _GuardBattery(UpdateBattery):
+class _GuardBattery(_UpdateBattery):
     """The checks of a guard."""
 
     kind = "guard"
@@ -298,59 +378,39 @@ class _GuardBattery(UpdateBattery):
     fix_for_kind = "`assert_guard(MyGuard())`, an instance"
     fixes = _GUARD_FIXES
     labels = ("state", "loss", "norm")
+    order = ("value", "init", "purity", "steady", "timely", "runs", "round_trip", "transforms")
 
-    def checks(self) -> tuple[Callable[[], bool | None], ...]:
-        return (self.value, self.init, self.purity, self.steady, self.timely, self.runs,
-                self.round_trip, self.compile, self.vmap)  # fmt: skip
-
-    def update(self, call: tuple[Any, Tensor, Any]) -> tuple[Any, Tensor]:
-        """Return the next state and the verdict, and check the laws of one call."""
+    def update(self, *call: Any) -> Any:
         returned = self.call_update("a state and a verdict", *call)
         pair = isinstance(returned, tuple) and len(returned) == 2
         bad = returned[1] if pair else None
         if not isinstance(bad, Tensor) or bad.dtype is not torch.bool or bad.ndim:
             self.fail("pair", short(returned), "(state, bad), bad a 0-d bool tensor", *call)
-            raise self.required_law("pair")
-        new = returned[0]
-        same = self.check_alike("structure", "state", call[0], new, *call)
-        if same and _is_finite(call[0]) and not _is_finite(new):
-            self.fail("finite", shown(new), "finite numbers", *call)
-        return new, bad
+        same = self.check_alike("structure", "state", call[0], returned[0], *call)
+        if same and _is_finite(call[0]) and not _is_finite(returned[0]):
+            self.fail("finite", short(returned[0]), "finite numbers", *call)
+        return returned
 
-    def calls(self, *, norm: bool = True) -> list[tuple[Any, Tensor, Any]]:
-        """Return the arguments of each step of a run."""
+    def calls(self, *, norm: bool) -> list[tuple[Any, Tensor, Any]]:
+        """Return the arguments of each step of a run, with or without a norm."""
         state, calls = self.subject.init(), []
         for loss in _steady_run():
             calls.append(_call(state, loss, loss if norm else None))
-            state = self.update(calls[-1])[0]
+            state = self.update(*calls[-1])[0]
         return calls
 
-    def calls_around_spikes(self, *, norm: bool) -> list[tuple[Any, Tensor, Any]]:
-        """Return the arguments of the steps at and around the spikes."""
-        calls = self.calls(norm=norm)
-        return [calls[step] for step in _AROUND_SPIKES]
+    def samples(self) -> list[list[Any]]:
+        """Return the steps at and around the spikes, with and without a norm."""
+        runs = [self.calls(norm=norm) for norm in (True, False)]
+        return [[calls[step] for step in _AROUND_SPIKES] for calls in runs]
 
     # ---- what is checked
-
-    def init(self) -> None:
-        state = self.first_state()
-        if state is None:
-            return None
-        leaves = _tree.flatten(state)[0]
-        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
-            return self.fail("init", shown(state), "tensors")
-        self.check_device()
-
-    def purity(self) -> None:
-        for norm in (True, False):
-            for call in self.calls_around_spikes(norm=norm):
-                self.check_update_is_pure(*call)
 
     def steady(self) -> None:
         for norm in (True, False):
             calls = [c for step, c in enumerate(self.calls(norm=norm)) if step not in _SPIKES]
             for part in (calls[:100], calls[-50:]):
-                verdicts = [bool(self.update(call)[1]) for call in part]
+                verdicts = [bool(self.update(*call)[1]) for call in part]
                 rejected = sum(verdicts)
                 if rejected > len(part) / 10:
                     came = f"{rejected} of {len(part)} steps rejected, this one first"
@@ -361,33 +421,23 @@ class _GuardBattery(UpdateBattery):
             calls = self.calls(norm=norm)
             for step in _SPIKES:
                 event = calls[step]
-                after, bad = self.update(event)
+                after, bad = self.update(*event)
                 # The same run with a calm step in place of the event, for comparison.
-                calm = self.update((event[0], *calls[step - 1][1:]))[0]
+                calm = self.update(event[0], *calls[step - 1][1:])[0]
                 for soon in range(step + 1, step + 1 + _SOON):
-                    after, late = self.update((after, *calls[soon][1:]))
-                    calm, usual = self.update((calm, *calls[soon][1:]))
+                    after, late = self.update(after, *calls[soon][1:])
+                    calm, usual = self.update(calm, *calls[soon][1:])
                     if late and not bad and not usual:
                         came = f"accepted, and the calm step {soon - step} after it rejected"
                         self.fail("timely", came, "rejected itself, or no other for it", *event)
 
     def runs(self) -> None:
         def step(state: Any, loss: float, norm: float | None) -> Any:
-            return self.update(_call(state, loss, norm))[0]
+            return self.update(*_call(state, loss, norm))[0]
 
         number = st.floats(width=32)
         steps = st.tuples(number, st.none() | number)
         self.check_runs(st.lists(steps, min_size=1, max_size=40), step)
-
-    def round_trip(self) -> None:
-        self.check_resumed(*self.calls()[-1])
-
-    def compile(self) -> None:
-        for norm in (True, False):
-            self.check_one_graph(self.calls_around_spikes(norm=norm))
-
-    def vmap(self) -> None:
-        self.check_members(self.calls_around_spikes(norm=True))
 
 
 def _is_finite(state: Any) -> bool:

@@ -8,7 +8,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from .._tree.tree import Tree, join_names
 from ._battery import Battery, saved_and_loaded
 from ._laws import Untouched, same_bits, shares_memory, short
 
-_BATCH_NORM = ("*running_mean", "*running_var", "*num_batches_tracked")
 _CHANGED_BY_A_SKIP = ("*scaler*", "*loss_scale*", "*rng*", "*iteration")
 
 
@@ -81,9 +80,8 @@ def assert_step(
     Raises:
         AssertionError: A law is broken; with the paths in the state, what came, what should, and a
             fix.
-        TypeError: `step` is neither a function nor a trainer, or `batches` is not a list.
-        ValueError: Fewer than four batches, a quirk that is not the name of a law, or batches that
-            do not join along their first dimension.
+        TypeError: `step` is neither a function nor a trainer.
+        ValueError: Fewer than four batches, or a quirk that is not the name of a law.
 
     Example:
         >>> import functools
@@ -97,16 +95,14 @@ def assert_step(
         >>> state = ps.init_train_state({"w": torch.ones(3)}, {}, optimizer, rule)
         >>> assert_step(step, state, [torch.randn(4, 3) for _ in range(4)])
     """
-    if not isinstance(batches, (list, tuple)):
-        raise TypeError(
-            f"batches is {type(batches).__name__}; expected a list. Fix: "
-            "`list(itertools.islice(loader, 4))`."
-        )
+    batches = list(batches)
     if len(batches) < _BATCHES:
         raise ValueError(f"batches has {len(batches)} of at least {_BATCHES} batches. Fix: more.")
     run = _Trainer(step) if state is None else _Pure(step, state)
-    data = _Batches(list(batches), overflow or _not_finite, join, split)
-    battery = _StepBattery(run, data, tuple(skip_changes), scale, rtol, quirks)
+    battery = _StepBattery(run, batches, skip_changes, scale, rtol, quirks)
+    battery.overflow = overflow or _not_finite
+    battery.split = split or (None if join is False else _third_and_rest)
+    battery.join = _joined if join is None else join
     with torch.random.fork_rng():
         try:
             battery.run()
@@ -116,6 +112,11 @@ def assert_step(
 
 
 _BATCHES = 4
+_OF_PARTS = (
+    'If batch norm or dropout see each part by itself, and this is meant, `quirks=("window", '
+    '"weights")`. If samples are not along the first dimension, as in a hidden state [layers, '
+    "batch, width], join= and split=, or join=False."
+)
 _FIXES = {
     "moves": "batches that do not overflow, with gradients that are not 0; a lower loss scale to "
     "start from.",
@@ -124,9 +125,9 @@ _FIXES = {
     "resume": "save all that a step reads: optimizer, scaler, scheduler, generators, averages and "
     "counters; no gradient may wait for the next step, so clear `.grad`.",
     "window": "the mean over the window: `(loss / len(window)).backward()` for each batch, with "
-    "gradients cleared once, and one step of the scheduler and of each counter.",
+    f"gradients cleared once, and one step of the scheduler and of each counter. {_OF_PARTS}",
     "weights": "weigh each part by its samples or tokens: divide the sum of the losses by the sum "
-    "of the weights; `weight_fn=` in train_step.",
+    f"of the weights; `weight_fn=` in train_step. {_OF_PARTS}",
     "scale": "unscale the gradients once, with the scale that scaled the loss, before they are "
     "clipped, measured or changed: `scaler.unscale_(optimizer)`, `unscale_and_check`.",
     "skip": "one flag decides for everything: buffers, averages of the weights, step counts too "
@@ -139,7 +140,7 @@ _FIXES = {
 class _Pure:
     """A pure step."""
 
-    is_pure, seed = True, 0
+    is_pure = True
 
     def __init__(self, step: Any, state: Tree) -> None:
         if not callable(step) or isinstance(step, type):
@@ -154,7 +155,7 @@ class _Pure:
 
     def __call__(self, state: Tree, window: list[Any], **settings: Any) -> Tree:
         """Return the state after a step."""
-        torch.manual_seed(self.seed)
+        torch.manual_seed(0)
         result = self.step(state, window, **settings)
         if not isinstance(result, tuple) or len(result) != 2:
             raise AssertionError(
@@ -177,7 +178,7 @@ class _Pure:
 class _Trainer:
     """A trainer that holds its state, as a function of the state."""
 
-    is_pure, seed = False, 0
+    is_pure = False
 
     def __init__(self, trainer: Any) -> None:
         if what := not_made(trainer, "step", "state_dict", "load_state_dict"):
@@ -203,7 +204,7 @@ class _Trainer:
         return parts
 
     def _go_on(self, window: list[Any]) -> Tree:
-        torch.manual_seed(self.seed)
+        torch.manual_seed(0)
         self.trainer.step(window)
         return self._state()
 
@@ -225,92 +226,68 @@ class _Trainer:
         return [(parts, self._parts()), (expected, self._go_on(windows[1]))]
 
 
-class _Batches(NamedTuple):
-    """The batches, and the functions that make others of them."""
-
-    batches: list[Any]
-    overflow: Callable[[Any], Any]
-    join: Callable[[list[Any]], Any] | Literal[False] | None
-    split: Callable[[Any], list[Any]] | None
-
-    def in_parts(self, law: str) -> tuple[list[Any], Any] | None:
-        """Return the parts of a batch and the whole of it for a law; None if there are none."""
-        if law == "window" and self.join is not False:
-            some = self.batches[:2]
-            return some, (self.join or _joined)(some)
-        if law == "weights" and (self.split or self.join is not False):
-            return (self.split or _third_and_rest)(self.batches[0]), self.batches[0]
-        return None
-
-
 class _StepBattery(Battery):
     """The checks of a step."""
 
     kind = "step"
-    methods: ClassVar[dict[str, str]] = {}
     fix_for_kind = ""
     fixes = _FIXES
-    labels = ()
+    overflow: Callable[[Any], Any]
+    join: Callable[[list[Any]], Any] | Literal[False]
+    split: Callable[[Any], list[Any]] | None
 
     def __init__(
         self,
-        run: Any,
-        data: _Batches,
-        skip_changes: tuple[str, ...],
+        step: Any,
+        batches: list[Any],
+        skip_changes: Sequence[str],
         scale: str,
         rtol: float,
         quirks: Sequence[str],
     ) -> None:
-        super().__init__(run, quirks)
-        self.name, self.step, self.data, self.rtol = run.name, run, data, rtol
+        super().__init__(step, quirks)
+        self.name, self.step, self.batches, self.rtol = step.name, step, batches, rtol
         self.skip_changes, self.scale_glob = skip_changes, scale
-
-    def checks(self) -> tuple[Callable[[], bool | None], ...]:
         # What a trainer does not save shows in both; a pure step may have written into its state.
-        twice = (self.repeat, self.resume) if self.step.is_pure else (self.resume, self.repeat)
-        return (self.moves, *twice, self.window, self.weights, self.scale,
-                self.skip, self.donate, self.compile)  # fmt: skip
+        twice = ("repeat", "resume") if step.is_pure else ("resume", "repeat")
+        self.order = ("moves", *twice, "window", "weights", "scale", "skip")
+        if step.is_pure:
+            self.order = (*self.order, "donate", "compile")
 
-    def check_bits(self, law: str, expected: Tree, came: Tree, free: Sequence[str] = ()) -> None:
+    def check_same(self, law: str, expected: Tree, came: Tree, free: Sequence[str] = ()) -> None:
         """Check that two states have the same bits, but for paths that match a glob of `free`."""
         differing = [path for path in _differing(expected, came) if not _matches(path, free)]
         if differing:
             self.fail(law, f"{join_names(differing)} differ", "the same bits")
 
-    def check_close(
-        self, law: str, old: Tree, expected: Tree, came: Tree, whole: Any = None
-    ) -> None:
-        """Check that two states after one step from `old` agree up to rounding. `whole`: the batch
-        of which `came` is the step of the parts.
-        """
-        reasons = _far(old, expected, came, self.rtol, (self.scale_glob,))
+    def check_close(self, law: str, expected: Tree, came: Tree) -> None:
+        """Check that two states after one step agree up to rounding."""
+        reasons = _far(self.state, expected, came, self.rtol, (self.scale_glob,))
         if reasons:
-            should = f"the same update, to {self.rtol:g} of it"
-            fix = "" if whole is None else self.fix_of_parts(law, whole, expected)
-            self.fail(law, join_names(reasons), should, fix=fix)
+            self.fail(law, join_names(reasons), f"the same update, to {self.rtol:g} of it")
+
+    def check_finite(self, law: str, state: Tree, when: str) -> bool:
+        """Return True if no leaf of the state after a step has inf or NaN."""
+        infinite = [path for path, leaf in _leaves(state) if not _is_finite(leaf)]
+        if infinite:
+            self.fail(law, f"{join_names(infinite)} not finite {when}", "a finite step")
+        return not infinite
 
     # ---- what is checked
 
     def moves(self) -> bool:
         """Check a few steps, and keep the state after them: the first may overflow."""
         self.state = self.step.first
-        for batch in self.data.batches[:_BATCHES]:
+        for batch in self.batches[:_BATCHES]:
             before = self.state
             self.state = self.step(before, [batch])
-        differing = [p for p in _differing(before, self.state) if not self.may_change(p)]
-        infinite = [path for path, leaf in _leaves(self.state) if not _is_finite(leaf)]
-        if not differing or infinite:
-            came = f"{join_names(infinite)} not finite" if infinite else "a state that did not move"
-            self.fail("moves", came, "a step that moves the state")
+        if all(_matches(path, self.skip_changes) for path in _differing(before, self.state)):
+            self.fail("moves", "a state that did not move", "a step that moves the state")
             return False
-        return True
-
-    def may_change(self, path: str) -> bool:
-        """Return True for a path that a skipped step may change."""
-        return _matches(path, self.skip_changes)
+        return self.check_finite("moves", self.state, f"after {_BATCHES} steps")
 
     def repeat(self) -> None:
-        window = [self.data.batches[0]]
+        window = [self.batches[0]]
 
         def untouched() -> Tree:
             with Untouched((self.state, window)):
@@ -321,108 +298,69 @@ class _StepBattery(Battery):
             return
         if self.step.is_pure and shares_memory(expected, (self.state, window)):
             self.fail("repeat", "a state that shares memory with an argument", "fresh memory")
-        self.check_bits("repeat", expected, self.step(self.state, window))
+        self.check_same("repeat", expected, self.step(self.state, window))
 
     def resume(self) -> None:
-        windows = [[batch] for batch in self.data.batches[:3]]
+        windows = [[batch] for batch in self.batches[:3]]
         for expected, came in self.step.resumed(self.state, windows):
-            self.check_bits("resume", expected, came)
+            self.check_same("resume", expected, came)
 
     def window(self) -> None:
-        self.check_parts("window", self.data.join)
+        some, join = self.batches[:2], self.join
+        if join:
+            self.check_parts("window", lambda: (some, join(some)))
 
     def weights(self) -> None:
-        self.check_parts("weights", self.data.split)
+        whole, split = self.batches[0], self.split
+        if split:
+            self.check_parts("weights", lambda: (split(whole), whole))
 
-    def check_parts(self, law: str, function: Any) -> None:
-        """Check that parts of a batch make the step of all of it. `function`: the caller's own that
-        makes them, if any.
-        """
-        try:
-            batches = self.data.in_parts(law)
-            if batches is None:
-                return
-            parts, whole = batches
-            expected, came = self.step(self.state, [whole]), self.step(self.state, parts)
-        except Exception as error:
-            if law in self.quirks:
-                self.broken.add(law)
-                return
-            if function:
-                raise
-            raise ValueError(
-                f"{self.name} takes batches[0], but no batch that was joined or split along the "
-                f"first dimension of its tensors: {type(error).__name__}: {short(str(error), 200)}."
-                " Likely cause: samples along another dimension, as in a hidden state [layers, "
-                "batch, width], or a batch norm over a single one. Fix: join=, a function from a "
-                "list of batches to one, and split=, from one to two; or join=False."
-            ) from error
-        self.check_close(law, self.state, expected, came, whole)
+    def check_parts(self, law: str, cut: Callable[[], tuple[list[Any], Any]]) -> None:
+        """Check that the parts that `cut` returns make the step of the whole."""
 
-    def fix_of_parts(self, law: str, whole: Any, after: Tree) -> str:
-        """Return the fix of a law about parts of a batch. Batch norm and random numbers are the
-        likely cause if the step has them.
-        """
-        causes = []
-        norms = [path for path in _differing(self.state, after) if _matches(path, _BATCH_NORM)]
-        if norms:
-            causes.append(f"batch norm takes its statistics from each part ({join_names(norms)})")
-        self.step.seed = 1
-        if not same_bits(self.step(self.state, [whole]), after):
-            causes.append("random numbers, such as those of dropout, are drawn for each part")
-        self.step.seed = 0
-        if not causes:
-            return self.fixes[law]
-        return (
-            f'if this is meant, quirks=("window", "weights"), or turn it off for this check: '
-            f"{'; '.join(causes)}. Otherwise {self.fixes[law]}"
-        )
+        def steps() -> tuple[Tree, Tree]:
+            parts, whole = cut()
+            return self.step(self.state, [whole]), self.step(self.state, parts)
+
+        both = self.attempt(law, "a step of the whole and of its parts", steps)
+        if both is not None:
+            self.check_close(law, *both)
 
     def scale(self) -> None:
-        if not any(_matches(path, (self.scale_glob,)) for path, _ in _leaves(self.state)):
-            return
         lower = _replaced(self.state, self.scale_glob, lambda number: number / 4)
-        window = [self.data.batches[0]]
-        expected, came = self.step(self.state, window), self.step(lower, window)
-        self.check_close("scale", self.state, expected, came)
+        window = [self.batches[0]]
+        self.check_close("scale", self.step(self.state, window), self.step(lower, window))
 
     def skip(self) -> None:
-        batch = self.data.batches[0]
-        bad, state = self.data.overflow(batch), self.state
+        batch = self.batches[0]
+        bad, state = self.overflow(batch), self.state
         if same_bits(bad, batch):  # without a floating tensor
             state = _replaced(state, self.scale_glob, lambda number: number * math.inf)
-        if same_bits(state, self.state) and same_bits(bad, batch):
-            raise ValueError(
-                "the batches have no floating tensor and the state has no loss scale, so nothing "
-                "makes a step overflow. Fix: overflow=, a function from a batch to one whose loss "
-                'or gradients are inf; or scale="*.loss_scale", the path of the scale.'
-            )
+            if same_bits(state, self.state):
+                raise ValueError(
+                    "the batches have no floating tensor and the state has no loss scale, so "
+                    "nothing makes a step overflow. Fix: overflow=, a function from a batch to one "
+                    'whose gradients are inf; or scale="*.loss_scale", the path of the scale.'
+                )
         skipped = self.step(state, [bad])
-        self.check_bits("skip", state, skipped, self.skip_changes)
+        self.check_same("skip", state, skipped, self.skip_changes)
         if state is self.state:
-            after = self.step(skipped, [batch])
-            infinite = [path for path, leaf in _leaves(after) if not _is_finite(leaf)]
-            if infinite:
-                came = f"{join_names(infinite)} not finite in the step after it"
-                self.fail("skip", came, "a finite step")
+            self.check_finite("skip", self.step(skipped, [batch]), "in the step after it")
 
     def donate(self) -> None:
-        if not (self.step.is_pure and "donate" in inspect.signature(self.step.step).parameters):
+        if "donate" not in inspect.signature(self.step.step).parameters:
             return
-        window = [self.data.batches[0]]
-        donated = private.pytree.tree_map_only(Tensor, torch.clone, self.state)
-        came = self.step(donated, window, donate=True)
-        self.check_bits("donate", self.step(self.state, window, donate=False), came)
+        window = [self.batches[0]]
+        came = self.step(_tree.clone(self.state), window, donate=True)
+        self.check_same("donate", self.step(self.state, window, donate=False), came)
 
     def compile(self) -> None:
-        if not self.step.is_pure:
-            return
-        window = [self.data.batches[0]]
+        window = [self.batches[0]]
         torch.compiler.reset()
         compiled: Any = torch.compile(self.step.step, fullgraph=True, backend="aot_eager")
         came = self.attempt("compile", "one graph", lambda: compiled(self.state, window)[0])
         if came is not None:
-            self.check_close("compile", self.state, self.step(self.state, window), came)
+            self.check_close("compile", self.step(self.state, window), came)
 
 
 # ---- batches -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import after_skip
-from .._optim.planned import plan_step_by_hand
+from .._optim.planned import PlannedStep, plan_step_by_hand
 from .._optim.step_inputs import StepInputs
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import is_on_a_graph, traced, under_derivative
@@ -47,7 +47,7 @@ class Optimizer(Protocol):
 
 class Updater:
     """An optimizer as a step calls it, over the lists of `StepInputs`: `plan`, `current_settings`,
-    then `step_unless`. `as_updater` makes one of any optimizer.
+    then `step_unless`, all by `update`. `as_updater` makes one of any optimizer.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
@@ -73,10 +73,23 @@ class Updater:
         """Return parameters and state after one step, in fresh memory. A parameter whose gradient
         is None does not change, as in torch.optim.
         """
-        step, gradients = plan_step_by_hand(self, params, grads, opt_state)
-        current = self.current_settings(step.inputs.opt_state)
-        stepped = self.step_unless(None, step.inputs, gradients, step.plan, current)
-        return step.inputs.restore(*stepped)
+        return self.update(*plan_step_by_hand(self, params, grads, opt_state))
+
+    def update(
+        self,
+        planned: PlannedStep,
+        grads: Gradients,
+        skip: Tensor | None = None,
+        *,
+        in_place: bool = False,
+    ) -> tuple[Tree, Tree]:
+        """Return the old parameters and state if `skip`, else those after the step with `grads`, in
+        the trees of the arguments. `skip` is None where the host knows that the step is applied.
+        """
+        inputs = planned.inputs
+        current = self.current_settings(inputs.opt_state)
+        stepped = self.step_unless(skip, inputs, grads, planned.plan, current, in_place=in_place)
+        return inputs.restore(*stepped)
 
     def grad_mode(self) -> torch.set_grad_enabled:
         """Return a context that records a graph only if a derivative may go through the step."""

@@ -1,4 +1,4 @@
-"""The stage `update` of a step, and one optimizer step by hand, skipped or applied."""
+"""One step of an optimizer by hand, skipped or applied."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale
 from .._loss_scale.scaling import check_scale
 from .._optim.planned import plan_step_by_hand
-from .._optim.step_inputs import StepInputs
-from .._optim.updater import Optimizer, Updater, as_updater
+from .._optim.updater import Optimizer, as_updater
 from .._step.decide import decide
 from .._step.memory import MayWrite, memory_by_hand
 from .._torch.autocast import outside_autocast
@@ -23,23 +22,6 @@ from .._tree.gradients import Gradients
 from .._tree.hints import document_fields, hint_keywords
 from .._tree.poison import donates
 from .._tree.tree import StateT, Tree, TreeT
-
-
-def update(
-    optimizer: Updater,
-    inputs: StepInputs,
-    plan: Any,
-    grads: Gradients,
-    skip: Tensor | None,
-    *,
-    in_place: bool,
-) -> tuple[Tree, Tree]:
-    """Return the old parameters and state if `skip`, else those after the step with `grads`, in the
-    trees of the arguments. `skip` is None where the host knows that the step is applied.
-    """
-    current = optimizer.current_settings(inputs.opt_state)
-    stepped = optimizer.step_unless(skip, inputs, grads, plan, current, in_place=in_place)
-    return inputs.restore(*stepped)
 
 
 @document_fields
@@ -110,8 +92,7 @@ def maybe_step(
     inputs = planned.inputs
     skip = _tree.flag(found_inf, like=next(iter(inputs.params), None))
     may_write = memory_by_hand(updater, inputs, gradients, [skip]) if donate else MayWrite()
-    in_place = may_write.params_and_state
-    return update(updater, inputs, planned.plan, gradients, skip, in_place=in_place)
+    return updater.update(planned, gradients, skip, in_place=may_write.params_and_state)
 
 
 @hint_keywords
@@ -201,6 +182,6 @@ def unscale_and_step(
     readable = planned.known_readable and not updater.differentiable
     stats = measure(grads, scale, options, known_readable=readable)
     decision = decide(stats, clip, grads)
-    arguments = updater, inputs, planned.plan, decision.grads, decision.skip_unless_known
-    stepped = update(*arguments, in_place=may_write.params_and_state)
+    skip, in_place = decision.skip_unless_known, may_write.params_and_state
+    stepped = updater.update(planned, decision.grads, skip, in_place=in_place)
     return Stepped(*stepped, decision.skip, decision.grad_norm, decision.grad_amax)

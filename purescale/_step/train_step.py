@@ -25,7 +25,6 @@ from .._step.microbatches import (
     accumulate_with_pooled_statistics,
     weigh,
 )
-from .._step.optimizer_step import update
 from .._step.reduce import reduce_window
 from .._step.retry import Attempt, attempt_window
 from .._step.spike_guard import Guard, call_guard, check_guarded
@@ -218,14 +217,8 @@ def _stages(
     decision = decide(stats, options.clip, window.grads, attempt.flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
     advanced = advance(options, flat_state, attempt, decision, guard_state)
-    updated = update(
-        options.optimizer,
-        planned.inputs,
-        planned.plan,
-        decision.grads,
-        decision.skip_unless_known,
-        in_place=may_write.params_and_state,
-    )
+    skip, in_place = decision.skip_unless_known, may_write.params_and_state
+    updated = options.optimizer.update(planned, decision.grads, skip, in_place=in_place)
     scale = attempt.scaler.tree.scale.clone()  # `assemble` may write into it
     info = StepInfo(
         loss=window.loss,

@@ -61,8 +61,8 @@ def assemble(
     decision: Decision,
     may_write: MayWrite,
 ) -> TrainState:
-    """Return the next state, from what `update` and `advance` returned and the buffers after the
-    last microbatch.
+    """Return the next state, from what `run_step` and `advance` returned and the buffers after
+    the last microbatch.
     """
     flat_state, (params, opt_state) = start.flat_state, updated
     scaler, step, rng, guard = advanced

@@ -92,7 +92,7 @@ def maybe_step(
     inputs = planned.inputs
     skip = _tree.flag(found_inf, like=next(iter(inputs.params), None))
     may_write = memory_by_hand(updater, inputs, gradients, [skip]) if donate else MayWrite()
-    return updater.update(planned, gradients, skip, in_place=may_write.params_and_state)
+    return updater.run_step(planned, gradients, skip, in_place=may_write.params_and_state)
 
 
 @hint_keywords
@@ -183,5 +183,5 @@ def unscale_and_step(
     stats = measure(grads, scale, options, known_readable=readable)
     decision = decide(stats, clip, grads)
     skip, in_place = decision.skip_unless_known, may_write.params_and_state
-    stepped = updater.update(planned, decision.grads, skip, in_place=in_place)
+    stepped = updater.run_step(planned, decision.grads, skip, in_place=in_place)
     return Stepped(*stepped, decision.skip, decision.grad_norm, decision.grad_amax)

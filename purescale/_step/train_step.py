@@ -218,7 +218,7 @@ def _stages(
     # Before anything is overwritten: what rule and guard return may be refused.
     advanced = advance(options, flat_state, attempt, decision, guard_state)
     skip, in_place = decision.skip_unless_known, may_write.params_and_state
-    updated = options.optimizer.update(planned, decision.grads, skip, in_place=in_place)
+    updated = options.optimizer.run_step(planned, decision.grads, skip, in_place=in_place)
     scale = attempt.scaler.tree.scale.clone()  # `assemble` may write into it
     info = StepInfo(
         loss=window.loss,

@@ -13,7 +13,8 @@ from torch import Tensor
 from .._loss_scale.rules import NoScale
 from .._loss_scale.scaling import unscale_and_check
 from .._reports.printing import MAX_LINES, pyplot, table
-from .._step.value_and_grad import LossFn, ValueAndGrad, independent_loss
+from .._step.backward import independent_loss
+from .._step.value_and_grad import LossFn, ValueAndGrad
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
 from .._torch.tracing import current_situation

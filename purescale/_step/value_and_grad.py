@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from .._loss_scale.rules import HasScale, NoScale
 from .._loss_scale.scaling import check_scale, wide_loss
+from .._step.backward import gradients_of, independent_loss, send_gradients, with_zeros
 from .._torch import donation, dtensor, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
@@ -177,7 +177,6 @@ class MicrobatchResult(NamedTuple):
     aux: list[Any]
 
 
-_grad = operator.attrgetter("grad")
 _ENABLED = contextlib.nullcontext()  # a fifth of the cost of torch.enable_grad()
 
 
@@ -262,12 +261,12 @@ class ValueAndGrad:
         inputs, loss, outputs = self.run_forward(buffers, microbatch)
         grads: list[Tensor] = []
         if on_grad is not None:
-            _backward(loss, inputs, on_grad)
+            send_gradients(loss, inputs, on_grad)
         elif self.keeps_graph:
             graph = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
-            grads = _with_zeros(graph, inputs)
+            grads = with_zeros(graph, inputs)
         else:
-            raw = _gradients(loss, inputs)
+            raw = gradients_of(loss, inputs)
             grads = (
                 donation.take_ownership(raw) if take_ownership else list(map(Tensor.detach, raw))
             )
@@ -453,79 +452,6 @@ _ONE_SHAPE = (
 
 def _alias(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
-
-
-def _gradients(loss: Tensor, inputs: Leaves) -> list[Tensor]:
-    """`torch.autograd.grad(loss, inputs, materialize_grads=True)` without checking each input, with
-    what a custom backward adds to `.grad`, as those of reversible layers do.
-    """
-    _forget(inputs)
-    keep_graph = create_graph = False
-    arguments = (loss,), (torch.ones_like(loss),), keep_graph, create_graph, tuple(inputs), True
-    gradients: list[Tensor | None] = list(private.run_backward(*arguments, accumulate_grad=False))
-    if set(map(_grad, inputs)) != {None}:
-        for index, leaf in enumerate(inputs):
-            if (added := leaf.grad) is not None:
-                gradient = gradients[index]
-                gradients[index] = added if gradient is None else gradient + added
-    return _with_zeros(gradients, inputs)
-
-
-def _with_zeros(gradients: Sequence[Tensor | None], inputs: Leaves) -> list[Tensor]:
-    """Return 0 for a parameter that the loss does not use. Refuse a loss that uses none."""
-    if type(None) not in set(map(type, gradients)):
-        return list(gradients)  # type: ignore[arg-type]
-    if all([gradient is None for gradient in gradients]):
-        raise independent_loss()
-    return [
-        torch.zeros_like(leaf.detach()) if gradient is None else gradient
-        for gradient, leaf in zip(gradients, inputs, strict=True)
-    ]
-
-
-def independent_loss() -> ValueError:
-    """Return the error of a loss that gives no parameter a gradient."""
-    return ValueError(
-        "the loss does not depend on params: no parameter has a gradient. Likely cause: loss_fn "
-        "calls the module, runs under torch.no_grad, or makes inner steps without "
-        "differentiable=True. Fix: a loss of `out, buffers = apply(params, buffers, x)`."
-    )
-
-
-def _forget(inputs: Leaves) -> None:
-    """Forget what a backward inside of loss_fn has put into `.grad`."""
-    if set(map(_grad, inputs)) != {None}:
-        for leaf in inputs:
-            leaf.grad = None
-
-
-def _backward(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], None]) -> None:
-    """Hand over each gradient as the backward makes it; zeros for an unused input."""
-    taken: set[int] = set()
-
-    def take(index: int, leaf: Tensor) -> None:
-        if leaf.grad is None:  # a compiled loss or a Function gave None; zeros follow
-            return
-        if index in taken:
-            raise RuntimeError(
-                f"parameter {index} of {len(inputs)} got its gradient in two pieces, and the first "
-                "was already sent to the other ranks. Likely cause: a custom backward that calls "
-                "`.backward()` itself. Fix: all_reduce_grads by hand after value_and_grad."
-            )
-        gradient = [leaf.grad]
-        leaf.grad = None
-        taken.add(index)
-        on_grad(index, donation.take_ownership(gradient)[0])
-
-    _forget(inputs)
-    for index, leaf in enumerate(inputs):
-        leaf.register_post_accumulate_grad_hook(functools.partial(take, index))
-    torch.autograd.backward(loss, inputs=inputs)
-    if not taken:
-        raise independent_loss()
-    for index in reversed(range(len(inputs))):
-        if index not in taken:
-            on_grad(index, torch.zeros_like(inputs[index].detach()))
 
 
 def _normal_tensors(leaves: Leaves) -> Leaves:

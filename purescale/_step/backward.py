@@ -1,0 +1,88 @@
+"""The backward of one microbatch: the gradients of a loss with respect to its parameters."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .._torch import donation, private
+from .._tree.tree import Leaves
+
+_grad = operator.attrgetter("grad")
+
+
+def gradients_of(loss: Tensor, inputs: Leaves) -> list[Tensor]:
+    """`torch.autograd.grad(loss, inputs, materialize_grads=True)` without checking each input, with
+    what a custom backward adds to `.grad`, as those of reversible layers do.
+    """
+    _forget(inputs)
+    # The graph is neither kept nor made for a second derivative.
+    arguments = (loss,), (torch.ones_like(loss),), False, False, tuple(inputs), True
+    gradients: list[Tensor | None] = list(private.run_backward(*arguments, accumulate_grad=False))
+    if set(map(_grad, inputs)) != {None}:
+        for index, leaf in enumerate(inputs):
+            if (added := leaf.grad) is not None:
+                gradient = gradients[index]
+                gradients[index] = added if gradient is None else gradient + added
+    return with_zeros(gradients, inputs)
+
+
+def with_zeros(gradients: Sequence[Tensor | None], inputs: Leaves) -> list[Tensor]:
+    """Return 0 for a parameter that the loss does not use. Refuse a loss that uses none."""
+    if type(None) not in set(map(type, gradients)):
+        return list(gradients)  # type: ignore[arg-type]
+    if all([gradient is None for gradient in gradients]):
+        raise independent_loss()
+    return [
+        torch.zeros_like(leaf.detach()) if gradient is None else gradient
+        for gradient, leaf in zip(gradients, inputs, strict=True)
+    ]
+
+
+def independent_loss() -> ValueError:
+    """Return the error of a loss that gives no parameter a gradient."""
+    return ValueError(
+        "the loss does not depend on params: no parameter has a gradient. Likely cause: loss_fn "
+        "calls the module, runs under torch.no_grad, or makes inner steps without "
+        "differentiable=True. Fix: a loss of `out, buffers = apply(params, buffers, x)`."
+    )
+
+
+def _forget(inputs: Leaves) -> None:
+    """Forget what a backward inside of loss_fn has put into `.grad`."""
+    if set(map(_grad, inputs)) != {None}:
+        for leaf in inputs:
+            leaf.grad = None
+
+
+def send_gradients(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], None]) -> None:
+    """Hand over each gradient as the backward makes it; zeros for an unused input."""
+    taken: set[int] = set()
+
+    def take(index: int, leaf: Tensor) -> None:
+        if leaf.grad is None:  # a compiled loss or a Function gave None; zeros follow
+            return
+        if index in taken:
+            raise RuntimeError(
+                f"parameter {index} of {len(inputs)} got its gradient in two pieces, and the first "
+                "was already sent to the other ranks. Likely cause: a custom backward that calls "
+                "`.backward()` itself. Fix: all_reduce_grads by hand after value_and_grad."
+            )
+        gradient = [leaf.grad]
+        leaf.grad = None
+        taken.add(index)
+        on_grad(index, donation.take_ownership(gradient)[0])
+
+    _forget(inputs)
+    for index, leaf in enumerate(inputs):
+        leaf.register_post_accumulate_grad_hook(functools.partial(take, index))
+    torch.autograd.backward(loss, inputs=inputs)
+    if not taken:
+        raise independent_loss()
+    for index in reversed(range(len(inputs))):
+        if index not in taken:
+            on_grad(index, torch.zeros_like(inputs[index].detach()))

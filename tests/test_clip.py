@@ -21,7 +21,7 @@ from helpers import (
     shares_memory,
     trees,
 )
-from hypothesis import given
+from hypothesis import example, given
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -63,6 +63,8 @@ SCALES = st.sampled_from([1.0, 2.0**16, 2.0**-24, 0.0, math.inf, math.nan])
     st.booleans(),
     st.sampled_from([torch.float32, torch.float64]),
 )
+@example([torch.full((5,), 1e35)], 2.0**-24, True, True, torch.float32)  # beyond float32 unscaled
+@example([torch.full((9000,), 1e-25)], 1.0, True, True, torch.float32)  # whose squares vanish
 def test_what_a_cpu_reads_is_what_the_specification_computes(tree, scale, is_scaled, amax, dtype):
     scale = torch.tensor(scale)
     tensors = [leaf.to(dtype) for leaf in leaves(tree)]

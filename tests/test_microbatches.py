@@ -642,18 +642,19 @@ def test_memory_holds_one_microbatch_at_a_time(on_nonfinite):
     assert alive[-1]() is None
 
 
+@pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_state_does_not_share_memory_with_what_a_function_keeps(donate):
+def test_what_a_step_returns_shares_no_memory_with_what_a_function_keeps(donate, number):
     """As a queue of keys, which is a batch."""
     kept = torch.ones(3)
     start, step = started(
         {"w": torch.ones(3)},
-        loss_fn=lambda p, b, batch: ((p["w"] * batch).sum(), {"queue": batch}),
+        loss_fn=lambda p, b, batch: ((p["w"] * batch).sum(), {"queue": batch}, batch),
         buffers={"queue": torch.zeros(3)},
     )
-    state, _ = step(start, [lambda: kept], donate=donate)
-    assert same_bits(state.buffers["queue"], kept)
-    assert not shares_memory(state, kept)
+    state, info = step(start, [lambda: kept] * number, donate=donate)
+    assert same_bits((state.buffers["queue"], info.aux[0]), (kept, kept))
+    assert not shares_memory((state, info), kept)
 
 
 def test_an_object_that_can_be_called_is_a_microbatch():

@@ -116,9 +116,13 @@ def exists(name):
     return True
 
 
+@pytest.fixture(scope="module")
+def expected():
+    return trained()
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_training_loop_runs_without_a_private_name(name, without):
-    expected = trained()
+def test_a_training_loop_runs_without_a_private_name(name, without, expected):
     without(name)
     torch.testing.assert_close(trained(), expected, rtol=1e-5, atol=1e-6)
 

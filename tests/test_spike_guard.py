@@ -151,6 +151,13 @@ def test_nothing_is_rejected_in_calm_and_each_spike_alone():
     assert state.loss.mean < 3, "a stretch as long as its patience is not learnt"
 
 
+@pytest.mark.parametrize("quiet", [0.0, nan])
+def test_steps_that_move_nothing_do_not_end_a_row_of_rejections(quiet):
+    """Or sparse rewards that have risen would be rejected for ever, one at a time."""
+    risen = [x for y in NOISE[:30] for x in (quiet, quiet, 5 * y)]
+    assert sum(run_of(PATIENT, [*NOISE[:50], *risen])[1]) == 10
+
+
 def test_settings_that_are_none_are_refused_when_made():
     wrong = {"sigma": (0, nan), "decay": (1.0, 0.0), "warmup": (1,), "patience": (0,)}
     for name, values in wrong.items():

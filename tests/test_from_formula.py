@@ -268,7 +268,6 @@ REFUSED = [
     ({"slots": ("step",)}, ValueError, "slots have 'step'.*Fix: another name"),
     ({"slots": ("none",)}, ValueError, "slots have 'none'.*Fix: another name"),
     ({"slots": ("sizes",)}, ValueError, "slots have 'sizes'.*Fix: another name"),
-    ({"in_state": "lr"}, TypeError, r"in_state is 'lr'.*with a comma"),
     ({"in_state": ("beta",)}, ValueError, "has no setting 'beta'"),
     ({"overrides": {"*": {"beta": 1.0}}}, ValueError, "has no setting 'beta'"),
 ]

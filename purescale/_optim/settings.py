@@ -37,7 +37,7 @@ from .._torch.dtypes import on_device
 from .._torch.tracing import constant_while_compiling, traced
 from .._tree import tree as _tree
 from .._tree.leaves import describe
-from .._tree.scalars import as_float
+from .._tree.scalars import as_float, short_repr
 
 Pattern = str | tuple[str, ...]  # a dotted name or a glob, or several
 Overrides = Mapping[Any, Mapping[str, Any]]  # by `Pattern`
@@ -135,7 +135,7 @@ class OptimizerSettings:
         self.lr = spec.default_lr if lr is None else lr
         self.arguments, self.schedule_by, self.counts = arguments, schedule_by, counts
         self.differentiable = bool(arguments.get("differentiable"))
-        self.in_state = names_in_state(in_state)
+        self.in_state = tuple(dict.fromkeys(in_state))
         self.overrides = {pattern: dict(extra) for pattern, extra in overrides.items()}
         schedules = _scheduled({**arguments, "lr": self.lr}, ("lr", *self.in_state))
 
@@ -163,14 +163,8 @@ class OptimizerSettings:
 
     def __repr__(self) -> str:
         extra = {"lr": self.lr, **self.arguments}
-        if self.in_state:
-            extra["in_state"] = self.in_state
-        if self.schedule_by != "applied":
-            extra["schedule_by"] = self.schedule_by
-        if self.counts != "one":
-            extra["counts"] = self.counts
-        if self.overrides:
-            extra["overrides"] = self.overrides
+        defaults = {"in_state": (), "schedule_by": "applied", "counts": "one", "overrides": {}}
+        extra |= {n: getattr(self, n) for n, value in defaults.items() if getattr(self, n) != value}
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
         return f"{self.spec.made_by}({self.spec.name}, {settings})"
 
@@ -393,16 +387,11 @@ def spec_of_live(template: torch.optim.Optimizer) -> OptimizerSpec:
 
 
 def _check_class(cls: Any) -> None:
-    if isinstance(cls, torch.optim.Optimizer):
-        raise TypeError(
-            f"from_torch takes a class of torch.optim, got an instance of {type(cls).__name__}. "
-            "Fix: `optimizer, opt_state = from_torch_optimizer(torch_optimizer, model)`, with its "
-            f"groups and its state; for a new one `from_torch({type(cls).__name__}, ...)`."
-        )
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(
-            f"from_torch takes a class of torch.optim, got {cls!r}. Fix: "
-            "from_torch(torch.optim.AdamW, lr=1e-3)."
+            f"from_torch takes a class of torch.optim, got {short_repr(cls)}. Fix: "
+            "from_torch(torch.optim.AdamW, lr=1e-3); for a live optimizer with its groups and its "
+            "state `optimizer, opt_state = from_torch_optimizer(torch_optimizer, model)`."
         )
     if issubclass(cls, torch.optim.LBFGS):
         raise ValueError(
@@ -417,16 +406,6 @@ def _check_class(cls: Any) -> None:
 
 
 # ---- settings in the state -----------------------------------------------------------------------
-
-
-def names_in_state(in_state: Any) -> tuple[str, ...]:
-    """Return the names of the settings that from_torch keeps in the state, each once."""
-    if not isinstance(in_state, (tuple, list)):
-        raise TypeError(
-            f"in_state is {in_state!r}, expected a tuple of names of settings. Fix: "
-            'in_state=("lr", "weight_decay"), or in_state=("lr",) with a comma.'
-        )
-    return tuple(dict.fromkeys(in_state))
 
 
 def check_storable(spec: OptimizerSpec, name: Any, values: Mapping[str, Any]) -> None:

@@ -351,15 +351,12 @@ def _flatten_opt_state(opt_state: Tree) -> tuple[Leaves, Any]:
 def _check_state_placements(opt_state: Tree, params: dict[str, Any]) -> None:
     for key, column in getattr(without_wrappers(opt_state), "slots", {}).items():
         for name, slot in zip(_tree.names(column), _tree.flatten(column)[0], strict=True):
-            param = params.get(name)
-            if dtensor.is_dtensor(slot) and not (
-                dtensor.is_dtensor(param)
-                and (slot.device_mesh, slot.placements) == (param.device_mesh, param.placements)
-            ):
-                has = f"{param.placements}" if dtensor.is_dtensor(param) else "none"
+            both = [x for x in (slot, params.get(name)) if dtensor.is_dtensor(x)]
+            placed = [(x.device_mesh, x.placements) for x in both]
+            if dtensor.is_dtensor(slot) and placed[:1] != placed[1:]:
                 raise ValueError(
                     f"opt_state: {key} of {name} has the placements {slot.placements}, its "
-                    f"parameter has {has}. Likely cause: the state of the parameters before they "
+                    "parameter has others. Likely cause: the state of the parameters before they "
                     "were sharded. Fix: `opt_state = optimizer.init(params)` once they are."
                 )
 

@@ -37,7 +37,7 @@ from .._torch.dtypes import on_device
 from .._torch.tracing import constant_while_compiling, traced
 from .._tree import tree as _tree
 from .._tree.leaves import describe
-from .._tree.scalars import as_float, short_repr
+from .._tree.scalars import as_float
 
 Pattern = str | tuple[str, ...]  # a dotted name or a glob, or several
 Overrides = Mapping[Any, Mapping[str, Any]]  # by `Pattern`
@@ -388,8 +388,9 @@ def spec_of_live(template: torch.optim.Optimizer) -> OptimizerSpec:
 
 def _check_class(cls: Any) -> None:
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        got = repr(cls) if isinstance(cls, type) else f"an instance of {type(cls).__name__}"
         raise TypeError(
-            f"from_torch takes a class of torch.optim, got {short_repr(cls)}. Fix: "
+            f"from_torch takes a class of torch.optim, got {got}. Fix: "
             "from_torch(torch.optim.AdamW, lr=1e-3); for a live optimizer with its groups and its "
             "state `optimizer, opt_state = from_torch_optimizer(torch_optimizer, model)`."
         )

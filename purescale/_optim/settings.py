@@ -260,12 +260,13 @@ class OptimizerSettings:
         """Refuse a state whose settings do not match `in_state`, or without the count."""
         iteration, by_iteration = opt_state.iteration, self.schedule_by == "iteration"
         if not (_is_count(iteration) if by_iteration else isinstance(iteration, tuple)):
+            value = "opt_state.applied.clone()" if by_iteration else "()"
             raise ValueError(
                 f"opt_state.iteration is {describe(iteration)}, and this optimizer was made with "
                 f"schedule_by={self.schedule_by!r}; expected "
-                f"{'a 0-d int64 tensor' if by_iteration else '()'}. Fix: `opt_state = "
-                "optimizer.init(params)`; if no step was skipped, `opt_state._replace(iteration="
-                "opt_state.applied.clone())`; for the states of an ensemble torch.vmap."
+                f"{'a 0-d int64 tensor' if by_iteration else '()'}. Fix: the schedule_by that the "
+                "state was made with, or `opt_state = optimizer.init(params)`; if no step was "
+                f"skipped, `opt_state._replace(iteration={value})`; for an ensemble torch.vmap."
             )
         check_stored(opt_state, self.first_stored)
 

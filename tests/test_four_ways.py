@@ -179,6 +179,11 @@ def test_compiled_and_vmapped_agrees_with_vmapped():
     )
 
 
+def quadratics_start():
+    params = {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)}
+    return params, torch.full((3,), 0.3, dtype=torch.float64)
+
+
 def quadratic(optimizer, steps=3, scale=8.0):
     """final loss as a function of the initial parameters and of the data, through whole train_steps
     in float64
@@ -206,27 +211,18 @@ def quadratic(optimizer, steps=3, scale=8.0):
 @each
 def test_differentiated_in_the_initial_parameters_agrees_with_finite_differences(name):
     final = quadratic(OPTIMIZERS[name]())
-    params, data = (
-        {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)},
-        torch.full((3,), 0.3, dtype=torch.float64),
-    )
+    params, data = quadratics_start()
     derivative = torch.func.grad(final)(params, data)["w"]
     eps = 1e-5
-    for index in range(3):
-        shift = torch.zeros(3, dtype=torch.float64)
-        shift[index] = eps
-        numeric = (
-            final({"w": params["w"] + shift}, data) - final({"w": params["w"] - shift}, data)
-        ) / (2 * eps)
+    for index, shift in enumerate(eps * torch.eye(3, dtype=torch.float64)):
+        ahead, behind = (final({"w": params["w"] + sign * shift}, data) for sign in (1, -1))
+        numeric = (ahead - behind) / (2 * eps)
         torch.testing.assert_close(derivative[index], numeric, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(("cls", "settings"), [(OPTIM.AdamW, {}), (OPTIM.SGD, {"momentum": 0.9})])
 def test_differentiated_in_the_learning_rate_agrees_with_finite_differences(cls, settings):
-    params, data = (
-        {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)},
-        torch.full((3,), 0.3, dtype=torch.float64),
-    )
+    params, data = quadratics_start()
 
     def final(lr):
         return quadratic(ps.from_torch(cls, lr=lr, **settings))(params, data)
@@ -256,7 +252,7 @@ def test_differentiated_in_half_precision_is_close_to_float32():
 @pytest.mark.slow
 def test_a_gradient_of_gradients_compiles():
     optimizer, rule = ps.from_torch(OPTIM.AdamW, lr=0.1), ps.DynamicScale(init_scale=8.0)
-    params = {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)}
+    params, data = quadratics_start()
     state = ps.init_train_state(params, {}, optimizer, rule)
 
     def loss_fn(params, buffers, x):
@@ -267,10 +263,9 @@ def test_a_gradient_of_gradients_compiles():
         new, _ = ps.train_step(state._replace(params=params), [x], **options)
         return new.params["w"].square().sum()
 
-    call = params, torch.full((3,), 0.3, dtype=torch.float64)
     differentiated = torch.func.grad(final)
     compiled = torch.compile(differentiated, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*call), differentiated(*call))
+    torch.testing.assert_close(compiled(params, data), differentiated(params, data))
 
 
 def test_a_state_with_rng_is_refused_under_a_transform():

@@ -186,8 +186,6 @@ def mapped(step):
 
 
 def step_of(optimizer, way):
-    if way == "compiled":
-        return torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
     return mapped(optimizer.step) if way == "vmap" else optimizer.step
 
 
@@ -216,38 +214,18 @@ NO_RATES = {
 }
 
 
-def check_that_nothing_moves(name, way, settings, rate, params, grads):
-    with going(way):
-        optimizer = optimizer_of(name, way, settings, **NO_RATES[rate])
-        state = optimizer.init(params)
-        found, after = step_of(optimizer, way)(params, grads, state)
-    assert same_bits(found, params)
-    assert all(bool(leaf.isfinite().all()) for leaf in tensors(after))
-
-
 @pytest.mark.parametrize("way", ["host", "vmap", "in_state"])
 @pytest.mark.parametrize("name", RATED)
 def test_a_rate_of_0_moves_nothing_however_it_is_given(name, way):
     if not can_go(name, way, F32):
         return
     params, grads_at = a_table(F32)
-    for rate in NO_RATES:
-        check_that_nothing_moves(name, way, SETTINGS[name][-1], rate, params, grads_at(0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dtype", "rate", "count"),
-    [
-        ("AdamW", F32, "state", 2),
-        ("AdamW", F32, "schedule", 17),  # torch's kernel is one node of the graph
-        ("Adamax", torch.float16, "float", 2),
-        ("NAdam", F32, "schedule", 2),
-    ],
-)
-def test_a_rate_of_0_moves_nothing_in_a_compiled_step(name, dtype, rate, count):
-    params, grads_at = a_table(dtype, count)
-    check_that_nothing_moves(name, "compiled", CLASSES[name], rate, params, grads_at(0))
+    for rate in NO_RATES.values():
+        optimizer = optimizer_of(name, way, SETTINGS[name][-1], **rate)
+        state = optimizer.init(params)
+        found, after = step_of(optimizer, way)(params, grads_at(0), state)
+        assert same_bits(found, params)
+        assert all(bool(leaf.isfinite().all()) for leaf in tensors(after))
 
 
 def torchs_warm_up(name, settings, params, grads_at, count):
@@ -303,26 +281,6 @@ def test_a_warm_up_from_0_is_that_of_torchs_class(name, way, dtype):
         assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("way", ["host", "accelerator", "lists", "vmap", "in_state"])
-@pytest.mark.parametrize("name", ["Adam", "Adamax", "NAdam", "RAdam", "RMSprop"])
-def test_half_parameters_do_not_stand_still_under_large_gradients(name, way):
-    """A square root over the rate leaves float16's range there."""
-    dtype = torch.float16
-    params, settings = {"w": torch.zeros(8, dtype=dtype)}, {"lr": 1e-3, "weight_decay": 0.0}
-    with going(way):
-        optimizer = optimizer_of(name, way, {}, **settings)
-        state, step = optimizer.init(params), step_of(optimizer, way)
-        moved = params
-        for _ in range(10):
-            moved, state = step(moved, {"w": torch.full((8,), 100.0, dtype=dtype)}, state)
-    leaf = torch.zeros(8)
-    theirs = getattr(torch.optim, name)([leaf], **settings)
-    for _ in range(10):
-        leaf.grad = torch.full((8,), 100.0)
-        theirs.step()
-    torch.testing.assert_close(moved["w"].float(), leaf, rtol=5e-2, atol=0)
-
-
 @pytest.mark.parametrize(
     ("way", "dtype"),
     [
@@ -354,23 +312,6 @@ def test_the_first_updates_of_every_way_are_those_of_the_host(name, way, dtype):
         tolerance = (1e-7 if name == "NAdam" else 1e-9) if wide else 1e-6
         assert_close(found, expected, rtol=tolerance, atol=tolerance / 10)
         state = after
-
-
-@pytest.mark.parametrize("way", ["vmap", "in_state"])
-@pytest.mark.parametrize("beta", [0.0, 0.4, 0.9])
-@pytest.mark.parametrize("name", ["Adam", "NAdam"])
-def test_a_mean_with_any_beta_is_that_of_the_host(name, beta, way):
-    """From the nearer end: what is near 0 is not lost beside a large gradient of before."""
-    of = functools.partial(ps.from_torch, getattr(torch.optim, name), betas=(beta, 0.99))
-    params, fixed = {"w": torch.ones(5)}, of()
-    _, state = fixed.step(params, {"w": torch.full((5,), 1e9)}, fixed.init(params))
-    grads = {"w": torch.linspace(0.1, 1.0, 5)}
-    _, expected = fixed.step(params, grads, state)
-    optimizer = of(in_state=("betas",)) if way == "in_state" else fixed
-    state = state._replace(hyper=optimizer.init(params).hyper)
-    _, found = step_of(optimizer, way)(params, grads, state)
-    means = [state.slots["exp_avg"]["w"] for state in (found, expected)]
-    torch.testing.assert_close(*means, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (33, 70)])

@@ -242,7 +242,9 @@ class FusedStep:
         *,
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after a step that Dynamo traces as one function."""
+        """Return parameters and state after a step that Dynamo traces as one function, before it is
+        counted in `applied`.
+        """
         inputs = inputs.to_write(in_place=in_place)
         params, columns, state = inputs.params, inputs.columns, inputs.opt_state
         if current is not self._settings.none_current:
@@ -253,9 +255,6 @@ class FusedStep:
         self._opaque(self._settings.guard_key, names, indices_with_grad, tensors, scalars, current)
         if STEP in columns:
             _add_to_counts(columns[STEP], indices_with_grad, skip, in_place=True)
-        state.applied.add_(1 if skip is None else ~skip)
-        if isinstance(state.iteration, Tensor):
-            state.iteration.add_(1)
         return params, state
 
     def _step_for_dynamo(

@@ -121,28 +121,9 @@ def opt_states_of(state: Tree) -> list[OptState]:
 
 def tensors_of(opt_state: OptState) -> list[Tensor]:
     """Return all tensors of a state, tree by tree: Dynamo is slow in nested dicts."""
-    trees = [*opt_state.slots.values(), opt_state.counts]
+    trees = [*opt_state.slots.values(), opt_state.counts, opt_state.iteration]
     leaves = [leaf for tree in trees for leaf in _tree.flatten(tree)[0]]
-    return [opt_state.applied, *leaves, *scalars_of(opt_state)]
-
-
-def scalars_of(opt_state: OptState) -> list[Tensor]:
-    """Return the settings in the state, then the number of iterations."""
-    numbers, iteration = numbers_of(stored_settings(opt_state)), opt_state.iteration
-    return [*numbers, iteration] if isinstance(iteration, Tensor) else numbers
-
-
-def with_scalars(opt_state: OptState, values: Iterable[Tensor]) -> OptState:
-    """Return the state with the next of these values in place of `applied`, then of each of
-    `scalars_of`.
-    """
-    remaining = iter(values)
-    opt_state = opt_state._replace(applied=next(remaining))
-    stored = map_numbers(lambda number: next(remaining), stored_settings(opt_state))
-    opt_state = with_stored(opt_state, stored)
-    if isinstance(opt_state.iteration, Tensor):
-        opt_state = opt_state._replace(iteration=next(remaining))
-    return opt_state
+    return [opt_state.applied, *leaves, *numbers_of(stored_settings(opt_state))]
 
 
 def stored_settings(opt_state: OptState) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class OptimizerSettings:
         self.lr = spec.default_lr if lr is None else lr
         self.arguments, self.schedule_by, self.counts = arguments, schedule_by, counts
         self.differentiable = bool(arguments.get("differentiable"))
-        self.in_state = names_in_state(in_state)
+        self.in_state = tuple(dict.fromkeys(in_state))
         self.overrides = {pattern: dict(extra) for pattern, extra in overrides.items()}
         schedules = _scheduled({**arguments, "lr": self.lr}, ("lr", *self.in_state))
 
@@ -163,14 +163,8 @@ class OptimizerSettings:
 
     def __repr__(self) -> str:
         extra = {"lr": self.lr, **self.arguments}
-        if self.in_state:
-            extra["in_state"] = self.in_state
-        if self.schedule_by != "applied":
-            extra["schedule_by"] = self.schedule_by
-        if self.counts != "one":
-            extra["counts"] = self.counts
-        if self.overrides:
-            extra["overrides"] = self.overrides
+        defaults = {"in_state": (), "schedule_by": "applied", "counts": "one", "overrides": {}}
+        extra |= {n: getattr(self, n) for n, value in defaults.items() if getattr(self, n) != value}
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
         return f"{self.spec.made_by}({self.spec.name}, {settings})"
 
@@ -266,12 +260,13 @@ class OptimizerSettings:
         """Refuse a state whose settings do not match `in_state`, or without the count."""
         iteration, by_iteration = opt_state.iteration, self.schedule_by == "iteration"
         if not (_is_count(iteration) if by_iteration else isinstance(iteration, tuple)):
+            value = "opt_state.applied.clone()" if by_iteration else "()"
             raise ValueError(
                 f"opt_state.iteration is {describe(iteration)}, and this optimizer was made with "
                 f"schedule_by={self.schedule_by!r}; expected "
-                f"{'a 0-d int64 tensor' if by_iteration else '()'}. Fix: `opt_state = "
-                "optimizer.init(params)`; if no step was skipped, `opt_state._replace(iteration="
-                "opt_state.applied.clone())`; for the states of an ensemble torch.vmap."
+                f"{'a 0-d int64 tensor' if by_iteration else '()'}. Fix: the schedule_by that the "
+                "state was made with, or `opt_state = optimizer.init(params)`; if no step was "
+                f"skipped, `opt_state._replace(iteration={value})`; for an ensemble torch.vmap."
             )
         check_stored(opt_state, self.first_stored)
 
@@ -393,16 +388,12 @@ def spec_of_live(template: torch.optim.Optimizer) -> OptimizerSpec:
 
 
 def _check_class(cls: Any) -> None:
-    if isinstance(cls, torch.optim.Optimizer):
-        raise TypeError(
-            f"from_torch takes a class of torch.optim, got an instance of {type(cls).__name__}. "
-            "Fix: `optimizer, opt_state = from_torch_optimizer(torch_optimizer, model)`, with its "
-            f"groups and its state; for a new one `from_torch({type(cls).__name__}, ...)`."
-        )
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        got = repr(cls) if isinstance(cls, type) else f"an instance of {type(cls).__name__}"
         raise TypeError(
-            f"from_torch takes a class of torch.optim, got {cls!r}. Fix: "
-            "from_torch(torch.optim.AdamW, lr=1e-3)."
+            f"from_torch takes a class of torch.optim, got {got}. Fix: "
+            "from_torch(torch.optim.AdamW, lr=1e-3); for a live optimizer with its groups and its "
+            "state `optimizer, opt_state = from_torch_optimizer(torch_optimizer, model)`."
         )
     if issubclass(cls, torch.optim.LBFGS):
         raise ValueError(
@@ -417,16 +408,6 @@ def _check_class(cls: Any) -> None:
 
 
 # ---- settings in the state -----------------------------------------------------------------------
-
-
-def names_in_state(in_state: Any) -> tuple[str, ...]:
-    """Return the names of the settings that from_torch keeps in the state, each once."""
-    if not isinstance(in_state, (tuple, list)):
-        raise TypeError(
-            f"in_state is {in_state!r}, expected a tuple of names of settings. Fix: "
-            'in_state=("lr", "weight_decay"), or in_state=("lr",) with a comma.'
-        )
-    return tuple(dict.fromkeys(in_state))
 
 
 def check_storable(spec: OptimizerSpec, name: Any, values: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._optim.opt_state import STEP, Columns, OptState, Tensors, has_counts
 from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
 from .._torch.tracing import traced
-from .._tree.leaves import describe
+from .._tree.leaves import describe, same_metadata
 
 _NO_LR = {"lr": 0.0}  # the names and shapes of slots do not depend on it
 
@@ -109,8 +109,8 @@ class SlotLayout:
         if key != STEP and not self._formula.elementwise:
             # It may have other slots in other dimensions than 2.
             new = self._formula.init_slots(param.detach(), self._settings.for_all.values)[key]
-            fits = value.device == param.device and not value.is_nested
-            if fits and _kind(value) == _kind(new):
+            plain = not value.is_nested and value.layout is new.layout
+            if plain and same_metadata(value, new):
                 return
             expected = describe(new)
         raise ValueError(
@@ -154,7 +154,3 @@ class SlotLayout:
             'one optimizer for two models. Fix: `from_torch(..., counts="each")`, and its `init`; '
             "or zeros, as `value_and_grad` returns them, which let momentum and decay go on."
         )
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.layout, tensor.dtype, tensor.shape

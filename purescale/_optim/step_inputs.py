@@ -18,11 +18,9 @@ from .._optim.opt_state import (
     has_columns,
     has_counts,
     param_names,
-    scalars_of,
     tensors_of,
     values_of,
     with_columns,
-    with_scalars,
     without_wrappers,
 )
 from .._torch import dtensor, foreach
@@ -116,20 +114,18 @@ class StepInputs(NamedTuple):
             raise foreign_parameters(param_names(self.opt_state), self.names) from None
 
     def to_write(self, *, in_place: bool) -> StepInputs:
-        """Return the inputs with `leaves_to_write` in place of parameters and state. For a step
+        """Return the inputs with `leaves_to_write` in place of parameters and columns. For a step
         that Dynamo traces.
         """
-        old, columns, state = self.params, self.columns, self.opt_state
-        leaves = [*old, *values_of(columns), state.applied, *scalars_of(state)]
+        old, columns = self.params, self.columns
+        leaves = [*old, *values_of(columns)]
         numbered = columns_like(columns, range(len(old), len(leaves)))
         places = [pair for column in numbered.values() for pair in enumerate(column)]
         pairs = [(n, place) for n, place in places if isinstance(place, int)]
         new = iter(leaves_to_write(leaves, pairs, in_place=in_place))
         params = TensorList(list(itertools.islice(new, len(old))))
         state = self.state_with_columns(columns_like(columns, new))
-        return self._replace(
-            param_list=params, opt_state=with_scalars(state, new), dense_leaves=None
-        )
+        return self._replace(param_list=params, opt_state=state, dense_leaves=None)
 
     def all_leaves(self) -> tuple[Leaves, Any]:
         """Return the parameters and all leaves of the state in one list, and the structure of the
@@ -351,15 +347,12 @@ def _flatten_opt_state(opt_state: Tree) -> tuple[Leaves, Any]:
 def _check_state_placements(opt_state: Tree, params: dict[str, Any]) -> None:
     for key, column in getattr(without_wrappers(opt_state), "slots", {}).items():
         for name, slot in zip(_tree.names(column), _tree.flatten(column)[0], strict=True):
-            param = params.get(name)
-            if dtensor.is_dtensor(slot) and not (
-                dtensor.is_dtensor(param)
-                and (slot.device_mesh, slot.placements) == (param.device_mesh, param.placements)
-            ):
-                has = f"{param.placements}" if dtensor.is_dtensor(param) else "none"
+            both = [x for x in (slot, params.get(name)) if dtensor.is_dtensor(x)]
+            placed = [(x.device_mesh, x.placements) for x in both]
+            if dtensor.is_dtensor(slot) and placed[:1] != placed[1:]:
                 raise ValueError(
                     f"opt_state: {key} of {name} has the placements {slot.placements}, its "
-                    f"parameter has {has}. Likely cause: the state of the parameters before they "
+                    "parameter has others. Likely cause: the state of the parameters before they "
                     "were sharded. Fix: `opt_state = optimizer.init(params)` once they are."
                 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs, foreign_parameters, named_params
 from .._optim.torch_state_dict import read_state_dict, write_state_dict
 from .._optim.updater import Updater
-from .._optim.user_class_step import UserClassStep
+from .._optim.user_class_step import step_of_user_class
 from .._torch import foreach
 from .._torch.tracing import captured, traced
 from .._tree import tree as _tree
@@ -156,8 +157,11 @@ class TorchOptimizer(Updater):
         self.differentiable, self.elementwise = settings.differentiable, settings.spec.elementwise
         self._slot_layout = SlotLayout(settings)
         self._fused_step = FusedStep(settings, self._slot_layout)
-        step = UserClassStep if self.calls_user_step else FormulaStep
-        self._step: UserClassStep | FormulaStep = step(settings, self._slot_layout)
+        self._step: Any = (
+            functools.partial(step_of_user_class, settings)
+            if self.calls_user_step
+            else FormulaStep(settings, self._slot_layout)
+        )
 
     def __repr__(self) -> str:
         return repr(self.settings)
@@ -257,8 +261,9 @@ class TorchOptimizer(Updater):
         if not launches.in_trace:
             return fused_step(launches, inputs, grads, current, skip, in_place=in_place)
         if torch.compiler.is_dynamo_compiling():
-            return fused_step.in_dynamo(inputs, grads, current, skip, in_place=in_place)
-        params, state = fused_step.in_a_graph(launches, inputs, grads, current, skip)
+            params, state = fused_step.in_dynamo(inputs, grads, current, skip, in_place=in_place)
+        else:
+            params, state = fused_step.in_a_graph(launches, inputs, grads, current, skip)
         return params, self._advanced(state, 1 if skip is None else ~skip)
 
     def _advanced(self, state: OptState, count: Any) -> OptState:

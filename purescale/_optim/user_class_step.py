@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .._optim.opt_state import OptState, Tensors, read_numbers
 from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
-from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import is_half, wide_dtype
 from .._tree import tree as _tree
@@ -20,78 +19,72 @@ from .._tree.leaves import describe
 Slots = dict[str, dict[str, Tensor]]  # by parameter
 
 
-class UserClassStep:
-    """The `step` of a user's class with these settings."""
+def step_of_user_class(
+    settings: OptimizerSettings,
+    inputs: StepInputs,
+    grad_leaves: list[Tensor | None],
+    groups: list[ParamGroup],
+    current: CurrentSettings,
+) -> tuple[list[Tensor], OptState]:
+    """Return parameters and state after the `step` of a user's class with these settings, in fresh
+    memory, before it is counted. Half parameters and their slots are computed in float32.
+    """
+    params, slots = dict(zip(inputs.names, inputs.params, strict=True)), inputs.opt_state.slots
 
-    def __init__(self, settings: OptimizerSettings, slot_layout: SlotLayout) -> None:
-        self._settings, self._slot_layout = settings, slot_layout
+    def copy(value: Tensor, name: str) -> Tensor:
+        wide = is_half(params[name]) and is_half(value)
+        return value.detach().to(wide_dtype(value.dtype) if wide else value.dtype, copy=True)
 
-    def __call__(
-        self,
-        inputs: StepInputs,
-        grad_leaves: list[Tensor | None],
-        groups: list[ParamGroup],
-        current: CurrentSettings,
-    ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the step, in fresh memory, before it is counted. Half
-        parameters and their slots are computed in float32.
-        """
-        params, slots = dict(zip(inputs.names, inputs.params, strict=True)), inputs.opt_state.slots
+    new_params = {name: copy(param, name) for name, param in params.items()}
+    copies = {
+        name: {key: copy(value, name) for key, value in entry.items()}
+        for name, entry in slots.items()
+    }
+    copied_grads = {
+        name: g.detach().to(new_params[name].dtype, copy=True)
+        for name, g in zip(params, grad_leaves, strict=True)
+        if g is not None
+    }
+    current = current.map(read_numbers)
+    with torch.no_grad():
+        new_slots = _run(settings, new_params, copied_grads, copies, groups, current)
+    stepped = [new.to(params[name].dtype) for name, new in new_params.items()]
+    new_slots = {
+        name: {key: _narrow(value, slots[name].get(key)) for key, value in entry.items()}
+        for name, entry in new_slots.items()
+    }
+    stepped, new_slots = _tree.copy_aliased((stepped, new_slots), ())
+    return stepped, inputs.opt_state._replace(slots=new_slots)
 
-        def copy(value: Tensor, name: str, key: str = "") -> Tensor:
-            wide = is_half(params[name]) and is_half(value) and not self._slot_layout.is_scalar(key)
-            dtype = wide_dtype(value.dtype) if wide else value.dtype
-            return value.detach().to(dtype, copy=True)
 
-        new_params = {name: copy(param, name) for name, param in params.items()}
-        copies = {
-            name: {key: copy(value, name, key) for key, value in entry.items()}
-            for name, entry in slots.items()
-        }
-        copied_grads = {
-            name: g.detach().to(new_params[name].dtype, copy=True)
-            for name, g in zip(params, grad_leaves, strict=True)
-            if g is not None
-        }
-        current = current.map(read_numbers)
-        with torch.no_grad():
-            new_slots = self._run(new_params, copied_grads, copies, groups, current)
-        stepped = [new.to(params[name].dtype) for name, new in new_params.items()]
-        new_slots = {
-            name: {key: _narrow(value, slots[name].get(key)) for key, value in entry.items()}
-            for name, entry in new_slots.items()
-        }
-        stepped, new_slots = _tree.copy_aliased((stepped, new_slots), ())
-        return stepped, inputs.opt_state._replace(slots=new_slots)
-
-    def _run(
-        self,
-        params: Tensors,
-        gradients: Tensors,
-        slots: Slots,
-        groups: list[ParamGroup],
-        current: CurrentSettings,
-    ) -> Slots:
-        """Run the class's `step` on a copy of an optimizer that holds these tensors."""
-        optimizer: Any = object.__new__(self._settings.spec.cls)
-        # Lists and dicts are copied: a step would change those of later steps.
-        vars(optimizer).update(_tree.map(lambda value: value, vars(self._settings.template)))
-        optimizer.param_groups, optimizer.state = [], defaultdict(dict)
-        for group in groups:
-            present = [name for name in group.names if name in gradients]
-            members = {"params": [params[name] for name in present]}
-            settings = self._settings.settings_of(group.overrides, current)
-            optimizer.param_groups.append(settings | members)
-        try:
-            for name, gradient in gradients.items():
-                params[name].grad = gradient
-                optimizer.state[params[name]] = with_python_scalars(slots[name], params[name])
-            self._settings.spec.cls.step(optimizer)
-        finally:
-            for name in gradients:
-                params[name].grad = None
-        states = {name: optimizer.state[params[name]] for name in gradients}
-        return slots | {name: as_tensors(state, name) for name, state in states.items()}
+def _run(
+    optimizer_settings: OptimizerSettings,
+    params: Tensors,
+    gradients: Tensors,
+    slots: Slots,
+    groups: list[ParamGroup],
+    current: CurrentSettings,
+) -> Slots:
+    """Run the class's `step` on a copy of an optimizer that holds these tensors."""
+    optimizer: Any = object.__new__(optimizer_settings.spec.cls)
+    # Lists and dicts are copied: a step would change those of later steps.
+    vars(optimizer).update(_tree.map(lambda value: value, vars(optimizer_settings.template)))
+    optimizer.param_groups, optimizer.state = [], defaultdict(dict)
+    for group in groups:
+        present = [name for name in group.names if name in gradients]
+        members = {"params": [params[name] for name in present]}
+        settings = optimizer_settings.settings_of(group.overrides, current)
+        optimizer.param_groups.append(settings | members)
+    try:
+        for name, gradient in gradients.items():
+            params[name].grad = gradient
+            optimizer.state[params[name]] = with_python_scalars(slots[name], params[name])
+        optimizer_settings.spec.cls.step(optimizer)
+    finally:
+        for name in gradients:
+            params[name].grad = None
+    states = {name: optimizer.state[params[name]] for name in gradients}
+    return slots | {name: as_tensors(state, name) for name, state in states.items()}
 
 
 # ---- its slots, which may be Python numbers ------------------------------------------------------

@@ -77,15 +77,6 @@ def test_a_backward_goes_through_a_step_of_a_differentiable_optimizer():
     torch.testing.assert_close([leaf.grad for leaf in leaves], [t["w"] for t in expected])
 
 
-def test_half_parameters_are_averaged_in_float32():
-    optimizer = ps.with_schedule_free(ps.from_torch(torch.optim.SGD, lr=0.1))
-    params = {"w": torch.ones(5, dtype=torch.bfloat16)}
-    state = optimizer.init(params)
-    params, state = optimizer.step(params, {"w": torch.ones(5, dtype=torch.bfloat16)}, state)
-    assert params["w"].dtype is torch.bfloat16
-    assert ps.averaged(params, state)["w"].dtype is torch.bfloat16
-
-
 @pytest.mark.parametrize("beta", [0, 1, -0.1, float("nan")])
 def test_a_beta_out_of_range_is_refused(beta):
     with pytest.raises(ValueError, match="expected a number above 0 and below 1"):

@@ -424,7 +424,7 @@ def test_a_step_compiles_in_one_graph(name):
                 torch.nn.Linear(1, 1).parameters(),
             )
         ),
-        (lambda: ps.from_torch(OPTIM.AdamW, [0.1, 0.2]), TypeError, "got \\[0.1, 0.2\\]"),
+        (lambda: ps.from_torch(OPTIM.AdamW, [0.1, 0.2]), TypeError, "got list"),
         (
             lambda: ps.from_torch(OPTIM.SGD, overrides={"*": {"momentun": 0.9}}),
             ValueError,

@@ -121,8 +121,8 @@ kinds = pytest.mark.parametrize("kind", [*MAKES, "a Muon record"])
 
 
 @kinds
-@examples(8)
-@given(seed=st.integers(0, 2**32), before=st.integers(0, 3))
+@examples(6)
+@given(seed=st.integers(0, 2**32), before=st.integers(0, 2))
 def test_steps_of_torch_steps_here_and_steps_of_torch_are_torchs_own(kind, seed, before):
     expected, live = grouped(kind, seed), grouped(kind, seed)
     train(*expected, range(before + 4))
@@ -141,7 +141,7 @@ def test_steps_of_torch_steps_here_and_steps_of_torch_are_torchs_own(kind, seed,
     assert held["param_groups"] == theirs["param_groups"]
 
 
-@kinds
+@pytest.mark.parametrize("kind", ["AdamW", "a Muon record"])
 def test_the_live_optimizer_is_copied_and_stays_as_it_is(kind):
     model, torch_optimizer = grouped(kind, 3)
     train(model, torch_optimizer, range(2))
@@ -152,21 +152,6 @@ def test_the_live_optimizer_is_copied_and_stays_as_it_is(kind):
     assert str(torch_optimizer.state_dict()) == str(before)
     assert vars(torch_optimizer) == attributes
     assert not shares_memory(tensors(opt_state), tensors(torch_optimizer.state_dict()))
-
-
-def test_a_new_optimizer_has_the_state_of_init_and_its_groups_are_overrides():
-    model, torch_optimizer = grouped("AdamW", 1)
-    optimizer, opt_state = ps.from_torch_optimizer(torch_optimizer, model)
-    assert same_bits(opt_state, optimizer.init(ps.make_functional(model)[1]))
-    saved = optimizer.to_state_dict(opt_state)["param_groups"]
-    here = {name: (g["lr"], g["weight_decay"]) for g in saved for name in g["param_names"]}
-    names = {id(p): name for name, p in model.named_parameters()}
-    there = {
-        names[id(p)]: (g["lr"], g["weight_decay"])
-        for g in torch_optimizer.param_groups
-        for p in g["params"]
-    }
-    assert here == {name: there[name] for name in here}
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])

@@ -7,8 +7,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from helpers import Untouched, assert_close, clone, in_processes, same_bits, stack, tensors, unstack
+from helpers import (
+    Untouched,
+    assert_close,
+    clone,
+    examples,
+    in_processes,
+    same_bits,
+    tensors,
+)
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from torch import nn
@@ -82,6 +89,7 @@ some = st.sampled_from(
 )
 
 
+@examples(12)
 @given(
     optimizers=st.dictionaries(st.sampled_from("abc"), some, min_size=1),
     labels=st.lists(st.sampled_from("abc"), min_size=3, max_size=8),
@@ -200,96 +208,11 @@ def test_a_run_is_that_of_two_optimizers_of_torch(max_norm, donate):
     assert state["matrices"].applied == state["others"].applied == 4
 
 
-def test_the_norm_that_is_clipped_is_that_of_all_parts():
-    params, scaler = params_of(), ps.NoScale().init()
-    plain = ps.from_torch(torch.optim.SGD, lr=1.0)
-    optimizer = made(plain, plain)
-    grads = grads_of(params, 0)
-    norm = torch.cat([g.flatten() for g in grads.values()]).norm()
-    out = ps.unscale_and_step(optimizer, scaler, params, grads, optimizer.init(params), norm / 2)
-    assert_close(out.grad_norm, norm)
-    assert_close(out.params, {n: p - grads[n] / 2 for n, p in params.items()})
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.mix = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-
-    def forward(self, x):
-        y = self.norm(x)
-        x = x + self.attend(y, y, y, need_weights=False)[0]
-        return x + self.mix(x)
-
-
-class Transformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(11, 8), nn.Sequential(Block(), Block())
-        self.head = nn.Linear(8, 11)
-
-    def forward(self, tokens):
-        return self.head(self.blocks(self.embed(tokens)))
-
-
-def hidden_matrices(name, param):
-    return "muon" if name.startswith("blocks.") and param.ndim == 2 else "adamw"
-
-
-def next_token_loss(logits, tokens):
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def test_a_transformer_trains_as_with_two_optimizers_of_torch():
-    torch.manual_seed(0)
-    model = Transformer()
-    apply, params, buffers = ps.make_functional(model)
-    optimizer = ps.partition({"muon": MUON, "adamw": ADAMW}, hidden_matrices)
-    rule = ps.DynamicScale(init_scale=2.0**4)
-    of = parts_of(dict(model.named_parameters()), hidden_matrices, params)
-    assert list(map(len, of.values())) == [15, 8]  # matrices within are of Muon
-    theirs = [
-        torch.optim.Muon(of["muon"].values(), lr=0.02),
-        torch.optim.AdamW(of["adamw"].values(), lr=1e-2, fused=True),
-    ]
-
-    def loss_fn(params, buffers, tokens):
-        logits, buffers = apply(params, buffers, tokens)
-        return next_token_loss(logits, tokens), buffers
-
-    state = ps.init_train_state(params, buffers, optimizer, rule)
-    losses = []
-    for index in range(12):
-        tokens = (torch.arange(6) + torch.arange(4)[:, None] + index) % 11
-        state, info = ps.train_step(
-            state,
-            [tokens],
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            rule=rule,
-            max_norm=1.0,
-            donate=True,
-        )
-        loss = next_token_loss(model(tokens), tokens)
-        model.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for each in theirs:
-            each.step()
-        # Muon rounds to bfloat16, where two almost equal numbers may part
-        assert_close(info.loss, loss, rtol=2e-2, atol=0)
-        losses.append(info.loss.item())
-    assert losses[-1] < 0.7 * losses[0]
-    assert state.opt_state["muon"].applied == 12
-
-
 # ---- one flag ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("forced", [False, True])
-@pytest.mark.parametrize("bad", SHAPES)
+@pytest.mark.parametrize("bad", ["up", "scale"])
 def test_an_inf_in_one_gradient_skips_every_bit_of_every_part(bad, forced):
     optimizer, scaler = made(ps.with_master_weights(MUON)), ps.DynamicScale().init()
     params = params_of(torch.bfloat16)
@@ -396,12 +319,12 @@ def test_another_label_is_never_served_by_an_old_graph():
     step = torch.compile(
         lambda optimizer, p, g, s: optimizer.step(p, g, s), fullgraph=True, backend="eager"
     )
-    params = {name: torch.zeros(1) for name in "xyz"}
-    ones = {name: torch.ones(1) for name in "xyz"}
-    for chosen in "xyzx":
+    params = {name: torch.zeros(1) for name in "xy"}
+    ones = {name: torch.ones(1) for name in "xy"}
+    for chosen in "xyx":
         optimizer = made(slow, fast, chosen_one(chosen))
         found = step(optimizer, params, ones, optimizer.init(params))[0]
-        assert {n: p.item() for n, p in found.items()} == {n: -2.0 + (n == chosen) for n in "xyz"}
+        assert {n: p.item() for n, p in found.items()} == {n: -2.0 + (n == chosen) for n in "xy"}
 
 
 def test_labels_that_were_remembered_are_those_of_this_partition_and_of_these_names():
@@ -416,22 +339,6 @@ def test_labels_that_were_remembered_are_those_of_this_partition_and_of_these_na
             trees = [{name: tree[name] for name in names} for tree in (params, ones)]
             found = optimizer.step(*trees, optimizer.init(trees[0]))[0]
             assert found == {name: params[name] - 2 + (name == chosen) for name in names}
-
-
-@pytest.mark.parametrize("others", [ADAMW, ps.with_master_weights(ADAMW)])
-def test_mapped_equals_a_loop(others):
-    optimizer = made(MOMENTUM, others)
-    members = []
-    for seed in range(3):
-        params = params_of(seed=seed)
-        members.append((params, grads_of(params, seed), optimizer.init(params)))
-    flags = torch.tensor([False, True, False])
-    stacked = torch.vmap(functools.partial(ps.maybe_step, optimizer))(*stack(members), flags)
-    for index, (params, grads, state) in enumerate(members):
-        one = ps.maybe_step(optimizer, params, grads, state, flags[index])
-        assert_close(unstack(stacked, index), one, rtol=1e-5, atol=1e-6)
-        if flags[index]:
-            assert same_bits(unstack(stacked, index), (params, state))
 
 
 def test_a_derivative_goes_through_every_part_or_is_refused():
@@ -496,7 +403,6 @@ def test_ranks_are_told_of_another_label_and_of_another_part():
 
 AROUND = {
     "masters": ps.with_master_weights,
-    "rounding": ps.with_stochastic_rounding,
     "moments": lambda optimizer: ps.with_state_dtype(optimizer, {"exp_avg": torch.bfloat16}),
     "masters and moments": lambda optimizer: ps.with_state_dtype(
         ps.with_master_weights(optimizer), {"exp_avg": torch.bfloat16}
@@ -535,12 +441,6 @@ def test_narrow_moments_go_around_parts_without_wrappers_only():
     narrow = AROUND["moments"]
     state = narrow(made(MOMENTUM, ADAMW)).init(params_of())
     assert state["others"].slots["exp_avg"]["norm"].dtype is torch.bfloat16
-    with pytest.raises(
-        ValueError, match=r"whose part 'others' is with_master_weights.*Fix: partition\("
-    ):
-        narrow(made(MOMENTUM, ps.with_master_weights(ADAMW)))
-    with pytest.raises(ValueError, match="whose part 'others' is with_schedule_free"):
-        narrow(made(MOMENTUM, ps.with_schedule_free(ADAMW)))
 
 
 def test_a_part_may_be_stepped_by_an_optimizer_that_offers_step_alone():
@@ -556,14 +456,13 @@ def test_a_part_may_be_stepped_by_an_optimizer_that_offers_step_alone():
             given = clone((params, grads, state))
             found = ps.maybe_step(optimizer, *given, flag, donate=donate)
             assert found[1]["others"] == 1 - flag.int()
+            assert list(found[1]) == list(state) == ["matrices", "others"]  # not as they ran
             assert same_bits(found[0]["norm"], params["norm"] - 0.5 * grads["norm"] * ~flag)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("around", [None, *AROUND])
-def test_the_battery_for_optimizers_passes(around):
-    optimizer = made(MOMENTUM if around else MUON, ADAMW)
-    assert_optimizer(AROUND[around](optimizer) if around else optimizer)
+def test_the_battery_for_optimizers_passes_with_wrappers_around():
+    assert_optimizer(AROUND["masters and moments"](made(MUON, ADAMW)))
 
 
 @pytest.mark.slow
@@ -620,22 +519,12 @@ def test_two_parameters_of_one_dotted_name_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("optimizers", "words"),
-    [
-        ({}, "expected a non-empty dict of optimizers"),
-        ([ADAMW], "expected a non-empty dict of optimizers"),
-        ({"a": torch.optim.AdamW}, r"optimizers\['a'\] is .*AdamW.*Fix"),
-        ({1: ADAMW}, r"has the key 1; expected strings.*Fix"),
-    ],
+    "optimizers", [{}, [ADAMW], {"a": torch.optim.AdamW}, {1: ADAMW}, {"a": ADAMW}]
 )
-def test_what_is_no_dict_of_optimizers_is_refused(optimizers, words):
-    with pytest.raises(TypeError, match=words):
-        ps.partition(optimizers, by_shape)
-
-
-def test_a_label_that_is_no_function_is_refused():
-    with pytest.raises(TypeError, match=r"label is \{'up'.*Fix: lambda name, param"):
-        ps.partition({"a": ADAMW}, {"up": "a"})
+def test_what_is_no_dict_of_optimizers_or_no_label_is_refused(optimizers):
+    label = {"up": "a"} if optimizers == {"a": ADAMW} else by_shape
+    with pytest.raises(TypeError, match=r"non-empty dict of optimizers|an object with `init`"):
+        ps.partition(optimizers, label)
 
 
 def test_what_does_not_fit_is_refused_before_any_part_moves():
@@ -651,53 +540,8 @@ def test_what_does_not_fit_is_refused_before_any_part_moves():
         ps.maybe_step(optimizer, *given, GO, donate=True)
 
 
-class Failing:
-    """An optimizer with `step` alone, which raises."""
-
-    def init(self, params):
-        return {name: torch.zeros_like(param) for name, param in params.items()}
-
-    def step(self, params, grads, opt_state):
-        raise RuntimeError("no more memory")
-
-
-HALVING = ps.from_transformation(
-    (
-        lambda params: {name: torch.zeros_like(p) for name, p in params.items()},
-        lambda grads, state, params: (
-            {n: -0.5 * g for n, g in grads.items()},
-            {n: s + 1 for n, s in state.items()},
-        ),
-    )
-)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        made(MOMENTUM, Failing()),
-        made(HALVING, Failing()),
-        made(MOMENTUM, ps.with_master_weights(Failing())),
-        made(MOMENTUM, made(HALVING, Failing(), lambda n, p: "others" if p.ndim else "matrices")),
-        ps.with_master_weights(made(MOMENTUM, Failing())),
-    ],
-    ids=["beside torch", "beside a pair", "with masters", "in a partition", "under masters"],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("forced", [False, True])
-def test_a_part_whose_step_raises_leaves_every_part_whole(optimizer, dtype, forced):
-    params = params_of(dtype)
-    state = optimizer.init(params)
-    with (
-        tracing.as_on_an_accelerator() if forced else contextlib.nullcontext(),
-        Untouched((params, state)),
-        pytest.raises(RuntimeError, match="no more memory"),
-    ):
-        ps.maybe_step(optimizer, params, grads_of(params, 0), state, GO, donate=True)
-
-
 class Fuse:
-    """A user's code that fails when it runs for the n-th time after `lit`."""
+    """A user's code that fails when it runs for the n-th time after `left` is set."""
 
     def __init__(self):
         self.left = -1
@@ -708,91 +552,56 @@ class Fuse:
             raise RuntimeError("no more memory")
 
 
-def broken_schedule(fuse, broken, as_tensor=False):
-    """A schedule that fails with the fuse."""
-
-    def lr(applied):
-        try:
-            fuse.burn()
-        except RuntimeError:
-            if broken == "raises":
-                raise
-            return {"a word": "fast", "a row": torch.ones(2), "negative": -0.5}[broken]
-        return 0.1 / (applied + 1) if as_tensor else 0.1
-
-    return lr
-
-
 class Stepping:
     """An optimizer with `step` alone that fails with the fuse."""
 
-    def __init__(self, fuse, broken):
-        self.fuse, self.broken = fuse, broken
+    def __init__(self, fuse):
+        self.fuse = fuse
 
     def init(self, params):
         return {name: torch.zeros_like(param) for name, param in params.items()}
 
     def step(self, params, grads, opt_state):
-        try:
-            self.fuse.burn()
-        except RuntimeError:
-            if self.broken == "raises":
-                raise
-            return params, {}
+        self.fuse.burn()
         return {n: p - 0.5 for n, p in params.items()}, {n: s + 1 for n, s in opt_state.items()}
 
 
-def broken_formula(fuse, broken, elementwise):
-    """An optimizer by a formula that fails with the fuse."""
-
-    def step(param, grad, slots, settings, t):
-        try:
-            fuse.burn()
-        except RuntimeError:
-            if broken == "raises":
-                raise
-            return param, {}
-        return param - 0.5 * grad, {"m": slots["m"] + grad}
-
-    return ps.from_formula(step, ("m",), elementwise)
-
-
-WRAPS = {
-    "masters": ps.with_master_weights,
-    "rounding": ps.with_stochastic_rounding,
-}
-BROKEN = ["raises", "a word", "a row", "negative"]
+WRAPS = {"masters": ps.with_master_weights, "rounding": ps.with_stochastic_rounding}
 
 
 @st.composite
-def nestings(draw, fuse, depth=2, widened=False):
+def nestings(draw, fuse, depth=2):
     """Any nesting of partitions and wrappers over optimizers that share a fuse."""
-    kinds = ["torch", "step", "formula", "narrow", *([] if widened else ["masters", "rounding"])]
-    kind = draw(st.sampled_from(["partition", *kinds] if depth > 0 else kinds))
+
+    def formula(param, grad, slots, settings, t):
+        fuse.burn()
+        return param - 0.5 * grad, {"m": slots["m"] + grad}
+
+    def lr(applied):
+        fuse.burn()
+        return 0.1
+
+    kinds = ["torch", "override", "step", "formula", "narrow"]
+    kind = draw(st.sampled_from(["partition", *WRAPS, *kinds] if depth > 0 else kinds))
     if kind == "partition":
-        inner = nestings(fuse, depth - 1, widened)
-        half = draw(st.integers(1, 4))
+        inner, half = nestings(fuse, depth - 1), draw(st.integers(1, 4))
         return ps.partition(
             {"a": draw(inner), "b": draw(inner)},
             lambda name, param: "ab"[sum(map(ord, name)) % (half + 1) > 0],
         )
     if kind in WRAPS:
-        return WRAPS[kind](draw(nestings(fuse, depth, widened=True)))
-    broken = draw(st.sampled_from(BROKEN))
+        return WRAPS[kind](draw(nestings(fuse, depth - 1)))
     if kind == "step":
-        return Stepping(fuse, broken)
+        return Stepping(fuse)
     if kind == "formula":
-        return broken_formula(fuse, broken, draw(st.booleans()))
-    if kind == "narrow":
-        narrow = ps.from_torch(torch.optim.AdamW, lr=broken_schedule(fuse, broken))
-        return ps.with_state_dtype(narrow, {"exp_avg": torch.bfloat16})
-    cls = draw(st.sampled_from([torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop]))
-    lr = broken_schedule(fuse, broken, draw(st.booleans()))
-    if draw(st.booleans()):
-        return ps.from_torch(cls, lr=0.1, overrides={"*": {"lr": lr}})
-    return ps.from_torch(cls, lr=lr)
+        return ps.from_formula(formula, ("m",), draw(st.booleans()))
+    if kind == "override":
+        return ps.from_torch(torch.optim.SGD, lr=0.1, overrides={"*": {"lr": lr}})
+    adamw = ps.from_torch(torch.optim.AdamW, lr=lr)
+    return adamw if kind == "torch" else ps.with_state_dtype(adamw, {"exp_avg": torch.bfloat16})
 
 
+@examples(15)
 @given(data=st.data())
 def test_a_step_that_raises_leaves_all_that_was_donated_as_it_was(data):
     fuse = Fuse()
@@ -822,14 +631,6 @@ def test_a_step_that_raises_leaves_all_that_was_donated_as_it_was(data):
                 ps.maybe_step(optimizer, *given_trees, GO, donate=True)
         except (RuntimeError, TypeError, ValueError):
             assert same_bits(given_trees, (params, scaled, state))
-
-
-def test_the_state_keeps_the_order_of_the_parts():
-    optimizer = made(MOMENTUM, HALVING)
-    params = params_of()
-    state = optimizer.init(params)
-    stepped = ps.maybe_step(optimizer, params, grads_of(params, 0), state, GO)[1]
-    assert list(stepped) == list(state) == ["matrices", "others"]
 
 
 # ---- shards --------------------------------------------------------------------------------------

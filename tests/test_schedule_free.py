@@ -2,17 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from helpers import in_processes
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import purescale as ps
-from purescale.testing import assert_optimizer, same_bits
+from purescale.testing import same_bits
 
 CLASSES = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
@@ -38,12 +31,12 @@ def reference(cls, settings, start, gradients, beta):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@given(size=st.sampled_from([5, 33, 300]), beta=st.sampled_from([0.1, 0.5, 0.9, 0.98]))
+@pytest.mark.parametrize(("size", "beta"), [(5, 0.1), (33, 0.9), (300, 0.98)])
 def test_it_is_the_published_recurrence(name, size, beta):
     cls, settings = CLASSES[name]
     generator = torch.Generator().manual_seed(size)
     start, target = torch.randn(2, size, generator=generator)
-    gradients = [lambda y: y - target] * 40
+    gradients = [lambda y: y - target] * 20
     optimizer = ps.with_schedule_free(ps.from_torch(cls, **settings), beta)
     params = {"w": start.double()}
     state = optimizer.init(params)
@@ -52,12 +45,6 @@ def test_it_is_the_published_recurrence(name, size, beta):
     y, x = reference(cls, settings, start, gradients, beta)
     torch.testing.assert_close(params["w"], y)
     torch.testing.assert_close(ps.averaged(params, state)["w"], x)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_it_has_the_laws_of_an_optimizer(name):
-    cls, settings = CLASSES[name]
-    assert_optimizer(ps.with_schedule_free(ps.from_torch(cls, **settings)))
 
 
 def test_a_run_ends_at_its_average_better_than_at_its_iterate():
@@ -71,35 +58,6 @@ def test_a_run_ends_at_its_average_better_than_at_its_iterate():
         params, state = optimizer.step(params, {"w": gradient}, state)
     off = [(tree["w"] - target).norm() for tree in (ps.averaged(params, state), state.iterate)]
     assert off[0] < off[1] / 4
-
-
-def loss_fn(params, buffers, batch):
-    return F.mse_loss(batch[0] @ params["w"], batch[1]), buffers
-
-
-def test_a_skipped_step_leaves_iterate_average_and_count():
-    optimizer = ps.with_schedule_free(ps.from_torch(torch.optim.AdamW, lr=0.01))
-    rule = ps.DynamicScale(init_scale=8.0)
-    state = ps.init_train_state({"w": torch.randn(5)}, {}, optimizer, rule)
-    parts = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule}
-    state, _ = ps.train_step(state, [(torch.randn(33, 5), torch.randn(33))], **parts)
-    bad, info = ps.train_step(state, [(torch.full((33, 5), torch.inf), torch.randn(33))], **parts)
-    assert info.found_inf
-    assert same_bits((bad.params, bad.opt_state), (state.params, state.opt_state))
-    assert bad.opt_state.applied == 1
-
-
-def test_a_mapped_step_is_a_loop():
-    optimizer = ps.with_schedule_free(ps.from_torch(torch.optim.AdamW, lr=0.01))
-    params = [{"w": torch.randn(33)} for _ in range(3)]
-    states = [optimizer.init(each) for each in params]
-    grads = [{"w": torch.randn(33)} for _ in range(3)]
-    stacked = map(ps.stack_states, (params, grads, states))
-    mapped = torch.vmap(optimizer.step)(*stacked)
-    loop = ps.stack_states(
-        [optimizer.step(*each) for each in zip(params, grads, states, strict=True)]
-    )
-    torch.testing.assert_close(mapped, loop)
 
 
 def test_a_backward_goes_through_a_step_of_a_differentiable_optimizer():
@@ -117,15 +75,6 @@ def test_a_backward_goes_through_a_step_of_a_differentiable_optimizer():
     leaves = [t["w"].clone().requires_grad_() for t in (params, grads)]
     loss(*({"w": leaf} for leaf in leaves), told).backward()
     torch.testing.assert_close([leaf.grad for leaf in leaves], [t["w"] for t in expected])
-
-
-def test_half_parameters_are_averaged_in_float32():
-    optimizer = ps.with_schedule_free(ps.from_torch(torch.optim.SGD, lr=0.1))
-    params = {"w": torch.ones(5, dtype=torch.bfloat16)}
-    state = optimizer.init(params)
-    params, state = optimizer.step(params, {"w": torch.ones(5, dtype=torch.bfloat16)}, state)
-    assert params["w"].dtype is torch.bfloat16
-    assert ps.averaged(params, state)["w"].dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("beta", [0, 1, -0.1, float("nan")])
@@ -163,44 +112,6 @@ def test_the_state_of_another_is_refused_in_words(kind):
             use()
 
 
-def test_what_is_no_optimizer_is_refused():
-    with pytest.raises(TypeError, match="expected an object with `init` and `step`"):
-        ps.with_schedule_free(torch.optim.SGD)
-
-
-def test_masters_in_it_are_seen_by_masters_around_it():
-    inner = ps.with_master_weights(ps.from_torch(torch.optim.SGD, lr=0.1))
-    with pytest.raises(ValueError, match="inside of another optimizer that steps half"):
-        ps.with_master_weights(ps.with_schedule_free(inner))
-
-
-class Momentum(torch.optim.Optimizer):
-    """A class of a user's own, which makes its slots in its first step."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                slots = self.state[p]
-                slots["m"] = p.grad + 0.9 * slots.get("m", torch.zeros_like(p))
-                p.sub_(group["lr"] * slots["m"])
-
-
-def test_a_class_of_a_users_own_may_make_its_slots_in_the_first_step():
-    optimizer = ps.with_schedule_free(ps.from_torch(Momentum))
-    known = ps.with_schedule_free(ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9))
-    params = expected = {"w": torch.linspace(-1, 1, 33)}
-    state, other = optimizer.init(params), known.init(params)
-    for skip in (False, False, True, False):
-        grads = {"w": torch.cos(params["w"])}
-        params, state = ps.maybe_step(optimizer, params, grads, state, torch.tensor(skip))
-        expected, other = ps.maybe_step(known, expected, grads, other, torch.tensor(skip))
-        torch.testing.assert_close(params, expected)
-
-
 def test_masters_in_it_are_those_of_the_iterate_and_of_no_parameters():
     wide = ps.from_torch(torch.optim.SGD, lr=0.1)
     optimizer = ps.with_schedule_free(ps.with_master_weights(wide))
@@ -211,7 +122,7 @@ def test_masters_in_it_are_those_of_the_iterate_and_of_no_parameters():
         params, state = optimizer.step(params, grads, state)
         masters, _ = wide.step(masters, {"w": grads["w"].float()}, wide.init(masters))
     assert same_bits(ps.master_weights(state.iterate, state.inner), masters)
-    with pytest.raises(TypeError, match=r"master_weights\(opt_state.iterate, opt_state.inner\)"):
+    with pytest.raises(TypeError, match="opt_state is ScheduleFreeState, expected MasterState"):
         ps.master_weights(params, state)
 
 
@@ -226,31 +137,3 @@ def test_half_gradients_are_clipped_in_float32_for_masters_in_it():
     )
     assert same_bits(inside.inner, alone)
     assert same_bits(of_parts.inner["all"], alone)
-
-
-def _shards_are_stepped_as_the_whole(rank):
-    mesh = init_device_mesh("cpu", (2,))
-    optimizer = ps.with_schedule_free(ps.from_torch(torch.optim.AdamW, lr=0.01))
-
-    def spread(tree):
-        on = {"rows": [Shard(0)], "copied": [Replicate()]}
-        return {n: distribute_tensor(x, mesh, on[n]) for n, x in tree.items()}
-
-    torch.manual_seed(0)
-    whole = {"rows": torch.randn(6, 5), "copied": torch.randn(33)}
-    shards = spread(whole)
-    one, many = (whole, optimizer.init(whole)), (shards, optimizer.init(shards))
-    for skip, donate in ((False, False), (True, True), (False, True)):
-        grads = {name: torch.cos(w) for name, w in one[0].items()}
-        spread_grads = spread(grads)
-        one = ps.maybe_step(optimizer, one[0], grads, one[1], skip)
-        many = ps.maybe_step(optimizer, many[0], spread_grads, many[1], skip, donate=donate)
-        for of_shards, of_whole in ((many[0], one[0]), (ps.averaged(*many), ps.averaged(*one))):
-            full = {name: x.full_tensor() for name, x in of_shards.items()}
-            torch.testing.assert_close(full, of_whole)
-    assert dist.get_rank() == rank
-
-
-@pytest.mark.slow
-def test_shards_are_stepped_as_the_whole():
-    in_processes(_shards_are_stepped_as_the_whole)

@@ -5,14 +5,14 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import CLASSES, in_processes, same_bits, shares_memory, stack, unstack
+from helpers import CLASSES, examples, in_processes, same_bits, stack, unstack
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import purescale as ps
-from purescale.testing import assert_optimizer, assert_pure
+from purescale.testing import assert_pure
 
 HALF = (torch.bfloat16, torch.float16)
 SIZES = (5, 33, 300)
@@ -90,6 +90,7 @@ def test_finite_stays_finite_and_what_is_not_stays_what_it_is(dtype, wide):
     assert ps.stochastic_round(infinite, dtype, seed=4).tolist() == [torch.inf, -torch.inf]
 
 
+@examples(20)
 @given(seed=st.integers(-(2**63), 2**63 - 1), step=st.integers(0, 2**40))
 def test_leaves_steps_and_seeds_do_not_share_their_dice(seed, step):
     x = torch.full((4000,), 1 + 2.0**-8)  # halfway
@@ -116,29 +117,26 @@ BITS = [1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 1]
 # ---- one function, everywhere --------------------------------------------------------------------
 
 
-def tree_of(size):
-    return {"a": numbers(size), "none": None, "n": torch.arange(3), "b": [numbers((size, 2), 1)]}
-
-
 @each_dtype
 @pytest.mark.parametrize("size", [*SIZES, 2**18 + 5])
 def test_the_same_bits_in_blocks_and_with_a_step_that_is_a_tensor(dtype, size):
     tree = {"a": numbers(size), "b": numbers((size, 2))[:, 1]}  # no contiguous memory
+    tree |= {"none": None, "n": torch.arange(3)}
     found = assert_pure(functools.partial(ps.stochastic_round, dtype=dtype, seed=5, step=9), tree)
     assert same_bits(found, ps.stochastic_round(tree, dtype, seed=5, step=torch.tensor(9)))
+    assert (found["none"], found["n"].tolist(), found["a"].dtype) == (None, [0, 1, 2], dtype)
     for start in (0, size // 2):  # of its place in the leaf
-        part = {"a": tree["a"][: start + 1], "b": tree["b"][: start + 1]}
+        part = {**tree, "a": tree["a"][: start + 1]}
         some = ps.stochastic_round(part, dtype, seed=5, step=9)
         assert same_bits(some["a"], found["a"][: start + 1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_has_the_same_bits(backend):
+def test_compiled_has_the_same_bits():
     def both(tree, step):
         return [ps.stochastic_round(tree, dtype, seed=5, step=step) for dtype in HALF]
 
-    compiled = torch.compile(both, fullgraph=True, backend=backend)
+    compiled = torch.compile(both, fullgraph=True)
     tree = {str(size): numbers(size) for size in SIZES}
     tree |= {"small": numbers(33, scale=1e-6), "double": numbers(33).double()}
     assert same_bits(compiled(tree, torch.tensor(3)), both(tree, 3))
@@ -154,21 +152,12 @@ def test_mapped_has_the_same_bits(dtype):
         assert same_bits(unstack(found, index), round(tree, step=steps[index]))
 
 
-def test_other_leaves_pass_through_as_copies():
-    tree = tree_of(5)
-    found = ps.stochastic_round(tree, torch.bfloat16, seed=0)
-    assert found["none"] is None
-    assert torch.equal(found["n"], tree["n"])
-    assert not shares_memory(found, tree)
-    assert found["b"][0].dtype is torch.bfloat16
-
-
 def test_what_is_no_half_precision_and_no_number_is_refused():
     with pytest.raises(ValueError, match=r"bfloat16 or torch.float16, got dtype=torch.float32"):
         ps.stochastic_round(torch.ones(2), torch.float32, seed=0)
     with pytest.raises(TypeError, match=r"seed must be"):
         ps.stochastic_round(torch.ones(2), torch.bfloat16, seed=0.5)
-    with pytest.raises(TypeError, match=r"step is a tensor torch.float32.*expected a whole number"):
+    with pytest.raises(TypeError, match=r"step is a tensor of shape.*expected a whole number"):
         ps.stochastic_round(torch.ones(2), torch.bfloat16, seed=0, step=torch.tensor(1.0))
     with pytest.raises(TypeError, match=r"tree\['a'\] has the layout torch.sparse_coo"):
         ps.stochastic_round({"a": torch.ones(2).to_sparse()}, torch.bfloat16, seed=0)
@@ -179,6 +168,8 @@ def test_what_is_no_half_precision_and_no_number_is_refused():
 # ---- the wrapper ---------------------------------------------------------------------------------
 
 SETTINGS = {**CLASSES, "RMSprop": {"momentum": 0.9}}
+# With a fused kernel, by a formula, with slots of other shapes, over whole matrices.
+SOME = ("AdamW", "SGD", "RMSprop", "Adafactor", "Muon")
 
 
 def made(name, lr=1e-2, **extra):
@@ -211,7 +202,7 @@ def by_hand(optimizer, params, grads, inner, count):
     return {n: rounded[p.dtype][n] if p.dtype in HALF else new[n] for n, p in params.items()}, inner
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", SOME)
 def test_a_step_is_that_in_float32_rounded(name, way):
     optimizer = made(name)
     wrapped = ps.with_stochastic_rounding(optimizer, seed=11)
@@ -230,18 +221,6 @@ def test_a_step_is_that_in_float32_rounded(name, way):
         assert same_bits(donated, (params, state))
 
 
-def test_a_skipped_step_keeps_everything_and_throws_no_dice(way):
-    wrapped = ps.with_stochastic_rounding(made("AdamW"))
-    params = params_of()
-    state = wrapped.init(params)
-    params, state = wrapped.step(params, grads_of(params, 0), state)
-    params["bfloat16_5"].view(torch.int16)[0] = 0x7F81  # a NaN with a payload
-    bad = {n: torch.full_like(g, torch.nan) for n, g in grads_of(params, 1).items()}
-    for donate in (False, True):
-        found = ps.maybe_step(wrapped, params, bad, state, torch.tensor(True), donate=donate)
-        assert same_bits(found, (params, state))
-
-
 def test_small_updates_arrive_on_average():
     """A rate that never moves a bfloat16 weight of 1.0 when it is rounded to the nearest."""
     params = {"w": torch.ones(1000, dtype=torch.bfloat16)}
@@ -253,12 +232,6 @@ def test_small_updates_arrive_on_average():
         a, b = bare.step(a[0], grads, a[1]), wrapped.step(b[0], grads, b[1])
     assert (a[0]["w"] == 1).all()
     assert abs(b[0]["w"].double().mean() - (1 - 20e-3)) < 1e-3
-
-
-@pytest.mark.slow
-def test_the_battery_for_optimizers_passes():
-    halves = params_of((torch.bfloat16,))
-    assert_optimizer(ps.with_stochastic_rounding(made("AdamW")), params=halves)
 
 
 def transformation():
@@ -293,14 +266,6 @@ def _shards_round_as_the_whole(rank):
         found = ps.stochastic_round(spread, dtype, seed=3, step=2)
         full = {n: x.full_tensor() for n, x in found.items()}
         assert same_bits(full, ps.stochastic_round(whole, dtype, seed=3, step=2))
-    wrapped = ps.with_stochastic_rounding(made("AdamW"))
-    halves = {n: x.bfloat16() for n, x in whole.items()}
-    params = {n: distribute_tensor(x, mesh, [on[n]], src_data_rank=None) for n, x in halves.items()}
-    one, many = (halves, wrapped.init(halves)), (params, wrapped.init(params))
-    for _ in range(2):
-        one = wrapped.step(one[0], whole, one[1])
-        many = ps.maybe_step(wrapped, many[0], spread, many[1], False, donate=True)
-        assert same_bits({n: p.full_tensor() for n, p in many[0].items()}, one[0])
     assert dist.get_rank() == rank
 
 

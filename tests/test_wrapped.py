@@ -104,9 +104,8 @@ def by_torch(wrapped, microbatches, scaler):
 
 def _as_with_torch(rank):
     ranks = dist.get_world_size()
-    meshes = [None, init_device_mesh("cpu", (ranks,))]
-    if ranks == 4:  # two replicas of two shards
-        meshes.append(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
+    replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))  # of two shards each
+    meshes = [None, init_device_mesh("cpu", (ranks,)), replicas]
     # 11 microbatches, four windows, the last of two; the second overflows on the last rank alone
     microbatches = data(rank, 11, bad=(4,) if rank == ranks - 1 else ())
     for mesh in meshes:
@@ -127,10 +126,9 @@ def _as_with_torch(rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_run_is_that_of_torchs_scalers_under_ddp_fsdp2_and_hsdp(ranks):
+def test_the_run_is_that_of_torchs_scalers_under_ddp_fsdp2_and_hsdp():
     """Windows, a short last one, an overflow of one rank; scales are the same numbers."""
-    in_processes(_as_with_torch, ranks)
+    in_processes(_as_with_torch, 4)
 
 
 # ---- ranks with different numbers of microbatches ------------------------------------------------
@@ -178,5 +176,6 @@ def _uneven(rank):
         assert_close(whole(wrapped.params), one.params, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_last_windows_of_different_lengths_make_the_step_of_one_process():
     in_processes(_uneven, 3)

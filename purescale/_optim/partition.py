@@ -213,17 +213,17 @@ class PartitionOptimizer(Updater):
             if not (isinstance(key, str) and key in indices_of):
                 raise ValueError(
                     f"label gives {key!r} for {name}, {describe(param)}; the optimizers are "
-                    f"{list(indices_of)}. Likely cause: a kind of parameter that label does not "
-                    "cover. Fix: a last line that returns a default key, such as that of AdamW."
+                    f"{list(indices_of)}. Fix: a last line that returns a default key, such as "
+                    "that of AdamW."
                 )
             indices_of[key].append(index)
-        for key, indices in indices_of.items():
-            if not indices:
-                raise ValueError(
-                    f"no parameter has the label {key!r}; the names are: "
-                    f"{_tree.join_names(names, 20)}. Fix: correct `label(name, param)`, or "
-                    f"leave {key!r} out of the optimizers."
-                )
+        unused = [key for key, indices in indices_of.items() if not indices]
+        if unused:
+            raise ValueError(
+                f"no parameter has the label {unused[0]!r}; the names are: "
+                f"{_tree.join_names(names, 20)}. Fix: correct `label(name, param)`, or leave the "
+                "optimizer out."
+            )
         return indices_of
 
 
@@ -235,21 +235,14 @@ class Part(NamedTuple):
 
 
 def _check(optimizers: Any, label: Any) -> None:
-    if not isinstance(optimizers, Mapping) or not optimizers:
+    by_key = isinstance(optimizers, Mapping) and len(optimizers) > 0 and callable(label)
+    if not by_key or not all(isinstance(key, str) for key in optimizers):
         raise TypeError(
-            f"optimizers is {optimizers!r}; expected a non-empty dict of optimizers. Fix: "
-            'partition({"muon": from_torch(torch.optim.Muon), "adamw": '
-            "from_torch(torch.optim.AdamW)}, label)."
+            f"partition got {optimizers!r} and {label!r}; expected a non-empty dict of optimizers "
+            "by strings, and a function of a parameter's dotted name and the parameter that "
+            'returns one of these. Fix: partition({"muon": from_torch(torch.optim.Muon), "adamw": '
+            'from_torch(torch.optim.AdamW)}, lambda name, param: "muon" if param.ndim == 2 else '
+            '"adamw").'
         )
     for key, each in optimizers.items():
         check_optimizer(each, f"optimizers[{key!r}]")
-        if not isinstance(key, str):
-            raise TypeError(
-                f"optimizers has the key {key!r}; expected strings, which label returns. Fix: "
-                '{"adamw": from_torch(torch.optim.AdamW, lr=1e-3)}.'
-            )
-    if not callable(label):
-        raise TypeError(
-            f"label is {label!r}; expected a function of a parameter's dotted name and the "
-            'parameter. Fix: lambda name, param: "muon" if param.ndim == 2 else "adamw".'
-        )

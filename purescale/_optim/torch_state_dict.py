@@ -39,6 +39,8 @@ NAME_THEM = (
     "torch_optimizer.param_groups): group['param_names'] = [names[id(p)] for p in live['params']]`."
 )
 
+_LISTS = ("params", "param_names")  # of a group, beside its settings
+
 # ---- written -------------------------------------------------------------------------------------
 
 
@@ -151,19 +153,18 @@ def _fill(like: Any, sd: dict[str, Any], names: Sequence[str]) -> dict[str, Any]
     written = []
     for index, saved in enumerate(saved_groups):
         members = [name for name, param in saved_params.items() if param.group == index]
-        settings = written_as[members[0]][0] if members else saved
-        listed = {"params", "param_names"}
-        for name in members:
-            other = written_as[name][0]
-            differing = [n for n in settings if n not in listed and settings[n] != other.get(n)]
-            if differing:
-                raise ValueError(
-                    f"like: param_groups[{index}] has {members[0]} and {name}, which are in two "
-                    f"groups here with different {_tree.join_names(differing)}. Fix: a torch "
-                    "optimizer with the groups of `optimizer.to_state_dict(opt_state)`."
-                )
-        kept = {*listed, *(saved.keys() & IMPLEMENTATION_FLAGS)}
-        changed = {name: value for name, value in settings.items() if name not in kept}
+        own = [
+            {n: value for n, value in written_as[name][0].items() if n not in _LISTS}
+            for name in members
+        ]
+        if any(settings != own[0] for settings in own):
+            raise ValueError(
+                f"like: param_groups[{index}] has {_tree.join_names(members)}, which are in "
+                "several groups here. Fix: a torch optimizer with the groups of "
+                "`optimizer.to_state_dict(opt_state)`."
+            )
+        flags = saved.keys() & IMPLEMENTATION_FLAGS
+        changed = {n: value for n, value in (own or [{}])[0].items() if n not in flags}
         written.append({**saved, **changed})
     new = {param.key: sd["state"].get(written_as[name][1]) for name, param in saved_params.items()}
     state = {

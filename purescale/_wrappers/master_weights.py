@@ -115,15 +115,9 @@ def master_weights(params: TreeT, opt_state: MasterState) -> TreeT:
     """
     state = masters_within(opt_state)
     leaves, structure = _tree.flatten(params)
-    if isinstance(state, dict) and any(
-        isinstance(masters_within(part), MasterState) for part in state.values()
-    ):
+    parts = map(masters_within, state.values()) if isinstance(state, dict) else ()
+    if any(isinstance(part, MasterState) for part in parts):
         return structure.unflatten(_of_parts(_tree.names(params), leaves, state))
-    if isinstance(state, ScheduleFreeState):
-        raise TypeError(
-            "opt_state is of with_schedule_free; masters within it are of its iterate, not of the "
-            "parameters. Fix: `master_weights(opt_state.iterate, opt_state.inner)`."
-        )
     rest = _rest_of(params, state)
     masters = []
     for leaf, other in zip(leaves, rest, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from .._torch.dtypes import HALF, is_half, rounded_on_bits, send_once
 from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
-from .._tree.leaves import describe, unsupported_reason
+from .._tree.leaves import unsupported_reason
 from .._tree.scalars import whole
 from .._tree.tree import Tree, TreeT
 from .._wrappers.wrapper import Piece, Wrapper, checked_state, on_shards
@@ -87,15 +87,11 @@ def _seed(seed: Any) -> int:
 
 
 def _count(step: Any) -> Tensor:
-    if not isinstance(step, Tensor):
-        number = whole("step", step, least=-(2**63), most=2**63 - 1)
-        return torch.full((), number, dtype=torch.int64, device="cpu")
-    if step.ndim or step.is_floating_point() or step.is_complex():
-        raise TypeError(
-            f"step is a tensor {describe(step)}; expected a whole number, or a 0-d integer "
-            "tensor. Fix: `opt_state.applied` of a state, or `torch.tensor(0)`."
-        )
-    return step.to(torch.int64)
+    is_tensor = isinstance(step, Tensor)
+    if is_tensor and not (step.ndim or step.is_floating_point() or step.is_complex()):
+        return cast(Tensor, step.to(torch.int64))
+    number = whole("step", step, least=-(2**63), most=2**63 - 1)
+    return torch.full((), number, dtype=torch.int64, device="cpu")
 
 
 # ---- the dice ------------------------------------------------------------------------------------

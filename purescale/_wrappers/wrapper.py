@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState, without_wrappers
-from .._optim.partition import PartitionOptimizer
 from .._optim.step_inputs import StepInputs
 from .._optim.updater import Optimizer, Updater, as_updater
 from .._torch import dtensor, foreach
@@ -46,14 +45,6 @@ class Wrapper(Updater):
     def __init__(self, optimizer: Optimizer, *settings: Any) -> None:
         self.optimizer = optimizer
         self.updater = as_updater(optimizer)
-        for inner in _wrappers_in(optimizer):
-            if self.widens_params and inner.widens_params:
-                raise ValueError(
-                    f"{inner!r} is inside of another optimizer that steps half parameters in "
-                    "float32, so it would be given float32 parameters and do nothing. Fix: one of "
-                    "the two, `with_master_weights` (exact) or `with_stochastic_rounding` (no "
-                    "memory)."
-                )
         self.differentiable = self.updater.differentiable and not self.rounds
         self.elementwise = self.updater.elementwise
         self.calls_user_step, self.runs_user_code = (
@@ -222,16 +213,6 @@ class Wrapper(Updater):
             )
 
 
-def _wrappers_in(optimizer: Any) -> Iterator[Wrapper]:
-    """Yield the wrappers in an optimizer, itself and those in parts of a partition too."""
-    if isinstance(optimizer, Wrapper):
-        yield optimizer
-        yield from _wrappers_in(optimizer.optimizer)
-    if isinstance(optimizer, PartitionOptimizer):
-        for part in optimizer.optimizers.values():
-            yield from _wrappers_in(part)
-
-
 InnerStep = Callable[[StepInputs, Gradients], tuple[list[Tensor], Tree]]
 Cut = dict[int, slice]  # by the index of a parameter: its elements in a piece
 
@@ -254,13 +235,11 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
     if sum(map(Tensor.numel, params)) <= size:
         return cuts
     # A part of a tensor in another memory order would be a copy, and writes into it lost.
-    state = _tree.tensors(inputs.opt_state)
-    whole_shapes = {leaf.shape for leaf in state if not leaf.is_contiguous()}
+    cut_leaves &= all([leaf.is_contiguous() for leaf in _tree.tensors(inputs.opt_state)])
     room = size
     for index, leaf in enumerate(params):
         count = max(leaf.numel(), 1)
-        may_cut = cut_leaves and leaf.is_contiguous() and leaf.shape not in whole_shapes
-        step = size if may_cut else count
+        step = size if cut_leaves and leaf.is_contiguous() else count
         for start in range(0, count, step):
             stop = min(start + step, leaf.numel())
             if stop - start > room and cuts[-1]:

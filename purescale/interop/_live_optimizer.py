@@ -269,7 +269,7 @@ def state_dict_with(
     settings: OptimizerSettings,
     opt_state: OptState,
 ) -> dict[str, Any]:
-    """Return the live optimizer's state dict with the slots and the stored settings of a state."""
+    """Return the live optimizer's state dict with the slots and the settings of a state."""
     names, live = _name_by_id(model), torch_optimizer.state_dict()
     parameters = [group["params"] for group in torch_optimizer.param_groups]
     named = [
@@ -282,11 +282,7 @@ def state_dict_with(
         for place, parameter in enumerate(itertools.chain(*parameters)):
             if place in state:
                 state[place] = with_python_scalars(state[place], parameter, (torch.float64,))
-    groups = [
-        {**saved, **{name: new[name] for name in settings.in_state if name in new}}
-        for saved, new in zip(live["param_groups"], sd["param_groups"], strict=True)
-    ]
-    return {**live, "state": state, "param_groups": groups}
+    return {**live, **sd}
 
 
 def load_state(

@@ -475,9 +475,7 @@ def test_windows_and_statistics_compile_and_windows_vmap():
     microbatches = [batch(0), batch(1)]
     expected, _ = step(state, microbatches)
     torch._dynamo.reset()
-    compiled, _ = torch.compile(step, fullgraph=True, backend="eager")(
-        clone(state), microbatches
-    )
+    compiled, _ = torch.compile(step, fullgraph=True, backend="eager")(clone(state), microbatches)
     assert_close(compiled, expected, rtol=1e-5, atol=1e-5)
     batched, _ = torch.vmap(step)(stack([state, state]), stack([microbatches, microbatches]))
     assert_close(unstack(batched, 1), expected, rtol=1e-5, atol=1e-5)

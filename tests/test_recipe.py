@@ -473,39 +473,3 @@ def test_a_result_with_names_is_made_anew_as_one():
         lambda m, x: m.linear(x) + m.last.values + m.last.indices, linear=nn.Linear(3, 3), last=last
     )
     assert torch.equal(called(model, x)[0], model(x))
-
-
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-def test_quantization_aware_training_of_torch_has_the_bits_of_the_module():
-    quantization = pytest.importorskip("torch.ao.quantization")
-
-    class Quantized(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.quant, self.dequant = quantization.QuantStub(), quantization.DeQuantStub()
-            self.conv, self.bn, self.relu = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
-
-        def forward(self, x):
-            return self.dequant(self.relu(self.bn(self.conv(self.quant(x)))))
-
-    model = quantization.fuse_modules_qat(Quantized().train(), [["conv", "bn", "relu"]])
-    # It keeps a closure over each module, from which only a conversion reads.
-    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
-    model, x = quantization.prepare_qat(model), torch.randn(4, 1, 8, 8)
-    model(x)  # which gives its observers their shapes
-    apply, params, buffers = ps.make_functional(model)
-
-    def loss_fn(params, buffers, x):
-        out, buffers = apply(params, buffers, x)
-        return out.square().sum(), buffers
-
-    for _ in range(2):
-        (loss, buffers), grads = ps.value_and_grad(loss_fn)(params, buffers, x)
-        model.zero_grad()
-        expected = model(x).square().sum()
-        expected.backward()
-        assert torch.equal(loss, expected.detach())
-        assert all(torch.equal(grads[name], p.grad) for name, p in model.named_parameters())
-        assert all(torch.equal(buffers[name], b) for name, b in model.named_buffers())

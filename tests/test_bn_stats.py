@@ -303,7 +303,7 @@ batches = st.lists(st.tuples(st.integers(1, 5), st.floats(-5, 5)), max_size=3).m
 )
 
 
-@examples(30)
+@examples(10)
 @given(batches, batches, batches)
 def test_merging_is_associative_and_commutative_with_the_empty_state_as_its_unit(a, b, c):
     close = {"rtol": 1e-10, "atol": 1e-10}

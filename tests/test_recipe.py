@@ -227,14 +227,19 @@ def test_what_a_forward_changes_is_as_before_and_each_call_as_the_first(names, m
             expected = copy.deepcopy(net)(x, changes)
         except (AttributeError, KeyError):
             return  # what one change takes away another one needs
-        batch = x.clone()
-        seen = weakref.ref(batch)
         for _ in range(3):
-            torch.testing.assert_close(torch.vmap(call)(batch) if mapped else call(batch), expected)
+            torch.testing.assert_close(torch.vmap(call)(x) if mapped else call(x), expected)
             assert picture(net) == before
-        del batch
+
+
+def test_nothing_that_a_forward_keeps_of_its_arguments_stays_alive():
+    with as_before() as (_, apply, (params, buffers, x)):
+        batches = [x.clone() for _ in EAGER]
+        seen = list(map(weakref.ref, batches))
+        for change in EAGER.values():
+            apply(params, buffers, batches.pop(), [change])
         gc.collect()
-        assert seen() is None
+        assert [ref() for ref in seen] == [None] * len(seen)
 
 
 def test_a_backward_hook_that_a_forward_installs_is_there_for_the_backward_of_that_call():

@@ -371,20 +371,6 @@ def graph_break(net, x):
 
 
 @pytest.mark.slow
-def test_a_call_that_fails_while_compiled_leaves_all_as_before():
-    changes = [count, HOOKS["forward"], grow, change_layers, graph_break]
-    with as_before() as (_, apply, arguments):
-        call = compiled(apply, changes, fullgraph=False)
-        failing = compiled(apply, [*changes, fail], fullgraph=False)
-        expected = apply(*arguments, changes[:-1])[0]
-        for _ in range(2):
-            with pytest.raises(ValueError, match="in the middle"):
-                failing(*arguments)
-            torch.testing.assert_close(call(*arguments), expected)
-    torch.testing.assert_close(apply(*arguments, changes)[0], expected)
-
-
-@pytest.mark.slow
 def test_what_stands_around_a_break_is_compiled_once():
     counted = CompileCounterWithBackend("eager")
     with as_before() as (_, apply, (params, buffers, x)):
@@ -398,22 +384,6 @@ def test_what_stands_around_a_break_is_compiled_once():
 
 
 # ---- what is recorded ----------------------------------------------------------------------------
-
-
-class BothError(nn.Module, Exception):
-    pass
-
-
-class Slots(nn.Linear):
-    __slots__ = ("extra",)
-
-
-@pytest.mark.parametrize(
-    ("make", "name"), [(BothError, "BothError"), (lambda: Slots(2, 2), "Slots.*has __slots__")]
-)
-def test_a_module_that_a_call_cannot_make_anew_is_refused_in_words(make, name):
-    with pytest.raises(TypeError, match=rf"^0 is a {name}.*Fix: .*remove"):
-        ps.make_functional(nn.Sequential(make()))
 
 
 class Aliases(nn.Module):

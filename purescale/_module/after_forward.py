@@ -173,7 +173,7 @@ def check_writes(tensors: Tensors, before: list[int], after: list[int], values: 
         kind, cure = f"parameter {name}, so params[{name!r}] changed", _FIX
         if is_constant(tensors[name]):
             kind = f"buffer {name}, which is not dense and therefore a constant"
-            cure = f"buffers[{name!r}] has changed. Fix: `.to_dense()`."
+            cure = f"buffers[{name!r}] has changed. Fix: `.to_dense()` it before make_functional."
         raise RuntimeError(f"the forward of the model wrote into its {kind}. {cure}")
 
 

@@ -226,6 +226,7 @@ def explain_checkpointing(error: RuntimeError) -> None:
     # Under torch.vmap torch names an internal class of its checkpoints.
     if "saved tensor hooks" in str(error) or "_NoopSaveInputs" in str(error):
         error.add_note(
-            "torch.func does not support torch.utils.checkpoint, which the model calls. Fix: turn "
-            "that off before make_functional, or use value_and_grad or train_step in eager mode."
+            "The model checkpoints a part of itself (torch.utils.checkpoint), which torch.func "
+            "does not support. Fix: turn that off before make_functional, or use value_and_grad or "
+            "train_step in eager mode."
         )

@@ -48,13 +48,6 @@ def test_the_backward_under_vmap_too():
     assert_the_same_inside(lambda: torch.vmap(step)(states, x))
 
 
-@pytest.mark.slow
-def test_the_backward_of_a_compiled_step_too():
-    state, x = state_of(33, 5), torch.randn(5, 33)
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert_the_same_inside(lambda: compiled(state, x))
-
-
 def test_the_backward_of_a_probe_too():
     params, x = {"w": torch.randn(33, 5)}, torch.randn(300, 33)
 

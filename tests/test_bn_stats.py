@@ -303,7 +303,7 @@ batches = st.lists(st.tuples(st.integers(1, 5), st.floats(-5, 5)), max_size=3).m
 )
 
 
-@examples(30)
+@examples(10)
 @given(batches, batches, batches)
 def test_merging_is_associative_and_commutative_with_the_empty_state_as_its_unit(a, b, c):
     close = {"rtol": 1e-10, "atol": 1e-10}
@@ -475,9 +475,7 @@ def test_windows_and_statistics_compile_and_windows_vmap():
     microbatches = [batch(0), batch(1)]
     expected, _ = step(state, microbatches)
     torch._dynamo.reset()
-    compiled, _ = torch.compile(step, fullgraph=True, backend="eager")(
-        clone(state), microbatches
-    )
+    compiled, _ = torch.compile(step, fullgraph=True, backend="eager")(clone(state), microbatches)
     assert_close(compiled, expected, rtol=1e-5, atol=1e-5)
     batched, _ = torch.vmap(step)(stack([state, state]), stack([microbatches, microbatches]))
     assert_close(unstack(batched, 1), expected, rtol=1e-5, atol=1e-5)

@@ -117,22 +117,6 @@ def test_a_function_of_the_module_and_its_part_are_called_like_a_method():
     assert same_bits(apply(params, buffers, x, method="encoder")[0], model.encoder(x))
 
 
-def test_a_vmapped_method_equals_a_loop():
-    members = [ps.make_functional(Autoencoder()) for _ in range(3)]
-    apply = members[0][0]
-    params, buffers = (ps.stack_states([member[i] for member in members]) for i in (1, 2))
-    z = torch.randn(5, 2)
-
-    def decode(params, buffers):
-        return apply(params, buffers, z, method="decode")
-
-    out, new = torch.vmap(decode)(params, buffers)
-    for index, (_, *member) in enumerate(members):
-        expected, buffers = decode(*member)
-        torch.testing.assert_close(out[index], expected, rtol=1e-6, atol=1e-6)
-        assert new["decoded"][index] == buffers["decoded"] == 5
-
-
 def test_a_compiled_method_equals_an_eager_one():
     method = lambda model, z: model.decode(z) + 1  # noqa: E731
     apply, params, buffers = ps.make_functional(Autoencoder())
@@ -145,39 +129,6 @@ def test_a_compiled_method_equals_an_eager_one():
     (out, new), (expected, buffers) = compiled(params, buffers, z), decode(params, buffers, z)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
     assert new["decoded"] == buffers["decoded"] == 3
-
-
-def test_a_step_over_methods_equals_torchs_loop():
-    """SAC's loss of the actor: float32, the same noise."""
-    torch.manual_seed(0)
-    model, x = Actor(), torch.randn(33, 5)
-    apply, params, buffers = ps.make_functional(model)
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.NoScale()
-    noise = torch.randn(33, 2)
-
-    def log_prob(actor, x):
-        mean, log_std = actor(x)
-        return torch.distributions.Normal(mean, log_std.exp(), validate_args=False).log_prob(noise)
-
-    def loss_fn(params, buffers, x):
-        value, buffers = apply(params, buffers, x, method=log_prob)
-        return -value.mean(), buffers
-
-    def step(state, x):
-        return ps.train_step(state, [x], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
-
-    step = ps.jit(step, backend="aot_eager")
-    state = ps.init_train_state(params, buffers, optimizer, rule)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        state, info = step(state, x)
-        loss = -log_prob(model, x).mean()
-        plain.zero_grad()
-        loss.backward()
-        plain.step()
-        torch.testing.assert_close(info.loss, loss.detach(), rtol=1e-6, atol=1e-6)
-    expected = {name: p.detach() for name, p in model.named_parameters()}
-    torch.testing.assert_close(state.params, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

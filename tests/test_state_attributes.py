@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import mean_square_of, module_of, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,24 +55,6 @@ class Memories(nn.Module):
         return torch.tanh(self.v)
 
 
-class LightGRU(nn.Module):
-    """A recurrent layer with a batch norm, whose hidden state it writes in place (LiGRU)."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.w, self.u = nn.Linear(size, 2 * size, bias=False), nn.Linear(size, 2 * size)
-        self.norm, self.states = nn.BatchNorm1d(2 * size), []
-
-    def forward(self, x):
-        if not self.states:
-            self.states = [torch.zeros_like(x)]
-        before = self.states[0].clone()
-        update, candidate = (self.norm(self.w(x)) + self.u(before)).chunk(2, dim=1)
-        z = torch.sigmoid(update)
-        self.states[0] = z * before + (1 - z) * F.relu(candidate)
-        return self.states[0]
-
-
 class Checkpointed(nn.Module):
     """A part whose backward reads the state again. In the module stepped in time it would read what
     the last step left.
@@ -108,7 +89,6 @@ class Delay(nn.Module):
 NETS = {
     "a membrane": (lambda: nn.Sequential(nn.Linear(3, 3), Leaky()), ("*.mem",)),
     "a dict of states": (lambda: nn.Sequential(nn.Linear(3, 3), Memories()), ("*._memories.v",)),
-    "a list of states": (lambda: nn.Sequential(LightGRU(3), LightGRU(3)), ("*.states.*",)),
     "containers": (lambda: nn.Sequential(nn.Linear(3, 3), Delay()), ("*.last.*", "*.means.*")),
     "under a checkpoint": (lambda: Checkpointed(nn.Linear(3, 3)), ("mem",)),
 }
@@ -174,7 +154,7 @@ def test_gradients_go_back_in_time(net):
 @pytest.mark.parametrize(
     ("net", "compiler"),
     [
-        ("a list of states", ps.jit),
+        ("a dict of states", ps.jit),
         ("containers", torch.compile),
         ("under a checkpoint", torch.compile),
     ],
@@ -236,8 +216,6 @@ def _detach(model):
         if isinstance(module, Delay):
             module.last = [state.detach() for state in module.last]
             module.means = {"mean": module.means["mean"].detach()}
-        if isinstance(module, LightGRU):
-            module.states = [state.detach() for state in module.states]
 
 
 def test_load_into_and_pickle_keep_the_state(net):

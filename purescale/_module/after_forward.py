@@ -173,7 +173,7 @@ def check_writes(tensors: Tensors, before: list[int], after: list[int], values: 
         kind, cure = f"parameter {name}, so params[{name!r}] changed", _FIX
         if is_constant(tensors[name]):
             kind = f"buffer {name}, which is not dense and therefore a constant"
-            cure = f"buffers[{name!r}] has changed. Fix: `.to_dense()`."
+            cure = f"buffers[{name!r}] has changed. Fix: `.to_dense()` it before make_functional."
         raise RuntimeError(f"the forward of the model wrote into its {kind}. {cure}")
 
 
@@ -226,6 +226,7 @@ def explain_checkpointing(error: RuntimeError) -> None:
     # Under torch.vmap torch names an internal class of its checkpoints.
     if "saved tensor hooks" in str(error) or "_NoopSaveInputs" in str(error):
         error.add_note(
-            "torch.func does not support torch.utils.checkpoint, which the model calls. Fix: turn "
-            "that off before make_functional, or use value_and_grad or train_step in eager mode."
+            "The model checkpoints a part of itself (torch.utils.checkpoint), which torch.func "
+            "does not support. Fix: turn that off before make_functional, or use value_and_grad or "
+            "train_step in eager mode."
         )

@@ -158,10 +158,10 @@ class Apply:
         if transformed:
             forbid_recompute(copy)
         elif has_graph:
-            # A second run of a batch norm then writes into those of the copy. What the first run
-            # has not written of the frozen parameters, often most of a model, it leaves alone too.
-            alone = {n for n in self.frozen_params if not private.version(own_buffers[n])}
-            new = _copies(new, alone | self._constants if alone else self._constants)
+            # A second run of a batch norm then writes into those of the copy. Frozen parameters
+            # that the first run has not written, often most of a model, it does not write either.
+            unwritten = {n for n in self.frozen_params if not private.version(own_buffers[n])}
+            new = _copies(new, unwritten | self._constants)
             if is_first:
                 watch_backward(copy, own_buffers.keys() - self.frozen_params - self._constants)
             if modes := private.function_modes():

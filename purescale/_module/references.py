@@ -84,9 +84,10 @@ def check_class_attributes(
             for leaf in private.pytree.tree_leaves(value) if inside else [value]:
                 name = live.get(id(leaf)) if leaf is value else None
                 if isinstance(leaf, Tensor):
-                    is_trained = isinstance(leaf, nn.Parameter) and leaf.requires_grad
-                    name = live.get(storage_pointer(leaf) or id(leaf), "a parameter" * is_trained)
-                if name:
+                    name = live.get(storage_pointer(leaf) or id(leaf))
+                    if name is None and isinstance(leaf, nn.Parameter) and leaf.requires_grad:
+                        name = "a parameter"
+                if name is not None:
                     raise ValueError(
                         f"the attribute {key} of the class {cls.__name__} holds {name}, or a view "
                         "of it, which would follow the live model and not params. Fix: register it "

@@ -187,7 +187,8 @@ class _Walk:
         if isinstance(module, nn.RNNBase):  # on CUDA it moves the weights into one block of memory
             attributes["flatten_parameters"] = _left_as_they_are
             attributes["_flat_weight_refs"] = [None] * len(attributes["_flat_weights"])
-        attributes |= dict.fromkeys(filter(attributes.__contains__, _never_read(module)))
+        if "_compiled_call_impl" in attributes:  # of `module.compile()`
+            attributes["_compiled_call_impl"] = None
         identity = self._add(self.instances, module, (cls, attributes))
         items = dict(attributes)
         # A layer of torch, whose own forward registers no parameter, buffer or module.
@@ -287,15 +288,6 @@ def _obstacle(cls: type) -> str:
         return "" if hasattr(object.__new__(cls), "__dict__") else "it has no __dict__"
     except TypeError as error:  # laid out in C
         return str(error)
-
-
-def _never_read(module: nn.Module) -> list[str]:
-    """Return the attributes that no forward reads. torch.ao keeps a closure over the module in
-    `qconfig`.
-    """
-    qconfig = vars(module).get("qconfig")
-    is_of_torch = type(qconfig).__module__.startswith("torch.ao.")
-    return ["_compiled_call_impl", *(["qconfig"] if is_of_torch else [])]
 
 
 def _is_helper(cls: type) -> bool:

@@ -619,24 +619,15 @@ def test_of_two_threads_with_one_state_the_second_is_refused(graphs, monkeypatch
     assert any("was donated" in str(one) for one in told)
 
 
-@pytest.mark.parametrize("times", [0, 1])
-def test_a_state_is_given_up_by_a_call_that_fails_after_its_memory_was_written(
-    times, graphs, monkeypatch
-):
+def test_a_state_is_given_up_by_a_call_that_fails_after_its_memory_was_written(graphs, monkeypatch):
     fast, x = ps.capture(mean, donate=True), xs(2)[1]
-    state, _ = run(fast, start(), [x] * times)
-    before = clone(state)
-    fast(ps.clone(state), x)
+    state, _ = fast(start(), x)
     with monkeypatch.context() as patch:
         patch.setattr(capture.foreach, "clone", fails)
         with pytest.raises(torch.OutOfMemoryError):
             fast(state, x)
-    if times:  # it was in its place
-        with pytest.raises(RuntimeError, match="was donated"):
-            fast(state, x)
-    else:
-        assert same_bits(state, before)
-        assert same_bits(fast(state, x), mean(before, x))
+    with pytest.raises(RuntimeError, match="was donated"):
+        fast(state, x)
 
 
 def fails(tensors):

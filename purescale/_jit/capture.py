@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterable
@@ -200,10 +199,8 @@ class Captured:
             if program is not None:
                 try:
                     returned = program(tensors)
-                except BaseException:  # the replay may have overwritten what is in its place
-                    _give_up(itertools.compress(donated, program.are_in_place(tensors)))
-                    raise
-                _give_up(donated)
+                finally:  # a replay that fails may have overwritten the state
+                    _give_up(donated)
         if program is None:
             with capturing():
                 returned = _other_objects(self._checked(*args), donated)

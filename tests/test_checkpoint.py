@@ -215,10 +215,11 @@ def test_a_saved_state_continues_bit_for_bit(optimizer, tmp_path):
 def test_leaves_that_shared_memory_do_not_after_loading_so_that_all_may_be_donated(tmp_path):
     tied = torch.ones(3)
     tree = {"a": tied, "b": tied, "c": tied[:2]}
-    ps.save(tmp_path / "ours.pt", tree)
     torch.save(ps.to_state_dict(tree), tmp_path / "torchs.pt")  # in which leaves share memory
-    for name in ("ours.pt", "torchs.pt"):
-        check_restored(ps.load(tmp_path / name, like=tree), tree, tree)
+    check_restored(ps.load(tmp_path / "torchs.pt", like=tree), tree, tree)
+    tree["bits"] = tied.view(torch.int32)  # torch.save refuses one memory in two dtypes
+    ps.save(tmp_path / "ours.pt", tree)
+    check_restored(ps.load(tmp_path / "ours.pt", like=tree), tree, tree)
 
 
 def test_one_member_of_an_ensemble_is_saved_without_the_others(tmp_path):

@@ -166,7 +166,6 @@ READS = {
     "cpu": lambda x: x.cpu().sum(),
     "tolist": lambda x: x * x.tolist()[0],
     "mask": lambda x: x[x > 0].sum(),
-    "print": lambda x: (repr(x), x)[1],
 }
 
 

@@ -177,7 +177,7 @@ def _one_inf(rank, mesh, placements):
 
 
 @pytest.mark.slow
-@RANKS
+@pytest.mark.parametrize("ranks", [4])
 def test_inf_on_one_rank_in_one_leaf_is_every_ranks_skipped_step(ranks):
     run(_one_inf, ranks)
 
@@ -259,7 +259,7 @@ def _norms(rank, mesh, placements):
 
 
 @pytest.mark.slow
-@RANKS
+@pytest.mark.parametrize("ranks", [4])
 def test_a_norm_over_shards_is_the_unsharded_norm(ranks):
     run(_norms, ranks)
 
@@ -321,7 +321,7 @@ def _both(rank, mesh, placements):
     _sums(rank, mesh, placements)
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [4])
 def test_what_goes_element_by_element_is_done_on_shards_and_sums_are_summed_first(ranks):
     run(_both, ranks)
 
@@ -452,7 +452,7 @@ def _fully_sharded(rank):
         close(dict(model.named_parameters()), dict(alone.named_parameters()))
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [pytest.param(4, marks=pytest.mark.slow), 2])
 def test_a_module_under_fsdp2_sees_the_donated_step(ranks):
     in_processes(_fully_sharded, ranks)
 

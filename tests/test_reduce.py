@@ -173,9 +173,12 @@ def _steps(rank):
     world = dist.group.WORLD
     everybody = range(dist.get_world_size())
     every = [m for other in everybody for m in share(other)]
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
-        for weight_fn in WEIGHTS.values():
-            for on_nonfinite in ("drop_window", "drop_microbatch"):
+    for dtype, tolerance, weights in (
+        (torch.float64, 1e-12, WEIGHTS.values()),
+        (torch.float32, 2e-6, [None, samples]),
+    ):
+        for number, weight_fn in enumerate(weights):
+            for on_nonfinite in [("drop_window", "drop_microbatch")[number % 2]]:
                 settings = {"weight_fn": weight_fn, "on_nonfinite": on_nonfinite}
                 state, step = task(dtype)
                 step = functools.partial(step, max_norm=0.1 if weight_fn else None, **settings)
@@ -307,7 +310,7 @@ def _branches(rank):
         params, rule=ps.DynamicScale(init_scale=8.0), loss_fn=loss_fn, buffers=buffers,
         bn_update="window",
     )  # fmt: skip
-    for odd, bad in itertools.product(range(ranks), (None, *range(ranks))):
+    for odd, bad in itertools.product(range(ranks), (None, 0)):
         data = [
             [
                 (batch(7 * other + i, 5)[0][:, 0, 0, :2] + i, other == odd, (other, i) == (bad, 0))
@@ -426,7 +429,7 @@ def _everything(rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_together_make_the_step_of_one_process_with_all_their_data(ranks):
     """Means, steps in float64 to 1e-12 and float32 to 2e-6, buffers, skips, retries."""
     in_processes(_everything, ranks)
@@ -657,7 +660,8 @@ def _settings(rank):
     """An optimizer or a rule of other settings, and a state of another structure or rate."""
     world, data = dist.group.WORLD, share(rank)
     plain, step = task(torch.float32)
-    for pair in OPTIMIZERS.values():
+    for name in ("rate", "override"):  # tests/test_collectives.py has the others
+        pair = OPTIMIZERS[name]
         state = plain._replace(opt_state=pair[rank].init(plain.params))
         with pytest.raises(ValueError, match=r"rank 0 has optimizer=.*rank 1 has optimizer="):
             step(state, data, optimizer=pair[rank], group=world)
@@ -737,7 +741,7 @@ def test_a_step_sends_what_is_claimed_on_2_to_512_ranks():
 
 # ---- a rank that dies ----------------------------------------------------------------------------
 
-PATIENCE = 20  # seconds
+PATIENCE = 12  # seconds
 
 
 def _trained(folder, until, dies_at, rank):

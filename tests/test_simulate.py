@@ -72,16 +72,12 @@ def test_replay_equals_a_loop_in_which_a_step_overflows_by_its_scale(name, serie
     assert found_infs.tolist() == bads
 
 
-def test_simulate_knows_of_no_gradients_that_were_lost():
-    rule = ps.HeadroomScale(init_scale=2.0**-20)
-    assert simulate(rule, [False] * 5).scale.tolist() == [2.0**-20] * 6
-
-
 def test_replay_of_steps_that_no_scale_could_have_cured_leaves_a_rule_that_takes_amax_alone():
     rule = ps.HeadroomScale(init_scale=1.0)
     states, bads = replay(rule, [1.0, math.nan, math.inf, 1.0])
     assert bads.tolist() == [False, True, True, False]
     assert states.scale.tolist() == [1.0] + [512.0] * 4
+    assert simulate(rule, [False] * 5).scale.tolist() == [1.0] * 6  # it knows of no gradients
 
 
 @given(legal_rules, flags)
@@ -99,9 +95,8 @@ def test_many_runs_at_once_equal_runs_in_turn(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["DynamicScale", "HeadroomScale", "fairseq"])
-def test_compiled_it_is_one_graph(name):
-    rule, counter = RULES[name], CompileCounterWithBackend("eager")
+def test_compiled_it_is_one_graph():
+    rule, counter = RULES["HeadroomScale"], CompileCounterWithBackend("eager")
     compiled = torch.compile(lambda t: replay(rule, t), fullgraph=True, backend=counter)
     for _ in range(2):
         tops = torch.exp2(torch.randint(-20, 20, (6,)).float())
@@ -148,15 +143,12 @@ def test_a_state_starts_where_the_flags_are():
     ("call", "error", "words"),
     [
         (lambda: simulate(ps.DynamicScale, [True]), TypeError, "rule is the class DynamicScale"),
-        (lambda: simulate(None, [True]), TypeError, "rule is NoneType.*Fix"),
         (lambda: simulate(ps.NoScale(), torch.ones(3)), ValueError, r"expected bool \[T\]"),
         (lambda: simulate(ps.NoScale(), torch.ones(2, 3) > 0), ValueError, r"\(2, 3\).*torch.vmap"),
         (lambda: replay(ps.NoScale(), torch.tensor(1.0)), ValueError, r"floating \[T\]"),
         (lambda: replay(ps.NoScale(), [1, 2]), ValueError, r"amaxes is torch.int64 \(2,\)"),
         (lambda: replay(ps.NoScale(), [1.0], largest=0), ValueError, "largest must be positive"),
-        (lambda: replay(ps.NoScale(), torch.ones(2).int()), ValueError, r"\.to\(torch.float32\)"),
         (lambda: simulate(ps.NoScale(), True), ValueError, "found_infs is True; expected bool"),
-        (lambda: replay(ps.NoScale(), None), ValueError, "amaxes is None; expected floating"),
         (lambda: replay(ps.NoScale(), [1.0, "2"]), TypeError, "str"),
     ],
 )
@@ -231,9 +223,8 @@ def test_stacked_infos_of_an_ensemble_and_a_compiled_function():
 
 
 def test_stacking_reads_and_changes_nothing():
-    infos = infos_of(2)
-    assert_pure(ps.stack_infos, infos)
-    assert_sync_free(ps.stack_infos, infos)
+    assert_pure(ps.stack_infos, infos_of(2))
+    assert_sync_free(ps.stack_infos, infos_of(2))
 
 
 def with_aux(info, *values):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterable
@@ -28,7 +27,7 @@ from .._jit.jit import (
 )
 from .._jit.pure_graph import explained
 from .._torch import foreach, private
-from .._torch.cuda_graph import CudaGraph, Graph, watching
+from .._torch.cuda_graph import CudaGraph, watching
 from .._torch.donation import storage_pointer
 from .._torch.tracing import ReadError, captured, capturing
 from .._tree import tree as _tree
@@ -37,7 +36,7 @@ from .._tree.scalars import is_whole, short_repr
 from .._tree.tree import Tree
 
 # What records, by the type of the device; on any other one a captured step is the step.
-GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
+GRAPHS: dict[str, type[CudaGraph]] = {"cuda": CudaGraph}
 
 _data_ptr, _data = Tensor.data_ptr, operator.attrgetter("data")
 _cdata = operator.attrgetter("_cdata")
@@ -61,7 +60,7 @@ class Program:
         step: FlatFunction,
         tensors: list[Tensor],
         count: int,
-        graph: Graph,
+        graph: CudaGraph,
         jitted: Jitted | None,
         warmup: int,
     ) -> None:
@@ -200,10 +199,8 @@ class Captured:
             if program is not None:
                 try:
                     returned = program(tensors)
-                except BaseException:  # the replay may have overwritten what is in its place
-                    _give_up(itertools.compress(donated, program.are_in_place(tensors)))
-                    raise
-                _give_up(donated)
+                finally:  # a replay that fails may have overwritten the state
+                    _give_up(donated)
         if program is None:
             with capturing():
                 returned = _other_objects(self._checked(*args), donated)

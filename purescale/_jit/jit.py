@@ -21,7 +21,7 @@ from .._torch.donation import can_write, storage_pointers
 from .._torch.tracing import PLAIN_TYPES, end_graph, recorded_by_make_fx, traced
 from .._tree import tree as _tree
 from .._tree.hints import hint_keywords
-from .._tree.leaves import as_tensor_list
+from .._tree.leaves import as_tensor_list, describe
 from .._tree.plans import Plans
 from .._tree.poison import is_poisoning, poison
 from .._tree.scalars import is_whole, short_repr
@@ -343,6 +343,7 @@ def check_arguments(args: tuple[Tree, ...], leaves: Leaves, by: str = "jit") -> 
 
 def _check_argument(leaf: Any, args: tuple[Tree, ...], index: int, by: str) -> None:
     """Refuse a leaf that is not a plain tensor, or that requires a gradient in grad mode."""
+    fix = "torch.compile, or `.to_dense()`"
     if leaf is None:
         return
     if type(leaf) in PLAIN_TYPES and leaf.layout is torch.strided and not leaf.is_nested:
@@ -350,23 +351,14 @@ def _check_argument(leaf: Any, args: tuple[Tree, ...], index: int, by: str) -> N
             return
         end_graph()
         what = f"requires a gradient, and the results of {by} have no graph"
-        fix = (
-            "`torch.func.grad` inside of the function, `.detach()`, or `with torch.no_grad():` "
-            "around the call"
-        )
+        fix = "`torch.func.grad` inside of the function, or `with torch.no_grad():` around the call"
     elif isinstance(leaf, Tensor):
-        kind = f"{type(leaf).__name__}, {leaf.layout}{', nested' if leaf.is_nested else ''}"
-        what, fix = f"is {kind}; {by} takes plain, dense tensors", "torch.compile, or `.to_dense()`"
-    elif isinstance(leaf, (bool, int, float, complex)):
-        what = f"is the number {leaf!r}, of which each value would need a graph of its own"
-        fix = (
-            "`torch.tensor(...)` for what changes from call to call; functools.partial or a "
-            "closure for what stays"
-        )
+        what = f"is {type(leaf).__name__} {describe(leaf)}; {by} takes plain, dense tensors"
     else:
         what = f"is {type(leaf).__name__} {short_repr(leaf)}; {by} takes trees of tensors"
         fix = (
-            "functools.partial or a closure; for a container of your own "
+            "`torch.tensor(...)` for a number that changes from call to call; functools.partial or "
+            "a closure for what stays; for a container of your own "
             "`optree.register_pytree_node(cls, flatten, unflatten, namespace='purescale')`"
         )
     raise TypeError(f"{_tree.path(args, 'args', index)} {what}. Fix: {fix}.")
@@ -422,7 +414,8 @@ def jit(
     code. A tensor that it closes over becomes an input of the graph: it is not copied, a later
     write into it and `tensor.data = new` are seen, and a new tensor under its name is not. Prints
     and other side effects happen in the first call only. Dropout draws from torch's generator in
-    each call, other numbers than in eager mode with "inductor".
+    each call, other numbers than in eager mode with "inductor". While a first call compiles, no
+    other thread may draw from torch's generators.
 
     Args:
         fn: A function of trees, called with positional arguments. It writes into no argument and

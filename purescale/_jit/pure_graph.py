@@ -142,22 +142,7 @@ def _compiled(module: Any, inputs: Sequence[Tensor], options: Any, **more: Any) 
         options = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
     # With it inductor takes a view of an input for `view + zeros`, also after a write (torch 2.13).
     more["joint_graph_constant_folding"] = not any(x.target is WRITE for x in module.graph.nodes)
-    with _other_draws(inputs):
-        run = private.compile_graph(module, inputs, {**(options or {}), **more})
-    return _apart_from_inputs(run)
-
-
-@contextlib.contextmanager
-def _other_draws(inputs: Sequence[Tensor]) -> Iterator[None]:
-    """A scope that leaves torch's generators as they were, and in which they draw other numbers:
-    torch sets them back after compiling, so other threads would draw the same numbers twice.
-    """
-    devices = {tensor.device for tensor in inputs if tensor.is_cuda}
-    with torch.random.fork_rng(devices):
-        torch.default_generator.seed()
-        for device in devices:
-            torch.cuda.default_generators[device.index].seed()
-        yield
+    return _apart_from_inputs(private.compile_graph(module, inputs, {**(options or {}), **more}))
 
 
 def _apart_from_inputs(compiled: Function) -> Function:

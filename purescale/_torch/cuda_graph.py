@@ -6,37 +6,22 @@ import contextlib
 import gc
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from .._torch import private
 from .._torch.donation import storage_pointer
 from .._torch.tracing import PLAIN_TYPES, ReadError, is_read, read_error
 
 
-class Graph(Protocol):
-    """The operators that a function ran, to be run again over the same memory without it."""
-
-    tensors: Sequence[Tensor]  # those that it keeps alive
-
-    def warming_up(self) -> contextlib.AbstractContextManager[None]: ...
-
-    def recording(self) -> contextlib.AbstractContextManager[None]: ...
-
-    def wait(self) -> None: ...
-
-    def replay(self) -> None: ...
-
-    def reset(self) -> None: ...
-
-
 class CudaGraph:
-    """A CUDA graph, which is replayed on the current stream of its device."""
+    """The operators that a function ran, to be run again over the same memory without it: a CUDA
+    graph, which is replayed on the current stream of its device.
+    """
 
-    tensors: Sequence[Tensor] = ()  # it keeps addresses, and no tensor
+    tensors: Sequence[Tensor] = ()  # those that it keeps alive: it has addresses alone
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._graph = device, torch.cuda.CUDAGraph()
@@ -82,6 +67,7 @@ class CudaGraph:
             self._last = current
 
     def replay(self) -> None:
+        """Run the operators."""
         self._graph.replay()
 
     def reset(self) -> None:
@@ -106,28 +92,19 @@ def watching(inputs: Sequence[Tensor]) -> Any:
     memory = set(map(storage_pointer, inputs))  # in whose memory is an input or a result
     device = inputs[0].device
 
-    class NoPrints(TorchFunctionMode):  # which switch off modes that see operators
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is Tensor.__repr__ and args[0].device == device:
-                raise ReadError("print")
-            return func(*args, **(kwargs or {}))
-
     class Watching(private.DispatchMode):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.read: list[Tensor] = []
-            self._others = contextlib.ExitStack()
+            self._nothing_compiled = compiling_nothing()
 
         def __enter__(self) -> Any:
-            self._others.enter_context(NoPrints())
-            self._others.enter_context(compiling_nothing())
+            self._nothing_compiled.__enter__()
             return super().__enter__()
 
         def __exit__(self, *error: Any) -> None:
             super().__exit__(*error)
-            self._others.close()
+            self._nothing_compiled.__exit__(*error)
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None

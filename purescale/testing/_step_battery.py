@@ -99,10 +99,11 @@ def assert_step(
     if len(batches) < _BATCHES:
         raise ValueError(f"batches has {len(batches)} of at least {_BATCHES} batches. Fix: more.")
     run = _Trainer(step) if state is None else _Pure(step, state)
-    battery = _StepBattery(run, batches, skip_changes, scale, rtol, quirks)
-    battery.overflow = overflow or _not_finite
-    battery.split = split or (None if join is False else _third_and_rest)
-    battery.join = _joined if join is None else join
+    split = split or (None if join is False else _third_and_rest)
+    join = _joined if join is None else join
+    battery = _StepBattery(
+        run, batches, overflow or _not_finite, join, split, skip_changes, scale, rtol, quirks
+    )
     with torch.random.fork_rng():
         try:
             battery.run()
@@ -231,14 +232,14 @@ class _StepBattery(Battery):
 
     kind = "step"
     fixes = _FIXES
-    overflow: Callable[[Any], Any]
-    join: Callable[[list[Any]], Any] | Literal[False]
-    split: Callable[[Any], list[Any]] | None
 
     def __init__(
         self,
         step: Any,
         batches: list[Any],
+        overflow: Callable[[Any], Any],
+        join: Callable[[list[Any]], Any] | Literal[False],
+        split: Callable[[Any], list[Any]] | None,
         skip_changes: Sequence[str],
         scale: str,
         rtol: float,
@@ -246,6 +247,7 @@ class _StepBattery(Battery):
     ) -> None:
         super().__init__(step, quirks)
         self.name, self.step, self.batches, self.rtol = step.name, step, batches, rtol
+        self.overflow, self.join, self.split = overflow, join, split
         self.skip_changes, self.scale_glob = skip_changes, scale
         # What a trainer does not save shows in both; a pure step may have written into its state.
         twice = ("repeat", "resume") if step.is_pure else ("resume", "repeat")

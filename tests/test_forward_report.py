@@ -198,8 +198,6 @@ class Net(nn.Module):
             mask = self.mask
         elif self.masked == "module":
             mask = self.future(x)
-        elif self.masked == "made":
-            mask = torch.full((4, 4), -inf).triu(1)
         for layer in self.layers:
             x = Fault.reach("(model)", layer(x, mask))
         return self.head(x)
@@ -234,10 +232,8 @@ CHANGES = {
     "all NaN": lambda values: values * nan,
 }
 MASKS = {
-    "none": lambda: ((), {}),
     "buffer": lambda: ((), {}),
     "module": lambda: ((), {}),
-    "made": lambda: ((), {}),
     "argument": lambda: ((Future()(torch.ones(4, 6)),), {}),
     "keyword": lambda: ((), {"mask": Future()(torch.ones(4, 6))}),
     # with the distance in it, as of ALiBi
@@ -245,16 +241,16 @@ MASKS = {
 }
 PLACES = [
     name or "(model)"
-    for name, module in Net("none").named_modules()
+    for name, module in Net("buffer").named_modules()
     if isinstance(module, (Dense, Norm, Attention, Layer, Net))
 ]
 POLICIES = ("compute=float32", HALF, "compute=autocast(float16)")
 
 
-def masked_net(masked, softmax=None):
+def masked_net(masked, softmax=True):
     """The parts of a net with this mask, and a call of it as `faulty` has one."""
     torch.manual_seed(0)
-    net = Net(masked, softmax=masked in ("made", "argument") if softmax is None else softmax)
+    net = Net(masked, softmax=softmax)
     masks, keywords = MASKS[masked]()
     inputs = torch.randn(2, 4, 6), *masks
     functional = ps.make_functional(net)
@@ -264,26 +260,32 @@ def masked_net(masked, softmax=None):
     return (*masks, *keywords.values()), call
 
 
-@pytest.mark.parametrize("masked", [masked for masked in MASKS if masked != "argument"])
-def test_the_first_is_the_module_whose_own_forward_makes_inf_or_nan(masked):
-    _, first_of = masked_net(masked)
+@pytest.mark.parametrize(("masked", "softmax"), [("buffer", True), ("keyword", False)])
+def test_the_first_is_the_module_whose_own_forward_makes_inf_or_nan(masked, softmax):
+    _, first_of = masked_net(masked, softmax)
     assert first_of() == (None, False)
     for index, place in enumerate(PLACES, len(masked)):  # each mask with others in each place
         change, policy = list(CHANGES.values())[index % 4], POLICIES[index % 3]
         assert first_of(place, change, policy=policy) == (place, True)
 
 
-@pytest.mark.parametrize("masked", ["none", "module", "keyword"])
-def test_an_overflow_to_minus_inf_is_told_from_a_mask(masked):
-    """By what becomes of it: softmax takes that of scores away, the next norm makes NaN of it."""
+@pytest.mark.parametrize("masked", ["module", "argument", "slope"])
+def test_a_mask_is_no_fault_and_one_inside_of_it_is(masked):
     _, first_of = masked_net(masked)
+    assert first_of() == (None, False)
+    for place, change in zip(("layers.0.attention", "layers.1"), CHANGES.values(), strict=False):
+        assert first_of(place, change) == (place, True)
+
+
+def test_an_overflow_to_minus_inf_is_told_from_a_mask():
+    """By what becomes of it: softmax takes that of scores away, the next norm makes NaN of it."""
+    _, first_of = masked_net("module", softmax=False)
     found = {place: first_of(place, one(-inf)) for place in PLACES}
     taken_away = {"layers.0.attention": (None, False), "layers.1.attention": (None, False)}
     assert found == {place: (place, True) for place in PLACES} | taken_away
 
 
-@pytest.mark.parametrize("softmax", [False, True])
-@pytest.mark.parametrize("masked", ["argument", "keyword"])
+@pytest.mark.parametrize(("masked", "softmax"), [("argument", True), ("keyword", False)])
 def test_a_row_of_which_all_is_masked_is_a_fault_of_the_attention(masked, softmax):
     (mask,), first_of = masked_net(masked, softmax)
     mask[2] = -inf
@@ -302,12 +304,11 @@ def test_inf_and_nan_that_came_in_belong_to_no_module():
     assert reported(model, x * nan, x, change=large).first == "b"
 
 
-@pytest.mark.parametrize("value", [nan, inf])
-def test_a_parameter_that_is_not_finite_makes_its_module_the_first(value):
+def test_a_parameter_that_is_not_finite_makes_its_module_the_first():
     apply, params, buffers = ps.make_functional(Net("buffer"))
     x = torch.randn(2, 4, 6)
     for name in ("layers.1.attention.v.weight", "layers.1.between.bias", "head.1.weight"):
-        report = ps.forward_report(apply, params | {name: one(value)(params[name])}, buffers, x)
+        report = ps.forward_report(apply, params | {name: one(nan)(params[name])}, buffers, x)
         assert report.first == name.rpartition(".")[0]
         held = {row.name for row in report.rows if row.held}
         assert held == {report.first}
@@ -334,27 +335,12 @@ def test_what_a_module_writes_into_its_argument_was_not_given():
     assert report.rows[1].given == 0
 
 
-def test_a_mask_of_torchs_own_encoder_is_no_fault():
-    torch.manual_seed(0)
-    part = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    net = nn.TransformerEncoder(part, 2, enable_nested_tensor=False)
-    x, padding = torch.randn(2, 4, 8), torch.zeros(2, 4)
-    padding[0, 2:] = -inf
-    broken = {"layers.1.self_attn.in_proj_weight": torch.full((24, 8), 1e38)}
-    causal = nn.Transformer.generate_square_subsequent_mask(4)
-    for masks in ({"mask": causal}, {"mask": causal, "src_key_padding_mask": padding}):
-        assert reported(net, x, **masks).first is None
-        assert reported(net, x, change=broken, **masks).first == "layers.1.self_attn"
-
-
 @pytest.mark.parametrize(
     ("forward", "first"),
     [
         # a keyword argument is an argument
         (lambda m, x: m.b(x, other=m.a(x) * 1e39 * 1e39), "(model)"),
-        (lambda m, x: m.b(x, other=m.a(x) * 3e38 * 10), "(model)"),
         # taken away before another overflow
-        (lambda m, x: m.softmax(m.a(x) - inf) * 1e39 * 1e39, "(model)"),
         (lambda m, x: m.softmax(m.low(x)) * 1e39 * 1e39, "(model)"),
         (lambda m, x: m.norm(m.low(x)) * 1e39 * 1e39, "low"),
         (lambda m, x: m.low(x).softmax(-1), None),
@@ -387,27 +373,6 @@ def test_a_function_over_two_modules_has_no_module_of_its_own():
     kinds = [row.kind for row in ps.forward_report(both, params, {}, x, 1.0).rows]
     assert kinds == ["Linear", "LayerNorm"]
     assert ps.forward_report(both, params, {}, x, nan).first == "(inputs)"
-    report = ps.forward_report(both, params | {"bias": torch.tensor([-inf, 0, 1])}, {}, x, 1.0)
-    assert [row.nonfinite.item() for row in report.rows] == [2, 6]
-    assert "LayerNorm" in str(report).splitlines()[3]
-    assert report.first == "(model)"
-    assert "the first has inf or NaN in its own parameters or buffers" in str(report)
-
-
-def test_minus_inf_that_the_model_returns_is_told_if_no_module_was_given_it():
-    """As of an actor that masks actions, or of a head that overflows downwards."""
-    model = module_of(lambda m, x, ok: m.head(x).masked_fill(~ok, -inf), head=nn.Linear(2, 3))
-    x, allowed = torch.ones(1, 2), torch.tensor([True, False, True])
-    assert reported(model, x, allowed).first == "(model)"
-    low = {"head.bias": torch.full((3,), -inf)}
-    assert reported(model, x, allowed, change=low).first == "head"
-
-
-def test_what_was_taken_away_is_said_to_be_no_fault():
-    report = reported(Net("module"), torch.randn(2, 4, 6))
-    assert report.first is None
-    words = "not finite: -inf, as in a mask, which did not lead to NaN"
-    assert str(report).splitlines()[0].endswith(words)
 
 
 @pytest.mark.parametrize("value", [nan, inf, -inf])
@@ -436,7 +401,6 @@ Pair = collections.namedtuple("Pair", "a b")
         (lambda x: torch.complex(x * 3, x * -8), (8, 3, 0)),
         (lambda x: torch.diag(x * 2).to_sparse(), (2, 2, 0)),
         (lambda x: x[:0], (0, 0, 0)),
-        (lambda x: x * 0, (0, 0, 0)),
         (lambda x: torch.stack([x * inf, x * -inf, x * nan, x * 0]), (0, 0, 9)),
         (lambda x: (x * 2.0**-149, x), (1, 2.0**-149, 0)),
         (lambda x: (x > 0, x.long()), None),

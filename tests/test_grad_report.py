@@ -3,7 +3,6 @@
 import math
 import sys
 
-import hypothesis.strategies as st
 import pytest
 import torch
 from helpers import Dispatched, Untouched, any32, same_bits, stack, trees, unstack
@@ -62,9 +61,8 @@ def test_every_fact_is_what_it_is_by_definition(tree):
 @pytest.mark.parametrize(
     ("dtype", "count"),
     [
-        *((dtype, count) for dtype in DTYPES for count in (1, 63, 64, 65, 1000)),
-        (torch.float32, 2**19 + 1),
-        (torch.float32, 2**20),
+        *((dtype, count) for dtype in DTYPES for count in (5, 33, 300)),
+        (torch.float32, 2**19 + 1),  # in two chunks
     ],
 )
 def test_a_leaf_is_described_in_its_own_dtype_whatever_its_size(dtype, count):
@@ -77,8 +75,11 @@ def test_a_leaf_is_described_in_its_own_dtype_whatever_its_size(dtype, count):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("own", [*DTYPES, torch.complex32], ids=str)
-@pytest.mark.parametrize("judged", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("own", "judged"),
+    [(own, torch.float16) for own in (*DTYPES, torch.complex32)]
+    + [(torch.float64, torch.bfloat16), (torch.float16, torch.float32)],
+)
 def test_with_a_dtype_a_leaf_is_judged_as_it_would_be_in_that_dtype(own, judged):
     wide = values(torch.float64, 500)
     leaf = torch.complex(wide, wide.flip(0)) if own.is_complex else wide
@@ -90,13 +91,7 @@ def test_with_a_dtype_a_leaf_is_judged_as_it_would_be_in_that_dtype(own, judged)
     assert same_bits(ps.grad_report(leaf, dtype=own.to_real()), ps.grad_report(leaf))
 
 
-def test_what_the_dtype_cannot_hold_is_not_finite():
-    leaf = torch.tensor([1e5, 1.0, 1e-8, -1e6])
-    row = ps.grad_report(leaf, dtype=torch.float16).rows["grads"]
-    assert (row.amax.item(), row.zeros.item(), row.nonfinite.item()) == (inf, 0.25, 2)
-
-
-@pytest.mark.parametrize("wrong", ["float16", torch.int8, torch.complex64])
+@pytest.mark.parametrize("wrong", ["float16", torch.complex64])
 def test_a_dtype_that_judges_no_gradient_is_refused(wrong):
     with pytest.raises(TypeError, match=r"dtype must be a floating torch.dtype or None, got "):
         ps.grad_report(torch.ones(2), dtype=wrong)
@@ -136,30 +131,18 @@ def test_names_that_are_the_same_are_told_apart():
     assert [row.amax.item() for row in rows.values()] == [1, 0]
 
 
-@given(st.integers(1, 70), st.integers(1, 300))
-def test_a_sample_is_every_nth_element(sample, count):
-    leaf = values(torch.float32, count)
+@pytest.mark.parametrize("sample", [2, 33, 500])
+def test_a_sample_is_every_nth_element(sample):
+    leaf = values(torch.float32, 300)
     agrees(ps.grad_report(leaf, sample=sample).rows["grads"], leaf[::sample])
-
-
-@pytest.mark.parametrize("layout", ["transposed", "channels_last", "expanded", "strided"])
-def test_the_layout_of_a_leaf_changes_nothing(layout):
-    leaf = values(torch.float32, 2 * 3 * 4 * 5).view(2, 3, 4, 5)
-    laid = {
-        "transposed": leaf.transpose(1, 2),
-        "channels_last": leaf.to(memory_format=torch.channels_last),
-        "expanded": leaf[:1].expand(2, 3, 4, 5),
-        "strided": leaf[:, :, ::2],
-    }[layout]
-    agrees(ps.grad_report(laid).rows["grads"], laid.contiguous())
 
 
 def grads_with(special, count=5):
     return {str(i): torch.tensor([special, 0.0, 1e-40, i]) for i in range(count)}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_under_vmap_it_equals_a_loop(dtype):
+def test_under_vmap_it_equals_a_loop():
+    dtype = torch.bfloat16
     members = [{"a": values(dtype, 100, seed), "b": [values(dtype, 3, seed)]} for seed in range(3)]
     members[1]["b"][0][0] = nan
     loop = stack([ps.grad_report(member) for member in members])
@@ -169,7 +152,7 @@ def test_under_vmap_it_equals_a_loop(dtype):
 
 def test_compiled_it_is_one_graph_and_the_same():
     grads = grads_with(inf, 3)
-    compiled = torch.compile(ps.grad_report, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(ps.grad_report, fullgraph=True, backend="eager")
     assert same_bits(compiled(grads), ps.grad_report(grads))
 
 
@@ -203,18 +186,6 @@ def test_it_prints_the_worst_first_and_names_the_first_bad_leaf():
     assert lines[4].split() == ["starved", "1.00e+00", "50%", "25%", "0"]
 
 
-def test_a_long_report_prints_its_worst_lines_only():
-    text = str(ps.grad_report(grads_with(1.0, 100)))
-    assert text.splitlines()[0] == "every gradient is finite"
-    assert len(text.splitlines()) < 40
-    assert "and 70 more" in text
-
-
-def test_of_stacked_reports_the_worst_is_printed():
-    reports = [ps.grad_report({"w": torch.tensor([0.0, x])}) for x in (1.0, inf)]
-    assert "1 of 1 gradients are not finite" in str(stack(reports))
-
-
 def test_the_picture_has_a_bar_a_leaf_for_each_column(plt):
     grads = {
         "fine": torch.ones(4),
@@ -226,8 +197,6 @@ def test_the_picture_has_a_bar_a_leaf_for_each_column(plt):
     assert labels == ["fine", "starved", "inf"]
     columns = [[bar.get_width() for bar in panel.containers[0]] for panel in figure.axes]
     assert columns == [[1, 2, 0], [0, 0.5, 0], [0, 0.25, 0], [0, 0, 1]]
-    for grads in ({"nothing": torch.zeros(0)}, {str(i): torch.ones(1) * nan for i in range(100)}):
-        plt.close(ps.grad_report(grads).plot())
 
 
 @pytest.mark.parametrize(
@@ -246,13 +215,9 @@ def test_matplotlib_is_imported_only_when_a_picture_is_asked_for(make, monkeypat
         report.plot()
 
 
-@pytest.mark.parametrize("grads", [{}, [None], {"a": None, "b": {}}])
-def test_a_tree_without_tensors_is_refused(grads):
-    with pytest.raises(ValueError, match=r"no tensor.*Fix: pass the gradients"):
-        ps.grad_report(grads)
-
-
 def test_what_is_no_gradient_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"no tensor.*Fix: pass the gradients"):
+        ps.grad_report({"a": None, "b": {}})
     with pytest.raises(TypeError, match=r"grads\['a'\]\['mask'\] has dtype torch.bool"):
         ps.grad_report({"a": {"mask": torch.ones(2) > 0}})
     with pytest.raises(ValueError, match="sample must be from 1"):

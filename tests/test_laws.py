@@ -68,16 +68,13 @@ x = torch.tensor([1.0, 0.0, 2.0])
 SYNCS = {
     "item": lambda: x.sum().item(),
     "float": lambda: float(x[0]),
-    "int": lambda: int(x[0]),
     "bool": lambda: bool(x[0]),
     "if": lambda: 1 if x.any() else 2,
     "tolist": lambda: x.tolist(),
     "numpy": lambda: x.numpy(),
     "asarray": lambda: np.asarray(x),
     "repr": lambda: repr(x),
-    "print": lambda: print(x),
     "nonzero": lambda: x.nonzero(),
-    "where of one": lambda: torch.where(x > 0),
     "boolean indexing": lambda: x[x > 0],
     "boolean assignment": lambda: torch.zeros(3).index_put((x > 0,), torch.ones(2)),
     "masked_select": lambda: x.masked_select(x > 0),
@@ -85,7 +82,6 @@ SYNCS = {
     "coalesce": lambda: torch.sparse_coo_tensor([[0, 0, 1]], x, (3,)).coalesce(),
     "to_sparse": lambda: x.to_sparse(),
     "equal": lambda: torch.equal(x, x),
-    "allclose": lambda: torch.allclose(x, x),
     "in": lambda: 1.0 in x,
     "repeat_interleave": lambda: x.repeat_interleave(torch.tensor([1, 2, 3])),
 }
@@ -197,8 +193,7 @@ def test_memory_is_shared_by_views_and_by_sparse_values():
 # ---- what make_fx records ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.1])
-def test_a_step_that_make_fx_records_with_values_reads_none_and_skips_an_overflow(max_norm):
+def test_a_step_that_make_fx_records_with_values_reads_none_and_skips_an_overflow():
     apply, params, buffers = ps.make_functional(torch.nn.BatchNorm1d(3))
     optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=0.1), ps.DynamicScale(8.0)
 
@@ -208,7 +203,7 @@ def test_a_step_that_make_fx_records_with_values_reads_none_and_skips_an_overflo
 
     def step(state, x):
         return ps.train_step(
-            state, [x], loss_fn=loss_fn, optimizer=optimizer, rule=rule, max_norm=max_norm
+            state, [x], loss_fn=loss_fn, optimizer=optimizer, rule=rule, max_norm=0.1
         )
 
     state, good = ps.init_train_state(params, buffers, optimizer, rule), torch.randn(5, 3)

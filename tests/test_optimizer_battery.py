@@ -245,6 +245,6 @@ def test_a_quirk_of_an_optimizer_is_let_through():
 
 
 def test_what_is_no_optimizer_is_refused():
-    words = r"optimizer is partial; expected.*Fix: `assert_optimizer"
+    words = r"optimizer is partial; expected.*Fix: .*`from_torch`"
     with pytest.raises(TypeError, match=words):
         assert_optimizer(functools.partial(optim.SGD))

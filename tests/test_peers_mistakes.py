@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import at, same_bits
-from torch import nn
+from helpers import at
 
 import purescale as ps
 
@@ -80,46 +79,3 @@ def test_no_gradient_at_all_is_no_error_and_no_overflow(grads):
     unscaled, found_inf = ps.unscale_and_check(at(8.0), grads)
     assert unscaled == grads
     assert not found_inf
-
-
-def _fp16_optimizer_hook(model, batches, loss_of, lr, loss_scale=512.0):
-    """mmpose's algorithm, written anew: half model, float32 copies, copy gradients over, step, copy
-    back.
-    """
-    masters = [p.detach().clone().float().requires_grad_() for p in model.parameters()]
-    model = model.half()
-    optimizer = torch.optim.SGD(masters, lr=lr, momentum=0.9, fused=True)
-    for x, y in batches:
-        model.zero_grad()
-        (loss_of(model(x.half()), y) * loss_scale).backward()
-        for master, p in zip(masters, model.parameters(), strict=True):
-            master.grad = p.grad.float().div_(loss_scale)
-        optimizer.step()
-        with torch.no_grad():
-            for master, p in zip(masters, model.parameters(), strict=True):
-                p.copy_(master)
-    return [m.detach() for m in masters]
-
-
-def test_master_weights_need_no_copying_code():
-    """Same numbers as copy to float32, step, copy back, with mmpose's static scale of 512."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    batches = [(torch.randn(5, 6), torch.randint(0, 3, (5,))) for _ in range(10)]
-
-    def loss_of(logits, y):
-        return nn.functional.cross_entropy(logits.float(), y)
-
-    apply, params, buffers = ps.make_functional(model)
-    apply = ps.with_policy(apply, "params=float32,compute=float16,output=float32")
-    sgd, rule = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9), ps.StaticScale(512.0)
-
-    def loss_fn(params, buffers, microbatch):
-        logits, buffers = apply(params, buffers, microbatch[0])
-        return loss_of(logits, microbatch[1]), buffers
-
-    state = ps.init_train_state(params, buffers, sgd, rule)
-    for b in batches:
-        state, _ = ps.train_step(state, [b], loss_fn=loss_fn, optimizer=sgd, rule=rule)
-    masters = _fp16_optimizer_hook(model, batches, loss_of, lr=0.1)
-    assert same_bits(list(state.params.values()), masters)

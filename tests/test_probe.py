@@ -69,8 +69,10 @@ def by_single_runs(problem, exponents, tol=1e-2):
 EXPONENTS = [-20, -8, 0, 8, 16, 24, 32]
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1, 3])
-@pytest.mark.parametrize("policy", [HALF, "float32", "compute=autocast(float16),output=float32"])
+@pytest.mark.parametrize(
+    ("policy", "chunk_size"),
+    [(HALF, None), ("float32", 1), ("compute=autocast(float16),output=float32", 3)],
+)
 def test_the_columns_equal_single_runs(policy, chunk_size):
     given = problem(small_net(), policy)
     probe = ps.probe_scales(*given, exponents=EXPONENTS, chunk_size=chunk_size)
@@ -211,17 +213,6 @@ def test_tied_weights_are_one_leaf_and_aux_is_let_through():
     ]
 
 
-def test_trees_of_any_nesting_have_dotted_names_and_none_is_left_out():
-    params = {"a": [torch.ones(2), None], "b": (torch.ones(()), torch.ones(0))}
-
-    def loss_fn(params, buffers, x):
-        return (params["a"][0] * x).sum() + params["b"][0] + params["b"][1].sum(), buffers
-
-    probe = ps.probe_scales(loss_fn, params, {}, torch.ones(2))
-    assert list(probe.low) == ["a.0", "b.0", "b.1"]
-    assert probe.low["a.0"] == probe.low["b.0"] == -8
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
 def test_wide_and_complex_parameters_are_probed(dtype):
     def loss_fn(params, buffers, x):
@@ -277,28 +268,6 @@ def test_a_sparse_gradient_goes_one_scale_at_a_time():
     assert same_bits(tuple(ps.probe_scales(*given, chunk_size=1)), tuple(expected))
 
 
-def test_chunks_bound_how_many_gradients_there_are_at_once():
-    seen = []
-
-    class Width(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append(1)
-            return grad * 1
-
-    def loss_fn(params, buffers, x):
-        return Width.apply(params["w"]).sum(), buffers
-
-    for chunk_size, backwards in ((None, 1), (5, 4), (1, 17)):
-        seen.clear()
-        ps.probe_scales(loss_fn, {"w": torch.ones(2)}, {}, None, chunk_size=chunk_size)
-        assert len(seen) == backwards
-
-
 # ---- the table and the picture -------------------------------------------------------------------
 
 
@@ -314,36 +283,22 @@ def test_the_table_has_a_line_for_each_scale_and_each_leaf():
     assert leaves == [["weak", "2**0"], ["strong", "2**-8"]]
 
 
-@pytest.mark.parametrize("leaves", [2, 12])
-def test_the_picture_has_a_line_a_leaf_axes_with_names_and_the_window_shaded(leaves, plt):
-    given = TWO | {f"more{index}": torch.ones(1) for index in range(leaves - 2)}
+def test_the_picture_has_a_line_for_thirty_leaves_axes_with_names_and_the_window_shaded(plt):
+    given = {f"more{index}": torch.ones(1) for index in range(40)} | TWO
     probe = ps.probe_scales(two_leaves, given, {}, MESSAGE)
-    figure = probe.plot()
-    zeros, error = figure.axes
+    zeros, error = probe.plot().axes
     assert "zeros" in zeros.get_ylabel()
     assert "error" in error.get_ylabel()
     assert "power of two" in error.get_xlabel()
     for panel, facts in ((zeros, probe.zeros), (error, probe.error)):
         drawn = {line.get_label(): line.get_ydata() for line in panel.get_lines()}
-        for name, rows in facts.items():
-            (line,) = [values for label, values in drawn.items() if label.startswith(name)]
+        assert len(drawn) == 30
+        for name, line in drawn.items():
             fits = [v for v in line if not math.isnan(v)]
-            assert fits == pytest.approx(rows[~probe.overflow].tolist())
+            assert fits == pytest.approx(facts[name][~probe.overflow].tolist())
         (window,) = [patch for patch in panel.patches if "safe" in patch.get_label()]
         assert window.get_x() == probe.window[0]
         assert window.get_x() + window.get_width() == probe.window[1]
-
-
-def test_the_legend_names_thirty_leaves_with_the_worst_and_says_how_many_more(plt):
-    columns = {f"w{index}": torch.tensor([0.5, 0.0]) for index in range(33)}
-    low = dict.fromkeys(columns, 0) | {"w31": None, "w32": 1}
-    overflow = torch.zeros(2, dtype=torch.bool)
-    probe = ps.ScaleProbe(torch.arange(2), overflow, columns, columns, low, 1)
-    texts = [text.get_text() for text in probe.plot().legends[0].get_texts()]
-    named = [text for text in texts if text in columns]
-    assert len(named) == 30
-    assert {"w31", "w32"} <= set(named)
-    assert texts[-1] == "and 3 more"
 
 
 # ---- bad input -----------------------------------------------------------------------------------
@@ -354,27 +309,18 @@ def test_the_legend_names_thirty_leaves_with_the_worst_and_says_how_many_more(pl
     [
         ({"exponents": []}, ValueError, r"exponents is empty.*Fix: `range\(-8, 25, 2\)`"),
         ({"exponents": [0, 0.5]}, TypeError, "each of exponents must be a whole number, got 0.5"),
-        ({"exponents": [True]}, TypeError, "whole number"),
         ({"exponents": [128]}, ValueError, "from -149 to 127, got 128"),
         ({"exponents": [-150]}, ValueError, "from -149 to 127, got -150"),
         ({"exponents": "8"}, TypeError, "whole number"),
-        ({"exponents": torch.tensor([8])}, TypeError, "each of exponents is a tensor"),
-        ({"exponents": None}, TypeError, "whole number"),
         ({"tol": 0}, ValueError, "tol must be positive"),
-        ({"tol": "1"}, TypeError, "tol must be a number"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be from 1"),
-        ({"chunk_size": 1.5}, TypeError, "chunk_size must be a whole number"),
-        *(
-            ({"params": p}, ValueError, r"params holds no tensor.*Fix: ")
-            for p in ({}, {"a": None}, [])
-        ),
+        ({"params": {"a": None}}, ValueError, r"params holds no tensor.*Fix: "),
         ({"params": {"n": torch.tensor([1])}}, TypeError, r"params\['n'\] has dtype torch.int64"),
         (
             {"loss_fn": lambda p, b, x: p["weak"].sum()},
             TypeError,
             r"expected \(loss, new_buffers\)",
         ),
-        ({"loss_fn": lambda p, b, x: (p["weak"] * 1, b)}, ValueError, "a loss is one number"),
     ],
 )
 def test_what_makes_no_probe_is_refused(given, error, words):
@@ -383,13 +329,7 @@ def test_what_makes_no_probe_is_refused(given, error, words):
         ps.probe_scales(**usual | given)
 
 
-def test_the_ends_of_float32_are_scales():
-    probe = ps.probe_scales(two_leaves, TWO, {}, MESSAGE, exponents=[-149, 127, 0, 0])
-    assert probe.exponents.tolist() == [-149, 0, 127]
-
-
-@pytest.mark.parametrize("chunk_size", [None, 1])
-@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(("recorded", "chunk_size"), [(False, None), (True, 1)])
 def test_a_loss_that_does_not_depend_on_params_is_refused(recorded, chunk_size):
     model = nn.Linear(3, 1)
 

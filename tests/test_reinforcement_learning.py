@@ -2,7 +2,6 @@
 as with torch's scalers, and what the page says of flags, repeats, critics and samplers.
 """
 
-import functools
 import math
 import re
 
@@ -111,7 +110,8 @@ def by_torch(run, batches, scaler):
     return losses, scales
 
 
-def _beside_torch(peer, rank):
+def run_is_that_of_torchs_scaler(peer, rank):
+    """Scales and skips are the same, losses and weights to 1e-6."""
     page = definitions()
     ours = Run(page)
     torch.manual_seed(1 + rank)
@@ -135,16 +135,10 @@ def _beside_torch(peer, rank):
     assert all(same_bits(told, whole(ours.params)) for told in on_all_ranks(whole(ours.params)))
 
 
-@pytest.mark.parametrize("peer", [torch.amp.GradScaler, ShardedGradScaler])
-def test_the_run_over_two_ranks_is_that_of_torchs_scaler(peer):
-    """Scales and skips are the same, losses and weights to 1e-6."""
-    in_processes(functools.partial(_beside_torch, peer))
-
-
 # ---- one flag ------------------------------------------------------------------------------------
 
 
-def _one_shard(rank):
+def an_overflow_in_the_shard_of_one_rank_skips_the_step_on_all(rank):
     page = definitions(ps.DynamicScale(init_scale=2.0**10))
     for bad in range(ranks()):
         run = Run(page)
@@ -158,11 +152,8 @@ def _one_shard(rank):
         assert same_bits(whole(run.params), before)
 
 
-def test_an_overflow_in_the_shard_of_one_rank_skips_the_step_on_all():
-    in_processes(_one_shard)
-
-
-def _local_shards(rank):
+def a_step_over_local_shards_has_a_flag_for_each_rank(rank):
+    """What the page warns of, and why the check above can fail."""
     page, run = begun(rank, ps.DynamicScale(init_scale=2.0**10))
     loss, run.bad_shard = page["loss_of"](run.policy, sampled(page, run.policy)), 1
     ps.scale_loss(run.scaler, loss).backward()
@@ -173,12 +164,8 @@ def _local_shards(rank):
     assert on_all_ranks(bool(out.found_inf)) == [False, True]
 
 
-def test_a_step_over_local_shards_has_a_flag_for_each_rank():
-    """What the page warns of, and why the test above can fail."""
-    in_processes(_local_shards)
-
-
-def _own_loss(rank):
+def a_rule_that_reads_the_loss_of_each_rank_needs_its_flag_reduced(rank):
+    """Else scales differ, where the loss of one rank is NaN."""
     page, run = begun(rank)
     rule = page["careful"]
     letters, logps, advantage, _ = sampled(page, run.policy)
@@ -195,15 +182,11 @@ def _own_loss(rank):
     assert on_all_ranks(joint.scale.item()) == [2.0**32, 2.0**32]
 
 
-def test_a_rule_that_reads_the_loss_of_each_rank_needs_its_flag_reduced():
-    """Else scales differ, where the loss of one rank is NaN."""
-    in_processes(_own_loss)
-
-
 # ---- the other blocks ----------------------------------------------------------------------------
 
 
-def _repeated(rank):
+def all_ranks_repeat_rollouts_equally_often(rank):
+    """Twice from a scale that is far too high, not at all then, and to the limit in vain."""
     page, run = begun(rank, careful=True)
     calls, loss_of = [], page["loss_of"]
     page["loss_of"] = lambda *arguments: calls.append(0) or loss_of(*arguments)
@@ -218,12 +201,7 @@ def _repeated(rank):
     assert run.opt_state.applied == 2
 
 
-def test_all_ranks_repeat_rollouts_equally_often():
-    """Twice from a scale that is far too high, not at all then, and to the limit in vain."""
-    in_processes(_repeated)
-
-
-def _together(rank):
+def an_overflow_of_the_critic_on_one_rank_skips_the_policy_on_all(rank):
     page = definitions(ps.DynamicScale(init_scale=2.0**10))
     policy, critic = Run(page), Run(page)
     models = {"policy": policy.policy, "critic": critic.policy}
@@ -242,11 +220,8 @@ def _together(rank):
     assert opt_state.applied == 1
 
 
-def test_an_overflow_of_the_critic_on_one_rank_skips_the_policy_on_all():
-    in_processes(_together)
-
-
-def _same_policy(rank):
+def the_sampler_has_the_bits_that_the_trainer_computes_with(rank):
+    """After skipped steps and after applied ones."""
     page, run = begun(rank)
     sampler = page["Policy"]().half().requires_grad_(False)
     for _ in range(8):
@@ -257,9 +232,20 @@ def _same_policy(rank):
     assert 0 < run.opt_state.applied < 8
 
 
-def test_the_sampler_has_the_bits_that_the_trainer_computes_with():
-    """After skipped steps and after applied ones."""
-    in_processes(_same_policy)
+def _all(rank):
+    run_is_that_of_torchs_scaler(torch.amp.GradScaler, rank)
+    run_is_that_of_torchs_scaler(ShardedGradScaler, rank)
+    an_overflow_in_the_shard_of_one_rank_skips_the_step_on_all(rank)
+    a_step_over_local_shards_has_a_flag_for_each_rank(rank)
+    a_rule_that_reads_the_loss_of_each_rank_needs_its_flag_reduced(rank)
+    all_ranks_repeat_rollouts_equally_often(rank)
+    an_overflow_of_the_critic_on_one_rank_skips_the_policy_on_all(rank)
+    the_sampler_has_the_bits_that_the_trainer_computes_with(rank)
+
+
+def test_what_the_page_says_holds_over_two_ranks():
+    """In one start of two processes, which takes longer than they do."""
+    in_processes(_all)
 
 
 @pytest.mark.slow

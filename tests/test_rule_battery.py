@@ -218,7 +218,7 @@ def test_a_wrong_rule_is_caught_with_its_cure(rule, law, words):
     ],
 )
 def test_what_is_no_rule_and_no_guard_is_refused(check, subject, words):
-    with pytest.raises(TypeError, match=rf"{words}; expected an object with `init.*Fix: `assert_"):
+    with pytest.raises(TypeError, match=rf"{words}; expected an object with `init.*Fix: an inst"):
         check(subject)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -270,12 +270,9 @@ def forward_report(
             return
         call = running.pop()
         *kwargs, out = kwargs_and_out  # torch omits kwargs if the forward raised
-        if (facts := _measured(out)) is not None:
-            # Only this hook receives keyword arguments.
-            arguments = _together(filter(None, [call.positional, _measured(kwargs)]))
-            rows.append(
-                _module_report(names[id(module)] or WHOLE, call, facts, arguments, len(rows))
-            )
+        if facts := _measured(out):
+            call.arguments.extend(_measured(kwargs))  # only this hook receives them
+            rows.append(_module_report(names[id(module)] or WHOLE, call, facts, len(rows)))
 
     hooks = [
         _module.register_module_forward_pre_hook(entered),
@@ -296,7 +293,7 @@ def forward_report(
 
 
 class _Facts(NamedTuple):
-    """Statistics of some values."""
+    """Statistics of one tensor."""
 
     amax: Tensor
     smallest: Tensor
@@ -309,23 +306,28 @@ class _OpenCall(NamedTuple):
 
     module: nn.Module
     start: int  # the number of rows before it
-    positional: _Facts | None  # of its positional arguments
-    registered: _Facts | None  # of its own parameters and buffers
+    arguments: list[_Facts]
+    registered: list[_Facts]  # of its own parameters and buffers
 
 
-def _module_report(
-    name: str, call: _OpenCall, out: _Facts, arguments: _Facts | None, rows: int
-) -> ModuleReport:
-    nonfinite, nan, posinf, masked = out.counts.unbind()
-    zeros = torch.zeros_like(out.counts)
+def _module_report(name: str, call: _OpenCall, out: list[_Facts], rows: int) -> ModuleReport:
+    """Combine the statistics of a call, on the device of the first tensor that it returned."""
+    amaxes, smallest, counts = (
+        torch.stack([fact.to(facts[0].device, facts[0].dtype) for fact in facts])
+        for facts in zip(*(part[:3] for part in out), strict=True)
+    )
+    amax, least = amaxes.amax(), torch.where(smallest > 0, smallest, torch.inf).amin()
+    nonfinite, nan, posinf, masked = counts.sum(0).unbind()
+    none = torch.zeros_like(counts[0])
     in_arguments, in_own = (
-        zeros if facts is None else facts.counts for facts in (arguments, call.registered)
+        torch.stack([none, *(part.counts.to(none.device) for part in parts)]).sum(0)
+        for parts in (call.arguments, call.registered)
     )
     return ModuleReport(
         name=name,
         kind=type(call.module).__name__,
-        amax=out.amax,
-        smallest=out.smallest,
+        amax=amax,
+        smallest=torch.where(amax > 0, least, 0),
         nonfinite=nonfinite,
         nan=nan,
         posinf=posinf,
@@ -333,37 +335,21 @@ def _module_report(
         given=in_arguments[0] - in_arguments[3],
         given_neginf=in_arguments[0] - in_arguments[1:].sum(),
         held=in_own[0] - in_own[3],
-        size=out.size,
+        size=sum(part.size for part in out),
         inside=rows - call.start,
     )
 
 
-def _measured(tree: Any) -> _Facts | None:
-    """Return the statistics of the floating tensors of `tree`, or None without any."""
-    with torch.no_grad():
-        parts = []
-        for leaf in private.pytree.tree_leaves(tree):
-            if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-                continue
+@torch.no_grad()
+def _measured(tree: Any) -> list[_Facts]:
+    """Return the statistics of each floating tensor of `tree`."""
+    parts = []
+    for leaf in private.pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             leaf = innermost(leaf.detach())
             if not unsupported_reason(leaf, sparse=True):
                 parts.append(_facts(stored_values(full_tensor(leaf))))
-        return _together(parts)
-
-
-def _together(parts: Iterable[_Facts]) -> _Facts | None:
-    """Combine statistics, on the device of the first."""
-    parts = list(parts)
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    amaxes, smallest, counts = (
-        torch.stack([fact.to(facts[0].device, facts[0].dtype) for fact in facts])
-        for facts in zip(*(part[:3] for part in parts), strict=True)
-    )
-    amax = amaxes.amax()
-    least = torch.where(smallest > 0, smallest, torch.inf).amin()
-    size = sum(part.size for part in parts)
-    return _Facts(amax, torch.where(amax > 0, least, 0), counts.sum(0), size)
+    return parts
 
 
 def _facts(values: Tensor) -> _Facts:

@@ -11,7 +11,6 @@ from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import real_dtype, wide_dtype
-from .._torch.tracing import traced
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.hints import document_fields
@@ -141,7 +140,7 @@ _CHUNK = 2**19  # elements at a time, which stay in a cache
 
 def _row(leaf: Tensor, dtype: torch.dtype, sample: int) -> LeafReport:
     """Return the statistics of one leaf, judged in `dtype`, summed over chunks."""
-    values = _elements(stored_values(dtensor.full_tensor(leaf)))[::sample]
+    values = stored_values(dtensor.full_tensor(leaf)).reshape(-1)[::sample]
     amax = torch.zeros((), dtype=wide_dtype(dtype), device=values.device)
     counts = torch.zeros(3, dtype=torch.int64, device=values.device)
     for part in torch.split(values, _CHUNK) if values.numel() else ():
@@ -153,10 +152,3 @@ def _row(leaf: Tensor, dtype: torch.dtype, sample: int) -> LeafReport:
     zeros, subnormal = counts[:2].to(torch.float32) / max(values.numel(), 1)
     amax = torch.where(amax.isnan(), torch.nan, amax)  # the same bits for every NaN
     return LeafReport(amax, zeros, subnormal, counts[2])
-
-
-def _elements(leaf: Tensor) -> Tensor:
-    """Flatten a leaf in memory order, which avoids a copy."""
-    if not traced():
-        leaf = leaf.permute(sorted(range(leaf.ndim), key=leaf.stride, reverse=True))
-    return leaf.reshape(-1)

@@ -105,9 +105,8 @@ class ScaleProbe(NamedTuple):
 
     def _by_scale(self) -> list[str]:
         exponents, overflow = self.exponents.tolist(), self.overflow.tolist()
-        names = list(self.error)
-        errors = torch.stack(list(self.error.values())).tolist()
-        zeros = torch.stack(list(self.zeros.values())).tolist()
+        errors = {name: error.tolist() for name, error in self.error.items()}
+        zeros = [share.tolist() for share in self.zeros.values()]
         cells = []
         for index, (exponent, bad) in enumerate(zip(exponents, overflow, strict=True)):
             if bad:
@@ -115,7 +114,7 @@ class ScaleProbe(NamedTuple):
                 continue
             starving = sum(exponent < low for low in self.low.values() if low is not None)
             starving += len(self.starved)
-            error, worst = max((row[index], name) for row, name in zip(errors, names, strict=True))
+            error, worst = max((row[index], name) for name, row in errors.items())
             most = max(row[index] for row in zeros)
             cells.append((f"2**{exponent}", f"{starving}", f"{error:.1e}", f"{most:.0%}", worst))
         header = ("scale", "leaves that starve", "largest error", "most zeros", "where")
@@ -136,34 +135,25 @@ class ScaleProbe(NamedTuple):
         ]
 
     def plot(self) -> Any:
-        """Draw a matplotlib Figure of zeros and error over the exponents: a line for each leaf,
-        dashed without a safe scale, and the safe window shaded. The first 30 leaves of the printed
-        table have a color and a marker of their own, and the legend names them; others are gray.
+        """Draw a matplotlib Figure of zeros and error over the exponents: a line for each of the
+        first 30 leaves of the printed table, dashed without a safe scale, and the safe window
+        shaded.
         """
         names = list(dict(self._worst_first())) or list(self.zeros)
-        styles = [{"color": f"C{i % 10}", "marker": ".^s"[i // 10]} for i in range(MAX_LINES)]
-        height = 6 + 0.2 * min(len(names), MAX_LINES) / 3
-        figure, panels = pyplot().subplots(
-            2, 1, sharex=True, figsize=(8, height), layout="constrained"
-        )
+        figure, panels = pyplot().subplots(2, 1, sharex=True, figsize=(8, 8), layout="constrained")
         for panel, columns in zip(panels, (self.zeros, self.error), strict=True):
             if self.window is not None:
                 panel.axvspan(*self.window, color="0.85", label="safe for every leaf")
-            for index, name in enumerate(names):
+            for index, name in enumerate(names[:MAX_LINES]):
                 values = columns[name].double().where(~self.overflow, math.nan).tolist()
-                line = panel.plot(self.exponents.tolist(), values, label=name, color="0.8")[0]
-                line.set(linestyle="--" if name in self.starved else "-", zorder=1.5)
-                if index < MAX_LINES:
-                    line.set(**styles[index], markersize=4, zorder=2)
+                (line,) = panel.plot(self.exponents.tolist(), values, label=name)
+                line.set(color=f"C{index % 10}", marker=".^s"[index // 10], markersize=4)
+                line.set_linestyle("--" if name in self.starved else "-")
         panels[0].set_ylabel("share of zeros")
         panels[1].set_ylabel(f"error relative to scale 2**{self.high}")
         panels[1].set_yscale("symlog", linthresh=1e-6)
         panels[1].set_xlabel("loss scale, as a power of two (without a line: overflows)")
-        lines, labels = panels[0].get_legend_handles_labels()
-        shown = MAX_LINES + (self.window is not None)
-        if len(lines) > shown:
-            labels[shown] = f"and {len(lines) - shown} more"
-        figure.legend(lines[: shown + 1], labels[: shown + 1], loc="outside lower center", ncols=3)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         return figure
 
 
@@ -263,8 +253,7 @@ def probe_scales(
 
 def _exponents(exponents: Iterable[int]) -> list[int]:
     """Check the exponents and sort them, the largest first."""
-    values = exponents if isinstance(exponents, Iterable) else [exponents]
-    chosen = {scalars.whole("each of exponents", each, least=-149, most=127) for each in values}
+    chosen = {scalars.whole("each of exponents", each, least=-149, most=127) for each in exponents}
     if not chosen:
         raise ValueError(
             "exponents is empty, so there is no scale to probe. Fix: `range(-8, 25, 2)`."

@@ -5,7 +5,7 @@ number that tells whether two have the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,8 @@ from torch import Tensor
 from .._torch.dtypes import on_device, wide_dtype
 from .._tree import scalars
 from .._tree import tree as _tree
-from .._tree.leaves import are_equal_constants, describe
+from .._tree.leaves import describe, same_metadata
 from .._tree.tree import Leaves, Tree, TreeT
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
 
 # ---- many states as one --------------------------------------------------------------------------
 
@@ -49,7 +45,7 @@ def stack_states(states: Iterable[TreeT]) -> TreeT:
 
     Source of the form: torch.func.stack_module_state, which takes modules.
     """
-    is_one_state = isinstance(states, (Tensor, Mapping, str)) or hasattr(states, "_fields")
+    is_one_state = isinstance(states, (Tensor, Mapping)) or hasattr(states, "_fields")
     if is_one_state or not isinstance(states, Iterable):
         raise TypeError(
             f"stack_states takes a list of states, got one {type(states).__name__}. Fix: "
@@ -76,7 +72,7 @@ def stacked(name: str, trees: list[Tree], cause: str) -> Tree:
     ]
     for index, row in enumerate(rows):
         for position, (leaf, like) in enumerate(zip(row, first, strict=True)):
-            if not _can_be_stacked(leaf, like):
+            if not same_metadata(leaf, like):
                 at = _tree.path(trees[0], f"{name}[{index}]", position)
                 raise ValueError(
                     f"{at} is {_with_device(leaf)}, but {_with_device(like)} in {name}[0]. {cause}"
@@ -87,12 +83,6 @@ def stacked(name: str, trees: list[Tree], cause: str) -> Tree:
             for column in zip(*rows, strict=True)
         ]
     )
-
-
-def _can_be_stacked(leaf: Any, like: Any) -> bool:
-    if isinstance(leaf, Tensor) and isinstance(like, Tensor):
-        return (leaf.shape, leaf.dtype, leaf.device) == (like.shape, like.dtype, like.device)
-    return are_equal_constants(leaf, like)
 
 
 def _with_device(leaf: Any) -> str:
@@ -208,11 +198,11 @@ def ema(old: TreeT, new: TreeT, decay: float | Tensor) -> TreeT:
     leaves, structure = _tree.flatten(old)
     others = _tree.leaves_like("new", new, "old", old, structure)
     for position, (a, b) in enumerate(zip(leaves, others, strict=True)):
-        if reason := _no_average_reason(a, b):
+        if not _have_average(a, b):
             raise ValueError(
                 f"{_tree.path(old, 'new', position)} is {_with_device(b)}, but {_with_device(a)} "
-                f"in old: {reason}. Likely cause: the average of another model. Fix: start with "
-                "a copy, `clone(params)`."
+                "in old; expected dense tensors of one shape, device and kind of number. Likely "
+                "cause: the average of another model. Fix: start with a copy, `clone(params)`."
             )
     return structure.unflatten(
         [_averaged(a, b, decay) for a, b in zip(leaves, others, strict=True)]
@@ -221,13 +211,11 @@ def ema(old: TreeT, new: TreeT, decay: float | Tensor) -> TreeT:
 
 def _check_decay(decay: Any) -> float | Tensor:
     if isinstance(decay, Tensor):
-        if decay.ndim:
-            raise ValueError(
-                f"decay has shape {tuple(decay.shape)}; expected a number or a 0-d tensor. Fix: "
-                "one decay for all leaves; for one a member, call this under `torch.vmap`."
+        if decay.ndim or not decay.is_floating_point():
+            raise TypeError(
+                f"decay is {describe(decay)}; expected a number or a 0-d floating tensor. Fix: one "
+                "decay for all leaves; for one a member, call this under `torch.vmap`."
             )
-        if decay.is_complex() or decay.dtype is torch.bool:
-            raise TypeError(f"decay is a tensor of {decay.dtype}. Fix: `torch.tensor(0.999)`.")
         return decay
     number = scalars.real("decay", decay)
     if not 0 <= number <= 1:
@@ -239,18 +227,14 @@ def _is_averaged(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _no_average_reason(a: Any, b: Any) -> str:
-    """Return why two leaves have no average; "" if they have one."""
-    if isinstance(a, Tensor) is not isinstance(b, Tensor):
-        return "only one of them is a tensor"
-    if not isinstance(a, Tensor):
-        return "" if type(a) is type(b) else "they are of two types"
-    if a.shape != b.shape or a.device != b.device:
-        return "shape and device must be the same"
-    if a.layout is not torch.strided or b.layout is not torch.strided:
-        return "only dense tensors are averaged"
-    same = a.is_complex() is b.is_complex() if _is_averaged(a) and _is_averaged(b) else False
-    return "" if same or a.dtype is b.dtype else "one cannot take the place of the other"
+def _have_average(a: Any, b: Any) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return type(a) is type(b)
+    alike = a.shape == b.shape and a.device == b.device
+    if not (alike and a.layout is torch.strided and b.layout is torch.strided):
+        return False
+    averaged = _is_averaged(a) and _is_averaged(b) and a.is_complex() is b.is_complex()
+    return averaged or a.dtype is b.dtype
 
 
 def _averaged(a: Any, b: Any, decay: float | Tensor) -> Any:

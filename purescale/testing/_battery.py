@@ -32,7 +32,6 @@ class Battery:
 
     kind: ClassVar[str]  # the name of the argument
     methods: ClassVar[dict[str, str]] = {}  # required method -> its arguments
-    fix_for_kind: ClassVar[str]
     fixes: ClassVar[dict[str, str]]  # by law
     labels: ClassVar[tuple[str, ...]] = ()  # of the arguments of a call, for the report
     # The methods that check, each after those that it relies on. One that returns False is the last
@@ -43,8 +42,8 @@ class Battery:
         if what := not_made(subject, *self.methods):
             expected = " and ".join(f"`{name}({args})`" for name, args in self.methods.items())
             raise TypeError(
-                f"{self.kind} is {what}; expected an object with {expected}. Fix: "
-                f"{self.fix_for_kind}."
+                f"{self.kind} is {what}; expected an object with {expected}. Fix: an instance of a "
+                "class with these methods; `from_torch` for a class of torch.optim."
             )
         self.subject, self.quirks = subject, frozenset(quirks)
         self.name = type(subject).__name__

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import private, tracing
+from .._tree import tree as _tree
 from .._tree.leaves import versions
 from .._tree.tree import join_names
 
@@ -65,10 +66,6 @@ def _named(tree: Any) -> Iterator[tuple[str, Tensor]]:
             yield private.pytree.keystr(path), leaf
 
 
-def _clone(tree: Any) -> Any:
-    return private.pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
-
-
 class Untouched:
     """A context manager that fails on exit if a tensor of `tree` was written to inside. It compares
     values, and versions, which also count a write that was undone.
@@ -78,7 +75,7 @@ class Untouched:
         self.tree = tree
 
     def __enter__(self) -> None:
-        self.values = _clone(self.tree)
+        self.values = _tree.clone(self.tree)
         self.versions = versions([leaf for _, leaf in _named(self.tree)])
 
     def __exit__(self, kind: Any, *rest: Any) -> None:

@@ -119,9 +119,6 @@ class _OptimizerBattery(Battery):
 
     kind = "optimizer"
     methods: ClassVar[dict[str, str]] = {"init": "params", "step": "params, grads, opt_state"}
-    fix_for_kind = (
-        "`assert_optimizer(MyOptimizer())`, an instance; `from_torch` for a class of torch.optim"
-    )
     fixes = _FIXES
     labels = ("params", "grads", "state")
     # A broken `init` or `step` is a quirk, and the other checks need both.

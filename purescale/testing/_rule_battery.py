@@ -188,7 +188,6 @@ class _RuleBattery(_UpdateBattery):
 
     kind = "rule"
     methods: ClassVar[dict[str, str]] = {"init": "device", "update": "scaler, found_inf"}
-    fix_for_kind = "`assert_scale_rule(MyRule())`, an instance"
     fixes = _FIXES
     labels = ("state", "flag", "amax")
     order = ("value", "init", "first_scale", "purity", "long_runs", "runs", "damaged", "round_trip",
@@ -375,7 +374,6 @@ class _GuardBattery(_UpdateBattery):
 
     kind = "guard"
     methods: ClassVar[dict[str, str]] = {"init": "device", "update": "state, loss, grad_norm"}
-    fix_for_kind = "`assert_guard(MyGuard())`, an instance"
     fixes = _GUARD_FIXES
     labels = ("state", "loss", "norm")
     order = ("value", "init", "purity", "steady", "timely", "runs", "round_trip", "transforms")

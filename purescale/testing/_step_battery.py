@@ -18,7 +18,7 @@ from .._tree import tree as _tree
 from .._tree.scalars import not_made
 from .._tree.tree import Tree, join_names
 from ._battery import Battery, saved_and_loaded
-from ._laws import Untouched, same_bits, shares_memory, short
+from ._laws import Untouched, assert_single_graph, same_bits, shares_memory, short
 
 _CHANGED_BY_A_SKIP = ("*scaler*", "*loss_scale*", "*rng*", "*iteration")
 
@@ -99,10 +99,11 @@ def assert_step(
     if len(batches) < _BATCHES:
         raise ValueError(f"batches has {len(batches)} of at least {_BATCHES} batches. Fix: more.")
     run = _Trainer(step) if state is None else _Pure(step, state)
-    battery = _StepBattery(run, batches, skip_changes, scale, rtol, quirks)
-    battery.overflow = overflow or _not_finite
-    battery.split = split or (None if join is False else _third_and_rest)
-    battery.join = _joined if join is None else join
+    split = split or (None if join is False else _third_and_rest)
+    join = _joined if join is None else join
+    battery = _StepBattery(
+        run, batches, overflow or _not_finite, join, split, skip_changes, scale, rtol, quirks
+    )
     with torch.random.fork_rng():
         try:
             battery.run()
@@ -230,16 +231,15 @@ class _StepBattery(Battery):
     """The checks of a step."""
 
     kind = "step"
-    fix_for_kind = ""
     fixes = _FIXES
-    overflow: Callable[[Any], Any]
-    join: Callable[[list[Any]], Any] | Literal[False]
-    split: Callable[[Any], list[Any]] | None
 
     def __init__(
         self,
         step: Any,
         batches: list[Any],
+        overflow: Callable[[Any], Any],
+        join: Callable[[list[Any]], Any] | Literal[False],
+        split: Callable[[Any], list[Any]] | None,
         skip_changes: Sequence[str],
         scale: str,
         rtol: float,
@@ -247,6 +247,7 @@ class _StepBattery(Battery):
     ) -> None:
         super().__init__(step, quirks)
         self.name, self.step, self.batches, self.rtol = step.name, step, batches, rtol
+        self.overflow, self.join, self.split = overflow, join, split
         self.skip_changes, self.scale_glob = skip_changes, scale
         # What a trainer does not save shows in both; a pure step may have written into its state.
         twice = ("repeat", "resume") if step.is_pure else ("resume", "repeat")
@@ -355,12 +356,10 @@ class _StepBattery(Battery):
         self.check_same("donate", self.step(self.state, window, donate=False), came)
 
     def compile(self) -> None:
-        window = [self.batches[0]]
-        torch.compiler.reset()
-        compiled: Any = torch.compile(self.step.step, fullgraph=True, backend="aot_eager")
-        came = self.attempt("compile", "one graph", lambda: compiled(self.state, window)[0])
-        if came is not None:
-            self.check_close("compile", self.step(self.state, window), came)
+        call = self.state, [self.batches[0]]
+        results = self.attempt("compile", "one graph", assert_single_graph, self.step.step, call)
+        if results is not None:
+            self.check_close("compile", self.step(*call), results[0][0])
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -388,16 +387,14 @@ def _joined(batches: list[Any]) -> Any:
 def _third_and_rest(batch: Any) -> list[Any]:
     """Return the first third of a batch's samples, at least one, and the others."""
 
-    def part(index: int) -> Any:
-        def cut(leaf: Tensor) -> Tensor:
-            if not leaf.ndim:
-                return leaf
-            first = max(1, len(leaf) // 3)
-            return leaf[first:] if index else leaf[:first]
+    def parts(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.ndim:
+            return leaf, leaf
+        return leaf.tensor_split([max(1, len(leaf) // 3)])
 
-        return private.pytree.tree_map_only(Tensor, cut, batch)
-
-    return [part(0), part(1)]
+    leaves, spec = private.pytree.tree_flatten(batch)
+    columns = zip(*map(parts, leaves), strict=True)
+    return [private.pytree.tree_unflatten(column, spec) for column in columns]
 
 
 # ---- states --------------------------------------------------------------------------------------

@@ -379,7 +379,7 @@ REFUSED = [
     ),
     (lambda: ps.from_torch(OPTIM.SGD, make_params(), lr=0.1), "multiple values for argument 'lr'"),
     (lambda: ps.from_torch(OPTIM.AdamW, [{"params": []}]), "got list. .*parameters.*from_torch"),
-    (lambda: ps.from_torch(OPTIM.AdamW, [0.1, 0.2]), "got \\[0.1, 0.2\\]"),
+    (lambda: ps.from_torch(OPTIM.AdamW, [0.1, 0.2]), "got list"),
     (lambda: ps.from_torch(OPTIM.SGD, lr=OPTIM.lr_scheduler.StepLR), "lr=schedule_from_torch"),
     (
         lambda: ps.from_torch(OPTIM.SGD, overrides={"*": {"momentun": 0.9}}),

@@ -646,14 +646,14 @@ def test_memory_holds_one_microbatch_at_a_time(on_nonfinite):
 @pytest.mark.parametrize("donate", [False, True])
 def test_what_a_step_returns_shares_no_memory_with_what_a_function_keeps(donate, number):
     """As a queue of keys, which is a batch."""
-    kept = torch.ones(3)
+    kept = [torch.ones(3), torch.full((3,), 2.0)]
     start, step = started(
         {"w": torch.ones(3)},
-        loss_fn=lambda p, b, batch: ((p["w"] * batch).sum(), {"queue": batch}, batch),
+        loss_fn=lambda p, b, batch: ((p["w"] * batch[0]).sum(), {"queue": batch[0]}, batch[1]),
         buffers={"queue": torch.zeros(3)},
     )
     state, info = step(start, [lambda: kept] * number, donate=donate)
-    assert same_bits((state.buffers["queue"], info.aux[0]), (kept, kept))
+    assert same_bits([state.buffers["queue"], info.aux[0]], kept)
     assert not shares_memory((state, info), kept)
 
 

@@ -70,10 +70,11 @@ def test_a_setting_is_that_of_its_last_override_else_of_the_state_times_its_sche
 
 
 @pytest.mark.parametrize("name", ["AdamW", "NAdam"])
-def test_no_kind_of_rate_is_read(name):
+def test_no_kind_of_setting_is_read(name):
     params = make_params()
-    for lr in (0.1, torch.tensor(0.1), lambda applied: 0.1 + 0.0 * applied):
-        optimizer = ps.from_torch(getattr(OPTIM, name), lr=lr)
+    rates = 0.1, torch.tensor(0.1), lambda applied: 0.1 + 0.0 * applied
+    for settings in (*({"lr": rate} for rate in rates), {"in_state": ("lr", "weight_decay")}):
+        optimizer = ps.from_torch(getattr(OPTIM, name), **settings)
         state = optimizer.init(params)
         assert_sync_free(optimizer.step, params, grads_at(0, params), state)
 

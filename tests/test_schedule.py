@@ -457,6 +457,10 @@ REFUSED = {
         ValueError, "Tried to step 11 times"),
     "other": (lambda opt: torchs.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 3), ValueError,
         "a StepLR of another optimizer"),
+    "another setting": (
+        lambda opt: torchs.LambdaLR(
+            opt, lambda n: opt.param_groups[0].update(weight_decay=0.1 * n) or 1.0),
+        ValueError, "LambdaLR moves weight_decay"),
     "none": (lambda opt: None, TypeError, r"make\(optimizer\) is NoneType.*Fix: `lambda opt"),
     "function": (lambda opt: math.cos, TypeError, "expected a scheduler of torch"),
 }  # fmt: skip

@@ -779,7 +779,7 @@ def tied(weight):
     ("where", "how"),
     [
         *((where, lambda f: f) for where in FOLLOWED),
-        *((where, in_one_graph) for where in ("a list", "a helper object", "a method")),
+        *((where, in_one_graph) for where in ("a list", "a method")),
     ],
 )
 def test_a_weight_that_stands_elsewhere_too_is_that_of_the_call(where, how):

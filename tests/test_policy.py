@@ -134,7 +134,6 @@ class Momentum(nn.Module):
     [
         ("params=float32,compute=autocast(bfloat16)", 0.0, lambda call: call),
         (HALF, 1e-3, lambda call: call),
-        (HALF, 1e-3, in_one_graph),
         (HALF, 1e-3, lambda call: lambda *args: torch.vmap(lambda x: call(*args[:2], x))(args[2])),
     ],
 )
@@ -374,10 +373,9 @@ def test_a_policy_under_vmap_equals_a_loop(policy):
     assert_vmap_equals_loop(half, *stacks, torch.stack([x, x]), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("policy", [HALF, "compute=autocast(float16),output=float32"])
-def test_a_policy_compiles_in_one_graph(policy):
+def test_a_policy_compiles_in_one_graph():
     apply, params, buffers = ps.make_functional(small_net())
-    half, given = ps.with_policy(apply, policy), (params, buffers, batch()[0])
+    half, given = ps.with_policy(apply, HALF), (params, buffers, batch()[0])
     compiled = in_one_graph(lambda *args: half(*args))
     torch.testing.assert_close(compiled(*given), half(*given), rtol=2e-2, atol=2e-2)
 

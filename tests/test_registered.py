@@ -297,7 +297,6 @@ def test_a_buffer_that_is_replaced_in_one_of_two_places_is_refused_with_both(kee
         *((keep, "none", "eager") for keep in ("inner.b", "inner.b ")),
         ("inner.b[0]", "none", "compiled"),
         ("inner.b", "both", "eager"),
-        ("inner.b", "both", "compiled"),
         (" inner.b", "the second", "eager"),  # what a forward sets in an attribute is no state
     ],
 )

@@ -168,7 +168,7 @@ KINDS = ["apart", "one tensor twice", "expanded", "views", "parameters", "overla
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_that_are_arguments_stay_as_they_are(kind):
     """Whether some share memory, or elements of one do."""
-    for name, donate in (("AdamW", (0, 1)), ("momentum", ())):
+    for name, donate in (("AdamW", (0, 1)), ("SGD", ()), ("momentum", (0, 1))):
         check_gradients(name, kind, donate)
 
 

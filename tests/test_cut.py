@@ -162,13 +162,13 @@ def test_a_step_has_the_results_of_the_eager_one_donated_or_not(index):
         assert same_bits(check(program(index), in_order, ()), donated)
 
 
-KINDS = ["apart", "one tensor twice", "expanded", "views", "parameters", "overlapping"]
+KINDS = ["apart", "one tensor twice", "expanded", "views", "parameters", "overlapping", "sums"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_that_are_arguments_stay_as_they_are(kind):
     """Whether some share memory, or elements of one do."""
-    for name, donate in (("AdamW", (0, 1)), ("momentum", ())):
+    for name, donate in (("AdamW", (0, 1)), ("SGD", ()), ("momentum", (0, 1))):
         check_gradients(name, kind, donate)
 
 
@@ -182,6 +182,7 @@ def check_gradients(name, kind, donate):
         "views": {"a": memory[:33], "b": memory[33:]},
         "parameters": params,
         "overlapping": {"a": torch.arange(34.0), "b": torch.arange(34.0)},
+        "sums": {"a": torch.arange(33.0), "b": torch.arange(33.0)},
     }[kind]
     state, scaler = optimizer.init(params), ps.DynamicScale(4.0, growth_interval=1).init()
 
@@ -191,6 +192,8 @@ def check_gradients(name, kind, donate):
         if kind == "overlapping":
             grads = {name: (2 * g).unfold(0, 2, 1)[:, 0] for name, g in grads.items()}
             grads["b"] = grads["a"].as_strided((33,), (1,), 0)
+        if kind == "sums":  # whose elements are one
+            grads = {name: g.sum().expand(33) for name, g in grads.items()}
         stepped = ps.unscale_and_step(optimizer, scaler, params, grads, state, max_norm=1.0)
         return stepped, pytree.tree_map(torch.add, grads, stepped.params)
 

@@ -453,6 +453,7 @@ def test_a_tensor_from_outside_is_the_one_that_it_is_now(kind):
         result = function(x)
         assert same_bits(result, x * data)
         assert not result.requires_grad
+    assert len(function.programs) == 3  # of which each knows shape and dtype
 
 
 @BACKENDS

@@ -414,9 +414,7 @@ class _Outside:
         storage = tensor.untyped_storage()
         if any(storage is of_input for of_input in self.inputs):
             raise _EffectError(*_WRITES_ARGUMENT)
-        if not isinstance(tensor, private.FakeTensor) or any(
-            storage is fake.untyped_storage() for _, fake in self._pairs.values()
-        ):
+        if any(storage is fake.untyped_storage() for _, fake in self._pairs.values()):
             raise _EffectError(*_WRITES_OUTSIDE)
 
     def original(self, value: Tensor) -> Tensor:

@@ -43,32 +43,32 @@ from .._tree.gradients import Gradients
 
 class Launch(NamedTuple):
     """The parameters of one group, device and dtype that have a gradient: one call of a kernel.
-    Parameters and slots are known by their index among the leaves of `StepInputs.all_leaves`.
+    Parameters, slots and counts are known by their index among `StepInputs.all_leaves`.
     """
 
     group: ParamGroup
-    params: list[int]
-    slots: list[list[int]]  # of each of `Kernel.slots_with`
-    counts: list[int]  # of the steps of each; empty if one count is for all
-    grads: list[int]  # by index among the gradients
-    pick: Callable[[list[Any]], list[list[Any]]]  # returns parameters, then each slot
-    run: Callable[..., None]  # of `Kernel.bind`, if no setting is current
+    param_indices: list[int]
+    slot_indices: list[list[int]]  # of each of `Kernel.slots_with`
+    count_indices: list[int]  # of the steps of each; empty if one count is for all
+    grad_indices: list[int]  # among the gradients
+    select: Callable[[list[Any]], list[list[Any]]]  # returns parameters, then each slot
+    kernel_call: Callable[..., None]  # of `Kernel.bind`, if no setting is current
     device: torch.device
 
 
 class Launches(NamedTuple):
     """The calls of a kernel that make a step. Indices are those of `StepInputs.all_leaves`."""
 
-    each: list[Launch]
+    launches: list[Launch]
     in_trace: bool  # the step runs where `traced` is True
     pairs: list[tuple[int, int]] = []  # noqa: RUF012  # each parameter with each of its slots
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
-    leaves_fit: bool = False
+    leaves_are_ready: bool = False
     applied_index: int = 0
     iteration_index: int | None = None
 
 
-def _picking(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
+def _selecting(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
     """Return a function of leaves that returns those of each column, by its indices."""
     getters = [
         operator.itemgetter(slice(column[0], column[-1] + 1))
@@ -108,12 +108,17 @@ class FusedStep:
         columns, state = indexed.columns, indexed.opt_state
         each = self._launches(inputs.param_list, inputs.indices_with_grad, columns, groups)
         leaves = inputs.all_leaves()[0]
-        pairs = [p for x in each for slots in x.slots for p in zip(x.params, slots, strict=True)]
+        pairs = [
+            p
+            for x in each
+            for slots in x.slot_indices
+            for p in zip(x.param_indices, slots, strict=True)
+        ]
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _slots_follow_params([(leaves[slot], leaves[n]) for n, slot in pairs])
         iteration = state.iteration if isinstance(state.iteration, int) else None
-        leaves_fit = is_dense and in_order
-        return Launches(each, traced(), pairs, leaves_fit, state.applied, iteration)
+        leaves_are_ready = is_dense and in_order
+        return Launches(each, traced(), pairs, leaves_are_ready, state.applied, iteration)
 
     def _launches(
         self,
@@ -125,21 +130,22 @@ class FusedStep:
         """Return the launches of a step. `columns` are those of the state, with the index of each
         leaf in its place.
         """
-        gradient_of = {index: number for number, index in enumerate(indices_with_grad)}
+        grad_index_of = {param: index for index, param in enumerate(indices_with_grad)}
         launches = []
         for group in groups:
             members, keys = set(group.indices), self.kernel.slots_with(group.settings)
-            for kind in params.kinds:
-                indices = [n for n in kind if n in members and n in gradient_of]
+            for same_kind in params.kinds:
+                indices = [n for n in same_kind if n in members and n in grad_index_of]
                 if not indices:
                     continue
                 slots = [[columns[key][n] for n in indices] for key in keys]
                 counts = [columns[STEP][n] for n in indices] if STEP in columns else []
-                of_leaves = indices, slots, counts, [gradient_of[index] for index in indices]
-                run = self.kernel.bind(self.kernel.keyword_arguments(group.settings))
+                grad_indices = [grad_index_of[index] for index in indices]
+                kernel_call = self.kernel.bind(self.kernel.keyword_arguments(group.settings))
                 device = params.tensors[indices[0]].device
-                pick = _picking([indices, *slots])
-                launches.append(Launch(group, *of_leaves, pick, run, device))
+                select = _selecting([indices, *slots])
+                lists = indices, slots, counts, grad_indices
+                launches.append(Launch(group, *lists, select, kernel_call, device))
         return launches
 
     def can_run(
@@ -180,7 +186,7 @@ class FusedStep:
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, unless it is skipped; in eager mode."""
         leaves, structure = inputs.all_leaves()
-        if launches.leaves_fit:
+        if launches.leaves_are_ready:
             leaves = leaves if in_place else foreach.clone_listed(leaves)
         else:
             listed = inputs.dense_leaves is not None
@@ -188,20 +194,22 @@ class FusedStep:
         if current is not self._settings.none_current:
             current = current.map(_read_all_but_rate)
         grads, applied = grads.with_one_divisor(), leaves[launches.applied_index]
-        grads_fit = launches.leaves_fit and inputs.param_list.shares_facts(grads.tensor_list)
-        # Nothing that follows can fail then. A CUDA graph needs numbers at fixed addresses.
-        counts_first = grads_fit and skip is None
-        number = applied.add_(1) if counts_first else applied + 1
-        numbers = self._step_numbers(number, launches.each)
-        for launch in launches.each:
-            arguments = launch, leaves, numbers, grads, current
-            settings, operands = self._operands(*arguments, grads_fit=grads_fit)
-            run = launch.run
+        grads_are_ready = launches.leaves_are_ready and inputs.param_list.shares_facts(
+            grads.tensor_list
+        )
+        # Nothing below can fail then. A CUDA graph needs the count at a fixed address.
+        increments_first = grads_are_ready and skip is None
+        number = applied.add_(1) if increments_first else applied + 1
+        step_by_device = self._step_by_device(number, launches.launches)
+        for launch in launches.launches:
+            arguments = launch, leaves, step_by_device, grads, current
+            settings, operands = self._operands(*arguments, grads_are_ready=grads_are_ready)
+            kernel_call = launch.kernel_call
             if settings is not launch.group.settings:
-                run = self.kernel.bind(self.kernel.keyword_arguments(settings))
-            fused_update(self.kernel, run, settings["lr"], operands, skip)
-            _add_to_counts(leaves, launch.counts, skip, in_place=True)
-        if not counts_first:
+                kernel_call = self.kernel.bind(self.kernel.keyword_arguments(settings))
+            fused_update(self.kernel, kernel_call, settings["lr"], operands, skip)
+            _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
+        if not increments_first:
             applied.add_(1 if skip is None else ~skip)
         if launches.iteration_index is not None:
             leaves[launches.iteration_index].add_(1)
@@ -221,15 +229,16 @@ class FusedStep:
         """
         leaves, structure = inputs.all_leaves()
         stepped = list(leaves)
-        numbers = self._step_numbers(leaves[launches.applied_index] + 1, launches.each)
-        for launch in launches.each:
-            settings, operands = self._operands(launch, leaves, numbers, grads, current)
+        number = leaves[launches.applied_index] + 1
+        step_by_device = self._step_by_device(number, launches.launches)
+        for launch in launches.launches:
+            settings, operands = self._operands(launch, leaves, step_by_device, grads, current)
             arguments = arguments_of_operator(self.kernel, settings, operands, skip)
             new = torch.ops.purescale.fused_update(*arguments)
-            indices = itertools.chain(launch.params, *launch.slots)
+            indices = itertools.chain(launch.param_indices, *launch.slot_indices)
             for index, tensor in zip(indices, new, strict=True):
                 stepped[index] = tensor
-            _add_to_counts(stepped, launch.counts, skip)
+            _add_to_counts(stepped, launch.count_indices, skip)
         count = len(inputs.params)
         return stepped[:count], structure.unflatten(stepped[count:])
 
@@ -273,37 +282,40 @@ class FusedStep:
         places: Any = itertools.count(len(params))
         indices_of_slots = columns_like(columns, places)
         launches = self._launches(TensorList(params), indices_with_grad, indices_of_slots, groups)
-        leaves, numbers = [*params, *values_of(columns)], self._step_numbers(applied + 1, launches)
+        leaves = [*params, *values_of(columns)]
+        step_by_device = self._step_by_device(applied + 1, launches)
         for launch in launches:
-            settings, operands = self._operands(launch, leaves, numbers, gradients, current)
+            settings, operands = self._operands(launch, leaves, step_by_device, gradients, current)
             arguments = arguments_of_operator(self.kernel, settings, operands, skip)
             torch.ops.purescale.fused_update_(*arguments)
 
-    def _step_numbers(self, number: Tensor, launches: list[Launch]) -> dict[torch.device, Tensor]:
+    def _step_by_device(self, number: Tensor, launches: list[Launch]) -> dict[torch.device, Tensor]:
         """Return the number of a step, float32, on each device where the kernel reads it."""
         reads = self.kernel.takes_step
-        devices = dict.fromkeys([x.device for x in launches if reads and not x.counts])
+        devices = dict.fromkeys([x.device for x in launches if reads and not x.count_indices])
         return {device: number.to(device, torch.float32) for device in devices}
 
     def _operands(
         self,
         launch: Launch,
         leaves: list[Any],
-        numbers: dict[torch.device, Tensor],
+        step_by_device: dict[torch.device, Tensor],
         grads: Gradients,
         current: CurrentSettings,
         *,
-        grads_fit: bool = False,
+        grads_are_ready: bool = False,
     ) -> tuple[Settings, KernelOperands]:
         """Return the settings and the tensors of a launch."""
         settings = launch.group.settings
         if current is not self._settings.none_current:
             settings = self._settings.settings_of(launch.group.overrides, current)
-        params, *slots = launch.pick(leaves)
-        steps = [leaves[index] + 1 for index in launch.counts]
+        params, *slots = launch.select(leaves)
+        steps = [leaves[index] + 1 for index in launch.count_indices]
         if self.kernel.takes_step and not steps:
-            steps = [numbers[launch.device]]
-        return settings, KernelOperands(params, slots, grads.picked(launch.grads), steps, grads_fit)
+            steps = [step_by_device[launch.device]]
+        return settings, KernelOperands(
+            params, slots, grads.picked(launch.grad_indices), steps, grads_are_ready
+        )
 
 
 def _slots_follow_params(pairs: list[tuple[Any, Tensor]]) -> bool:
@@ -318,8 +330,8 @@ def _add_to_counts(
     """Add 1 to the leaves with these indices, which count steps, unless the step is skipped."""
     for index in indices:
         count = leaves[index]
-        more = 1 if skip is None else on_device(~skip, count.device, count.dtype)
-        leaves[index] = count.add_(more) if in_place else count + more
+        increment = 1 if skip is None else on_device(~skip, count.device, count.dtype)
+        leaves[index] = count.add_(increment) if in_place else count + increment
 
 
 # A rate that is not in the state may share a parameter's memory.

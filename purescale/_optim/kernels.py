@@ -94,7 +94,7 @@ class KernelOperands(NamedTuple):
     grads: Gradients
     steps: list[Tensor]  # the number of the step of each, or one for all: float32, read only
     # known: all are off graph, and the gradients have dtype and memory order of the parameters
-    grads_fit: bool = False
+    grads_are_ready: bool = False
 
 
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
@@ -118,12 +118,12 @@ _NO_CONTEXT = contextlib.nullcontext()  # a context of torch takes as long as an
 
 def fused_update(
     kernel: Kernel,
-    run: Callable[..., None],
+    kernel_call: Callable[..., None],
     lr: float | Tensor,
     operands: KernelOperands,
     skip: Tensor | None,
 ) -> None:
-    """Update the operands in place by `run`, of `Kernel.bind`, unless the step is skipped.
+    """Update the operands in place by `kernel_call`, of `Kernel.bind`, unless the step is skipped.
     If its gradients are owned, the kernel itself divides them. On a CPU the flag is read.
     """
     if skip is not None and host_can_read([skip]):
@@ -135,10 +135,10 @@ def fused_update(
     found_inf, divisor = None, operands.grads.divisor
     if skip is not None:
         found_inf = skip.to(operands.params[0].device, torch.float32)
-    numbers = [number for number in (divisor, lr) if isinstance(number, Tensor)]
-    off_graph = operands.grads_fit and not any([number.requires_grad for number in numbers])
+    tensors = [number for number in (divisor, lr) if isinstance(number, Tensor)]
+    off_graph = operands.grads_are_ready and not any([tensor.requires_grad for tensor in tensors])
     with _NO_CONTEXT if off_graph else torch.no_grad():
-        run(*kernel.lists(operands), lr=lr, grad_scale=divisor, found_inf=found_inf)
+        kernel_call(*kernel.lists(operands), lr=lr, grad_scale=divisor, found_inf=found_inf)
     # torch's fused kernels leave versions as they were: a graph that saved an old value would take
     # the new one for it.
     written = [*operands.params, *itertools.chain(*operands.slots)]
@@ -157,7 +157,7 @@ def _kernel_divides(operands: KernelOperands) -> bool:
         return False
     if not (grads.owned and divisor.dtype is torch.float32 and dtype.itemsize >= 4):
         return False
-    return operands.grads_fit or (
+    return operands.grads_are_ready or (
         grads.tensor_list.dtypes == {dtype} and have_one_order(grads.tensors, params)
     )
 
@@ -199,8 +199,8 @@ def _update_targets(
     }
     gradients = Gradients(TensorList(list(grads)), grads, True, owned=owned).with_pending(pending)
     operands = KernelOperands(params, slots, gradients.with_one_divisor(), list(steps))
-    run, rate = kernel.bind(arguments), lr_number if lr is None else lr
-    fused_update(kernel, run, rate, operands, skip)
+    rate = lr_number if lr is None else lr
+    fused_update(kernel, kernel.bind(arguments), rate, operands, skip)
 
 
 define("fused_update", _update_targets)

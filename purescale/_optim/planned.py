@@ -54,27 +54,28 @@ Check = Callable[[], tuple[list[FlatTree], StepInputs]]
 def plan_step(
     updater: Any, trees: tuple[Tree, ...], check: Check, *, over_grads: bool = False
 ) -> PlannedStep:
-    """Return a step over parameters, the state of the optimizer and other trees, the first of which
-    are the gradients if it is `over_grads`. If trees like these were not planned before, `check`
-    and `Updater.plan` refuse what does not fit.
+    """Return a step over `trees`: parameters, the state of the optimizer and more; `over_grads`, the
+    third are the gradients. If trees like these were not planned before, `check` and `Updater.plan`
+    refuse what does not fit.
     """
     situation = current_situation()
-    plans_for = situation if updater.keeps_plans else None
-    if plans_for and (match := find_plan(updater.plans, plans_for, trees)):
-        flat, leaves, known = match
-        params, opt_state, *_ = flat
+    plan_key = situation if updater.keeps_plans else None
+    if plan_key and (match := find_plan(updater.plans, plan_key, trees)):
+        flat_trees, leaves, known = match
+        params, opt_state, *_ = flat_trees
         inputs = StepInputs.of_dense(
             known.names, params, opt_state, known.leaves_cache, are_writable=known.are_writable
         )
-        return PlannedStep(flat, inputs, known.plan, situation, leaves, known.known_readable)
+        return PlannedStep(flat_trees, inputs, known.plan, situation, leaves, known.known_readable)
     checked, inputs = check()
     plan = updater.plan(inputs)
     # What is refused of parameters that are not dense and real depends on settings of the step.
     is_dense = inputs.dense_leaves is not None and are_real(inputs.param_list.dtypes)
-    if plans_for and is_dense:
-        flat = list(map(_tree.flatten_once, trees))
-        if not over_grads or flat[0].structure == flat[2].structure:  # the dicts have one order
-            _keep(updater, plans_for, flat, inputs.names, plan)
+    if plan_key and is_dense:
+        flat_trees = list(map(_tree.flatten_once, trees))
+        params, _, grads, *_ = flat_trees
+        if not over_grads or params.structure == grads.structure:  # the dicts have one order
+            _keep(updater, plan_key, flat_trees, inputs.names, plan)
     return PlannedStep(checked, inputs, plan, situation)
 
 
@@ -99,9 +100,9 @@ def plan_step_by_hand(
     *others: Tree,
     check_gradients: Callable[[Gradients], None] = lambda gradients: None,
 ) -> tuple[PlannedStep, Gradients]:
-    """Return a step over these and other trees, and its gradients, with which `check_gradients`
-    compares the others. Refuse, naming the leaf, gradients that do not fit `params`, and a state
-    that belongs to others.
+    """Return a step over these and other trees, and its gradients, which `check_gradients` may
+    refuse before the step is planned. Refuse, naming the leaf, gradients that do not fit `params`,
+    and a state that belongs to others.
     """
     checked: list[Gradients] = []
 

@@ -125,8 +125,8 @@ _is_cpu = operator.attrgetter("is_cpu")
 
 
 def host_can_read(*lists: Sequence[Tensor]) -> bool:
-    """Return True if reading these tensors does not wait, and no graph lacks what it decides: on a
-    CPU, in eager mode, without subclasses that may hold no values.
+    """Return True if reading these tensors does not wait, and no graph is recorded that would miss
+    what it decides: on a CPU, in eager mode, without subclasses that may hold no values.
     """
     if _as_an_accelerator or traced() or recorded_by_make_fx():
         return False

@@ -247,7 +247,7 @@ from ._checkpoint import (
 
 from ._tree.hints import hint_attributes as _hint_attributes
 from ._tree.select import select as select
-from ._tree.tree import clone as clone
+from ._tree.pytree import clone as clone
 from ._tree.states import stack_states as stack_states, member as member, ema as ema
 
 from . import simulate as simulate

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ._torch.donation import can_write
-from ._tree import tree as _tree
+from ._tree import pytree
 from ._tree.leaves import describe
-from ._tree.tree import Tree, TreeT
+from ._tree.pytree import Tree, TreeT
 
 Path: TypeAlias = str | os.PathLike[str]
 
@@ -56,13 +56,13 @@ def to_state_dict(tree: Tree) -> dict[str, Any]:
 def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
     d: dict[str, Any] = {_VERSION_KEY: torch.tensor(_VERSION, device="cpu")}
     for index, (keys, leaf) in enumerate(
-        zip(_tree.keys(tree), _tree.flatten(tree)[0], strict=True)
+        zip(pytree.keys(tree), pytree.flatten(tree)[0], strict=True)
     ):
         if leaf is None:
             continue
         if not isinstance(leaf, Tensor) or leaf.is_nested or leaf.is_mkldnn:
             raise TypeError(
-                f"{_tree.paths(tree, name)[index]} is {kind_of(leaf)}; a checkpoint holds dense, "
+                f"{pytree.paths(tree, name)[index]} is {kind_of(leaf)}; a checkpoint holds dense, "
                 "sparse and distributed tensors, in dicts, lists, tuples and NamedTuples. Fix: "
                 "`torch.tensor(...)` for a number, `.to_dense()` for a tensor in mkldnn's layout; "
                 "keep settings in the code that makes the state."
@@ -73,11 +73,11 @@ def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
             node = node.setdefault(key, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict) or last in node:
             raise ValueError(
-                f"{_tree.paths(tree, name)[index]} has the name of another leaf, "
+                f"{pytree.paths(tree, name)[index]} has the name of another leaf, "
                 f"{'.'.join(keys)!r}. Likely cause: a dict with a key and its string, such as 0 "
                 "and '0'. Fix: rename one."
             )
-        node[last] = _tree.off_graph(leaf)
+        node[last] = pytree.off_graph(leaf)
     d.setdefault("tree", {})
     return d
 
@@ -111,12 +111,12 @@ def _from_state_dict(name: str, d: Any, like: Tree, *, donate: bool) -> Tree:
     expected = _to_state_dict(like, "like")
     _check_version(name, d, expected[_VERSION_KEY])
     check_equal(name, d, expected)
-    leaves, structure = _tree.flatten(like)
+    leaves, structure = pytree.flatten(like)
     loaded = [
         None
         if leaf is None
-        else _tree.off_graph(functools.reduce(operator.getitem, keys, d["tree"]))
-        for keys, leaf in zip(_tree.keys(like), leaves, strict=True)
+        else pytree.off_graph(functools.reduce(operator.getitem, keys, d["tree"]))
+        for keys, leaf in zip(pytree.keys(like), leaves, strict=True)
     ]
     # Two leaves of a file may share memory, as tied weights do: a later donation of one leaf would
     # reach the other.
@@ -164,7 +164,7 @@ def save(path: Path, tree: Tree) -> None:
     target = _target(path)
     folder = os.path.dirname(target)
     d = _to_state_dict(tree, "tree")
-    for leaf_path, leaf in zip(_tree.paths(tree, "tree"), _tree.flatten(tree)[0], strict=True):
+    for leaf_path, leaf in zip(pytree.paths(tree, "tree"), pytree.flatten(tree)[0], strict=True):
         if leaf is not None:
             _check_storable(leaf_path, leaf, path)
 
@@ -221,7 +221,7 @@ def _check_version(name: str, d: Any, expected: Tensor) -> None:
     version = d.get(_VERSION_KEY) if isinstance(d, Mapping) else None
     if not isinstance(version, Tensor) or kind_of(version) != kind_of(expected):
         what = (
-            f"has the keys {_tree.join_names([key_of(key) for key in d])}"
+            f"has the keys {pytree.join_names([key_of(key) for key in d])}"
             if isinstance(d, Mapping)
             else f"is {kind_of(d)}"
         )
@@ -269,7 +269,7 @@ def _check_storable(leaf_path: str, leaf: Tensor, path: Path) -> None:
 def _write_file(d: dict[str, Any], file: BinaryIO) -> None:
     """`torch.save(d, file)` of the values alone, which raises the error of the disk."""
     storages: set[int] = set()
-    d = _tree.map(lambda leaf: _without_other_values(leaf, storages), d)
+    d = pytree.map(lambda leaf: _without_other_values(leaf, storages), d)
     try:
         torch.save(d, file)
     except RuntimeError as error:
@@ -375,7 +375,7 @@ def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
         differences.setdefault(kind, []).append(text)
     if not differences:
         return
-    lists = "; ".join(f"{kind}: {_tree.join_names(x, 20)}" for kind, x in differences.items())
+    lists = "; ".join(f"{kind}: {pytree.join_names(x, 20)}" for kind, x in differences.items())
     raise ValueError(
         f"{name} does not match like: {lists}. Likely cause: the state of another model, of this "
         "one in another dtype or with other parameters frozen, of another optimizer, rule or "
@@ -399,7 +399,7 @@ def _differences(path: str, got: Any, expected: Any) -> Iterator[tuple[str, str]
             if key not in expected:
                 yield "not in like", f"{path}[{key_of(key)}]"
     elif isinstance(expected, dict):
-        names = _tree.join_names([key_of(key) for key in expected])
+        names = pytree.join_names([key_of(key) for key in expected])
         yield "different", f"{path} is {kind_of(got)}, expected a dict of {names}"
     elif kind_of(got) != kind_of(expected):
         yield "different", f"{path} is {kind_of(got)}, expected {kind_of(expected)}"

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ._loss_scale.rules import Rule, call_rule, check_rule, takes_amax
 from ._torch.autocast import outside_autocast
-from ._tree import scalars
-from ._tree import tree as _tree
+from ._tree import pytree, scalars
 from ._tree.leaves import describe
-from ._tree.tree import Tree
+from ._tree.pytree import Tree
 
 
 @outside_autocast()
@@ -98,13 +97,13 @@ def _run(rule: Any, series: Tensor, step: Any) -> tuple[Any, Tensor]:
     """
     check_rule(rule)
     scaler = rule.init(series.device)
-    first, structure = _tree.flatten(scaler)
+    first, structure = pytree.flatten(scaler)
     rows, flags = [first], [torch.zeros_like(series[:0], dtype=torch.bool)]
     for item in series.unbind():
         bad, found_inf, amax = step(scaler, item)
         new = call_rule(rule, scaler, found_inf, amax)
         rows.append(
-            _tree.matching_leaves(scaler, new, "rule.init()", "what rule.update returned")[1]
+            pytree.matching_leaves(scaler, new, "rule.init()", "what rule.update returned")[1]
         )
         flags.append(bad.reshape(1))
         scaler = new

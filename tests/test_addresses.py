@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 import purescale as ps
 from purescale._step import value_and_grad
 from purescale._torch import donation, tracing
-from purescale._tree import tree
+from purescale._tree import pytree as tree
 
 SCHEDULE = {"lr": lambda applied: 1e-2 * 0.9**applied}
 FUSED = {

@@ -16,7 +16,7 @@ from purescale._jit.cut import compiled_in_stages
 from purescale._jit.jit import FlatFunction
 from purescale._jit.pure_graph import trace
 from purescale._torch import tracing
-from purescale._tree import tree
+from purescale._tree import pytree as tree
 
 in_order = functools.partial(ps.jit, backend="aot_eager")
 adamw = functools.partial(ps.from_torch, torch.optim.AdamW)

@@ -9,7 +9,7 @@ from torch import nn
 
 import purescale as ps
 from purescale import interop, simulate
-from purescale._tree.tree import map as tree_map
+from purescale._tree.pytree import map as tree_map
 
 OPTIM = torch.optim
 OTHERS = [torch.float64, torch.bfloat16, torch.float16]

@@ -213,7 +213,7 @@ def test_267_buffers_stand_still_in_a_handful_of_operators(donate):
 def over_lists():
     """A CPU goes the way of an accelerator, over lists where that has fewer launches."""
     with pytest.MonkeyPatch.context() as patch, tracing.as_on_an_accelerator():
-        patch.setattr(foreach, "is_launch_bound", lambda tensor: True)
+        patch.setattr(foreach, "is_on_accelerator", lambda tensor: True)
         yield
 
 

@@ -9,7 +9,7 @@ from helpers import Dispatched, Untouched, any32, same_bits, stack, trees, unsta
 from hypothesis import given
 
 import purescale as ps
-from purescale._tree import tree as _tree
+from purescale._tree import pytree as _tree
 from purescale.testing import assert_sync_free
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]

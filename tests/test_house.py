@@ -27,7 +27,7 @@ def imported(name):
     for node in ast.walk(parsed(name)):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [here, here.parent][node.level - 1].joinpath(*(node.module or "").split("."))
-            # `from .._tree import tree` names a file, `from .._tree.tree import Tree` what is in
+            # `from .._tree import pytree` names a file, `from .._tree.pytree import Tree` what is in
             # one.
             names = [base / alias.name for alias in node.names]
             for path in [base] if base.with_suffix(".py").exists() else names:
@@ -165,8 +165,8 @@ def test_a_circle_of_imports_is_found():
 
 def test_one_file_knows_optree_and_one_what_takes_its_place():
     users = [name for name in FILES if "optree" in packages(name)]
-    assert users == ["_torch/private_names.py", "_tree/tree.py"], (
-        "call optree through _tree/tree.py"
+    assert users == ["_torch/private_names.py", "_tree/pytree.py"], (
+        "call optree through _tree/pytree.py"
     )
 
 

@@ -153,7 +153,7 @@ def going(way):
         if way != "accelerator":
             patch.setattr(fused, "kernel_of", lambda cls: None)
         if way == "lists":
-            patch.setattr(foreach, "is_launch_bound", lambda tensor: True)
+            patch.setattr(foreach, "is_on_accelerator", lambda tensor: True)
         yield
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import optim
 
 import purescale as ps
-from purescale._tree.tree import map as tree_map
+from purescale._tree.pytree import map as tree_map
 from purescale.testing import assert_optimizer
 
 # ---- an optimizer of one's own, right, and wrong in one place each -------------------------------

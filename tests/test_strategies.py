@@ -11,7 +11,7 @@ from hypothesis import find, given, settings
 
 import purescale as ps
 from purescale import testing
-from purescale._tree import tree as _tree
+from purescale._tree import pytree as _tree
 from purescale.testing import (
     assert_pure,
     grad_trees,

@@ -12,8 +12,7 @@ from .._batch_norm.bn_inputs import ApplyFn, BatchNormCall, calls_of, key_of, la
 from .._distributed.process_group import Group, all_reduce, is_single_process
 from .._module.registered import Tensors
 from .._torch.dtypes import widest_float
-from .._tree import scalars
-from .._tree import tree as _tree
+from .._tree import pytree, scalars
 from .._tree.hints import document_fields
 
 Estimator = Literal["pooled", "within"]
@@ -83,7 +82,7 @@ def init_bn_stats(buffers: Tensors) -> BNStatsState:
     if not names:
         raise ValueError(
             f"no layer with a running_mean and a running_var among {len(buffers)} buffers: "
-            f"{_tree.join_names(list(buffers))}. Fix: leave this call out."
+            f"{pytree.join_names(list(buffers))}. Fix: leave this call out."
         )
     layers = {}
     for name in names:
@@ -168,7 +167,7 @@ def merge_bn_stats(a: BNStatsState, b: BNStatsState) -> BNStatsState:
 
     Source of the rule: Chan, Golub, LeVeque (1979).
     """
-    _tree.matching_leaves(a, b, "a", "b", "Only statistics of the same layers can be merged.")
+    pytree.matching_leaves(a, b, "a", "b", "Only statistics of the same layers can be merged.")
     return BNStatsState(
         layers={name: _merge_layer(layer, b.layers[name]) for name, layer in a.layers.items()},
         num_batches=a.num_batches + b.num_batches,
@@ -211,7 +210,7 @@ def bn_buffers(
     if not scalars.is_whole(correction) or correction < 0:
         raise ValueError(f"correction must be 0 or a positive whole number, got {correction!r}.")
     _check_layers(stats, buffers)
-    new: Tensors = _tree.clone(buffers)
+    new: Tensors = pytree.clone(buffers)
     for name, layer in stats.layers.items():
         m2, degrees = layer.m2, layer.count - correction
         if estimator == "within":
@@ -253,7 +252,7 @@ def all_reduce_bn_stats(stats: BNStatsState, group: Group | None = None) -> BNSt
     nothing.
     """
     if is_single_process(group):
-        copy: BNStatsState = _tree.clone(stats)
+        copy: BNStatsState = pytree.clone(stats)
         return copy
     return _reduce(stats, [], group)[0]
 
@@ -309,7 +308,7 @@ def add_batch(
             )
     called = {name for name, _ in calls[num_final:]}
     layers = {
-        name: layer if name in called else _tree.clone(layer)
+        name: layer if name in called else pytree.clone(layer)
         for name, layer in stats.layers.items()
     }
     finite = torch.ones((), dtype=torch.bool, device=stats.num_batches.device)
@@ -395,7 +394,7 @@ def check_flat_buffers(buffers: Any) -> None:
         isinstance(key, str) and isinstance(value, Tensor) for key, value in buffers.items()
     ):
         raise TypeError(
-            f"buffers is {_tree.describe_argument(buffers)}; expected the flat dict of tensors by "
+            f"buffers is {pytree.describe_argument(buffers)}; expected the flat dict of tensors by "
             "dotted name that make_functional returns. Fix: for several models, merge the dicts "
             "under a prefix."
         )

@@ -27,8 +27,7 @@ from .._distributed.process_group import Group, all_reduce, check_group
 from .._module.registered import Tensors
 from .._torch import private
 from .._torch.progress import progress_bar
-from .._tree import scalars
-from .._tree import tree as _tree
+from .._tree import pytree, scalars
 
 Normalize = Literal["batch", "sequential"]
 
@@ -113,7 +112,7 @@ def precise_bn(
     if not sequential:
         new = bn_buffers(stats, buffers, estimator, correction)
     else:
-        new = _tree.clone(buffers)
+        new = pytree.clone(buffers)
         final = dict(stats.layers)
         for num_final, name in enumerate(order):
             if num_final:
@@ -264,7 +263,7 @@ def _log_summary(stats: BNStatsState, normalize: str) -> None:
     unseen = [name for name, (count, _) in counts.items() if not count]
     log.info(
         "precise_bn: %d batches, %d more skipped as not finite; of %d layers no data for: %s",
-        *(int(stats.num_batches), int(stats.num_skipped), len(counts), _tree.join_names(unseen)),
+        *(int(stats.num_batches), int(stats.num_skipped), len(counts), pytree.join_names(unseen)),
     )
     if not int(stats.num_batches):
         log.warning("precise_bn: all batches were skipped as not finite; the buffers stay")
@@ -274,7 +273,7 @@ def _log_summary(stats: BNStatsState, normalize: str) -> None:
         log.warning(
             "precise_bn: fewer than %d values per channel in a batch, too noisy to normalise "
             "with, in: %s. Fix: larger batches, or normalize='sequential'.",
-            *(_FEW, _tree.join_names(few)),
+            *(_FEW, pytree.join_names(few)),
         )
 
 
@@ -289,7 +288,7 @@ def _check_order(called: list[str], order: list[str]) -> None:
     if called != order:
         raise ValueError(
             "normalize='sequential' needs the same layers in the same order in every forward; got "
-            f"{_tree.join_names(called)} after {_tree.join_names(order)}. Fix: normalize='batch'."
+            f"{pytree.join_names(called)} after {pytree.join_names(order)}. Fix: normalize='batch'."
         )
 
 

@@ -16,7 +16,7 @@ from .._torch.dtypes import real_dtype, wide_dtype
 from .._torch.foreach import is_gapless
 from .._torch.tracing import traced
 from .._tree.leaves import as_dense_real
-from .._tree.tree import Leaves
+from .._tree.pytree import Leaves
 
 SIZE = 25 * 2**20  # bytes, as DistributedDataParallel
 LARGE = 2**20  # bytes: on a CPU such a leaf is sent in place, because fresh memory is slow

@@ -30,10 +30,9 @@ from .._distributed.process_group import (
 from .._torch import donation, dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
-from .._tree import scalars
-from .._tree import tree as _tree
+from .._tree import pytree, scalars
 from .._tree.poison import donates
-from .._tree.tree import Leaves, Tree, TreeT
+from .._tree.pytree import Leaves, Tree, TreeT
 
 T = TypeVar("T")
 
@@ -66,7 +65,7 @@ def all_reduce_found_inf(found_inf: Tensor | bool, group: Group | None = None) -
     reduces nothing, and ShardedGradScaler forgets it before a fused optimizer, after which ranks
     diverge.
     """
-    flag = _tree.flag(found_inf)
+    flag = pytree.as_flag(found_inf)
     if is_single_process(group):
         return flag.clone() if flag is found_inf else flag
     group = resolve_group(group)
@@ -128,13 +127,13 @@ def all_reduce_grads(
                 f"bucket_size_mb must be above 0, got {scalars.short_repr(bucket_size_mb)}. Fix: "
                 "25."
             )
-        leaves, structure = _tree.flatten(grads)
-        _tree.check_gradients(grads, leaves)
+        leaves, structure = pytree.flatten(grads)
+        pytree.check_gradients(grads, leaves)
         return leaves, structure
 
     if is_single_process(group):
         leaves, structure = checked_leaves()
-        results = leaves if donate else _tree.clone(leaves)
+        results = leaves if donate else pytree.clone(leaves)
     else:
         group = check_group(group)
         leaves, structure = agree_on_all_ranks(
@@ -172,10 +171,10 @@ def on_cpu(group: Group | None) -> bool:
 
 def describe_leaves(name: str, tree: Tree, *, with_strides: bool) -> list[str]:
     """Return one line per leaf with what must agree between ranks, strides if asked for."""
-    leaves = _tree.flatten(tree)[0]
+    leaves = pytree.flatten(tree)[0]
     return [
         f"{name}{key and f' {key!r}'}: {_describe_leaf(leaf, with_strides=with_strides)}"
-        for key, leaf in zip(_tree.names(tree), leaves, strict=True)
+        for key, leaf in zip(pytree.names(tree), leaves, strict=True)
     ]
 
 

@@ -13,13 +13,13 @@ from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import on_device, real_dtype, wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.hints import document_fields
 from .._tree.leaves import dense
 from .._tree.poison import donates
+from .._tree.pytree import Leaves, Tree, TreeDef
 from .._tree.scalars import as_float, short_repr, whole
-from .._tree.tree import Leaves, Tree, TreeDef
 
 _HEAVIEST = 2.0**64  # beyond any count of tokens, and no sum of such weights overflows
 OnNonfinite = Literal["drop_window", "drop_microbatch"]
@@ -77,9 +77,9 @@ def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
             f"init_accum got dtype={dtype}; expected torch.float32, torch.bfloat16, torch.float64 "
             "or None. Fix: leave dtype out; the mean of half gradients is then float32."
         )
-    leaves = _tree.flatten(params)[0]
-    _tree.check_gradients(params, leaves, "params")
-    device = _tree.device_of(params, leaves, "params")
+    leaves = pytree.flatten(params)[0]
+    pytree.check_gradients(params, leaves, "params")
+    device = pytree.device_of(params, leaves, "params")
 
     def zero_mean(leaf: Tensor) -> Tensor:
         return torch.zeros_like(dense(leaf.detach()), dtype=_mean_dtype(leaf, dtype))
@@ -88,7 +88,7 @@ def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
         return torch.zeros((), dtype=scalar_dtype, device=device)
 
     return AccumState(
-        grads=_tree.map(zero_mean, params),
+        grads=pytree.map(zero_mean, params),
         weight=zero(widest_float(device)),
         found_inf=zero(torch.bool),
         num_good=zero(torch.int32),
@@ -144,14 +144,14 @@ def accumulate_grads(
     Source of the rule: West's running weighted mean (CACM 22(9), 1979) in its convex form; optax's
     MultiSteps, whose accumulator stays NaN for ever after one bad microbatch.
     """
-    leaves, structure = _tree.flatten(accum.grads)
+    leaves, structure = pytree.flatten(accum.grads)
     new = as_gradients(_leaves_for(accum, grads, leaves, structure))
     checked_weight = as_weight("weight is", weight, accum.weight)
     if found_inf is None:
         one = torch.ones((), dtype=torch.float32, device=accum.weight.device)
         bad = measure(new, one).overflow
     else:
-        bad = _tree.flag(found_inf, like=accum.weight)
+        bad = pytree.as_flag(found_inf, like=accum.weight)
     means = as_gradients(leaves)
     in_place = donate and can_write(means.tensors, [*new.tensors, *accum[1:]])
     added = add(accum._replace(grads=means.tensors), new, checked_weight, bad, in_place=in_place)
@@ -243,7 +243,7 @@ def accumulated_grads(
     check_on_nonfinite(on_nonfinite)
     empty = ~(accum.weight > 0)
     found_inf = empty if on_nonfinite == "drop_microbatch" else accum.found_inf | empty
-    return accum.grads if donate else _tree.map(torch.clone, accum.grads), found_inf
+    return accum.grads if donate else pytree.map(torch.clone, accum.grads), found_inf
 
 
 @outside_autocast()
@@ -278,7 +278,7 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     Source of the rule: Chan, Golub, LeVeque (1979), the mean of two samples.
     """
     why = "The halves of one window must belong to the same params."
-    leaves, others, structure = _tree.matching_leaves(a.grads, b.grads, "a.grads", "b.grads", why)
+    leaves, others, structure = pytree.matching_leaves(a.grads, b.grads, "a.grads", "b.grads", why)
     means, new = as_gradients(leaves), as_gradients(others)
     in_place = donate and can_write(means.tensors, [*new.tensors, *a[1:], *b[1:]])
     lists = AccumState(means.tensors, *a[1:]), AccumState(new.tensors, *b[1:])
@@ -398,13 +398,13 @@ def _leaves_for(accum: AccumState, grads: Tree, means: Leaves, structure: TreeDe
     """Return the leaves of `grads` in the order of `accum.grads`, with zeros for None, or raise an
     error that names the leaf that cannot be averaged there.
     """
-    leaves = _tree.leaves_like("grads", grads, "accum.grads", accum.grads, structure)
-    _tree.check_gradients(accum.grads, leaves, "grads")
+    leaves = pytree.leaves_like("grads", grads, "accum.grads", accum.grads, structure)
+    pytree.check_gradients(accum.grads, leaves, "grads")
     pairs = list(zip(leaves, means, strict=True))
     for index, (gradient, mean) in enumerate(pairs):
         reason = "" if gradient is None else _mismatch_reason(gradient, mean)
         if reason:
-            raise ValueError(f"{_tree.path(accum.grads, 'grads', index)} {reason}")
+            raise ValueError(f"{pytree.path(accum.grads, 'grads', index)} {reason}")
     return [
         torch.zeros_like(mean)
         if gradient is None and mean is not None

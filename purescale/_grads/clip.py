@@ -18,11 +18,11 @@ from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import on_device
 from .._torch.tensor_list import TensorList
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.poison import donates
+from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import as_float, checked_bound, short_repr
-from .._tree.tree import Tree, TreeT
 
 
 class Clip(NamedTuple):
@@ -61,7 +61,7 @@ def check_ordered(grads: Tree, leaves: Sequence[Any], name: str = "grads") -> No
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.is_complex():
             raise TypeError(
-                f"{_tree.path(grads, name, index)} has dtype {leaf.dtype}; complex numbers have "
+                f"{pytree.path(grads, name, index)} has dtype {leaf.dtype}; complex numbers have "
                 "no order to clip by. Fix: clip_by_global_norm."
             )
 
@@ -143,12 +143,12 @@ def clip_by_global_norm(
     norm is inf here.
     """
     max_norm, norm_type = checked_bound("max_norm", max_norm), check_norm_type(norm_type)
-    leaves, structure = _tree.flatten(grads)
-    _tree.check_gradients(grads, leaves)
-    device = _tree.device_of(grads, leaves, "grads")
+    leaves, structure = pytree.flatten(grads)
+    pytree.check_gradients(grads, leaves)
+    device = pytree.device_of(grads, leaves, "grads")
     if group is not None:
         group = resolve_group(group)
-        if not _tree.tensors(grads) and isinstance(group, dist.ProcessGroup):
+        if not pytree.tensors(grads) and isinstance(group, dist.ProcessGroup):
             device = torch.device(object_device(group))
     one = torch.ones((), dtype=torch.float32, device=device)
     gradients = as_gradients(leaves)
@@ -166,10 +166,10 @@ def _magnitudes(gradients: Gradients, norm_type: float) -> Gradients:
     """
     if norm_type == 2 or gradients.dense_real:
         return gradients
-    pairs = zip(gradients.tensors, gradients.present_origins, strict=True)
+    pairs = zip(gradients.tensors, gradients.present_templates, strict=True)
     tensors = [
-        torch.view_as_complex(tensor).abs() if origin.is_complex() else tensor
-        for tensor, origin in pairs
+        torch.view_as_complex(tensor).abs() if template.is_complex() else tensor
+        for tensor, template in pairs
     ]
     return gradients._replace(tensor_list=TensorList(tensors))
 
@@ -234,8 +234,8 @@ def clip_by_value(grads: TreeT, clip_value: float | Tensor, donate: bool = False
     """
     clip_value = checked_bound("clip_value", clip_value)
     limit = _or_nan(clip_value) if isinstance(clip_value, Tensor) else clip_value
-    leaves, structure = _tree.flatten(grads)
-    _tree.check_gradients(grads, leaves)
+    leaves, structure = pytree.flatten(grads)
+    pytree.check_gradients(grads, leaves)
     check_ordered(grads, leaves)
     gradients = as_gradients(leaves)
     gradients = gradients._replace(owned=donate and can_write(gradients.tensors, [clip_value]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._torch.dtypes import unscaled_dtype, wide_dtype, widest_float
-from .._torch.foreach import cast, flattened, is_launch_bound, join, lists_are_right, pieces
+from .._torch.foreach import can_use_foreach, cast, flattened, is_on_accelerator, join, pieces
 from .._torch.private import listops
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import MAX_INLINE_LEAVES
@@ -124,7 +124,7 @@ def local_stats(tensors: Sequence[Tensor], divisor: Tensor, norm_type: float | N
     p = None if norm_type == math.inf else norm_type
     stats: list[Tensor] = []  # the largest magnitude of each dtype, then the norm
     if present:
-        if lists_are_right(present):
+        if can_use_foreach(present):
             with torch.no_grad():
                 stats = _list_stats(present, divisor, dtypes, p)
         else:
@@ -167,7 +167,7 @@ def _list_stats(
     amaxes, norms = [], []
     for dtype in dtypes:
         same = [tensor for tensor in tensors if tensor.dtype is dtype]
-        if is_launch_bound(same[0]):
+        if is_on_accelerator(same[0]):
             same = _join_small(same)
             amax = _at_least_float32(torch.stack(listops.norm(same, math.inf)).amax())
         else:

@@ -100,7 +100,7 @@ def measure_amax(grads: Gradients, divisor: Tensor, group: Group | None = None) 
 def _stats_over(grads: Gradients, divisor: Tensor, norm_type: float | None) -> LocalStats:
     """Return the stats of this rank, or of all ranks of a mesh if gradients are sharded."""
     if grads.are_sharded:
-        return mesh_stats(grads.tensors, grads.present_origins, divisor, norm_type)
+        return mesh_stats(grads.tensors, grads.present_templates, divisor, norm_type)
     return local_stats(grads.tensors, divisor, norm_type)
 
 

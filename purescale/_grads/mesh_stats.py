@@ -24,18 +24,18 @@ from .._torch.dtypes import widest_float
 
 
 def mesh_stats(
-    tensors: Sequence[Tensor], origins: Sequence[Any], divisor: Tensor, norm_type: float | None
+    tensors: Sequence[Tensor], templates: Sequence[Any], divisor: Tensor, norm_type: float | None
 ) -> LocalStats:
     """Return the stats of shards that `divisor` unscales, the same on all ranks of their meshes.
     Plain tensors count once.
 
-    `origins`: the leaf that each tensor is a shard of. Every rank makes the same reductions, also
+    `templates`: the leaf that each tensor is a shard of. Every rank makes the same reductions, also
     with an empty shard.
     """
     shards: dict[Any, list[Tensor]] = {(None, 1): []}
-    for tensor, origin in zip(tensors, origins, strict=True):
-        sharded = dtensor.is_dtensor(origin)
-        key = (origin.device_mesh, num_replicas(origin)) if sharded else (None, 1)
+    for tensor, template in zip(tensors, templates, strict=True):
+        sharded = dtensor.is_dtensor(template)
+        key = (template.device_mesh, num_replicas(template)) if sharded else (None, 1)
         shards.setdefault(key, []).append(tensor)
     stats = {key: local_stats(shard, divisor, norm_type) for key, shard in shards.items()}
     plain = stats.pop((None, 1))

@@ -30,10 +30,10 @@ from .._torch import foreach, private
 from .._torch.cuda_graph import CudaGraph, watching
 from .._torch.donation import storage_pointer
 from .._torch.tracing import ReadError, captured, capturing
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.plans import Plans
+from .._tree.pytree import Tree
 from .._tree.scalars import is_whole, short_repr
-from .._tree.tree import Tree
 
 # What records, by the type of the device; on any other one a captured step is the step.
 GRAPHS: dict[str, type[CudaGraph]] = {"cuda": CudaGraph}
@@ -179,7 +179,7 @@ class Captured:
             return self.step(state, *others)
         args = state, *others
         structure: Any
-        leaves, structure = _tree.flatten(args)
+        leaves, structure = pytree.flatten(args)
         tensors = [leaf for leaf in leaves if leaf is not None]
         of_state = leaves[: structure.child(0).num_leaves]
         donated = [leaf for leaf in of_state if leaf is not None] if self.donate else []
@@ -190,7 +190,7 @@ class Captured:
             program = self._lookup(tensors, key)  # which has plain tensors on one device
             if program is None:
                 tensors = check_arguments(args, leaves, by="capture")
-                device = _tree.device_of(state, of_state, "state")
+                device = pytree.device_of(state, of_state, "state")
                 if device.type in GRAPHS:
                     tensors = _entering(tensors, device)
                     flat = FlatFunction(self._checked, structure, leaves)
@@ -214,9 +214,9 @@ class Captured:
         returned = self.step(state, *others)
         if self.donate:
             is_pair = type(returned) is tuple and len(returned) == 2
-            is_state = _tree.flatten(returned)[1] == _tree.flatten(state)[1]
+            is_state = pytree.flatten(returned)[1] == pytree.flatten(state)[1]
             new = returned[0] if is_pair and not is_state else returned
-            _tree.matching_leaves(state, new, "state", "the returned state", _REASON)
+            pytree.matching_leaves(state, new, "state", "the returned state", _REASON)
         return returned
 
     def _lookup(self, tensors: list[Tensor], key: Any) -> Program | None:
@@ -298,7 +298,7 @@ def _give_up(donated: Iterable[Tensor]) -> None:
 
 def _other_objects(returned: Tree, donated: list[Tensor]) -> Tree:
     """Return a tree without a tensor that is an object of the donated ones."""
-    leaves, structure = _tree.flatten(returned)
+    leaves, structure = pytree.flatten(returned)
     objects = set(map(id, donated))
     return structure.unflatten([x.detach() if id(x) in objects else x for x in leaves])
 
@@ -311,7 +311,7 @@ _REASON = "With donate=True a captured step writes the new state into the memory
 def _given_up(state: Tree, leaves: list[Any]) -> RuntimeError:
     index = next(index for index, leaf in enumerate(leaves) if hasattr(leaf, _GIVEN_UP))
     return RuntimeError(
-        f"{_tree.path(state, 'state', index)} was donated to an earlier call, which may have "
+        f"{pytree.path(state, 'state', index)} was donated to an earlier call, which may have "
         "overwritten it. Likely cause: a state is used again after a step. Fix: `state, info = "
         "step(state, batch)`; keep `purescale.clone(state)` before a call to return to a state."
     )

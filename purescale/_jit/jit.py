@@ -18,14 +18,14 @@ from .._jit.pure_graph import PureGraph, compiled, trace
 from .._torch import private
 from .._torch.autocast import active_autocast, outside_autocast
 from .._torch.donation import can_write, storage_pointers
-from .._torch.tracing import PLAIN_TYPES, end_graph, recorded_by_make_fx, traced
-from .._tree import tree as _tree
+from .._torch.tracing import PLAIN_TYPES, recorded_by_make_fx, refuse_graph_end, traced
+from .._tree import pytree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import as_tensor_list, describe
 from .._tree.plans import Plans
 from .._tree.poison import is_poisoning, poison
+from .._tree.pytree import Leaves, Tree, TreeDef
 from .._tree.scalars import is_whole, short_repr
-from .._tree.tree import Leaves, Tree, TreeDef
 
 Backend = Literal["inductor", "aot_eager"]
 
@@ -69,10 +69,10 @@ class FlatFunction:
         remaining = iter(tensors)
         args = self.structure.unflatten([next(remaining) if x else None for x in self.present])
         returned = self.fn(*args)
-        leaves, structure = _tree.flatten(returned)
+        leaves, structure = pytree.flatten(returned)
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, (Tensor, *CONSTANTS)):
-                raise _no_result(leaf, _tree.path(returned, "the result", index))
+                raise _no_result(leaf, pytree.path(returned, "the result", index))
         places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.results = Results(structure, constants, places)
@@ -205,7 +205,7 @@ class Jitted:
     def __call__(self, *args: Tree) -> Tree:
         if inside_a_graph():
             return self.fn(*args)  # a part of the graph, or of the transform, around it
-        leaves, structure = _tree.flatten(args)
+        leaves, structure = pytree.flatten(args)
         tensors = [leaf for leaf in leaves if leaf is not None]
 
         def make() -> tuple[PureGraph, Results]:
@@ -234,7 +234,7 @@ class Jitted:
         """Return the graph for these arguments: a function of their tensors, then of the tensors
         that the function closes over, without writes, which returns the list of result tensors.
         """
-        leaves, structure = _tree.flatten(args)
+        leaves, structure = pytree.flatten(args)
         flat = FlatFunction(self.fn, structure, leaves)
         module: torch.fx.GraphModule = trace(flat, check_arguments(args, leaves)).module
         return module
@@ -283,7 +283,7 @@ def _indices(args: tuple[Tree, ...], donate: Sequence[int]) -> list[int]:
     indices: list[int] = []
     start = 0
     for number, arg in enumerate(args):
-        stop = start + len([leaf for leaf in _tree.flatten(arg)[0] if leaf is not None])
+        stop = start + len([leaf for leaf in pytree.flatten(arg)[0] if leaf is not None])
         if number in donate:
             indices += range(start, stop)
         start = stop
@@ -349,7 +349,7 @@ def _check_argument(leaf: Any, args: tuple[Tree, ...], index: int, by: str) -> N
     if type(leaf) in PLAIN_TYPES and leaf.layout is torch.strided and not leaf.is_nested:
         if not (leaf.requires_grad and torch.is_grad_enabled()):
             return
-        end_graph()
+        refuse_graph_end()
         what = f"requires a gradient, and the results of {by} have no graph"
         fix = "`torch.func.grad` inside of the function, or `with torch.no_grad():` around the call"
     elif isinstance(leaf, Tensor):
@@ -361,7 +361,7 @@ def _check_argument(leaf: Any, args: tuple[Tree, ...], index: int, by: str) -> N
             "a closure for what stays; for a container of your own "
             "`optree.register_pytree_node(cls, flatten, unflatten, namespace='purescale')`"
         )
-    raise TypeError(f"{_tree.path(args, 'args', index)} {what}. Fix: {fix}.")
+    raise TypeError(f"{pytree.path(args, 'args', index)} {what}. Fix: {fix}.")
 
 
 def _check_donate(donate: Sequence[int], args: tuple[Tree, ...]) -> None:

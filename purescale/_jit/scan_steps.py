@@ -17,10 +17,10 @@ from .._jit.jit import (
     resolved,
 )
 from .._jit.pure_graph import PureGraph, scanned, trace
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.leaves import is_constant
+from .._tree.pytree import Leaves, Tree, TreeDef
 from .._tree.states import num_members, stacked
-from .._tree.tree import Leaves, Tree, TreeDef
 
 Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
@@ -65,7 +65,7 @@ def scan_steps(step: Step, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
 
     Source of the form: `jax.lax.scan`.
     """
-    leaves, structure = _tree.flatten(batches)
+    leaves, structure = pytree.flatten(batches)
     number = _num_batches(batches, leaves)
     try:
         if isinstance(step, Jitted) and step.compiles():
@@ -86,7 +86,7 @@ def _in_a_loop(
     step: Step, state: Tree, leaves: Leaves, structure: TreeDef, number: int
 ) -> tuple[Tree, Tree]:
     # A step may overwrite the state that it is given.
-    state = _tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state)
+    state = pytree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state)
     infos = []
     for index in range(number):
         batch = structure.unflatten(
@@ -102,7 +102,7 @@ def _in_a_loop(
 
 
 def _in_one_graph(step: Jitted, state: Tree, batches: Tree, num_stacks: int) -> tuple[Tree, Tree]:
-    leaves, structure = _tree.flatten((state, batches))
+    leaves, structure = pytree.flatten((state, batches))
     tensors = resolved(check_arguments((state, batches), leaves))
     carried = len(tensors) - num_stacks
     stacks = [stack.contiguous() for stack in tensors[carried:]]
@@ -121,7 +121,7 @@ def _in_one_graph(step: Jitted, state: Tree, batches: Tree, num_stacks: int) -> 
 def _checked(step: Step, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """Return the results of one step, the tensors of the state with the strides of the old ones."""
     new_state, info = pair_of(step(state, batch))
-    old, new, structure = _tree.matching_leaves(
+    old, new, structure = pytree.matching_leaves(
         state, new_state, "state", "the state that the step returned", _REASON
     )
     new = [
@@ -138,7 +138,7 @@ def _num_batches(batches: Tree, leaves: Leaves) -> int:
     """Return the first dimension of all tensors. Refuse what has no batch, or no number of them."""
     if not any([isinstance(leaf, Tensor) for leaf in leaves]):
         raise ValueError(
-            f"batches is {_tree.describe_argument(batches)} without a tensor; the first dimension "
+            f"batches is {pytree.describe_argument(batches)} without a tensor; the first dimension "
             "of its tensors is the number of steps. Fix: `stack_states(list_of_batches)`, of a "
             "loader `stack_states(itertools.islice(loader, 100))`, of arrays `tree_map("
             "torch.as_tensor, batches)`; for n steps without data `torch.arange(n)`."
@@ -159,7 +159,7 @@ def pair_of(returned: Tree) -> tuple[Tree, Tree]:
     """Refuse what is not a pair of a state and an info."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(
-            f"the step returned {_tree.describe_argument(returned)}; expected a pair, the next "
+            f"the step returned {pytree.describe_argument(returned)}; expected a pair, the next "
             "state and an info. Fix: `return state, info`, with `info = ()` for none."
         )
     return returned

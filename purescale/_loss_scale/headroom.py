@@ -17,11 +17,10 @@ from .._grads.measure import measure_amax
 from .._loss_scale.rules import builtin_update, check_state
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import saturating
-from .._tree import scalars
-from .._tree import tree as _tree
+from .._tree import pytree, scalars
 from .._tree.gradients import as_gradients
 from .._tree.hints import document_fields
-from .._tree.tree import Tree, counted
+from .._tree.pytree import Tree, increment
 
 _LARGEST = 65504.0  # of float16
 _MOST_ZEROS = 2000  # steps; the usual interval of a rule that grows
@@ -157,8 +156,8 @@ class HeadroomScale:
         """
         self._check(scaler, amax)
         scale, history = scaler.scale, scaler.amax_history
-        found_inf, amax = _tree.flag(found_inf, like=scale), _as_amax(amax, scale)
-        skips, not_finite = counted(scaler.consecutive_skips, True), ~(amax < math.inf)
+        found_inf, amax = pytree.as_flag(found_inf, like=scale), _as_amax(amax, scale)
+        skips, not_finite = increment(scaler.consecutive_skips, True), ~(amax < math.inf)
         overflow = found_inf | (not_finite & (skips % _PATIENCE == 0))
         seen = torch.where(overflow, 2 * _LARGEST / scale, amax)
         informative = (seen > 0) & (seen < math.inf)
@@ -250,8 +249,8 @@ def grad_amax(grads: Tree, group: Group | None = None) -> Tensor:
         >>> grad_amax({"w": torch.tensor([1.0, -3.0], dtype=torch.float16), "frozen": None})
         tensor(3.)
     """
-    leaves, _ = _tree.flatten(grads)
-    _tree.check_gradients(grads, leaves)
-    device = _tree.device_of(grads, leaves, "grads")
+    leaves, _ = pytree.flatten(grads)
+    pytree.check_gradients(grads, leaves)
+    device = pytree.device_of(grads, leaves, "grads")
     one = torch.ones((), dtype=torch.float32, device=device)
     return measure_amax(as_gradients(leaves), one, group)

@@ -18,10 +18,9 @@ from torch import Tensor
 from .._torch import private
 from .._torch.tensor_list import list_guard
 from .._torch.tracing import are_native, current_situation
-from .._tree import scalars
-from .._tree import tree as _tree
+from .._tree import pytree, scalars
 from .._tree.hints import document_fields
-from .._tree.tree import counted
+from .._tree.pytree import increment
 
 
 class HasScale(Protocol):
@@ -75,7 +74,7 @@ def check_rule(rule: Any) -> RuleTraits:
             return RuleTraits(wants_amax, is_builtin=True, is_dynamic=is_dynamic)
         if _CHECKED.get(type(rule)) is wants_amax:
             return RuleTraits(wants_amax)
-    if what := scalars.not_made(rule, "init", "update"):
+    if what := scalars.protocol_violation(rule, "init", "update"):
         raise TypeError(
             f"rule is {what}; expected an object with `init(device)` and `update(scaler, "
             "found_inf)`. Fix: DynamicScale(); docs/recipes.md has a rule of your own."
@@ -130,7 +129,7 @@ def without_amax(update: Update) -> Update:
 def checked_flag(found_inf: Any, scaler: Any, kind: type[Any]) -> Tensor:
     """Return `found_inf` as a 0-d bool tensor; refuse the state of another rule."""
     check_state(scaler, kind)
-    return _tree.flag(found_inf, like=scaler.scale)
+    return pytree.as_flag(found_inf, like=scaler.scale)
 
 
 def check_state(scaler: Any, kind: type[Any]) -> None:
@@ -428,7 +427,7 @@ class StaticScale:
             scale=torch.full_like(scaler.scale, self.scale),
             growth_tracker=torch.zeros_like(scaler.growth_tracker),
             hysteresis_tracker=torch.zeros_like(scaler.hysteresis_tracker),
-            consecutive_skips=torch.where(found_inf, counted(scaler.consecutive_skips, True), 0),
+            consecutive_skips=torch.where(found_inf, increment(scaler.consecutive_skips, True), 0),
         )
 
 

@@ -21,12 +21,11 @@ from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import wide_dtype
 from .._torch.tensor_list import TensorList
-from .._tree import scalars
-from .._tree import tree as _tree
+from .._tree import pytree, scalars
 from .._tree.gradients import as_gradients
-from .._tree.leaves import elsewhere, unsupported_reason
+from .._tree.leaves import device_hint, unsupported_reason
 from .._tree.poison import donates
-from .._tree.tree import Tree, TreeT
+from .._tree.pytree import Tree, TreeT
 
 
 def scale_loss(scaler: HasScale, loss: TreeT) -> TreeT:
@@ -53,14 +52,14 @@ def scale_loss(scaler: HasScale, loss: TreeT) -> TreeT:
 
     Source of the rule: torch.amp.GradScaler.scale; there a float16 loss of shape (1,) becomes inf.
     """
-    leaves, structure = _tree.flatten(loss)
+    leaves, structure = pytree.flatten(loss)
     _check_of_one_state(scaler.scale)
-    scale = _tree.as_normal_tensor(scaler.scale)
+    scale = pytree.as_normal_tensor(scaler.scale)
 
     def scaled(index: int, leaf: Any) -> Any:
         if leaf is None:
             return None
-        wide = wide_loss(leaf, scaler.scale, lambda: _tree.paths(loss, "loss")[index])
+        wide = wide_loss(leaf, scaler.scale, lambda: pytree.paths(loss, "loss")[index])
         return wide * scale
 
     return structure.unflatten([scaled(index, leaf) for index, leaf in enumerate(leaves)])
@@ -106,11 +105,11 @@ def unscale_and_check(
     only (finding 4 of pytorch#96755: scale 2**-140 makes a parameter inf), and flax's DynamicScale,
     which checks the output.
     """
-    leaves, structure = _tree.flatten(grads)
-    _tree.check_gradients(grads, leaves)
+    leaves, structure = pytree.flatten(grads)
+    pytree.check_gradients(grads, leaves)
     check_scale(scaler.scale, grads, leaves, "grads")
     gradients = as_gradients(leaves)
-    owned = donate and can_write(gradients.tensors, _tree.tensors(scaler))
+    owned = donate and can_write(gradients.tensors, pytree.tensors(scaler))
     unscaled = gradients._replace(owned=owned).divided(scaler.scale)
     found_inf = measure(unscaled, scaler.scale, StatsOptions(group=group)).overflow
     return structure.unflatten(unscaled.leaves), found_inf
@@ -245,10 +244,11 @@ def check_scale(
         return
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.device != device:
-            at = _tree.path(tree, name, index)
+            at = pytree.path(tree, name, index)
             if leaf.is_meta:
                 raise ValueError(
-                    f"{at} is on meta, the scaler state on {scale.device}. {elsewhere(leaf.device)}"
+                    f"{at} is on meta, the scaler state on {scale.device}. "
+                    f"{device_hint(leaf.device)}"
                 )
             raise ValueError(
                 f"{at} is on {leaf.device}, the scaler state on {scale.device}. Fix: `scaler = "

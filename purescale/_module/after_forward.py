@@ -20,7 +20,7 @@ from .._module.references import Unreadable
 from .._module.registered import STORE_NAMES, Tensors, keys_of
 from .._torch import private
 from .._torch.tracing import PLAIN_TYPES, innermost
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.leaves import is_constant, versions
 
 _FIX = (
@@ -89,7 +89,7 @@ def _adopt_container(copy: ModelCopy, state: StateContainer) -> None:
     in_all_places = all(other is first for other in others)
     if not (in_all_places and type(first) is type(before) and tuple(keys_of(first)) == state.keys):
         raise RuntimeError(
-            f"the forward of the model left {_tree.describe_argument(first)} in "
+            f"the forward of the model left {pytree.describe_argument(first)} in "
             f"{state.places[0].path}, whose elements state_attributes names; expected in all its "
             f"places one {type(before).__name__} with the keys {list(state.keys)} in this order, "
             "as before. Likely cause: it grows in each call, or the first calls fill it. Fix: run "
@@ -132,7 +132,7 @@ def _new_buffer(name: str, value: Any, before: Tensor, *, is_attribute: bool) ->
     ):
         raise RuntimeError(
             f"the forward of the model removed its buffer {name}, or set it to "
-            f"{_tree.describe_argument(value)}; expected a tensor of shape {tuple(before.shape)}, "
+            f"{pytree.describe_argument(value)}; expected a tensor of shape {tuple(before.shape)}, "
             "as before. Likely cause: another batch size, or a reset in forward. Fix: run "
             "`model(example_batch)` with the batch size of the calls before make_functional, and "
             f"reset by `buffers | {{{name!r}: torch.zeros(...)}}`, or in forward by zeros."

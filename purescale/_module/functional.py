@@ -34,7 +34,7 @@ from .._module.registered import (
 from .._module.walk import recipe_of
 from .._torch import foreach, private
 from .._torch.tracing import PLAIN_TYPES, host_can_read, under_transform
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.leaves import is_constant
 
 Method = str | Callable[..., Any] | None
@@ -189,8 +189,8 @@ class Apply:
         if params.keys() != self._param_names or buffers.keys() != self._buffer_names:
             rows = (("params", params, self._param_names), ("buffers", buffers, self._buffer_names))
             faults = [
-                f"{which} has the wrong names: missing {_tree.join_names(sorted(names - {*tree}))};"
-                f" not in the model: {_tree.join_names([str(n) for n in tree if n not in names])}"
+                f"{which} has the wrong names: missing "
+                f"{pytree.join_names(sorted(names - {*tree}))}; not in the model: {pytree.join_names([str(n) for n in tree if n not in names])}"
                 for which, tree, names in rows
                 if tree.keys() != names
             ]
@@ -218,7 +218,7 @@ def _copies(buffers: Tensors, but: Set[str], *, one_by_one: bool = False) -> Ten
     values = buffers.values()
     if one_by_one or but or not buffers or any(map(_requires_grad, values)):
         return {n: b if n in but else b.clone() for n, b in buffers.items()}
-    return dict(zip(buffers, foreach.clone_listed(list(values)), strict=True))
+    return dict(zip(buffers, foreach.clone_off_graph(list(values)), strict=True))
 
 
 def _check_method(method: Any) -> None:
@@ -239,7 +239,7 @@ def _method_of(root: nn.Module, name: str) -> Callable[..., Any]:
     names = [key for key in (*vars(type(root)), *root._modules) if not key.startswith("_")]
     raise TypeError(
         f"method={name!r} is not a method of {type(root).__name__}, which has "
-        f"{_tree.join_names(names)}. Fix: for a method of a part, "
+        f"{pytree.join_names(names)}. Fix: for a method of a part, "
         f"`method=lambda model, *args: model.part.{name}(*args)`."
     )
 

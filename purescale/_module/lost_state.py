@@ -22,8 +22,8 @@ from .._module.registered import MODULE_ATTRIBUTES
 from .._torch import private
 from .._torch.tracing import host_can_read, innermost, is_on_a_graph, under_transform
 from .._tree.leaves import versions
+from .._tree.pytree import join_names
 from .._tree.states import fingerprint, is_plain
-from .._tree.tree import join_names
 
 # ---- what a forward leaves in plain attributes ---------------------------------------------------
 

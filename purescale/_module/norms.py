@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import private
 from .._torch.dtypes import HALF
-from .._tree.tree import cast
+from .._tree.pytree import cast
 
 # For each norm: the positions of the running statistics that it updates in place.
 _NORMS: dict[Callable[..., Any], tuple[tuple[int, str], ...]] = {

@@ -16,7 +16,7 @@ from .._module.norms import NormsIn
 from .._module.registered import Tensors, check_dicts
 from .._torch.dtypes import HALF
 from .._torch.tracing import under_transform
-from .._tree.tree import Tree, cast
+from .._tree.pytree import Tree, cast
 
 _DTYPES = {
     **dict.fromkeys(("float16", "f16", "fp16", "half"), torch.float16),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._torch import dtensor
 from .._torch.tracing import PLAIN_TYPES
-from .._tree import tree as _tree
+from .._tree import pytree
 
 Tensors = dict[str, Tensor]
 
@@ -147,7 +147,8 @@ def state_in_attributes(model: nn.Module, patterns: Sequence[str]) -> tuple[Tens
             raise ValueError(
                 f"state_attributes has {pattern!r}, which matches no tensor of the model; those in "
                 "plain attributes are "
-                f"{_tree.join_names([n for n, t in attributes.items() if isinstance(t, Tensor)])}. "
+                f"{pytree.join_names([n for n, t in attributes.items() if isinstance(t, Tensor)])}"
+                ". "
                 "Likely cause: the first forward makes it, or it is a list or dict, whose elements "
                 f"are {f'{pattern}.*'!r}. Fix: run `model(example_batch)` once before "
                 "make_functional."
@@ -156,7 +157,7 @@ def state_in_attributes(model: nn.Module, patterns: Sequence[str]) -> tuple[Tens
             if not isinstance(attributes[name], Tensor):
                 raise ValueError(
                     f"{name} matches {pattern!r} of state_attributes and is "
-                    f"{_tree.describe_argument(attributes[name])}; expected a tensor. Fix: run "
+                    f"{pytree.describe_argument(attributes[name])}; expected a tensor. Fix: run "
                     "`model(example_batch)` once before make_functional; or keep tensors in a list "
                     "of fixed length, `self.h = [*self.h[1:], x]`, or in a dict, whose elements "
                     f"are {f'{name}.*'!r}; or name less."
@@ -263,7 +264,7 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     if faults:
         raise ValueError(
             "params and buffers do not fit the model, so nothing was copied: "
-            f"{_tree.join_names(faults, 8)}. Likely cause: they belong to another model, are "
+            f"{pytree.join_names(faults, 8)}. Likely cause: they belong to another model, are "
             "stacked over an ensemble, or are incomplete. Fix: `load_into(model, state.params, "
             "state.buffers)` with the model that they were made from."
         )
@@ -309,7 +310,7 @@ def check_dicts(params: Any, buffers: Any) -> None:
             continue  # nearly always
         if not isinstance(tree, dict):
             raise TypeError(
-                f"{which} is {_tree.describe_argument(tree)}; expected the dict of tensors by "
+                f"{which} is {pytree.describe_argument(tree)}; expected the dict of tensors by "
                 "dotted name that make_functional returns. Likely cause: a missing argument. Fix: "
                 "`out, buffers = apply(params, buffers, x)`; a model without buffers takes {}."
             )

@@ -17,8 +17,8 @@ from .._optim.settings import OptimizerSettings, OptimizerSpec, Overrides
 from .._optim.torch_optim import TorchOptimizer
 from .._torch.tracing import innermost, recorded_by_make_fx, traced
 from .._tree.leaves import describe, versions
+from .._tree.pytree import copy_aliased_leaves
 from .._tree.scalars import short_repr
-from .._tree.tree import copy_aliased_leaves
 
 NewSlot = Callable[[Tensor], Tensor]
 

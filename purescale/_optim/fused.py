@@ -106,19 +106,19 @@ class FusedStep:
             return Launches([], in_trace=True)
         dense, indexed = inputs.dense_leaves, inputs.with_indices()
         columns, state = indexed.columns, indexed.opt_state
-        each = self._launches(inputs.param_list, inputs.indices_with_grad, columns, groups)
+        launches = self._launches(inputs.param_list, inputs.indices_with_grad, columns, groups)
         leaves = inputs.all_leaves()[0]
         pairs = [
-            p
-            for x in each
-            for slots in x.slot_indices
-            for p in zip(x.param_indices, slots, strict=True)
+            pair
+            for launch in launches
+            for slots in launch.slot_indices
+            for pair in zip(launch.param_indices, slots, strict=True)
         ]
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _slots_follow_params([(leaves[slot], leaves[n]) for n, slot in pairs])
         iteration = state.iteration if isinstance(state.iteration, int) else None
         leaves_are_ready = is_dense and in_order
-        return Launches(each, traced(), pairs, leaves_are_ready, state.applied, iteration)
+        return Launches(launches, traced(), pairs, leaves_are_ready, state.applied, iteration)
 
     def _launches(
         self,
@@ -187,16 +187,15 @@ class FusedStep:
         """Return parameters and state after the step, unless it is skipped; in eager mode."""
         leaves, structure = inputs.all_leaves()
         if launches.leaves_are_ready:
-            leaves = leaves if in_place else foreach.clone_listed(leaves)
+            leaves = leaves if in_place else foreach.clone_off_graph(leaves)
         else:
             listed = inputs.dense_leaves is not None
             leaves = leaves_to_write(leaves, launches.pairs, listed=listed, in_place=in_place)
         if current is not self._settings.none_current:
             current = current.map(_read_all_but_rate)
         grads, applied = grads.with_one_divisor(), leaves[launches.applied_index]
-        grads_are_ready = launches.leaves_are_ready and inputs.param_list.shares_facts(
-            grads.tensor_list
-        )
+        are_alike = inputs.param_list.shares_facts(grads.tensor_list)
+        grads_are_ready = launches.leaves_are_ready and are_alike
         # Nothing below can fail then. A CUDA graph needs the count at a fixed address.
         increments_first = grads_are_ready and skip is None
         number = applied.add_(1) if increments_first else applied + 1
@@ -313,9 +312,8 @@ class FusedStep:
         steps = [leaves[index] + 1 for index in launch.count_indices]
         if self.kernel.takes_step and not steps:
             steps = [step_by_device[launch.device]]
-        return settings, KernelOperands(
-            params, slots, grads.picked(launch.grad_indices), steps, grads_are_ready
-        )
+        grads = grads.picked(launch.grad_indices)
+        return settings, KernelOperands(params, slots, grads, steps, grads_are_ready)
 
 
 def _slots_follow_params(pairs: list[tuple[Any, Tensor]]) -> bool:

@@ -19,8 +19,8 @@ from .._optim.opt_state import (
 )
 from .._torch.dtypes import on_device
 from .._tree.leaves import describe
+from .._tree.pytree import join_names
 from .._tree.scalars import as_float
-from .._tree.tree import join_names
 
 S = TypeVar("S")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._optim import formulas
 from .._optim.formulas import Settings
 from .._torch import foreach, private
-from .._torch.foreach import have_one_order
+from .._torch.foreach import all_same_memory_order
 from .._torch.operators import define
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read
@@ -158,7 +158,7 @@ def _kernel_divides(operands: KernelOperands) -> bool:
     if not (grads.owned and divisor.dtype is torch.float32 and dtype.itemsize >= 4):
         return False
     return operands.grads_are_ready or (
-        grads.tensor_list.dtypes == {dtype} and have_one_order(grads.tensors, params)
+        grads.tensor_list.dtypes == {dtype} and all_same_memory_order(grads.tensors, params)
     )
 
 
@@ -168,7 +168,7 @@ def _prepare_gradients(operands: KernelOperands) -> Gradients:
     with torch.no_grad():
         grads = operands.grads.unscaled()
         tensors = foreach.cast(grads.tensors, params[0].dtype)
-    if not have_one_order(tensors, params):
+    if not all_same_memory_order(tensors, params):
         tensors = list(map(foreach.laid_out_like, tensors, params))
     return grads._replace(tensor_list=TensorList(tensors))
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.hints import document_fields
-from .._tree.tree import Tree
+from .._tree.pytree import Tree
 
 Tensors = dict[str, Tensor]  # by the dotted name of a parameter
 # By the name of a slot: a list like the parameters, with `()` for one that lacks the slot.
@@ -53,7 +53,7 @@ class OptState(NamedTuple):
 def values_of(columns: Columns) -> list[Tensor]:
     """Return the tensors of all columns, in order."""
     values = [leaf for column in columns.values() for leaf in column]
-    return values if _tree.are_tensors(values) else [v for v in values if isinstance(v, Tensor)]
+    return values if pytree.are_tensors(values) else [v for v in values if isinstance(v, Tensor)]
 
 
 def columns_like(columns: Columns, values: Iterable[Any]) -> Columns:
@@ -82,7 +82,7 @@ def has_counts(opt_state: OptState) -> bool:
 
 def param_names(opt_state: OptState) -> list[str]:
     """Return the dotted names of the parameters of a state whose slots are columns."""
-    return _tree.names(next(iter(opt_state.slots.values())), holes=True)
+    return pytree.names(next(iter(opt_state.slots.values())), holes=True)
 
 
 def is_wrapped(state: Tree) -> bool:
@@ -122,7 +122,7 @@ def opt_states_of(state: Tree) -> list[OptState]:
 def tensors_of(opt_state: OptState) -> list[Tensor]:
     """Return all tensors of a state, tree by tree: Dynamo is slow in nested dicts."""
     trees = [*opt_state.slots.values(), opt_state.counts, opt_state.iteration]
-    leaves = [leaf for tree in trees for leaf in _tree.flatten(tree)[0]]
+    leaves = [leaf for tree in trees for leaf in pytree.flatten(tree)[0]]
     return [opt_state.applied, *leaves, *numbers_of(stored_settings(opt_state))]
 
 
@@ -181,10 +181,10 @@ def after_skip(state: Tree, *, in_place: bool) -> Tree:
     captured CUDA graph needs the count `in_place`.
     """
 
-    def counted(opt_state: OptState, keys: tuple[str, ...]) -> OptState:
+    def count_iteration(opt_state: OptState, keys: tuple[str, ...]) -> OptState:
         iteration = opt_state.iteration
         if not isinstance(iteration, Tensor):
             return opt_state
         return opt_state._replace(iteration=iteration.add_(1) if in_place else iteration + 1)
 
-    return map_opt_states(counted, state)
+    return map_opt_states(count_iteration, state)

@@ -16,11 +16,11 @@ from .._optim.step_inputs import (
 from .._optim.updater import Optimizer, Updater, as_updater, check_optimizer
 from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import TensorList
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.leaves import describe
+from .._tree.pytree import Tree
 from .._tree.select import write_over
-from .._tree.tree import Tree
 
 Label = Callable[[str, Tensor], str]
 
@@ -147,11 +147,11 @@ class PartitionOptimizer(Updater):
             return grads.picked(members)
         number_of = {index: number for number, index in enumerate(inputs.indices_with_grad)}
         tensors = [grads.tensors[number_of[n]] for n in members if n in number_of]
-        origins = [grads.origins[inputs.indices[index]] for index in members]
-        picked = grads._replace(tensor_list=TensorList(tensors), origins=origins)
-        if not any_dtensor(origins):
+        templates = [grads.templates[inputs.indices[index]] for index in members]
+        picked = grads._replace(tensor_list=TensorList(tensors), templates=templates)
+        if not any_dtensor(templates):
             return picked
-        flat = _tree.flatten_once(part.tree(picked.leaves))
+        flat = pytree.flatten_once(part.tree(picked.leaves))
         return grads.with_tensors_of(part.gradients(flat))._replace(owned=False)
 
     def current_settings(self, opt_state: dict[str, Any]) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class PartitionOptimizer(Updater):
         if unused:
             raise ValueError(
                 f"no parameter has the label {unused[0]!r}; the names are: "
-                f"{_tree.join_names(names, 20)}. Fix: correct `label(name, param)`, or leave the "
+                f"{pytree.join_names(names, 20)}. Fix: correct `label(name, param)`, or leave the "
                 "optimizer out."
             )
         return indices_of

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.tensor_list import Cache
 from .._torch.tracing import Situation, current_situation
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.leaves import are_real
 from .._tree.plans import add_plan, find_plan
-from .._tree.tree import FlatTree, Leaves, Tree
+from .._tree.pytree import FlatTree, Leaves, Tree
 
 
 class KnownStep(NamedTuple):
@@ -54,8 +54,8 @@ Check = Callable[[], tuple[list[FlatTree], StepInputs]]
 def plan_step(
     updater: Any, trees: tuple[Tree, ...], check: Check, *, over_grads: bool = False
 ) -> PlannedStep:
-    """Return a step over `trees`: parameters, the state of the optimizer and more; `over_grads`, the
-    third are the gradients. If trees like these were not planned before, `check` and `Updater.plan`
+    """Return a step over `trees`: parameters, the state of the optimizer and more, with `over_grads`
+    the gradients first. If trees like these were not planned before, `check` and `Updater.plan`
     refuse what does not fit.
     """
     situation = current_situation()
@@ -72,7 +72,7 @@ def plan_step(
     # What is refused of parameters that are not dense and real depends on settings of the step.
     is_dense = inputs.dense_leaves is not None and are_real(inputs.param_list.dtypes)
     if plan_key and is_dense:
-        flat_trees = list(map(_tree.flatten_once, trees))
+        flat_trees = list(map(pytree.flatten_once, trees))
         params, _, grads, *_ = flat_trees
         if not over_grads or params.structure == grads.structure:  # the dicts have one order
             _keep(updater, plan_key, flat_trees, inputs.names, plan)

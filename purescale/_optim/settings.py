@@ -35,7 +35,7 @@ from .._optim.schedule import (
 from .._torch import private
 from .._torch.dtypes import on_device
 from .._torch.tracing import constant_while_compiling, traced
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.leaves import describe
 from .._tree.scalars import as_float
 
@@ -208,7 +208,7 @@ class OptimizerSettings:
         if unmatched is not None:
             raise ValueError(
                 f"overrides: {unmatched!r} matches no parameter. The names are: "
-                f"{_tree.join_names(list(names), 20)}. Likely cause: a typing error, or a frozen "
+                f"{pytree.join_names(list(names), 20)}. Likely cause: a typing error, or a frozen "
                 "parameter, which is a buffer. Fix: one of these names, or a glob, '*.bias'."
             )
 

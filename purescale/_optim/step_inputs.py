@@ -25,11 +25,11 @@ from .._optim.opt_state import (
 )
 from .._torch import dtensor, foreach
 from .._torch.tensor_list import Cache, TensorList
-from .._torch.tracing import end_graph, is_unresolved
-from .._tree import tree as _tree
+from .._torch.tracing import is_unresolved, refuse_graph_end
+from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import as_tensor_list
-from .._tree.tree import FlatDict, FlatTree, Leaves, Tree, TreeDef
+from .._tree.pytree import DictDef, FlatTree, Leaves, Tree, TreeDef
 
 
 class Position(NamedTuple):
@@ -71,7 +71,7 @@ class StepInputs(NamedTuple):
         positions: list[Position] | None = None,
     ) -> StepInputs:
         """Return the inputs of a part of a step, over a flat dict of parameters."""
-        of_params = FlatDict(tuple(names)), len(names), range(len(names)), names, params
+        of_params = DictDef(tuple(names)), len(names), range(len(names)), names, params
         return cls(*of_params, indices_with_grad, opt_state, positions=positions)
 
     @classmethod
@@ -133,7 +133,7 @@ class StepInputs(NamedTuple):
         """
         if self.dense_leaves is not None:
             return self.dense_leaves.tensors, self.state_structure
-        leaves, structure = _tree.flatten(self.opt_state)
+        leaves, structure = pytree.flatten(self.opt_state)
         return [*self.params, *leaves], structure
 
     def with_indices(self) -> StepInputs:
@@ -152,7 +152,7 @@ class StepInputs(NamedTuple):
         if dtensor.any_dtensor([*leaves, *params]):
             for index, (leaf, param) in enumerate(zip(leaves, params, strict=True)):
                 if leaf is not None and (reason := dtensor.placement_mismatch(leaf, param)):
-                    raise ValueError(f"{_tree.path(grads.tree, 'grads', index)} {reason}")
+                    raise ValueError(f"{pytree.path(grads.tree, 'grads', index)} {reason}")
         if self.global_trees is not None:
             leaves = list(map(dtensor.redistribute_like, leaves, params))
         return as_gradients(leaves)
@@ -215,7 +215,7 @@ class StepInputs(NamedTuple):
         trees = self.tree(params), opt_state
         if self.global_trees is None:
             return trees
-        return _tree.map(dtensor.from_local_like, self.global_trees, trees)
+        return pytree.map(dtensor.from_local_like, self.global_trees, trees)
 
 
 def leaves_to_write(
@@ -243,8 +243,8 @@ def leaves_to_write(
 def foreign_parameters(in_state: list[str], in_params: list[str]) -> ValueError:
     """Return the error of a state for other parameters."""
     return ValueError(
-        f"opt_state knows the parameters {_tree.join_names(in_state)}, params has "
-        f"{_tree.join_names(in_params)}. Fix: `opt_state = optimizer.init(params)` for these "
+        f"opt_state knows the parameters {pytree.join_names(in_state)}, params has "
+        f"{pytree.join_names(in_params)}. Fix: `opt_state = optimizer.init(params)` for these "
         "params."
     )
 
@@ -256,8 +256,8 @@ def flatten_step(
     naming the leaf, gradients that do not fit `params`.
     """
     flat_params, flat_state = flatten_together([params], opt_state)
-    _tree.check_parameters(flat_params)
-    flat_grads = _tree.gradients_like(flat_params, grads)
+    pytree.check_parameters(flat_params)
+    flat_grads = pytree.gradients_like(flat_params, grads)
     inputs = step_inputs(optimizer, flat_params, flat_state, flat_grads)
     return inputs, inputs.gradients(flat_grads)
 
@@ -273,11 +273,11 @@ def step_inputs(
     dense_off_graph = all([some.dense_off_graph for some in lists])
     grad_leaves = [] if grads is None else grads.leaves
     if not optimizer.differentiable:
-        end_graph()
+        refuse_graph_end()
     if not (optimizer.differentiable or dense_off_graph):
-        _tree.reject_autograd_history(params=params, grads=grads, opt_state=opt_state)
-    names, leaves = _tree.names(params.tree), params.leaves
-    _tree.check_names(names)
+        pytree.reject_autograd_history(params=params, grads=grads, opt_state=opt_state)
+    names, leaves = pytree.names(params.tree), params.leaves
+    pytree.check_names(names)
     if dense_off_graph:
         return StepInputs.of_dense(names, params, opt_state)
     leaves = [  # torch's kernels ignore lazy negation
@@ -292,7 +292,7 @@ def step_inputs(
         _check_shards(optimizer, params.tree, names, leaves, state)
         global_trees = params.structure.unflatten(leaves), state
         shard = functools.partial(dtensor.shard, on_graph=optimizer.differentiable)
-        leaves, state = list(map(shard, leaves)), _tree.map(shard, state)
+        leaves, state = list(map(shard, leaves)), pytree.map(shard, state)
     indices = [index for index, leaf in enumerate(leaves) if leaf is not None]
     indices_with_grad: Sequence[int] = range(len(indices))
     if grads is not None:
@@ -311,7 +311,7 @@ def _check_shards(
     for index, leaf in enumerate(leaves):
         if not dtensor.is_dtensor(leaf):
             continue
-        at = _tree.path(tree, "params", index)
+        at = pytree.path(tree, "params", index)
         if any(placement.is_partial() for placement in leaf.placements):
             raise ValueError(
                 f"{at} has the placements {leaf.placements}: it has a Partial placement, and "
@@ -330,7 +330,7 @@ def _check_shards(
 
 def flatten_together(trees: Sequence[Tree], *opt_states: Tree) -> list[FlatTree]:
     """Flatten each tree and each state of an optimizer."""
-    pairs = [*map(_tree.flatten, trees), *map(_flatten_opt_state, opt_states)]
+    pairs = [*map(pytree.flatten, trees), *map(_flatten_opt_state, opt_states)]
     return [
         FlatTree(tree, leaves, structure, as_tensor_list(leaves))
         for tree, (leaves, structure) in zip((*trees, *opt_states), pairs, strict=True)
@@ -341,12 +341,12 @@ def _flatten_opt_state(opt_state: Tree) -> tuple[Leaves, Any]:
     # Dynamo is slow in nested dicts.
     if torch.compiler.is_dynamo_compiling() and has_columns(opt_state):
         return tensors_of(opt_state), None
-    return _tree.flatten(opt_state)
+    return pytree.flatten(opt_state)
 
 
 def _check_state_placements(opt_state: Tree, params: dict[str, Any]) -> None:
     for key, column in getattr(without_wrappers(opt_state), "slots", {}).items():
-        for name, slot in zip(_tree.names(column), _tree.flatten(column)[0], strict=True):
+        for name, slot in zip(pytree.names(column), pytree.flatten(column)[0], strict=True):
             both = [x for x in (slot, params.get(name)) if dtensor.is_dtensor(x)]
             placed = [(x.device_mesh, x.placements) for x in both]
             if dtensor.is_dtensor(slot) and placed[:1] != placed[1:]:
@@ -359,8 +359,8 @@ def _check_state_placements(opt_state: Tree, params: dict[str, Any]) -> None:
 
 def named_params(params: Tree) -> dict[str, Tensor]:
     """Return the parameters that are not None by dotted name, or refuse a leaf that is not one."""
-    flat, names = _tree.flatten_once(params), _tree.names(params)
-    _tree.check_names(names)
-    _tree.check_parameters(flat)
+    flat, names = pytree.flatten_once(params), pytree.names(params)
+    pytree.check_names(names)
+    pytree.check_parameters(flat)
     pairs = zip(names, flat.leaves, strict=True)
     return {name: leaf for name, leaf in pairs if leaf is not None}

@@ -37,10 +37,10 @@ from .._optim.updater import Updater
 from .._optim.user_class_step import step_of_user_class
 from .._torch import foreach
 from .._torch.tracing import captured, traced
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.leaves import describe
-from .._tree.tree import Tree
+from .._tree.pytree import Tree
 
 
 def from_torch(
@@ -190,7 +190,7 @@ class TorchOptimizer(Updater):
         """Return the state with these slots by parameter, the count of each among them."""
         if self.calls_user_step:
             return opt_state._replace(slots=slots)
-        structure, names = _tree.flatten(params)[1], _tree.names(params)
+        structure, names = pytree.flatten(params)[1], pytree.names(params)
         keys = dict.fromkeys([key for entry in slots.values() for key in entry]) or [NO_SLOTS]
         columns = {key: [slots.get(name, {}).get(key, ()) for name in names] for key in keys}
         return with_columns(opt_state, {k: structure.unflatten(c) for k, c in columns.items()})
@@ -287,7 +287,7 @@ class TorchOptimizer(Updater):
             return slot.to(torch.promote_types(slot.dtype, dtype))
 
         slots = {
-            key: tree if self._slot_layout.is_scalar(key) else _tree.map(widen, tree)
+            key: tree if self._slot_layout.is_scalar(key) else pytree.map(widen, tree)
             for key, tree in opt_state.slots.items()
         }
         return opt_state._replace(slots=slots)

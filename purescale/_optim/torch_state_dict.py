@@ -29,7 +29,7 @@ from .._optim.settings import (
     Table,
 )
 from .._optim.user_class_step import as_tensors, was_python
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.scalars import short_repr, whole
 
 NAME_THEM = (
@@ -70,14 +70,14 @@ def slots_by_parameter(settings: OptimizerSettings, opt_state: OptState) -> dict
     formula = settings.spec.formula
     if formula is None:
         return opt_state.slots
-    names, counts = param_names(opt_state), _tree.flatten(opt_state.counts)[0]
+    names, counts = param_names(opt_state), pytree.flatten(opt_state.counts)[0]
     counts = counts or [opt_state.applied.float()] * len(names)
     slots: dict[str, Tensors] = {name: {} for name in names}
     for name, count in zip(names, counts, strict=True):
         if formula.has_step:
             slots[name][STEP] = count
     for key, tree in opt_state.slots.items():
-        for name, value in zip(_tree.names(tree), _tree.flatten(tree)[0], strict=True):
+        for name, value in zip(pytree.names(tree), pytree.flatten(tree)[0], strict=True):
             slots[name][key] = value
     if formula.makes_buffer_in_first_step:
         slots = {n: slots[n] if count else {} for n, count in zip(names, counts, strict=True)}
@@ -159,7 +159,7 @@ def _fill(like: Any, sd: dict[str, Any], names: Sequence[str]) -> dict[str, Any]
         ]
         if any(settings != own[0] for settings in own):
             raise ValueError(
-                f"like: param_groups[{index}] has {_tree.join_names(members)}, which are in "
+                f"like: param_groups[{index}] has {pytree.join_names(members)}, which are in "
                 "several groups here. Fix: a torch optimizer with the groups of "
                 "`optimizer.to_state_dict(opt_state)`."
             )
@@ -198,7 +198,7 @@ def read_state_dict(
     for name, param in saved_params.items():
         saved = states.get(param.key, {})
         if settings.spec.calls_user_step:
-            slots[name] = _tree.clone(as_tensors(saved, name))
+            slots[name] = pytree.clone(as_tensors(saved, name))
             continue
         if has_step:
             zero = torch.zeros((), dtype=torch.float32, device=fresh.applied.device)
@@ -262,7 +262,7 @@ def _find_parameters(
     kinds = {isinstance(name, str) for name in saved_names}
     if list(map(len, columns)) != sizes or len(set(saved_names)) < len(params) or len(kinds) > 1:
         raise ValueError(
-            f"the state dict has the names {_tree.join_names(list(map(str, saved_names)))} for "
+            f"the state dict has the names {pytree.join_names(list(map(str, saved_names)))} for "
             f"groups of {sizes} parameters. Fix: in `param_names` a name of its own for each."
         )
     if kinds != {True}:
@@ -278,8 +278,8 @@ def _find_parameters(
     missing = [name for name in names if name not in saved_params]
     if missing:
         raise ValueError(
-            f"the state dict has no {_tree.join_names(missing)}; it has "
-            f"{_tree.join_names(list(saved_params))}. Likely cause: the names of a wrapped "
+            f"the state dict has no {pytree.join_names(missing)}; it has "
+            f"{pytree.join_names(list(saved_params))}. Likely cause: the names of a wrapped "
             "model (`module.`, `_orig_mod.`), or another model. Fix: `for group in "
             "sd['param_groups']: group['param_names'] = [name.removeprefix('module.') for name "
             "in group['param_names']]`."

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .._optim.updater import Optimizer
 from .._torch.autocast import outside_autocast
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.hints import document_fields
-from .._tree.tree import Tree
+from .._tree.pytree import Tree
 
 
 def from_transformation(tx: Any) -> TransformationOptimizer:
@@ -68,24 +68,24 @@ class TransformationOptimizer:
 
     def init(self, params: Tree) -> Tree:
         """Return the state of `tx`, in fresh memory."""
-        return _tree.clone(self._init(params))
+        return pytree.clone(self._init(params))
 
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
         """Return parameters and state after one step. `tx` gets None for a gradient that is
         None.
         """
-        flat = _tree.flatten_once(params)
-        _tree.check_parameters(flat)
-        _tree.gradients_like(flat, grads)
+        flat = pytree.flatten_once(params)
+        pytree.check_parameters(flat)
+        pytree.gradients_like(flat, grads)
         if self._params_by_keyword:
             updates, new_state = self._update(grads, opt_state, params=params)
         else:
             updates, new_state = self._update(grads, opt_state, params)
-        stepped = _tree.map(
+        stepped = pytree.map(
             lambda p, u: p.clone() if u is None else (p + u).to(p.dtype), params, updates
         )
-        return stepped, _tree.copy_aliased(new_state, (params, grads, opt_state))
+        return stepped, pytree.copy_aliased(new_state, (params, grads, opt_state))
 
 
 @document_fields
@@ -140,7 +140,7 @@ def to_transformation(optimizer: Optimizer) -> Transformation:
                 "starts. Fix: `updates, state = update(grads, state, params)`."
             )
         new, new_state = optimizer.step(params, grads, state)
-        return _tree.map(_difference, grads, new, params), new_state
+        return pytree.map(_difference, grads, new, params), new_state
 
     return Transformation(optimizer.init, update)
 

@@ -15,12 +15,12 @@ from .._optim.planned import PlannedStep, plan_step_by_hand
 from .._optim.step_inputs import StepInputs
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import is_on_a_graph, traced, under_derivative
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.plans import Plans
-from .._tree.scalars import not_made
+from .._tree.pytree import Tree
+from .._tree.scalars import protocol_violation
 from .._tree.select import select_masked
-from .._tree.tree import Tree
 
 
 class Optimizer(Protocol):
@@ -125,7 +125,7 @@ class Updater:
         """
         if skip is not None and self.may_add_slots:
             if bool(skip):
-                return _tree.clone((inputs.params, after_skip(inputs.opt_state, in_place=False)))
+                return pytree.clone((inputs.params, after_skip(inputs.opt_state, in_place=False)))
             skip = None
         if skip is not None and (
             self.differentiable
@@ -139,7 +139,7 @@ class Updater:
             return new
         old = inputs.params, after_skip(inputs.opt_state, in_place=in_place)
         with self.grad_mode():
-            before, after, structure = _tree.matching_leaves(old, new, "old", "new")
+            before, after, structure = pytree.matching_leaves(old, new, "old", "new")
             if skip is None and not in_place:
                 return new
             flag = False if skip is None else skip
@@ -156,7 +156,7 @@ class Updater:
 
 def check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
     """Refuse an object that is not an optimizer."""
-    if what := not_made(optimizer, "init", "step"):
+    if what := protocol_violation(optimizer, "init", "step"):
         raise TypeError(
             f"{name} is {what}; expected an object with `init` and `step`. Fix: "
             "from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
@@ -194,6 +194,6 @@ class AdaptedOptimizer(Updater):
         with self.grad_mode():
             stepped = self.optimizer.step(*trees)
             before, after = (old[0], stepped[0]) if self.may_add_slots else (old, stepped)
-            _tree.matching_leaves(before, after, "old", "new")
-            params, opt_state = _tree.copy_aliased(stepped, trees)
+            pytree.matching_leaves(before, after, "old", "new")
+            params, opt_state = pytree.copy_aliased(stepped, trees)
             return inputs.leaves(params), opt_state

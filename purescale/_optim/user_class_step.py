@@ -13,7 +13,7 @@ from .._optim.opt_state import OptState, Tensors, read_numbers
 from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
 from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import is_half, wide_dtype
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.leaves import describe
 
 Slots = dict[str, dict[str, Tensor]]  # by parameter
@@ -53,7 +53,7 @@ def step_of_user_class(
         name: {key: _narrow(value, slots[name].get(key)) for key, value in entry.items()}
         for name, entry in new_slots.items()
     }
-    stepped, new_slots = _tree.copy_aliased((stepped, new_slots), ())
+    stepped, new_slots = pytree.copy_aliased((stepped, new_slots), ())
     return stepped, inputs.opt_state._replace(slots=new_slots)
 
 
@@ -68,7 +68,7 @@ def _run(
     """Run the class's `step` on a copy of an optimizer that holds these tensors."""
     optimizer: Any = object.__new__(optimizer_settings.spec.cls)
     # Lists and dicts are copied: a step would change those of later steps.
-    vars(optimizer).update(_tree.map(lambda value: value, vars(optimizer_settings.template)))
+    vars(optimizer).update(pytree.map(lambda value: value, vars(optimizer_settings.template)))
     optimizer.param_groups, optimizer.state = [], defaultdict(dict)
     for group in groups:
         present = [name for name in group.names if name in gradients]

@@ -18,7 +18,7 @@ from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.tracing import innermost
 from .._tree.hints import document_fields
 from .._tree.leaves import stored_values, unsupported_reason
-from .._tree.tree import Tree
+from .._tree.pytree import Tree
 
 WHOLE = "(model)"  # its dotted name in torch is "", which is easily overlooked
 INPUTS = "(inputs)"  # `first` if the outermost module was already given inf or NaN

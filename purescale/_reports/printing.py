@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .._torch.dtypes import widest_float
-from .._tree import tree as _tree
-from .._tree.tree import Tree
+from .._tree import pytree
+from .._tree.pytree import Tree
 
 MAX_LINES = 30
 Row = tuple[Any, ...]  # the name of a leaf and its numbers
@@ -59,7 +59,7 @@ def leaf_names(tree: Tree, whole: str) -> list[str]:
     """Return the dotted name of each leaf, or `whole` for a tree that is one tensor. If two names
     are equal, all have their positions.
     """
-    names = [name or whole for name in _tree.names(tree)]
+    names = [name or whole for name in pytree.names(tree)]
     if len(set(names)) == len(names):
         return names
     return [f"{name} ({index})" for index, name in enumerate(names)]

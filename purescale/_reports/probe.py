@@ -18,11 +18,10 @@ from .._step.value_and_grad import LossFn, ValueAndGrad
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
 from .._torch.tracing import current_situation
-from .._tree import scalars
-from .._tree import tree as _tree
+from .._tree import pytree, scalars
 from .._tree.hints import document_fields
 from .._tree.leaves import dense, stored_values
-from .._tree.tree import Leaves, Tree
+from .._tree.pytree import Leaves, Tree
 
 
 @document_fields
@@ -90,7 +89,7 @@ class ScaleProbe(NamedTuple):
         elif self.starved:
             lines = [
                 f"No safe scale for {len(self.starved)} of {len(self.low)} leaves: "
-                f"{_tree.join_names(self.starved, 20)}. The largest that fits is 2**{self.high}."
+                f"{pytree.join_names(self.starved, 20)}. The largest that fits is 2**{self.high}."
             ]
         else:
             window = self.window
@@ -99,7 +98,7 @@ class ScaleProbe(NamedTuple):
         if self.silent:
             lines.append(
                 "Nothing but zeros at every scale (unused, behind a weight of 0, or too small): "
-                f"{_tree.join_names(self.silent, 20)}."
+                f"{pytree.join_names(self.silent, 20)}."
             )
         return lines
 
@@ -210,12 +209,12 @@ def probe_scales(
     chosen = _exponents(exponents)
     tol = scalars.positive("tol", tol)
     chunk = len(chosen) if chunk_size is None else scalars.whole("chunk_size", chunk_size, least=1)
-    flat = _tree.flatten_once(params)
-    _tree.check_parameters(flat)
-    device = _tree.device_of(*flat[:2], "params")
+    flat = pytree.flatten_once(params)
+    pytree.check_parameters(flat)
+    device = pytree.device_of(*flat[:2], "params")
     one = NoScale().init(device)
     value_and_grad = ValueAndGrad(
-        flat, _tree.flatten_once(buffers), _tree.flatten_once(one), loss_fn, current_situation()
+        flat, pytree.flatten_once(buffers), pytree.flatten_once(one), loss_fn, current_situation()
     )
     if not value_and_grad.present_params:
         raise ValueError(

@@ -18,11 +18,11 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like, full_tensor, shard
 from .._torch.dtypes import widest_float
 from .._torch.tensor_list import TensorList
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.hints import document_fields
 from .._tree.leaves import check_leaf, stored_values
-from .._tree.tree import Leaves, Tree, TreeT
+from .._tree.pytree import Leaves, Tree, TreeT
 from .._wrappers.wrapper import Wrapper
 
 
@@ -133,8 +133,8 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
 
     Source of the rule: effective descent quality, Collage (arXiv 2405.03637).
     """
-    flat = _tree.flatten_once(old)
-    _tree.check_parameters(flat, "old")
+    flat = pytree.flatten_once(old)
+    pytree.check_parameters(flat, "old")
     news, updates = (_leaves_like(flat, name, t) for name, t in (("new", new), ("wanted", wanted)))
     rows = {}
     with torch.no_grad():
@@ -149,12 +149,12 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
     return UpdateReport(rows)
 
 
-def _leaves_like(old: _tree.FlatTree, name: str, tree: Tree) -> Leaves:
-    leaves = _tree.leaves_like(name, tree, "old", old.tree, old.structure)
+def _leaves_like(old: pytree.FlatTree, name: str, tree: Tree) -> Leaves:
+    leaves = pytree.leaves_like(name, tree, "old", old.tree, old.structure)
     for index, (leaf, before) in enumerate(zip(leaves, old.leaves, strict=True)):
         if leaf is None and (name == "wanted" or before is None):
             continue
-        at = _tree.path(old.tree, name, index)
+        at = pytree.path(old.tree, name, index)
         check_leaf(leaf, at, "parameter")
         if before is None or leaf.shape != before.shape or leaf.device != before.device:
             beside = "None" if before is None else f"{tuple(before.shape)} on {before.device}"
@@ -301,4 +301,4 @@ def _wide_state(optimizer: Any, inputs: StepInputs) -> Tree:
     opt_state = inputs.opt_state
     if isinstance(optimizer, TorchOptimizer):
         return optimizer.widened(opt_state, widest_float(opt_state.applied.device))
-    return _tree.map(_wide, opt_state)
+    return pytree.map(_wide, opt_state)

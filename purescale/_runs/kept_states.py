@@ -11,9 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .._checkpoint import load, save
-from .._tree import scalars
-from .._tree import tree as _tree
-from .._tree.tree import Tree
+from .._tree import pytree, scalars
+from .._tree.pytree import Tree
 
 
 class Moment(NamedTuple):
@@ -81,7 +80,7 @@ class KeptStates:
         if self._directory is not None:
             save(self._file(index), moment)
         else:
-            self._kept[index] = Moment(_tree.clone(moment.state), moment.generators)
+            self._kept[index] = Moment(pytree.clone(moment.state), moment.generators)
 
     def pop(self, index: int) -> Moment:
         """Return a moment and forget it."""

@@ -21,12 +21,11 @@ from .._step.retry import Generators, backed_off
 from .._torch.dtypes import wide_dtype
 from .._torch.progress import progress_bar
 from .._torch.tracing import GraphEndError, refuse_in_a_trace, traced, whole_graph
-from .._tree import scalars
-from .._tree import tree as _tree
+from .._tree import pytree, scalars
 from .._tree.hints import document_fields
 from .._tree.leaves import versions
+from .._tree.pytree import Leaves, Tree
 from .._tree.states import fingerprint, is_plain
-from .._tree.tree import Leaves, Tree
 
 Step = Callable[..., tuple[Tree, Tree]]
 # The buffers of a batch norm. It has no derivative with respect to them, and the run none through
@@ -60,8 +59,8 @@ class Floats(NamedTuple):
 
     @classmethod
     def of(cls, tree: Tree) -> Floats:
-        leaves, structure = _tree.flatten(tree)
-        names = [".".join(keys).rpartition(".") for keys in _tree.keys(tree)]
+        leaves, structure = pytree.flatten(tree)
+        names = [".".join(keys).rpartition(".") for keys in pytree.keys(tree)]
         norms = {module for module, _, name in names if name == _COUNT}
         places = [
             place
@@ -74,12 +73,12 @@ class Floats(NamedTuple):
 
     def values(self, tree: Tree) -> Leaves:
         """Return the floating leaves of a tree of this structure."""
-        leaves = _tree.flatten(tree)[0]
+        leaves = pytree.flatten(tree)[0]
         return [leaves[place] for place in self.places]
 
     def replaced(self, tree: Tree, values: Sequence[Any]) -> Tree:
         """Return a tree of this structure with other floating leaves."""
-        leaves = _tree.flatten(tree)[0]
+        leaves = pytree.flatten(tree)[0]
         for place, value in zip(self.places, values, strict=True):
             leaves[place] = value
         return self.structure.unflatten(leaves)
@@ -185,7 +184,7 @@ def vjp_through(
     _check(step, items, rule)
     number = len(items)
     steps, slots = plan(number, every, folder is not None)
-    first, wrt = _tree.clone(state), _tree.clone(wrt)
+    first, wrt = pytree.clone(state), pytree.clone(wrt)
     rule = NoScale() if rule is None else rule
     forms = Floats.of(first), Floats.of(wrt)
     takes_wrt = not (isinstance(wrt, tuple) and not wrt)
@@ -226,7 +225,7 @@ def vjp_through(
 
 def _device(state: Tree) -> torch.device:
     """Return the device whose generator the steps draw from."""
-    devices = [leaf.device for leaf in _tree.tensors(state)]
+    devices = [leaf.device for leaf in pytree.tensors(state)]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
@@ -265,27 +264,27 @@ class _Run(NamedTuple):
                 kept.keep(index, Moment(state, self.generators.states()))
             new, info = self._step(state, index)
             if not index:
-                _tree.matching_leaves(state, new, "state", "the state that the step returned")
+                pytree.matching_leaves(state, new, "state", "the state that the step returned")
             flags.append(getattr(info, "found_inf", False))
             state = new
         return state, _read(flags)
 
     def _step(self, state: Tree, index: int) -> tuple[Tree, Any]:
         args = _Arguments(state, self.items[index], self.wrt)
-        leaves = _tree.flatten(args)[0]
+        leaves = pytree.flatten(args)[0]
         before = versions(leaves)
         new, info = pair_of(self.call(*args))
         for place, (old, version) in enumerate(zip(before, versions(leaves), strict=True)):
             if version != old:
-                path = _tree.path(args, "", place).removeprefix(".")
+                path = pytree.path(args, "", place).removeprefix(".")
                 raise RuntimeError(
                     f"step {index} overwrote {path}, which a replay needs again. Likely cause: "
                     "`donate=True` in train_step; an operator in place. Fix: a step that does not "
                     "donate; `x = x * 2` for `x *= 2`."
                 )
         # What the step closes over may require a gradient, and would keep the graphs of all steps.
-        if any(leaf.requires_grad for leaf in _tree.tensors(new)):
-            new = _tree.map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, new)
+        if any(leaf.requires_grad for leaf in pytree.tensors(new)):
+            new = pytree.map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, new)
         return new, info
 
     def backwards(self, start: int, stop: int, moment: Moment, slots: int) -> Iterator[Moment]:
@@ -311,8 +310,8 @@ class _Run(NamedTuple):
         """Refuse a step whose last call, made again, gives another state."""
         self.generators.restore(before.generators)
         again, _ = self._step(before.state, len(self.items) - 1)
-        leaves = _tree.flatten(final)[0], _tree.flatten(again)[0]
-        for path, old, new in zip(_tree.paths(final, "state"), *leaves, strict=True):
+        leaves = pytree.flatten(final)[0], pytree.flatten(again)[0]
+        for path, old, new in zip(pytree.paths(final, "state"), *leaves, strict=True):
             if is_plain(old) and fingerprint(old) != fingerprint(new):
                 raise RuntimeError(
                     f"the last step, made again, gave another {path}. Likely cause: a step that "
@@ -339,15 +338,15 @@ def _check_skipped(
 ) -> None:
     """Refuse a skipped step that has moved what a derivative goes through."""
     rows = floats.places, floats.values(before), floats.values(after), cotangents
-    keys = _tree.keys(before)
+    keys = pytree.keys(before)
     for place, old, new, cotangent in zip(*rows, strict=True):
         if torch.equal(old, new) or "scaler" in keys[place]:  # a derivative by a scale is rounding
             continue
         if bool((cotangent != 0).any()):
             raise ValueError(
-                f"step {index} was skipped, and moved {_tree.path(before, 'state', place)}. Likely "
-                "cause: an average that follows a skipped step. Fix: `select(info.found_inf, old, "
-                "new)`."
+                f"step {index} was skipped, and moved {pytree.path(before, 'state', place)}. "
+                "Likely cause: an average that follows a skipped step. Fix: `select(info.found_inf, "
+                "old, new)`."
             )
 
 
@@ -385,7 +384,7 @@ def _cotangents_of(tree: Tree, final: Tree, floats: Floats, likes: Leaves) -> Le
         if isinstance(leaf, tuple) and not leaf:
             leaf = torch.zeros_like(like)
         elif not (isinstance(leaf, Tensor) and leaf.shape == like.shape):
-            path = _tree.path(final, "cotangent", place)
+            path = pytree.path(final, "cotangent", place)
             raise _no_cotangent(path, leaf, f"a tensor of shape {tuple(like.shape)}, or () for 0")
         cotangents.append(leaf)
     return cotangents

@@ -15,8 +15,8 @@ from .._step.microbatches import MicrobatchWeights
 from .._step.start import Start
 from .._step.train_state import StepOptions
 from .._torch import dtensor
-from .._tree import tree as _tree
-from .._tree.tree import Tree
+from .._tree import pytree
+from .._tree.pytree import Tree
 
 # A step's start, its options, and the weights of its microbatches.
 Prepared: TypeAlias = tuple[Start, StepOptions, MicrobatchWeights]
@@ -74,9 +74,9 @@ def _fields(name: str, tree: Tree) -> Iterator[tuple[str, Tree]]:
 
 def _refuse_dtensors(trees: dict[str, Tree]) -> None:
     for name, tree in trees.items():
-        for index, leaf in enumerate(_tree.flatten(tree)[0]):
+        for index, leaf in enumerate(pytree.flatten(tree)[0]):
             if dtensor.is_dtensor(leaf):
-                at = _tree.path(tree, f"state.{name}", index)
+                at = pytree.path(tree, f"state.{name}", index)
                 mesh = mesh_sizes(leaf.device_mesh)
                 raise ValueError(
                     f"{at} is a DTensor, {leaf.placements} over a mesh of {mesh}; with a group "
@@ -84,7 +84,7 @@ def _refuse_dtensors(trees: dict[str, Tree]) -> None:
                     "is reduced over its own mesh."
                 )
             if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
-                at = _tree.path(tree, f"state.{name}", index)
+                at = pytree.path(tree, f"state.{name}", index)
                 raise ValueError(
                     f"{at} is {leaf.layout}; ranks average dense tensors only. Fix: "
                     "`buffer.to_dense()`, or let loss_fn close over a tensor that no step changes."

@@ -16,9 +16,9 @@ from .._step.retry import Attempt
 from .._step.start import Start
 from .._step.train_state import FlatState, StepOptions, TrainState
 from .._torch import foreach
-from .._tree import tree as _tree
+from .._tree import pytree
+from .._tree.pytree import FlatTree, Leaves, Tree
 from .._tree.select import select, select_masked, write_over_leaves
-from .._tree.tree import FlatTree, Leaves, Tree
 
 _requires_grad = operator.attrgetter("requires_grad")
 
@@ -46,7 +46,7 @@ def advance(
     guard: Leaves = []
     if isinstance(decision.rejected, Tensor):
         names = "state.guard", "the state that the guard returned"
-        old, new, _ = _tree.matching_leaves(flat_state.guard, guard_state, *names)
+        old, new, _ = pytree.matching_leaves(flat_state.guard, guard_state, *names)
         guard = select_masked(decision.skip & ~decision.rejected, old, new)
     scaler = _next_scaler(options, flat_state.scaler, attempt, decision)
     step = flat_state.step + (1 if decision.known_applied else ~decision.skip)
@@ -81,7 +81,7 @@ def assemble(
         scaler=flat_state.scaler.structure.unflatten(scaler),
         step=step,
         rng=rng,
-        guard=_tree.flatten(flat_state.guard)[1].unflatten(guard) if guard else flat_state.guard,
+        guard=pytree.flatten(flat_state.guard)[1].unflatten(guard) if guard else flat_state.guard,
     )
 
 
@@ -91,7 +91,7 @@ def _write_over_start(start: Start, new: Leaves) -> Leaves:
     """
     if not start.planned.inputs.are_writable or any(map(_requires_grad, new)):
         return write_over_leaves(start.control_leaves, new)
-    foreach.copy_listed_(start.control_leaves, new)
+    foreach.copy_off_graph_(start.control_leaves, new)
     return start.control_leaves
 
 
@@ -114,13 +114,13 @@ def _next_scaler(
         new = list(updated)
     else:
         names = "state.scaler", "the state that the rule returned"
-        new = _tree.matching_leaves(before.tree, updated, *names, flat=before)[1]
+        new = pytree.matching_leaves(before.tree, updated, *names, flat=before)[1]
     if decision.only_overflow_skips:  # no mask is needed, but a rule may return its arguments
-        arguments = _tree.tensors([*before.leaves, found_inf, amax])
-        return new if is_unaliased else _tree.copy_aliased_leaves(new, arguments)
+        arguments = pytree.tensors([*before.leaves, found_inf, amax])
+        return new if is_unaliased else pytree.copy_aliased_leaves(new, arguments)
     # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard. A
     # lower scale at which a retry was finite is kept too.
-    old = before.leaves if scaler is before.tree else _tree.flatten(scaler)[0]
+    old = before.leaves if scaler is before.tree else pytree.flatten(scaler)[0]
     return select_masked(decision.skip & ~overflow, old, new)
 
 
@@ -150,10 +150,10 @@ def _next_buffers(before: FlatTree, new: Leaves, decision: Decision, *, in_place
     if not old:
         return []
     if not are_dense or any(map(_requires_grad, old)):
-        old = [_tree.off_graph(t) if getattr(t, "requires_grad", False) else t for t in old]
+        old = [pytree.off_graph(t) if getattr(t, "requires_grad", False) else t for t in old]
     if not (are_dense and decision.known_applied):
         return select_masked(decision.skip, old, new, in_place=in_place)
     if not in_place:
         return foreach.clone(new)
-    foreach.copy_listed_(old, new)  # each in memory of its own, or the old one itself
+    foreach.copy_off_graph_(old, new)  # each in memory of its own, or the old one itself
     return old

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._torch import donation, private
-from .._tree.tree import Leaves
+from .._tree.pytree import Leaves
 
 _grad = operator.attrgetter("grad")
 

@@ -21,7 +21,7 @@ from .._torch.donation import (
 )
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_on_a_graph
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.leaves import is_constant
 
@@ -43,7 +43,7 @@ def memory_of_step(
     """
     flat_state, inputs = start.flat_state, start.planned.inputs
     donate = options.donate and not _on_graph(options.optimizer, inputs)
-    batch = _tree.all_tensors(list(microbatches))
+    batch = pytree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
     if donate and inputs.are_writable:
         pointers = [storage_pointers(start.planned.leaves), storage_pointers(read_only)]
@@ -96,6 +96,6 @@ def _replaced(inputs: StepInputs) -> TensorList:
     """Return the tensors of this rank that a step replaces: parameters and state."""
     if inputs.dense_leaves is not None:
         return inputs.dense_leaves
-    leaves = [*inputs.params, *_tree.flatten(inputs.opt_state)[0]]
+    leaves = [*inputs.params, *pytree.flatten(inputs.opt_state)[0]]
     shards = [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
     return TensorList(shards)

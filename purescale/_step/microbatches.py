@@ -46,12 +46,12 @@ from .._torch.foreach import weighted_sum
 from .._torch.private import listops
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import Situation, is_on_a_graph, refuse_in_capture, under_derivative
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import versions
+from .._tree.pytree import Leaves, Tree
 from .._tree.scalars import as_floats
 from .._tree.select import select_masked
-from .._tree.tree import Leaves, Tree
 
 
 class MicrobatchWeights(NamedTuple):
@@ -149,8 +149,8 @@ class WindowMean:
             sums, scale = self.accum.grads, None
         elif sums is None:
             sums = as_gradients(self.grad_fn.zeros()).tensors
-        origins, dense_real = self.grad_fn.params.leaves, self.grad_fn.dense_real
-        return Gradients(TensorList(sums), origins, dense_real, scale, owned=self.owned)
+        templates, dense_real = self.grad_fn.params.leaves, self.grad_fn.dense_real
+        return Gradients(TensorList(sums), templates, dense_real, scale, owned=self.owned)
 
     # ---- sent to the other ranks ----
 
@@ -218,7 +218,7 @@ def accumulate_microbatches(
     """
     params, buffers, scaler = flat_state.params, flat_state.buffers, flat_state.scaler
     differentiable = options.optimizer.differentiable and is_on_a_graph(
-        _tree.all_tensors([params.leaves, buffers.leaves, scaler.leaves, microbatches])
+        pytree.all_tensors([params.leaves, buffers.leaves, scaler.leaves, microbatches])
     )
     grad_fn = ValueAndGrad(
         *(params, buffers, scaler, options.loss_fn, situation, memory.storages),
@@ -323,7 +323,7 @@ def _microbatch_of(make: Callable[[], Any], grad_fn: ValueAndGrad, memory: Argum
     microbatch = make()
     if grad_fn.storages is not None and memory.storages is not None:
         # What a loss returns must not share its memory: a function may keep what it has made.
-        pointers = storage_pointers(_tree.all_tensors(microbatch))
+        pointers = storage_pointers(pytree.all_tensors(microbatch))
         grad_fn.storages = {*memory.storages, *pointers}
     return microbatch
 
@@ -406,7 +406,7 @@ def accumulate_with_pooled_statistics(
         )
 
     # The statistics travel with the buffers, so that a dropped microbatch leaves both unchanged.
-    buffers_and_stats = _tree.flatten_once((buffers.tree, init_bn_stats(buffers.tree)))
+    buffers_and_stats = pytree.flatten_once((buffers.tree, init_bn_stats(buffers.tree)))
     flat_state = flat_state._replace(buffers=buffers_and_stats)
     options_with_stats = options._replace(loss_fn=loss_and_stats)
     window = accumulate_microbatches(
@@ -418,4 +418,4 @@ def accumulate_with_pooled_statistics(
     if options.group is not None:
         stats, momentum_of = reduce_stats_and_momenta(stats, momenta, options.group)
     updated = update_running_stats(carried, stats, momentum_of)
-    return window._replace(buffers=_tree.flatten(updated)[0])
+    return window._replace(buffers=pytree.flatten(updated)[0])

@@ -17,11 +17,11 @@ from .._optim.updater import Optimizer, as_updater
 from .._step.decide import decide
 from .._step.memory import MayWrite, memory_by_hand
 from .._torch.autocast import outside_autocast
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.hints import document_fields, hint_keywords
 from .._tree.poison import donates
-from .._tree.tree import StateT, Tree, TreeT
+from .._tree.pytree import StateT, Tree, TreeT
 
 
 @document_fields
@@ -90,7 +90,7 @@ def maybe_step(
     updater = as_updater(optimizer)
     planned, gradients = plan_step_by_hand(updater, params, grads, opt_state)
     inputs = planned.inputs
-    skip = _tree.flag(found_inf, like=next(iter(inputs.params), None))
+    skip = pytree.as_flag(found_inf, like=next(iter(inputs.params), None))
     may_write = memory_by_hand(updater, inputs, gradients, [skip]) if donate else MayWrite()
     return updater.run_step(planned, gradients, skip, in_place=may_write.params_and_state)
 
@@ -164,15 +164,15 @@ def unscale_and_step(
     scale = scaler.scale
 
     def check_gradients(grads: Gradients) -> None:
-        check_scale(scale, params, grads.origins, "grads", grads.tensor_list)
+        check_scale(scale, params, grads.templates, "grads", grads.tensor_list)
         if clip.clip_value is not None:
-            check_ordered(params, grads.origins, "grads")
+            check_ordered(params, grads.templates, "grads")
 
     trees = params, scaled_grads, opt_state
     planned, grads = plan_step_by_hand(updater, *trees, scaler, check_gradients=check_gradients)
     inputs, may_write = planned.inputs, MayWrite()
     if donate:
-        of_scaler = planned.trees[-1].leaves if planned.was_found else _tree.tensors(scaler)
+        of_scaler = planned.trees[-1].leaves if planned.was_found else pytree.tensors(scaler)
         read_only = [*of_scaler, *clip.tensor_bounds]
         may_write = memory_by_hand(updater, inputs, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.

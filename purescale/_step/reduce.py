@@ -15,7 +15,7 @@ from .._step.train_state import FlatState
 from .._step.window_result import WindowResult
 from .._torch.dtypes import wide_dtype
 from .._tree.gradients import as_gradients
-from .._tree.tree import Leaves
+from .._tree.pytree import Leaves
 
 
 def reduce_window(window: WindowResult, flat_state: FlatState) -> WindowResult:

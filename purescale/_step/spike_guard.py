@@ -12,7 +12,7 @@ from torch import Tensor
 from .._torch.dtypes import widest_float
 from .._tree import scalars
 from .._tree.hints import document_fields
-from .._tree.tree import Tree, counted
+from .._tree.pytree import Tree, increment
 
 State = TypeVar("State")
 
@@ -156,7 +156,7 @@ class SpikeGuard:
         new += [_forgotten(stats, gives_in) for stats in learnt[len(pairs) :]]
         # A step whose gradients are all 0 moves nothing, so it must not end the row.
         ends = gives_in | (learn & (pairs[-1][1] != 0))
-        rejections = torch.where(ends, 0, counted(rejections, bad))
+        rejections = torch.where(ends, 0, increment(rejections, bad))
         return SpikeState(new[0], new[1], rejections), bad
 
     def _is_spike(self, stats: SpikeStats, value: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class SpikeGuard:
         return SpikeStats(
             torch.where(learn, mean, stats.mean),
             torch.where(learn, variance, stats.variance),
-            counted(stats.num_steps, learn),
+            increment(stats.num_steps, learn),
         )
 
 
@@ -232,7 +232,7 @@ def check_guard(state: Any, max_rejections: int) -> None:
 
 def check_is_guard(guard: Any) -> None:
     """Refuse an object that is not a guard."""
-    if what := scalars.not_made(guard, "init", "update"):
+    if what := scalars.protocol_violation(guard, "init", "update"):
         raise TypeError(
             f"guard is {what}; expected an object with `init(device)` and `update(state, loss, "
             "grad_norm)`. Fix: SpikeGuard(), or None; docs/recipes.md has a guard of your own."

@@ -13,8 +13,8 @@ from .._loss_scale.scaling import check_scale
 from .._optim.planned import PlannedStep, plan_step
 from .._optim.step_inputs import StepInputs, flatten_together, step_inputs
 from .._step.train_state import FlatState, StepOptions, TrainState
-from .._tree import tree as _tree
-from .._tree.tree import FlatTree
+from .._tree import pytree
+from .._tree.pytree import FlatTree
 
 
 class Start(NamedTuple):
@@ -34,14 +34,14 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
         params, buffers, scaler, opt_state = flatten_together(trees, state.opt_state)
         _check(state, options, params)
         inputs = step_inputs(optimizer, params, opt_state)
-        return [params, opt_state, buffers, scaler, _tree.flatten_once(control)], inputs
+        return [params, opt_state, buffers, scaler, pytree.flatten_once(control)], inputs
 
     trees = state.params, state.opt_state, state.buffers, state.scaler, control
     planned = plan_step(optimizer, trees, check)
     params, opt_state, buffers, scaler, flat_control = planned.trees
     control_leaves = [*scaler.leaves, *flat_control.leaves]
     if not planned.was_found:
-        control_leaves = _tree.all_tensors(control_leaves)
+        control_leaves = pytree.all_tensors(control_leaves)
     flat_state = TrainState(params, buffers, opt_state, scaler, *control)
     return Start(flat_state, control_leaves, planned)
 
@@ -50,7 +50,7 @@ def _check(state: TrainState, options: StepOptions, params: FlatTree) -> None:
     """Refuse parameters of the wrong kind, on another device than the scale, or without order where
     they are clipped by value.
     """
-    _tree.check_parameters(params, "state.params")
+    pytree.check_parameters(params, "state.params")
     leaves, scale = params.leaves, state.scaler.scale
     check_scale(scale, state.params, leaves, "state.params", params.tensor_list)
     if options.clip.clip_value is not None:

@@ -17,11 +17,11 @@ from .._step.spike_guard import Guard, check_is_guard
 from .._step.value_and_grad import LossFn
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.hints import document_fields, hint_attributes
+from .._tree.pytree import FlatTree, StateT, Tree, TreeT
 from .._tree.scalars import is_whole, short_repr
 from .._tree.states import stacked
-from .._tree.tree import FlatTree, StateT, Tree, TreeT
 
 
 @document_fields
@@ -98,7 +98,7 @@ def init_train_state(
     check_rule(rule)
     if guard is not None:
         check_is_guard(guard)
-    weights = _tree.tensors(params)
+    weights = pytree.tensors(params)
     if not weights:
         raise ValueError(
             f"params has no tensor: {params!r}. Fix: `apply, params, "
@@ -109,11 +109,11 @@ def init_train_state(
             f"rng must be the state of a generator, a uint8 tensor, got {type(rng).__name__}. "
             f"Fix: rng=torch.Generator({weights[0].device.type!r}).manual_seed(0).get_state()."
         )
-    _tree.reject_autograd_history(params=params, buffers=buffers)
+    pytree.reject_autograd_history(params=params, buffers=buffers)
     device = weights[0].device
     return TrainState(
-        params=_tree.clone(params),
-        buffers=_tree.clone(buffers),
+        params=pytree.clone(params),
+        buffers=pytree.clone(buffers),
         opt_state=optimizer.init(params),
         scaler=rule.init(device),
         step=torch.zeros((), dtype=torch.int64, device=device),

@@ -42,7 +42,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree.hints import hint_keywords
 from .._tree.poison import donates
-from .._tree.tree import FlatTree, StateT, TreeT
+from .._tree.pytree import FlatTree, StateT, TreeT
 
 
 @hint_keywords

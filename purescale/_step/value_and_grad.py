@@ -17,13 +17,19 @@ from .._step.backward import gradients_of, independent_loss, send_gradients, wit
 from .._torch import donation, dtensor, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
-from .._torch.tracing import Situation, current_situation, end_graph, recorded_by_make_fx, traced
-from .._tree import tree as _tree
+from .._torch.tracing import (
+    Situation,
+    current_situation,
+    recorded_by_make_fx,
+    refuse_graph_end,
+    traced,
+)
+from .._tree import pytree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import are_dense_real, versions
 from .._tree.plans import Plans, add_plan, find_plan
+from .._tree.pytree import FlatTree, Leaves, Tree
 from .._tree.scalars import short_repr
-from .._tree.tree import FlatTree, Leaves, Tree
 
 
 class LossFn(Protocol):
@@ -116,7 +122,7 @@ def _value_and_grad(
 ) -> tuple[Any, Tree]:
     situation = current_situation()
     flat_params, flat_buffers, flat_scaler = _flatten(params, buffers, scaler, situation)
-    batch = _tree.all_tensors(microbatch)
+    batch = pytree.all_tensors(microbatch)
     arguments = [*flat_params.leaves, *flat_buffers.leaves, *flat_scaler.leaves, *batch]
     memory = donation.ArgumentMemory.of(donation.pointers_of_each([arguments]), batch)
     before = versions(memory.microbatches)
@@ -138,18 +144,18 @@ def _flatten(
     trees = params, buffers, () if scaler is None else scaler
     if situation and (known := find_plan(_plans, situation, trees)):
         return known.trees
-    flat_trees = list(map(_tree.flatten_once, trees))
+    flat_trees = list(map(pytree.flatten_once, trees))
     flat_params, flat_buffers, flat_scaler = flat_trees
     if all([leaf is None for leaf in flat_params.leaves]):
         raise ValueError(
             f"params has no tensor: {short_repr(params)}. Fix: `apply, params, buffers = "
             "make_functional(model)`."
         )
-    _tree.check_parameters(flat_params)
-    _tree.reject_autograd_history(params=flat_params, buffers=flat_buffers)
+    pytree.check_parameters(flat_params)
+    pytree.reject_autograd_history(params=flat_params, buffers=flat_buffers)
     if scaler is None:
-        device = _tree.device_of(params, flat_params.leaves, "params")
-        flat_scaler = _tree.flatten_once(NoScale().init(device))
+        device = pytree.device_of(params, flat_params.leaves, "params")
+        flat_scaler = pytree.flatten_once(NoScale().init(device))
     scale = getattr(flat_scaler.tree, "scale", None)
     if not isinstance(scale, Tensor) or scale.ndim:
         raise TypeError(
@@ -208,7 +214,7 @@ class ValueAndGrad:
         # make_fx does not see that a subclass is made, and would take parameters for constants.
         self.is_recorded = situation is not None and situation.recorded
         if situation is None and self.owns_gradients:
-            end_graph()
+            refuse_graph_end()
             self.is_recorded = recorded_by_make_fx()
         self.storages = storages if self.owns_gradients else None
         if not is_dense:
@@ -229,7 +235,7 @@ class ValueAndGrad:
 
     def names(self) -> list[str]:
         """Return the dotted names of the parameters that are tensors."""
-        names = _tree.names(self.params.tree)
+        names = pytree.names(self.params.tree)
         return [names[index] for index in self.indices]
 
     def _leaves(self, tensors: list[Any]) -> Leaves:
@@ -296,14 +302,14 @@ class ValueAndGrad:
 
     def _result(self, grads: Leaves, outputs: tuple[Tensor, Leaves, list[Any]]) -> MicrobatchResult:
         storages = self.storages
-        detached = _tree.detach_unaliased([outputs[0], *outputs[1]], storages)
+        detached = pytree.detach_unaliased([outputs[0], *outputs[1]], storages)
         loss, *buffers = detached
         aux = outputs[2]
         if aux:
-            leaves, structure = _tree.flatten(aux)
+            leaves, structure = pytree.flatten(aux)
             if storages is not None:
                 storages = {*storages, *donation.storage_pointers(detached)}
-            aux = structure.unflatten(_tree.detach_unaliased(leaves, storages))
+            aux = structure.unflatten(pytree.detach_unaliased(leaves, storages))
         if grads and not self.are_all_present:
             grads = self._leaves(grads)
         return MicrobatchResult(grads, loss, buffers, aux)
@@ -348,7 +354,7 @@ class ValueAndGrad:
                 "steps."
             )
         raise RuntimeError(
-            f"loss_fn wrote into {_tree.path(self.buffers.tree, 'buffers', of_buffer)}; a step "
+            f"loss_fn wrote into {pytree.path(self.buffers.tree, 'buffers', of_buffer)}; a step "
             "must not change its arguments. Fix: return a new tensor, `{**buffers, 'mean': 0.9 * "
             "buffers['mean'] + 0.1 * x}`."
         )
@@ -376,7 +382,7 @@ class ValueAndGrad:
         if alike is None:
             check_container(new_buffers, self.buffers.tree)
             names = "buffers", "new_buffers", _ONE_SHAPE
-            alike = _tree.matching_leaves(
+            alike = pytree.matching_leaves(
                 *(self.buffers.tree, new_buffers, *names), flat=self.buffers
             )[1]
         wide = wide_loss(loss, self.scale)
@@ -419,8 +425,8 @@ def check_container(new_buffers: Any, buffers: Tree) -> None:
     if not fits:
         raise ValueError(
             "new_buffers does not match buffers: loss_fn returned "
-            f"{_tree.describe_argument(new_buffers)} where the new buffers belong, "
-            f"{_tree.describe_argument(buffers)}. Fix: `return loss, new_buffers, "
+            f"{pytree.describe_argument(new_buffers)} where the new buffers belong, "
+            f"{pytree.describe_argument(buffers)}. Fix: `return loss, new_buffers, "
             "aux`, or `return loss, buffers, aux`."
         )
 
@@ -456,9 +462,9 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def _normal_tensors(leaves: Leaves) -> Leaves:
     """Replace tensors made under inference_mode by copies that autograd accepts."""
-    if _tree.are_tensors(leaves) and not any(map(Tensor.is_inference, leaves)):
+    if pytree.are_tensors(leaves) and not any(map(Tensor.is_inference, leaves)):
         return leaves
-    return [_tree.as_normal_tensor(leaf) for leaf in leaves]
+    return [pytree.as_normal_tensor(leaf) for leaf in leaves]
 
 
 def _written(leaves: Leaves, before: list[int]) -> int:

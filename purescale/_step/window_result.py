@@ -16,7 +16,7 @@ from .._grads.accumulate import is_weight
 from .._step.train_state import StepOptions
 from .._torch.dtypes import widest_float
 from .._tree.gradients import Gradients
-from .._tree.tree import Leaves
+from .._tree.pytree import Leaves
 
 
 class WindowResult(NamedTuple):

@@ -20,14 +20,14 @@ from .._torch.private import listops
 from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 
 
-def lists_are_right(tensors: Sequence[Tensor]) -> bool:
+def can_use_foreach(tensors: Sequence[Tensor]) -> bool:
     """Return True if list operators may make a pass over these tensors. Transforms and graphs of
     torch.autograd have no rules for them, and a compiler fuses plain ones better.
     """
     return not (traced() or is_on_a_graph(tensors))
 
 
-def is_launch_bound(tensor: Tensor) -> bool:
+def is_on_accelerator(tensor: Tensor) -> bool:
     """Return True if every operator on `tensor` has a launch cost, however small it is."""
     return not tensor.is_cpu
 
@@ -63,7 +63,7 @@ def same_memory_order(a: Tensor, b: Tensor) -> bool:
     return a.is_contiguous() and b.is_contiguous()
 
 
-def have_one_order(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+def all_same_memory_order(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Return True if `same_memory_order` of each two tensors."""
     if are_contiguous(some) and are_contiguous(others):
         return True
@@ -89,12 +89,12 @@ def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return `[t.detach().clone() for t in tensors]`."""
     if traced():
         return [tensor.detach().clone() for tensor in tensors]
-    return clone_listed([t.detach() if t.requires_grad else t for t in tensors])
+    return clone_off_graph([t.detach() if t.requires_grad else t for t in tensors])
 
 
-def clone_listed(tensors: Sequence[Tensor]) -> list[Tensor]:
+def clone_off_graph(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return `[t.clone() for t in tensors]` for tensors off every graph, outside of a trace."""
-    if tensors and not is_launch_bound(tensors[0]):
+    if tensors and not is_on_accelerator(tensors[0]):
         return list(private.clone_list(list(tensors)))
     copies = list(tensors)
     for indices in by_kind(tensors):
@@ -112,10 +112,10 @@ def copy_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         return
     targets = [target.detach() if target.requires_grad else target for target in targets]
     tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
-    copy_listed_(targets, tensors)
+    copy_off_graph_(targets, tensors)
 
 
-def copy_listed_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+def copy_off_graph_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Call `copy_` for tensors off every graph, outside of a trace."""
     if targets and targets[0].is_cpu:
         listops.copy_(targets, tensors)
@@ -186,7 +186,7 @@ def _with_operand(
     if not tensors:
         return []
     # List operators have no derivative with respect to the operand.
-    if not lists_are_right([*tensors, operand]):
+    if not can_use_foreach([*tensors, operand]):
         results = [_in_own_dtype(plain, tensor, operand) for tensor in tensors]
         if in_place and torch.compiler.is_compiling():
             return [old.copy_(new) for old, new in zip(tensors, results, strict=True)]
@@ -215,9 +215,9 @@ def clamp(
 ) -> list[Tensor]:
     """Clamp each tensor to plus and minus `bound`; NaN stays NaN."""
     operand = [bound] if isinstance(bound, Tensor) else []
-    if not lists_are_right([*tensors, *operand]):
+    if not can_use_foreach([*tensors, *operand]):
         return [_clamped(tensor, bound) for tensor in tensors]
-    if not tensors or operand or not is_launch_bound(tensors[0]):  # lists take bounds as numbers
+    if not tensors or operand or not is_on_accelerator(tensors[0]):  # lists take bounds as numbers
         return [_clamped(tensor, bound, in_place=in_place) for tensor in tensors]
     results = list(tensors)
     for indices in by_kind(tensors):
@@ -260,7 +260,7 @@ def cast(
     pairs = list(zip(tensors, dtypes, strict=True))
     if not tensors or all(tensor.dtype is dtype for tensor, dtype in pairs):
         return list(tensors)
-    if not (lists_are_right(tensors) and is_launch_bound(tensors[0])):
+    if not (can_use_foreach(tensors) and is_on_accelerator(tensors[0])):
         return [saturating(t, dtype) if bounded else t.to(dtype) for t, dtype in pairs]
     results = list(tensors)
     kinds: dict[Any, list[int]] = {}
@@ -350,7 +350,7 @@ def where(
         if not skip:
             overwrite(old, new)
         return list(old)
-    if not (lists_are_right([*old, *new]) and all(map(is_launch_bound, old))):
+    if not (can_use_foreach([*old, *new]) and all(map(is_on_accelerator, old))):
         # All are selected before any is written, because a new value may alias an old one.
         chosen = [torch.where(skip, a, b) for a, b in zip(old, new, strict=True)]
         return [a.copy_(c) for a, c in zip(old, chosen, strict=True)] if in_place else chosen

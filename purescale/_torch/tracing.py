@@ -6,7 +6,7 @@ under_derivative      a transform that differentiates;  is_differentiated: throu
 recorded_by_make_fx   operators go into a graph of make_fx, whose code is that of eager mode
 is_on_a_graph         torch.autograd records operators on these tensors
 may_be_opaque         one operator may stand for a pass over many tensors, in a graph
-whole_graph           a graph of torch.autograd must not end;  end_graph: where it would
+whole_graph           a graph of torch.autograd must not end;  refuse_graph_end: where it would
 current_situation     where an eager call runs, asked once; None where each call plans anew
 captured              inside of a function of `capture`, whose operators may be replayed
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
@@ -165,7 +165,7 @@ def whole_graph() -> Iterator[None]:
         _wholly_recorded.reset(token)
 
 
-def end_graph() -> None:
+def refuse_graph_end() -> None:
     """Say that the results of what follows are on no graph of torch.autograd."""
     if not traced() and _wholly_recorded.get() and torch.is_grad_enabled():
         raise GraphEndError

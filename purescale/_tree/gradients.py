@@ -26,8 +26,8 @@ class Gradients(NamedTuple):
     """
 
     tensor_list: TensorList  # of the tensors
-    origins: Sequence[Any]  # leaves in the form of the results, with None; no Partial placement
-    dense_real: bool  # True if the origins are dense and real, so that tensors are leaves
+    templates: Sequence[Any]  # leaves in the form of the results, with None; no Partial placement
+    dense_real: bool  # True if the templates are dense and real, so that tensors are leaves
     divisor: Tensor | None = None  # the scale of the loss, by which they are still multiplied
     owned: bool = False  # nobody else can see their memory, so it may be overwritten
     # of clipping, in the widest dtype of the device; a float where the host knows it
@@ -41,7 +41,7 @@ class Gradients(NamedTuple):
     @property
     def are_sharded(self) -> bool:
         """True if one of them is the shard of a DTensor."""
-        return not self.dense_real and dtensor.any_dtensor(self.origins)
+        return not self.dense_real and dtensor.any_dtensor(self.templates)
 
     @property
     def pending(self) -> tuple[Any, ...]:
@@ -69,8 +69,8 @@ class Gradients(NamedTuple):
             return list(results)
         remaining = iter(results)
         return [
-            None if origin is None else _in_form_of(origin, next(remaining))
-            for origin in self.origins
+            None if template is None else _in_form_of(template, next(remaining))
+            for template in self.templates
         ]
 
     def picked(self, indices: Sequence[int]) -> Gradients:
@@ -78,16 +78,16 @@ class Gradients(NamedTuple):
         tensor_list = self.tensor_list.picked(indices)
         if tensor_list is self.tensor_list:
             return self
-        origins = tensor_list.tensors
+        templates = tensor_list.tensors
         if not self.dense_real:
-            present_origins = self.present_origins
-            origins = [present_origins[index] for index in indices]
-        return self._replace(tensor_list=tensor_list, origins=origins)
+            present_templates = self.present_templates
+            templates = [present_templates[index] for index in indices]
+        return self._replace(tensor_list=tensor_list, templates=templates)
 
     def with_tensors_of(self, other: Gradients) -> Gradients:
         """Return other tensors, such as parts of these, with the same pending operations."""
         return self._replace(
-            tensor_list=other.tensor_list, origins=other.origins, dense_real=other.dense_real
+            tensor_list=other.tensor_list, templates=other.templates, dense_real=other.dense_real
         )
 
     def unscaled(self, *, wide: bool = False) -> Gradients:
@@ -166,9 +166,9 @@ class Gradients(NamedTuple):
         return self.restore(self.tensors)
 
     @property
-    def present_origins(self) -> list[Any]:
+    def present_templates(self) -> list[Any]:
         """The leaf that each tensor stands for."""
-        return [origin for origin in self.origins if origin is not None]
+        return [template for template in self.templates if template is not None]
 
 
 def as_gradients(
@@ -185,9 +185,9 @@ def as_gradients(
         return Gradients(TensorList(list(leaves), params.cache), leaves, True, divisor, owned)
     if are_dense_real(leaves):
         return Gradients(TensorList(list(leaves)), leaves, True, divisor, owned)
-    origins = [dtensor.reduce_partial(leaf) for leaf in leaves]
-    tensors = [as_dense_real(dtensor.shard(leaf)) for leaf in origins if leaf is not None]
-    return Gradients(TensorList(tensors), origins, False, divisor, owned)
+    templates = [dtensor.reduce_partial(leaf) for leaf in leaves]
+    tensors = [as_dense_real(dtensor.shard(leaf)) for leaf in templates if leaf is not None]
+    return Gradients(TensorList(tensors), templates, False, divisor, owned)
 
 
 def _in_form_of(like: Tensor, result: Tensor) -> Tensor:

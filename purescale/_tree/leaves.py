@@ -87,7 +87,7 @@ def versions(leaves: Collection[Any]) -> list[int]:
 # ---- which leaves are supported ------------------------------------------------------------------
 
 
-def unusual(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
+def leaves_to_check(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
     """Return the leaves that need a check of their own, with their indices."""
     if are_dense_real(leaves) and are_real({leaf.dtype for leaf in leaves}):
         return []
@@ -144,7 +144,7 @@ def check_leaf(leaf: Any, at: str, what: str) -> None:
         raise TypeError(f"{at} {reason}")
 
 
-def elsewhere(device: torch.device) -> str:
+def device_hint(device: torch.device) -> str:
     """Return why a leaf may be on another device than the rest, and the fix."""
     if device.type == "meta":
         return (
@@ -268,7 +268,7 @@ def mismatch_error(a: Any, b: Any, at: str, other: str, reason: str) -> Exceptio
         if a.device != b.device:
             return ValueError(
                 f"{at} is on {a.device}, but on {b.device} in {other}. {reason} "
-                f"{elsewhere(b.device)}"
+                f"{device_hint(b.device)}"
             )
         cure = f"`.to({a.dtype})` what was computed in another dtype"
         if a.shape != b.shape:

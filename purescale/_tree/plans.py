@@ -12,7 +12,7 @@ from torch import Tensor
 from .._torch import private
 from .._torch.tensor_list import Cache, TensorList, are_comparable, list_guard
 from .._torch.tracing import Situation
-from .._tree.tree import FlatTree, Leaves, Tree, flatten, is_of_builtins
+from .._tree.pytree import FlatTree, Leaves, Tree, flatten, is_of_builtins
 
 PlanT = TypeVar("PlanT")
 

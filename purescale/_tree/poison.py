@@ -16,8 +16,8 @@ from .._torch import dtensor
 from .._torch.donation import can_write_each
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import traced
-from .._tree import tree as _tree
-from .._tree.tree import Tree
+from .._tree import pytree
+from .._tree.pytree import Tree
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,8 +64,8 @@ def poison(donated: Tree, others: Tree) -> None:
     """Fill the tensors that were donated, except those that share memory with `others`, or with
     each other, and those that a step would not write into.
     """
-    shards = [dtensor.shard(leaf, on_graph=False) for leaf in _tree.all_tensors(donated)]
-    others = [dtensor.shard(leaf, on_graph=False) for leaf in _tree.all_tensors(others)]
+    shards = [dtensor.shard(leaf, on_graph=False) for leaf in pytree.all_tensors(donated)]
+    others = [dtensor.shard(leaf, on_graph=False) for leaf in pytree.all_tensors(others)]
     with torch.no_grad():
         writable = can_write_each([TensorList([shard]) for shard in shards], others)
         for shard, is_writable in zip(shards, writable, strict=True):

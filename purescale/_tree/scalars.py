@@ -163,7 +163,7 @@ def _no_number(name: str, value: Any, kind: type[int] | type[float]) -> TypeErro
     )
 
 
-def not_made(value: Any, *methods: str) -> str:
+def protocol_violation(value: Any, *methods: str) -> str:
     """Return a description of `value` if it is a class or lacks one of these methods, else ""."""
     if isinstance(value, type):
         return f"the class {value.__name__}"

@@ -11,10 +11,10 @@ from torch import Tensor
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import Situation, current_situation, is_on_a_graph, traced
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.leaves import are_dense_real, as_tensor_list, is_constant
 from .._tree.plans import Plans, add_plan, find_plan
-from .._tree.tree import Leaves, Tree, TreeT
+from .._tree.pytree import Leaves, Tree, TreeT
 
 
 @outside_autocast()
@@ -51,13 +51,13 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     if situation and situation.host_reads and (known := find_plan(_plans, situation, arguments)):
         _, before, after = known.trees
         chosen = before if found_inf else after
-        return before.structure.unflatten(foreach.clone_listed(chosen.leaves))
+        return before.structure.unflatten(foreach.clone_off_graph(chosen.leaves))
     if _is_flag(new) and not _is_flag(old):
         raise TypeError(
             "new is a flag and old is not. Likely cause: `select(old, new, found_inf)`. Fix: "
             "`select(found_inf, old, new)`, as torch.where."
         )
-    leaves, others, structure = _tree.matching_leaves(old, new, "old", "new")
+    leaves, others, structure = pytree.matching_leaves(old, new, "old", "new")
     if situation and situation.host_reads:
         _keep_plan(situation, arguments, leaves, others)
     return structure.unflatten(select_masked(found_inf, leaves, others))
@@ -73,7 +73,7 @@ def _keep_plan(situation: Situation, arguments: tuple[Tree, ...], old: Leaves, n
     tensors = as_tensor_list([arguments[0], *old, *new])
     if not tensors.dense_off_graph or tensors.any_requires_grad or not tensors.are_on_cpu:
         return
-    trees = list(map(_tree.flatten_once, arguments))
+    trees = list(map(pytree.flatten_once, arguments))
     if all(map(operator.is_, trees[2].leaves, new)):
         add_plan(_plans, situation, trees, None)
 
@@ -109,7 +109,7 @@ def _chosen(
     # torch refuses in-place writes to a leaf that requires grad
     if any([leaf.requires_grad for leaf in old]) and not (traced() or is_on_a_graph([*old, *new])):
         old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
-    flag = _tree.flag(skip, like=old[0] if old else None)
+    flag = pytree.as_flag(skip, like=old[0] if old else None)
     return foreach.where(flag, old, new, in_place=in_place)
 
 
@@ -118,7 +118,7 @@ def write_over(old: Tree, new: Tree) -> Tree:
     guarantees that nothing else shares their memory: a captured step is replayed over the memory
     that it was captured with.
     """
-    leaves, structure = _tree.flatten(old)
+    leaves, structure = pytree.flatten(old)
     return structure.unflatten(write_over_leaves(leaves, structure.flatten_up_to(new)))
 
 

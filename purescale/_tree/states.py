@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from .._torch.dtypes import on_device, wide_dtype
-from .._tree import scalars
-from .._tree import tree as _tree
+from .._tree import pytree, scalars
 from .._tree.leaves import describe, same_metadata
-from .._tree.tree import Leaves, Tree, TreeT
+from .._tree.pytree import Leaves, Tree, TreeT
 
 # ---- many states as one --------------------------------------------------------------------------
 
@@ -65,15 +64,15 @@ def stacked(name: str, trees: list[Tree], cause: str) -> Tree:
         raise ValueError(
             f"{name} is an empty list; expected at least one to stack. Fix: `[state]`."
         )
-    first, structure = _tree.flatten(trees[0])
+    first, structure = pytree.flatten(trees[0])
     rows = [
-        _tree.leaves_like(f"{name}[{index}]", tree, f"{name}[0]", trees[0], structure)
+        pytree.leaves_like(f"{name}[{index}]", tree, f"{name}[0]", trees[0], structure)
         for index, tree in enumerate(trees)
     ]
     for index, row in enumerate(rows):
         for position, (leaf, like) in enumerate(zip(row, first, strict=True)):
             if not same_metadata(leaf, like):
-                at = _tree.path(trees[0], f"{name}[{index}]", position)
+                at = pytree.path(trees[0], f"{name}[{index}]", position)
                 raise ValueError(
                     f"{at} is {_with_device(leaf)}, but {_with_device(like)} in {name}[0]. {cause}"
                 )
@@ -114,7 +113,7 @@ def member(states: TreeT, i: int | Tensor) -> TreeT:
         >>> member(states, 1)
         {'w': tensor([3., 4.])}
     """
-    leaves, structure = _tree.flatten(states)
+    leaves, structure = pytree.flatten(states)
     cause = (
         "Likely cause: one tree, or trees stacked in another way. Fix: what `stack_states` "
         "returned, or a step of it under `torch.vmap`."
@@ -157,7 +156,7 @@ def num_members(states: Tree, leaves: Leaves, name: str, cause: str) -> int:
             continue
         others = "[n, ...]" if size is None else f"[{size}, ...], as the tensors before it"
         raise ValueError(
-            f"{_tree.path(states, name, position)} has shape {tuple(leaf.shape)}; expected "
+            f"{pytree.path(states, name, position)} has shape {tuple(leaf.shape)}; expected "
             f"{others}. {cause}"
         )
     if size is None:
@@ -195,12 +194,12 @@ def ema(old: TreeT, new: TreeT, decay: float | Tensor) -> TreeT:
     Source of the rule: torch.optim.swa_utils.get_ema_multi_avg_fn, which writes into the average.
     """
     decay = _check_decay(decay)
-    leaves, structure = _tree.flatten(old)
-    others = _tree.leaves_like("new", new, "old", old, structure)
+    leaves, structure = pytree.flatten(old)
+    others = pytree.leaves_like("new", new, "old", old, structure)
     for position, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if not _have_average(a, b):
             raise ValueError(
-                f"{_tree.path(old, 'new', position)} is {_with_device(b)}, but {_with_device(a)} "
+                f"{pytree.path(old, 'new', position)} is {_with_device(b)}, but {_with_device(a)} "
                 "in old; expected dense tensors of one shape, device and kind of number. Likely "
                 "cause: the average of another model. Fix: start with a copy, `clone(params)`."
             )
@@ -287,14 +286,14 @@ def fingerprint(state: Tree) -> Tensor:
 
     Source of the rule: multilinear hashing (Carter and Wegman 1979), with fixed multipliers.
     """
-    leaves = _tree.flatten(state)[0]
+    leaves = pytree.flatten(state)[0]
     total = None
     for index, leaf in enumerate(leaves):
         if leaf is None:
             continue
         if not is_plain(leaf):
             raise TypeError(
-                f"{_tree.path(state, 'state', index)} is {describe(leaf)}; a fingerprint is of "
+                f"{pytree.path(state, 'state', index)} is {describe(leaf)}; a fingerprint is of "
                 "dense tensors. Fix: `.to_dense()`, `torch.tensor(...)` for a number."
             )
         number = _of_leaf(leaf, index)

@@ -17,10 +17,10 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import is_half, saturating
 from .._torch.tracing import host_can_read, traced
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.hints import document_fields
 from .._tree.leaves import describe
-from .._tree.tree import Leaves, Tree, TreeT
+from .._tree.pytree import Leaves, Tree, TreeT
 from .._wrappers.schedule_free import ScheduleFreeState
 from .._wrappers.wrapper import Piece, Wrapper, checked_state, leaves_by_param, on_shards
 
@@ -114,10 +114,10 @@ def master_weights(params: TreeT, opt_state: MasterState) -> TreeT:
         {'w': tensor([1., 1.])}
     """
     state = masters_within(opt_state)
-    leaves, structure = _tree.flatten(params)
+    leaves, structure = pytree.flatten(params)
     parts = map(masters_within, state.values()) if isinstance(state, dict) else ()
     if any(isinstance(part, MasterState) for part in parts):
-        return structure.unflatten(_of_parts(_tree.names(params), leaves, state))
+        return structure.unflatten(_of_parts(pytree.names(params), leaves, state))
     rest = _rest_of(params, state)
     masters = []
     for leaf, other in zip(leaves, rest, strict=True):
@@ -149,7 +149,7 @@ def _of_parts(names: Sequence[str], leaves: Leaves, states: Mapping[str, Any]) -
         if isinstance(state, MasterState):
             of_part = {name: named.get(name) for name in state.rest}
             masters.update(master_weights(of_part, state))
-    return [masters[name] if name in masters else _tree.clone(named[name]) for name in names]
+    return [masters[name] if name in masters else pytree.clone(named[name]) for name in names]
 
 
 @outside_autocast()
@@ -178,7 +178,7 @@ def split_masters(masters: TreeT) -> tuple[TreeT, TreeT]:
         >>> params["w"].tolist(), rest["w"].tolist()
         ([1.0, 1.0], [0, 8389])
     """
-    leaves, structure = _tree.flatten(masters)
+    leaves, structure = pytree.flatten(masters)
     pairs: list[tuple[Any, Any]] = []
     for index, leaf in enumerate(leaves):
         if leaf is None:
@@ -186,7 +186,7 @@ def split_masters(masters: TreeT) -> tuple[TreeT, TreeT]:
             continue
         if not isinstance(leaf, Tensor) or leaf.dtype is not torch.float32:
             raise TypeError(
-                f"{_tree.path(masters, 'masters', index)} is {describe(leaf)}; a master is "
+                f"{pytree.path(masters, 'masters', index)} is {describe(leaf)}; a master is "
                 "float32. Fix: `.float()`, or leave it out."
             )
         pairs.append(_split(leaf))
@@ -214,8 +214,8 @@ def join_masters(params: TreeT, rest: Tree) -> TreeT:
         >>> join_masters(*split_masters(weights))
         {'w': tensor([1.0000, 1.0010])}
     """
-    leaves, structure = _tree.flatten(params)
-    others = _tree.leaves_like("rest", rest, "params", params, structure)
+    leaves, structure = pytree.flatten(params)
+    others = pytree.leaves_like("rest", rest, "params", params, structure)
     masters: Leaves = []
     for index, (leaf, low) in enumerate(zip(leaves, others, strict=True)):
         if leaf is None and low is None:
@@ -223,7 +223,7 @@ def join_masters(params: TreeT, rest: Tree) -> TreeT:
             continue
         if getattr(leaf, "dtype", None) is not torch.bfloat16 or not _is_rest_of(leaf, low):
             raise TypeError(
-                f"{_tree.path(params, 'params', index)} is {describe(leaf)}, rest there "
+                f"{pytree.path(params, 'params', index)} is {describe(leaf)}, rest there "
                 f"{describe(low)}; expected bfloat16 and int16 of one shape. Fix: what "
                 "`split_masters` returned, or `master_weights(params, opt_state)` for a state with "
                 "other dtypes."
@@ -306,7 +306,7 @@ class MasterOptimizer(Wrapper):
 
     def init(self, params: Tree) -> MasterState:
         """Return the state before the first step. Masters are the parameters."""
-        leaves, structure = _tree.flatten(params)
+        leaves, structure = pytree.flatten(params)
         wide = [leaf.detach().float() if is_half(leaf) else leaf for leaf in leaves]
         rest = structure.unflatten(list(map(_first_rest, leaves)))
         return MasterState(self.optimizer.init(structure.unflatten(wide)), rest)

@@ -11,11 +11,11 @@ from .._optim.step_inputs import StepInputs
 from .._optim.updater import Optimizer
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype, widest_float
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.hints import document_fields
 from .._tree.leaves import same_metadata
+from .._tree.pytree import Leaves, Tree, TreeT
 from .._tree.scalars import real
-from .._tree.tree import Leaves, Tree, TreeT
 from .._wrappers.wrapper import Piece, Wrapper, checked_state, leaves_by_param
 
 
@@ -94,10 +94,10 @@ class ScheduleFreeOptimizer(Wrapper):
 
     def init(self, params: Tree) -> ScheduleFreeState:
         """Return the state before the first step, at which x, y and z are the parameters."""
-        device = next((leaf.device for leaf in _tree.tensors(params)), torch.device("cpu"))
+        device = next((leaf.device for leaf in pytree.tensors(params)), torch.device("cpu"))
         return ScheduleFreeState(
             self.optimizer.init(params),
-            _tree.clone(params),
+            pytree.clone(params),
             torch.zeros((), dtype=torch.int64, device=device),
             torch.full((), self._beta, dtype=widest_float(device), device=device),
         )
@@ -172,7 +172,7 @@ def averaged(params: TreeT, opt_state: ScheduleFreeState) -> TreeT:
 
     Source of the rule: Defazio et al. (2024); `schedule_free_eval_params` of optax.contrib.
     """
-    leaves, structure = _tree.flatten(params)
+    leaves, structure = pytree.flatten(params)
     iterate = _iterate_of(params, opt_state)
     return structure.unflatten(
         [

@@ -15,8 +15,8 @@ from .._optim.updater import Optimizer
 from .._torch import foreach
 from .._torch.dtypes import HALF, nearest_on_bits
 from .._torch.tracing import constant_while_compiling
-from .._tree import tree as _tree
-from .._tree.tree import Leaves, Tree
+from .._tree import pytree
+from .._tree.pytree import Leaves, Tree
 from .._wrappers.wrapper import Piece, Wrapper, stand_ins
 
 DTYPES = (*HALF, torch.float32)
@@ -113,7 +113,7 @@ class StateDtypeOptimizer(Wrapper):
             keys = sorted({key for key, _ in paths})
             raise ValueError(
                 f"dtypes: {pattern!r} matches nothing that is cast in the state of "
-                f"{self.optimizer!r}. It has the slots: {_tree.join_names(keys, 20)}."
+                f"{self.optimizer!r}. It has the slots: {pytree.join_names(keys, 20)}."
             )
         return _with_slots(state, _cast(slots, stored))
 
@@ -212,8 +212,8 @@ def _paths_and_slots(state: Tree) -> tuple[list[tuple[str, str]], Leaves]:
     paths, slots = [], []
     for opt_state in opt_states_of(state):
         for key, tree in opt_state.slots.items():
-            paths += [(key, name) for name in _tree.names(tree)]
-            slots += _tree.flatten(tree)[0]
+            paths += [(key, name) for name in pytree.names(tree)]
+            slots += pytree.flatten(tree)[0]
     return paths, slots
 
 
@@ -223,7 +223,8 @@ def _with_slots(state: Tree, slots: Leaves) -> Tree:
         return state._replace(inner=_with_slots(state.inner, slots))
     remaining = iter(slots)
     return map_opt_states(
-        lambda each, _: each._replace(slots=_tree.map(lambda _: next(remaining), each.slots)), state
+        lambda each, _: each._replace(slots=pytree.map(lambda _: next(remaining), each.slots)),
+        state,
     )
 
 

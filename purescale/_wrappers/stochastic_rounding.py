@@ -16,11 +16,11 @@ from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import HALF, is_half, rounded_on_bits, send_once
 from .._torch.tracing import traced
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.hints import document_fields
 from .._tree.leaves import unsupported_reason
+from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import whole
-from .._tree.tree import Tree, TreeT
 from .._wrappers.wrapper import Piece, Wrapper, checked_state, on_shards
 
 
@@ -65,7 +65,7 @@ def stochastic_round(
             f"stochastic_round rounds to torch.bfloat16 or torch.float16, got dtype={dtype!r}. "
             "Fix: `stochastic_round(tree, torch.bfloat16, seed=0)`."
         )
-    leaves, structure = _tree.flatten(tree)
+    leaves, structure = pytree.flatten(tree)
     dice = Dice.of(_seed(seed), _count(step), len(leaves))
     results = []
     for index, leaf in enumerate(leaves):
@@ -74,7 +74,7 @@ def stochastic_round(
         elif not leaf.is_floating_point():
             results.append(leaf.clone())
         elif reason := unsupported_reason(leaf):
-            raise TypeError(f"{_tree.path(tree, 'tree', index)} {reason}")
+            raise TypeError(f"{pytree.path(tree, 'tree', index)} {reason}")
         else:
             position = Position(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
             rounded = functools.partial(_rounded, dtype=dtype, dice=dice, position=position)
@@ -172,7 +172,7 @@ def _rounded(x: Tensor, dtype: torch.dtype, dice: Dice, position: Position) -> T
     if x.dtype is dtype:
         return x.clone()
     numbers = _element_indices(x, position)
-    if traced() or foreach.is_launch_bound(x) or x.numel() <= _BLOCK or not x.is_contiguous():
+    if traced() or foreach.is_on_accelerator(x) or x.numel() <= _BLOCK or not x.is_contiguous():
         dropped = dice.roll(numbers, position.leaf).reshape(x.shape)
         return _up_or_down(x, dropped, dtype)
     result = torch.empty_like(x, dtype=dtype)
@@ -273,8 +273,8 @@ class RoundingOptimizer(Wrapper):
 
     def init(self, params: Tree) -> RoundingState:
         """Return the state before the first step."""
-        wide = _tree.map(lambda p: p.float() if is_half(p) else p, params)
-        device = next((p.device for p in _tree.tensors(params)), None)
+        wide = pytree.map(lambda p: p.float() if is_half(p) else p, params)
+        device = next((p.device for p in pytree.tensors(params)), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
         return RoundingState(self.optimizer.init(wide), applied)
 
@@ -336,7 +336,7 @@ def _indices_of_small(
     kinds: dict[Any, list[int]] = {}
     for index in halves:
         new = params[index]
-        small = foreach.is_launch_bound(new) or new.numel() <= _SMALL
+        small = foreach.is_on_accelerator(new) or new.numel() <= _SMALL
         if small and positions[index].dtensor is None and new.is_contiguous():
             kinds.setdefault((new.device, new.dtype, old[index].dtype), []).append(index)
     return [indices for indices in kinds.values() if len(indices) > 1]

@@ -15,11 +15,11 @@ from .._torch import dtensor, foreach
 from .._torch.dtypes import is_half, wide_dtype
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_differentiated, traced
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import describe
+from .._tree.pytree import Leaves, Tree
 from .._tree.select import select_masked, write_over
-from .._tree.tree import Leaves, Tree
 
 # The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,
 # depending on class and wrapper: at most 64 MiB in all. On an accelerator, where a launch takes the
@@ -162,7 +162,7 @@ class Wrapper(Updater):
         if traced():
             unscaled = grads.unscaled(wide=self.wide_grads)
             new, chosen = self._step_decoded(inputs, unscaled, step_of(plan[0]))
-            before, after, structure = _tree.matching_leaves(old, new, "old", "new")
+            before, after, structure = pytree.matching_leaves(old, new, "old", "new")
             done = set(map(id, chosen))
             leaves = [
                 b if id(b) in done else select_masked(flag, [a], [b])[0]
@@ -178,10 +178,10 @@ class Wrapper(Updater):
                 if piece.cut is not None:
                     of_piece = _piece_of(inputs, piece.cut, last=piece is plan[-1])
                     grads_of_piece = _grads_of(inputs, grads, piece.cut)
-                leaves = _tree.flatten((of_piece.params, of_piece.opt_state))[0]
+                leaves = pytree.flatten((of_piece.params, of_piece.opt_state))[0]
                 unscaled = grads_of_piece.unscaled(wide=self.wide_grads)
                 stepped = self._step_decoded(of_piece, unscaled, step_of(piece))[0]
-                results = _tree.flatten(stepped)[0]
+                results = pytree.flatten(stepped)[0]
                 pairs = [(a, b) for a, b in zip(leaves, results, strict=True) if a is not b]
                 select_masked(flag, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
         new = inputs.params, inputs.opt_state
@@ -194,11 +194,11 @@ class Wrapper(Updater):
         and the leaves of what that returned.
         """
         if self.rounds and traced():
-            leaves = _tree.flatten((inputs.params, inputs.opt_state))[0]
+            leaves = pytree.flatten((inputs.params, inputs.opt_state))[0]
             self._reject_derivatives([*leaves, *grads.tensors])
         with self.grad_mode():
             stepped = step(self.decode(inputs), grads)
-            return self.encode(inputs, *stepped), _tree.flatten(stepped)[0]
+            return self.encode(inputs, *stepped), pytree.flatten(stepped)[0]
 
     def _reject_derivatives(self, leaves: Sequence[Any]) -> None:
         """Refuse a derivative through rounding, which would come out as zeros."""
@@ -229,13 +229,13 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
     elements, or a part of a larger one.
     """
     params = inputs.params
-    launch_bound = any(map(foreach.is_launch_bound, params))
+    launch_bound = any(map(foreach.is_on_accelerator, params))
     size = 8 * PIECE_NUMEL if launch_bound else PIECE_NUMEL
     cuts: list[Cut] = [{}]
     if sum(map(Tensor.numel, params)) <= size:
         return cuts
     # A part of a tensor in another memory order would be a copy, and writes into it lost.
-    cut_leaves &= all([leaf.is_contiguous() for leaf in _tree.tensors(inputs.opt_state)])
+    cut_leaves &= all([leaf.is_contiguous() for leaf in pytree.tensors(inputs.opt_state)])
     room = size
     for index, leaf in enumerate(params):
         count = max(leaf.numel(), 1)
@@ -299,13 +299,13 @@ def _cut_state(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree
         elif field in BY_PARAM and value != ():
             fields[field] = part(value)
         else:
-            fields[field] = value if last else _tree.clone(value)
+            fields[field] = value if last else pytree.clone(value)
     return type(state)(**fields)
 
 
 def _off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
     """Return the inputs with parameters and state that may be overwritten."""
-    leaves, structure = _tree.flatten((inputs.params, inputs.opt_state))
+    leaves, structure = pytree.flatten((inputs.params, inputs.opt_state))
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
     remaining = iter(foreach.clone(tensors) if copy else tensors)
     leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -354,7 +354,7 @@ def leaves_by_param(
     """Return the leaves of a field of a state in the order of the parameters. Refuse a state of
     other parameters: one whose leaf does not `fit` its parameter.
     """
-    leaves, structure = _tree.flatten(params)
+    leaves, structure = pytree.flatten(params)
     try:
         values: Leaves = structure.flatten_up_to(getattr(state, field))
     except (ValueError, KeyError):
@@ -365,7 +365,7 @@ def leaves_by_param(
     for index, (param, value) in enumerate(zip(leaves, values, strict=True)):
         if not fits(param, value):
             raise TypeError(
-                f"{_tree.path(params, 'params', index)} is {describe(param)}, opt_state.{field} "
+                f"{pytree.path(params, 'params', index)} is {describe(param)}, opt_state.{field} "
                 f"there {describe(value)}; expected {expected}, of its shape and device. "
                 "Likely cause: parameters that were cast after `init`. Fix: `opt_state = "
                 "optimizer.init(params)`."

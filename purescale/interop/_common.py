@@ -21,8 +21,8 @@ from .._loss_scale.rules import (
     without_amax,
 )
 from .._tree import scalars
+from .._tree.pytree import increment, join_names
 from .._tree.scalars import is_positive_float32, positive, real, short_repr, whole
-from .._tree.tree import counted, join_names
 
 Device = torch.device | str | None
 
@@ -71,7 +71,7 @@ class PeerRule(Generic[State]):
         skips: Tensor = scaler.consecutive_skips  # type: ignore[attr-defined]
         return self.state_kind(
             **self._transition(scaler, bad),
-            consecutive_skips=torch.where(bad, counted(skips, True), 0),
+            consecutive_skips=torch.where(bad, increment(skips, True), 0),
         )
 
 

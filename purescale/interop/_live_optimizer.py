@@ -19,7 +19,7 @@ from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerSettings, spec_of_l
 from .._optim.torch_optim import TorchOptimizer, from_torch
 from .._optim.torch_state_dict import common_value, write_state_dict
 from .._optim.user_class_step import with_python_scalars
-from .._tree.tree import Tree
+from .._tree.pytree import Tree
 from .._wrappers.schedule_free import ScheduleFreeState
 from .._wrappers.wrapper import Wrapper
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .._loss_scale.rules import NoScale, ScalerState, scaler_state
 from .._module.policy import Policy
+from .._tree.pytree import increment
 from .._tree.scalars import positive, real, whole
-from .._tree.tree import counted
 from ._common import (
     COUNT,
     SCALE,
@@ -99,7 +99,7 @@ class ApexScale(ScaleAndCount):
         )
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
-        unskipped = counted(count, True)
+        unskipped = increment(count, True)
         if not self.dynamic:
             return scale.clone(), unskipped
         interval_reached = ~bad & (unskipped == self.scale_window)

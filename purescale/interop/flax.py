@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rules import ScalerState
-from .._tree.tree import counted
+from .._tree.pytree import increment
 from ._common import COUNT, SCALE, Device, Format, ScaleAndCount
 
 _FLOAT32 = torch.finfo(torch.float32)
@@ -78,7 +78,7 @@ class FlaxScale(ScaleAndCount):
             lowered = lowered.clamp(min=self.minimum_scale)
         return (
             torch.where(bad, lowered, torch.where(grows, grown, scale)),
-            torch.where(bad | grows, 0, counted(count, True)),
+            torch.where(bad | grows, 0, increment(count, True)),
         )
 
 

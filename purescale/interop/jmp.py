@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rules import ScalerState
-from .._tree.tree import counted
+from .._tree.pytree import increment
 from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
 
 
@@ -68,7 +68,7 @@ class JmpScale(ScaleAndCount):
         lowered = (scale / self.factor).clamp(min=self.min_loss_scale)
         return (
             torch.where(bad, lowered, torch.where(grows, grown, scale)),
-            torch.where(bad, 0, counted(count, True) % self.period),
+            torch.where(bad, 0, increment(count, True) % self.period),
         )
 
 

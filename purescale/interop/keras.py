@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rules import ScalerState
-from .._tree.tree import counted
+from .._tree.pytree import increment
 from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
 
 
@@ -51,7 +51,7 @@ class KerasScale(ScaleAndCount):
         grows = count == self.dynamic_growth_steps - 1
         return (
             torch.where(bad, scale * 0.5, torch.where(grows, scale * 2, scale)),
-            torch.where(bad | grows, 0, counted(count, True)),
+            torch.where(bad | grows, 0, increment(count, True)),
         )
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rules import ScalerState, scaler_state
+from .._tree.pytree import increment
 from .._tree.scalars import real
-from .._tree.tree import counted
 from ._common import SCALE, Device, Entry, Format, PeerRule, saved_scale
 
 
@@ -76,7 +76,7 @@ class MegatronScale(PeerRule[ScalerState]):
         return scaler_state(self.initial_scale, hysteresis_tracker=self.hysteresis, device=device)
 
     def _transition(self, state: ScalerState, bad: Tensor) -> dict[str, Tensor]:
-        clean_steps = counted(state.growth_tracker, True)
+        clean_steps = increment(state.growth_tracker, True)
         interval_reached = ~bad & (clean_steps == self.growth_interval)
         # Megatron's count is a Python int. An int32 must not wrap around to a positive tolerance.
         tolerance = state.hysteresis_tracker

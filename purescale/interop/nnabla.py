@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rules import ScalerState
-from .._tree.tree import counted
+from .._tree.pytree import increment
 from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
 
 
@@ -60,7 +60,7 @@ class NnablaScale(ScaleAndCount):
         grown, lowered = scale * self.scaling_factor, scale / self.scaling_factor
         return (
             torch.where(bad, lowered, torch.where(grows, grown, scale)),
-            torch.where(bad, 0, counted(torch.where(grows, 0, count), True)),
+            torch.where(bad, 0, increment(torch.where(grows, 0, count), True)),
         )
 
 

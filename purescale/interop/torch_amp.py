@@ -20,8 +20,8 @@ from .._optim.schedule import ScheduleBy
 from .._optim.torch_optim import TorchOptimizer
 from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float
+from .._tree.pytree import increment, join_names
 from .._tree.scalars import whole
-from .._tree.tree import counted, join_names
 from .._wrappers.master_weights import MasterState, master_weights, masters_within
 from ..interop._live_optimizer import (
     check_innermost,
@@ -95,7 +95,7 @@ class TorchAmpScale(ScaleAndCount):
         wide = scale.to(widest_float(scale.device))
         grown = (wide * self.growth_factor).to(torch.float32)
         lowered = (wide * self.backoff_factor).to(torch.float32)
-        clean_steps = counted(count, True)
+        clean_steps = increment(count, True)
         interval_reached = ~bad & (clean_steps == self.growth_interval)
         grows = interval_reached & torch.isfinite(grown)
         return (

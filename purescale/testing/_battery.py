@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from .._checkpoint import from_state_dict, load, save, to_state_dict
-from .._tree import tree as _tree
-from .._tree.scalars import not_made
+from .._tree import pytree
+from .._tree.scalars import protocol_violation
 from .._tree.states import stack_states
 from ._laws import (
     assert_pure,
@@ -39,7 +39,7 @@ class Battery:
     order: tuple[str, ...]
 
     def __init__(self, subject: Any, quirks: Sequence[str]) -> None:
-        if what := not_made(subject, *self.methods):
+        if what := protocol_violation(subject, *self.methods):
             expected = " and ".join(f"`{name}({args})`" for name, args in self.methods.items())
             raise TypeError(
                 f"{self.kind} is {what}; expected an object with {expected}. Fix: an instance of a "
@@ -103,7 +103,7 @@ class Battery:
     def check_alike(self, law: str, name: str, old: Any, new: Any, *call: Any) -> bool:
         """Return True if `new` is like `old` except for values."""
         try:
-            _tree.matching_leaves(old, new, name, "what came", "")
+            pytree.matching_leaves(old, new, name, "what came", "")
         except (TypeError, ValueError) as error:
             came = str(error).partition(" Fix:")[0]
             self.fail(law, came, "as before, except for values", *call, cause=error)
@@ -147,7 +147,7 @@ def saved_and_loaded(state: Any, like: Any) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         save(f"{folder}/state.pt", state)
         return [
-            _tree.clone(state),
+            pytree.clone(state),
             from_state_dict(to_state_dict(state), like=like),
             load(f"{folder}/state.pt", like=like),
         ]

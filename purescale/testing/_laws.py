@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import private, tracing
-from .._tree import tree as _tree
+from .._tree import pytree
 from .._tree.leaves import versions
-from .._tree.tree import join_names
+from .._tree.pytree import join_names
 
 # ---- bits and memory -----------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class Untouched:
         self.tree = tree
 
     def __enter__(self) -> None:
-        self.values = _tree.clone(self.tree)
+        self.values = pytree.clone(self.tree)
         self.versions = versions([leaf for _, leaf in _named(self.tree)])
 
     def __exit__(self, kind: Any, *rest: Any) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from .._optim.opt_state import after_skip
 from .._optim.updater import Optimizer
 from .._step.optimizer_step import maybe_step
-from .._tree import tree as _tree
-from .._tree.tree import Tree
+from .._tree import pytree
+from .._tree.pytree import Tree
 from .._wrappers.master_weights import MasterState, master_weights
 from .._wrappers.wrapper import Wrapper
 from ._battery import Battery, saved_and_loaded
@@ -109,7 +109,7 @@ def _usual() -> dict[str, Tensor]:
 
 def _random_gradients(params: Tree, seed: int) -> Tree:
     generator = torch.Generator().manual_seed(seed)
-    return _tree.map(
+    return pytree.map(
         lambda p: torch.randn(p.shape, generator=generator, dtype=torch.float32).to(p), params
     )
 
@@ -128,7 +128,7 @@ class _OptimizerBattery(Battery):
 
     def __init__(self, optimizer: Any, params: Tree, quirks: Sequence[str]) -> None:
         super().__init__(optimizer, quirks)
-        self.params = _usual() if params is None else _tree.clone(params)
+        self.params = _usual() if params is None else pytree.clone(params)
         self.calls: list[tuple[Tree, Tree, Any]] = []  # the arguments of one step after another
         self.results: list[Any] = []
 
@@ -177,7 +177,7 @@ class _OptimizerBattery(Battery):
 
     def none(self) -> None:
         params, grads, state = self.calls[-1]
-        leaves, structure = _tree.flatten(grads)
+        leaves, structure = pytree.flatten(grads)
         # A parameter that does not move is the one most likely to be returned without a copy, and
         # one that moves alone need not be joined with others.
         step = functools.partial(assert_pure, self.subject.step)
@@ -193,10 +193,12 @@ class _OptimizerBattery(Battery):
             result = self.attempt_step("none", *call, step=step, should="a step in fresh memory")
             if result is None:
                 return
-            pairs = zip(chosen, _tree.flatten(params)[0], _tree.flatten(result[0])[0], strict=True)
+            pairs = zip(
+                chosen, pytree.flatten(params)[0], pytree.flatten(result[0])[0], strict=True
+            )
             for index, (gradient, before, after) in enumerate(pairs):
                 if gradient is None and not same_bits(before, after):
-                    at = _tree.path(params, "params", index)
+                    at = pytree.path(params, "params", index)
                     self.fail("none", f"{at} moved", "the same bits: its gradient is None", *call)
 
     def refuses_none(self, *call: Any) -> bool:
@@ -218,17 +220,17 @@ class _OptimizerBattery(Battery):
 
     def dtype(self) -> None:
         for dtype in (torch.float16, torch.bfloat16, torch.float64):
-            params = _tree.cast(self.params, dtype)
+            params = pytree.cast(self.params, dtype)
             state = self.attempt("dtype", "a state", self.subject.init, params)
             grads = _random_gradients(params, 0)
-            grads = _tree.cast(grads, torch.float32) if dtype is torch.float16 else grads
+            grads = pytree.cast(grads, torch.float32) if dtype is torch.float16 else grads
             self.attempt_step("dtype", params, grads, state)
 
     def found_inf(self) -> None:
         params, grads, state = self.calls[-1]
         old = params, after_skip(state, in_place=False)
         for value in (torch.inf, torch.nan):
-            bad = _tree.map(lambda g, value=value: torch.full_like(g, value), grads)
+            bad = pytree.map(lambda g, value=value: torch.full_like(g, value), grads)
             what = "params and state as they were"
             self.check_bits("found_inf", old, what, self.maybe_step(True), params, bad, state)
         expected = self.subject.step(*self.calls[-1])
@@ -258,9 +260,9 @@ class _OptimizerBattery(Battery):
             optimizer = optimizer.optimizer
         if getattr(optimizer, "elementwise", None) is not True or not self.takes_none:
             return  # a class of torch that counts steps takes no None, and its formula is ours
-        params = _tree.cast(self.params, torch.float64)  # in which a small change is seen
-        leaves, structure = _tree.flatten(params)
-        runs = [_tree.flatten(_random_gradients(params, seed))[0] for seed in range(_STEPS)]
+        params = pytree.cast(self.params, torch.float64)  # in which a small change is seen
+        leaves, structure = pytree.flatten(params)
+        runs = [pytree.flatten(_random_gradients(params, seed))[0] for seed in range(_STEPS)]
         # One parameter at a time, because those that move together may be joined.
         for index in [i for i, leaf in enumerate(leaves) if leaf is not None]:
             alone = [
@@ -276,7 +278,7 @@ def _assert_halves_equal_whole(optimizer: Optimizer, params: Tree, gradients: li
     """Check that a run changes the halves of parameters as it changes the whole."""
     wholes = _changes(optimizer, params, gradients)
     for half in (_first_half, _second_half):
-        parts = _changes(optimizer, *_tree.map(half, (params, gradients)))
+        parts = _changes(optimizer, *pytree.map(half, (params, gradients)))
         for whole, part in zip(itertools.chain(*wholes), itertools.chain(*parts), strict=True):
             # A number of the state is one for all elements.
             expected = half(whole) if part.numel() < whole.numel() else whole.flatten()
@@ -299,7 +301,7 @@ def _changes(optimizer: Optimizer, params: Tree, gradients: list[Tree]) -> list[
     changes, old = [], (params, optimizer.init(params))
     for grads in gradients:
         new = optimizer.step(old[0], grads, old[1])
-        pairs = zip(_tree.tensors(old), _tree.tensors(new), strict=True)
+        pairs = zip(pytree.tensors(old), pytree.tensors(new), strict=True)
         changes.append([after.double() - before.double() for before, after in pairs])
         old = new
     return changes

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
 from .._loss_scale.rules import takes_amax
-from .._tree import tree as _tree
+from .._tree import pytree
 from ._battery import Battery, saved_and_loaded
 from ._laws import short
 from ._strategies import DAMAGED, as_scale, rule_steps, update_arguments
@@ -61,11 +61,11 @@ class _UpdateBattery(Battery):
 
     def init(self) -> None:
         state = self.subject.init("cpu")
-        leaves = _tree.flatten(state)[0]
+        leaves = pytree.flatten(state)[0]
         are_tensors = leaves and all(isinstance(leaf, Tensor) for leaf in leaves)
         if not (hasattr(state, "_fields") and are_tensors):
             return self.fail("init", short(state), "a NamedTuple of tensors")
-        devices = {leaf.device.type for leaf in _tree.tensors(self.subject.init("meta"))}
+        devices = {leaf.device.type for leaf in pytree.tensors(self.subject.init("meta"))}
         if devices != {"meta"}:
             self.fail("init", f"tensors on {sorted(devices)}", 'on meta for `init("meta")`')
 
@@ -439,5 +439,5 @@ class _GuardBattery(_UpdateBattery):
 
 
 def _is_finite(state: Any) -> bool:
-    leaves = [leaf for leaf in _tree.tensors(state) if leaf.is_floating_point()]
+    leaves = [leaf for leaf in pytree.tensors(state) if leaf.is_floating_point()]
     return all(bool(torch.isfinite(leaf).all()) for leaf in leaves)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .._torch import private
-from .._tree import tree as _tree
-from .._tree.scalars import not_made
-from .._tree.tree import Tree, join_names
+from .._tree import pytree
+from .._tree.pytree import Tree, join_names
+from .._tree.scalars import protocol_violation
 from ._battery import Battery, saved_and_loaded
 from ._laws import Untouched, assert_single_graph, same_bits, shares_memory, short
 
@@ -182,7 +182,7 @@ class _Trainer:
     is_pure = False
 
     def __init__(self, trainer: Any) -> None:
-        if what := not_made(trainer, "step", "state_dict", "load_state_dict"):
+        if what := protocol_violation(trainer, "step", "state_dict", "load_state_dict"):
             raise TypeError(
                 f"step is {what}, and state is None; expected a trainer, an object with "
                 "`step(window)`, `state_dict()` and `load_state_dict(sd)`. Fix: `assert_step(step, "
@@ -198,7 +198,7 @@ class _Trainer:
         """Return what its attributes have: state dicts and whole numbers."""
         parts = {}
         for path, leaf in _leaves(dict(getattr(self.trainer, "__dict__", {}))):
-            if not not_made(leaf, "state_dict"):
+            if not protocol_violation(leaf, "state_dict"):
                 parts[path] = copy.deepcopy(leaf.state_dict())
             elif type(leaf) is int:
                 parts[path] = leaf
@@ -352,7 +352,7 @@ class _StepBattery(Battery):
         if "donate" not in inspect.signature(self.step.step).parameters:
             return
         window = [self.batches[0]]
-        came = self.step(_tree.clone(self.state), window, donate=True)
+        came = self.step(pytree.clone(self.state), window, donate=True)
         self.check_same("donate", self.step(self.state, window, donate=False), came)
 
     def compile(self) -> None:
@@ -402,8 +402,8 @@ def _third_and_rest(batch: Any) -> list[Any]:
 
 def _leaves(state: Tree) -> list[tuple[str, Any]]:
     """Return the dotted path of each leaf, and the leaf."""
-    paths = [".".join(keys) for keys in _tree.keys(state)]
-    return list(zip(paths, _tree.flatten(state)[0], strict=True))
+    paths = [".".join(keys) for keys in pytree.keys(state)]
+    return list(zip(paths, pytree.flatten(state)[0], strict=True))
 
 
 def _matches(path: str, globs: Sequence[str]) -> bool:
@@ -429,7 +429,7 @@ def _is_finite(leaf: Any) -> bool:
 def _replaced(state: Tree, glob: str, change: Callable[[Any], Any]) -> Tree:
     """Return the state with its leaves at `glob` changed."""
     leaves = [change(leaf) if _matches(path, (glob,)) else leaf for path, leaf in _leaves(state)]
-    return _tree.flatten(state)[1].unflatten(leaves)
+    return pytree.flatten(state)[1].unflatten(leaves)
 
 
 def _far(old: Tree, expected: Tree, came: Tree, rtol: float, free: Sequence[str]) -> list[str]:

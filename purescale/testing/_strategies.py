@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .._loss_scale.headroom import HeadroomScale
 from .._loss_scale.rules import DynamicScale, NoScale, StaticScale, takes_amax
-from .._tree import tree as _tree
+from .._tree import pytree
+from .._tree.pytree import Tree
 from .._tree.scalars import short_repr
-from .._tree.tree import Tree
 
 
 def scale_rules(kind: type | None = None) -> st.SearchStrategy[Any]:
@@ -113,7 +113,7 @@ def grad_trees(like: Tree = None) -> st.SearchStrategy[Tree]:
     elements that are zeros of both signs, subnormals, the largest numbers, inf and NaN.
     """
     if like is not None:
-        leaves, structure = _tree.flatten(like)
+        leaves, structure = pytree.flatten(like)
         each = [st.none() if leaf is None else _leaf(leaf.dtype, leaf.shape) for leaf in leaves]
         return st.tuples(*each).map(lambda drawn: structure.unflatten(list(drawn)))
     dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])

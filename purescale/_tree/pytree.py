@@ -18,7 +18,7 @@ from torch import Tensor
 from .._torch import dtensor, foreach, private
 from .._torch.donation import storage_pointer, storage_pointers
 from .._torch.tensor_list import TensorList
-from .._torch.tracing import PLAIN_TYPES, end_graph, traced, under_transform
+from .._torch.tracing import PLAIN_TYPES, refuse_graph_end, traced, under_transform
 from .._tree import leaves as _leaf
 
 _map = map  # the builtin, which `map` over trees shadows below
@@ -36,7 +36,7 @@ Leaves: TypeAlias = list[Any]
 
 
 class TreeDef(Protocol):
-    """The structure of a tree: optree's, torch's while compiling, or a `FlatDict`."""
+    """The structure of a tree: optree's, torch's while compiling, or a `DictDef`."""
 
     def unflatten(self, leaves: Iterable[Any], /) -> Tree: ...
 
@@ -59,7 +59,7 @@ def flatten(tree: Tree) -> tuple[Leaves, TreeDef]:
     """
     if torch.compiler.is_dynamo_compiling():
         if _is_dict_of_leaves(tree):
-            return list(tree.values()), FlatDict(tuple(tree))  # compiles ten times as fast
+            return list(tree.values()), DictDef(tuple(tree))  # compiles ten times as fast
         # Dynamo cannot trace optree through an empty dict, such as the buffers of a net without
         # BatchNorm.
         leaves, structure = private.pytree.tree_flatten(tree)
@@ -87,7 +87,7 @@ def _is_dict_of_leaves(tree: Tree) -> bool:
     )
 
 
-class FlatDict(NamedTuple):
+class DictDef(NamedTuple):
     """The structure of a dict of leaves."""
 
     names: tuple[Any, ...]
@@ -398,7 +398,7 @@ def reject_autograd_history(**trees: Tree) -> None:
         flat = tree if isinstance(tree, FlatTree) else flatten_once(tree)
         for index, leaf in enumerate([] if flat.tensor_list.dense_off_graph else flat.leaves):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                end_graph()
+                refuse_graph_end()
                 raise ValueError(
                     f"{paths(flat.tree, name)[index]} is a result of torch.autograd "
                     f"({leaf.grad_fn.name()}), and `.backward()` cannot go through a step. Fix: "
@@ -470,7 +470,7 @@ def _have_same_metadata(leaves: Leaves, others: Leaves) -> bool:
     )
 
 
-def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
+def as_flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
     """Return `found_inf` as a 0-d bool tensor; a Python bool is put on the device of `like`."""
     if isinstance(found_inf, Tensor):
         if found_inf.ndim != 0:
@@ -489,7 +489,7 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
     )
 
 
-def counted(count: Tensor, happened: Tensor | bool) -> Tensor:
+def increment(count: Tensor, happened: Tensor | bool) -> Tensor:
     """Return `count + happened`, which stays near the largest number of its dtype: a counter that
     wraps around would turn a decision.
     """
@@ -501,7 +501,7 @@ def counted(count: Tensor, happened: Tensor | bool) -> Tensor:
 
 def check_gradients(grads: Tree, leaves: Leaves, name: str = "grads") -> None:
     """Refuse, naming the leaf, a leaf that cannot be a gradient."""
-    for index, leaf in _leaf.unusual(leaves):
+    for index, leaf in _leaf.leaves_to_check(leaves):
         _leaf.check_leaf(leaf, path(grads, name, index), "gradient")
 
 
@@ -518,7 +518,7 @@ def check_parameters(params: FlatTree, name: str = "params") -> None:
     """Refuse, naming the leaf, a leaf that cannot be a parameter."""
     if params.tensor_list.dense_off_graph and _leaf.are_real(params.tensor_list.dtypes):
         return
-    for index, leaf in _leaf.unusual(params.leaves):
+    for index, leaf in _leaf.leaves_to_check(params.leaves):
         _leaf.check_leaf(leaf, path(params.tree, name, index), "parameter")
 
 
@@ -533,7 +533,7 @@ def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:
         if device is not None:
             raise ValueError(
                 f"{path(tree, name, index)} is on {leaf.device}, the leaves before it on {device}; "
-                f"they must be on one device. {_leaf.elsewhere(leaf.device)}"
+                f"they must be on one device. {_leaf.device_hint(leaf.device)}"
             )
         device = leaf.device
     return torch.device("cpu") if device is None else device

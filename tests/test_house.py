@@ -27,8 +27,8 @@ def imported(name):
     for node in ast.walk(parsed(name)):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [here, here.parent][node.level - 1].joinpath(*(node.module or "").split("."))
-            # `from .._tree import pytree` names a file, `from .._tree.pytree import Tree` what is in
-            # one.
+            # `from .._tree import pytree` names a file, `from .._tree.pytree import Tree` what is
+            # in one.
             names = [base / alias.name for alias in node.names]
             for path in [base] if base.with_suffix(".py").exists() else names:
                 path = path / "__init__" if path.is_dir() else path

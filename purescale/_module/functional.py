@@ -190,7 +190,8 @@ class Apply:
             rows = (("params", params, self._param_names), ("buffers", buffers, self._buffer_names))
             faults = [
                 f"{which} has the wrong names: missing "
-                f"{pytree.join_names(sorted(names - {*tree}))}; not in the model: {pytree.join_names([str(n) for n in tree if n not in names])}"
+                f"{pytree.join_names(sorted(names - {*tree}))}; not in the model: "
+                f"{pytree.join_names([str(n) for n in tree if n not in names])}"
                 for which, tree, names in rows
                 if tree.keys() != names
             ]

@@ -54,9 +54,9 @@ Check = Callable[[], tuple[list[FlatTree], StepInputs]]
 def plan_step(
     updater: Any, trees: tuple[Tree, ...], check: Check, *, over_grads: bool = False
 ) -> PlannedStep:
-    """Return a step over `trees`: parameters, the state of the optimizer and more, with `over_grads`
-    the gradients first. If trees like these were not planned before, `check` and `Updater.plan`
-    refuse what does not fit.
+    """Return a step over `trees`: parameters, the state of the optimizer and more, the gradients
+    first if it is `over_grads`. If trees like these were not planned before, `check` and
+    `Updater.plan` refuse what does not fit.
     """
     situation = current_situation()
     plan_key = situation if updater.keeps_plans else None

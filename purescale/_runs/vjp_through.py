@@ -345,8 +345,8 @@ def _check_skipped(
         if bool((cotangent != 0).any()):
             raise ValueError(
                 f"step {index} was skipped, and moved {pytree.path(before, 'state', place)}. "
-                "Likely cause: an average that follows a skipped step. Fix: `select(info.found_inf, "
-                "old, new)`."
+                "Likely cause: an average that follows a skipped step. Fix: "
+                "`select(info.found_inf, old, new)`."
             )
 
 

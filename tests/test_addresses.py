@@ -60,7 +60,7 @@ def cuda():
     """
 
     def run_forward(self, buffers, microbatch):
-        return (self.parameters, *self._scaled_loss(buffers, microbatch, self.parameters))
+        return (self.present_params, *self._scaled_loss(buffers, microbatch, self.present_params))
 
     with (
         fake_cuda(),
@@ -71,7 +71,7 @@ def cuda():
         patch.setattr(tree, "storage_pointer", donation.storage_pointer)
         patch.setattr(value_and_grad.ValueAndGrad, "run_forward", run_forward)
         patch.setattr(
-            value_and_grad, "_gradients", lambda loss, inputs: list(map(torch.empty_like, inputs))
+            value_and_grad, "gradients_of", lambda loss, inputs: list(map(torch.empty_like, inputs))
         )
         yield launched
 

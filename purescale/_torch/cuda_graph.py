@@ -96,9 +96,9 @@ def watching(inputs: Sequence[Tensor]) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.read: list[Tensor] = []
-            self._nothing_compiled = compiling_nothing()
 
         def __enter__(self) -> Any:
+            self._nothing_compiled = compiling_nothing()  # which begins when it is made
             self._nothing_compiled.__enter__()
             return super().__enter__()
 

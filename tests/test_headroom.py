@@ -226,10 +226,10 @@ def test_update_without_amax_names_the_cure():
     "rule",
     [ps.DynamicScale(), ps.StaticScale(8.0), ps.NoScale(), ps.interop.jmp.rule(loss_scale=8.0)],
 )
-def test_update_with_amax_of_a_rule_that_takes_none_names_the_cure(rule):
-    with pytest.raises(TypeError, match=r"takes no amax.*Fix: `rule.update\(scaler, found_inf\)"):
+def test_a_rule_that_takes_no_amax_refuses_one(rule):
+    with pytest.raises(TypeError, match="positional arguments"):
         rule.update(rule.init(), torch.tensor(False), torch.tensor(1.0))
-    with pytest.raises(TypeError, match="takes no amax"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'amax'"):
         rule.update(rule.init(), found_inf=torch.tensor(False), amax=torch.tensor(1.0))
 
 

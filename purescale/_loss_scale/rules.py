@@ -109,23 +109,6 @@ def builtin_update(update: Update) -> Update:
     return update
 
 
-def without_amax(update: Update) -> Update:
-    """Decorate the `update` of a rule that takes no amax: it raises `TypeError` if it is
-    given one.
-    """
-
-    @functools.wraps(update)
-    def checked(rule: Any, scaler: Any, found_inf: Tensor, *amax: Any, **named: Any) -> Any:
-        if amax or named:
-            raise TypeError(
-                f"{type(rule).__name__}.update takes no amax, only the flag. Fix: "
-                "`rule.update(scaler, found_inf)`, or HeadroomScale(), which uses it."
-            )
-        return update(rule, scaler, found_inf)
-
-    return checked  # type: ignore[return-value]
-
-
 def checked_flag(found_inf: Any, scaler: Any, kind: type[Any]) -> Tensor:
     """Return `found_inf` as a 0-d bool tensor; refuse the state of another rule."""
     check_state(scaler, kind)
@@ -140,19 +123,14 @@ def check_state(scaler: Any, kind: type[Any]) -> None:
     missing = [name for name in kind._fields if name not in present]
     if not missing:
         return
-    cause, fix = "a rule that was replaced in mid-run, or a checkpoint of another rule", ""
-    if hasattr(scaler, "scaler"):
-        cause, fix = "the state of a whole step", "`rule.update(state.scaler, found_inf)`"
-    elif isinstance(scaler, dict):
-        cause, fix = "a state that was saved as a dict", f"`{kind.__name__}(**scaler)`"
-    elif "scale" in present:
-        device = str(scaler.scale.device)
-        fix = f"`scaler = rule.init({device!r})._replace(scale=scaler.scale)`"
+    fix = "rule.init(device)"
+    if "scale" in present:
+        fix = f"rule.init({str(scaler.scale.device)!r})._replace(scale=scaler.scale)"
     raise TypeError(
         f"scaler is {type(scaler).__name__}; expected a {kind.__name__}, a tuple of "
-        f"{', '.join(kind._fields)}. It has {', '.join(present) or 'none of them'}; "
-        f"missing: {', '.join(missing)}. Likely cause: {cause}. Fix: "
-        f"{fix or '`scaler = rule.init(device)`'}."
+        f"{', '.join(kind._fields)}, of which it lacks {', '.join(missing)}. Likely cause: a rule "
+        "that was replaced in mid-run, the state of a whole step in place of `state.scaler`, or a "
+        f"dict in place of `{kind.__name__}(**saved)`. Fix: `scaler = {fix}`."
     )
 
 
@@ -284,7 +262,6 @@ class DynamicScale:
         return scaler_state(self.init_scale, hysteresis_tracker=self.hysteresis, device=device)
 
     @builtin_update
-    @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
         Reads a value on a CPU only; raises only for the state of another rule.
@@ -417,7 +394,6 @@ class StaticScale:
         return scaler_state(self.scale, device=device)
 
     @builtin_update
-    @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """Return the scale of the rule, whatever the state holds. `consecutive_skips` counts, the
         other counters stay 0.

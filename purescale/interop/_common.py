@@ -18,7 +18,6 @@ from .._loss_scale.rules import (
     check_factors,
     checked_flag,
     scaler_state,
-    without_amax,
 )
 from .._tree import scalars
 from .._tree.pytree import increment, join_names
@@ -62,7 +61,6 @@ class PeerRule(Generic[State]):
         self._check_positive(growth, *backoff)
         check_factors(self, growth, *backoff)
 
-    @without_amax
     def update(self, scaler: State, found_inf: Tensor) -> State:
         """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
         Reads no value; raises only for another rule's state.

@@ -415,11 +415,11 @@ def test_a_checkpoint_without_a_guard_still_loads_and_one_that_differs_is_refuse
     ps.save(tmp_path / "old.pt", old)
     assert "guard" not in ps.to_state_dict(old)["tree"]
     assert same_bits(ps.load(tmp_path / "old.pt", like=old), old)
-    words = r"missing: .*\['guard'\].*of another optimizer, rule or guard"
-    with pytest.raises(ValueError, match=words):
+    words = r"\['guard'\].*of another optimizer, rule or guard"
+    with pytest.raises(ValueError, match=f"missing: .*{words}"):
         ps.load(tmp_path / "old.pt", like=state)
     ps.save(tmp_path / "new.pt", state)
-    with pytest.raises(ValueError, match=r"not in like: .*\['guard'\].*of another optimizer, rule or guard"):
+    with pytest.raises(ValueError, match=f"not in like: .*{words}"):
         ps.load(tmp_path / "new.pt", like=old)
 
 

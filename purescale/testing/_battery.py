@@ -126,17 +126,27 @@ class Battery:
                 self.attempt(law, "not that", functools.partial(check, function), *call)
 
     def check_transforms(
-        self, function: Callable[..., Any], calls: list[Any], rtol: float = 0.0, atol: float = 0.0
+        self,
+        function: Callable[..., Any],
+        calls: list[Any],
+        compared: Callable[[Any], Any] = lambda result: result,
+        rtol: float = 0.0,
+        atol: float = 0.0,
     ) -> None:
-        """Check that the function, compiled and under vmap, gives what it gives for each call."""
+        """Check that the function, compiled and under vmap, gives what it gives for each call.
+        `compared` returns what of a result is compared.
+        """
 
         def compiled(*_: Any) -> None:
-            results = assert_single_graph(function, *calls)
-            expected = [function(*call) for call in calls]
+            results = list(map(compared, assert_single_graph(function, *calls)))
+            expected = [compared(function(*call)) for call in calls]
             torch.testing.assert_close(results, expected, rtol=rtol, atol=atol, equal_nan=True)
 
         def mapped(*_: Any) -> None:
-            assert_vmap_equals_loop(function, *stack_states(calls), rtol=rtol, atol=atol)
+            def of_member(*call: Any) -> Any:
+                return compared(function(*call))
+
+            assert_vmap_equals_loop(of_member, *stack_states(calls), rtol=rtol, atol=atol)
 
         self.attempt("compile", "the same as eager", compiled, *calls[0])
         self.attempt("vmap", "each member as by itself", mapped, *calls[0])

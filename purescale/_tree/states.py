@@ -26,7 +26,8 @@ def stack_states(states: Iterable[TreeT]) -> TreeT:
 
     Args:
         states: Trees of one structure, such as TrainState, the state of an optimizer or a rule, or
-            parameters. Tensors must agree in shape, dtype and device, other leaves must be equal.
+            parameters. Dense tensors must agree in shape, dtype and device; other leaves must be
+            equal, and a sparse tensor is the same object in all.
 
     Returns:
         A tree in fresh memory, on the graph of its arguments. `None` stays `None`.
@@ -184,7 +185,7 @@ def ema(old: TreeT, new: TreeT, decay: float | Tensor) -> TreeT:
 
     Raises:
         ValueError: If, naming the leaf, the trees do not match, or `decay` is outside of [0, 1].
-        TypeError: If `decay` is not a number.
+        TypeError: If `decay` is not a number, or a 0-d floating tensor.
 
     Example:
         >>> import torch

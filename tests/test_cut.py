@@ -263,7 +263,7 @@ def test_inside_of_a_transform_the_graph_has_operators_with_derivatives():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", [0, 5, 12])
+@pytest.mark.parametrize("index", [0, 5, 14])  # Adam makes chaos of weights in bfloat16
 def test_a_compiled_step_has_the_results_of_the_eager_one(index):
     check(program(index), ps.jit, 0)
 

@@ -400,7 +400,7 @@ def test_ranks_compare_each_setting_of_a_step_but_those_of_a_rank():
     """Two ranks that differ in one would take other steps, without a word."""
     own = {"loss_fn", "group", "donate", "rule_traits"}
     options = train_state.StepOptions(print, None, None, clip.NO_CLIP)
-    compared = options.compared().keys()
+    must_agree = options.must_agree.keys()
     bounds = {"max_norm", "clip_value", "norm_type"}
-    assert set(options._fields) - own - {"clip"} == compared - bounds
-    assert set(options.clip._fields) - {"tensor_bounds"} == bounds <= compared
+    assert set(options._fields) - own - {"clip"} == must_agree - bounds
+    assert set(options.clip._fields) - {"tensor_bounds"} == bounds <= must_agree

@@ -142,7 +142,7 @@ def test_a_users_step_that_raises_leaves_donated_parts_before_it_unchanged(last)
 class Descent(Updater):
     """An optimizer that steps the lists of a step, as one of the library's own would."""
 
-    compared = "Descent"
+    must_agree = "Descent"
 
     def init(self, params):
         return {}

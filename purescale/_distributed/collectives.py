@@ -297,12 +297,12 @@ def _tensor(tensor: Tensor) -> str:
 
 def _object(value: Any, parents: tuple[int, ...]) -> str:
     """Return the class and the fields of a rule, an optimizer or another object with settings. If
-    it has an attribute `compared`, only that is compared: other fields may hold what one process
+    it has an attribute `must_agree`, only that is compared: other fields may hold what one process
     saw.
     """
     name = type(value).__qualname__
-    if hasattr(value, "compared"):
-        return f"{name}{_text(value.compared, parents)}"
+    if hasattr(value, "must_agree"):
+        return f"{name}{_text(value.must_agree, parents)}"
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         fields = {key: getattr(value, key, None) for key in names}

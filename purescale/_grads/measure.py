@@ -132,8 +132,7 @@ def _from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> GradSt
     # No element is larger than the norm.
     if not (0 < loss_scale < math.inf and norm / divisor < _SMALLEST_RANGE):
         return None
-    # Above it lost squares do not matter: those below the range of float32 could add less to the
-    # sum than its rounding.
+    # If the norm is this small, squares that float32 has lost could matter.
     if has_norm and norm * norm < num_elements * 2.0**-100:
         return None
     amax = measure_amax(grads, _divisor(grads, scale)) if options.amax else None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._torch import private
-from .._torch.tensor_list import list_guard
+from .._torch.tensor_list import metadata_matcher
 from .._torch.tracing import are_native, current_situation
 from .._tree import pytree, scalars
 from .._tree.hints import document_fields
@@ -349,7 +349,7 @@ def _are_on_host() -> Callable[[Sequence[Any]], bool]:
     def tensors() -> list[Tensor]:
         return [*scaler_state(1.0, device="cpu"), torch.zeros((), dtype=torch.bool, device="cpu")]
 
-    return list_guard(private.outside_of_modes(tensors))
+    return metadata_matcher(private.outside_of_modes(tensors))
 
 
 def _takes_operator(scaler: ScalerState, found_inf: Tensor) -> bool:

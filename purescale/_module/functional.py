@@ -219,7 +219,7 @@ def _copies(buffers: Tensors, but: Set[str], *, one_by_one: bool = False) -> Ten
     values = buffers.values()
     if one_by_one or but or not buffers or any(map(_requires_grad, values)):
         return {n: b if n in but else b.clone() for n, b in buffers.items()}
-    return dict(zip(buffers, foreach.clone_off_graph(list(values)), strict=True))
+    return dict(zip(buffers, foreach.clone_undetached(list(values)), strict=True))
 
 
 def _check_method(method: Any) -> None:

@@ -51,12 +51,12 @@ class Launch(NamedTuple):
     slot_indices: list[list[int]]  # of each of `Kernel.slots_with`
     count_indices: list[int]  # of the steps of each; empty if one count is for all
     grad_indices: list[int]  # among the gradients
-    select: Callable[[list[Any]], list[list[Any]]]  # returns parameters, then each slot
+    pick: Callable[[list[Any]], list[list[Any]]]  # returns parameters, then each slot
     kernel_call: Callable[..., None]  # of `Kernel.bind`, if no setting is current
     device: torch.device
 
 
-class Launches(NamedTuple):
+class LaunchPlan(NamedTuple):
     """The calls of a kernel that make a step. Indices are those of `StepInputs.all_leaves`."""
 
     launches: list[Launch]
@@ -68,7 +68,7 @@ class Launches(NamedTuple):
     iteration_index: int | None = None
 
 
-def _selecting(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
+def _picker(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
     """Return a function of leaves that returns those of each column, by its indices."""
     getters = [
         operator.itemgetter(slice(column[0], column[-1] + 1))
@@ -98,13 +98,13 @@ class FusedStep:
             lambda *args: self._step_for_dynamo(*args), lambda: torch.compiler.allow_in_graph
         )
 
-    def plan_launches(self, inputs: StepInputs, groups: list[ParamGroup]) -> Launches | None:
+    def plan_launches(self, inputs: StepInputs, groups: list[ParamGroup]) -> LaunchPlan | None:
         """Return the launches of a step, or None if there is no kernel for these tensors."""
         if self.kernel is None or not can_launch(inputs.param_list):
             return None
         if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
-            return Launches([], in_trace=True)
-        dense, indexed = inputs.dense_leaves, inputs.with_indices()
+            return LaunchPlan([], in_trace=True)
+        dense, indexed = inputs.replaced_leaves, inputs.with_indices()
         columns, state = indexed.columns, indexed.opt_state
         launches = self._launches(inputs.param_list, inputs.indices_with_grad, columns, groups)
         leaves = inputs.all_leaves()[0]
@@ -118,7 +118,7 @@ class FusedStep:
         in_order = _slots_follow_params([(leaves[slot], leaves[n]) for n, slot in pairs])
         iteration = state.iteration if isinstance(state.iteration, int) else None
         leaves_are_ready = is_dense and in_order
-        return Launches(launches, traced(), pairs, leaves_are_ready, state.applied, iteration)
+        return LaunchPlan(launches, traced(), pairs, leaves_are_ready, state.applied, iteration)
 
     def _launches(
         self,
@@ -143,13 +143,13 @@ class FusedStep:
                 grad_indices = [grad_index_of[index] for index in indices]
                 kernel_call = self.kernel.bind(self.kernel.keyword_arguments(group.settings))
                 device = params.tensors[indices[0]].device
-                select = _selecting([indices, *slots])
+                pick = _picker([indices, *slots])
                 lists = indices, slots, counts, grad_indices
-                launches.append(Launch(group, *lists, select, kernel_call, device))
+                launches.append(Launch(group, *lists, pick, kernel_call, device))
         return launches
 
     def can_run(
-        self, launches: Launches, inputs: StepInputs, grads: Gradients, current: CurrentSettings
+        self, plan: LaunchPlan, inputs: StepInputs, grads: Gradients, current: CurrentSettings
     ) -> bool:
         """Return True if the planned kernel takes the values of this step: settings that the host
         can read, on an accelerator a float32 rate; in a trace, operands of one opaque operator.
@@ -163,7 +163,7 @@ class FusedStep:
             tensors = [rate for rate in rates if isinstance(rate, Tensor)]
             if any([rate.dtype is not torch.float32 and not rate.is_cpu for rate in tensors]):
                 return False
-        if not launches.in_trace:
+        if not plan.in_trace:
             return True
         numbers = [value for table in current.tables() for value in table.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
@@ -176,7 +176,7 @@ class FusedStep:
 
     def __call__(
         self,
-        launches: Launches,
+        plan: LaunchPlan,
         inputs: StepInputs,
         grads: Gradients,
         current: CurrentSettings,
@@ -186,21 +186,21 @@ class FusedStep:
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, unless it is skipped; in eager mode."""
         leaves, structure = inputs.all_leaves()
-        if launches.leaves_are_ready:
-            leaves = leaves if in_place else foreach.clone_off_graph(leaves)
+        if plan.leaves_are_ready:
+            leaves = leaves if in_place else foreach.clone_undetached(leaves)
         else:
-            listed = inputs.dense_leaves is not None
-            leaves = leaves_to_write(leaves, launches.pairs, listed=listed, in_place=in_place)
+            listed = inputs.replaced_leaves is not None
+            leaves = leaves_to_write(leaves, plan.pairs, listed=listed, in_place=in_place)
         if current is not self._settings.none_current:
             current = current.map(_read_all_but_rate)
-        grads, applied = grads.with_one_divisor(), leaves[launches.applied_index]
+        grads, applied = grads.with_one_divisor(), leaves[plan.applied_index]
         are_alike = inputs.param_list.shares_facts(grads.tensor_list)
-        grads_are_ready = launches.leaves_are_ready and are_alike
+        grads_are_ready = plan.leaves_are_ready and are_alike
         # Nothing below can fail then. A CUDA graph needs the count at a fixed address.
         increments_first = grads_are_ready and skip is None
         number = applied.add_(1) if increments_first else applied + 1
-        step_by_device = self._step_by_device(number, launches.launches)
-        for launch in launches.launches:
+        step_by_device = self._step_by_device(number, plan.launches)
+        for launch in plan.launches:
             arguments = launch, leaves, step_by_device, grads, current
             settings, operands = self._operands(*arguments, grads_are_ready=grads_are_ready)
             kernel_call = launch.kernel_call
@@ -210,14 +210,14 @@ class FusedStep:
             _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
         if not increments_first:
             applied.add_(1 if skip is None else ~skip)
-        if launches.iteration_index is not None:
-            leaves[launches.iteration_index].add_(1)
+        if plan.iteration_index is not None:
+            leaves[plan.iteration_index].add_(1)
         count = len(inputs.params)
         return leaves[:count], structure.unflatten(leaves[count:])
 
     def in_a_graph(
         self,
-        launches: Launches,
+        plan: LaunchPlan,
         inputs: StepInputs,
         grads: Gradients,
         current: CurrentSettings,
@@ -228,9 +228,9 @@ class FusedStep:
         """
         leaves, structure = inputs.all_leaves()
         stepped = list(leaves)
-        number = leaves[launches.applied_index] + 1
-        step_by_device = self._step_by_device(number, launches.launches)
-        for launch in launches.launches:
+        number = leaves[plan.applied_index] + 1
+        step_by_device = self._step_by_device(number, plan.launches)
+        for launch in plan.launches:
             settings, operands = self._operands(launch, leaves, step_by_device, grads, current)
             arguments = arguments_of_operator(self.kernel, settings, operands, skip)
             new = torch.ops.purescale.fused_update(*arguments)
@@ -308,7 +308,7 @@ class FusedStep:
         settings = launch.group.settings
         if current is not self._settings.none_current:
             settings = self._settings.settings_of(launch.group.overrides, current)
-        params, *slots = launch.select(leaves)
+        params, *slots = launch.pick(leaves)
         steps = [leaves[index] + 1 for index in launch.count_indices]
         if self.kernel.takes_step and not steps:
             steps = [step_by_device[launch.device]]

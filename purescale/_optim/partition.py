@@ -93,7 +93,7 @@ class PartitionOptimizer(Updater):
         self.wide_grads = any(part.wide_grads for part in self.parts.values())
         # A part that is not differentiable would detach what is on a graph.
         self.differentiable = all(part.differentiable for part in self.parts.values())
-        self.compared = self.optimizers, label
+        self.must_agree = self.optimizers, label
 
     def __repr__(self) -> str:
         return f"partition({self.optimizers!r}, {self.label!r})"
@@ -132,7 +132,7 @@ class PartitionOptimizer(Updater):
         params, of_all = inputs.param_list.picked(members), set(inputs.indices_with_grad)
         indices_with_grad = [number for number, index in enumerate(members) if index in of_all]
         part = StepInputs.of_part(names, params, indices_with_grad, opt_state)
-        if inputs.dense_leaves is None and any_dtensor(part.params):
+        if inputs.replaced_leaves is None and any_dtensor(part.params):
             trees = flatten_together([part.tree(part.params)], opt_state)
             part = step_inputs(self.parts[key], *trees)._replace(
                 indices_with_grad=indices_with_grad

@@ -12,21 +12,21 @@ from .._torch.tensor_list import Cache
 from .._torch.tracing import Situation, current_situation
 from .._tree import pytree
 from .._tree.gradients import Gradients
-from .._tree.leaves import are_real
+from .._tree.leaves import are_real_floating
 from .._tree.plans import add_plan, find_plan
 from .._tree.pytree import FlatTree, Leaves, Tree
 
 
-class KnownStep(NamedTuple):
+class StepPlan(NamedTuple):
     """The decisions about the steps of an optimizer over arguments that are alike."""
 
     names: list[str]  # of the parameters
-    plan: Any  # what `Updater.plan` returned
-    leaves_cache: Cache  # of `StepInputs.dense_leaves`
+    updater_plan: Any  # what `Updater.plan` returned
+    leaves_cache: Cache  # of `StepInputs.replaced_leaves`
     # Each leaf is gapless and requires no gradient: a step may write into it if nothing else shares
     # its memory.
-    are_writable: bool
-    known_readable: bool  # the host may read each leaf
+    all_writable: bool
+    all_readable: bool  # the host may read each leaf
 
 
 class PlannedStep(NamedTuple):
@@ -39,7 +39,8 @@ class PlannedStep(NamedTuple):
     situation: Situation | None
     # known if the plan was found
     leaves: Leaves = []  # noqa: RUF012  # of all trees; never written
-    known_readable: bool = False
+    all_writable: bool = False  # as in the plan, like the next
+    all_readable: bool = False
 
     @property
     def was_found(self) -> bool:
@@ -61,16 +62,16 @@ def plan_step(
     situation = current_situation()
     plan_key = situation if updater.keeps_plans else None
     if plan_key and (match := find_plan(updater.plans, plan_key, trees)):
-        flat_trees, leaves, known = match
+        flat_trees, leaves, step_plan = match
         params, opt_state, *_ = flat_trees
-        inputs = StepInputs.of_dense(
-            known.names, params, opt_state, known.leaves_cache, are_writable=known.are_writable
-        )
-        return PlannedStep(flat_trees, inputs, known.plan, situation, leaves, known.known_readable)
+        names, plan, cache, all_writable, all_readable = step_plan
+        inputs = StepInputs.of_dense(names, params, opt_state, cache)
+        facts = leaves, all_writable, all_readable
+        return PlannedStep(flat_trees, inputs, plan, situation, *facts)
     checked, inputs = check()
     plan = updater.plan(inputs)
     # What is refused of parameters that are not dense and real depends on settings of the step.
-    is_dense = inputs.dense_leaves is not None and are_real(inputs.param_list.dtypes)
+    is_dense = inputs.replaced_leaves is not None and are_real_floating(inputs.param_list.dtypes)
     if plan_key and is_dense:
         flat_trees = list(map(pytree.flatten_once, trees))
         params, _, grads, *_ = flat_trees
@@ -86,9 +87,9 @@ def _keep(
     lists = [tree.tensor_list for tree in trees]
     if not all([some.dense_off_graph for some in lists]):
         return
-    are_writable = all([s.are_gapless and not (s.any_empty or s.any_requires_grad) for s in lists])
-    known_readable = situation.host_reads and all([some.are_on_cpu for some in lists])
-    step = KnownStep(names, plan, Cache(), are_writable, known_readable)
+    all_writable = all([s.are_gapless and not (s.any_empty or s.any_requires_grad) for s in lists])
+    all_readable = situation.host_reads and all([some.are_on_cpu for some in lists])
+    step = StepPlan(names, plan, Cache(), all_writable, all_readable)
     add_plan(updater.plans, situation, trees, step)
 
 

@@ -158,7 +158,7 @@ class OptimizerSettings:
         # Ranks compare all settings, including defaults.
         complete = dict(sorted({**values, **arguments}.items()))
         kind = spec.name if spec.cls is None else spec.cls
-        self.compared = kind, complete, self.overrides, self.in_state, schedule_by
+        self.must_agree = kind, complete, self.overrides, self.in_state, schedule_by
         self.guard_key = self._guard_key(complete)
 
     def __repr__(self) -> str:

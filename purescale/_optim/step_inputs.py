@@ -53,13 +53,11 @@ class StepInputs(NamedTuple):
     indices_with_grad: Sequence[int]  # the parameters that have a gradient, by index
     opt_state: Tree
     # all that a step replaces: parameters and state; None unless all are dense and off graph
-    dense_leaves: TensorList | None = None
-    state_structure: Any = None  # of the state, if `dense_leaves` is there
+    replaced_leaves: TensorList | None = None
+    state_structure: Any = None  # of the state, if `replaced_leaves` is there
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
     positions: list[Position] | None = None  # if these are a piece of a larger step
-    # known of all tensors of the call: each may be written into if nothing else shares its memory
-    are_writable: bool = False
 
     @classmethod
     def of_part(
@@ -81,17 +79,15 @@ class StepInputs(NamedTuple):
         params: FlatTree,
         opt_state: FlatTree,
         cache: Cache | None = None,
-        *,
-        are_writable: bool = False,
     ) -> StepInputs:
-        """Return the inputs of a step whose tensors are dense and off graph. `cache` is that of all
-        which it replaces.
+        """Return the inputs of a step whose tensors are dense and off graph. `cache` is that of
+        `replaced_leaves`.
         """
         count, leaves = len(names), [*params.leaves, *opt_state.leaves]
-        dense_leaves = TensorList(leaves, cache, dense_off_graph=True)
+        replaced_leaves = TensorList(leaves, cache, dense_off_graph=True)
         of_params = params.structure, count, range(count), names, params.tensor_list, range(count)
-        of_state = opt_state.tree, dense_leaves, opt_state.structure
-        return cls(*of_params, *of_state, are_writable=are_writable)
+        of_state = opt_state.tree, replaced_leaves, opt_state.structure
+        return cls(*of_params, *of_state)
 
     @property
     def params(self) -> list[Tensor]:
@@ -100,7 +96,9 @@ class StepInputs(NamedTuple):
 
     def with_params(self, params: list[Tensor], opt_state: Tree) -> StepInputs:
         """Return the inputs with other tensors in place of the parameters, and this state."""
-        return self._replace(param_list=TensorList(params), opt_state=opt_state, dense_leaves=None)
+        return self._replace(
+            param_list=TensorList(params), opt_state=opt_state, replaced_leaves=None
+        )
 
     @property
     def columns(self) -> Columns:
@@ -125,14 +123,14 @@ class StepInputs(NamedTuple):
         new = iter(leaves_to_write(leaves, pairs, in_place=in_place))
         params = TensorList(list(itertools.islice(new, len(old))))
         state = self.state_with_columns(columns_like(columns, new))
-        return self._replace(param_list=params, opt_state=state, dense_leaves=None)
+        return self._replace(param_list=params, opt_state=state, replaced_leaves=None)
 
     def all_leaves(self) -> tuple[Leaves, Any]:
         """Return the parameters and all leaves of the state in one list, and the structure of the
         state.
         """
-        if self.dense_leaves is not None:
-            return self.dense_leaves.tensors, self.state_structure
+        if self.replaced_leaves is not None:
+            return self.replaced_leaves.tensors, self.state_structure
         leaves, structure = pytree.flatten(self.opt_state)
         return [*self.params, *leaves], structure
 
@@ -145,7 +143,7 @@ class StepInputs(NamedTuple):
         """Return the checked gradients of these parameters, in the order of the leaves. Refuse,
         naming the leaf, one that is not over the mesh of its parameter.
         """
-        if self.dense_leaves is not None:
+        if self.replaced_leaves is not None:
             return Gradients(grads.tensor_list, grads.leaves, True)
         leaves = grads.leaves
         params = self.structure.flatten_up_to((self.global_trees or self.trees)[0])
@@ -222,8 +220,8 @@ def leaves_to_write(
     leaves: list[Any], pairs: list[tuple[int, int]], *, listed: bool = False, in_place: bool
 ) -> list[Any]:
     """Return leaves that a kernel may write into: these, off the graph, if `in_place`, else copies.
-    Slots get the memory order of their parameter, by `pairs` of both. If the leaves can be
-    `listed`, none is of a subclass, such as that of a parameter, which numbers would get.
+    Slots get the memory order of their parameter, by `pairs` of both. If all leaves are plain
+    tensors, they can be `listed`: one operator copies them.
     """
     if listed and not in_place:
         writable = foreach.clone(leaves)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._optim.formula_step import FormulaStep
-from .._optim.fused import FusedStep, Launches
+from .._optim.fused import FusedStep, LaunchPlan
 from .._optim.opt_state import (
     NO_SLOTS,
     STEP,
@@ -142,7 +142,7 @@ class TorchPlan(NamedTuple):
     """The decisions about the steps of a class."""
 
     groups: list[ParamGroup]
-    launches: Launches | None  # of torch's kernel; None if it is not right for the tensors
+    launches: LaunchPlan | None  # of torch's kernel; None if it is not right for the tensors
 
 
 class TorchOptimizer(Updater):
@@ -151,7 +151,7 @@ class TorchOptimizer(Updater):
     """
 
     def __init__(self, settings: OptimizerSettings) -> None:
-        self.settings, self.compared = settings, settings.compared
+        self.settings, self.must_agree = settings, settings.must_agree
         self.may_add_slots = self.calls_user_step = settings.spec.calls_user_step
         self.runs_user_code = settings.spec.runs_user_code
         self.differentiable, self.elementwise = settings.differentiable, settings.spec.elementwise

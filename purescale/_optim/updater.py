@@ -66,7 +66,7 @@ class Updater:
     wide_grads: bool = False
     # True if it lives for more than one call, so that a plan can be found.
     keeps_plans: bool = True
-    compared: Any  # what ranks compare of it
+    must_agree: Any  # what ranks compare of it
 
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
@@ -178,7 +178,7 @@ class AdaptedOptimizer(Updater):
     keeps_plans = False  # it is made in each call
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = self.compared = optimizer
+        self.optimizer = self.must_agree = optimizer
         for name in ("differentiable", "elementwise", "may_add_slots", "wide_grads"):
             setattr(self, name, getattr(optimizer, name, getattr(Updater, name)))
 

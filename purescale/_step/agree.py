@@ -38,7 +38,7 @@ def check_on_all_ranks(
         return prepared
 
     def describe(prepared: Prepared) -> list[str]:
-        return _all_that_must_agree(prepared[1].compared(), state)
+        return _all_that_must_agree(prepared[1].must_agree, state)
 
     return agree_on_all_ranks(group, prepare_and_check, describe, sync=on_cpu(group))
 

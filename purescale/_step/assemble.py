@@ -89,9 +89,9 @@ def _write_over_start(start: Start, new: Leaves) -> Leaves:
     """Return scaler, count, generator and guard after `new` was written into those of the start. If
     a rule or a guard returned tensors on a graph, nothing is written.
     """
-    if not start.planned.inputs.are_writable or any(map(_requires_grad, new)):
+    if not start.planned.all_writable or any(map(_requires_grad, new)):
         return write_over_leaves(start.control_leaves, new)
-    foreach.copy_off_graph_(start.control_leaves, new)
+    foreach.copy_undetached_(start.control_leaves, new)
     return start.control_leaves
 
 
@@ -155,5 +155,5 @@ def _next_buffers(before: FlatTree, new: Leaves, decision: Decision, *, in_place
         return select_masked(decision.skip, old, new, in_place=in_place)
     if not in_place:
         return foreach.clone(new)
-    foreach.copy_off_graph_(old, new)  # each in memory of its own, or the old one itself
+    foreach.copy_undetached_(old, new)  # each in memory of its own, or the old one itself
     return old

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._optim.planned import PlannedStep
 from .._optim.step_inputs import StepInputs
 from .._optim.updater import Updater
 from .._step.start import Start
@@ -39,13 +40,13 @@ def memory_of_step(
     options: StepOptions, start: Start, microbatches: list[Any]
 ) -> tuple[ArgumentMemory, MayWrite]:
     """Return the memory of the arguments, and what the step may overwrite. Without donation the
-    memory is without the state of the optimizer, into which nothing is then written.
+    state of the optimizer is left out, because nothing writes into it.
     """
     flat_state, inputs = start.flat_state, start.planned.inputs
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     batch = pytree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
-    if donate and inputs.are_writable:
+    if donate and start.planned.all_writable:
         pointers = [storage_pointers(start.planned.leaves), storage_pointers(read_only)]
         if share_no_memory(*pointers):
             memory = ArgumentMemory.of(pointers, batch)
@@ -74,11 +75,12 @@ def memory_of_step(
 
 
 def memory_by_hand(
-    optimizer: Updater, inputs: StepInputs, grads: Gradients, read_only: Sequence[Tensor]
+    optimizer: Updater, planned: PlannedStep, grads: Gradients, read_only: Sequence[Tensor]
 ) -> MayWrite:
     """Return what a step may overwrite of its donated arguments."""
+    inputs = planned.inputs
     lists = [_replaced(inputs), grads.tensor_list]
-    if inputs.are_writable and not optimizer.differentiable:
+    if planned.all_writable and not optimizer.differentiable:
         tensors = [*lists[0].tensors, *lists[1].tensors]
         if share_no_memory(storage_pointers(tensors), storage_pointers(read_only)):
             return MayWrite(params_and_state=True, grads=True)
@@ -94,8 +96,8 @@ def _on_graph(optimizer: Updater, inputs: StepInputs) -> bool:
 
 def _replaced(inputs: StepInputs) -> TensorList:
     """Return the tensors of this rank that a step replaces: parameters and state."""
-    if inputs.dense_leaves is not None:
-        return inputs.dense_leaves
+    if inputs.replaced_leaves is not None:
+        return inputs.replaced_leaves
     leaves = [*inputs.params, *pytree.flatten(inputs.opt_state)[0]]
     shards = [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
     return TensorList(shards)

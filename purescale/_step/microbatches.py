@@ -213,8 +213,8 @@ def accumulate_microbatches(
     """Return the weighted mean of the microbatches' gradients and losses, and the buffers after
     them.
 
-    With a group, loss and totals are over all ranks. Gradients and buffers, or the
-    `buffers_to_reduce` in their place, are not yet.
+    With a group, loss and totals are over all ranks. Gradients and buffers are still of this
+    rank; `reduce_window` averages them, or `buffers_to_reduce` if these are given.
     """
     params, buffers, scaler = flat_state.params, flat_state.buffers, flat_state.scaler
     differentiable = options.optimizer.differentiable and is_on_a_graph(
@@ -254,14 +254,14 @@ def _window_of_one(
     out = grad_fn(grad_fn.buffers.leaves, entry)
     params, scale = grad_fn.params.tensor_list, grad_fn.scale
     grads = as_gradients(out.grads, scale, owned=grad_fn.owns_gradients, params=params)
-    loss, totals, fraction = out.loss, None, None
+    loss, totals_row, fraction = out.loss, None, None
     if weights.values is not None:
-        totals, means = sum_microbatches(weights.values, torch.stack([loss]), [])
+        totals_row, means = sum_microbatches(weights.values, torch.stack([loss]), [])
         loss = means[1].to(loss.dtype)
     if options.window_size is not None:
-        fraction = window_fraction(options, totals, 1, scale.device)
+        fraction = window_fraction(options, totals_row, 1, scale.device)
         loss = loss if fraction is None else (loss * fraction).to(loss.dtype)
-    return WindowResult(grads, loss, out.buffers, tuple(out.aux), None, totals, fraction)
+    return WindowResult(grads, loss, out.buffers, tuple(out.aux), None, totals_row, fraction)
 
 
 def _window_of_several(
@@ -340,29 +340,29 @@ def _window_result(
     are over all ranks.
     """
     options, weight, scale = mean.options, mean.weights.values, mean.scale
-    loss, totals, rank_divisor = losses[0], None, None
+    loss, totals_row, rank_divisor = losses[0], None, None
     if weight is not None:
         drops = options.on_nonfinite == "drop_microbatch"
         own, means = sum_microbatches(weight, torch.stack(losses), mean.overflows)
-        totals = own
+        totals_row = own
         if options.group is not None:
-            totals, means = sum_ranks(own, means, options.group)
-            of_rank, of_all = Totals.of(own), Totals.of(totals)
+            totals_row, means = sum_ranks(own, means, options.group)
+            of_rank, of_all = Totals.of(own), Totals.of(totals_row)
             if drops:
                 rank_divisor = mean_divisor(of_rank.good_weight, of_all.good_weight)
             else:
                 rank_divisor = mean_divisor(of_rank.counted_weight, of_all.counted_weight)
         loss_of_good, loss = means.unbind()
         if drops:  # if all were dropped, the loss of all of them shows why
-            loss = torch.where(Totals.of(totals).good_weight > 0, loss_of_good, loss)
+            loss = torch.where(Totals.of(totals_row).good_weight > 0, loss_of_good, loss)
     else:
         loss = torch.stack(losses).mean(dtype=widest_float(scale.device)).to(loss.dtype)
-    fraction = window_fraction(options, totals, len(losses), scale.device)
+    fraction = window_fraction(options, totals_row, len(losses), scale.device)
     loss = (loss if fraction is None else loss * fraction).to(losses[0].dtype)
     grads = mean.result() if reduction is None else as_gradients([], scale, owned=True)
     if options.group is not None and reduction is None:
         reduction = mean.send_all(grads, buffers_to_reduce, rank_divisor)
-    return WindowResult(grads, loss, buffers, aux, reduction, totals, fraction)
+    return WindowResult(grads, loss, buffers, aux, reduction, totals_row, fraction)
 
 
 # ---- batch norm over a window --------------------------------------------------------------------

@@ -91,7 +91,7 @@ def maybe_step(
     planned, gradients = plan_step_by_hand(updater, params, grads, opt_state)
     inputs = planned.inputs
     skip = pytree.as_flag(found_inf, like=next(iter(inputs.params), None))
-    may_write = memory_by_hand(updater, inputs, gradients, [skip]) if donate else MayWrite()
+    may_write = memory_by_hand(updater, planned, gradients, [skip]) if donate else MayWrite()
     return updater.run_step(planned, gradients, skip, in_place=may_write.params_and_state)
 
 
@@ -170,16 +170,16 @@ def unscale_and_step(
 
     trees = params, scaled_grads, opt_state
     planned, grads = plan_step_by_hand(updater, *trees, scaler, check_gradients=check_gradients)
-    inputs, may_write = planned.inputs, MayWrite()
+    may_write = MayWrite()
     if donate:
         of_scaler = planned.trees[-1].leaves if planned.was_found else pytree.tensors(scaler)
         read_only = [*of_scaler, *clip.tensor_bounds]
-        may_write = memory_by_hand(updater, inputs, grads, read_only)
+        may_write = memory_by_hand(updater, planned, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.
     owned = may_write.grads and not (updater.runs_user_code or torch.compiler.is_compiling())
     grads = grads._replace(divisor=scale, owned=owned)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
-    readable = planned.known_readable and not updater.differentiable
+    readable = planned.all_readable and not updater.differentiable
     stats = measure(grads, scale, options, known_readable=readable)
     decision = decide(stats, clip, grads)
     skip, in_place = decision.skip_unless_known, may_write.params_and_state

@@ -240,7 +240,8 @@ class StepOptions(NamedTuple):
     window_size: int | None = None  # of a full window
     rule_traits: RuleTraits = RuleTraits(takes_amax=False)
 
-    def compared(self) -> dict[str, Any]:
+    @property
+    def must_agree(self) -> dict[str, Any]:
         """Return by name what all ranks of a group must have alike."""
         same = ("optimizer", "rule", "guard", "on_nonfinite", "bn_update")
         return {

@@ -200,10 +200,10 @@ def _stages(
         state = flat_state._replace(scaler=scaler)
         window = accumulate(options, state, planned.situation, microbatches, weights, memory)
         window = reduce_window(window, flat_state)
-        grads, totals = window.grads, window.totals
-        readable = planned.known_readable and grads.owned and grads.dense_real
+        grads, totals_row = window.grads, window.totals_row
+        readable = planned.all_readable and grads.owned and grads.dense_real
         stats = measure(grads, scaler.tree.scale, stats_options, known_readable=readable)
-        flags = None if totals is None else window_flags(window, totals, stats.overflow)
+        flags = None if totals_row is None else window_flags(window, totals_row, stats.overflow)
         return Attempt(window, stats, flags, scaler)
 
     attempt = attempt_window(options, flat_state, run_window)

@@ -26,7 +26,7 @@ from .._torch.tracing import (
 )
 from .._tree import pytree
 from .._tree.hints import hint_keywords
-from .._tree.leaves import are_dense_real, versions
+from .._tree.leaves import are_plain_dense, versions
 from .._tree.plans import Plans, add_plan, find_plan
 from .._tree.pytree import FlatTree, Leaves, Tree
 from .._tree.scalars import short_repr
@@ -218,7 +218,7 @@ class ValueAndGrad:
             self.is_recorded = recorded_by_make_fx()
         self.storages = storages if self.owns_gradients else None
         if not is_dense:
-            self.dense_real = are_dense_real(params.leaves)
+            self.dense_real = are_plain_dense(params.leaves)
             self.indices = [n for n, leaf in enumerate(params.leaves) if leaf is not None]
             self.are_all_present = len(self.indices) == len(params.leaves)
             self.present_params = [params.leaves[index] for index in self.indices]

@@ -28,7 +28,9 @@ class WindowResult(NamedTuple):
     buffers: Leaves
     aux: tuple[Any, ...]
     reduction: Reduction | None = None  # on its way to the other ranks
-    totals: Tensor | None = None  # as `Totals`; None without a group if only the mean is measured
+    totals_row: Tensor | None = (
+        None  # as `Totals`; None without a group if only the mean is measured
+    )
     # the part of `window_size` that counts, by which the mean is still to be multiplied; None for 1
     fraction: Tensor | None = None
 
@@ -53,9 +55,9 @@ class Totals(NamedTuple):
     num_diverged: Any  # with a loss that is not finite
 
     @classmethod
-    def of(cls, totals: Tensor) -> Self:
+    def of(cls, totals_row: Tensor) -> Self:
         """Return the fields of totals that are one tensor."""
-        return cls(*totals.unbind())
+        return cls(*totals_row.unbind())
 
 
 class WindowFlags(NamedTuple):
@@ -90,21 +92,21 @@ def sum_microbatches(
         (torch.where(flag, loss, 0) * normalized(weight, flag)).sum() for flag in (good, is_counted)
     ]
     flags = torch.ones_like(good), good, invalid, overflow, overflow & finite, is_counted & ~finite
-    totals = torch.stack([*weights, *(flag.sum().to(weight.dtype) for flag in flags)])
-    return totals, torch.stack(means)
+    totals_row = torch.stack([*weights, *(flag.sum().to(weight.dtype) for flag in flags)])
+    return totals_row, torch.stack(means)
 
 
-def sum_ranks(totals: Tensor, means: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def sum_ranks(totals_row: Tensor, means: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """Return the totals and mean losses of all ranks, from one reduction."""
-    weights = totals[:2]  # those of the mean losses: `good_weight` and `counted_weight`
-    row = torch.cat([totals, torch.where(weights > 0, weights * means, 0)])
-    totals, weighted = torch.split(all_reduce(row, "sum", group), [len(totals), len(means)])
-    weights = totals[:2]
-    return totals, weighted / torch.where(weights > 0, weights, 1)
+    weights = totals_row[:2]  # those of the mean losses: `good_weight` and `counted_weight`
+    row = torch.cat([totals_row, torch.where(weights > 0, weights * means, 0)])
+    totals_row, weighted = torch.split(all_reduce(row, "sum", group), [len(totals_row), len(means)])
+    weights = totals_row[:2]
+    return totals_row, weighted / torch.where(weights > 0, weights, 1)
 
 
 def window_fraction(
-    options: StepOptions, totals: Tensor | None, num_microbatches: int, device: torch.device
+    options: StepOptions, totals_row: Tensor | None, num_microbatches: int, device: torch.device
 ) -> Tensor | None:
     """Return the part of a full window that is in the mean over all ranks; None for 1. It does not
     shrink if all microbatches were dropped.
@@ -112,7 +114,7 @@ def window_fraction(
     size, group, fraction = options.window_size, options.group, None
     if size is None:
         return None
-    total = None if totals is None else Totals.of(totals)
+    total = None if totals_row is None else Totals.of(totals_row)
     if group is not None and total is not None:
         fraction = total.num_microbatches / (size * dist.get_world_size(group))
     elif size != num_microbatches:
@@ -125,12 +127,12 @@ def window_fraction(
     return fraction
 
 
-def window_flags(window: WindowResult, totals: Tensor, overflow: Tensor) -> WindowFlags:
-    """Return the flags of a window whose mean was measured. Its `overflow` counts as that of one
-    more microbatch. If the mean leaves out what overflows, it only skips the step.
+def window_flags(window: WindowResult, totals_row: Tensor, overflow: Tensor) -> WindowFlags:
+    """Return the flags of a window whose mean was measured. An `overflow` of the mean lowers the
+    scale and skips the step. If the mean leaves out what overflows, it only skips.
     """
-    any_good, any_invalid, any_overflowed, any_finite, any_diverged = (totals[3:] > 0).unbind()
-    total = Totals.of(totals)
+    any_good, any_invalid, any_overflowed, any_finite, any_diverged = (totals_row[3:] > 0).unbind()
+    total = Totals.of(totals_row)
     num_overflows = total.num_overflowed.to(torch.int64)
     if window.leaves_out_overflows:
         return WindowFlags(any_overflowed, ~any_good | overflow, any_finite, num_overflows)

@@ -1,7 +1,7 @@
 """Donated memory: which tensors may be overwritten, because they were given up or made here.
 
 donate        an argument of a public function: the caller gives the tensors up
-are_writable  by metadata: each tensor fills a range of memory, and requires no gradient
+all_writable  by metadata: each tensor fills a range of memory, and requires no gradient
 can_write     by memory, too: nothing else shares it;  share_no_memory: so for known storages
 MayWrite      the decision of a step, of all that it is given
 in_place      an argument of an inner function: it writes into what it is given
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .._torch import dtensor, private
-from .._torch.foreach import are_gapless, clone_off_graph, is_gapless
+from .._torch.foreach import are_gapless, clone_undetached, is_gapless
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 
@@ -140,8 +140,8 @@ def _of_nonempty(tensor_list: TensorList, pointers: list[int | None]) -> list[in
 
 
 class ArgumentMemory(NamedTuple):
-    """The memory of the arguments. Results must not share it, because what a step may overwrite was
-    decided for the arguments alone, and loss_fn must not write into a microbatch.
+    """The memory of the arguments, from which results are copied, and by which a write of loss_fn
+    into a microbatch is seen.
     """
 
     storages: set[int | None] | None  # None while tracing, where they cannot be compared
@@ -181,7 +181,7 @@ def take_ownership(gradients: list[Tensor]) -> list[Tensor]:
         return detached
     facts = enumerate(zip(uses, resizable, gapless, strict=True))
     shared = [i for i, (count, ours, whole) in facts if count != 2 or not ours or not whole]
-    copies = clone_off_graph([detached[index] for index in shared]) if shared else []
+    copies = clone_undetached([detached[index] for index in shared]) if shared else []
     for index, copy in zip(shared, copies, strict=True):
         detached[index] = copy
     return detached

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._torch import dtensor, foreach
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read
-from .._tree.leaves import are_dense_real, as_dense_real
+from .._tree.leaves import are_plain_dense, as_dense_real
 
 # by whether they are divided in float64
 _LARGEST = torch.finfo(torch.float32).max, torch.finfo(torch.float64).max
@@ -46,8 +46,8 @@ class Gradients(NamedTuple):
     @property
     def pending(self) -> tuple[Any, ...]:
         """What an optimizer still waits for: divisor, factor and clip value. Each is elementwise,
-        because pieces of leaves and shards are stepped alone. `unscaled` does what is pending, and
-        a kernel that cannot do all of it leaves it to that.
+        because pieces of leaves and shards are stepped alone. If a kernel cannot do all of it,
+        `unscaled` does it first.
         """
         return self.divisor, self.factor, self.clip_value
 
@@ -183,7 +183,7 @@ def as_gradients(
     """
     if params is not None and params.is_like(leaves):
         return Gradients(TensorList(list(leaves), params.cache), leaves, True, divisor, owned)
-    if are_dense_real(leaves):
+    if are_plain_dense(leaves):
         return Gradients(TensorList(list(leaves)), leaves, True, divisor, owned)
     templates = [dtensor.reduce_partial(leaf) for leaf in leaves]
     tensors = [as_dense_real(dtensor.shard(leaf)) for leaf in templates if leaf is not None]

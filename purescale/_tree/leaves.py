@@ -28,7 +28,7 @@ _is_nested, _grad_fn = operator.attrgetter("is_nested"), operator.attrgetter("gr
 # ---- checks of whole lists -----------------------------------------------------------------------
 
 
-def are_dense_real(leaves: Sequence[Any]) -> bool:
+def are_plain_dense(leaves: Sequence[Any]) -> bool:
     """Return True if each leaf is a dense, real tensor of torch's own types, without lazy negation.
     This is one fast check of the whole list; other leaves are checked one by one.
     """
@@ -52,10 +52,10 @@ def are_dense_real(leaves: Sequence[Any]) -> bool:
 
 
 def are_dense_off_graph(leaves: Sequence[Any]) -> bool:
-    """Return True if `are_dense_real`, off every graph, and made outside of inference mode."""
+    """Return True if `are_plain_dense`, off every graph, and made outside of inference mode."""
     return (
         not torch.compiler.is_dynamo_compiling()
-        and are_dense_real(leaves)
+        and are_plain_dense(leaves)
         and not any(map(_grad_fn, leaves))
         and not any(map(Tensor.is_inference, leaves))
     )
@@ -66,7 +66,7 @@ def as_tensor_list(leaves: list[Any]) -> TensorList:
     return TensorList(leaves, dense_off_graph=are_dense_off_graph(leaves))
 
 
-def are_real(dtypes: Set[torch.dtype]) -> bool:
+def are_real_floating(dtypes: Set[torch.dtype]) -> bool:
     """Return True if a parameter may have each of these dtypes and is then real."""
     return dtypes <= _REAL
 
@@ -89,7 +89,7 @@ def versions(leaves: Collection[Any]) -> list[int]:
 
 def leaves_to_check(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
     """Return the leaves that need a check of their own, with their indices."""
-    if are_dense_real(leaves) and are_real({leaf.dtype for leaf in leaves}):
+    if are_plain_dense(leaves) and are_real_floating({leaf.dtype for leaf in leaves}):
         return []
     return [
         (index, leaf)

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from .._torch import private
-from .._torch.tensor_list import Cache, TensorList, are_comparable, list_guard
+from .._torch.tensor_list import Cache, TensorList, are_comparable, metadata_matcher
 from .._torch.tracing import Situation
 from .._tree.pytree import FlatTree, Leaves, Tree, flatten, is_of_builtins
 
@@ -164,7 +164,7 @@ def _caches_of(trees: Sequence[FlatTree]) -> list[Cache]:
     caches: list[Cache] = []
     for tree in trees:
         alike = (cache for cache in caches if cache.is_like and cache.is_like(tree.leaves))
-        caches.append(next(alike, None) or Cache(list_guard(tree.leaves)))
+        caches.append(next(alike, None) or Cache(metadata_matcher(tree.leaves)))
     return caches
 
 

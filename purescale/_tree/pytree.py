@@ -171,7 +171,7 @@ def clone(tree: TreeT) -> TreeT:
     """
     leaves, structure = flatten(tree)
     present = [leaf for leaf in leaves if leaf is not None]
-    if not traced() and _leaf.are_dense_real(present):
+    if not traced() and _leaf.are_plain_dense(present):
         copies = iter(foreach.clone(present))
         return structure.unflatten([None if leaf is None else next(copies) for leaf in leaves])
     return structure.unflatten(list(_map(_copy, leaves)))
@@ -225,7 +225,7 @@ def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
         storages = storage_pointers(leaves)
         apart = len(set(storages)) == len(storages) and taken.isdisjoint(storages)
         # Some are shared if a loss returns the buffers that it was given.
-        if apart or _leaf.are_dense_real(leaves):
+        if apart or _leaf.are_plain_dense(leaves):
             detached = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
             shared = [] if apart else _repeated(storages, seen)
             copies = foreach.clone([detached[index] for index in shared]) if shared else []
@@ -354,7 +354,7 @@ def gradients_like(params: FlatTree, grads: Tree) -> FlatTree:
     tensor_list, of_params = _leaf.as_tensor_list(gradients), params.tensor_list
     flat_grads = FlatTree(grads, gradients, params.structure, tensor_list)
     both_dense = of_params.dense_off_graph and tensor_list.dense_off_graph
-    if both_dense and _leaf.are_real(tensor_list.dtypes):
+    if both_dense and _leaf.are_real_floating(tensor_list.dtypes):
         shapes = list(_map(_shape, gradients)), list(_map(_shape, params.leaves))
         devices = list(_map(_device, gradients)), list(_map(_device, params.leaves))
         if shapes[0] == shapes[1] and devices[0] == devices[1]:
@@ -463,7 +463,7 @@ def _have_same_metadata(leaves: Leaves, others: Leaves) -> bool:
     """
     return (
         not torch.compiler.is_dynamo_compiling()
-        and _leaf.are_dense_real([*leaves, *others])
+        and _leaf.are_plain_dense([*leaves, *others])
         and list(_map(_shape, leaves)) == list(_map(_shape, others))
         and list(_map(_dtype, leaves)) == list(_map(_dtype, others))
         and list(_map(_device, leaves)) == list(_map(_device, others))
@@ -516,7 +516,7 @@ def check_names(dotted_names: Sequence[str]) -> None:
 
 def check_parameters(params: FlatTree, name: str = "params") -> None:
     """Refuse, naming the leaf, a leaf that cannot be a parameter."""
-    if params.tensor_list.dense_off_graph and _leaf.are_real(params.tensor_list.dtypes):
+    if params.tensor_list.dense_off_graph and _leaf.are_real_floating(params.tensor_list.dtypes):
         return
     for index, leaf in _leaf.leaves_to_check(params.leaves):
         _leaf.check_leaf(leaf, path(params.tree, name, index), "parameter")

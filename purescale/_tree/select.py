@@ -12,7 +12,7 @@ from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import Situation, current_situation, is_on_a_graph, traced
 from .._tree import pytree
-from .._tree.leaves import are_dense_real, as_tensor_list, is_constant
+from .._tree.leaves import are_plain_dense, as_tensor_list, is_constant
 from .._tree.plans import Plans, add_plan, find_plan
 from .._tree.pytree import Leaves, Tree, TreeT
 
@@ -51,7 +51,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     if situation and situation.host_reads and (known := find_plan(_plans, situation, arguments)):
         _, before, after = known.trees
         chosen = before if found_inf else after
-        return before.structure.unflatten(foreach.clone_off_graph(chosen.leaves))
+        return before.structure.unflatten(foreach.clone_undetached(chosen.leaves))
     if _is_flag(new) and not _is_flag(old):
         raise TypeError(
             "new is a flag and old is not. Likely cause: `select(old, new, found_inf)`. Fix: "
@@ -91,7 +91,7 @@ def select_masked(
     `in_place`, the caller guarantees that nothing else shares the memory of `old`: results are
     written there.
     """
-    if are_dense_real([*old, *new]):
+    if are_plain_dense([*old, *new]):
         return _chosen(skip, old, new, in_place=in_place)
     indices = [index for index, leaf in enumerate(old) if not is_constant(leaf)]
     before = [dtensor.shard(old[index]) for index in indices]

@@ -53,10 +53,10 @@ class Wrapper(Updater):
         )
         self.may_add_slots = self.updater.may_add_slots
         self.wide_grads = self.widens_params or self.updater.wide_grads
-        self.compared = (optimizer, *settings)
+        self.must_agree = (optimizer, *settings)
 
     def __repr__(self) -> str:
-        return f"{self.made_by}({', '.join(map(repr, self.compared))})"
+        return f"{self.made_by}({', '.join(map(repr, self.must_agree))})"
 
     # ---- for subclasses
 

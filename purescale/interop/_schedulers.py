@@ -152,7 +152,7 @@ class RateTable:
         return cls(digest, start, torch.tensor(rounded, dtype=torch.float32, device="cpu"))
 
     @property
-    def compared(self) -> tuple[str, int]:
+    def must_agree(self) -> tuple[str, int]:
         """The values that ranks compare."""
         return self.digest, self.start
 

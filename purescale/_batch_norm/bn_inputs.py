@@ -50,6 +50,10 @@ _SIGNATURES: dict[Any, Sequence[str]] = {
 _RANDOM: dict[Any, tuple[int, str, Any]] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), (2, "training", False)),
     **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), (2, "training", False)),
+    **dict.fromkeys(
+        (torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+        (2, "train", False),
+    ),
     F.rrelu: (3, "training", False),
     F.scaled_dot_product_attention: (4, "dropout_p", 0.0),
     F.multi_head_attention_forward: (13, "training", False),

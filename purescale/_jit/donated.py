@@ -41,12 +41,12 @@ def donate_inputs(module: Any, donate: Sequence[int]) -> dict[int, int]:
     free: dict[Any, list[fx.Node]] = {}
     for node in indices:
         free.setdefault(kind(node), []).append(node)
-    donated, rest, written, templates = {}, [], set(indices), _origins(module)
+    donated, rest, written, origins = {}, [], set(indices), _origins(module)
     with module.graph.inserting_before(output):
         for place, node in enumerate(output.args[0]):
             like, source = free.get(kind(node), []), _copied(node)
             target = source if source in like else next(iter(like), None)
-            if target is None or not templates[memory(node)] & written <= {target}:
+            if target is None or not origins[memory(node)] & written <= {target}:
                 rest.append(node)
                 continue
             like.remove(target)
@@ -64,13 +64,13 @@ def donate_inputs(module: Any, donate: Sequence[int]) -> dict[int, int]:
 
 def _origins(module: Any) -> dict[Any, set[fx.Node]]:
     """Return, by memory, the inputs of which elements may stand in it as they were."""
-    templates = {memory(node): {node} for node in placeholders(module)}
+    origins = {memory(node): {node} for node in placeholders(module)}
     for node in module.graph.nodes:
         if isinstance(node.meta.get("val"), Tensor):
             moves = getattr(node.target, "overloadpacket", None) in _MOVES
-            parts = [templates[memory(arg)] for arg in node.all_input_nodes if moves]
-            templates.setdefault(memory(node), set().union(*parts))  # one of a view is there
-    return templates
+            parts = [origins[memory(arg)] for arg in node.all_input_nodes if moves]
+            origins.setdefault(memory(node), set().union(*parts))  # one of a view is there
+    return origins
 
 
 def _copied(node: Any) -> Any:

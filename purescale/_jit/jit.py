@@ -414,8 +414,7 @@ def jit(
     code. A tensor that it closes over becomes an input of the graph: it is not copied, a later
     write into it and `tensor.data = new` are seen, and a new tensor under its name is not. Prints
     and other side effects happen in the first call only. Dropout draws from torch's generator in
-    each call, other numbers than in eager mode with "inductor". While a first call compiles, no
-    other thread may draw from torch's generators.
+    each call, other numbers than in eager mode with "inductor".
 
     Args:
         fn: A function of trees, called with positional arguments. It writes into no argument and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import traceback
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._jit.cut import (
@@ -18,6 +20,7 @@ from .._jit.cut import (
     compiled_in_stages,
     empty_like,
     has_operators,
+    memory,
     placeholders,
 )
 from .._jit.donated import donate_inputs, kind, separate_results
@@ -70,19 +73,14 @@ def trace(
     fake = _without_values()
     examples = _apart(fake, inputs)
     outside = _Outside(fake)
-
-    def watched(*tensors: Tensor) -> Sequence[Any]:
-        outside.inputs = list(map(Tensor.untyped_storage, tensors))
-        with _PureOnly(outside), _NoWrites(outside):
-            return function(*tensors)
-
     with explained(), recording():
-        module = _graph_of(watched, examples, fake)
+        module = _graph_of(_watched(function, outside), examples, fake)
         if any(getattr(node.target, "namespace", "") == "c10d" for node in module.graph.nodes):
             raise _EffectError(*_RANKS)
     closed_over = _lift(module, outside, literals)
     examples = _apart(fake, [*inputs, *closed_over])
     module = _functional(module, examples, fake)
+    _check_unwritten(module, len(inputs))
     separate_results(module)
     donated = donate_inputs(module, donate)
     module.graph.lint()
@@ -121,6 +119,14 @@ def _functional(module: Any, inputs: Sequence[Tensor], fake: Any) -> Any:
     return _graph_of(torch.func.functionalize(module), inputs, fake)
 
 
+def _watched(function: Function, outside: _Outside) -> Function:
+    def watched(*tensors: Tensor) -> Sequence[Any]:
+        with _PureOnly(tensors, outside):
+            return function(*tensors)
+
+    return watched
+
+
 @outside_autocast()
 def compiled(graph: PureGraph, backend: str = "inductor", mode: str | None = None) -> Function:
     """Return the graph as compiled code, a function of its inputs and `closed_over`."""
@@ -142,7 +148,22 @@ def _compiled(module: Any, inputs: Sequence[Tensor], options: Any, **more: Any) 
         options = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
     # With it inductor takes a view of an input for `view + zeros`, also after a write (torch 2.13).
     more["joint_graph_constant_folding"] = not any(x.target is WRITE for x in module.graph.nodes)
-    return _apart_from_inputs(private.compile_graph(module, inputs, {**(options or {}), **more}))
+    with _other_draws(inputs):
+        run = private.compile_graph(module, inputs, {**(options or {}), **more})
+    return _apart_from_inputs(run)
+
+
+@contextlib.contextmanager
+def _other_draws(inputs: Sequence[Tensor]) -> Iterator[None]:
+    """A scope that leaves torch's generators as they were, and in which they draw other numbers:
+    torch sets them back after compiling, so other threads would draw the same numbers twice.
+    """
+    devices = {tensor.device for tensor in inputs if tensor.is_cuda}
+    with torch.random.fork_rng(devices):
+        torch.default_generator.seed()
+        for device in devices:
+            torch.cuda.default_generators[device.index].seed()
+        yield
 
 
 def _apart_from_inputs(compiled: Function) -> Function:
@@ -283,8 +304,7 @@ _WRITES_OUTSIDE = "writes into a tensor that it closes over", f"make it an argum
 _READS = (
     "reads the value of a tensor",
     "`torch.where` in place of `if`; operators in place of a number, `x + t * y` for `torch.add(x, "
-    "y, alpha=t)`, or a number of Python; `torch.stack` for `torch.tensor([x[0], 1.0])`; "
-    "`validate_args=False` for a torch.distributions.Distribution; return what is to be looked at",
+    "y, alpha=t)`, or a number of Python; return what is to be looked at",
 )
 _SHAPE = (
     "makes a tensor whose shape depends on values",
@@ -302,86 +322,67 @@ _DRAWS = (
     "draws from a torch.Generator of its own",
     "torch's default generator, with torch.manual_seed before the call",
 )
+_REQUIRES_GRAD = (
+    "calls requires_grad_ where torch.func differentiates or maps",
+    "`torch.func.grad(function)(x)` in place of `torch.autograd.grad(function(x), x)`",
+)
 _LAZY = (
     "closes over a tensor whose conjugation or negation is pending",
     "`tensor.resolve_conj().resolve_neg()` before the function is made",
 )
+_VALIDATES = (
+    "makes a torch.distributions.Distribution that checks its arguments, which reads them",
+    "`validate_args=False`, as in `Categorical(logits=logits, validate_args=False)`",
+)
 _RANKS = (
     "calls torch.distributed",
     "the step without jit, whose loss may gather, and whose `group` averages the gradients",
+)
+_TENSOR_OF = (
+    "makes a tensor of a list with tensors, which reads them",
+    "`torch.stack([x[0], x.new_tensor(1.0)])` in place of `torch.tensor([x[0], 1.0])`",
 )
 # By words in torch's errors. Without them torch's error is raised as it is.
 _CAUSES = {
     "data-dependent": _READS,
     "DataDependent": _READS,
     "DynamicOutputShape": _SHAPE,
-    "data is not allocated yet": _READS,
+    "data is not allocated yet": _TENSOR_OF,
+    "Tensor.requires_grad_()": _REQUIRES_GRAD,
     "torch._C.Generator": _DRAWS,
     "symbolically trace a dynamo-optimized function": _COMPILED,
 }
 
 
-# Whose schemas do not say that they update running statistics.
-_BATCH_NORMS = [f"{name}_batch_norm.default" for name in ("native", "cudnn", "miopen")]
-
-
 class _EffectError(Exception):
-    """A write or a backward where none may be, with its cause."""
+    """A write or a backward inside of `_PureOnly`, with its cause."""
 
 
 class _PureOnly(NoReads):
-    """A mode that refuses a read, and a backward that writes into `.grad`. What is from outside
-    comes to torch as a fake tensor, so that torch too refuses to read it.
+    """A mode that refuses a read, a write into an input or a tensor from outside, and a backward
+    that writes into `.grad`. What is from outside comes to torch as a fake tensor, so that torch
+    too refuses to read it.
     """
 
-    def __init__(self, outside: _Outside) -> None:
+    def __init__(self, inputs: Sequence[Tensor], outside: _Outside) -> None:
         super().__init__()
-        self.outside = outside
+        self.inputs, self.outside = list(map(_storage, inputs)), outside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.backward:
             raise _EffectError(*_BACKWARD)
         args, kwargs = self.outside.replaced(args), self.outside.replaced(kwargs or {})
-        if getattr(func, "__name__", "") == "__set__":  # of an attribute, such as `.data`
-            self.outside.check_write(innermost(args[0]))
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-class _NoWrites(private.DispatchMode):  # type: ignore[misc]
-    """A mode that refuses an operator that writes into an input or a tensor from outside."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, outside: _Outside) -> None:
-        super().__init__()
-        self.outside = outside
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         for tensor in _written(func, args, kwargs):
-            self.outside.check_write(tensor)
-        return func(*args, **kwargs)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the dense tensors that an operator writes into."""
-    name, schema = func.__name__, getattr(func, "_schema", None)
-    if name in _BATCH_NORMS:
-        targets = list(args[3:5]) if args[5] else []
-    elif schema is None or not schema.is_mutable:
-        return []
-    else:
-        pairs = zip(schema.arguments, args, strict=False)
-        targets = [arg for formal, arg in pairs if formal.is_write]
-        targets += [kwargs.get(formal.name) for formal in schema.arguments if formal.is_write]
-    flat = [part for x in targets for part in (x if isinstance(x, (list, tuple)) else (x,))]
-    return [x for x in flat if isinstance(x, Tensor) and x.layout is torch.strided]
+            storage = _storage(tensor)
+            if any(storage is of_input for of_input in self.inputs):
+                raise _EffectError(*_WRITES_ARGUMENT)
+            if self.outside.holds(tensor):
+                raise _EffectError(*_WRITES_OUTSIDE)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class _Outside:
     """The tensors that a function closes over, and a fake tensor in place of each."""
-
-    inputs: Sequence[Any] = ()  # the memory of those of the function
 
     def __init__(self, fake: Any) -> None:
         self._fake = fake
@@ -409,13 +410,12 @@ class _Outside:
             self._pairs[id(tensor)] = tensor, self._fake.from_tensor(plain)
         return self._pairs[id(tensor)][1]
 
-    def check_write(self, tensor: Tensor) -> None:
-        """Refuse a write into an input, a tensor from outside, or their memory."""
-        storage = tensor.untyped_storage()
-        if any(storage is of_input for of_input in self.inputs):
-            raise _EffectError(*_WRITES_ARGUMENT)
-        if any(storage is fake.untyped_storage() for _, fake in self._pairs.values()):
-            raise _EffectError(*_WRITES_OUTSIDE)
+    def holds(self, tensor: Tensor) -> bool:
+        """Return True if a tensor is, or is in the memory of, one from outside."""
+        storage = _storage(tensor)
+        return not isinstance(innermost(tensor), private.FakeTensor) or any(
+            storage is _storage(fake) for _, fake in self._pairs.values()
+        )
 
     def original(self, value: Tensor) -> Tensor:
         """Return the tensor for which a fake one stands."""
@@ -432,6 +432,64 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
+def _storage(tensor: Tensor) -> Any:
+    return innermost(tensor).untyped_storage()
+
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+_BITWISE = ("and", "or", "xor", "lshift", "rshift")
+_WRITING = {"__setitem__", "__set__", *(f"__i{name}__" for name in (*_OPERATORS, *_BITWISE))}
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that a function of torch writes into, by its name."""
+    if func in (F.batch_norm, F.instance_norm):  # which update running statistics
+        bound = inspect.signature(func).bind(*args, **kwargs).arguments
+        training = bound.get("training", bound.get("use_input_stats", func is F.instance_norm))
+        statistics = [bound.get("running_mean"), bound.get("running_var")] if training else []
+        return [tensor for tensor in statistics if tensor is not None]
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    targets = [kwargs.get("out")]
+    if args and (in_place or name in _WRITING):
+        targets.append(args[0])
+    return _each(Tensor, targets)
+
+
+def _check_unwritten(module: Any, count: int) -> None:
+    """Refuse a graph that writes into its inputs, for what `_PureOnly` does not see. The first
+    `count` are arguments.
+    """
+    memories = list(map(memory, placeholders(module)))
+    arguments, outside = set(memories[:count]), set(memories[count:])
+    for node in module.graph.nodes:
+        written = set(map(memory, _targets(node))) if node.op == "call_function" else set()
+        if written & arguments:
+            raise _refusal(*_WRITES_ARGUMENT)
+        if written & outside:
+            raise _refusal(*_WRITES_OUTSIDE)
+
+
+def _targets(node: Any) -> list[Any]:
+    """Return the arguments that a node of a graph writes into."""
+    schema = getattr(node.target, "_schema", None)
+    if node.target is torch.ops.aten.native_batch_norm.default:  # whose schema does not say so
+        targets = list(node.args[3:5]) if node.args[5] else []
+    elif schema is None or not schema.is_mutable:
+        return []
+    else:
+        pairs = zip(schema.arguments, node.args, strict=False)
+        targets = [arg for formal, arg in pairs if formal.is_write]
+        targets += [node.kwargs.get(x.name) for x in schema.arguments if x.is_write]
+    return _each(torch.fx.Node, targets)
+
+
+def _each(cls: type, targets: list[Any]) -> list[Any]:
+    """Return the targets of a class, also those in lists."""
+    flat = [part for x in targets for part in (x if isinstance(x, (list, tuple)) else (x,))]
+    return [part for part in flat if isinstance(part, cls)]
+
+
 @contextlib.contextmanager
 def explained(kind: type[Exception] = Exception) -> Iterator[None]:
     """Refuse, naming the line, what a function does inside and no graph for all values can do."""
@@ -446,10 +504,13 @@ def explained(kind: type[Exception] = Exception) -> Iterator[None]:
 def _cause(error: Exception) -> Cause | None:
     if isinstance(error, _EffectError):
         return error.args
-    if isinstance(error, ReadError):
-        return error.cause or _READS
     text = f"{type(error).__name__} {error}"
-    return next((cause for words, cause in _CAUSES.items() if words in text), None)
+    causes = (cause for words, cause in _CAUSES.items() if words in text)
+    cause = error.cause or _READS if isinstance(error, ReadError) else next(causes, None)
+    if cause is _READS and _is_from(_DISTRIBUTIONS, error):
+        return _VALIDATES
+    by_ranks = isinstance(error, RuntimeError) and _is_from(_RANKS_FOLDER, error)
+    return _RANKS if cause is None and by_ranks else cause
 
 
 def _refusal(what: str, fix: str, error: Exception | None = None) -> ValueError:
@@ -460,6 +521,14 @@ def _refusal(what: str, fix: str, error: Exception | None = None) -> ValueError:
 
 
 _LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
+_DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
+_RANKS_FOLDER = str(Path(torch.distributed.__file__).parent)
+
+
+def _is_from(folder: str, error: Exception) -> bool:
+    """Return True if code of a folder was running."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.filename.startswith(folder) for frame in frames)
 
 
 def _where(error: Exception | None) -> str:

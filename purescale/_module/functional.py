@@ -117,11 +117,12 @@ class Apply:
         transformed = under_transform()
         has_graph = torch.is_grad_enabled() and not transformed
         # List kernels have no vmap rule.
-        own_buffers = _copies(buffers, self._constants, one_by_one=transformed)
+        constants = {name for name in self._constants if is_constant(buffers[name])}
+        own_buffers = _copies(buffers, constants, one_by_one=transformed)
         tensors = {**params, **own_buffers}
         for name in self._renormalised:
             tensors[name] = params[name].clone()
-        watched = {**params, **{name: buffers[name] for name in self._constants}}
+        watched = {**params, **{name: buffers[name] for name in constants}}
         before = stamps(watched.values(), transformed)
         is_first = has_graph and train and learned.compares_values
         values: Tensors = {}  # to find writes through `.data`, once
@@ -158,12 +159,10 @@ class Apply:
         if transformed:
             forbid_recompute(copy)
         elif has_graph:
-            # A second run of a batch norm then writes into those of the copy. Frozen parameters
-            # that the first run has not written, often most of a model, it does not write either.
-            unwritten = {n for n in self.frozen_params if not private.version(own_buffers[n])}
-            new = _copies(new, unwritten | self._constants)
+            # A second run of a batch norm then writes into those of the copy, as a codebook does.
+            new = _copies(new, constants)
             if is_first:
-                watch_backward(copy, own_buffers.keys() - self.frozen_params - self._constants)
+                watch_backward(copy, own_buffers.keys() - self.frozen_params - constants)
             if modes := private.function_modes():
                 rerun_under(modes, copy)
         return out, new
@@ -444,5 +443,10 @@ def _set_mode(module: nn.Module, mode: bool) -> None:
 
 
 def _takes_mode(module: nn.Module) -> bool:
-    first = next(iter(inspect.signature(module.train).parameters.values()), None)
-    return first is not None and (first.name == "mode" or isinstance(first.default, bool))
+    signature = inspect.signature(module.train)
+    try:
+        signature.bind(True)
+    except TypeError:
+        return False
+    first = next(iter(signature.parameters.values()))
+    return first.name == "mode" or isinstance(first.default, bool)

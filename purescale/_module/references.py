@@ -77,7 +77,9 @@ def check_class_attributes(
     params = [item for item in tensors.items() if isinstance(item[1], nn.Parameter)]
     live: dict[Any, str] = {storage_pointer(p) or id(p): name for name, p in params}
     parts = [(path, part) for path, part in modules.items() if path]
-    live |= {id(part): path for path, part in parts if next(part.parameters(), None) is not None}
+    live |= {
+        id(part): path for path, part in parts if next(nn.Module.parameters(part), None) is not None
+    }
     for cls in dict.fromkeys(base for _, obj in objects for base in type(obj).__mro__):
         for key, value in list(vars(cls).items()):
             inside = isinstance(value, (dict, list, tuple))

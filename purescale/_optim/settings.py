@@ -135,6 +135,11 @@ class OptimizerSettings:
         self.lr = spec.default_lr if lr is None else lr
         self.arguments, self.schedule_by, self.counts = arguments, schedule_by, counts
         self.differentiable = bool(arguments.get("differentiable"))
+        if not isinstance(in_state, (tuple, list)):  # a set has another order on each rank
+            raise TypeError(
+                f"in_state is {in_state!r}, expected a tuple of names of settings. Fix: "
+                'in_state=("lr", "weight_decay"), or in_state=("lr",) with a comma.'
+            )
         self.in_state = tuple(dict.fromkeys(in_state))
         self.overrides = {pattern: dict(extra) for pattern, extra in overrides.items()}
         schedules = _scheduled({**arguments, "lr": self.lr}, ("lr", *self.in_state))
@@ -184,8 +189,10 @@ class OptimizerSettings:
         given.
         """
         members: dict[tuple[int, ...], list[int]] = {}
-        for index, matching in enumerate(_match_patterns(names, tuple(self.overrides))[0]):
-            members.setdefault(matching, []).append(index)
+        matches = _match_patterns(names, tuple(self.overrides))[0]
+        first_equal = {matching: self._first_equal(matching) for matching in set(matches)}
+        for index, matching in enumerate(matches):
+            members.setdefault(first_equal[matching], []).append(index)
         groups = []
         for overrides in sorted(members):
             indices = members[overrides]
@@ -211,6 +218,20 @@ class OptimizerSettings:
                 f"{pytree.join_names(list(names), 20)}. Likely cause: a typing error, or a frozen "
                 "parameter, which is a buffer. Fix: one of these names, or a glob, '*.bias'."
             )
+
+    def _first_equal(self, matching: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first pattern with the same settings, so that `{"*.bias": no_decay, "norm.*":
+        no_decay}` is one group.
+        """
+        overrides = list(self.overrides.values())
+        merged = {name: value for index in matching for name, value in overrides[index].items()}
+        for index, extra in enumerate(overrides if matching else []):
+            if extra.keys() == merged.keys() and all(
+                extra[k] is v or (not isinstance(v, Tensor) and extra[k] == v)
+                for k, v in merged.items()
+            ):
+                return (index,)
+        return matching
 
     def current(self, opt_state: OptState) -> CurrentSettings:
         """Return the current settings of the next step."""

@@ -49,8 +49,11 @@ def write_state_dict(
     opt_state: OptState,
     initial_lr: float | None = None,
     like: Mapping[str, Any] | None = None,
+    written: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return a state in torch's format, as `TorchOptimizer.to_state_dict`."""
+    """Return a state in torch's format, as `TorchOptimizer.to_state_dict`. Groups of `like` keep
+    all settings but those that are `written`, by default all.
+    """
     state: dict[int, dict[str, Any]] = {}
     groups, slots = [], slots_by_parameter(settings, opt_state)
     for group in _current_groups(settings, opt_state, list(slots), initial_lr):
@@ -62,7 +65,7 @@ def write_state_dict(
         groups.append({**values, "lr": lr, "params": indices, "param_names": list(names)})
     kept = {index: entry for index, entry in state.items() if entry}
     sd = {"state": kept, "param_groups": groups}
-    return sd if like is None else _fill(like, sd, list(slots))
+    return sd if like is None else _fill(like, sd, list(slots), written)
 
 
 def slots_by_parameter(settings: OptimizerSettings, opt_state: OptState) -> dict[str, Tensors]:
@@ -139,7 +142,9 @@ def _save_entry(entry: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _fill(like: Any, sd: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _fill(
+    like: Any, sd: dict[str, Any], names: Sequence[str], written: Sequence[str] | None
+) -> dict[str, Any]:
     """Return `sd` with the groups, the order and the flags of the state dict `like`, which keeps
     what it has of other parameters.
     """
@@ -150,11 +155,15 @@ def _fill(like: Any, sd: dict[str, Any], names: Sequence[str]) -> dict[str, Any]
         for group in sd["param_groups"]
         for name, key in zip(group["param_names"], group["params"], strict=True)
     }
-    written = []
+    groups = []
     for index, saved in enumerate(saved_groups):
         members = [name for name, param in saved_params.items() if param.group == index]
         own = [
-            {n: value for n, value in written_as[name][0].items() if n not in _LISTS}
+            {
+                n: value
+                for n, value in written_as[name][0].items()
+                if n not in _LISTS and (written is None or n in written)
+            }
             for name in members
         ]
         if any(settings != own[0] for settings in own):
@@ -165,14 +174,14 @@ def _fill(like: Any, sd: dict[str, Any], names: Sequence[str]) -> dict[str, Any]
             )
         flags = saved.keys() & IMPLEMENTATION_FLAGS
         changed = {n: value for n, value in (own or [{}])[0].items() if n not in flags}
-        written.append({**saved, **changed})
+        groups.append({**saved, **changed})
     new = {param.key: sd["state"].get(written_as[name][1]) for name, param in saved_params.items()}
     state = {
         key: new[key] if key in new else copy.deepcopy(states.get(key))
         for group in saved_groups
         for key in group["params"]
     }
-    return {"state": {key: entry for key, entry in state.items() if entry}, "param_groups": written}
+    return {"state": {key: entry for key, entry in state.items() if entry}, "param_groups": groups}
 
 
 # ---- read ----------------------------------------------------------------------------------------

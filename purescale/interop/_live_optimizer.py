@@ -276,7 +276,8 @@ def state_dict_with(
         {**saved, "param_names": [names.get(id(p), str(id(p))) for p in members]}
         for saved, members in zip(live["param_groups"], parameters, strict=True)
     ]
-    sd = write_state_dict(settings, opt_state, like={**live, "param_groups": named})
+    like = {**live, "param_groups": named}
+    sd = write_state_dict(settings, opt_state, like=like, written=settings.in_state)
     state = sd["state"]
     if settings.spec.calls_user_step:  # torch would round a float64 to the parameter's dtype
         for place, parameter in enumerate(itertools.chain(*parameters)):

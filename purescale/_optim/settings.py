@@ -441,8 +441,9 @@ def check_storable(spec: OptimizerSpec, name: Any, values: Mapping[str, Any]) ->
     numbers = value if isinstance(value, (tuple, list)) else (value,)
     is_fixed = spec.formula is not None and name in spec.formula.not_in_state
     if is_fixed or any(as_float(number) is None for number in numbers):
+        got = "is not read by each step" if is_fixed else f"is {value!r}"
         raise TypeError(
-            f"in_state: {name} of {spec.name} is {value!r}; expected a number, or a tuple of "
+            f"in_state: {name} of {spec.name} {got}; expected a number, or a tuple of "
             f"numbers, that each step takes as data. Fix: leave {name} out of in_state, and make "
             "an optimizer for each value."
         )

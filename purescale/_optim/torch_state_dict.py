@@ -359,6 +359,12 @@ def _read_stored(
         value = common_value(key, taken)
         if value is None:
             continue
+        if isinstance(value, tuple) != isinstance(stored[name], tuple):
+            raise ValueError(
+                f"the state dict has {name} = {value}; expected what {settings.spec.name} has "
+                f"there, such as {settings.first_stored[name]}. Likely cause: the state dict of "
+                "another class."
+            )
         stored |= map_numbers(lambda number: as_float32(number, device), {name: value})
     return stored
 

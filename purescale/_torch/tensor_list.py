@@ -92,8 +92,8 @@ class TensorList:
         return self.cache.is_like is not None and self.cache.is_like(others)
 
     def shares_facts(self, other: TensorList) -> bool:
-        """Return True if both are known to differ in values only: one is a list of gradients, which
-        `as_gradients(params=...)` has compared with the other.
+        """Return True if both are known to differ in values only: they are alike in a plan, or
+        `as_gradients(params=...)` has compared them.
         """
         return self.cache is other.cache
 

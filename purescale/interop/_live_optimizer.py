@@ -252,8 +252,9 @@ def check_innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tu
         of_torch = of_torch.inner
     fits = isinstance(inner, TorchOptimizer) and isinstance(of_torch, OptState)
     if not fits or inner.settings.spec.cls is not type(torch_optimizer) or of_torch.applied.ndim:
+        what = inner if isinstance(inner, TorchOptimizer) else type(inner).__name__
         raise ValueError(
-            f"the state is {type(of_torch).__name__} of {inner!r}, the live optimizer "
+            f"the state is {type(of_torch).__name__} of {what}, the live optimizer "
             f"{type(torch_optimizer).__name__}; expected one state of an optimizer of that class. "
             "Fix: for a partition each part, `to_torch_optimizer(opt_state[key], "
             "optimizer.optimizers[key], torch_optimizers[key], model)`; of with_schedule_free "

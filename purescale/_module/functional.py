@@ -116,8 +116,8 @@ class Apply:
         learned, (_, _, train, method) = self._learned, call
         transformed = under_transform()
         has_graph = torch.is_grad_enabled() and not transformed
-        # List kernels have no vmap rule.
         constants = {name for name in self._constants if is_constant(buffers[name])}
+        # List kernels have no vmap rule.
         own_buffers = _copies(buffers, constants, one_by_one=transformed)
         tensors = {**params, **own_buffers}
         for name in self._renormalised:
@@ -213,11 +213,11 @@ def _with_own_empty(recipes: tuple[Recipe, Recipe]) -> tuple[Recipe, Recipe]:
     return evaluating.with_own_empty(), training.with_own_empty()
 
 
-def _copies(buffers: Tensors, but: Set[str], *, one_by_one: bool = False) -> Tensors:
-    """Return `buffers` with copies of all but those that `but` names."""
+def _copies(buffers: Tensors, constants: Set[str], *, one_by_one: bool = False) -> Tensors:
+    """Return copies of the buffers, but for those that `constants` names."""
     values = buffers.values()
-    if one_by_one or but or not buffers or any(map(_requires_grad, values)):
-        return {n: b if n in but else b.clone() for n, b in buffers.items()}
+    if one_by_one or constants or not buffers or any(map(_requires_grad, values)):
+        return {n: b if n in constants else b.clone() for n, b in buffers.items()}
     return dict(zip(buffers, foreach.clone_undetached(list(values)), strict=True))
 
 

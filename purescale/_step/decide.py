@@ -62,8 +62,10 @@ def decide(
         for bound in clip.tensor_bounds:
             skip = skip | ~(on_device(bound, skip.device) > 0)
         measured = None if stats.norm is None else norm_of(stats, skip.device)
-        norm = () if measured is None else _reported(measured, skip, grads.factor_dtype)
-        amax = () if stats.amax is None else _reported(stats.amax, skip, torch.float32)
+        if measured is not None:
+            norm = _reported(measured, skip, grads.factor_dtype)
+        if stats.amax is not None:
+            amax = _reported(stats.amax, skip, torch.float32)
         if rejects is not None:
             rejected = rejects & ~skip
             skip = skip | rejected
@@ -73,8 +75,7 @@ def decide(
             factor = clip_factor(finite, clip.max_norm)  # type: ignore[arg-type]
     if factor is not None or clip.clip_value is not None:
         grads = grads._replace(factor=factor, clip_value=clip.clip_value)
-    numbers = rejected, norm, amax
-    return Decision(skip, overflow, *numbers, grads, only_overflow_skips, known_applied)
+    return Decision(skip, overflow, rejected, norm, amax, grads, only_overflow_skips, known_applied)
 
 
 def _reported(measured: Tensor, skip: Tensor, dtype: torch.dtype) -> Tensor:

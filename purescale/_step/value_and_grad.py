@@ -417,7 +417,7 @@ def check_returned(returned: Any) -> tuple[Any, ...]:
 
 
 def check_container(new_buffers: Any, buffers: Tree) -> None:
-    """Refuse what is no container of buffers, such as aux in their place."""
+    """Refuse what is not a container of buffers, such as aux in their place."""
     expected: type[Any] = dict if isinstance(buffers, dict) else type(buffers)
     fits = isinstance(new_buffers, expected)
     if fits and expected is dict and new_buffers:

@@ -56,7 +56,7 @@ class FormulaStep:
         """Return parameters and state after the step, in fresh memory, before it is counted. Each
         leaf is stepped alone and keeps its graph if the step may be differentiated.
         """
-        names, params, count = list(inputs.names), inputs.params, inputs.opt_state.applied
+        names, params, count = list(inputs.layout.names), inputs.params, inputs.opt_state.applied
         columns = inputs.columns
         t = (count + 1).to(widest_float(count.device))
         current = current.map(lambda table: _as_arguments(table, count.device))

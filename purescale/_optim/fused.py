@@ -32,7 +32,7 @@ from .._optim.opt_state import (
 )
 from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
 from .._optim.slot_layout import SlotLayout
-from .._optim.step_inputs import StepInputs, leaves_to_write
+from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
 from .._torch.dtypes import on_device
 from .._torch.foreach import same_memory_order
@@ -56,11 +56,15 @@ class Launch(NamedTuple):
     device: torch.device
 
 
-class LaunchPlan(NamedTuple):
-    """The calls of a kernel that make a step. Indices are those of `StepInputs.all_leaves`."""
+class TorchPlan(NamedTuple):
+    """The decisions about the steps of a class of torch.optim. Indices are those of
+    `StepInputs.all_leaves`.
+    """
 
-    launches: list[Launch]
-    in_trace: bool  # the step runs where `traced` is True
+    groups: list[ParamGroup]
+    kernel_fits: bool = False  # the tensors are of a kind that the kernel takes
+    launches: list[Launch] = []  # noqa: RUF012  # that make a step; empty in Dynamo
+    in_trace: bool = False  # the step runs where `traced` is True
     pairs: list[tuple[int, int]] = []  # noqa: RUF012  # each parameter with each of its slots
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
     leaves_are_ready: bool = False
@@ -98,27 +102,30 @@ class FusedStep:
             lambda *args: self._step_for_dynamo(*args), lambda: torch.compiler.allow_in_graph
         )
 
-    def plan_launches(self, inputs: StepInputs, groups: list[ParamGroup]) -> LaunchPlan | None:
-        """Return the launches of a step, or None if there is no kernel for these tensors."""
+    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> TorchPlan:
+        """Return the plan of a step, with its launches if the kernel takes these tensors."""
         if self.kernel is None or not can_launch(inputs.param_list):
-            return None
+            return TorchPlan(groups)
         if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
-            return LaunchPlan([], in_trace=True)
-        dense, indexed = inputs.replaced_leaves, inputs.with_indices()
-        columns, state = indexed.columns, indexed.opt_state
-        launches = self._launches(inputs.param_list, inputs.indices_with_grad, columns, groups)
-        leaves = inputs.all_leaves()[0]
+            return TorchPlan(groups, True, in_trace=True)
+        leaves, structure = inputs.all_leaves()
+        state = structure.unflatten(range(len(inputs.params), len(leaves)))
+        columns = inputs._replace(opt_state=state).columns
+        indices_with_grad = inputs.layout.indices_with_grad
+        launches = self._launches(inputs.param_list, indices_with_grad, columns, groups)
         pairs = [
             pair
             for launch in launches
             for slots in launch.slot_indices
             for pair in zip(launch.param_indices, slots, strict=True)
         ]
+        dense = inputs.replaced_leaves
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _slots_follow_params([(leaves[slot], leaves[n]) for n, slot in pairs])
+        of_leaves = pairs, is_dense and in_order
         iteration = state.iteration if isinstance(state.iteration, int) else None
-        leaves_are_ready = is_dense and in_order
-        return LaunchPlan(launches, traced(), pairs, leaves_are_ready, state.applied, iteration)
+        counts = state.applied, iteration
+        return TorchPlan(groups, True, launches, traced(), *of_leaves, *counts)
 
     def _launches(
         self,
@@ -149,11 +156,13 @@ class FusedStep:
         return launches
 
     def can_run(
-        self, plan: LaunchPlan, inputs: StepInputs, grads: Gradients, current: CurrentSettings
+        self, plan: TorchPlan, inputs: StepInputs, grads: Gradients, current: CurrentSettings
     ) -> bool:
         """Return True if the planned kernel takes the values of this step: settings that the host
         can read, on an accelerator a float32 rate; in a trace, operands of one opaque operator.
         """
+        if not plan.kernel_fits:
+            return False
         if current is not self._settings.none_current:
             numbers = numbers_of(inputs.opt_state.hyper)
             if numbers and not host_can_read(numbers):
@@ -176,7 +185,7 @@ class FusedStep:
 
     def __call__(
         self,
-        plan: LaunchPlan,
+        plan: TorchPlan,
         inputs: StepInputs,
         grads: Gradients,
         current: CurrentSettings,
@@ -190,7 +199,7 @@ class FusedStep:
             leaves = leaves if in_place else foreach.clone_undetached(leaves)
         else:
             listed = inputs.replaced_leaves is not None
-            leaves = leaves_to_write(leaves, plan.pairs, listed=listed, in_place=in_place)
+            leaves = _leaves_to_write(leaves, plan.pairs, listed=listed, in_place=in_place)
         if current is not self._settings.none_current:
             current = current.map(_read_all_but_rate)
         grads, applied = grads.with_one_divisor(), leaves[plan.applied_index]
@@ -217,7 +226,7 @@ class FusedStep:
 
     def in_a_graph(
         self,
-        plan: LaunchPlan,
+        plan: TorchPlan,
         inputs: StepInputs,
         grads: Gradients,
         current: CurrentSettings,
@@ -253,13 +262,13 @@ class FusedStep:
         """Return parameters and state after a step that Dynamo traces as one function, before it is
         counted in `applied`.
         """
-        inputs = inputs.to_write(in_place=in_place)
+        inputs = _with_leaves_to_write(inputs, in_place=in_place)
         params, columns, state = inputs.params, inputs.columns, inputs.opt_state
         if current is not self._settings.none_current:
             current = current.map(lambda table: map_numbers(_copied, table))
-        names, tensors = list(inputs.names), (params, grads.tensors, columns)
+        names, tensors = list(inputs.layout.names), (params, grads.tensors, columns)
         scalars = state.applied, skip, grads.pending
-        indices_with_grad = list(inputs.indices_with_grad)
+        indices_with_grad = list(inputs.layout.indices_with_grad)
         self._opaque(self._settings.guard_key, names, indices_with_grad, tensors, scalars, current)
         if STEP in columns:
             _add_to_counts(columns[STEP], indices_with_grad, skip, in_place=True)
@@ -314,6 +323,40 @@ class FusedStep:
             steps = [step_by_device[launch.device]]
         grads = grads.picked(launch.grad_indices)
         return settings, KernelOperands(params, slots, grads, steps, grads_are_ready)
+
+
+def _leaves_to_write(
+    leaves: list[Any], pairs: list[tuple[int, int]], *, listed: bool = False, in_place: bool
+) -> list[Any]:
+    """Return leaves that a kernel may write into: these, off the graph, if `in_place`, else copies.
+    Slots get the memory order of their parameter, by `pairs` of both. If all leaves are plain
+    tensors, they can be `listed`: one operator copies them.
+    """
+    if listed and not in_place:
+        writable = foreach.clone(leaves)
+    else:
+        writable = [
+            (leaf.detach() if in_place else leaf.detach().clone())
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+    for param, slot in pairs:
+        if writable[slot].shape == writable[param].shape:
+            writable[slot] = foreach.laid_out_like(writable[slot], writable[param])
+    return writable
+
+
+def _with_leaves_to_write(inputs: StepInputs, *, in_place: bool) -> StepInputs:
+    """Return the inputs with `_leaves_to_write` in place of parameters and columns."""
+    old, columns = inputs.params, inputs.columns
+    leaves = [*old, *values_of(columns)]
+    numbered = columns_like(columns, range(len(old), len(leaves)))
+    places = [pair for column in numbered.values() for pair in enumerate(column)]
+    pairs = [(n, place) for n, place in places if isinstance(place, int)]
+    new = iter(_leaves_to_write(leaves, pairs, in_place=in_place))
+    params = list(itertools.islice(new, len(old)))
+    return inputs.with_params(params, inputs.state_with_columns(columns_like(columns, new)))
 
 
 def _slots_follow_params(pairs: list[tuple[Any, Tensor]]) -> bool:

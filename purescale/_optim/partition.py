@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._optim.step_inputs import (
+    ParamLayout,
     StepInputs,
     flatten_together,
     named_params,
@@ -119,7 +120,7 @@ class PartitionOptimizer(Updater):
             )
         # Those that may raise come first, into fresh memory: nothing is overwritten then.
         order = sorted(self.parts, key=lambda key: not self.parts[key].runs_user_code)
-        members = self._members(inputs.names, inputs.params)
+        members = self._members(inputs.layout.names, inputs.params)
         parts = {}
         for key in order:
             of_part = self.inputs_of(key, members[key], inputs)
@@ -128,15 +129,14 @@ class PartitionOptimizer(Updater):
 
     def inputs_of(self, key: str, members: list[int], inputs: StepInputs) -> StepInputs:
         """Return the inputs of one part, with DTensors flattened for its own optimizer."""
-        names, opt_state = [inputs.names[index] for index in members], inputs.opt_state[key]
-        params, of_all = inputs.param_list.picked(members), set(inputs.indices_with_grad)
-        indices_with_grad = [number for number, index in enumerate(members) if index in of_all]
-        part = StepInputs.of_part(names, params, indices_with_grad, opt_state)
+        names, opt_state = [inputs.layout.names[index] for index in members], inputs.opt_state[key]
+        with_grad = set(inputs.layout.indices_with_grad)
+        indices_with_grad = [number for number, index in enumerate(members) if index in with_grad]
+        layout = ParamLayout.of_dict(names, indices_with_grad)
+        part = StepInputs(layout, inputs.param_list.picked(members), opt_state)
         if inputs.replaced_leaves is None and any_dtensor(part.params):
-            trees = flatten_together([part.tree(part.params)], opt_state)
-            part = step_inputs(self.parts[key], *trees)._replace(
-                indices_with_grad=indices_with_grad
-            )
+            trees = flatten_together([part.layout.tree(part.params)], opt_state)
+            part = step_inputs(self.parts[key], *trees)._replace(layout=layout)
         return part
 
     def grads_of(
@@ -145,13 +145,13 @@ class PartitionOptimizer(Updater):
         """Return the gradients of one part."""
         if grads.dense_real:
             return grads.picked(members)
-        number_of = {index: number for number, index in enumerate(inputs.indices_with_grad)}
+        number_of = {index: number for number, index in enumerate(inputs.layout.indices_with_grad)}
         tensors = [grads.tensors[number_of[n]] for n in members if n in number_of]
-        templates = [grads.templates[inputs.indices[index]] for index in members]
+        templates = [grads.templates[inputs.layout.indices[index]] for index in members]
         picked = grads._replace(tensor_list=TensorList(tensors), templates=templates)
         if not any_dtensor(templates):
             return picked
-        flat = pytree.flatten_once(part.tree(picked.leaves))
+        flat = pytree.flatten_once(part.layout.tree(picked.leaves))
         return grads.with_tensors_of(part.gradients(flat))._replace(owned=False)
 
     def current_settings(self, opt_state: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class PartitionOptimizer(Updater):
             new, opt_state[key] = stepped[key]
             if parts[key].global_trees is not None:
                 tree, opt_state[key] = parts[key].restore(*stepped[key])
-                new = parts[key].leaves(tree)
+                new = parts[key].layout.leaves(tree)
             for index, param in zip(plan[key].members, new, strict=True):
                 params[index] = param
         return params, opt_state

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .._optim.step_inputs import StepInputs, flatten_step
+from .._optim.step_inputs import ParamLayout, StepInputs, flatten_step
 from .._torch.tensor_list import Cache
 from .._torch.tracing import Situation, current_situation
 from .._tree import pytree
@@ -20,13 +20,13 @@ from .._tree.pytree import FlatTree, Leaves, Tree
 class StepPlan(NamedTuple):
     """The decisions about the steps of an optimizer over arguments that are alike."""
 
-    names: list[str]  # of the parameters
+    layout: ParamLayout
     updater_plan: Any  # what `Updater.plan` returned
-    leaves_cache: Cache  # of `StepInputs.replaced_leaves`
+    leaves_cache: Cache | None = None  # of `StepInputs.replaced_leaves`
     # Each leaf is gapless and requires no gradient: a step may write into it if nothing else shares
     # its memory.
-    all_writable: bool
-    all_readable: bool  # the host may read each leaf
+    all_writable: bool = False
+    all_readable: bool = False  # the host may read each leaf
 
 
 class PlannedStep(NamedTuple):
@@ -35,12 +35,9 @@ class PlannedStep(NamedTuple):
     # parameters, the state of the optimizer, and the others; empty by hand if no plan was found
     trees: list[FlatTree]
     inputs: StepInputs
-    plan: Any  # what `Updater.plan` returned
+    plan: StepPlan
     situation: Situation | None
-    # known if the plan was found
-    leaves: Leaves = []  # noqa: RUF012  # of all trees; never written
-    all_writable: bool = False  # as in the plan, like the next
-    all_readable: bool = False
+    leaves: Leaves = []  # noqa: RUF012  # of all trees, if the plan was found; never written
 
     @property
     def was_found(self) -> bool:
@@ -62,35 +59,35 @@ def plan_step(
     situation = current_situation()
     plan_key = situation if updater.keeps_plans else None
     if plan_key and (match := find_plan(updater.plans, plan_key, trees)):
-        flat_trees, leaves, step_plan = match
+        flat_trees, leaves, plan = match
         params, opt_state, *_ = flat_trees
-        names, plan, cache, all_writable, all_readable = step_plan
-        inputs = StepInputs.of_dense(names, params, opt_state, cache)
-        facts = leaves, all_writable, all_readable
-        return PlannedStep(flat_trees, inputs, plan, situation, *facts)
+        inputs = StepInputs.of_dense(plan.layout, params, opt_state, plan.leaves_cache)
+        return PlannedStep(flat_trees, inputs, plan, situation, leaves)
     checked, inputs = check()
-    plan = updater.plan(inputs)
+    plan = StepPlan(inputs.layout, updater.plan(inputs))
     # What is refused of parameters that are not dense and real depends on settings of the step.
     is_dense = inputs.replaced_leaves is not None and are_real_floating(inputs.param_list.dtypes)
     if plan_key and is_dense:
         flat_trees = list(map(pytree.flatten_once, trees))
         params, _, grads, *_ = flat_trees
         if not over_grads or params.structure == grads.structure:  # the dicts have one order
-            _keep(updater, plan_key, flat_trees, inputs.names, plan)
+            _keep(updater, plan_key, flat_trees, plan)
     return PlannedStep(checked, inputs, plan, situation)
 
 
-def _keep(
-    updater: Any, situation: Situation, trees: list[FlatTree], names: list[str], plan: Any
-) -> None:
-    """Keep what is known of a step over trees that are dense."""
+def _keep(updater: Any, situation: Situation, trees: list[FlatTree], plan: StepPlan) -> None:
+    """Keep the plan of a step over trees that are dense, with what is known of their leaves."""
     lists = [tree.tensor_list for tree in trees]
     if not all([some.dense_off_graph for some in lists]):
         return
-    all_writable = all([s.are_gapless and not (s.any_empty or s.any_requires_grad) for s in lists])
-    all_readable = situation.host_reads and all([some.are_on_cpu for some in lists])
-    step = StepPlan(names, plan, Cache(), all_writable, all_readable)
-    add_plan(updater.plans, situation, trees, step)
+    plan = plan._replace(
+        leaves_cache=Cache(),
+        all_writable=all(
+            [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
+        ),
+        all_readable=situation.host_reads and all([x.are_on_cpu for x in lists]),
+    )
+    add_plan(updater.plans, situation, trees, plan)
 
 
 def plan_step_by_hand(

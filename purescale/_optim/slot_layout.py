@@ -4,7 +4,7 @@ the check of those that a step is given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._optim.opt_state import STEP, Columns, OptState, Tensors, has_counts
 from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
+from .._optim.step_inputs import ParamLayout
 from .._torch.tracing import traced
 from .._tree.leaves import describe, same_metadata
 
@@ -140,13 +141,12 @@ class SlotLayout:
                             "`opt_state = optimizer.init(params)`."
                         )
 
-    def check_gradients(
-        self, names: list[str], indices_with_grad: Sequence[int], opt_state: OptState
-    ) -> None:
+    def check_gradients(self, params: ParamLayout, opt_state: OptState) -> None:
         """Refuse a gradient that is None where one count stands for the steps of all parameters."""
-        if not self.counts_steps or has_counts(opt_state) or len(names) == len(indices_with_grad):
+        names, with_grad = params.names, params.indices_with_grad
+        if not self.counts_steps or has_counts(opt_state) or len(names) == len(with_grad):
             return
-        missing = next(name for index, name in enumerate(names) if index not in indices_with_grad)
+        missing = next(name for index, name in enumerate(names) if index not in with_grad)
         raise ValueError(
             f"grads: that of {missing} is None, and opt_state has one count of steps for all "
             f"parameters. {self._settings.spec.name} needs that of each, because torch does not "

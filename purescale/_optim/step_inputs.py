@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,16 +13,14 @@ from .._optim.opt_state import (
     STEP,
     Columns,
     OptState,
-    columns_like,
     has_columns,
     has_counts,
     param_names,
     tensors_of,
-    values_of,
     with_columns,
     without_wrappers,
 )
-from .._torch import dtensor, foreach
+from .._torch import dtensor
 from .._torch.tensor_list import Cache, TensorList
 from .._torch.tracing import is_unresolved, refuse_graph_end
 from .._tree import pytree
@@ -40,42 +37,71 @@ class Position(NamedTuple):
     dtensor: Any  # the DTensor that this rank has a part of, or None
 
 
-class StepInputs(NamedTuple):
-    """The parameters and the state of one step of an optimizer, on this rank. A list has an entry
-    for each parameter that is not None.
+class ParamLayout(NamedTuple):
+    """The place of each parameter in a tree, which may have None. Lists have an entry for each
+    parameter that is not None.
     """
 
-    structure: TreeDef  # of the parameters
+    structure: TreeDef
     num_leaves: int  # of this structure
     indices: Sequence[int]  # of the parameters among these leaves
     names: list[str]  # dotted
-    param_list: TensorList
     indices_with_grad: Sequence[int]  # the parameters that have a gradient, by index
+
+    @classmethod
+    def of_all(cls, structure: TreeDef, names: list[str]) -> ParamLayout:
+        """Return the layout of a tree without None, in which each parameter has a gradient."""
+        count = len(names)
+        return cls(structure, count, range(count), names, range(count))
+
+    @classmethod
+    def of_dict(cls, names: list[str], indices_with_grad: Sequence[int]) -> ParamLayout:
+        """Return the layout of a flat dict."""
+        layout = cls.of_all(DictDef(tuple(names)), names)
+        return layout._replace(indices_with_grad=indices_with_grad)
+
+    def leaves(self, tree: Tree) -> Leaves:
+        """Return the leaves of a tree like the parameters, without those of a parameter None."""
+        return self.present(self.structure.flatten_up_to(tree))
+
+    def present(self, leaves: Leaves) -> Leaves:
+        """Return those of all leaves that belong to a parameter that is not None."""
+        if len(leaves) == len(self.indices):
+            return leaves
+        return [leaves[index] for index in self.indices]
+
+    def tree(self, values: Sequence[Any], like: Tree = None) -> Tree:
+        """Return a tree like the parameters, the inverse of `leaves`. In place of a parameter None
+        it has what `like` has there, by default None.
+        """
+        if len(values) == self.num_leaves:
+            return self.structure.unflatten(values)
+        leaves = [None] * self.num_leaves
+        if like is not None:
+            others = self.structure.flatten_up_to(like)
+            leaves = [None if isinstance(other, Tensor) else other for other in others]
+        for index, value in zip(self.indices, values, strict=True):
+            leaves[index] = value
+        return self.structure.unflatten(leaves)
+
+
+class StepInputs(NamedTuple):
+    """The parameters and the state of one step of an optimizer, on this rank."""
+
+    layout: ParamLayout
+    param_list: TensorList
     opt_state: Tree
     # all that a step replaces: parameters and state; None unless all are dense and off graph
     replaced_leaves: TensorList | None = None
     state_structure: Any = None  # of the state, if `replaced_leaves` is there
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
-    positions: list[Position] | None = None  # if these are a piece of a larger step
-
-    @classmethod
-    def of_part(
-        cls,
-        names: list[str],
-        params: TensorList,
-        indices_with_grad: Sequence[int],
-        opt_state: Tree,
-        positions: list[Position] | None = None,
-    ) -> StepInputs:
-        """Return the inputs of a part of a step, over a flat dict of parameters."""
-        of_params = DictDef(tuple(names)), len(names), range(len(names)), names, params
-        return cls(*of_params, indices_with_grad, opt_state, positions=positions)
+    piece_positions: list[Position] | None = None  # if these are a piece of a larger step
 
     @classmethod
     def of_dense(
         cls,
-        names: list[str],
+        layout: ParamLayout,
         params: FlatTree,
         opt_state: FlatTree,
         cache: Cache | None = None,
@@ -83,11 +109,10 @@ class StepInputs(NamedTuple):
         """Return the inputs of a step whose tensors are dense and off graph. `cache` is that of
         `replaced_leaves`.
         """
-        count, leaves = len(names), [*params.leaves, *opt_state.leaves]
+        leaves = [*params.leaves, *opt_state.leaves]
         replaced_leaves = TensorList(leaves, cache, dense_off_graph=True)
-        of_params = params.structure, count, range(count), names, params.tensor_list, range(count)
         of_state = opt_state.tree, replaced_leaves, opt_state.structure
-        return cls(*of_params, *of_state)
+        return cls(layout, params.tensor_list, *of_state)
 
     @property
     def params(self) -> list[Tensor]:
@@ -107,23 +132,9 @@ class StepInputs(NamedTuple):
         if has_counts(self.opt_state):
             trees = {**trees, STEP: self.opt_state.counts}
         try:
-            return {key: self.leaves(tree) for key, tree in trees.items()}
+            return {key: self.layout.leaves(tree) for key, tree in trees.items()}
         except ValueError:
-            raise foreign_parameters(param_names(self.opt_state), self.names) from None
-
-    def to_write(self, *, in_place: bool) -> StepInputs:
-        """Return the inputs with `leaves_to_write` in place of parameters and columns. For a step
-        that Dynamo traces.
-        """
-        old, columns = self.params, self.columns
-        leaves = [*old, *values_of(columns)]
-        numbered = columns_like(columns, range(len(old), len(leaves)))
-        places = [pair for column in numbered.values() for pair in enumerate(column)]
-        pairs = [(n, place) for n, place in places if isinstance(place, int)]
-        new = iter(leaves_to_write(leaves, pairs, in_place=in_place))
-        params = TensorList(list(itertools.islice(new, len(old))))
-        state = self.state_with_columns(columns_like(columns, new))
-        return self._replace(param_list=params, opt_state=state, replaced_leaves=None)
+            raise foreign_parameters(param_names(self.opt_state), self.layout.names) from None
 
     def all_leaves(self) -> tuple[Leaves, Any]:
         """Return the parameters and all leaves of the state in one list, and the structure of the
@@ -134,11 +145,6 @@ class StepInputs(NamedTuple):
         leaves, structure = pytree.flatten(self.opt_state)
         return [*self.params, *leaves], structure
 
-    def with_indices(self) -> StepInputs:
-        """Return the inputs with an index in `all_leaves` in place of each leaf of the state."""
-        leaves, structure = self.all_leaves()
-        return self._replace(opt_state=structure.unflatten(range(len(self.params), len(leaves))))
-
     def gradients(self, grads: FlatTree) -> Gradients:
         """Return the checked gradients of these parameters, in the order of the leaves. Refuse,
         naming the leaf, one that is not over the mesh of its parameter.
@@ -146,7 +152,7 @@ class StepInputs(NamedTuple):
         if self.replaced_leaves is not None:
             return Gradients(grads.tensor_list, grads.leaves, True)
         leaves = grads.leaves
-        params = self.structure.flatten_up_to((self.global_trees or self.trees)[0])
+        params = self.layout.structure.flatten_up_to((self.global_trees or self.trees)[0])
         if dtensor.any_dtensor([*leaves, *params]):
             for index, (leaf, param) in enumerate(zip(leaves, params, strict=True)):
                 if leaf is not None and (reason := dtensor.placement_mismatch(leaf, param)):
@@ -160,82 +166,37 @@ class StepInputs(NamedTuple):
         leaves = grads.leaves
         if self.global_trees is not None:
             leaves = list(map(dtensor.shard, leaves))
-        return self._of_params(leaves)
+        return self.layout.present(leaves)
 
     @property
-    def all_positions(self) -> list[Position]:
+    def positions(self) -> list[Position]:
         """The position of each parameter's elements."""
-        if self.positions is not None:
-            return self.positions
-        leaves = self.leaves((self.global_trees or self.trees)[0])
+        if self.piece_positions is not None:
+            return self.piece_positions
+        leaves = self.layout.leaves((self.global_trees or self.trees)[0])
         return [
             Position(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
-            for index, leaf in zip(self.indices, leaves, strict=True)
+            for index, leaf in zip(self.layout.indices, leaves, strict=True)
         ]
 
     @property
     def trees(self) -> tuple[Tree, Tree]:
         """Parameters and state."""
-        return self.tree(self.params), self.opt_state
-
-    def leaves(self, tree: Tree) -> Leaves:
-        """Return the leaves of a tree like the parameters, without those of a parameter None."""
-        return self._of_params(self.structure.flatten_up_to(tree))
-
-    def tree(self, values: Sequence[Any], like: Tree = None) -> Tree:
-        """Return a tree like the parameters, the inverse of `leaves`. In place of a parameter None
-        it has what `like` has there, by default None.
-        """
-        if len(values) == self.num_leaves:
-            return self.structure.unflatten(values)
-        leaves = [None] * self.num_leaves
-        if like is not None:
-            others = self.structure.flatten_up_to(like)
-            leaves = [None if isinstance(other, Tensor) else other for other in others]
-        for index, value in zip(self.indices, values, strict=True):
-            leaves[index] = value
-        return self.structure.unflatten(leaves)
+        return self.layout.tree(self.params), self.opt_state
 
     def state_with_columns(self, columns: Columns) -> OptState:
         """Return the state with these columns, the inverse of `columns`."""
         state: OptState = self.opt_state
         old = {**state.slots, STEP: state.counts}
-        trees = {key: self.tree(column, old[key]) for key, column in columns.items()}
+        trees = {key: self.layout.tree(column, old[key]) for key, column in columns.items()}
         return with_columns(state, trees)
-
-    def _of_params(self, leaves: Leaves) -> Leaves:
-        if len(leaves) == len(self.indices):
-            return leaves
-        return [leaves[index] for index in self.indices]
 
     def restore(self, params: list[Tensor], opt_state: Tree) -> tuple[Tree, Tree]:
         """Return the results of a step as trees, with DTensors if the arguments had them."""
-        trees = self.tree(params), opt_state
+        trees = self.layout.tree(params), opt_state
         if self.global_trees is None:
             return trees
         return pytree.map(dtensor.from_local_like, self.global_trees, trees)
-
-
-def leaves_to_write(
-    leaves: list[Any], pairs: list[tuple[int, int]], *, listed: bool = False, in_place: bool
-) -> list[Any]:
-    """Return leaves that a kernel may write into: these, off the graph, if `in_place`, else copies.
-    Slots get the memory order of their parameter, by `pairs` of both. If all leaves are plain
-    tensors, they can be `listed`: one operator copies them.
-    """
-    if listed and not in_place:
-        writable = foreach.clone(leaves)
-    else:
-        writable = [
-            (leaf.detach() if in_place else leaf.detach().clone())
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in leaves
-        ]
-    for param, slot in pairs:
-        if writable[slot].shape == writable[param].shape:
-            writable[slot] = foreach.laid_out_like(writable[slot], writable[param])
-    return writable
 
 
 def foreign_parameters(in_state: list[str], in_params: list[str]) -> ValueError:
@@ -277,7 +238,7 @@ def step_inputs(
     names, leaves = pytree.names(params.tree), params.leaves
     pytree.check_names(names)
     if dense_off_graph:
-        return StepInputs.of_dense(names, params, opt_state)
+        return StepInputs.of_dense(ParamLayout.of_all(params.structure, names), params, opt_state)
     leaves = [  # torch's kernels ignore lazy negation
         leaf.resolve_conj().resolve_neg()
         if isinstance(leaf, Tensor) and is_unresolved(leaf)
@@ -295,11 +256,10 @@ def step_inputs(
     indices_with_grad: Sequence[int] = range(len(indices))
     if grads is not None:
         indices_with_grad = [n for n in indices_with_grad if grad_leaves[indices[n]] is not None]
-    return StepInputs(
-        *(params.structure, len(names), indices, [names[index] for index in indices]),
-        *(TensorList([leaves[index] for index in indices]), indices_with_grad, state),
-        global_trees=global_trees,
-    )
+    of_params = indices, [names[index] for index in indices], indices_with_grad
+    layout = ParamLayout(params.structure, len(names), *of_params)
+    present = TensorList([leaves[index] for index in indices])
+    return StepInputs(layout, present, state, global_trees=global_trees)
 
 
 def _check_shards(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._optim.formula_step import FormulaStep
-from .._optim.fused import FusedStep, LaunchPlan
+from .._optim.fused import FusedStep, TorchPlan
 from .._optim.opt_state import (
     NO_SLOTS,
     STEP,
@@ -27,7 +27,6 @@ from .._optim.settings import (
     CurrentSettings,
     OptimizerSettings,
     Overrides,
-    ParamGroup,
     spec_of_class,
 )
 from .._optim.slot_layout import SlotLayout
@@ -138,13 +137,6 @@ def from_torch(
     )
 
 
-class TorchPlan(NamedTuple):
-    """The decisions about the steps of a class."""
-
-    groups: list[ParamGroup]
-    launches: LaunchPlan | None  # of torch's kernel; None if it is not right for the tensors
-
-
 class TorchOptimizer(Updater):
     """A class of torch.optim as pure functions; made by `from_torch` and `from_formula`. It
     holds settings, never state.
@@ -215,20 +207,20 @@ class TorchOptimizer(Updater):
                 "be compiled, captured, mapped or differentiated. Fix: call the step eagerly, take "
                 "a class of torch.optim, or write an (init, update) pair for from_transformation."
             )
-        names = tuple(inputs.names)
+        names = tuple(inputs.layout.names)
         groups = self.settings.torch_groups(names, self.settings.none_current)
-        launches = None
-        if not self.calls_user_step:
-            columns = inputs.columns
-            self._slot_layout.check(columns, dict(zip(inputs.names, inputs.params, strict=True)))
-            self._slot_layout.check_gradients(inputs.names, inputs.indices_with_grad, opt_state)
-            launches = self._fused_step.plan_launches(inputs, groups)
-        elif opt_state.slots.keys() != set(inputs.names):
-            raise foreign_parameters(list(opt_state.slots), inputs.names)
+        if self.calls_user_step:
+            plan = TorchPlan(groups)
+            if opt_state.slots.keys() != set(names):
+                raise foreign_parameters(list(opt_state.slots), list(names))
+        else:
+            self._slot_layout.check(inputs.columns, dict(zip(names, inputs.params, strict=True)))
+            self._slot_layout.check_gradients(inputs.layout, opt_state)
+            plan = self._fused_step.plan(inputs, groups)
         self.settings.check(opt_state)
-        if inputs.positions is None:  # a piece need not have a parameter of each override
+        if inputs.piece_positions is None:  # a piece need not have a parameter of each override
             self.settings.check_names(names)
-        return TorchPlan(groups, launches)
+        return plan
 
     def current_settings(self, opt_state: OptState) -> CurrentSettings:
         """Return the settings of a step that may differ from those of the step before."""
@@ -255,15 +247,15 @@ class TorchOptimizer(Updater):
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
-        fused_step, launches = self._fused_step, plan.launches
-        if launches is None or not fused_step.can_run(launches, inputs, grads, current):
+        fused_step = self._fused_step
+        if not fused_step.can_run(plan, inputs, grads, current):
             return super().step_unless(skip, inputs, grads, plan, current, in_place=in_place)
-        if not launches.in_trace:
-            return fused_step(launches, inputs, grads, current, skip, in_place=in_place)
+        if not plan.in_trace:
+            return fused_step(plan, inputs, grads, current, skip, in_place=in_place)
         if torch.compiler.is_dynamo_compiling():
             params, state = fused_step.in_dynamo(inputs, grads, current, skip, in_place=in_place)
         else:
-            params, state = fused_step.in_a_graph(launches, inputs, grads, current, skip)
+            params, state = fused_step.in_a_graph(plan, inputs, grads, current, skip)
         return params, self._advanced(state, 1 if skip is None else ~skip)
 
     def _advanced(self, state: OptState, count: Any) -> OptState:

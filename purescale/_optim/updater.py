@@ -88,7 +88,8 @@ class Updater:
         """
         inputs = planned.inputs
         current = self.current_settings(inputs.opt_state)
-        stepped = self.step_unless(skip, inputs, grads, planned.plan, current, in_place=in_place)
+        plan = planned.plan.updater_plan
+        stepped = self.step_unless(skip, inputs, grads, plan, current, in_place=in_place)
         return inputs.restore(*stepped)
 
     def grad_mode(self) -> torch.set_grad_enabled:
@@ -190,10 +191,10 @@ class AdaptedOptimizer(Updater):
     ) -> tuple[list[Tensor], Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
         old = inputs.trees
-        trees = old[0], inputs.tree(inputs.local_grads(grads)), old[1]
+        trees = old[0], inputs.layout.tree(inputs.local_grads(grads)), old[1]
         with self.grad_mode():
             stepped = self.optimizer.step(*trees)
             before, after = (old[0], stepped[0]) if self.may_add_slots else (old, stepped)
             pytree.matching_leaves(before, after, "old", "new")
             params, opt_state = pytree.copy_aliased(stepped, trees)
-            return inputs.leaves(params), opt_state
+            return inputs.layout.leaves(params), opt_state

@@ -29,7 +29,10 @@ def step_of_user_class(
     """Return parameters and state after the `step` of a user's class with these settings, in fresh
     memory, before it is counted. Half parameters and their slots are computed in float32.
     """
-    params, slots = dict(zip(inputs.names, inputs.params, strict=True)), inputs.opt_state.slots
+    params, slots = (
+        dict(zip(inputs.layout.names, inputs.params, strict=True)),
+        inputs.opt_state.slots,
+    )
 
     def copy(value: Tensor, name: str) -> Tensor:
         wide = is_half(params[name]) and is_half(value)

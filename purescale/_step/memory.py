@@ -46,7 +46,7 @@ def memory_of_step(
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     batch = pytree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
-    if donate and start.planned.all_writable:
+    if donate and start.planned.plan.all_writable:
         pointers = [storage_pointers(start.planned.leaves), storage_pointers(read_only)]
         if share_no_memory(*pointers):
             memory = ArgumentMemory.of(pointers, batch)
@@ -80,7 +80,7 @@ def memory_by_hand(
     """Return what a step may overwrite of its donated arguments."""
     inputs = planned.inputs
     lists = [_replaced(inputs), grads.tensor_list]
-    if planned.all_writable and not optimizer.differentiable:
+    if planned.plan.all_writable and not optimizer.differentiable:
         tensors = [*lists[0].tensors, *lists[1].tensors]
         if share_no_memory(storage_pointers(tensors), storage_pointers(read_only)):
             return MayWrite(params_and_state=True, grads=True)

@@ -201,7 +201,7 @@ def _stages(
         window = accumulate(options, state, planned.situation, microbatches, weights, memory)
         window = reduce_window(window, flat_state)
         grads, totals_row = window.grads, window.totals_row
-        readable = planned.all_readable and grads.owned and grads.dense_real
+        readable = planned.plan.all_readable and grads.owned and grads.dense_real
         stats = measure(grads, scaler.tree.scale, stats_options, known_readable=readable)
         flags = None if totals_row is None else window_flags(window, totals_row, stats.overflow)
         return Attempt(window, stats, flags, scaler)

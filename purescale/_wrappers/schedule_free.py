@@ -106,12 +106,12 @@ class ScheduleFreeOptimizer(Wrapper):
         """Return the pieces of a step. Refuse a state without the iterate of these parameters, and
         what the inner optimizer refuses.
         """
-        _iterate_of(inputs.tree(inputs.params), inputs.opt_state)
+        _iterate_of(inputs.layout.tree(inputs.params), inputs.opt_state)
         return super().plan(inputs)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with a copy of the iterate in place of the parameters."""
-        iterate = inputs.leaves(inputs.opt_state.iterate)
+        iterate = inputs.layout.leaves(inputs.opt_state.iterate)
         return inputs.with_params(list(map(Tensor.clone, iterate)), inputs.opt_state.inner)
 
     def encode(
@@ -119,7 +119,8 @@ class ScheduleFreeOptimizer(Wrapper):
     ) -> tuple[list[Tensor], Tree]:
         """Average the new iterate in, and mix both. `params` are the iterate after the step."""
         _, iterate, applied, beta = inputs.opt_state
-        old, applied, stepped = inputs.leaves(iterate), applied + 1, set(inputs.indices_with_grad)
+        layout = inputs.layout
+        old, applied, stepped = layout.leaves(iterate), applied + 1, set(layout.indices_with_grad)
         mixed = []
         for index, (y, before, new) in enumerate(zip(inputs.params, old, params, strict=True)):
             if index not in stepped:
@@ -128,7 +129,7 @@ class ScheduleFreeOptimizer(Wrapper):
             x, z = _average(y, before, beta), new.to(wide_dtype(y.dtype))
             x = x + (z - x) / applied
             mixed.append((z + beta * (x - z)).to(y.dtype))
-        new = inputs.tree(params, iterate)
+        new = layout.tree(params, iterate)
         return mixed, ScheduleFreeState(state, new, applied, beta.clone())
 
 

@@ -295,7 +295,7 @@ class RoundingOptimizer(Wrapper):
         self, inputs: StepInputs, params: list[Tensor], state: Tree
     ) -> tuple[list[Tensor], Tree]:
         """Round the parameters that were half."""
-        applied, positions = inputs.opt_state.applied, inputs.all_positions
+        applied, positions = inputs.opt_state.applied, inputs.positions
         count = 1 + max([position.leaf for position in positions], default=0)
         dice = Dice.of(self._seed, applied, count)
         results, old = list(params), inputs.params

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState, without_wrappers
-from .._optim.step_inputs import StepInputs
+from .._optim.step_inputs import ParamLayout, StepInputs
 from .._optim.updater import Optimizer, Updater, as_updater
 from .._torch import dtensor, foreach
 from .._torch.dtypes import is_half, wide_dtype
@@ -98,7 +98,7 @@ class Wrapper(Updater):
         can_cut = self._inner_skips(inputs) and not traced()
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True) if can_cut else []
         if len(cuts) > 1:
-            inputs = inputs._replace(positions=inputs.all_positions)
+            inputs = inputs._replace(piece_positions=inputs.positions)
             of_pieces = [_piece_of(inputs, cut, last=cut is cuts[-1]) for cut in cuts]
             plans = [self.updater.plan(self._as_decoded(piece)) for piece in of_pieces]
             pieces = list(map(Piece, cuts, plans))
@@ -172,7 +172,7 @@ class Wrapper(Updater):
         with torch.no_grad():
             inputs = _off_graph(inputs, copy=self.runs_user_code or not in_place)
             if len(plan) > 1:
-                inputs = inputs._replace(positions=inputs.all_positions)
+                inputs = inputs._replace(piece_positions=inputs.positions)
             for piece in plan:
                 of_piece, grads_of_piece = inputs, grads
                 if piece.cut is not None:
@@ -253,14 +253,14 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
 def _piece_of(inputs: StepInputs, cut: Cut, *, last: bool) -> StepInputs:
     """Return the inputs of a piece, which share the memory of `inputs`."""
     params = [_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]
-    positions, indices_with_grad = inputs.all_positions, set(inputs.indices_with_grad)
-    return StepInputs.of_part(
-        [inputs.names[n] for n in cut],
-        TensorList(params),
-        [number for number, n in enumerate(cut) if n in indices_with_grad],
-        _cut_state(inputs.opt_state, inputs, cut, last=last),
-        [positions[n]._replace(start=positions[n].start + s.start) for n, s in cut.items()],
-    )
+    positions, with_grad = inputs.positions, set(inputs.layout.indices_with_grad)
+    indices_with_grad = [number for number, n in enumerate(cut) if n in with_grad]
+    layout = ParamLayout.of_dict([inputs.layout.names[n] for n in cut], indices_with_grad)
+    state = _cut_state(inputs.opt_state, inputs, cut, last=last)
+    of_piece = [
+        positions[n]._replace(start=positions[n].start + span.start) for n, span in cut.items()
+    ]
+    return StepInputs(layout, TensorList(params), state, piece_positions=of_piece)
 
 
 def _grads_of(inputs: StepInputs, grads: Gradients, cut: Cut) -> Gradients:
@@ -287,7 +287,7 @@ def _cut_state(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree
     """
 
     def part(tree: Tree) -> dict[str, Any]:
-        values, params, names = inputs.leaves(tree), inputs.params, inputs.names
+        values, params, names = inputs.layout.leaves(tree), inputs.params, inputs.layout.names
         return {names[n]: _cut(values[n], params[n], span) for n, span in cut.items()}
 
     fields = {}

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 import purescale as ps
 from purescale._optim.step_inputs import flatten_step
 from purescale._optim.updater import Updater, as_updater
+from purescale._wrappers import wrapper
 
 
 class StepAlone:
@@ -69,7 +70,8 @@ def scaled_inputs(optimizer, factor, *, overflow):
     scaled = {name: 4 * torch.cos(leaf) for name, leaf in params.items()}
     if overflow:
         scaled["33"][7] = float("inf")
-    inputs, grads = flatten_step(as_updater(optimizer), params, scaled, state)
+    trees, inputs = flatten_step(as_updater(optimizer), params, scaled, state)
+    grads = inputs.gradients(trees[2])
     factor = None if factor is None else torch.tensor(factor, dtype=torch.float64)
     return inputs, grads._replace(divisor=torch.tensor(4.0), factor=factor), params, state
 
@@ -162,3 +164,29 @@ def test_an_updater_is_given_unscaled_and_clipped_gradients(max_norm):
         for optimizer in (Descent(), ps.from_torch(torch.optim.SGD, lr=0.5))
     ]
     assert_close(steps[0].params, steps[1].params)
+
+
+class ByNormOfAll(Updater):
+    """Steps by the gradients over the norm of all of them, in a state as torch's classes have."""
+
+    must_agree = "ByNormOfAll"
+
+    def init(self, params):
+        return ps.from_torch(torch.optim.SGD, lr=1.0).init(params)
+
+    def apply_step(self, inputs, grads, plan, current):
+        norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads.tensors]))
+        pairs = zip(inputs.params, grads.tensors, strict=True)
+        return [p - g / norm for p, g in pairs], inputs.opt_state
+
+
+def test_a_wrapper_gives_an_updater_of_ones_own_all_parameters_at_once(monkeypatch):
+    params = {"5": torch.ones(5).bfloat16(), "33": torch.ones(33).bfloat16()}
+    grads = {name: torch.randn_like(leaf) for name, leaf in params.items()}
+    state = ps.with_master_weights(ByNormOfAll()).init(params)
+    whole = ps.with_master_weights(ByNormOfAll()).step(params, grads, state)
+    monkeypatch.setattr(wrapper, "PIECE_NUMEL", 20)
+    optimizer = ps.with_master_weights(ByNormOfAll())
+    assert same_bits(optimizer.step(params, grads, state), whole)
+    no_skip = torch.tensor(False)
+    assert same_bits(ps.maybe_step(optimizer, *clone((params, grads, state)), no_skip, True), whole)

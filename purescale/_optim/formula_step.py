@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
-from .._optim.opt_state import (
-    STEP,
-    Columns,
-    OptState,
-    columns_like,
-    map_numbers,
-    values_of,
-)
+from .._optim.in_state import map_numbers
+from .._optim.opt_state import STEP, Columns, OptState, columns_like, values_of
 from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
@@ -41,9 +35,9 @@ class FormulaStep:
         self._settings, self._slot_layout = settings, slot_layout
         self._formula = settings.spec.formula
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
-        # Dynamo sets no guards in it, so `guard_key`, which has all that the formula reads
-        # besides its arguments, guards the compiled step.
-        self._opaque = private.Opaque(self._step_for_dynamo, lambda: private.nonstrict_trace)
+        self._opaque = settings.opaque_in_dynamo(
+            self._step_as_list, lambda: private.nonstrict_trace
+        )
         self._sizes: dict[tuple[Any, ...], Tensor] = {}  # of `send_once`
 
     def __call__(
@@ -63,18 +57,11 @@ class FormulaStep:
         one_by_one = self._settings.differentiable or traced()
         operands = params, grad_leaves, columns, t, current, one_by_one
         if torch.compiler.is_dynamo_compiling():
-            new = iter(self._opaque(self._settings.guard_key, names, *operands))
+            new = iter(self._opaque(names, *operands))
         else:
             new = iter(self._step_as_list(groups, *operands))
         params = list(itertools.islice(new, len(params)))
         return params, inputs.state_with_columns(columns_like(columns, new))
-
-    def _step_for_dynamo(self, guard_key: str, names: list[str], *operands: Any) -> list[Tensor]:
-        """Equal to `_step_as_list`. `guard_key` stands for the settings that are not current,
-        because Dynamo guards the arguments only.
-        """
-        groups = self._settings.torch_groups(tuple(names), self._settings.none_current)
-        return self._step_as_list(groups, *operands)
 
     def _step_as_list(
         self,

@@ -13,27 +13,18 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import Settings
+from .._optim.in_state import map_numbers, numbers_of, read_numbers
 from .._optim.kernels import (
-    KernelOperands,
+    KernelCall,
     arguments_of_operator,
     can_launch,
     fused_update,
     kernel_of,
 )
-from .._optim.opt_state import (
-    STEP,
-    Columns,
-    OptState,
-    columns_like,
-    map_numbers,
-    numbers_of,
-    read_numbers,
-    values_of,
-)
+from .._optim.opt_state import STEP, Columns, OptState, columns_like, values_of
 from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
-from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
-from .._torch import foreach, private
+from .._torch import foreach
 from .._torch.dtypes import on_device
 from .._torch.foreach import same_memory_order
 from .._torch.tensor_list import TensorList
@@ -52,7 +43,7 @@ class Launch(NamedTuple):
     count_indices: list[int]  # of the steps of each; empty if one count is for all
     grad_indices: list[int]  # among the gradients
     pick: Callable[[list[Any]], list[list[Any]]]  # returns parameters, then each slot
-    kernel_call: Callable[..., None]  # of `Kernel.bind`, if no setting is current
+    function: Callable[..., None]  # of `Kernel.bind`, if no setting is current
     device: torch.device
 
 
@@ -68,8 +59,6 @@ class TorchPlan(NamedTuple):
     pairs: list[tuple[int, int]] = []  # noqa: RUF012  # each parameter with each of its slots
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
     leaves_are_ready: bool = False
-    applied_index: int = 0
-    iteration_index: int | None = None
 
 
 def _picker(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
@@ -86,20 +75,20 @@ def _picker(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
 class FusedStep:
     """The step of a class of torch.optim by torch's fused kernel, if it has one."""
 
-    def __init__(self, settings: OptimizerSettings, slot_layout: SlotLayout) -> None:
-        self._settings, self._slot_layout = settings, slot_layout
+    def __init__(self, settings: OptimizerSettings, *, counts_steps: bool) -> None:
+        self._settings = settings
         flags = {settings.arguments.get(name) for name in ("foreach", "fused", "capturable")}
         ruled_out = (
             # torch's own class runs no kernel then
             (settings.differentiable or flags != {None}) and not settings.arguments.get("fused"),
             # it does not know of a first step
-            slot_layout.counts_steps and settings.spec.formula.makes_buffer_in_first_step,
+            counts_steps and settings.spec.formula.makes_buffer_in_first_step,
             # at 0 it leaves the buffer alone, which the formula updates for a later step
             "momentum" in settings.in_state,
         )
         self.kernel: Any = None if any(ruled_out) else kernel_of(settings.spec.formula)
-        self._opaque = private.Opaque(
-            lambda *args: self._step_for_dynamo(*args), lambda: torch.compiler.allow_in_graph
+        self._opaque = settings.opaque_in_dynamo(
+            self._step_for_dynamo, lambda: torch.compiler.allow_in_graph
         )
 
     def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> TorchPlan:
@@ -111,48 +100,57 @@ class FusedStep:
         leaves, structure = inputs.all_leaves()
         state = structure.unflatten(range(len(inputs.params), len(leaves)))
         columns = inputs._replace(opt_state=state).columns
-        indices_with_grad = inputs.layout.indices_with_grad
-        launches = self._launches(inputs.param_list, indices_with_grad, columns, groups)
+        launches = self._launches(inputs.param_list, inputs.layout.grad_indices, columns, groups)
         pairs = [
             pair
             for launch in launches
             for slots in launch.slot_indices
             for pair in zip(launch.param_indices, slots, strict=True)
         ]
-        dense = inputs.replaced_leaves
+        dense = inputs.dense_leaves
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _slots_follow_params([(leaves[slot], leaves[n]) for n, slot in pairs])
-        of_leaves = pairs, is_dense and in_order
-        iteration = state.iteration if isinstance(state.iteration, int) else None
-        counts = state.applied, iteration
-        return TorchPlan(groups, True, launches, traced(), *of_leaves, *counts)
+        return TorchPlan(
+            groups,
+            kernel_fits=True,
+            launches=launches,
+            in_trace=traced(),
+            pairs=pairs,
+            leaves_are_ready=is_dense and in_order,
+        )
 
     def _launches(
         self,
         params: TensorList,
-        indices_with_grad: Sequence[int],
+        grad_indices: Sequence[int | None],
         columns: Columns,
         groups: list[ParamGroup],
     ) -> list[Launch]:
         """Return the launches of a step. `columns` are those of the state, with the index of each
         leaf in its place.
         """
-        grad_index_of = {param: index for index, param in enumerate(indices_with_grad)}
         launches = []
         for group in groups:
             members, keys = set(group.indices), self.kernel.slots_with(group.settings)
             for same_kind in params.kinds:
-                indices = [n for n in same_kind if n in members and n in grad_index_of]
+                of_grads = {n: grad_indices[n] for n in same_kind if n in members}
+                indices = [n for n, index in of_grads.items() if index is not None]
                 if not indices:
                     continue
                 slots = [[columns[key][n] for n in indices] for key in keys]
                 counts = [columns[STEP][n] for n in indices] if STEP in columns else []
-                grad_indices = [grad_index_of[index] for index in indices]
-                kernel_call = self.kernel.bind(self.kernel.keyword_arguments(group.settings))
-                device = params.tensors[indices[0]].device
-                pick = _picker([indices, *slots])
-                lists = indices, slots, counts, grad_indices
-                launches.append(Launch(group, *lists, pick, kernel_call, device))
+                launches.append(
+                    Launch(
+                        group,
+                        param_indices=indices,
+                        slot_indices=slots,
+                        count_indices=counts,
+                        grad_indices=[index for index in of_grads.values() if index is not None],
+                        pick=_picker([indices, *slots]),
+                        function=self.kernel.bind(group.settings),
+                        device=params.tensors[indices[0]].device,
+                    )
+                )
         return launches
 
     def can_run(
@@ -193,36 +191,27 @@ class FusedStep:
         *,
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the step, unless it is skipped; in eager mode."""
+        """Return parameters and state after the step, unless it is skipped, before it is counted in
+        `applied`; in eager mode and in memory of their own.
+        """
         leaves, structure = inputs.all_leaves()
         if plan.leaves_are_ready:
             leaves = leaves if in_place else foreach.clone_undetached(leaves)
         else:
-            listed = inputs.replaced_leaves is not None
-            leaves = _leaves_to_write(leaves, plan.pairs, listed=listed, in_place=in_place)
+            listed = inputs.dense_leaves is not None
+            leaves = _writable_leaves(leaves, plan.pairs, listed=listed, in_place=in_place)
         if current is not self._settings.none_current:
             current = current.map(_read_all_but_rate)
-        grads, applied = grads.with_one_divisor(), leaves[plan.applied_index]
+        count, grads = len(inputs.params), grads.with_one_divisor()
+        state = structure.unflatten(leaves[count:])
+        t_by_device = self._t_by_device(state.applied, plan.launches)
         are_alike = inputs.param_list.shares_facts(grads.tensor_list)
         grads_are_ready = plan.leaves_are_ready and are_alike
-        # Nothing below can fail then. A CUDA graph needs the count at a fixed address.
-        increments_first = grads_are_ready and skip is None
-        number = applied.add_(1) if increments_first else applied + 1
-        step_by_device = self._step_by_device(number, plan.launches)
         for launch in plan.launches:
-            arguments = launch, leaves, step_by_device, grads, current
-            settings, operands = self._operands(*arguments, grads_are_ready=grads_are_ready)
-            kernel_call = launch.kernel_call
-            if settings is not launch.group.settings:
-                kernel_call = self.kernel.bind(self.kernel.keyword_arguments(settings))
-            fused_update(self.kernel, kernel_call, settings["lr"], operands, skip)
+            arguments = launch, leaves, t_by_device, grads, current
+            fused_update(self._call(*arguments, grads_are_ready=grads_are_ready), skip)
             _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
-        if not increments_first:
-            applied.add_(1 if skip is None else ~skip)
-        if plan.iteration_index is not None:
-            leaves[plan.iteration_index].add_(1)
-        count = len(inputs.params)
-        return leaves[:count], structure.unflatten(leaves[count:])
+        return leaves[:count], state
 
     def in_a_graph(
         self,
@@ -236,18 +225,16 @@ class FusedStep:
         operators, which end a graph of `jit`.
         """
         leaves, structure = inputs.all_leaves()
-        stepped = list(leaves)
-        number = leaves[plan.applied_index] + 1
-        step_by_device = self._step_by_device(number, plan.launches)
+        count, stepped = len(inputs.params), list(leaves)
+        applied = structure.unflatten(leaves[count:]).applied
+        t_by_device = self._t_by_device(applied, plan.launches)
         for launch in plan.launches:
-            settings, operands = self._operands(launch, leaves, step_by_device, grads, current)
-            arguments = arguments_of_operator(self.kernel, settings, operands, skip)
-            new = torch.ops.purescale.fused_update(*arguments)
+            call = self._call(launch, leaves, t_by_device, grads, current)
+            new = torch.ops.purescale.fused_update(*arguments_of_operator(call, skip))
             indices = itertools.chain(launch.param_indices, *launch.slot_indices)
             for index, tensor in zip(indices, new, strict=True):
                 stepped[index] = tensor
             _add_to_counts(stepped, launch.count_indices, skip)
-        count = len(inputs.params)
         return stepped[:count], structure.unflatten(stepped[count:])
 
     def in_dynamo(
@@ -262,70 +249,67 @@ class FusedStep:
         """Return parameters and state after a step that Dynamo traces as one function, before it is
         counted in `applied`.
         """
-        inputs = _with_leaves_to_write(inputs, in_place=in_place)
+        inputs = _with_writable_leaves(inputs, in_place=in_place)
         params, columns, state = inputs.params, inputs.columns, inputs.opt_state
         if current is not self._settings.none_current:
             current = current.map(lambda table: map_numbers(_copied, table))
-        names, tensors = list(inputs.layout.names), (params, grads.tensors, columns)
-        scalars = state.applied, skip, grads.pending
-        indices_with_grad = list(inputs.layout.indices_with_grad)
-        self._opaque(self._settings.guard_key, names, indices_with_grad, tensors, scalars, current)
+        grad_indices = list(inputs.layout.grad_indices)
+        tensors, scalars = (params, grads.tensors, columns), (state.applied, skip, grads.pending)
+        self._opaque(list(inputs.layout.names), grad_indices, tensors, scalars, current)
         if STEP in columns:
-            _add_to_counts(columns[STEP], indices_with_grad, skip, in_place=True)
+            with_grad = [n for n, index in enumerate(grad_indices) if index is not None]
+            _add_to_counts(columns[STEP], with_grad, skip, in_place=True)
         return params, state
 
     def _step_for_dynamo(
         self,
-        guard_key: str,
-        names: list[str],
-        indices_with_grad: list[int],
+        groups: list[ParamGroup],
+        grad_indices: list[int | None],
         tensors: tuple[list[Tensor], list[Tensor], Columns],
         scalars: tuple[Tensor, Tensor | None, tuple[Any, ...]],
         current: CurrentSettings,
     ) -> None:
-        """Make the step of `in_dynamo` from a compiled one, which is guarded by `guard_key`."""
+        """Make the step of `in_dynamo` from a compiled one."""
         (params, grads, columns), (applied, skip, pending) = tensors, scalars
         gradients = Gradients(TensorList(grads), grads, True).with_pending(pending)
-        groups = self._settings.torch_groups(tuple(names), self._settings.none_current)
-        places: Any = itertools.count(len(params))
-        indices_of_slots = columns_like(columns, places)
-        launches = self._launches(TensorList(params), indices_with_grad, indices_of_slots, groups)
+        indices_of_slots = columns_like(columns, itertools.count(len(params)))
+        launches = self._launches(TensorList(params), grad_indices, indices_of_slots, groups)
         leaves = [*params, *values_of(columns)]
-        step_by_device = self._step_by_device(applied + 1, launches)
+        t_by_device = self._t_by_device(applied, launches)
         for launch in launches:
-            settings, operands = self._operands(launch, leaves, step_by_device, gradients, current)
-            arguments = arguments_of_operator(self.kernel, settings, operands, skip)
-            torch.ops.purescale.fused_update_(*arguments)
+            call = self._call(launch, leaves, t_by_device, gradients, current)
+            torch.ops.purescale.fused_update_(*arguments_of_operator(call, skip))
 
-    def _step_by_device(self, number: Tensor, launches: list[Launch]) -> dict[torch.device, Tensor]:
-        """Return the number of a step, float32, on each device where the kernel reads it."""
-        reads = self.kernel.takes_step
+    def _t_by_device(self, applied: Tensor, launches: list[Launch]) -> dict[torch.device, Tensor]:
+        """Return the number of the step, float32, on each device where the kernel reads it."""
+        reads, t = self.kernel.takes_step, applied + 1
         devices = dict.fromkeys([x.device for x in launches if reads and not x.count_indices])
-        return {device: number.to(device, torch.float32) for device in devices}
+        return {device: t.to(device, torch.float32) for device in devices}
 
-    def _operands(
+    def _call(
         self,
         launch: Launch,
         leaves: list[Any],
-        step_by_device: dict[torch.device, Tensor],
+        t_by_device: dict[torch.device, Tensor],
         grads: Gradients,
         current: CurrentSettings,
         *,
         grads_are_ready: bool = False,
-    ) -> tuple[Settings, KernelOperands]:
-        """Return the settings and the tensors of a launch."""
-        settings = launch.group.settings
+    ) -> KernelCall:
+        """Return the call of a launch with these tensors and settings."""
+        kernel, settings, function = self.kernel, launch.group.settings, launch.function
         if current is not self._settings.none_current:
             settings = self._settings.settings_of(launch.group.overrides, current)
+            function = kernel.bind(settings)
         params, *slots = launch.pick(leaves)
         steps = [leaves[index] + 1 for index in launch.count_indices]
-        if self.kernel.takes_step and not steps:
-            steps = [step_by_device[launch.device]]
+        if kernel.takes_step and not steps:
+            steps = [t_by_device[launch.device]]
         grads = grads.picked(launch.grad_indices)
-        return settings, KernelOperands(params, slots, grads, steps, grads_are_ready)
+        return KernelCall(kernel, settings, function, params, slots, grads, steps, grads_are_ready)
 
 
-def _leaves_to_write(
+def _writable_leaves(
     leaves: list[Any], pairs: list[tuple[int, int]], *, listed: bool = False, in_place: bool
 ) -> list[Any]:
     """Return leaves that a kernel may write into: these, off the graph, if `in_place`, else copies.
@@ -347,14 +331,14 @@ def _leaves_to_write(
     return writable
 
 
-def _with_leaves_to_write(inputs: StepInputs, *, in_place: bool) -> StepInputs:
-    """Return the inputs with `_leaves_to_write` in place of parameters and columns."""
+def _with_writable_leaves(inputs: StepInputs, *, in_place: bool) -> StepInputs:
+    """Return the inputs with `_writable_leaves` in place of parameters and columns."""
     old, columns = inputs.params, inputs.columns
     leaves = [*old, *values_of(columns)]
     numbered = columns_like(columns, range(len(old), len(leaves)))
     places = [pair for column in numbered.values() for pair in enumerate(column)]
     pairs = [(n, place) for n, place in places if isinstance(place, int)]
-    new = iter(_leaves_to_write(leaves, pairs, in_place=in_place))
+    new = iter(_writable_leaves(leaves, pairs, in_place=in_place))
     params = list(itertools.islice(new, len(old)))
     return inputs.with_params(params, inputs.state_with_columns(columns_like(columns, new)))
 

@@ -42,26 +42,17 @@ class Kernel(NamedTuple):
             settings = {**settings, "beta1": beta1, "beta2": beta2}
         return {name: settings[name] for name in self.setting_names}
 
-    def bind(self, arguments: dict[str, Any]) -> Callable[..., None]:
-        """Return torch's function with these arguments, which takes lists of tensors and the rate,
+    def bind(self, settings: Settings) -> Callable[..., None]:
+        """Return torch's function with these settings, which takes lists of tensors and the rate,
         and updates parameters and slots in place, and with `grad_scale` the gradients too.
         """
-        name, arguments = self.name, dict(arguments)
+        name, arguments = self.name, self.keyword_arguments(settings)
         if "decoupled_weight_decay" in arguments:
             name = "adamw" if arguments.pop("decoupled_weight_decay") else "adam"
         if not self.takes_step:
             arguments["is_first_step"] = False  # a buffer is there before it
         function: Any = private.fused_kernel(name)
         return functools.partial(function, **arguments)
-
-    def lists(self, operands: KernelOperands) -> list[list[Tensor]]:
-        """Return the lists of tensors that the function takes."""
-        params, slots, steps = operands.params, operands.slots, operands.steps
-        absent: list[list[Tensor]] = [[]] * (len(self.slots) - len(slots))
-        lists = [params, operands.grads.tensors, *slots, *absent]
-        if self.takes_step:
-            lists.append(steps * len(params) if len(steps) == 1 else steps)
-        return lists
 
 
 _BOOLEANS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
@@ -86,15 +77,29 @@ def kernel_of(formula: formulas.Formula | None) -> Kernel | None:
 # ---- one launch ----------------------------------------------------------------------------------
 
 
-class KernelOperands(NamedTuple):
-    """The tensors of one device and dtype that one kernel reads and updates, in one order."""
+class KernelCall(NamedTuple):
+    """One call of a kernel: the tensors of one device and dtype that it reads and updates, in one
+    order.
+    """
 
+    kernel: Kernel
+    settings: Settings
+    function: Callable[..., None]  # of `Kernel.bind` with these settings
     params: list[Tensor]
     slots: list[list[Tensor]]  # of each of `Kernel.slots_with`
     grads: Gradients
-    steps: list[Tensor]  # the number of the step of each, or one for all: float32, read only
+    state_steps: list[Tensor]  # the number of the step of each, or one for all: float32, read only
     # known: all are off graph, and the gradients have dtype and memory order of the parameters
     grads_are_ready: bool = False
+
+    def lists(self) -> list[list[Tensor]]:
+        """Return the lists of tensors that the function takes."""
+        params, slots, steps = self.params, self.slots, self.state_steps
+        absent: list[list[Tensor]] = [[]] * (len(self.kernel.slots) - len(slots))
+        lists = [params, self.grads.tensors, *slots, *absent]
+        if self.kernel.takes_step:
+            lists.append(steps * len(params) if len(steps) == 1 else steps)
+        return lists
 
 
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
@@ -116,57 +121,51 @@ def can_launch(params: TensorList) -> bool:
 _NO_CONTEXT = contextlib.nullcontext()  # a context of torch takes as long as an operator
 
 
-def fused_update(
-    kernel: Kernel,
-    kernel_call: Callable[..., None],
-    lr: float | Tensor,
-    operands: KernelOperands,
-    skip: Tensor | None,
-) -> None:
-    """Update the operands in place by `kernel_call`, of `Kernel.bind`, unless the step is skipped.
-    If its gradients are owned, the kernel itself divides them. On a CPU the flag is read.
+def fused_update(call: KernelCall, skip: Tensor | None) -> None:
+    """Make the call, which updates its tensors in place, unless the step is skipped. If its
+    gradients are owned, the kernel itself divides them. On a CPU the flag is read.
     """
     if skip is not None and host_can_read([skip]):
         if skip:
             return
         skip = None
-    if not _kernel_divides(operands):
-        operands = operands._replace(grads=_prepare_gradients(operands))
-    found_inf, divisor = None, operands.grads.divisor
+    if not _kernel_divides(call):
+        call = call._replace(grads=_prepare_gradients(call))
+    lr, found_inf, divisor = call.settings["lr"], None, call.grads.divisor
     if skip is not None:
-        found_inf = skip.to(operands.params[0].device, torch.float32)
+        found_inf = skip.to(call.params[0].device, torch.float32)
     tensors = [number for number in (divisor, lr) if isinstance(number, Tensor)]
-    off_graph = operands.grads_are_ready and not any([tensor.requires_grad for tensor in tensors])
+    off_graph = call.grads_are_ready and not any([tensor.requires_grad for tensor in tensors])
     with _NO_CONTEXT if off_graph else torch.no_grad():
-        kernel_call(*kernel.lists(operands), lr=lr, grad_scale=divisor, found_inf=found_inf)
+        call.function(*call.lists(), lr=lr, grad_scale=divisor, found_inf=found_inf)
     # torch's fused kernels leave versions as they were: a graph that saved an old value would take
     # the new one for it.
-    written = [*operands.params, *itertools.chain(*operands.slots)]
+    written = [*call.params, *itertools.chain(*call.slots)]
     if divisor is not None:
-        written += operands.grads.tensors
+        written += call.grads.tensors
     torch.autograd.graph.increment_version(written)
 
 
-def _kernel_divides(operands: KernelOperands) -> bool:
+def _kernel_divides(call: KernelCall) -> bool:
     """Return True if the kernel can divide: by a float32 number only, and it overwrites the
     gradients with the result.
     """
-    params, grads = operands.params, operands.grads
+    params, grads = call.params, call.grads
     dtype, divisor = params[0].dtype, grads.divisor
     if divisor is None or any([number is not None for number in grads.pending[1:]]):
         return False
     if not (grads.owned and divisor.dtype is torch.float32 and dtype.itemsize >= 4):
         return False
-    return operands.grads_are_ready or (
+    return call.grads_are_ready or (
         grads.tensor_list.dtypes == {dtype} and all_same_memory_order(grads.tensors, params)
     )
 
 
-def _prepare_gradients(operands: KernelOperands) -> Gradients:
+def _prepare_gradients(call: KernelCall) -> Gradients:
     """Return the gradients unscaled and clipped, in the parameters' dtype and memory order."""
-    params = operands.params
+    params = call.params
     with torch.no_grad():
-        grads = operands.grads.unscaled()
+        grads = call.grads.unscaled()
         tensors = foreach.cast(grads.tensors, params[0].dtype)
     if not all_same_memory_order(tensors, params):
         tensors = list(map(foreach.laid_out_like, tensors, params))
@@ -198,27 +197,26 @@ def _update_targets(
         for key, number in zip(kernel.setting_names, others, strict=True)
     }
     gradients = Gradients(TensorList(list(grads)), grads, True, owned=owned).with_pending(pending)
-    operands = KernelOperands(params, slots, gradients.with_one_divisor(), list(steps))
-    rate = lr_number if lr is None else lr
-    fused_update(kernel, kernel.bind(arguments), rate, operands, skip)
+    settings = {**arguments, "lr": lr_number if lr is None else lr}
+    function, gradients = kernel.bind(settings), gradients.with_one_divisor()
+    call = KernelCall(kernel, settings, function, params, slots, gradients, list(steps))
+    fused_update(call, skip)
 
 
 define("fused_update", _update_targets)
 
 
-def arguments_of_operator(
-    kernel: Kernel, settings: Settings, operands: KernelOperands, skip: Tensor | None
-) -> tuple[Any, ...]:
+def arguments_of_operator(call: KernelCall, skip: Tensor | None) -> tuple[Any, ...]:
     """Return the arguments of the operator `fused_update`."""
-    grads, lr = operands.grads, settings["lr"]
-    targets = [target for column in (operands.params, *operands.slots) for target in column]
+    kernel, grads, lr = call.kernel, call.grads, call.settings["lr"]
+    targets = [target for column in (call.params, *call.slots) for target in column]
     lr_number, lr_tensor = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
-    numbers = [lr_number, *kernel.keyword_arguments(settings).values()]
+    numbers = [lr_number, *kernel.keyword_arguments(call.settings).values()]
     pending = [
         torch.full((), number, dtype=grads.factor_dtype, device=targets[0].device)
         if isinstance(number, float)
         else number
         for number in grads.pending
     ]
-    arguments = targets, grads.tensors, kernel.name, list(map(float, numbers)), operands.steps
+    arguments = targets, grads.tensors, kernel.name, list(map(float, numbers)), call.state_steps
     return *arguments, [lr_tensor, skip, *pending]

@@ -119,44 +119,6 @@ def opt_states_of(state: Tree) -> list[OptState]:
     return [state] if isinstance(state, OptState) else []
 
 
-def tensors_of(opt_state: OptState) -> list[Tensor]:
-    """Return all tensors of a state, tree by tree: Dynamo is slow in nested dicts."""
-    trees = [*opt_state.slots.values(), opt_state.counts, opt_state.iteration]
-    leaves = [leaf for tree in trees for leaf in pytree.flatten(tree)[0]]
-    return [opt_state.applied, *leaves, *numbers_of(stored_settings(opt_state))]
-
-
-def stored_settings(opt_state: OptState) -> dict[str, Any]:
-    """Return all settings in a state, the learning rate too."""
-    lr = {"lr": opt_state.lr} if isinstance(opt_state.lr, Tensor) else {}
-    return {**lr, **(opt_state.hyper or {})}
-
-
-def with_stored(opt_state: OptState, stored: Mapping[str, Any]) -> OptState:
-    """Return the state with these settings, the inverse of `stored_settings`."""
-    hyper = {name: value for name, value in stored.items() if name != "lr"}
-    return opt_state._replace(lr=stored.get("lr", ()), hyper=hyper or ())
-
-
-def numbers_of(settings: Any) -> list[Any]:
-    """Return every number of the settings in the state, also those within tuples."""
-    values = settings.values() if settings else ()
-    return [one for v in values for one in (v if isinstance(v, tuple) else (v,))]
-
-
-def map_numbers(change: Callable[[Any], Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with `change` applied to every number, also within tuples."""
-    return {
-        name: tuple(map(change, value)) if isinstance(value, (tuple, list)) else change(value)
-        for name, value in settings.items()
-    }
-
-
-def read_numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with a Python number for each tensor, which is read."""
-    return map_numbers(lambda value: value.item() if isinstance(value, Tensor) else value, settings)
-
-
 def map_opt_states(
     change: Callable[[OptState, tuple[str, ...]], OptState], state: Tree, keys: tuple[str, ...] = ()
 ) -> Tree:
@@ -176,15 +138,22 @@ def map_opt_states(
     return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
 
 
-def after_skip(state: Tree, *, in_place: bool) -> Tree:
-    """Return the state after a skipped step: one more iteration, and nothing else changes. A
-    captured CUDA graph needs the count `in_place`.
+def count_step(opt_state: OptState, skip: Tensor | None, *, in_place: bool = False) -> OptState:
+    """Return the state with one more applied step, unless it is skipped, and one more iteration. A
+    captured CUDA graph needs the counts `in_place`.
     """
+    applied, increment = opt_state.applied, 1 if skip is None else ~skip
+    applied = applied.add_(increment) if in_place else applied + increment
+    return _count_iteration(opt_state._replace(applied=applied), in_place=in_place)
 
-    def count_iteration(opt_state: OptState, keys: tuple[str, ...]) -> OptState:
-        iteration = opt_state.iteration
-        if not isinstance(iteration, Tensor):
-            return opt_state
-        return opt_state._replace(iteration=iteration.add_(1) if in_place else iteration + 1)
 
-    return map_opt_states(count_iteration, state)
+def after_skip(state: Tree, *, in_place: bool) -> Tree:
+    """Return the state after a skipped step: one more iteration, and nothing else changes."""
+    return map_opt_states(lambda each, _: _count_iteration(each, in_place=in_place), state)
+
+
+def _count_iteration(opt_state: OptState, *, in_place: bool) -> OptState:
+    iteration = opt_state.iteration
+    if not isinstance(iteration, Tensor):
+        return opt_state
+    return opt_state._replace(iteration=iteration.add_(1) if in_place else iteration + 1)

@@ -88,7 +88,6 @@ class PartitionOptimizer(Updater):
         _check(optimizers, label)
         self.optimizers, self.label = dict(optimizers), label
         self.parts = {key: as_updater(each) for key, each in self.optimizers.items()}
-        self.calls_user_step = any(part.calls_user_step for part in self.parts.values())
         self.runs_user_code = any(part.runs_user_code for part in self.parts.values())
         self.may_add_slots = any(part.may_add_slots for part in self.parts.values())
         self.wide_grads = any(part.wide_grads for part in self.parts.values())
@@ -130,11 +129,10 @@ class PartitionOptimizer(Updater):
     def inputs_of(self, key: str, members: list[int], inputs: StepInputs) -> StepInputs:
         """Return the inputs of one part, with DTensors flattened for its own optimizer."""
         names, opt_state = [inputs.layout.names[index] for index in members], inputs.opt_state[key]
-        with_grad = set(inputs.layout.indices_with_grad)
-        indices_with_grad = [number for number, index in enumerate(members) if index in with_grad]
-        layout = ParamLayout.of_dict(names, indices_with_grad)
+        has_grad = [inputs.layout.grad_indices[index] is not None for index in members]
+        layout = ParamLayout.of_dict(names, has_grad)
         part = StepInputs(layout, inputs.param_list.picked(members), opt_state)
-        if inputs.replaced_leaves is None and any_dtensor(part.params):
+        if inputs.dense_leaves is None and any_dtensor(part.params):
             trees = flatten_together([part.layout.tree(part.params)], opt_state)
             part = step_inputs(self.parts[key], *trees)._replace(layout=layout)
         return part
@@ -145,14 +143,14 @@ class PartitionOptimizer(Updater):
         """Return the gradients of one part."""
         if grads.dense_real:
             return grads.picked(members)
-        number_of = {index: number for number, index in enumerate(inputs.layout.indices_with_grad)}
-        tensors = [grads.tensors[number_of[n]] for n in members if n in number_of]
-        templates = [grads.templates[inputs.layout.indices[index]] for index in members]
+        indices = [inputs.layout.grad_indices[index] for index in members]
+        tensors = [grads.tensors[index] for index in indices if index is not None]
+        templates = [grads.templates[inputs.layout.leaf_indices[index]] for index in members]
         picked = grads._replace(tensor_list=TensorList(tensors), templates=templates)
         if not any_dtensor(templates):
             return picked
         flat = pytree.flatten_once(part.layout.tree(picked.leaves))
-        return grads.with_tensors_of(part.gradients(flat))._replace(owned=False)
+        return part.gradients(flat).with_pending(grads.pending)
 
     def current_settings(self, opt_state: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of each part, by key."""

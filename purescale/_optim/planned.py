@@ -22,7 +22,7 @@ class StepPlan(NamedTuple):
 
     layout: ParamLayout
     updater_plan: Any  # what `Updater.plan` returned
-    leaves_cache: Cache | None = None  # of `StepInputs.replaced_leaves`
+    leaves_cache: Cache | None = None  # of `StepInputs.dense_leaves`
     # Each leaf is gapless and requires no gradient: a step may write into it if nothing else shares
     # its memory.
     all_writable: bool = False
@@ -32,65 +32,59 @@ class StepPlan(NamedTuple):
 class PlannedStep(NamedTuple):
     """The arguments of a step, flat, and its plan."""
 
-    # parameters, the state of the optimizer, and the others; empty by hand if no plan was found
-    trees: list[FlatTree]
+    trees: list[FlatTree]  # parameters, the state of the optimizer, and others
     inputs: StepInputs
     plan: StepPlan
     situation: Situation | None
     leaves: Leaves = []  # noqa: RUF012  # of all trees, if the plan was found; never written
 
-    @property
-    def was_found(self) -> bool:
-        """True if a plan was found: arguments like these were checked before."""
-        return len(self.leaves) > 0
 
-
-# Returns checked trees, flat, and the inputs of a step over them.
-Check = Callable[[], tuple[list[FlatTree], StepInputs]]
+def find_step(
+    updater: Any, situation: Situation | None, trees: tuple[Tree, ...]
+) -> PlannedStep | None:
+    """Return a step over `trees`: parameters, the state of the optimizer, and others. None if trees
+    like these were not planned before.
+    """
+    if situation is None or not updater.keeps_plans:
+        return None
+    match = find_plan(updater.plans, situation, trees)
+    if match is None:
+        return None
+    flat_trees, leaves, plan = match
+    params, opt_state, *_ = flat_trees
+    inputs = StepInputs.of_dense(plan.layout, params, opt_state, plan.leaves_cache)
+    return PlannedStep(flat_trees, inputs, plan, situation, leaves)
 
 
 def plan_step(
-    updater: Any, trees: tuple[Tree, ...], check: Check, *, over_grads: bool = False
+    updater: Any,
+    situation: Situation | None,
+    trees: list[FlatTree],
+    inputs: StepInputs,
+    *,
+    keep: bool = True,
 ) -> PlannedStep:
-    """Return a step over `trees`: parameters, the state of the optimizer and more, the gradients
-    first if it is `over_grads`. If trees like these were not planned before, `check` and
-    `Updater.plan` refuse what does not fit.
+    """Return a step over checked trees, as in `find_step`, which finds it from now on if it is to
+    `keep` the plan. `Updater.plan` refuses what does not fit.
     """
-    situation = current_situation()
-    plan_key = situation if updater.keeps_plans else None
-    if plan_key and (match := find_plan(updater.plans, plan_key, trees)):
-        flat_trees, leaves, plan = match
-        params, opt_state, *_ = flat_trees
-        inputs = StepInputs.of_dense(plan.layout, params, opt_state, plan.leaves_cache)
-        return PlannedStep(flat_trees, inputs, plan, situation, leaves)
-    checked, inputs = check()
     plan = StepPlan(inputs.layout, updater.plan(inputs))
-    # What is refused of parameters that are not dense and real depends on settings of the step.
-    is_dense = inputs.replaced_leaves is not None and are_real_floating(inputs.param_list.dtypes)
-    if plan_key and is_dense:
-        flat_trees = list(map(pytree.flatten_once, trees))
-        params, _, grads, *_ = flat_trees
-        if not over_grads or params.structure == grads.structure:  # the dicts have one order
-            _keep(updater, plan_key, flat_trees, plan)
-    return PlannedStep(checked, inputs, plan, situation)
-
-
-def _keep(updater: Any, situation: Situation, trees: list[FlatTree], plan: StepPlan) -> None:
-    """Keep the plan of a step over trees that are dense, with what is known of their leaves."""
     lists = [tree.tensor_list for tree in trees]
-    if not all([some.dense_off_graph for some in lists]):
-        return
-    plan = plan._replace(
-        leaves_cache=Cache(),
-        all_writable=all(
-            [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
-        ),
-        all_readable=situation.host_reads and all([x.are_on_cpu for x in lists]),
-    )
-    add_plan(updater.plans, situation, trees, plan)
+    # What is refused of parameters that are not dense and real depends on settings of the step.
+    are_known = all([some.dense_off_graph for some in lists])
+    are_known = are_known and are_real_floating(inputs.param_list.dtypes)
+    if keep and situation and updater.keeps_plans and are_known:
+        kept = plan._replace(
+            leaves_cache=Cache(),
+            all_writable=all(
+                [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
+            ),
+            all_readable=situation.host_reads and all([x.are_on_cpu for x in lists]),
+        )
+        add_plan(updater.plans, situation, trees, kept)
+    return PlannedStep(trees, inputs, plan, situation)
 
 
-def plan_step_by_hand(
+def plan_step_with_grads(
     updater: Any,
     params: Tree,
     grads: Tree,
@@ -102,13 +96,14 @@ def plan_step_by_hand(
     refuse before the step is planned. Refuse, naming the leaf, gradients that do not fit `params`,
     and a state that belongs to others.
     """
-    checked: list[Gradients] = []
-
-    def check() -> tuple[list[FlatTree], StepInputs]:
-        inputs, gradients = flatten_step(updater, params, grads, opt_state)
-        check_gradients(gradients)
-        checked.append(gradients)
-        return [], inputs
-
-    planned = plan_step(updater, (params, opt_state, grads, *others), check, over_grads=True)
-    return planned, checked[0] if checked else planned.inputs.gradients(planned.trees[2])
+    situation = current_situation()
+    known = find_step(updater, situation, (params, opt_state, grads, *others))
+    if known is not None:
+        return known, known.inputs.gradients(known.trees[2])
+    trees, inputs = flatten_step(updater, params, grads, opt_state)
+    gradients = inputs.gradients(trees[2])
+    check_gradients(gradients)
+    # The leaves of `trees[2]` are in the order of the parameters; a plan has those of its own tree.
+    same_order = situation is not None and pytree.flatten(grads)[1] == trees[0].structure
+    trees += map(pytree.flatten_once, others)
+    return plan_step(updater, situation, trees, inputs, keep=same_order), gradients

@@ -23,8 +23,10 @@ from .._optim.in_state import (
     as_float32,
     check_stored,
     is_float_scalar,
+    map_numbers,
+    stored_settings,
 )
-from .._optim.opt_state import OptState, map_numbers, stored_settings
+from .._optim.opt_state import OptState
 from .._optim.schedule import (
     ScheduleBy,
     check_scheduled,
@@ -159,7 +161,7 @@ class OptimizerSettings:
         stored = {name: {**values, **schedules}[name] for name in self.in_state}
         # The numbers of a new state. That of a schedule is a factor.
         self.first_stored = map_numbers(lambda number: 1.0 if callable(number) else number, stored)
-        self.new_stored(None)  # refuses what float32 cannot hold
+        self.init_stored(None)  # refuses what float32 cannot hold
         # Ranks compare all settings, including defaults.
         complete = dict(sorted({**values, **arguments}.items()))
         kind = spec.name if spec.cls is None else spec.cls
@@ -183,6 +185,20 @@ class OptimizerSettings:
         ]
         kind = self.spec.name, id(self.spec.cls), id(self.spec.formula)
         return repr((kind, list(self.overrides), constant, self.in_state))
+
+    def opaque_in_dynamo(
+        self, function: Callable[..., Any], decorator: Callable[[], Any]
+    ) -> Callable[..., Any]:
+        """Return `opaque(names, *operands)`, equal to `function(groups, *operands)`, which Dynamo
+        does not trace. It guards arguments alone, so `guard_key` is one: it stands for all settings
+        that the function reads and that are not current.
+        """
+
+        def call(guard_key: str, names: list[str], *operands: Any) -> Any:
+            return function(self.torch_groups(tuple(names), self.none_current), *operands)
+
+        opaque = private.Opaque(call, decorator)
+        return lambda names, *operands: opaque(self.guard_key, names, *operands)
 
     def torch_groups(self, names: tuple[str, ...], current: CurrentSettings) -> list[ParamGroup]:
         """Return torch's parameter groups, with the settings of `current` before those that were
@@ -273,7 +289,7 @@ class OptimizerSettings:
                 "from_torch(..., differentiable=True)."
             )
 
-    def new_stored(self, device: torch.device | None) -> dict[str, Any]:
+    def init_stored(self, device: torch.device | None) -> dict[str, Any]:
         """Return the settings that a new state holds."""
         return map_numbers(lambda number: as_float32(number, device), self.first_stored)
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import STEP, Columns, OptState, Tensors, has_counts
+from .._optim.opt_state import STEP, Columns, Tensors
 from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
-from .._optim.step_inputs import ParamLayout
 from .._torch.tracing import traced
 from .._tree.leaves import describe, same_metadata
 
@@ -47,7 +46,7 @@ class SlotLayout:
         """Return True if this slot is one number for each parameter, whatever its shape."""
         return self._dtypes.get(key) is not None
 
-    def new_slots(
+    def init_slots(
         self, params: Mapping[str, Tensor], current: CurrentSettings
     ) -> dict[str, Tensors]:
         """Return the slots of each parameter before its first step."""
@@ -81,7 +80,7 @@ class SlotLayout:
     # ---- the check
 
     def check(self, columns: Columns, params: Mapping[str, Tensor]) -> None:
-        """Refuse columns that differ from those of `new_slots`, because torch's kernels do not
+        """Refuse columns that differ from those of `init_slots`, because torch's kernels do not
         check what they read.
         """
         # A compiler traces calls slowly.
@@ -122,7 +121,7 @@ class SlotLayout:
         )
 
     def _check_keys(self, columns: Columns, params: Mapping[str, Tensor]) -> None:
-        """Refuse columns that lack one of those of `new_slots` with the settings of their group."""
+        """Refuse columns that lack one of `init_slots` with the settings of their group."""
         dims = [param.ndim for param in params.values()]
         for group in self._groups(params, self._settings.none_current):
             needed: dict[int, list[str]] = {}
@@ -140,17 +139,3 @@ class SlotLayout:
                             "cause: the state of another class or of other settings. Fix: "
                             "`opt_state = optimizer.init(params)`."
                         )
-
-    def check_gradients(self, params: ParamLayout, opt_state: OptState) -> None:
-        """Refuse a gradient that is None where one count stands for the steps of all parameters."""
-        names, with_grad = params.names, params.indices_with_grad
-        if not self.counts_steps or has_counts(opt_state) or len(names) == len(with_grad):
-            return
-        missing = next(name for index, name in enumerate(names) if index not in with_grad)
-        raise ValueError(
-            f"grads: that of {missing} is None, and opt_state has one count of steps for all "
-            f"parameters. {self._settings.spec.name} needs that of each, because torch does not "
-            "count a step without a gradient. Likely cause: a loss of some of the parameters, or "
-            'one optimizer for two models. Fix: `from_torch(..., counts="each")`, and its `init`; '
-            "or zeros, as `value_and_grad` returns them, which let momentum and decay go on."
-        )

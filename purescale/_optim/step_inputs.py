@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._optim.in_state import numbers_of, stored_settings
 from .._optim.opt_state import (
     STEP,
     Columns,
@@ -16,7 +18,6 @@ from .._optim.opt_state import (
     has_columns,
     has_counts,
     param_names,
-    tensors_of,
     with_columns,
     without_wrappers,
 )
@@ -44,21 +45,21 @@ class ParamLayout(NamedTuple):
 
     structure: TreeDef
     num_leaves: int  # of this structure
-    indices: Sequence[int]  # of the parameters among these leaves
+    leaf_indices: Sequence[int]  # of the parameters among these leaves
     names: list[str]  # dotted
-    indices_with_grad: Sequence[int]  # the parameters that have a gradient, by index
+    grad_indices: Sequence[int | None]  # among the gradients; None for one without a gradient
 
     @classmethod
     def of_all(cls, structure: TreeDef, names: list[str]) -> ParamLayout:
         """Return the layout of a tree without None, in which each parameter has a gradient."""
-        count = len(names)
-        return cls(structure, count, range(count), names, range(count))
+        every = range(len(names))
+        return cls(structure, len(names), leaf_indices=every, names=names, grad_indices=every)
 
     @classmethod
-    def of_dict(cls, names: list[str], indices_with_grad: Sequence[int]) -> ParamLayout:
+    def of_dict(cls, names: list[str], has_grad: Sequence[bool]) -> ParamLayout:
         """Return the layout of a flat dict."""
         layout = cls.of_all(DictDef(tuple(names)), names)
-        return layout._replace(indices_with_grad=indices_with_grad)
+        return layout._replace(grad_indices=_numbered(has_grad))
 
     def leaves(self, tree: Tree) -> Leaves:
         """Return the leaves of a tree like the parameters, without those of a parameter None."""
@@ -66,9 +67,9 @@ class ParamLayout(NamedTuple):
 
     def present(self, leaves: Leaves) -> Leaves:
         """Return those of all leaves that belong to a parameter that is not None."""
-        if len(leaves) == len(self.indices):
+        if len(leaves) == len(self.leaf_indices):
             return leaves
-        return [leaves[index] for index in self.indices]
+        return [leaves[index] for index in self.leaf_indices]
 
     def tree(self, values: Sequence[Any], like: Tree = None) -> Tree:
         """Return a tree like the parameters, the inverse of `leaves`. In place of a parameter None
@@ -80,9 +81,15 @@ class ParamLayout(NamedTuple):
         if like is not None:
             others = self.structure.flatten_up_to(like)
             leaves = [None if isinstance(other, Tensor) else other for other in others]
-        for index, value in zip(self.indices, values, strict=True):
+        for index, value in zip(self.leaf_indices, values, strict=True):
             leaves[index] = value
         return self.structure.unflatten(leaves)
+
+
+def _numbered(flags: Sequence[bool]) -> list[int | None]:
+    """Return for each flag that is True how many are True before it, None for the others."""
+    numbers = itertools.count()
+    return [next(numbers) if flag else None for flag in flags]
 
 
 class StepInputs(NamedTuple):
@@ -91,9 +98,9 @@ class StepInputs(NamedTuple):
     layout: ParamLayout
     param_list: TensorList
     opt_state: Tree
-    # all that a step replaces: parameters and state; None unless all are dense and off graph
-    replaced_leaves: TensorList | None = None
-    state_structure: Any = None  # of the state, if `replaced_leaves` is there
+    # parameters, then all leaves of the state; None unless all are dense and off graph
+    dense_leaves: TensorList | None = None
+    state_structure: Any = None  # of the state, if `dense_leaves` is there
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
     piece_positions: list[Position] | None = None  # if these are a piece of a larger step
@@ -107,12 +114,16 @@ class StepInputs(NamedTuple):
         cache: Cache | None = None,
     ) -> StepInputs:
         """Return the inputs of a step whose tensors are dense and off graph. `cache` is that of
-        `replaced_leaves`.
+        `dense_leaves`.
         """
         leaves = [*params.leaves, *opt_state.leaves]
-        replaced_leaves = TensorList(leaves, cache, dense_off_graph=True)
-        of_state = opt_state.tree, replaced_leaves, opt_state.structure
-        return cls(layout, params.tensor_list, *of_state)
+        return cls(
+            layout,
+            params.tensor_list,
+            opt_state.tree,
+            dense_leaves=TensorList(leaves, cache, dense_off_graph=True),
+            state_structure=opt_state.structure,
+        )
 
     @property
     def params(self) -> list[Tensor]:
@@ -121,9 +132,7 @@ class StepInputs(NamedTuple):
 
     def with_params(self, params: list[Tensor], opt_state: Tree) -> StepInputs:
         """Return the inputs with other tensors in place of the parameters, and this state."""
-        return self._replace(
-            param_list=TensorList(params), opt_state=opt_state, replaced_leaves=None
-        )
+        return self._replace(param_list=TensorList(params), opt_state=opt_state, dense_leaves=None)
 
     @property
     def columns(self) -> Columns:
@@ -140,8 +149,8 @@ class StepInputs(NamedTuple):
         """Return the parameters and all leaves of the state in one list, and the structure of the
         state.
         """
-        if self.replaced_leaves is not None:
-            return self.replaced_leaves.tensors, self.state_structure
+        if self.dense_leaves is not None:
+            return self.dense_leaves.tensors, self.state_structure
         leaves, structure = pytree.flatten(self.opt_state)
         return [*self.params, *leaves], structure
 
@@ -149,7 +158,7 @@ class StepInputs(NamedTuple):
         """Return the checked gradients of these parameters, in the order of the leaves. Refuse,
         naming the leaf, one that is not over the mesh of its parameter.
         """
-        if self.replaced_leaves is not None:
+        if self.dense_leaves is not None:
             return Gradients(grads.tensor_list, grads.leaves, True)
         leaves = grads.leaves
         params = self.layout.structure.flatten_up_to((self.global_trees or self.trees)[0])
@@ -161,7 +170,7 @@ class StepInputs(NamedTuple):
             leaves = list(map(dtensor.redistribute_like, leaves, params))
         return as_gradients(leaves)
 
-    def local_grads(self, grads: Gradients) -> list[Tensor | None]:
+    def grads_like_params(self, grads: Gradients) -> list[Tensor | None]:
         """Return the gradients in the form of the parameters: shards if these are."""
         leaves = grads.leaves
         if self.global_trees is not None:
@@ -176,7 +185,7 @@ class StepInputs(NamedTuple):
         leaves = self.layout.leaves((self.global_trees or self.trees)[0])
         return [
             Position(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
-            for index, leaf in zip(self.layout.indices, leaves, strict=True)
+            for index, leaf in zip(self.layout.leaf_indices, leaves, strict=True)
         ]
 
     @property
@@ -210,15 +219,15 @@ def foreign_parameters(in_state: list[str], in_params: list[str]) -> ValueError:
 
 def flatten_step(
     optimizer: Any, params: Tree, grads: Tree, opt_state: Tree
-) -> tuple[StepInputs, Gradients]:
-    """Return the checked inputs of a step over trees, as `step_inputs`, and its gradients. Refuse,
-    naming the leaf, gradients that do not fit `params`.
+) -> tuple[list[FlatTree], StepInputs]:
+    """Return parameters, state and gradients, flat and checked, and the inputs of a step over them,
+    as `step_inputs`. Refuse, naming the leaf, gradients that do not fit `params`.
     """
     flat_params, flat_state = flatten_together([params], opt_state)
     pytree.check_parameters(flat_params)
     flat_grads = pytree.gradients_like(flat_params, grads)
     inputs = step_inputs(optimizer, flat_params, flat_state, flat_grads)
-    return inputs, inputs.gradients(flat_grads)
+    return [flat_params, flat_state, flat_grads], inputs
 
 
 def step_inputs(
@@ -253,11 +262,13 @@ def step_inputs(
         shard = functools.partial(dtensor.shard, on_graph=optimizer.differentiable)
         leaves, state = list(map(shard, leaves)), pytree.map(shard, state)
     indices = [index for index, leaf in enumerate(leaves) if leaf is not None]
-    indices_with_grad: Sequence[int] = range(len(indices))
-    if grads is not None:
-        indices_with_grad = [n for n in indices_with_grad if grad_leaves[indices[n]] is not None]
-    of_params = indices, [names[index] for index in indices], indices_with_grad
-    layout = ParamLayout(params.structure, len(names), *of_params)
+    layout = ParamLayout(
+        params.structure,
+        len(names),
+        leaf_indices=indices,
+        names=[names[index] for index in indices],
+        grad_indices=_numbered([grads is None or grad_leaves[n] is not None for n in indices]),
+    )
     present = TensorList([leaves[index] for index in indices])
     return StepInputs(layout, present, state, global_trees=global_trees)
 
@@ -298,8 +309,15 @@ def flatten_together(trees: Sequence[Tree], *opt_states: Tree) -> list[FlatTree]
 def _flatten_opt_state(opt_state: Tree) -> tuple[Leaves, Any]:
     # Dynamo is slow in nested dicts.
     if torch.compiler.is_dynamo_compiling() and has_columns(opt_state):
-        return tensors_of(opt_state), None
+        return _tensors_of(opt_state), None
     return pytree.flatten(opt_state)
+
+
+def _tensors_of(opt_state: OptState) -> list[Tensor]:
+    """Return all tensors of a state, tree by tree: Dynamo is slow in nested dicts."""
+    trees = [*opt_state.slots.values(), opt_state.counts, opt_state.iteration]
+    leaves = [leaf for tree in trees for leaf in pytree.flatten(tree)[0]]
+    return [opt_state.applied, *leaves, *numbers_of(stored_settings(opt_state))]
 
 
 def _check_state_placements(opt_state: Tree, params: dict[str, Any]) -> None:

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from .._optim.formula_step import FormulaStep
 from .._optim.fused import FusedStep, TorchPlan
+from .._optim.in_state import map_numbers, stored_settings, with_stored
 from .._optim.opt_state import (
     NO_SLOTS,
     STEP,
     OptState,
     Tensors,
-    map_numbers,
-    stored_settings,
+    count_step,
+    has_counts,
     with_columns,
-    with_stored,
 )
 from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import (
@@ -30,7 +30,7 @@ from .._optim.settings import (
     spec_of_class,
 )
 from .._optim.slot_layout import SlotLayout
-from .._optim.step_inputs import StepInputs, foreign_parameters, named_params
+from .._optim.step_inputs import ParamLayout, StepInputs, foreign_parameters, named_params
 from .._optim.torch_state_dict import read_state_dict, write_state_dict
 from .._optim.updater import Updater
 from .._optim.user_class_step import step_of_user_class
@@ -144,14 +144,15 @@ class TorchOptimizer(Updater):
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self.settings, self.must_agree = settings, settings.must_agree
-        self.may_add_slots = self.calls_user_step = settings.spec.calls_user_step
+        self.may_add_slots = settings.spec.calls_user_step  # in its first step
         self.runs_user_code = settings.spec.runs_user_code
         self.differentiable, self.elementwise = settings.differentiable, settings.spec.elementwise
         self._slot_layout = SlotLayout(settings)
-        self._fused_step = FusedStep(settings, self._slot_layout)
+        counts_steps = self._slot_layout.counts_steps
+        self._fused_step = FusedStep(settings, counts_steps=counts_steps)
         self._step: Any = (
             functools.partial(step_of_user_class, settings)
-            if self.calls_user_step
+            if self.settings.spec.calls_user_step
             else FormulaStep(settings, self._slot_layout)
         )
 
@@ -161,26 +162,26 @@ class TorchOptimizer(Updater):
     def init(self, params: Tree) -> OptState:
         """Return the state before the first step, in fresh memory. Steps keep its structure, but
         for the first one of a class of your own."""
-        opt_state, slots = self._new_state(params)
+        opt_state, slots = self._init_state(params)
         if self.settings.counts == "each" and self._slot_layout.counts_steps:
             for name, leaf in named_params(params).items():
                 slots[name][STEP] = torch.zeros((), dtype=torch.float32, device=leaf.device)
         return self._with_slots(opt_state, params, slots)
 
-    def _new_state(self, params: Tree) -> tuple[OptState, dict[str, Tensors]]:
+    def _init_state(self, params: Tree) -> tuple[OptState, dict[str, Tensors]]:
         """Return a new state without slots, and its slots by parameter."""
         named = named_params(params)
         self.settings.check_names(tuple(named))
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
         iteration = applied.clone() if self.settings.schedule_by == "iteration" else ()
-        stored = self.settings.new_stored(device)
+        stored = self.settings.init_stored(device)
         opt_state = with_stored(OptState(applied, {}, iteration=iteration), stored)
-        return opt_state, self._slot_layout.new_slots(named, self.settings.current(opt_state))
+        return opt_state, self._slot_layout.init_slots(named, self.settings.current(opt_state))
 
     def _with_slots(self, opt_state: OptState, params: Tree, slots: dict[str, Tensors]) -> OptState:
         """Return the state with these slots by parameter, the count of each among them."""
-        if self.calls_user_step:
+        if self.settings.spec.calls_user_step:
             return opt_state._replace(slots=slots)
         structure, names = pytree.flatten(params)[1], pytree.names(params)
         keys = dict.fromkeys([key for entry in slots.values() for key in entry]) or [NO_SLOTS]
@@ -201,7 +202,7 @@ class TorchOptimizer(Updater):
                 "cause: stacked states outside of torch.vmap. Fix: "
                 "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
             )
-        if self.calls_user_step and (traced() or captured()):
+        if self.settings.spec.calls_user_step and (traced() or captured()):
             raise ValueError(
                 f"{self.settings.spec.name} has a step of its own, which is called and cannot "
                 "be compiled, captured, mapped or differentiated. Fix: call the step eagerly, take "
@@ -209,13 +210,14 @@ class TorchOptimizer(Updater):
             )
         names = tuple(inputs.layout.names)
         groups = self.settings.torch_groups(names, self.settings.none_current)
-        if self.calls_user_step:
+        if self.settings.spec.calls_user_step:
             plan = TorchPlan(groups)
             if opt_state.slots.keys() != set(names):
                 raise foreign_parameters(list(opt_state.slots), list(names))
         else:
             self._slot_layout.check(inputs.columns, dict(zip(names, inputs.params, strict=True)))
-            self._slot_layout.check_gradients(inputs.layout, opt_state)
+            if self._slot_layout.counts_steps and not has_counts(opt_state):
+                _check_counts(self.settings, inputs.layout)
             plan = self._fused_step.plan(inputs, groups)
         self.settings.check(opt_state)
         if inputs.piece_positions is None:  # a piece need not have a parameter of each override
@@ -232,9 +234,9 @@ class TorchOptimizer(Updater):
         """Return parameters and state after the step by the formula, or the class, in fresh
         memory.
         """
-        leaves = _cast_gradients(inputs.local_grads(grads), inputs.params)
+        leaves = _cast_gradients(inputs.grads_like_params(grads), inputs.params)
         params, state = self._step(inputs, leaves, plan.groups, current)
-        return params, self._advanced(state, 1)
+        return params, self._counted(state)
 
     def step_unless(
         self,
@@ -251,22 +253,18 @@ class TorchOptimizer(Updater):
         if not fused_step.can_run(plan, inputs, grads, current):
             return super().step_unless(skip, inputs, grads, plan, current, in_place=in_place)
         if not plan.in_trace:
-            return fused_step(plan, inputs, grads, current, skip, in_place=in_place)
+            params, state = fused_step(plan, inputs, grads, current, skip, in_place=in_place)
+            return params, count_step(state, skip, in_place=True)
         if torch.compiler.is_dynamo_compiling():
             params, state = fused_step.in_dynamo(inputs, grads, current, skip, in_place=in_place)
         else:
             params, state = fused_step.in_a_graph(plan, inputs, grads, current, skip)
-        return params, self._advanced(state, 1 if skip is None else ~skip)
+        return params, self._counted(state, skip)
 
-    def _advanced(self, state: OptState, count: Any) -> OptState:
-        """Return the state with `count` more applied steps."""
-        iteration = state.iteration
-        if self.settings.schedule_by == "iteration":
-            iteration = iteration + 1
+    def _counted(self, state: OptState, skip: Tensor | None = None) -> OptState:
+        """Return the state after a step that has not been counted yet, in fresh memory."""
         stored = map_numbers(self._copy, stored_settings(state))
-        return with_stored(
-            state._replace(applied=state.applied + count, iteration=iteration), stored
-        )
+        return with_stored(count_step(state, skip), stored)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Copy into fresh memory, on the graph only if the step is to be differentiated."""
@@ -353,9 +351,22 @@ class TorchOptimizer(Updater):
         """
         counts_steps = self._slot_layout.counts_steps
         state, slots = read_state_dict(
-            self.settings, sd, *self._new_state(params), applied, iteration, counts_steps
+            self.settings, sd, *self._init_state(params), applied, iteration, counts_steps
         )
         return self._with_slots(state, params, slots)
+
+
+def _check_counts(settings: OptimizerSettings, params: ParamLayout) -> None:
+    """Refuse a gradient that is None where one count stands for the steps of all parameters."""
+    pairs = zip(params.names, params.grad_indices, strict=True)
+    if missing := [name for name, index in pairs if index is None]:
+        raise ValueError(
+            f"grads: that of {missing[0]} is None, and opt_state has one count of steps for all "
+            f"parameters. {settings.spec.name} needs that of each, because torch does not count a "
+            "step without a gradient. Likely cause: a loss of some of the parameters, or one "
+            'optimizer for two models. Fix: `from_torch(..., counts="each")`, and its `init`; or '
+            "zeros, as `value_and_grad` returns them, which let momentum and decay go on."
+        )
 
 
 def _cast_gradients(grad_leaves: list[Tensor | None], params: list[Tensor]) -> list[Tensor | None]:

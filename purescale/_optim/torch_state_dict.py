@@ -10,17 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.in_state import as_float32
-from .._optim.opt_state import (
-    STEP,
-    OptState,
-    Tensors,
-    map_numbers,
-    param_names,
-    read_numbers,
-    stored_settings,
-    with_stored,
-)
+from .._optim.in_state import as_float32, map_numbers, read_numbers, stored_settings, with_stored
+from .._optim.opt_state import STEP, OptState, Tensors, param_names
 from .._optim.settings import (
     IMPLEMENTATION_FLAGS,
     CurrentSettings,

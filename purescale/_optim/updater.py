@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import after_skip
-from .._optim.planned import PlannedStep, plan_step_by_hand
+from .._optim.planned import PlannedStep, plan_step_with_grads
 from .._optim.step_inputs import StepInputs
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import is_on_a_graph, traced, under_derivative
@@ -55,9 +55,8 @@ class Updater:
     # True if elements update independently, so that a shard can be stepped. None if that is
     # unknown: the optimizer then gets the DTensors themselves.
     elementwise: bool | None = None
-    # True if a step calls a `step` of a user's.
-    calls_user_step: bool = False
-    # True if it calls a `step` or a formula of a user's, before which nothing is overwritten.
+    # True if a step runs code of a user's. It may raise, so nothing is overwritten before it has
+    # returned.
     runs_user_code: bool = False
     # True if the first step may add to the state. Old and new then cannot be chosen by a mask, so
     # the flag of a skip is read.
@@ -73,7 +72,7 @@ class Updater:
         """Return parameters and state after one step, in fresh memory. A parameter whose gradient
         is None does not change, as in torch.optim.
         """
-        return self.run_step(*plan_step_by_hand(self, params, grads, opt_state))
+        return self.run_step(*plan_step_with_grads(self, params, grads, opt_state))
 
     def run_step(
         self,
@@ -175,13 +174,11 @@ def as_updater(optimizer: Any) -> Updater:
 class AdaptedOptimizer(Updater):
     """An updater for an optimizer with `step` alone, which makes its own checks."""
 
-    calls_user_step = runs_user_code = True
+    runs_user_code = True
     keeps_plans = False  # it is made in each call
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = self.must_agree = optimizer
-        for name in ("differentiable", "elementwise", "may_add_slots", "wide_grads"):
-            setattr(self, name, getattr(optimizer, name, getattr(Updater, name)))
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
@@ -191,10 +188,9 @@ class AdaptedOptimizer(Updater):
     ) -> tuple[list[Tensor], Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
         old = inputs.trees
-        trees = old[0], inputs.layout.tree(inputs.local_grads(grads)), old[1]
+        trees = old[0], inputs.layout.tree(inputs.grads_like_params(grads)), old[1]
         with self.grad_mode():
             stepped = self.optimizer.step(*trees)
-            before, after = (old[0], stepped[0]) if self.may_add_slots else (old, stepped)
-            pytree.matching_leaves(before, after, "old", "new")
+            pytree.matching_leaves(old, stepped, "old", "new")
             params, opt_state = pytree.copy_aliased(stepped, trees)
             return inputs.layout.leaves(params), opt_state

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, Tensors, read_numbers
+from .._optim.in_state import read_numbers
+from .._optim.opt_state import OptState, Tensors
 from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
 from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import is_half, wide_dtype

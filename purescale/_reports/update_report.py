@@ -238,7 +238,8 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
     Source of the rule: the exact update of Collage (arXiv 2405.03637).
     """
     updater = as_updater(optimizer)
-    inputs, gradients = flatten_step(updater, params, grads, opt_state)
+    trees, inputs = flatten_step(updater, params, grads, opt_state)
+    gradients = inputs.gradients(trees[2])
     updater.plan(inputs)
     with torch.no_grad():
         return inputs.layout.tree(_wanted(updater, inputs, gradients))
@@ -285,7 +286,7 @@ def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tenso
         return stepped
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     params, opt_state = inputs.trees
-    grad_tree = inputs.layout.tree(inputs.local_grads(grads))
+    grad_tree = inputs.layout.tree(inputs.grads_like_params(grads))
     return inputs.layout.leaves(optimizer.optimizer.step(params, grad_tree, opt_state)[0])
 
 

@@ -74,7 +74,7 @@ def memory_of_step(
     return memory, MayWrite(params_and_state and control, buffers_too, control)
 
 
-def memory_by_hand(
+def writable_arguments(
     optimizer: Updater, planned: PlannedStep, grads: Gradients, read_only: Sequence[Tensor]
 ) -> MayWrite:
     """Return what a step may overwrite of its donated arguments."""
@@ -96,8 +96,8 @@ def _on_graph(optimizer: Updater, inputs: StepInputs) -> bool:
 
 def _replaced(inputs: StepInputs) -> TensorList:
     """Return the tensors of this rank that a step replaces: parameters and state."""
-    if inputs.replaced_leaves is not None:
-        return inputs.replaced_leaves
+    if inputs.dense_leaves is not None:
+        return inputs.dense_leaves
     leaves = [*inputs.params, *pytree.flatten(inputs.opt_state)[0]]
     shards = [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
     return TensorList(shards)

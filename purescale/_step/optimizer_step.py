@@ -12,10 +12,10 @@ from .._grads.clip import check_clip, check_ordered
 from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale
 from .._loss_scale.scaling import check_scale
-from .._optim.planned import plan_step_by_hand
+from .._optim.planned import plan_step_with_grads
 from .._optim.updater import Optimizer, as_updater
 from .._step.decide import decide
-from .._step.memory import MayWrite, memory_by_hand
+from .._step.memory import MayWrite, writable_arguments
 from .._torch.autocast import outside_autocast
 from .._tree import pytree
 from .._tree.gradients import Gradients
@@ -88,10 +88,10 @@ def maybe_step(
     optimizers.
     """
     updater = as_updater(optimizer)
-    planned, gradients = plan_step_by_hand(updater, params, grads, opt_state)
+    planned, gradients = plan_step_with_grads(updater, params, grads, opt_state)
     inputs = planned.inputs
     skip = pytree.as_flag(found_inf, like=next(iter(inputs.params), None))
-    may_write = memory_by_hand(updater, planned, gradients, [skip]) if donate else MayWrite()
+    may_write = writable_arguments(updater, planned, gradients, [skip]) if donate else MayWrite()
     return updater.run_step(planned, gradients, skip, in_place=may_write.params_and_state)
 
 
@@ -169,12 +169,12 @@ def unscale_and_step(
             check_ordered(params, grads.templates, "grads")
 
     trees = params, scaled_grads, opt_state
-    planned, grads = plan_step_by_hand(updater, *trees, scaler, check_gradients=check_gradients)
+    planned, grads = plan_step_with_grads(updater, *trees, scaler, check_gradients=check_gradients)
     may_write = MayWrite()
     if donate:
-        of_scaler = planned.trees[-1].leaves if planned.was_found else pytree.tensors(scaler)
+        of_scaler = [leaf for leaf in planned.trees[-1].leaves if isinstance(leaf, Tensor)]
         read_only = [*of_scaler, *clip.tensor_bounds]
-        may_write = memory_by_hand(updater, planned, grads, read_only)
+        may_write = writable_arguments(updater, planned, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.
     owned = may_write.grads and not (updater.runs_user_code or torch.compiler.is_compiling())
     grads = grads._replace(divisor=scale, owned=owned)

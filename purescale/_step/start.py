@@ -10,9 +10,10 @@ from torch import Tensor
 
 from .._grads.clip import check_ordered
 from .._loss_scale.scaling import check_scale
-from .._optim.planned import PlannedStep, plan_step
-from .._optim.step_inputs import StepInputs, flatten_together, step_inputs
+from .._optim.planned import PlannedStep, find_step, plan_step
+from .._optim.step_inputs import flatten_together, step_inputs
 from .._step.train_state import FlatState, StepOptions, TrainState
+from .._torch.tracing import current_situation
 from .._tree import pytree
 from .._tree.pytree import FlatTree
 
@@ -29,18 +30,19 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
     """Return the start of a step. Refuse a state that does not fit the optimizer."""
     optimizer, control = options.optimizer, (state.step, state.rng, state.guard)
 
-    def check() -> tuple[list[FlatTree], StepInputs]:
+    situation = current_situation()
+    arguments = state.params, state.opt_state, state.buffers, state.scaler, control
+    planned = find_step(optimizer, situation, arguments)
+    if planned is None:
         trees = state.params, state.buffers, state.scaler
         params, buffers, scaler, opt_state = flatten_together(trees, state.opt_state)
         _check(state, options, params)
         inputs = step_inputs(optimizer, params, opt_state)
-        return [params, opt_state, buffers, scaler, pytree.flatten_once(control)], inputs
-
-    trees = state.params, state.opt_state, state.buffers, state.scaler, control
-    planned = plan_step(optimizer, trees, check)
+        flat_trees = [params, opt_state, buffers, scaler, pytree.flatten_once(control)]
+        planned = plan_step(optimizer, situation, flat_trees, inputs)
     params, opt_state, buffers, scaler, flat_control = planned.trees
     control_leaves = [*scaler.leaves, *flat_control.leaves]
-    if not planned.was_found:
+    if not pytree.are_tensors(control_leaves):
         control_leaves = pytree.all_tensors(control_leaves)
     flat_state = TrainState(params, buffers, opt_state, scaler, *control)
     return Start(flat_state, control_leaves, planned)

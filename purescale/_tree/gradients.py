@@ -84,12 +84,6 @@ class Gradients(NamedTuple):
             templates = [present_templates[index] for index in indices]
         return self._replace(tensor_list=tensor_list, templates=templates)
 
-    def with_tensors_of(self, other: Gradients) -> Gradients:
-        """Return other tensors, such as parts of these, with the same pending operations."""
-        return self._replace(
-            tensor_list=other.tensor_list, templates=other.templates, dense_real=other.dense_real
-        )
-
     def unscaled(self, *, wide: bool = False) -> Gradients:
         """Return them for an optimizer, unscaled and clipped. float16 becomes float32 where it is
         divided, and all half gradients if `wide`: in half precision they would lose bits.

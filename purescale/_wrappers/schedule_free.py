@@ -120,10 +120,10 @@ class ScheduleFreeOptimizer(Wrapper):
         """Average the new iterate in, and mix both. `params` are the iterate after the step."""
         _, iterate, applied, beta = inputs.opt_state
         layout = inputs.layout
-        old, applied, stepped = layout.leaves(iterate), applied + 1, set(layout.indices_with_grad)
+        old, applied = layout.leaves(iterate), applied + 1
         mixed = []
         for index, (y, before, new) in enumerate(zip(inputs.params, old, params, strict=True)):
-            if index not in stepped:
+            if layout.grad_indices[index] is None:
                 mixed.append(y.clone())
                 continue
             x, z = _average(y, before, beta), new.to(wide_dtype(y.dtype))

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, without_wrappers
 from .._optim.step_inputs import ParamLayout, StepInputs
+from .._optim.torch_optim import TorchOptimizer
 from .._optim.updater import Optimizer, Updater, as_updater
 from .._torch import dtensor, foreach
 from .._torch.dtypes import is_half, wide_dtype
@@ -47,10 +47,7 @@ class Wrapper(Updater):
         self.updater = as_updater(optimizer)
         self.differentiable = self.updater.differentiable and not self.rounds
         self.elementwise = self.updater.elementwise
-        self.calls_user_step, self.runs_user_code = (
-            self.updater.calls_user_step,
-            self.updater.runs_user_code,
-        )
+        self.runs_user_code = self.updater.runs_user_code
         self.may_add_slots = self.updater.may_add_slots
         self.wide_grads = self.widens_params or self.updater.wide_grads
         self.must_agree = (optimizer, *settings)
@@ -95,7 +92,7 @@ class Wrapper(Updater):
         parameters.
         """
         pieces = [Piece(None, self.updater.plan(self._as_decoded(inputs)))]
-        can_cut = self._inner_skips(inputs) and not traced()
+        can_cut = self._inner_skips() and not traced()
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True) if can_cut else []
         if len(cuts) > 1:
             inputs = inputs._replace(piece_positions=inputs.positions)
@@ -112,13 +109,16 @@ class Wrapper(Updater):
             params = stand_ins(params, wide)
         return inputs.with_params(params, self.inner_state(inputs.opt_state))
 
-    def _inner_skips(self, inputs: StepInputs) -> bool:
-        """Return True if the inner optimizer itself chooses between old and new, in place: one of
-        torch's classes, in a step without a derivative.
+    def _inner_skips(self) -> bool:
+        """Return True if the inner optimizer itself chooses between old and new, in place: a class
+        of torch or a formula, in a step without a derivative.
         """
-        if self.calls_user_step or self.differentiable or torch.compiler.is_compiling():
+        inner: Updater = self
+        while isinstance(inner, Wrapper):
+            inner = inner.updater
+        if self.differentiable or torch.compiler.is_compiling():
             return False
-        return isinstance(without_wrappers(inputs.opt_state), OptState)
+        return isinstance(inner, TorchOptimizer) and not inner.may_add_slots
 
     def current_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the inner optimizer's step."""
@@ -150,7 +150,7 @@ class Wrapper(Updater):
         decoded.
         """
         is_whole = skip is None and not in_place and len(plan) == 1
-        if is_whole or not self._inner_skips(inputs):
+        if is_whole or not self._inner_skips():
             return super().step_unless(skip, inputs, grads, plan, current, in_place=in_place)
 
         def step_of(piece: Piece) -> InnerStep:
@@ -253,9 +253,9 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
 def _piece_of(inputs: StepInputs, cut: Cut, *, last: bool) -> StepInputs:
     """Return the inputs of a piece, which share the memory of `inputs`."""
     params = [_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]
-    positions, with_grad = inputs.positions, set(inputs.layout.indices_with_grad)
-    indices_with_grad = [number for number, n in enumerate(cut) if n in with_grad]
-    layout = ParamLayout.of_dict([inputs.layout.names[n] for n in cut], indices_with_grad)
+    positions, whole = inputs.positions, inputs.layout
+    has_grad = [whole.grad_indices[n] is not None for n in cut]
+    layout = ParamLayout.of_dict([whole.names[n] for n in cut], has_grad)
     state = _cut_state(inputs.opt_state, inputs, cut, last=last)
     of_piece = [
         positions[n]._replace(start=positions[n].start + span.start) for n, span in cut.items()
@@ -265,9 +265,9 @@ def _piece_of(inputs: StepInputs, cut: Cut, *, last: bool) -> StepInputs:
 
 def _grads_of(inputs: StepInputs, grads: Gradients, cut: Cut) -> Gradients:
     """Return the gradients of a piece, which share the memory of `grads`."""
-    leaves = inputs.local_grads(grads)
+    leaves = inputs.grads_like_params(grads)
     parts = [_cut(leaves[n], inputs.params[n], span) for n, span in cut.items()]
-    return grads.with_tensors_of(as_gradients(parts))
+    return as_gradients(parts, owned=grads.owned).with_pending(grads.pending)
 
 
 def _cut(value: Any, param: Tensor, span: slice) -> Any:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._optim.opt_state import OptState, is_wrapped, read_numbers
+from .._optim.in_state import read_numbers
+from .._optim.opt_state import OptState, is_wrapped
 from .._optim.schedule import ScheduleBy
 from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerSettings, spec_of_live
 from .._optim.torch_optim import TorchOptimizer, from_torch

@@ -299,7 +299,7 @@ def test_what_a_schedule_only_asks_for_its_length_is_not_copied():
     live, loader = job("SGD"), Uncopied(range(4))
     live.scheduler = lr_scheduler.LambdaLR(live.optimizer, lambda n: min(1.0, n / len(loader)))
     optimizer = torch_amp.take_over(*live.all, steps=5)[1]
-    assert optimizer.settings.lr(torch.tensor(2)) == 3e-3 / 2
+    assert optimizer.config.lr(torch.tensor(2)) == 3e-3 / 2
 
 
 # ---- rates that are tensors

@@ -212,7 +212,7 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
     optimizer = FUSED[name]
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer)
     kernel = optimizer._fused_step.kernel
-    groups = optimizer.settings
+    groups = optimizer.config
     [group] = groups.torch_groups(("0", "1"), groups.current(state))
     settings = group.settings
     columns = [state.slots[key] for key in kernel.slots_with(settings)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
 from .._optim.in_state import map_numbers
 from .._optim.opt_state import STEP, Columns, OptState, columns_like, values_of
-from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
+from .._optim.settings import CurrentSettings, OptimizerConfig, ParamGroup
 from .._optim.slot_layout import SlotLayout
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
@@ -31,13 +31,11 @@ class Row(NamedTuple):
 class FormulaStep:
     """The step of a class of torch.optim by its formula, which reads no value."""
 
-    def __init__(self, settings: OptimizerSettings, slot_layout: SlotLayout) -> None:
-        self._settings, self._slot_layout = settings, slot_layout
-        self._formula = settings.spec.formula
+    def __init__(self, config: OptimizerConfig, slot_layout: SlotLayout) -> None:
+        self._config, self._slot_layout = config, slot_layout
+        self._formula = config.spec.formula
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
-        self._opaque = settings.opaque_in_dynamo(
-            self._step_as_list, lambda: private.nonstrict_trace
-        )
+        self._opaque = config.opaque_in_dynamo(self._step_as_list, lambda: private.nonstrict_trace)
         self._sizes: dict[tuple[Any, ...], Tensor] = {}  # of `send_once`
 
     def __call__(
@@ -54,7 +52,7 @@ class FormulaStep:
         columns = inputs.columns
         t = (count + 1).to(widest_float(count.device))
         current = current.map(lambda table: _as_arguments(table, count.device))
-        one_by_one = self._settings.differentiable or traced()
+        one_by_one = self._config.differentiable or traced()
         operands = params, grad_leaves, columns, t, current, one_by_one
         if torch.compiler.is_dynamo_compiling():
             new = iter(self._opaque(names, *operands))
@@ -82,7 +80,7 @@ class FormulaStep:
         ]
         with torch.set_grad_enabled(one_by_one):
             for group in groups:
-                settings = self._settings.settings_of(group.overrides, current)
+                settings = self._config.settings_of(group.overrides, current)
                 present = [
                     (index, gradient)
                     for index in group.indices

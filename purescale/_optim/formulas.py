@@ -285,14 +285,14 @@ class Formula(NamedTuple):
     init_slots: Callable[[Tensor, Settings], LeafSlots]
     elementwise: bool = True  # elements update independently, so that a part can be stepped alone
     not_in_state: tuple[str, ...] = ()  # the settings that a state cannot hold
-    has_step: bool = False  # torch counts the steps of each parameter, in a slot `step`
+    has_step_slot: bool = False  # torch counts the steps of each parameter, in a slot `step`
     makes_buffer_in_first_step: bool = False  # torch sees by it which step is the first
 
     def counts_steps(self, settings: Settings) -> bool:
         """Return True if the number of a parameter's own steps is a part of its state."""
         if self.makes_buffer_in_first_step:
             return not (_is_zero(settings["momentum"]) or _is_zero(settings["dampening"]))
-        return self.has_step
+        return self.has_step_slot
 
 
 def formula_of(cls: Any) -> Formula | None:
@@ -379,24 +379,26 @@ def _adafactor_slots(param: Tensor, settings: Settings) -> LeafSlots:
 
 _FORMULAS: dict[Any, Formula] = {
     torch.optim.SGD: Formula(sgd, _sgd_slots, makes_buffer_in_first_step=True),
-    torch.optim.Adam: Formula(adam, _adam_slots, has_step=True),  # and AdamW, its subclass
+    torch.optim.Adam: Formula(adam, _adam_slots, has_step_slot=True),  # and AdamW, its subclass
     torch.optim.Adagrad: Formula(
-        adagrad, _adagrad_slots, not_in_state=("initial_accumulator_value",), has_step=True
+        adagrad, _adagrad_slots, not_in_state=("initial_accumulator_value",), has_step_slot=True
     ),
-    torch.optim.RMSprop: Formula(rmsprop, _rmsprop_slots, has_step=True),
+    torch.optim.RMSprop: Formula(rmsprop, _rmsprop_slots, has_step_slot=True),
     torch.optim.Adadelta: Formula(
-        adadelta, _with_moments("square_avg", "acc_delta"), has_step=True
+        adadelta, _with_moments("square_avg", "acc_delta"), has_step_slot=True
     ),
-    torch.optim.Adamax: Formula(adamax, _with_moments("exp_avg", "exp_inf"), has_step=True),
+    torch.optim.Adamax: Formula(adamax, _with_moments("exp_avg", "exp_inf"), has_step_slot=True),
     torch.optim.NAdam: Formula(
-        nadam, _with_moments("exp_avg", "exp_avg_sq", mu_product=1.0), has_step=True
+        nadam, _with_moments("exp_avg", "exp_avg_sq", mu_product=1.0), has_step_slot=True
     ),
-    torch.optim.RAdam: Formula(radam, _with_moments("exp_avg", "exp_avg_sq"), has_step=True),
-    torch.optim.ASGD: Formula(asgd, _asgd_slots, has_step=True),
+    torch.optim.RAdam: Formula(radam, _with_moments("exp_avg", "exp_avg_sq"), has_step_slot=True),
+    torch.optim.ASGD: Formula(asgd, _asgd_slots, has_step_slot=True),
     # Its rate is what its step sizes start from, which are in the state already.
-    torch.optim.Rprop: Formula(rprop, _rprop_slots, not_in_state=("lr",), has_step=True),
+    torch.optim.Rprop: Formula(rprop, _rprop_slots, not_in_state=("lr",), has_step_slot=True),
     torch.optim.Muon: Formula(
         muon, _with_moments("momentum_buffer"), elementwise=False, not_in_state=("ns_steps",)
     ),
-    torch.optim.Adafactor: Formula(adafactor, _adafactor_slots, elementwise=False, has_step=True),
+    torch.optim.Adafactor: Formula(
+        adafactor, _adafactor_slots, elementwise=False, has_step_slot=True
+    ),
 }

@@ -13,19 +13,19 @@ from torch import Tensor
 from .._optim.formulas import SIZES, Formula, LeafSlots, NewLeaf, Settings
 from .._optim.opt_state import NO_SLOTS, STEP
 from .._optim.schedule import Schedule, ScheduleBy
-from .._optim.settings import OptimizerSettings, OptimizerSpec, Overrides
+from .._optim.settings import OptimizerConfig, OptimizerSpec, Overrides
 from .._optim.torch_optim import TorchOptimizer
 from .._torch.tracing import innermost, recorded_by_make_fx, traced
 from .._tree.leaves import describe, versions
 from .._tree.pytree import copy_aliased_leaves
 from .._tree.scalars import short_repr
 
-NewSlot = Callable[[Tensor], Tensor]
+SlotInitializer = Callable[[Tensor], Tensor]
 
 
 def from_formula(
     step: Callable[[Tensor, Tensor, LeafSlots, Settings, Tensor], NewLeaf],
-    slots: Sequence[str] | Mapping[str, NewSlot] = (),
+    slots: Sequence[str] | Mapping[str, SlotInitializer] = (),
     elementwise: bool = False,
     *,
     lr: float | Tensor | Schedule = 1.0,
@@ -103,7 +103,7 @@ def from_formula(
     spec = _spec_of(name, formula, {**settings, "differentiable": differentiable})
     named = {**settings, "differentiable": True} if differentiable else settings
     return TorchOptimizer(
-        OptimizerSettings(
+        OptimizerConfig(
             spec, lr, overrides or {}, named, in_state=in_state, schedule_by=schedule_by
         )
     )
@@ -199,7 +199,7 @@ def _check_names(kind: str, names: Collection[str], reserved: Set[str]) -> None:
         )
 
 
-def _check_slots(makers: Mapping[str, NewSlot], elementwise: bool) -> None:
+def _check_slots(makers: Mapping[str, SlotInitializer], elementwise: bool) -> None:
     """Refuse a slot that is not a tensor, or that joined leaves cannot have."""
     _check_names("slots", makers, _RESERVED_SLOTS)
     for dtype in (torch.float32, torch.bfloat16):

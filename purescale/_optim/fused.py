@@ -22,7 +22,7 @@ from .._optim.kernels import (
     kernel_of,
 )
 from .._optim.opt_state import STEP, Columns, OptState, columns_like, values_of
-from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
+from .._optim.settings import CurrentSettings, OptimizerConfig, ParamGroup
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach
 from .._torch.dtypes import on_device
@@ -75,19 +75,19 @@ def _picker(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
 class FusedStep:
     """The step of a class of torch.optim by torch's fused kernel, if it has one."""
 
-    def __init__(self, settings: OptimizerSettings, *, counts_steps: bool) -> None:
-        self._settings = settings
-        flags = {settings.arguments.get(name) for name in ("foreach", "fused", "capturable")}
+    def __init__(self, config: OptimizerConfig, *, counts_steps: bool) -> None:
+        self._config = config
+        flags = {config.arguments.get(name) for name in ("foreach", "fused", "capturable")}
         ruled_out = (
             # torch's own class runs no kernel then
-            (settings.differentiable or flags != {None}) and not settings.arguments.get("fused"),
+            (config.differentiable or flags != {None}) and not config.arguments.get("fused"),
             # it does not know of a first step
-            counts_steps and settings.spec.formula.makes_buffer_in_first_step,
+            counts_steps and config.spec.formula.makes_buffer_in_first_step,
             # at 0 it leaves the buffer alone, which the formula updates for a later step
-            "momentum" in settings.in_state,
+            "momentum" in config.in_state,
         )
-        self.kernel: Any = None if any(ruled_out) else kernel_of(settings.spec.formula)
-        self._opaque = settings.opaque_in_dynamo(
+        self.kernel: Any = None if any(ruled_out) else kernel_of(config.spec.formula)
+        self._opaque = config.opaque_in_dynamo(
             self._step_for_dynamo, lambda: torch.compiler.allow_in_graph
         )
 
@@ -161,7 +161,7 @@ class FusedStep:
         """
         if not plan.kernel_fits:
             return False
-        if current is not self._settings.none_current:
+        if not self._config.are_constant:
             numbers = numbers_of(inputs.opt_state.hyper)
             if numbers and not host_can_read(numbers):
                 return False
@@ -200,7 +200,7 @@ class FusedStep:
         else:
             listed = inputs.dense_leaves is not None
             leaves = _writable_leaves(leaves, plan.pairs, listed=listed, in_place=in_place)
-        if current is not self._settings.none_current:
+        if not self._config.are_constant:
             current = current.map(_read_all_but_rate)
         count, grads = len(inputs.params), grads.with_one_divisor()
         state = structure.unflatten(leaves[count:])
@@ -251,7 +251,7 @@ class FusedStep:
         """
         inputs = _with_writable_leaves(inputs, in_place=in_place)
         params, columns, state = inputs.params, inputs.columns, inputs.opt_state
-        if current is not self._settings.none_current:
+        if not self._config.are_constant:
             current = current.map(lambda table: map_numbers(_copied, table))
         grad_indices = list(inputs.layout.grad_indices)
         tensors, scalars = (params, grads.tensors, columns), (state.applied, skip, grads.pending)
@@ -298,8 +298,8 @@ class FusedStep:
     ) -> KernelCall:
         """Return the call of a launch with these tensors and settings."""
         kernel, settings, function = self.kernel, launch.group.settings, launch.function
-        if current is not self._settings.none_current:
-            settings = self._settings.settings_of(launch.group.overrides, current)
+        if not self._config.are_constant:
+            settings = self._config.settings_of(launch.group.overrides, current)
             function = kernel.bind(settings)
         params, *slots = launch.pick(leaves)
         steps = [leaves[index] + 1 for index in launch.count_indices]

@@ -99,14 +99,10 @@ def without_wrappers(state: Tree) -> Tree:
     return state
 
 
-def has_columns(state: Tree) -> bool:
-    """Return True for the state of a class of torch, with slots that can be listed."""
-    return isinstance(state, OptState) and type(state.slots) is dict
-
-
 def are_parts(state: Tree) -> bool:
     """Return True for a dict of states of torch's classes, as in `partition`."""
-    return type(state) is dict and len(state) > 0 and all(map(has_columns, state.values()))
+    is_dict = type(state) is dict and len(state) > 0
+    return is_dict and all(isinstance(part, OptState) for part in state.values())
 
 
 def opt_states_of(state: Tree) -> list[OptState]:

@@ -79,22 +79,24 @@ class Table(NamedTuple):
     """The settings for all parameters, or those of one override."""
 
     values: dict[str, Any]  # for all parameters with torch's defaults
-    schedules: dict[str, Any]  # `values` has the first number of one that is stored too
+    # The functions of a count by name. If the state has the setting too, `values` has its first
+    # number.
+    schedules: dict[str, Any]
 
 
 class CurrentSettings(NamedTuple):
     """The numbers of one step that may differ from those of the step before."""
 
-    for_all: dict[str, Any]
+    defaults: dict[str, Any]
     by_override: list[dict[str, Any]]
 
     def tables(self) -> list[dict[str, Any]]:
         """Return the numbers for all parameters, then those of each override."""
-        return [self.for_all, *self.by_override]
+        return [self.defaults, *self.by_override]
 
     def map(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> CurrentSettings:
         """Return `change(table)` in place of each table."""
-        return CurrentSettings(change(self.for_all), list(map(change, self.by_override)))
+        return CurrentSettings(change(self.defaults), list(map(change, self.by_override)))
 
 
 class ParamGroup(NamedTuple):
@@ -107,12 +109,12 @@ class ParamGroup(NamedTuple):
     overridden: frozenset[str] = frozenset()  # the settings that an override names
 
 
-class OptimizerSettings:
+class OptimizerConfig:
     """The settings that from_torch was given, and what follows from them. No state.
 
     A parameter takes a setting from the last table of `by_override` that matches it and names the
-    setting, else from `for_all`. There the number in the state stands for the one that was given; a
-    schedule multiplies it.
+    setting, else from `defaults`. There the state's number replaces the one that was given, if
+    `in_state` names the setting, and a scheduled setting is `schedule(count)` times that number.
     `template` is an optimizer over a probe, from which those of a step are copied.
     """
 
@@ -149,12 +151,12 @@ class OptimizerSettings:
         # What follows.
         self.template = self._checked_template(schedules)
         values = {**self.template.defaults, "lr": self.lr}
-        self.for_all = Table(_copied(values), schedules)
+        self.defaults = Table(_copied(values), schedules)  # for all parameters
         self.by_override = [
             Table(_copied(extra), _scheduled(extra, ("lr",))) for extra in self.overrides.values()
         ]
-        self.none_current = CurrentSettings({}, [{} for _ in self.by_override])
-        tables = self.for_all, *self.by_override
+        self.empty_current = CurrentSettings({}, [{} for _ in self.by_override])
+        tables = self.defaults, *self.by_override
         self.has_schedules = any([table.schedules for table in tables])
         tensors = [v for table in tables for v in table.values.values() if isinstance(v, Tensor)]
         self.are_constant = not (self.has_schedules or self.in_state or tensors)
@@ -166,7 +168,7 @@ class OptimizerSettings:
         complete = dict(sorted({**values, **arguments}.items()))
         kind = spec.name if spec.cls is None else spec.cls
         self.must_agree = kind, complete, self.overrides, self.in_state, schedule_by
-        self.guard_key = self._guard_key(complete)
+        self.static_key = self._static_key(complete)
 
     def __repr__(self) -> str:
         extra = {"lr": self.lr, **self.arguments}
@@ -175,7 +177,7 @@ class OptimizerSettings:
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
         return f"{self.spec.made_by}({self.spec.name}, {settings})"
 
-    def _guard_key(self, complete: Mapping[str, Any]) -> str:
+    def _static_key(self, complete: Mapping[str, Any]) -> str:
         """Return as text all settings that a step reads. Rates that are tensors or schedules are
         left out, because they reach the formula as arguments.
         """
@@ -190,20 +192,23 @@ class OptimizerSettings:
         self, function: Callable[..., Any], decorator: Callable[[], Any]
     ) -> Callable[..., Any]:
         """Return `opaque(names, *operands)`, equal to `function(groups, *operands)`, which Dynamo
-        does not trace. It guards arguments alone, so `guard_key` is one: it stands for all settings
-        that the function reads and that are not current.
+        does not trace. It guards arguments alone, so `static_key` is one: it stands for all
+        settings that the function reads and that are not current.
         """
 
-        def call(guard_key: str, names: list[str], *operands: Any) -> Any:
-            return function(self.torch_groups(tuple(names), self.none_current), *operands)
+        def call(static_key: str, names: list[str], *operands: Any) -> Any:
+            return function(self.torch_groups(tuple(names)), *operands)
 
         opaque = private.Opaque(call, decorator)
-        return lambda names, *operands: opaque(self.guard_key, names, *operands)
+        return lambda names, *operands: opaque(self.static_key, names, *operands)
 
-    def torch_groups(self, names: tuple[str, ...], current: CurrentSettings) -> list[ParamGroup]:
-        """Return torch's parameter groups, with the settings of `current` before those that were
-        given.
+    def torch_groups(
+        self, names: tuple[str, ...], current: CurrentSettings | None = None
+    ) -> list[ParamGroup]:
+        """Return torch's parameter groups, with the settings of `current`, if there are any, before
+        those that were given.
         """
+        current = self.empty_current if current is None else current
         members: dict[tuple[int, ...], list[int]] = {}
         matches = _match_patterns(names, tuple(self.overrides))[0]
         first_equal = {matching: self._first_equal(matching) for matching in set(matches)}
@@ -220,7 +225,7 @@ class OptimizerSettings:
 
     def settings_of(self, overrides: tuple[int, ...], current: CurrentSettings) -> dict[str, Any]:
         """Return the settings of parameters that these overrides match."""
-        settings = {**self.for_all.values, **current.for_all}
+        settings = {**self.defaults.values, **current.defaults}
         for index in overrides:
             settings |= self.by_override[index].values | current.by_override[index]
         return settings
@@ -252,7 +257,7 @@ class OptimizerSettings:
     def current(self, opt_state: OptState) -> CurrentSettings:
         """Return the current settings of the next step."""
         if self.are_constant:
-            return self.none_current
+            return self.empty_current
         count = opt_state.applied if self.schedule_by == "applied" else opt_state.iteration
 
         def put(value: Any) -> Any:
@@ -278,7 +283,7 @@ class OptimizerSettings:
             }
 
         by_override = [numbers(table, {}) for table in self.by_override]
-        return CurrentSettings(numbers(self.for_all, stored_settings(opt_state)), by_override)
+        return CurrentSettings(numbers(self.defaults, stored_settings(opt_state)), by_override)
 
     def _refuse_graph(self, name: str) -> None:
         if torch.is_grad_enabled() and not (self.differentiable or traced()):

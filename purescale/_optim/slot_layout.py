@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import STEP, Columns, Tensors
-from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
+from .._optim.settings import CurrentSettings, OptimizerConfig, ParamGroup
 from .._torch.tracing import traced
 from .._tree.leaves import describe, same_metadata
 
@@ -23,21 +23,21 @@ class SlotLayout:
     class makes its own in its first step, and nobody knows them.
     """
 
-    def __init__(self, settings: OptimizerSettings) -> None:
-        self._settings, self._formula = settings, settings.spec.formula
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._config, self._formula = config, config.spec.formula
         # What a later value of a setting in the state needs is there from the start.
-        may_move = {"momentum", "dampening"} & {*settings.in_state}
+        may_move = {"momentum", "dampening"} & {*config.in_state}
         self._nonzero: dict[str, Any] = dict.fromkeys(may_move, 0.5)
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         probed: dict[str, Tensor] = {}
         self.counts_steps = False
-        if not settings.spec.calls_user_step:
-            for table in (settings.for_all, *settings.by_override):
-                own = {**settings.for_all.values, **table.values, **self._nonzero, **_NO_LR}
+        if not config.spec.calls_user_step:
+            for table in (config.defaults, *config.by_override):
+                own = {**config.defaults.values, **table.values, **self._nonzero, **_NO_LR}
                 probed |= self._formula.init_slots(probe, own)
                 self.counts_steps |= self._formula.counts_steps(own)
-        # Of a slot that is one number its dtype, of one like its parameter None. The factors of
-        # Adafactor are neither.
+        # The dtype of a slot that is one number; None for one of the shape of its parameter. The
+        # factors of Adafactor are neither, and are left out.
         alike = {key: value for key, value in probed.items() if value.shape in ((), probe.shape)}
         self._dtypes = {key: None if value.ndim else value.dtype for key, value in alike.items()}
         self._dtypes[STEP] = torch.float32
@@ -52,7 +52,7 @@ class SlotLayout:
         """Return the slots of each parameter before its first step."""
         if params:  # torch checks shapes, and needs no memory for it
             shapes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in params.values()]
-            self._settings.spec.construct(shapes, self._settings.for_all.values)
+            self._config.spec.construct(shapes, self._config.defaults.values)
         slots = {
             name: self._init_slots(params[name], group.settings)
             for group in self._groups(params, current)
@@ -61,11 +61,11 @@ class SlotLayout:
         return {name: slots[name] for name in params}
 
     def _init_slots(self, param: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
-        if self._settings.spec.calls_user_step:
+        if self._config.spec.calls_user_step:
             return {}
-        if param.is_complex() and not self._settings.spec.elementwise:
+        if param.is_complex() and not self._config.spec.elementwise:
             raise ValueError(
-                f"{self._settings.spec.name} was given a complex parameter "
+                f"{self._config.spec.name} was given a complex parameter "
                 f"{tuple(param.shape)}; it has no rule for it. Fix: a partition with AdamW for "
                 "complex parameters; from_formula(..., elementwise=True) for a formula that is."
             )
@@ -74,8 +74,8 @@ class SlotLayout:
     def _groups(self, params: Mapping[str, Tensor], current: CurrentSettings) -> list[ParamGroup]:
         """Return the groups with the settings from which slots are made."""
         rates = current.map(lambda table: {n: v for n, v in table.items() if n == "lr"})
-        rates.for_all.update(self._nonzero)
-        return self._settings.torch_groups(tuple(params), rates)
+        rates.defaults.update(self._nonzero)
+        return self._config.torch_groups(tuple(params), rates)
 
     # ---- the check
 
@@ -108,7 +108,7 @@ class SlotLayout:
         expected = f"one number, {dtype} ()" if dtype else describe(param)
         if key != STEP and not self._formula.elementwise:
             # It may have other slots in other dimensions than 2.
-            new = self._formula.init_slots(param.detach(), self._settings.for_all.values)[key]
+            new = self._formula.init_slots(param.detach(), self._config.defaults.values)[key]
             plain = not value.is_nested and value.layout is new.layout
             if plain and same_metadata(value, new):
                 return
@@ -123,7 +123,7 @@ class SlotLayout:
     def _check_keys(self, columns: Columns, params: Mapping[str, Tensor]) -> None:
         """Refuse columns that lack one of `init_slots` with the settings of their group."""
         dims = [param.ndim for param in params.values()]
-        for group in self._groups(params, self._settings.none_current):
+        for group in self._groups(params, self._config.empty_current):
             needed: dict[int, list[str]] = {}
             for index in group.indices:
                 ndim = dims[index]
@@ -135,7 +135,7 @@ class SlotLayout:
                 for key in needed[ndim]:
                     if key not in columns or not isinstance(columns[key][index], Tensor):
                         raise ValueError(
-                            f"opt_state has no {key} that {self._settings.spec.name} keeps. Likely "
+                            f"opt_state has no {key} that {self._config.spec.name} keeps. Likely "
                             "cause: the state of another class or of other settings. Fix: "
                             "`opt_state = optimizer.init(params)`."
                         )

@@ -15,7 +15,6 @@ from .._optim.opt_state import (
     STEP,
     Columns,
     OptState,
-    has_columns,
     has_counts,
     param_names,
     with_columns,
@@ -308,7 +307,7 @@ def flatten_together(trees: Sequence[Tree], *opt_states: Tree) -> list[FlatTree]
 
 def _flatten_opt_state(opt_state: Tree) -> tuple[Leaves, Any]:
     # Dynamo is slow in nested dicts.
-    if torch.compiler.is_dynamo_compiling() and has_columns(opt_state):
+    if torch.compiler.is_dynamo_compiling() and isinstance(opt_state, OptState):
         return _tensors_of(opt_state), None
     return pytree.flatten(opt_state)
 

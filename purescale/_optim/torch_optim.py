@@ -25,7 +25,7 @@ from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import (
     Counts,
     CurrentSettings,
-    OptimizerSettings,
+    OptimizerConfig,
     Overrides,
     spec_of_class,
 )
@@ -125,7 +125,7 @@ def from_torch(
         )
     spec = spec_of_class(cls)
     return TorchOptimizer(
-        OptimizerSettings(
+        OptimizerConfig(
             spec,
             lr,
             overrides or {},
@@ -142,28 +142,28 @@ class TorchOptimizer(Updater):
     holds settings, never state.
     """
 
-    def __init__(self, settings: OptimizerSettings) -> None:
-        self.settings, self.must_agree = settings, settings.must_agree
-        self.may_add_slots = settings.spec.calls_user_step  # in its first step
-        self.runs_user_code = settings.spec.runs_user_code
-        self.differentiable, self.elementwise = settings.differentiable, settings.spec.elementwise
-        self._slot_layout = SlotLayout(settings)
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.config, self.must_agree = config, config.must_agree
+        self.may_add_slots = config.spec.calls_user_step  # in its first step
+        self.runs_user_code = config.spec.runs_user_code
+        self.differentiable, self.elementwise = config.differentiable, config.spec.elementwise
+        self._slot_layout = SlotLayout(config)
         counts_steps = self._slot_layout.counts_steps
-        self._fused_step = FusedStep(settings, counts_steps=counts_steps)
+        self._fused_step = FusedStep(config, counts_steps=counts_steps)
         self._step: Any = (
-            functools.partial(step_of_user_class, settings)
-            if self.settings.spec.calls_user_step
-            else FormulaStep(settings, self._slot_layout)
+            functools.partial(step_of_user_class, config)
+            if self.config.spec.calls_user_step
+            else FormulaStep(config, self._slot_layout)
         )
 
     def __repr__(self) -> str:
-        return repr(self.settings)
+        return repr(self.config)
 
     def init(self, params: Tree) -> OptState:
         """Return the state before the first step, in fresh memory. Steps keep its structure, but
         for the first one of a class of your own."""
         opt_state, slots = self._init_state(params)
-        if self.settings.counts == "each" and self._slot_layout.counts_steps:
+        if self.config.counts == "each" and self._slot_layout.counts_steps:
             for name, leaf in named_params(params).items():
                 slots[name][STEP] = torch.zeros((), dtype=torch.float32, device=leaf.device)
         return self._with_slots(opt_state, params, slots)
@@ -171,17 +171,17 @@ class TorchOptimizer(Updater):
     def _init_state(self, params: Tree) -> tuple[OptState, dict[str, Tensors]]:
         """Return a new state without slots, and its slots by parameter."""
         named = named_params(params)
-        self.settings.check_names(tuple(named))
+        self.config.check_names(tuple(named))
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
-        iteration = applied.clone() if self.settings.schedule_by == "iteration" else ()
-        stored = self.settings.init_stored(device)
+        iteration = applied.clone() if self.config.schedule_by == "iteration" else ()
+        stored = self.config.init_stored(device)
         opt_state = with_stored(OptState(applied, {}, iteration=iteration), stored)
-        return opt_state, self._slot_layout.init_slots(named, self.settings.current(opt_state))
+        return opt_state, self._slot_layout.init_slots(named, self.config.current(opt_state))
 
     def _with_slots(self, opt_state: OptState, params: Tree, slots: dict[str, Tensors]) -> OptState:
         """Return the state with these slots by parameter, the count of each among them."""
-        if self.settings.spec.calls_user_step:
+        if self.config.spec.calls_user_step:
             return opt_state._replace(slots=slots)
         structure, names = pytree.flatten(params)[1], pytree.names(params)
         keys = dict.fromkeys([key for entry in slots.values() for key in entry]) or [NO_SLOTS]
@@ -202,31 +202,31 @@ class TorchOptimizer(Updater):
                 "cause: stacked states outside of torch.vmap. Fix: "
                 "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
             )
-        if self.settings.spec.calls_user_step and (traced() or captured()):
+        if self.config.spec.calls_user_step and (traced() or captured()):
             raise ValueError(
-                f"{self.settings.spec.name} has a step of its own, which is called and cannot "
+                f"{self.config.spec.name} has a step of its own, which is called and cannot "
                 "be compiled, captured, mapped or differentiated. Fix: call the step eagerly, take "
                 "a class of torch.optim, or write an (init, update) pair for from_transformation."
             )
         names = tuple(inputs.layout.names)
-        groups = self.settings.torch_groups(names, self.settings.none_current)
-        if self.settings.spec.calls_user_step:
+        groups = self.config.torch_groups(names)
+        if self.config.spec.calls_user_step:
             plan = TorchPlan(groups)
             if opt_state.slots.keys() != set(names):
                 raise foreign_parameters(list(opt_state.slots), list(names))
         else:
             self._slot_layout.check(inputs.columns, dict(zip(names, inputs.params, strict=True)))
             if self._slot_layout.counts_steps and not has_counts(opt_state):
-                _check_counts(self.settings, inputs.layout)
+                _check_counts(self.config, inputs.layout)
             plan = self._fused_step.plan(inputs, groups)
-        self.settings.check(opt_state)
+        self.config.check(opt_state)
         if inputs.piece_positions is None:  # a piece need not have a parameter of each override
-            self.settings.check_names(names)
+            self.config.check_names(names)
         return plan
 
     def current_settings(self, opt_state: OptState) -> CurrentSettings:
         """Return the settings of a step that may differ from those of the step before."""
-        return self.settings.current(opt_state)
+        return self.config.current(opt_state)
 
     def apply_step(
         self, inputs: StepInputs, grads: Gradients, plan: TorchPlan, current: CurrentSettings
@@ -316,7 +316,7 @@ class TorchOptimizer(Updater):
             ValueError: If `like` has other parameters, several groups without names, or the
                 parameters of two groups in one.
         """
-        return write_state_dict(self.settings, opt_state, initial_lr, like)
+        return write_state_dict(self.config, opt_state, initial_lr, like)
 
     def from_state_dict(
         self,
@@ -351,18 +351,18 @@ class TorchOptimizer(Updater):
         """
         counts_steps = self._slot_layout.counts_steps
         state, slots = read_state_dict(
-            self.settings, sd, *self._init_state(params), applied, iteration, counts_steps
+            self.config, sd, *self._init_state(params), applied, iteration, counts_steps
         )
         return self._with_slots(state, params, slots)
 
 
-def _check_counts(settings: OptimizerSettings, params: ParamLayout) -> None:
+def _check_counts(config: OptimizerConfig, params: ParamLayout) -> None:
     """Refuse a gradient that is None where one count stands for the steps of all parameters."""
     pairs = zip(params.names, params.grad_indices, strict=True)
     if missing := [name for name, index in pairs if index is None]:
         raise ValueError(
             f"grads: that of {missing[0]} is None, and opt_state has one count of steps for all "
-            f"parameters. {settings.spec.name} needs that of each, because torch does not count a "
+            f"parameters. {config.spec.name} needs that of each, because torch does not count a "
             "step without a gradient. Likely cause: a loss of some of the parameters, or one "
             'optimizer for two models. Fix: `from_torch(..., counts="each")`, and its `init`; or '
             "zeros, as `value_and_grad` returns them, which let momentum and decay go on."

@@ -15,7 +15,7 @@ from .._optim.opt_state import STEP, OptState, Tensors, param_names
 from .._optim.settings import (
     IMPLEMENTATION_FLAGS,
     CurrentSettings,
-    OptimizerSettings,
+    OptimizerConfig,
     ParamGroup,
     Table,
 )
@@ -36,7 +36,7 @@ _LISTS = ("params", "param_names")  # of a group, beside its settings
 
 
 def write_state_dict(
-    settings: OptimizerSettings,
+    config: OptimizerConfig,
     opt_state: OptState,
     initial_lr: float | None = None,
     like: Mapping[str, Any] | None = None,
@@ -46,8 +46,8 @@ def write_state_dict(
     all settings but those that are `written`, by default all.
     """
     state: dict[int, dict[str, Any]] = {}
-    groups, slots = [], slots_by_parameter(settings, opt_state)
-    for group in _current_groups(settings, opt_state, list(slots), initial_lr):
+    groups, slots = [], slots_by_parameter(config, opt_state)
+    for group in _current_groups(config, opt_state, list(slots), initial_lr):
         start, names, values = len(state), group.names, group.settings
         state.update(enumerate([_save_entry(slots[name]) for name in names], start))
         lr = values["lr"]
@@ -59,16 +59,16 @@ def write_state_dict(
     return sd if like is None else _fill(like, sd, list(slots), written)
 
 
-def slots_by_parameter(settings: OptimizerSettings, opt_state: OptState) -> dict[str, Tensors]:
+def slots_by_parameter(config: OptimizerConfig, opt_state: OptState) -> dict[str, Tensors]:
     """Return the slots of each parameter as torch has them, with a count of steps if it has one."""
-    formula = settings.spec.formula
+    formula = config.spec.formula
     if formula is None:
         return opt_state.slots
     names, counts = param_names(opt_state), pytree.flatten(opt_state.counts)[0]
     counts = counts or [opt_state.applied.float()] * len(names)
     slots: dict[str, Tensors] = {name: {} for name in names}
     for name, count in zip(names, counts, strict=True):
-        if formula.has_step:
+        if formula.has_step_slot:
             slots[name][STEP] = count
     for key, tree in opt_state.slots.items():
         for name, value in zip(pytree.names(tree), pytree.flatten(tree)[0], strict=True):
@@ -79,7 +79,7 @@ def slots_by_parameter(settings: OptimizerSettings, opt_state: OptState) -> dict
 
 
 def _current_groups(
-    settings: OptimizerSettings,
+    config: OptimizerConfig,
     opt_state: OptState,
     names: list[str],
     initial_lr: float | None,
@@ -88,22 +88,22 @@ def _current_groups(
     rate that was given as a tensor. `initial_lr` is that of the first group; None takes it from the
     schedule.
     """
-    settings.check(opt_state)
+    config.check(opt_state)
     zero = torch.zeros_like(opt_state.applied)
-    first = settings.current(opt_state._replace(applied=zero, iteration=zero))
-    now, stored = settings.current(opt_state), stored_settings(opt_state)
-    for_all = _with_initial(settings.for_all, now.for_all, first.for_all, stored)
+    first = config.current(opt_state._replace(applied=zero, iteration=zero))
+    now, stored = config.current(opt_state), stored_settings(opt_state)
+    defaults = _with_initial(config.defaults, now.defaults, first.defaults, stored)
     if initial_lr is not None:
-        for_all["initial_lr"] = float(initial_lr)
+        defaults["initial_lr"] = float(initial_lr)
     steps = zip(now.by_override, first.by_override, strict=True)
     # A setting that an override names has an initial value of its own, or none.
     by_override = [
         {f"initial_{name}": None for name in table.values} | _with_initial(table, *numbers, {})
-        for table, numbers in zip(settings.by_override, steps, strict=True)
+        for table, numbers in zip(config.by_override, steps, strict=True)
     ]
-    current = CurrentSettings(for_all, by_override)
+    current = CurrentSettings(defaults, by_override)
     groups = []
-    for group in settings.torch_groups(tuple(names), current):
+    for group in config.torch_groups(tuple(names), current):
         pairs = group.settings.items()
         complete = {n: v for n, v in pairs if v is not None or not n.startswith("initial_")}
         groups.append(group._replace(settings=complete))
@@ -113,8 +113,8 @@ def _current_groups(
 def _with_initial(
     table: Table, now: dict[str, Any], first: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the numbers of a step, those stored or scheduled as Python numbers, and the initial
-    numbers of those scheduled.
+    """Return the settings of a step, with Python numbers for those stored or scheduled, and
+    `initial_<name>` for each that is scheduled, as torch's schedulers write it.
     """
     now = now | map_numbers(float, {name: now[name] for name in {**stored, **table.schedules}})
     initial = {
@@ -179,7 +179,7 @@ def _fill(
 
 
 def read_state_dict(
-    settings: OptimizerSettings,
+    config: OptimizerConfig,
     sd: Mapping[str, Any],
     fresh: OptState,
     slots: dict[str, Tensors],
@@ -194,31 +194,31 @@ def read_state_dict(
     groups, states = _check_state_dict(sd)
     saved_params = _find_parameters(groups, list(slots))
     counts: dict[str, Any] = {}
-    has_step = settings.spec.formula is not None and settings.spec.formula.has_step
+    has_step_slot = config.spec.formula is not None and config.spec.formula.has_step_slot
     for name, param in saved_params.items():
         saved = states.get(param.key, {})
-        if settings.spec.calls_user_step:
+        if config.spec.calls_user_step:
             slots[name] = pytree.clone(as_tensors(saved, name))
             continue
-        if has_step:
+        if has_step_slot:
             zero = torch.zeros((), dtype=torch.float32, device=fresh.applied.device)
             slots[name] = {STEP: zero, **slots[name]}
         slots[name] = _restore_entry(name, saved, slots[name])
-        counts[name] = slots[name].pop(STEP) if has_step else bool(saved)
+        counts[name] = slots[name].pop(STEP) if has_step_slot else bool(saved)
     of_steps = [entry[STEP] for entry in slots.values() if STEP in entry]  # of a class
-    steps = [count.cpu() for count in (counts.values() if has_step else of_steps)]
+    steps = [count.cpu() for count in (counts.values() if has_step_slot else of_steps)]
     count, iterations = _read_counts(
-        settings, fresh, steps, applied, iteration, has_state=bool(states)
+        config, fresh, steps, applied, iteration, has_state=bool(states)
     )
-    if not has_step:  # torch's SGD makes its buffer in the first step
+    if not has_step_slot:  # torch's SGD makes its buffer in the first step
         later = count.clamp(min=1).float()
         counts = {name: later * is_later for name, is_later in counts.items()}
     differ = any([bool(number.cpu() != count.cpu()) for number in counts.values()])
-    if counts_steps and (differ or settings.counts == "each"):
+    if counts_steps and (differ or config.counts == "each"):
         for name, number in counts.items():
             device = next((slot.device for slot in slots[name].values()), count.device)
             slots[name][STEP] = number.to(device)
-    stored = _read_stored(settings, groups, saved_params, fresh)
+    stored = _read_stored(config, groups, saved_params, fresh)
     return with_stored(OptState(count, {}, iteration=iterations), stored), slots
 
 
@@ -324,7 +324,7 @@ def _restore_entry(
 
 
 def _read_stored(
-    settings: OptimizerSettings,
+    config: OptimizerConfig,
     saved_groups: Sequence[Mapping[str, Any]],
     saved_params: Mapping[str, SavedParam],
     fresh: OptState,
@@ -335,11 +335,11 @@ def _read_stored(
     stored, device = stored_settings(fresh), fresh.applied.device
     pairs = [
         (group, saved_groups[index])
-        for group in settings.torch_groups(tuple(saved_params), settings.none_current)
+        for group in config.torch_groups(tuple(saved_params))
         for index in dict.fromkeys([saved_params[name].group for name in group.names])
     ]
-    for name in settings.in_state:
-        key = f"initial_{name}" if name in settings.for_all.schedules else name
+    for name in config.in_state:
+        key = f"initial_{name}" if name in config.defaults.schedules else name
         taken = [saved for group, saved in pairs if name not in group.overridden]
         if key == "initial_lr" and not all(key in saved for saved in taken):
             raise ValueError(
@@ -352,8 +352,8 @@ def _read_stored(
             continue
         if isinstance(value, tuple) != isinstance(stored[name], tuple):
             raise ValueError(
-                f"the state dict has {name} = {value}; expected what {settings.spec.name} has "
-                f"there, such as {settings.first_stored[name]}. Likely cause: the state dict of "
+                f"the state dict has {name} = {value}; expected what {config.spec.name} has "
+                f"there, such as {config.first_stored[name]}. Likely cause: the state dict of "
                 "another class."
             )
         stored |= map_numbers(lambda number: as_float32(number, device), {name: value})
@@ -377,7 +377,7 @@ def common_value(name: str, groups: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _read_counts(
-    settings: OptimizerSettings,
+    config: OptimizerConfig,
     fresh: OptState,
     steps: list[Tensor],
     applied: Any,
@@ -389,15 +389,15 @@ def _read_counts(
     given, else by its step counts.
     """
     number, iterations = _whole_count("applied", applied), _whole_count("iteration", iteration)
-    by_applied, scheduled = settings.schedule_by == "applied", settings.has_schedules
+    by_applied, scheduled = config.schedule_by == "applied", config.has_schedules
     if steps and not bool(torch.isfinite(torch.stack(steps)).all()):
         raise ValueError(
             "the state dict has a step count that is inf or NaN. Fix: one that is not damaged."
         )
-    of_formula = settings.spec.made_by == "from_formula" and has_state
+    of_formula = config.spec.made_by == "from_formula" and has_state
     if number is None and not steps and ((by_applied and scheduled) or of_formula):
         raise ValueError(
-            f"{settings.spec.name} is given the number of the step, or its schedule is, and a "
+            f"{config.spec.name} is given the number of the step, or its schedule is, and a "
             "state dict with no step count does not tell it. Fix: `optimizer.from_state_dict(sd, "
             "params, applied=scheduler.last_epoch)`, the number of steps made so far."
         )

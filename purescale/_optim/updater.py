@@ -47,7 +47,7 @@ class Optimizer(Protocol):
 
 class Updater:
     """An optimizer as a step calls it, over the lists of `StepInputs`: `plan`, `current_settings`,
-    then `step_unless`, all by `run_step`. `as_updater` makes one of any optimizer.
+    then `step_unless`, all by `step_planned`. `as_updater` makes one of any optimizer.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
@@ -72,9 +72,9 @@ class Updater:
         """Return parameters and state after one step, in fresh memory. A parameter whose gradient
         is None does not change, as in torch.optim.
         """
-        return self.run_step(*plan_step_with_grads(self, params, grads, opt_state))
+        return self.step_planned(*plan_step_with_grads(self, params, grads, opt_state))
 
-    def run_step(
+    def step_planned(
         self,
         planned: PlannedStep,
         grads: Gradients,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._optim.in_state import read_numbers
 from .._optim.opt_state import OptState, Tensors
-from .._optim.settings import CurrentSettings, OptimizerSettings, ParamGroup
+from .._optim.settings import CurrentSettings, OptimizerConfig, ParamGroup
 from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import is_half, wide_dtype
 from .._tree import pytree
@@ -21,7 +21,7 @@ Slots = dict[str, dict[str, Tensor]]  # by parameter
 
 
 def step_of_user_class(
-    settings: OptimizerSettings,
+    config: OptimizerConfig,
     inputs: StepInputs,
     grad_leaves: list[Tensor | None],
     groups: list[ParamGroup],
@@ -51,7 +51,7 @@ def step_of_user_class(
     }
     current = current.map(read_numbers)
     with torch.no_grad():
-        new_slots = _run(settings, new_params, copied_grads, copies, groups, current)
+        new_slots = _run(config, new_params, copied_grads, copies, groups, current)
     stepped = [new.to(params[name].dtype) for name, new in new_params.items()]
     new_slots = {
         name: {key: _narrow(value, slots[name].get(key)) for key, value in entry.items()}
@@ -62,7 +62,7 @@ def step_of_user_class(
 
 
 def _run(
-    optimizer_settings: OptimizerSettings,
+    config: OptimizerConfig,
     params: Tensors,
     gradients: Tensors,
     slots: Slots,
@@ -70,20 +70,20 @@ def _run(
     current: CurrentSettings,
 ) -> Slots:
     """Run the class's `step` on a copy of an optimizer that holds these tensors."""
-    optimizer: Any = object.__new__(optimizer_settings.spec.cls)
+    optimizer: Any = object.__new__(config.spec.cls)
     # Lists and dicts are copied: a step would change those of later steps.
-    vars(optimizer).update(pytree.map(lambda value: value, vars(optimizer_settings.template)))
+    vars(optimizer).update(pytree.map(lambda value: value, vars(config.template)))
     optimizer.param_groups, optimizer.state = [], defaultdict(dict)
     for group in groups:
         present = [name for name in group.names if name in gradients]
         members = {"params": [params[name] for name in present]}
-        settings = optimizer_settings.settings_of(group.overrides, current)
+        settings = config.settings_of(group.overrides, current)
         optimizer.param_groups.append(settings | members)
     try:
         for name, gradient in gradients.items():
             params[name].grad = gradient
             optimizer.state[params[name]] = with_python_scalars(slots[name], params[name])
-        optimizer_settings.spec.cls.step(optimizer)
+        config.spec.cls.step(optimizer)
     finally:
         for name in gradients:
             params[name].grad = None

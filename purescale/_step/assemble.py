@@ -61,7 +61,7 @@ def assemble(
     decision: Decision,
     may_write: MayWrite,
 ) -> TrainState:
-    """Return the next state, from what `run_step` and `advance` returned and the buffers after
+    """Return the next state, from what `step_planned` and `advance` returned and the buffers after
     the last microbatch.
     """
     flat_state, (params, opt_state) = start.flat_state, updated

@@ -28,7 +28,7 @@ class Decision(NamedTuple):
     known_applied: bool  # the host knows that `skip` is False
 
     @property
-    def skip_unless_known(self) -> Tensor | None:
+    def skip_or_none(self) -> Tensor | None:
         """`skip`, or None where the host knows that the step is applied."""
         return None if self.known_applied else self.skip
 

@@ -92,7 +92,7 @@ def maybe_step(
     inputs = planned.inputs
     skip = pytree.as_flag(found_inf, like=next(iter(inputs.params), None))
     may_write = writable_arguments(updater, planned, gradients, [skip]) if donate else MayWrite()
-    return updater.run_step(planned, gradients, skip, in_place=may_write.params_and_state)
+    return updater.step_planned(planned, gradients, skip, in_place=may_write.params_and_state)
 
 
 @hint_keywords
@@ -182,6 +182,6 @@ def unscale_and_step(
     readable = planned.plan.all_readable and not updater.differentiable
     stats = measure(grads, scale, options, known_readable=readable)
     decision = decide(stats, clip, grads)
-    skip, in_place = decision.skip_unless_known, may_write.params_and_state
-    stepped = updater.run_step(planned, decision.grads, skip, in_place=in_place)
+    skip, in_place = decision.skip_or_none, may_write.params_and_state
+    stepped = updater.step_planned(planned, decision.grads, skip, in_place=in_place)
     return Stepped(*stepped, decision.skip, decision.grad_norm, decision.grad_amax)

@@ -217,8 +217,8 @@ def _stages(
     decision = decide(stats, options.clip, window.grads, attempt.flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
     advanced = advance(options, flat_state, attempt, decision, guard_state)
-    skip, in_place = decision.skip_unless_known, may_write.params_and_state
-    updated = options.optimizer.run_step(planned, decision.grads, skip, in_place=in_place)
+    skip, in_place = decision.skip_or_none, may_write.params_and_state
+    updated = options.optimizer.step_planned(planned, decision.grads, skip, in_place=in_place)
     scale = attempt.scaler.tree.scale.clone()  # `assemble` may write into it
     info = StepInfo(
         loss=window.loss,

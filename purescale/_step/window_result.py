@@ -67,7 +67,7 @@ class WindowFlags(NamedTuple):
     skip: Tensor  # bool: for an overflow, or because no weight is left
     # bool: fewer may overflow at a lower scale, because the loss of what overflowed is finite
     retryable: Tensor
-    # of microbatches, if these were measured, and one more of their mean: by it tries are compared
+    # of microbatches, and one more if the mean overflowed; of several tries the least is returned
     num_overflows: Tensor
 
 

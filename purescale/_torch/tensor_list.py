@@ -52,8 +52,8 @@ def are_comparable(leaves: Sequence[Any]) -> bool:
 
 
 def metadata_matcher(tensors: Sequence[Tensor]) -> Callable[[Sequence[Any]], bool]:
-    """Return a function that is True for tensors that differ from these, which are plain and dense,
-    in values only. It compares them by one call of C++, 1 to 2 us for 30.
+    """Return a function that is True for as many tensors of the same shapes, strides, dtypes and
+    devices as these, which are plain and dense: one call of C++, 1 to 2 us for 30.
     """
     count, is_like = len(tensors), private.metadata_guard(*tensors)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .._optim.in_state import read_numbers
 from .._optim.opt_state import OptState, is_wrapped
 from .._optim.schedule import ScheduleBy
-from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerSettings, spec_of_live
+from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerConfig, spec_of_live
 from .._optim.torch_optim import TorchOptimizer, from_torch
 from .._optim.torch_state_dict import common_value, write_state_dict
 from .._optim.user_class_step import with_python_scalars
@@ -101,8 +101,8 @@ def to_torch_optimizer(
         0.25
     """
     inner, of_torch = check_innermost(opt_state, optimizer, torch_optimizer)
-    loaded = state_dict_with(torch_optimizer, model, inner.settings, of_torch)
-    load_state(torch_optimizer, loaded, inner.settings.in_state)
+    loaded = state_dict_with(torch_optimizer, model, inner.config, of_torch)
+    load_state(torch_optimizer, loaded, inner.config.in_state)
 
 
 # ---- from torch ----------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def _make_optimizer(
         )
     lr, spec = first.pop("lr"), spec_of_live(_template(torch_optimizer, first))
     return TorchOptimizer(
-        OptimizerSettings(spec, lr, overrides, first, in_state=in_state, schedule_by=schedule_by)
+        OptimizerConfig(spec, lr, overrides, first, in_state=in_state, schedule_by=schedule_by)
     )
 
 
@@ -252,7 +252,7 @@ def check_innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tu
     while is_wrapped(of_torch) and not isinstance(of_torch, ScheduleFreeState):
         of_torch = of_torch.inner
     fits = isinstance(inner, TorchOptimizer) and isinstance(of_torch, OptState)
-    if not fits or inner.settings.spec.cls is not type(torch_optimizer) or of_torch.applied.ndim:
+    if not fits or inner.config.spec.cls is not type(torch_optimizer) or of_torch.applied.ndim:
         what = inner if isinstance(inner, TorchOptimizer) else type(inner).__name__
         raise ValueError(
             f"the state is {type(of_torch).__name__} of {what}, the live optimizer "
@@ -268,7 +268,7 @@ def check_innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tu
 def state_dict_with(
     torch_optimizer: torch.optim.Optimizer,
     model: nn.Module,
-    settings: OptimizerSettings,
+    config: OptimizerConfig,
     opt_state: OptState,
 ) -> dict[str, Any]:
     """Return the live optimizer's state dict with the slots and the settings of a state."""
@@ -279,9 +279,9 @@ def state_dict_with(
         for saved, members in zip(live["param_groups"], parameters, strict=True)
     ]
     like = {**live, "param_groups": named}
-    sd = write_state_dict(settings, opt_state, like=like, written=settings.in_state)
+    sd = write_state_dict(config, opt_state, like=like, written=config.in_state)
     state = sd["state"]
-    if settings.spec.calls_user_step:  # torch would round a float64 to the parameter's dtype
+    if config.spec.calls_user_step:  # torch would round a float64 to the parameter's dtype
         for place, parameter in enumerate(itertools.chain(*parameters)):
             if place in state:
                 state[place] = with_python_scalars(state[place], parameter, (torch.float64,))

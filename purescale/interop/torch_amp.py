@@ -337,16 +337,16 @@ def give_back(
     Source of the formats: torch.optim.Optimizer.load_state_dict, GradScaler.load_state_dict.
     """
     inner, opt_state = check_innermost(state.opt_state, optimizer, torch_optimizer)
-    if scheduler is not None and "lr" in inner.settings.in_state:
+    if scheduler is not None and "lr" in inner.config.in_state:
         raise _error_of_both("lr")
     params = _masters_or_params(state)
-    loaded = state_dict_with(torch_optimizer, model, inner.settings, opt_state)
+    loaded = state_dict_with(torch_optimizer, model, inner.config, opt_state)
     enabled = scaler if scaler is not None and scaler.is_enabled() else None
     saved = {} if enabled is None else to_state_dict(rule, state.scaler)
     steps = _steps_since(scheduler, torch_optimizer, inner, opt_state)
 
     load_into(model, params, state.buffers)
-    load_state(torch_optimizer, loaded, inner.settings.in_state)
+    load_state(torch_optimizer, loaded, inner.config.in_state)
     if enabled is not None:
         enabled.load_state_dict(saved)
         enabled.scale(state.scaler.scale)  # makes its tensors, which `update` needs
@@ -413,7 +413,7 @@ def _steps_since(
     """Return the number of steps since the scheduler's last: applied ones, or iterations. Refuse
     what the scheduler cannot follow, before anything is changed.
     """
-    table = ours.settings.lr
+    table = ours.config.lr
     if callable(table) != (scheduler is not None):
         raise ValueError(
             "one of take_over and give_back was given a scheduler, and the other was not. Fix: "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.tensor_list import metadata_matcher
-from .._torch.tracing import are_native, current_situation
+from .._torch.tracing import are_native, current_eager_mode
 from .._tree import pytree, scalars
 from .._tree.hints import document_fields
 from .._tree.pytree import increment
@@ -266,8 +266,8 @@ class DynamicScale:
         """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
         Reads a value on a CPU only; raises only for the state of another rule.
         """
-        situation = current_situation()
-        if situation and situation.host_reads and may_update_on_host(scaler, found_inf):
+        eager_mode = current_eager_mode()
+        if eager_mode and eager_mode.host_reads and may_update_on_host(scaler, found_inf):
             return update_on_host(self, scaler, overflow=bool(found_inf))
         found_inf = checked_flag(found_inf, scaler, ScalerState)
         # The operator leaves a scale alone that would grow to inf, the formula clamps it.

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .._optim.step_inputs import ParamLayout, StepInputs, flatten_step
-from .._torch.tensor_list import Cache
-from .._torch.tracing import Situation, current_situation
+from .._torch.tensor_list import Facts
+from .._torch.tracing import EagerMode, current_eager_mode
 from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.leaves import are_real_floating
@@ -22,7 +22,7 @@ class StepPlan(NamedTuple):
 
     layout: ParamLayout
     updater_plan: Any  # what `Updater.plan` returned
-    leaves_cache: Cache | None = None  # of `StepInputs.dense_leaves`
+    leaves_facts: Facts | None = None  # of `StepInputs.dense_leaves`
     # Each leaf is gapless and requires no gradient: a step may write into it if nothing else shares
     # its memory.
     all_writable: bool = False
@@ -35,30 +35,30 @@ class PlannedStep(NamedTuple):
     trees: list[FlatTree]  # parameters, the state of the optimizer, and others
     inputs: StepInputs
     plan: StepPlan
-    situation: Situation | None
+    eager_mode: EagerMode | None
     leaves: Leaves = []  # noqa: RUF012  # of all trees, if the plan was found; never written
 
 
 def find_step(
-    updater: Any, situation: Situation | None, trees: tuple[Tree, ...]
+    updater: Any, eager_mode: EagerMode | None, trees: tuple[Tree, ...]
 ) -> PlannedStep | None:
     """Return a step over `trees`: parameters, the state of the optimizer, and others. None if trees
     like these were not planned before.
     """
-    if situation is None or not updater.keeps_plans:
+    if eager_mode is None or not updater.keeps_plans:
         return None
-    match = find_plan(updater.plans, situation, trees)
+    match = find_plan(updater.plans, eager_mode, trees)
     if match is None:
         return None
     flat_trees, leaves, plan = match
     params, opt_state, *_ = flat_trees
-    inputs = StepInputs.of_dense(plan.layout, params, opt_state, plan.leaves_cache)
-    return PlannedStep(flat_trees, inputs, plan, situation, leaves)
+    inputs = StepInputs.of_dense(plan.layout, params, opt_state, plan.leaves_facts)
+    return PlannedStep(flat_trees, inputs, plan, eager_mode, leaves)
 
 
 def plan_step(
     updater: Any,
-    situation: Situation | None,
+    eager_mode: EagerMode | None,
     trees: list[FlatTree],
     inputs: StepInputs,
     *,
@@ -72,16 +72,16 @@ def plan_step(
     # What is refused of parameters that are not dense and real depends on settings of the step.
     are_known = all([some.dense_off_graph for some in lists])
     are_known = are_known and are_real_floating(inputs.param_list.dtypes)
-    if keep and situation and updater.keeps_plans and are_known:
+    if keep and eager_mode and updater.keeps_plans and are_known:
         kept = plan._replace(
-            leaves_cache=Cache(),
+            leaves_facts=Facts(),
             all_writable=all(
                 [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
             ),
-            all_readable=situation.host_reads and all([x.are_on_cpu for x in lists]),
+            all_readable=eager_mode.host_reads and all([x.are_on_cpu for x in lists]),
         )
-        add_plan(updater.plans, situation, trees, kept)
-    return PlannedStep(trees, inputs, plan, situation)
+        add_plan(updater.plans, eager_mode, trees, kept)
+    return PlannedStep(trees, inputs, plan, eager_mode)
 
 
 def plan_step_with_grads(
@@ -96,14 +96,14 @@ def plan_step_with_grads(
     refuse before the step is planned. Refuse, naming the leaf, gradients that do not fit `params`,
     and a state that belongs to others.
     """
-    situation = current_situation()
-    known = find_step(updater, situation, (params, opt_state, grads, *others))
+    eager_mode = current_eager_mode()
+    known = find_step(updater, eager_mode, (params, opt_state, grads, *others))
     if known is not None:
         return known, known.inputs.gradients(known.trees[2])
     trees, inputs = flatten_step(updater, params, grads, opt_state)
     gradients = inputs.gradients(trees[2])
     check_gradients(gradients)
     # The leaves of `trees[2]` are in the order of the parameters; a plan has those of its own tree.
-    same_order = situation is not None and pytree.flatten(grads)[1] == trees[0].structure
+    same_order = eager_mode is not None and pytree.flatten(grads)[1] == trees[0].structure
     trees += map(pytree.flatten_once, others)
-    return plan_step(updater, situation, trees, inputs, keep=same_order), gradients
+    return plan_step(updater, eager_mode, trees, inputs, keep=same_order), gradients

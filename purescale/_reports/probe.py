@@ -17,7 +17,7 @@ from .._step.backward import independent_loss
 from .._step.value_and_grad import LossFn, ValueAndGrad
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
-from .._torch.tracing import current_situation
+from .._torch.tracing import current_eager_mode
 from .._tree import pytree, scalars
 from .._tree.hints import document_fields
 from .._tree.leaves import dense, stored_values
@@ -214,7 +214,7 @@ def probe_scales(
     device = pytree.device_of(*flat[:2], "params")
     one = NoScale().init(device)
     value_and_grad = ValueAndGrad(
-        flat, pytree.flatten_once(buffers), pytree.flatten_once(one), loss_fn, current_situation()
+        flat, pytree.flatten_once(buffers), pytree.flatten_once(one), loss_fn, current_eager_mode()
     )
     if not value_and_grad.present_params:
         raise ValueError(

@@ -45,7 +45,7 @@ from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
 from .._torch.private import listops
 from .._torch.tensor_list import TensorList
-from .._torch.tracing import Situation, is_on_a_graph, refuse_in_capture, under_derivative
+from .._torch.tracing import EagerMode, is_on_a_graph, refuse_in_capture, under_derivative
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import versions
@@ -204,7 +204,7 @@ def sent_for_nan(options: StepOptions, num_microbatches: int) -> float | None:
 def accumulate_microbatches(
     options: StepOptions,
     flat_state: FlatState,
-    situation: Situation | None,
+    eager_mode: EagerMode | None,
     microbatches: list[Any],
     weights: MicrobatchWeights,
     memory: ArgumentMemory,
@@ -221,7 +221,12 @@ def accumulate_microbatches(
         pytree.all_tensors([params.leaves, buffers.leaves, scaler.leaves, microbatches])
     )
     grad_fn = ValueAndGrad(
-        *(params, buffers, scaler, options.loss_fn, situation, memory.storages),
+        params,
+        buffers,
+        scaler,
+        options.loss_fn,
+        eager_mode,
+        memory.storages,
         differentiable=differentiable,
     )
     if options.group is not None and (grad_fn.keeps_graph or under_derivative()):
@@ -371,7 +376,7 @@ def _window_result(
 def accumulate_with_pooled_statistics(
     options: StepOptions,
     flat_state: FlatState,
-    situation: Situation | None,
+    eager_mode: EagerMode | None,
     microbatches: list[Any],
     weights: MicrobatchWeights,
     memory: ArgumentMemory,
@@ -385,7 +390,7 @@ def accumulate_with_pooled_statistics(
         check_flat_buffers(buffers.tree)
     if not (any_buffer and layers_of(buffers.tree)):
         return accumulate_microbatches(
-            options, flat_state, situation, microbatches, weights, memory
+            options, flat_state, eager_mode, microbatches, weights, memory
         )
     momenta: dict[str, float] = {}
 
@@ -410,7 +415,12 @@ def accumulate_with_pooled_statistics(
     flat_state = flat_state._replace(buffers=buffers_and_stats)
     options_with_stats = options._replace(loss_fn=loss_and_stats)
     window = accumulate_microbatches(
-        *(options_with_stats, flat_state, situation, microbatches, weights, memory),
+        options_with_stats,
+        flat_state,
+        eager_mode,
+        microbatches,
+        weights,
+        memory,
         buffers_to_reduce=buffers.leaves,
     )
     carried, stats = buffers_and_stats.structure.unflatten(window.buffers)

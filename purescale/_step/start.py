@@ -13,7 +13,7 @@ from .._loss_scale.scaling import check_scale
 from .._optim.planned import PlannedStep, find_step, plan_step
 from .._optim.step_inputs import flatten_together, step_inputs
 from .._step.train_state import FlatState, StepOptions, TrainState
-from .._torch.tracing import current_situation
+from .._torch.tracing import current_eager_mode
 from .._tree import pytree
 from .._tree.pytree import FlatTree
 
@@ -30,16 +30,16 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
     """Return the start of a step. Refuse a state that does not fit the optimizer."""
     optimizer, control = options.optimizer, (state.step, state.rng, state.guard)
 
-    situation = current_situation()
+    eager_mode = current_eager_mode()
     arguments = state.params, state.opt_state, state.buffers, state.scaler, control
-    planned = find_step(optimizer, situation, arguments)
+    planned = find_step(optimizer, eager_mode, arguments)
     if planned is None:
         trees = state.params, state.buffers, state.scaler
         params, buffers, scaler, opt_state = flatten_together(trees, state.opt_state)
         _check(state, options, params)
         inputs = step_inputs(optimizer, params, opt_state)
         flat_trees = [params, opt_state, buffers, scaler, pytree.flatten_once(control)]
-        planned = plan_step(optimizer, situation, flat_trees, inputs)
+        planned = plan_step(optimizer, eager_mode, flat_trees, inputs)
     params, opt_state, buffers, scaler, flat_control = planned.trees
     control_leaves = [*scaler.leaves, *flat_control.leaves]
     if not pytree.are_tensors(control_leaves):

@@ -198,7 +198,7 @@ def _stages(
 
     def run_window(scaler: FlatTree) -> Attempt:
         state = flat_state._replace(scaler=scaler)
-        window = accumulate(options, state, planned.situation, microbatches, weights, memory)
+        window = accumulate(options, state, planned.eager_mode, microbatches, weights, memory)
         window = reduce_window(window, flat_state)
         grads, totals_row = window.grads, window.totals_row
         readable = planned.plan.all_readable and grads.owned and grads.dense_real

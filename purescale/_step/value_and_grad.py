@@ -18,8 +18,8 @@ from .._torch import donation, dtensor, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
 from .._torch.tracing import (
-    Situation,
-    current_situation,
+    EagerMode,
+    current_eager_mode,
     recorded_by_make_fx,
     refuse_graph_end,
     traced,
@@ -120,14 +120,14 @@ def value_and_grad(
 def _value_and_grad(
     loss_fn: LossFn, params: Tree, buffers: Tree, microbatch: Any, scaler: HasScale | None = None
 ) -> tuple[Any, Tree]:
-    situation = current_situation()
-    flat_params, flat_buffers, flat_scaler = _flatten(params, buffers, scaler, situation)
+    eager_mode = current_eager_mode()
+    flat_params, flat_buffers, flat_scaler = _flatten(params, buffers, scaler, eager_mode)
     batch = pytree.all_tensors(microbatch)
     arguments = [*flat_params.leaves, *flat_buffers.leaves, *flat_scaler.leaves, *batch]
     memory = donation.ArgumentMemory.of(donation.pointers_of_each([arguments]), batch)
     before = versions(memory.microbatches)
     trees = flat_params, flat_buffers, flat_scaler
-    function = ValueAndGrad(*trees, loss_fn, situation, memory.storages)
+    function = ValueAndGrad(*trees, loss_fn, eager_mode, memory.storages)
     out = function(flat_buffers.leaves, microbatch)
     check_unwritten(memory.microbatches, before)
     new_buffers = flat_buffers.structure.unflatten(out.buffers)
@@ -138,11 +138,11 @@ _plans: Plans[Any] = Plans(16)  # which say that arguments were checked
 
 
 def _flatten(
-    params: Tree, buffers: Tree, scaler: HasScale | None, situation: Situation | None
+    params: Tree, buffers: Tree, scaler: HasScale | None, eager_mode: EagerMode | None
 ) -> list[FlatTree]:
     """Check parameters, buffers and scaler, and return them flat."""
     trees = params, buffers, () if scaler is None else scaler
-    if situation and (known := find_plan(_plans, situation, trees)):
+    if eager_mode and (known := find_plan(_plans, eager_mode, trees)):
         return known.trees
     flat_trees = list(map(pytree.flatten_once, trees))
     flat_params, flat_buffers, flat_scaler = flat_trees
@@ -166,8 +166,8 @@ def _flatten(
     check_scale(scale, params, flat_params.leaves, "params", flat_params.tensor_list)
     if scaler is None:
         return [flat_params, flat_buffers, flat_scaler]
-    if situation:
-        add_plan(_plans, situation, flat_trees, None)
+    if eager_mode:
+        add_plan(_plans, eager_mode, flat_trees, None)
     return flat_trees
 
 
@@ -199,7 +199,7 @@ class ValueAndGrad:
         buffers: FlatTree,
         scaler: FlatTree,
         loss_fn: LossFn,
-        situation: Situation | None,
+        eager_mode: EagerMode | None,
         storages: Set[int | None] | None = None,
         *,
         differentiable: bool = False,
@@ -208,12 +208,12 @@ class ValueAndGrad:
         self.params, self.present_params = params, params.leaves
         self.indices: Sequence[int] = range(len(params.leaves))
         self.are_all_present = self.dense_real = is_dense = params.tensor_list.dense_off_graph
-        self.sharded, self.uses_torch_func = False, situation is None and traced()
+        self.sharded, self.uses_torch_func = False, eager_mode is None and traced()
         self.keeps_graph = differentiable and not self.uses_torch_func
         self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
         # make_fx does not see that a subclass is made, and would take parameters for constants.
-        self.is_recorded = situation is not None and situation.recorded
-        if situation is None and self.owns_gradients:
+        self.is_recorded = eager_mode is not None and eager_mode.recorded
+        if eager_mode is None and self.owns_gradients:
             refuse_graph_end()
             self.is_recorded = recorded_by_make_fx()
         self.storages = storages if self.owns_gradients else None
@@ -381,9 +381,13 @@ class ValueAndGrad:
         alike = self.buffers.leaves_alike(new_buffers)
         if alike is None:
             check_container(new_buffers, self.buffers.tree)
-            names = "buffers", "new_buffers", _ONE_SHAPE
             alike = pytree.matching_leaves(
-                *(self.buffers.tree, new_buffers, *names), flat=self.buffers
+                self.buffers.tree,
+                new_buffers,
+                "buffers",
+                "new_buffers",
+                _ONE_SHAPE,
+                flat=self.buffers,
             )[1]
         wide = wide_loss(loss, self.scale)
         wide = wide.reshape(()) if wide.ndim else wide

@@ -1,7 +1,7 @@
 """Lists of tensors with what is known of them, besides their values and their memory.
 
 What was computed from one list holds for all lists of the same metadata: a plan keeps it for them,
-by `Cache`. Neither tensors nor their values are kept.
+by `Facts`. Neither tensors nor their values are kept.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Fact(Generic[T]):
     def __get__(self, tensor_list: TensorList | None, owner: Any) -> Fact[T] | T:
         if tensor_list is None:
             return self
-        values = tensor_list.cache.facts
+        values = tensor_list.facts.values
         if self.name not in values:
             values[self.name] = self.compute(tensor_list)
         value: T = values[self.name]
@@ -63,7 +63,7 @@ def metadata_matcher(tensors: Sequence[Tensor]) -> Callable[[Sequence[Any]], boo
     return compare
 
 
-class Cache:
+class Facts:
     """The values that were computed from the metadata of a list. All lists alike share them.
 
     Args:
@@ -71,31 +71,31 @@ class Cache:
     """
 
     def __init__(self, is_like: Callable[[Sequence[Any]], bool] | None = None) -> None:
-        self.facts: dict[Hashable, Any] = {}
+        self.values: dict[Hashable, Any] = {}
         self.is_like = is_like
 
 
 class TensorList:
     """A list of tensors, with what is known of it."""
 
-    __slots__ = ("cache", "dense_off_graph", "tensors")
+    __slots__ = ("dense_off_graph", "facts", "tensors")
 
     def __init__(
-        self, tensors: list[Any], cache: Cache | None = None, *, dense_off_graph: bool = False
+        self, tensors: list[Any], facts: Facts | None = None, *, dense_off_graph: bool = False
     ) -> None:
         self.tensors = tensors
-        self.cache = Cache() if cache is None else cache
+        self.facts = Facts() if facts is None else facts
         self.dense_off_graph = dense_off_graph  # known to be so: see `are_dense_off_graph`
 
     def is_like(self, others: Sequence[Any]) -> bool:
         """Return True if it is known that `others` differ from these in values only."""
-        return self.cache.is_like is not None and self.cache.is_like(others)
+        return self.facts.is_like is not None and self.facts.is_like(others)
 
     def shares_facts(self, other: TensorList) -> bool:
         """Return True if both are known to differ in values only: they are alike in a plan, or
         `as_gradients(params=...)` has compared them.
         """
-        return self.cache is other.cache
+        return self.facts is other.facts
 
     @Fact
     def num_elements(self) -> int:
@@ -139,6 +139,6 @@ class TensorList:
         """Return the tensors with these indices, in rising order."""
         if len(indices) == len(self.tensors):
             return self
-        cache = self.cache.facts.setdefault(("picked", *indices), Cache())
+        facts = self.facts.values.setdefault(("picked", *indices), Facts())
         picked = list(map(self.tensors.__getitem__, indices))
-        return TensorList(picked, cache, dense_off_graph=self.dense_off_graph)
+        return TensorList(picked, facts, dense_off_graph=self.dense_off_graph)

@@ -7,7 +7,7 @@ recorded_by_make_fx   operators go into a graph of make_fx, whose code is that o
 is_on_a_graph         torch.autograd records operators on these tensors
 may_be_opaque         one operator may stand for a pass over many tensors, in a graph
 whole_graph           a graph of torch.autograd must not end;  refuse_graph_end: where it would
-current_situation     where an eager call runs, asked once; None where each call plans anew
+current_eager_mode     where an eager call runs, asked once; None where each call plans anew
 captured              inside of a function of `capture`, whose operators may be replayed
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
 are_native            an operator with kernels for a CPU and CUDA alone may take them
@@ -66,7 +66,7 @@ def may_be_opaque(*lists: Sequence[Tensor]) -> bool:
     return not private.transformed()
 
 
-class Situation(NamedTuple):
+class EagerMode(NamedTuple):
     """Where an eager call runs, which is a part of what its plan is found by."""
 
     recorded: bool  # as `recorded_by_make_fx`
@@ -74,14 +74,14 @@ class Situation(NamedTuple):
     captured: bool  # as `captured`
 
 
-def current_situation() -> Situation | None:
+def current_eager_mode() -> EagerMode | None:
     """Return where a call runs; None where each call plans anew: under a transform, a compiler and
     inference mode, and inside of `whole_graph`.
     """
     if traced() or torch.is_inference_mode_enabled() or _wholly_recorded.get():
         return None
     recorded = recorded_by_make_fx()
-    return Situation(recorded, not (recorded or _as_an_accelerator), _captured.get())
+    return EagerMode(recorded, not (recorded or _as_an_accelerator), _captured.get())
 
 
 def recorded_by_make_fx() -> bool:

@@ -10,8 +10,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from .._torch import private
-from .._torch.tensor_list import Cache, TensorList, are_comparable, metadata_matcher
-from .._torch.tracing import Situation
+from .._torch.tensor_list import Facts, TensorList, are_comparable, metadata_matcher
+from .._torch.tracing import EagerMode
 from .._tree.pytree import FlatTree, Leaves, Tree, flatten, is_of_builtins
 
 PlanT = TypeVar("PlanT")
@@ -85,12 +85,12 @@ class Node(NamedTuple):
     keys: Any  # a list of the keys of a dict, in its order; else the length
 
 
-class TreePlan(NamedTuple):
+class CachedPlan(NamedTuple):
     """A plan for arguments that are trees, with their form."""
 
     structure: Any  # of all of them, as a tuple
     nodes: list[Node]
-    parts: list[tuple[slice, Any, Cache]]  # the leaves of each tree, its structure, its cache
+    parts: list[tuple[slice, Any, Facts]]  # the leaves of each tree, its structure, its facts
     may_have_graph: bool
     value: Any  # that was planned
 
@@ -104,13 +104,13 @@ class FoundPlan(NamedTuple):
 
 
 def find_plan(
-    plans: Plans[TreePlan], situation: Situation, trees: tuple[Tree, ...]
+    plans: Plans[CachedPlan], eager_mode: EagerMode, trees: tuple[Tree, ...]
 ) -> FoundPlan | None:
     """Return what was planned for trees that differ from these in values only, in calls that ran
     where this one does; None if nothing was.
     """
     for key, is_like, kept in plans.entries:
-        if key != (situation, len(trees)) or not _has_form(trees, kept.nodes):
+        if key != (eager_mode, len(trees)) or not _has_form(trees, kept.nodes):
             continue
         # By a known structure, which takes a sixth of the time of a new one.
         leaves = kept.structure.flatten_up_to(trees)
@@ -119,9 +119,9 @@ def find_plan(
         if kept.may_have_graph and any(map(_grad_fn, leaves)):
             continue
         flat_trees = []
-        for tree, (at, structure, cache) in zip(trees, kept.parts, strict=True):
+        for tree, (at, structure, facts) in zip(trees, kept.parts, strict=True):
             some = leaves[at]
-            tensor_list = TensorList(some, cache, dense_off_graph=True)
+            tensor_list = TensorList(some, facts, dense_off_graph=True)
             flat_trees.append(FlatTree(tree, some, structure, tensor_list))
         return FoundPlan(flat_trees, leaves, kept.value)
     return None
@@ -141,7 +141,7 @@ def _has_form(root: tuple[Tree, ...], nodes: list[Node]) -> bool:
 
 
 def add_plan(
-    plans: Plans[TreePlan], situation: Situation, trees: Sequence[FlatTree], value: Any
+    plans: Plans[CachedPlan], eager_mode: EagerMode, trees: Sequence[FlatTree], value: Any
 ) -> None:
     """Keep a planned value for trees like these, if all leaves are dense and off every graph, in
     containers of Python's that keep nothing of a user's alive. Trees that hold one tensor twice are
@@ -151,21 +151,27 @@ def add_plan(
         return
     arguments = tuple([tree.tree for tree in trees])
     leaves, structure = flatten(arguments)
-    if len(set(map(id, leaves))) == len(leaves) and is_of_builtins(structure):
-        ends = list(itertools.accumulate([len(tree.leaves) for tree in trees], initial=0))
-        slices, structures = map(slice, ends, ends[1:]), structure.children()  # type: ignore[attr-defined]
-        parts = list(zip(slices, structures, _caches_of(trees), strict=True))
-        form = structure, _nodes_below(arguments), parts, any(map(_requires_grad, leaves))
-        plans.add(leaves, (situation, len(trees)), TreePlan(*form, value))
+    if len(set(map(id, leaves))) < len(leaves) or not is_of_builtins(structure):
+        return
+    ends = list(itertools.accumulate([len(tree.leaves) for tree in trees], initial=0))
+    slices, structures = map(slice, ends, ends[1:]), structure.children()  # type: ignore[attr-defined]
+    plan = CachedPlan(
+        structure,
+        nodes=_nodes_below(arguments),
+        parts=list(zip(slices, structures, _facts_of(trees), strict=True)),
+        may_have_graph=any(map(_requires_grad, leaves)),
+        value=value,
+    )
+    plans.add(leaves, (eager_mode, len(trees)), plan)
 
 
-def _caches_of(trees: Sequence[FlatTree]) -> list[Cache]:
-    """Return the cache of each tree, which trees whose leaves are alike share."""
-    caches: list[Cache] = []
+def _facts_of(trees: Sequence[FlatTree]) -> list[Facts]:
+    """Return the facts of each tree, which trees whose leaves are alike share."""
+    known: list[Facts] = []
     for tree in trees:
-        alike = (cache for cache in caches if cache.is_like and cache.is_like(tree.leaves))
-        caches.append(next(alike, None) or Cache(metadata_matcher(tree.leaves)))
-    return caches
+        alike = (facts for facts in known if facts.is_like and facts.is_like(tree.leaves))
+        known.append(next(alike, None) or Facts(metadata_matcher(tree.leaves)))
+    return known
 
 
 def _nodes_below(root: tuple[Tree, ...]) -> list[Node]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
-from .._torch.tracing import Situation, current_situation, is_on_a_graph, traced
+from .._torch.tracing import EagerMode, current_eager_mode, is_on_a_graph, traced
 from .._tree import pytree
 from .._tree.leaves import are_plain_dense, as_tensor_list, is_constant
 from .._tree.plans import Plans, add_plan, find_plan
@@ -47,8 +47,8 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
 
     Source of the rule: `select_tree` of jmp.
     """
-    situation, arguments = current_situation(), (found_inf, old, new)
-    if situation and situation.host_reads and (known := find_plan(_plans, situation, arguments)):
+    eager_mode, arguments = current_eager_mode(), (found_inf, old, new)
+    if eager_mode and eager_mode.host_reads and (known := find_plan(_plans, eager_mode, arguments)):
         _, before, after = known.trees
         chosen = before if found_inf else after
         return before.structure.unflatten(foreach.clone_undetached(chosen.leaves))
@@ -58,15 +58,17 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
             "`select(found_inf, old, new)`, as torch.where."
         )
     leaves, others, structure = pytree.matching_leaves(old, new, "old", "new")
-    if situation and situation.host_reads:
-        _keep_plan(situation, arguments, leaves, others)
+    if eager_mode and eager_mode.host_reads:
+        _keep_plan(eager_mode, arguments, leaves, others)
     return structure.unflatten(select_masked(found_inf, leaves, others))
 
 
 _plans: Plans[Any] = Plans(16)  # of `select`, which say that the trees match
 
 
-def _keep_plan(situation: Situation, arguments: tuple[Tree, ...], old: Leaves, new: Leaves) -> None:
+def _keep_plan(
+    eager_mode: EagerMode, arguments: tuple[Tree, ...], old: Leaves, new: Leaves
+) -> None:
     """Keep a plan of `select` for arguments like these on a CPU, if the leaves, which match, are in
     the order of both trees.
     """
@@ -75,7 +77,7 @@ def _keep_plan(situation: Situation, arguments: tuple[Tree, ...], old: Leaves, n
         return
     trees = list(map(pytree.flatten_once, arguments))
     if all(map(operator.is_, trees[2].leaves, new)):
-        add_plan(_plans, situation, trees, None)
+        add_plan(_plans, eager_mode, trees, None)
 
 
 def _is_flag(tree: Tree) -> bool:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .._distributed.collectives import agree_on_all_ranks, describe_leaves, describe_setting, on_cpu
 from .._distributed.process_group import Group, check_group, mesh_sizes
-from .._step.microbatches import MicrobatchWeights
 from .._step.start import Start
 from .._step.train_state import StepOptions
+from .._step.window_result import MicrobatchWeights
 from .._torch import dtensor
 from .._tree import pytree
 from .._tree.pytree import Tree

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +20,9 @@ from .._batch_norm.bn_stats import (
     restore_running_stats,
     update_running_stats,
 )
-from .._distributed.buckets import Reduction, mean_divisor, reduction_of
-from .._distributed.process_group import all_reduce
-from .._grads.accumulate import AccumState, add, as_weight, init_accum, is_weight
-from .._grads.measure import measure
+from .._distributed.buckets import Reduction, mean_divisor
+from .._grads.accumulate import as_weight, is_weight
+from .._step.reduce import send_gradient, send_mean, start_reduction
 from .._step.train_state import FlatState, StepOptions
 from .._step.value_and_grad import (
     ValueAndGrad,
@@ -32,7 +30,9 @@ from .._step.value_and_grad import (
     check_returned,
     check_unwritten,
 )
+from .._step.window_mean import WindowMean
 from .._step.window_result import (
+    MicrobatchWeights,
     Totals,
     WindowResult,
     normalized,
@@ -41,25 +41,14 @@ from .._step.window_result import (
     window_fraction,
 )
 from .._torch.donation import ArgumentMemory, storage_pointers
-from .._torch.dtypes import wide_dtype, widest_float
-from .._torch.foreach import weighted_sum
-from .._torch.private import listops
-from .._torch.tensor_list import TensorList
+from .._torch.dtypes import widest_float
 from .._torch.tracing import EagerMode, is_on_a_graph, refuse_in_capture, under_derivative
 from .._tree import pytree
-from .._tree.gradients import Gradients, as_gradients
+from .._tree.gradients import as_gradients
 from .._tree.leaves import versions
 from .._tree.pytree import Leaves, Tree
 from .._tree.scalars import as_floats
 from .._tree.select import select_masked
-
-
-class MicrobatchWeights(NamedTuple):
-    """The weights of a window's microbatches, known before the first one runs."""
-
-    values: Any  # Tensor [k]; None without a group if all are 1 and only the mean is measured
-    shares: Sequence[float | Tensor]  # of the mean: 0 or more, with sum 1
-    is_counted: Sequence[bool | Tensor]  # the weight is valid and above 0
 
 
 def weigh(options: StepOptions, microbatches: list[Any], scale: Tensor) -> MicrobatchWeights:
@@ -86,116 +75,6 @@ def weigh(options: StepOptions, microbatches: list[Any], scale: Tensor) -> Micro
         return MicrobatchWeights(values, [n / total for n in floats], [n > 0 for n in floats])
     is_counted = is_weight(values) & (values > 0)
     return MicrobatchWeights(values, normalized(values, is_counted).unbind(), is_counted.unbind())
-
-
-# ---- the mean ------------------------------------------------------------------------------------
-
-
-class WindowMean:
-    """The mean gradients of a window so far.
-
-    If an overflow skips the window, the mean stays scaled, so that an overflow in it is seen at the
-    end: it is the sum of the gradients times their shares. If an overflow drops its microbatch, the
-    mean is an `AccumState`.
-    """
-
-    def __init__(
-        self, options: StepOptions, weights: MicrobatchWeights, grad_fn: ValueAndGrad
-    ) -> None:
-        self.options = options
-        self.weights, self.grad_fn = weights, grad_fn
-        self.scale, self.owned = grad_fn.scale, grad_fn.owns_gradients
-        self.stays_scaled = options.on_nonfinite == "drop_window"
-        self.sums: list[Tensor] | None = None  # before the first microbatch that counts
-        self.accum: AccumState | None = None  # unless the mean stays scaled
-        self.overflows: list[Tensor] = []  # of each microbatch that was measured
-
-    def add(self, index: int, grads: Gradients) -> bool | Tensor:
-        """Average gradients in. Return True if their microbatch counts for the buffers."""
-        is_counted = self.weights.is_counted[index]
-        if self.options.max_retries or not self.stays_scaled:
-            self.overflows.append(measure(grads, self.scale).overflow)
-        if self.stays_scaled:
-            self.sums = self.with_share(self.sums, grads.tensors, index)
-            return is_counted
-        accum = init_accum(grads.tensors) if self.accum is None else self.accum
-        weight, overflow = self.weights.values[index], self.overflows[-1]
-        self.accum = add(accum, grads, weight, overflow, in_place=self.owned)
-        return is_counted & ~overflow
-
-    def with_share(
-        self, sums: list[Tensor] | None, new: list[Tensor], index: int
-    ) -> list[Tensor] | None:
-        """Return `sums + new * share`, at least in float32, if microbatch `index` counts. None is
-        an empty sum. The shares of a window sum to 1, so the sum does not overflow.
-        """
-        share, is_counted = self.weights.shares[index], self.weights.is_counted[index]
-        if is_counted is False:
-            return sums
-        if self.owned and not isinstance(share, Tensor):  # in place, and off every graph
-            if sums is None:
-                sums = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
-                listops.mul_(sums, share)
-            else:
-                listops.add_(sums, new, alpha=share)
-            return sums
-        sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
-        return weighted_sum(sums, new, share, is_counted, in_place=self.owned)
-
-    def result(self) -> Gradients:
-        """Return the mean: zeros if nothing counted."""
-        sums, scale = self.sums, self.scale
-        if self.accum is not None:
-            sums, scale = self.accum.grads, None
-        elif sums is None:
-            sums = as_gradients(self.grad_fn.zeros()).tensors
-        templates, dense_real = self.grad_fn.params.leaves, self.grad_fn.dense_real
-        return Gradients(TensorList(sums), templates, dense_real, scale, owned=self.owned)
-
-    # ---- sent to the other ranks ----
-
-    def start_reduction(self, buffers: Leaves) -> Reduction | None:
-        """Return the reduction to which `send` sends the mean, and `buffers` after it; None without
-        a group, in a trace, or if the last microbatch has to be measured first.
-        """
-        group = self.options.group
-        if group is None or self.options.max_retries or not (self.stays_scaled and self.owned):
-            return None
-        # The divisor depends on the weights only, so it is known before the gradients.
-        weights = self.weights.values
-        weight = torch.where(is_weight(weights), weights, 0).sum()
-        divisor = mean_divisor(weight, all_reduce(weight, "sum", group))
-        return reduction_of(self.grad_fn.params.leaves, buffers, divisor, group)
-
-    def send(self, reduction: Reduction, tensor_index: int, gradient: Tensor) -> None:
-        """Add a gradient of the last microbatch to the mean, and send it."""
-        new, last = as_gradients([gradient]), len(self.weights.is_counted) - 1
-        before = None if self.sums is None else [self.sums[tensor_index]]
-        sums = self.with_share(before, new.tensors, last)
-        tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums
-        index = self.grad_fn.indices[tensor_index]
-        nan = sent_for_nan(self.options, last + 1)
-        reduction.put(index, new.restore(tensors)[0], owned=True, nan=nan)
-
-    def send_all(self, grads: Gradients, buffers: Leaves, divisor: Any) -> Reduction:
-        """Send the gradients of a mean that the last backward has not sent, as `send` does."""
-        leaves, params = grads.leaves, self.grad_fn.params.leaves
-        reduction = reduction_of(params, buffers, divisor, self.options.group)
-        nan = sent_for_nan(self.options, len(self.weights.is_counted))
-        for index in reversed(range(len(params))):
-            if index in reduction.bucket_of:
-                reduction.put(index, leaves[index], nan=nan)
-        return reduction
-
-
-def sent_for_nan(options: StepOptions, num_microbatches: int) -> float | None:
-    """Return the value that a NaN of a mean over microbatches is sent as; None if no norm is
-    measured, so that it is sent as it is. It is inf for several, as with
-    `StatsOptions(is_sum=True)`.
-    """
-    if options.clip.norm_type is None and not options.rule_traits.takes_amax:
-        return None
-    return math.nan if num_microbatches == 1 else math.inf
 
 
 # ---- the window ----------------------------------------------------------------------------------
@@ -280,7 +159,7 @@ def _window_of_several(
     """Return the mean over several microbatches, or over those of a group."""
     scale: Tensor = grad_fn.scale
     mean = WindowMean(options, weights, grad_fn)
-    reduction = mean.start_reduction(buffers_to_reduce)
+    reduction = start_reduction(mean, buffers_to_reduce)
     carried, last = grad_fn.buffers.leaves, len(microbatches) - 1
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
@@ -289,7 +168,7 @@ def _window_of_several(
         if isinstance(entry, FUNCTIONS):
             microbatch = _microbatch_of(entry, grad_fn, memory)
         if reduction is not None and index == last:
-            send = functools.partial(mean.send, reduction)
+            send = functools.partial(send_gradient, mean, reduction)
             out = grad_fn(carried, microbatch, on_grad=send)
         else:
             # The first gradients of a sum become the sum; others are only read.
@@ -366,7 +245,7 @@ def _window_result(
     loss = (loss if fraction is None else loss * fraction).to(losses[0].dtype)
     grads = mean.result() if reduction is None else as_gradients([], scale, owned=True)
     if options.group is not None and reduction is None:
-        reduction = mean.send_all(grads, buffers_to_reduce, rank_divisor)
+        reduction = send_mean(mean, grads, buffers_to_reduce, rank_divisor)
     return WindowResult(grads, loss, buffers, aux, reduction, totals_row, fraction)
 
 

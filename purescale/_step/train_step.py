@@ -20,7 +20,6 @@ from .._step.decide import decide
 from .._step.memory import memory_of_step
 from .._step.microbatches import (
     FUNCTIONS,
-    MicrobatchWeights,
     accumulate_microbatches,
     accumulate_with_pooled_statistics,
     weigh,
@@ -37,7 +36,7 @@ from .._step.train_state import (
     check_options,
 )
 from .._step.value_and_grad import LossFn
-from .._step.window_result import window_flags
+from .._step.window_result import MicrobatchWeights, window_flags
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree.hints import hint_keywords

@@ -1,9 +1,10 @@
-"""The result of a window: its mean gradients and loss, and the flags that follow from totals over
-its microbatches.
+"""The weights of the microbatches of a window, and its result: mean gradients and loss, and the flags
+that follow from totals over its microbatches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -17,6 +18,14 @@ from .._step.train_state import StepOptions
 from .._torch.dtypes import widest_float
 from .._tree.gradients import Gradients
 from .._tree.pytree import Leaves
+
+
+class MicrobatchWeights(NamedTuple):
+    """The weights of a window's microbatches, known before the first one runs."""
+
+    values: Any  # Tensor [k]; None without a group if all are 1 and only the mean is measured
+    shares: Sequence[float | Tensor]  # of the mean: 0 or more, with sum 1
+    is_counted: Sequence[bool | Tensor]  # the weight is valid and above 0
 
 
 class WindowResult(NamedTuple):

@@ -1,0 +1,79 @@
+"""The mean gradients over the microbatches of a window, added one by one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._grads.accumulate import AccumState, add, init_accum
+from .._grads.measure import measure
+from .._step.train_state import StepOptions
+from .._step.value_and_grad import ValueAndGrad
+from .._step.window_result import MicrobatchWeights
+from .._torch.dtypes import wide_dtype
+from .._torch.foreach import weighted_sum
+from .._torch.private import listops
+from .._torch.tensor_list import TensorList
+from .._tree.gradients import Gradients, as_gradients
+
+
+class WindowMean:
+    """The mean gradients of a window so far.
+
+    If an overflow skips the window, the mean stays scaled, so that an overflow in it is seen at the
+    end: it is the sum of the gradients times their shares. If an overflow drops its microbatch, the
+    mean is an `AccumState`.
+    """
+
+    def __init__(
+        self, options: StepOptions, weights: MicrobatchWeights, grad_fn: ValueAndGrad
+    ) -> None:
+        self.options = options
+        self.weights, self.grad_fn = weights, grad_fn
+        self.scale, self.owned = grad_fn.scale, grad_fn.owns_gradients
+        self.stays_scaled = options.on_nonfinite == "drop_window"
+        self.sums: list[Tensor] | None = None  # before the first microbatch that counts
+        self.accum: AccumState | None = None  # unless the mean stays scaled
+        self.overflows: list[Tensor] = []  # of each microbatch that was measured
+
+    def add(self, index: int, grads: Gradients) -> bool | Tensor:
+        """Average gradients in. Return True if their microbatch counts for the buffers."""
+        is_counted = self.weights.is_counted[index]
+        if self.options.max_retries or not self.stays_scaled:
+            self.overflows.append(measure(grads, self.scale).overflow)
+        if self.stays_scaled:
+            self.sums = self.with_share(self.sums, grads.tensors, index)
+            return is_counted
+        accum = init_accum(grads.tensors) if self.accum is None else self.accum
+        weight, overflow = self.weights.values[index], self.overflows[-1]
+        self.accum = add(accum, grads, weight, overflow, in_place=self.owned)
+        return is_counted & ~overflow
+
+    def with_share(
+        self, sums: list[Tensor] | None, new: list[Tensor], index: int
+    ) -> list[Tensor] | None:
+        """Return `sums + new * share`, at least in float32, if microbatch `index` counts. None is
+        an empty sum. The shares of a window sum to 1, so the sum does not overflow.
+        """
+        share, is_counted = self.weights.shares[index], self.weights.is_counted[index]
+        if is_counted is False:
+            return sums
+        if self.owned and not isinstance(share, Tensor):  # in place, and off every graph
+            if sums is None:
+                sums = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
+                listops.mul_(sums, share)
+            else:
+                listops.add_(sums, new, alpha=share)
+            return sums
+        sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
+        return weighted_sum(sums, new, share, is_counted, in_place=self.owned)
+
+    def result(self) -> Gradients:
+        """Return the mean: zeros if nothing counted."""
+        sums, scale = self.sums, self.scale
+        if self.accum is not None:
+            sums, scale = self.accum.grads, None
+        elif sums is None:
+            sums = as_gradients(self.grad_fn.zeros()).tensors
+        templates, dense_real = self.grad_fn.params.leaves, self.grad_fn.dense_real
+        return Gradients(TensorList(sums), templates, dense_real, scale, owned=self.owned)

@@ -1,5 +1,5 @@
-"""The weights of the microbatches of a window, and its result: mean gradients and loss, and the flags
-that follow from totals over its microbatches.
+"""The weights of the microbatches of a window, and its result: mean gradients, loss, and the flags
+that follow from totals.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ from ._grads.clip import (
 )
 
 from ._optim.updater import Optimizer as Optimizer
-from ._optim.torch_optim import from_torch as from_torch
+from ._optim.from_torch import from_torch as from_torch
 from ._optim.from_formula import from_formula as from_formula
 from .interop._live_optimizer import (
     from_torch_optimizer as from_torch_optimizer,

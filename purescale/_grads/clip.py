@@ -17,7 +17,6 @@ from .._grads.measure import StatsOptions, measure, norm_of
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import on_device
-from .._torch.tensor_list import TensorList
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.poison import donates
@@ -171,7 +170,7 @@ def _magnitudes(gradients: Gradients, norm_type: float) -> Gradients:
         torch.view_as_complex(tensor).abs() if template.is_complex() else tensor
         for tensor, template in pairs
     ]
-    return gradients._replace(tensor_list=TensorList(tensors))
+    return gradients.with_tensors(tensors, owned=False)
 
 
 def check_grad_norm(norm: Tensor) -> None:

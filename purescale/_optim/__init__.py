@@ -1,7 +1,7 @@
 """Optimizers as pure functions: classes of torch.optim, (init, update) pairs, those of a user.
 
 A step makes lists of its trees, `step_inputs.StepInputs`, and calls an `Updater` in this order:
-`plan(inputs)`, found again if arguments are alike (`planned.find_step`); `current_settings`;
+`plan(inputs)`, found again if arguments are alike (`planned.find_step`); `hyperparams`;
 `step_unless(skip, ...)`. That launches torch's kernel if one fits, else it calls `apply_step`, and
 selects old or new by a mask.
 
@@ -9,7 +9,7 @@ updater         Optimizer, the protocol: `init` and `step`; Updater, what a step
 planned         a step found by structure and metadata, or planned
 step_inputs     its lists, by the layout of the parameters in their tree
 torch_optim     from_torch: a class of torch.optim. Its settings: settings (a config), in_state,
-                schedule. What it keeps for each parameter: slot_layout. Its state: opt_state,
+                schedule. What it keeps for each parameter: slot_spec. Its state: opt_state,
                 torch_state_dict. Its step: launches (fused) of torch's kernels (kernels),
                 or its formula (formula_step, formulas); of a user's class its own (user_class_step)
 from_formula    an optimizer from the mathematics of one leaf

@@ -12,8 +12,8 @@ from torch import Tensor
 from .._optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
 from .._optim.in_state import map_numbers
 from .._optim.opt_state import STEP, Columns, OptState, columns_like, values_of
-from .._optim.settings import CurrentSettings, OptimizerConfig, ParamGroup
-from .._optim.slot_layout import SlotLayout
+from .._optim.settings import Hyperparams, OptimizerConfig, ParamGroup
+from .._optim.slot_spec import SlotSpec
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
 from .._torch.dtypes import on_device, send_once, wide_dtype, widest_float
@@ -31,8 +31,8 @@ class Row(NamedTuple):
 class FormulaStep:
     """The step of a class of torch.optim by its formula, which reads no value."""
 
-    def __init__(self, config: OptimizerConfig, slot_layout: SlotLayout) -> None:
-        self._config, self._slot_layout = config, slot_layout
+    def __init__(self, config: OptimizerConfig, slot_spec: SlotSpec) -> None:
+        self._config, self._slot_spec = config, slot_spec
         self._formula = config.spec.formula
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
         self._opaque = config.opaque_in_dynamo(self._step_as_list, lambda: private.nonstrict_trace)
@@ -43,17 +43,18 @@ class FormulaStep:
         inputs: StepInputs,
         grad_leaves: list[Tensor | None],
         groups: list[ParamGroup],
-        current: CurrentSettings,
+        hyperparams: Hyperparams,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, in fresh memory, before it is counted. Each
         leaf is stepped alone and keeps its graph if the step may be differentiated.
         """
-        names, params, count = list(inputs.layout.names), inputs.params, inputs.opt_state.applied
+        names, params = list(inputs.layout.names), inputs.params
+        applied = inputs.opt_state.applied
         columns = inputs.columns
-        t = (count + 1).to(widest_float(count.device))
-        current = current.map(lambda table: _as_arguments(table, count.device))
+        t = (applied + 1).to(widest_float(applied.device))
+        hyperparams = hyperparams.map(lambda table: _as_arguments(table, applied.device))
         one_by_one = self._config.differentiable or traced()
-        operands = params, grad_leaves, columns, t, current, one_by_one
+        operands = params, grad_leaves, columns, t, hyperparams, one_by_one
         if torch.compiler.is_dynamo_compiling():
             new = iter(self._opaque(names, *operands))
         else:
@@ -68,7 +69,7 @@ class FormulaStep:
         grad_leaves: list[Tensor | None],
         columns: Columns,
         t: Tensor,
-        current: CurrentSettings,
+        hyperparams: Hyperparams,
         one_by_one: bool,
     ) -> list[Tensor]:
         """Return all new parameters, then all new columns, in order."""
@@ -80,7 +81,7 @@ class FormulaStep:
         ]
         with torch.set_grad_enabled(one_by_one):
             for group in groups:
-                settings = self._config.settings_of(group.overrides, current)
+                settings = self._config.settings_of(group.overrides, hyperparams)
                 present = [
                     (index, gradient)
                     for index in group.indices
@@ -120,7 +121,7 @@ class FormulaStep:
     def _step_leaf(self, row: Row, settings: Settings, t: Tensor) -> NewLeaf:
         param, grad, entry = row
         slots = {
-            key: _wide_scalar(value) if self._slot_layout.is_scalar(key) else _widen(value)
+            key: _wide_scalar(value) if self._slot_spec.is_scalar(key) else _widen(value)
             for key, value in entry.items()
         }
         new, new_slots = self._call(_widen(param), _widen(grad), slots, settings, t)
@@ -137,10 +138,10 @@ class FormulaStep:
         columns = {key: [row.slots[key] for row in rows] for key in rows[0].slots}
         slots, likes = {}, {}
         for key, column in columns.items():
-            is_scalar = self._slot_layout.is_scalar(key)
+            is_scalar = self._slot_spec.is_scalar(key)
             likes[key] = column if is_scalar else params
             slots[key] = _wide_scalar(torch.stack(column)) if is_scalar else _join(column, params)
-        if any(map(self._slot_layout.is_scalar, columns)):
+        if any(map(self._slot_spec.is_scalar, columns)):
             slots[SIZES], t = self._sizes_of(params), t.expand(len(rows))
         new, new_slots = self._call(_join(params, params), _join(grads, params), slots, settings, t)
         new_columns = {

@@ -14,7 +14,7 @@ from .._optim.formulas import SIZES, Formula, LeafSlots, NewLeaf, Settings
 from .._optim.opt_state import NO_SLOTS, STEP
 from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import OptimizerConfig, OptimizerSpec, Overrides
-from .._optim.torch_optim import TorchOptimizer
+from .._optim.torch_optim import FormulaOptimizer, TorchOptimizer
 from .._torch.tracing import innermost, recorded_by_make_fx, traced
 from .._tree.leaves import describe, versions
 from .._tree.pytree import copy_aliased_leaves
@@ -102,7 +102,7 @@ def from_formula(
     )
     spec = _spec_of(name, formula, {**settings, "differentiable": differentiable})
     named = {**settings, "differentiable": True} if differentiable else settings
-    return TorchOptimizer(
+    return FormulaOptimizer(
         OptimizerConfig(
             spec, lr, overrides or {}, named, in_state=in_state, schedule_by=schedule_by
         )

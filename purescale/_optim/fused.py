@@ -15,6 +15,7 @@ from torch import Tensor
 from .._optim.formulas import Settings
 from .._optim.in_state import map_numbers, numbers_of, read_numbers
 from .._optim.kernels import (
+    BoundKernel,
     KernelCall,
     arguments_of_operator,
     can_launch,
@@ -22,7 +23,7 @@ from .._optim.kernels import (
     kernel_of,
 )
 from .._optim.opt_state import STEP, Columns, OptState, columns_like, values_of
-from .._optim.settings import CurrentSettings, OptimizerConfig, ParamGroup
+from .._optim.settings import Hyperparams, OptimizerConfig, ParamGroup
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach
 from .._torch.dtypes import on_device
@@ -34,7 +35,7 @@ from .._tree.gradients import Gradients
 
 class Launch(NamedTuple):
     """The parameters of one group, device and dtype that have a gradient: one call of a kernel.
-    Parameters, slots and counts are known by their index among `StepInputs.all_leaves`.
+    Parameters, slots and counts are known by their index among `StepInputs.leaves_and_treedef`.
     """
 
     group: ParamGroup
@@ -43,13 +44,13 @@ class Launch(NamedTuple):
     count_indices: list[int]  # of the steps of each; empty if one count is for all
     grad_indices: list[int]  # among the gradients
     pick: Callable[[list[Any]], list[list[Any]]]  # returns parameters, then each slot
-    function: Callable[..., None]  # of `Kernel.bind`, if no setting is current
+    bound: BoundKernel  # with the settings of the group, if they are static
     device: torch.device
 
 
 class TorchPlan(NamedTuple):
     """The decisions about the steps of a class of torch.optim. Indices are those of
-    `StepInputs.all_leaves`.
+    `StepInputs.leaves_and_treedef`.
     """
 
     groups: list[ParamGroup]
@@ -75,15 +76,15 @@ def _picker(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
 class FusedStep:
     """The step of a class of torch.optim by torch's fused kernel, if it has one."""
 
-    def __init__(self, config: OptimizerConfig, *, counts_steps: bool) -> None:
+    def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
         flags = {config.arguments.get(name) for name in ("foreach", "fused", "capturable")}
         ruled_out = (
             # torch's own class runs no kernel then
             (config.differentiable or flags != {None}) and not config.arguments.get("fused"),
-            # it does not know of a first step
-            counts_steps and config.spec.formula.makes_buffer_in_first_step,
-            # at 0 it leaves the buffer alone, which the formula updates for a later step
+            # it cannot tell a parameter's first step
+            config.counts_steps and config.spec.formula.makes_buffer_in_first_step,
+            # with momentum 0 it does not update the buffer, which a later momentum needs
             "momentum" in config.in_state,
         )
         self.kernel: Any = None if any(ruled_out) else kernel_of(config.spec.formula)
@@ -97,7 +98,7 @@ class FusedStep:
             return TorchPlan(groups)
         if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
             return TorchPlan(groups, True, in_trace=True)
-        leaves, structure = inputs.all_leaves()
+        leaves, structure = inputs.leaves_and_treedef()
         state = structure.unflatten(range(len(inputs.params), len(leaves)))
         columns = inputs._replace(opt_state=state).columns
         launches = self._launches(inputs.param_list, inputs.layout.grad_indices, columns, groups)
@@ -133,8 +134,9 @@ class FusedStep:
         for group in groups:
             members, keys = set(group.indices), self.kernel.slots_with(group.settings)
             for same_kind in params.kinds:
-                of_grads = {n: grad_indices[n] for n in same_kind if n in members}
-                indices = [n for n, index in of_grads.items() if index is not None]
+                grad_index_of = {n: grad_indices[n] for n in same_kind if n in members}
+                indices = [n for n, index in grad_index_of.items() if index is not None]
+                with_grad = [index for index in grad_index_of.values() if index is not None]
                 if not indices:
                     continue
                 slots = [[columns[key][n] for n in indices] for key in keys]
@@ -145,34 +147,34 @@ class FusedStep:
                         param_indices=indices,
                         slot_indices=slots,
                         count_indices=counts,
-                        grad_indices=[index for index in of_grads.values() if index is not None],
+                        grad_indices=with_grad,
                         pick=_picker([indices, *slots]),
-                        function=self.kernel.bind(group.settings),
+                        bound=self.kernel.bind(group.settings),
                         device=params.tensors[indices[0]].device,
                     )
                 )
         return launches
 
     def can_run(
-        self, plan: TorchPlan, inputs: StepInputs, grads: Gradients, current: CurrentSettings
+        self, inputs: StepInputs, grads: Gradients, plan: TorchPlan, hyperparams: Hyperparams
     ) -> bool:
         """Return True if the planned kernel takes the values of this step: settings that the host
         can read, on an accelerator a float32 rate; in a trace, operands of one opaque operator.
         """
         if not plan.kernel_fits:
             return False
-        if not self._config.are_constant:
+        if not self._config.is_static:
             numbers = numbers_of(inputs.opt_state.hyper)
             if numbers and not host_can_read(numbers):
                 return False
             # On an accelerator it reads a rate as float32.
-            rates = [table.get("lr") for table in current.tables()]
+            rates = [table.get("lr") for table in hyperparams.tables()]
             tensors = [rate for rate in rates if isinstance(rate, Tensor)]
             if any([rate.dtype is not torch.float32 and not rate.is_cpu for rate in tensors]):
                 return False
         if not plan.in_trace:
             return True
-        numbers = [value for table in current.tables() for value in table.values()]
+        numbers = [value for table in hyperparams.tables() for value in table.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
         params, columns = inputs.params, inputs.columns
         if not may_be_opaque(params, grads.tensors, values_of(columns), scalars):
@@ -183,10 +185,10 @@ class FusedStep:
 
     def __call__(
         self,
-        plan: TorchPlan,
         inputs: StepInputs,
         grads: Gradients,
-        current: CurrentSettings,
+        plan: TorchPlan,
+        hyperparams: Hyperparams,
         skip: Tensor | None,
         *,
         in_place: bool,
@@ -194,54 +196,54 @@ class FusedStep:
         """Return parameters and state after the step, unless it is skipped, before it is counted in
         `applied`; in eager mode and in memory of their own.
         """
-        leaves, structure = inputs.all_leaves()
+        leaves, structure = inputs.leaves_and_treedef()
         if plan.leaves_are_ready:
             leaves = leaves if in_place else foreach.clone_undetached(leaves)
         else:
             listed = inputs.dense_leaves is not None
             leaves = _writable_leaves(leaves, plan.pairs, listed=listed, in_place=in_place)
-        if not self._config.are_constant:
-            current = current.map(_read_all_but_rate)
-        count, grads = len(inputs.params), grads.with_one_divisor()
-        state = structure.unflatten(leaves[count:])
+        if not self._config.is_static:
+            hyperparams = hyperparams.map(_read_all_but_rate)
+        num_params, grads = len(inputs.params), grads.with_one_divisor()
+        state = structure.unflatten(leaves[num_params:])
         t_by_device = self._t_by_device(state.applied, plan.launches)
         are_alike = inputs.param_list.shares_facts(grads.tensor_list)
         grads_are_ready = plan.leaves_are_ready and are_alike
         for launch in plan.launches:
-            arguments = launch, leaves, t_by_device, grads, current
+            arguments = launch, leaves, t_by_device, grads, hyperparams
             fused_update(self._call(*arguments, grads_are_ready=grads_are_ready), skip)
             _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
-        return leaves[:count], state
+        return leaves[:num_params], state
 
-    def in_a_graph(
+    def as_operators(
         self,
-        plan: TorchPlan,
         inputs: StepInputs,
         grads: Gradients,
-        current: CurrentSettings,
+        plan: TorchPlan,
+        hyperparams: Hyperparams,
         skip: Tensor | None,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, before it is counted in `applied`, from
         operators, which end a graph of `jit`.
         """
-        leaves, structure = inputs.all_leaves()
-        count, stepped = len(inputs.params), list(leaves)
-        applied = structure.unflatten(leaves[count:]).applied
+        leaves, structure = inputs.leaves_and_treedef()
+        num_params, stepped = len(inputs.params), list(leaves)
+        applied = structure.unflatten(leaves[num_params:]).applied
         t_by_device = self._t_by_device(applied, plan.launches)
         for launch in plan.launches:
-            call = self._call(launch, leaves, t_by_device, grads, current)
+            call = self._call(launch, leaves, t_by_device, grads, hyperparams)
             new = torch.ops.purescale.fused_update(*arguments_of_operator(call, skip))
             indices = itertools.chain(launch.param_indices, *launch.slot_indices)
             for index, tensor in zip(indices, new, strict=True):
                 stepped[index] = tensor
             _add_to_counts(stepped, launch.count_indices, skip)
-        return stepped[:count], structure.unflatten(stepped[count:])
+        return stepped[:num_params], structure.unflatten(stepped[num_params:])
 
     def in_dynamo(
         self,
         inputs: StepInputs,
         grads: Gradients,
-        current: CurrentSettings,
+        hyperparams: Hyperparams,
         skip: Tensor | None,
         *,
         in_place: bool,
@@ -251,11 +253,11 @@ class FusedStep:
         """
         inputs = _with_writable_leaves(inputs, in_place=in_place)
         params, columns, state = inputs.params, inputs.columns, inputs.opt_state
-        if not self._config.are_constant:
-            current = current.map(lambda table: map_numbers(_copied, table))
+        if not self._config.is_static:
+            hyperparams = hyperparams.map(lambda table: map_numbers(_copied, table))
         grad_indices = list(inputs.layout.grad_indices)
         tensors, scalars = (params, grads.tensors, columns), (state.applied, skip, grads.pending)
-        self._opaque(list(inputs.layout.names), grad_indices, tensors, scalars, current)
+        self._opaque(list(inputs.layout.names), grad_indices, tensors, scalars, hyperparams)
         if STEP in columns:
             with_grad = [n for n, index in enumerate(grad_indices) if index is not None]
             _add_to_counts(columns[STEP], with_grad, skip, in_place=True)
@@ -267,7 +269,7 @@ class FusedStep:
         grad_indices: list[int | None],
         tensors: tuple[list[Tensor], list[Tensor], Columns],
         scalars: tuple[Tensor, Tensor | None, tuple[Any, ...]],
-        current: CurrentSettings,
+        hyperparams: Hyperparams,
     ) -> None:
         """Make the step of `in_dynamo` from a compiled one."""
         (params, grads, columns), (applied, skip, pending) = tensors, scalars
@@ -277,7 +279,7 @@ class FusedStep:
         leaves = [*params, *values_of(columns)]
         t_by_device = self._t_by_device(applied, launches)
         for launch in launches:
-            call = self._call(launch, leaves, t_by_device, gradients, current)
+            call = self._call(launch, leaves, t_by_device, gradients, hyperparams)
             torch.ops.purescale.fused_update_(*arguments_of_operator(call, skip))
 
     def _t_by_device(self, applied: Tensor, launches: list[Launch]) -> dict[torch.device, Tensor]:
@@ -292,21 +294,21 @@ class FusedStep:
         leaves: list[Any],
         t_by_device: dict[torch.device, Tensor],
         grads: Gradients,
-        current: CurrentSettings,
+        hyperparams: Hyperparams,
         *,
         grads_are_ready: bool = False,
     ) -> KernelCall:
         """Return the call of a launch with these tensors and settings."""
-        kernel, settings, function = self.kernel, launch.group.settings, launch.function
-        if not self._config.are_constant:
-            settings = self._config.settings_of(launch.group.overrides, current)
-            function = kernel.bind(settings)
+        bound = launch.bound
+        if not self._config.is_static:
+            settings = self._config.settings_of(launch.group.overrides, hyperparams)
+            bound = self.kernel.bind(settings)
         params, *slots = launch.pick(leaves)
         steps = [leaves[index] + 1 for index in launch.count_indices]
-        if kernel.takes_step and not steps:
+        if self.kernel.takes_step and not steps:
             steps = [t_by_device[launch.device]]
         grads = grads.picked(launch.grad_indices)
-        return KernelCall(kernel, settings, function, params, slots, grads, steps, grads_are_ready)
+        return KernelCall(bound, params, slots, grads, steps, grads_are_ready)
 
 
 def _writable_leaves(

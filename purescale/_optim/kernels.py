@@ -26,13 +26,15 @@ class Kernel(NamedTuple):
 
     name: str  # torch's
     slots: tuple[str, ...]  # that it updates besides the parameter
-    optional: str  # the setting without which the last of them is absent; "" if all are there
+    last_slot_setting: (
+        str  # the setting without which the last of them is absent; "" if all are there
+    )
     setting_names: tuple[str, ...]  # torch's names, without the learning rate
     takes_step: bool = True  # it reads the number of the step
 
     def slots_with(self, settings: Settings) -> tuple[str, ...]:
         """Return the slots that it updates with these settings."""
-        is_complete = not self.optional or settings[self.optional]
+        is_complete = not self.last_slot_setting or settings[self.last_slot_setting]
         return self.slots if is_complete else self.slots[:-1]
 
     def keyword_arguments(self, settings: Settings) -> dict[str, Any]:
@@ -42,17 +44,25 @@ class Kernel(NamedTuple):
             settings = {**settings, "beta1": beta1, "beta2": beta2}
         return {name: settings[name] for name in self.setting_names}
 
-    def bind(self, settings: Settings) -> Callable[..., None]:
-        """Return torch's function with these settings, which takes lists of tensors and the rate,
-        and updates parameters and slots in place, and with `grad_scale` the gradients too.
-        """
+    def bind(self, settings: Settings) -> BoundKernel:
+        """Return the kernel with these settings."""
         name, arguments = self.name, self.keyword_arguments(settings)
         if "decoupled_weight_decay" in arguments:
             name = "adamw" if arguments.pop("decoupled_weight_decay") else "adam"
         if not self.takes_step:
             arguments["is_first_step"] = False  # a buffer is there before it
         function: Any = private.fused_kernel(name)
-        return functools.partial(function, **arguments)
+        return BoundKernel(self, settings, functools.partial(function, **arguments))
+
+
+class BoundKernel(NamedTuple):
+    """A kernel with its settings."""
+
+    kernel: Kernel
+    settings: Settings
+    # torch's, of lists of tensors and the rate: it updates parameters and slots in place, and with
+    # `grad_scale` the gradients too
+    function: Callable[..., None]
 
 
 _BOOLEANS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
@@ -82,9 +92,7 @@ class KernelCall(NamedTuple):
     order.
     """
 
-    kernel: Kernel
-    settings: Settings
-    function: Callable[..., None]  # of `Kernel.bind` with these settings
+    bound: BoundKernel
     params: list[Tensor]
     slots: list[list[Tensor]]  # of each of `Kernel.slots_with`
     grads: Gradients
@@ -95,9 +103,9 @@ class KernelCall(NamedTuple):
     def lists(self) -> list[list[Tensor]]:
         """Return the lists of tensors that the function takes."""
         params, slots, steps = self.params, self.slots, self.state_steps
-        absent: list[list[Tensor]] = [[]] * (len(self.kernel.slots) - len(slots))
+        absent: list[list[Tensor]] = [[]] * (len(self.bound.kernel.slots) - len(slots))
         lists = [params, self.grads.tensors, *slots, *absent]
-        if self.kernel.takes_step:
+        if self.bound.kernel.takes_step:
             lists.append(steps * len(params) if len(steps) == 1 else steps)
         return lists
 
@@ -131,13 +139,13 @@ def fused_update(call: KernelCall, skip: Tensor | None) -> None:
         skip = None
     if not _kernel_divides(call):
         call = call._replace(grads=_prepare_gradients(call))
-    lr, found_inf, divisor = call.settings["lr"], None, call.grads.divisor
+    lr, found_inf, divisor = call.bound.settings["lr"], None, call.grads.divisor
     if skip is not None:
         found_inf = skip.to(call.params[0].device, torch.float32)
     tensors = [number for number in (divisor, lr) if isinstance(number, Tensor)]
     off_graph = call.grads_are_ready and not any([tensor.requires_grad for tensor in tensors])
     with _NO_CONTEXT if off_graph else torch.no_grad():
-        call.function(*call.lists(), lr=lr, grad_scale=divisor, found_inf=found_inf)
+        call.bound.function(*call.lists(), lr=lr, grad_scale=divisor, found_inf=found_inf)
     # torch's fused kernels leave versions as they were: a graph that saved an old value would take
     # the new one for it.
     written = [*call.params, *itertools.chain(*call.slots)]
@@ -169,7 +177,7 @@ def _prepare_gradients(call: KernelCall) -> Gradients:
         tensors = foreach.cast(grads.tensors, params[0].dtype)
     if not all_same_memory_order(tensors, params):
         tensors = list(map(foreach.laid_out_like, tensors, params))
-    return grads._replace(tensor_list=TensorList(tensors))
+    return grads.with_tensors(tensors, owned=grads.owned)
 
 
 # ---- one launch as an operator -------------------------------------------------------------------
@@ -179,28 +187,27 @@ def _update_targets(
     targets: Sequence[Tensor],
     grads: Sequence[Tensor],
     name: str,
-    numbers: Sequence[float],
-    steps: Sequence[Tensor],
-    scalars: Sequence[Tensor | None],
+    float_args: Sequence[float],
+    state_steps: Sequence[Tensor],
+    tensor_args: Sequence[Tensor | None],
     owned: bool,
 ) -> None:
     """`fused_update` as an operator of a graph. Traced operator by operator, a hundred parameters
-    would take minutes to compile. `targets`: the parameters, then each slot. `scalars`: the rate if
-    it is a tensor, else None; `skip`; what the gradients wait for. `numbers`: the rate if it is a
-    number, else 0; the other settings.
+    would take minutes to compile. `targets`: the parameters, then each slot. `tensor_args`: the
+    rate if it is a tensor, else None; `skip`; what the gradients wait for. `float_args`: the rate
+    if it is a number, else 0; the other settings.
     """
-    count, kernel, (lr, skip, *pending) = len(grads), _BY_NAME[name], scalars
+    count, kernel, (lr, skip, *pending) = len(grads), _BY_NAME[name], tensor_args
     params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
-    lr_number, *others = numbers
-    arguments = {
+    lr_number, *others = float_args
+    settings = {
         key: bool(number) if key in _BOOLEANS else number
         for key, number in zip(kernel.setting_names, others, strict=True)
     }
+    bound = kernel.bind({**settings, "lr": lr_number if lr is None else lr})
     gradients = Gradients(TensorList(list(grads)), grads, True, owned=owned).with_pending(pending)
-    settings = {**arguments, "lr": lr_number if lr is None else lr}
-    function, gradients = kernel.bind(settings), gradients.with_one_divisor()
-    call = KernelCall(kernel, settings, function, params, slots, gradients, list(steps))
-    fused_update(call, skip)
+    grads_once = gradients.with_one_divisor()
+    fused_update(KernelCall(bound, params, slots, grads_once, list(state_steps)), skip)
 
 
 define("fused_update", _update_targets)
@@ -208,15 +215,16 @@ define("fused_update", _update_targets)
 
 def arguments_of_operator(call: KernelCall, skip: Tensor | None) -> tuple[Any, ...]:
     """Return the arguments of the operator `fused_update`."""
-    kernel, grads, lr = call.kernel, call.grads, call.settings["lr"]
+    kernel, settings, _ = call.bound
+    grads, lr = call.grads, settings["lr"]
     targets = [target for column in (call.params, *call.slots) for target in column]
     lr_number, lr_tensor = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
-    numbers = [lr_number, *kernel.keyword_arguments(call.settings).values()]
+    float_args = [lr_number, *kernel.keyword_arguments(settings).values()]
     pending = [
         torch.full((), number, dtype=grads.factor_dtype, device=targets[0].device)
         if isinstance(number, float)
         else number
         for number in grads.pending
     ]
-    arguments = targets, grads.tensors, kernel.name, list(map(float, numbers)), call.state_steps
+    arguments = targets, grads.tensors, kernel.name, list(map(float, float_args)), call.state_steps
     return *arguments, [lr_tensor, skip, *pending]

@@ -11,7 +11,6 @@ from .._tree import pytree
 from .._tree.hints import document_fields
 from .._tree.pytree import Tree
 
-Tensors = dict[str, Tensor]  # by the dotted name of a parameter
 # By the name of a slot: a list like the parameters, with `()` for one that lacks the slot.
 Columns = dict[str, list[Any]]
 

@@ -87,12 +87,12 @@ class PartitionOptimizer(Updater):
     def __init__(self, optimizers: Mapping[str, Optimizer], label: Label) -> None:
         _check(optimizers, label)
         self.optimizers, self.label = dict(optimizers), label
-        self.parts = {key: as_updater(each) for key, each in self.optimizers.items()}
-        self.runs_user_code = any(part.runs_user_code for part in self.parts.values())
-        self.may_add_slots = any(part.may_add_slots for part in self.parts.values())
-        self.wide_grads = any(part.wide_grads for part in self.parts.values())
+        self.updaters = {key: as_updater(each) for key, each in self.optimizers.items()}
+        self.runs_user_code = any(each.runs_user_code for each in self.updaters.values())
+        self.may_add_slots = any(each.may_add_slots for each in self.updaters.values())
+        self.wide_grads = any(each.wide_grads for each in self.updaters.values())
         # A part that is not differentiable would detach what is on a graph.
-        self.differentiable = all(part.differentiable for part in self.parts.values())
+        self.differentiable = all(each.differentiable for each in self.updaters.values())
         self.must_agree = self.optimizers, label
 
     def __repr__(self) -> str:
@@ -110,7 +110,7 @@ class PartitionOptimizer(Updater):
     def plan(self, inputs: StepInputs) -> dict[str, Part]:
         """Return the parts of a step by key. Refuse a state that does not belong to these parts."""
         opt_state = inputs.opt_state
-        if not (isinstance(opt_state, dict) and opt_state.keys() == self.parts.keys()):
+        if not (isinstance(opt_state, dict) and opt_state.keys() == self.updaters.keys()):
             has = list(opt_state) if isinstance(opt_state, dict) else type(opt_state).__name__
             raise ValueError(
                 f"opt_state has the parts {has}, this optimizer has {list(self.optimizers)}. "
@@ -118,12 +118,12 @@ class PartitionOptimizer(Updater):
                 "`opt_state = optimizer.init(params)`, or what the last step returned."
             )
         # Those that may raise come first, into fresh memory: nothing is overwritten then.
-        order = sorted(self.parts, key=lambda key: not self.parts[key].runs_user_code)
+        order = sorted(self.updaters, key=lambda key: not self.updaters[key].runs_user_code)
         members = self._members(inputs.layout.names, inputs.params)
         parts = {}
         for key in order:
-            of_part = self.inputs_of(key, members[key], inputs)
-            parts[key] = Part(members[key], self.parts[key].plan(of_part))
+            part_inputs = self.inputs_of(key, members[key], inputs)
+            parts[key] = Part(members[key], self.updaters[key].plan(part_inputs))
         return parts
 
     def inputs_of(self, key: str, members: list[int], inputs: StepInputs) -> StepInputs:
@@ -131,14 +131,14 @@ class PartitionOptimizer(Updater):
         names, opt_state = [inputs.layout.names[index] for index in members], inputs.opt_state[key]
         has_grad = [inputs.layout.grad_indices[index] is not None for index in members]
         layout = ParamLayout.of_dict(names, has_grad)
-        part = StepInputs(layout, inputs.param_list.picked(members), opt_state)
-        if inputs.dense_leaves is None and any_dtensor(part.params):
-            trees = flatten_together([part.layout.tree(part.params)], opt_state)
-            part = step_inputs(self.parts[key], *trees)._replace(layout=layout)
-        return part
+        params = inputs.param_list.picked(members)
+        if inputs.dense_leaves is None and any_dtensor(params.tensors):
+            trees = flatten_together([layout.tree(params.tensors)], opt_state)
+            return step_inputs(self.updaters[key], *trees)._replace(layout=layout)
+        return StepInputs(layout, params, opt_state)
 
     def grads_of(
-        self, part: StepInputs, members: list[int], inputs: StepInputs, grads: Gradients
+        self, part_inputs: StepInputs, members: list[int], inputs: StepInputs, grads: Gradients
     ) -> Gradients:
         """Return the gradients of one part."""
         if grads.dense_real:
@@ -149,12 +149,12 @@ class PartitionOptimizer(Updater):
         picked = grads._replace(tensor_list=TensorList(tensors), templates=templates)
         if not any_dtensor(templates):
             return picked
-        flat = pytree.flatten_once(part.layout.tree(picked.leaves))
-        return part.gradients(flat).with_pending(grads.pending)
+        flat = pytree.flatten_once(part_inputs.layout.tree(picked.leaves))
+        return part_inputs.gradients(flat).with_pending(grads.pending)
 
-    def current_settings(self, opt_state: dict[str, Any]) -> dict[str, Any]:
+    def hyperparams(self, opt_state: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of each part, by key."""
-        return {key: part.current_settings(opt_state[key]) for key, part in self.parts.items()}
+        return {key: each.hyperparams(opt_state[key]) for key, each in self.updaters.items()}
 
     def step_unless(
         self,
@@ -162,50 +162,54 @@ class PartitionOptimizer(Updater):
         inputs: StepInputs,
         grads: Gradients,
         plan: dict[str, Part],
-        current: dict[str, Any],
+        hyperparams: dict[str, Any],
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step of each part, skipped or not."""
-        parts = {key: self.inputs_of(key, part.members, inputs) for key, part in plan.items()}
-        grads_by_key = {
-            key: self.grads_of(parts[key], part.members, inputs, grads)
+        part_inputs = {key: self.inputs_of(key, part.members, inputs) for key, part in plan.items()}
+        part_grads = {
+            key: self.grads_of(part_inputs[key], part.members, inputs, grads)
             for key, part in plan.items()
         }
         stepped = {}
         for key, part in plan.items():
-            updater = self.parts[key]
-            arguments = skip, parts[key], grads_by_key[key], part.plan, current[key]
+            updater = self.updaters[key]
             stepped[key] = updater.step_unless(
-                *arguments, in_place=in_place and not updater.runs_user_code
+                skip,
+                part_inputs[key],
+                part_grads[key],
+                part.plan,
+                hyperparams[key],
+                in_place=in_place and not updater.runs_user_code,
             )
-        for key, updater in self.parts.items():
+        for key, updater in self.updaters.items():
             if in_place and updater.runs_user_code and not updater.may_add_slots:
-                old = parts[key].params, parts[key].opt_state
+                old = part_inputs[key].params, part_inputs[key].opt_state
                 stepped[key] = write_over(old, stepped[key])
-        return self._joined(inputs, plan, parts, stepped)
+        return self._joined(inputs, plan, part_inputs, stepped)
 
     def _joined(
         self,
         inputs: StepInputs,
         plan: dict[str, Part],
-        parts: dict[str, StepInputs],
+        part_inputs: dict[str, StepInputs],
         stepped: dict[str, tuple[list[Tensor], Tree]],
     ) -> tuple[list[Tensor], Tree]:
         """Return the parameters and the state of all parts."""
         params, opt_state = list(inputs.params), {}
-        for key in self.parts:
+        for key in self.updaters:
             new, opt_state[key] = stepped[key]
-            if parts[key].global_trees is not None:
-                tree, opt_state[key] = parts[key].restore(*stepped[key])
-                new = parts[key].layout.leaves(tree)
+            if part_inputs[key].global_trees is not None:
+                tree, opt_state[key] = part_inputs[key].restore(*stepped[key])
+                new = part_inputs[key].layout.leaves(tree)
             for index, param in zip(plan[key].members, new, strict=True):
                 params[index] = param
         return params, opt_state
 
     def _members(self, names: list[str], params: list[Tensor]) -> dict[str, list[int]]:
         """Return the indices of the parameters of each part."""
-        indices_of: dict[str, list[int]] = {key: [] for key in self.parts}
+        indices_of: dict[str, list[int]] = {key: [] for key in self.updaters}
         for index, (name, param) in enumerate(zip(names, params, strict=True)):
             key = self.label(name, param)
             if not (isinstance(key, str) and key in indices_of):

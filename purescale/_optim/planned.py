@@ -22,21 +22,21 @@ class StepPlan(NamedTuple):
 
     layout: ParamLayout
     updater_plan: Any  # what `Updater.plan` returned
-    leaves_facts: Facts | None = None  # of `StepInputs.dense_leaves`
+    leaves_facts: Facts  # of `StepInputs.dense_leaves`
     # Each leaf is gapless and requires no gradient: a step may write into it if nothing else shares
     # its memory.
-    all_writable: bool = False
-    all_readable: bool = False  # the host may read each leaf
+    all_writable: bool
+    all_readable: bool  # the host may read each leaf
 
 
 class PlannedStep(NamedTuple):
     """The arguments of a step, flat, and its plan."""
 
     trees: list[FlatTree]  # parameters, the state of the optimizer, and others
+    leaves: Leaves  # of all trees; never written
     inputs: StepInputs
     plan: StepPlan
     eager_mode: EagerMode | None
-    leaves: Leaves = []  # noqa: RUF012  # of all trees, if the plan was found; never written
 
 
 def find_step(
@@ -53,7 +53,7 @@ def find_step(
     flat_trees, leaves, plan = match
     params, opt_state, *_ = flat_trees
     inputs = StepInputs.of_dense(plan.layout, params, opt_state, plan.leaves_facts)
-    return PlannedStep(flat_trees, inputs, plan, eager_mode, leaves)
+    return PlannedStep(flat_trees, leaves, inputs, plan, eager_mode)
 
 
 def plan_step(
@@ -67,21 +67,24 @@ def plan_step(
     """Return a step over checked trees, as in `find_step`, which finds it from now on if it is to
     `keep` the plan. `Updater.plan` refuses what does not fit.
     """
-    plan = StepPlan(inputs.layout, updater.plan(inputs))
     lists = [tree.tensor_list for tree in trees]
-    # What is refused of parameters that are not dense and real depends on settings of the step.
-    are_known = all([some.dense_off_graph for some in lists])
-    are_known = are_known and are_real_floating(inputs.param_list.dtypes)
-    if keep and eager_mode and updater.keeps_plans and are_known:
-        kept = plan._replace(
-            leaves_facts=Facts(),
-            all_writable=all(
-                [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
-            ),
-            all_readable=eager_mode.host_reads and all([x.are_on_cpu for x in lists]),
-        )
-        add_plan(updater.plans, eager_mode, trees, kept)
-    return PlannedStep(trees, inputs, plan, eager_mode)
+    # Complex or sparse parameters may be refused by a setting, such as `clip_value`: they are
+    # checked in each step.
+    are_plain = all([some.dense_off_graph for some in lists])
+    are_plain = are_plain and are_real_floating(inputs.param_list.dtypes)
+    known = eager_mode if are_plain else None
+    plan = StepPlan(
+        inputs.layout,
+        updater.plan(inputs),
+        leaves_facts=Facts(),
+        all_writable=known is not None
+        and all([x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]),
+        all_readable=known is not None and known.host_reads and all([x.are_on_cpu for x in lists]),
+    )
+    if known and keep and updater.keeps_plans:
+        add_plan(updater.plans, known, trees, plan)
+    leaves = [leaf for tree in trees for leaf in tree.leaves]
+    return PlannedStep(trees, leaves, inputs, plan, eager_mode)
 
 
 def plan_step_with_grads(
@@ -103,7 +106,7 @@ def plan_step_with_grads(
     trees, inputs = flatten_step(updater, params, grads, opt_state)
     gradients = inputs.gradients(trees[2])
     check_gradients(gradients)
-    # The leaves of `trees[2]` are in the order of the parameters; a plan has those of its own tree.
+    # The gradients are in the order of the parameters; a plan flattens them in their own order.
     same_order = eager_mode is not None and pytree.flatten(grads)[1] == trees[0].structure
     trees += map(pytree.flatten_once, others)
     return plan_step(updater, eager_mode, trees, inputs, keep=same_order), gradients

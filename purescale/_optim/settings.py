@@ -1,16 +1,15 @@
 """The settings of a class of torch.optim: numbers, tuples of numbers and constants by name, for all
 parameters and for those of each override.
 
-scheduled   a function of a count stands for the number
-stored      the state holds the number, in `lr` or `hyper`: a factor of it if it is scheduled too
-current     the numbers of one step: what is scheduled or stored, and a rate that is a tensor
+scheduled    a function of a count stands for the number
+stored       the state holds the number, in `lr` or `hyper`: a factor of it if it is scheduled too
+hyperparams  the numbers of one step: what is scheduled or stored, and a rate that is a tensor
 """
 
 from __future__ import annotations
 
 import fnmatch
 import functools
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -18,7 +17,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .._optim.formulas import formula_of
 from .._optim.in_state import (
     as_float32,
     check_stored,
@@ -84,7 +82,7 @@ class Table(NamedTuple):
     schedules: dict[str, Any]
 
 
-class CurrentSettings(NamedTuple):
+class Hyperparams(NamedTuple):
     """The numbers of one step that may differ from those of the step before."""
 
     defaults: dict[str, Any]
@@ -94,9 +92,9 @@ class CurrentSettings(NamedTuple):
         """Return the numbers for all parameters, then those of each override."""
         return [self.defaults, *self.by_override]
 
-    def map(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> CurrentSettings:
+    def map(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Hyperparams:
         """Return `change(table)` in place of each table."""
-        return CurrentSettings(change(self.defaults), list(map(change, self.by_override)))
+        return Hyperparams(change(self.defaults), list(map(change, self.by_override)))
 
 
 class ParamGroup(NamedTuple):
@@ -112,10 +110,10 @@ class ParamGroup(NamedTuple):
 class OptimizerConfig:
     """The settings that from_torch was given, and what follows from them. No state.
 
-    A parameter takes a setting from the last table of `by_override` that matches it and names the
-    setting, else from `defaults`. There the state's number replaces the one that was given, if
-    `in_state` names the setting, and a scheduled setting is `schedule(count)` times that number.
-    `template` is an optimizer over a probe, from which those of a step are copied.
+    A parameter takes a setting from the last override that matches it and names the setting. Else
+    it is the number that was given for all, or that of the state if `in_state` names the setting. A
+    schedule gives the number; if the state holds the setting too, it multiplies that of the state.
+    `prototype` is an optimizer over a probe, from which those of a step are copied.
     """
 
     def __init__(
@@ -149,17 +147,24 @@ class OptimizerConfig:
         schedules = _scheduled({**arguments, "lr": self.lr}, ("lr", *self.in_state))
 
         # What follows.
-        self.template = self._checked_template(schedules)
-        values = {**self.template.defaults, "lr": self.lr}
+        self.prototype = self._checked_prototype(schedules)
+        values = {**self.prototype.defaults, "lr": self.lr}
         self.defaults = Table(_copied(values), schedules)  # for all parameters
         self.by_override = [
             Table(_copied(extra), _scheduled(extra, ("lr",))) for extra in self.overrides.values()
         ]
-        self.empty_current = CurrentSettings({}, [{} for _ in self.by_override])
+        self.no_hyperparams = Hyperparams({}, [{} for _ in self.by_override])
         tables = self.defaults, *self.by_override
         self.has_schedules = any([table.schedules for table in tables])
         tensors = [v for table in tables for v in table.values.values() if isinstance(v, Tensor)]
-        self.are_constant = not (self.has_schedules or self.in_state or tensors)
+        self.is_static = not (self.has_schedules or self.in_state or tensors)
+        # What a later number in the state needs is among the slots from the start.
+        self.never_zero = dict.fromkeys({"momentum", "dampening"} & {*self.in_state}, 0.5)
+        # The number of a parameter's own steps is a part of its state, as in torch.
+        formula = spec.formula
+        self.counts_steps = formula is not None and any(
+            map(formula.counts_steps, self.each_settings())
+        )
         stored = {name: {**values, **schedules}[name] for name in self.in_state}
         # The numbers of a new state. That of a schedule is a factor.
         self.first_stored = map_numbers(lambda number: 1.0 if callable(number) else number, stored)
@@ -177,6 +182,13 @@ class OptimizerConfig:
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
         return f"{self.spec.made_by}({self.spec.name}, {settings})"
 
+    def each_settings(self) -> list[dict[str, Any]]:
+        """Return the settings from which slots are made: for all parameters, then those with each
+        override alone.
+        """
+        tables = self.defaults, *self.by_override
+        return [{**self.defaults.values, **table.values, **self.never_zero} for table in tables]
+
     def _static_key(self, complete: Mapping[str, Any]) -> str:
         """Return as text all settings that a step reads. Rates that are tensors or schedules are
         left out, because they reach the formula as arguments.
@@ -193,7 +205,7 @@ class OptimizerConfig:
     ) -> Callable[..., Any]:
         """Return `opaque(names, *operands)`, equal to `function(groups, *operands)`, which Dynamo
         does not trace. It guards arguments alone, so `static_key` is one: it stands for all
-        settings that the function reads and that are not current.
+        settings that the function reads and that are no hyperparams.
         """
 
         def call(static_key: str, names: list[str], *operands: Any) -> Any:
@@ -203,12 +215,12 @@ class OptimizerConfig:
         return lambda names, *operands: opaque(self.static_key, names, *operands)
 
     def torch_groups(
-        self, names: tuple[str, ...], current: CurrentSettings | None = None
+        self, names: tuple[str, ...], hyperparams: Hyperparams | None = None
     ) -> list[ParamGroup]:
-        """Return torch's parameter groups, with the settings of `current`, if there are any, before
-        those that were given.
+        """Return torch's parameter groups, with `hyperparams`, if there are any, in place of the
+        settings that were given.
         """
-        current = self.empty_current if current is None else current
+        hyperparams = self.no_hyperparams if hyperparams is None else hyperparams
         members: dict[tuple[int, ...], list[int]] = {}
         matches = _match_patterns(names, tuple(self.overrides))[0]
         first_equal = {matching: self._first_equal(matching) for matching in set(matches)}
@@ -217,17 +229,17 @@ class OptimizerConfig:
         groups = []
         for overrides in sorted(members):
             indices = members[overrides]
-            of_group = [names[index] for index in indices]
+            member_names = [names[index] for index in indices]
             own = frozenset(name for at in overrides for name in self.by_override[at].values)
-            settings = self.settings_of(overrides, current)
-            groups.append(ParamGroup(indices, of_group, overrides, settings, own))
+            settings = self.settings_of(overrides, hyperparams)
+            groups.append(ParamGroup(indices, member_names, overrides, settings, own))
         return groups
 
-    def settings_of(self, overrides: tuple[int, ...], current: CurrentSettings) -> dict[str, Any]:
+    def settings_of(self, overrides: tuple[int, ...], hyperparams: Hyperparams) -> dict[str, Any]:
         """Return the settings of parameters that these overrides match."""
-        settings = {**self.defaults.values, **current.defaults}
+        settings = {**self.defaults.values, **hyperparams.defaults}
         for index in overrides:
-            settings |= self.by_override[index].values | current.by_override[index]
+            settings |= self.by_override[index].values | hyperparams.by_override[index]
         return settings
 
     def check_names(self, names: tuple[str, ...]) -> None:
@@ -254,10 +266,10 @@ class OptimizerConfig:
                 return (index,)
         return matching
 
-    def current(self, opt_state: OptState) -> CurrentSettings:
-        """Return the current settings of the next step."""
-        if self.are_constant:
-            return self.empty_current
+    def hyperparams(self, opt_state: OptState) -> Hyperparams:
+        """Return the settings of the next step that may differ from those of the last one."""
+        if self.is_static:
+            return self.no_hyperparams
         count = opt_state.applied if self.schedule_by == "applied" else opt_state.iteration
 
         def put(value: Any) -> Any:
@@ -283,7 +295,7 @@ class OptimizerConfig:
             }
 
         by_override = [numbers(table, {}) for table in self.by_override]
-        return CurrentSettings(numbers(self.defaults, stored_settings(opt_state)), by_override)
+        return Hyperparams(numbers(self.defaults, stored_settings(opt_state)), by_override)
 
     def _refuse_graph(self, name: str) -> None:
         if torch.is_grad_enabled() and not (self.differentiable or traced()):
@@ -312,18 +324,18 @@ class OptimizerConfig:
             )
         check_stored(opt_state, self.first_stored)
 
-    def _checked_template(self, schedules: Mapping[str, Any]) -> Any:
+    def _checked_prototype(self, schedules: Mapping[str, Any]) -> Any:
         """Return an optimizer over one parameter. What the class refuses, also in an override,
         raises torch's own error.
         """
         first = {n: first_numbers(n, value) for n, value in schedules.items() if n != "lr"}
         settings = {**self.arguments, **first, "lr": self.lr}
-        template = self._construct_checked(self.spec.made_by, settings)
+        prototype = self._construct_checked(self.spec.made_by, settings)
         for pattern, extra in self.overrides.items():
             self._construct_checked(f"overrides[{pattern!r}]", {**settings, **extra})
         for name in self.in_state:
-            check_storable(self.spec, name, {**template.defaults, "lr": 0.0})
-        return template
+            check_storable(self.spec, name, {**prototype.defaults, "lr": 0.0})
+        return prototype
 
     def _construct_checked(self, where: str, settings: dict[str, Any]) -> Any:
         """Return an optimizer over a probe. Refuse an unknown setting, and a value that cannot be
@@ -397,56 +409,6 @@ def _match_cached(
             for name in matching:
                 matches[name].append(index)
     return tuple([tuple(dict.fromkeys(indices)) for indices in matches.values()]), unmatched
-
-
-# ---- what settings are given to -----------------------------------------------------------------
-
-_ANY_LR = 1e-3  # for torch to check in place of a schedule or a tensor
-
-
-def spec_of_class(cls: Any) -> OptimizerSpec:
-    """Return the spec of a class of torch.optim, or refuse what has no pure step."""
-    _check_class(cls)
-    parameters = inspect.signature(cls).parameters
-    names = [name for name in parameters if name != "params"]
-    default = parameters["lr"].default if "lr" in parameters else inspect.Parameter.empty
-
-    def construct(probes: list[Tensor], settings: Mapping[str, Any]) -> Any:
-        arguments = {name: value for name, value in settings.items() if name in names}
-        if isinstance(arguments["lr"], Tensor) or callable(arguments["lr"]):
-            arguments["lr"] = _ANY_LR
-        with torch.device("cpu"):  # torch keeps step counts there, whatever the default device is
-            return private.without_compiler(cls)(probes, **arguments)
-
-    default_lr = None if default is inspect.Parameter.empty else default
-    formula = formula_of(cls)
-    return OptimizerSpec(cls.__name__, "from_torch", formula, cls, names, default_lr, construct)
-
-
-def spec_of_live(template: torch.optim.Optimizer) -> OptimizerSpec:
-    """Return the spec of a live optimizer, which `template` is without its parameters."""
-    spec = spec_of_class(type(template))
-    return spec._replace(setting_names=None, construct=lambda probes, settings: template)
-
-
-def _check_class(cls: Any) -> None:
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        got = repr(cls) if isinstance(cls, type) else f"an instance of {type(cls).__name__}"
-        raise TypeError(
-            f"from_torch takes a class of torch.optim, got {got}. Fix: "
-            "from_torch(torch.optim.AdamW, lr=1e-3); for a live optimizer with its groups and its "
-            "state `optimizer, opt_state = from_torch_optimizer(torch_optimizer, model)`."
-        )
-    if issubclass(cls, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS evaluates the loss again in its step, so it is not a function of gradients. "
-            "Fix: torch.optim.AdamW, or your own loop around LBFGS."
-        )
-    if issubclass(cls, torch.optim.SparseAdam):
-        raise ValueError(
-            "SparseAdam takes sparse gradients only and counts its steps in Python. Fix: SGD or "
-            "Adagrad, which take sparse gradients here."
-        )
 
 
 # ---- settings in the state -----------------------------------------------------------------------

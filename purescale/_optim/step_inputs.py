@@ -142,9 +142,9 @@ class StepInputs(NamedTuple):
         try:
             return {key: self.layout.leaves(tree) for key, tree in trees.items()}
         except ValueError:
-            raise foreign_parameters(param_names(self.opt_state), self.layout.names) from None
+            raise foreign_parameters_error(param_names(self.opt_state), self.layout.names) from None
 
-    def all_leaves(self) -> tuple[Leaves, Any]:
+    def leaves_and_treedef(self) -> tuple[Leaves, Any]:
         """Return the parameters and all leaves of the state in one list, and the structure of the
         state.
         """
@@ -207,7 +207,7 @@ class StepInputs(NamedTuple):
         return pytree.map(dtensor.from_local_like, self.global_trees, trees)
 
 
-def foreign_parameters(in_state: list[str], in_params: list[str]) -> ValueError:
+def foreign_parameters_error(in_state: list[str], in_params: list[str]) -> ValueError:
     """Return the error of a state for other parameters."""
     return ValueError(
         f"opt_state knows the parameters {pytree.join_names(in_state)}, params has "
@@ -217,7 +217,7 @@ def foreign_parameters(in_state: list[str], in_params: list[str]) -> ValueError:
 
 
 def flatten_step(
-    optimizer: Any, params: Tree, grads: Tree, opt_state: Tree
+    updater: Any, params: Tree, grads: Tree, opt_state: Tree
 ) -> tuple[list[FlatTree], StepInputs]:
     """Return parameters, state and gradients, flat and checked, and the inputs of a step over them,
     as `step_inputs`. Refuse, naming the leaf, gradients that do not fit `params`.
@@ -225,12 +225,12 @@ def flatten_step(
     flat_params, flat_state = flatten_together([params], opt_state)
     pytree.check_parameters(flat_params)
     flat_grads = pytree.gradients_like(flat_params, grads)
-    inputs = step_inputs(optimizer, flat_params, flat_state, flat_grads)
+    inputs = step_inputs(updater, flat_params, flat_state, flat_grads)
     return [flat_params, flat_state, flat_grads], inputs
 
 
 def step_inputs(
-    optimizer: Any, params: FlatTree, opt_state: FlatTree, grads: FlatTree | None = None
+    updater: Any, params: FlatTree, opt_state: FlatTree, grads: FlatTree | None = None
 ) -> StepInputs:
     """Return the inputs of a step over checked parameters. Refuse, naming the leaf, tensors on a
     graph, and shards of a parameter that the optimizer needs as a whole. `grads=None` means that
@@ -239,9 +239,9 @@ def step_inputs(
     lists = [tree.tensor_list for tree in (params, opt_state, grads) if tree is not None]
     dense_off_graph = all([some.dense_off_graph for some in lists])
     grad_leaves = [] if grads is None else grads.leaves
-    if not optimizer.differentiable:
+    if not updater.differentiable:
         refuse_graph_end()
-    if not (optimizer.differentiable or dense_off_graph):
+    if not (updater.differentiable or dense_off_graph):
         pytree.reject_autograd_history(params=params, grads=grads, opt_state=opt_state)
     names, leaves = pytree.names(params.tree), params.leaves
     pytree.check_names(names)
@@ -255,10 +255,10 @@ def step_inputs(
     ]
     state, global_trees = opt_state.tree, None
     sharded = dtensor.any_dtensor([*leaves, *grad_leaves])
-    if sharded and optimizer.elementwise is not None:
-        _check_shards(optimizer, params.tree, names, leaves, state)
+    if sharded and updater.elementwise is not None:
+        _check_shards(updater, params.tree, names, leaves, state)
         global_trees = params.structure.unflatten(leaves), state
-        shard = functools.partial(dtensor.shard, on_graph=optimizer.differentiable)
+        shard = functools.partial(dtensor.shard, on_graph=updater.differentiable)
         leaves, state = list(map(shard, leaves)), pytree.map(shard, state)
     indices = [index for index, leaf in enumerate(leaves) if leaf is not None]
     layout = ParamLayout(
@@ -273,7 +273,7 @@ def step_inputs(
 
 
 def _check_shards(
-    optimizer: Any, tree: Tree, names: list[str], leaves: Leaves, opt_state: Tree
+    updater: Any, tree: Tree, names: list[str], leaves: Leaves, opt_state: Tree
 ) -> None:
     """Refuse DTensors whose shards this optimizer cannot step."""
     for index, leaf in enumerate(leaves):
@@ -286,9 +286,9 @@ def _check_shards(
                 "updating each rank's part does not update their sum. Fix: "
                 "`p.redistribute(placements=[Replicate()])`."
             )
-        if not optimizer.elementwise and dtensor.is_sharded(leaf):
+        if not updater.elementwise and dtensor.is_sharded(leaf):
             raise ValueError(
-                f"{at} has the placements {leaf.placements}, and {optimizer} needs the whole of a "
+                f"{at} has the placements {leaf.placements}, and {updater} needs the whole of a "
                 "parameter. Fix: AdamW or another optimizer that updates each element by itself, "
                 "such as from_formula(..., elementwise=True), or "
                 "`p.redistribute(placements=[Replicate()])`, for gradients too."

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._optim.formulas import LeafSlots
 from .._optim.in_state import as_float32, map_numbers, read_numbers, stored_settings, with_stored
-from .._optim.opt_state import STEP, OptState, Tensors, param_names
+from .._optim.opt_state import STEP, OptState, param_names
 from .._optim.settings import (
     IMPLEMENTATION_FLAGS,
-    CurrentSettings,
+    Hyperparams,
     OptimizerConfig,
     ParamGroup,
     Table,
@@ -59,14 +60,14 @@ def write_state_dict(
     return sd if like is None else _fill(like, sd, list(slots), written)
 
 
-def slots_by_parameter(config: OptimizerConfig, opt_state: OptState) -> dict[str, Tensors]:
+def slots_by_parameter(config: OptimizerConfig, opt_state: OptState) -> dict[str, LeafSlots]:
     """Return the slots of each parameter as torch has them, with a count of steps if it has one."""
     formula = config.spec.formula
     if formula is None:
         return opt_state.slots
     names, counts = param_names(opt_state), pytree.flatten(opt_state.counts)[0]
     counts = counts or [opt_state.applied.float()] * len(names)
-    slots: dict[str, Tensors] = {name: {} for name in names}
+    slots: dict[str, LeafSlots] = {name: {} for name in names}
     for name, count in zip(names, counts, strict=True):
         if formula.has_step_slot:
             slots[name][STEP] = count
@@ -90,8 +91,8 @@ def _current_groups(
     """
     config.check(opt_state)
     zero = torch.zeros_like(opt_state.applied)
-    first = config.current(opt_state._replace(applied=zero, iteration=zero))
-    now, stored = config.current(opt_state), stored_settings(opt_state)
+    first = config.hyperparams(opt_state._replace(applied=zero, iteration=zero))
+    now, stored = config.hyperparams(opt_state), stored_settings(opt_state)
     defaults = _with_initial(config.defaults, now.defaults, first.defaults, stored)
     if initial_lr is not None:
         defaults["initial_lr"] = float(initial_lr)
@@ -101,9 +102,9 @@ def _current_groups(
         {f"initial_{name}": None for name in table.values} | _with_initial(table, *numbers, {})
         for table, numbers in zip(config.by_override, steps, strict=True)
     ]
-    current = CurrentSettings(defaults, by_override)
+    hyperparams = Hyperparams(defaults, by_override)
     groups = []
-    for group in config.torch_groups(tuple(names), current):
+    for group in config.torch_groups(tuple(names), hyperparams):
         pairs = group.settings.items()
         complete = {n: v for n, v in pairs if v is not None or not n.startswith("initial_")}
         groups.append(group._replace(settings=complete))
@@ -182,11 +183,10 @@ def read_state_dict(
     config: OptimizerConfig,
     sd: Mapping[str, Any],
     fresh: OptState,
-    slots: dict[str, Tensors],
+    slots: dict[str, LeafSlots],
     applied: int | Tensor | None,
     iteration: int | Tensor | None,
-    counts_steps: bool,
-) -> tuple[OptState, dict[str, Tensors]]:
+) -> tuple[OptState, dict[str, LeafSlots]]:
     """Return the state in torch's format, for `TorchOptimizer.from_state_dict`, and its slots by
     parameter, with the count of each if one count is not that of all. `fresh` and `slots` are a new
     state and its slots, which are replaced one by one, so that memory holds one state only.
@@ -214,7 +214,7 @@ def read_state_dict(
         later = count.clamp(min=1).float()
         counts = {name: later * is_later for name, is_later in counts.items()}
     differ = any([bool(number.cpu() != count.cpu()) for number in counts.values()])
-    if counts_steps and (differ or config.counts == "each"):
+    if config.counts_steps and (differ or config.counts == "each"):
         for name, number in counts.items():
             device = next((slot.device for slot in slots[name].values()), count.device)
             slots[name][STEP] = number.to(device)

@@ -46,7 +46,7 @@ class Optimizer(Protocol):
 
 
 class Updater:
-    """An optimizer as a step calls it, over the lists of `StepInputs`: `plan`, `current_settings`,
+    """An optimizer as a step calls it, over the lists of `StepInputs`: `plan`, `hyperparams`,
     then `step_unless`, all by `step_planned`. `as_updater` makes one of any optimizer.
     """
 
@@ -86,9 +86,9 @@ class Updater:
         the trees of the arguments. `skip` is None where the host knows that the step is applied.
         """
         inputs = planned.inputs
-        current = self.current_settings(inputs.opt_state)
+        hyperparams = self.hyperparams(inputs.opt_state)
         plan = planned.plan.updater_plan
-        stepped = self.step_unless(skip, inputs, grads, plan, current, in_place=in_place)
+        stepped = self.step_unless(skip, inputs, grads, plan, hyperparams, in_place=in_place)
         return inputs.restore(*stepped)
 
     def grad_mode(self) -> torch.set_grad_enabled:
@@ -105,7 +105,7 @@ class Updater:
         Refuse parameters and a state that do not belong together, before any work.
         """
 
-    def current_settings(self, opt_state: Tree) -> Any:
+    def hyperparams(self, opt_state: Tree) -> Any:
         """Return the settings of the next step. Schedules run here, before anything is written."""
 
     def step_unless(
@@ -114,12 +114,12 @@ class Updater:
         inputs: StepInputs,
         grads: Gradients,
         plan: Any,
-        current: Any,
+        hyperparams: Any,
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Equal to `select(skip, (old params, old state), self.apply_step(inputs, grads.unscaled(),
-        plan, current))`. `skip` is None where the host knows that the step is applied. With
+        plan, hyperparams))`. `skip` is None where the host knows that the step is applied. With
         `in_place`, the caller guarantees that nobody else holds the tensors of `inputs`: they are
         overwritten.
         """
@@ -134,7 +134,7 @@ class Updater:
         ):
             # `where` sends a derivative of 0 into what it does not choose: 0 * inf is NaN.
             grads = grads.zeroed(skip)
-        new = self.apply_step(inputs, grads.unscaled(wide=self.wide_grads), plan, current)
+        new = self.apply_step(inputs, grads.unscaled(wide=self.wide_grads), plan, hyperparams)
         if self.may_add_slots:
             return new
         old = inputs.params, after_skip(inputs.opt_state, in_place=in_place)
@@ -146,7 +146,7 @@ class Updater:
             return structure.unflatten(select_masked(flag, before, after, in_place=in_place))
 
     def apply_step(
-        self, inputs: StepInputs, grads: Gradients, plan: Any, current: Any
+        self, inputs: StepInputs, grads: Gradients, plan: Any, hyperparams: Any
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step with these settings and unscaled gradients,
         in fresh memory.
@@ -184,7 +184,7 @@ class AdaptedOptimizer(Updater):
         return repr(self.optimizer)
 
     def apply_step(
-        self, inputs: StepInputs, grads: Gradients, plan: Any, current: Any
+        self, inputs: StepInputs, grads: Gradients, plan: Any, hyperparams: Any
     ) -> tuple[list[Tensor], Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
         old = inputs.trees

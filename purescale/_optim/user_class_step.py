@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .._optim.in_state import read_numbers
-from .._optim.opt_state import OptState, Tensors
-from .._optim.settings import CurrentSettings, OptimizerConfig, ParamGroup
+from .._optim.opt_state import OptState
+from .._optim.settings import Hyperparams, OptimizerConfig, ParamGroup
 from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import is_half, wide_dtype
 from .._tree import pytree
@@ -25,7 +25,7 @@ def step_of_user_class(
     inputs: StepInputs,
     grad_leaves: list[Tensor | None],
     groups: list[ParamGroup],
-    current: CurrentSettings,
+    hyperparams: Hyperparams,
 ) -> tuple[list[Tensor], OptState]:
     """Return parameters and state after the `step` of a user's class with these settings, in fresh
     memory, before it is counted. Half parameters and their slots are computed in float32.
@@ -49,9 +49,9 @@ def step_of_user_class(
         for name, g in zip(params, grad_leaves, strict=True)
         if g is not None
     }
-    current = current.map(read_numbers)
+    hyperparams = hyperparams.map(read_numbers)
     with torch.no_grad():
-        new_slots = _run(config, new_params, copied_grads, copies, groups, current)
+        new_slots = _run(config, new_params, copied_grads, copies, groups, hyperparams)
     stepped = [new.to(params[name].dtype) for name, new in new_params.items()]
     new_slots = {
         name: {key: _narrow(value, slots[name].get(key)) for key, value in entry.items()}
@@ -63,21 +63,21 @@ def step_of_user_class(
 
 def _run(
     config: OptimizerConfig,
-    params: Tensors,
-    gradients: Tensors,
+    params: dict[str, Tensor],
+    gradients: dict[str, Tensor],
     slots: Slots,
     groups: list[ParamGroup],
-    current: CurrentSettings,
+    hyperparams: Hyperparams,
 ) -> Slots:
     """Run the class's `step` on a copy of an optimizer that holds these tensors."""
     optimizer: Any = object.__new__(config.spec.cls)
     # Lists and dicts are copied: a step would change those of later steps.
-    vars(optimizer).update(pytree.map(lambda value: value, vars(config.template)))
+    vars(optimizer).update(pytree.map(lambda value: value, vars(config.prototype)))
     optimizer.param_groups, optimizer.state = [], defaultdict(dict)
     for group in groups:
         present = [name for name in group.names if name in gradients]
         members = {"params": [params[name] for name in present]}
-        settings = config.settings_of(group.overrides, current)
+        settings = config.settings_of(group.overrides, hyperparams)
         optimizer.param_groups.append(settings | members)
     try:
         for name, gradient in gradients.items():

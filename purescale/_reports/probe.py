@@ -13,7 +13,7 @@ from torch import Tensor
 from .._loss_scale.rules import NoScale
 from .._loss_scale.scaling import unscale_and_check
 from .._reports.printing import MAX_LINES, pyplot, table
-from .._step.backward import independent_loss
+from .._step.backward import independent_loss_error
 from .._step.value_and_grad import LossFn, ValueAndGrad
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
@@ -280,7 +280,7 @@ def _gradients_at_scales(loss: Tensor, inputs: Leaves, scales: Tensor) -> Leaves
                 "probe_scales(..., chunk_size=1)."
             ) from error
     if all([grad is None for grad in grads]):
-        raise independent_loss()
+        raise independent_loss_error()
     return [
         leaf.detach().new_zeros(()).expand(len(scales), *leaf.shape) if grad is None else grad
         for leaf, grad in zip(inputs, grads, strict=True)

@@ -17,7 +17,6 @@ from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like, full_tensor, shard
 from .._torch.dtypes import widest_float
-from .._torch.tensor_list import TensorList
 from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.hints import document_fields
@@ -264,14 +263,14 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
         for key, part in optimizer.plan(inputs).items():
             of_part = optimizer.inputs_of(key, part.members, inputs)
             grads_of_part = optimizer.grads_of(of_part, part.members, inputs, grads)
-            of_members = _wanted(optimizer.parts[key], of_part, grads_of_part)
+            of_members = _wanted(optimizer.updaters[key], of_part, grads_of_part)
             for index, update in zip(part.members, of_members, strict=True):
                 updates[index] = update
         return updates
     old = list(map(_wide, inputs.params))
-    wide_grads = TensorList(list(map(_wide, grads.tensors)))
+    wide_grads = grads.with_tensors(list(map(_wide, grads.tensors)), owned=False)
     wide = inputs.with_params(old, _wide_state(optimizer, inputs))
-    new = _stepped(optimizer, wide, grads._replace(tensor_list=wide_grads))
+    new = _stepped(optimizer, wide, wide_grads)
     likes = inputs.params
     if inputs.global_trees is not None:
         likes = inputs.layout.leaves(inputs.global_trees[0])
@@ -281,8 +280,8 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
 
 def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tensor]:
     if not isinstance(optimizer, AdaptedOptimizer):
-        plan, current = optimizer.plan(inputs), optimizer.current_settings(inputs.opt_state)
-        stepped: list[Tensor] = optimizer.step_unless(None, inputs, grads, plan, current)[0]
+        plan, hyperparams = optimizer.plan(inputs), optimizer.hyperparams(inputs.opt_state)
+        stepped: list[Tensor] = optimizer.step_unless(None, inputs, grads, plan, hyperparams)[0]
         return stepped
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     params, opt_state = inputs.trees

@@ -23,7 +23,7 @@ from .._tree.select import select, select_masked, write_over_leaves
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-class Advanced(NamedTuple):
+class NextControl(NamedTuple):
     """The next scaler, step count, generator and guard."""
 
     scaler: Leaves
@@ -38,7 +38,7 @@ def advance(
     attempt: Attempt,
     decision: Decision,
     guard_state: Tree,
-) -> Advanced:
+) -> NextControl:
     """Return what the next state has besides the results of the optimizer and of the loss.
     `guard_state` is the guard's new state. It is kept if the step is applied, or if only the guard
     rejected it.
@@ -50,13 +50,13 @@ def advance(
         guard = select_masked(decision.skip & ~decision.rejected, old, new)
     scaler = _next_scaler(options, flat_state.scaler, attempt, decision)
     step = flat_state.step + (1 if decision.known_applied else ~decision.skip)
-    return Advanced(scaler, step, attempt.rng, guard)
+    return NextControl(scaler, step, attempt.rng, guard)
 
 
 def assemble(
     start: Start,
     updated: tuple[Tree, Tree],
-    advanced: Advanced,
+    advanced: NextControl,
     buffers: Leaves,
     decision: Decision,
     may_write: MayWrite,

@@ -36,14 +36,14 @@ def with_zeros(gradients: Sequence[Tensor | None], inputs: Leaves) -> list[Tenso
     if type(None) not in set(map(type, gradients)):
         return list(gradients)  # type: ignore[arg-type]
     if all([gradient is None for gradient in gradients]):
-        raise independent_loss()
+        raise independent_loss_error()
     return [
         torch.zeros_like(leaf.detach()) if gradient is None else gradient
         for gradient, leaf in zip(gradients, inputs, strict=True)
     ]
 
 
-def independent_loss() -> ValueError:
+def independent_loss_error() -> ValueError:
     """Return the error of a loss that gives no parameter a gradient."""
     return ValueError(
         "the loss does not depend on params: no parameter has a gradient. Likely cause: loss_fn "
@@ -82,7 +82,7 @@ def send_gradients(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor]
         leaf.register_post_accumulate_grad_hook(functools.partial(take, index))
     torch.autograd.backward(loss, inputs=inputs)
     if not taken:
-        raise independent_loss()
+        raise independent_loss_error()
     for index in reversed(range(len(inputs))):
         if index not in taken:
             on_grad(index, torch.zeros_like(inputs[index].detach()))

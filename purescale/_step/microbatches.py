@@ -99,7 +99,7 @@ def accumulate_microbatches(
     differentiable = options.optimizer.differentiable and is_on_a_graph(
         pytree.all_tensors([params.leaves, buffers.leaves, scaler.leaves, microbatches])
     )
-    grad_fn = ValueAndGrad(
+    loss_and_grads = ValueAndGrad(
         params,
         buffers,
         scaler,
@@ -108,18 +108,18 @@ def accumulate_microbatches(
         memory.storages,
         differentiable=differentiable,
     )
-    if options.group is not None and (grad_fn.keeps_graph or under_derivative()):
+    if options.group is not None and (loss_and_grads.keeps_graph or under_derivative()):
         raise ValueError(
             "a derivative is taken through a step over a group: the gradients of other ranks "
             "arrive without a graph. Fix: group=None, with the microbatches of all ranks on one."
         )
     before = versions(memory.microbatches)
     if len(microbatches) == 1 and options.group is None:
-        window = _window_of_one(options, weights, grad_fn, microbatches[0], memory)
+        window = _window_of_one(options, weights, loss_and_grads, microbatches[0], memory)
     else:
         buffers_to_reduce = buffers.leaves if buffers_to_reduce is None else buffers_to_reduce
         window = _window_of_several(
-            options, weights, grad_fn, microbatches, memory, buffers_to_reduce
+            options, weights, loss_and_grads, microbatches, memory, buffers_to_reduce
         )
     check_unwritten(memory.microbatches, before)
     return window
@@ -128,16 +128,16 @@ def accumulate_microbatches(
 def _window_of_one(
     options: StepOptions,
     weights: MicrobatchWeights,
-    grad_fn: ValueAndGrad,
+    loss_and_grads: ValueAndGrad,
     entry: Any,
     memory: ArgumentMemory,
 ) -> WindowResult:
     """Return the result of a single microbatch. Its gradients are the mean, still scaled."""
     if isinstance(entry, FUNCTIONS):
-        entry = _microbatch_of(entry, grad_fn, memory)
-    out = grad_fn(grad_fn.buffers.leaves, entry)
-    params, scale = grad_fn.params.tensor_list, grad_fn.scale
-    grads = as_gradients(out.grads, scale, owned=grad_fn.owns_gradients, params=params)
+        entry = _microbatch_of(entry, loss_and_grads, memory)
+    out = loss_and_grads(loss_and_grads.buffers.leaves, entry)
+    params, scale = loss_and_grads.params.tensor_list, loss_and_grads.scale
+    grads = as_gradients(out.grads, scale, owned=loss_and_grads.owns_gradients, params=params)
     loss, totals_row, fraction = out.loss, None, None
     if weights.values is not None:
         totals_row, means = sum_microbatches(weights.values, torch.stack([loss]), [])
@@ -151,34 +151,34 @@ def _window_of_one(
 def _window_of_several(
     options: StepOptions,
     weights: MicrobatchWeights,
-    grad_fn: ValueAndGrad,
+    loss_and_grads: ValueAndGrad,
     microbatches: list[Any],
     memory: ArgumentMemory,
     buffers_to_reduce: Leaves,
 ) -> WindowResult:
     """Return the mean over several microbatches, or over those of a group."""
-    scale: Tensor = grad_fn.scale
-    mean = WindowMean(options, weights, grad_fn)
+    scale: Tensor = loss_and_grads.scale
+    mean = WindowMean(options, weights, loss_and_grads)
     reduction = start_reduction(mean, buffers_to_reduce)
-    carried, last = grad_fn.buffers.leaves, len(microbatches) - 1
+    carried, last = loss_and_grads.buffers.leaves, len(microbatches) - 1
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
     for index, entry in enumerate(microbatches):
         is_counted, microbatch = weights.is_counted[index], entry
         if isinstance(entry, FUNCTIONS):
-            microbatch = _microbatch_of(entry, grad_fn, memory)
+            microbatch = _microbatch_of(entry, loss_and_grads, memory)
         if reduction is not None and index == last:
             send = functools.partial(send_gradient, mean, reduction)
-            out = grad_fn(carried, microbatch, on_grad=send)
+            out = loss_and_grads(carried, microbatch, on_grad=send)
         else:
             # The first gradients of a sum become the sum; others are only read.
             first = mean.stays_scaled and mean.sums is None
-            if grad_fn.keeps_graph:
+            if loss_and_grads.keeps_graph:
                 # The graph of one microbatch at a time: each is made again in the backward.
-                out = checkpoint(grad_fn, carried, microbatch, use_reentrant=False)
+                out = checkpoint(loss_and_grads, carried, microbatch, use_reentrant=False)
             else:
-                out = grad_fn(carried, microbatch, take_ownership=first)
-            grads = as_gradients(out.grads, scale, params=grad_fn.params.tensor_list)
+                out = loss_and_grads(carried, microbatch, take_ownership=first)
+            grads = as_gradients(out.grads, scale, params=loss_and_grads.params.tensor_list)
             is_counted = mean.add(index, grads)
             del grads
         if isinstance(is_counted, Tensor):  # if it is dropped, what it did to the buffers is too
@@ -202,13 +202,15 @@ FUNCTIONS = (
 )
 
 
-def _microbatch_of(make: Callable[[], Any], grad_fn: ValueAndGrad, memory: ArgumentMemory) -> Any:
+def _microbatch_of(
+    make: Callable[[], Any], loss_and_grads: ValueAndGrad, memory: ArgumentMemory
+) -> Any:
     """Return the microbatch of a function in the window."""
     microbatch = make()
-    if grad_fn.storages is not None and memory.storages is not None:
+    if loss_and_grads.storages is not None and memory.storages is not None:
         # What a loss returns must not share its memory: a function may keep what it has made.
         pointers = storage_pointers(pytree.all_tensors(microbatch))
-        grad_fn.storages = {*memory.storages, *pointers}
+        loss_and_grads.storages = {*memory.storages, *pointers}
     return microbatch
 
 

@@ -32,7 +32,7 @@ def start_reduction(mean: WindowMean, buffers: Leaves) -> Reduction | None:
     weights = mean.weights.values
     weight = torch.where(is_weight(weights), weights, 0).sum()
     divisor = mean_divisor(weight, all_reduce(weight, "sum", group))
-    return reduction_of(mean.grad_fn.params.leaves, buffers, divisor, group)
+    return reduction_of(mean.loss_and_grads.params.leaves, buffers, divisor, group)
 
 
 def send_gradient(
@@ -43,13 +43,13 @@ def send_gradient(
     before = None if mean.sums is None else [mean.sums[tensor_index]]
     sums = mean.with_share(before, new.tensors, last)
     tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums
-    index = mean.grad_fn.indices[tensor_index]
+    index = mean.loss_and_grads.indices[tensor_index]
     reduction.put(index, new.restore(tensors)[0], owned=True, nan=_sent_for_nan(mean))
 
 
 def send_mean(mean: WindowMean, grads: Gradients, buffers: Leaves, divisor: Any) -> Reduction:
     """Send the gradients of a mean that the last backward has not sent, as `send_gradient` does."""
-    leaves, params = grads.leaves, mean.grad_fn.params.leaves
+    leaves, params = grads.leaves, mean.loss_and_grads.params.leaves
     reduction = reduction_of(params, buffers, divisor, mean.options.group)
     for index in reversed(range(len(params))):
         if index in reduction.bucket_of:

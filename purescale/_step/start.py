@@ -28,23 +28,23 @@ class Start(NamedTuple):
 
 def start_step(state: TrainState, options: StepOptions) -> Start:
     """Return the start of a step. Refuse a state that does not fit the optimizer."""
-    optimizer, control = options.optimizer, (state.step, state.rng, state.guard)
+    optimizer, step_rng_guard = options.optimizer, (state.step, state.rng, state.guard)
 
     eager_mode = current_eager_mode()
-    arguments = state.params, state.opt_state, state.buffers, state.scaler, control
+    arguments = state.params, state.opt_state, state.buffers, state.scaler, step_rng_guard
     planned = find_step(optimizer, eager_mode, arguments)
     if planned is None:
         trees = state.params, state.buffers, state.scaler
         params, buffers, scaler, opt_state = flatten_together(trees, state.opt_state)
         _check(state, options, params)
         inputs = step_inputs(optimizer, params, opt_state)
-        flat_trees = [params, opt_state, buffers, scaler, pytree.flatten_once(control)]
+        flat_trees = [params, opt_state, buffers, scaler, pytree.flatten_once(step_rng_guard)]
         planned = plan_step(optimizer, eager_mode, flat_trees, inputs)
-    params, opt_state, buffers, scaler, flat_control = planned.trees
-    control_leaves = [*scaler.leaves, *flat_control.leaves]
+    params, opt_state, buffers, scaler, others = planned.trees
+    control_leaves = [*scaler.leaves, *others.leaves]
     if not pytree.are_tensors(control_leaves):
         control_leaves = pytree.all_tensors(control_leaves)
-    flat_state = TrainState(params, buffers, opt_state, scaler, *control)
+    flat_state = TrainState(params, buffers, opt_state, scaler, *step_rng_guard)
     return Start(flat_state, control_leaves, planned)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._loss_scale.rules import HasScale, NoScale
 from .._loss_scale.scaling import check_scale, wide_loss
-from .._step.backward import gradients_of, independent_loss, send_gradients, with_zeros
+from .._step.backward import gradients_of, independent_loss_error, send_gradients, with_zeros
 from .._torch import donation, dtensor, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
@@ -289,7 +289,7 @@ class ValueAndGrad:
         def scaled(inputs: Leaves) -> tuple[Tensor, list[Tensor]]:
             loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
             if not loss.requires_grad:  # by this transform; the module's own graph does not count
-                raise independent_loss()
+                raise independent_loss_error()
             leaves, structure = private.pytree.tree_flatten(outputs)
             others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
             static_outputs.extend((structure, others))
@@ -339,7 +339,7 @@ class ValueAndGrad:
             before = versions(read_only)
             loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
         if not loss.requires_grad:
-            raise independent_loss()
+            raise independent_loss_error()
         if versions(read_only) != before:
             self._refuse_write(_written(read_only, before))
         return inputs, loss, outputs

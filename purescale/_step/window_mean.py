@@ -26,11 +26,11 @@ class WindowMean:
     """
 
     def __init__(
-        self, options: StepOptions, weights: MicrobatchWeights, grad_fn: ValueAndGrad
+        self, options: StepOptions, weights: MicrobatchWeights, loss_and_grads: ValueAndGrad
     ) -> None:
         self.options = options
-        self.weights, self.grad_fn = weights, grad_fn
-        self.scale, self.owned = grad_fn.scale, grad_fn.owns_gradients
+        self.weights, self.loss_and_grads = weights, loss_and_grads
+        self.scale, self.owned = loss_and_grads.scale, loss_and_grads.owns_gradients
         self.stays_scaled = options.on_nonfinite == "drop_window"
         self.sums: list[Tensor] | None = None  # before the first microbatch that counts
         self.accum: AccumState | None = None  # unless the mean stays scaled
@@ -74,6 +74,6 @@ class WindowMean:
         if self.accum is not None:
             sums, scale = self.accum.grads, None
         elif sums is None:
-            sums = as_gradients(self.grad_fn.zeros()).tensors
-        templates, dense_real = self.grad_fn.params.leaves, self.grad_fn.dense_real
+            sums = as_gradients(self.loss_and_grads.zeros()).tensors
+        templates, dense_real = self.loss_and_grads.params.leaves, self.loss_and_grads.dense_real
         return Gradients(TensorList(sums), templates, dense_real, scale, owned=self.owned)

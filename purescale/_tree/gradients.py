@@ -13,9 +13,6 @@ from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read
 from .._tree.leaves import are_plain_dense, as_dense_real
 
-# by whether they are divided in float64
-_LARGEST = torch.finfo(torch.float32).max, torch.finfo(torch.float64).max
-
 
 class Gradients(NamedTuple):
     """Gradients as dense, real, strided tensors of this rank, without `None`, and what an optimizer
@@ -58,8 +55,8 @@ class Gradients(NamedTuple):
 
     @property
     def factor_dtype(self) -> torch.dtype:
-        """The dtype in which a factor is multiplied, and of a norm: float64 if a gradient has it,
-        else float32, because a float64 factor would take float32 gradients through a slower kernel.
+        """The dtype in which a factor is multiplied, and a norm is reported: float64 if a gradient
+        has it, else float32. A float64 factor would take float32 gradients through a slower kernel.
         """
         return torch.float64 if torch.float64 in self.tensor_list.dtypes else torch.float32
 
@@ -101,11 +98,12 @@ class Gradients(NamedTuple):
         """Return them with `divisor / factor` as their divisor, for a kernel that divides once. If
         that is out of range, they are multiplied by the factor first.
         """
-        divisor, factor, dtypes = self.divisor, self.factor, self.tensor_list.dtypes
+        divisor, factor, dtype = self.divisor, self.factor, self.factor_dtype
         if factor is None:
             return self
-        # float32 gradients are divided in float32, also beside float64 ones
-        dtype, largest = self.factor_dtype, _LARGEST[dtypes == {torch.float64}]
+        # Unless all gradients are float64, the divisor must fit into float32.
+        only_double = self.tensor_list.dtypes == {torch.float64}
+        largest = torch.finfo(torch.float64 if only_double else torch.float32).max
         if isinstance(factor, Tensor) and host_can_read([factor], self.tensors):
             factor = factor.item()
         if not isinstance(factor, Tensor):  # saves a pass over the gradients
@@ -128,30 +126,32 @@ class Gradients(NamedTuple):
         dtypes = [torch.float32 if t.dtype.itemsize < 4 else t.dtype for t in self.tensors]
         tensors = foreach.cast(self.tensors, dtypes)
         fresh = all([new is not old for new, old in zip(tensors, self.tensors, strict=True)])
-        return self._replace(tensor_list=TensorList(tensors), owned=self.owned or fresh)
+        return self.with_tensors(tensors, owned=self.owned or fresh)
 
     def divided(self, divisor: Tensor) -> Gradients:
         """Return them divided by a 0-d tensor, in place if they are owned, like the next two."""
-        return self._owning(foreach.divide(self.tensors, divisor, in_place=self.owned))
+        return self.with_tensors(foreach.divide(self.tensors, divisor, in_place=self.owned))
 
     def multiplied(self, factor: float | Tensor) -> Gradients:
         """Return them multiplied by a number, or a 0-d tensor."""
         if isinstance(factor, float):
             factor = torch.full((), factor, dtype=self.factor_dtype, device="cpu")
         factor = factor.to(self.factor_dtype)
-        return self._owning(foreach.multiply(self.tensors, factor, in_place=self.owned))
+        return self.with_tensors(foreach.multiply(self.tensors, factor, in_place=self.owned))
 
     def clamped(self, bound: float | Tensor) -> Gradients:
         """Return them clamped to plus and minus `bound`."""
-        return self._owning(foreach.clamp(self.tensors, bound, in_place=self.owned))
+        return self.with_tensors(foreach.clamp(self.tensors, bound, in_place=self.owned))
 
     def zeroed(self, skip: Tensor) -> Gradients:
         """Return zeros in their place if `skip`, a 0-d bool tensor."""
-        return self._owning([tensor.masked_fill(skip, 0.0) for tensor in self.tensors])
+        return self.with_tensors([tensor.masked_fill(skip, 0.0) for tensor in self.tensors])
 
-    def _owning(self, tensors: list[Tensor]) -> Gradients:
-        # A compiler fuses what follows; a write into these would only add work.
-        owned = not torch.compiler.is_compiling()
+    def with_tensors(self, tensors: list[Tensor], *, owned: bool | None = None) -> Gradients:
+        """Return other tensors in place of these, by default results that nobody else can see."""
+        if owned is None:
+            # A compiler fuses what follows; a write into these would only add work.
+            owned = not torch.compiler.is_compiling()
         return self._replace(tensor_list=TensorList(tensors), owned=owned)
 
     @property

@@ -120,19 +120,19 @@ class Wrapper(Updater):
             return False
         return isinstance(inner, TorchOptimizer) and not inner.may_add_slots
 
-    def current_settings(self, opt_state: Tree) -> Any:
+    def hyperparams(self, opt_state: Tree) -> Any:
         """Return the settings of the inner optimizer's step."""
         with self.grad_mode():
-            return self.updater.current_settings(self.inner_state(opt_state))
+            return self.updater.hyperparams(self.inner_state(opt_state))
 
     def apply_step(
-        self, inputs: StepInputs, grads: Gradients, plan: list[Piece], current: Any
+        self, inputs: StepInputs, grads: Gradients, plan: list[Piece], hyperparams: Any
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step: decoded, stepped and encoded."""
         [piece] = plan
 
         def step(inner: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
-            return self.updater.step_unless(None, inner, grads, piece.plan, current)
+            return self.updater.step_unless(None, inner, grads, piece.plan, hyperparams)
 
         return self._step_decoded(inputs, grads, step)[0]
 
@@ -142,7 +142,7 @@ class Wrapper(Updater):
         inputs: StepInputs,
         grads: Gradients,
         plan: list[Piece],
-        current: Any,
+        hyperparams: Any,
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
@@ -151,11 +151,11 @@ class Wrapper(Updater):
         """
         is_whole = skip is None and not in_place and len(plan) == 1
         if is_whole or not self._inner_skips():
-            return super().step_unless(skip, inputs, grads, plan, current, in_place=in_place)
+            return super().step_unless(skip, inputs, grads, plan, hyperparams, in_place=in_place)
 
         def step_of(piece: Piece) -> InnerStep:
             return lambda inner, grads: self.updater.step_unless(
-                skip, inner, grads, piece.plan, current, in_place=not traced()
+                skip, inner, grads, piece.plan, hyperparams, in_place=not traced()
             )
 
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip

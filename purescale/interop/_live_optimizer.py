@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._optim.from_torch import from_torch, optimizer_of, spec_of_class
 from .._optim.in_state import read_numbers
 from .._optim.opt_state import OptState, is_wrapped
 from .._optim.schedule import ScheduleBy
-from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerConfig, spec_of_live
-from .._optim.torch_optim import TorchOptimizer, from_torch
+from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerConfig
+from .._optim.torch_optim import TorchOptimizer
 from .._optim.torch_state_dict import common_value, write_state_dict
 from .._optim.user_class_step import with_python_scalars
 from .._tree.pytree import Tree
@@ -197,8 +198,9 @@ def _make_optimizer(
         return from_torch(
             cls, overrides=overrides, in_state=in_state, schedule_by=schedule_by, **changed
         )
-    lr, spec = first.pop("lr"), spec_of_live(_template(torch_optimizer, first))
-    return TorchOptimizer(
+    lr, template = first.pop("lr"), _template(torch_optimizer, first)
+    spec = spec_of_class(cls)._replace(setting_names=None, construct=lambda *_: template)
+    return optimizer_of(
         OptimizerConfig(spec, lr, overrides, first, in_state=in_state, schedule_by=schedule_by)
     )
 

@@ -10,32 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import STEP, Columns, Tensors
-from .._optim.settings import CurrentSettings, OptimizerConfig, ParamGroup
+from .._optim.formulas import LeafSlots
+from .._optim.opt_state import STEP, Columns
+from .._optim.settings import Hyperparams, OptimizerConfig, ParamGroup
 from .._torch.tracing import traced
 from .._tree.leaves import describe, same_metadata
 
 _NO_LR = {"lr": 0.0}  # the names and shapes of slots do not depend on it
 
 
-class SlotLayout:
+class SlotSpec:
     """The slots of one class with these settings, by those of a probe of shape (2, 3). A user's
     class makes its own in its first step, and nobody knows them.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config, self._formula = config, config.spec.formula
-        # What a later value of a setting in the state needs is there from the start.
-        may_move = {"momentum", "dampening"} & {*config.in_state}
-        self._nonzero: dict[str, Any] = dict.fromkeys(may_move, 0.5)
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         probed: dict[str, Tensor] = {}
-        self.counts_steps = False
-        if not config.spec.calls_user_step:
-            for table in (config.defaults, *config.by_override):
-                own = {**config.defaults.values, **table.values, **self._nonzero, **_NO_LR}
-                probed |= self._formula.init_slots(probe, own)
-                self.counts_steps |= self._formula.counts_steps(own)
+        for settings in config.each_settings():
+            probed |= self._formula.init_slots(probe, {**settings, **_NO_LR})
         # The dtype of a slot that is one number; None for one of the shape of its parameter. The
         # factors of Adafactor are neither, and are left out.
         alike = {key: value for key, value in probed.items() if value.shape in ((), probe.shape)}
@@ -47,22 +41,17 @@ class SlotLayout:
         return self._dtypes.get(key) is not None
 
     def init_slots(
-        self, params: Mapping[str, Tensor], current: CurrentSettings
-    ) -> dict[str, Tensors]:
+        self, params: Mapping[str, Tensor], hyperparams: Hyperparams
+    ) -> dict[str, LeafSlots]:
         """Return the slots of each parameter before its first step."""
-        if params:  # torch checks shapes, and needs no memory for it
-            shapes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in params.values()]
-            self._config.spec.construct(shapes, self._config.defaults.values)
         slots = {
             name: self._init_slots(params[name], group.settings)
-            for group in self._groups(params, current)
+            for group in self._groups(params, hyperparams)
             for name in group.names
         }
         return {name: slots[name] for name in params}
 
     def _init_slots(self, param: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
-        if self._config.spec.calls_user_step:
-            return {}
         if param.is_complex() and not self._config.spec.elementwise:
             raise ValueError(
                 f"{self._config.spec.name} was given a complex parameter "
@@ -71,10 +60,10 @@ class SlotLayout:
             )
         return self._formula.init_slots(param.detach(), settings)
 
-    def _groups(self, params: Mapping[str, Tensor], current: CurrentSettings) -> list[ParamGroup]:
+    def _groups(self, params: Mapping[str, Tensor], hyperparams: Hyperparams) -> list[ParamGroup]:
         """Return the groups with the settings from which slots are made."""
-        rates = current.map(lambda table: {n: v for n, v in table.items() if n == "lr"})
-        rates.defaults.update(self._nonzero)
+        rates = hyperparams.map(lambda table: {n: v for n, v in table.items() if n == "lr"})
+        rates.defaults.update(self._config.never_zero)
         return self._config.torch_groups(tuple(params), rates)
 
     # ---- the check
@@ -123,7 +112,7 @@ class SlotLayout:
     def _check_keys(self, columns: Columns, params: Mapping[str, Tensor]) -> None:
         """Refuse columns that lack one of `init_slots` with the settings of their group."""
         dims = [param.ndim for param in params.values()]
-        for group in self._groups(params, self._config.empty_current):
+        for group in self._groups(params, self._config.no_hyperparams):
             needed: dict[int, list[str]] = {}
             for index in group.indices:
                 ndim = dims[index]

@@ -13,7 +13,7 @@ from torch import nn
 import purescale as ps
 from purescale._torch import private
 from purescale._torch.private_names import guard_one_by_one
-from purescale._torch.tensor_list import Facts, TensorList
+from purescale._torch.tensor_list import ListMetadata, TensorList
 from purescale._tree.plans import Plans
 
 RULE = ps.DynamicScale(init_scale=2.0**4)
@@ -38,10 +38,10 @@ def test_a_fact_is_the_same_of_lists_that_share_a_cache():
         return [transposed, torch.zeros(2).double(), empty, torch.zeros(1, requires_grad=True)]
 
     for fact, expected in FACTS.items():
-        facts, picked = Facts(), TensorList(tensors()[1:3])
+        metadata, picked = ListMetadata(), TensorList(tensors()[1:3])
         for _ in range(2):
-            assert getattr(TensorList(tensors(), facts), fact) == expected
-            shared = TensorList(tensors(), facts).picked([1, 2])
+            assert getattr(TensorList(tensors(), metadata), fact) == expected
+            shared = TensorList(tensors(), metadata).picked([1, 2])
             assert getattr(shared, fact) == getattr(picked, fact)
 
 

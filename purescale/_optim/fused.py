@@ -207,7 +207,7 @@ class FusedStep:
         num_params, grads = len(inputs.params), grads.with_one_divisor()
         state = structure.unflatten(leaves[num_params:])
         t_by_device = self._t_by_device(state.applied, plan.launches)
-        are_alike = inputs.param_list.shares_facts(grads.tensor_list)
+        are_alike = inputs.param_list.shares_metadata(grads.tensor_list)
         grads_are_ready = plan.leaves_are_ready and are_alike
         for launch in plan.launches:
             arguments = launch, leaves, t_by_device, grads, hyperparams

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .._optim.step_inputs import ParamLayout, StepInputs, flatten_step
-from .._torch.tensor_list import Facts
+from .._torch.tensor_list import ListMetadata
 from .._torch.tracing import EagerMode, current_eager_mode
 from .._tree import pytree
 from .._tree.gradients import Gradients
@@ -22,7 +22,7 @@ class StepPlan(NamedTuple):
 
     layout: ParamLayout
     updater_plan: Any  # what `Updater.plan` returned
-    leaves_facts: Facts  # of `StepInputs.dense_leaves`
+    leaves_metadata: ListMetadata  # of `StepInputs.dense_leaves`
     # Each leaf is gapless and requires no gradient: a step may write into it if nothing else shares
     # its memory.
     all_writable: bool
@@ -52,7 +52,7 @@ def find_step(
         return None
     flat_trees, leaves, plan = match
     params, opt_state, *_ = flat_trees
-    inputs = StepInputs.of_dense(plan.layout, params, opt_state, plan.leaves_facts)
+    inputs = StepInputs.of_dense(plan.layout, params, opt_state, plan.leaves_metadata)
     return PlannedStep(flat_trees, leaves, inputs, plan, eager_mode)
 
 
@@ -76,7 +76,7 @@ def plan_step(
     plan = StepPlan(
         inputs.layout,
         updater.plan(inputs),
-        leaves_facts=Facts(),
+        leaves_metadata=ListMetadata(),
         all_writable=known is not None
         and all([x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]),
         all_readable=known is not None and known.host_reads and all([x.are_on_cpu for x in lists]),

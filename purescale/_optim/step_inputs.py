@@ -21,7 +21,7 @@ from .._optim.opt_state import (
     without_wrappers,
 )
 from .._torch import dtensor
-from .._torch.tensor_list import Facts, TensorList
+from .._torch.tensor_list import ListMetadata, TensorList
 from .._torch.tracing import is_unresolved, refuse_graph_end
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
@@ -110,9 +110,9 @@ class StepInputs(NamedTuple):
         layout: ParamLayout,
         params: FlatTree,
         opt_state: FlatTree,
-        facts: Facts | None = None,
+        metadata: ListMetadata | None = None,
     ) -> StepInputs:
-        """Return the inputs of a step whose tensors are dense and off graph. `facts` are those of
+        """Return the inputs of a step whose tensors are dense and off graph. `metadata` is that of
         `dense_leaves`.
         """
         leaves = [*params.leaves, *opt_state.leaves]
@@ -120,7 +120,7 @@ class StepInputs(NamedTuple):
             layout,
             params.tensor_list,
             opt_state.tree,
-            dense_leaves=TensorList(leaves, facts, dense_off_graph=True),
+            dense_leaves=TensorList(leaves, metadata, dense_off_graph=True),
             state_structure=opt_state.structure,
         )
 

@@ -1,7 +1,7 @@
 """Lists of tensors with what is known of them, besides their values and their memory.
 
 What was computed from one list holds for all lists of the same metadata: a plan keeps it for them,
-by `Facts`. Neither tensors nor their values are kept.
+by `ListMetadata`. Neither tensors nor their values are kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .._torch.tracing import PLAIN_TYPES
 T = TypeVar("T")
 
 
-class Fact(Generic[T]):
+class CachedByMetadata(Generic[T]):
     """An attribute of `TensorList` that is computed when it is first asked for, then cached."""
 
     def __init__(self, compute: Callable[[TensorList], T]) -> None:
@@ -28,13 +28,13 @@ class Fact(Generic[T]):
         self.__doc__ = compute.__doc__
 
     @overload
-    def __get__(self, tensor_list: None, owner: Any) -> Fact[T]: ...
+    def __get__(self, tensor_list: None, owner: Any) -> CachedByMetadata[T]: ...
     @overload
     def __get__(self, tensor_list: TensorList, owner: Any) -> T: ...
-    def __get__(self, tensor_list: TensorList | None, owner: Any) -> Fact[T] | T:
+    def __get__(self, tensor_list: TensorList | None, owner: Any) -> CachedByMetadata[T] | T:
         if tensor_list is None:
             return self
-        values = tensor_list.facts.values
+        values = tensor_list.metadata.values
         if self.name not in values:
             values[self.name] = self.compute(tensor_list)
         value: T = values[self.name]
@@ -55,83 +55,88 @@ def metadata_matcher(tensors: Sequence[Tensor]) -> Callable[[Sequence[Any]], boo
     """Return a function that is True for as many tensors of the same shapes, strides, dtypes and
     devices as these, which are plain and dense: one call of C++, 1 to 2 us for 30.
     """
-    count, is_like = len(tensors), private.metadata_guard(*tensors)
+    count, guard = len(tensors), private.metadata_guard(*tensors)
 
     def compare(others: Sequence[Any]) -> bool:
-        return len(others) == count and are_comparable(others) and bool(is_like(*others))
+        return len(others) == count and are_comparable(others) and bool(guard(*others))
 
     return compare
 
 
-class Facts:
-    """The values that were computed from the metadata of a list. All lists alike share them.
+class ListMetadata:
+    """The metadata of a list of tensors, as the values that were computed from it. All lists alike
+    share them.
 
     Args:
-        is_like: The `metadata_matcher` of the list, if a plan has one.
+        matcher: The `metadata_matcher` of the list, if a plan has one.
     """
 
-    def __init__(self, is_like: Callable[[Sequence[Any]], bool] | None = None) -> None:
+    def __init__(self, matcher: Callable[[Sequence[Any]], bool] | None = None) -> None:
         self.values: dict[Hashable, Any] = {}
-        self.is_like = is_like
+        self.matcher = matcher
 
 
 class TensorList:
     """A list of tensors, with what is known of it."""
 
-    __slots__ = ("dense_off_graph", "facts", "tensors")
+    __slots__ = ("dense_off_graph", "metadata", "tensors")
 
     def __init__(
-        self, tensors: list[Any], facts: Facts | None = None, *, dense_off_graph: bool = False
+        self,
+        tensors: list[Any],
+        metadata: ListMetadata | None = None,
+        *,
+        dense_off_graph: bool = False,
     ) -> None:
         self.tensors = tensors
-        self.facts = Facts() if facts is None else facts
+        self.metadata = ListMetadata() if metadata is None else metadata
         self.dense_off_graph = dense_off_graph  # known to be so: see `are_dense_off_graph`
 
     def is_like(self, others: Sequence[Any]) -> bool:
         """Return True if it is known that `others` differ from these in values only."""
-        return self.facts.is_like is not None and self.facts.is_like(others)
+        return self.metadata.matcher is not None and self.metadata.matcher(others)
 
-    def shares_facts(self, other: TensorList) -> bool:
+    def shares_metadata(self, other: TensorList) -> bool:
         """Return True if both are known to differ in values only: they are alike in a plan, or
         `as_gradients(params=...)` has compared them.
         """
-        return self.facts is other.facts
+        return self.metadata is other.metadata
 
-    @Fact
+    @CachedByMetadata
     def num_elements(self) -> int:
         """The number of elements of all tensors together."""
         return sum(map(Tensor.numel, self.tensors))
 
-    @Fact
+    @CachedByMetadata
     def any_empty(self) -> bool:
         return 0 in map(Tensor.numel, self.tensors)
 
-    @Fact
+    @CachedByMetadata
     def dtypes(self) -> set[torch.dtype]:
         return {tensor.dtype for tensor in self.tensors}
 
-    @Fact
+    @CachedByMetadata
     def devices(self) -> set[torch.device]:
         return {tensor.device for tensor in self.tensors}
 
-    @Fact
+    @CachedByMetadata
     def are_on_cpu(self) -> bool:
         return self.devices <= {torch.device("cpu")}
 
-    @Fact
+    @CachedByMetadata
     def kinds(self) -> list[list[int]]:
         """The indices of tensors by device and dtype."""
         return by_kind(self.tensors)
 
-    @Fact
+    @CachedByMetadata
     def are_contiguous(self) -> bool:
         return are_contiguous(self.tensors)
 
-    @Fact
+    @CachedByMetadata
     def are_gapless(self) -> bool:
         return self.are_contiguous or all(map(is_gapless, self.tensors))
 
-    @Fact
+    @CachedByMetadata
     def any_requires_grad(self) -> bool:
         return any([tensor.requires_grad for tensor in self.tensors])
 
@@ -139,6 +144,6 @@ class TensorList:
         """Return the tensors with these indices, in rising order."""
         if len(indices) == len(self.tensors):
             return self
-        facts = self.facts.values.setdefault(("picked", *indices), Facts())
+        metadata = self.metadata.values.setdefault(("picked", *indices), ListMetadata())
         picked = list(map(self.tensors.__getitem__, indices))
-        return TensorList(picked, facts, dense_off_graph=self.dense_off_graph)
+        return TensorList(picked, metadata, dense_off_graph=self.dense_off_graph)

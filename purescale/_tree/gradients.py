@@ -176,7 +176,7 @@ def as_gradients(
     known of `params`, of which these are the gradients, is known of them if they are alike.
     """
     if params is not None and params.is_like(leaves):
-        return Gradients(TensorList(list(leaves), params.facts), leaves, True, divisor, owned)
+        return Gradients(TensorList(list(leaves), params.metadata), leaves, True, divisor, owned)
     if are_plain_dense(leaves):
         return Gradients(TensorList(list(leaves)), leaves, True, divisor, owned)
     templates = [dtensor.reduce_partial(leaf) for leaf in leaves]

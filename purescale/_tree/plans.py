@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from .._torch import private
-from .._torch.tensor_list import Facts, TensorList, are_comparable, metadata_matcher
+from .._torch.tensor_list import ListMetadata, TensorList, are_comparable, metadata_matcher
 from .._torch.tracing import EagerMode
 from .._tree.pytree import FlatTree, Leaves, Tree, flatten, is_of_builtins
 
@@ -40,8 +40,8 @@ class Plans(Generic[PlanT]):
         """Yield the plans for tensors like these and an equal key."""
         if not are_comparable(tensors):
             return
-        for key_of_plan, is_like, plan in self.entries:
-            if _are_equal(key_of_plan, key) and is_like(*tensors):
+        for key_of_plan, guard, plan in self.entries:
+            if _are_equal(key_of_plan, key) and guard(*tensors):
                 yield plan
 
     def add(self, tensors: Sequence[Tensor], key: Any, plan: PlanT) -> None:
@@ -90,7 +90,8 @@ class CachedPlan(NamedTuple):
 
     structure: Any  # of all of them, as a tuple
     nodes: list[Node]
-    parts: list[tuple[slice, Any, Facts]]  # the leaves of each tree, its structure, its facts
+    # the leaves of each tree, its structure, and their metadata
+    parts: list[tuple[slice, Any, ListMetadata]]
     may_have_graph: bool
     value: Any  # that was planned
 
@@ -109,19 +110,19 @@ def find_plan(
     """Return what was planned for trees that differ from these in values only, in calls that ran
     where this one does; None if nothing was.
     """
-    for key, is_like, kept in plans.entries:
+    for key, guard, kept in plans.entries:
         if key != (eager_mode, len(trees)) or not _has_form(trees, kept.nodes):
             continue
         # By a known structure, which takes a sixth of the time of a new one.
         leaves = kept.structure.flatten_up_to(trees)
-        if not (are_comparable(leaves) and is_like(*leaves)):
+        if not (are_comparable(leaves) and guard(*leaves)):
             continue
         if kept.may_have_graph and any(map(_grad_fn, leaves)):
             continue
         flat_trees = []
-        for tree, (at, structure, facts) in zip(trees, kept.parts, strict=True):
+        for tree, (at, structure, metadata) in zip(trees, kept.parts, strict=True):
             some = leaves[at]
-            tensor_list = TensorList(some, facts, dense_off_graph=True)
+            tensor_list = TensorList(some, metadata, dense_off_graph=True)
             flat_trees.append(FlatTree(tree, some, structure, tensor_list))
         return FoundPlan(flat_trees, leaves, kept.value)
     return None
@@ -158,19 +159,19 @@ def add_plan(
     plan = CachedPlan(
         structure,
         nodes=_nodes_below(arguments),
-        parts=list(zip(slices, structures, _facts_of(trees), strict=True)),
+        parts=list(zip(slices, structures, _metadata_of(trees), strict=True)),
         may_have_graph=any(map(_requires_grad, leaves)),
         value=value,
     )
     plans.add(leaves, (eager_mode, len(trees)), plan)
 
 
-def _facts_of(trees: Sequence[FlatTree]) -> list[Facts]:
-    """Return the facts of each tree, which trees whose leaves are alike share."""
-    known: list[Facts] = []
+def _metadata_of(trees: Sequence[FlatTree]) -> list[ListMetadata]:
+    """Return the metadata of each tree, which trees whose leaves are alike share."""
+    known: list[ListMetadata] = []
     for tree in trees:
-        alike = (facts for facts in known if facts.is_like and facts.is_like(tree.leaves))
-        known.append(next(alike, None) or Facts(metadata_matcher(tree.leaves)))
+        alike = (each for each in known if each.matcher and each.matcher(tree.leaves))
+        known.append(next(alike, None) or ListMetadata(metadata_matcher(tree.leaves)))
     return known
 
 

@@ -113,13 +113,13 @@ class FlatTree(NamedTuple):
         """Return the leaves of a tree that is known to differ from this one in values only; None if
         that is not known.
         """
-        if self.tensor_list.facts.is_like is None:
+        if self.tensor_list.metadata.matcher is None:
             return None
         try:
             leaves: Leaves = self.structure.flatten_up_to(other)
         except ValueError:
             return None
-        return leaves if self.tensor_list.facts.is_like(leaves) else None
+        return leaves if self.tensor_list.metadata.matcher(leaves) else None
 
 
 def flatten_once(tree: Tree) -> FlatTree:

@@ -118,9 +118,10 @@ def test_any_length_of_a_segment_has_the_same_bits(number, every):
     assert same_bits(run, ps.vjp_through(step, state, items, query, wrt=weights))
 
 
-@pytest.mark.parametrize(("number", "most"), [(160, 17)])
-def test_a_run_takes_the_memory_of_its_kept_states(number, most, frozen_objects):
-    peak = 0
+def test_a_run_takes_the_memory_of_its_kept_states():
+    number, most, peak = 160, 17, 0
+    gc.collect()
+    gc.freeze()  # which leaves tensors of earlier tests out of `get_objects`
 
     def step(x, item):
         nonlocal peak
@@ -134,15 +135,6 @@ def test_a_run_takes_the_memory_of_its_kept_states(number, most, frozen_objects)
     # Besides: the first state, the last one, the one at work, those around a pullback, cotangents.
     assert peak <= most + 10
     assert same_bits(run, ps.vjp_through(step, start, items, torch.sum, every=number))
-
-
-@pytest.fixture
-def frozen_objects():
-    """Leave the objects that are alive now out of `gc.get_objects`."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def by_name(name, param):

@@ -28,6 +28,7 @@ from helpers import (
     small_net,
     started,
     tensors,
+    trained,
 )
 from helpers import job as job_of
 from hypothesis import given
@@ -41,7 +42,7 @@ from purescale._torch.tracing import as_on_an_accelerator
 from purescale.testing import donated_poisoned
 
 sys.path.append(str(Path(__file__).parent / "second_device"))
-from jobs import JOBS
+from jobs import ALIKE, JOBS
 
 INF = float("inf")
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
@@ -80,22 +81,13 @@ def windows(number, overflow=4, size=8):
     return [[(x * INF if index == overflow else x, y)] for index, (x, y) in enumerate(found)]
 
 
-def run(step, state, batches):
-    """The state after `step` over these, and what the steps told."""
-    told = []
-    for one in batches:
-        state, info = step(state, one)
-        told.append(info)
-    return state, told
-
-
 def agree(step, state, batches, graphs=1, **settings):
     """The captured step has the bits of the step over these, what it told included, and is recorded
     so often. Returns what both told, and the captured step.
     """
     fast = ps.capture(step, **{"donate": True, **settings})
-    expected = run(step, clone(state), batches)
-    actual = run(fast, clone(state), batches)
+    expected = trained(clone(state), step, batches)
+    actual = trained(clone(state), fast, batches)
     assert same_bits(actual, expected)
     assert len(fast.programs) == graphs
     return actual[1], fast
@@ -125,8 +117,15 @@ REFUSED = ("`rng` in the state", "`max_retries=2`")
 BY_HAND = ("a loop by hand", "`accumulate_grads`", "an ensemble, by vmap")
 
 
-@pytest.mark.parametrize("name", [x for x in JOBS if x not in REFUSED])
-def test_a_captured_job_has_the_bits_of_the_job_over_eight_steps(name, graphs, monkeypatch):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ())
+        for name in JOBS
+        if name not in REFUSED
+    ],
+)
+def test_a_captured_job_has_the_bits_of_the_job(name, graphs, monkeypatch):
     made, step, some = JOBS[name]("cpu")
     donate = name not in BY_HAND
     if donate:
@@ -135,9 +134,9 @@ def test_a_captured_job_has_the_bits_of_the_job_over_eight_steps(name, graphs, m
     if name == "LSTM":  # that of oneDNN has other bits in a second run over the same memory
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     torch.manual_seed(1)
-    expected = run(step, clone(made), some * 2)
+    expected = trained(clone(made), step, some)
     torch.manual_seed(1)
-    actual = run(fast, clone(made), some * 2)
+    actual = trained(clone(made), fast, some)
     assert same_bits(actual, expected)
     assert len(fast.programs) == 1
 
@@ -178,6 +177,7 @@ def test_an_average_of_the_weights_after_the_step_is_a_part_of_the_graph(graphs)
     agree(averaged, (made, ps.clone(made.params)), windows(8))
 
 
+@pytest.mark.slow
 def test_a_step_with_a_compiled_loss_is_captured(graphs):
     made, step = training()
     apply, *_ = ps.make_functional(small_net())
@@ -259,14 +259,6 @@ def test_what_is_not_donated_never_changes(graphs):
         for x in xs(4):
             first = fast(state, x)
             assert same_bits(first, mean(state, x))
-
-
-def test_a_view_of_the_old_state_that_is_returned_shows_the_old_state(graphs):
-    fast = ps.capture(lambda state, x: (state + x, state[1:]), donate=True)
-    state = torch.zeros(3)
-    for index in range(3):
-        state, old = fast(state, torch.ones(3))
-        assert same_bits(old, torch.full((2,), float(index)))
 
 
 def test_a_graph_of_autograd_that_saved_a_donated_weight_refuses_its_backward(graphs):
@@ -431,9 +423,9 @@ def test_no_two_threads_are_in_one_captured_function(graphs, monkeypatch):
 
     monkeypatch.setattr(RecordedGraph, "replay", slow)
     with ThreadPoolExecutor(3) as pool:
-        ended = list(pool.map(lambda _: run(fast, start(), xs(3)), range(3)))
+        ended = list(pool.map(lambda _: trained(start(), fast, xs(3)), range(3)))
     assert most == [1] * 9
-    assert same_bits(ended, [run(mean, start(), xs(3))] * 3)
+    assert same_bits(ended, [trained(start(), mean, xs(3))] * 3)
 
 
 # ---- how a graph is found ------------------------------------------------------------------------
@@ -467,66 +459,48 @@ def test_leaves_that_differ_in_kind_and_not_in_form_share_a_graph(change, graphs
     assert len(fast.programs) == 1
 
 
-def test_autocast_grad_mode_and_other_settings_have_graphs_of_their_own(graphs, monkeypatch):
-    fast, x = ps.capture(lambda state, x: (state, x @ x)), torch.eye(8) / 3
-
-    def told():
-        return fast(torch.zeros(1), x)[1]
-
-    assert told().dtype is torch.float32
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
-            assert told().dtype is dtype
-    with torch.no_grad():
-        told()
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
-    told()
-    assert len(fast.programs) == 5
+@contextlib.contextmanager
+def set_backend(name, value):
+    """Within, `torch.backends` has another value there."""
+    *path, last = name.split(".")
+    owner = functools.reduce(getattr, path, torch.backends)
+    before = getattr(owner, last)
+    setattr(owner, last, value)
+    try:
+        yield
+    finally:
+        setattr(owner, last, before)
 
 
-PRECISIONS = [
-    "cuda.matmul.fp32_precision",
-    "cudnn.conv.fp32_precision",
-    "cudnn.rnn.fp32_precision",
-    "cuda.matmul.allow_fp16_reduced_precision_reduction",
-    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+REDUCED = "cuda.matmul.allow_{}_reduced_precision_reduction"
+SETTINGS = [
+    *(functools.partial(torch.autocast, "cpu", half) for half in (torch.bfloat16, torch.float16)),
+    torch.no_grad,
+    functools.partial(set_backend, "cudnn.benchmark", not torch.backends.cudnn.benchmark),
+    functools.partial(set_backend, "cuda.matmul.fp32_precision", "ieee"),
+    functools.partial(set_backend, "cudnn.conv.fp32_precision", "ieee"),
+    functools.partial(set_backend, "cudnn.rnn.fp32_precision", "ieee"),
+    *(functools.partial(set_backend, REDUCED.format(half), False) for half in ("fp16", "bf16")),
+    *(
+        functools.partial(sdpa_kernel, kernel)
+        for kernel in (SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION)
+    ),
 ]
 
 
-def test_the_precision_of_kernels_decides_which_graph_is_replayed(graphs):
-    fast, x = ps.capture(lambda state, x: (state, x @ x)), torch.eye(3)
+def test_each_setting_of_torch_has_a_graph_of_its_own_which_is_found_again(graphs):
+    fast, x = ps.capture(lambda state, x: (state, x @ x), max_graphs=20), torch.eye(8) / 3
     fast(x, x)
-    for number, name in enumerate(PRECISIONS):
-        *path, last = name.split(".")
-        owner = functools.reduce(getattr, path, torch.backends)
-        before = getattr(owner, last)
-        try:
-            setattr(owner, last, "ieee" if "fp32" in last else not before)
+    for number, setting in enumerate(SETTINGS):
+        for _ in range(2):
+            with setting():
+                assert same_bits(fast(x, x)[1], x @ x)
             fast(x, x)
-        finally:
-            setattr(owner, last, before)
-        assert len(fast.programs) == number + 2
-        fast(x, x)
-    assert len(fast.programs) == len(PRECISIONS) + 1
-
-
-def test_the_kernel_of_attention_that_is_asked_for_has_a_graph_of_its_own(graphs):
-    def step(state, x):
-        return state, nn.functional.scaled_dot_product_attention(x, x, x)
-
-    fast, x = ps.capture(step), torch.rand(1, 1, 4, 4)
-    fast(x, x)
-    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
-        with sdpa_kernel(backend):
-            fast(x, x)
-    assert len(fast.programs) == 3
+            assert len(fast.programs) == number + 2
 
 
 def test_a_weight_that_autocast_has_cached_is_cast_in_each_replay(graphs):
     w = nn.Parameter(torch.eye(3))
-
-    def step(state, x):
-        return state + 1, x @ w.to(torch.float32)
 
     def cached(state, x):
         return state + 1, nn.functional.linear(x, w).float()
@@ -677,7 +651,7 @@ def test_an_exception_while_a_graph_is_made_changes_and_keeps_nothing(failing, g
 
 def test_release_frees_all_graphs_but_for_states_that_are_held(graphs):
     fast = ps.capture(mean, donate=True)
-    state, told = run(fast, start(), xs(3))
+    state, told = trained(start(), fast, xs(3))
     gone = weakref.ref(programs(fast)[0])
     expected = clone((state, told))
     fast.release()
@@ -718,12 +692,24 @@ def test_a_graph_keeps_the_memory_of_a_tensor_whose_data_is_replaced(wrap, graph
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def item(x):
-    return x * float(x.sum().item())
+class ReadsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float(grad.sum())
+
+
+def slope(x):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(ReadsBackward.apply(x).sum(), x)[0]
 
 
 READS = {
-    "item": item,
+    "item": lambda x: x * float(x.sum().item()),
+    "in a backward": slope,
     "bool": lambda x: x if x.sum() else -x,
     "mask": lambda x: x[x > 0].sum(),
     "tolist": lambda x: x * x.tolist()[0],
@@ -762,24 +748,6 @@ def test_a_sparse_tensor_whose_entries_depend_on_values_is_refused_with_the_line
     summed = ps.capture(lambda state, x: (state, sparse_of(x).to_dense()))
     for x in xs(3):
         assert same_bits(summed(state, x)[1], sparse_of(x).to_dense())
-
-
-class ReadsBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * float(grad.sum())
-
-
-def test_a_read_in_a_backward_is_refused_with_the_line(graphs):
-    def step(state, x):
-        return state, torch.autograd.grad(ReadsBackward.apply(x.requires_grad_()).sum(), x)[0]
-
-    with pytest.raises(ValueError, match=r"reads the value.*`return grad \* float"):
-        ps.capture(step)(torch.ones(3), torch.ones(3))
 
 
 class Own(torch.optim.SGD):
@@ -895,16 +863,11 @@ def test_a_step_runs_as_often_as_it_is_warmed_up_and_once_to_be_recorded(graphs)
             calls.append(None)
             return mean(state, x)
 
-        run(ps.capture(step, donate=True, warmup=warmup), start(), xs(4))
+        trained(start(), ps.capture(step, donate=True, warmup=warmup), xs(4))
         assert len(calls) == warmup + 1
 
 
 # ---- where it is the step itself -----------------------------------------------------------------
-
-
-def test_on_a_cpu_a_call_is_the_step():
-    made, step = training()
-    agree(step, made, windows(6), graphs=0)
 
 
 def test_in_a_transform_a_trace_and_another_capture_it_is_the_step(graphs):

@@ -483,7 +483,7 @@ SETTINGS = [
     *(functools.partial(set_backend, REDUCED.format(half), False) for half in ("fp16", "bf16")),
     *(
         functools.partial(sdpa_kernel, kernel)
-        for kernel in (SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION)
+        for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)
     ),
 ]
 

@@ -518,7 +518,6 @@ def test_a_step_over_dtensors_is_one_graph():
 # ---- where torch's own scalers let ranks diverge -------------------------------------------------
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-as_measured = pytest.mark.skipif(TORCH > (2, 15), reason="torch may have mended it")
 
 
 def _everywhere(value):
@@ -538,6 +537,7 @@ def _torch_steps(scaler, optimizer, params, grads):
 
 
 def _sharded_grad_scaler(rank):
+    """It reduces the flag in `unscale_`, which a fused optimizer's step leaves out."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     grad = torch.tensor([1.0, math.inf if rank == 1 else 1.0])
@@ -559,13 +559,8 @@ def _sharded_grad_scaler(rank):
         assert _everywhere(here(out.params["w"])[0]) == [0.0, 0.0]
 
 
-@as_measured
-def test_ranks_agree_where_those_of_sharded_grad_scaler_with_a_fused_optimizer_do_not():
-    """It reduces the flag in `unscale_`, which a fused optimizer's step leaves out."""
-    in_processes(_sharded_grad_scaler)
-
-
 def _first_placement(rank):
+    """It looks at the placement of the first gradient only."""
     mesh = init_device_mesh("cpu", (2,))
 
     def leaf(values, placement):
@@ -590,9 +585,14 @@ def _first_placement(rank):
         assert same_bits(here(out.params), here(weights[order]))
 
 
-@as_measured
-def test_ranks_agree_where_torch_looks_at_the_placement_of_the_first_gradient_only():
-    in_processes(_first_placement)
+def _beside_torchs_scalers(rank):
+    _sharded_grad_scaler(rank)
+    _first_placement(rank)
+
+
+@pytest.mark.skipif(TORCH > (2, 15), reason="torch may have mended them")
+def test_ranks_agree_where_those_of_torchs_scalers_do_not():
+    in_processes(_beside_torchs_scalers)
 
 
 # ---- a whole step --------------------------------------------------------------------------------

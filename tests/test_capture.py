@@ -473,6 +473,10 @@ def set_backend(name, value):
 
 
 REDUCED = "cuda.matmul.allow_{}_reduced_precision_reduction"
+ATTENTION = [
+    *(SDPBackend.MATH, SDPBackend.FLASH_ATTENTION),
+    *(SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION),
+]
 SETTINGS = [
     *(functools.partial(torch.autocast, "cpu", half) for half in (torch.bfloat16, torch.float16)),
     torch.no_grad,
@@ -481,10 +485,7 @@ SETTINGS = [
     functools.partial(set_backend, "cudnn.conv.fp32_precision", "ieee"),
     functools.partial(set_backend, "cudnn.rnn.fp32_precision", "ieee"),
     *(functools.partial(set_backend, REDUCED.format(half), False) for half in ("fp16", "bf16")),
-    *(
-        functools.partial(sdpa_kernel, kernel)
-        for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)
-    ),
+    *(functools.partial(sdpa_kernel, [x for x in ATTENTION if x != left]) for left in ATTENTION),
 ]
 
 

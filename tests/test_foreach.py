@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
-from purescale._grads.grad_stats import local_stats
 from purescale._torch import donation, foreach, tracing
 from purescale._torch.dtypes import saturating
 from purescale._tree.select import select_masked
@@ -317,28 +316,6 @@ def test_what_has_no_gap_is_what_torch_calls_dense_and_not_overlapping(layout, e
     assert not foreach.is_gapless(torch.zeros(3, 1).expand(3, 4))
 
 
-def test_copies_over_lists_are_clones():
-    images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    mixed = [
-        torch.tensor(2),
-        torch.tensor(True),
-        torch.randn(3),
-        torch.randn(2, 3).t(),
-        torch.randn(2).half(),
-        images,
-        torch.randn(3, requires_grad=True),
-        torch.zeros(0),
-        torch.randn(3, 4)[:, ::2],
-        torch.randn(3).to(torch.complex64),
-        torch.randn(4).to(torch.complex64).conj(),
-    ]
-    copies = foreach.clone(mixed)
-    assert same_bits(copies, [t.detach() for t in mixed])
-    assert not shares_memory(copies, mixed)
-    assert [t.stride() for t in copies] == [t.clone().stride() for t in mixed]
-    assert not any(t.requires_grad for t in copies)
-
-
 # ---- casts and bounds over lists -----------------------------------------------------------------
 
 
@@ -444,15 +421,6 @@ def test_products_and_quotients_over_lists_have_the_bits_of_those_tensor_by_tens
                 assert (new is old) == (in_place and same(old))
 
 
-@pytest.mark.parametrize("power", [1.0, 2.0, 3.0, 5.0, 8.0])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_a_norm_over_a_list_is_as_exact_in_every_dtype(dtype, power):
-    leaves = [torch.randn(1000).to(dtype) for _ in range(3)]
-    expected = torch.linalg.vector_norm(torch.cat(leaves).to(f64), power)
-    norm = local_stats(leaves, torch.tensor(1.0), power).norm
-    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("power", [3.0, inf])
 @pytest.mark.parametrize("kind", [f16, f32])
 def test_a_step_clipped_by_any_norm_is_few_operators(kind, power):
@@ -535,6 +503,3 @@ def test_leaves_that_lists_do_not_take_go_tensor_by_tensor(name):
     expected = optimizer.step(params, grads, state)
     with over_lists():
         assert_close(optimizer.step(params, grads, state), expected, rtol=1e-5, atol=1e-6)
-
-
-# ---- one flat tensor -----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from helpers import (
 from hypothesis import given
 
 import purescale as ps
+from purescale._torch import foreach
 from purescale.testing import (
     assert_pure,
     assert_single_graph,
@@ -64,10 +65,6 @@ def states():
 # ---- copies ------------------------------------------------------------------------------------
 
 
-def without_gaps(leaf):
-    return leaf.is_contiguous() or leaf.t().is_contiguous()
-
-
 @pytest.mark.parametrize("tree", [tree_of(0), *(after[-1] for after in states())])
 def test_a_copy_has_the_bits_of_a_state_and_shares_no_memory_with_it(tree):
     copy = assert_pure(ps.clone, tree)
@@ -78,12 +75,15 @@ def test_a_copy_has_the_bits_of_a_state_and_shares_no_memory_with_it(tree):
 def test_one_tensor_under_two_names_becomes_two_that_can_be_donated():
     row = torch.arange(6.0)
     tree = {"a": row, "b": row, "view": row[2:], "row": row.expand(2, 6), "t": row.view(2, 3).t()}
+    images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    tree |= {"gaps": row[::2], "images": images, "half": row[1:].half()}
     copy = ps.clone(tree)
     assert same_bits(copy, tree)
     storages = {leaf.untyped_storage().data_ptr() for leaf in copy.values()}
     assert len(storages) == len(copy)
-    assert all(map(without_gaps, copy.values()))
-    assert copy["t"].stride() == tree["t"].stride()
+    assert all(map(foreach.is_gapless, copy.values()))
+    for name in ("t", "images"):
+        assert copy[name].stride() == tree[name].stride()
 
 
 def test_a_copy_is_off_the_graph():

@@ -106,41 +106,50 @@ def operators_of_any(optimizer, *kind, counts=(10, 40), **how):
 HOW = [{}, {"max_norm": 1.0}, {"max_norm": 1.0, "clip_value": 1.0, "donate": True}]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_step_of_every_class_over_lists_is_few_operators_whatever_the_number_of_tensors(
-    name, settings
-):
-    optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
-    for how in HOW[1:] if settings else HOW[:1]:
-        assert operators_of_any(optimizer, **how) <= (60 if name == "AdamW" else 120)
-
-
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MIXED = [(f32, f16), (f32, bf16), (f32, f64), (f64, f16), (f64, f32)]
 FORMATS = {
     "transposed": lambda t: t.transpose(0, 1),
     "channels_last_3d": lambda t: t.unsqueeze(0).permute(0, 4, 1, 2, 3),
 }
+# A class with its settings, dtypes of parameters and gradients, a layout, how it is stepped, and
+# how many operators that takes at most.
+CLIPPED = [
+    ("AdamW", {}, (f32, kind), None, {"max_norm": 1.0, "norm_type": power}, 75)
+    for kind in (f16, f32)
+    for power in (3.0, inf)
+]
+STEPS = [
+    *(
+        (name, settings, (f32, f32), None, how, 60 if name == "AdamW" else 120)
+        for name, many in LISTS.items()
+        for settings in many
+        for how in (HOW[1:] if settings else HOW[:1])
+    ),
+    *(
+        (name, {}, dtypes, None, how, most)
+        for name, most in (("AdamW", 75), ("RMSprop", 120))
+        for dtypes in (*MIXED, (f16, f32), (bf16, bf16))
+        for how in HOW[:2]
+    ),
+    *(
+        (name, {}, (f16, f32), format, HOW[2], most)
+        for name, most in (("AdamW", 60), ("RMSprop", 120))
+        for format in FORMATS
+    ),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtypes", [*MIXED, (f16, f32), (bf16, bf16)], ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
-def test_gradients_in_another_dtype_than_parameters_are_cast_in_few_operators(name, dtypes):
-    optimizer = ps.from_torch(getattr(torch.optim, name))
-    for how in HOW[:2]:
-        number = operators_of_any(optimizer, dtypes, counts=(5, 25), **how)
-        assert number <= (75 if name == "AdamW" else 120)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
-def test_a_step_over_dense_tensors_of_any_layout_is_few_operators(name, format):
-    optimizer = ps.from_torch(getattr(torch.optim, name))
-    number = operators_of_any(optimizer, (f16, f32), FORMATS[format], counts=(5, 25), **HOW[2])
-    assert number <= (60 if name == "AdamW" else 120)
+@pytest.mark.parametrize(
+    ("name", "settings", "dtypes", "format", "how", "most"),
+    [*CLIPPED, *(pytest.param(*row, marks=pytest.mark.slow) for row in STEPS)],
+)
+def test_a_step_over_lists_is_few_operators_whatever_the_number_of_tensors(
+    name, settings, dtypes, format, how, most
+):
+    optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
+    lay = FORMATS.get(format, lambda t: t)
+    assert operators_of_any(optimizer, dtypes, lay, counts=(5, 25), **how) <= most
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -419,14 +428,6 @@ def test_products_and_quotients_over_lists_have_the_bits_of_those_tensor_by_tens
             for old, new in zip(given, found, strict=True):
                 assert new.dtype is (old.dtype if same(old) else f32)
                 assert (new is old) == (in_place and same(old))
-
-
-@pytest.mark.parametrize("power", [3.0, inf])
-@pytest.mark.parametrize("kind", [f16, f32])
-def test_a_step_clipped_by_any_norm_is_few_operators(kind, power):
-    optimizer = ps.from_torch(torch.optim.AdamW)
-    how = {"max_norm": 1.0, "norm_type": power}
-    assert operators_of_any(optimizer, (f32, kind), **how) <= 75
 
 
 # ---- formulas over lists -------------------------------------------------------------------------

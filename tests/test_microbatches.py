@@ -675,19 +675,6 @@ def test_a_window_of_a_size_is_torchs_loop_that_drops_what_overflows(bad, missin
         torch.testing.assert_close(info.loss, summed, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("weight_fn", [None, abs])
-def test_a_full_window_of_a_size_has_the_bits_of_one_without(weight_fn):
-    state, step = mean_job(weight_fn)
-    assert same_bits(step(state, [2.0, 3.0], window_size=2), step(state, [2.0, 3.0]))
-
-
-@pytest.mark.parametrize("size", [0, -1, 1.5, True, "4"])
-def test_a_size_of_a_window_that_is_no_whole_number_is_refused(size):
-    state, step = mean_job()
-    with pytest.raises(ValueError, match="window_size must be a whole number above 0"):
-        step(state, [2.0], window_size=size)
-
-
 @pytest.mark.parametrize("retries", [0, 3])
 def test_each_microbatch_is_weighed_once_however_often_its_window_runs(retries):
     """A `weight_fn` with a state of its own would else weigh the second run in another way."""

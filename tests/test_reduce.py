@@ -439,24 +439,11 @@ def test_ranks_together_make_the_step_of_one_process_with_all_their_data(ranks):
 
 
 def _compiled(rank):
-    state, step = task(torch.float32)
-    data = share(rank)[:1]
-    eager, told = step(state, data, group=dist.group.WORLD)
-    compiled = torch.compile(
-        functools.partial(step, group=dist.group.WORLD), fullgraph=True, backend="aot_eager"
-    )
-    new, info = compiled(state, data)
-    torch.testing.assert_close(tensors(new), tensors(eager), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(tensors(info), tensors(told), rtol=1e-5, atol=1e-6)
-    assert the_same_everywhere(new, info)
-
-
-def _compiled_by_inductor(rank):
-    """With an overflow of one rank in the middle."""
+    """As one graph, with an overflow of one rank in the middle."""
     settings = {"group": dist.group.WORLD, "bn_update": "window", "max_norm": 0.1, "donate": True}
     state, step = task(torch.float32, ADAMW)
     step = functools.partial(step, **settings)
-    compiled, eager = torch.compile(step, fullgraph=True), clone(state)
+    compiled, eager = torch.compile(step, fullgraph=True, backend="aot_eager"), clone(state)
     for index in range(3):
         x, y = batch(10 * rank + index)
         data = [((x * math.inf if (index, rank) == (1, 1) else x, y), None)]
@@ -465,13 +452,8 @@ def _compiled_by_inductor(rank):
         assert info.found_inf == told.found_inf == (index == 1)
         close = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
         torch.testing.assert_close(tensors(state), tensors(eager), **close)
-        torch.testing.assert_close(info.loss, told.loss, **close)
+        torch.testing.assert_close(tensors(info), tensors(told), **close)
         assert the_same_everywhere(state, info)
-
-
-@pytest.mark.slow
-def test_a_step_compiled_by_inductor_is_that_of_eager_mode():
-    in_processes(_compiled_by_inductor, patience=300)
 
 
 class WithoutSecond(torch.autograd.Function):
@@ -765,7 +747,8 @@ def _trained(folder, until, dies_at, rank):
             alone = error
         if alone is not None:
             assert index == dies_at
-            assert "another rank" in alone.__notes__[0]
+            assert "another rank may have raised" in alone.__notes__[0]
+            assert "--redirects" in alone.__notes__[0]
             assert time.monotonic() - began < PATIENCE + 10
             os._exit(0)
         if rank == 0:
@@ -787,25 +770,3 @@ def test_a_rank_that_dies_is_an_error_on_the_others_and_a_restart_goes_on_bit_fo
     assert ps.load(torn / "state.pt", like=like).step == 3
     in_processes(functools.partial(_whole_and_resumed, str(whole), str(torn)), 3, PATIENCE)
     assert same_bits(ps.load(torn / "state.pt", like=like), ps.load(whole / "state.pt", like=like))
-
-
-def _raised(rank):
-    """Rank 1 raises in its loss, and lives on: the others wait until the group's time is up."""
-    state, step = task(torch.float32)
-
-    def broken(params, buffers, microbatch):
-        raise KeyError("a column of this rank's file")
-
-    own = {"loss_fn": broken} if rank else {}
-    with pytest.raises(KeyError if rank else RuntimeError) as caught:
-        step(state, share(rank), group=dist.group.WORLD, **own)
-    if rank == 0:
-        (note,) = caught.value.__notes__
-        assert "another rank may have raised" in note
-        assert "--redirects" in note
-    os._exit(0)
-
-
-@pytest.mark.slow
-def test_a_time_out_says_that_another_rank_may_have_raised():
-    in_processes(_raised, patience=PATIENCE)

@@ -296,8 +296,6 @@ def test_the_shares_of_every_window_sum_to_one(every, total, start):
 # ---- bad input
 
 ACCUM = {"w": torch.zeros(2), "c": torch.zeros(1, dtype=torch.complex64), "none": None}
-
-
 C64, I64, TWO = torch.complex64, torch.int64, torch.zeros(2)
 
 

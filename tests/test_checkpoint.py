@@ -619,11 +619,13 @@ def test_any_path_will_do(tmp_path, monkeypatch):
         assert os.listdir(tmp_path) == ["[1] ä.pt"]
 
 
-def test_a_path_that_cannot_be_is_refused(tmp_path):
+def test_a_path_that_cannot_be_is_refused(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="missing"):
         ps.save(tmp_path / "missing" / "x.pt", SMALL)
     os.mkfifo(tmp_path / "fifo")  # stands for a device, which a rename would replace
-    for path in (tmp_path, tmp_path / "fifo"):
+    monkeypatch.chdir(tmp_path)
+    names = "new/", "new/.", "new/..", "", ".", b"new/"  # of directories that may not be there
+    for path in (tmp_path, tmp_path / "fifo", *names):
         with pytest.raises(ValueError, match=r"is a directory or a device; expected the name.*Fix"):
             ps.save(path, SMALL)
     for call in (
@@ -638,16 +640,6 @@ def test_a_path_that_cannot_be_is_refused(tmp_path):
         ps.load(tmp_path / "x.pt", SMALL)
     assert os.listdir(tmp_path) == ["fifo"]
     assert not os.path.isfile(tmp_path / "fifo")
-
-
-def test_a_path_that_names_a_directory_is_refused_also_where_there_is_none(tmp_path, monkeypatch):
-    (tmp_path / "there").mkdir()
-    monkeypatch.chdir(tmp_path)
-    for name in ("new/", "new/.", "new/..", "there/", "", ".", b"new/"):
-        with pytest.raises(ValueError, match=r"is a directory or a device; .*os\.path\.join\('"):
-            ps.save(name, SMALL)
-    assert os.listdir(tmp_path) == ["there"]
-    assert not os.listdir(tmp_path / "there")
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o444])

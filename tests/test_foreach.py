@@ -104,8 +104,6 @@ def operators_of_any(optimizer, *kind, counts=(10, 40), **how):
 
 
 HOW = [{}, {"max_norm": 1.0}, {"max_norm": 1.0, "clip_value": 1.0, "donate": True}]
-
-
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MIXED = [(f32, f16), (f32, bf16), (f32, f64), (f64, f16), (f64, f32)]
 FORMATS = {

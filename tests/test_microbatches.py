@@ -36,11 +36,7 @@ import purescale as ps
 from purescale.testing import assert_vmap_equals_loop
 
 INF = math.inf
-
-
 SGD = ps.from_torch(torch.optim.SGD, lr=1.0)
-
-
 RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
 
 
@@ -129,7 +125,6 @@ def test_a_window_equals_the_small_functions(policy, sizes, overflow, clip):
 
 
 TOP = torch.tensor(torch.finfo(torch.float32).max * (1 - 1e-6)).item()
-
 
 HOW = {
     "equal": (lambda w: 1.0, None),
@@ -473,8 +468,6 @@ def test_complex_parameters_and_clip_value_are_refused_before_any_work():
 
 
 VALUES = st.sampled_from([0.0, 1.0, -2.0, 5.0, 3e38, INF, math.nan])
-
-
 WEIGHTS = st.sampled_from([0.0, 1.0, 3.0, math.nan, -1.0])
 
 

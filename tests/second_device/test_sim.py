@@ -1,7 +1,5 @@
 """The second device is a device: of what it would find, none can hide on it."""
 
-import copy
-import io
 import signal
 import subprocess
 import sys
@@ -11,7 +9,6 @@ import pytest
 import sim
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 
 def on(device, *shape):
@@ -51,19 +48,6 @@ def test_blocks_are_counted_until_nobody_holds_them():
         held = [view]
         del view, held
     assert counts.blocks == -1
-
-
-def test_copies_of_tensors_and_files_keep_device_values_and_shared_memory():
-    x, far = on("sim", 3, 4), on("sim:1", 2)
-    held = {"x": x, "row": x[1], "far": far, "parameter": nn.Parameter(x.clone())}
-    file = io.BytesIO()
-    torch.save(held, file)
-    file.seek(0)
-    for found in (copy.deepcopy(held), torch.load(file)):
-        for name, tensor in held.items():
-            assert found[name].device == tensor.device
-            assert torch.equal(found[name], tensor)
-        assert found["row"].untyped_storage().data_ptr() == found["x"].data_ptr() != x.data_ptr()
 
 
 # ---- what is an error ----------------------------------------------------------------------------
@@ -129,21 +113,6 @@ def test_tensors_of_two_devices_in_one_operator_are_an_error(call, other):
     call(a, b.to("sim"))
     with pytest.raises(RuntimeError, match=other):
         call(a, b)
-
-
-# ---- random numbers ------------------------------------------------------------------------------
-
-
-def test_dropout_replays_and_takes_nothing_from_the_generators_of_other_devices():
-    x = torch.ones(100, device="sim")
-    others = torch.get_rng_state(), torch.sim.get_rng_state("sim:1")
-    state = torch.sim.get_rng_state("sim:0")
-    first, second = F.dropout(x), F.dropout(x)
-    torch.sim.set_rng_state(state, "sim:0")
-    assert torch.equal(F.dropout(x), first)
-    assert not torch.equal(first, second)
-    assert torch.equal(torch.get_rng_state(), others[0])
-    assert torch.equal(torch.sim.get_rng_state("sim:1"), others[1])
 
 
 # ---- kernels -------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import torch.utils._pytree as pytree
 from helpers import AsOnAnAccelerator, at, by_parts, in_processes, same_bits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -400,61 +399,6 @@ def _refused(rank):
 
 def test_what_cannot_be_done_on_a_shard_is_refused_on_every_rank():
     in_processes(_refused)
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 1))
-
-
-def _fully_sharded(rank):
-    """FSDP2, on a line and in two replicas of two shards: a loop by hand with a donated step."""
-    ranks = dist.get_world_size()
-    meshes = [init_device_mesh("cpu", (ranks,))]
-    meshes += [init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))] if ranks == 4 else []
-    for mesh in meshes:
-        model, alone = net(), net()
-        for layer in (model[0], model[2]):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=0.01), ps.DynamicScale(2.0**4)
-        peer = torch.optim.AdamW(alone.parameters(), lr=0.01)
-        params = dict(model.named_parameters())
-        opt_state, scaler, applied = optimizer.init(params), rule.init(), 0
-        for step in range(4):
-            generator = torch.Generator().manual_seed(step)
-            x, y = (torch.randn(8, n, generator=generator) for n in (6, 1))
-            bad = math.inf if step == 1 and rank == 0 else 1.0
-            loss = (model(x[rank::ranks]) - y[rank::ranks]).pow(2).mean()
-            ps.scale_loss(scaler, loss).backward()
-            grads = {name: p.grad for name, p in params.items()}
-            here(grads["0.weight"]).mul_(bad)
-            found = ~here(grads["0.weight"]).isfinite().all()
-            found = ps.all_reduce_found_inf(found)
-            assert isinstance(grads["0.weight"], DTensor)
-            with CommDebugMode() as counted:
-                out = ps.unscale_and_step(
-                    optimizer, scaler, params, grads, opt_state, max_norm=0.5, donate=True
-                )
-            assert counted.get_total_counts() == 1
-            assert out.found_inf == found == (step == 1)
-            opt_state, scaler = out.opt_state, rule.update(scaler, out.found_inf)
-            model.zero_grad()
-            if step != 1:
-                peer.zero_grad()
-                (alone(x) - y).pow(2).mean().backward()
-                nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
-                peer.step()
-                applied += 1
-        assert opt_state.applied == applied
-        assert scaler.scale == 8
-        assert all(p is q for p, q in zip(model.parameters(), params.values(), strict=True))
-        close(dict(model.named_parameters()), dict(alone.named_parameters()))
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(4, marks=pytest.mark.slow), 2])
-def test_a_module_under_fsdp2_sees_the_donated_step(ranks):
-    in_processes(_fully_sharded, ranks)
 
 
 def _several_meshes(rank):

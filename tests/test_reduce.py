@@ -196,50 +196,10 @@ def _steps(rank):
                 assert same_bits(step(given, share(rank), group=world, donate=True), (new, info))
 
 
-def _buffers(rank):
-    """After one microbatch a rank, the weighted mean of what each alone would hold; with "window"
-    what one process would hold.
-    """
-    everybody = range(dist.get_world_size())
-    state, step = task(torch.float32)
-    first = [share(other)[:1] for other in everybody]
-    settings = {"weight_fn": samples}
-    new, _ = step(state, first[rank], group=dist.group.WORLD, **settings)
-    alone = [step(state, data)[0].buffers for data in first]
-    weights = torch.tensor([float(samples(data[0])) for data in first])
-    for name in ("1.running_mean", "1.running_var"):
-        mean = sum(w * b[name] for w, b in zip(weights / weights.sum(), alone, strict=True))
-        torch.testing.assert_close(new.buffers[name], mean)
-    assert new.buffers["1.num_batches_tracked"] == 1
-    assert same_bits(new.buffers["mask"], state.buffers["mask"])
-    # A running minimum begins at inf; a rank of weight 0 has no say in it.
-    begun = state._replace(buffers={**state.buffers, "least": torch.tensor(math.inf)})
-    loss_fn = step.keywords["loss_fn"]
-
-    def watched(params, buffers, m):
-        known = {name: buffer for name, buffer in buffers.items() if name != "least"}
-        loss, new = loss_fn(params, known, m)
-        return loss, {**new, "least": torch.minimum(buffers["least"], m[0][0].min())}
-
-    for weight_fn in (samples, WEIGHTS["none on the first rank"]):
-        settings = {"weight_fn": weight_fn, "loss_fn": watched}
-        new, _ = step(begun, first[rank], group=dist.group.WORLD, **settings)
-        least = torch.stack([data[0][0][0].min() for data in first])
-        shares = torch.tensor([float(weight_fn(data[0])) for data in first])
-        expected = (least * shares).sum() / shares.sum()
-        torch.testing.assert_close(new.buffers["least"], expected)
-        assert same_bits(new.buffers["mask"], state.buffers["mask"])
-    every = [m for other in everybody for m in share(other)]
-    new, _ = step(state, share(rank), group=dist.group.WORLD, bn_update="window")
-    alone, _ = step(state, every, bn_update="window")
-    torch.testing.assert_close(new.buffers, alone.buffers)
-    assert the_same_everywhere(new)
-
-
 FALLS = [1e30, -1e30, 1e4, 3.0, -0.0, 1.0, -3e38, math.inf, -math.inf, math.nan, 1.0]
 
 
-def _fallen(rank):
+def _buffers(rank):
     """The mean of what a buffer became, against float64, whatever it was before. One that counts
     stays whole, and what no rank has changed keeps its bits.
     """
@@ -420,11 +380,11 @@ def _unless(size, microbatch):
 
 
 def _everything(rank):
-    for part in (_means, _steps, _buffers, _fallen, _branches, _overflows, _norms):
+    for part in (_means, _steps, _buffers, _branches, _overflows, _norms):
         part(rank)
     if dist.get_world_size() == 2:  # as a GPU would, with numbers
         with tracing.as_on_an_accelerator():
-            for part in (_steps, _buffers, _overflows, _norms):
+            for part in (_steps, _buffers, _branches, _overflows, _norms):
                 part(rank)
 
 

@@ -150,18 +150,29 @@ def test_a_step_over_lists_is_few_operators_whatever_the_number_of_tensors(
     assert operators_of_any(optimizer, dtypes, lay, counts=(5, 25), **how) <= most
 
 
+OF_GRADIENTS = {
+    "accumulate_grads": ps.accumulate_grads,
+    "accumulate_grads, weighted": lambda accum, grads, donate: ps.accumulate_grads(
+        accum, grads, 3, torch.zeros((), dtype=torch.bool), donate=donate
+    ),
+    "grad_amax": lambda accum, grads, donate: ps.grad_amax(grads),
+}
+
+
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_mean_of_gradients_of_any_layout_is_few_operators(format, donate):
+@pytest.mark.parametrize("name", OF_GRADIENTS)
+def test_functions_of_gradients_of_any_layout_are_few_operators(name, format, donate):
     counts = set()
-    for count in (5, 25):
+    for number in (5, 25):
         with fake_cuda():
-            grads = {str(i): FORMATS[format](torch.empty(8, 4, 2, 2)) for i in range(count)}
+            grads = {str(i): FORMATS[format](torch.empty(8, 4, 2, 2)) for i in range(number)}
             accum = ps.init_accum(grads)
             with Launched() as launched:
-                ps.accumulate_grads(accum, grads, donate=donate)
+                OF_GRADIENTS[name](accum, grads, donate=donate)
         counts.add(len(launched.ops))
     assert len(counts) == 1
+    assert name != "grad_amax" or counts.pop() < 10
 
 
 @pytest.mark.parametrize("lay", ["channels_last", "transposed", "permuted"])

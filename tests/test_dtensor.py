@@ -75,30 +75,24 @@ def close(a, b, tolerance=1e-6):
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
-def on_meshes(check):
-    """`check(rank, mesh, placements)` on a line of all ranks; with four of them on a grid too."""
-
-    def body(rank):
-        ranks = dist.get_world_size()
-        check(rank, init_device_mesh("cpu", (ranks,)), ON_A_LINE)
-        if ranks == 4:
-            check(rank, init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), ON_A_GRID)
-
-    return body
-
-
 def run(check, ranks):
-    in_processes(functools.partial(_run, check), ranks)
+    in_processes(functools.partial(_on_meshes, check), ranks)
 
 
-def _run(check, rank):
-    on_meshes(check)(rank)
-    if dist.get_world_size() == 2:  # as a GPU would, with numbers
+def _on_meshes(check, rank):
+    """`check(rank, mesh, placements)` on a line of all ranks: of two also as a GPU would, with
+    numbers, of four also on a grid.
+    """
+    ranks = dist.get_world_size()
+    line = rank, init_device_mesh("cpu", (ranks,)), ON_A_LINE
+    check(*line)
+    if ranks == 2:
         with tracing.as_on_an_accelerator():
-            on_meshes(check)(rank)
+            check(*line)
+    if ranks == 4:
+        check(rank, init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), ON_A_GRID)
 
 
-RANKS = pytest.mark.parametrize("ranks", [2, 4])
 CLASSES = {  # by torch's kernels, and by a formula
     "AdamW": {"amsgrad": True},
     "SGD": {"momentum": 0.9, "nesterov": True},
@@ -139,7 +133,7 @@ def _steps(rank, mesh, placements):
 
 
 @pytest.mark.slow
-@RANKS
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_over_shards_equals_the_unsharded_step_and_is_donated_in_place(ranks):
     run(_steps, ranks)
 

@@ -261,12 +261,15 @@ def test_what_is_not_donated_never_changes(graphs):
             assert same_bits(first, mean(state, x))
 
 
-def test_a_graph_of_autograd_that_saved_a_donated_weight_refuses_its_backward(graphs):
-    fast = ps.capture(lambda state, x: state + x, donate=True)
-    state = fast(torch.ones(3), torch.ones(3))
-    w = torch.ones(3, requires_grad=True)
-    loss = (w * state).sum()
-    fast(state, torch.ones(3))
+@pytest.mark.parametrize("moves", [lambda x: x, torch.clone], ids=["none", "another one"])
+def test_a_graph_of_autograd_that_saved_a_donated_weight_refuses_its_backward(moves, graphs):
+    """Also if another leaf comes in memory that is not the graph's."""
+    x, w = torch.ones(3), torch.ones(3, requires_grad=True)
+    fast = ps.capture(lambda state, x: ((state[0] + x, state[1] + x), x), donate=True)
+    (saved, other), _ = fast((x, x + 1), x)
+    loss, other = (w * saved).sum(), moves(other)
+    fast((saved, other), x)
+    assert len(fast.programs) == 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

@@ -469,9 +469,10 @@ SETTINGS = [
     *(functools.partial(torch.autocast, "cpu", half) for half in (torch.bfloat16, torch.float16)),
     torch.no_grad,
     functools.partial(set_backend, "cudnn.benchmark", not torch.backends.cudnn.benchmark),
-    functools.partial(set_backend, "cuda.matmul.fp32_precision", "ieee"),
-    functools.partial(set_backend, "cudnn.conv.fp32_precision", "ieee"),
-    functools.partial(set_backend, "cudnn.rnn.fp32_precision", "ieee"),
+    *(
+        functools.partial(set_backend, f"{operators}.fp32_precision", "ieee")
+        for operators in ("cuda.matmul", "mkldnn.matmul", "cudnn.conv", "cudnn.rnn")
+    ),
     *(functools.partial(set_backend, REDUCED.format(half), False) for half in ("fp16", "bf16")),
     *(functools.partial(sdpa_kernel, [x for x in ATTENTION if x != left]) for left in ATTENTION),
 ]

@@ -296,19 +296,6 @@ def test_the_settings_of_torch_are_those_of_the_call():
             assert torch.equal(function(x)[0], x)
 
 
-def test_the_precision_of_matmul_is_a_setting_of_its_own_for_each_backend():
-    """`torch.get_float32_matmul_precision` raises where two differ."""
-    function, matmul = ps.jit(lambda x: x @ x, backend="aot_eager"), torch.backends.cuda.matmul
-    x, before = torch.eye(2), matmul.fp32_precision
-    function(x)
-    try:
-        matmul.fp32_precision = "tf32"
-        assert torch.equal(function(x), x)
-        assert len(function.programs) == 2
-    finally:
-        matmul.fp32_precision = before
-
-
 @BACKENDS
 def test_autocast_casts_where_the_function_is_under_it_and_nowhere_else(backend):
     def function(x):

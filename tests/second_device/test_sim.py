@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import sim
 import torch
-import torch.nn.functional as F
 
 
 def on(device, *shape):
@@ -116,20 +115,6 @@ def test_tensors_of_two_devices_in_one_operator_are_an_error(call, other):
 
 
 # ---- kernels -------------------------------------------------------------------------------------
-
-
-def test_autocast_has_the_lists_of_cuda():
-    x = torch.randn(3, 3, device="sim")
-    with torch.autocast("sim", torch.float16):
-        half = x @ x
-        assert half.dtype is torch.float16
-        for name in ("exp", "sum", "norm"):
-            assert getattr(half, name)().dtype is torch.float32
-        assert F.softmax(half, -1).dtype is F.mse_loss(half, half).dtype is torch.float32
-        assert torch.addcmul(x, half, half).dtype is torch.float32
-        assert F.relu(half).dtype is torch.float16
-        with pytest.raises(RuntimeError, match="unsafe"):
-            F.binary_cross_entropy(half.sigmoid(), half.sigmoid())
 
 
 def test_a_list_of_tensors_is_one_launch_and_a_view_is_none():

@@ -1,8 +1,10 @@
+import gc
 import os
 import sys
 
 import pytest
 import torch
+import torch._dynamo  # which the first test would import
 from helpers import CAPTURABLE, EXAMPLES
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
@@ -39,6 +41,12 @@ def pytest_ignore_collect(collection_path, config):
     if collection_path.name == "second_device":
         return not any("second_device" in arg for arg in config.args) or None
     return None
+
+
+def pytest_collection_finish():
+    """Leave what is imported out of garbage collections, which would look at it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -134,7 +134,7 @@ def in_processes(body: Any, count: int = 2, patience: float = 120) -> None:
         port = free.getsockname()[1]
     # from a process that has imported what takes long and nothing else
     multiprocessing.set_forkserver_preload(
-        ["torch", "torch.distributed.fsdp", "purescale.testing", "hypothesis.strategies"]
+        ["torch._dynamo", "torch.distributed.fsdp", "purescale.testing", "pytest", "hypothesis"]
     )
     mp.start_processes(
         _rank, args=(port, body, count, patience), nprocs=count, start_method="forkserver"

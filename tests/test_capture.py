@@ -28,6 +28,7 @@ from helpers import (
     small_net,
     started,
     tensors,
+    trained,
 )
 from helpers import job as job_of
 from hypothesis import given
@@ -41,7 +42,7 @@ from purescale._torch.tracing import as_on_an_accelerator
 from purescale.testing import donated_poisoned
 
 sys.path.append(str(Path(__file__).parent / "second_device"))
-from jobs import JOBS
+from jobs import ALIKE, JOBS
 
 INF = float("inf")
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
@@ -80,22 +81,13 @@ def windows(number, overflow=4, size=8):
     return [[(x * INF if index == overflow else x, y)] for index, (x, y) in enumerate(found)]
 
 
-def run(step, state, batches):
-    """The state after `step` over these, and what the steps told."""
-    told = []
-    for one in batches:
-        state, info = step(state, one)
-        told.append(info)
-    return state, told
-
-
 def agree(step, state, batches, graphs=1, **settings):
     """The captured step has the bits of the step over these, what it told included, and is recorded
     so often. Returns what both told, and the captured step.
     """
     fast = ps.capture(step, **{"donate": True, **settings})
-    expected = run(step, clone(state), batches)
-    actual = run(fast, clone(state), batches)
+    expected = trained(clone(state), step, batches)
+    actual = trained(clone(state), fast, batches)
     assert same_bits(actual, expected)
     assert len(fast.programs) == graphs
     return actual[1], fast
@@ -125,8 +117,15 @@ REFUSED = ("`rng` in the state", "`max_retries=2`")
 BY_HAND = ("a loop by hand", "`accumulate_grads`", "an ensemble, by vmap")
 
 
-@pytest.mark.parametrize("name", [x for x in JOBS if x not in REFUSED])
-def test_a_captured_job_has_the_bits_of_the_job_over_eight_steps(name, graphs, monkeypatch):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ())
+        for name in JOBS
+        if name not in REFUSED
+    ],
+)
+def test_a_captured_job_has_the_bits_of_the_job(name, graphs, monkeypatch):
     made, step, some = JOBS[name]("cpu")
     donate = name not in BY_HAND
     if donate:
@@ -135,9 +134,9 @@ def test_a_captured_job_has_the_bits_of_the_job_over_eight_steps(name, graphs, m
     if name == "LSTM":  # that of oneDNN has other bits in a second run over the same memory
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     torch.manual_seed(1)
-    expected = run(step, clone(made), some * 2)
+    expected = trained(clone(made), step, some)
     torch.manual_seed(1)
-    actual = run(fast, clone(made), some * 2)
+    actual = trained(clone(made), fast, some)
     assert same_bits(actual, expected)
     assert len(fast.programs) == 1
 
@@ -178,6 +177,7 @@ def test_an_average_of_the_weights_after_the_step_is_a_part_of_the_graph(graphs)
     agree(averaged, (made, ps.clone(made.params)), windows(8))
 
 
+@pytest.mark.slow
 def test_a_step_with_a_compiled_loss_is_captured(graphs):
     made, step = training()
     apply, *_ = ps.make_functional(small_net())
@@ -261,20 +261,15 @@ def test_what_is_not_donated_never_changes(graphs):
             assert same_bits(first, mean(state, x))
 
 
-def test_a_view_of_the_old_state_that_is_returned_shows_the_old_state(graphs):
-    fast = ps.capture(lambda state, x: (state + x, state[1:]), donate=True)
-    state = torch.zeros(3)
-    for index in range(3):
-        state, old = fast(state, torch.ones(3))
-        assert same_bits(old, torch.full((2,), float(index)))
-
-
-def test_a_graph_of_autograd_that_saved_a_donated_weight_refuses_its_backward(graphs):
-    fast = ps.capture(lambda state, x: state + x, donate=True)
-    state = fast(torch.ones(3), torch.ones(3))
-    w = torch.ones(3, requires_grad=True)
-    loss = (w * state).sum()
-    fast(state, torch.ones(3))
+@pytest.mark.parametrize("moves", [lambda x: x, torch.clone], ids=["none", "another one"])
+def test_a_graph_of_autograd_that_saved_a_donated_weight_refuses_its_backward(moves, graphs):
+    """Also if another leaf comes in memory that is not the graph's."""
+    x, w = torch.ones(3), torch.ones(3, requires_grad=True)
+    fast = ps.capture(lambda state, x: ((state[0] + x, state[1] + x), x), donate=True)
+    (saved, other), _ = fast((x, x + 1), x)
+    loss, other = (w * saved).sum(), moves(other)
+    fast((saved, other), x)
+    assert len(fast.programs) == 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -282,26 +277,29 @@ def test_a_graph_of_autograd_that_saved_a_donated_weight_refuses_its_backward(gr
 # ---- no two states in one memory -----------------------------------------------------------------
 
 
-@examples(12)
+WHAT = ["step", "step", "step", "keep", "rewind", "drop", "swap", "exchange"]
+
+
+@examples(25)
 @given(
-    order=st.lists(
-        st.tuples(st.integers(0, 3), st.sampled_from(["step", "step", "keep", "rewind", "drop"])),
-        max_size=24,
-    ),
+    order=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(WHAT)), max_size=24),
     empty=st.booleans(),
 )
-def test_states_in_any_order_with_rewinds_have_the_numbers_of_the_step(order, empty):
-    """Four states through one captured function."""
+def test_states_in_any_order_have_the_numbers_of_the_step(order, empty):
+    """Four states through one captured function, rewound, with leaves in the places of others and
+    with those of other states.
+    """
 
     def step(state, x):
-        return {**state, "w": state["w"] * 0.5 + x, "n": state["n"] + 1}, state["w"].sum()
+        new = {"w": state["w"] * 0.5 + x, "m": state["m"] + 10 * x, "n": state["n"] + 1}
+        return {**state, **new}, state["w"].sum()
 
     def new(index):
-        state = {"w": torch.full((3,), float(index)), "n": torch.zeros(())}
+        state = {"w": torch.full((3,), float(index)), "m": torch.zeros(3), "n": torch.zeros(())}
         return {**state, "none": torch.empty(0)} if empty else state
 
     with on_graphs():
-        fast = ps.capture(step, donate=True)
+        fast = ps.capture(step, donate=True, max_graphs=30)
         states, expected, kept = ([new(i) for i in range(4)] for _ in range(3))
         for count, (index, what) in enumerate(order):
             x = torch.full((3,), float(count))
@@ -313,10 +311,16 @@ def test_states_in_any_order_with_rewinds_have_the_numbers_of_the_step(order, em
                 kept[index] = ps.clone(states[index])
             elif what == "rewind":
                 states[index], expected[index] = ps.clone(kept[index]), clone(kept[index])
-            else:
+            elif what == "drop":
                 states[index], expected[index] = new(index), new(index)
+            else:
+                for some in (states, expected):
+                    one, other = some[index], some[index if what == "swap" else index - 1]
+                    name = "w" if what == "swap" else "m"
+                    one["m"], other[name] = other[name], one["m"]
             assert same_bits(states, expected)
-        assert len(fast.programs) <= 4
+        mixed = any(what == "exchange" for _, what in order)
+        assert mixed or len(fast.programs) <= 4
 
 
 def test_a_state_stays_where_it_is_also_if_another_graph_is_free(graphs):
@@ -327,18 +331,6 @@ def test_a_state_stays_where_it_is_also_if_another_graph_is_free(graphs):
     state, _ = fast(state, xs(1)[0])
     assert len(fast.programs) == 2
     assert [leaf.data_ptr() for leaf in tensors(state)] == places
-
-
-def test_weights_of_one_state_with_moments_of_another_overwrite_neither(graphs):
-    def step(state, x):
-        return {"w": state["w"] + x, "m": state["m"] + 10 * x}, x
-
-    fast, x = ps.capture(step, donate=True), torch.ones(3)
-    a, b = (fast({"w": torch.full((3,), n), "m": torch.zeros(3)}, x)[0] for n in (0.0, 5.0))
-    a_m, b_w = a["m"], b["w"]
-    mixed, _ = fast({"w": a["w"], "m": b["m"]}, x)
-    assert same_bits((a_m, b_w), (torch.full((3,), 10.0), torch.full((3,), 6.0)))
-    assert same_bits(mixed, {"w": torch.full((3,), 2.0), "m": torch.full((3,), 20.0)})
 
 
 TURNS = {
@@ -377,18 +369,6 @@ def test_a_transposed_weight_that_is_returned_is_no_weight_in_its_place(graphs):
     agree(lambda state, x: (state.mT.contiguous(), x), torch.arange(9.0).reshape(3, 3), xs(3))
     fast, state = ps.capture(lambda state, x: (state.mT, x)), torch.arange(9.0).reshape(3, 3)
     assert same_bits(fast(state, state)[0], state.mT.contiguous())
-
-
-def test_leaves_that_the_caller_swaps_between_calls_go_where_they_belong(graphs):
-    def step(state, x):
-        return (state[0] + x, state[1] * 2), x.sum()
-
-    state = expected = torch.zeros(3), torch.ones(3)
-    fast, x = ps.capture(step, donate=True), torch.ones(3)
-    for _ in range(4):
-        state, expected = fast(state, x)[0], step(expected, x)[0]
-        state, expected = state[::-1], expected[::-1]
-        assert same_bits(state, expected)
 
 
 def test_a_view_that_a_step_kept_for_a_while_frees_no_memory_that_a_caller_sees(graphs):
@@ -431,9 +411,9 @@ def test_no_two_threads_are_in_one_captured_function(graphs, monkeypatch):
 
     monkeypatch.setattr(RecordedGraph, "replay", slow)
     with ThreadPoolExecutor(3) as pool:
-        ended = list(pool.map(lambda _: run(fast, start(), xs(3)), range(3)))
+        ended = list(pool.map(lambda _: trained(start(), fast, xs(3)), range(3)))
     assert most == [1] * 9
-    assert same_bits(ended, [run(mean, start(), xs(3))] * 3)
+    assert same_bits(ended, [trained(start(), mean, xs(3))] * 3)
 
 
 # ---- how a graph is found ------------------------------------------------------------------------
@@ -467,66 +447,50 @@ def test_leaves_that_differ_in_kind_and_not_in_form_share_a_graph(change, graphs
     assert len(fast.programs) == 1
 
 
-def test_autocast_grad_mode_and_other_settings_have_graphs_of_their_own(graphs, monkeypatch):
-    fast, x = ps.capture(lambda state, x: (state, x @ x)), torch.eye(8) / 3
-
-    def told():
-        return fast(torch.zeros(1), x)[1]
-
-    assert told().dtype is torch.float32
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
-            assert told().dtype is dtype
-    with torch.no_grad():
-        told()
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
-    told()
-    assert len(fast.programs) == 5
+@contextlib.contextmanager
+def set_backend(name, value):
+    """Within, `torch.backends` has another value there."""
+    *path, last = name.split(".")
+    owner = functools.reduce(getattr, path, torch.backends)
+    before = getattr(owner, last)
+    setattr(owner, last, value)
+    try:
+        yield
+    finally:
+        setattr(owner, last, before)
 
 
-PRECISIONS = [
-    "cuda.matmul.fp32_precision",
-    "cudnn.conv.fp32_precision",
-    "cudnn.rnn.fp32_precision",
-    "cuda.matmul.allow_fp16_reduced_precision_reduction",
-    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+REDUCED = "cuda.matmul.allow_{}_reduced_precision_reduction"
+ATTENTION = [
+    *(SDPBackend.MATH, SDPBackend.FLASH_ATTENTION),
+    *(SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION),
+]
+SETTINGS = [
+    *(functools.partial(torch.autocast, "cpu", half) for half in (torch.bfloat16, torch.float16)),
+    torch.no_grad,
+    functools.partial(set_backend, "cudnn.benchmark", not torch.backends.cudnn.benchmark),
+    *(
+        functools.partial(set_backend, f"{operators}.fp32_precision", "ieee")
+        for operators in ("cuda.matmul", "mkldnn.matmul", "cudnn.conv", "cudnn.rnn")
+    ),
+    *(functools.partial(set_backend, REDUCED.format(half), False) for half in ("fp16", "bf16")),
+    *(functools.partial(sdpa_kernel, [x for x in ATTENTION if x != left]) for left in ATTENTION),
 ]
 
 
-def test_the_precision_of_kernels_decides_which_graph_is_replayed(graphs):
-    fast, x = ps.capture(lambda state, x: (state, x @ x)), torch.eye(3)
+def test_each_setting_of_torch_has_a_graph_of_its_own_which_is_found_again(graphs):
+    fast, x = ps.capture(lambda state, x: (state, x @ x), max_graphs=20), torch.eye(8) / 3
     fast(x, x)
-    for number, name in enumerate(PRECISIONS):
-        *path, last = name.split(".")
-        owner = functools.reduce(getattr, path, torch.backends)
-        before = getattr(owner, last)
-        try:
-            setattr(owner, last, "ieee" if "fp32" in last else not before)
+    for number, setting in enumerate(SETTINGS):
+        for _ in range(2):
+            with setting():
+                assert same_bits(fast(x, x)[1], x @ x)
             fast(x, x)
-        finally:
-            setattr(owner, last, before)
-        assert len(fast.programs) == number + 2
-        fast(x, x)
-    assert len(fast.programs) == len(PRECISIONS) + 1
-
-
-def test_the_kernel_of_attention_that_is_asked_for_has_a_graph_of_its_own(graphs):
-    def step(state, x):
-        return state, nn.functional.scaled_dot_product_attention(x, x, x)
-
-    fast, x = ps.capture(step), torch.rand(1, 1, 4, 4)
-    fast(x, x)
-    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
-        with sdpa_kernel(backend):
-            fast(x, x)
-    assert len(fast.programs) == 3
+            assert len(fast.programs) == number + 2
 
 
 def test_a_weight_that_autocast_has_cached_is_cast_in_each_replay(graphs):
     w = nn.Parameter(torch.eye(3))
-
-    def step(state, x):
-        return state + 1, x @ w.to(torch.float32)
 
     def cached(state, x):
         return state + 1, nn.functional.linear(x, w).float()
@@ -677,7 +641,7 @@ def test_an_exception_while_a_graph_is_made_changes_and_keeps_nothing(failing, g
 
 def test_release_frees_all_graphs_but_for_states_that_are_held(graphs):
     fast = ps.capture(mean, donate=True)
-    state, told = run(fast, start(), xs(3))
+    state, told = trained(start(), fast, xs(3))
     gone = weakref.ref(programs(fast)[0])
     expected = clone((state, told))
     fast.release()
@@ -718,12 +682,24 @@ def test_a_graph_keeps_the_memory_of_a_tensor_whose_data_is_replaced(wrap, graph
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def item(x):
-    return x * float(x.sum().item())
+class ReadsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float(grad.sum())
+
+
+def slope(x):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(ReadsBackward.apply(x).sum(), x)[0]
 
 
 READS = {
-    "item": item,
+    "item": lambda x: x * float(x.sum().item()),
+    "in a backward": slope,
     "bool": lambda x: x if x.sum() else -x,
     "mask": lambda x: x[x > 0].sum(),
     "tolist": lambda x: x * x.tolist()[0],
@@ -762,24 +738,6 @@ def test_a_sparse_tensor_whose_entries_depend_on_values_is_refused_with_the_line
     summed = ps.capture(lambda state, x: (state, sparse_of(x).to_dense()))
     for x in xs(3):
         assert same_bits(summed(state, x)[1], sparse_of(x).to_dense())
-
-
-class ReadsBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * float(grad.sum())
-
-
-def test_a_read_in_a_backward_is_refused_with_the_line(graphs):
-    def step(state, x):
-        return state, torch.autograd.grad(ReadsBackward.apply(x.requires_grad_()).sum(), x)[0]
-
-    with pytest.raises(ValueError, match=r"reads the value.*`return grad \* float"):
-        ps.capture(step)(torch.ones(3), torch.ones(3))
 
 
 class Own(torch.optim.SGD):
@@ -895,16 +853,11 @@ def test_a_step_runs_as_often_as_it_is_warmed_up_and_once_to_be_recorded(graphs)
             calls.append(None)
             return mean(state, x)
 
-        run(ps.capture(step, donate=True, warmup=warmup), start(), xs(4))
+        trained(start(), ps.capture(step, donate=True, warmup=warmup), xs(4))
         assert len(calls) == warmup + 1
 
 
 # ---- where it is the step itself -----------------------------------------------------------------
-
-
-def test_on_a_cpu_a_call_is_the_step():
-    made, step = training()
-    agree(step, made, windows(6), graphs=0)
 
 
 def test_in_a_transform_a_trace_and_another_capture_it_is_the_step(graphs):

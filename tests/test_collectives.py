@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from helpers import Untouched, in_processes, small_net
 from hypothesis import given
-from test_reduce import OPTIMIZERS, RULES
 from torch import nn
 
 import purescale as ps
@@ -293,9 +292,37 @@ class Doubling:
         return self.rate(applied)
 
 
+class Rate(float):
+    """A schedule that is an object."""
+
+    def __call__(self, applied):
+        return decayed(self, applied)
+
+
+def decayed(lr, applied):
+    return lr * 0.9**applied
+
+
+from_torch, optim = ps.from_torch, torch.optim
 PAIRS = {
-    **OPTIMIZERS,
-    **{f"rule, {name}": pair for name, pair in RULES.items()},
+    "class": (from_torch(optim.SGD, lr=0.1), from_torch(optim.Rprop, lr=0.1)),
+    "same state, other class": (from_torch(optim.Adam), from_torch(optim.AdamW)),
+    "momentum": (from_torch(optim.SGD, momentum=0.9), from_torch(optim.SGD, momentum=0.8)),
+    "rate": (from_torch(optim.SGD, lr=0.1), from_torch(optim.SGD, lr=0.2)),
+    "rate as a tensor": [from_torch(optim.SGD, lr=torch.tensor(lr)) for lr in (0.1, 0.2)],
+    "schedule": [from_torch(optim.SGD, lr=functools.partial(decayed, lr)) for lr in (0.1, 0.2)],
+    "schedule, an object": [from_torch(optim.SGD, lr=Rate(lr)) for lr in (0.1, 0.2)],
+    "a pair of numbers": [from_torch(optim.Adam, betas=(beta, 0.99)) for beta in (0.8, 0.9)],
+    "a flag": [from_torch(optim.SGD, maximize=flag) for flag in (True, False)],
+    "override": [from_torch(optim.SGD, overrides={"*.bias": {"lr": lr}}) for lr in (0.1, 0.2)],
+    "where overrides match": [
+        from_torch(optim.SGD, overrides={f"{n}.weight": {"lr": 1.0}}) for n in "15"
+    ],
+    "rule, a string": [
+        ps.DynamicScale(hysteresis=2, refill=refill) for refill in ("clean", "growth")
+    ],
+    "rule, a number": (ps.DynamicScale(), ps.DynamicScale(growth_interval=7)),
+    "rule, window": (ps.HeadroomScale(), ps.HeadroomScale(margin=7)),
     "strings": ("clean", "growth"),
     "bool and number": (True, 1),
     "None and its name": (None, "None"),

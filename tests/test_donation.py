@@ -1,7 +1,6 @@
 """Donated memory: what may be written into, and the bits of a call that donates."""
 
 import contextlib
-import functools
 import inspect
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from helpers import (
     clone,
     job,
     same_bits,
+    started,
     tensors,
 )
 from hypothesis import given
@@ -23,7 +23,7 @@ from torch import Tensor
 
 import purescale as ps
 from purescale._torch import tracing
-from purescale._torch.donation import can_write, take_ownership
+from purescale._torch.donation import can_write
 from purescale.testing import donated_poisoned
 
 RULE = ps.DynamicScale(init_scale=2.0**10)
@@ -220,21 +220,15 @@ def test_all_gradients_are_written_into_or_none(pieces):
             assert same_bits((grads, row), (before, kept))
 
 
+def product(params, x):
+    return (params["w"] * x).sum()
+
+
 def test_a_microbatch_in_the_memory_of_the_state_is_left():
     shared = torch.ones(3)
-    state = ps.init_train_state({"w": torch.ones(3)}, {"x": torch.zeros(3)}, ADAMW, RULE)._replace(
-        buffers={"x": shared}
-    )
-    new, _ = ps.train_step(
-        state,
-        [shared],
-        loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b),
-        optimizer=ADAMW,
-        rule=RULE,
-        donate=True,
-    )
-    assert shared.tolist() == [1.0] * 3
-    assert new.buffers["x"].tolist() == [1.0] * 3
+    state, step = started({"w": torch.ones(3)}, product, ADAMW)
+    new, _ = step(state._replace(buffers={"x": shared}), [shared], donate=True)
+    assert shared.tolist() == new.buffers["x"].tolist() == [1.0] * 3
 
 
 def test_a_leaf_on_the_graph_and_a_sparse_one_are_left():
@@ -273,38 +267,6 @@ def test_what_may_be_written_into():
     assert refused == [True]
 
 
-def test_what_a_backward_made_is_ours_only_where_nobody_else_can_see_it():
-    seen = []
-
-    class Keeps(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            seen.append(gradient * 2)
-            return seen[-1]
-
-    weights = [torch.ones(3, requires_grad=True) for _ in range(4)]
-    array = torch.arange(3.0).numpy()
-    outside = torch.from_numpy(array)
-    loss = weights[0].pow(2).sum() + Keeps.apply(weights[1]).sum()
-    loss = loss + (weights[2] * outside).sum() + weights[3].sum()
-    found = list(torch.autograd.grad(loss, weights))
-    before, addresses = clone(found), [gradient.data_ptr() for gradient in found]
-    mine = take_ownership(found)
-    assert found == []
-    assert same_bits(mine, before)
-    assert not any(gradient.requires_grad for gradient in mine)
-    for gradient in mine:
-        gradient.add_(1.0)
-    assert mine[0].data_ptr() == addresses[0]  # torch made it, and nobody else has it
-    assert seen[0].tolist() == [2.0] * 3
-    assert array.tolist() == [0.0, 1.0, 2.0]
-    assert all(gradient.is_contiguous() for gradient in mine)
-
-
 class Sum(NamedTuple):
     scale: Tensor
     clean: Tensor  # 0-d float64
@@ -321,29 +283,19 @@ class Summing:
 @pytest.mark.slow
 def test_a_compiled_donated_step_keeps_0d_numbers_of_float64():
     """What compiled code writes into such an input on a CPU is lost (torch 2.13)."""
-    sgd = ps.from_torch(torch.optim.SGD, lr=0.5)
 
     def loss_fn(params, buffers, x):
-        return (params["w"] * x).sum(), {"seen": buffers["seen"] + x}
+        return product(params, x), {"seen": buffers["seen"] + x}
 
-    @functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
-    def step(state, x):
-        settings = {"loss_fn": loss_fn, "optimizer": sgd, "rule": Summing(), "donate": True}
-        return ps.train_step(state, [x], **settings)[0]
-
-    weights = {"w": torch.ones((), dtype=torch.float64)}
-    state = ps.init_train_state(
-        weights, {"seen": torch.zeros((), dtype=torch.float64)}, sgd, Summing()
-    )
+    one, sgd = torch.ones((), dtype=torch.float64), ps.from_torch(torch.optim.SGD, lr=0.5)
+    settings = {"loss_fn": loss_fn, "buffers": {"seen": 0 * one}, "donate": True}
+    state, step = started({"w": one}, None, sgd, Summing(), **settings)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for _ in range(3):
-        state = step(state, torch.tensor(2.0, dtype=torch.float64))
+        state, _ = compiled(state, [2 * one])
     assert state.scaler.clean == 3
     assert state.buffers["seen"] == 6
     assert state.params["w"] == 1 - 3 * 0.5 * 2
-
-
-def product(params, buffers, x):
-    return (params["w"] * x).sum(), buffers
 
 
 class Raises:
@@ -364,28 +316,28 @@ def test_gradients_stay_as_they_were_if_an_optimizer_of_ones_own_raises(optimize
         ps.unscale_and_step(optimizer, RULE.init(), params, given, state, donate=True)
 
 
-@pytest.mark.parametrize("call", ["train_step", "unscale_and_step", "maybe_step"])
+SGD = ps.from_torch(torch.optim.SGD, lr=0.5, differentiable=True)
+ON_A_GRAPH = {
+    "train_step": lambda state, grads, step, **how: step(state, [torch.ones(3)], **how)[0].params,
+    "unscale_and_step": lambda state, grads, step, **how: (
+        ps.unscale_and_step(SGD, state.scaler, state.params, grads, state.opt_state, **how).params
+    ),
+    "maybe_step": lambda state, grads, step, **how: ps.maybe_step(
+        SGD, state.params, grads, state.opt_state, torch.tensor(False), **how
+    )[0],
+}
+
+
+@pytest.mark.parametrize("call", ON_A_GRAPH)
 def test_a_donated_step_on_a_graph_is_that_without_donation(call):
-    sgd = ps.from_torch(torch.optim.SGD, lr=0.5, differentiable=True)
-    found = []
+    results = []
     for donate in (False, True):
-        state = ps.init_train_state({"w": torch.ones(3)}, {}, sgd, RULE)
+        state, step = started({"w": torch.ones(3)}, product, SGD, RULE)
         state.params["w"].requires_grad_()
-        given = {"w": torch.full((3,), 8.0)}
-        if call == "train_step":
-            settings = {"loss_fn": product, "optimizer": sgd, "rule": RULE, "donate": donate}
-            params = ps.train_step(state, [torch.ones(3)], **settings)[0].params
-        elif call == "unscale_and_step":
-            params = ps.unscale_and_step(
-                sgd, state.scaler, state.params, given, state.opt_state, donate=donate
-            ).params
-        else:
-            params, _ = ps.maybe_step(
-                sgd, state.params, given, state.opt_state, torch.tensor(False), donate=donate
-            )
-        found.append(params["w"])
-    assert same_bits(*found)
-    assert found[1].requires_grad
+        grads = {"w": torch.full((3,), 8.0)}
+        results.append(ON_A_GRAPH[call](state, grads, step, donate=donate)["w"])
+    assert same_bits(*results)
+    assert results[1].requires_grad
 
 
 # ---- a donated state as NaN ----------------------------------------------------------------------

@@ -14,7 +14,6 @@ import torch.utils._pytree as pytree
 from helpers import AsOnAnAccelerator, at, by_parts, in_processes, same_bits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -76,30 +75,24 @@ def close(a, b, tolerance=1e-6):
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
-def on_meshes(check):
-    """`check(rank, mesh, placements)` on a line of all ranks; with four of them on a grid too."""
-
-    def body(rank):
-        ranks = dist.get_world_size()
-        check(rank, init_device_mesh("cpu", (ranks,)), ON_A_LINE)
-        if ranks == 4:
-            check(rank, init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), ON_A_GRID)
-
-    return body
-
-
 def run(check, ranks):
-    in_processes(functools.partial(_run, check), ranks)
+    in_processes(functools.partial(_on_meshes, check), ranks)
 
 
-def _run(check, rank):
-    on_meshes(check)(rank)
-    if dist.get_world_size() == 2:  # as a GPU would, with numbers
+def _on_meshes(check, rank):
+    """`check(rank, mesh, placements)` on a line of all ranks: of two also as a GPU would, with
+    numbers, of four also on a grid.
+    """
+    ranks = dist.get_world_size()
+    line = rank, init_device_mesh("cpu", (ranks,)), ON_A_LINE
+    check(*line)
+    if ranks == 2:
         with tracing.as_on_an_accelerator():
-            on_meshes(check)(rank)
+            check(*line)
+    if ranks == 4:
+        check(rank, init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), ON_A_GRID)
 
 
-RANKS = pytest.mark.parametrize("ranks", [2, 4])
 CLASSES = {  # by torch's kernels, and by a formula
     "AdamW": {"amsgrad": True},
     "SGD": {"momentum": 0.9, "nesterov": True},
@@ -140,7 +133,7 @@ def _steps(rank, mesh, placements):
 
 
 @pytest.mark.slow
-@RANKS
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_over_shards_equals_the_unsharded_step_and_is_donated_in_place(ranks):
     run(_steps, ranks)
 
@@ -402,61 +395,6 @@ def test_what_cannot_be_done_on_a_shard_is_refused_on_every_rank():
     in_processes(_refused)
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 1))
-
-
-def _fully_sharded(rank):
-    """FSDP2, on a line and in two replicas of two shards: a loop by hand with a donated step."""
-    ranks = dist.get_world_size()
-    meshes = [init_device_mesh("cpu", (ranks,))]
-    meshes += [init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))] if ranks == 4 else []
-    for mesh in meshes:
-        model, alone = net(), net()
-        for layer in (model[0], model[2]):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=0.01), ps.DynamicScale(2.0**4)
-        peer = torch.optim.AdamW(alone.parameters(), lr=0.01)
-        params = dict(model.named_parameters())
-        opt_state, scaler, applied = optimizer.init(params), rule.init(), 0
-        for step in range(4):
-            generator = torch.Generator().manual_seed(step)
-            x, y = (torch.randn(8, n, generator=generator) for n in (6, 1))
-            bad = math.inf if step == 1 and rank == 0 else 1.0
-            loss = (model(x[rank::ranks]) - y[rank::ranks]).pow(2).mean()
-            ps.scale_loss(scaler, loss).backward()
-            grads = {name: p.grad for name, p in params.items()}
-            here(grads["0.weight"]).mul_(bad)
-            found = ~here(grads["0.weight"]).isfinite().all()
-            found = ps.all_reduce_found_inf(found)
-            assert isinstance(grads["0.weight"], DTensor)
-            with CommDebugMode() as counted:
-                out = ps.unscale_and_step(
-                    optimizer, scaler, params, grads, opt_state, max_norm=0.5, donate=True
-                )
-            assert counted.get_total_counts() == 1
-            assert out.found_inf == found == (step == 1)
-            opt_state, scaler = out.opt_state, rule.update(scaler, out.found_inf)
-            model.zero_grad()
-            if step != 1:
-                peer.zero_grad()
-                (alone(x) - y).pow(2).mean().backward()
-                nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
-                peer.step()
-                applied += 1
-        assert opt_state.applied == applied
-        assert scaler.scale == 8
-        assert all(p is q for p, q in zip(model.parameters(), params.values(), strict=True))
-        close(dict(model.named_parameters()), dict(alone.named_parameters()))
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(4, marks=pytest.mark.slow), 2])
-def test_a_module_under_fsdp2_sees_the_donated_step(ranks):
-    in_processes(_fully_sharded, ranks)
-
-
 def _several_meshes(rank):
     """A leaf over all ranks, one over two of them, one that is plain: one reduction each mesh."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -518,7 +456,6 @@ def test_a_step_over_dtensors_is_one_graph():
 # ---- where torch's own scalers let ranks diverge -------------------------------------------------
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-as_measured = pytest.mark.skipif(TORCH > (2, 15), reason="torch may have mended it")
 
 
 def _everywhere(value):
@@ -538,6 +475,7 @@ def _torch_steps(scaler, optimizer, params, grads):
 
 
 def _sharded_grad_scaler(rank):
+    """It reduces the flag in `unscale_`, which a fused optimizer's step leaves out."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     grad = torch.tensor([1.0, math.inf if rank == 1 else 1.0])
@@ -559,13 +497,8 @@ def _sharded_grad_scaler(rank):
         assert _everywhere(here(out.params["w"])[0]) == [0.0, 0.0]
 
 
-@as_measured
-def test_ranks_agree_where_those_of_sharded_grad_scaler_with_a_fused_optimizer_do_not():
-    """It reduces the flag in `unscale_`, which a fused optimizer's step leaves out."""
-    in_processes(_sharded_grad_scaler)
-
-
 def _first_placement(rank):
+    """It looks at the placement of the first gradient only."""
     mesh = init_device_mesh("cpu", (2,))
 
     def leaf(values, placement):
@@ -590,9 +523,14 @@ def _first_placement(rank):
         assert same_bits(here(out.params), here(weights[order]))
 
 
-@as_measured
-def test_ranks_agree_where_torch_looks_at_the_placement_of_the_first_gradient_only():
-    in_processes(_first_placement)
+def _beside_torchs_scalers(rank):
+    _sharded_grad_scaler(rank)
+    _first_placement(rank)
+
+
+@pytest.mark.skipif(TORCH > (2, 15), reason="torch may have mended them")
+def test_ranks_agree_where_those_of_torchs_scalers_do_not():
+    in_processes(_beside_torchs_scalers)
 
 
 # ---- a whole step --------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What a newcomer runs: the demo, the loop by hand, the contents page."""
 
+import importlib.util
 import os
 import pydoc
 import re
@@ -15,7 +16,8 @@ import purescale as ps
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = str(ROOT / "examples"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])
-pytest.importorskip("sklearn")
+if importlib.util.find_spec("sklearn") is None:  # which takes a second to import
+    pytest.skip("needs scikit-learn", allow_module_level=True)
 
 # matplotlib's and scikit-learn's own
 pytestmark = pytest.mark.filterwarnings(

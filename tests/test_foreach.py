@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
-from purescale._grads.grad_stats import local_stats
 from purescale._torch import donation, foreach, tracing
 from purescale._torch.dtypes import saturating
 from purescale._tree.select import select_masked
@@ -105,57 +104,75 @@ def operators_of_any(optimizer, *kind, counts=(10, 40), **how):
 
 
 HOW = [{}, {"max_norm": 1.0}, {"max_norm": 1.0, "clip_value": 1.0, "donate": True}]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_step_of_every_class_over_lists_is_few_operators_whatever_the_number_of_tensors(
-    name, settings
-):
-    optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
-    for how in HOW[1:] if settings else HOW[:1]:
-        assert operators_of_any(optimizer, **how) <= (60 if name == "AdamW" else 120)
-
-
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MIXED = [(f32, f16), (f32, bf16), (f32, f64), (f64, f16), (f64, f32)]
 FORMATS = {
     "transposed": lambda t: t.transpose(0, 1),
     "channels_last_3d": lambda t: t.unsqueeze(0).permute(0, 4, 1, 2, 3),
 }
+# A class with its settings, dtypes of parameters and gradients, a layout, how it is stepped, and
+# how many operators that takes at most.
+CLIPPED = [
+    ("AdamW", {}, (f32, kind), None, {"max_norm": 1.0, "norm_type": power}, 75)
+    for kind in (f16, f32)
+    for power in (3.0, inf)
+]
+STEPS = [
+    *(
+        (name, settings, (f32, f32), None, how, 60 if name == "AdamW" else 120)
+        for name, many in LISTS.items()
+        for settings in many
+        for how in (HOW[1:] if settings else HOW[:1])
+    ),
+    *(
+        (name, {}, dtypes, None, how, most)
+        for name, most in (("AdamW", 75), ("RMSprop", 120))
+        for dtypes in (*MIXED, (f16, f32), (bf16, bf16))
+        for how in HOW[:2]
+    ),
+    *(
+        (name, {}, (f16, f32), format, HOW[2], most)
+        for name, most in (("AdamW", 60), ("RMSprop", 120))
+        for format in FORMATS
+    ),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtypes", [*MIXED, (f16, f32), (bf16, bf16)], ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
-def test_gradients_in_another_dtype_than_parameters_are_cast_in_few_operators(name, dtypes):
-    optimizer = ps.from_torch(getattr(torch.optim, name))
-    for how in HOW[:2]:
-        number = operators_of_any(optimizer, dtypes, counts=(5, 25), **how)
-        assert number <= (75 if name == "AdamW" else 120)
+@pytest.mark.parametrize(
+    ("name", "settings", "dtypes", "format", "how", "most"),
+    [*CLIPPED, *(pytest.param(*row, marks=pytest.mark.slow) for row in STEPS)],
+)
+def test_a_step_over_lists_is_few_operators_whatever_the_number_of_tensors(
+    name, settings, dtypes, format, how, most
+):
+    optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
+    lay = FORMATS.get(format, lambda t: t)
+    assert operators_of_any(optimizer, dtypes, lay, counts=(5, 25), **how) <= most
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
-def test_a_step_over_dense_tensors_of_any_layout_is_few_operators(name, format):
-    optimizer = ps.from_torch(getattr(torch.optim, name))
-    number = operators_of_any(optimizer, (f16, f32), FORMATS[format], counts=(5, 25), **HOW[2])
-    assert number <= (60 if name == "AdamW" else 120)
+OF_GRADIENTS = {
+    "accumulate_grads": ps.accumulate_grads,
+    "accumulate_grads, weighted": lambda accum, grads, donate: ps.accumulate_grads(
+        accum, grads, 3, torch.zeros((), dtype=torch.bool), donate=donate
+    ),
+    "grad_amax": lambda accum, grads, donate: ps.grad_amax(grads),
+}
 
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_mean_of_gradients_of_any_layout_is_few_operators(format, donate):
+@pytest.mark.parametrize("name", OF_GRADIENTS)
+def test_functions_of_gradients_of_any_layout_are_few_operators(name, format, donate):
     counts = set()
-    for count in (5, 25):
+    for number in (5, 25):
         with fake_cuda():
-            grads = {str(i): FORMATS[format](torch.empty(8, 4, 2, 2)) for i in range(count)}
+            grads = {str(i): FORMATS[format](torch.empty(8, 4, 2, 2)) for i in range(number)}
             accum = ps.init_accum(grads)
             with Launched() as launched:
-                ps.accumulate_grads(accum, grads, donate=donate)
+                OF_GRADIENTS[name](accum, grads, donate=donate)
         counts.add(len(launched.ops))
     assert len(counts) == 1
+    assert name != "grad_amax" or counts.pop() < 10
 
 
 @pytest.mark.parametrize("lay", ["channels_last", "transposed", "permuted"])
@@ -317,28 +334,6 @@ def test_what_has_no_gap_is_what_torch_calls_dense_and_not_overlapping(layout, e
     assert not foreach.is_gapless(torch.zeros(3, 1).expand(3, 4))
 
 
-def test_copies_over_lists_are_clones():
-    images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    mixed = [
-        torch.tensor(2),
-        torch.tensor(True),
-        torch.randn(3),
-        torch.randn(2, 3).t(),
-        torch.randn(2).half(),
-        images,
-        torch.randn(3, requires_grad=True),
-        torch.zeros(0),
-        torch.randn(3, 4)[:, ::2],
-        torch.randn(3).to(torch.complex64),
-        torch.randn(4).to(torch.complex64).conj(),
-    ]
-    copies = foreach.clone(mixed)
-    assert same_bits(copies, [t.detach() for t in mixed])
-    assert not shares_memory(copies, mixed)
-    assert [t.stride() for t in copies] == [t.clone().stride() for t in mixed]
-    assert not any(t.requires_grad for t in copies)
-
-
 # ---- casts and bounds over lists -----------------------------------------------------------------
 
 
@@ -444,23 +439,6 @@ def test_products_and_quotients_over_lists_have_the_bits_of_those_tensor_by_tens
                 assert (new is old) == (in_place and same(old))
 
 
-@pytest.mark.parametrize("power", [1.0, 2.0, 3.0, 5.0, 8.0])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_a_norm_over_a_list_is_as_exact_in_every_dtype(dtype, power):
-    leaves = [torch.randn(1000).to(dtype) for _ in range(3)]
-    expected = torch.linalg.vector_norm(torch.cat(leaves).to(f64), power)
-    norm = local_stats(leaves, torch.tensor(1.0), power).norm
-    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("power", [3.0, inf])
-@pytest.mark.parametrize("kind", [f16, f32])
-def test_a_step_clipped_by_any_norm_is_few_operators(kind, power):
-    optimizer = ps.from_torch(torch.optim.AdamW)
-    how = {"max_norm": 1.0, "norm_type": power}
-    assert operators_of_any(optimizer, (f32, kind), **how) <= 75
-
-
 # ---- formulas over lists -------------------------------------------------------------------------
 
 
@@ -535,6 +513,3 @@ def test_leaves_that_lists_do_not_take_go_tensor_by_tensor(name):
     expected = optimizer.step(params, grads, state)
     with over_lists():
         assert_close(optimizer.step(params, grads, state), expected, rtol=1e-5, atol=1e-6)
-
-
-# ---- one flat tensor -----------------------------------------------------------------------------

@@ -87,7 +87,9 @@ def test_each_way_to_feed_a_step_gives_it_each_batch_once_and_in_turn(feed):
     assert same_bits([tuple(batch) for batch in feed(some, "cpu")], some)
 
 
-@pytest.mark.parametrize("table", [gpu.captured_steps, gpu.host_batches])
+@pytest.mark.parametrize(
+    "table", [gpu.captured_steps, pytest.param(gpu.host_batches, marks=pytest.mark.slow)]
+)
 def test_the_rows_of_captured_steps_record_and_replay(table):
     with on_graphs():
         for _, rows in table(GIVEN):

@@ -36,11 +36,7 @@ import purescale as ps
 from purescale.testing import assert_vmap_equals_loop
 
 INF = math.inf
-
-
 SGD = ps.from_torch(torch.optim.SGD, lr=1.0)
-
-
 RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
 
 
@@ -129,7 +125,6 @@ def test_a_window_equals_the_small_functions(policy, sizes, overflow, clip):
 
 
 TOP = torch.tensor(torch.finfo(torch.float32).max * (1 - 1e-6)).item()
-
 
 HOW = {
     "equal": (lambda w: 1.0, None),
@@ -321,13 +316,6 @@ def test_a_rule_that_changes_dtypes_is_refused():
 # ---- policies
 
 
-@pytest.mark.parametrize(("policy", "mean"), [("drop_window", math.nan), ("drop_microbatch", 4.0)])
-def test_the_loss_is_the_mean_of_what_counts(policy, mean):
-    state, step = mean_job(on_nonfinite=policy)
-    _, info = step(state._replace(params={"w": torch.tensor(2.0)}), numbers(1, math.nan, 3))
-    assert info.loss.item() == pytest.approx(mean, nan_ok=True)
-
-
 @pytest.mark.parametrize("bad", [math.nan, -1.0, INF])
 def test_a_weight_tensor_that_is_no_weight_drops_its_microbatch_and_leaves_the_scale(bad):
     state, step = mean_job(lambda g: torch.where(g > 5, bad, 1.0), on_nonfinite="drop_microbatch")
@@ -347,16 +335,6 @@ def test_a_window_of_weight_zero_leaves_everything_as_it_was(settings):
         new, info = step(state, microbatches, weight_fn=lambda g: 0, **settings)
         assert info.found_inf
         assert same_bits(new, state)
-
-
-@pytest.mark.parametrize("policy", ["drop_window", "drop_microbatch"])
-def test_batch_norm_statistics_survive_a_bad_window(policy):
-    # torch: running_mean is -inf after the skipped step, and the model is dead at eval.
-    state, step = job(SGD, RULE, policy="float32", on_nonfinite=policy)
-    x, y = batch(0)
-    new, _ = step(state, [batch(1), (x * INF, y), batch(2)])
-    clean, _ = step(state, [batch(1), batch(2)])
-    assert same_bits(new.buffers, state.buffers if policy == "drop_window" else clean.buffers)
 
 
 @examples(30)
@@ -397,34 +375,7 @@ def overflowing(scale):
     return state._replace(scaler=at(2.0**scale)), step, numbers(2.0**27, 2.0**26)
 
 
-# ---- compiled, vmapped, differentiated
-
-
-@pytest.mark.slow
-def test_a_compiled_window_agrees_without_recompiling():
-    """To 1e-5: other kernels."""
-    state, step = job(
-        ps.from_torch(torch.optim.AdamW, lr=1e-3),
-        RULE,
-        policy="float32",
-        on_nonfinite="drop_microbatch",
-        weight_fn=lambda b: b[1].sum() + 1,
-    )
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    eager = state
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for index in range(4):
-            x, y = batch(index)
-            microbatches = [
-                batch(10 + index),
-                (x * INF, y) if index == 1 else (x, y),
-                batch(20 + index),
-            ]
-            eager, expected = step(eager, microbatches)
-            state, info = compiled(state, microbatches)
-            assert_close(state, eager, rtol=1e-5, atol=1e-5)
-            assert info.found_inf == expected.found_inf
+# ---- vmapped
 
 
 @pytest.mark.parametrize("on_nonfinite", ["drop_window", "drop_microbatch"])
@@ -517,8 +468,6 @@ def test_complex_parameters_and_clip_value_are_refused_before_any_work():
 
 
 VALUES = st.sampled_from([0.0, 1.0, -2.0, 5.0, 3e38, INF, math.nan])
-
-
 WEIGHTS = st.sampled_from([0.0, 1.0, 3.0, math.nan, -1.0])
 
 
@@ -715,21 +664,10 @@ def test_a_window_of_a_size_is_torchs_loop_that_drops_what_overflows(bad, missin
             total, summed = total + leaf.grad, summed + loss.detach()
     torch.testing.assert_close(state.params["w"], weight - total, rtol=1e-12, atol=1e-12)
     assert info.found_inf == all(bad)
-    if not all(bad):
+    if all(bad):
+        assert info.loss == INF, "the loss says why"
+    else:
         torch.testing.assert_close(info.loss, summed, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("weight_fn", [None, abs])
-def test_a_full_window_of_a_size_has_the_bits_of_one_without(weight_fn):
-    state, step = mean_job(weight_fn)
-    assert same_bits(step(state, [2.0, 3.0], window_size=2), step(state, [2.0, 3.0]))
-
-
-@pytest.mark.parametrize("size", [0, -1, 1.5, True, "4"])
-def test_a_size_of_a_window_that_is_no_whole_number_is_refused(size):
-    state, step = mean_job()
-    with pytest.raises(ValueError, match="window_size must be a whole number above 0"):
-        step(state, [2.0], window_size=size)
 
 
 @pytest.mark.parametrize("retries", [0, 3])

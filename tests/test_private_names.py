@@ -18,32 +18,14 @@ from purescale._torch.private_names import NAMES, list_operator, look_up
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
 
 
-def modules_after(code):
-    """The modules of a new process that has run `code`."""
-    code = f"{textwrap.dedent(code)}\nimport sys\nprint('modules', *sys.modules)"
+def modules_after_each(stages):
+    """The modules of a new process after each of these stages of its code."""
+    show = "\nimport sys\nprint('modules', *sys.modules)\n"
+    code = "".join(textwrap.dedent(stage) + show for stage in stages)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.rpartition("modules ")[2].split())
-
-
-@pytest.fixture(scope="module")
-def modules_of_torch():
-    return modules_after("import torch")
-
-
-def heavy(modules):
-    return {name for name in modules if name.startswith(HEAVY)}
-
-
-def test_an_import_adds_purescale_optree_and_the_standard_library_alone(modules_of_torch):
-    added = modules_after("import purescale") - modules_of_torch
-    assert {"purescale.simulate", "purescale.interop.apex"} <= added
-    roots = {module.split(".")[0] for module in added}
-    assert roots - set(sys.stdlib_module_names) <= {"purescale", "optree"}
-
-
-def test_the_checks_for_users_tests_import_no_compiler():
-    assert not heavy(modules_after("import purescale.testing"))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("modules ")]
+    return [set(line.split()[1:]) for line in lines]
 
 
 LOOP = """
@@ -70,14 +52,19 @@ LOOP = """
 """
 
 
-def test_an_eager_step_imports_no_compiler(modules_of_torch):
+def test_import_and_eager_steps_add_purescale_optree_and_the_standard_library_and_no_compiler():
     optimizers = [
         "torch.optim.AdamW, lr=1e-3",
         "torch.optim.RMSprop",
         "torch.optim.AdamW, lr=lambda applied: 1e-3 * 0.9**applied",
     ]
     loops = "".join(LOOP.replace("OPTIMIZER", optimizer) for optimizer in optimizers)
-    assert not heavy(modules_after(loops) - modules_of_torch)
+    stages = "import torch", "import purescale", "import purescale.testing", loops
+    of_torch, ours, *_, after = modules_after_each(stages)
+    assert {"purescale.simulate", "purescale.interop.apex"} <= ours
+    roots = {module.split(".")[0] for module in ours - of_torch}
+    assert roots - set(sys.stdlib_module_names) <= {"purescale", "optree"}
+    assert not any(module.startswith(HEAVY) for module in after - of_torch)
 
 
 # ---- a torch that has changed --------------------------------------------------------------------

@@ -282,8 +282,14 @@ def test_each_rule_keeps_every_law(rule):
 
 
 def test_rules_are_values():
-    assert ps.DynamicScale() == ps.DynamicScale()
-    assert hash(ps.StaticScale(2.0)) == hash(ps.StaticScale(2.0))
+    for one, same in (
+        (ps.DynamicScale(), ps.DynamicScale(2**16)),
+        (ps.StaticScale(2.0), ps.StaticScale(2)),
+        (ps.HeadroomScale(), ps.HeadroomScale(2**16, margin=6)),
+        (ps.SpikeGuard(), ps.SpikeGuard(sigma=6, warmup=20)),
+    ):
+        assert one == same
+        assert hash(one) == hash(same)
     with pytest.raises(AttributeError):
         ps.DynamicScale().init_scale = 1.0
 

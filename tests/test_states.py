@@ -23,6 +23,7 @@ from helpers import (
 from hypothesis import given
 
 import purescale as ps
+from purescale._torch import foreach
 from purescale.testing import (
     assert_pure,
     assert_single_graph,
@@ -32,6 +33,7 @@ from purescale.testing import (
 
 HALF = torch.float16, torch.bfloat16
 FLOATS = *HALF, torch.float32, torch.float64
+TWO = torch.bfloat16, torch.float32  # where each leaf is compiled
 OTHERS = torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool
 SIZES = (), (0,), (5,), (33,), (300,), (3, 7)
 
@@ -64,10 +66,6 @@ def states():
 # ---- copies ------------------------------------------------------------------------------------
 
 
-def without_gaps(leaf):
-    return leaf.is_contiguous() or leaf.t().is_contiguous()
-
-
 @pytest.mark.parametrize("tree", [tree_of(0), *(after[-1] for after in states())])
 def test_a_copy_has_the_bits_of_a_state_and_shares_no_memory_with_it(tree):
     copy = assert_pure(ps.clone, tree)
@@ -78,12 +76,15 @@ def test_a_copy_has_the_bits_of_a_state_and_shares_no_memory_with_it(tree):
 def test_one_tensor_under_two_names_becomes_two_that_can_be_donated():
     row = torch.arange(6.0)
     tree = {"a": row, "b": row, "view": row[2:], "row": row.expand(2, 6), "t": row.view(2, 3).t()}
+    images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    tree |= {"gaps": row[::2], "images": images, "half": row[1:].half()}
     copy = ps.clone(tree)
     assert same_bits(copy, tree)
     storages = {leaf.untyped_storage().data_ptr() for leaf in copy.values()}
     assert len(storages) == len(copy)
-    assert all(map(without_gaps, copy.values()))
-    assert copy["t"].stride() == tree["t"].stride()
+    assert all(map(foreach.is_gapless, copy.values()))
+    for name in ("t", "images"):
+        assert copy[name].stride() == tree[name].stride()
 
 
 def test_a_copy_is_off_the_graph():
@@ -114,7 +115,7 @@ def test_what_is_no_dense_real_tensor_is_copied_too():
 
 
 def test_copies_go_through_vmap_compile_grad_and_jit_and_read_nothing():
-    tree = {key: leaf for key, leaf in tree_of(0).items() if key in map(str, FLOATS)}
+    tree = {key: leaf for key, leaf in tree_of(0).items() if key in map(str, TWO)}
     stacked = ps.stack_states([tree, ps.clone(tree)])
     assert_vmap_equals_loop(ps.clone, stacked)
     [one] = assert_single_graph(ps.clone, (tree,))
@@ -147,9 +148,8 @@ def test_members_of_what_was_stacked_are_the_states(trees):
 
 
 def test_it_goes_through_vmap_compile_and_grad():
-    trees = [tree_of(seed, FLOATS) for seed in range(4)]
-    stacked = ps.stack_states(trees)
-    numbers = {key: leaf for key, leaf in stacked.items() if key in map(str, FLOATS)}
+    stacked = ps.stack_states([tree_of(seed, TWO) for seed in range(4)])
+    numbers = {key: leaf for key, leaf in stacked.items() if key in map(str, TWO)}
     pair = ps.stack_states([numbers, numbers])
     assert_vmap_equals_loop(lambda tree: ps.member(tree, 1), pair)
     assert_vmap_equals_loop(lambda i: ps.member(numbers, i), torch.arange(4))
@@ -293,8 +293,8 @@ def test_a_nan_goes_on_unless_it_is_selected_away():
 
 
 def test_an_average_goes_through_vmap_compile_and_grad():
-    old, new = (ps.stack_states([tree_of(s + i, FLOATS) for i in range(3)]) for s in (0, 7))
-    old, new = ({k: t[k] for k in map(str, FLOATS)} for t in (old, new))
+    old, new = (ps.stack_states([tree_of(s + i, TWO) for i in range(3)]) for s in (0, 7))
+    old, new = ({k: t[k] for k in map(str, TWO)} for t in (old, new))
     decays = torch.tensor([0.1, 0.9, 0.999])
     assert_vmap_equals_loop(ps.ema, old, new, decays, rtol=1e-6, atol=1e-7)
     assert_vmap_equals_loop(functools.partial(ps.ema, decay=0.9), old, new)

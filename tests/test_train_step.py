@@ -231,6 +231,10 @@ def test_microbatches_that_are_no_list_are_refused_before_any_work(microbatches,
         ({"max_norm": 1.0, "norm_type": 0}, ValueError, "norm_type must be above 0"),
         ({"bn_update": "never"}, ValueError, "bn_update must be 'each' or 'window', got 'never'"),
         ({"group": "world"}, ValueError, "group=None"),
+        *(
+            ({"window_size": size}, ValueError, "window_size must be a whole number above 0")
+            for size in (0, 1.5, True, "4")
+        ),
     ],
 )
 def test_bad_settings_of_a_step_are_refused_before_loss_fn_is_called(settings, error, message):

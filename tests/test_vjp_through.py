@@ -84,20 +84,37 @@ def assert_is_unrolled_gradient(step, state, items, query, weights, **tolerance)
     assert same_bits(run.value, query(final))
 
 
-CLASSES_OF_TORCH = [
-    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-    (torch.optim.Adam, {"amsgrad": True}),
-    (torch.optim.NAdam, {}),
-    (torch.optim.Adagrad, {}),
-    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
-    (torch.optim.ASGD, {}),
-]
+def by_name(name, param):
+    return "matrices" if param.ndim > 1 else "others"
 
 
-@pytest.mark.parametrize(("cls", "settings"), CLASSES_OF_TORCH)
-def test_the_derivative_has_the_bits_of_the_unrolled_gradient(cls, settings):
-    step, state, query = task(optimizer=differentiable(cls, **settings))
-    assert_is_unrolled_gradient(step, state, batches(5), query, torch.ones(N))
+WHOLE = {"window": 3, "max_norm": 0.1}
+KINDS = {
+    "SGD": (lambda: differentiable(torch.optim.SGD, momentum=0.9, nesterov=True), {}),
+    "Adam": (lambda: differentiable(torch.optim.Adam, amsgrad=True), {}),
+    "NAdam": (lambda: differentiable(torch.optim.NAdam), {}),
+    "Adagrad": (lambda: differentiable(torch.optim.Adagrad), {}),
+    "RMSprop": (lambda: differentiable(torch.optim.RMSprop, momentum=0.9, centered=True), {}),
+    "ASGD": (lambda: differentiable(torch.optim.ASGD), {}),
+    "partition": (
+        lambda: ps.partition(
+            {"matrices": differentiable(torch.optim.SGD), "others": differentiable()}, by_name
+        ),
+        WHOLE,
+    ),
+    "masters": (lambda: ps.with_master_weights(differentiable()), WHOLE),
+    "fused": (lambda: ps.from_torch(torch.optim.AdamW, lr=0.01), {}),
+    "schedule": (lambda: differentiable(lr=lambda count: 0.1 / (1 + count)), WHOLE),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_step_has_the_unrolled_gradient(name):
+    """Of a plain class its bits."""
+    make, settings = KINDS[name]
+    step, state, query = task(optimizer=make(), **settings)
+    near = {"rtol": 1e-5, "atol": 1e-6} if settings or name == "fused" else {}
+    assert_is_unrolled_gradient(step, state, batches(4), query, torch.ones(N), **near)
 
 
 def differences(step, state, items, query, weights, eps=1e-6, seed=3):
@@ -118,9 +135,10 @@ def test_any_length_of_a_segment_has_the_same_bits(number, every):
     assert same_bits(run, ps.vjp_through(step, state, items, query, wrt=weights))
 
 
-@pytest.mark.parametrize(("number", "most"), [(160, 17)])
-def test_a_run_takes_the_memory_of_its_kept_states(number, most, frozen_objects):
-    peak = 0
+def test_a_run_takes_the_memory_of_its_kept_states():
+    number, most, peak = 160, 17, 0
+    gc.collect()
+    gc.freeze()  # which leaves tensors of earlier tests out of `get_objects`
 
     def step(x, item):
         nonlocal peak
@@ -134,37 +152,6 @@ def test_a_run_takes_the_memory_of_its_kept_states(number, most, frozen_objects)
     # Besides: the first state, the last one, the one at work, those around a pullback, cotangents.
     assert peak <= most + 10
     assert same_bits(run, ps.vjp_through(step, start, items, torch.sum, every=number))
-
-
-@pytest.fixture
-def frozen_objects():
-    """Leave the objects that are alive now out of `gc.get_objects`."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-def by_name(name, param):
-    return "matrices" if param.ndim > 1 else "others"
-
-
-OPTIMIZERS = {
-    "partition": lambda: ps.partition(
-        {"matrices": differentiable(torch.optim.SGD), "others": differentiable()}, by_name
-    ),
-    "masters": lambda: ps.with_master_weights(differentiable()),
-    "fused": lambda: ps.from_torch(torch.optim.AdamW, lr=0.01),
-    "schedule": lambda: differentiable(lr=lambda count: 0.1 / (1 + count)),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_kind_of_step_has_the_unrolled_gradient(name):
-    settings = {} if name == "fused" else {"window": 3, "max_norm": 0.1}
-    step, state, query = task(optimizer=OPTIMIZERS[name](), **settings)
-    near = {"rtol": 1e-5, "atol": 1e-6}
-    assert_is_unrolled_gradient(step, state, batches(4), query, torch.ones(N), **near)
 
 
 # ---- steps of one's own --------------------------------------------------------------------------

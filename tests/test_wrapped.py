@@ -3,6 +3,7 @@ purescale decides and steps in place. The same run as with torch's scalers, wher
 """
 
 import contextlib
+import itertools
 import math
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import purescale as ps
@@ -68,7 +70,25 @@ def data(rank, count, dtype=torch.float32, bad=()):
     ]
 
 
-def by_purescale(wrapped, microbatches):
+def by_parts(optimizer, scaler, params, grads, opt_state):
+    grads, found_inf = ps.unscale_and_check(scaler, grads, donate=True)
+    grads, norm = ps.clip_by_global_norm(grads, 10.0, donate=True)
+    return (
+        *ps.maybe_step(optimizer, params, grads, opt_state, found_inf, donate=True),
+        found_inf,
+        norm,
+    )
+
+
+def in_one(*given):
+    """With one reduction."""
+    with CommDebugMode() as counted:
+        out = ps.unscale_and_step(*given, max_norm=10.0, donate=True)
+    assert counted.get_total_counts() == 1
+    return out[:4]
+
+
+def by_purescale(wrapped, microbatches, step=by_parts):
     params, scales = wrapped.params, []
     opt_state, scaler = MOMENTUM.init(params), RULE.init()
     for index, microbatch in enumerate(microbatches):
@@ -76,10 +96,8 @@ def by_purescale(wrapped, microbatches):
         with wrapped.syncs(window):
             ps.scale_loss(scaler, wrapped.loss(microbatch) / window.divisor).backward()
         if window.should_update:
-            grads = {name: p.grad for name, p in params.items()}
-            grads, found_inf = ps.unscale_and_check(scaler, grads, donate=True)
-            grads, _ = ps.clip_by_global_norm(grads, 10.0, donate=True)
-            _, opt_state = ps.maybe_step(MOMENTUM, params, grads, opt_state, found_inf, donate=True)
+            given = params, {name: p.grad for name, p in params.items()}, opt_state
+            _, opt_state, found_inf, _ = step(MOMENTUM, scaler, *given)
             scaler = RULE.update(scaler, found_inf)
             wrapped.module.zero_grad()
             scales.append(scaler.scale.item())
@@ -105,12 +123,12 @@ def by_torch(wrapped, microbatches, scaler):
 def _as_with_torch(rank):
     ranks = dist.get_world_size()
     replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))  # of two shards each
-    meshes = [None, init_device_mesh("cpu", (ranks,)), replicas]
+    meshes = [init_device_mesh("cpu", (ranks,)), replicas]
     # 11 microbatches, four windows, the last of two; the second overflows on the last rank alone
     microbatches = data(rank, 11, bad=(4,) if rank == ranks - 1 else ())
-    for mesh in meshes:
+    for mesh, step in ((None, by_parts), *itertools.product(meshes, (by_parts, in_one))):
         ours = Wrapped(net(), mesh)
-        scales = by_purescale(ours, microbatches)
+        scales = by_purescale(ours, microbatches, step)
         assert scales == [2.0**10, 2.0**9, 2.0**9, 2.0**10]
         peers = [torch.amp.GradScaler("cpu", **SCALING)]
         if mesh is not None and mesh.ndim == 1:

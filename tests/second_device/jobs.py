@@ -354,3 +354,6 @@ JOBS: dict[str, Callable[[Any], Job]] = {
     "an ensemble, by vmap": ensemble,
     "`max_retries=2`": plain(max_retries=2),
 }
+# What stands for a kind: other classes by a formula, and layers, have no graph of another form.
+ALIKE = {f"{name}, `max_norm`" for name in CLASSES.keys() - {"AdamW", "RMSprop", "Muon"}}
+ALIKE |= {"LSTM", "GRU", "bfloat16, batch norm", "masters of float16", "SGD and AdamW, a partition"}

@@ -3,17 +3,14 @@
 import functools
 
 import pytest
-from helpers import CLASSES, tensors
-from jobs import JOBS
+from helpers import tensors
+from jobs import ALIKE, JOBS
 from measured import TOLERANCE, difference, numbers, trained
 
 import purescale as ps
 
 # `jit` refuses what these do, in words that tests/test_jit.py asks for.
 REFUSED = ("`rng` in the state", "`max_retries=2`", "transformer block, checkpointed")
-# What stands for a kind: other classes by a formula, and layers, have no graph of another form.
-ALIKE = {f"{name}, `max_norm`" for name in CLASSES.keys() - {"AdamW", "RMSprop", "Muon"}}
-ALIKE |= {"LSTM", "GRU", "bfloat16, batch norm", "masters of float16", "SGD and AdamW, a partition"}
 
 
 @pytest.mark.slow

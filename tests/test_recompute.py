@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import cross_entropy_of, examples, generator_of, same_bits, started
+from helpers import cross_entropy_of, examples, generator_of, same_bits, shares_memory, started
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -338,28 +338,48 @@ def test_a_region_runs_again_with_the_hooks_that_the_first_forward_installed():
         assert torch.equal(grads["lin.weight"], net.lin.weight.grad)
 
 
+class Normalises(nn.Module):
+    def __init__(self, use_reentrant=False):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("var", torch.ones(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        buffers = self.mean, self.var, None, None, True
+        scaled = x * self.scale
+        return checkpoint(F.batch_norm, scaled, *buffers, use_reentrant=self.use_reentrant)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_region_that_is_given_the_buffers_writes_into_none_that_were_returned(use_reentrant):
     # No module of the copy runs again, and torch's graph alone may hold the buffers.
-    class Normalises(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
-            self.register_buffer("mean", torch.zeros(3))
-            self.register_buffer("var", torch.ones(3))
-
-        def forward(self, x):
-            buffers = self.mean, self.var, None, None, True
-            scaled = x * self.scale
-            return checkpoint(F.batch_norm, scaled, *buffers, use_reentrant=use_reentrant)
-
-    apply, params, buffers = ps.make_functional(Normalises())
+    apply, params, buffers = ps.make_functional(Normalises(use_reentrant))
     params["scale"].requires_grad_()
     out, new = apply(params, buffers, torch.arange(12.0).reshape(4, 3))
     returned = copy.deepcopy(new)
     out.square().sum().backward()
     assert same_bits(new, returned)
     assert not same_bits(new, buffers)
+
+
+@pytest.mark.parametrize(
+    ("make", "read", "is_copied"),
+    [
+        (lambda: nn.Sequential(nn.BatchNorm1d(3)), lambda m, x: (m(x), m[0].running_mean), False),
+        (lambda: nn.Sequential(nn.BatchNorm1d(3)), lambda m, x: (m, m[0].running_mean), True),
+        (Normalises, lambda m, x: (m(x), m.mean), True),
+    ],
+)
+def test_buffers_are_copied_again_unless_they_were_of_a_layer_of_torch_that_is_freed(
+    make, read, is_copied
+):
+    apply, params, buffers = ps.make_functional(make())
+    for _ in range(2):
+        (_, own), new = apply(params, buffers, torch.randn(4, 3), method=read)
+    (name,) = (name for name in new if name.endswith("mean"))
+    assert shares_memory(own, new[name]) is not is_copied
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap of grad"])

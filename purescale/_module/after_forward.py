@@ -181,9 +181,9 @@ def check_writes(tensors: Tensors, before: list[int], after: list[int], values: 
 
 
 @private.only_inlined
-def rerun_under(modes: list[Any], copy: ModelCopy) -> None:
+def rerun_under(modes: list[Any], modules: list[nn.Module]) -> None:
     """Let what runs again run under these function modes, even after they were exited."""
-    for module in copy.modules():
+    for module in modules:
         vars(module)["forward"] = functools.partial(_call_under, modes, weak_forward(module))
 
 

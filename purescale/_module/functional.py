@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
+import weakref
 from collections.abc import Callable, Set
 from types import MethodType
 from typing import Any
@@ -31,7 +32,7 @@ from .._module.registered import (
     registered_tensors,
     state_in_attributes,
 )
-from .._module.walk import recipe_of
+from .._module.walk import is_layer_of_torch, recipe_of
 from .._torch import foreach, private
 from .._torch.tracing import PLAIN_TYPES, host_can_read, under_transform
 from .._tree import pytree
@@ -73,6 +74,7 @@ class Apply:
     frozen_params: frozenset[str]
     _constants: frozenset[str]  # buffers that are not dense, such as a sparse adjacency matrix
     _renormalised: frozenset[str]  # weights of embeddings with max_norm, which write into them
+    _in_layers: frozenset[str]  # buffers that only layers of torch have
 
     def __call__(
         self,
@@ -159,12 +161,19 @@ class Apply:
         if transformed:
             forbid_recompute(copy)
         elif has_graph:
-            # A second run of a batch norm then writes into those of the copy, as a codebook does.
-            new = _copies(new, constants)
             if is_first:
                 watch_backward(copy, own_buffers.keys() - self.frozen_params - constants)
-            if modes := private.function_modes():
-                rerun_under(modes, copy)
+            references = list(map(weakref.ref, copy.modules()))
+            del copy
+            # A module that lives on may run again, as a part of the backward, and write into its
+            # buffers: a batch norm does, and a codebook. If none does, nothing writes into those
+            # that only layers of torch had.
+            alive = [module for reference in references if (module := reference()) is not None]
+            if alive and (modes := private.function_modes()):
+                rerun_under(modes, alive)
+            kept = constants if alive or is_first else constants | self._in_layers
+            if len(kept) < len(new):
+                new = _copies(new, kept)
         return out, new
 
     @private.only_inlined
@@ -213,12 +222,15 @@ def _with_own_empty(recipes: tuple[Recipe, Recipe]) -> tuple[Recipe, Recipe]:
     return evaluating.with_own_empty(), training.with_own_empty()
 
 
-def _copies(buffers: Tensors, constants: Set[str], *, one_by_one: bool = False) -> Tensors:
-    """Return copies of the buffers, but for those that `constants` names."""
-    values = buffers.values()
-    if one_by_one or constants or not buffers or any(map(_requires_grad, values)):
-        return {n: b if n in constants else b.clone() for n, b in buffers.items()}
-    return dict(zip(buffers, foreach.clone_undetached(list(values)), strict=True))
+def _copies(buffers: Tensors, kept: Set[str], *, one_by_one: bool = False) -> Tensors:
+    """Return copies of the buffers, but for those that `kept` names."""
+    copied = {n: b for n, b in buffers.items() if n not in kept} if kept else buffers
+    values = list(copied.values())
+    if one_by_one or not values or any(map(_requires_grad, values)):
+        copies = [value.clone() for value in values]
+    else:
+        copies = foreach.clone_undetached(values)
+    return {**buffers, **dict(zip(copied, copies, strict=True))}
 
 
 def _check_method(method: Any) -> None:
@@ -349,6 +361,7 @@ def make_functional(
         norm_params=norm_params(model, registered.first_name_of),
         _constants=frozenset(name for name, b in buffers.items() if is_constant(b)),
         _renormalised=_renormalised_params(model, registered.first_name_of) & params.keys(),
+        _in_layers=_in_layers_of_torch(recipe) & buffers.keys(),
     )
     return apply, _detached_copies(params), _detached_copies(buffers)
 
@@ -402,6 +415,18 @@ def _renormalised_params(model: nn.Module, first_name_of: dict[int, str]) -> fro
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
         for param in module.parameters(recurse=False)
     )
+
+
+def _in_layers_of_torch(recipe: Recipe) -> frozenset[str]:
+    """Return the names of the tensors that only layers of torch have. A ParameterList is none."""
+    layers = {
+        store
+        for store, module, _ in recipe.layout.store_rows
+        if is_layer_of_torch(cls := recipe.classes[module], recipe.attributes[module])
+        and cls.forward is not nn.Module.forward
+    }
+    places_of = recipe.layout.places_of_arguments
+    return frozenset(name for name, places in places_of if {p.holder for p in places} <= layers)
 
 
 # ---- which modules train, as `model.train()` and `model.eval()` decide ---------------------------

@@ -380,26 +380,3 @@ def test_buffers_are_copied_again_unless_they_were_of_a_layer_of_torch_that_is_f
         (_, own), new = apply(params, buffers, torch.randn(4, 3), method=read)
     (name,) = (name for name in new if name.endswith("mean"))
     assert shares_memory(own, new[name]) is not is_copied
-
-
-@pytest.mark.parametrize("transform", ["grad", "vmap of grad"])
-def test_a_transform_of_torch_func_refuses_it_with_a_note(transform):
-    apply, params, buffers = ps.make_functional(net())
-
-    def loss(params, x):
-        return apply(params, buffers, x)[0].sum()
-
-    function = torch.func.grad(loss)
-    if transform != "grad":
-        function = torch.vmap(function, (None, 0))
-    with pytest.raises(RuntimeError, match=r"saved tensor hooks|vmap over _Noop") as caught:
-        function(params, torch.ones(2, 5, 6))
-    assert "checkpoints a part of itself" in caught.value.__notes__[0]
-
-
-def test_a_backward_after_vmap_has_ended_is_refused_in_words():
-    apply, params, buffers = ps.make_functional(net())
-    weights = {name: p.requires_grad_() for name, p in params.items()}
-    outs = torch.vmap(lambda x: apply(weights, buffers, x)[0])(torch.ones(2, 5, 6))
-    with pytest.raises(RuntimeError, match=r"read outside of a call.*torch\.vmap.*Fix: "):
-        outs.sum().backward()

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from .._module.recipe import ModelCopy, StateContainer
-from .._module.references import Unreadable
 from .._module.registered import STORE_NAMES, Tensors, keys_of
 from .._torch import private
 from .._torch.tracing import PLAIN_TYPES, innermost
@@ -203,30 +202,3 @@ def weak_forward(module: nn.Module) -> Any:
     if inspect.ismethod(forward) and forward.__self__ is module:
         return weakref.WeakMethod(forward)
     return lambda: forward
-
-
-def forbid_recompute(copy: ModelCopy) -> None:
-    """Leave placeholders in the modules of a call under a transform, whose tensors have no values
-    once it has ended.
-    """
-    for name, places in copy.layout.places_of_arguments:
-        why = (
-            f"{name} of the model is read outside of a call of `apply`, where it has no value. "
-            "Likely cause: a backward reads it through the module after torch.vmap or torch.func "
-            "has ended, as torch.utils.checkpoint does. Fix: take the gradient inside of the "
-            "transform, without checkpointing."
-        )
-        for place in places:
-            if place.in_store:
-                copy.contents[place.holder][place.key] = Unreadable(why)
-
-
-def explain_checkpointing(error: RuntimeError) -> None:
-    """Add a note on checkpointing to torch's error about saved tensor hooks."""
-    # Under torch.vmap torch names an internal class of its checkpoints.
-    if "saved tensor hooks" in str(error) or "_NoopSaveInputs" in str(error):
-        error.add_note(
-            "The model checkpoints a part of itself (torch.utils.checkpoint), which torch.func "
-            "does not support. Fix: turn that off before make_functional, or use value_and_grad or "
-            "train_step in eager mode."
-        )

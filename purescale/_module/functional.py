@@ -16,8 +16,6 @@ from torch import nn
 from .._module.after_forward import (
     check_registrations,
     check_writes,
-    explain_checkpointing,
-    forbid_recompute,
     new_buffers,
     rerun_under,
     stamps,
@@ -93,7 +91,7 @@ class Apply:
         ):
             self._check_trees(params, buffers)
         if method is not None:
-            _check_method(method)
+            _refuse_live(method)
         call = (args, kwargs, bool(train), method)
         if torch.compiler.is_dynamo_compiling():
             # If the graph breaks inside a `try`, Dynamo gives up this frame and runs it eagerly,
@@ -139,10 +137,6 @@ class Apply:
         recipes, flags = learned.recipes, list(map(_requires_grad, tensors.values()))
         try:
             copy, out, new = self._forward(recipes[train], tensors, own_buffers, call)
-        except RuntimeError as error:
-            if transformed:
-                explain_checkpointing(error)
-            raise
         finally:
             if filled := any(recipes[train].shared_empty):
                 learned.recipes = _with_own_empty(recipes)
@@ -158,9 +152,7 @@ class Apply:
             check_writes(watched, before, after, values)
         if train in learned.first_calls and not callable(method):
             warn_of_attributes(learned.recipes[train], copy, train, learned.first_calls)
-        if transformed:
-            forbid_recompute(copy)
-        elif has_graph:
+        if has_graph:
             if is_first:
                 watch_backward(copy, own_buffers.keys() - self.frozen_params - constants)
             references = list(map(weakref.ref, copy.modules()))
@@ -186,7 +178,7 @@ class Apply:
         if method is None:
             out = copy.root(*args, **kwargs)
         elif isinstance(method, str):
-            out = _method_of(copy.root, method)(*args, **kwargs)
+            out = getattr(copy.root, method)(*args, **kwargs)
         else:
             out = method(copy.root, *args, **kwargs)
         return copy, out, new_buffers(copy, own_buffers)
@@ -233,27 +225,14 @@ def _copies(buffers: Tensors, kept: Set[str], *, one_by_one: bool = False) -> Te
     return {**buffers, **dict(zip(copied, copies, strict=True))}
 
 
-def _check_method(method: Any) -> None:
-    """Refuse what cannot be a method of a copy."""
-    is_live = isinstance(method, MethodType) and isinstance(method.__self__, nn.Module)
-    if is_live or not (isinstance(method, str) or callable(method)):
+def _refuse_live(method: Any) -> None:
+    """Refuse a method that is bound to a live module, which would run on its own tensors."""
+    if isinstance(method, MethodType) and isinstance(method.__self__, nn.Module):
         raise TypeError(
-            f"method is {getattr(method, '__qualname__', method)!r}; expected the name of a method "
-            "of the model, or a function whose first argument is the module, which is not bound "
-            "to a live one. Fix: method='decode'."
+            f"method is {method.__qualname__}, bound to a live module; expected the name of a "
+            "method of the model, or a function whose first argument is the module. Fix: "
+            f"method={method.__name__!r}."
         )
-
-
-def _method_of(root: nn.Module, name: str) -> Callable[..., Any]:
-    function = getattr(root, name, None)
-    if callable(function):
-        return function
-    names = [key for key in (*vars(type(root)), *root._modules) if not key.startswith("_")]
-    raise TypeError(
-        f"method={name!r} is not a method of {type(root).__name__}, which has "
-        f"{pytree.join_names(names)}. Fix: for a method of a part, "
-        f"`method=lambda model, *args: model.part.{name}(*args)`."
-    )
 
 
 # ---- make_functional -----------------------------------------------------------------------------
@@ -315,19 +294,19 @@ def make_functional(
 
     Raises:
         TypeError: `model` is not a module, or contains a torch.jit module, a
-            DistributedDataParallel, or a module with `__slots__`. From `apply`: `method` is not one
-            of the model, or is bound to a live module.
+            DistributedDataParallel, or a module with `__slots__`. From `apply`: `method` is bound
+            to a live module.
         ValueError: A lazy parameter has not seen a batch; a parameter has a hook on its gradient or
             is in a class attribute; a parameter or buffer shares memory with a tensor that is not
             tied to it, such as a view of it; a name of `state_attributes` matches nothing, or what
             is not a tensor; or a closure, a hook, a patched or compiled forward, a set, a key, an
             object with `__slots__`, of a class derived from a container or written in C holds a
             part of the live model.
-        RuntimeError: From `apply`: the names are of another model, a parameter is read after the
-            call, or the forward does one of the following. It registers a parameter, buffer or
-            module, replaces or removes a parameter, removes a buffer or replaces it in only one of
-            two places, writes into a parameter, or into a plain tensor that shares memory with
-            another one, or leaves another structure in a list or dict of state.
+        RuntimeError: From `apply`: the names are of another model, or the forward does one of the
+            following. It registers a parameter, buffer or module, replaces or removes a parameter,
+            removes a buffer or replaces it in only one of two places, writes into a parameter, or
+            into a plain tensor that shares memory with another one, or leaves another structure in
+            a list or dict of state.
             Writes into `.data` are found in the first call in training, on a CPU. Under
             `torch.compile` all writes change a copy and are dropped.
 

@@ -9,7 +9,7 @@ import inspect
 import operator
 import weakref
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -145,17 +145,15 @@ def _new_buffer(name: str, value: Any, before: Tensor, *, is_attribute: bool) ->
 # ---- writes into tensors that are not the forward's own ------------------------------------------
 
 
-def stamps(tensors: Collection[Tensor], transformed: bool) -> list[int]:
-    """Return what a write changes: for each tensor the count of writes, and after these for each
-    its address, which a new `.data` moves. In a transform tensors have no address.
+def stamps(tensors: Collection[Tensor], transformed: bool, *, addresses: bool) -> list[int]:
+    """Return what a write changes: for each tensor the count of writes, and with `addresses` after
+    these for each its address, which a new `.data` moves. In a transform tensors have none.
     """
     if transformed:
         return versions(list(map(innermost, tensors)))
-    if set(map(type, tensors)) <= PLAIN_TYPES:
-        try:
+    if addresses and set(map(type, tensors)) <= PLAIN_TYPES:
+        with suppress(RuntimeError):  # one is sparse, or was made under inference_mode
             return [*map(private.version, tensors), *map(Tensor.data_ptr, tensors)]
-        except RuntimeError:  # one is sparse, or was made under inference_mode
-            pass
     return versions(tensors)
 
 

@@ -123,8 +123,8 @@ class Apply:
         for name in self._renormalised:
             tensors[name] = params[name].clone()
         watched = {**params, **{name: buffers[name] for name in constants}}
-        before = stamps(watched.values(), transformed)
         is_first = has_graph and train and learned.compares_values
+        before = stamps(watched.values(), transformed, addresses=is_first)
         values: Tensors = {}  # to find writes through `.data`, once
         if is_first:
             learned.compares_values = False
@@ -148,7 +148,8 @@ class Apply:
 
         if filled:
             check_registrations(copy)
-        if (after := stamps(watched.values(), transformed)) != before or values:
+        after = stamps(watched.values(), transformed, addresses=is_first)
+        if after != before or values:
             check_writes(watched, before, after, values)
         if train in learned.first_calls and not callable(method):
             warn_of_attributes(learned.recipes[train], copy, train, learned.first_calls)
@@ -307,8 +308,9 @@ def make_functional(
             removes a buffer or replaces it in only one of two places, writes into a parameter, or
             into a plain tensor that shares memory with another one, or leaves another structure in
             a list or dict of state.
-            Writes into `.data` are found in the first call in training, on a CPU. Under
-            `torch.compile` all writes change a copy and are dropped.
+            Writes into `.data` are found in the first call in training on a CPU, and a new `.data`
+            in that call on any device. Under `torch.compile` all writes change a copy and are
+            dropped.
 
     Example:
         >>> from torch import nn, ones

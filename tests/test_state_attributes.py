@@ -330,18 +330,6 @@ def test_state_in_a_container_arrives_or_is_refused(kind, changes, has_alias):
         assert same_bits(buffers, state_of(module, buffers))
 
 
-def test_an_empty_container_that_a_glob_names_stays_empty_or_is_refused():
-    model = nn.Sequential(*(Keeper("list", [_set], False) for _ in range(2)))
-    model[1].kept, model[1].changes = [], []
-    apply, params, buffers = ps.make_functional(model, ("*.kept.*",))
-    assert list(buffers) == ["0.kept.0", "0.kept.1"]
-    assert apply(params, buffers, torch.ones(3))[0].tolist() == model(torch.ones(3)).tolist()
-    model[1].changes = [_grow]
-    apply, params, buffers = ps.make_functional(model, ("*.kept.*",))
-    with pytest.raises(RuntimeError, match=r"1\.kept.*state_attributes"):
-        apply(params, buffers, torch.ones(3))
-
-
 def stepped_leaky():
     model = nn.Sequential(nn.Linear(3, 3), Leaky())
     with torch.no_grad():

@@ -114,8 +114,7 @@ class Apply:
     def _eager(self, params: Tensors, buffers: Tensors, call: Call) -> tuple[Any, Tensors]:
         """Run the forward eagerly, and put back what it changed of what other calls read."""
         learned, (_, _, train, method) = self._learned, call
-        transformed = under_transform()
-        has_graph = torch.is_grad_enabled() and not transformed
+        transformed, has_graph = under_transform(), torch.is_grad_enabled()
         constants = {name for name in self._constants if is_constant(buffers[name])}
         # List kernels have no vmap rule.
         own_buffers = _copies(buffers, constants, one_by_one=transformed)
@@ -123,7 +122,7 @@ class Apply:
         for name in self._renormalised:
             tensors[name] = params[name].clone()
         watched = {**params, **{name: buffers[name] for name in constants}}
-        is_first = has_graph and train and learned.compares_values
+        is_first = has_graph and train and learned.compares_values and not transformed
         before = stamps(watched.values(), transformed, addresses=is_first)
         values: Tensors = {}  # to find writes through `.data`, once
         if is_first:
@@ -166,7 +165,7 @@ class Apply:
                 rerun_under(modes, alive)
             kept = constants if alive or is_first else constants | self._in_layers
             if len(kept) < len(new):
-                new = _copies(new, kept)
+                new = _copies(new, kept, one_by_one=transformed)
         return out, new
 
     @private.only_inlined

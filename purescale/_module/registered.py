@@ -123,8 +123,7 @@ def _sharing_error(one: _Span, other: _Span) -> ValueError:
 def state_in_attributes(model: nn.Module, patterns: Sequence[str]) -> tuple[Tensors, list[Any]]:
     """Return the tensors in plain attributes whose names match a pattern, and the lists and dicts
     whose elements have such names, which must be alike after each call. The tensor of a list or
-    dict has the name `part.attribute.key`. An empty one is among them if it would lose what it
-    gets: the first element of a list, or a key of another one.
+    dict has the name `part.attribute.key`.
 
     Raises:
         TypeError: `patterns` is a string.
@@ -156,14 +155,11 @@ def state_in_attributes(model: nn.Module, patterns: Sequence[str]) -> tuple[Tens
                 "dict, 'layer.attribute.*'."
             )
         tensors |= {name: attributes[name] for name in matching}
-    # An empty container may get any key that another one has.
-    keys = {0, *itertools.chain.from_iterable(map(keys_of, containers.values()))}
     return tensors, [
         value
         for name, value in containers.items()
         if any(
-            _matching([f"{name}.{key}" for key in keys_of(value) or keys], pattern)
-            for pattern in patterns
+            _matching([f"{name}.{key}" for key in keys_of(value)], pattern) for pattern in patterns
         )
     ]
 

@@ -323,15 +323,14 @@ def make_functional(
     the live module; `method` is that of flax's Module.apply.
     """
     _check_module(model)
-    state, state_containers = state_in_attributes(model, state_attributes)
-    registered = registered_tensors(model, state)
+    registered = registered_tensors(model, state_in_attributes(model, state_attributes))
     frozen = {name: p for name, p in registered.params.items() if not p.requires_grad}
     if len(frozen) == len(registered.params):
         frozen = {}
     params = {name: p for name, p in registered.params.items() if name not in frozen}
     buffers = frozen | registered.buffers
     _check_tensors(registered, params)
-    recipe = recipe_of(model, registered, state_containers)
+    recipe = recipe_of(model, registered)
     evaluating, training = _modes_of(model, recipe, params | buffers)
     apply = Apply(
         Learned((recipe.with_modes(evaluating), recipe.with_modes(training))),

@@ -120,9 +120,8 @@ def _sharing_error(one: _Span, other: _Span) -> ValueError:
 # ---- state in plain attributes, as that of spiking nets: it becomes buffers ----------------------
 
 
-def state_in_attributes(model: nn.Module, patterns: Sequence[str]) -> tuple[Tensors, list[Any]]:
-    """Return the tensors in plain attributes whose names match a pattern, and the lists and dicts
-    whose elements have such names, which must be alike after each call. The tensor of a list or
+def state_in_attributes(model: nn.Module, patterns: Sequence[str]) -> Tensors:
+    """Return the tensors in plain attributes whose names match a pattern. The tensor of a list or
     dict has the name `part.attribute.key`.
 
     Raises:
@@ -135,8 +134,8 @@ def state_in_attributes(model: nn.Module, patterns: Sequence[str]) -> tuple[Tens
             f"state_attributes=({patterns!r},)."
         )
     if not patterns:
-        return {}, []
-    attributes, containers = _attributes(model)
+        return {}
+    attributes = _attributes(model)
     buffers = [name for name, _ in model.named_buffers()]
     tensors: Tensors = {}
     for pattern in patterns:
@@ -155,13 +154,7 @@ def state_in_attributes(model: nn.Module, patterns: Sequence[str]) -> tuple[Tens
                 "dict, 'layer.attribute.*'."
             )
         tensors |= {name: attributes[name] for name in matching}
-    return tensors, [
-        value
-        for name, value in containers.items()
-        if any(
-            _matching([f"{name}.{key}" for key in keys_of(value)], pattern) for pattern in patterns
-        )
-    ]
+    return tensors
 
 
 def _matching(names: Iterable[str], pattern: str) -> list[str]:
@@ -173,23 +166,21 @@ def keys_of(container: list[Any] | dict[Any, Any]) -> list[Any]:
     return list(container) if isinstance(container, dict) else list(range(len(container)))
 
 
-def _attributes(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+def _attributes(model: nn.Module) -> dict[str, Any]:
     """Return the plain attributes of all modules by name, with what is in lists and dicts there in
-    place of these; and the lists and dicts.
+    place of these.
     """
     attributes: dict[str, Any] = {}
-    containers: dict[str, Any] = {}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
             name = f"{path}.{key}" if path else key
             if key in MODULE_ATTRIBUTES:
                 continue
             if type(value) in (list, dict):
-                containers[name] = value
                 attributes |= {f"{name}.{inner}": value[inner] for inner in keys_of(value)}
             else:
                 attributes[name] = value
-    return attributes, containers
+    return attributes
 
 
 # ---- load_into -----------------------------------------------------------------------------------
@@ -235,7 +226,7 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     check_dicts(params, buffers)
     registered = registered_tensors(model)
     if rest := buffers.keys() - {*registered.params, *registered.buffers, *registered.aliases}:
-        attributes = _attributes(model)[0].items()
+        attributes = _attributes(model).items()
         state = {n: t for n, t in attributes if n in rest and isinstance(t, Tensor)}
         registered = registered_tensors(model, state)
     targets = registered.params | registered.buffers

@@ -266,6 +266,24 @@ def test_what_a_backward_writes_into_a_buffer_is_named_once(kind, by_hand):
     assert len(seen) == 1
 
 
+def test_what_a_caller_writes_into_new_buffers_is_no_write_of_a_backward(recwarn):
+    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
+    _, new = apply(params, buffers, torch.randn(5, 3))
+    new.pop("running_mean").zero_()
+    assert not recwarn.list
+
+
+def test_what_a_backward_writes_into_a_buffer_is_lost_under_a_transform_too():
+    apply, params, buffers = ps.make_functional(Counted(writes))
+
+    def loss_and_buffers(params):
+        out, new = apply(params, buffers, torch.ones(2, 3))
+        return out.sum(), new
+
+    _, new = torch.func.grad(loss_and_buffers, has_aux=True)(params)
+    assert new["norm"] == 0
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_what_a_checkpoint_counts_again_is_meant_to_be_lost(use_reentrant):
     apply, params, buffers = ps.make_functional(Checkpointed(use_reentrant))

@@ -131,15 +131,7 @@ def test_a_compiled_method_equals_an_eager_one():
     assert new["decoded"] == buffers["decoded"] == 3
 
 
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ("decodes", r"method='decodes' is not a method of Autoencoder, which has encode, decode"),
-        (3, r"method is 3; expected the name of a method"),
-        (Autoencoder().decode, r"not bound to a live one.*Fix: method="),
-    ],
-)
-def test_what_is_not_a_method_of_the_model_is_refused(method, message):
+def test_a_method_of_a_live_module_is_refused():
     apply, params, buffers = ps.make_functional(Autoencoder())
-    with pytest.raises(TypeError, match=message):
-        apply(params, buffers, torch.randn(3, 2), method=method)
+    with pytest.raises(TypeError, match=r"bound to a live module.*Fix: method='decode'"):
+        apply(params, buffers, torch.randn(3, 2), method=Autoencoder().decode)

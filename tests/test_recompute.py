@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import cross_entropy_of, examples, generator_of, same_bits, started
+from helpers import cross_entropy_of, examples, generator_of, same_bits, shares_memory, started
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -220,15 +220,6 @@ def test_a_loop_by_hand_lets_the_old_parameters_go_with_their_graph(backward):
     assert not any(ref() is not None for ref in old)
 
 
-def test_a_copy_of_an_apply_whose_graph_is_alive_has_modules_of_its_own():
-    apply, params, buffers = ps.make_functional(net())
-    weights = {name: p.requires_grad_() for name, p in params.items()}
-    out, _ = apply(weights, buffers, batches(1)[0][0])
-    again, _ = copy.deepcopy(apply)(weights, buffers, batches(1)[0][0])
-    grads = [torch.autograd.grad(o.sum(), list(weights.values())) for o in (again, out)]
-    assert same_bits(*grads)
-
-
 # ---- what a region reads
 
 
@@ -338,22 +329,29 @@ def test_a_region_runs_again_with_the_hooks_that_the_first_forward_installed():
         assert torch.equal(grads["lin.weight"], net.lin.weight.grad)
 
 
+class Normalises(nn.Module):
+    def __init__(self, use_reentrant=False):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("var", torch.ones(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        buffers = self.mean, self.var, None, None, True
+        scaled = x * self.scale
+        return checkpoint(F.batch_norm, scaled, *buffers, use_reentrant=self.use_reentrant)
+
+
+def with_a_list():
+    frozen = nn.ParameterList([nn.Parameter(torch.ones(3), requires_grad=False)])
+    return nn.ModuleList([nn.Linear(3, 3), frozen])
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_region_that_is_given_the_buffers_writes_into_none_that_were_returned(use_reentrant):
     # No module of the copy runs again, and torch's graph alone may hold the buffers.
-    class Normalises(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
-            self.register_buffer("mean", torch.zeros(3))
-            self.register_buffer("var", torch.ones(3))
-
-        def forward(self, x):
-            buffers = self.mean, self.var, None, None, True
-            scaled = x * self.scale
-            return checkpoint(F.batch_norm, scaled, *buffers, use_reentrant=use_reentrant)
-
-    apply, params, buffers = ps.make_functional(Normalises())
+    apply, params, buffers = ps.make_functional(Normalises(use_reentrant))
     params["scale"].requires_grad_()
     out, new = apply(params, buffers, torch.arange(12.0).reshape(4, 3))
     returned = copy.deepcopy(new)
@@ -362,24 +360,20 @@ def test_a_region_that_is_given_the_buffers_writes_into_none_that_were_returned(
     assert not same_bits(new, buffers)
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap of grad"])
-def test_a_transform_of_torch_func_refuses_it_with_a_note(transform):
-    apply, params, buffers = ps.make_functional(net())
-
-    def loss(params, x):
-        return apply(params, buffers, x)[0].sum()
-
-    function = torch.func.grad(loss)
-    if transform != "grad":
-        function = torch.vmap(function, (None, 0))
-    with pytest.raises(RuntimeError, match=r"saved tensor hooks|vmap over _Noop") as caught:
-        function(params, torch.ones(2, 5, 6))
-    assert "checkpoints a part of itself" in caught.value.__notes__[0]
-
-
-def test_a_backward_after_vmap_has_ended_is_refused_in_words():
-    apply, params, buffers = ps.make_functional(net())
-    weights = {name: p.requires_grad_() for name, p in params.items()}
-    outs = torch.vmap(lambda x: apply(weights, buffers, x)[0])(torch.ones(2, 5, 6))
-    with pytest.raises(RuntimeError, match=r"read outside of a call.*torch\.vmap.*Fix: "):
-        outs.sum().backward()
+@pytest.mark.parametrize(
+    ("make", "read", "is_copied"),
+    [
+        (lambda: nn.Sequential(nn.BatchNorm1d(3)), lambda m, x: (m(x), m[0].running_mean), False),
+        (lambda: nn.Sequential(nn.BatchNorm1d(3)), lambda m, x: (m, m[0].running_mean), True),
+        (Normalises, lambda m, x: (m(x), m.mean), True),
+        (with_a_list, lambda m, x: (m[0](x), m[1][0]), True),
+    ],
+)
+def test_buffers_are_copied_again_unless_they_were_of_a_layer_of_torch_that_is_freed(
+    make, read, is_copied
+):
+    apply, params, buffers = ps.make_functional(make())
+    for _ in range(2):
+        (_, own), new = apply(params, buffers, torch.randn(4, 3), method=read)
+    (name,) = (name for name in new if name.endswith(("mean", "1.0")))
+    assert shares_memory(own, new[name]) is not is_copied

@@ -9,14 +9,13 @@ import inspect
 import operator
 import weakref
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._module.recipe import ModelCopy, StateContainer
-from .._module.references import Unreadable
 from .._module.registered import STORE_NAMES, Tensors, keys_of
 from .._torch import private
 from .._torch.tracing import PLAIN_TYPES, innermost
@@ -146,17 +145,15 @@ def _new_buffer(name: str, value: Any, before: Tensor, *, is_attribute: bool) ->
 # ---- writes into tensors that are not the forward's own ------------------------------------------
 
 
-def stamps(tensors: Collection[Tensor], transformed: bool) -> list[int]:
-    """Return what a write changes: for each tensor the count of writes, and after these for each
-    its address, which a new `.data` moves. In a transform tensors have no address.
+def stamps(tensors: Collection[Tensor], transformed: bool, *, addresses: bool) -> list[int]:
+    """Return what a write changes: for each tensor the count of writes, and with `addresses` after
+    these for each its address, which a new `.data` moves. In a transform tensors have none.
     """
     if transformed:
         return versions(list(map(innermost, tensors)))
-    if set(map(type, tensors)) <= PLAIN_TYPES:
-        try:
+    if addresses and set(map(type, tensors)) <= PLAIN_TYPES:
+        with suppress(RuntimeError):  # one is sparse, or was made under inference_mode
             return [*map(private.version, tensors), *map(Tensor.data_ptr, tensors)]
-        except RuntimeError:  # one is sparse, or was made under inference_mode
-            pass
     return versions(tensors)
 
 
@@ -181,9 +178,9 @@ def check_writes(tensors: Tensors, before: list[int], after: list[int], values: 
 
 
 @private.only_inlined
-def rerun_under(modes: list[Any], copy: ModelCopy) -> None:
+def rerun_under(modes: list[Any], modules: list[nn.Module]) -> None:
     """Let what runs again run under these function modes, even after they were exited."""
-    for module in copy.modules():
+    for module in modules:
         vars(module)["forward"] = functools.partial(_call_under, modes, weak_forward(module))
 
 
@@ -203,30 +200,3 @@ def weak_forward(module: nn.Module) -> Any:
     if inspect.ismethod(forward) and forward.__self__ is module:
         return weakref.WeakMethod(forward)
     return lambda: forward
-
-
-def forbid_recompute(copy: ModelCopy) -> None:
-    """Leave placeholders in the modules of a call under a transform, whose tensors have no values
-    once it has ended.
-    """
-    for name, places in copy.layout.places_of_arguments:
-        why = (
-            f"{name} of the model is read outside of a call of `apply`, where it has no value. "
-            "Likely cause: a backward reads it through the module after torch.vmap or torch.func "
-            "has ended, as torch.utils.checkpoint does. Fix: take the gradient inside of the "
-            "transform, without checkpointing."
-        )
-        for place in places:
-            if place.in_store:
-                copy.contents[place.holder][place.key] = Unreadable(why)
-
-
-def explain_checkpointing(error: RuntimeError) -> None:
-    """Add a note on checkpointing to torch's error about saved tensor hooks."""
-    # Under torch.vmap torch names an internal class of its checkpoints.
-    if "saved tensor hooks" in str(error) or "_NoopSaveInputs" in str(error):
-        error.add_note(
-            "The model checkpoints a part of itself (torch.utils.checkpoint), which torch.func "
-            "does not support. Fix: turn that off before make_functional, or use value_and_grad or "
-            "train_step in eager mode."
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
+import weakref
 from collections.abc import Callable, Set
 from types import MethodType
 from typing import Any
@@ -15,8 +16,6 @@ from torch import nn
 from .._module.after_forward import (
     check_registrations,
     check_writes,
-    explain_checkpointing,
-    forbid_recompute,
     new_buffers,
     rerun_under,
     stamps,
@@ -31,7 +30,7 @@ from .._module.registered import (
     registered_tensors,
     state_in_attributes,
 )
-from .._module.walk import recipe_of
+from .._module.walk import is_layer_of_torch, recipe_of
 from .._torch import foreach, private
 from .._torch.tracing import PLAIN_TYPES, host_can_read, under_transform
 from .._tree import pytree
@@ -73,6 +72,7 @@ class Apply:
     frozen_params: frozenset[str]
     _constants: frozenset[str]  # buffers that are not dense, such as a sparse adjacency matrix
     _renormalised: frozenset[str]  # weights of embeddings with max_norm, which write into them
+    _in_layers: frozenset[str]  # buffers that only layers of torch have
 
     def __call__(
         self,
@@ -91,7 +91,7 @@ class Apply:
         ):
             self._check_trees(params, buffers)
         if method is not None:
-            _check_method(method)
+            _refuse_live(method)
         call = (args, kwargs, bool(train), method)
         if torch.compiler.is_dynamo_compiling():
             # If the graph breaks inside a `try`, Dynamo gives up this frame and runs it eagerly,
@@ -114,8 +114,7 @@ class Apply:
     def _eager(self, params: Tensors, buffers: Tensors, call: Call) -> tuple[Any, Tensors]:
         """Run the forward eagerly, and put back what it changed of what other calls read."""
         learned, (_, _, train, method) = self._learned, call
-        transformed = under_transform()
-        has_graph = torch.is_grad_enabled() and not transformed
+        transformed, has_graph = under_transform(), torch.is_grad_enabled()
         constants = {name for name in self._constants if is_constant(buffers[name])}
         # List kernels have no vmap rule.
         own_buffers = _copies(buffers, constants, one_by_one=transformed)
@@ -123,8 +122,8 @@ class Apply:
         for name in self._renormalised:
             tensors[name] = params[name].clone()
         watched = {**params, **{name: buffers[name] for name in constants}}
-        before = stamps(watched.values(), transformed)
-        is_first = has_graph and train and learned.compares_values
+        is_first = has_graph and train and learned.compares_values and not transformed
+        before = stamps(watched.values(), transformed, addresses=is_first)
         values: Tensors = {}  # to find writes through `.data`, once
         if is_first:
             learned.compares_values = False
@@ -137,10 +136,6 @@ class Apply:
         recipes, flags = learned.recipes, list(map(_requires_grad, tensors.values()))
         try:
             copy, out, new = self._forward(recipes[train], tensors, own_buffers, call)
-        except RuntimeError as error:
-            if transformed:
-                explain_checkpointing(error)
-            raise
         finally:
             if filled := any(recipes[train].shared_empty):
                 learned.recipes = _with_own_empty(recipes)
@@ -152,19 +147,25 @@ class Apply:
 
         if filled:
             check_registrations(copy)
-        if (after := stamps(watched.values(), transformed)) != before or values:
+        after = stamps(watched.values(), transformed, addresses=is_first)
+        if after != before or values:
             check_writes(watched, before, after, values)
         if train in learned.first_calls and not callable(method):
             warn_of_attributes(learned.recipes[train], copy, train, learned.first_calls)
-        if transformed:
-            forbid_recompute(copy)
-        elif has_graph:
-            # A second run of a batch norm then writes into those of the copy, as a codebook does.
-            new = _copies(new, constants)
+        if has_graph:
             if is_first:
                 watch_backward(copy, own_buffers.keys() - self.frozen_params - constants)
-            if modes := private.function_modes():
-                rerun_under(modes, copy)
+            references = list(map(weakref.ref, copy.modules()))
+            del copy
+            # A module that lives on may run again, as a part of the backward, and write into its
+            # buffers: a batch norm does, and a codebook. If none does, nothing writes into those
+            # that only layers of torch had.
+            alive = [module for reference in references if (module := reference()) is not None]
+            if alive and (modes := private.function_modes()):
+                rerun_under(modes, alive)
+            kept = constants if alive or is_first else constants | self._in_layers
+            if len(kept) < len(new):
+                new = _copies(new, kept, one_by_one=transformed)
         return out, new
 
     @private.only_inlined
@@ -177,7 +178,7 @@ class Apply:
         if method is None:
             out = copy.root(*args, **kwargs)
         elif isinstance(method, str):
-            out = _method_of(copy.root, method)(*args, **kwargs)
+            out = getattr(copy.root, method)(*args, **kwargs)
         else:
             out = method(copy.root, *args, **kwargs)
         return copy, out, new_buffers(copy, own_buffers)
@@ -213,35 +214,25 @@ def _with_own_empty(recipes: tuple[Recipe, Recipe]) -> tuple[Recipe, Recipe]:
     return evaluating.with_own_empty(), training.with_own_empty()
 
 
-def _copies(buffers: Tensors, constants: Set[str], *, one_by_one: bool = False) -> Tensors:
-    """Return copies of the buffers, but for those that `constants` names."""
-    values = buffers.values()
-    if one_by_one or constants or not buffers or any(map(_requires_grad, values)):
-        return {n: b if n in constants else b.clone() for n, b in buffers.items()}
-    return dict(zip(buffers, foreach.clone_undetached(list(values)), strict=True))
+def _copies(buffers: Tensors, kept: Set[str], *, one_by_one: bool = False) -> Tensors:
+    """Return copies of the buffers, but for those that `kept` names."""
+    copied = {n: b for n, b in buffers.items() if n not in kept} if kept else buffers
+    values = list(copied.values())
+    if one_by_one or not values or any(map(_requires_grad, values)):
+        copies = [value.clone() for value in values]
+    else:
+        copies = foreach.clone_undetached(values)
+    return {**buffers, **dict(zip(copied, copies, strict=True))}
 
 
-def _check_method(method: Any) -> None:
-    """Refuse what cannot be a method of a copy."""
-    is_live = isinstance(method, MethodType) and isinstance(method.__self__, nn.Module)
-    if is_live or not (isinstance(method, str) or callable(method)):
+def _refuse_live(method: Any) -> None:
+    """Refuse a method that is bound to a live module, which would run on its own tensors."""
+    if isinstance(method, MethodType) and isinstance(method.__self__, nn.Module):
         raise TypeError(
-            f"method is {getattr(method, '__qualname__', method)!r}; expected the name of a method "
-            "of the model, or a function whose first argument is the module, which is not bound "
-            "to a live one. Fix: method='decode'."
+            f"method is {method.__qualname__}, bound to a live module; expected the name of a "
+            "method of the model, or a function whose first argument is the module. Fix: "
+            f"method={method.__name__!r}."
         )
-
-
-def _method_of(root: nn.Module, name: str) -> Callable[..., Any]:
-    function = getattr(root, name, None)
-    if callable(function):
-        return function
-    names = [key for key in (*vars(type(root)), *root._modules) if not key.startswith("_")]
-    raise TypeError(
-        f"method={name!r} is not a method of {type(root).__name__}, which has "
-        f"{pytree.join_names(names)}. Fix: for a method of a part, "
-        f"`method=lambda model, *args: model.part.{name}(*args)`."
-    )
 
 
 # ---- make_functional -----------------------------------------------------------------------------
@@ -303,21 +294,22 @@ def make_functional(
 
     Raises:
         TypeError: `model` is not a module, or contains a torch.jit module, a
-            DistributedDataParallel, or a module with `__slots__`. From `apply`: `method` is not one
-            of the model, or is bound to a live module.
+            DistributedDataParallel, or a module with `__slots__`. From `apply`: `method` is bound
+            to a live module.
         ValueError: A lazy parameter has not seen a batch; a parameter has a hook on its gradient or
             is in a class attribute; a parameter or buffer shares memory with a tensor that is not
             tied to it, such as a view of it; a name of `state_attributes` matches nothing, or what
             is not a tensor; or a closure, a hook, a patched or compiled forward, a set, a key, an
             object with `__slots__`, of a class derived from a container or written in C holds a
             part of the live model.
-        RuntimeError: From `apply`: the names are of another model, a parameter is read after the
-            call, or the forward does one of the following. It registers a parameter, buffer or
-            module, replaces or removes a parameter, removes a buffer or replaces it in only one of
-            two places, writes into a parameter, or into a plain tensor that shares memory with
-            another one, or leaves another structure in a list or dict of state.
-            Writes into `.data` are found in the first call in training, on a CPU. Under
-            `torch.compile` all writes change a copy and are dropped.
+        RuntimeError: From `apply`: the names are of another model, or the forward does one of the
+            following. It registers a parameter, buffer or module, replaces or removes a parameter,
+            removes a buffer or replaces it in only one of two places, writes into a parameter, or
+            into a plain tensor that shares memory with another one, or leaves another structure in
+            a list or dict of state.
+            Writes into `.data` are found in the first call in training on a CPU, and a new `.data`
+            in that call on any device. Under `torch.compile` all writes change a copy and are
+            dropped.
 
     Example:
         >>> from torch import nn, ones
@@ -331,15 +323,14 @@ def make_functional(
     the live module; `method` is that of flax's Module.apply.
     """
     _check_module(model)
-    state, state_containers = state_in_attributes(model, state_attributes)
-    registered = registered_tensors(model, state)
+    registered = registered_tensors(model, state_in_attributes(model, state_attributes))
     frozen = {name: p for name, p in registered.params.items() if not p.requires_grad}
     if len(frozen) == len(registered.params):
         frozen = {}
     params = {name: p for name, p in registered.params.items() if name not in frozen}
     buffers = frozen | registered.buffers
     _check_tensors(registered, params)
-    recipe = recipe_of(model, registered, state_containers)
+    recipe = recipe_of(model, registered)
     evaluating, training = _modes_of(model, recipe, params | buffers)
     apply = Apply(
         Learned((recipe.with_modes(evaluating), recipe.with_modes(training))),
@@ -349,6 +340,7 @@ def make_functional(
         norm_params=norm_params(model, registered.first_name_of),
         _constants=frozenset(name for name, b in buffers.items() if is_constant(b)),
         _renormalised=_renormalised_params(model, registered.first_name_of) & params.keys(),
+        _in_layers=_in_layers_of_torch(recipe) & buffers.keys(),
     )
     return apply, _detached_copies(params), _detached_copies(buffers)
 
@@ -402,6 +394,18 @@ def _renormalised_params(model: nn.Module, first_name_of: dict[int, str]) -> fro
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
         for param in module.parameters(recurse=False)
     )
+
+
+def _in_layers_of_torch(recipe: Recipe) -> frozenset[str]:
+    """Return the names of the tensors that only layers of torch have. A ParameterList is none."""
+    layers = {
+        store
+        for store, module, _ in recipe.layout.store_rows
+        if is_layer_of_torch(cls := recipe.classes[module], recipe.attributes[module])
+        and cls.forward is not nn.Module.forward
+    }
+    places_of = recipe.layout.places_of_arguments
+    return frozenset(name for name, places in places_of if {p.holder for p in places} <= layers)
 
 
 # ---- which modules train, as `model.train()` and `model.eval()` decide ---------------------------

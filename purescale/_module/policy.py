@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -197,8 +196,9 @@ def with_policy(
     Raises:
         TypeError: `policy` is of another type. From the call: a parameter is not in
             `policy.param_dtype`.
-        RuntimeError: From the call, torch's own: half and other dtypes meet in an operator, of
-            which a note gives the likely cause; or the weight of an Embedding(sparse=True) is cast.
+        RuntimeError: From the call, torch's own: half and other dtypes meet in an operator, where
+            the forward uses a buffer or makes a tensor without a dtype (`compute=autocast(...)` is
+            the cure); or the weight of an Embedding(sparse=True) is cast.
 
     Example:
         >>> import torch
@@ -246,12 +246,9 @@ def with_policy(
             if norm_dtype is None or {rules.compute_dtype, norm_dtype} == {torch.float32}
             else NormsIn(norm_dtype, (rules.compute_dtype,))
         )
-        plain_half = rules.compute_dtype in HALF and not rules.autocast
-        explained = plain_half and not torch.compiler.is_dynamo_compiling()
         with (
             torch.autocast(device, rules.compute_dtype) if rules.autocast else nullcontext(),
             norms,
-            _mixed_dtypes_explained() if explained else nullcontext(),
         ):
             computed = compute(frozen)
             out, new_buffers = apply(compute(params), {**buffers, **computed}, *args, **kwargs)
@@ -269,22 +266,6 @@ def _written(old: Tensor, computed: Tensor, new: Tensor) -> Tensor:
     if new.dtype is old.dtype:
         return new.clone() if new is old else new
     return torch.where(new == computed, old, new.to(old.dtype))
-
-
-@contextmanager
-def _mixed_dtypes_explained() -> Iterator[None]:
-    """Add the likely cause to torch's errors about mixed dtypes."""
-    try:
-        yield
-    except RuntimeError as error:
-        if re.search("Half|BFloat16", str(error)):
-            error.add_note(
-                "A policy casts parameters and inputs, not buffers. Likely cause: a buffer, or a "
-                "tensor that forward makes without a dtype, meets one of them. Fix: "
-                "'compute=autocast(float16)' or 'compute=autocast(bfloat16)' in the policy, which "
-                "casts operator by operator."
-            )
-        raise
 
 
 def _check_params(params: Tensors, rules: Policy) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import dtensor
-from .._torch.tracing import PLAIN_TYPES
 from .._tree import pytree
 
 Tensors = dict[str, Tensor]
@@ -121,11 +120,9 @@ def _sharing_error(one: _Span, other: _Span) -> ValueError:
 # ---- state in plain attributes, as that of spiking nets: it becomes buffers ----------------------
 
 
-def state_in_attributes(model: nn.Module, patterns: Sequence[str]) -> tuple[Tensors, list[Any]]:
-    """Return the tensors in plain attributes whose names match a pattern, and the lists and dicts
-    whose elements have such names, which must be alike after each call. The tensor of a list or
-    dict has the name `part.attribute.key`. An empty one is among them if it would lose what it
-    gets: the first element of a list, or a key of another one.
+def state_in_attributes(model: nn.Module, patterns: Sequence[str]) -> Tensors:
+    """Return the tensors in plain attributes whose names match a pattern. The tensor of a list or
+    dict has the name `part.attribute.key`.
 
     Raises:
         TypeError: `patterns` is a string.
@@ -137,42 +134,27 @@ def state_in_attributes(model: nn.Module, patterns: Sequence[str]) -> tuple[Tens
             f"state_attributes=({patterns!r},)."
         )
     if not patterns:
-        return {}, []
-    attributes, containers = _attributes(model)
+        return {}
+    attributes = _attributes(model)
     buffers = [name for name, _ in model.named_buffers()]
     tensors: Tensors = {}
     for pattern in patterns:
         matching = _matching(attributes, pattern)
-        if not matching and not _matching(buffers, pattern):
+        others = [name for name in matching if not isinstance(attributes[name], Tensor)]
+        if others or not (matching or _matching(buffers, pattern)):
+            what = "nothing"
+            if others:
+                what = f"{others[0]}, which is {pytree.describe_argument(attributes[others[0]])}"
+            names = [name for name, value in attributes.items() if isinstance(value, Tensor)]
             raise ValueError(
-                f"state_attributes has {pattern!r}, which matches no tensor of the model; those in "
-                "plain attributes are "
-                f"{pytree.join_names([n for n, t in attributes.items() if isinstance(t, Tensor)])}"
-                ". "
-                "Likely cause: the first forward makes it, or it is a list or dict, whose elements "
-                f"are {f'{pattern}.*'!r}. Fix: run `model(example_batch)` once before "
-                "make_functional."
+                f"state_attributes has {pattern!r}, which matches {what}; the tensors in plain "
+                f"attributes of the model are {pytree.join_names(names)}. Likely cause: the first "
+                "forward makes it, or it is in a list or dict. Fix: run `model(example_batch)` "
+                "once before make_functional; name the elements of a list of fixed length or of a "
+                "dict, 'layer.attribute.*'."
             )
-        for name in matching:
-            if not isinstance(attributes[name], Tensor):
-                raise ValueError(
-                    f"{name} matches {pattern!r} of state_attributes and is "
-                    f"{pytree.describe_argument(attributes[name])}; expected a tensor. Fix: run "
-                    "`model(example_batch)` once before make_functional; or keep tensors in a list "
-                    "of fixed length, `self.h = [*self.h[1:], x]`, or in a dict, whose elements "
-                    f"are {f'{name}.*'!r}; or name less."
-                )
-            tensors[name] = attributes[name]
-    # An empty container may get any key that another one has.
-    keys = {0, *itertools.chain.from_iterable(map(keys_of, containers.values()))}
-    return tensors, [
-        value
-        for name, value in containers.items()
-        if any(
-            _matching([f"{name}.{key}" for key in keys_of(value) or keys], pattern)
-            for pattern in patterns
-        )
-    ]
+        tensors |= {name: attributes[name] for name in matching}
+    return tensors
 
 
 def _matching(names: Iterable[str], pattern: str) -> list[str]:
@@ -184,23 +166,21 @@ def keys_of(container: list[Any] | dict[Any, Any]) -> list[Any]:
     return list(container) if isinstance(container, dict) else list(range(len(container)))
 
 
-def _attributes(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+def _attributes(model: nn.Module) -> dict[str, Any]:
     """Return the plain attributes of all modules by name, with what is in lists and dicts there in
-    place of these; and the lists and dicts.
+    place of these.
     """
     attributes: dict[str, Any] = {}
-    containers: dict[str, Any] = {}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
             name = f"{path}.{key}" if path else key
             if key in MODULE_ATTRIBUTES:
                 continue
             if type(value) in (list, dict):
-                containers[name] = value
                 attributes |= {f"{name}.{inner}": value[inner] for inner in keys_of(value)}
             else:
                 attributes[name] = value
-    return attributes, containers
+    return attributes
 
 
 # ---- load_into -----------------------------------------------------------------------------------
@@ -212,8 +192,8 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
 
     The inverse of `make_functional`. Copies values into the existing tensors of `model`, so an
     optimizer, a tied weight or a hook that holds them sees the new values. Nothing is copied unless
-    everything fits. Values in another dtype or on another device are converted, as by
-    load_state_dict.
+    all names, shapes and layouts fit. Values in another dtype or on another device are converted,
+    as by load_state_dict.
 
     Args:
         model: The module to write into.
@@ -246,7 +226,7 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     check_dicts(params, buffers)
     registered = registered_tensors(model)
     if rest := buffers.keys() - {*registered.params, *registered.buffers, *registered.aliases}:
-        attributes = _attributes(model)[0].items()
+        attributes = _attributes(model).items()
         state = {n: t for n, t in attributes if n in rest and isinstance(t, Tensor)}
         registered = registered_tensors(model, state)
     targets = registered.params | registered.buffers
@@ -279,10 +259,6 @@ def _unfit_reason(target: Tensor, source: Tensor | None) -> str:
         return "is not initialised yet, run `model(example_batch)` once"
     if target.is_meta:
         return "of the model has no memory, run `model.to_empty(device=...)` first"
-    if target.is_inference() and not torch.is_inference_mode_enabled():
-        return "of the model was made under inference_mode, make it outside"
-    if target.layout is torch.strided and _is_expanded(target):
-        return "of the model was expanded, so its elements share memory, `.clone()` it"
     if source is None:
         return ""
     if source.is_meta:
@@ -298,16 +274,9 @@ def _unfit_reason(target: Tensor, source: Tensor | None) -> str:
     return "" if kind == expected else f"is {kind}, expected {expected}"
 
 
-def _is_expanded(tensor: Tensor) -> bool:
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return any(size > 1 and not stride for size, stride in sizes)
-
-
 def check_dicts(params: Any, buffers: Any) -> None:
     """Check that `params` and `buffers` are dicts of tensors."""
     for which, tree in (("params", params), ("buffers", buffers)):
-        if type(tree) is dict and set(map(type, tree.values())) <= PLAIN_TYPES:
-            continue  # nearly always
         if not isinstance(tree, dict):
             raise TypeError(
                 f"{which} is {pytree.describe_argument(tree)}; expected the dict of tensors by "

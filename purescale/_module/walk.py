@@ -52,15 +52,12 @@ _CONTAINERS += (collections.defaultdict, collections.Counter)
 _OF_A_MODULE = [key for key, cls in MODULE_ATTRIBUTES.items() if cls in _CONTAINERS]
 
 
-def recipe_of(
-    model: nn.Module, registered: RegisteredTensors, state_containers: list[Any]
-) -> Recipe:
+def recipe_of(model: nn.Module, registered: RegisteredTensors) -> Recipe:
     """Return the recipe of a model.
 
     Args:
         model: The module.
         registered: Its parameters, buffers and state attributes, with their names.
-        state_containers: The lists and dicts in attributes that have state.
 
     Raises:
         TypeError: A call cannot make a module anew.
@@ -71,7 +68,7 @@ def recipe_of(
     modules = dict(model.named_modules())
     check_class_attributes(walk.visited, walk.tensors, modules)
     check_references(walk.shared, walk.tensors, modules)
-    return walk.recipe(list(modules.values()), state_containers)
+    return walk.recipe(list(modules.values()))
 
 
 Identity = int | str  # of an object in a walk: its id; the name of a parameter or buffer
@@ -191,8 +188,7 @@ class _Walk:
             attributes["_compiled_call_impl"] = None
         identity = self._add(self.instances, module, (cls, attributes))
         items = dict(attributes)
-        # A layer of torch, whose own forward registers no parameter, buffer or module.
-        is_torchs = cls.__module__.startswith("torch.nn.modules.") and "forward" not in attributes
+        is_torchs = is_layer_of_torch(cls, attributes)  # whose forward registers nothing
         for key in filter(attributes.__contains__, _OF_A_MODULE):
             value = attributes[key]
             if key in STORE_NAMES and (value or not is_torchs):
@@ -210,12 +206,12 @@ class _Walk:
 
     # ---- what it amounts to
 
-    def recipe(self, modules: list[nn.Module], state_containers: list[Any]) -> Recipe:
+    def recipe(self, modules: list[nn.Module]) -> Recipe:
         """Return the recipe, in which objects have numbers in place of identities."""
         rows = (self.instances, self.stores, self.containers, self.arguments, self.plain_tensors)
         identities = itertools.chain(*rows, self.shared_parts, self.immutables)
         numbers = {identity: number for number, identity in enumerate(identities)}
-        key, layout = share_layout(self._layout(numbers, modules, state_containers))
+        key, layout = share_layout(self._layout(numbers, modules))
         classes, attributes = map(list, zip(*self.instances.values(), strict=True))
         return Recipe(
             classes=classes,
@@ -233,19 +229,19 @@ class _Walk:
             key=key,
         )
 
-    def _layout(
-        self, numbers: dict[Any, int], modules: list[nn.Module], state_containers: list[Any]
-    ) -> Layout:
-        with_state = {self.identities[id(container)]: container for container in state_containers}
-        places: dict[Any, list[Place]] = {key: [] for key in (*self.arguments, *with_state)}
+    def _layout(self, numbers: dict[Any, int], modules: list[nn.Module]) -> Layout:
+        places: dict[Any, list[Place]] = collections.defaultdict(list)
         for holder, key, identity, path in self.links:
-            if identity in places:
-                place = Place(numbers[holder], key, path, holder in self.owner_of_store)
-                places[identity].append(place)
+            place = Place(numbers[holder], key, path, holder in self.owner_of_store)
+            places[identity].append(place)
         places_of_arguments = tuple(
             (name, tuple(sorted(places[name], key=lambda p: (not p.in_store, p.path != name))))
             for name in self.arguments
         )
+        # Of tensors in plain attributes, and in lists and dicts there.
+        holders_of_state = {
+            first.holder for _, (first, *_) in places_of_arguments if not first.in_store
+        }
         linked = {(holder, key): obj for holder, key, obj, _ in self.links}
         plain = [(path, t) for path, t in self.visited if id(t) in self.plain_tensors]
         in_memory: Any = collections.Counter(filter(None, (storage_pointer(t) for _, t in plain)))
@@ -255,10 +251,10 @@ class _Walk:
             places_of_arguments=places_of_arguments,
             state_containers=tuple(
                 StateContainer(numbers[identity], tuple(keys_of(c)), tuple(places[identity]))
-                for identity, c in with_state.items()
+                for identity, c in self.containers.items()
+                if numbers[identity] in holders_of_state
             ),
-            has_state=bool(with_state)
-            or any(not first.in_store for _, (first, *_) in places_of_arguments),
+            has_state=bool(holders_of_state),
             modules=tuple(numbers[self.identities[id(module)]] for module in modules),
             store_rows=tuple(
                 (numbers[store], numbers[module], key)
@@ -276,6 +272,11 @@ class _Walk:
 
 
 # ---- kinds of objects ----------------------------------------------------------------------------
+
+
+def is_layer_of_torch(cls: type[nn.Module], attributes: dict[str, Any]) -> bool:
+    """Return True for a module with these attributes if torch has written its forward."""
+    return cls.__module__.startswith("torch.nn.modules.") and "forward" not in attributes
 
 
 def _obstacle(cls: type) -> str:

@@ -538,7 +538,7 @@ NOT_GIVEN = {
     "other optimizer": (
         lambda *_: {"torch_optimizer": torch.optim.AdamW(nn.Linear(2, 2).parameters())},
         "the state dict has no first.weight"),
-    "rule": (lambda *_: {"rule": ps.DynamicScale()}, "expected one that `interop.torch_amp.rule"),
+    "rule": (lambda *_: {"rule": ps.DynamicScale()}, "a rule that `interop.torch_amp.rule"),
     "model": (lambda *_: {"model": nn.Linear(2, 2)}, "the state dict has no first.weight"),
     "shapes": (
         lambda live, _, s: {"state": s._replace(params={n: p[:1] for n, p in s.params.items()})},

@@ -112,22 +112,15 @@ def check_dict(
     """Check that `d` is a state dict of `peer`. With `optional=None` it may have any other keys."""
     if not isinstance(d, Mapping):
         raise TypeError(
-            f"interop.{peer}.from_state_dict takes a state dict with {_listed(required)}, got "
-            f"{type(d).__name__}. Fix: pass what `state_dict()` or torch.load returned, not the "
-            "object or its path."
-        )
-    if not d:
-        raise ValueError(
-            f"interop.{peer}.from_state_dict got an empty dict; expected {_listed(required)}. "
-            "Likely cause: it was saved from a disabled scaler (enabled=False), which has no "
-            "state. Fix: `rule = NoScale(); state = rule.init(device)`."
+            f"interop.{peer}.from_state_dict takes a state dict, got {type(d).__name__}. Fix: pass "
+            "what `state_dict()` or torch.load returned, not the object or its path."
         )
     known = d if optional is None else {*required, *optional}
     if not (set(required) <= set(d) <= set(known)):
         raise ValueError(
             f"interop.{peer}.from_state_dict expects {_listed(required)}; got "
-            f"{_listed(sorted(map(str, d)))}. Fix: the scaler's own dict as it was saved, not a "
-            "checkpoint that holds it, by the file of the library that wrote it."
+            f"{_listed(sorted(map(str, d)))}. Fix: the scaler's own dict as it was saved, by the "
+            "file of the library that wrote it; for the empty one of a disabled scaler `NoScale()`."
         )
 
 
@@ -170,17 +163,11 @@ def check_saveable(
     peer: str, rule: Any, rule_kinds: tuple[type[Any], ...], scaler: Any, state_kind: type[Any]
 ) -> None:
     """Check that `peer`'s format can hold this rule and state."""
-    if not isinstance(rule, rule_kinds):
+    if not (isinstance(rule, rule_kinds) and isinstance(scaler, state_kind)):
         raise TypeError(
-            f"interop.{peer}.to_state_dict got the rule {rule!r}, whose settings this format "
-            f"cannot hold; expected one that `interop.{peer}.rule(...)` returned. Fix: that, with "
-            "the settings of the job."
-        )
-    if not isinstance(scaler, state_kind):
-        raise TypeError(
-            f"interop.{peer}.to_state_dict got a {type(scaler).__name__}; expected a "
-            f"{state_kind.__name__}. Likely cause: rule and state swapped, or the state of a whole "
-            "step. Fix: to_state_dict(rule, state.scaler)."
+            f"interop.{peer}.to_state_dict got {rule!r} and a {type(scaler).__name__}; expected a "
+            f"rule that `interop.{peer}.rule(...)` returned and its {state_kind.__name__}. Fix: "
+            "to_state_dict(rule, state.scaler)."
         )
     if scaler.scale.ndim:
         raise ValueError(

@@ -33,7 +33,7 @@ from ..interop._live_optimizer import (
 from ..interop._schedulers import (
     RateTable,
     check_scheduler,
-    restoring,
+    copied,
     scheduled_settings,
     step_scheduler,
     steps_of,
@@ -395,8 +395,7 @@ def _settings_from_now(
         return [{"lr": float(group["lr"])} for group in optimizer.param_groups], None
     check_scheduler(scheduler, optimizer, "scheduler")
     count, place = whole("steps", steps, least=1), steps_of(scheduler)
-    with restoring(scheduler):
-        moved = tabulate(scheduler, count)
+    moved = tabulate(copied(scheduler), count)
     columns = zip(optimizer.param_groups, moved, strict=True)
     return [scheduled_settings(group, of_group, place) for group, of_group in columns], place
 
@@ -436,6 +435,5 @@ def _steps_since(
             f" at its last rate. Fix: take_over(..., steps={count - table.start}) or more, and the "
             "same steps again."
         )
-    with restoring(scheduler):
-        step_scheduler(scheduler, count - place)
+    step_scheduler(copied(scheduler), count - place)
     return count - place

@@ -602,7 +602,7 @@ def test_a_rule_or_state_that_the_format_cannot_hold_is_refused(peer):
     for pair in ((ps.DynamicScale(), rule.init()), (rule, {"scale": 8.0})):
         with pytest.raises(TypeError, match="expected a rule that"):
             module.to_state_dict(*pair)
-    with pytest.raises(ValueError, match="pass one at a time"):
+    with pytest.raises(ValueError, match="got stacked states"):
         module.to_state_dict(rule, stack([rule.init(), rule.init()]))
 
 

@@ -140,8 +140,7 @@ def with_settings(
         if name in merged and merged[name] != d[name]:
             raise ValueError(
                 f"{name}={short_repr(merged[name])} contradicts the state dict, which has "
-                f"{short_repr(d[name])}. Fix: leave it out. To change the rule, afterwards "
-                f"`dataclasses.replace(rule, {name}={short_repr(merged[name])})`."
+                f"{short_repr(d[name])}. Fix: leave it out; `dataclasses.replace` changes a rule."
             )
         merged[name] = d[name]
     return merged
@@ -153,8 +152,7 @@ def saved_scale(name: str, value: Any) -> float:
     if not is_positive_float32(number):
         raise ValueError(
             f"the saved scale, {name}, is {short_repr(value)}; a loss can only be scaled by a "
-            "positive, finite float32. Likely cause: the scale fell to 0 or grew to inf before it "
-            "was saved. Fix: `state = rule(...).init(device)`."
+            "positive, finite float32. Fix: `state = rule(...).init(device)`."
         )
     return number
 
@@ -171,8 +169,7 @@ def check_saveable(
         )
     if scaler.scale.ndim:
         raise ValueError(
-            f"interop.{peer}.to_state_dict got stacked states. Fix: pass one at a time, "
-            "`member(state, i)`."
+            f"interop.{peer}.to_state_dict got stacked states. Fix: `member(state, i)`."
         )
 
 

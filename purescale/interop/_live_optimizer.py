@@ -143,8 +143,7 @@ def names_by_group(
     if not isinstance(torch_optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"the optimizer is {type(torch_optimizer).__name__}; expected a live one of "
-            "torch.optim, such as `torch.optim.AdamW(model.parameters())`. Fix: that, in its place "
-            "among the arguments; `from_torch(torch.optim.AdamW)` needs none."
+            "torch.optim. Fix: `torch.optim.AdamW(model.parameters())`, or without one from_torch."
         )
     names = _name_by_id(model)
     groups = []
@@ -153,9 +152,8 @@ def names_by_group(
             if id(parameter) not in names:
                 raise ValueError(
                     f"param_groups[{index}] of the optimizer has a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not in the model. Fix: pass the model whose "
-                    "`.parameters()` the optimizer was given; for several `nn.ModuleDict({'a': a, "
-                    "'b': b})`."
+                    f"{tuple(parameter.shape)} that is not in the model. Fix: the model that it "
+                    "steps; for several `nn.ModuleDict({'a': a, 'b': b})`."
                 )
         group_names = [names[id(parameter)] for parameter in group["params"]]
         groups.append(tuple(name for name in group_names if name in params))
@@ -256,10 +254,8 @@ def check_innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tu
         raise ValueError(
             f"the state is {type(of_torch).__name__} of {what}, the live optimizer "
             f"{type(torch_optimizer).__name__}; expected one state of an optimizer of that class. "
-            "Fix: for a partition each part, `to_torch_optimizer(opt_state[key], "
-            "optimizer.optimizers[key], torch_optimizers[key], model)`; of with_schedule_free "
-            "`load_into(model, averaged(params, opt_state), buffers)`; of stacked states "
-            "`member(state, 0)`."
+            "Fix: of a partition each part, `opt_state[key]` and `optimizer.optimizers[key]`; of "
+            "with_schedule_free `averaged(params, opt_state)`; of stacked ones `member(state, 0)`."
         )
     return inner, of_torch
 

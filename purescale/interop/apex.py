@@ -305,8 +305,8 @@ def _resolved_level(opt_level: str, overrides: _Level) -> _Level:
     """Check the overrides and apply them to the level."""
     if opt_level not in list(_LEVELS):
         raise RuntimeError(
-            f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3': the letter O and "
-            "a digit. Fix: opt_level='O1', the default."
+            f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3'. Fix: "
+            "opt_level='O1', the default."
         )
     flags = ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
     for name in flags:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import takes_amax
 from .._tree import pytree
-from ._battery import Battery, saved_and_loaded
+from ._battery import FIXES, Battery, saved_and_loaded
 from ._laws import short
 from ._strategies import DAMAGED, as_scale, rule_steps, update_arguments
 
@@ -106,13 +106,10 @@ _EXAMPLES = settings(
     suppress_health_check=list(HealthCheck),
 )
 
-# The fixes for laws of a pure `update`.
+# The fixes for laws of rules and guards.
 _UPDATE_FIXES = {
     "value": "`@dataclasses.dataclass(frozen=True)`; put what changes into the state.",
-    "pure": "torch.where and others that make new tensors, in place of methods that end in `_`.",
-    "round_trip": "keep only tensors in the state, and nothing elsewhere.",
-    "compile": "torch.where in place of `if`; counters as 0-d tensors.",
-    "vmap": "0-d operations and torch.where, as for one state.",
+    **FIXES,
 }
 
 # ---- rules ---------------------------------------------------------------------------------------
@@ -159,19 +156,17 @@ _FIXES = {
     "init": "`init(device)` returns a NamedTuple of tensors made with `device=device`, one of them "
     "`scale`, 0-d, float32, positive.",
     "raises": "return a state for any flag and state; `check_scaler` is what stops training.",
-    "reads": "`torch.where(found_inf, a, b)` in place of `if found_inf:`; no `.item()`.",
-    "structure": "every field as it was: `.to(scaler.scale.dtype)`, `torch.full_like(scaler.scale, "
-    "x)` for a number, a counter as `torch.where(found_inf, 0, count + 1)`.",
+    "structure": "every field as it was: `.to(scaler.scale.dtype)`, a counter as "
+    "`torch.where(found_inf, 0, count + 1)`.",
     "positive": "`scale.clamp(min=self.min_scale)`, a floor such as 2.0**-24.",
     "finite": "`scale.clamp(max=self.max_scale)`, a ceiling such as 2.0**24.",
-    "power_of_two": "use factors and bounds that are powers of two: any other scale rounds every "
-    "gradient twice.",
+    "power_of_two": "factors and bounds that are powers of two: any other rounds every gradient.",
     "damaged": "`torch.where(torch.isfinite(scale) & (scale > 0), new, self.min_scale)`.",
     "overflow": "`torch.where(found_inf, scale * 0.5, ...)`: found_inf is True if the step was "
     "bad.",
     "backs_off": "multiply by a factor below 1 on an overflow, or training never moves again.",
-    "clean": "decide by this step's found_inf, True if it was bad: a scale that moves a step late "
-    "is not the one that was used.",
+    "clean": "decide by this step's found_inf: a scale that moves a step late is not the one that "
+    "was used.",
     **_UPDATE_FIXES,
 }
 _RUN = [letter == "O" for letter in "...O.O...OOO....O...."]
@@ -338,17 +333,14 @@ def assert_guard(guard: Any, quirks: Sequence[str] = ()) -> None:
 
 _GUARD_FIXES = {
     "init": "`init(device)` returns a NamedTuple of tensors made with `device=device`.",
-    "raises": "return a state and a verdict for any loss and norm; `grad_norm` is () if "
-    "train_step has no max_norm: `isinstance(grad_norm, torch.Tensor)`.",
-    "reads": "`torch.where(bad, a, b)` in place of `if bad:`; no `.item()`.",
+    "raises": "return a state and a verdict for any loss and norm; `grad_norm` is () without one: "
+    "`isinstance(grad_norm, torch.Tensor)`.",
     "pair": "`return new_state, loss > limit`, of 0-d tensors.",
     "structure": "every field as it was: `.to(state.mean.dtype)`, a counter as "
     "`torch.where(bad, 0, count + 1)`.",
     "finite": "`torch.where(torch.isfinite(loss), new, old)`: learn from finite numbers only.",
-    "steady": "judge only after a warmup, by the usual values of the run, and do not learn from "
-    "steps that are rejected or not finite.",
-    "timely": "judge the loss and the norm of this call, `return new_state, loss > limit`, not "
-    "those of an earlier one: a bad step must be rejected before it changes anything.",
+    "steady": "judge after a warmup, and do not learn from steps that are rejected or not finite.",
+    "timely": "judge the loss and the norm of this call, `return new_state, loss > limit`.",
     **_UPDATE_FIXES,
 }
 _STEPS = 300

@@ -17,7 +17,7 @@ from .._torch import private
 from .._tree import pytree
 from .._tree.pytree import Tree, join_names
 from .._tree.scalars import protocol_violation
-from ._battery import Battery, saved_and_loaded
+from ._battery import FIXES, Battery, saved_and_loaded
 from ._laws import Untouched, assert_single_graph, same_bits, shares_memory, short
 
 _CHANGED_BY_A_SKIP = ("*scaler*", "*loss_scale*", "*rng*", "*iteration")
@@ -114,15 +114,13 @@ def assert_step(
 
 _BATCHES = 4
 _OF_PARTS = (
-    'If batch norm or dropout see each part by itself, and this is meant, `quirks=("window", '
-    '"weights")`. If samples are not along the first dimension, as in a hidden state [layers, '
-    "batch, width], join= and split=, or join=False."
+    'If batch norm or dropout see each part by itself, `quirks=("window", "weights")`. If samples '
+    "are not along the first dimension, as in [layers, batch, width], join= and split=, or "
+    "join=False."
 )
 _FIXES = {
-    "moves": "batches that do not overflow, with gradients that are not 0; a lower loss scale to "
-    "start from.",
-    "repeat": "keep what changes from step to step in the state, a generator's too; a pure step "
-    "returns new tensors.",
+    "moves": "batches that do not overflow, with gradients that are not 0; a lower loss scale.",
+    "repeat": "keep what changes in the state, a generator's too; a pure step returns new tensors.",
     "resume": "save all that a step reads: optimizer, scaler, scheduler, generators, averages and "
     "counters; no gradient may wait for the next step, so clear `.grad`.",
     "window": "the mean over the window: `(loss / len(window)).backward()` for each batch, with "
@@ -130,11 +128,11 @@ _FIXES = {
     "weights": "weigh each part by its samples or tokens: divide the sum of the losses by the sum "
     f"of the weights; `weight_fn=` in train_step. {_OF_PARTS}",
     "scale": "unscale the gradients once, with the scale that scaled the loss, before they are "
-    "clipped, measured or changed: `scaler.unscale_(optimizer)`, `unscale_and_check`.",
-    "skip": "one flag decides for everything: buffers, averages of the weights, step counts too "
-    "(`select(found_inf, old, new)`); name what may change in skip_changes.",
+    "clipped, measured or changed.",
+    "skip": "one flag decides for everything, buffers, averages and step counts too: "
+    "`select(found_inf, old, new)`; name what may change in skip_changes.",
     "donate": "a donated state may be overwritten and nothing else; do not keep tensors of it.",
-    "compile": "torch.where in place of `if`; no `.item()`; no attribute that a step changes.",
+    "compile": FIXES["compile"],
 }
 
 

@@ -269,7 +269,7 @@ def test_a_step_that_is_wrapped_by_a_scheduler_and_has_hooks_is_the_class_s():
         ),
         (
             lambda model, optimizer: (torch.optim.AdamW, model),
-            r"the optimizer is type; expected a live one.*from_torch\(",
+            r"the optimizer is type; expected a live one.*from_torch",
         ),
     ],
 )

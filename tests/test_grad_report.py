@@ -211,7 +211,7 @@ def test_the_picture_has_a_bar_a_leaf_for_each_column(plt):
 def test_matplotlib_is_imported_only_when_a_picture_is_asked_for(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     report = make()
-    with pytest.raises(ImportError, match="Fix: pip install matplotlib"):
+    with pytest.raises(ImportError, match="matplotlib"):
         report.plot()
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
@@ -129,23 +129,6 @@ def _listed(keys: Sequence[str]) -> str:
     return join_names([repr(key) for key in keys], most=12)
 
 
-def with_settings(
-    d: Mapping[str, Any], names: Iterable[str], settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Merge `settings` with those of `d`. Refuse a setting that differs."""
-    merged = dict(settings)
-    for name in names:
-        if name not in d:
-            continue
-        if name in merged and merged[name] != d[name]:
-            raise ValueError(
-                f"{name}={short_repr(merged[name])} contradicts the state dict, which has "
-                f"{short_repr(d[name])}. Fix: leave it out; `dataclasses.replace` changes a rule."
-            )
-        merged[name] = d[name]
-    return merged
-
-
 def saved_scale(name: str, value: Any) -> float:
     """Return a scale from a state dict, checked to be a positive float32."""
     number = real(name, value)
@@ -211,20 +194,25 @@ class Format:
         """
         key = next(key for key, entry in self.entries.items() if entry == SCALE)
         scale = saved_scale(key, d[key])
-        defaults = {self.rule.first_scale: scale, **defaults}
         # A key of the state is a setting too, if the peer starts from a setting of that name.
         names = {field.name for field in dataclasses.fields(self.rule)}
-        setting_keys = [key for key in self.entries if key in names]
-        rule = self.rule(**{**defaults, **with_settings(d, setting_keys, settings)})
+        saved = {key: d[key] for key in self.entries if key in names and key in d}
+        for name, value in saved.items():
+            if name in settings and settings[name] != value:
+                raise ValueError(
+                    f"{name}={short_repr(settings[name])} contradicts the state dict, which has "
+                    f"{short_repr(value)}. Fix: leave it out; `dataclasses.replace` changes a rule."
+                )
+        rule = self.rule(**{self.rule.first_scale: scale, **defaults, **settings, **saved})
 
         state = rule.init(device)
-        saved = {"scale": torch.full_like(state.scale, scale)}
+        fields = {"scale": torch.full_like(state.scale, scale)}
         for key, (field, least) in self.entries.items():
             if field and field != "scale" and key in d:
                 start = getattr(state, field)
                 count = whole(key, d[key], least, torch.iinfo(start.dtype).max)
-                saved[field] = torch.full_like(start, count)
-        return rule, state._replace(**saved)
+                fields[field] = torch.full_like(start, count)
+        return rule, state._replace(**fields)
 
     def write(self, rule: Any, scaler: Any) -> dict[str, Any]:
         """Return the state dict of a rule and its state, if the format can hold them."""

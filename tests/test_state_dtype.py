@@ -7,7 +7,7 @@ from test_stochastic_rounding import SOME, grads_of, made, params_of
 
 import purescale as ps
 from purescale._wrappers import wrapper
-from purescale.testing import assert_pure, assert_single_graph
+from purescale.testing import assert_pure
 
 WIDE = (torch.float32, torch.float64)
 NARROW = (torch.bfloat16, torch.float16)
@@ -154,23 +154,6 @@ def test_settings_in_the_state_stay_wide():
     params = params_of(WIDE)
     params, state = narrow.step(params, grads_of(params, 0), narrow.init(params))
     assert {leaf.dtype for leaf in tensors((state.lr, state.hyper))} == {torch.float32}
-
-
-# ---- the four ways -------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_compiled_is_one_graph():
-    """The narrow bits to one step of their dtype: a compiled AdamW differs by 1e-7 before it."""
-    narrow, params = ps.with_state_dtype(made("AdamW"), {"*": torch.bfloat16}), params_of(WIDE)
-    calls = [(params, grads_of(params, 0), narrow.init(params))]
-    for index in range(2):
-        new, state = narrow.step(*calls[-1])
-        calls.append((new, grads_of(params, index + 1), state))
-    for call, (new, state) in zip(calls, assert_single_graph(narrow.step, *calls), strict=True):
-        expected = narrow.step(*call)
-        torch.testing.assert_close(new, expected[0], rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(state.slots, expected[1].slots, rtol=2.0**-7, atol=1e-7)
 
 
 # ---- refused -------------------------------------------------------------------------------------

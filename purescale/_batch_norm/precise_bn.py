@@ -279,15 +279,9 @@ def _log_summary(stats: BNStatsState, normalize: str) -> None:
 
 def _check_order(called: list[str], order: list[str]) -> None:
     """Refuse a forward that calls its layers twice, or in another order than the first."""
-    if len(set(called)) < len(called):
-        twice = next(name for name in called if called.count(name) > 1)
+    if called != order or len(set(called)) < len(called):
         raise ValueError(
-            f"normalize='sequential' computes one layer after the other, but {twice!r} is called "
-            f"{called.count(twice)} times in a forward. Fix: normalize='batch'."
-        )
-    if called != order:
-        raise ValueError(
-            "normalize='sequential' needs the same layers in the same order in every forward; got "
+            "normalize='sequential' needs each layer once and in one order in every forward; got "
             f"{pytree.join_names(called)} after {pytree.join_names(order)}. Fix: normalize='batch'."
         )
 

@@ -115,10 +115,7 @@ def test_the_buffers_are_the_float64_truth(case):
     assert var < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("mean", "sigma", "most"),
-    [(100, 0.1, 1e-5), (1e4, 0.1, 2e-4)],
-)
+@pytest.mark.parametrize(("mean", "sigma", "most"), [(100, 0.1, 1e-5), (1e4, 0.1, 2e-4)])
 def test_a_mean_far_from_zero_cancels_nothing(mean, sigma, most):
     # fvcore's float32 E[x^2] - E[x]^2 is negative in a third of the channels here, and the model
     # NaN at eval.

@@ -249,8 +249,7 @@ def test_inductor_keeps_what_is_below_half_precision():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "inline", "donate"),
-    [("AdamW", 0, True), ("RMSprop", 1000, False)],
+    ("name", "inline", "donate"), [("AdamW", 0, True), ("RMSprop", 1000, False)]
 )
 def test_inductor_steps_masters(name, inline, donate, monkeypatch):
     """By a fused kernel, which writes into the masters, and by a formula."""

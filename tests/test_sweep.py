@@ -90,8 +90,7 @@ SWEEPS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "count"),
-    [("AdamW", FEW), ("RMSprop", FEW), ("AdamW", MANY), ("SGD", MANY)],
+    ("name", "count"), [("AdamW", FEW), ("RMSprop", FEW), ("AdamW", MANY), ("SGD", MANY)]
 )
 def test_one_compiled_function_serves_every_optimizer_with_its_own_settings(name, count):
     compiled = compile(lambda *arguments: ps.maybe_step(*arguments), "eager")
@@ -257,10 +256,7 @@ def test_one_compiled_train_step_serves_every_rule_policy_and_bound():
 
     compiled = compile(body, "eager")
     rules = (RULES[0], RULES[4], RULES[-1])
-    policies = (
-        "float32",
-        "params=float32,compute=bfloat16,norms=bfloat16,output=float32",
-    )
+    policies = ("float32", "params=float32,compute=bfloat16,norms=bfloat16,output=float32")
     bounds = ((0.1, None), (0.01, 1e-3))
     runs = [(rule, policies[0], (None, None)) for rule in rules]
     runs += [(rules[0], policy, (None, None)) for policy in policies[1:]]

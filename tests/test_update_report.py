@@ -6,15 +6,7 @@ import math
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import (
-    Dispatched,
-    Untouched,
-    assert_close,
-    in_processes,
-    same_bits,
-    stack,
-    tensors,
-)
+from helpers import Dispatched, Untouched, assert_close, in_processes, same_bits, stack, tensors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 

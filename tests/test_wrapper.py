@@ -28,10 +28,7 @@ AROUND = {
     "free": ps.with_schedule_free,
     "part": lambda inner: ps.partition({"a": inner, "b": SGD}, lambda name, p: "ab"[p.ndim - 1]),
 }
-DTYPES = {
-    "half": (torch.bfloat16, torch.float16),
-    "mixed": (torch.float32, torch.bfloat16),
-}
+DTYPES = {"half": (torch.bfloat16, torch.float16), "mixed": (torch.float32, torch.bfloat16)}
 
 
 class Counting(torch.optim.SGD):

@@ -12,13 +12,7 @@ from typing import Any, ClassVar, Generic, NamedTuple
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import (
-    ScalerState,
-    State,
-    check_factors,
-    checked_flag,
-    scaler_state,
-)
+from .._loss_scale.rules import ScalerState, State, check_factors, checked_flag, scaler_state
 from .._tree import scalars
 from .._tree.pytree import increment, join_names
 from .._tree.scalars import is_positive_float32, positive, real, short_repr, whole

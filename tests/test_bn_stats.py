@@ -338,7 +338,7 @@ def labelled():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"loader": []}, ValueError, "the loader gave no batch. Likely cause: it is empty"),
+        ({"loader": []}, ValueError, "the loader gave no batch: it is empty"),
         ({"call": lambda forward, batch: None}, ValueError, "did not call forward"),
         ({"num_samples": 0}, ValueError, "num_samples must be a whole number above 0, got 0"),
         ({"normalize": "running"}, ValueError, "must be 'batch' or 'sequential', got 'running'"),

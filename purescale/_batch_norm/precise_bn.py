@@ -173,10 +173,7 @@ class _Pass:
             stats, order = _over_ranks(stats, order, failure, self.group)
         if not stats.num_batches + stats.num_skipped:
             where = "" if self.group is None else " on any rank"
-            raise ValueError(
-                f"the loader gave no batch{where}. Likely cause: it is empty, or a used-up "
-                "iterator."
-            )
+            raise ValueError(f"the loader gave no batch{where}: it is empty, or used up.")
         return stats, order
 
     def _feed_batches(self) -> None:
@@ -214,9 +211,7 @@ def _over_ranks(
     if failure is not None:
         raise failure
     if failed:
-        raise RuntimeError(
-            "precise_bn failed on another rank of the group. Fix: see the error of that rank."
-        )
+        raise RuntimeError("precise_bn failed on another rank of the group: see its error.")
     stats = all_reduce_bn_stats(stats, group)
     names = list(stats.layers)
     indices = [order.index(name) if name in order else -1 for name in names]
@@ -249,8 +244,7 @@ def _feed(forward: Callable[..., Any], batch: Any) -> Any:
         return forward(*batch) if isinstance(batch, (tuple, list)) else forward(batch)
     except TypeError as error:
         error.add_note(
-            f"precise_bn has fed the model a {type(batch).__name__}; a tuple or list is passed as "
-            "arguments, a dict as keyword arguments. If the model takes something else: "
+            f"precise_bn fed the model a {type(batch).__name__}. Fix, if it takes something else: "
             "call=lambda forward, batch: forward(batch[0])."
         )
         raise

@@ -7,7 +7,7 @@ import copy
 import glob
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -172,8 +172,9 @@ def _make_optimizer(
     """
     cls = type(torch_optimizer)
     is_torchs = getattr(torch.optim, cls.__name__, None) is cls
-    groups = [
-        {**(_settings_of(cls, group) if is_torchs else _own_settings(group)), **others}
+    defaults = inspect.signature(cls).parameters
+    groups = [  # those of a user's class may differ in their names
+        {**_settings_of(group, defaults if is_torchs else group), **others}
         for group, others in zip(torch_optimizer.param_groups, settings, strict=True)
     ]
     stepped = [group for members, group in zip(names, groups, strict=True) if members]
@@ -188,7 +189,6 @@ def _make_optimizer(
         if differing and members:
             overrides[tuple(map(glob.escape, members))] = differing
     if is_torchs:
-        defaults = inspect.signature(cls).parameters
         changed = {name: value for name, value in first.items() if value != defaults[name].default}
         changed["lr"] = first["lr"]
         return from_torch(
@@ -212,16 +212,12 @@ def _common_numbers(groups: Sequence[Mapping[str, Any]], in_state: Sequence[str]
     return numbers
 
 
-def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group as Python numbers, without the rate and flags."""
-    accepted = inspect.signature(cls).parameters.keys() - {"params", "lr", *IMPLEMENTATION_FLAGS}
-    return read_numbers({n: value for n, value in group.items() if n in accepted})
-
-
-def _own_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group of a user's class, whose groups may differ in their names."""
-    left_out = {"params", "param_names", "initial_lr", "lr", *IMPLEMENTATION_FLAGS}
-    return read_numbers({n: value for n, value in group.items() if n not in left_out})
+def _settings_of(group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return the settings of a parameter group that are among `names`, as Python numbers, without
+    the rate and flags.
+    """
+    kept = set(names) - {"params", "param_names", "initial_lr", "lr", *IMPLEMENTATION_FLAGS}
+    return read_numbers({n: value for n, value in group.items() if n in kept})
 
 
 def _template(torch_optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> Any:

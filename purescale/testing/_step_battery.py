@@ -145,9 +145,8 @@ class _Pure:
         if not callable(step) or isinstance(step, type):
             raise TypeError(
                 f"step is {type(step).__name__}; expected a function `step(state, window)` that "
-                "returns `(state, info)`. Fix: `functools.partial(train_step, loss_fn=loss_fn, "
-                "optimizer=optimizer, rule=rule)`; for a trainer `assert_step(trainer, None, "
-                "batches)`."
+                "returns `(state, info)`. Fix: `functools.partial(train_step, loss_fn=..., ...)`; "
+                "for a trainer `assert_step(trainer, None, batches)`."
             )
         self.step, self.first = step, state
         self.name = getattr(step, "__name__", "step")
@@ -157,10 +156,7 @@ class _Pure:
         torch.manual_seed(0)
         result = self.step(state, window, **settings)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise AssertionError(
-                f"the step returned {short(result)}, expected (state, info). Fix: `return state, "
-                "info`; `info` may be None."
-            )
+            raise AssertionError(f"the step returned {short(result)}, expected (state, info).")
         return result[0]
 
     def resumed(self, state: Tree, windows: list[list[Any]]) -> list[tuple[Tree, Tree]]:
@@ -183,8 +179,8 @@ class _Trainer:
         if what := protocol_violation(trainer, "step", "state_dict", "load_state_dict"):
             raise TypeError(
                 f"step is {what}, and state is None; expected a trainer, an object with "
-                "`step(window)`, `state_dict()` and `load_state_dict(sd)`. Fix: `assert_step(step, "
-                "state, batches)` for a function; a class with these three around your loop."
+                "`step(window)`, `state_dict()` and `load_state_dict(sd)`. Fix: a class with these "
+                "around your loop; for a function `assert_step(step, state, batches)`."
             )
         self.trainer, self.name = trainer, type(trainer).__name__
         self.first = self._state()
@@ -339,9 +335,8 @@ class _StepBattery(Battery):
             state = _replaced(state, self.scale_glob, lambda number: number * math.inf)
             if same_bits(state, self.state):
                 raise ValueError(
-                    "the batches have no floating tensor and the state has no loss scale, so "
-                    "nothing makes a step overflow. Fix: overflow=, a function from a batch to one "
-                    'whose gradients are inf; or scale="*.loss_scale", the path of the scale.'
+                    "nothing makes a step overflow: no floating tensor in the batches, no loss "
+                    'scale in the state. Fix: overflow=, or scale="*.loss_scale", its path.'
                 )
         skipped = self.step(state, [bad])
         self.check_same("skip", state, skipped, self.skip_changes)

@@ -340,10 +340,10 @@ def labelled():
     [
         ({"loader": []}, ValueError, "the loader gave no batch: it is empty"),
         ({"call": lambda forward, batch: None}, ValueError, "did not call forward"),
-        ({"num_samples": 0}, ValueError, "num_samples must be a whole number above 0, got 0"),
+        ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
         ({"normalize": "running"}, ValueError, "must be 'batch' or 'sequential', got 'running'"),
         ({"estimator": "mean"}, ValueError, "estimator must be 'pooled' or 'within', got 'mean'"),
-        ({"correction": -1}, ValueError, "correction must be 0 or a positive whole number, got -1"),
+        ({"correction": -1}, ValueError, "correction must be at least 0, got -1"),
     ],
 )
 def test_bad_settings_are_refused(settings, error, message):

@@ -79,7 +79,7 @@ def precise_bn(
     Raises:
         ValueError: A setting is wrong, the model has no batch norm, or no rank has a batch; with
             `"sequential"` also for a one-shot iterator or a layer that is called several times.
-        TypeError: A batch cannot be fed without `call`.
+        TypeError: A number is not whole, or a batch cannot be fed without `call`.
         RuntimeError: Another rank of the group failed.
 
     Example:
@@ -283,8 +283,7 @@ def _check_order(called: list[str], order: list[str]) -> None:
 def _check_settings(num_samples: Any, normalize: Any) -> None:
     if normalize not in ("batch", "sequential"):
         raise ValueError(f"normalize must be 'batch' or 'sequential', got {normalize!r}.")
-    if not scalars.is_whole(num_samples) or num_samples < 1:
-        raise ValueError(f"num_samples must be a whole number above 0, got {num_samples!r}.")
+    scalars.whole("num_samples", num_samples, least=1, most=None)
 
 
 def _check_loader(loader: Any, several_passes: bool) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._loss_scale.rules import ScalerState, State, check_factors, checked_flag, scaler_state
 from .._tree import scalars
 from .._tree.pytree import increment, join_names
-from .._tree.scalars import is_positive_float32, positive, real, short_repr, whole
+from .._tree.scalars import positive, short_repr, whole
 
 Device = torch.device | str | None
 
@@ -111,27 +111,12 @@ def check_dict(
         )
     known = d if optional is None else {*required, *optional}
     if not (set(required) <= set(d) <= set(known)):
+        expected, got = (join_names(list(map(repr, keys)), 12) for keys in (required, d))
         raise ValueError(
-            f"interop.{peer}.from_state_dict expects {_listed(required)}; got "
-            f"{_listed(sorted(map(str, d)))}. Fix: the scaler's own dict as it was saved, by the "
-            "file of the library that wrote it; for the empty one of a disabled scaler `NoScale()`."
+            f"interop.{peer}.from_state_dict expects {expected}; got {got}. Fix: the scaler's own "
+            "dict as it was saved, by the file of the library that wrote it; for the empty one of "
+            "a disabled scaler `NoScale()`."
         )
-
-
-def _listed(keys: Sequence[str]) -> str:
-    """Return the keys in quotes, for an error message."""
-    return join_names([repr(key) for key in keys], most=12)
-
-
-def saved_scale(name: str, value: Any) -> float:
-    """Return a scale from a state dict, checked to be a positive float32."""
-    number = real(name, value)
-    if not is_positive_float32(number):
-        raise ValueError(
-            f"the saved scale, {name}, is {short_repr(value)}; a loss can only be scaled by a "
-            "positive, finite float32. Fix: `state = rule(...).init(device)`."
-        )
-    return number
 
 
 def check_saveable(
@@ -187,7 +172,7 @@ class Format:
         does not hold starts as in `init`; a first scale that is not given is the saved one.
         """
         key = next(key for key, entry in self.entries.items() if entry == SCALE)
-        scale = saved_scale(key, d[key])
+        scale = positive(key, d[key])
         # A key of the state is a setting too, if the peer starts from a setting of that name.
         names = {field.name for field in dataclasses.fields(self.rule)}
         saved = {key: d[key] for key in self.entries if key in names and key in d}

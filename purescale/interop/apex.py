@@ -13,16 +13,7 @@ from .._loss_scale.rules import NoScale, ScalerState, scaler_state
 from .._module.policy import Policy
 from .._tree.pytree import increment
 from .._tree.scalars import positive, real, whole
-from ._common import (
-    COUNT,
-    SCALE,
-    Device,
-    Format,
-    ScaleAndCount,
-    check_bool,
-    check_dict,
-    saved_scale,
-)
+from ._common import COUNT, SCALE, Device, Format, ScaleAndCount, check_bool, check_dict
 
 # ---- the scaler ----------------------------------------------------------------------------------
 
@@ -172,7 +163,7 @@ def _read_loss(
 ) -> tuple[ApexScale, ScalerState]:
     """Return the rule and the state of one loss."""
     _FORMAT.check(d)
-    scale = saved_scale("loss_scale", d["loss_scale"])
+    scale = positive("loss_scale", d["loss_scale"])
     scaler = rule(**{"init_scale": scale, **settings})
     if scaler.loss_scale not in ("dynamic", scale):
         raise ValueError(

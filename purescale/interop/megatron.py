@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .._loss_scale.rules import ScalerState, scaler_state
 from .._tree.pytree import increment
-from .._tree.scalars import real
-from ._common import SCALE, Device, Entry, Format, PeerRule, saved_scale
+from .._tree.scalars import positive, real
+from ._common import SCALE, Device, Entry, Format, PeerRule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ def from_state_dict(
     _FORMAT.check(d)
     saved = d["scale"]
     is_one = isinstance(saved, Tensor) and saved.shape == (1,)
-    scale = saved_scale("scale", saved.item() if is_one else saved)
+    scale = positive("scale", saved.item() if is_one else saved)
     floor = real("min_scale", settings.get("min_scale", rule.min_scale))
     return _FORMAT.read({**d, "scale": scale}, settings, device, initial_scale=max(scale, floor))
 

@@ -21,7 +21,7 @@ from .._optim.torch_optim import TorchOptimizer
 from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float
 from .._tree.pytree import increment, join_names
-from .._tree.scalars import whole
+from .._tree.scalars import positive, whole
 from .._wrappers.master_weights import MasterState, master_weights, masters_within
 from ..interop._live_optimizer import (
     check_innermost,
@@ -39,7 +39,7 @@ from ..interop._schedulers import (
     steps_of,
     tabulate,
 )
-from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount, saved_scale
+from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ def from_state_dict(
     Source of the format: torch.amp.GradScaler.state_dict.
     """
     _FORMAT.check(d)
-    scale = saved_scale("scale", d["scale"]) / _check_accumulated(accumulated)
+    scale = positive("scale", d["scale"]) / _check_accumulated(accumulated)
     return _FORMAT.read({**d, "scale": scale}, settings, device)
 
 

@@ -110,7 +110,7 @@ def from_state_dict(
     `rule(**settings), state of d["scale"], d["growth_tracker"], d["hysteresis_tracker"]`.
 
     Args:
-        d: What `DynamicGradScaler.state_dict()` returned. Its scale is a tensor of shape [1],
+        d: What `DynamicGradScaler.state_dict()` returned. Its scale is a tensor of one element,
             which is read, or a number; it does not hold settings.
         device: The device of the gradients.
         settings: The job's settings of `rule`; `initial_scale` may be left out.
@@ -132,7 +132,7 @@ def from_state_dict(
     """
     _FORMAT.check(d)
     saved = d["scale"]
-    is_one = isinstance(saved, Tensor) and saved.shape == (1,)
+    is_one = isinstance(saved, Tensor) and saved.numel() == 1
     scale = positive("scale", saved.item() if is_one else saved)
     floor = real("min_scale", settings.get("min_scale", rule.min_scale))
     return _FORMAT.read({**d, "scale": scale}, settings, device, initial_scale=max(scale, floor))

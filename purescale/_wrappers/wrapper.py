@@ -47,10 +47,8 @@ class Wrapper(Updater):
         self.updater = as_updater(optimizer)
         self.differentiable = self.updater.differentiable and not self.rounds
         self.elementwise = self.updater.elementwise
-        self.calls_user_step, self.runs_user_code = (
-            self.updater.calls_user_step,
-            self.updater.runs_user_code,
-        )
+        self.calls_user_step = self.updater.calls_user_step
+        self.runs_user_code = self.updater.runs_user_code
         self.may_add_slots = self.updater.may_add_slots
         self.wide_grads = self.widens_params or self.updater.wide_grads
         self.must_agree = (optimizer, *settings)

@@ -119,22 +119,6 @@ def check_dict(
         )
 
 
-def check_saveable(
-    peer: str, rule: Any, rule_kinds: tuple[type[Any], ...], scaler: Any, state_kind: type[Any]
-) -> None:
-    """Check that `peer`'s format can hold this rule and state."""
-    if not (isinstance(rule, rule_kinds) and isinstance(scaler, state_kind)):
-        raise TypeError(
-            f"interop.{peer}.to_state_dict got {rule!r} and a {type(scaler).__name__}; expected a "
-            f"rule that `interop.{peer}.rule(...)` returned and its {state_kind.__name__}. Fix: "
-            "to_state_dict(rule, state.scaler)."
-        )
-    if scaler.scale.ndim:
-        raise ValueError(
-            f"interop.{peer}.to_state_dict got stacked states. Fix: `member(state, i)`."
-        )
-
-
 # ---- state dicts by a table ----------------------------------------------------------------------
 
 
@@ -195,7 +179,15 @@ class Format:
 
     def write(self, rule: Any, scaler: Any) -> dict[str, Any]:
         """Return the state dict of a rule and its state, if the format can hold them."""
-        check_saveable(self.peer, rule, (self.rule,), scaler, self.rule.state_kind)
+        kind = self.rule.state_kind
+        if not (isinstance(rule, self.rule) and isinstance(scaler, kind)):
+            raise TypeError(
+                f"interop.{self.peer}.to_state_dict got {rule!r} and a {type(scaler).__name__}; "
+                f"expected a rule that `interop.{self.peer}.rule(...)` returned and its "
+                f"{kind.__name__}. Fix: to_state_dict(rule, state.scaler)."
+            )
+        if scaler.scale.ndim:
+            raise ValueError("to_state_dict got stacked states. Fix: `member(state, i)`.")
         d = {}
         for key, (field, _) in self.entries.items():
             number = float if field == "scale" else int

@@ -4,13 +4,13 @@ import copy
 import functools
 import math
 import pickle
-from typing import NamedTuple
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from helpers import AsOnAnAccelerator, clone, examples, same_bits
 from hypothesis import given
+from test_user_class_step import Lion
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import lr_scheduler as torchs
 
@@ -140,26 +140,10 @@ BY_ITERATION = {
     "masters": lambda **lr: ps.with_master_weights(ADAMW(**lr)),
     "moments": lambda **lr: ps.with_state_dtype(ADAMW(**lr), {"exp_avg": torch.bfloat16}),
     "partition": in_parts,
-    "a class of one's own": lambda **lr: ps.from_torch(OwnSGD, **lr),
+    "a class of one's own": lambda **lr: ps.from_torch(Lion, **lr),
     "a step of one's own": lambda **lr: Around(ps.from_torch(torch.optim.SGD, **lr)),
 }
 each_by_iteration = pytest.mark.parametrize("kind", BY_ITERATION)
-
-
-class OwnSGD(torch.optim.Optimizer):
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param -= group["lr"] * param.grad
-
-
-class OwnState(NamedTuple):
-    of_inner: ps.OptState
 
 
 class Around:
@@ -169,11 +153,11 @@ class Around:
         self.optimizer = optimizer
 
     def init(self, params):
-        return OwnState(self.optimizer.init(params))
+        return (self.optimizer.init(params),)
 
     def step(self, params, grads, state):
-        params, inner = self.optimizer.step(params, grads, state.of_inner)
-        return params, OwnState(inner)
+        params, inner = self.optimizer.step(params, grads, *state)
+        return params, (inner,)
 
 
 def parameters(kind):

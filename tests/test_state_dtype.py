@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import clone, same_bits, tensors
 from test_stochastic_rounding import SOME, grads_of, made, params_of
+from test_user_class_step import Lion
 
 import purescale as ps
 from purescale._wrappers import wrapper
@@ -208,13 +209,8 @@ def test_the_state_of_another_optimizer_is_refused(way):
         ps.with_state_dtype(torch.optim.AdamW, MOMENTS)
 
 
-class MakesItsState(torch.optim.SGD):
-    def step(self):
-        super().step()
-
-
 def test_a_state_whose_slots_nobody_knows_at_init_is_refused():
-    own, adamw = ps.from_torch(MakesItsState, lr=0.1, momentum=0.9), made("AdamW")
+    own, adamw = ps.from_torch(Lion), made("AdamW")
     pair = ps.from_transformation((lambda params: torch.zeros(()), lambda g, s, p: (g, s)))
     label = lambda name, param: "ab"[name.endswith("33")]  # noqa: E731
     params = params_of((torch.float32,))

@@ -21,7 +21,7 @@ from hypothesis import Phase, given, settings
 import purescale as ps
 from purescale import interop
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ["KERAS_BACKEND"] = "jax"
 
 # The peers warn about torch, about each other and about the machine.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -378,16 +378,7 @@ def keras_row(optimizer):
 
 
 def keras_rows(optimizer, weight, pattern):
-    """Its own update: in a compiled loop where its backend is jax, which refuses the other way,
-    else step by step.
-    """
-    keras = peer("keras")
-    if keras.backend.backend() != "jax":
-        rows = []
-        for bad in pattern:
-            optimizer.apply([keras.ops.convert_to_tensor(float("inf") if bad else 0.0)], [weight])
-            rows.append(keras_row(optimizer))
-        return rows
+    """Its own update, in a compiled loop."""
     jax, jnp = peer("jax"), peer("jax.numpy")
     places = [
         next(index for index, variable in enumerate(optimizer.variables) if variable is wanted)

@@ -261,12 +261,11 @@ def _log_summary(stats: BNStatsState, normalize: str) -> None:
     )
     if not int(stats.num_batches):
         log.warning("precise_bn: all batches were skipped as not finite; the buffers stay")
-    means = {name: count // calls for name, (count, calls) in counts.items() if calls}
-    few = [name for name, mean in means.items() if mean < _FEW]
+    few = [name for name, (count, calls) in counts.items() if count < _FEW * calls]
     if few and normalize == "batch":
         log.warning(
-            "precise_bn: fewer than %d values per channel in a batch, too noisy to normalise "
-            "with, in: %s. Fix: larger batches, or normalize='sequential'.",
+            "precise_bn: fewer than %d values per channel in a batch, too noisy to normalise with, "
+            "in: %s. Fix: larger batches, or normalize='sequential'.",
             *(_FEW, pytree.join_names(few)),
         )
 

@@ -175,6 +175,6 @@ def averaged(params: TreeT, opt_state: ScheduleFreeState) -> TreeT:
     _check_iterate(params, opt_state)
 
     def average(y: Tensor, z: Tensor) -> Tensor:
-        return _average(y, z, opt_state.beta).to(y.dtype).clone()
+        return _average(y, z, opt_state.beta).to(y.dtype)
 
     return pytree.map(average, params, opt_state.iterate)

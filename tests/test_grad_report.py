@@ -221,7 +221,11 @@ def test_the_picture_has_a_bar_a_row_for_each_column(make, columns, plt):
         numbers = [getattr(row, name).item() for row in rows]
         assert drawn == sorted(number if math.isfinite(number) else 0 for number in numbers)
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels[-1] == {of_gradients: "some", of_an_update: "w1", of_a_forward: "0"}[make]
+    first = {of_gradients: "some", of_an_update: "w1", of_a_forward: "0"}[make]
+    last = {of_gradients: "fine", of_an_update: "w0 (no update wanted)", of_a_forward: "(model)"}[
+        make
+    ]
+    assert (labels[-1], labels[0]) == (first, last)
 
 
 @pytest.mark.parametrize("make", [of_gradients, of_an_update, of_a_forward, of_scales])

@@ -321,15 +321,12 @@ def stand_ins(leaves: Leaves, dtypes: Sequence[torch.dtype | None]) -> Leaves:
     """Return leaves with these dtypes and memory for one element. A leaf with None, or of this
     dtype already, is returned as it is.
     """
-    empty: dict[Any, Tensor] = {}
     results = list(leaves)
     for index, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
         if dtype is not None and leaf.dtype is not dtype:
             local = dtensor.shard(leaf)
-            key = local.shape, local.device, dtype
-            if key not in empty:
-                empty[key] = torch.empty((), dtype=dtype, device=local.device).expand(local.shape)
-            results[index] = dtensor.from_local_like(leaf, empty[key])
+            stand_in = torch.empty((), dtype=dtype, device=local.device).expand(local.shape)
+            results[index] = dtensor.from_local_like(leaf, stand_in)
     return results
 
 

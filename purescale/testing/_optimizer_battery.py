@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -88,10 +89,7 @@ _SIZES = {"matrix": (4, 3), "few": (5,), "some": (33,), "many": (20, 15), "numbe
 
 
 def _usual() -> dict[str, Tensor]:
-    return {
-        name: torch.linspace(-1, 2, max(torch.Size(size).numel(), 1)).reshape(size)
-        for name, size in _SIZES.items()
-    }
+    return {n: torch.linspace(-1, 2, math.prod(s)).reshape(s) for n, s in _SIZES.items()}
 
 
 def _random_gradients(params: Tree, seed: int) -> Tree:
@@ -123,8 +121,7 @@ class _OptimizerBattery(Battery):
         """Return True if the results have the structure, dtypes and shapes of the arguments."""
         params, _, state = call
         if not isinstance(result, tuple) or len(result) != 2:
-            came = f"a tuple of {len(result)}" if isinstance(result, tuple) else short(result)
-            self.fail(law, came, "a tuple of two, (params, opt_state)", *call)
+            self.fail(law, short(result), "a tuple of two, (params, opt_state)", *call)
             return False
         return self.check_alike(law, "params", params, result[0], *call) and self.check_alike(
             law, "opt_state", state, result[1], *call

@@ -115,10 +115,7 @@ def test_the_buffers_are_the_float64_truth(case):
     assert var < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("mean", "sigma", "most"),
-    [(100, 0.1, 1e-5), (1e4, 0.1, 2e-4)],
-)
+@pytest.mark.parametrize(("mean", "sigma", "most"), [(100, 0.1, 1e-5), (1e4, 0.1, 2e-4)])
 def test_a_mean_far_from_zero_cancels_nothing(mean, sigma, most):
     # fvcore's float32 E[x^2] - E[x]^2 is negative in a third of the channels here, and the model
     # NaN at eval.
@@ -341,12 +338,12 @@ def labelled():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"loader": []}, ValueError, "the loader gave no batch. Likely cause: it is empty"),
+        ({"loader": []}, ValueError, "the loader gave no batch: it is empty"),
         ({"call": lambda forward, batch: None}, ValueError, "did not call forward"),
-        ({"num_samples": 0}, ValueError, "num_samples must be a whole number above 0, got 0"),
+        ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
         ({"normalize": "running"}, ValueError, "must be 'batch' or 'sequential', got 'running'"),
         ({"estimator": "mean"}, ValueError, "estimator must be 'pooled' or 'within', got 'mean'"),
-        ({"correction": -1}, ValueError, "correction must be 0 or a positive whole number, got -1"),
+        ({"correction": -1}, ValueError, "correction must be at least 0, got -1"),
     ],
 )
 def test_bad_settings_are_refused(settings, error, message):

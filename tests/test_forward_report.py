@@ -484,18 +484,6 @@ def test_it_prints_the_calls_around_the_first_that_is_not_finite():
     assert lines[-1] == "and 16 more"
 
 
-def test_the_picture_has_a_bar_a_module_for_each_column(plt):
-    apply, params, buffers = overflowing()
-    half = ps.with_policy(apply, HALF)
-    report = ps.forward_report(half, params, buffers, torch.ones(2, 5))
-    figure = report.plot()
-    columns = [[bar.get_width() for bar in panel.containers[0]][::-1] for panel in figure.axes]
-    for name, column in zip(("amax", "smallest", "nonfinite"), columns, strict=True):
-        assert column == [getattr(row, name) for row in report.rows]
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels[::-1][:2] == ["0.up", "0.down"]
-
-
 def test_a_function_that_calls_no_module_is_refused():
     with pytest.raises(ValueError, match=r"no module returned.*Fix: .*make_functi"):
         ps.forward_report(lambda p, b, x: (p["w"] * x, b), {"w": torch.ones(1)}, {}, 1.0)

@@ -186,32 +186,53 @@ def test_it_prints_the_worst_first_and_names_the_first_bad_leaf():
     assert lines[4].split() == ["starved", "1.00e+00", "50%", "25%", "0"]
 
 
-def test_the_picture_has_a_bar_a_leaf_for_each_column(plt):
-    grads = {
-        "fine": torch.ones(4),
-        "starved": torch.tensor([0.0, 0.0, 1e-40, 2.0]),
-        "inf": torch.tensor([1.0, inf]),
-    }
-    figure = ps.grad_report(grads).plot()
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["fine", "starved", "inf"]
-    columns = [[bar.get_width() for bar in panel.containers[0]] for panel in figure.axes]
-    assert columns == [[1, 2, 0], [0, 0.5, 0], [0, 0.25, 0], [0, 0, 1]]
+def of_gradients():
+    return ps.grad_report({"fine": torch.ones(4), "some": torch.tensor([0, 1e-40, inf, 2])})
+
+
+def of_an_update():
+    old, new, wanted = ({f"w{i}": torch.ones(2) * x * i for i in range(3)} for x in (0, 1, 2))
+    return ps.update_report(old, new, wanted)
+
+
+def of_a_forward():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    return ps.forward_report(*ps.make_functional(model), torch.tensor([1.0, inf]))
+
+
+def of_scales():
+    return ps.probe_scales(lambda p, b, x: (p["w"].sum(), b), {"w": torch.ones(2)}, {}, None)
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "columns"),
     [
-        lambda: ps.grad_report(torch.ones(2)),
-        lambda: ps.update_report(*[{"w": torch.ones(2)}] * 3),
-        lambda: ps.forward_report(*ps.make_functional(torch.nn.Linear(2, 2)), torch.ones(2)),
-        lambda: ps.probe_scales(lambda p, b, x: (p["w"].sum(), b), {"w": torch.ones(2)}, {}, None),
+        (of_gradients, ("amax", "zeros", "subnormal", "nonfinite")),
+        (of_an_update, ("quality", "lost")),
+        (of_a_forward, ("amax", "smallest", "nonfinite")),
     ],
 )
+def test_the_picture_has_a_bar_a_row_for_each_column(make, columns, plt):
+    report = make()
+    figure, rows = report.plot(), report.rows
+    rows = list(rows.values()) if isinstance(rows, dict) else rows
+    for name, panel in zip(columns, figure.axes, strict=True):
+        drawn = sorted(bar.get_width() for bar in panel.patches)
+        numbers = [getattr(row, name).item() for row in rows]
+        assert drawn == sorted(number if math.isfinite(number) else 0 for number in numbers)
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    first = {of_gradients: "some", of_an_update: "w1", of_a_forward: "0"}[make]
+    last = {of_gradients: "fine", of_an_update: "w0 (no update wanted)", of_a_forward: "(model)"}[
+        make
+    ]
+    assert (labels[-1], labels[0]) == (first, last)
+
+
+@pytest.mark.parametrize("make", [of_gradients, of_an_update, of_a_forward, of_scales])
 def test_matplotlib_is_imported_only_when_a_picture_is_asked_for(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     report = make()
-    with pytest.raises(ImportError, match="Fix: pip install matplotlib"):
+    with pytest.raises(ImportError, match="matplotlib"):
         report.plot()
 
 

@@ -269,7 +269,7 @@ def test_a_step_that_is_wrapped_by_a_scheduler_and_has_hooks_is_the_class_s():
         ),
         (
             lambda model, optimizer: (torch.optim.AdamW, model),
-            r"the optimizer is type; expected a live one.*from_torch\(",
+            r"the optimizer is type; expected a live one.*from_torch",
         ),
     ],
 )
@@ -284,7 +284,11 @@ def test_what_does_not_go_back_is_refused_before_anything_is_written():
     _, state = train_here(trained(model), optimizer, state, range(2))
     sgd = torch.optim.SGD(model.parameters())
     parts = ps.partition({"all": optimizer}, lambda name, param: "all")
+    free = ps.with_master_weights(ps.with_schedule_free(optimizer))
+    of_free = free.init(trained(model))
     calls = [
+        ((of_free, free, adamw, model), r"ScheduleFreeState.*averaged\(params, opt_state\)"),
+        ((of_free, optimizer, adamw, model), "ScheduleFreeState"),
         ((state, optimizer, sgd, model), r"OptState of from_torch\(AdamW.*live optimizer SGD"),
         ((ps.stack_states([state] * 2), optimizer, adamw, model), r"member\(state, 0\)"),
         (({"all": state}, parts, adamw, model), r"the state is dict .*opt_state\[key\]"),

@@ -6,15 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import clone, same_bits
-from test_stochastic_rounding import (
-    HALF,
-    SOME,
-    grads_of,
-    made,
-    numbers,
-    params_of,
-    transformation,
-)
+from test_stochastic_rounding import HALF, SOME, grads_of, made, numbers, params_of
 from torch.utils._pytree import tree_map
 
 import purescale as ps
@@ -257,8 +249,7 @@ def test_inductor_keeps_what_is_below_half_precision():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "inline", "donate"),
-    [("AdamW", 0, True), ("RMSprop", 1000, False)],
+    ("name", "inline", "donate"), [("AdamW", 0, True), ("RMSprop", 1000, False)]
 )
 def test_inductor_steps_masters(name, inline, donate, monkeypatch):
     """By a fused kernel, which writes into the masters, and by a formula."""
@@ -270,16 +261,3 @@ def test_inductor_steps_masters(name, inline, donate, monkeypatch):
     found = torch.compile(step, fullgraph=True)(*clone((params, grads, state)), no)
     pairs = [ps.master_weights(*each) for each in (found, expected)]
     torch.testing.assert_close(*pairs, rtol=1e-5, atol=1e-6)
-
-
-def test_a_transformation_steps_masters():
-    inner = transformation()
-    wrapped = ps.with_master_weights(inner)
-    params = params_of(HALF)
-    wide, state = wide_of(params), wrapped.init(params)
-    for index in range(3):
-        grads = grads_of(params, index)
-        wide, _ = inner.step(wide, like(grads, wide), torch.zeros(()))
-        params, state = ps.maybe_step(wrapped, params, grads, state, False, donate=True)
-        assert same_bits(ps.master_weights(params, state), wide)
-    assert state.inner == 3

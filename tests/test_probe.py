@@ -310,17 +310,10 @@ def test_the_picture_has_a_line_for_thirty_leaves_axes_with_names_and_the_window
         ({"exponents": []}, ValueError, r"exponents is empty.*Fix: `range\(-8, 25, 2\)`"),
         ({"exponents": [0, 0.5]}, TypeError, "each of exponents must be a whole number, got 0.5"),
         ({"exponents": [128]}, ValueError, "from -149 to 127, got 128"),
-        ({"exponents": [-150]}, ValueError, "from -149 to 127, got -150"),
-        ({"exponents": "8"}, TypeError, "whole number"),
         ({"tol": 0}, ValueError, "tol must be positive"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be from 1"),
         ({"params": {"a": None}}, ValueError, r"params holds no tensor.*Fix: "),
         ({"params": {"n": torch.tensor([1])}}, TypeError, r"params\['n'\] has dtype torch.int64"),
-        (
-            {"loss_fn": lambda p, b, x: p["weak"].sum()},
-            TypeError,
-            r"expected \(loss, new_buffers\)",
-        ),
     ],
 )
 def test_what_makes_no_probe_is_refused(given, error, words):

@@ -87,16 +87,7 @@ FOREIGN = {
     "of another optimizer": (SGD.init(PARAMS), TypeError, "OptState, expected ScheduleFreeState"),
     "of no optimizer": ((), TypeError, "opt_state is tuple, expected ScheduleFreeState"),
     "of other names": (FREE.init({"v": torch.ones(33)}), ValueError, "iterate has another struct"),
-    "of other shapes": (
-        FREE.init({"w": torch.ones(5)}),
-        TypeError,
-        r"\(33,\), opt_state.iterate",
-    ),
-    "of other dtypes": (
-        FREE.init({"w": torch.ones(33).double()}),
-        TypeError,
-        "float64.*cast",
-    ),
+    "of other shapes": (FREE.init({"w": torch.ones(5)}), TypeError, r"\(33,\), opt_state.iterate"),
 }
 
 

@@ -12,7 +12,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, batch, job, small_net, stack, tensors, unstack
+from helpers import assert_close, batch, job, small_net, tensors
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import purescale as ps
@@ -90,24 +90,13 @@ SWEEPS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "count"),
-    [("AdamW", FEW), ("RMSprop", FEW), ("AdamW", MANY), ("SGD", MANY)],
+    ("name", "count"), [("AdamW", FEW), ("RMSprop", FEW), ("AdamW", MANY), ("SGD", MANY)]
 )
 def test_one_compiled_function_serves_every_optimizer_with_its_own_settings(name, count):
     compiled = compile(lambda *arguments: ps.maybe_step(*arguments), "eager")
     optimizers = [ps.from_torch(getattr(OPTIM, name), **settings) for settings in SWEEPS[name]]
     for optimizer in (*optimizers, *reversed(optimizers)):
         agrees(compiled, optimizer, count)
-
-
-@pytest.mark.slow
-def test_many_compiled_functions_over_one_body_keep_to_their_own_optimizers():
-    def build(optimizer):
-        return compile(lambda _, *arguments: ps.maybe_step(optimizer, *arguments), "eager")
-
-    for settings in SWEEPS["AdamW"][:3]:
-        optimizer = ps.from_torch(OPTIM.AdamW, **settings)
-        agrees(build(optimizer), optimizer, FEW)
 
 
 @pytest.mark.slow
@@ -178,40 +167,6 @@ def test_settings_in_the_state_are_one_graph_for_every_value(name, count, values
     assert counter.frame_count == 1
 
 
-@pytest.mark.slow
-def test_an_ensemble_with_a_cosine_and_a_weight_decay_a_member_equals_a_run_for_each():
-    """Vmapped and compiled, in one graph, against optimizers made with those numbers."""
-
-    def cosine(applied):
-        return 0.5 * (1 + torch.cos(applied / 4))
-
-    rates, decays = torch.tensor([1e-3, 1e-2]), torch.tensor([0.5, 0.1])
-    optimizer = ps.from_torch(OPTIM.AdamW, lr=cosine, in_state=("lr", "weight_decay"))
-    state, step = job(optimizer, RULES[0], "float32")
-    members = stack(
-        [
-            state._replace(
-                opt_state=state.opt_state._replace(lr=rate, hyper={"weight_decay": decay})
-            )
-            for rate, decay in zip(rates, decays, strict=True)
-        ]
-    )
-    counter = CompileCounterWithBackend("aot_eager")
-    ensemble = compile(torch.vmap(lambda state, data: step(state, [data])), counter)
-    for index in range(3):
-        members, info = ensemble(members, stack([batch(index)] * 2))
-    assert counter.frame_count == 1
-    for member, (rate, decay) in enumerate(zip(rates.tolist(), decays.tolist(), strict=True)):
-        fixed = ps.from_torch(
-            OPTIM.AdamW, lr=lambda n, rate=rate: rate * cosine(n), weight_decay=decay
-        )
-        alone, alone_step = job(fixed, RULES[0], "float32")
-        for index in range(3):
-            alone, told = alone_step(alone, [batch(index)])
-        assert_close(unstack(members.params, member), alone.params, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(info.loss[member], told.loss, rtol=1e-4, atol=1e-5)
-
-
 RULES = [
     ps.DynamicScale(init_scale=2.0**8, growth_interval=2),
     ps.DynamicScale(init_scale=2.0**8, growth_interval=3),
@@ -257,10 +212,7 @@ def test_one_compiled_train_step_serves_every_rule_policy_and_bound():
 
     compiled = compile(body, "eager")
     rules = (RULES[0], RULES[4], RULES[-1])
-    policies = (
-        "float32",
-        "params=float32,compute=bfloat16,norms=bfloat16,output=float32",
-    )
+    policies = ("float32", "params=float32,compute=bfloat16,norms=bfloat16,output=float32")
     bounds = ((0.1, None), (0.01, 1e-3))
     runs = [(rule, policies[0], (None, None)) for rule in rules]
     runs += [(rules[0], policy, (None, None)) for policy in policies[1:]]

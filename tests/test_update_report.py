@@ -6,15 +6,7 @@ import math
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import (
-    Dispatched,
-    Untouched,
-    assert_close,
-    in_processes,
-    same_bits,
-    stack,
-    tensors,
-)
+from helpers import Dispatched, Untouched, assert_close, in_processes, same_bits, stack, tensors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -153,18 +145,6 @@ def test_gradients_of_zero_are_not_an_update_that_arrived():
     text = str(ps.update_report(params, params, wanted))
     assert text.startswith("no update wanted\n")
     assert "1.0" not in text
-
-
-def test_the_picture_has_a_bar_a_leaf(plt):
-    old, new, wanted = (
-        {f"w{i}": torch.full((2,), x * i) for i in (0, 1, 2)} for x in (0.0, 1.0, 2.0)
-    )
-    figure = ps.update_report(old, new, wanted).plot()
-    quality, lost = figure.axes
-    assert [bar.get_width() for bar in quality.patches] == [1, 0.5, 0.5]
-    assert [bar.get_width() for bar in lost.patches] == [0, 0, 0]
-    labels = {label.get_text() for label in quality.get_yticklabels()}
-    assert labels == {"w0 (no update wanted)", "w1", "w2"}
 
 
 @pytest.mark.parametrize(
@@ -354,18 +334,14 @@ def test_an_optimizer_of_ones_own_is_asked_for_a_wide_step(wrapped):
     assert_close(found["w"], torch.full((3,), -(2.0**-30), dtype=torch.float64), rtol=1e-6, atol=0)
 
 
-def test_a_first_step_and_counts_are_what_they_are():
-    """torch leaves dampening out of the first step, and divides by a count in others."""
+def test_a_first_step_is_what_it_is():
+    """torch leaves dampening out of it."""
     optimizer = made("SGD", dampening=0.5, weight_decay=0.0)
     params = params_of()
     state = optimizer.init(params)
     with Untouched(state):
         found = ps.wanted_update(optimizer, params, params, state)
     assert_close(found, {n: -1e-2 * p.double() for n, p in params.items()}, rtol=1e-12, atol=0)
-    optimizer = made()
-    wide = optimizer.widened(optimizer.init(params), torch.float64)
-    assert wide.slots["exp_avg"]["number"].dtype is torch.float64
-    assert wide.applied.dtype is torch.int64
 
 
 def test_mapped_equals_a_loop():

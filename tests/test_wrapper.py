@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from helpers import clone, in_processes, same_bits
 from helpers import tensors as leaves_of
+from test_user_class_step import Lion
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -28,20 +29,7 @@ AROUND = {
     "free": ps.with_schedule_free,
     "part": lambda inner: ps.partition({"a": inner, "b": SGD}, lambda name, p: "ab"[p.ndim - 1]),
 }
-DTYPES = {
-    "half": (torch.bfloat16, torch.float16),
-    "mixed": (torch.float32, torch.bfloat16),
-}
-
-
-class Counting(torch.optim.SGD):
-    """A class of a user's own, which makes its slots in its first step."""
-
-    def step(self):
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["seen"] = self.state[p].get("seen", 0) + 1
-            if p.grad is not None:
-                p.data.sub_(p.grad, alpha=0.1)
+DTYPES = {"half": (torch.bfloat16, torch.float16), "mixed": (torch.float32, torch.bfloat16)}
 
 
 def heavy_ball(grads, state, params):
@@ -55,7 +43,7 @@ def heavy_ball(grads, state, params):
 
 INNERMOST = {
     "torch": ps.from_torch(torch.optim.AdamW, lr=0.01, counts="each"),
-    "own": ps.from_torch(Counting),
+    "own": ps.from_torch(Lion, lr=0.1),
     "transformation": ps.from_transformation((clone, heavy_ball)),
 }
 

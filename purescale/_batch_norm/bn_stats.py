@@ -197,6 +197,7 @@ def bn_buffers(
         `num_batches_tracked` stays.
 
     Raises:
+        TypeError: `correction` is not whole.
         ValueError: `estimator` is another one, `correction` is negative, or the buffers belong to
             another model.
 
@@ -207,8 +208,7 @@ def bn_buffers(
     """
     if estimator not in ("pooled", "within"):
         raise ValueError(f"estimator must be 'pooled' or 'within', got {estimator!r}.")
-    if not scalars.is_whole(correction) or correction < 0:
-        raise ValueError(f"correction must be 0 or a positive whole number, got {correction!r}.")
+    scalars.whole("correction", correction, most=None)
     _check_layers(stats, buffers)
     new: Tensors = pytree.clone(buffers)
     for name, layer in stats.layers.items():

@@ -79,7 +79,7 @@ def precise_bn(
     Raises:
         ValueError: A setting is wrong, the model has no batch norm, or no rank has a batch; with
             `"sequential"` also for a one-shot iterator or a layer that is called several times.
-        TypeError: A batch cannot be fed without `call`.
+        TypeError: A number is not whole, or a batch cannot be fed without `call`.
         RuntimeError: Another rank of the group failed.
 
     Example:
@@ -173,10 +173,7 @@ class _Pass:
             stats, order = _over_ranks(stats, order, failure, self.group)
         if not stats.num_batches + stats.num_skipped:
             where = "" if self.group is None else " on any rank"
-            raise ValueError(
-                f"the loader gave no batch{where}. Likely cause: it is empty, or a used-up "
-                "iterator."
-            )
+            raise ValueError(f"the loader gave no batch{where}: it is empty, or used up.")
         return stats, order
 
     def _feed_batches(self) -> None:
@@ -214,9 +211,7 @@ def _over_ranks(
     if failure is not None:
         raise failure
     if failed:
-        raise RuntimeError(
-            "precise_bn failed on another rank of the group. Fix: see the error of that rank."
-        )
+        raise RuntimeError("precise_bn failed on another rank of the group: see its error.")
     stats = all_reduce_bn_stats(stats, group)
     names = list(stats.layers)
     indices = [order.index(name) if name in order else -1 for name in names]
@@ -249,8 +244,7 @@ def _feed(forward: Callable[..., Any], batch: Any) -> Any:
         return forward(*batch) if isinstance(batch, (tuple, list)) else forward(batch)
     except TypeError as error:
         error.add_note(
-            f"precise_bn has fed the model a {type(batch).__name__}; a tuple or list is passed as "
-            "arguments, a dict as keyword arguments. If the model takes something else: "
+            f"precise_bn fed the model a {type(batch).__name__}. Fix, if it takes something else: "
             "call=lambda forward, batch: forward(batch[0])."
         )
         raise
@@ -267,27 +261,20 @@ def _log_summary(stats: BNStatsState, normalize: str) -> None:
     )
     if not int(stats.num_batches):
         log.warning("precise_bn: all batches were skipped as not finite; the buffers stay")
-    means = {name: count // calls for name, (count, calls) in counts.items() if calls}
-    few = [name for name, mean in means.items() if mean < _FEW]
+    few = [name for name, (count, calls) in counts.items() if count < _FEW * calls]
     if few and normalize == "batch":
         log.warning(
-            "precise_bn: fewer than %d values per channel in a batch, too noisy to normalise "
-            "with, in: %s. Fix: larger batches, or normalize='sequential'.",
+            "precise_bn: fewer than %d values per channel in a batch, too noisy to normalise with, "
+            "in: %s. Fix: larger batches, or normalize='sequential'.",
             *(_FEW, pytree.join_names(few)),
         )
 
 
 def _check_order(called: list[str], order: list[str]) -> None:
     """Refuse a forward that calls its layers twice, or in another order than the first."""
-    if len(set(called)) < len(called):
-        twice = next(name for name in called if called.count(name) > 1)
+    if called != order or len(set(called)) < len(called):
         raise ValueError(
-            f"normalize='sequential' computes one layer after the other, but {twice!r} is called "
-            f"{called.count(twice)} times in a forward. Fix: normalize='batch'."
-        )
-    if called != order:
-        raise ValueError(
-            "normalize='sequential' needs the same layers in the same order in every forward; got "
+            "normalize='sequential' needs each layer once and in one order in every forward; got "
             f"{pytree.join_names(called)} after {pytree.join_names(order)}. Fix: normalize='batch'."
         )
 
@@ -295,8 +282,7 @@ def _check_order(called: list[str], order: list[str]) -> None:
 def _check_settings(num_samples: Any, normalize: Any) -> None:
     if normalize not in ("batch", "sequential"):
         raise ValueError(f"normalize must be 'batch' or 'sequential', got {normalize!r}.")
-    if not scalars.is_whole(num_samples) or num_samples < 1:
-        raise ValueError(f"num_samples must be a whole number above 0, got {num_samples!r}.")
+    scalars.whole("num_samples", num_samples, least=1, most=None)
 
 
 def _check_loader(loader: Any, several_passes: bool) -> None:

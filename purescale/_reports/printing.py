@@ -65,22 +65,15 @@ def leaf_names(tree: Tree, whole: str) -> list[str]:
     return [f"{name} ({index})" for index, name in enumerate(names)]
 
 
-def pyplot() -> Any:
-    """Import matplotlib, only when a figure is drawn."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as missing:
-        raise ImportError("plot() draws with matplotlib. Fix: pip install matplotlib") from missing
-    return plt
-
-
 def bars(rows: Sequence[Row], *labels: str, log: int = 0) -> Any:
     """Return a new Figure with a panel of bars for each column of the first rows, the first `log`
     of them on a logarithmic scale. A number that is not finite has no bar.
     """
+    import matplotlib.pyplot as plt  # only when a figure is drawn
+
     names, *columns = zip(*rows[:MAX_LINES][::-1], strict=True)  # bars are drawn from below
     height, places = 1.5 + 0.25 * len(names), range(len(names))
-    figure, panels = pyplot().subplots(
+    figure, panels = plt.subplots(
         1, len(labels), sharey=True, figsize=(8, height), layout="constrained"
     )
     for index, (panel, column) in enumerate(zip(panels, columns, strict=True)):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import NoScale
 from .._loss_scale.scaling import unscale_and_check
-from .._reports.printing import MAX_LINES, pyplot, table
+from .._reports.printing import MAX_LINES, table
 from .._step.backward import independent_loss_error
 from .._step.value_and_grad import LossFn, ValueAndGrad
 from .._torch.autocast import outside_autocast
@@ -138,8 +138,10 @@ class ScaleProbe(NamedTuple):
         first 30 leaves of the printed table, dashed without a safe scale, and the safe window
         shaded.
         """
+        import matplotlib.pyplot as plt  # only when a figure is drawn
+
         names = list(dict(self._worst_first())) or list(self.zeros)
-        figure, panels = pyplot().subplots(2, 1, sharex=True, figsize=(8, 8), layout="constrained")
+        figure, panels = plt.subplots(2, 1, sharex=True, figsize=(8, 8), layout="constrained")
         for panel, columns in zip(panels, (self.zeros, self.error), strict=True):
             if self.window is not None:
                 panel.axvspan(*self.window, color="0.85", label="safe for every leaf")

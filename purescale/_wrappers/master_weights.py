@@ -225,8 +225,7 @@ def join_masters(params: TreeT, rest: Tree) -> TreeT:
             raise TypeError(
                 f"{pytree.path(params, 'params', index)} is {describe(leaf)}, rest there "
                 f"{describe(low)}; expected bfloat16 and int16 of one shape. Fix: what "
-                "`split_masters` returned, or `master_weights(params, opt_state)` for a state with "
-                "other dtypes."
+                "`split_masters` returned, or `master_weights(params, opt_state)`."
             )
         masters.append(on_shards(_joined, leaf, low))
     return structure.unflatten(masters)

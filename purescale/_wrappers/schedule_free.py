@@ -14,7 +14,7 @@ from .._torch.dtypes import wide_dtype, widest_float
 from .._tree import pytree
 from .._tree.hints import document_fields
 from .._tree.leaves import same_metadata
-from .._tree.pytree import Leaves, Tree, TreeT
+from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import real
 from .._wrappers.wrapper import Piece, Wrapper, checked_state, leaves_by_param
 
@@ -106,7 +106,7 @@ class ScheduleFreeOptimizer(Wrapper):
         """Return the pieces of a step. Refuse a state without the iterate of these parameters, and
         what the inner optimizer refuses.
         """
-        _iterate_of(inputs.layout.tree(inputs.params), inputs.opt_state)
+        _check_iterate(inputs.layout.tree(inputs.params), inputs.opt_state)
         return super().plan(inputs)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
@@ -140,10 +140,10 @@ def _average(y: Tensor, z: Tensor, beta: Tensor) -> Tensor:
     return z + (y - z) / beta
 
 
-def _iterate_of(params: Tree, opt_state: Tree) -> Leaves:
-    """Return the leaves of the iterate, or refuse a state that is not of these parameters."""
+def _check_iterate(params: Tree, opt_state: Tree) -> None:
+    """Refuse a state that is not of these parameters."""
     state = checked_state(opt_state, ScheduleFreeState)
-    return leaves_by_param(state, "iterate", params, same_metadata, "one of its dtype")
+    leaves_by_param(state, "iterate", params, same_metadata, "one of its dtype")
 
 
 @outside_autocast()
@@ -173,11 +173,9 @@ def averaged(params: TreeT, opt_state: ScheduleFreeState) -> TreeT:
 
     Source of the rule: Defazio et al. (2024); `schedule_free_eval_params` of optax.contrib.
     """
-    leaves, structure = pytree.flatten(params)
-    iterate = _iterate_of(params, opt_state)
-    return structure.unflatten(
-        [
-            None if y is None else _average(y, z, opt_state.beta).to(y.dtype).clone()
-            for y, z in zip(leaves, iterate, strict=True)
-        ]
-    )
+    _check_iterate(params, opt_state)
+
+    def average(y: Tensor, z: Tensor) -> Tensor:
+        return _average(y, z, opt_state.beta).to(y.dtype)
+
+    return pytree.map(average, params, opt_state.iterate)

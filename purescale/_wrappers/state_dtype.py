@@ -93,28 +93,23 @@ class StateDtypeOptimizer(Wrapper):
         if self.may_add_slots or not opt_states_of(state):
             raise ValueError(
                 f"with_state_dtype around {self.optimizer!r}, whose state is not that of a class "
-                "of torch.optim or of from_formula, made by `init`. Fix: for a partition "
-                "with_state_dtype around each part; a pair of from_transformation chooses its own "
-                "dtypes."
+                "of torch.optim or of from_formula, made by `init`. Fix: of a partition around "
+                "each part; a pair of from_transformation chooses its own dtypes."
             )
         paths, slots = _paths_and_slots(state)
         stored = [
             self._stored_dtype(p, slot, getattr(slot, "dtype", None))
             for p, slot in zip(paths, slots, strict=True)
         ]
-        unmatched = self._dtypes.keys() - {
-            pattern
-            for path, dtype in zip(paths, stored, strict=True)
-            if dtype is not None
-            for pattern in self._patterns(path)
-        }
-        if unmatched:
-            pattern = next(pattern for pattern in self._dtypes if pattern in unmatched)
-            keys = sorted({key for key, _ in paths})
-            raise ValueError(
-                f"dtypes: {pattern!r} matches nothing that is cast in the state of "
-                f"{self.optimizer!r}. It has the slots: {pytree.join_names(keys, 20)}."
-            )
+        narrow = [path for path, dtype in zip(paths, stored, strict=True) if dtype is not None]
+        matching = {pattern for path in narrow for pattern in self._patterns(path)}
+        for pattern in self._dtypes:
+            if pattern not in matching:
+                keys = sorted({key for key, _ in paths})
+                raise ValueError(
+                    f"dtypes: {pattern!r} matches nothing that is cast in the state of "
+                    f"{self.optimizer!r}. It has the slots: {pytree.join_names(keys, 20)}."
+                )
         return _with_slots(state, _cast(slots, stored))
 
     def slot_dtype(
@@ -135,9 +130,8 @@ class StateDtypeOptimizer(Wrapper):
         dtype = self._dtypes[matching[-1]] if matching else wide
         if dtype.itemsize > wide.itemsize:
             raise ValueError(
-                f"dtypes: {'.'.join(path)} is made in {wide}, and {dtype} is wider. Likely cause: "
-                "parameters in half precision, which give their dtype to the state. Fix: "
-                "with_state_dtype(with_master_weights(optimizer), dtypes)."
+                f"dtypes: {'.'.join(path)} is made in {wide}, and {dtype} is wider. Fix: of half "
+                "parameters with_state_dtype(with_master_weights(optimizer), dtypes)."
             )
         return dtype if dtype.itemsize < wide.itemsize else wide
 
@@ -162,8 +156,7 @@ class StateDtypeOptimizer(Wrapper):
             expected = self._stored_dtype(path, slot, wide)
             if expected is not None and slot.dtype is not expected:
                 raise TypeError(
-                    f"opt_state: {'.'.join(path)} is {slot.dtype}, expected {expected}. Likely "
-                    "cause: the state of an optimizer with other dtypes, or without. Fix: "
+                    f"opt_state: {'.'.join(path)} is {slot.dtype}, expected {expected}. Fix: "
                     "`opt_state = optimizer.init(params)`, or cast it there."
                 )
         return super().plan(inputs)

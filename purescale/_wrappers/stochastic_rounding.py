@@ -323,10 +323,7 @@ class RoundingOptimizer(Wrapper):
 
 
 def _indices_of_small(
-    halves: Iterable[int],
-    old: list[Tensor],
-    params: list[Tensor],
-    positions: Sequence[Position],
+    halves: Iterable[int], old: list[Tensor], params: list[Tensor], positions: Sequence[Position]
 ) -> list[list[int]]:
     """Return the indices of parameters that are rounded together: of one kind, and so small that
     an operator takes longer than its elements, as all are on an accelerator. None in a trace.

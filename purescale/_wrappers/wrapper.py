@@ -207,9 +207,7 @@ class Wrapper(Updater):
         if any([isinstance(leaf, Tensor) and is_differentiated(leaf) for leaf in leaves]):
             raise ValueError(
                 f"a derivative is taken through a step of {self!r}, which rounds to half precision "
-                "and has no derivative. Likely cause: torch.func.grad or jvp around the step, with "
-                "respect to parameters, gradients or settings. Fix: the optimizer without wrappers "
-                "over float32 parameters."
+                "and has no derivative. Fix: the optimizer without wrappers, of float32 parameters."
             )
 
 
@@ -325,15 +323,12 @@ def stand_ins(leaves: Leaves, dtypes: Sequence[torch.dtype | None]) -> Leaves:
     """Return leaves with these dtypes and memory for one element. A leaf with None, or of this
     dtype already, is returned as it is.
     """
-    empty: dict[Any, Tensor] = {}
     results = list(leaves)
     for index, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
         if dtype is not None and leaf.dtype is not dtype:
             local = dtensor.shard(leaf)
-            key = local.shape, local.device, dtype
-            if key not in empty:
-                empty[key] = torch.empty((), dtype=dtype, device=local.device).expand(local.shape)
-            results[index] = dtensor.from_local_like(leaf, empty[key])
+            stand_in = torch.empty((), dtype=dtype, device=local.device).expand(local.shape)
+            results[index] = dtensor.from_local_like(leaf, stand_in)
     return results
 
 
@@ -341,9 +336,9 @@ def checked_state(state: Tree, kind: type) -> Tree:
     """Return the state, or refuse one that is not this wrapper's."""
     if not isinstance(state, kind):
         raise TypeError(
-            f"opt_state is {type(state).__name__}, expected {kind.__name__}. Likely cause: the "
-            "state of the inner optimizer, or of another. Fix: what `optimizer.init(params)` or "
-            "the last step returned; for a TrainState `state.opt_state`."
+            f"opt_state is {type(state).__name__}, expected {kind.__name__}. Fix: what "
+            "`optimizer.init(params)` or the last step returned; for a TrainState "
+            "`state.opt_state`."
         )
     return state
 
@@ -359,15 +354,14 @@ def leaves_by_param(
         values: Leaves = structure.flatten_up_to(getattr(state, field))
     except (ValueError, KeyError):
         raise ValueError(
-            f"opt_state.{field} has another structure than params. Likely cause: the state of "
-            "other parameters. Fix: `opt_state = optimizer.init(params)` for these params."
+            f"opt_state.{field} has another structure than params. Fix: `opt_state = "
+            "optimizer.init(params)` for these params."
         ) from None
     for index, (param, value) in enumerate(zip(leaves, values, strict=True)):
         if not fits(param, value):
             raise TypeError(
                 f"{pytree.path(params, 'params', index)} is {describe(param)}, opt_state.{field} "
-                f"there {describe(value)}; expected {expected}, of its shape and device. "
-                "Likely cause: parameters that were cast after `init`. Fix: `opt_state = "
-                "optimizer.init(params)`."
+                f"there {describe(value)}; expected {expected}, of its shape and device. Fix: "
+                "`opt_state = optimizer.init(params)`, after a cast of params."
             )
     return values

@@ -6,22 +6,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import (
-    ScalerState,
-    State,
-    check_factors,
-    checked_flag,
-    scaler_state,
-)
+from .._loss_scale.rules import ScalerState, State, check_factors, checked_flag, scaler_state
 from .._tree import scalars
 from .._tree.pytree import increment, join_names
-from .._tree.scalars import is_positive_float32, positive, real, short_repr, whole
+from .._tree.scalars import positive, short_repr, whole
 
 Device = torch.device | str | None
 
@@ -112,80 +106,16 @@ def check_dict(
     """Check that `d` is a state dict of `peer`. With `optional=None` it may have any other keys."""
     if not isinstance(d, Mapping):
         raise TypeError(
-            f"interop.{peer}.from_state_dict takes a state dict with {_listed(required)}, got "
-            f"{type(d).__name__}. Fix: pass what `state_dict()` or torch.load returned, not the "
-            "object or its path."
-        )
-    if not d:
-        raise ValueError(
-            f"interop.{peer}.from_state_dict got an empty dict; expected {_listed(required)}. "
-            "Likely cause: it was saved from a disabled scaler (enabled=False), which has no "
-            "state. Fix: `rule = NoScale(); state = rule.init(device)`."
+            f"interop.{peer}.from_state_dict takes a state dict, got {type(d).__name__}. Fix: pass "
+            "what `state_dict()` or torch.load returned, not the object or its path."
         )
     known = d if optional is None else {*required, *optional}
     if not (set(required) <= set(d) <= set(known)):
+        expected, got = (join_names(list(map(repr, keys)), 12) for keys in (required, d))
         raise ValueError(
-            f"interop.{peer}.from_state_dict expects {_listed(required)}; got "
-            f"{_listed(sorted(map(str, d)))}. Fix: the scaler's own dict as it was saved, not a "
-            "checkpoint that holds it, by the file of the library that wrote it."
-        )
-
-
-def _listed(keys: Sequence[str]) -> str:
-    """Return the keys in quotes, for an error message."""
-    return join_names([repr(key) for key in keys], most=12)
-
-
-def with_settings(
-    d: Mapping[str, Any], names: Iterable[str], settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Merge `settings` with those of `d`. Refuse a setting that differs."""
-    merged = dict(settings)
-    for name in names:
-        if name not in d:
-            continue
-        if name in merged and merged[name] != d[name]:
-            raise ValueError(
-                f"{name}={short_repr(merged[name])} contradicts the state dict, which has "
-                f"{short_repr(d[name])}. Fix: leave it out. To change the rule, afterwards "
-                f"`dataclasses.replace(rule, {name}={short_repr(merged[name])})`."
-            )
-        merged[name] = d[name]
-    return merged
-
-
-def saved_scale(name: str, value: Any) -> float:
-    """Return a scale from a state dict, checked to be a positive float32."""
-    number = real(name, value)
-    if not is_positive_float32(number):
-        raise ValueError(
-            f"the saved scale, {name}, is {short_repr(value)}; a loss can only be scaled by a "
-            "positive, finite float32. Likely cause: the scale fell to 0 or grew to inf before it "
-            "was saved. Fix: `state = rule(...).init(device)`."
-        )
-    return number
-
-
-def check_saveable(
-    peer: str, rule: Any, rule_kinds: tuple[type[Any], ...], scaler: Any, state_kind: type[Any]
-) -> None:
-    """Check that `peer`'s format can hold this rule and state."""
-    if not isinstance(rule, rule_kinds):
-        raise TypeError(
-            f"interop.{peer}.to_state_dict got the rule {rule!r}, whose settings this format "
-            f"cannot hold; expected one that `interop.{peer}.rule(...)` returned. Fix: that, with "
-            "the settings of the job."
-        )
-    if not isinstance(scaler, state_kind):
-        raise TypeError(
-            f"interop.{peer}.to_state_dict got a {type(scaler).__name__}; expected a "
-            f"{state_kind.__name__}. Likely cause: rule and state swapped, or the state of a whole "
-            "step. Fix: to_state_dict(rule, state.scaler)."
-        )
-    if scaler.scale.ndim:
-        raise ValueError(
-            f"interop.{peer}.to_state_dict got stacked states. Fix: pass one at a time, "
-            "`member(state, i)`."
+            f"interop.{peer}.from_state_dict expects {expected}; got {got}. Fix: the scaler's own "
+            "dict as it was saved, by the file of the library that wrote it; for the empty one of "
+            "a disabled scaler `NoScale()`."
         )
 
 
@@ -226,25 +156,38 @@ class Format:
         does not hold starts as in `init`; a first scale that is not given is the saved one.
         """
         key = next(key for key, entry in self.entries.items() if entry == SCALE)
-        scale = saved_scale(key, d[key])
-        defaults = {self.rule.first_scale: scale, **defaults}
+        scale = positive(key, d[key])
         # A key of the state is a setting too, if the peer starts from a setting of that name.
         names = {field.name for field in dataclasses.fields(self.rule)}
-        setting_keys = [key for key in self.entries if key in names]
-        rule = self.rule(**{**defaults, **with_settings(d, setting_keys, settings)})
+        saved = {key: d[key] for key in self.entries if key in names and key in d}
+        for name, value in saved.items():
+            if name in settings and settings[name] != value:
+                raise ValueError(
+                    f"{name}={short_repr(settings[name])} contradicts the state dict, which has "
+                    f"{short_repr(value)}. Fix: leave it out; `dataclasses.replace` changes a rule."
+                )
+        rule = self.rule(**{self.rule.first_scale: scale, **defaults, **settings, **saved})
 
         state = rule.init(device)
-        saved = {"scale": torch.full_like(state.scale, scale)}
+        fields = {"scale": torch.full_like(state.scale, scale)}
         for key, (field, least) in self.entries.items():
             if field and field != "scale" and key in d:
                 start = getattr(state, field)
                 count = whole(key, d[key], least, torch.iinfo(start.dtype).max)
-                saved[field] = torch.full_like(start, count)
-        return rule, state._replace(**saved)
+                fields[field] = torch.full_like(start, count)
+        return rule, state._replace(**fields)
 
     def write(self, rule: Any, scaler: Any) -> dict[str, Any]:
         """Return the state dict of a rule and its state, if the format can hold them."""
-        check_saveable(self.peer, rule, (self.rule,), scaler, self.rule.state_kind)
+        kind = self.rule.state_kind
+        if not (isinstance(rule, self.rule) and isinstance(scaler, kind)):
+            raise TypeError(
+                f"interop.{self.peer}.to_state_dict got {rule!r} and a {type(scaler).__name__}; "
+                f"expected a rule that `interop.{self.peer}.rule(...)` returned and its "
+                f"{kind.__name__}. Fix: to_state_dict(rule, state.scaler)."
+            )
+        if scaler.scale.ndim:
+            raise ValueError("to_state_dict got stacked states. Fix: `member(state, i)`.")
         d = {}
         for key, (field, _) in self.entries.items():
             number = float if field == "scale" else int

@@ -7,7 +7,7 @@ import copy
 import glob
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,8 +145,7 @@ def names_by_group(
     if not isinstance(torch_optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"the optimizer is {type(torch_optimizer).__name__}; expected a live one of "
-            "torch.optim, such as `torch.optim.AdamW(model.parameters())`. Fix: that, in its place "
-            "among the arguments; `from_torch(torch.optim.AdamW)` needs none."
+            "torch.optim. Fix: `torch.optim.AdamW(model.parameters())`, or without one from_torch."
         )
     names = _name_by_id(model)
     groups = []
@@ -155,9 +154,8 @@ def names_by_group(
             if id(parameter) not in names:
                 raise ValueError(
                     f"param_groups[{index}] of the optimizer has a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not in the model. Fix: pass the model whose "
-                    "`.parameters()` the optimizer was given; for several `nn.ModuleDict({'a': a, "
-                    "'b': b})`."
+                    f"{tuple(parameter.shape)} that is not in the model. Fix: the model that it "
+                    "steps; for several `nn.ModuleDict({'a': a, 'b': b})`."
                 )
         group_names = [names[id(parameter)] for parameter in group["params"]]
         groups.append(tuple(name for name in group_names if name in params))
@@ -176,8 +174,9 @@ def _make_optimizer(
     """
     cls = type(torch_optimizer)
     is_torchs = getattr(torch.optim, cls.__name__, None) is cls
-    groups = [
-        {**(_settings_of(cls, group) if is_torchs else _own_settings(group)), **others}
+    defaults = inspect.signature(cls).parameters
+    groups = [  # those of a user's class may differ in their names
+        {**_settings_of(group, defaults if is_torchs else group), **others}
         for group, others in zip(torch_optimizer.param_groups, settings, strict=True)
     ]
     stepped = [group for members, group in zip(names, groups, strict=True) if members]
@@ -192,7 +191,6 @@ def _make_optimizer(
         if differing and members:
             overrides[tuple(map(glob.escape, members))] = differing
     if is_torchs:
-        defaults = inspect.signature(cls).parameters
         changed = {name: value for name, value in first.items() if value != defaults[name].default}
         changed["lr"] = first["lr"]
         return from_torch(
@@ -217,16 +215,12 @@ def _common_numbers(groups: Sequence[Mapping[str, Any]], in_state: Sequence[str]
     return numbers
 
 
-def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group as Python numbers, without the rate and flags."""
-    accepted = inspect.signature(cls).parameters.keys() - {"params", "lr", *IMPLEMENTATION_FLAGS}
-    return read_numbers({n: value for n, value in group.items() if n in accepted})
-
-
-def _own_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group of a user's class, whose groups may differ in their names."""
-    left_out = {"params", "param_names", "initial_lr", "lr", *IMPLEMENTATION_FLAGS}
-    return read_numbers({n: value for n, value in group.items() if n not in left_out})
+def _settings_of(group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return the settings of a parameter group that are among `names`, as Python numbers, without
+    the rate and flags.
+    """
+    kept = set(names) - {"params", "param_names", "initial_lr", "lr", *IMPLEMENTATION_FLAGS}
+    return read_numbers({n: value for n, value in group.items() if n in kept})
 
 
 def _template(torch_optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> Any:
@@ -259,10 +253,8 @@ def check_innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tu
         raise ValueError(
             f"the state is {type(of_torch).__name__} of {what}, the live optimizer "
             f"{type(torch_optimizer).__name__}; expected one state of an optimizer of that class. "
-            "Fix: for a partition each part, `to_torch_optimizer(opt_state[key], "
-            "optimizer.optimizers[key], torch_optimizers[key], model)`; of with_schedule_free "
-            "`load_into(model, averaged(params, opt_state), buffers)`; of stacked states "
-            "`member(state, 0)`."
+            "Fix: of a partition each part, `opt_state[key]` and `optimizer.optimizers[key]`; of "
+            "with_schedule_free `averaged(params, opt_state)`; of stacked ones `member(state, 0)`."
         )
     return inner, of_torch
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -23,12 +22,6 @@ from .._torch.tracing import constant_while_compiling
 from .._tree.scalars import real, whole
 
 Scheduled = Literal["lr", "momentum"]
-RATE_IN_THE_STATE = (
-    "Fix: the rate in the state, `optimizer = from_torch(cls, lr=lr, in_state=('lr',))`; a "
-    "scheduler of its own over `torch.optim.SGD([torch.zeros(1)], lr=lr)`, and after each "
-    "`scheduler.step(loss)` `state = replace_settings(state, lr=scheduler.get_last_lr()[0])`. "
-    "With take_over, leave the scheduler out, and give back before each `scheduler.step(loss)`."
-)
 
 
 def schedule_from_torch(
@@ -115,8 +108,7 @@ def schedule_from_torch(
         raise _moves_error(scheduler, ["momentum"])
     if setting == "momentum" and not moves:
         raise ValueError(
-            f"{type(scheduler).__name__} does not move the momentum. Fix: cycle_momentum=True; for "
-            "its rates leave `setting` out."
+            f"{type(scheduler).__name__} does not move the momentum. Fix: cycle_momentum=True."
         )
     return RateTable.of(rates if setting == "lr" else momenta)
 
@@ -144,9 +136,8 @@ class RateTable:
             check_rate(rate, f"the rate of step {step}")
             if not math.isfinite(in_table):
                 raise ValueError(
-                    f"the rate of step {step} is {rate:g}, out of the range of float32, in which "
-                    "a table holds its rates. Likely cause: a schedule that grows without end. "
-                    "Fix: a smaller lr, or fewer steps."
+                    f"the rate of step {step} is {rate:g}, out of the range of float32. Fix: a "
+                    "smaller lr, or fewer steps."
                 )
         digest = hashlib.blake2b(rounded.tobytes(), digest_size=16).hexdigest()
         return cls(digest, start, torch.tensor(rounded, dtype=torch.float32, device="cpu"))
@@ -187,19 +178,18 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, what: str)
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(
             f"{what} is {kind}; expected a scheduler of torch.optim.lr_scheduler. Fix: "
-            "`lambda opt: CosineAnnealingLR(opt, T_max=1000)`; for another library's, a function "
-            "of the step count as the lr of from_torch."
+            "`lambda opt: CosineAnnealingLR(opt, T_max=1000)`."
         )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
-            f"{what} is a ReduceLROnPlateau, whose rates depend on losses, so they are not known "
-            f"before the training. {RATE_IN_THE_STATE}"
+            f"{what} is a ReduceLROnPlateau, whose rates depend on losses. Fix: "
+            "from_torch(..., in_state=('lr',)), and after each `scheduler.step(loss)` "
+            "`replace_settings(state, lr=scheduler.get_last_lr()[0])`. With take_over, leave the "
+            "scheduler out, and give back before each `scheduler.step(loss)`."
         )
     if scheduler.optimizer is not optimizer:
         raise ValueError(
-            f"{what} is a {kind} of another optimizer, so it does not move the rates of this one. "
-            "Fix: a scheduler of the given optimizer, as in `lambda opt: "
-            "CosineAnnealingLR(opt, T_max=1000)`."
+            f"{what} is a {kind} of another optimizer. Fix: a scheduler of the given optimizer."
         )
 
 
@@ -249,38 +239,13 @@ def step_scheduler(scheduler: LRScheduler, steps: int) -> None:
             scheduler.step()
 
 
-@contextlib.contextmanager
-def restoring(scheduler: LRScheduler) -> Iterator[None]:
-    """Restore a scheduler and its groups at the end. What a function of the user's counts stays."""
-    groups = scheduler.optimizer.param_groups
-    attributes = [
-        (vars(each), {name: _copy(value) for name, value in vars(each).items()})
-        for each in _schedulers_in(scheduler)
-    ]
-    settings = [
-        {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
-        for group in groups
-    ]
-    try:
-        yield
-    finally:
-        for current, before in attributes:
-            current.clear()
-            current.update(before)
-        for group, before in zip(groups, settings, strict=True):
-            for name, value in before.items():
-                if isinstance(value, Tensor):  # groups may share it
-                    group[name].copy_(value)
-                else:
-                    group[name] = value
-
-
-def _copy(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, (list, dict)) else value
+def copied(scheduler: LRScheduler) -> LRScheduler:
+    """Return a copy of a scheduler, which moves the groups of a copy of its optimizer. Parameters
+    and the state of the optimizer are not copied.
+    """
+    optimizer = scheduler.optimizer
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return copy.deepcopy(scheduler, {id(kept): kept for kept in (*params, optimizer.state)})
 
 
 def _schedulers_in(scheduler: LRScheduler) -> Iterator[LRScheduler]:
@@ -316,7 +281,6 @@ def _fixed_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def _moves_error(scheduler: LRScheduler, names: list[str]) -> ValueError:
     return ValueError(
         f"{type(scheduler).__name__} moves {', '.join(names)}, and a schedule is a rate by step. "
-        "Fix: cycle_momentum=False; a number that is to move too is a schedule of its own, "
-        "`from_torch(..., momentum=schedule_from_torch(make, lr, steps, setting='momentum'), "
-        "in_state=('momentum',))`, or the first of betas=(..., 0.999) with in_state=('betas',)."
+        "Fix: cycle_momentum=False; or a momentum that moves too as a schedule of its own, "
+        "`schedule_from_torch(..., setting='momentum')`, with its name in in_state."
     )

@@ -13,16 +13,7 @@ from .._loss_scale.rules import NoScale, ScalerState, scaler_state
 from .._module.policy import Policy
 from .._tree.pytree import increment
 from .._tree.scalars import positive, real, whole
-from ._common import (
-    COUNT,
-    SCALE,
-    Device,
-    Format,
-    ScaleAndCount,
-    check_bool,
-    check_dict,
-    saved_scale,
-)
+from ._common import COUNT, SCALE, Device, Format, ScaleAndCount, check_bool, check_dict
 
 # ---- the scaler ----------------------------------------------------------------------------------
 
@@ -172,7 +163,7 @@ def _read_loss(
 ) -> tuple[ApexScale, ScalerState]:
     """Return the rule and the state of one loss."""
     _FORMAT.check(d)
-    scale = saved_scale("loss_scale", d["loss_scale"])
+    scale = positive("loss_scale", d["loss_scale"])
     scaler = rule(**{"init_scale": scale, **settings})
     if scaler.loss_scale not in ("dynamic", scale):
         raise ValueError(
@@ -305,8 +296,8 @@ def _resolved_level(opt_level: str, overrides: _Level) -> _Level:
     """Check the overrides and apply them to the level."""
     if opt_level not in list(_LEVELS):
         raise RuntimeError(
-            f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3': the letter O and "
-            "a digit. Fix: opt_level='O1', the default."
+            f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3'. Fix: "
+            "opt_level='O1', the default."
         )
     flags = ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
     for name in flags:

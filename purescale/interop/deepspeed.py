@@ -12,17 +12,7 @@ import torch
 from torch import Tensor
 
 from .._tree.hints import document_fields
-from ._common import (
-    SCALE,
-    SETTING,
-    Device,
-    Entry,
-    Format,
-    PeerRule,
-    check_bool,
-    check_dict,
-    scalar,
-)
+from ._common import SCALE, SETTING, Device, Entry, Format, PeerRule, check_bool, check_dict, scalar
 
 
 @document_fields

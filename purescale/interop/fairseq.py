@@ -147,9 +147,7 @@ _COUNTS = {
 }
 _SETTINGS = ("scale_factor", "scale_window", "tolerance", "threshold", "min_loss_scale")
 _FORMAT = Format(
-    "fairseq",
-    FairseqScale,
-    {"loss_scale": SCALE, **_COUNTS, **dict.fromkeys(_SETTINGS, SETTING)},
+    "fairseq", FairseqScale, {"loss_scale": SCALE, **_COUNTS, **dict.fromkeys(_SETTINGS, SETTING)}
 )
 
 

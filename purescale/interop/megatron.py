@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .._loss_scale.rules import ScalerState, scaler_state
 from .._tree.pytree import increment
-from .._tree.scalars import real
-from ._common import SCALE, Device, Entry, Format, PeerRule, saved_scale
+from .._tree.scalars import positive, real
+from ._common import SCALE, Device, Entry, Format, PeerRule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ def from_state_dict(
 
     Args:
         d: What `DynamicGradScaler.state_dict()` returned. Its scale is a tensor of one element,
-            which is read; it does not hold settings.
+            which is read, or a number; it does not hold settings.
         device: The device of the gradients.
         settings: The job's settings of `rule`; `initial_scale` may be left out.
 
@@ -119,7 +119,7 @@ def from_state_dict(
         The rule and its state.
 
     Raises:
-        TypeError: The scale is not a tensor, or a count is not a number.
+        TypeError: A value is not a number.
         ValueError: `d` is not such a dict, or the `{}` of a ConstantGradScaler; its scale cannot
             train.
 
@@ -132,18 +132,8 @@ def from_state_dict(
     """
     _FORMAT.check(d)
     saved = d["scale"]
-    if not isinstance(saved, Tensor) or saved.numel() != 1 or not saved.is_floating_point():
-        got = (
-            f"of shape {tuple(saved.shape)}, {saved.dtype}"
-            if isinstance(saved, Tensor)
-            else repr(saved)
-        )
-        raise TypeError(
-            "scale in Megatron-LM's state dict must be a float32 tensor of one element, got "
-            f"{type(saved).__name__} {got}. Likely cause: a dict that was converted, or another "
-            "library's. Fix: `d['scale'] = torch.tensor([65536.0])`, with the scale of the job."
-        )
-    scale = saved_scale("scale", saved.item())
+    is_one = isinstance(saved, Tensor) and saved.numel() == 1
+    scale = positive("scale", saved.item() if is_one else saved)
     floor = real("min_scale", settings.get("min_scale", rule.min_scale))
     return _FORMAT.read({**d, "scale": scale}, settings, device, initial_scale=max(scale, floor))
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState
 from . import apex, torch_amp
-from ._common import Device, ScaleAndCount, check_dict, check_saveable
+from ._common import Device, ScaleAndCount, check_dict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +145,6 @@ def to_state_dict(rule: Any, scaler: Any) -> dict[str, Any]:
         isinstance(rule, tuple) and rule and isinstance(rule[0], apex.ApexScale)
     ):
         return {"apex_amp": apex.to_state_dict(rule, scaler)}
-    check_saveable("mmengine", rule, (torch_amp.TorchAmpScale, FixedAmpScale), scaler, ScalerState)
     # A wrapper with a fixed scale has a GradScaler with torch's default settings, unused.
-    scaler_rule = rule if isinstance(rule, torch_amp.TorchAmpScale) else torch_amp.rule()
+    scaler_rule = torch_amp.rule() if isinstance(rule, FixedAmpScale) else rule
     return {"loss_scaler": torch_amp.to_state_dict(scaler_rule, scaler)}

@@ -21,7 +21,7 @@ from .._optim.torch_optim import TorchOptimizer
 from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float
 from .._tree.pytree import increment, join_names
-from .._tree.scalars import whole
+from .._tree.scalars import positive, whole
 from .._wrappers.master_weights import MasterState, master_weights, masters_within
 from ..interop._live_optimizer import (
     check_innermost,
@@ -33,13 +33,13 @@ from ..interop._live_optimizer import (
 from ..interop._schedulers import (
     RateTable,
     check_scheduler,
-    restoring,
+    copied,
     scheduled_settings,
     step_scheduler,
     steps_of,
     tabulate,
 )
-from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount, saved_scale
+from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ def from_state_dict(
     Source of the format: torch.amp.GradScaler.state_dict.
     """
     _FORMAT.check(d)
-    scale = saved_scale("scale", d["scale"]) / _check_accumulated(accumulated)
+    scale = positive("scale", d["scale"]) / _check_accumulated(accumulated)
     return _FORMAT.read({**d, "scale": scale}, settings, device)
 
 
@@ -182,9 +182,8 @@ def _check_accumulated(accumulated: Any) -> int:
     count = whole("accumulated", accumulated, least=1)
     if count & (count - 1):
         raise ValueError(
-            f"accumulated must be a power of two, got {count}: any other would round all later "
-            f"gradients. Fix: accumulated={1 << count.bit_length()}, the next one; the scale "
-            "grows back by itself."
+            f"accumulated must be a power of two, got {count}: any other rounds all gradients. "
+            f"Fix: accumulated={1 << count.bit_length()}, the next one."
         )
     return count
 
@@ -257,9 +256,8 @@ def take_over(
     missing = params.keys() - {name for group in names for name in group}
     if missing:
         raise ValueError(
-            f"the optimizer does not have {join_names(sorted(missing))} of the model. Fix: before "
-            f"take_over, `model.get_parameter({min(missing)!r}).requires_grad_(False)` for each "
-            "that is not trained."
+            f"the optimizer does not have {join_names(sorted(missing))} of the model. Fix: "
+            "`requires_grad_(False)` of what is not trained."
         )
     _check_no_gradients(optimizer, model)
     settings, place = _settings_from_now(optimizer, scheduler, steps)
@@ -358,8 +356,7 @@ def give_back(
 def _error_of_both(name: str) -> ValueError:
     return ValueError(
         f"{name} is in the state, and a scheduler moves that of torch's optimizer. Fix: leave "
-        f"{name} out of in_state; or the scheduler out of take_over and give_back, and set it "
-        f"yourself, `replace_settings(state, {name}=...)`."
+        f"{name} out of in_state, or the scheduler out of take_over and give_back."
     )
 
 
@@ -373,9 +370,8 @@ def _check_no_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> N
     ]
     if waiting:
         raise ValueError(
-            f"{join_names(waiting)}: `.grad` is not 0, which a step here would not have. Fix: if "
-            "it waits for a step, finish that, `scaler.step(optimizer)` and `scaler.update()`; "
-            "then `optimizer.zero_grad()`."
+            f"{join_names(waiting)}: `.grad` is not 0. Fix: finish the step that it waits for, "
+            "`scaler.step(optimizer)` and `scaler.update()`; then `optimizer.zero_grad()`."
         )
 
 
@@ -388,15 +384,13 @@ def _settings_from_now(
     if (scheduler is None) != (steps is None):
         raise ValueError(
             "take_over tabulates the rates of a scheduler for the next `steps`, and got one of the "
-            "two alone. Fix: take_over(model, optimizer, scaler, scheduler, steps=10_000), the "
-            "largest number of steps made here."
+            "two alone. Fix: take_over(..., scheduler, steps=10_000), at least those made here."
         )
     if scheduler is None:
         return [{"lr": float(group["lr"])} for group in optimizer.param_groups], None
     check_scheduler(scheduler, optimizer, "scheduler")
     count, place = whole("steps", steps, least=1), steps_of(scheduler)
-    with restoring(scheduler):
-        moved = tabulate(scheduler, count)
+    moved = tabulate(copied(scheduler), count)
     columns = zip(optimizer.param_groups, moved, strict=True)
     return [scheduled_settings(group, of_group, place) for group, of_group in columns], place
 
@@ -417,7 +411,7 @@ def _steps_since(
     if callable(table) != (scheduler is not None):
         raise ValueError(
             "one of take_over and give_back was given a scheduler, and the other was not. Fix: "
-            "both of them; or leave it out of both, and step it yourself."
+            "give it to both or to none."
         )
     if scheduler is None:
         return 0
@@ -427,15 +421,12 @@ def _steps_since(
     place = steps_of(scheduler)
     if count < place:
         raise ValueError(
-            f"the scheduler is at step {place}, the state at {count}. Fix: do not step it after "
-            "take_over; give_back does."
+            f"the scheduler is at step {place}, the state at {count}. Fix: leave it to give_back."
         )
     if isinstance(table, RateTable) and count > (end := table.start + len(table.rates)):
         raise ValueError(
-            f"{count - end} steps were made beyond the {len(table.rates)} that take_over tabulated,"
-            f" at its last rate. Fix: take_over(..., steps={count - table.start}) or more, and the "
-            "same steps again."
+            f"{count - end} steps were made beyond the {len(table.rates)} that take_over "
+            f"tabulated. Fix: take_over(..., steps={count - table.start}), and the steps again."
         )
-    with restoring(scheduler):
-        step_scheduler(scheduler, count - place)
+    step_scheduler(copied(scheduler), count - place)
     return count - place

@@ -5,15 +5,6 @@ separately: `from purescale.testing import assert_scale_rule`. Each check raises
 with what was found, where, and a fix.
 """
 
-try:
-    import hypothesis as _hypothesis  # noqa: F401
-except ImportError as missing:
-    raise ImportError(
-        "purescale.testing needs Hypothesis. Fix: `pip install '.[testing]'` in a copy of the "
-        "repository.",
-        name="hypothesis",
-    ) from missing
-
 from .._tree.poison import donated_poisoned
 from ._laws import (
     Untouched,

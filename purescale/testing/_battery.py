@@ -24,6 +24,15 @@ from ._laws import (
     short,
 )
 
+# The fixes for the laws that several batteries check.
+FIXES = {
+    "reads": "`torch.where(flag, a, b)` in place of `if flag:`; no `.item()`.",
+    "pure": "new tensors in place of methods that end in `_`; keep what changes in the state.",
+    "round_trip": "keep only tensors in the state: a loaded state has other tensor objects.",
+    "compile": "torch.where in place of `if`; no attribute that changes; counts as 0-d tensors.",
+    "vmap": "operations that torch.vmap has rules for: no `out=`, no `torch._foreach_*`.",
+}
+
 
 class Battery:
     """The checks of one object. A broken law that is among the quirks is noted without an error,

@@ -147,9 +147,8 @@ def assert_pure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     arguments = _storages(inputs)
     shared = [(name, arguments[key]) for key, name in _storages(first).items() if key in arguments]
     assert not shared, (
-        f"result{shared[0][0]} shares memory with argument{shared[0][1]}: a write into one changes "
-        "the other. Fix: `.clone()` what is passed through, such as the other fields of "
-        "`state._replace(...)`; torch.where makes a new tensor."
+        f"result{shared[0][0]} shares memory with argument{shared[0][1]}. Fix: `.clone()` what is "
+        "passed through, such as the other fields of `state._replace(...)`."
     )
     assert torch.equal(torch.get_rng_state(), generator), (
         "torch's global random generator was used, which is hidden state. Fix: pass a "
@@ -157,9 +156,8 @@ def assert_pure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     )
     second = fn(*args, **kwargs)
     assert same_bits(first, second), (
-        f"the same arguments gave {short(first)}, and then {short(second)}. Likely cause: an "
-        "attribute, a global or a closure that changes. Fix: keep it in the state, and return the "
-        "next state."
+        f"the same arguments gave {short(first)}, and then {short(second)}. Fix: keep it in the "
+        "state, and return the next state."
     )
     return first
 
@@ -194,8 +192,7 @@ def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with tracing.as_on_an_accelerator(), _dispatched(reads), _Called(reads):
         result = fn(*args, **kwargs)
     assert not reads, (
-        f"a tensor's value was read: {join_names(list(dict.fromkeys(reads)))}. On an accelerator "
-        "the host would wait there, and torch.compile and torch.vmap would fail. Fix: "
+        f"a tensor's value was read: {join_names(list(dict.fromkeys(reads)))}. Fix: "
         "`torch.where(flag, a, b)` in place of `if flag:` and of boolean indexing; read values "
         "where you log."
     )
@@ -284,9 +281,8 @@ def assert_single_graph(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> list
                 "torch does not know."
             ) from error
         assert len(graphs) <= 1, (
-            f"call {index} was traced again, {len(graphs)} graphs by now. Likely cause: a Python "
-            "number that changes between calls, or another dtype, shape or order of keys. Fix: "
-            "keep the number as a 0-d tensor of one dtype."
+            f"call {index} was traced again. Fix: keep the number as a 0-d tensor; one dtype, one "
+            "shape and one order of keys."
         )
     return results
 
@@ -331,7 +327,6 @@ def assert_vmap_equals_loop(
         else:
             assert same_bits(member, single), (
                 f"member {index} is {short(member)} under torch.vmap, {short(single)} by itself. "
-                "Likely cause: an operation over all dimensions, or code that depends on a shape. "
                 "Fix: count dimensions from the end; pass rtol= if only the order of sums differs."
             )
     return batched

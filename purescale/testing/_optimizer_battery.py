@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from .._tree import pytree
 from .._tree.pytree import Tree
 from .._wrappers.master_weights import MasterState, master_weights
 from .._wrappers.wrapper import Wrapper
-from ._battery import Battery, saved_and_loaded
+from ._battery import FIXES, Battery, saved_and_loaded
 from ._laws import assert_pure, same_bits, short
 
 
@@ -71,29 +72,16 @@ _OTHER_PARAMS = (
     "params={'weight': torch.randn(4, 3)})`, a tree that it takes."
 )
 _FIXES = {
-    "init": "`init(params)` makes new tensors: `torch.zeros_like(p)`, `p.clone()`; counts as 0-d "
-    f"tensors. {_OTHER_PARAMS}",
-    "structure": "make everything that a step keeps in `init`, also what is 0 until the first "
-    "step; return `(params, opt_state)` in the structure of the arguments, with numbers that "
-    f"change as 0-d tensors. {_OTHER_PARAMS}",
-    "reads": "`torch.where(flag, a, b)` in place of `if flag:`; no `.item()`; a step count as a "
-    "0-d tensor.",
-    "pure": "`p - lr * g` in place of methods that end in `_`; keep what changes in the state.",
-    "none": "do not change a parameter whose gradient is None, nor its state: "
-    "`p.clone() if g is None else ...`, or raise a ValueError that says 'is None'.",
+    "init": f"`init(params)` makes new tensors, as `torch.zeros_like(p)`. {_OTHER_PARAMS}",
+    "structure": "make everything that a step keeps in `init`; return `(params, opt_state)` in the "
+    f"structure of the arguments, with numbers that change as 0-d tensors. {_OTHER_PARAMS}",
+    "none": "do not change a parameter whose gradient is None, nor its state: `p.clone() if g is "
+    "None else ...`; or raise a ValueError that says 'is None'.",
     "dtype": "`(p - lr * g).to(p.dtype)`: the gradients of float16 parameters are float32.",
-    "found_inf": "do not raise for inf and NaN, and return a state of the same structure; "
-    "maybe_step drops the result.",
-    "elementwise": "no `elementwise=True`: an element depends on others or on the shape, by a "
-    "norm, a mean or `param.ndim`.",
-    "round_trip": "keep only tensors in the state, and nothing elsewhere: a loaded state has other "
-    "tensor objects.",
-    "compile": "torch.where in place of `if`; no attribute that a step changes; counts as 0-d "
-    "tensors.",
-    "vmap": "use operations that torch.vmap has rules for: no `out=`, no writes into tensors made "
-    "without a member dimension; no list operations (`torch._foreach_*`).",
-    "absent": "keep None for a parameter that is None, in `init` and in the step: "
-    "`None if p is None else torch.zeros_like(p)`.",
+    "found_inf": "do not raise for inf and NaN; maybe_step drops the result.",
+    "elementwise": "no `elementwise=True`: an element depends on others or on the shape.",
+    "absent": "keep None for a parameter that is None: `None if p is None else ...`.",
+    **FIXES,
 }
 _STEPS = 3
 _FACTORS = (1.0, 1e3, 1e-3)  # of gradients, between which a threshold may lie
@@ -101,10 +89,7 @@ _SIZES = {"matrix": (4, 3), "few": (5,), "some": (33,), "many": (20, 15), "numbe
 
 
 def _usual() -> dict[str, Tensor]:
-    return {
-        name: torch.linspace(-1, 2, max(torch.Size(size).numel(), 1)).reshape(size)
-        for name, size in _SIZES.items()
-    }
+    return {n: torch.linspace(-1, 2, math.prod(s)).reshape(s) for n, s in _SIZES.items()}
 
 
 def _random_gradients(params: Tree, seed: int) -> Tree:
@@ -136,8 +121,7 @@ class _OptimizerBattery(Battery):
         """Return True if the results have the structure, dtypes and shapes of the arguments."""
         params, _, state = call
         if not isinstance(result, tuple) or len(result) != 2:
-            came = f"a tuple of {len(result)}" if isinstance(result, tuple) else short(result)
-            self.fail(law, came, "a tuple of two, (params, opt_state)", *call)
+            self.fail(law, short(result), "a tuple of two, (params, opt_state)", *call)
             return False
         return self.check_alike(law, "params", params, result[0], *call) and self.check_alike(
             law, "opt_state", state, result[1], *call

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import takes_amax
 from .._tree import pytree
-from ._battery import Battery, saved_and_loaded
+from ._battery import FIXES, Battery, saved_and_loaded
 from ._laws import short
 from ._strategies import DAMAGED, as_scale, rule_steps, update_arguments
 
@@ -29,14 +29,6 @@ class _UpdateBattery(Battery):
     def samples(self) -> list[list[Any]]:
         """Return some lists of calls of one structure."""
         raise NotImplementedError
-
-    def call_update(self, should: str, *call: Any) -> Any:
-        """Return what `update` returns. Without it the checks cannot go on, even for a quirk."""
-        try:
-            return self.subject.update(*call)
-        except Exception as error:
-            self.fail("raises", f"{type(error).__name__}: {error}", should, *call, cause=error)
-            raise
 
     def check_runs(self, runs: st.SearchStrategy[list[Any]], step: Callable[..., Any]) -> None:
         """Check runs that Hypothesis finds. `step` returns the next state."""
@@ -106,13 +98,10 @@ _EXAMPLES = settings(
     suppress_health_check=list(HealthCheck),
 )
 
-# The fixes for laws of a pure `update`.
+# The fixes for laws of rules and guards.
 _UPDATE_FIXES = {
     "value": "`@dataclasses.dataclass(frozen=True)`; put what changes into the state.",
-    "pure": "torch.where and others that make new tensors, in place of methods that end in `_`.",
-    "round_trip": "keep only tensors in the state, and nothing elsewhere.",
-    "compile": "torch.where in place of `if`; counters as 0-d tensors.",
-    "vmap": "0-d operations and torch.where, as for one state.",
+    **FIXES,
 }
 
 # ---- rules ---------------------------------------------------------------------------------------
@@ -159,19 +148,17 @@ _FIXES = {
     "init": "`init(device)` returns a NamedTuple of tensors made with `device=device`, one of them "
     "`scale`, 0-d, float32, positive.",
     "raises": "return a state for any flag and state; `check_scaler` is what stops training.",
-    "reads": "`torch.where(found_inf, a, b)` in place of `if found_inf:`; no `.item()`.",
-    "structure": "every field as it was: `.to(scaler.scale.dtype)`, `torch.full_like(scaler.scale, "
-    "x)` for a number, a counter as `torch.where(found_inf, 0, count + 1)`.",
+    "structure": "every field as it was: `.to(scaler.scale.dtype)`, a counter as "
+    "`torch.where(found_inf, 0, count + 1)`.",
     "positive": "`scale.clamp(min=self.min_scale)`, a floor such as 2.0**-24.",
     "finite": "`scale.clamp(max=self.max_scale)`, a ceiling such as 2.0**24.",
-    "power_of_two": "use factors and bounds that are powers of two: any other scale rounds every "
-    "gradient twice.",
+    "power_of_two": "factors and bounds that are powers of two: any other rounds every gradient.",
     "damaged": "`torch.where(torch.isfinite(scale) & (scale > 0), new, self.min_scale)`.",
     "overflow": "`torch.where(found_inf, scale * 0.5, ...)`: found_inf is True if the step was "
     "bad.",
     "backs_off": "multiply by a factor below 1 on an overflow, or training never moves again.",
-    "clean": "decide by this step's found_inf, True if it was bad: a scale that moves a step late "
-    "is not the one that was used.",
+    "clean": "decide by this step's found_inf: a scale that moves a step late is not the one that "
+    "was used.",
     **_UPDATE_FIXES,
 }
 _RUN = [letter == "O" for letter in "...O.O...OOO....O...."]
@@ -202,7 +189,7 @@ class _RuleBattery(_UpdateBattery):
         return update_arguments(state, bad, self.amax if amax is None else amax)
 
     def update(self, *call: Any) -> Any:
-        new = self.call_update("a state", *call)
+        new = self.attempt("raises", "a state", self.subject.update, *call)
         self.check_alike("structure", "scaler", call[0], new, *call)
         return new
 
@@ -238,7 +225,7 @@ class _RuleBattery(_UpdateBattery):
         for bad in (False, True):
             call = self.arguments(state, bad, amax)
             # An update that reads nothing has one structure for all values, which was checked.
-            new = self.call_update("a state", *call)
+            new = self.attempt("raises", "a state", self.subject.update, *call)
             states.append(new)
             self.check_scale(new, *call)
             after = new.scale.item()
@@ -338,17 +325,14 @@ def assert_guard(guard: Any, quirks: Sequence[str] = ()) -> None:
 
 _GUARD_FIXES = {
     "init": "`init(device)` returns a NamedTuple of tensors made with `device=device`.",
-    "raises": "return a state and a verdict for any loss and norm; `grad_norm` is () if "
-    "train_step has no max_norm: `isinstance(grad_norm, torch.Tensor)`.",
-    "reads": "`torch.where(bad, a, b)` in place of `if bad:`; no `.item()`.",
+    "raises": "return a state and a verdict for any loss and norm; `grad_norm` is () without one: "
+    "`isinstance(grad_norm, torch.Tensor)`.",
     "pair": "`return new_state, loss > limit`, of 0-d tensors.",
     "structure": "every field as it was: `.to(state.mean.dtype)`, a counter as "
     "`torch.where(bad, 0, count + 1)`.",
     "finite": "`torch.where(torch.isfinite(loss), new, old)`: learn from finite numbers only.",
-    "steady": "judge only after a warmup, by the usual values of the run, and do not learn from "
-    "steps that are rejected or not finite.",
-    "timely": "judge the loss and the norm of this call, `return new_state, loss > limit`, not "
-    "those of an earlier one: a bad step must be rejected before it changes anything.",
+    "steady": "judge after a warmup, and do not learn from steps that are rejected or not finite.",
+    "timely": "judge the loss and the norm of this call, `return new_state, loss > limit`.",
     **_UPDATE_FIXES,
 }
 _STEPS = 300
@@ -379,7 +363,7 @@ class _GuardBattery(_UpdateBattery):
     order = ("value", "init", "purity", "steady", "timely", "runs", "round_trip", "transforms")
 
     def update(self, *call: Any) -> Any:
-        returned = self.call_update("a state and a verdict", *call)
+        returned = self.attempt("raises", "a state and a verdict", self.subject.update, *call)
         pair = isinstance(returned, tuple) and len(returned) == 2
         bad = returned[1] if pair else None
         if not isinstance(bad, Tensor) or bad.dtype is not torch.bool or bad.ndim:

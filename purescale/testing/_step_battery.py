@@ -17,7 +17,7 @@ from .._torch import private
 from .._tree import pytree
 from .._tree.pytree import Tree, join_names
 from .._tree.scalars import protocol_violation
-from ._battery import Battery, saved_and_loaded
+from ._battery import FIXES, Battery, saved_and_loaded
 from ._laws import Untouched, assert_single_graph, same_bits, shares_memory, short
 
 _CHANGED_BY_A_SKIP = ("*scaler*", "*loss_scale*", "*rng*", "*iteration")
@@ -114,15 +114,13 @@ def assert_step(
 
 _BATCHES = 4
 _OF_PARTS = (
-    'If batch norm or dropout see each part by itself, and this is meant, `quirks=("window", '
-    '"weights")`. If samples are not along the first dimension, as in a hidden state [layers, '
-    "batch, width], join= and split=, or join=False."
+    'If batch norm or dropout see each part by itself, `quirks=("window", "weights")`. If samples '
+    "are not along the first dimension, as in [layers, batch, width], join= and split=, or "
+    "join=False."
 )
 _FIXES = {
-    "moves": "batches that do not overflow, with gradients that are not 0; a lower loss scale to "
-    "start from.",
-    "repeat": "keep what changes from step to step in the state, a generator's too; a pure step "
-    "returns new tensors.",
+    "moves": "batches that do not overflow, with gradients that are not 0; a lower loss scale.",
+    "repeat": "keep what changes in the state, a generator's too; a pure step returns new tensors.",
     "resume": "save all that a step reads: optimizer, scaler, scheduler, generators, averages and "
     "counters; no gradient may wait for the next step, so clear `.grad`.",
     "window": "the mean over the window: `(loss / len(window)).backward()` for each batch, with "
@@ -130,11 +128,11 @@ _FIXES = {
     "weights": "weigh each part by its samples or tokens: divide the sum of the losses by the sum "
     f"of the weights; `weight_fn=` in train_step. {_OF_PARTS}",
     "scale": "unscale the gradients once, with the scale that scaled the loss, before they are "
-    "clipped, measured or changed: `scaler.unscale_(optimizer)`, `unscale_and_check`.",
-    "skip": "one flag decides for everything: buffers, averages of the weights, step counts too "
-    "(`select(found_inf, old, new)`); name what may change in skip_changes.",
+    "clipped, measured or changed.",
+    "skip": "one flag decides for everything, buffers, averages and step counts too: "
+    "`select(found_inf, old, new)`; name what may change in skip_changes.",
     "donate": "a donated state may be overwritten and nothing else; do not keep tensors of it.",
-    "compile": "torch.where in place of `if`; no `.item()`; no attribute that a step changes.",
+    "compile": FIXES["compile"],
 }
 
 
@@ -147,9 +145,8 @@ class _Pure:
         if not callable(step) or isinstance(step, type):
             raise TypeError(
                 f"step is {type(step).__name__}; expected a function `step(state, window)` that "
-                "returns `(state, info)`. Fix: `functools.partial(train_step, loss_fn=loss_fn, "
-                "optimizer=optimizer, rule=rule)`; for a trainer `assert_step(trainer, None, "
-                "batches)`."
+                "returns `(state, info)`. Fix: `functools.partial(train_step, loss_fn=..., ...)`; "
+                "for a trainer `assert_step(trainer, None, batches)`."
             )
         self.step, self.first = step, state
         self.name = getattr(step, "__name__", "step")
@@ -159,10 +156,7 @@ class _Pure:
         torch.manual_seed(0)
         result = self.step(state, window, **settings)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise AssertionError(
-                f"the step returned {short(result)}, expected (state, info). Fix: `return state, "
-                "info`; `info` may be None."
-            )
+            raise AssertionError(f"the step returned {short(result)}, expected (state, info).")
         return result[0]
 
     def resumed(self, state: Tree, windows: list[list[Any]]) -> list[tuple[Tree, Tree]]:
@@ -185,8 +179,8 @@ class _Trainer:
         if what := protocol_violation(trainer, "step", "state_dict", "load_state_dict"):
             raise TypeError(
                 f"step is {what}, and state is None; expected a trainer, an object with "
-                "`step(window)`, `state_dict()` and `load_state_dict(sd)`. Fix: `assert_step(step, "
-                "state, batches)` for a function; a class with these three around your loop."
+                "`step(window)`, `state_dict()` and `load_state_dict(sd)`. Fix: a class with these "
+                "around your loop; for a function `assert_step(step, state, batches)`."
             )
         self.trainer, self.name = trainer, type(trainer).__name__
         self.first = self._state()
@@ -341,9 +335,8 @@ class _StepBattery(Battery):
             state = _replaced(state, self.scale_glob, lambda number: number * math.inf)
             if same_bits(state, self.state):
                 raise ValueError(
-                    "the batches have no floating tensor and the state has no loss scale, so "
-                    "nothing makes a step overflow. Fix: overflow=, a function from a batch to one "
-                    'whose gradients are inf; or scale="*.loss_scale", the path of the scale.'
+                    "nothing makes a step overflow: no floating tensor in the batches, no loss "
+                    'scale in the state. Fix: overflow=, or scale="*.loss_scale", its path.'
                 )
         skipped = self.step(state, [bad])
         self.check_same("skip", state, skipped, self.skip_changes)

@@ -21,7 +21,7 @@ from hypothesis import Phase, given, settings
 import purescale as ps
 from purescale import interop
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ["KERAS_BACKEND"] = "jax"
 
 # The peers warn about torch, about each other and about the machine.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -38,7 +38,13 @@ def peer(name):
 # Runs of 320 steps are compared as a whole: to shrink one takes minutes, and it stays long.
 unshrunk = settings(phases=(Phase.explicit, Phase.reuse, Phase.generate), print_blob=True)
 few = settings(unshrunk, max_examples=12)
-powers = st.integers(-10, 20).map(lambda exponent: 2.0**exponent)
+
+
+def powers_of_two(low, high):
+    return st.integers(low, high).map(lambda exponent: 2.0**exponent)
+
+
+powers, floors = powers_of_two(-10, 20), powers_of_two(-110, 0)
 power_factors = st.sampled_from([2.0, 4.0, 16.0])
 intervals = st.integers(1, 9)
 steps = st.integers(0, 319)
@@ -100,50 +106,30 @@ def megatron_row(state):
 
 
 @few
-@given(
-    overflow_patterns,
-    any_scale,
-    st.floats(0.001, 1),
-    growths,
-    backoffs,
-    intervals,
-    st.integers(1, 4),
-    steps,
-    growths,
-    intervals,
-)
+@given(overflow_patterns, steps, any_scale, st.floats(0.001, 1), growths, intervals, st.data())
 def test_megatron_with_any_setting_changed_midway(
-    pattern, scale, floor, growth, backoff, interval, hysteresis, change_at, new_growth, shorter
+    pattern, change_at, scale, floor, growth, interval, data
 ):
-    floor = max(scale * floor, 2.0**-126)
-    rule, state = None, None
+    bounds = {"initial_scale": scale, "min_scale": max(scale * floor, 2.0**-126)}
+    others = st.fixed_dictionaries({"backoff_factor": backoffs, "hysteresis": st.integers(1, 4)})
+    fixed = bounds | data.draw(others)
+    rule = interop.megatron.rule(**fixed, growth_factor=growth, growth_interval=interval)
+    state = rule.init()
     with megatron_on_cpu() as scaler_class:
-        megatrons = scaler_class(scale, floor, growth, backoff, interval, hysteresis)
+        megatrons = scaler_class(**vars(rule))
         for index, bad in enumerate(pattern):
             if index == change_at:
                 # Over and back in the same breath: this is where the peer is changed too.
                 d = megatrons.state_dict()
-                growth, interval = new_growth, shorter
-                megatrons = scaler_class(scale, floor, growth, backoff, interval, hysteresis)
+                changed = {"growth_factor": data.draw(growths)}
+                changed["growth_interval"] = data.draw(intervals)
+                rule = dataclasses.replace(rule, **changed)
+                megatrons = scaler_class(**vars(rule))
                 if torch.isfinite(d["scale"]):
-                    given = {
-                        "growth_factor": growth,
-                        "backoff_factor": backoff,
-                        "growth_interval": interval,
-                        "hysteresis": hysteresis,
-                    }
-                    rule, state = interop.megatron.from_state_dict(
-                        d, initial_scale=scale, min_scale=floor, **given
-                    )
-                    back = interop.megatron.to_state_dict(rule, state)
-                    assert same_bits(back, d)
-                    megatrons.load_state_dict(back)
-                else:
-                    rule = dataclasses.replace(rule, growth_factor=growth, growth_interval=interval)
-                    megatrons.load_state_dict(d)
-            if rule is None:
-                rule = interop.megatron.rule(scale, floor, growth, backoff, interval, hysteresis)
-                state = rule.init()
+                    restored, state = interop.megatron.from_state_dict(d, **vars(rule))
+                    assert restored == rule
+                    assert same_bits(interop.megatron.to_state_dict(rule, state), d)
+                megatrons.load_state_dict(d)
             megatrons.update(bad)
             state = rule.update(state, flag(bad))
             assert same_bits(megatron_row(state), megatrons_row(megatrons))
@@ -161,12 +147,8 @@ def deepspeed_alone(name):
 
 
 def deepspeeds_row(scaler):
-    return (
-        scaler.cur_scale,
-        scaler.cur_iter,
-        scaler.last_overflow_iter,
-        getattr(scaler, "cur_hysteresis", 1),
-    )
+    counts = scaler.cur_iter, scaler.last_overflow_iter, getattr(scaler, "cur_hysteresis", 1)
+    return scaler.cur_scale, *counts
 
 
 def deepspeed_row(state):
@@ -176,35 +158,28 @@ def deepspeed_row(state):
 @settings(unshrunk, max_examples=20)
 @given(
     overflow_patterns,
-    powers,
-    intervals,
-    st.integers(-20, -5).map(lambda exponent: 2.0**exponent),
-    st.integers(1, 4),
-    st.booleans(),
-    st.booleans(),
+    st.tuples(
+        powers, intervals, powers_of_two(-20, -5), st.integers(1, 4), st.booleans(), st.booleans()
+    ),
     steps,
     intervals,
 )
-def test_deepspeed_in_both_refill_modes_over_and_back(
-    pattern, scale, window, floor, shift, consecutive, raises, change_at, new_window
-):
-    rule = interop.deepspeed.rule(scale, window, floor, shift, consecutive, raises)
+def test_deepspeed_in_both_refill_modes_over_and_back(pattern, settings, change_at, new_window):
+    scale, _, floor, *_ = settings
+    rule = interop.deepspeed.rule(*settings)
     state = rule.init()
     with deepspeed_alone("loss_scaler") as module:
-        scaler_class = module.DynamicLossScaler
-        deepspeeds = scaler_class(scale, window, floor, shift, consecutive, raises)
+        deepspeeds = module.DynamicLossScaler(*settings)
         for index, bad in enumerate(pattern):
             if index == change_at:
                 rule, state = interop.deepspeed.from_state_dict(
                     {"loss_scaler": deepspeeds, "dynamic_loss_scale": True}, init_scale=scale
                 )
-                deepspeeds = scaler_class(1.0, 1, 1.0, 1, False)
+                deepspeeds = module.DynamicLossScaler(1.0, 1, 1.0, 1, False)
                 d = interop.deepspeed.to_state_dict(rule, state)
                 vars(deepspeeds).update({key: d[key] for key in vars(deepspeeds) if key in d})
-                rule, deepspeeds.scale_window = (
-                    dataclasses.replace(rule, scale_window=new_window),
-                    new_window,
-                )
+                rule = dataclasses.replace(rule, scale_window=new_window)
+                deepspeeds.scale_window = new_window
             bad = steered(bad, state.scale.item())
             state = rule.update(state, flag(bad))
             try:
@@ -224,37 +199,26 @@ def deepspeed_optimizer(kind, scale, window, floor):
     arguments = {"init_scale": scale, "scale_window": window, "min_scale": floor}
     with deepspeed_alone(f"{kind}_optimizer") as module:
         make = module.FP16_Optimizer if kind == "fused" else module.FP16_UnfusedOptimizer
-        return make(
-            torch.optim.SGD([weight], lr=0.1),
-            dynamic_loss_scale=True,
-            dynamic_loss_args=arguments,
-            verbose=False,
-        )
+        sgd, settings = torch.optim.SGD([weight], lr=0.1), {"dynamic_loss_args": arguments}
+        return make(sgd, dynamic_loss_scale=True, verbose=False, **settings)
 
 
 @few
 @given(
     st.sampled_from(["fused", "unfused"]),
     overflow_patterns,
-    powers,
-    intervals,
-    st.sampled_from([0.25, 1.0]),
+    st.tuples(powers, intervals, st.sampled_from([0.25, 1.0])),
     steps,
 )
-def test_deepspeeds_fused_and_unfused_optimizers_over_and_back(
-    kind, pattern, scale, window, floor, move_at
-):
-    optimizer = deepspeed_optimizer(kind, scale, window, floor)
-    rule = interop.deepspeed.rule(
-        scale, window, floor, delayed_shift=1, raise_error_at_min_scale=False
-    )
+def test_deepspeeds_fused_and_unfused_optimizers_over_and_back(kind, pattern, settings, move_at):
+    scale, _, floor = settings
+    optimizer = deepspeed_optimizer(kind, *settings)
+    rule = interop.deepspeed.rule(*settings, delayed_shift=1, raise_error_at_min_scale=False)
     state = rule.init()
     for index, bad in enumerate(pattern):
         if index == move_at:
-            d = optimizer.state_dict()
-            restored, state = interop.deepspeed.from_state_dict(
-                d, init_scale=scale, min_scale=floor
-            )
+            d, of_rule = optimizer.state_dict(), {"init_scale": scale, "min_scale": floor}
+            restored, state = interop.deepspeed.from_state_dict(d, **of_rule)
             assert restored == rule
             optimizer = deepspeed_optimizer(kind, 1.0, 1, floor)
             optimizer.load_state_dict({**d, **interop.deepspeed.to_state_dict(restored, state)})
@@ -274,11 +238,11 @@ LENGTH = 320
 @functools.cache
 def compiled_loop(step):
     jax = peer("jax")
-    return jax.jit(
-        lambda carry, given, xs: jax.lax.scan(lambda carry, x: step(carry, *given, *x), carry, xs)[
-            1
-        ]
-    )
+
+    def loop(carry, given, xs):
+        return jax.lax.scan(lambda carry, x: (step(carry, *given, *x),) * 2, carry, xs)[1]
+
+    return jax.jit(loop)
 
 
 def looped(step, scale, count, given, pattern, intervals):
@@ -286,9 +250,8 @@ def looped(step, scale, count, given, pattern, intervals):
     jnp = peer("jax.numpy")
     pad = LENGTH - len(pattern)
     xs = jnp.asarray(pattern + [False] * pad, bool), jnp.asarray(intervals + [1] * pad, jnp.int32)
-    rows = compiled_loop(step)(
-        (jnp.float32(scale), jnp.int32(count)), tuple(map(jnp.float32, given)), xs
-    )
+    start = jnp.float32(scale), jnp.int32(count)
+    rows = compiled_loop(step)(start, tuple(map(jnp.float32, given)), xs)
     return list(zip(*(row.tolist() for row in rows), strict=True))[: len(pattern)]
 
 
@@ -299,35 +262,29 @@ def flax_step(carry, growth, backoff, floor, bad, interval):
         growth, backoff, interval, scale=carry[0], fin_steps=carry[1], minimum_scale=floor
     )
     new, _, _, _ = before.value_and_grad(lambda weight: weight * gradient)(jnp.ones(()))
-    return (new.scale, new.fin_steps), (new.scale, new.fin_steps)
+    return new.scale, new.fin_steps
 
 
 @settings(unshrunk, max_examples=30)
 @given(
     overflow_patterns,
     powers,
-    power_factors,
-    st.sampled_from([0.5, 0.25]),
-    intervals,
-    st.integers(-110, 0).map(lambda exponent: 2.0**exponent),
+    st.tuples(power_factors, st.sampled_from([0.5, 0.25]), floors),
     steps,
+    intervals,
     intervals,
 )
 def test_flax_changed_midway_over_and_back(
-    pattern, scale, growth, backoff, interval, floor, change_at, new_interval
+    pattern, scale, numbers, change_at, interval, new_interval
 ):
-    rule = interop.flax.rule(growth, backoff, interval, scale=scale, minimum_scale=floor)
+    given = dict(zip(("growth_factor", "backoff_factor", "minimum_scale"), numbers, strict=True))
+    rule = interop.flax.rule(**given, growth_interval=interval, scale=scale)
     pattern, rows = trace(rule, pattern, change_at, {"growth_interval": new_interval})
     before, after = [interval] * change_at, [new_interval] * (LENGTH - change_at)
-    first = looped(flax_step, scale, 0, (growth, backoff, floor), pattern[:change_at], before)
+    first = looped(flax_step, scale, 0, numbers, pattern[:change_at], before)
 
     serialization, flaxs = peer("flax.serialization"), peer("flax.training.dynamic_scale")
-    given = {
-        "growth_factor": growth,
-        "backoff_factor": backoff,
-        "growth_interval": new_interval,
-        "minimum_scale": floor,
-    }
+    given["growth_interval"] = new_interval
     reached = first[-1] if first else (scale, 0)
     held = serialization.to_state_dict(
         flaxs.DynamicScale(**given, scale=reached[0], fin_steps=reached[1])
@@ -335,26 +292,17 @@ def test_flax_changed_midway_over_and_back(
     d = interop.flax.to_state_dict(*interop.flax.from_state_dict(held, **given))
     back = serialization.from_state_dict(flaxs.DynamicScale(**given), d)
     assert (back.scale, back.fin_steps) == reached
-    assert (
-        first
-        + looped(
-            flax_step,
-            back.scale,
-            back.fin_steps,
-            (growth, backoff, floor),
-            pattern[change_at:],
-            after,
-        )
-        == rows
-    )
+    rest = looped(flax_step, back.scale, back.fin_steps, numbers, pattern[change_at:], after)
+    assert first + rest == rows
 
 
-def states(rule, pattern):
-    state, seen = rule.init(), []
+def rows_of(rule, pattern):
+    """The scale and the count after each step."""
+    state, rows = rule.init(), []
     for bad in pattern:
         state = rule.update(state, flag(bad))
-        seen.append(state)
-    return seen
+        rows.append((state.scale.item(), state.growth_tracker.item()))
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -362,39 +310,24 @@ def states(rule, pattern):
     [({"scale": 2.0**126}, False), ({"scale": 2.0**-124}, True), ({"minimum_scale": None}, True)],
 )
 def test_flax_step_by_step_at_its_ceiling_and_its_floor(given, bad):
-    jax, jnp, flaxs = (
-        peer("jax"),
-        peer("jax.numpy"),
-        peer("flax.training.dynamic_scale").DynamicScale(growth_interval=1, **given),
-    )
-    step = jax.jit(
-        lambda before: before.value_and_grad(lambda weight: weight * (jnp.nan if bad else 1.0))(
-            1.0
-        )[0]
-    )
-    for state in states(interop.flax.rule(growth_interval=1, **given), [bad] * 8):
+    flaxs = peer("flax.training.dynamic_scale").DynamicScale(growth_interval=1, **given)
+    gradient = peer("jax.numpy").nan if bad else 1.0
+    step = peer("jax").jit(lambda before: before.value_and_grad(lambda w: w * gradient)(1.0)[0])
+    for row in rows_of(interop.flax.rule(growth_interval=1, **given), [bad] * 8):
         flaxs = step(flaxs)
-        assert (state.scale.item(), state.growth_tracker.item()) == (flaxs.scale, flaxs.fin_steps)
+        assert row == (flaxs.scale, flaxs.fin_steps)
 
 
 def jmp_step(carry, factor, floor, bad, period):
     # Made anew at each step: as a pytree it would lose its floor.
     new = peer("jmp").DynamicLossScale(*carry, period, factor, floor).adjust(~bad)
-    return (new.loss_scale, new.counter), (new.loss_scale, new.counter)
+    return new.loss_scale, new.counter
 
 
 @settings(unshrunk, max_examples=30)
-@given(
-    overflow_patterns,
-    powers,
-    power_factors,
-    intervals,
-    st.integers(-110, 0).map(lambda exponent: 2.0**exponent),
-    steps,
-    intervals,
-)
+@given(overflow_patterns, powers, power_factors, floors, steps, intervals, intervals)
 def test_jmp_changed_midway_over_and_back(
-    pattern, scale, factor, period, floor, change_at, new_period
+    pattern, scale, factor, floor, change_at, period, new_period
 ):
     jmp, jnp = peer("jmp"), peer("jax.numpy")
     rule = interop.jmp.rule(scale, period=period, factor=factor, min_loss_scale=floor)
@@ -408,32 +341,23 @@ def test_jmp_changed_midway_over_and_back(
     )
     d = interop.jmp.to_state_dict(*interop.jmp.from_state_dict(dataclasses.asdict(held)))
     assert d == dataclasses.asdict(held)
-    last = looped(
-        jmp_step,
-        d["loss_scale"],
-        d["counter"],
-        (d["factor"], d["min_loss_scale"]),
-        pattern[change_at:],
-        after,
-    )
+    given = d["factor"], d["min_loss_scale"]
+    last = looped(jmp_step, d["loss_scale"], d["counter"], given, pattern[change_at:], after)
     assert first + last == rows
 
 
 def test_jmp_step_by_step_at_the_top_of_float32_and_through_a_pytree():
     jmp, jax, jnp = peer("jmp"), peer("jax"), peer("jax.numpy")
-    jmps, rule = (
-        jmp.DynamicLossScale(jnp.float32(2.0**126), period=1),
-        interop.jmp.rule(2.0**126, period=1),
-    )
-    for state in states(rule, [False] * 5):
+    jmps = jmp.DynamicLossScale(jnp.float32(2.0**126), period=1)
+    for scale, _ in rows_of(interop.jmp.rule(2.0**126, period=1), [False] * 5):
         jmps = jmps.adjust(jnp.asarray(True))
-        assert state.scale.item() == jmps.loss_scale
+        assert scale == jmps.loss_scale
     # The floor that jmp forgets under jit is 1.0, which is the default here.
     jmps = jmp.DynamicLossScale(jnp.float32(2.0), min_loss_scale=jnp.float32(2.0**-10))
     forgetful = jax.jit(lambda scale: scale.adjust(jnp.asarray(False)))
-    for state in states(interop.jmp.rule(2.0), [True] * 3):
+    for scale, _ in rows_of(interop.jmp.rule(2.0), [True] * 3):
         jmps = forgetful(jmps)
-        assert state.scale.item() == jmps.loss_scale
+        assert scale == jmps.loss_scale
 
 
 # ---- Keras
@@ -454,16 +378,7 @@ def keras_row(optimizer):
 
 
 def keras_rows(optimizer, weight, pattern):
-    """Its own update: in a compiled loop where its backend is jax, which refuses the other way,
-    else step by step.
-    """
-    keras = peer("keras")
-    if keras.backend.backend() != "jax":
-        rows = []
-        for bad in pattern:
-            optimizer.apply([keras.ops.convert_to_tensor(float("inf") if bad else 0.0)], [weight])
-            rows.append(keras_row(optimizer))
-        return rows
+    """Its own update, in a compiled loop."""
     jax, jnp = peer("jax"), peer("jax.numpy")
     places = [
         next(index for index, variable in enumerate(optimizer.variables) if variable is wanted)
@@ -471,9 +386,8 @@ def keras_rows(optimizer, weight, pattern):
     ]
 
     def step(variables, bad):
-        _, new = optimizer.stateless_apply(
-            variables, [jnp.where(bad, jnp.inf, 0.0)], [weight.value]
-        )
+        gradients = [jnp.where(bad, jnp.inf, 0.0)]
+        _, new = optimizer.stateless_apply(variables, gradients, [weight.value])
         return new, [new[place] for place in places]
 
     variables, rows = jax.lax.scan(
@@ -491,13 +405,9 @@ def test_keras_changed_midway_over_and_back(pattern, scale, steps, change_at, ne
     pattern, rows = trace(rule, pattern, change_at, {"dynamic_growth_steps": new_steps})
     optimizer, weight = new_keras(scale, steps)
     first = keras_rows(optimizer, weight, pattern[:change_at])
-    held = {
-        "step_counter": optimizer.step_counter.numpy(),
-        "dynamic_scale": optimizer.dynamic_scale.numpy(),
-    }
-    d = interop.keras.to_state_dict(
-        *interop.keras.from_state_dict(held, dynamic_growth_steps=new_steps)
-    )
+    held = {name: getattr(optimizer, name).numpy() for name in ("step_counter", "dynamic_scale")}
+    restored = interop.keras.from_state_dict(held, dynamic_growth_steps=new_steps)
+    d = interop.keras.to_state_dict(*restored)
 
     optimizer, weight = new_keras(d["initial_scale"], d["dynamic_growth_steps"])
     optimizer.step_counter.assign(d["step_counter"])
@@ -509,11 +419,9 @@ def test_keras_changed_midway_over_and_back(pattern, scale, steps, change_at, ne
 def test_keras_beyond_float32():
     optimizer, weight = new_keras(2.0**126, 1)
     pattern = [False] * 3 + [True] * 2
-    rows = [
-        (state.scale.item(), state.growth_tracker.item())
-        for state in states(interop.keras.rule(2.0**126, 1), pattern)
-    ]
-    assert keras_rows(optimizer, weight, pattern) == rows
+    assert keras_rows(optimizer, weight, pattern) == rows_of(
+        interop.keras.rule(2.0**126, 1), pattern
+    )
 
 
 # ---- MMEngine
@@ -533,9 +441,8 @@ def mmengine_on_cpu():
 
 def amp_wrapper(wrapper_class, loss_scale):
     weight = torch.nn.Parameter(torch.ones(()))
-    return wrapper_class(
-        loss_scale=loss_scale, optimizer=torch.optim.SGD([weight], lr=0.0, foreach=False)
-    ), weight
+    sgd = torch.optim.SGD([weight], lr=0.0, foreach=False)
+    return wrapper_class(loss_scale=loss_scale, optimizer=sgd), weight
 
 
 def wrapper_step(wrapper, weight, bad):
@@ -543,23 +450,14 @@ def wrapper_step(wrapper, weight, bad):
     return wrapper.loss_scaler.get_scale(), wrapper.loss_scaler._get_growth_tracker()
 
 
-@few
-@given(
-    overflow_patterns,
-    st.one_of(
-        st.just("dynamic"),
-        any_scale,
-        st.fixed_dictionaries(
-            {
-                "init_scale": any_scale,
-                "growth_interval": intervals,
-                "growth_factor": growths,
-                "backoff_factor": backoffs,
-            }
-        ),
-    ),
-    steps,
+scaler_settings = st.fixed_dictionaries(
+    {"init_scale": any_scale, "growth_interval": intervals}
+    | {"growth_factor": growths, "backoff_factor": backoffs}
 )
+
+
+@few
+@given(overflow_patterns, st.just("dynamic") | any_scale | scaler_settings, steps)
 def test_mmengines_amp_wrapper_over_and_back(pattern, loss_scale, move_at):
     with mmengine_on_cpu() as wrapper_class:
         wrapper, weight = amp_wrapper(wrapper_class, loss_scale)
@@ -572,11 +470,7 @@ def test_mmengines_amp_wrapper_over_and_back(pattern, loss_scale, move_at):
             assert (state.scale.item(), state.growth_tracker.item()) == expected
             if index == move_at:
                 d = wrapper.state_dict()
-                given = (
-                    {}
-                    if isinstance(rule, interop.torch_amp.TorchAmpScale)
-                    else {"loss_scale": loss_scale}
-                )
+                given = {"loss_scale": loss_scale} if isinstance(loss_scale, float) else {}
                 rule, state = interop.mmengine.from_state_dict(d, **given)
                 back = interop.mmengine.to_state_dict(rule, state)
                 assert back["loss_scaler"] == d["loss_scaler"]

@@ -35,9 +35,14 @@ from .._tree.pytree import Tree
 
 
 class TorchOptimizer(Updater):
-    """A class of torch.optim as pure functions; made by `from_torch` and `from_formula`. It
-    holds settings, never state. A subclass has `_init_slots`, `_plan` and `_step`.
+    """A class of torch.optim as pure functions; made by `from_torch` and `from_formula`. It holds
+    settings, never state.
+
+    Its step is that of the class, on copies. A class of a user's makes its slots in its first step,
+    and a state has them by parameter. A `FormulaOptimizer` knows more of its class.
     """
+
+    may_add_slots = True
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config, self.must_agree = config, config.must_agree
@@ -74,7 +79,7 @@ class TorchOptimizer(Updater):
         self, params: Mapping[str, Tensor], hyperparams: Hyperparams
     ) -> dict[str, LeafSlots]:
         """Return the slots of each parameter before its first step."""
-        raise NotImplementedError
+        return {name: {} for name in params}
 
     def _with_slots(
         self, opt_state: OptState, params: Tree, slots: dict[str, LeafSlots]
@@ -84,6 +89,20 @@ class TorchOptimizer(Updater):
 
     def plan(self, inputs: StepInputs) -> TorchPlan:
         """Return how a step is made. Refuse a state that does not belong to these parameters."""
+        if traced() or captured():
+            raise ValueError(
+                f"{self.config.spec.name} has a step of its own, which is called and cannot "
+                "be compiled, captured, mapped or differentiated. Fix: call the step eagerly, take "
+                "a class of torch.optim, or write an (init, update) pair for from_transformation."
+            )
+        groups = self._checked_groups(inputs)
+        slots, names = inputs.opt_state.slots, inputs.layout.names
+        if slots.keys() != set(names):
+            raise foreign_parameters_error(list(slots), names)
+        return TorchPlan(groups)
+
+    def _checked_groups(self, inputs: StepInputs) -> list[ParamGroup]:
+        """Return the groups of a step. Refuse what is no state of this optimizer."""
         opt_state = inputs.opt_state
         if not isinstance(opt_state, OptState):
             raise TypeError(
@@ -96,16 +115,11 @@ class TorchOptimizer(Updater):
                 "cause: stacked states outside of torch.vmap. Fix: "
                 "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
             )
-        names = tuple(inputs.layout.names)
-        plan = self._plan(inputs, self.config.torch_groups(names))
         self.config.check(opt_state)
+        names = tuple(inputs.layout.names)
         if inputs.piece_positions is None:  # a piece need not have a parameter of each override
             self.config.check_names(names)
-        return plan
-
-    def _plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> TorchPlan:
-        """Return the plan of a step. Refuse slots that do not fit the parameters."""
-        raise NotImplementedError
+        return self.config.torch_groups(names)
 
     def hyperparams(self, opt_state: OptState) -> Hyperparams:
         """Return the settings of a step that may differ from those of the step before."""
@@ -129,7 +143,7 @@ class TorchOptimizer(Updater):
         hyperparams: Hyperparams,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, in fresh memory, before it is counted."""
-        raise NotImplementedError
+        return step_of_user_class(self.config, inputs, grad_leaves, groups, hyperparams)
 
     def _counted(self, state: OptState, skip: Tensor | None = None) -> OptState:
         """Return the state after a step that has not been counted yet, in fresh memory."""
@@ -233,6 +247,8 @@ class TorchOptimizer(Updater):
 class FormulaOptimizer(TorchOptimizer):
     """A class of torch.optim or a formula of a user's: a step is torch's kernel or the formula."""
 
+    may_add_slots = False
+
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)
         self._slot_spec = SlotSpec(config)
@@ -258,10 +274,11 @@ class FormulaOptimizer(TorchOptimizer):
         """Return True if this slot is one number for each parameter, whatever its shape."""
         return self._slot_spec.is_scalar(key)
 
-    def _plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> TorchPlan:
-        """Return the plan of a step. Refuse slots that do not fit the parameters, because torch's
+    def plan(self, inputs: StepInputs) -> TorchPlan:
+        """Return how a step is made. Refuse a state that does not belong to these parameters: torch's
         kernels do not check what they read.
         """
+        groups = self._checked_groups(inputs)
         params = dict(zip(inputs.layout.names, inputs.params, strict=True))
         self._slot_spec.check(inputs.columns, params)
         if self.config.counts_steps and not has_counts(inputs.opt_state):
@@ -302,43 +319,6 @@ class FormulaOptimizer(TorchOptimizer):
         else:
             params, state = fused_step.as_operators(inputs, grads, plan, hyperparams, skip)
         return params, self._counted(state, skip)
-
-
-class UserClassOptimizer(TorchOptimizer):
-    """A class of a user's own, whose `step` is called on copies. It makes its slots in its first
-    step, which a state has by parameter.
-    """
-
-    may_add_slots = True
-
-    def _init_slots(
-        self, params: Mapping[str, Tensor], hyperparams: Hyperparams
-    ) -> dict[str, LeafSlots]:
-        """Return no slots for each parameter."""
-        return {name: {} for name in params}
-
-    def _plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> TorchPlan:
-        """Return the groups of a step. Refuse a step where the class cannot be called."""
-        if traced() or captured():
-            raise ValueError(
-                f"{self.config.spec.name} has a step of its own, which is called and cannot "
-                "be compiled, captured, mapped or differentiated. Fix: call the step eagerly, take "
-                "a class of torch.optim, or write an (init, update) pair for from_transformation."
-            )
-        slots, names = inputs.opt_state.slots, inputs.layout.names
-        if slots.keys() != set(names):
-            raise foreign_parameters_error(list(slots), names)
-        return TorchPlan(groups)
-
-    def _step(
-        self,
-        inputs: StepInputs,
-        grad_leaves: list[Tensor | None],
-        groups: list[ParamGroup],
-        hyperparams: Hyperparams,
-    ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the `step` of the class."""
-        return step_of_user_class(self.config, inputs, grad_leaves, groups, hyperparams)
 
 
 def _check_counts(config: OptimizerConfig, params: ParamLayout) -> None:

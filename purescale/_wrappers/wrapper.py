@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._optim.step_inputs import ParamLayout, StepInputs
-from .._optim.torch_optim import TorchOptimizer
+from .._optim.torch_optim import FormulaOptimizer
 from .._optim.updater import Optimizer, Updater, as_updater
 from .._torch import dtensor, foreach
 from .._torch.dtypes import is_half, wide_dtype
@@ -118,7 +118,7 @@ class Wrapper(Updater):
             inner = inner.updater
         if self.differentiable or torch.compiler.is_compiling():
             return False
-        return isinstance(inner, TorchOptimizer) and not inner.may_add_slots
+        return isinstance(inner, FormulaOptimizer)
 
     def hyperparams(self, opt_state: Tree) -> Any:
         """Return the settings of the inner optimizer's step."""

@@ -275,8 +275,8 @@ class FormulaOptimizer(TorchOptimizer):
         return self._slot_spec.is_scalar(key)
 
     def plan(self, inputs: StepInputs) -> TorchPlan:
-        """Return how a step is made. Refuse a state that does not belong to these parameters: torch's
-        kernels do not check what they read.
+        """Return how a step is made. Refuse a state that does not belong to these parameters, as
+        torch's kernels do not check what they read.
         """
         groups = self._checked_groups(inputs)
         params = dict(zip(inputs.layout.names, inputs.params, strict=True))

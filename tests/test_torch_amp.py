@@ -269,6 +269,24 @@ def test_the_rates_ahead_move_neither_the_scheduler_nor_the_optimizer(make):
     assert picture(live) == before
 
 
+def test_what_a_schedule_asks_is_not_copied():
+    class Trainer:
+        """Has the loader and the model of a job, as most trainers have."""
+
+        steps = 4
+
+        def __deepcopy__(self, memo):
+            raise AssertionError("copied")
+
+        def warm_up(self, n):
+            return min(1.0, n / self.steps)
+
+    live = job("SGD")
+    live.scheduler = lr_scheduler.LambdaLR(live.optimizer, Trainer().warm_up)
+    optimizer = torch_amp.take_over(*live.all, steps=5)[1]
+    assert optimizer.config.lr(torch.tensor(2)) == 3e-3 / 2
+
+
 # ---- rates that are tensors
 
 

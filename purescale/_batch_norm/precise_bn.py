@@ -13,15 +13,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from .._batch_norm import bn_stats
 from .._batch_norm.bn_inputs import ApplyFn, calls_of
-from .._batch_norm.bn_stats import (
-    BNStatsState,
-    Estimator,
-    add_batch,
-    all_reduce_bn_stats,
-    bn_buffers,
-    init_bn_stats,
-)
+from .._batch_norm.bn_stats import BNStatsState, Estimator
 from .._distributed.collectives import agree_on_all_ranks, all_reduce_found_inf, on_cpu
 from .._distributed.process_group import Group, all_reduce, check_group
 from .._module.registered import Tensors
@@ -97,7 +91,7 @@ def precise_bn(
     def check() -> None:
         _check_settings(num_samples, normalize)
         # Raises now, not after the last batch.
-        bn_buffers(init_bn_stats(buffers), buffers, estimator, correction)
+        bn_stats.bn_buffers(bn_stats.init_bn_stats(buffers), buffers, estimator, correction)
 
     settings = {"estimator": estimator, "correction": correction, "normalize": normalize}
     agree_on_all_ranks(
@@ -110,7 +104,7 @@ def precise_bn(
     first = _Pass(apply, params, buffers, sequential, loader, num_samples, call, group, progress)
     stats, order = first.over_all_batches()
     if not sequential:
-        new = bn_buffers(stats, buffers, estimator, correction)
+        new = bn_stats.bn_buffers(stats, buffers, estimator, correction)
     else:
         new = pytree.clone(buffers)
         final = dict(stats.layers)
@@ -119,7 +113,8 @@ def precise_bn(
                 later = dataclasses.replace(first, buffers=new, order=order, num_final=num_final)
                 stats, _ = later.over_all_batches()
             final[name] = stats.layers[name]
-            new = bn_buffers(stats._replace(layers={name: final[name]}), new, estimator, correction)
+            of_layer = stats._replace(layers={name: final[name]})
+            new = bn_stats.bn_buffers(of_layer, new, estimator, correction)
         stats = stats._replace(layers=final)
     _log_summary(stats, normalize)
     return new
@@ -143,7 +138,7 @@ class _Pass:
     num_final: int = 0  # how many of them have final statistics in `buffers`
 
     def __post_init__(self) -> None:
-        self.stats, self.num_forwards, self.num_samples = init_bn_stats(self.buffers), 0, 0
+        self.stats, self.num_forwards, self.num_samples = bn_stats.init_bn_stats(self.buffers), 0, 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, as `call` gets it, and add the statistics of its batch norms."""
@@ -154,7 +149,7 @@ class _Pass:
         self.order = self.order or names
         if self.sequential and calls:
             _check_order(names, self.order)
-        self.stats = add_batch(self.stats, calls, self.num_final)
+        self.stats = bn_stats.add_batch(self.stats, calls, self.num_final)
         return out
 
     def over_all_batches(self) -> tuple[BNStatsState, list[str]]:
@@ -212,7 +207,7 @@ def _over_ranks(
         raise failure
     if failed:
         raise RuntimeError("precise_bn failed on another rank of the group: see its error.")
-    stats = all_reduce_bn_stats(stats, group)
+    stats = bn_stats.all_reduce_bn_stats(stats, group)
     names = list(stats.layers)
     indices = [order.index(name) if name in order else -1 for name in names]
     indices = all_reduce(torch.tensor(indices, device=device), "max", group).tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -239,13 +240,38 @@ def step_scheduler(scheduler: LRScheduler, steps: int) -> None:
             scheduler.step()
 
 
-def copied(scheduler: LRScheduler) -> LRScheduler:
-    """Return a copy of a scheduler, which moves the groups of a copy of its optimizer. Parameters
-    and the state of the optimizer are not copied.
-    """
-    optimizer = scheduler.optimizer
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return copy.deepcopy(scheduler, {id(kept): kept for kept in (*params, optimizer.state)})
+@contextlib.contextmanager
+def restoring(scheduler: LRScheduler) -> Iterator[None]:
+    """Restore a scheduler and its groups at the end. What a function of the user's counts stays."""
+    groups = scheduler.optimizer.param_groups
+    attributes = [
+        (vars(each), {name: _copy(value) for name, value in vars(each).items()})
+        for each in _schedulers_in(scheduler)
+    ]
+    settings = [
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in groups
+    ]
+    try:
+        yield
+    finally:
+        for current, before in attributes:
+            current.clear()
+            current.update(before)
+        for group, before in zip(groups, settings, strict=True):
+            for name, value in before.items():
+                if isinstance(value, Tensor):  # groups may share it
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
+
+
+def _copy(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, (list, dict)) else value
 
 
 def _schedulers_in(scheduler: LRScheduler) -> Iterator[LRScheduler]:

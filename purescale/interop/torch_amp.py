@@ -23,22 +23,7 @@ from .._torch.dtypes import widest_float
 from .._tree.pytree import increment, join_names
 from .._tree.scalars import positive, whole
 from .._wrappers.master_weights import MasterState, master_weights, masters_within
-from ..interop._live_optimizer import (
-    check_innermost,
-    convert_optimizer,
-    load_state,
-    names_by_group,
-    state_dict_with,
-)
-from ..interop._schedulers import (
-    RateTable,
-    check_scheduler,
-    copied,
-    scheduled_settings,
-    step_scheduler,
-    steps_of,
-    tabulate,
-)
+from . import _live_optimizer, _schedulers
 from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
 
 
@@ -252,7 +237,7 @@ def take_over(
     Source of the rules: torch.optim, torch.amp.GradScaler.
     """
     apply, params, buffers = make_functional(model)
-    names = names_by_group(optimizer, model, params)
+    names = _live_optimizer.names_by_group(optimizer, model, params)
     missing = params.keys() - {name for group in names for name in group}
     if missing:
         raise ValueError(
@@ -267,7 +252,7 @@ def take_over(
             if name in scheduled:
                 raise _error_of_both(name)
         in_state = [*in_state, *(name for name in scheduled if name != "lr")]
-    ours, opt_state = convert_optimizer(
+    ours, opt_state = _live_optimizer.convert_optimizer(
         optimizer,
         model,
         params,
@@ -334,23 +319,23 @@ def give_back(
 
     Source of the formats: torch.optim.Optimizer.load_state_dict, GradScaler.load_state_dict.
     """
-    inner, opt_state = check_innermost(state.opt_state, optimizer, torch_optimizer)
+    inner, opt_state = _live_optimizer.check_innermost(state.opt_state, optimizer, torch_optimizer)
     if scheduler is not None and "lr" in inner.config.in_state:
         raise _error_of_both("lr")
     params = _masters_or_params(state)
-    loaded = state_dict_with(torch_optimizer, model, inner.config, opt_state)
+    loaded = _live_optimizer.state_dict_with(torch_optimizer, model, inner.config, opt_state)
     enabled = scaler if scaler is not None and scaler.is_enabled() else None
     saved = {} if enabled is None else to_state_dict(rule, state.scaler)
     steps = _steps_since(scheduler, torch_optimizer, inner, opt_state)
 
     load_into(model, params, state.buffers)
-    load_state(torch_optimizer, loaded, inner.config.in_state)
+    _live_optimizer.load_state(torch_optimizer, loaded, inner.config.in_state)
     if enabled is not None:
         enabled.load_state_dict(saved)
         enabled.scale(state.scaler.scale)  # makes its tensors, which `update` needs
         enabled.update(saved["scale"])  # forgets an `unscale_` that no step followed
     if scheduler is not None:
-        step_scheduler(scheduler, steps)
+        _schedulers.step_scheduler(scheduler, steps)
 
 
 def _error_of_both(name: str) -> ValueError:
@@ -388,11 +373,12 @@ def _settings_from_now(
         )
     if scheduler is None:
         return [{"lr": float(group["lr"])} for group in optimizer.param_groups], None
-    check_scheduler(scheduler, optimizer, "scheduler")
-    count, place = whole("steps", steps, least=1), steps_of(scheduler)
-    moved = tabulate(copied(scheduler), count)
+    _schedulers.check_scheduler(scheduler, optimizer, "scheduler")
+    count, place = whole("steps", steps, least=1), _schedulers.steps_of(scheduler)
+    with _schedulers.restoring(scheduler):
+        moved = _schedulers.tabulate(scheduler, count)
     columns = zip(optimizer.param_groups, moved, strict=True)
-    return [scheduled_settings(group, of_group, place) for group, of_group in columns], place
+    return [_schedulers.scheduled_settings(*column, place) for column in columns], place
 
 
 def _masters_or_params(state: TrainState) -> Any:
@@ -415,18 +401,19 @@ def _steps_since(
         )
     if scheduler is None:
         return 0
-    check_scheduler(scheduler, optimizer, "scheduler")
+    _schedulers.check_scheduler(scheduler, optimizer, "scheduler")
     by_iteration = isinstance(opt_state.iteration, Tensor)
     count = int(opt_state.iteration if by_iteration else opt_state.applied)
-    place = steps_of(scheduler)
+    place = _schedulers.steps_of(scheduler)
     if count < place:
         raise ValueError(
             f"the scheduler is at step {place}, the state at {count}. Fix: leave it to give_back."
         )
-    if isinstance(table, RateTable) and count > (end := table.start + len(table.rates)):
+    if isinstance(table, _schedulers.RateTable) and count > (end := table.start + len(table.rates)):
         raise ValueError(
             f"{count - end} steps were made beyond the {len(table.rates)} that take_over "
             f"tabulated. Fix: take_over(..., steps={count - table.start}), and the steps again."
         )
-    step_scheduler(copied(scheduler), count - place)
+    with _schedulers.restoring(scheduler):
+        _schedulers.step_scheduler(scheduler, count - place)
     return count - place

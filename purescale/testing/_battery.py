@@ -15,14 +15,7 @@ from .._checkpoint import from_state_dict, load, save, to_state_dict
 from .._tree import pytree
 from .._tree.scalars import protocol_violation
 from .._tree.states import stack_states
-from ._laws import (
-    assert_pure,
-    assert_single_graph,
-    assert_sync_free,
-    assert_vmap_equals_loop,
-    same_bits,
-    short,
-)
+from . import _laws
 
 # The fixes for the laws that several batteries check.
 FIXES = {
@@ -88,7 +81,7 @@ class Battery:
         if law in self.quirks:
             self.broken.add(law)
             return
-        arguments = dict(zip(self.labels, map(short, call), strict=False))
+        arguments = dict(zip(self.labels, map(_laws.short, call), strict=False))
         rows = {**arguments, "came": came, "should": should}
         lines = [f"  {label:6}  {value}" for label, value in rows.items()]
         fix = fix or self.fixes[law]
@@ -123,14 +116,14 @@ class Battery:
         self, law: str, expected: Any, what: str, function: Callable[..., Any], *call: Any
     ) -> None:
         """Check that a function gives the expected bits, which are `what`."""
-        should = f"{what}, {short(expected)}"
+        should = f"{what}, {_laws.short(expected)}"
         result = self.attempt(law, should, function, *call)
-        if result is not None and not same_bits(result, expected):
-            self.fail(law, short(result), should, *call)
+        if result is not None and not _laws.same_bits(result, expected):
+            self.fail(law, _laws.short(result), should, *call)
 
     def check_purity(self, function: Callable[..., Any], *calls: Any) -> None:
         """Check that the function does not read values or change arguments."""
-        for law, check in (("reads", assert_sync_free), ("pure", assert_pure)):
+        for law, check in (("reads", _laws.assert_sync_free), ("pure", _laws.assert_pure)):
             for call in calls:
                 self.attempt(law, "not that", functools.partial(check, function), *call)
 
@@ -147,7 +140,7 @@ class Battery:
         """
 
         def compiled(*_: Any) -> None:
-            results = list(map(compared, assert_single_graph(function, *calls)))
+            results = list(map(compared, _laws.assert_single_graph(function, *calls)))
             expected = [compared(function(*call)) for call in calls]
             torch.testing.assert_close(results, expected, rtol=rtol, atol=atol, equal_nan=True)
 
@@ -155,7 +148,7 @@ class Battery:
             def of_member(*call: Any) -> Any:
                 return compared(function(*call))
 
-            assert_vmap_equals_loop(of_member, *stack_states(calls), rtol=rtol, atol=atol)
+            _laws.assert_vmap_equals_loop(of_member, *stack_states(calls), rtol=rtol, atol=atol)
 
         self.attempt("compile", "the same as eager", compiled, *calls[0])
         self.attempt("vmap", "each member as by itself", mapped, *calls[0])

@@ -8,8 +8,8 @@ import pytest
 import sim
 import torch
 from helpers import find_no_plans, same_bits, tensors
-from jobs import JOBS
-from measured import TOLERANCE, difference, measured, numbers, trained, written
+from jobs import JOBS, to
+from measured import TOLERANCE, Trained, difference, measured, numbers, trained, written
 
 import purescale as ps
 from purescale._optim import kernels
@@ -79,15 +79,6 @@ DONATED = [
 ]
 
 
-@pytest.mark.parametrize("name", DONATED)
-def test_a_donated_step_has_the_bits_of_one_in_fresh_memory(name):
-    found, expected = trained("sim", name, donate=True), trained("sim", name)
-    assert same_bits(numbers(found), numbers(expected))
-
-
-CAPTURED = [name for name in DONATED if name != "`max_retries=2`"]  # which the host reads
-
-
 def captured(name, state):
     """Return the tensors in which a graph works: not the state of a generator, which the host has,
     and not the scale that a rule makes anew in a loop by hand.
@@ -96,27 +87,21 @@ def captured(name, state):
     return tensors(state._replace(scaler=()) if name == "`unscale_and_step`" else state)
 
 
-@pytest.mark.parametrize("name", CAPTURED)
-def test_a_warm_donated_step_keeps_each_tensor_of_the_state_at_its_address(name):
+@pytest.mark.parametrize("name", DONATED)
+def test_a_donated_step_has_the_bits_of_one_in_fresh_memory_and_stays_where_it_is(name):
+    """And a warm one allocates nothing that outlives it but what it tells."""
     state, step, windows = JOBS[name]("sim")
-    before = [tensor.data_ptr() for tensor in captured(name, state)]
-    assert len(set(before)) == len(before)
-    for window in windows:
-        state, _ = step(state, window, donate=True)
-        assert [tensor.data_ptr() for tensor in captured(name, state)] == before
-
-
-@pytest.mark.parametrize("name", CAPTURED)
-def test_a_warm_donated_step_allocates_nothing_that_outlives_it_but_what_it_tells(name):
-    state, step, windows = JOBS[name]("sim")
+    addresses, told = [tensor.data_ptr() for tensor in captured(name, state)], []
+    assert len(set(addresses)) == len(addresses)
+    gc.collect()  # of earlier tests
     # a thread of its own for the backward lets go of its last tensors after the step has returned
     with torch.autograd.set_multithreading_enabled(False):
-        state, _ = step(state, windows[0], donate=True)
-        del _
-        gc.collect()  # of earlier tests
-        for window in windows[1:]:
-            with sim.counted() as counts:
-                state, told = step(state, window, donate=True)
-            memory = {tensor.untyped_storage().data_ptr() for tensor in tensors(told)}
-            assert counts.blocks == len(memory)
-            del told
+        for index, window in enumerate(windows):
+            with sim.waiting(refused="retries" not in name), sim.counted() as counts:
+                state, info = step(state, window, donate=True)
+            assert [tensor.data_ptr() for tensor in captured(name, state)] == addresses
+            memory = {tensor.untyped_storage().data_ptr() for tensor in tensors(info)}
+            assert index == 0 or counts.blocks == len(memory)
+            told.append(to("cpu", info))
+            del info
+    assert same_bits(numbers(Trained(state, told, [])), numbers(trained("sim", name)))

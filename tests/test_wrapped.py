@@ -73,17 +73,14 @@ def data(rank, count, dtype=torch.float32, bad=()):
 def by_parts(optimizer, scaler, params, grads, opt_state):
     grads, found_inf = ps.unscale_and_check(scaler, grads, donate=True)
     grads, norm = ps.clip_by_global_norm(grads, 10.0, donate=True)
-    return (
-        *ps.maybe_step(optimizer, params, grads, opt_state, found_inf, donate=True),
-        found_inf,
-        norm,
-    )
+    new = ps.maybe_step(optimizer, params, grads, opt_state, found_inf, donate=True)
+    return *new, found_inf, norm
 
 
-def in_one(*given):
+def in_one(*args):
     """With one reduction."""
     with CommDebugMode() as counted:
-        out = ps.unscale_and_step(*given, max_norm=10.0, donate=True)
+        out = ps.unscale_and_step(*args, max_norm=10.0, donate=True)
     assert counted.get_total_counts() == 1
     return out[:4]
 
@@ -96,8 +93,8 @@ def by_purescale(wrapped, microbatches, step=by_parts):
         with wrapped.syncs(window):
             ps.scale_loss(scaler, wrapped.loss(microbatch) / window.divisor).backward()
         if window.should_update:
-            given = params, {name: p.grad for name, p in params.items()}, opt_state
-            _, opt_state, found_inf, _ = step(MOMENTUM, scaler, *given)
+            grads = {name: p.grad for name, p in params.items()}
+            _, opt_state, found_inf, _ = step(MOMENTUM, scaler, params, grads, opt_state)
             scaler = RULE.update(scaler, found_inf)
             wrapped.module.zero_grad()
             scales.append(scaler.scale.item())

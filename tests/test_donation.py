@@ -424,3 +424,11 @@ def test_what_is_traced_runs_inside_as_it_is():
         assert same_bits(torch.vmap(clipped)(rows), expected)
         assert same_bits(ps.jit(clipped, backend="aot_eager")(rows), expected)
         assert rows.max() == 4
+
+
+def test_a_donated_step_keeps_each_tensor_of_its_state_where_it_is():
+    state, step = job(ADAMW, RULE, donate=True)
+    addresses = [leaf.data_ptr() for leaf in tensors(state)]
+    for images, labels in (batch(), (batch()[0] * torch.inf, batch()[1]), batch()):
+        state, _ = step(state, [(images, labels)])
+        assert [leaf.data_ptr() for leaf in tensors(state)] == addresses

@@ -17,12 +17,12 @@ demo-distributed: $(READY)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests --ignore=tests/conformance
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/second_device
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" tests/second_device
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --doctest-modules purescale
 
 test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests --ignore=tests/conformance
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/second_device
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/second_device
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --doctest-modules purescale
 
 fuzz: $(READY)

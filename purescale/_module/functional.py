@@ -267,7 +267,7 @@ def make_functional(
       is returned as it is. Other changes made by `forward`
       (attributes, tensors in them, hooks, lists, dicts, helper objects) end with the call, so a
       cache is made anew in each call. The first calls warn, once, of attributes that hold state,
-      and of buffers into which a backward writes, which is lost too. A region that
+      and of buffers into which only a backward writes, which is lost too. A region that
       torch.utils.checkpoint runs again in the backward still sees them.
     - `apply` may be called inside of itself, again in the backward pass (checkpointing around it)
       and from several threads.

@@ -121,7 +121,7 @@ class Apply:
         tensors = {**params, **own_buffers}
         for name in self._renormalised:
             tensors[name] = params[name].clone()
-        watched = {**params, **{name: buffers[name] for name in constants}}
+        watched = params | {name: buffers[name] for name in constants} if constants else params
         is_first = has_graph and train and learned.compares_values and not transformed
         before = stamps(watched.values(), transformed, addresses=is_first)
         values: Tensors = {}  # to find writes through `.data`, once
@@ -219,10 +219,11 @@ def _copies(buffers: Tensors, kept: Set[str], *, one_by_one: bool = False) -> Te
     copied = {n: b for n, b in buffers.items() if n not in kept} if kept else buffers
     values = list(copied.values())
     if one_by_one or not values or any(map(_requires_grad, values)):
-        copies = [value.clone() for value in values]
+        clones = [value.clone() for value in values]
     else:
-        copies = foreach.clone_undetached(values)
-    return {**buffers, **dict(zip(copied, copies, strict=True))}
+        clones = foreach.clone_undetached(values)
+    copies = dict(zip(copied, clones, strict=True))
+    return {**buffers, **copies} if kept else copies
 
 
 def _refuse_live(method: Any) -> None:

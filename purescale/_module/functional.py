@@ -152,7 +152,8 @@ class Apply:
             check_writes(watched, before, after, values)
         if train in learned.first_calls and not callable(method):
             warn_of_attributes(learned.recipes[train], copy, train, learned.first_calls)
-        if has_graph:
+        modes = private.function_modes()
+        if has_graph and (new or modes):
             if is_first:
                 watch_backward(copy, own_buffers.keys() - self.frozen_params - constants)
             references = list(map(weakref.ref, copy.modules()))
@@ -161,7 +162,7 @@ class Apply:
             # buffers: a batch norm does, and a codebook. If none does, nothing writes into those
             # that only layers of torch had.
             alive = [module for reference in references if (module := reference()) is not None]
-            if alive and (modes := private.function_modes()):
+            if modes:
                 rerun_under(modes, alive)
             kept = constants if alive or is_first else constants | self._in_layers
             if len(kept) < len(new):

@@ -113,11 +113,11 @@ def test_steps_have_the_bits_of_a_model_that_does_not_checkpoint(norm, policy, d
     assert same_bits(other, plain)
 
 
-def test_a_step_whose_loss_overflows_has_the_same_bits():
-    policy = POLICIES[4]
+@pytest.mark.parametrize(("norm", "policy"), [("batch", POLICIES[4]), ("layer", POLICIES[1])])
+def test_a_step_whose_loss_overflows_has_the_same_bits(norm, policy):
     rule, found = ps.DynamicScale(2.0**40, max_scale=2.0**40), []
     for checkpoints in (False, True):
-        state, step = training(net(checkpoints, norm="batch"), policy, SGD, rule, max_retries=40)
+        state, step = training(net(checkpoints, norm=norm), policy, SGD, rule, max_retries=40)
         found.append(step(state, batches()))
     assert same_bits(*found)
 

@@ -181,7 +181,7 @@ def check_writes(tensors: Tensors, before: list[int], after: list[int], values: 
 def rerun_under(modes: list[Any], modules: list[nn.Module]) -> None:
     """Let what runs again run under these function modes, even after they were exited."""
     for module in modules:
-        vars(module)["forward"] = functools.partial(_call_under, modes, weak_forward(module))
+        vars(module)["forward"] = functools.partial(_call_under, modes, _weak_forward(module))
 
 
 def _call_under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +194,7 @@ def _call_under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> An
 
 
 @private.only_inlined
-def weak_forward(module: nn.Module) -> Any:
+def _weak_forward(module: nn.Module) -> Any:
     """Return a function that returns the module's forward without keeping the module alive."""
     forward = module.forward
     if inspect.ismethod(forward) and forward.__self__ is module:

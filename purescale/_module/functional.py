@@ -121,7 +121,7 @@ class Apply:
         tensors = {**params, **own_buffers}
         for name in self._renormalised:
             tensors[name] = params[name].clone()
-        watched = {**params, **{name: buffers[name] for name in constants}}
+        watched = params | {name: buffers[name] for name in constants} if constants else params
         is_first = has_graph and train and learned.compares_values and not transformed
         before = stamps(watched.values(), transformed, addresses=is_first)
         values: Tensors = {}  # to find writes through `.data`, once
@@ -152,7 +152,8 @@ class Apply:
             check_writes(watched, before, after, values)
         if train in learned.first_calls and not callable(method):
             warn_of_attributes(learned.recipes[train], copy, train, learned.first_calls)
-        if has_graph:
+        modes = private.function_modes()
+        if has_graph and (new or modes):
             if is_first:
                 watch_backward(copy, own_buffers.keys() - self.frozen_params - constants)
             references = list(map(weakref.ref, copy.modules()))
@@ -161,7 +162,7 @@ class Apply:
             # buffers: a batch norm does, and a codebook. If none does, nothing writes into those
             # that only layers of torch had.
             alive = [module for reference in references if (module := reference()) is not None]
-            if alive and (modes := private.function_modes()):
+            if modes:
                 rerun_under(modes, alive)
             kept = constants if alive or is_first else constants | self._in_layers
             if len(kept) < len(new):
@@ -219,10 +220,11 @@ def _copies(buffers: Tensors, kept: Set[str], *, one_by_one: bool = False) -> Te
     copied = {n: b for n, b in buffers.items() if n not in kept} if kept else buffers
     values = list(copied.values())
     if one_by_one or not values or any(map(_requires_grad, values)):
-        copies = [value.clone() for value in values]
+        clones = [value.clone() for value in values]
     else:
-        copies = foreach.clone_undetached(values)
-    return {**buffers, **dict(zip(copied, copies, strict=True))}
+        clones = foreach.clone_undetached(values)
+    copies = dict(zip(copied, clones, strict=True))
+    return {**buffers, **copies} if kept else copies
 
 
 def _refuse_live(method: Any) -> None:
@@ -267,7 +269,7 @@ def make_functional(
       is returned as it is. Other changes made by `forward`
       (attributes, tensors in them, hooks, lists, dicts, helper objects) end with the call, so a
       cache is made anew in each call. The first calls warn, once, of attributes that hold state,
-      and of buffers into which a backward writes, which is lost too. A region that
+      and of buffers into which only a backward writes, which is lost too. A region that
       torch.utils.checkpoint runs again in the backward still sees them.
     - `apply` may be called inside of itself, again in the backward pass (checkpointing around it)
       and from several threads.

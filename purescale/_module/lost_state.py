@@ -7,7 +7,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import traceback
 import warnings
 import weakref
 from collections.abc import Collection
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._module.after_forward import weak_forward
 from .._module.recipe import ModelCopy, Recipe
 from .._module.registered import MODULE_ATTRIBUTES
 from .._torch import private
@@ -184,40 +182,20 @@ def _describe(changes: _Changes) -> str:
 # ---- what a backward writes into buffers ---------------------------------------------------------
 
 
-@dataclasses.dataclass
-class _Watch:
-    """The state of the watch over the backward of a call."""
-
-    is_silent: bool = False  # after a warning, or where torch.utils.checkpoint runs a part again
-
-
 @private.only_inlined
 def watch_backward(copy: ModelCopy, names: Collection[str]) -> None:
     """Warn if a backward writes into one of the named buffers of a copy: the call has returned its
-    new buffers before. What torch.utils.checkpoint runs again is meant to be lost.
+    new buffers before. A backward that runs a part of the forward again writes into those that the
+    forward has written; that is meant to be lost, and these are left out.
 
     A buffer is looked at when it is freed, with the graph that keeps it.
     """
-    watch = _Watch()
     for name, (first, *_) in copy.layout.places_of_arguments:
         buffer = copy.value(first)
-        if name in names and isinstance(buffer, Tensor):
+        if name in names and isinstance(buffer, Tensor) and not any(_writes(buffer)):
             # A detached tensor counts the same writes.
-            facts = name, buffer.detach(), _writes(buffer)
-            end = weakref.ref(buffer, functools.partial(_warn_if_written, watch, *facts))
+            end = weakref.ref(buffer, functools.partial(_warn_if_written, name, buffer.detach()))
             _ends[id(end)] = end
-    for module in copy.modules():
-        vars(module)["forward"] = functools.partial(_run_again, watch, weak_forward(module))
-
-
-@private.only_inlined
-def _run_again(watch: _Watch, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a forward of a copy after its call, and look who asks for it."""
-    if not watch.is_silent:
-        frames = traceback.walk_stack(None)
-        names = (frame.f_globals.get("__name__") for frame, _ in frames)
-        watch.is_silent = "torch.utils.checkpoint" in names
-    return forward()(*args, **kwargs)
 
 
 # By id: calls `_warn_if_written` when its buffer is freed. Python's `weakref.finalize` does the
@@ -226,18 +204,12 @@ _ends: dict[int, Any] = {}
 
 
 @private.only_inlined
-def _warn_if_written(
-    watch: _Watch, name: str, same_memory: Tensor, writes: list[int], end: Any
-) -> None:
+def _warn_if_written(name: str, same_memory: Tensor, end: Any) -> None:
     del _ends[id(end)]
-    if watch.is_silent or _writes(same_memory) == writes:
-        return
-    watch.is_silent = True
-    warnings.warn(
-        f"a backward of the model wrote into its buffer {name} after the call had returned the new "
-        "buffers, so the write is lost. Likely cause: a backward hook that keeps a number, or a "
-        "backward that runs the forward again, as torchdiffeq.odeint_adjoint does over a batch "
-        "norm. Fix: compute the number from the gradients, between value_and_grad and the step; "
-        "take a method without such a backward, or a norm without running statistics.",
-        stacklevel=2,
-    )
+    if any(_writes(same_memory)):
+        warnings.warn(
+            f"a backward of the model wrote into its buffer {name} after the call had returned the "
+            "new buffers, so the write is lost. Likely cause: a backward hook that keeps a number. "
+            "Fix: compute the number from the gradients, between value_and_grad and the step.",
+            stacklevel=2,
+        )

@@ -59,8 +59,6 @@ def _referents(obj: Any) -> list[Any]:
         names = [obj.__globals__.get(name) for name in obj.__code__.co_names]
         used = [v for v in names if isinstance(v, (nn.Module, Tensor, types.MethodType))]
         return [obj.__closure__, obj.__defaults__, obj.__kwdefaults__, vars(obj), *used]
-    if isinstance(obj, (types.BuiltinMethodType, types.MethodWrapperType)):
-        return [obj.__self__]
     if isinstance(obj, weakref.ref):
         return [obj()]
     if is_array(obj):  # the garbage collector does not know its elements

@@ -99,10 +99,10 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
     old = clone((params, state))
     has_masters = getattr(updater, "wide_grads", False) or kind == "partition"
     unscaled = grads.unscaled(wide=has_masters)
-    plan, hyperparams = updater.plan(inputs), updater.hyperparams(state)
-    applied = inputs.restore(*updater.step_unless(None, inputs, unscaled, plan, hyperparams))
+    inputs = inputs._replace(plan=updater.plan(inputs), hyperparams=updater.hyperparams(state))
+    applied = inputs.restore(*updater.step_unless(None, inputs, unscaled))
     expected = ps.select(overflow, old, applied)
-    arguments = torch.tensor(overflow), inputs, grads, plan, hyperparams
+    arguments = torch.tensor(overflow), inputs, grads
     stepped = inputs.restore(*updater.step_unless(*arguments, in_place=in_place))
     if factor == 0.3:  # scale and factor are one division in a kernel
         assert_close(stepped, expected, rtol=1e-6, atol=1e-7)
@@ -116,8 +116,9 @@ def test_neither_preparing_nor_applying_a_step_changes_its_arguments(kind):
     inputs, grads, params, state = scaled_inputs(OPTIMIZERS[kind], 0.25, overflow=False)
     with Untouched((params, state, grads.tensors)):
         plan, hyperparams = updater.plan(inputs), updater.hyperparams(inputs.opt_state)
-        updater.step_unless(torch.tensor(False), inputs, grads, plan, hyperparams)
-        updater.step_unless(None, inputs, grads, plan, hyperparams)
+        inputs = inputs._replace(plan=plan, hyperparams=hyperparams)
+        updater.step_unless(torch.tensor(False), inputs, grads)
+        updater.step_unless(None, inputs, grads)
 
 
 class Raises(StepAlone):
@@ -149,7 +150,7 @@ class Descent(Updater):
     def init(self, params):
         return {}
 
-    def apply_step(self, inputs, grads, plan, hyperparams):
+    def apply_step(self, inputs, grads):
         pairs = zip(inputs.params, grads.tensors, strict=True)
         return [p - 0.5 * g for p, g in pairs], inputs.opt_state
 
@@ -174,7 +175,7 @@ class ByNormOfAll(Updater):
     def init(self, params):
         return ps.from_torch(torch.optim.SGD, lr=1.0).init(params)
 
-    def apply_step(self, inputs, grads, plan, hyperparams):
+    def apply_step(self, inputs, grads):
         norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads.tensors]))
         pairs = zip(inputs.params, grads.tensors, strict=True)
         return [p - g / norm for p, g in pairs], inputs.opt_state

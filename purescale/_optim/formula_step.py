@@ -42,8 +42,6 @@ class FormulaStep:
         self,
         inputs: StepInputs,
         grad_leaves: list[Tensor | None],
-        groups: list[ParamGroup],
-        hyperparams: Hyperparams,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, in fresh memory, before it is counted. Each
         leaf is stepped alone and keeps its graph if the step may be differentiated.
@@ -52,13 +50,13 @@ class FormulaStep:
         applied = inputs.opt_state.applied
         columns = inputs.columns
         t = (applied + 1).to(widest_float(applied.device))
-        hyperparams = hyperparams.map(lambda table: _as_arguments(table, applied.device))
-        one_by_one = self._config.differentiable or traced()
-        operands = params, grad_leaves, columns, t, hyperparams, one_by_one
+        hyperparams = inputs.hyperparams.map(lambda table: _as_arguments(table, applied.device))
+        per_leaf = self._config.differentiable or traced()
+        operands = params, grad_leaves, columns, t, hyperparams, per_leaf
         if torch.compiler.is_dynamo_compiling():
             new = iter(self._opaque(names, *operands))
         else:
-            new = iter(self._step_as_list(groups, *operands))
+            new = iter(self._step_as_list(inputs.plan.groups, *operands))
         params = list(itertools.islice(new, len(params)))
         return params, inputs.state_with_columns(columns_like(columns, new))
 
@@ -70,7 +68,7 @@ class FormulaStep:
         columns: Columns,
         t: Tensor,
         hyperparams: Hyperparams,
-        one_by_one: bool,
+        per_leaf: bool,
     ) -> list[Tensor]:
         """Return all new parameters, then all new columns, in order."""
         new_params: list[Any] = list(params)
@@ -79,32 +77,31 @@ class FormulaStep:
             {key: c[index] for key, c in columns.items() if isinstance(c[index], Tensor)}
             for index in range(len(params))
         ]
-        with torch.set_grad_enabled(one_by_one):
-            for group in groups:
-                settings = self._config.settings_of(group.overrides, hyperparams)
-                present = [
-                    (index, gradient)
-                    for index in group.indices
-                    # A formula that is not elementwise divides by a size, which may be 0.
-                    if (gradient := grad_leaves[index]) is not None
-                    and (self._formula.elementwise or params[index].numel())
-                ]
-                rows = [Row(params[index], grad, slots[index]) for index, grad in present]
-                stepped = self._step_group(rows, settings, t, one_by_one=one_by_one)
-                for (index, _), (param, entry) in zip(present, stepped, strict=True):
-                    new_params[index] = param
-                    for key, slot in entry.items():
-                        new_columns[key][index] = slot
-            old = [*params, *values_of(columns)]
-            new = [*new_params, *values_of(new_columns)]
-            # What takes no part is as it was.
-            return [n.clone() if n is o else n for o, n in zip(old, new, strict=True)]
+        for group in groups:
+            settings = self._config.settings_of(group.overrides, hyperparams)
+            present = [
+                (index, gradient)
+                for index in group.indices
+                # A formula that is not elementwise divides by a size, which may be 0.
+                if (gradient := grad_leaves[index]) is not None
+                and (self._formula.elementwise or params[index].numel())
+            ]
+            rows = [Row(params[index], grad, slots[index]) for index, grad in present]
+            stepped = self._step_group(rows, settings, t, per_leaf=per_leaf)
+            for (index, _), (param, entry) in zip(present, stepped, strict=True):
+                new_params[index] = param
+                for key, slot in entry.items():
+                    new_columns[key][index] = slot
+        old = [*params, *values_of(columns)]
+        new = [*new_params, *values_of(new_columns)]
+        # What takes no part is as it was.
+        return [n.clone() if n is o else n for o, n in zip(old, new, strict=True)]
 
     def _step_group(
-        self, rows: list[Row], settings: Settings, t: Tensor, *, one_by_one: bool
+        self, rows: list[Row], settings: Settings, t: Tensor, *, per_leaf: bool
     ) -> list[NewLeaf]:
         """Return the new parameter and slots of each row."""
-        if one_by_one or not self._formula.elementwise:
+        if per_leaf or not self._formula.elementwise:
             return [self._step_leaf(row, settings, t) for row in rows]
         stepped: list[Any] = [None] * len(rows)
         kinds = [(row.param.device, row.param.dtype, tuple(row.slots)) for row in rows]

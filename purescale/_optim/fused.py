@@ -155,12 +155,11 @@ class FusedStep:
                 )
         return launches
 
-    def can_run(
-        self, inputs: StepInputs, grads: Gradients, plan: TorchPlan, hyperparams: Hyperparams
-    ) -> bool:
+    def can_run(self, inputs: StepInputs, grads: Gradients) -> bool:
         """Return True if the planned kernel takes the values of this step: settings that the host
         can read, on an accelerator a float32 rate; in a trace, operands of one opaque operator.
         """
+        plan, hyperparams = inputs.plan, inputs.hyperparams
         if not plan.kernel_fits:
             return False
         if not self._config.is_static:
@@ -187,8 +186,6 @@ class FusedStep:
         self,
         inputs: StepInputs,
         grads: Gradients,
-        plan: TorchPlan,
-        hyperparams: Hyperparams,
         skip: Tensor | None,
         *,
         in_place: bool,
@@ -196,6 +193,7 @@ class FusedStep:
         """Return parameters and state after the step, unless it is skipped, before it is counted in
         `applied`; in eager mode and in memory of their own.
         """
+        plan, hyperparams = inputs.plan, inputs.hyperparams
         leaves, structure = inputs.leaves_and_treedef()
         if plan.leaves_are_ready:
             leaves = leaves if in_place else foreach.clone_undetached(leaves)
@@ -219,19 +217,18 @@ class FusedStep:
         self,
         inputs: StepInputs,
         grads: Gradients,
-        plan: TorchPlan,
-        hyperparams: Hyperparams,
         skip: Tensor | None,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, before it is counted in `applied`, from
         operators, which end a graph of `jit`.
         """
+        launches = inputs.plan.launches
         leaves, structure = inputs.leaves_and_treedef()
         num_params, stepped = len(inputs.params), list(leaves)
         applied = structure.unflatten(leaves[num_params:]).applied
-        t_by_device = self._t_by_device(applied, plan.launches)
-        for launch in plan.launches:
-            call = self._call(launch, leaves, t_by_device, grads, hyperparams)
+        t_by_device = self._t_by_device(applied, launches)
+        for launch in launches:
+            call = self._call(launch, leaves, t_by_device, grads, inputs.hyperparams)
             new = torch.ops.purescale.fused_update(*arguments_of_operator(call, skip))
             indices = itertools.chain(launch.param_indices, *launch.slot_indices)
             for index, tensor in zip(indices, new, strict=True):
@@ -243,7 +240,6 @@ class FusedStep:
         self,
         inputs: StepInputs,
         grads: Gradients,
-        hyperparams: Hyperparams,
         skip: Tensor | None,
         *,
         in_place: bool,
@@ -251,7 +247,7 @@ class FusedStep:
         """Return parameters and state after a step that Dynamo traces as one function, before it is
         counted in `applied`.
         """
-        inputs = _with_writable_leaves(inputs, in_place=in_place)
+        hyperparams, inputs = inputs.hyperparams, _with_writable_leaves(inputs, in_place=in_place)
         params, columns, state = inputs.params, inputs.columns, inputs.opt_state
         if not self._config.is_static:
             hyperparams = hyperparams.map(lambda table: map_numbers(_copied, table))

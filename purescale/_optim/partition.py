@@ -161,38 +161,37 @@ class PartitionOptimizer(Updater):
         skip: Tensor | None,
         inputs: StepInputs,
         grads: Gradients,
-        plan: dict[str, Part],
-        hyperparams: dict[str, Any],
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step of each part, skipped or not."""
-        part_inputs = {key: self.inputs_of(key, part.members, inputs) for key, part in plan.items()}
+        plan: dict[str, Part] = inputs.plan
+        part_inputs = {
+            key: self.inputs_of(key, part.param_indices, inputs)._replace(
+                plan=part.plan, hyperparams=inputs.hyperparams[key]
+            )
+            for key, part in plan.items()
+        }
         part_grads = {
-            key: self.grads_of(part_inputs[key], part.members, inputs, grads)
+            key: self.grads_of(part_inputs[key], part.param_indices, inputs, grads)
             for key, part in plan.items()
         }
         stepped = {}
-        for key, part in plan.items():
+        for key in plan:
             updater = self.updaters[key]
+            may_write = in_place and not updater.runs_user_code
             stepped[key] = updater.step_unless(
-                skip,
-                part_inputs[key],
-                part_grads[key],
-                part.plan,
-                hyperparams[key],
-                in_place=in_place and not updater.runs_user_code,
+                skip, part_inputs[key], part_grads[key], in_place=may_write
             )
         for key, updater in self.updaters.items():
             if in_place and updater.runs_user_code and not updater.may_add_slots:
                 old = part_inputs[key].params, part_inputs[key].opt_state
                 stepped[key] = write_over(old, stepped[key])
-        return self._joined(inputs, plan, part_inputs, stepped)
+        return self._joined(inputs, part_inputs, stepped)
 
     def _joined(
         self,
         inputs: StepInputs,
-        plan: dict[str, Part],
         part_inputs: dict[str, StepInputs],
         stepped: dict[str, tuple[list[Tensor], Tree]],
     ) -> tuple[list[Tensor], Tree]:
@@ -203,7 +202,7 @@ class PartitionOptimizer(Updater):
             if part_inputs[key].global_trees is not None:
                 tree, opt_state[key] = part_inputs[key].restore(*stepped[key])
                 new = part_inputs[key].layout.leaves(tree)
-            for index, param in zip(plan[key].members, new, strict=True):
+            for index, param in zip(inputs.plan[key].param_indices, new, strict=True):
                 params[index] = param
         return params, opt_state
 
@@ -232,7 +231,7 @@ class PartitionOptimizer(Updater):
 class Part(NamedTuple):
     """A part of a step."""
 
-    members: list[int]  # its parameters, by index
+    param_indices: list[int]
     plan: Any  # of its optimizer
 
 

@@ -52,7 +52,14 @@ def find_step(
         return None
     flat_trees, leaves, plan = match
     params, opt_state, *_ = flat_trees
-    inputs = StepInputs.of_dense(plan.layout, params, opt_state, plan.leaves_metadata)
+    inputs = StepInputs.of_dense(
+        plan.layout,
+        params,
+        opt_state,
+        plan.leaves_metadata,
+        plan=plan.updater_plan,
+        hyperparams=updater.hyperparams(opt_state.tree),
+    )
     return PlannedStep(flat_trees, leaves, inputs, plan, eager_mode)
 
 
@@ -84,6 +91,8 @@ def plan_step(
     if known and keep and updater.keeps_plans:
         add_plan(updater.plans, known, trees, plan)
     leaves = [leaf for tree in trees for leaf in tree.leaves]
+    hyperparams = updater.hyperparams(inputs.opt_state)
+    inputs = inputs._replace(plan=plan.updater_plan, hyperparams=hyperparams)
     return PlannedStep(trees, leaves, inputs, plan, eager_mode)
 
 

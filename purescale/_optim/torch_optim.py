@@ -125,25 +125,21 @@ class TorchOptimizer(Updater):
         """Return the settings of a step that may differ from those of the step before."""
         return self.config.hyperparams(opt_state)
 
-    def apply_step(
-        self, inputs: StepInputs, grads: Gradients, plan: TorchPlan, hyperparams: Hyperparams
-    ) -> tuple[list[Tensor], Tree]:
+    def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step by the formula, or the class, in fresh
         memory.
         """
         leaves = _cast_gradients(inputs.grads_like_params(grads), inputs.params)
-        params, state = self._step(inputs, leaves, plan.groups, hyperparams)
+        params, state = self._step(inputs, leaves)
         return params, self._counted(state)
 
     def _step(
         self,
         inputs: StepInputs,
         grad_leaves: list[Tensor | None],
-        groups: list[ParamGroup],
-        hyperparams: Hyperparams,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, in fresh memory, before it is counted."""
-        return step_of_user_class(self.config, inputs, grad_leaves, groups, hyperparams)
+        return step_of_user_class(self.config, inputs, grad_leaves)
 
     def _counted(self, state: OptState, skip: Tensor | None = None) -> OptState:
         """Return the state after a step that has not been counted yet, in fresh memory."""
@@ -289,35 +285,29 @@ class FormulaOptimizer(TorchOptimizer):
         self,
         inputs: StepInputs,
         grad_leaves: list[Tensor | None],
-        groups: list[ParamGroup],
-        hyperparams: Hyperparams,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step by the formula."""
-        return self._formula_step(inputs, grad_leaves, groups, hyperparams)
+        return self._formula_step(inputs, grad_leaves)
 
     def step_unless(
         self,
         skip: Tensor | None,
         inputs: StepInputs,
         grads: Gradients,
-        plan: TorchPlan,
-        hyperparams: Hyperparams,
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
         fused_step = self._fused_step
-        if not fused_step.can_run(inputs, grads, plan, hyperparams):
-            return super().step_unless(skip, inputs, grads, plan, hyperparams, in_place=in_place)
-        if not plan.in_trace:
-            params, state = fused_step(inputs, grads, plan, hyperparams, skip, in_place=in_place)
+        if not fused_step.can_run(inputs, grads):
+            return super().step_unless(skip, inputs, grads, in_place=in_place)
+        if not inputs.plan.in_trace:
+            params, state = fused_step(inputs, grads, skip, in_place=in_place)
             return params, count_step(state, skip, in_place=True)
         if torch.compiler.is_dynamo_compiling():
-            params, state = fused_step.in_dynamo(
-                inputs, grads, hyperparams, skip, in_place=in_place
-            )
+            params, state = fused_step.in_dynamo(inputs, grads, skip, in_place=in_place)
         else:
-            params, state = fused_step.as_operators(inputs, grads, plan, hyperparams, skip)
+            params, state = fused_step.as_operators(inputs, grads, skip)
         return params, self._counted(state, skip)
 
 

@@ -47,7 +47,7 @@ class Optimizer(Protocol):
 
 class Updater:
     """An optimizer as a step calls it, over the lists of `StepInputs`: `plan`, `hyperparams`,
-    then `step_unless`, all by `step_planned`. `as_updater` makes one of any optimizer.
+    then `step_unless`, by `step_planned`. `as_updater` makes one of any optimizer.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
@@ -66,6 +66,10 @@ class Updater:
     # True if it lives for more than one call, so that a plan can be found.
     keeps_plans: bool = True
     must_agree: Any  # what ranks compare of it
+
+    def init(self, params: Tree) -> Tree:
+        """Return the state before the first step, as `Optimizer.init`."""
+        raise NotImplementedError(f"{type(self).__name__} has no init")
 
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
@@ -86,10 +90,7 @@ class Updater:
         the trees of the arguments. `skip` is None where the host knows that the step is applied.
         """
         inputs = planned.inputs
-        hyperparams = self.hyperparams(inputs.opt_state)
-        plan = planned.plan.updater_plan
-        stepped = self.step_unless(skip, inputs, grads, plan, hyperparams, in_place=in_place)
-        return inputs.restore(*stepped)
+        return inputs.restore(*self.step_unless(skip, inputs, grads, in_place=in_place))
 
     def grad_mode(self) -> torch.set_grad_enabled:
         """Return a context that records a graph only if a derivative may go through the step."""
@@ -106,20 +107,20 @@ class Updater:
         """
 
     def hyperparams(self, opt_state: Tree) -> Any:
-        """Return the settings of the next step. Schedules run here, before anything is written."""
+        """Return the settings of the next step that may differ from those of the last one.
+        Schedules run here, before any work.
+        """
 
     def step_unless(
         self,
         skip: Tensor | None,
         inputs: StepInputs,
         grads: Gradients,
-        plan: Any,
-        hyperparams: Any,
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
-        """Equal to `select(skip, (old params, old state), self.apply_step(inputs, grads.unscaled(),
-        plan, hyperparams))`. `skip` is None where the host knows that the step is applied. With
+        """Equal to `select(skip, (old params, old state), self.apply_step(inputs,
+        grads.unscaled()))`. `skip` is None where the host knows that the step is applied. With
         `in_place`, the caller guarantees that nobody else holds the tensors of `inputs`: they are
         overwritten.
         """
@@ -134,7 +135,8 @@ class Updater:
         ):
             # `where` sends a derivative of 0 into what it does not choose: 0 * inf is NaN.
             grads = grads.zeroed(skip)
-        new = self.apply_step(inputs, grads.unscaled(wide=self.wide_grads), plan, hyperparams)
+        with self.grad_mode():
+            new = self.apply_step(inputs, grads.unscaled(wide=self.wide_grads))
         if self.may_add_slots:
             return new
         old = inputs.params, after_skip(inputs.opt_state, in_place=in_place)
@@ -145,12 +147,8 @@ class Updater:
             flag = False if skip is None else skip
             return structure.unflatten(select_masked(flag, before, after, in_place=in_place))
 
-    def apply_step(
-        self, inputs: StepInputs, grads: Gradients, plan: Any, hyperparams: Any
-    ) -> tuple[list[Tensor], Tree]:
-        """Return parameters and state after the step with these settings and unscaled gradients,
-        in fresh memory.
-        """
+    def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
+        """Return parameters and state after the step with unscaled gradients, in fresh memory."""
         raise NotImplementedError(f"{type(self).__name__} has no apply_step")
 
 
@@ -183,14 +181,15 @@ class AdaptedOptimizer(Updater):
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
-    def apply_step(
-        self, inputs: StepInputs, grads: Gradients, plan: Any, hyperparams: Any
-    ) -> tuple[list[Tensor], Tree]:
+    def init(self, params: Tree) -> Tree:
+        """Return the state of the optimizer."""
+        return self.optimizer.init(params)
+
+    def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
         old = inputs.trees
         trees = old[0], inputs.layout.tree(inputs.grads_like_params(grads)), old[1]
-        with self.grad_mode():
-            stepped = self.optimizer.step(*trees)
-            pytree.matching_leaves(old, stepped, "old", "new")
-            params, opt_state = pytree.copy_aliased(stepped, trees)
-            return inputs.layout.leaves(params), opt_state
+        stepped = self.optimizer.step(*trees)
+        pytree.matching_leaves(old, stepped, "old", "new")
+        params, opt_state = pytree.copy_aliased(stepped, trees)
+        return inputs.layout.leaves(params), opt_state

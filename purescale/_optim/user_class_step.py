@@ -24,8 +24,6 @@ def step_of_user_class(
     config: OptimizerConfig,
     inputs: StepInputs,
     grad_leaves: list[Tensor | None],
-    groups: list[ParamGroup],
-    hyperparams: Hyperparams,
 ) -> tuple[list[Tensor], OptState]:
     """Return parameters and state after the `step` of a user's class with these settings, in fresh
     memory, before it is counted. Half parameters and their slots are computed in float32.
@@ -49,9 +47,9 @@ def step_of_user_class(
         for name, g in zip(params, grad_leaves, strict=True)
         if g is not None
     }
-    hyperparams = hyperparams.map(read_numbers)
+    hyperparams = inputs.hyperparams.map(read_numbers)
     with torch.no_grad():
-        new_slots = _run(config, new_params, copied_grads, copies, groups, hyperparams)
+        new_slots = _run(config, new_params, copied_grads, copies, inputs.plan.groups, hyperparams)
     stepped = [new.to(params[name].dtype) for name, new in new_params.items()]
     new_slots = {
         name: {key: _narrow(value, slots[name].get(key)) for key, value in entry.items()}

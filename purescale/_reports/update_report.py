@@ -261,10 +261,10 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
     if isinstance(optimizer, PartitionOptimizer):
         updates: list[Any] = list(inputs.params)
         for key, part in optimizer.plan(inputs).items():
-            of_part = optimizer.inputs_of(key, part.members, inputs)
-            grads_of_part = optimizer.grads_of(of_part, part.members, inputs, grads)
+            of_part = optimizer.inputs_of(key, part.param_indices, inputs)
+            grads_of_part = optimizer.grads_of(of_part, part.param_indices, inputs, grads)
             of_members = _wanted(optimizer.updaters[key], of_part, grads_of_part)
-            for index, update in zip(part.members, of_members, strict=True):
+            for index, update in zip(part.param_indices, of_members, strict=True):
                 updates[index] = update
         return updates
     old = list(map(_wide, inputs.params))
@@ -280,8 +280,9 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
 
 def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tensor]:
     if not isinstance(optimizer, AdaptedOptimizer):
-        plan, hyperparams = optimizer.plan(inputs), optimizer.hyperparams(inputs.opt_state)
-        stepped: list[Tensor] = optimizer.step_unless(None, inputs, grads, plan, hyperparams)[0]
+        hyperparams = optimizer.hyperparams(inputs.opt_state)
+        inputs = inputs._replace(plan=optimizer.plan(inputs), hyperparams=hyperparams)
+        stepped: list[Tensor] = optimizer.step_unless(None, inputs, grads)[0]
         return stepped
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     params, opt_state = inputs.trees

@@ -125,14 +125,12 @@ class Wrapper(Updater):
         with self.grad_mode():
             return self.updater.hyperparams(self.inner_state(opt_state))
 
-    def apply_step(
-        self, inputs: StepInputs, grads: Gradients, plan: list[Piece], hyperparams: Any
-    ) -> tuple[list[Tensor], Tree]:
+    def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step: decoded, stepped and encoded."""
-        [piece] = plan
+        [piece] = inputs.plan
 
         def step(inner: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
-            return self.updater.step_unless(None, inner, grads, piece.plan, hyperparams)
+            return self.updater.step_unless(None, inner._replace(plan=piece.plan), grads)
 
         return self._step_decoded(inputs, grads, step)[0]
 
@@ -141,27 +139,26 @@ class Wrapper(Updater):
         skip: Tensor | None,
         inputs: StepInputs,
         grads: Gradients,
-        plan: list[Piece],
-        hyperparams: Any,
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return the step of a large model piece by piece, which bounds the memory for what is
         decoded.
         """
-        is_whole = skip is None and not in_place and len(plan) == 1
+        pieces: list[Piece] = inputs.plan
+        is_whole = skip is None and not in_place and len(pieces) == 1
         if is_whole or not self._inner_skips():
-            return super().step_unless(skip, inputs, grads, plan, hyperparams, in_place=in_place)
+            return super().step_unless(skip, inputs, grads, in_place=in_place)
 
         def step_of(piece: Piece) -> InnerStep:
             return lambda inner, grads: self.updater.step_unless(
-                skip, inner, grads, piece.plan, hyperparams, in_place=not traced()
+                skip, inner._replace(plan=piece.plan), grads, in_place=not traced()
             )
 
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
         if traced():
             unscaled = grads.unscaled(wide=self.wide_grads)
-            new, chosen = self._step_decoded(inputs, unscaled, step_of(plan[0]))
+            new, chosen = self._step_decoded(inputs, unscaled, step_of(pieces[0]))
             before, after, structure = pytree.matching_leaves(old, new, "old", "new")
             done = set(map(id, chosen))
             leaves = [
@@ -171,12 +168,12 @@ class Wrapper(Updater):
             return structure.unflatten(leaves)
         with torch.no_grad():
             inputs = _off_graph(inputs, copy=self.runs_user_code or not in_place)
-            if len(plan) > 1:
+            if len(pieces) > 1:
                 inputs = inputs._replace(piece_positions=inputs.positions)
-            for piece in plan:
+            for piece in pieces:
                 of_piece, grads_of_piece = inputs, grads
                 if piece.cut is not None:
-                    of_piece = _piece_of(inputs, piece.cut, last=piece is plan[-1])
+                    of_piece = _piece_of(inputs, piece.cut, last=piece is pieces[-1])
                     grads_of_piece = _grads_of(inputs, grads, piece.cut)
                 leaves = pytree.flatten((of_piece.params, of_piece.opt_state))[0]
                 unscaled = grads_of_piece.unscaled(wide=self.wide_grads)
@@ -258,7 +255,13 @@ def _piece_of(inputs: StepInputs, cut: Cut, *, last: bool) -> StepInputs:
     of_piece = [
         positions[n]._replace(start=positions[n].start + span.start) for n, span in cut.items()
     ]
-    return StepInputs(layout, TensorList(params), state, piece_positions=of_piece)
+    return StepInputs(
+        layout,
+        TensorList(params),
+        state,
+        piece_positions=of_piece,
+        hyperparams=inputs.hyperparams,
+    )
 
 
 def _grads_of(inputs: StepInputs, grads: Gradients, cut: Cut) -> Gradients:

@@ -11,11 +11,10 @@ from helpers import assert_close, clone, same_bits, tensors
 from test_foreach import Launched, WithoutDriver, fake_cuda
 
 import purescale as ps
-from purescale._grads import grad_stats
 from purescale._jit.cut import compiled_in_stages
 from purescale._jit.jit import FlatFunction
 from purescale._jit.pure_graph import trace
-from purescale._torch import tracing
+from purescale._torch import list_stats, tracing
 from purescale._tree import pytree as tree
 
 in_order = functools.partial(ps.jit, backend="aot_eager")
@@ -26,7 +25,7 @@ adamw = functools.partial(ps.from_torch, torch.optim.AdamW)
 def many_leaves():
     """Few leaves count as many."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (tracing, grad_stats):
+        for module in (tracing, list_stats):
             patch.setattr(module, "MAX_INLINE_LEAVES", 0)
         yield
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import purescale as ps
-from purescale._grads import grad_stats
+from purescale._torch import list_stats
 from purescale.testing import assert_sync_free
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
@@ -194,7 +194,7 @@ def test_one_bad_element_is_found_wherever_it_is(where, dtype):
 def test_the_norm_in_rows_and_chunks_equals_float64(length, chunk, sizes, power):
     leaves = [torch.randn(size) * 10.0 ** (7 * index) for index, size in enumerate(sizes)]
     row = torch.cat(leaves).double()
-    with changed(grad_stats, _FEW=chunk, _ROW=length, _CHUNK=2 * chunk, _SMALL=chunk):
+    with changed(list_stats, _FEW=chunk, _ROW=length, _CHUNK=2 * chunk, _SMALL=chunk):
         for p in (2.0, power):
             norm = ps.clip_by_global_norm(leaves, float("inf"), p)[1]
             expected = torch.linalg.vector_norm(row, p).float()

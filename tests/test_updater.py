@@ -1,13 +1,16 @@
 """The methods of an optimizer that a step calls: the applied step, or the old state."""
 
+import contextlib
+
 import pytest
 import torch
-from helpers import Untouched, clone, same_bits
+from helpers import Untouched, clone, same_bits, tensors
 from torch.testing import assert_close
 
 import purescale as ps
 from purescale._optim.step_inputs import flatten_step
 from purescale._optim.updater import Updater, as_updater
+from purescale._torch.tracing import as_on_an_accelerator
 from purescale._wrappers import wrapper
 
 
@@ -98,7 +101,7 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
     inputs, grads, params, state = scaled_inputs(optimizer, factor, overflow=overflow)
     old = clone((params, state))
     has_masters = getattr(updater, "wide_grads", False) or kind == "partition"
-    unscaled = grads.unscaled(wide=has_masters)
+    unscaled = grads.apply_pending(wide=has_masters)
     inputs = inputs._replace(plan=updater.plan(inputs), hyperparams=updater.hyperparams(state))
     applied = inputs.restore(*updater.step_unless(None, inputs, unscaled))
     expected = ps.select(overflow, old, applied)
@@ -165,6 +168,22 @@ def test_an_updater_is_given_unscaled_and_clipped_gradients(max_norm):
         for optimizer in (Descent(), ps.from_torch(torch.optim.SGD, lr=0.5))
     ]
     assert_close(steps[0].params, steps[1].params)
+
+
+@pytest.mark.parametrize("on_an_accelerator", [False, True])
+@pytest.mark.parametrize("cls", ["SGD", "RMSprop"])
+def test_under_no_grad_no_result_of_a_differentiable_step_is_on_a_graph(cls, on_an_accelerator):
+    optimizer, scaler = of(cls, differentiable=True), ps.DynamicScale(init_scale=8.0).init()
+    params = {"5": torch.ones(5, requires_grad=True)}
+    grads, state = {"5": torch.ones(5)}, optimizer.init(params)
+    mode = as_on_an_accelerator() if on_an_accelerator else contextlib.nullcontext()
+    with torch.no_grad(), mode:
+        results = [
+            optimizer.step(params, grads, state),
+            ps.maybe_step(optimizer, params, grads, state, torch.tensor(False)),
+            ps.unscale_and_step(optimizer, scaler, params, grads, state)[:2],
+        ]
+    assert not any(leaf.requires_grad for result in results for leaf in tensors(result))
 
 
 class ByNormOfAll(Updater):

@@ -170,7 +170,7 @@ def _magnitudes(gradients: Gradients, norm_type: float) -> Gradients:
         torch.view_as_complex(tensor).abs() if template.is_complex() else tensor
         for tensor, template in pairs
     ]
-    return gradients.with_tensors(tensors, owned=False)
+    return gradients.with_tensors(tensors)
 
 
 def check_grad_norm(norm: Tensor) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .._distributed.collectives import all_reduce_found_inf
 from .._distributed.process_group import Group, all_reduce
-from .._grads.grad_stats import LocalStats, local_stats, norm_on_host
 from .._grads.mesh_stats import mesh_stats, stats_of_parts
 from .._torch.dtypes import saturating, widest_float
+from .._torch.list_stats import LocalStats, local_stats, norm_on_host
 from .._torch.tracing import host_can_read, is_on_a_graph
 from .._tree.gradients import Gradients
 

@@ -18,9 +18,9 @@ from .._distributed.process_group import (
     mesh_sizes,
     num_replicas,
 )
-from .._grads.grad_stats import LocalStats, local_stats, norm_of_norms
 from .._torch import dtensor
 from .._torch.dtypes import widest_float
+from .._torch.list_stats import LocalStats, local_stats, norm_of_norms
 
 
 def mesh_stats(

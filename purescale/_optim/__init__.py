@@ -8,15 +8,16 @@ selects old or new by a mask.
 updater         Optimizer, the protocol: `init` and `step`; Updater, what a step calls beyond it
 planned         a step found by structure and metadata, or planned
 step_inputs     its lists, by the layout of the parameters in their tree
-torch_optim     from_torch: a class of torch.optim. Its settings: settings (a config), in_state,
-                schedule. What it keeps for each parameter: slot_spec. Its state: opt_state,
-                torch_state_dict. Its step: launches (fused) of torch's kernels (kernels),
-                or its formula (formula_step, formulas); of a user's class its own (user_class_step)
+from_torch      an optimizer from a class of torch.optim
 from_formula    an optimizer from the mathematics of one leaf
+torch_optim     the optimizers of both. Settings: settings (a config), in_state, schedule. What
+                they keep for each parameter: slot_spec. Their state: opt_state, torch_state_dict.
+                Their step: launches (fused) of torch's kernels (kernels), or the formula
+                (formula_step, formulas); of a user's class its own (user_class_step)
 transformation  (init, update) pairs, as those of optax, as optimizers and back
 partition       several optimizers, one for each kind of parameter
 
-Entry: `torch_optim.from_torch`, `from_formula.from_formula`; a step calls `updater.as_updater`.
+Entry: `from_torch.from_torch`, `from_formula.from_formula`; a step calls `updater.as_updater`.
 Takes gradients that are still scaled, as `Gradients`; hands on new parameters and a new state.
 May import: `_tree`, `_torch`.
 """

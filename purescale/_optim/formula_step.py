@@ -78,7 +78,7 @@ class FormulaStep:
             for index in range(len(params))
         ]
         for group in groups:
-            settings = self._config.settings_of(group.overrides, hyperparams)
+            settings = self._config.settings_of(group.override_indices, hyperparams)
             present = [
                 (index, gradient)
                 for index in group.indices
@@ -88,9 +88,9 @@ class FormulaStep:
             ]
             rows = [Row(params[index], grad, slots[index]) for index, grad in present]
             stepped = self._step_group(rows, settings, t, per_leaf=per_leaf)
-            for (index, _), (param, entry) in zip(present, stepped, strict=True):
+            for (index, _), (param, leaf_slots) in zip(present, stepped, strict=True):
                 new_params[index] = param
-                for key, slot in entry.items():
+                for key, slot in leaf_slots.items():
                     new_columns[key][index] = slot
         old = [*params, *values_of(columns)]
         new = [*new_params, *values_of(new_columns)]
@@ -116,15 +116,15 @@ class FormulaStep:
         return stepped
 
     def _step_leaf(self, row: Row, settings: Settings, t: Tensor) -> NewLeaf:
-        param, grad, entry = row
+        param, grad, leaf_slots = row
         slots = {
             key: _wide_scalar(value) if self._slot_spec.is_scalar(key) else _widen(value)
-            for key, value in entry.items()
+            for key, value in leaf_slots.items()
         }
-        new, new_slots = self._call(_widen(param), _widen(grad), slots, settings, t)
+        new, new_slots = self._apply_formula(_widen(param), _widen(grad), slots, settings, t)
         return _narrow(new, param), {
             key: _narrow(new_slots[key], old) if key in new_slots else old.clone()
-            for key, old in entry.items()
+            for key, old in leaf_slots.items()
         }
 
     def _step_joined(self, rows: list[Row], settings: Settings, t: Tensor) -> list[NewLeaf]:
@@ -140,7 +140,9 @@ class FormulaStep:
             slots[key] = _wide_scalar(torch.stack(column)) if is_scalar else _join(column, params)
         if any(map(self._slot_spec.is_scalar, columns)):
             slots[SIZES], t = self._sizes_of(params), t.expand(len(rows))
-        new, new_slots = self._call(_join(params, params), _join(grads, params), slots, settings, t)
+        new, new_slots = self._apply_formula(
+            _join(params, params), _join(grads, params), slots, settings, t
+        )
         new_columns = {
             key: _split_column(new_slots.get(key, slots[key]), column, likes[key])
             for key, column in columns.items()
@@ -151,7 +153,7 @@ class FormulaStep:
         ]
         return list(zip(_split_column(new, params, params), new_leaf_slots, strict=True))
 
-    def _call(
+    def _apply_formula(
         self, param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor
     ) -> NewLeaf:
         """Call the formula with the gradient of what is minimised, and with the number of the

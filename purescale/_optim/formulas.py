@@ -38,13 +38,13 @@ def sgd(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Te
     the first buffer is the gradient.
     """
     grad, momentum = _decayed(param, grad, settings), settings["momentum"]
-    if _is_zero(momentum):
+    if _is_static_zero(momentum):
         return param - settings["lr"] * grad, {}
     dampening = settings["dampening"]
     if isinstance(momentum, Tensor):  # without momentum there is no dampening
         dampening = dampening * (momentum != 0)
     m = momentum * slots["momentum_buffer"] + (1 - dampening) * grad
-    if not _is_zero(settings["dampening"]):  # ignored in the step that makes the buffer
+    if not _is_static_zero(settings["dampening"]):  # ignored in the step that makes the buffer
         m = torch.where(_expand(t == 1, param, slots), grad, m)
     direction = grad + momentum * m if settings["nesterov"] else m
     return param - settings["lr"] * direction, {"momentum_buffer": m}
@@ -56,13 +56,13 @@ def adam(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: T
     """
     beta1, beta2 = settings["betas"]
     param, grad = _decoupled(param, grad, settings)
-    m = _average(slots["exp_avg"], grad, beta1)
-    v = _average_square(slots["exp_avg_sq"], grad, beta2)
+    m = _ema(slots["exp_avg"], grad, beta1)
+    v = _ema_square(slots["exp_avg_sq"], grad, beta2)
     new = {"exp_avg": m, "exp_avg_sq": v}
     if settings["amsgrad"]:
         new["max_exp_avg_sq"] = v = torch.maximum(slots["max_exp_avg_sq"], v)
     rate = _expand(settings["lr"] / (1 - beta1**t), param, slots)
-    denominator = _root(v) / _expand((1 - beta2**t).sqrt(), param, slots) + settings["eps"]
+    denominator = _safe_sqrt(v) / _expand((1 - beta2**t).sqrt(), param, slots) + settings["eps"]
     return param - rate * m / denominator, new
 
 
@@ -73,7 +73,7 @@ def adagrad(
     grad = _decayed(param, grad, settings)
     total = slots["sum"] + grad * grad
     rate = _expand(settings["lr"] / (1 + (t - 1) * settings["lr_decay"]), param, slots)
-    return param - rate * grad / (_root(total) + settings["eps"]), {"sum": total}
+    return param - rate * grad / (_safe_sqrt(total) + settings["eps"]), {"sum": total}
 
 
 def rmsprop(
@@ -81,13 +81,13 @@ def rmsprop(
 ) -> NewLeaf:
     """Tieleman and Hinton, lecture 6.5 (2012); `centered` by Graves (2013)."""
     grad = _decayed(param, grad, settings)
-    v = _average_square(slots["square_avg"], grad, settings["alpha"])
+    v = _ema_square(slots["square_avg"], grad, settings["alpha"])
     new, variance = {"square_avg": v}, v
     if settings["centered"]:
-        new["grad_avg"] = mean = _average(slots["grad_avg"], grad, settings["alpha"])
+        new["grad_avg"] = mean = _ema(slots["grad_avg"], grad, settings["alpha"])
         variance = v - mean * mean
-    direction = grad / (_root(variance) + settings["eps"])
-    if not _is_zero(settings["momentum"]):
+    direction = grad / (_safe_sqrt(variance) + settings["eps"])
+    if not _is_static_zero(settings["momentum"]):
         direction = settings["momentum"] * slots["momentum_buffer"] + direction
         new["momentum_buffer"] = direction
     return param - settings["lr"] * direction, new
@@ -98,9 +98,11 @@ def adadelta(
 ) -> NewLeaf:
     """Zeiler, ADADELTA (2012)."""
     grad = _decayed(param, grad, settings)
-    v = _average_square(slots["square_avg"], grad, settings["rho"])
-    delta = _root(slots["acc_delta"] + settings["eps"]) / _root(v + settings["eps"]) * grad
-    deltas = _average_square(slots["acc_delta"], delta, settings["rho"])
+    v = _ema_square(slots["square_avg"], grad, settings["rho"])
+    delta = (
+        _safe_sqrt(slots["acc_delta"] + settings["eps"]) / _safe_sqrt(v + settings["eps"]) * grad
+    )
+    deltas = _ema_square(slots["acc_delta"], delta, settings["rho"])
     return param - settings["lr"] * delta, {"square_avg": v, "acc_delta": deltas}
 
 
@@ -108,7 +110,7 @@ def adamax(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t:
     """Kingma and Ba, Adam (2015), section 7.1."""
     beta1, beta2 = settings["betas"]
     grad = _decayed(param, grad, settings)
-    m = _average(slots["exp_avg"], grad, beta1)
+    m = _ema(slots["exp_avg"], grad, beta1)
     u = torch.maximum(beta2 * slots["exp_inf"], grad.abs() + settings["eps"])
     rate = _expand(settings["lr"] / (1 - beta1**t), param, slots)
     return param - rate * m / u, {"exp_avg": m, "exp_inf": u}
@@ -120,9 +122,9 @@ def nadam(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: 
     param, grad = _decoupled(param, grad, settings)
     mu, mu_next = (beta1 * (1 - 0.5 * 0.96 ** (n * settings["momentum_decay"])) for n in (t, t + 1))
     product = slots["mu_product"] * mu
-    m = _average(slots["exp_avg"], grad, beta1)
-    v = _average_square(slots["exp_avg_sq"], grad, beta2)
-    denominator = _root(v / _expand(1 - beta2**t, param, slots)) + settings["eps"]
+    m = _ema(slots["exp_avg"], grad, beta1)
+    v = _ema_square(slots["exp_avg_sq"], grad, beta2)
+    denominator = _safe_sqrt(v / _expand(1 - beta2**t, param, slots)) + settings["eps"]
     of_g = _expand(settings["lr"] * (1 - mu) / (1 - product), param, slots)
     of_m = _expand(settings["lr"] * mu_next / (1 - product * mu_next), param, slots)
     new = {"mu_product": product, "exp_avg": m, "exp_avg_sq": v}
@@ -133,8 +135,8 @@ def radam(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: 
     """Liu et al., On the variance of the adaptive learning rate and beyond (2020)."""
     beta1, beta2 = settings["betas"]
     param, grad = _decoupled(param, grad, settings)
-    m = _average(slots["exp_avg"], grad, beta1)
-    v = _average_square(slots["exp_avg_sq"], grad, beta2)
+    m = _ema(slots["exp_avg"], grad, beta1)
+    v = _ema_square(slots["exp_avg_sq"], grad, beta2)
     # The length of a simple moving average of the same centre, now and in the limit.
     limit = 2 / (1 - beta2) - 1
     length = limit - 2 * t * beta2**t / (1 - beta2**t)
@@ -142,7 +144,7 @@ def radam(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: 
     long = torch.where(late, length, 6.0)
     of_variance = (long - 4) * (long - 2) * limit / ((limit - 4) * (limit - 2) * long)
     rectified = (of_variance.abs() * (1 - beta2**t)).sqrt()
-    rectified = _expand(rectified, param, slots) / (_root(v) + settings["eps"])
+    rectified = _expand(rectified, param, slots) / (_safe_sqrt(v) + settings["eps"])
     scale = torch.where(_expand(late, param, slots), rectified, 1.0)
     rate = _expand(settings["lr"] / (1 - beta1**t), param, slots)
     return param - rate * m * scale, {"exp_avg": m, "exp_avg_sq": v}
@@ -177,8 +179,8 @@ def muon(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: T
     """Jordan et al., Muon (2024): the momentum made orthogonal by Newton and Schulz, in
     bfloat16.
     """
-    m = _average(slots["momentum_buffer"], grad, settings["momentum"])
-    x = (_average(grad, m, 1 - settings["momentum"]) if settings["nesterov"] else m).bfloat16()
+    m = _ema(slots["momentum_buffer"], grad, settings["momentum"])
+    x = (_ema(grad, m, 1 - settings["momentum"]) if settings["nesterov"] else m).bfloat16()
     rows, columns = param.shape
     x = x.mT if rows > columns else x
     x = x / x.norm().clamp(min=settings["eps"])
@@ -190,7 +192,7 @@ def muon(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: T
     factor = {"match_rms_adamw": 0.2 * max(rows, columns) ** 0.5}.get(
         settings["adjust_lr_fn"], max(1, rows / columns) ** 0.5
     )
-    if not _is_zero(settings["weight_decay"]):
+    if not _is_static_zero(settings["weight_decay"]):
         param = param * (1 - settings["lr"] * settings["weight_decay"])
     return param - settings["lr"] * factor * x.to(param.dtype), {"momentum_buffer": m}
 
@@ -201,20 +203,20 @@ def adafactor(
     """Shazeer and Stern, Adafactor (2018), without momentum, as torch has it."""
     eps = torch.finfo(param.dtype).eps if settings["eps"][0] is None else settings["eps"][0]
     size, beta = max(param.numel(), 1) ** 0.5, 1 - t ** settings["beta2_decay"]
-    rate = torch.clamp(_root((param * param).sum()) / size, min=settings["eps"][1])
+    rate = torch.clamp(_safe_sqrt((param * param).sum()) / size, min=settings["eps"][1])
     rate = rate * torch.clamp(t**-0.5, max=settings["lr"])
-    if not _is_zero(settings["weight_decay"]):
+    if not _is_static_zero(settings["weight_decay"]):
         param = param * (1 - settings["lr"] * settings["weight_decay"])
     if "variance" in slots:
-        v = _average(slots["variance"], grad * grad, beta.to(grad.dtype))
+        v = _ema(slots["variance"], grad * grad, beta.to(grad.dtype))
         new = {"variance": v}
     else:
-        row = _average(slots["row_var"], (grad * grad).mean(-1, keepdim=True), beta.to(grad.dtype))
-        col = _average(slots["col_var"], (grad * grad).mean(-2, keepdim=True), beta.to(grad.dtype))
+        row = _ema(slots["row_var"], (grad * grad).mean(-1, keepdim=True), beta.to(grad.dtype))
+        col = _ema(slots["col_var"], (grad * grad).mean(-2, keepdim=True), beta.to(grad.dtype))
         new = {"row_var": row, "col_var": col}
         v = row @ col / row.mean(-2, keepdim=True).clamp(min=eps)
     update = grad * v.clamp(min=eps * eps).rsqrt()
-    length = _root((update * update).sum()) / (size * settings["d"])
+    length = _safe_sqrt((update * update).sum()) / (size * settings["d"])
     return param - (rate / length.clamp(min=1)).to(param.dtype) * update, new
 
 
@@ -229,33 +231,37 @@ def _expand(number: Tensor, param: Tensor, slots: LeafSlots) -> Tensor:
     return torch.repeat_interleave(number, slots[SIZES], output_size=param.numel())
 
 
-def _is_zero(number: Any) -> bool:
+def _is_static_zero(number: Any) -> bool:
     return not isinstance(number, Tensor) and number == 0
 
 
 def _decayed(param: Tensor, grad: Tensor, settings: Settings) -> Tensor:
     """Return the gradient of the loss with an L2 penalty."""
-    return grad if _is_zero(settings["weight_decay"]) else grad + settings["weight_decay"] * param
+    return (
+        grad
+        if _is_static_zero(settings["weight_decay"])
+        else grad + settings["weight_decay"] * param
+    )
 
 
 def _decoupled(param: Tensor, grad: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """Return parameter and gradient after a weight decay of either kind."""
-    if settings["decoupled_weight_decay"] and not _is_zero(settings["weight_decay"]):
+    if settings["decoupled_weight_decay"] and not _is_static_zero(settings["weight_decay"]):
         return param * (1 - settings["lr"] * settings["weight_decay"]), grad
     return param, grad if settings["decoupled_weight_decay"] else _decayed(param, grad, settings)
 
 
-def _average(old: Tensor, new: Tensor, beta: Any) -> Tensor:
+def _ema(old: Tensor, new: Tensor, beta: Any) -> Tensor:
     """Return an exponential moving average."""
     return beta * old + (1 - beta) * new
 
 
-def _average_square(old: Tensor, new: Tensor, beta: Any) -> Tensor:
+def _ema_square(old: Tensor, new: Tensor, beta: Any) -> Tensor:
     """Return an exponential moving average of squares. A square alone may be out of range."""
     return beta * old + (1 - beta) * new * new
 
 
-def _root(square: Tensor) -> Tensor:
+def _safe_sqrt(square: Tensor) -> Tensor:
     """Return the square root, with the derivative 0 at 0: torch's is inf there, and 0 * inf is
     NaN.
     """
@@ -291,7 +297,9 @@ class Formula(NamedTuple):
     def counts_steps(self, settings: Settings) -> bool:
         """Return True if the number of a parameter's own steps is a part of its state."""
         if self.makes_buffer_in_first_step:
-            return not (_is_zero(settings["momentum"]) or _is_zero(settings["dampening"]))
+            return not (
+                _is_static_zero(settings["momentum"]) or _is_static_zero(settings["dampening"])
+            )
         return self.has_step_slot
 
 

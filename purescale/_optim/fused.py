@@ -18,8 +18,8 @@ from .._optim.kernels import (
     BoundKernel,
     KernelCall,
     arguments_of_operator,
-    can_launch,
     fused_update,
+    is_fused_supported,
     kernel_of,
 )
 from .._optim.opt_state import STEP, Columns, OptState, columns_like, values_of
@@ -35,7 +35,7 @@ from .._tree.gradients import Gradients
 
 class Launch(NamedTuple):
     """The parameters of one group, device and dtype that have a gradient: one call of a kernel.
-    Parameters, slots and counts are known by their index among `StepInputs.leaves_and_treedef`.
+    Parameters, slots and counts are known by their index among all leaves of the inputs.
     """
 
     group: ParamGroup
@@ -49,8 +49,8 @@ class Launch(NamedTuple):
 
 
 class TorchPlan(NamedTuple):
-    """The decisions about the steps of a class of torch.optim. Indices are those of
-    `StepInputs.leaves_and_treedef`.
+    """The decisions about the steps of a class of torch.optim. Indices are those
+    among all leaves of the inputs.
     """
 
     groups: list[ParamGroup]
@@ -94,11 +94,11 @@ class FusedStep:
 
     def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> TorchPlan:
         """Return the plan of a step, with its launches if the kernel takes these tensors."""
-        if self.kernel is None or not can_launch(inputs.param_list):
+        if self.kernel is None or not is_fused_supported(inputs.param_list):
             return TorchPlan(groups)
         if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
             return TorchPlan(groups, True, in_trace=True)
-        leaves, structure = inputs.leaves_and_treedef()
+        leaves, structure = inputs.leaves_and_state_structure()
         state = structure.unflatten(range(len(inputs.params), len(leaves)))
         columns = inputs._replace(opt_state=state).columns
         launches = self._launches(inputs.param_list, inputs.layout.grad_indices, columns, groups)
@@ -194,7 +194,7 @@ class FusedStep:
         `applied`; in eager mode and in memory of their own.
         """
         plan, hyperparams = inputs.plan, inputs.hyperparams
-        leaves, structure = inputs.leaves_and_treedef()
+        leaves, structure = inputs.leaves_and_state_structure()
         if plan.leaves_are_ready:
             leaves = leaves if in_place else foreach.clone_undetached(leaves)
         else:
@@ -209,7 +209,7 @@ class FusedStep:
         grads_are_ready = plan.leaves_are_ready and are_alike
         for launch in plan.launches:
             arguments = launch, leaves, t_by_device, grads, hyperparams
-            fused_update(self._call(*arguments, grads_are_ready=grads_are_ready), skip)
+            fused_update(self._kernel_call(*arguments, grads_are_ready=grads_are_ready), skip)
             _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
         return leaves[:num_params], state
 
@@ -223,12 +223,12 @@ class FusedStep:
         operators, which end a graph of `jit`.
         """
         launches = inputs.plan.launches
-        leaves, structure = inputs.leaves_and_treedef()
+        leaves, structure = inputs.leaves_and_state_structure()
         num_params, stepped = len(inputs.params), list(leaves)
         applied = structure.unflatten(leaves[num_params:]).applied
         t_by_device = self._t_by_device(applied, launches)
         for launch in launches:
-            call = self._call(launch, leaves, t_by_device, grads, inputs.hyperparams)
+            call = self._kernel_call(launch, leaves, t_by_device, grads, inputs.hyperparams)
             new = torch.ops.purescale.fused_update(*arguments_of_operator(call, skip))
             indices = itertools.chain(launch.param_indices, *launch.slot_indices)
             for index, tensor in zip(indices, new, strict=True):
@@ -275,7 +275,7 @@ class FusedStep:
         leaves = [*params, *values_of(columns)]
         t_by_device = self._t_by_device(applied, launches)
         for launch in launches:
-            call = self._call(launch, leaves, t_by_device, gradients, hyperparams)
+            call = self._kernel_call(launch, leaves, t_by_device, gradients, hyperparams)
             torch.ops.purescale.fused_update_(*arguments_of_operator(call, skip))
 
     def _t_by_device(self, applied: Tensor, launches: list[Launch]) -> dict[torch.device, Tensor]:
@@ -284,7 +284,7 @@ class FusedStep:
         devices = dict.fromkeys([x.device for x in launches if reads and not x.count_indices])
         return {device: t.to(device, torch.float32) for device in devices}
 
-    def _call(
+    def _kernel_call(
         self,
         launch: Launch,
         leaves: list[Any],
@@ -297,7 +297,7 @@ class FusedStep:
         """Return the call of a launch with these tensors and settings."""
         bound = launch.bound
         if not self._config.is_static:
-            settings = self._config.settings_of(launch.group.overrides, hyperparams)
+            settings = self._config.settings_of(launch.group.override_indices, hyperparams)
             bound = self.kernel.bind(settings)
         params, *slots = launch.pick(leaves)
         steps = [leaves[index] + 1 for index in launch.count_indices]

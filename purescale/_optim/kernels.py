@@ -114,7 +114,7 @@ class KernelCall(NamedTuple):
 SKIP_IN_KERNEL = {"cuda", "xpu"}
 
 
-def can_launch(params: TensorList) -> bool:
+def is_fused_supported(params: TensorList) -> bool:
     """Return True if a fused kernel is right for these parameters: on an accelerator whose kernels
     unscale and skip; on a CPU only in float32 and float64, because in half precision it leaves
     whole vector lanes unchanged.
@@ -173,7 +173,7 @@ def _prepare_gradients(call: KernelCall) -> Gradients:
     """Return the gradients unscaled and clipped, in the parameters' dtype and memory order."""
     params = call.params
     with torch.no_grad():
-        grads = call.grads.unscaled()
+        grads = call.grads.apply_pending()
         tensors = foreach.cast(grads.tensors, params[0].dtype)
     if not all_same_memory_order(tensors, params):
         tensors = list(map(foreach.laid_out_like, tensors, params))

@@ -98,7 +98,7 @@ def without_wrappers(state: Tree) -> Tree:
     return state
 
 
-def are_parts(state: Tree) -> bool:
+def is_partition_state(state: Tree) -> bool:
     """Return True for a dict of states of torch's classes, as in `partition`."""
     is_dict = type(state) is dict and len(state) > 0
     return is_dict and all(isinstance(part, OptState) for part in state.values())
@@ -109,7 +109,7 @@ def opt_states_of(state: Tree) -> list[OptState]:
     `partition`; an empty list for the state of any other optimizer.
     """
     state = without_wrappers(state)
-    if are_parts(state):
+    if is_partition_state(state):
         return list(state.values())
     return [state] if isinstance(state, OptState) else []
 

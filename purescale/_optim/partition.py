@@ -10,9 +10,9 @@ from torch import Tensor
 from .._optim.step_inputs import (
     ParamLayout,
     StepInputs,
-    flatten_together,
+    flatten_each,
+    make_step_inputs,
     named_params,
-    step_inputs,
 )
 from .._optim.updater import Optimizer, Updater, as_updater, check_optimizer
 from .._torch.dtensor import any_dtensor
@@ -133,8 +133,8 @@ class PartitionOptimizer(Updater):
         layout = ParamLayout.of_dict(names, has_grad)
         params = inputs.param_list.picked(members)
         if inputs.dense_leaves is None and any_dtensor(params.tensors):
-            trees = flatten_together([layout.tree(params.tensors)], opt_state)
-            return step_inputs(self.updaters[key], *trees)._replace(layout=layout)
+            trees = flatten_each([layout.unflatten(params.tensors)], opt_state)
+            return make_step_inputs(self.updaters[key], *trees)._replace(layout=layout)
         return StepInputs(layout, params, opt_state)
 
     def grads_of(
@@ -149,7 +149,7 @@ class PartitionOptimizer(Updater):
         picked = grads._replace(tensor_list=TensorList(tensors), templates=templates)
         if not any_dtensor(templates):
             return picked
-        flat = pytree.flatten_once(part_inputs.layout.tree(picked.leaves))
+        flat = pytree.flatten_once(part_inputs.layout.unflatten(picked.leaves))
         return part_inputs.gradients(flat).with_pending(grads.pending)
 
     def hyperparams(self, opt_state: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class PartitionOptimizer(Updater):
             new, opt_state[key] = stepped[key]
             if part_inputs[key].global_trees is not None:
                 tree, opt_state[key] = part_inputs[key].restore(*stepped[key])
-                new = part_inputs[key].layout.leaves(tree)
+                new = part_inputs[key].layout.flatten_up_to(tree)
             for index, param in zip(inputs.plan[key].param_indices, new, strict=True):
                 params[index] = param
         return params, opt_state

@@ -32,7 +32,7 @@ class StepPlan(NamedTuple):
 class PlannedStep(NamedTuple):
     """The arguments of a step, flat, and its plan."""
 
-    trees: list[FlatTree]  # parameters, the state of the optimizer, and others
+    flat_trees: list[FlatTree]  # parameters, the state of the optimizer, and others
     leaves: Leaves  # of all trees; never written
     inputs: StepInputs
     plan: StepPlan
@@ -111,11 +111,11 @@ def plan_step_with_grads(
     eager_mode = current_eager_mode()
     known = find_step(updater, eager_mode, (params, opt_state, grads, *others))
     if known is not None:
-        return known, known.inputs.gradients(known.trees[2])
+        return known, known.inputs.gradients(known.flat_trees[2])
     trees, inputs = flatten_step(updater, params, grads, opt_state)
     gradients = inputs.gradients(trees[2])
     check_gradients(gradients)
-    # The gradients are in the order of the parameters; a plan flattens them in their own order.
+    # A found plan flattens `grads` in their own order, so it is kept if that is the parameters'.
     same_order = eager_mode is not None and pytree.flatten(grads)[1] == trees[0].structure
     trees += map(pytree.flatten_once, others)
     return plan_step(updater, eager_mode, trees, inputs, keep=same_order), gradients

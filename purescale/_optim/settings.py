@@ -73,7 +73,7 @@ class OptimizerSpec(NamedTuple):
         return None if self.formula is None else self.formula.elementwise
 
 
-class Table(NamedTuple):
+class GroupSettings(NamedTuple):
     """The settings for all parameters, or those of one override."""
 
     values: dict[str, Any]  # for all parameters with torch's defaults
@@ -102,7 +102,7 @@ class ParamGroup(NamedTuple):
 
     indices: list[int]  # of its parameters
     names: list[str]
-    overrides: tuple[int, ...]  # that match them, by index
+    override_indices: tuple[int, ...]  # of those that match them
     settings: dict[str, Any]  # complete
     overridden: frozenset[str] = frozenset()  # the settings that an override names
 
@@ -149,16 +149,17 @@ class OptimizerConfig:
         # What follows.
         self.prototype = self._checked_prototype(schedules)
         values = {**self.prototype.defaults, "lr": self.lr}
-        self.defaults = Table(_copied(values), schedules)  # for all parameters
+        self.defaults = GroupSettings(_copied(values), schedules)  # for all parameters
         self.by_override = [
-            Table(_copied(extra), _scheduled(extra, ("lr",))) for extra in self.overrides.values()
+            GroupSettings(_copied(extra), _scheduled(extra, ("lr",)))
+            for extra in self.overrides.values()
         ]
         self.no_hyperparams = Hyperparams({}, [{} for _ in self.by_override])
         tables = self.defaults, *self.by_override
         self.has_schedules = any([table.schedules for table in tables])
         tensors = [v for table in tables for v in table.values.values() if isinstance(v, Tensor)]
         self.is_static = not (self.has_schedules or self.in_state or tensors)
-        # What a later number in the state needs is among the slots from the start.
+        # Momentum in the state may become nonzero later, so its buffer exists while it is 0.
         self.never_zero = dict.fromkeys({"momentum", "dampening"} & {*self.in_state}, 0.5)
         # The number of a parameter's own steps is a part of its state, as in torch.
         formula = spec.formula
@@ -227,18 +228,20 @@ class OptimizerConfig:
         for index, matching in enumerate(matches):
             members.setdefault(first_equal[matching], []).append(index)
         groups = []
-        for overrides in sorted(members):
-            indices = members[overrides]
+        for override_indices in sorted(members):
+            indices = members[override_indices]
             member_names = [names[index] for index in indices]
-            own = frozenset(name for at in overrides for name in self.by_override[at].values)
-            settings = self.settings_of(overrides, hyperparams)
-            groups.append(ParamGroup(indices, member_names, overrides, settings, own))
+            own = frozenset(name for at in override_indices for name in self.by_override[at].values)
+            settings = self.settings_of(override_indices, hyperparams)
+            groups.append(ParamGroup(indices, member_names, override_indices, settings, own))
         return groups
 
-    def settings_of(self, overrides: tuple[int, ...], hyperparams: Hyperparams) -> dict[str, Any]:
+    def settings_of(
+        self, override_indices: tuple[int, ...], hyperparams: Hyperparams
+    ) -> dict[str, Any]:
         """Return the settings of parameters that these overrides match."""
         settings = {**self.defaults.values, **hyperparams.defaults}
-        for index in overrides:
+        for index in override_indices:
             settings |= self.by_override[index].values | hyperparams.by_override[index]
         return settings
 
@@ -287,7 +290,7 @@ class OptimizerConfig:
                 self._refuse_graph(name)
             return put(value)
 
-        def numbers(table: Table, factors: Mapping[str, Any]) -> dict[str, Any]:
+        def numbers(table: GroupSettings, factors: Mapping[str, Any]) -> dict[str, Any]:
             return {
                 name: number(name, value, factors.get(name))
                 for name, value in {**table.values, **table.schedules}.items()

@@ -89,7 +89,7 @@ class SlotSpec:
         ]
         for misfit in misfits:
             self._refuse_misfit(*misfit)
-        if not traced():  # where a step that raises later has changed nothing
+        if not traced():  # there a missing slot raises in the formula, before anything is written
             self._check_keys(columns, params)
 
     def _refuse_misfit(self, key: str, value: Tensor, name: str, param: Tensor) -> None:

@@ -60,19 +60,19 @@ class ParamLayout(NamedTuple):
         layout = cls.of_all(DictDef(tuple(names)), names)
         return layout._replace(grad_indices=_numbered(has_grad))
 
-    def leaves(self, tree: Tree) -> Leaves:
+    def flatten_up_to(self, tree: Tree) -> Leaves:
         """Return the leaves of a tree like the parameters, without those of a parameter None."""
-        return self.present(self.structure.flatten_up_to(tree))
+        return self.drop_none(self.structure.flatten_up_to(tree))
 
-    def present(self, leaves: Leaves) -> Leaves:
+    def drop_none(self, leaves: Leaves) -> Leaves:
         """Return those of all leaves that belong to a parameter that is not None."""
         if len(leaves) == len(self.leaf_indices):
             return leaves
         return [leaves[index] for index in self.leaf_indices]
 
-    def tree(self, values: Sequence[Any], like: Tree = None) -> Tree:
-        """Return a tree like the parameters, the inverse of `leaves`. In place of a parameter None
-        it has what `like` has there, by default None.
+    def unflatten(self, values: Sequence[Any], like: Tree = None) -> Tree:
+        """Return a tree like the parameters, the inverse of `flatten_up_to`. In place of a
+        parameter None it has what `like` has there, by default None.
         """
         if len(values) == self.num_leaves:
             return self.structure.unflatten(values)
@@ -146,11 +146,11 @@ class StepInputs(NamedTuple):
         if has_counts(self.opt_state):
             trees = {**trees, STEP: self.opt_state.counts}
         try:
-            return {key: self.layout.leaves(tree) for key, tree in trees.items()}
+            return {key: self.layout.flatten_up_to(tree) for key, tree in trees.items()}
         except ValueError:
             raise foreign_parameters_error(param_names(self.opt_state), self.layout.names) from None
 
-    def leaves_and_treedef(self) -> tuple[Leaves, Any]:
+    def leaves_and_state_structure(self) -> tuple[Leaves, Any]:
         """Return the parameters and all leaves of the state in one list, and the structure of the
         state.
         """
@@ -180,14 +180,14 @@ class StepInputs(NamedTuple):
         leaves = grads.leaves
         if self.global_trees is not None:
             leaves = list(map(dtensor.shard, leaves))
-        return self.layout.present(leaves)
+        return self.layout.drop_none(leaves)
 
     @property
     def positions(self) -> list[Position]:
         """The position of each parameter's elements."""
         if self.piece_positions is not None:
             return self.piece_positions
-        leaves = self.layout.leaves((self.global_trees or self.trees)[0])
+        leaves = self.layout.flatten_up_to((self.global_trees or self.trees)[0])
         return [
             Position(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
             for index, leaf in zip(self.layout.leaf_indices, leaves, strict=True)
@@ -196,18 +196,18 @@ class StepInputs(NamedTuple):
     @property
     def trees(self) -> tuple[Tree, Tree]:
         """Parameters and state."""
-        return self.layout.tree(self.params), self.opt_state
+        return self.layout.unflatten(self.params), self.opt_state
 
     def state_with_columns(self, columns: Columns) -> OptState:
         """Return the state with these columns, the inverse of `columns`."""
         state: OptState = self.opt_state
         old = {**state.slots, STEP: state.counts}
-        trees = {key: self.layout.tree(column, old[key]) for key, column in columns.items()}
+        trees = {key: self.layout.unflatten(column, old[key]) for key, column in columns.items()}
         return with_columns(state, trees)
 
     def restore(self, params: list[Tensor], opt_state: Tree) -> tuple[Tree, Tree]:
         """Return the results of a step as trees, with DTensors if the arguments had them."""
-        trees = self.layout.tree(params), opt_state
+        trees = self.layout.unflatten(params), opt_state
         if self.global_trees is None:
             return trees
         return pytree.map(dtensor.from_local_like, self.global_trees, trees)
@@ -226,16 +226,16 @@ def flatten_step(
     updater: Any, params: Tree, grads: Tree, opt_state: Tree
 ) -> tuple[list[FlatTree], StepInputs]:
     """Return parameters, state and gradients, flat and checked, and the inputs of a step over them,
-    as `step_inputs`. Refuse, naming the leaf, gradients that do not fit `params`.
+    as `make_step_inputs`. Refuse, naming the leaf, gradients that do not fit `params`.
     """
-    flat_params, flat_state = flatten_together([params], opt_state)
+    flat_params, flat_state = flatten_each([params], opt_state)
     pytree.check_parameters(flat_params)
     flat_grads = pytree.gradients_like(flat_params, grads)
-    inputs = step_inputs(updater, flat_params, flat_state, flat_grads)
+    inputs = make_step_inputs(updater, flat_params, flat_state, flat_grads)
     return [flat_params, flat_state, flat_grads], inputs
 
 
-def step_inputs(
+def make_step_inputs(
     updater: Any, params: FlatTree, opt_state: FlatTree, grads: FlatTree | None = None
 ) -> StepInputs:
     """Return the inputs of a step over checked parameters. Refuse, naming the leaf, tensors on a
@@ -302,7 +302,7 @@ def _check_shards(
     _check_state_placements(opt_state, dict(zip(names, leaves, strict=True)))
 
 
-def flatten_together(trees: Sequence[Tree], *opt_states: Tree) -> list[FlatTree]:
+def flatten_each(trees: Sequence[Tree], *opt_states: Tree) -> list[FlatTree]:
     """Flatten each tree and each state of an optimizer."""
     pairs = [*map(pytree.flatten, trees), *map(_flatten_opt_state, opt_states)]
     return [

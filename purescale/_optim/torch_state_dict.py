@@ -15,10 +15,10 @@ from .._optim.in_state import as_float32, map_numbers, read_numbers, stored_sett
 from .._optim.opt_state import STEP, OptState, param_names
 from .._optim.settings import (
     IMPLEMENTATION_FLAGS,
+    GroupSettings,
     Hyperparams,
     OptimizerConfig,
     ParamGroup,
-    Table,
 )
 from .._optim.user_class_step import as_tensors, was_python
 from .._tree import pytree
@@ -112,7 +112,7 @@ def _current_groups(
 
 
 def _with_initial(
-    table: Table, now: dict[str, Any], first: Mapping[str, Any], stored: Mapping[str, Any]
+    table: GroupSettings, now: dict[str, Any], first: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the settings of a step, with Python numbers for those stored or scheduled, and
     `initial_<name>` for each that is scheduled, as torch's schedulers write it.

@@ -120,7 +120,7 @@ class Updater:
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Equal to `select(skip, (old params, old state), self.apply_step(inputs,
-        grads.unscaled()))`. `skip` is None where the host knows that the step is applied. With
+        grads.apply_pending()))`. `skip` is None where the host knows that the step is applied. With
         `in_place`, the caller guarantees that nobody else holds the tensors of `inputs`: they are
         overwritten.
         """
@@ -136,7 +136,7 @@ class Updater:
             # `where` sends a derivative of 0 into what it does not choose: 0 * inf is NaN.
             grads = grads.zeroed(skip)
         with self.grad_mode():
-            new = self.apply_step(inputs, grads.unscaled(wide=self.wide_grads))
+            new = self.apply_step(inputs, grads.apply_pending(wide=self.wide_grads))
         if self.may_add_slots:
             return new
         old = inputs.params, after_skip(inputs.opt_state, in_place=in_place)
@@ -188,8 +188,8 @@ class AdaptedOptimizer(Updater):
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
         old = inputs.trees
-        trees = old[0], inputs.layout.tree(inputs.grads_like_params(grads)), old[1]
+        trees = old[0], inputs.layout.unflatten(inputs.grads_like_params(grads)), old[1]
         stepped = self.optimizer.step(*trees)
         pytree.matching_leaves(old, stepped, "old", "new")
         params, opt_state = pytree.copy_aliased(stepped, trees)
-        return inputs.layout.leaves(params), opt_state
+        return inputs.layout.flatten_up_to(params), opt_state

@@ -39,8 +39,8 @@ def step_of_user_class(
 
     new_params = {name: copy(param, name) for name, param in params.items()}
     copies = {
-        name: {key: copy(value, name) for key, value in entry.items()}
-        for name, entry in slots.items()
+        name: {key: copy(value, name) for key, value in leaf_slots.items()}
+        for name, leaf_slots in slots.items()
     }
     copied_grads = {
         name: g.detach().to(new_params[name].dtype, copy=True)
@@ -52,8 +52,8 @@ def step_of_user_class(
         new_slots = _run(config, new_params, copied_grads, copies, inputs.plan.groups, hyperparams)
     stepped = [new.to(params[name].dtype) for name, new in new_params.items()]
     new_slots = {
-        name: {key: _narrow(value, slots[name].get(key)) for key, value in entry.items()}
-        for name, entry in new_slots.items()
+        name: {key: _narrow(value, slots[name].get(key)) for key, value in leaf_slots.items()}
+        for name, leaf_slots in new_slots.items()
     }
     stepped, new_slots = pytree.copy_aliased((stepped, new_slots), ())
     return stepped, inputs.opt_state._replace(slots=new_slots)
@@ -75,7 +75,7 @@ def _run(
     for group in groups:
         present = [name for name in group.names if name in gradients]
         members = {"params": [params[name] for name in present]}
-        settings = config.settings_of(group.overrides, hyperparams)
+        settings = config.settings_of(group.override_indices, hyperparams)
         optimizer.param_groups.append(settings | members)
     try:
         for name, gradient in gradients.items():
@@ -94,7 +94,7 @@ def _run(
 _NUMBER_DTYPES = (torch.int64, torch.bool)
 
 
-def as_tensors(entry: Mapping[str, Any], name: str) -> dict[str, Tensor]:
+def as_tensors(leaf_slots: Mapping[str, Any], name: str) -> dict[str, Tensor]:
     """Return the slots of a parameter with a 0-d tensor on the CPU for each Python number."""
     tensors = {
         # What was a float stays a tensor, with which one calculates as with a number.
@@ -103,9 +103,9 @@ def as_tensors(entry: Mapping[str, Any], name: str) -> dict[str, Tensor]:
         )
         if isinstance(value, (bool, int, float))
         else value
-        for key, value in entry.items()
+        for key, value in leaf_slots.items()
     }
-    for key, value in entry.items():
+    for key, value in leaf_slots.items():
         if not isinstance(tensors[key], Tensor) or was_python(value):
             raise TypeError(
                 f"the optimizer's state has {key} of {name} = {describe(value)}; expected a tensor "
@@ -117,7 +117,7 @@ def as_tensors(entry: Mapping[str, Any], name: str) -> dict[str, Tensor]:
 
 
 def with_python_scalars(
-    entry: Mapping[str, Any], param: Tensor, dtypes: Sequence[torch.dtype] = _NUMBER_DTYPES
+    leaf_slots: Mapping[str, Any], param: Tensor, dtypes: Sequence[torch.dtype] = _NUMBER_DTYPES
 ) -> dict[str, Any]:
     """Return the slots of a parameter with the Python numbers that `as_tensors` made tensors of
     these dtypes. The moments of a 0-d parameter stay.
@@ -126,7 +126,7 @@ def with_python_scalars(
         key: value.item()
         if was_python(value, dtypes) and not (param.ndim == 0 and value.dtype is param.dtype)
         else value
-        for key, value in entry.items()
+        for key, value in leaf_slots.items()
     }
 
 

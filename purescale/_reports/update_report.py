@@ -241,7 +241,7 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
     gradients = inputs.gradients(trees[2])
     updater.plan(inputs)
     with torch.no_grad():
-        return inputs.layout.tree(_wanted(updater, inputs, gradients))
+        return inputs.layout.unflatten(_wanted(updater, inputs, gradients))
 
 
 def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
@@ -273,7 +273,7 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
     new = _stepped(optimizer, wide, wide_grads)
     likes = inputs.params
     if inputs.global_trees is not None:
-        likes = inputs.layout.leaves(inputs.global_trees[0])
+        likes = inputs.layout.flatten_up_to(inputs.global_trees[0])
     rows = zip(likes, new, old, strict=True)
     return [from_local_like(like, after - before) for like, after, before in rows]
 
@@ -286,8 +286,8 @@ def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tenso
         return stepped
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     params, opt_state = inputs.trees
-    grad_tree = inputs.layout.tree(inputs.grads_like_params(grads))
-    return inputs.layout.leaves(optimizer.optimizer.step(params, grad_tree, opt_state)[0])
+    grad_tree = inputs.layout.unflatten(inputs.grads_like_params(grads))
+    return inputs.layout.flatten_up_to(optimizer.optimizer.step(params, grad_tree, opt_state)[0])
 
 
 def _wide(leaf: Any) -> Any:

@@ -53,7 +53,7 @@ from .._tree.select import select_masked
 
 def weigh(options: StepOptions, microbatches: list[Any], scale: Tensor) -> MicrobatchWeights:
     """Return the weights of all microbatches, by `weight_fn` or equal."""
-    if any(isinstance(entry, FUNCTIONS) for entry in microbatches):
+    if any(isinstance(entry, FUNCTION_TYPES) for entry in microbatches):
         refuse_in_capture(
             "takes no functions that make microbatches: a replay would not call them.",
             "`[make() for make in functions]`, as an argument of the captured function.",
@@ -133,7 +133,7 @@ def _window_of_one(
     memory: ArgumentMemory,
 ) -> WindowResult:
     """Return the result of a single microbatch. Its gradients are the mean, still scaled."""
-    if isinstance(entry, FUNCTIONS):
+    if isinstance(entry, FUNCTION_TYPES):
         entry = _microbatch_of(entry, loss_and_grads, memory)
     out = loss_and_grads(loss_and_grads.buffers.leaves, entry)
     params, scale = loss_and_grads.params.tensor_list, loss_and_grads.scale
@@ -165,7 +165,7 @@ def _window_of_several(
     aux: tuple[Any, ...] = ()
     for index, entry in enumerate(microbatches):
         is_counted, microbatch = weights.is_counted[index], entry
-        if isinstance(entry, FUNCTIONS):
+        if isinstance(entry, FUNCTION_TYPES):
             microbatch = _microbatch_of(entry, loss_and_grads, memory)
         if reduction is not None and index == last:
             send = functools.partial(send_gradient, mean, reduction)
@@ -193,7 +193,7 @@ def _window_of_several(
 
 # Functions in a window, each of which makes a microbatch when its turn comes. Other objects may be
 # callable, as graphs of torch_geometric are.
-FUNCTIONS = (
+FUNCTION_TYPES = (
     types.FunctionType,
     types.MethodType,
     types.BuiltinFunctionType,

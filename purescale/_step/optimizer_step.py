@@ -172,7 +172,7 @@ def unscale_and_step(
     planned, grads = plan_step_with_grads(updater, *trees, scaler, check_gradients=check_gradients)
     may_write = MayWrite()
     if donate:
-        of_scaler = [leaf for leaf in planned.trees[-1].leaves if isinstance(leaf, Tensor)]
+        of_scaler = [leaf for leaf in planned.flat_trees[-1].leaves if isinstance(leaf, Tensor)]
         read_only = [*of_scaler, *clip.tensor_bounds]
         may_write = writable_arguments(updater, planned, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.

@@ -19,7 +19,7 @@ from .._step.assemble import advance, assemble
 from .._step.decide import decide
 from .._step.memory import memory_of_step
 from .._step.microbatches import (
-    FUNCTIONS,
+    FUNCTION_TYPES,
     accumulate_microbatches,
     accumulate_with_pooled_statistics,
     weigh,
@@ -199,9 +199,9 @@ def _stages(
         state = flat_state._replace(scaler=scaler)
         window = accumulate(options, state, planned.eager_mode, microbatches, weights, memory)
         window = reduce_window(window, flat_state)
-        grads, totals_row = window.grads, window.totals_row
-        readable = planned.plan.all_readable and grads.owned and grads.dense_real
-        stats = measure(grads, scaler.tree.scale, stats_options, known_readable=readable)
+        readable = planned.plan.all_readable and window.grads.owned and window.grads.dense_real
+        stats = measure(window.grads, scaler.tree.scale, stats_options, known_readable=readable)
+        totals_row = window.totals_row
         flags = None if totals_row is None else window_flags(window, totals_row, stats.overflow)
         return Attempt(window, stats, flags, scaler)
 
@@ -217,7 +217,7 @@ def _stages(
     # Before anything is overwritten: what rule and guard return may be refused.
     advanced = advance(options, flat_state, attempt, decision, guard_state)
     skip, in_place = decision.skip_or_none, may_write.params_and_state
-    updated = options.optimizer.step_planned(planned, decision.grads, skip, in_place=in_place)
+    stepped = options.optimizer.step_planned(planned, decision.grads, skip, in_place=in_place)
     scale = attempt.scaler.tree.scale.clone()  # `assemble` may write into it
     info = StepInfo(
         loss=window.loss,
@@ -229,7 +229,7 @@ def _stages(
         aux=window.aux,
         rejected=decision.rejected,
     )
-    return assemble(start, updated, advanced, window.buffers, decision, may_write), info
+    return assemble(start, stepped, advanced, window.buffers, decision, may_write), info
 
 
 def _check_arguments(state: Any, microbatches: Any, options: StepOptions) -> None:
@@ -250,7 +250,7 @@ def _check_arguments(state: Any, microbatches: Any, options: StepOptions) -> Non
             "microbatches is an empty list. Likely cause: a loader that ran out. Fix: end the loop."
         )
     max_retries = options.max_retries
-    if max_retries and any(isinstance(entry, FUNCTIONS) for entry in microbatches):
+    if max_retries and any(isinstance(entry, FUNCTION_TYPES) for entry in microbatches):
         raise ValueError(
             f"max_retries={max_retries} runs a window again, and a function in it would make "
             "another microbatch. Fix: `[make() for make in microbatches]`, or max_retries=0."

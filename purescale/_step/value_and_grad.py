@@ -143,7 +143,7 @@ def _flatten(
     """Check parameters, buffers and scaler, and return them flat."""
     trees = params, buffers, () if scaler is None else scaler
     if eager_mode and (known := find_plan(_plans, eager_mode, trees)):
-        return known.trees
+        return known.flat_trees
     flat_trees = list(map(pytree.flatten_once, trees))
     flat_params, flat_buffers, flat_scaler = flat_trees
     if all([leaf is None for leaf in flat_params.leaves]):
@@ -206,7 +206,7 @@ class ValueAndGrad:
     ) -> None:
         self.scale, self.loss_fn, self.buffers = scaler.tree.scale, loss_fn, buffers
         self.params, self.present_params = params, params.leaves
-        self.indices: Sequence[int] = range(len(params.leaves))
+        self.leaf_indices: Sequence[int] = range(len(params.leaves))
         self.are_all_present = self.dense_real = is_dense = params.tensor_list.dense_off_graph
         self.sharded, self.uses_torch_func = False, eager_mode is None and traced()
         self.keeps_graph = differentiable and not self.uses_torch_func
@@ -219,9 +219,9 @@ class ValueAndGrad:
         self.storages = storages if self.owns_gradients else None
         if not is_dense:
             self.dense_real = are_plain_dense(params.leaves)
-            self.indices = [n for n, leaf in enumerate(params.leaves) if leaf is not None]
-            self.are_all_present = len(self.indices) == len(params.leaves)
-            self.present_params = [params.leaves[index] for index in self.indices]
+            self.leaf_indices = [n for n, leaf in enumerate(params.leaves) if leaf is not None]
+            self.are_all_present = len(self.leaf_indices) == len(params.leaves)
+            self.present_params = [params.leaves[index] for index in self.leaf_indices]
             self.sharded = dtensor.any_dtensor(self.present_params)
         all_normal = is_dense and scaler.tensor_list.dense_off_graph
         if not (self.uses_torch_func or all_normal):
@@ -236,14 +236,14 @@ class ValueAndGrad:
     def names(self) -> list[str]:
         """Return the dotted names of the parameters that are tensors."""
         names = pytree.names(self.params.tree)
-        return [names[index] for index in self.indices]
+        return [names[index] for index in self.leaf_indices]
 
     def _leaves(self, tensors: list[Any]) -> Leaves:
         """Return one leaf for each of the parameters, None where they are None."""
         if self.are_all_present:
             return tensors
         leaves: Leaves = [None] * len(self.params.leaves)
-        for index, tensor in zip(self.indices, tensors, strict=True):
+        for index, tensor in zip(self.leaf_indices, tensors, strict=True):
             leaves[index] = tensor
         return leaves
 

@@ -3,8 +3,9 @@
 They work on tensors and know nothing of trees, optimizers or loss scales.
 
 Entry: `foreach`, arithmetic over lists of tensors in a number of operators that does not grow with
-the list; `donation.can_write`, which memory may be overwritten; `tracing.host_can_read`, whether
-the host can read a value without waiting; `dtensor.shard` and back; `autocast.outside_autocast`.
+the list; `list_stats.local_stats`, their norm and largest magnitude; `donation.can_write`, which
+memory may be overwritten; `tracing.host_can_read`, whether the host can read a value without
+waiting; `dtensor.shard` and back; `autocast.outside_autocast`.
 `private_names.py` lists its private functions and classes, `private.py` looks one up when needed.
 Hands on: tensors, lists of them and bools; `tensor_list.TensorList`, a list with what is known of
 it.

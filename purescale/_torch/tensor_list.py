@@ -64,8 +64,8 @@ def metadata_matcher(tensors: Sequence[Tensor]) -> Callable[[Sequence[Any]], boo
 
 
 class ListMetadata:
-    """The metadata of a list of tensors, as the values that were computed from it. All lists alike
-    share them.
+    """The facts about a list of tensors (dtypes, devices, kinds) that were computed, shared by all
+    lists of the same shapes, strides, dtypes and devices.
 
     Args:
         matcher: The `metadata_matcher` of the list, if a plan has one.

@@ -15,9 +15,9 @@ from .._tree.leaves import are_plain_dense, as_dense_real
 
 
 class Gradients(NamedTuple):
-    """Gradients as dense, real, strided tensors of this rank, without `None`, and what an optimizer
-    still waits for: a division by `divisor`, a product with `factor`, and a clamp to plus and minus
-    `clip_value`. None leaves a part out.
+    """Gradients as dense, real, strided tensors of this rank, without `None`, and the operations
+    that are not yet applied to them: a division by `divisor`, a product with `factor`, and a clamp
+    to plus and minus `clip_value`. None leaves a part out.
 
     A DTensor becomes its local shard, a complex tensor a view as reals, a sparse COO tensor dense.
     """
@@ -42,9 +42,9 @@ class Gradients(NamedTuple):
 
     @property
     def pending(self) -> tuple[Any, ...]:
-        """What an optimizer still waits for: divisor, factor and clip value. Each is elementwise,
-        because pieces of leaves and shards are stepped alone. If a kernel cannot do all of it,
-        `unscaled` does it first.
+        """The operations that are not yet applied: divisor, factor and clip value. Each is
+        elementwise, because pieces of leaves and shards are stepped alone. What a kernel cannot do,
+        `apply_pending` does first.
         """
         return self.divisor, self.factor, self.clip_value
 
@@ -81,7 +81,7 @@ class Gradients(NamedTuple):
             templates = [present_templates[index] for index in indices]
         return self._replace(tensor_list=tensor_list, templates=templates)
 
-    def unscaled(self, *, wide: bool = False) -> Gradients:
+    def apply_pending(self, *, wide: bool = False) -> Gradients:
         """Return them for an optimizer, unscaled and clipped. float16 becomes float32 where it is
         divided, and all half gradients if `wide`: in half precision they would lose bits.
         """
@@ -130,29 +130,30 @@ class Gradients(NamedTuple):
 
     def divided(self, divisor: Tensor) -> Gradients:
         """Return them divided by a 0-d tensor, in place if they are owned, like the next two."""
-        return self.with_tensors(foreach.divide(self.tensors, divisor, in_place=self.owned))
+        return self._with_results(foreach.divide(self.tensors, divisor, in_place=self.owned))
 
     def multiplied(self, factor: float | Tensor) -> Gradients:
         """Return them multiplied by a number, or a 0-d tensor."""
         if isinstance(factor, float):
             factor = torch.full((), factor, dtype=self.factor_dtype, device="cpu")
         factor = factor.to(self.factor_dtype)
-        return self.with_tensors(foreach.multiply(self.tensors, factor, in_place=self.owned))
+        return self._with_results(foreach.multiply(self.tensors, factor, in_place=self.owned))
 
     def clamped(self, bound: float | Tensor) -> Gradients:
         """Return them clamped to plus and minus `bound`."""
-        return self.with_tensors(foreach.clamp(self.tensors, bound, in_place=self.owned))
+        return self._with_results(foreach.clamp(self.tensors, bound, in_place=self.owned))
 
     def zeroed(self, skip: Tensor) -> Gradients:
         """Return zeros in their place if `skip`, a 0-d bool tensor."""
-        return self.with_tensors([tensor.masked_fill(skip, 0.0) for tensor in self.tensors])
+        return self._with_results([tensor.masked_fill(skip, 0.0) for tensor in self.tensors])
 
-    def with_tensors(self, tensors: list[Tensor], *, owned: bool | None = None) -> Gradients:
-        """Return other tensors in place of these, by default results that nobody else can see."""
-        if owned is None:
-            # A compiler fuses what follows; a write into these would only add work.
-            owned = not torch.compiler.is_compiling()
+    def with_tensors(self, tensors: list[Tensor], *, owned: bool = False) -> Gradients:
+        """Return other tensors in place of these. `owned` ones nobody else can see."""
         return self._replace(tensor_list=TensorList(tensors), owned=owned)
+
+    def _with_results(self, tensors: list[Tensor]) -> Gradients:
+        # A compiler fuses what follows; a write into these would only add work.
+        return self.with_tensors(tensors, owned=not torch.compiler.is_compiling())
 
     @property
     def leaves(self) -> list[Any]:

@@ -93,20 +93,20 @@ class CachedPlan(NamedTuple):
     # the leaves of each tree, its structure, and their metadata
     parts: list[tuple[slice, Any, ListMetadata]]
     may_have_graph: bool
-    value: Any  # that was planned
+    plan: Any  # that was made for them
 
 
-class FoundPlan(NamedTuple):
+class PlanMatch(NamedTuple):
     """The arguments of a call, flat, and what was planned for others like them."""
 
-    trees: list[FlatTree]
+    flat_trees: list[FlatTree]
     leaves: Leaves  # of all of them
-    value: Any
+    plan: Any
 
 
 def find_plan(
     plans: Plans[CachedPlan], eager_mode: EagerMode, trees: tuple[Tree, ...]
-) -> FoundPlan | None:
+) -> PlanMatch | None:
     """Return what was planned for trees that differ from these in values only, in calls that ran
     where this one does; None if nothing was.
     """
@@ -124,7 +124,7 @@ def find_plan(
             some = leaves[at]
             tensor_list = TensorList(some, metadata, dense_off_graph=True)
             flat_trees.append(FlatTree(tree, some, structure, tensor_list))
-        return FoundPlan(flat_trees, leaves, kept.value)
+        return PlanMatch(flat_trees, leaves, kept.plan)
     return None
 
 
@@ -142,9 +142,9 @@ def _has_form(root: tuple[Tree, ...], nodes: list[Node]) -> bool:
 
 
 def add_plan(
-    plans: Plans[CachedPlan], eager_mode: EagerMode, trees: Sequence[FlatTree], value: Any
+    plans: Plans[CachedPlan], eager_mode: EagerMode, trees: Sequence[FlatTree], plan: Any
 ) -> None:
-    """Keep a planned value for trees like these, if all leaves are dense and off every graph, in
+    """Keep a plan for trees like these, if all leaves are dense and off every graph, in
     containers of Python's that keep nothing of a user's alive. Trees that hold one tensor twice are
     not kept, because their guard never matches.
     """
@@ -156,14 +156,14 @@ def add_plan(
         return
     ends = list(itertools.accumulate([len(tree.leaves) for tree in trees], initial=0))
     slices, structures = map(slice, ends, ends[1:]), structure.children()  # type: ignore[attr-defined]
-    plan = CachedPlan(
+    cached = CachedPlan(
         structure,
         nodes=_nodes_below(arguments),
         parts=list(zip(slices, structures, _metadata_of(trees), strict=True)),
         may_have_graph=any(map(_requires_grad, leaves)),
-        value=value,
+        plan=plan,
     )
-    plans.add(leaves, (eager_mode, len(trees)), plan)
+    plans.add(leaves, (eager_mode, len(trees)), cached)
 
 
 def _metadata_of(trees: Sequence[FlatTree]) -> list[ListMetadata]:

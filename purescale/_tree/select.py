@@ -49,7 +49,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     """
     eager_mode, arguments = current_eager_mode(), (found_inf, old, new)
     if eager_mode and eager_mode.host_reads and (known := find_plan(_plans, eager_mode, arguments)):
-        _, before, after = known.trees
+        _, before, after = known.flat_trees
         chosen = before if found_inf else after
         return before.structure.unflatten(foreach.clone_undetached(chosen.leaves))
     if _is_flag(new) and not _is_flag(old):

@@ -314,13 +314,13 @@ class MasterOptimizer(Wrapper):
         """Return the pieces of a step. Refuse a state without the rest of these parameters, and
         what the inner optimizer refuses.
         """
-        _rest_of(inputs.layout.tree(inputs.params), inputs.opt_state)
+        _rest_of(inputs.layout.unflatten(inputs.params), inputs.opt_state)
         return super().plan(inputs)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with the masters and the inner state."""
         params, state = list(inputs.params), inputs.opt_state
-        rest, halves = inputs.layout.leaves(state.rest), _of_dtype(params, torch.bfloat16)
+        rest, halves = inputs.layout.flatten_up_to(state.rest), _of_dtype(params, torch.bfloat16)
         for index in _of_dtype(params, torch.float16):
             params[index] = rest[index]
         joined = _join([params[n] for n in halves], [rest[n] for n in halves])
@@ -332,7 +332,11 @@ class MasterOptimizer(Wrapper):
         self, inputs: StepInputs, params: list[Tensor], state: Tree
     ) -> tuple[list[Tensor], Tree]:
         """Split masters into two halves, or round them to the nearest float16."""
-        old, stored, rest = inputs.params, list(params), inputs.layout.leaves(inputs.opt_state.rest)
+        old, stored, rest = (
+            inputs.params,
+            list(params),
+            inputs.layout.flatten_up_to(inputs.opt_state.rest),
+        )
         halves = _of_dtype(old, torch.bfloat16)
         masters = [params[index] for index in halves]
         if traced() or any_dtensor(masters):
@@ -345,7 +349,7 @@ class MasterOptimizer(Wrapper):
         for index in _of_dtype(old, torch.float16):
             stored[index] = on_shards(lambda m: saturating(m, torch.float16), params[index])
             rest[index] = params[index]
-        return stored, MasterState(state, inputs.layout.tree(rest, inputs.opt_state.rest))
+        return stored, MasterState(state, inputs.layout.unflatten(rest, inputs.opt_state.rest))
 
 
 def _of_dtype(params: list[Tensor], dtype: torch.dtype) -> list[int]:

@@ -106,12 +106,12 @@ class ScheduleFreeOptimizer(Wrapper):
         """Return the pieces of a step. Refuse a state without the iterate of these parameters, and
         what the inner optimizer refuses.
         """
-        _check_iterate(inputs.layout.tree(inputs.params), inputs.opt_state)
+        _check_iterate(inputs.layout.unflatten(inputs.params), inputs.opt_state)
         return super().plan(inputs)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with a copy of the iterate in place of the parameters."""
-        iterate = inputs.layout.leaves(inputs.opt_state.iterate)
+        iterate = inputs.layout.flatten_up_to(inputs.opt_state.iterate)
         return inputs.with_params(list(map(Tensor.clone, iterate)), inputs.opt_state.inner)
 
     def encode(
@@ -120,7 +120,7 @@ class ScheduleFreeOptimizer(Wrapper):
         """Average the new iterate in, and mix both. `params` are the iterate after the step."""
         _, iterate, applied, beta = inputs.opt_state
         layout = inputs.layout
-        old, applied = layout.leaves(iterate), applied + 1
+        old, applied = layout.flatten_up_to(iterate), applied + 1
         mixed = []
         for index, (y, before, new) in enumerate(zip(inputs.params, old, params, strict=True)):
             if layout.grad_indices[index] is None:
@@ -129,7 +129,7 @@ class ScheduleFreeOptimizer(Wrapper):
             x, z = _average(y, before, beta), new.to(wide_dtype(y.dtype))
             x = x + (z - x) / applied
             mixed.append((z + beta * (x - z)).to(y.dtype))
-        new = layout.tree(params, iterate)
+        new = layout.unflatten(params, iterate)
         return mixed, ScheduleFreeState(state, new, applied, beta.clone())
 
 

@@ -157,7 +157,7 @@ class Wrapper(Updater):
 
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
         if traced():
-            unscaled = grads.unscaled(wide=self.wide_grads)
+            unscaled = grads.apply_pending(wide=self.wide_grads)
             new, chosen = self._step_decoded(inputs, unscaled, step_of(pieces[0]))
             before, after, structure = pytree.matching_leaves(old, new, "old", "new")
             done = set(map(id, chosen))
@@ -176,7 +176,7 @@ class Wrapper(Updater):
                     of_piece = _piece_of(inputs, piece.cut, last=piece is pieces[-1])
                     grads_of_piece = _grads_of(inputs, grads, piece.cut)
                 leaves = pytree.flatten((of_piece.params, of_piece.opt_state))[0]
-                unscaled = grads_of_piece.unscaled(wide=self.wide_grads)
+                unscaled = grads_of_piece.apply_pending(wide=self.wide_grads)
                 stepped = self._step_decoded(of_piece, unscaled, step_of(piece))[0]
                 results = pytree.flatten(stepped)[0]
                 pairs = [(a, b) for a, b in zip(leaves, results, strict=True) if a is not b]
@@ -288,7 +288,11 @@ def _cut_state(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree
     """
 
     def part(tree: Tree) -> dict[str, Any]:
-        values, params, names = inputs.layout.leaves(tree), inputs.params, inputs.layout.names
+        values, params, names = (
+            inputs.layout.flatten_up_to(tree),
+            inputs.params,
+            inputs.layout.names,
+        )
         return {names[n]: _cut(values[n], params[n], span) for n, span in cut.items()}
 
     fields = {}

@@ -49,8 +49,8 @@ class Launch(NamedTuple):
 
 
 class TorchPlan(NamedTuple):
-    """The decisions about the steps of a class of torch.optim. Indices are those
-    among all leaves of the inputs.
+    """The decisions about the steps of a class of torch.optim. Indices are those among all leaves
+    of the inputs.
     """
 
     groups: list[ParamGroup]

@@ -262,9 +262,7 @@ class FormulaOptimizer(TorchOptimizer):
     ) -> OptState:
         """Return the state with a tree like the parameters for each slot."""
         structure, names = pytree.flatten(params)[1], pytree.names(params)
-        keys = dict.fromkeys([key for leaf_slots in slots.values() for key in leaf_slots]) or [
-            NO_SLOTS
-        ]
+        keys = dict.fromkeys([key for each in slots.values() for key in each]) or [NO_SLOTS]
         columns = {key: [slots.get(name, {}).get(key, ()) for name in names] for key in keys}
         return with_columns(opt_state, {k: structure.unflatten(c) for k, c in columns.items()})
 

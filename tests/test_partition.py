@@ -636,6 +636,17 @@ def test_a_step_that_raises_leaves_all_that_was_donated_as_it_was(data):
 # ---- shards --------------------------------------------------------------------------------------
 
 
+class Descent:
+    """An optimizer of one's own, which gets DTensors as they are."""
+
+    def init(self, params):
+        return {"sum": {name: torch.zeros_like(leaf) for name, leaf in params.items()}}
+
+    def step(self, params, grads, state):
+        new = {name: p - 0.1 * grads[name] for name, p in params.items()}
+        return new, {"sum": {name: s + grads[name] for name, s in state["sum"].items()}}
+
+
 def _each_part_takes_its_own_shards(rank):
     mesh = init_device_mesh("cpu", (2,))
     whole = {
@@ -664,6 +675,7 @@ def _each_part_takes_its_own_shards(rank):
         (plain, whole),
         (ps.with_master_weights(plain), half),
         (made(MUON, ps.with_master_weights(ADAMW), label), half),
+        (made(MUON, Descent(), label), whole),
     ):
         scaler, weights = ps.DynamicScale(init_scale=4.0).init(), lambda params, _: params
         weights = weights if begun is whole else ps.master_weights

@@ -214,6 +214,26 @@ def test_what_has_no_address_is_apart(make):
     assert list(params) == [name for name, _ in model.named_parameters()]
 
 
+def of_one_element(model):
+    model[1].bias = nn.Parameter(torch.zeros(1).expand(2))
+
+
+def of_inference_mode(model):
+    with torch.inference_mode():
+        model[1].bias = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize("change", [of_one_element, of_inference_mode])
+def test_load_into_writes_nothing_if_one_tensor_cannot_be_written(change):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    _, params, buffers = ps.make_functional(model)
+    change(model)
+    before = [leaf.clone() for leaf in model.parameters()]
+    with pytest.raises(ValueError, match=r"1\.bias of the model was"):
+        ps.load_into(model, {name: leaf + 1 for name, leaf in params.items()}, buffers)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 # ---- refused: tensors that share memory in another way than as one -------------------------------
 
 

@@ -262,6 +262,12 @@ def test_a_quirk_that_is_no_law_is_refused():
         assert_scale_rule(Halving(), quirks=["powers"])
 
 
+def test_the_error_of_an_update_that_raises_ends_the_checks_also_as_a_quirk():
+    raises = wrong(Halving, "Raises", update=lambda new, state, bad: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        assert_scale_rule(raises(), quirks=["raises"])
+
+
 # ---- guards --------------------------------------------------------------------------------------
 
 

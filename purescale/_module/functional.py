@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
-import weakref
 from collections.abc import Callable, Set
 from types import MethodType
 from typing import Any
@@ -30,7 +29,7 @@ from .._module.registered import (
     registered_tensors,
     state_in_attributes,
 )
-from .._module.walk import is_layer_of_torch, recipe_of
+from .._module.walk import recipe_of
 from .._torch import foreach, private
 from .._torch.tracing import PLAIN_TYPES, host_can_read, under_transform
 from .._tree import pytree
@@ -72,7 +71,6 @@ class Apply:
     frozen_params: frozenset[str]
     _constants: frozenset[str]  # buffers that are not dense, such as a sparse adjacency matrix
     _renormalised: frozenset[str]  # weights of embeddings with max_norm, which write into them
-    _in_layers: frozenset[str]  # buffers that only layers of torch have
 
     def __call__(
         self,
@@ -152,21 +150,14 @@ class Apply:
             check_writes(watched, before, after, values)
         if train in learned.first_calls and not callable(method):
             warn_of_attributes(learned.recipes[train], copy, train, learned.first_calls)
-        modes = private.function_modes()
-        if has_graph and (new or modes):
+        if has_graph:
             if is_first:
                 watch_backward(copy, own_buffers.keys() - self.frozen_params - constants)
-            references = list(map(weakref.ref, copy.modules()))
-            del copy
-            # A module that lives on may run again, as a part of the backward, and write into its
-            # buffers: a batch norm does, and a codebook. If none does, nothing writes into those
-            # that only layers of torch had.
-            alive = [module for reference in references if (module := reference()) is not None]
-            if modes:
-                rerun_under(modes, alive)
-            kept = constants if alive or is_first else constants | self._in_layers
-            if len(kept) < len(new):
-                new = _copies(new, kept, one_by_one=transformed)
+            # The graph has saved those of the copy, and a second run, as of a batch norm or a
+            # codebook, writes into them.
+            new = _copies(new, constants, one_by_one=transformed)
+            if modes := private.function_modes():
+                rerun_under(modes, copy.modules())
         return out, new
 
     @private.only_inlined
@@ -342,7 +333,6 @@ def make_functional(
         norm_params=norm_params(model, registered.first_name_of),
         _constants=frozenset(name for name, b in buffers.items() if is_constant(b)),
         _renormalised=_renormalised_params(model, registered.first_name_of) & params.keys(),
-        _in_layers=_in_layers_of_torch(recipe) & buffers.keys(),
     )
     return apply, _detached_copies(params), _detached_copies(buffers)
 
@@ -396,18 +386,6 @@ def _renormalised_params(model: nn.Module, first_name_of: dict[int, str]) -> fro
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
         for param in module.parameters(recurse=False)
     )
-
-
-def _in_layers_of_torch(recipe: Recipe) -> frozenset[str]:
-    """Return the names of the tensors that only layers of torch have. A ParameterList is none."""
-    layers = {
-        store
-        for store, module, _ in recipe.layout.store_rows
-        if is_layer_of_torch(cls := recipe.classes[module], recipe.attributes[module])
-        and cls.forward is not nn.Module.forward
-    }
-    places_of = recipe.layout.places_of_arguments
-    return frozenset(name for name, places in places_of if {p.holder for p in places} <= layers)
 
 
 # ---- which modules train, as `model.train()` and `model.eval()` decide ---------------------------

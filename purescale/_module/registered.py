@@ -192,8 +192,8 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
 
     The inverse of `make_functional`. Copies values into the existing tensors of `model`, so an
     optimizer, a tied weight or a hook that holds them sees the new values. Nothing is copied unless
-    all names, shapes and layouts fit. Values in another dtype or on another device are converted,
-    as by load_state_dict.
+    everything fits. Values in another dtype or on another device are converted, as by
+    load_state_dict.
 
     Args:
         model: The module to write into.
@@ -259,6 +259,10 @@ def _unfit_reason(target: Tensor, source: Tensor | None) -> str:
         return "is not initialised yet, run `model(example_batch)` once"
     if target.is_meta:
         return "of the model has no memory, run `model.to_empty(device=...)` first"
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        return "of the model was made under inference_mode, make it outside"
+    if target.layout is torch.strided and _is_expanded(target):
+        return "of the model was expanded, so its elements share memory, `.clone()` it"
     if source is None:
         return ""
     if source.is_meta:
@@ -272,6 +276,11 @@ def _unfit_reason(target: Tensor, source: Tensor | None) -> str:
         for t in (source, target)
     )
     return "" if kind == expected else f"is {kind}, expected {expected}"
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and not stride for size, stride in sizes)
 
 
 def check_dicts(params: Any, buffers: Any) -> None:

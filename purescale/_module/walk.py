@@ -188,7 +188,8 @@ class _Walk:
             attributes["_compiled_call_impl"] = None
         identity = self._add(self.instances, module, (cls, attributes))
         items = dict(attributes)
-        is_torchs = is_layer_of_torch(cls, attributes)  # whose forward registers nothing
+        # A layer of torch, whose own forward registers no parameter, buffer or module.
+        is_torchs = cls.__module__.startswith("torch.nn.modules.") and "forward" not in attributes
         for key in filter(attributes.__contains__, _OF_A_MODULE):
             value = attributes[key]
             if key in STORE_NAMES and (value or not is_torchs):
@@ -272,11 +273,6 @@ class _Walk:
 
 
 # ---- kinds of objects ----------------------------------------------------------------------------
-
-
-def is_layer_of_torch(cls: type[nn.Module], attributes: dict[str, Any]) -> bool:
-    """Return True for a module with these attributes if torch has written its forward."""
-    return cls.__module__.startswith("torch.nn.modules.") and "forward" not in attributes
 
 
 def _obstacle(cls: type) -> str:

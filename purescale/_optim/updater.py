@@ -25,7 +25,10 @@ from .._tree.select import select_masked
 
 class Optimizer(Protocol):
     """The protocol of an optimizer: two pure methods. `purescale.testing.assert_optimizer` tests
-    one.
+    one. It may have attributes: `differentiable = True` if `.backward()` may go through its step,
+    `elementwise = True` if elements update independently, so that shards of DTensors can be
+    stepped, `may_add_slots = True` if its first step adds to the state, and `wide_grads = True` if
+    it wants half gradients in float32.
     """
 
     def init(self, params: Tree) -> Tree:
@@ -177,6 +180,8 @@ class AdaptedOptimizer(Updater):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = self.must_agree = optimizer
+        for name in ("differentiable", "elementwise", "may_add_slots", "wide_grads"):
+            setattr(self, name, getattr(optimizer, name, getattr(Updater, name)))
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
@@ -190,6 +195,7 @@ class AdaptedOptimizer(Updater):
         old = inputs.trees
         trees = old[0], inputs.layout.unflatten(inputs.grads_like_params(grads)), old[1]
         stepped = self.optimizer.step(*trees)
-        pytree.matching_leaves(old, stepped, "old", "new")
+        before, after = (old[0], stepped[0]) if self.may_add_slots else (old, stepped)
+        pytree.matching_leaves(before, after, "old", "new")
         params, opt_state = pytree.copy_aliased(stepped, trees)
         return inputs.layout.flatten_up_to(params), opt_state

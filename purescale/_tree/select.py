@@ -129,5 +129,5 @@ def write_over_leaves(old: Leaves, new: Leaves) -> Leaves:
     if any(map(is_constant, old)) or is_on_a_graph([*old, *new]):
         return new
     old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
-    foreach.copy_(old, new)
+    foreach.copy_(list(map(dtensor.shard, old)), list(map(dtensor.shard, new)))
     return old

@@ -102,10 +102,12 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
     old = clone((params, state))
     has_masters = getattr(updater, "wide_grads", False) or kind == "partition"
     unscaled = grads.apply_pending(wide=has_masters)
-    inputs = inputs._replace(plan=updater.plan(inputs), hyperparams=updater.hyperparams(state))
-    applied = inputs.restore(*updater.step_unless(None, inputs, unscaled))
+    inputs = inputs._replace(
+        updater_plan=updater.plan(inputs), hyperparams=updater.hyperparams(state)
+    )
+    applied = inputs.restore(*updater.step_unless(inputs, unscaled))
     expected = ps.select(overflow, old, applied)
-    arguments = torch.tensor(overflow), inputs, grads
+    arguments = inputs, grads, torch.tensor(overflow)
     stepped = inputs.restore(*updater.step_unless(*arguments, in_place=in_place))
     if factor == 0.3:  # scale and factor are one division in a kernel
         assert_close(stepped, expected, rtol=1e-6, atol=1e-7)
@@ -119,9 +121,9 @@ def test_neither_preparing_nor_applying_a_step_changes_its_arguments(kind):
     inputs, grads, params, state = scaled_inputs(OPTIMIZERS[kind], 0.25, overflow=False)
     with Untouched((params, state, grads.tensors)):
         plan, hyperparams = updater.plan(inputs), updater.hyperparams(inputs.opt_state)
-        inputs = inputs._replace(plan=plan, hyperparams=hyperparams)
-        updater.step_unless(torch.tensor(False), inputs, grads)
-        updater.step_unless(None, inputs, grads)
+        inputs = inputs._replace(updater_plan=plan, hyperparams=hyperparams)
+        updater.step_unless(inputs, grads, torch.tensor(False))
+        updater.step_unless(inputs, grads)
 
 
 class Raises(StepAlone):

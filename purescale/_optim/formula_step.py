@@ -56,7 +56,7 @@ class FormulaStep:
         if torch.compiler.is_dynamo_compiling():
             new = iter(self._opaque(names, *operands))
         else:
-            new = iter(self._step_as_list(inputs.plan.groups, *operands))
+            new = iter(self._step_as_list(inputs.updater_plan.groups, *operands))
         params = list(itertools.islice(new, len(params)))
         return params, inputs.state_with_columns(columns_like(columns, new))
 

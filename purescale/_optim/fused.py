@@ -57,7 +57,7 @@ class TorchPlan(NamedTuple):
     kernel_fits: bool = False  # the tensors are of a kind that the kernel takes
     launches: list[Launch] = []  # noqa: RUF012  # that make a step; empty in Dynamo
     in_trace: bool = False  # the step runs where `traced` is True
-    pairs: list[tuple[int, int]] = []  # noqa: RUF012  # each parameter with each of its slots
+    param_slot_pairs: list[tuple[int, int]] = []  # noqa: RUF012  # each with each of its slots
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
     leaves_are_ready: bool = False
 
@@ -83,7 +83,7 @@ class FusedStep:
             # torch's own class runs no kernel then
             (config.differentiable or flags != {None}) and not config.arguments.get("fused"),
             # it cannot tell a parameter's first step
-            config.counts_steps and config.spec.formula.makes_buffer_in_first_step,
+            config.needs_step_count and config.spec.formula.makes_buffer_in_first_step,
             # with momentum 0 it does not update the buffer, which a later momentum needs
             "momentum" in config.in_state,
         )
@@ -110,13 +110,13 @@ class FusedStep:
         ]
         dense = inputs.dense_leaves
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
-        in_order = _slots_follow_params([(leaves[slot], leaves[n]) for n, slot in pairs])
+        in_order = _slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
         return TorchPlan(
             groups,
             kernel_fits=True,
             launches=launches,
             in_trace=traced(),
-            pairs=pairs,
+            param_slot_pairs=pairs,
             leaves_are_ready=is_dense and in_order,
         )
 
@@ -159,7 +159,7 @@ class FusedStep:
         """Return True if the planned kernel takes the values of this step: settings that the host
         can read, on an accelerator a float32 rate; in a trace, operands of one opaque operator.
         """
-        plan, hyperparams = inputs.plan, inputs.hyperparams
+        plan, hyperparams = inputs.updater_plan, inputs.hyperparams
         if not plan.kernel_fits:
             return False
         if not self._config.is_static:
@@ -179,7 +179,7 @@ class FusedStep:
         if not may_be_opaque(params, grads.tensors, values_of(columns), scalars):
             return False
         # The operator returns slots as they are laid out; the kernel walks them as the parameter.
-        pairs = [pair for column in columns.values() for pair in zip(column, params, strict=True)]
+        pairs = [pair for column in columns.values() for pair in zip(params, column, strict=True)]
         return torch.compiler.is_compiling() or _slots_follow_params(pairs)
 
     def __call__(
@@ -193,23 +193,25 @@ class FusedStep:
         """Return parameters and state after the step, unless it is skipped, before it is counted in
         `applied`; in eager mode and in memory of their own.
         """
-        plan, hyperparams = inputs.plan, inputs.hyperparams
+        plan, hyperparams = inputs.updater_plan, inputs.hyperparams
         leaves, structure = inputs.leaves_and_state_structure()
         if plan.leaves_are_ready:
             leaves = leaves if in_place else foreach.clone_undetached(leaves)
         else:
             listed = inputs.dense_leaves is not None
-            leaves = _writable_leaves(leaves, plan.pairs, listed=listed, in_place=in_place)
+            leaves = _writable_leaves(
+                leaves, plan.param_slot_pairs, listed=listed, in_place=in_place
+            )
         if not self._config.is_static:
             hyperparams = hyperparams.map(_read_all_but_rate)
         num_params, grads = len(inputs.params), grads.with_one_divisor()
         state = structure.unflatten(leaves[num_params:])
         t_by_device = self._t_by_device(state.applied, plan.launches)
         are_alike = inputs.param_list.shares_metadata(grads.tensor_list)
-        grads_are_ready = plan.leaves_are_ready and are_alike
+        grads_match_params = plan.leaves_are_ready and are_alike
         for launch in plan.launches:
             arguments = launch, leaves, t_by_device, grads, hyperparams
-            fused_update(self._kernel_call(*arguments, grads_are_ready=grads_are_ready), skip)
+            fused_update(self._kernel_call(*arguments, grads_match_params=grads_match_params), skip)
             _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
         return leaves[:num_params], state
 
@@ -222,7 +224,7 @@ class FusedStep:
         """Return parameters and state after the step, before it is counted in `applied`, from
         operators, which end a graph of `jit`.
         """
-        launches = inputs.plan.launches
+        launches = inputs.updater_plan.launches
         leaves, structure = inputs.leaves_and_state_structure()
         num_params, stepped = len(inputs.params), list(leaves)
         applied = structure.unflatten(leaves[num_params:]).applied
@@ -292,7 +294,7 @@ class FusedStep:
         grads: Gradients,
         hyperparams: Hyperparams,
         *,
-        grads_are_ready: bool = False,
+        grads_match_params: bool = False,
     ) -> KernelCall:
         """Return the call of a launch with these tensors and settings."""
         bound = launch.bound
@@ -304,7 +306,7 @@ class FusedStep:
         if self.kernel.takes_step and not steps:
             steps = [t_by_device[launch.device]]
         grads = grads.picked(launch.grad_indices)
-        return KernelCall(bound, params, slots, grads, steps, grads_are_ready)
+        return KernelCall(bound, params, slots, grads, steps, grads_match_params)
 
 
 def _writable_leaves(
@@ -341,10 +343,10 @@ def _with_writable_leaves(inputs: StepInputs, *, in_place: bool) -> StepInputs:
     return inputs.with_params(params, inputs.state_with_columns(columns_like(columns, new)))
 
 
-def _slots_follow_params(pairs: list[tuple[Any, Tensor]]) -> bool:
+def _slots_follow_params(param_slot_pairs: list[tuple[Tensor, Any]]) -> bool:
     """Return True if each slot of the shape of its parameter has its memory order."""
-    like = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a.shape == b.shape]
-    return all([same_memory_order(a, b) for a, b in like])
+    like = [(p, s) for p, s in param_slot_pairs if isinstance(s, Tensor) and p.shape == s.shape]
+    return all([same_memory_order(slot, param) for param, slot in like])
 
 
 def _add_to_counts(

@@ -98,7 +98,7 @@ class KernelCall(NamedTuple):
     grads: Gradients
     state_steps: list[Tensor]  # the number of the step of each, or one for all: float32, read only
     # known: all are off graph, and the gradients have dtype and memory order of the parameters
-    grads_are_ready: bool = False
+    grads_match_params: bool = False
 
     def lists(self) -> list[list[Tensor]]:
         """Return the lists of tensors that the function takes."""
@@ -143,7 +143,7 @@ def fused_update(call: KernelCall, skip: Tensor | None) -> None:
     if skip is not None:
         found_inf = skip.to(call.params[0].device, torch.float32)
     tensors = [number for number in (divisor, lr) if isinstance(number, Tensor)]
-    off_graph = call.grads_are_ready and not any([tensor.requires_grad for tensor in tensors])
+    off_graph = call.grads_match_params and not any([tensor.requires_grad for tensor in tensors])
     with _NO_CONTEXT if off_graph else torch.no_grad():
         call.bound.function(*call.lists(), lr=lr, grad_scale=divisor, found_inf=found_inf)
     # torch's fused kernels leave versions as they were: a graph that saved an old value would take
@@ -164,7 +164,7 @@ def _kernel_divides(call: KernelCall) -> bool:
         return False
     if not (grads.owned and divisor.dtype is torch.float32 and dtype.itemsize >= 4):
         return False
-    return call.grads_are_ready or (
+    return call.grads_match_params or (
         grads.tensor_list.dtypes == {dtype} and all_same_memory_order(grads.tensors, params)
     )
 

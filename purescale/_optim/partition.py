@@ -103,8 +103,8 @@ class PartitionOptimizer(Updater):
         named = named_params(params)
         names, leaves = list(named), list(named.values())
         return {
-            key: self.optimizers[key].init({names[index]: leaves[index] for index in members})
-            for key, members in self._members(names, leaves).items()
+            key: self.optimizers[key].init({names[index]: leaves[index] for index in param_indices})
+            for key, param_indices in self._members(names, leaves).items()
         }
 
     def plan(self, inputs: StepInputs) -> dict[str, Part]:
@@ -119,33 +119,38 @@ class PartitionOptimizer(Updater):
             )
         # Those that may raise come first, into fresh memory: nothing is overwritten then.
         order = sorted(self.updaters, key=lambda key: not self.updaters[key].runs_user_code)
-        members = self._members(inputs.layout.names, inputs.params)
+        indices_of = self._members(inputs.layout.names, inputs.params)
         parts = {}
         for key in order:
-            part_inputs = self.inputs_of(key, members[key], inputs)
-            parts[key] = Part(members[key], self.updaters[key].plan(part_inputs))
+            part_inputs = self.inputs_of(key, indices_of[key], inputs)
+            parts[key] = Part(indices_of[key], self.updaters[key].plan(part_inputs))
         return parts
 
-    def inputs_of(self, key: str, members: list[int], inputs: StepInputs) -> StepInputs:
+    def inputs_of(self, key: str, param_indices: list[int], inputs: StepInputs) -> StepInputs:
         """Return the inputs of one part, with DTensors flattened for its own optimizer."""
-        names, opt_state = [inputs.layout.names[index] for index in members], inputs.opt_state[key]
-        has_grad = [inputs.layout.grad_indices[index] is not None for index in members]
+        names = [inputs.layout.names[index] for index in param_indices]
+        opt_state = inputs.opt_state[key]
+        has_grad = [inputs.layout.grad_indices[index] is not None for index in param_indices]
         layout = ParamLayout.of_dict(names, has_grad)
-        params = inputs.param_list.picked(members)
+        params = inputs.param_list.picked(param_indices)
         if inputs.dense_leaves is None and any_dtensor(params.tensors):
             trees = flatten_each([layout.unflatten(params.tensors)], opt_state)
             return make_step_inputs(self.updaters[key], *trees)._replace(layout=layout)
         return StepInputs(layout, params, opt_state)
 
     def grads_of(
-        self, part_inputs: StepInputs, members: list[int], inputs: StepInputs, grads: Gradients
+        self,
+        part_inputs: StepInputs,
+        param_indices: list[int],
+        inputs: StepInputs,
+        grads: Gradients,
     ) -> Gradients:
         """Return the gradients of one part."""
         if grads.dense_real:
-            return grads.picked(members)
-        indices = [inputs.layout.grad_indices[index] for index in members]
+            return grads.picked(param_indices)
+        indices = [inputs.layout.grad_indices[index] for index in param_indices]
         tensors = [grads.tensors[index] for index in indices if index is not None]
-        templates = [grads.templates[inputs.layout.leaf_indices[index]] for index in members]
+        templates = [grads.templates[inputs.layout.leaf_indices[index]] for index in param_indices]
         picked = grads._replace(tensor_list=TensorList(tensors), templates=templates)
         if not any_dtensor(templates):
             return picked
@@ -158,17 +163,17 @@ class PartitionOptimizer(Updater):
 
     def step_unless(
         self,
-        skip: Tensor | None,
         inputs: StepInputs,
         grads: Gradients,
+        skip: Tensor | None = None,
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step of each part, skipped or not."""
-        plan: dict[str, Part] = inputs.plan
+        plan: dict[str, Part] = inputs.updater_plan
         part_inputs = {
             key: self.inputs_of(key, part.param_indices, inputs)._replace(
-                plan=part.plan, hyperparams=inputs.hyperparams[key]
+                updater_plan=part.updater_plan, hyperparams=inputs.hyperparams[key]
             )
             for key, part in plan.items()
         }
@@ -181,7 +186,7 @@ class PartitionOptimizer(Updater):
             updater = self.updaters[key]
             may_write = in_place and not updater.runs_user_code
             stepped[key] = updater.step_unless(
-                skip, part_inputs[key], part_grads[key], in_place=may_write
+                part_inputs[key], part_grads[key], skip, in_place=may_write
             )
         for key, updater in self.updaters.items():
             if in_place and updater.runs_user_code and not updater.may_add_slots:
@@ -202,7 +207,7 @@ class PartitionOptimizer(Updater):
             if part_inputs[key].global_trees is not None:
                 tree, opt_state[key] = part_inputs[key].restore(*stepped[key])
                 new = part_inputs[key].layout.flatten_up_to(tree)
-            for index, param in zip(inputs.plan[key].param_indices, new, strict=True):
+            for index, param in zip(inputs.updater_plan[key].param_indices, new, strict=True):
                 params[index] = param
         return params, opt_state
 
@@ -232,7 +237,7 @@ class Part(NamedTuple):
     """A part of a step."""
 
     param_indices: list[int]
-    plan: Any  # of its optimizer
+    updater_plan: Any  # of its optimizer
 
 
 def _check(optimizers: Any, label: Any) -> None:

@@ -57,7 +57,7 @@ def find_step(
         params,
         opt_state,
         plan.leaves_metadata,
-        plan=plan.updater_plan,
+        updater_plan=plan.updater_plan,
         hyperparams=updater.hyperparams(opt_state.tree),
     )
     return PlannedStep(flat_trees, leaves, inputs, plan, eager_mode)
@@ -79,20 +79,22 @@ def plan_step(
     # checked in each step.
     are_plain = all([some.dense_off_graph for some in lists])
     are_plain = are_plain and are_real_floating(inputs.param_list.dtypes)
-    known = eager_mode if are_plain else None
+    plain_mode = eager_mode if are_plain else None
     plan = StepPlan(
         inputs.layout,
         updater.plan(inputs),
         leaves_metadata=ListMetadata(),
-        all_writable=known is not None
+        all_writable=plain_mode is not None
         and all([x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]),
-        all_readable=known is not None and known.host_reads and all([x.are_on_cpu for x in lists]),
+        all_readable=plain_mode is not None
+        and plain_mode.host_reads
+        and all([x.are_on_cpu for x in lists]),
     )
-    if known and keep and updater.keeps_plans:
-        add_plan(updater.plans, known, trees, plan)
+    if plain_mode and keep and updater.keeps_plans:
+        add_plan(updater.plans, plain_mode, trees, plan)
     leaves = [leaf for tree in trees for leaf in tree.leaves]
     hyperparams = updater.hyperparams(inputs.opt_state)
-    inputs = inputs._replace(plan=plan.updater_plan, hyperparams=hyperparams)
+    inputs = inputs._replace(updater_plan=plan.updater_plan, hyperparams=hyperparams)
     return PlannedStep(trees, leaves, inputs, plan, eager_mode)
 
 
@@ -109,13 +111,13 @@ def plan_step_with_grads(
     and a state that belongs to others.
     """
     eager_mode = current_eager_mode()
-    known = find_step(updater, eager_mode, (params, opt_state, grads, *others))
-    if known is not None:
-        return known, known.inputs.gradients(known.flat_trees[2])
+    planned = find_step(updater, eager_mode, (params, opt_state, grads, *others))
+    if planned is not None:
+        return planned, planned.inputs.gradients(planned.flat_trees[2])
     trees, inputs = flatten_step(updater, params, grads, opt_state)
     gradients = inputs.gradients(trees[2])
     check_gradients(gradients)
-    # A found plan flattens `grads` in their own order, so it is kept if that is the parameters'.
+    # `find_plan` flattens `grads` in their own order: the plan is kept if that is the parameters'.
     same_order = eager_mode is not None and pytree.flatten(grads)[1] == trees[0].structure
     trees += map(pytree.flatten_once, others)
     return plan_step(updater, eager_mode, trees, inputs, keep=same_order), gradients

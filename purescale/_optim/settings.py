@@ -110,9 +110,8 @@ class ParamGroup(NamedTuple):
 class OptimizerConfig:
     """The settings that from_torch was given, and what follows from them. No state.
 
-    A parameter takes a setting from the last override that matches it and names the setting. Else
-    it is the number that was given for all, or that of the state if `in_state` names the setting. A
-    schedule gives the number; if the state holds the setting too, it multiplies that of the state.
+    A setting of a parameter is that of the last matching override that names it; else the number in
+    the state times the schedule, if it has these; else the argument.
     `prototype` is an optimizer over a probe, from which those of a step are copied.
     """
 
@@ -160,11 +159,11 @@ class OptimizerConfig:
         tensors = [v for table in tables for v in table.values.values() if isinstance(v, Tensor)]
         self.is_static = not (self.has_schedules or self.in_state or tensors)
         # Momentum in the state may become nonzero later, so its buffer exists while it is 0.
-        self.never_zero = dict.fromkeys({"momentum", "dampening"} & {*self.in_state}, 0.5)
+        self.nonzero_for_slots = dict.fromkeys({"momentum", "dampening"} & {*self.in_state}, 0.5)
         # The number of a parameter's own steps is a part of its state, as in torch.
         formula = spec.formula
-        self.counts_steps = formula is not None and any(
-            map(formula.counts_steps, self.each_settings())
+        self.needs_step_count = formula is not None and any(
+            map(formula.needs_step_count, self.settings_for_slots())
         )
         stored = {name: {**values, **schedules}[name] for name in self.in_state}
         # The numbers of a new state. That of a schedule is a factor.
@@ -183,12 +182,14 @@ class OptimizerConfig:
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
         return f"{self.spec.made_by}({self.spec.name}, {settings})"
 
-    def each_settings(self) -> list[dict[str, Any]]:
+    def settings_for_slots(self) -> list[dict[str, Any]]:
         """Return the settings from which slots are made: for all parameters, then those with each
         override alone.
         """
         tables = self.defaults, *self.by_override
-        return [{**self.defaults.values, **table.values, **self.never_zero} for table in tables]
+        return [
+            {**self.defaults.values, **table.values, **self.nonzero_for_slots} for table in tables
+        ]
 
     def _static_key(self, complete: Mapping[str, Any]) -> str:
         """Return as text all settings that a step reads. Rates that are tensors or schedules are
@@ -205,8 +206,8 @@ class OptimizerConfig:
         self, function: Callable[..., Any], decorator: Callable[[], Any]
     ) -> Callable[..., Any]:
         """Return `opaque(names, *operands)`, equal to `function(groups, *operands)`, which Dynamo
-        does not trace. It guards arguments alone, so `static_key` is one: it stands for all
-        settings that the function reads and that are no hyperparams.
+        does not trace. Dynamo guards on arguments only: `static_key`, a text of the constant
+        settings, is passed as one, so that other settings compile anew.
         """
 
         def call(static_key: str, names: list[str], *operands: Any) -> Any:

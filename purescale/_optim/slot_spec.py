@@ -28,7 +28,7 @@ class SlotSpec:
         self._config, self._formula = config, config.spec.formula
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         probed: dict[str, Tensor] = {}
-        for settings in config.each_settings():
+        for settings in config.settings_for_slots():
             probed |= self._formula.init_slots(probe, {**settings, **_NO_LR})
         # The dtype of a slot that is one number; None for one of the shape of its parameter. The
         # factors of Adafactor are neither, and are left out.
@@ -63,7 +63,7 @@ class SlotSpec:
     def _groups(self, params: Mapping[str, Tensor], hyperparams: Hyperparams) -> list[ParamGroup]:
         """Return the groups with the settings from which slots are made."""
         rates = hyperparams.map(lambda table: {n: v for n, v in table.items() if n == "lr"})
-        rates.defaults.update(self._config.never_zero)
+        rates.defaults.update(self._config.nonzero_for_slots)
         return self._config.torch_groups(tuple(params), rates)
 
     # ---- the check

@@ -103,7 +103,7 @@ class StepInputs(NamedTuple):
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
     piece_positions: list[Position] | None = None  # if these are a piece of a larger step
-    plan: Any = None  # what `Updater.plan` returned
+    updater_plan: Any = None  # what `Updater.plan` returned
     hyperparams: Any = None  # what `Updater.hyperparams` returned
 
     @classmethod
@@ -113,7 +113,7 @@ class StepInputs(NamedTuple):
         params: FlatTree,
         opt_state: FlatTree,
         metadata: ListMetadata | None = None,
-        plan: Any = None,
+        updater_plan: Any = None,
         hyperparams: Any = None,
     ) -> StepInputs:
         """Return the inputs of a step whose tensors are dense and off graph. `metadata` is that of
@@ -126,7 +126,7 @@ class StepInputs(NamedTuple):
             opt_state.tree,
             dense_leaves=TensorList(leaves, metadata, dense_off_graph=True),
             state_structure=opt_state.structure,
-            plan=plan,
+            updater_plan=updater_plan,
             hyperparams=hyperparams,
         )
 

@@ -56,7 +56,7 @@ class TorchOptimizer(Updater):
         """Return the state before the first step, in fresh memory. Steps keep its structure, but
         for the first one of a class of your own."""
         opt_state, slots = self._init_state(params)
-        if self.config.counts == "each" and self.config.counts_steps:
+        if self.config.counts == "each" and self.config.needs_step_count:
             for name, leaf in named_params(params).items():
                 slots[name][STEP] = torch.zeros((), dtype=torch.float32, device=leaf.device)
         return self._with_slots(opt_state, params, slots)
@@ -142,7 +142,7 @@ class TorchOptimizer(Updater):
         return step_of_user_class(self.config, inputs, grad_leaves)
 
     def _counted(self, state: OptState, skip: Tensor | None = None) -> OptState:
-        """Return the state after a step that has not been counted yet, in fresh memory."""
+        """Count the step, and copy the settings in the state, which is returned."""
         stored = map_numbers(self._copy, stored_settings(state))
         return with_stored(count_step(state, skip), stored)
 
@@ -277,7 +277,7 @@ class FormulaOptimizer(TorchOptimizer):
         groups = self._checked_groups(inputs)
         params = dict(zip(inputs.layout.names, inputs.params, strict=True))
         self._slot_spec.check(inputs.columns, params)
-        if self.config.counts_steps and not has_counts(inputs.opt_state):
+        if self.config.needs_step_count and not has_counts(inputs.opt_state):
             _check_counts(self.config, inputs.layout)
         return self._fused_step.plan(inputs, groups)
 
@@ -291,17 +291,17 @@ class FormulaOptimizer(TorchOptimizer):
 
     def step_unless(
         self,
-        skip: Tensor | None,
         inputs: StepInputs,
         grads: Gradients,
+        skip: Tensor | None = None,
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
         fused_step = self._fused_step
         if not fused_step.can_run(inputs, grads):
-            return super().step_unless(skip, inputs, grads, in_place=in_place)
-        if not inputs.plan.in_trace:
+            return super().step_unless(inputs, grads, skip, in_place=in_place)
+        if not inputs.updater_plan.in_trace:
             params, state = fused_step(inputs, grads, skip, in_place=in_place)
             return params, count_step(state, skip, in_place=True)
         if torch.compiler.is_dynamo_compiling():

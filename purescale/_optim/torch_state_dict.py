@@ -214,7 +214,7 @@ def read_state_dict(
         later = count.clamp(min=1).float()
         counts = {name: later * is_later for name, is_later in counts.items()}
     differ = any([bool(number.cpu() != count.cpu()) for number in counts.values()])
-    if config.counts_steps and (differ or config.counts == "each"):
+    if config.needs_step_count and (differ or config.counts == "each"):
         for name, number in counts.items():
             device = next((slot.device for slot in slots[name].values()), count.device)
             slots[name][STEP] = number.to(device)

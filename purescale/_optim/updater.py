@@ -42,9 +42,9 @@ class Optimizer(Protocol):
 
         `grads` has the structure of `params`. A parameter whose gradient is None takes no part in
         this step: it comes back with the same bits and its state does not change, as in
-        torch.optim. A gradient of zeros is different, because decay and momentum still act. The
-        gradients of float16 parameters are float32. Values may be inf or NaN and must not be read:
-        `maybe_step` drops such a result.
+        torch.optim. A gradient of zeros is different, because decay and momentum still act. What
+        is unscaled of float16 parameters is float32. Values may be inf or NaN and must not be
+        read: `maybe_step` drops such a result.
         """
 
 
@@ -93,7 +93,7 @@ class Updater:
         the trees of the arguments. `skip` is None where the host knows that the step is applied.
         """
         inputs = planned.inputs
-        return inputs.restore(*self.step_unless(skip, inputs, grads, in_place=in_place))
+        return inputs.restore(*self.step_unless(inputs, grads, skip, in_place=in_place))
 
     def grad_mode(self) -> torch.set_grad_enabled:
         """Return a context that records a graph only if a derivative may go through the step."""
@@ -116,13 +116,13 @@ class Updater:
 
     def step_unless(
         self,
-        skip: Tensor | None,
         inputs: StepInputs,
         grads: Gradients,
+        skip: Tensor | None = None,
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
-        """Equal to `select(skip, (old params, old state), self.apply_step(inputs,
+        """Equal to `select(skip, (old params, after_skip(old state)), self.apply_step(inputs,
         grads.apply_pending()))`. `skip` is None where the host knows that the step is applied. With
         `in_place`, the caller guarantees that nobody else holds the tensors of `inputs`: they are
         overwritten.

@@ -49,7 +49,9 @@ def step_of_user_class(
     }
     hyperparams = inputs.hyperparams.map(read_numbers)
     with torch.no_grad():
-        new_slots = _run(config, new_params, copied_grads, copies, inputs.plan.groups, hyperparams)
+        new_slots = _run(
+            config, new_params, copied_grads, copies, inputs.updater_plan.groups, hyperparams
+        )
     stepped = [new.to(params[name].dtype) for name, new in new_params.items()]
     new_slots = {
         name: {key: _narrow(value, slots[name].get(key)) for key, value in leaf_slots.items()}

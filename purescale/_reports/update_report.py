@@ -281,8 +281,8 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
 def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tensor]:
     if not isinstance(optimizer, AdaptedOptimizer):
         hyperparams = optimizer.hyperparams(inputs.opt_state)
-        inputs = inputs._replace(plan=optimizer.plan(inputs), hyperparams=hyperparams)
-        stepped: list[Tensor] = optimizer.step_unless(None, inputs, grads)[0]
+        inputs = inputs._replace(updater_plan=optimizer.plan(inputs), hyperparams=hyperparams)
+        stepped: list[Tensor] = optimizer.step_unless(inputs, grads)[0]
         return stepped
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     params, opt_state = inputs.trees

@@ -55,7 +55,7 @@ def advance(
 
 def assemble(
     start: Start,
-    updated: tuple[Tree, Tree],
+    stepped: tuple[Tree, Tree],
     advanced: NextControl,
     buffers: Leaves,
     decision: Decision,
@@ -64,7 +64,7 @@ def assemble(
     """Return the next state, from what `step_planned` and `advance` returned and the buffers after
     the last microbatch.
     """
-    flat_state, (params, opt_state) = start.flat_state, updated
+    flat_state, (params, opt_state) = start.flat_state, stepped
     scaler, step, rng, guard = advanced
     leaves = _next_buffers(flat_state.buffers, buffers, decision, in_place=may_write.buffers)
     if may_write.control:

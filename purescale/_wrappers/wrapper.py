@@ -127,32 +127,32 @@ class Wrapper(Updater):
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step: decoded, stepped and encoded."""
-        [piece] = inputs.plan
+        [piece] = inputs.updater_plan
 
         def step(inner: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
-            return self.updater.step_unless(None, inner._replace(plan=piece.plan), grads)
+            return self.updater.step_unless(inner._replace(updater_plan=piece.updater_plan), grads)
 
         return self._step_decoded(inputs, grads, step)[0]
 
     def step_unless(
         self,
-        skip: Tensor | None,
         inputs: StepInputs,
         grads: Gradients,
+        skip: Tensor | None = None,
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return the step of a large model piece by piece, which bounds the memory for what is
         decoded.
         """
-        pieces: list[Piece] = inputs.plan
+        pieces: list[Piece] = inputs.updater_plan
         is_whole = skip is None and not in_place and len(pieces) == 1
         if is_whole or not self._inner_skips():
-            return super().step_unless(skip, inputs, grads, in_place=in_place)
+            return super().step_unless(inputs, grads, skip, in_place=in_place)
 
         def step_of(piece: Piece) -> InnerStep:
             return lambda inner, grads: self.updater.step_unless(
-                skip, inner._replace(plan=piece.plan), grads, in_place=not traced()
+                inner._replace(updater_plan=piece.updater_plan), grads, skip, in_place=not traced()
             )
 
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
@@ -216,7 +216,7 @@ class Piece(NamedTuple):
     """A part of a step with a bounded number of elements."""
 
     cut: Cut | None  # None for the whole step
-    plan: Any  # of the inner optimizer
+    updater_plan: Any  # of the inner optimizer
 
 
 def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._optim.formulas import formula_of
 from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import Counts, OptimizerConfig, OptimizerSpec, Overrides
-from .._optim.torch_optim import FormulaOptimizer, TorchOptimizer
+from .._optim.torch_optim import FormulaOptimizer, TorchOptimizer, UserClassOptimizer
 from .._torch import private
 
 
@@ -113,7 +113,7 @@ def from_torch(
 
 def optimizer_of(config: OptimizerConfig) -> TorchOptimizer:
     """Return the optimizer with these settings."""
-    return FormulaOptimizer(config) if config.spec.formula else TorchOptimizer(config)
+    return FormulaOptimizer(config) if config.spec.formula else UserClassOptimizer(config)
 
 
 # ---- the class -----------------------------------------------------------------------------------

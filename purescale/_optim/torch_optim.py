@@ -36,13 +36,12 @@ from .._tree.pytree import Tree
 
 class TorchOptimizer(Updater):
     """A class of torch.optim as pure functions; made by `from_torch` and `from_formula`. It holds
-    settings, never state.
-
-    Its step is that of the class, on copies. A class of a user's makes its slots in its first step,
-    and a state has them by parameter. A `FormulaOptimizer` knows more of its class.
+    settings, never state. It is a `FormulaOptimizer` or a `UserClassOptimizer`.
     """
 
-    may_add_slots = True
+    _init_slots: Any  # returns the slots of each parameter before its first step
+    _with_slots: Any  # returns a state with these slots, which are by parameter
+    _step: Any  # returns parameters and state after the step, before it is counted
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config, self.must_agree = config, config.must_agree
@@ -75,32 +74,6 @@ class TorchOptimizer(Updater):
             self.config.spec.construct(shapes, self.config.defaults.values)
         return opt_state, self._init_slots(named, self.config.hyperparams(opt_state))
 
-    def _init_slots(
-        self, params: Mapping[str, Tensor], hyperparams: Hyperparams
-    ) -> dict[str, LeafSlots]:
-        """Return the slots of each parameter before its first step."""
-        return {name: {} for name in params}
-
-    def _with_slots(
-        self, opt_state: OptState, params: Tree, slots: dict[str, LeafSlots]
-    ) -> OptState:
-        """Return the state with these slots by parameter, the count of each among them."""
-        return opt_state._replace(slots=slots)
-
-    def plan(self, inputs: StepInputs) -> TorchPlan:
-        """Return how a step is made. Refuse a state that does not belong to these parameters."""
-        if traced() or captured():
-            raise ValueError(
-                f"{self.config.spec.name} has a step of its own, which is called and cannot "
-                "be compiled, captured, mapped or differentiated. Fix: call the step eagerly, take "
-                "a class of torch.optim, or write an (init, update) pair for from_transformation."
-            )
-        groups = self._checked_groups(inputs)
-        slots, names = inputs.opt_state.slots, inputs.layout.names
-        if slots.keys() != set(names):
-            raise foreign_parameters_error(list(slots), names)
-        return TorchPlan(groups)
-
     def _checked_groups(self, inputs: StepInputs) -> list[ParamGroup]:
         """Return the groups of a step. Refuse what is no state of this optimizer."""
         opt_state = inputs.opt_state
@@ -132,14 +105,6 @@ class TorchOptimizer(Updater):
         leaves = _cast_gradients(inputs.grads_like_params(grads), inputs.params)
         params, state = self._step(inputs, leaves)
         return params, self._counted(state)
-
-    def _step(
-        self,
-        inputs: StepInputs,
-        grad_leaves: list[Tensor | None],
-    ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the step, in fresh memory, before it is counted."""
-        return step_of_user_class(self.config, inputs, grad_leaves)
 
     def _counted(self, state: OptState, skip: Tensor | None = None) -> OptState:
         """Count the step, and copy the settings in the state, which is returned."""
@@ -243,8 +208,6 @@ class TorchOptimizer(Updater):
 class FormulaOptimizer(TorchOptimizer):
     """A class of torch.optim or a formula of a user's: a step is torch's kernel or the formula."""
 
-    may_add_slots = False
-
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)
         self._slot_spec = SlotSpec(config)
@@ -309,6 +272,48 @@ class FormulaOptimizer(TorchOptimizer):
         else:
             params, state = fused_step.as_operators(inputs, grads, skip)
         return params, self._counted(state, skip)
+
+
+class UserClassOptimizer(TorchOptimizer):
+    """A class of a user's own, whose `step` is called, on copies. It makes its slots in its first
+    step, and a state has them by parameter.
+    """
+
+    may_add_slots = True
+
+    def _init_slots(
+        self, params: Mapping[str, Tensor], hyperparams: Hyperparams
+    ) -> dict[str, LeafSlots]:
+        """Return none."""
+        return {name: {} for name in params}
+
+    def _with_slots(
+        self, opt_state: OptState, params: Tree, slots: dict[str, LeafSlots]
+    ) -> OptState:
+        """Return the state with these slots."""
+        return opt_state._replace(slots=slots)
+
+    def plan(self, inputs: StepInputs) -> TorchPlan:
+        """Return how a step is made. Refuse a state that does not belong to these parameters."""
+        if traced() or captured():
+            raise ValueError(
+                f"{self.config.spec.name} has a step of its own, which is called and cannot "
+                "be compiled, captured, mapped or differentiated. Fix: call the step eagerly, take "
+                "a class of torch.optim, or write an (init, update) pair for from_transformation."
+            )
+        groups = self._checked_groups(inputs)
+        slots, names = inputs.opt_state.slots, inputs.layout.names
+        if slots.keys() != set(names):
+            raise foreign_parameters_error(list(slots), names)
+        return TorchPlan(groups)
+
+    def _step(
+        self,
+        inputs: StepInputs,
+        grad_leaves: list[Tensor | None],
+    ) -> tuple[list[Tensor], OptState]:
+        """Return parameters and state after the step of the class."""
+        return step_of_user_class(self.config, inputs, grad_leaves)
 
 
 def _check_counts(config: OptimizerConfig, params: ParamLayout) -> None:

@@ -773,9 +773,7 @@ def of(value):
 
 
 def save_until_line(path, line):
-    """How a process ends that saves of(2) and dies at the line with this number, counting each that
-    is run.
-    """
+    """Save of(2) in a process that dies at the line run with this number; return how it ended."""
     lines = itertools.count()
 
     def trace(frame, event, argument):

@@ -110,7 +110,7 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_step_has_the_unrolled_gradient(name):
-    """Of a plain class its bits."""
+    """Compare bits where the class is plain."""
     make, settings = KINDS[name]
     step, state, query = task(optimizer=make(), **settings)
     near = {"rtol": 1e-5, "atol": 1e-6} if settings or name == "fused" else {}

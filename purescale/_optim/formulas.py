@@ -237,11 +237,8 @@ def _is_static_zero(number: Any) -> bool:
 
 def _decayed(param: Tensor, grad: Tensor, settings: Settings) -> Tensor:
     """Return the gradient of the loss with an L2 penalty."""
-    return (
-        grad
-        if _is_static_zero(settings["weight_decay"])
-        else grad + settings["weight_decay"] * param
-    )
+    weight_decay = settings["weight_decay"]
+    return grad if _is_static_zero(weight_decay) else grad + weight_decay * param
 
 
 def _decoupled(param: Tensor, grad: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:

@@ -227,8 +227,7 @@ class FusedStep:
         launches = inputs.updater_plan.launches
         leaves, structure = inputs.leaves_and_state_structure()
         num_params, stepped = len(inputs.params), list(leaves)
-        applied = structure.unflatten(leaves[num_params:]).applied
-        t_by_device = self._t_by_device(applied, launches)
+        t_by_device = self._t_by_device(inputs.opt_state.applied, launches)
         for launch in launches:
             call = self._kernel_call(launch, leaves, t_by_device, grads, inputs.hyperparams)
             new = torch.ops.purescale.fused_update(*arguments_of_operator(call, skip))
@@ -282,9 +281,9 @@ class FusedStep:
 
     def _t_by_device(self, applied: Tensor, launches: list[Launch]) -> dict[torch.device, Tensor]:
         """Return the number of the step, float32, on each device where the kernel reads it."""
-        reads, t = self.kernel.takes_step, applied + 1
+        reads = self.kernel.takes_step
         devices = dict.fromkeys([x.device for x in launches if reads and not x.count_indices])
-        return {device: t.to(device, torch.float32) for device in devices}
+        return {device: (applied + 1).to(device, torch.float32) for device in devices}
 
     def _kernel_call(
         self,

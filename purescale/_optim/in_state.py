@@ -49,7 +49,7 @@ def read_numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
     return map_numbers(lambda value: value.item() if isinstance(value, Tensor) else value, settings)
 
 
-# ---- checked ----------------------------------------------------------------------------------
+# ---- checked -------------------------------------------------------------------------------------
 
 
 def check_stored(opt_state: OptState, expected: Mapping[str, Any]) -> None:

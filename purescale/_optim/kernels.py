@@ -26,9 +26,7 @@ class Kernel(NamedTuple):
 
     name: str  # torch's
     slots: tuple[str, ...]  # that it updates besides the parameter
-    last_slot_setting: (
-        str  # the setting without which the last of them is absent; "" if all are there
-    )
+    last_slot_setting: str  # the last of them exists if this is set; "" if it always does
     setting_names: tuple[str, ...]  # torch's names, without the learning rate
     takes_step: bool = True  # it reads the number of the step
 

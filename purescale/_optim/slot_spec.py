@@ -20,9 +20,7 @@ _NO_LR = {"lr": 0.0}  # the names and shapes of slots do not depend on it
 
 
 class SlotSpec:
-    """The slots of one class with these settings, by those of a probe of shape (2, 3). A user's
-    class makes its own in its first step, and nobody knows them.
-    """
+    """The slots of a formula with these settings, by those of a probe of shape (2, 3)."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config, self._formula = config, config.spec.formula

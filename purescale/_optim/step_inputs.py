@@ -51,8 +51,8 @@ class ParamLayout(NamedTuple):
     @classmethod
     def of_all(cls, structure: TreeDef, names: list[str]) -> ParamLayout:
         """Return the layout of a tree without None, in which each parameter has a gradient."""
-        every = range(len(names))
-        return cls(structure, len(names), leaf_indices=every, names=names, grad_indices=every)
+        indices = range(len(names))
+        return cls(structure, len(names), leaf_indices=indices, names=names, grad_indices=indices)
 
     @classmethod
     def of_dict(cls, names: list[str], has_grad: Sequence[bool]) -> ParamLayout:

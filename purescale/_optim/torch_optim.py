@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ class TorchOptimizer(Updater):
 
     _init_slots: Any  # returns the slots of each parameter before its first step
     _with_slots: Any  # returns a state with these slots, which are by parameter
-    _step: Any  # returns parameters and state after the step, before it is counted
+    _step: Any  # of inputs and gradients: parameters and state after it, before it is counted
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config, self.must_agree = config, config.must_agree
@@ -75,7 +76,7 @@ class TorchOptimizer(Updater):
         return opt_state, self._init_slots(named, self.config.hyperparams(opt_state))
 
     def _checked_groups(self, inputs: StepInputs) -> list[ParamGroup]:
-        """Return the groups of a step. Refuse what is no state of this optimizer."""
+        """Return the groups of a step. Refuse what is not a state of this optimizer."""
         opt_state = inputs.opt_state
         if not isinstance(opt_state, OptState):
             raise TypeError(
@@ -212,7 +213,7 @@ class FormulaOptimizer(TorchOptimizer):
         super().__init__(config)
         self._slot_spec = SlotSpec(config)
         self._fused_step = FusedStep(config)
-        self._formula_step = FormulaStep(config, self._slot_spec)
+        self._step = FormulaStep(config, self._slot_spec)
 
     def _init_slots(
         self, params: Mapping[str, Tensor], hyperparams: Hyperparams
@@ -244,14 +245,6 @@ class FormulaOptimizer(TorchOptimizer):
             _check_counts(self.config, inputs.layout)
         return self._fused_step.plan(inputs, groups)
 
-    def _step(
-        self,
-        inputs: StepInputs,
-        grad_leaves: list[Tensor | None],
-    ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the step by the formula."""
-        return self._formula_step(inputs, grad_leaves)
-
     def step_unless(
         self,
         inputs: StepInputs,
@@ -281,6 +274,10 @@ class UserClassOptimizer(TorchOptimizer):
 
     may_add_slots = True
 
+    def __init__(self, config: OptimizerConfig) -> None:
+        super().__init__(config)
+        self._step = functools.partial(step_of_user_class, config)
+
     def _init_slots(
         self, params: Mapping[str, Tensor], hyperparams: Hyperparams
     ) -> dict[str, LeafSlots]:
@@ -306,14 +303,6 @@ class UserClassOptimizer(TorchOptimizer):
         if slots.keys() != set(names):
             raise foreign_parameters_error(list(slots), names)
         return TorchPlan(groups)
-
-    def _step(
-        self,
-        inputs: StepInputs,
-        grad_leaves: list[Tensor | None],
-    ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the step of the class."""
-        return step_of_user_class(self.config, inputs, grad_leaves)
 
 
 def _check_counts(config: OptimizerConfig, params: ParamLayout) -> None:

@@ -140,10 +140,9 @@ class Updater:
             grads = grads.zeroed(skip)
         with self.grad_mode():
             new = self.apply_step(inputs, grads.apply_pending(wide=self.wide_grads))
-        if self.may_add_slots:
-            return new
-        old = inputs.params, after_skip(inputs.opt_state, in_place=in_place)
-        with self.grad_mode():
+            if self.may_add_slots:
+                return new
+            old = inputs.params, after_skip(inputs.opt_state, in_place=in_place)
             before, after, structure = pytree.matching_leaves(old, new, "old", "new")
             if skip is None and not in_place:
                 return new

@@ -37,9 +37,8 @@ class WindowResult(NamedTuple):
     buffers: Leaves
     aux: tuple[Any, ...]
     reduction: Reduction | None = None  # on its way to the other ranks
-    totals_row: Tensor | None = (
-        None  # as `Totals`; None without a group if only the mean is measured
-    )
+    # as `Totals`; None without a group if only the mean is measured
+    totals_row: Tensor | None = None
     # the part of `window_size` that counts, by which the mean is still to be multiplied; None for 1
     fraction: Tensor | None = None
 

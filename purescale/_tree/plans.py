@@ -168,11 +168,11 @@ def add_plan(
 
 def _metadata_of(trees: Sequence[FlatTree]) -> list[ListMetadata]:
     """Return the metadata of each tree, which trees whose leaves are alike share."""
-    known: list[ListMetadata] = []
+    of_trees: list[ListMetadata] = []
     for tree in trees:
-        alike = (each for each in known if each.matcher and each.matcher(tree.leaves))
-        known.append(next(alike, None) or ListMetadata(metadata_matcher(tree.leaves)))
-    return known
+        alike = (each for each in of_trees if each.matcher and each.matcher(tree.leaves))
+        of_trees.append(next(alike, None) or ListMetadata(metadata_matcher(tree.leaves)))
+    return of_trees
 
 
 def _nodes_below(root: tuple[Tree, ...]) -> list[Node]:

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from .._optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
 from .._optim.in_state import map_numbers
-from .._optim.opt_state import STEP, Columns, OptState, columns_like, values_of
+from .._optim.opt_state import (
+    STEP,
+    Columns,
+    OptState,
+    columns_like,
+    columns_of,
+    values_of,
+    with_columns,
+)
 from .._optim.settings import Hyperparams, OptimizerConfig, ParamGroup
 from .._optim.slot_spec import SlotSpec
 from .._optim.step_inputs import StepInputs
@@ -43,22 +51,21 @@ class FormulaStep:
         inputs: StepInputs,
         grad_leaves: list[Tensor | None],
     ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the step, in fresh memory, before it is counted. Each
-        leaf is stepped alone and keeps its graph if the step may be differentiated.
+        """Return parameters and state after the step, which the state has counted, in fresh memory.
+        Each leaf is stepped alone and keeps its graph if the step may be differentiated.
         """
-        names, params = list(inputs.layout.names), inputs.params
-        applied = inputs.opt_state.applied
-        columns = inputs.columns
-        t = (applied + 1).to(widest_float(applied.device))
+        layout, params, applied = inputs.layout, inputs.params, inputs.opt_state.applied
+        columns = columns_of(inputs.opt_state, layout)
+        t = applied.to(widest_float(applied.device))
         hyperparams = inputs.hyperparams.map(lambda table: _as_arguments(table, applied.device))
         per_leaf = self._config.differentiable or traced()
         operands = params, grad_leaves, columns, t, hyperparams, per_leaf
         if torch.compiler.is_dynamo_compiling():
-            new = iter(self._opaque(names, *operands))
+            new = iter(self._opaque(list(layout.names), *operands))
         else:
             new = iter(self._step_as_list(inputs.updater_plan.groups, *operands))
         params = list(itertools.islice(new, len(params)))
-        return params, inputs.state_with_columns(columns_like(columns, new))
+        return params, with_columns(inputs.opt_state, columns_like(columns, new), layout)
 
     def _step_as_list(
         self,

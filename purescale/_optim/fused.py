@@ -22,7 +22,16 @@ from .._optim.kernels import (
     is_fused_supported,
     kernel_of,
 )
-from .._optim.opt_state import STEP, Columns, OptState, columns_like, values_of
+from .._optim.opt_state import (
+    STEP,
+    Columns,
+    OptState,
+    columns_like,
+    columns_of,
+    count_step,
+    values_of,
+    with_columns,
+)
 from .._optim.settings import Hyperparams, OptimizerConfig, ParamGroup
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach
@@ -48,18 +57,21 @@ class Launch(NamedTuple):
     device: torch.device
 
 
+class FusedPlan(NamedTuple):
+    """The launches of a step, and what is known of its tensors."""
+
+    launches: list[Launch]  # none in Dynamo, which does not trace them
+    in_trace: bool  # the step runs where `traced` is True
+    param_slot_pairs: list[tuple[int, int]]  # the indices of each parameter with each of its slots
+    # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
+    leaves_are_ready: bool
+
+
 class TorchPlan(NamedTuple):
-    """The decisions about the steps of a class of torch.optim. Indices are those among all leaves
-    of the inputs.
-    """
+    """The decisions about the steps of a class of torch.optim."""
 
     groups: list[ParamGroup]
-    kernel_fits: bool = False  # the tensors are of a kind that the kernel takes
-    launches: list[Launch] = []  # noqa: RUF012  # that make a step; empty in Dynamo
-    in_trace: bool = False  # the step runs where `traced` is True
-    param_slot_pairs: list[tuple[int, int]] = []  # noqa: RUF012  # each with each of its slots
-    # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
-    leaves_are_ready: bool = False
+    fused: FusedPlan | None = None  # None if no kernel takes these tensors
 
 
 def _picker(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
@@ -92,15 +104,15 @@ class FusedStep:
             self._step_for_dynamo, lambda: torch.compiler.allow_in_graph
         )
 
-    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> TorchPlan:
-        """Return the plan of a step, with its launches if the kernel takes these tensors."""
+    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> FusedPlan | None:
+        """Return the plan of a step, or None if the kernel does not take these tensors."""
         if self.kernel is None or not is_fused_supported(inputs.param_list):
-            return TorchPlan(groups)
-        if torch.compiler.is_dynamo_compiling():  # which does not trace the launches
-            return TorchPlan(groups, True, in_trace=True)
+            return None
+        if torch.compiler.is_dynamo_compiling():
+            return FusedPlan([], in_trace=True, param_slot_pairs=[], leaves_are_ready=False)
         leaves, structure = inputs.leaves_and_state_structure()
         state = structure.unflatten(range(len(inputs.params), len(leaves)))
-        columns = inputs._replace(opt_state=state).columns
+        columns = columns_of(state, inputs.layout)
         launches = self._launches(inputs.param_list, inputs.layout.grad_indices, columns, groups)
         pairs = [
             pair
@@ -111,10 +123,8 @@ class FusedStep:
         dense = inputs.dense_leaves
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
-        return TorchPlan(
-            groups,
-            kernel_fits=True,
-            launches=launches,
+        return FusedPlan(
+            launches,
             in_trace=traced(),
             param_slot_pairs=pairs,
             leaves_are_ready=is_dense and in_order,
@@ -159,8 +169,8 @@ class FusedStep:
         """Return True if the planned kernel takes the values of this step: settings that the host
         can read, on an accelerator a float32 rate; in a trace, operands of one opaque operator.
         """
-        plan, hyperparams = inputs.updater_plan, inputs.hyperparams
-        if not plan.kernel_fits:
+        plan, hyperparams = inputs.updater_plan.fused, inputs.hyperparams
+        if plan is None:
             return False
         if not self._config.is_static:
             numbers = numbers_of(inputs.opt_state.hyper)
@@ -175,7 +185,7 @@ class FusedStep:
             return True
         numbers = [value for table in hyperparams.tables() for value in table.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
-        params, columns = inputs.params, inputs.columns
+        params, columns = inputs.params, columns_of(inputs.opt_state, inputs.layout)
         if not may_be_opaque(params, grads.tensors, values_of(columns), scalars):
             return False
         # The operator returns slots as they are laid out; the kernel walks them as the parameter.
@@ -190,10 +200,24 @@ class FusedStep:
         *,
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the step, unless it is skipped, before it is counted in
-        `applied`; in eager mode and in memory of their own.
-        """
-        plan, hyperparams = inputs.updater_plan, inputs.hyperparams
+        """Return parameters and state after the step, unless it is skipped."""
+        if not inputs.updater_plan.fused.in_trace:
+            return self._in_eager(inputs, grads, skip, in_place=in_place)
+        if torch.compiler.is_dynamo_compiling():
+            return self._in_dynamo(inputs, grads, skip, in_place=in_place)
+        return self._as_operators(inputs, grads, skip)
+
+    # A step is counted first: its kernels read its number. If it is skipped, they read nothing.
+
+    def _in_eager(
+        self,
+        inputs: StepInputs,
+        grads: Gradients,
+        skip: Tensor | None,
+        *,
+        in_place: bool,
+    ) -> tuple[list[Tensor], OptState]:
+        plan, hyperparams = inputs.updater_plan.fused, inputs.hyperparams
         leaves, structure = inputs.leaves_and_state_structure()
         if plan.leaves_are_ready:
             leaves = leaves if in_place else foreach.clone_undetached(leaves)
@@ -205,39 +229,35 @@ class FusedStep:
         if not self._config.is_static:
             hyperparams = hyperparams.map(_read_all_but_rate)
         num_params, grads = len(inputs.params), grads.with_one_divisor()
-        state = structure.unflatten(leaves[num_params:])
+        state = count_step(structure.unflatten(leaves[num_params:]), skip, in_place=True)
         t_by_device = self._t_by_device(state.applied, plan.launches)
         are_alike = inputs.param_list.shares_metadata(grads.tensor_list)
         grads_match_params = plan.leaves_are_ready and are_alike
         for launch in plan.launches:
+            _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
             arguments = launch, leaves, t_by_device, grads, hyperparams
             fused_update(self._kernel_call(*arguments, grads_match_params=grads_match_params), skip)
-            _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
         return leaves[:num_params], state
 
-    def as_operators(
-        self,
-        inputs: StepInputs,
-        grads: Gradients,
-        skip: Tensor | None,
+    def _as_operators(
+        self, inputs: StepInputs, grads: Gradients, skip: Tensor | None
     ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the step, before it is counted in `applied`, from
-        operators, which end a graph of `jit`.
-        """
-        launches = inputs.updater_plan.launches
+        """Make the step from operators, which end a graph of `jit`."""
+        launches = inputs.updater_plan.fused.launches
+        inputs = inputs.with_params(inputs.params, count_step(inputs.opt_state, skip))
         leaves, structure = inputs.leaves_and_state_structure()
         num_params, stepped = len(inputs.params), list(leaves)
         t_by_device = self._t_by_device(inputs.opt_state.applied, launches)
         for launch in launches:
-            call = self._kernel_call(launch, leaves, t_by_device, grads, inputs.hyperparams)
+            _add_to_counts(stepped, launch.count_indices, skip)
+            call = self._kernel_call(launch, stepped, t_by_device, grads, inputs.hyperparams)
             new = torch.ops.purescale.fused_update(*arguments_of_operator(call, skip))
             indices = itertools.chain(launch.param_indices, *launch.slot_indices)
             for index, tensor in zip(indices, new, strict=True):
                 stepped[index] = tensor
-            _add_to_counts(stepped, launch.count_indices, skip)
         return stepped[:num_params], structure.unflatten(stepped[num_params:])
 
-    def in_dynamo(
+    def _in_dynamo(
         self,
         inputs: StepInputs,
         grads: Gradients,
@@ -245,19 +265,18 @@ class FusedStep:
         *,
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after a step that Dynamo traces as one function, before it is
-        counted in `applied`.
-        """
-        hyperparams, inputs = inputs.hyperparams, _with_writable_leaves(inputs, in_place=in_place)
-        params, columns, state = inputs.params, inputs.columns, inputs.opt_state
+        """Make the step as one function, which Dynamo does not trace."""
+        hyperparams, layout = inputs.hyperparams, inputs.layout
+        params, columns = _writable_columns(inputs, in_place=in_place)
+        state = count_step(with_columns(inputs.opt_state, columns, layout), skip)
         if not self._config.is_static:
             hyperparams = hyperparams.map(lambda table: map_numbers(_copied, table))
-        grad_indices = list(inputs.layout.grad_indices)
-        tensors, scalars = (params, grads.tensors, columns), (state.applied, skip, grads.pending)
-        self._opaque(list(inputs.layout.names), grad_indices, tensors, scalars, hyperparams)
+        grad_indices = list(layout.grad_indices)
         if STEP in columns:
             with_grad = [n for n, index in enumerate(grad_indices) if index is not None]
             _add_to_counts(columns[STEP], with_grad, skip, in_place=True)
+        tensors, scalars = (params, grads.tensors, columns), (state.applied, skip, grads.pending)
+        self._opaque(list(layout.names), grad_indices, tensors, scalars, hyperparams)
         return params, state
 
     def _step_for_dynamo(
@@ -268,9 +287,9 @@ class FusedStep:
         scalars: tuple[Tensor, Tensor | None, tuple[Any, ...]],
         hyperparams: Hyperparams,
     ) -> None:
-        """Make the step of `in_dynamo` from a compiled one."""
+        """Make the step of `_in_dynamo` from a compiled one."""
         (params, grads, columns), (applied, skip, pending) = tensors, scalars
-        gradients = Gradients(TensorList(grads), grads, True).with_pending(pending)
+        gradients = Gradients.of_dense(grads).with_pending(pending)
         indices_of_slots = columns_like(columns, itertools.count(len(params)))
         launches = self._launches(TensorList(params), grad_indices, indices_of_slots, groups)
         leaves = [*params, *values_of(columns)]
@@ -283,7 +302,7 @@ class FusedStep:
         """Return the number of the step, float32, on each device where the kernel reads it."""
         reads = self.kernel.takes_step
         devices = dict.fromkeys([x.device for x in launches if reads and not x.count_indices])
-        return {device: (applied + 1).to(device, torch.float32) for device in devices}
+        return {device: applied.to(device, torch.float32) for device in devices}
 
     def _kernel_call(
         self,
@@ -301,7 +320,7 @@ class FusedStep:
             settings = self._config.settings_of(launch.group.override_indices, hyperparams)
             bound = self.kernel.bind(settings)
         params, *slots = launch.pick(leaves)
-        steps = [leaves[index] + 1 for index in launch.count_indices]
+        steps = [leaves[index] for index in launch.count_indices]
         if self.kernel.takes_step and not steps:
             steps = [t_by_device[launch.device]]
         grads = grads.picked(launch.grad_indices)
@@ -330,16 +349,15 @@ def _writable_leaves(
     return writable
 
 
-def _with_writable_leaves(inputs: StepInputs, *, in_place: bool) -> StepInputs:
-    """Return the inputs with `_writable_leaves` in place of parameters and columns."""
-    old, columns = inputs.params, inputs.columns
+def _writable_columns(inputs: StepInputs, *, in_place: bool) -> tuple[list[Tensor], Columns]:
+    """Return parameters and columns that a kernel may write into, as `_writable_leaves`."""
+    old, columns = inputs.params, columns_of(inputs.opt_state, inputs.layout)
     leaves = [*old, *values_of(columns)]
     numbered = columns_like(columns, range(len(old), len(leaves)))
     places = [pair for column in numbered.values() for pair in enumerate(column)]
     pairs = [(n, place) for n, place in places if isinstance(place, int)]
     new = iter(_writable_leaves(leaves, pairs, in_place=in_place))
-    params = list(itertools.islice(new, len(old)))
-    return inputs.with_params(params, inputs.state_with_columns(columns_like(columns, new)))
+    return list(itertools.islice(new, len(old))), columns_like(columns, new)
 
 
 def _slots_follow_params(param_slot_pairs: list[tuple[Tensor, Any]]) -> bool:

@@ -203,7 +203,7 @@ def _update_targets(
         for key, number in zip(kernel.setting_names, others, strict=True)
     }
     bound = kernel.bind({**settings, "lr": lr_number if lr is None else lr})
-    gradients = Gradients(TensorList(list(grads)), grads, True, owned=owned).with_pending(pending)
+    gradients = Gradients.of_dense(list(grads), owned=owned).with_pending(pending)
     grads_once = gradients.with_one_divisor()
     fused_update(KernelCall(bound, params, slots, grads_once, list(state_steps)), skip)
 

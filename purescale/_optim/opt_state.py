@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._optim.param_layout import ParamLayout, foreign_parameters_error
 from .._tree import pytree
 from .._tree.hints import document_fields
 from .._tree.pytree import Tree
@@ -66,12 +67,25 @@ def columns_like(columns: Columns, values: Iterable[Any]) -> Columns:
     }
 
 
-def with_columns(opt_state: OptState, trees: Mapping[str, Tree]) -> OptState:
-    """Return the state with these columns, trees like the parameters. That of the counts is among
-    them, if there is one.
+def columns_of(opt_state: OptState, layout: ParamLayout) -> Columns:
+    """Return the slots of a state, then its counts, as columns. Refuse a state for others than
+    these parameters.
     """
-    slots = {key: tree for key, tree in trees.items() if key != STEP}
-    return opt_state._replace(slots=slots, counts=trees.get(STEP, ()))
+    trees = opt_state.slots
+    if has_counts(opt_state):
+        trees = {**trees, STEP: opt_state.counts}
+    try:
+        return {key: layout.flatten_up_to(tree) for key, tree in trees.items()}
+    except ValueError:
+        raise foreign_parameters_error(param_names(opt_state), layout.names) from None
+
+
+def with_columns(opt_state: OptState, columns: Columns, layout: ParamLayout) -> OptState:
+    """Return the state with these columns, the inverse of `columns_of`."""
+    old = {**opt_state.slots, STEP: opt_state.counts}
+    slots = {key: layout.unflatten(column, old[key]) for key, column in columns.items()}
+    counts = slots.pop(STEP, ())
+    return opt_state._replace(slots=slots, counts=counts)
 
 
 def has_counts(opt_state: OptState) -> bool:
@@ -133,13 +147,19 @@ def map_opt_states(
     return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
 
 
-def count_step(opt_state: OptState, skip: Tensor | None, *, in_place: bool = False) -> OptState:
-    """Return the state with one more applied step, unless it is skipped, and one more iteration. A
-    captured CUDA graph needs the counts `in_place`.
+def count_step(
+    opt_state: OptState, skip: Tensor | None = None, *, in_place: bool = False
+) -> OptState:
+    """Return the state with one more applied step, unless it is skipped, and one more iteration:
+    `in_place`, or in fresh memory with the settings that it holds.
     """
     applied, increment = opt_state.applied, 1 if skip is None else ~skip
-    applied = applied.add_(increment) if in_place else applied + increment
-    return _count_iteration(opt_state._replace(applied=applied), in_place=in_place)
+    if in_place:
+        counted = opt_state._replace(applied=applied.add_(increment))
+    else:
+        lr, hyper = pytree.map(Tensor.clone, (opt_state.lr, opt_state.hyper))
+        counted = opt_state._replace(applied=applied + increment, lr=lr, hyper=hyper)
+    return _count_iteration(counted, in_place=in_place)
 
 
 def after_skip(state: Tree, *, in_place: bool) -> Tree:

@@ -7,13 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.step_inputs import (
-    ParamLayout,
-    StepInputs,
-    flatten_each,
-    make_step_inputs,
-    named_params,
-)
+from .._optim.param_layout import ParamLayout, named_params
+from .._optim.step_inputs import StepInputs, flatten_each, make_step_inputs
 from .._optim.updater import Optimizer, Updater, as_updater, check_optimizer
 from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import TensorList

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .._optim.step_inputs import ParamLayout, StepInputs, flatten_step
+from .._optim.param_layout import ParamLayout
+from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.tensor_list import ListMetadata
 from .._torch.tracing import EagerMode, current_eager_mode
 from .._tree import pytree

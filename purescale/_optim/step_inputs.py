@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,22 +10,15 @@ import torch
 from torch import Tensor
 
 from .._optim.in_state import numbers_of, stored_settings
-from .._optim.opt_state import (
-    STEP,
-    Columns,
-    OptState,
-    has_counts,
-    param_names,
-    with_columns,
-    without_wrappers,
-)
+from .._optim.opt_state import OptState, without_wrappers
+from .._optim.param_layout import ParamLayout
 from .._torch import dtensor
 from .._torch.tensor_list import ListMetadata, TensorList
 from .._torch.tracing import is_unresolved, refuse_graph_end
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import as_tensor_list
-from .._tree.pytree import DictDef, FlatTree, Leaves, Tree, TreeDef
+from .._tree.pytree import FlatTree, Leaves, Tree
 
 
 class Position(NamedTuple):
@@ -35,60 +27,6 @@ class Position(NamedTuple):
     leaf: int  # the index among all leaves, counting None
     start: int  # the number of elements of this rank's part before the piece
     dtensor: Any  # the DTensor that this rank has a part of, or None
-
-
-class ParamLayout(NamedTuple):
-    """The place of each parameter in a tree, which may have None. Lists have an entry for each
-    parameter that is not None.
-    """
-
-    structure: TreeDef
-    num_leaves: int  # of this structure
-    leaf_indices: Sequence[int]  # of the parameters among these leaves
-    names: list[str]  # dotted
-    grad_indices: Sequence[int | None]  # among the gradients; None for one without a gradient
-
-    @classmethod
-    def of_all(cls, structure: TreeDef, names: list[str]) -> ParamLayout:
-        """Return the layout of a tree without None, in which each parameter has a gradient."""
-        indices = range(len(names))
-        return cls(structure, len(names), leaf_indices=indices, names=names, grad_indices=indices)
-
-    @classmethod
-    def of_dict(cls, names: list[str], has_grad: Sequence[bool]) -> ParamLayout:
-        """Return the layout of a flat dict."""
-        layout = cls.of_all(DictDef(tuple(names)), names)
-        return layout._replace(grad_indices=_numbered(has_grad))
-
-    def flatten_up_to(self, tree: Tree) -> Leaves:
-        """Return the leaves of a tree like the parameters, without those of a parameter None."""
-        return self.drop_none(self.structure.flatten_up_to(tree))
-
-    def drop_none(self, leaves: Leaves) -> Leaves:
-        """Return those of all leaves that belong to a parameter that is not None."""
-        if len(leaves) == len(self.leaf_indices):
-            return leaves
-        return [leaves[index] for index in self.leaf_indices]
-
-    def unflatten(self, values: Sequence[Any], like: Tree = None) -> Tree:
-        """Return a tree like the parameters, the inverse of `flatten_up_to`. In place of a
-        parameter None it has what `like` has there, by default None.
-        """
-        if len(values) == self.num_leaves:
-            return self.structure.unflatten(values)
-        leaves = [None] * self.num_leaves
-        if like is not None:
-            others = self.structure.flatten_up_to(like)
-            leaves = [None if isinstance(other, Tensor) else other for other in others]
-        for index, value in zip(self.leaf_indices, values, strict=True):
-            leaves[index] = value
-        return self.structure.unflatten(leaves)
-
-
-def _numbered(flags: Sequence[bool]) -> list[int | None]:
-    """Return for each flag that is True how many are True before it, None for the others."""
-    numbers = itertools.count()
-    return [next(numbers) if flag else None for flag in flags]
 
 
 class StepInputs(NamedTuple):
@@ -139,17 +77,6 @@ class StepInputs(NamedTuple):
         """Return the inputs with other tensors in place of the parameters, and this state."""
         return self._replace(param_list=TensorList(params), opt_state=opt_state, dense_leaves=None)
 
-    @property
-    def columns(self) -> Columns:
-        """The slots of an OptState, then its counts."""
-        trees = self.opt_state.slots
-        if has_counts(self.opt_state):
-            trees = {**trees, STEP: self.opt_state.counts}
-        try:
-            return {key: self.layout.flatten_up_to(tree) for key, tree in trees.items()}
-        except ValueError:
-            raise foreign_parameters_error(param_names(self.opt_state), self.layout.names) from None
-
     def leaves_and_state_structure(self) -> tuple[Leaves, Any]:
         """Return the parameters and all leaves of the state in one list, and the structure of the
         state.
@@ -198,28 +125,12 @@ class StepInputs(NamedTuple):
         """Parameters and state."""
         return self.layout.unflatten(self.params), self.opt_state
 
-    def state_with_columns(self, columns: Columns) -> OptState:
-        """Return the state with these columns, the inverse of `columns`."""
-        state: OptState = self.opt_state
-        old = {**state.slots, STEP: state.counts}
-        trees = {key: self.layout.unflatten(column, old[key]) for key, column in columns.items()}
-        return with_columns(state, trees)
-
     def restore(self, params: list[Tensor], opt_state: Tree) -> tuple[Tree, Tree]:
         """Return the results of a step as trees, with DTensors if the arguments had them."""
         trees = self.layout.unflatten(params), opt_state
         if self.global_trees is None:
             return trees
         return pytree.map(dtensor.from_local_like, self.global_trees, trees)
-
-
-def foreign_parameters_error(in_state: list[str], in_params: list[str]) -> ValueError:
-    """Return the error of a state for other parameters."""
-    return ValueError(
-        f"opt_state knows the parameters {pytree.join_names(in_state)}, params has "
-        f"{pytree.join_names(in_params)}. Fix: `opt_state = optimizer.init(params)` for these "
-        "params."
-    )
 
 
 def flatten_step(
@@ -266,15 +177,9 @@ def make_step_inputs(
         global_trees = params.structure.unflatten(leaves), state
         shard = functools.partial(dtensor.shard, on_graph=updater.differentiable)
         leaves, state = list(map(shard, leaves)), pytree.map(shard, state)
-    indices = [index for index, leaf in enumerate(leaves) if leaf is not None]
-    layout = ParamLayout(
-        params.structure,
-        len(names),
-        leaf_indices=indices,
-        names=[names[index] for index in indices],
-        grad_indices=_numbered([grads is None or grad_leaves[n] is not None for n in indices]),
-    )
-    present = TensorList([leaves[index] for index in indices])
+    has_grad = [True] * len(leaves) if grads is None else [g is not None for g in grad_leaves]
+    layout = ParamLayout.of_leaves(params.structure, names, leaves, has_grad)
+    present = TensorList(layout.drop_none(leaves))
     return StepInputs(layout, present, state, global_trees=global_trees)
 
 
@@ -336,12 +241,3 @@ def _check_state_placements(opt_state: Tree, params: dict[str, Any]) -> None:
                     "parameter has others. Likely cause: the state of the parameters before they "
                     "were sharded. Fix: `opt_state = optimizer.init(params)` once they are."
                 )
-
-
-def named_params(params: Tree) -> dict[str, Tensor]:
-    """Return the parameters that are not None by dotted name, or refuse a leaf that is not one."""
-    flat, names = pytree.flatten_once(params), pytree.names(params)
-    pytree.check_names(names)
-    pytree.check_parameters(flat)
-    pairs = zip(names, flat.leaves, strict=True)
-    return {name: leaf for name, leaf in pairs if leaf is not None}

@@ -12,18 +12,12 @@ from torch import Tensor
 from .._optim.formula_step import FormulaStep
 from .._optim.formulas import LeafSlots
 from .._optim.fused import FusedStep, TorchPlan
-from .._optim.in_state import map_numbers, stored_settings, with_stored
-from .._optim.opt_state import (
-    NO_SLOTS,
-    STEP,
-    OptState,
-    count_step,
-    has_counts,
-    with_columns,
-)
+from .._optim.in_state import with_stored
+from .._optim.opt_state import NO_SLOTS, STEP, OptState, columns_of, count_step, has_counts
+from .._optim.param_layout import ParamLayout, foreign_parameters_error, named_params
 from .._optim.settings import Hyperparams, OptimizerConfig, ParamGroup
 from .._optim.slot_spec import SlotSpec
-from .._optim.step_inputs import ParamLayout, StepInputs, foreign_parameters_error, named_params
+from .._optim.step_inputs import StepInputs
 from .._optim.torch_state_dict import read_state_dict, write_state_dict
 from .._optim.updater import Updater
 from .._optim.user_class_step import step_of_user_class
@@ -42,7 +36,8 @@ class TorchOptimizer(Updater):
 
     _init_slots: Any  # returns the slots of each parameter before its first step
     _with_slots: Any  # returns a state with these slots, which are by parameter
-    _step: Any  # of inputs and gradients: parameters and state after it, before it is counted
+    # Of inputs whose state has counted the step, and gradients: parameters and state after it.
+    _step: Any
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config, self.must_agree = config, config.must_agree
@@ -103,18 +98,10 @@ class TorchOptimizer(Updater):
         """Return parameters and state after the step by the formula, or the class, in fresh
         memory.
         """
+        inputs = inputs.with_params(inputs.params, count_step(inputs.opt_state))
         leaves = _cast_gradients(inputs.grads_like_params(grads), inputs.params)
-        params, state = self._step(inputs, leaves)
-        return params, self._counted(state)
-
-    def _counted(self, state: OptState, skip: Tensor | None = None) -> OptState:
-        """Count the step, and copy the settings in the state, which is returned."""
-        stored = map_numbers(self._copy, stored_settings(state))
-        return with_stored(count_step(state, skip), stored)
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        """Copy into fresh memory, on the graph only if the step is to be differentiated."""
-        return (tensor if self.differentiable or traced() else tensor.detach()).clone()
+        stepped: tuple[list[Tensor], Tree] = self._step(inputs, leaves)
+        return stepped
 
     def widened(self, opt_state: OptState, dtype: torch.dtype) -> OptState:
         """Return the state for parameters of at least this dtype. Step counts keep theirs."""
@@ -227,8 +214,12 @@ class FormulaOptimizer(TorchOptimizer):
         """Return the state with a tree like the parameters for each slot."""
         structure, names = pytree.flatten(params)[1], pytree.names(params)
         keys = dict.fromkeys([key for each in slots.values() for key in each]) or [NO_SLOTS]
-        columns = {key: [slots.get(name, {}).get(key, ()) for name in names] for key in keys}
-        return with_columns(opt_state, {k: structure.unflatten(c) for k, c in columns.items()})
+        trees = {
+            key: structure.unflatten([slots.get(name, {}).get(key, ()) for name in names])
+            for key in keys
+        }
+        counts = trees.pop(STEP, ())
+        return opt_state._replace(slots=trees, counts=counts)
 
     def _is_scalar(self, key: str) -> bool:
         """Return True if this slot is one number for each parameter, whatever its shape."""
@@ -240,10 +231,10 @@ class FormulaOptimizer(TorchOptimizer):
         """
         groups = self._checked_groups(inputs)
         params = dict(zip(inputs.layout.names, inputs.params, strict=True))
-        self._slot_spec.check(inputs.columns, params)
+        self._slot_spec.check(columns_of(inputs.opt_state, inputs.layout), params)
         if self.config.needs_step_count and not has_counts(inputs.opt_state):
             _check_counts(self.config, inputs.layout)
-        return self._fused_step.plan(inputs, groups)
+        return TorchPlan(groups, self._fused_step.plan(inputs, groups))
 
     def step_unless(
         self,
@@ -254,17 +245,9 @@ class FormulaOptimizer(TorchOptimizer):
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
-        fused_step = self._fused_step
-        if not fused_step.can_run(inputs, grads):
-            return super().step_unless(inputs, grads, skip, in_place=in_place)
-        if not inputs.updater_plan.in_trace:
-            params, state = fused_step(inputs, grads, skip, in_place=in_place)
-            return params, count_step(state, skip, in_place=True)
-        if torch.compiler.is_dynamo_compiling():
-            params, state = fused_step.in_dynamo(inputs, grads, skip, in_place=in_place)
-        else:
-            params, state = fused_step.as_operators(inputs, grads, skip)
-        return params, self._counted(state, skip)
+        if self._fused_step.can_run(inputs, grads):
+            return self._fused_step(inputs, grads, skip, in_place=in_place)
+        return super().step_unless(inputs, grads, skip, in_place=in_place)
 
 
 class UserClassOptimizer(TorchOptimizer):

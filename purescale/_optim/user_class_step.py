@@ -26,7 +26,7 @@ def step_of_user_class(
     grad_leaves: list[Tensor | None],
 ) -> tuple[list[Tensor], OptState]:
     """Return parameters and state after the `step` of a user's class with these settings, in fresh
-    memory, before it is counted. Half parameters and their slots are computed in float32.
+    memory. The state has counted the step. Half parameters and their slots are computed in float32.
     """
     params, slots = (
         dict(zip(inputs.layout.names, inputs.params, strict=True)),

@@ -31,6 +31,13 @@ class Gradients(NamedTuple):
     factor: float | Tensor | None = None
     clip_value: float | Tensor | None = None
 
+    @classmethod
+    def of_dense(
+        cls, tensors: list[Tensor], divisor: Tensor | None = None, *, owned: bool = False
+    ) -> Gradients:
+        """Return gradients of dense, real, strided tensors, which are not checked."""
+        return cls(TensorList(tensors), tensors, True, divisor, owned)
+
     @property
     def tensors(self) -> list[Tensor]:
         return self.tensor_list.tensors
@@ -179,7 +186,7 @@ def as_gradients(
     if params is not None and params.is_like(leaves):
         return Gradients(TensorList(list(leaves), params.metadata), leaves, True, divisor, owned)
     if are_plain_dense(leaves):
-        return Gradients(TensorList(list(leaves)), leaves, True, divisor, owned)
+        return Gradients.of_dense(list(leaves), divisor, owned=owned)
     templates = [dtensor.reduce_partial(leaf) for leaf in leaves]
     tensors = [as_dense_real(dtensor.shard(leaf)) for leaf in templates if leaf is not None]
     return Gradients(TensorList(tensors), templates, False, divisor, owned)

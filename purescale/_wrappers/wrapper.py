@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .._optim.step_inputs import ParamLayout, StepInputs
+from .._optim.param_layout import ParamLayout
+from .._optim.step_inputs import StepInputs
 from .._optim.torch_optim import FormulaOptimizer
 from .._optim.updater import Optimizer, Updater, as_updater
 from .._torch import dtensor, foreach

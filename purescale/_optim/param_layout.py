@@ -1,0 +1,98 @@
+"""The place of each parameter in its tree, by which trees like the parameters become lists."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .._tree import pytree
+from .._tree.pytree import DictDef, Leaves, Tree, TreeDef
+
+
+class ParamLayout(NamedTuple):
+    """The place of each parameter in a tree, which may have None. Lists have an entry for each
+    parameter that is not None.
+    """
+
+    structure: TreeDef
+    num_leaves: int  # of this structure
+    leaf_indices: Sequence[int]  # of the parameters among these leaves
+    names: list[str]  # dotted
+    grad_indices: Sequence[int | None]  # among the gradients; None for one without a gradient
+
+    @classmethod
+    def of_all(cls, structure: TreeDef, names: list[str]) -> ParamLayout:
+        """Return the layout of a tree without None, in which each parameter has a gradient."""
+        indices = range(len(names))
+        return cls(structure, len(names), leaf_indices=indices, names=names, grad_indices=indices)
+
+    @classmethod
+    def of_leaves(
+        cls, structure: TreeDef, names: list[str], leaves: Leaves, has_grad: Sequence[bool]
+    ) -> ParamLayout:
+        """Return the layout of a tree with these leaves, each of which may have a gradient."""
+        indices = [index for index, leaf in enumerate(leaves) if leaf is not None]
+        return cls(
+            structure,
+            len(names),
+            leaf_indices=indices,
+            names=[names[index] for index in indices],
+            grad_indices=_numbered([has_grad[index] for index in indices]),
+        )
+
+    @classmethod
+    def of_dict(cls, names: list[str], has_grad: Sequence[bool]) -> ParamLayout:
+        """Return the layout of a flat dict."""
+        layout = cls.of_all(DictDef(tuple(names)), names)
+        return layout._replace(grad_indices=_numbered(has_grad))
+
+    def flatten_up_to(self, tree: Tree) -> Leaves:
+        """Return the leaves of a tree like the parameters, without those of a parameter None."""
+        return self.drop_none(self.structure.flatten_up_to(tree))
+
+    def drop_none(self, leaves: Leaves) -> Leaves:
+        """Return those of all leaves that belong to a parameter that is not None."""
+        if len(leaves) == len(self.leaf_indices):
+            return leaves
+        return [leaves[index] for index in self.leaf_indices]
+
+    def unflatten(self, values: Sequence[Any], like: Tree = None) -> Tree:
+        """Return a tree like the parameters, the inverse of `flatten_up_to`. In place of a
+        parameter None it has what `like` has there, by default None.
+        """
+        if len(values) == self.num_leaves:
+            return self.structure.unflatten(values)
+        leaves = [None] * self.num_leaves
+        if like is not None:
+            others = self.structure.flatten_up_to(like)
+            leaves = [None if isinstance(other, Tensor) else other for other in others]
+        for index, value in zip(self.leaf_indices, values, strict=True):
+            leaves[index] = value
+        return self.structure.unflatten(leaves)
+
+
+def _numbered(flags: Sequence[bool]) -> list[int | None]:
+    """Return for each flag that is True how many are True before it, None for the others."""
+    numbers = itertools.count()
+    return [next(numbers) if flag else None for flag in flags]
+
+
+def named_params(params: Tree) -> dict[str, Tensor]:
+    """Return the parameters that are not None by dotted name, or refuse a leaf that is not one."""
+    flat, names = pytree.flatten_once(params), pytree.names(params)
+    pytree.check_names(names)
+    pytree.check_parameters(flat)
+    pairs = zip(names, flat.leaves, strict=True)
+    return {name: leaf for name, leaf in pairs if leaf is not None}
+
+
+def foreign_parameters_error(in_state: list[str], in_params: list[str]) -> ValueError:
+    """Return the error of a state for other parameters."""
+    return ValueError(
+        f"opt_state knows the parameters {pytree.join_names(in_state)}, params has "
+        f"{pytree.join_names(in_params)}. Fix: `opt_state = optimizer.init(params)` for these "
+        "params."
+    )

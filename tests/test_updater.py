@@ -105,10 +105,10 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
     inputs = inputs._replace(
         updater_plan=updater.plan(inputs), hyperparams=updater.hyperparams(state)
     )
-    applied = inputs.restore(*updater.step_unless(inputs, unscaled))
+    applied = inputs.as_trees(*updater.step_unless(inputs, unscaled))
     expected = ps.select(overflow, old, applied)
     arguments = inputs, grads, torch.tensor(overflow)
-    stepped = inputs.restore(*updater.step_unless(*arguments, in_place=in_place))
+    stepped = inputs.as_trees(*updater.step_unless(*arguments, in_place=in_place))
     if factor == 0.3:  # scale and factor are one division in a kernel
         assert_close(stepped, expected, rtol=1e-6, atol=1e-7)
     else:

@@ -155,7 +155,7 @@ def accumulate_grads(
     means = as_gradients(leaves)
     in_place = donate and can_write(means.tensors, [*new.tensors, *accum[1:]])
     added = add(accum._replace(grads=means.tensors), new, checked_weight, bad, in_place=in_place)
-    return added._replace(grads=structure.unflatten(means.restore(added.grads)))
+    return added._replace(grads=structure.unflatten(means.as_leaves(added.grads)))
 
 
 def add(
@@ -283,7 +283,7 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     in_place = donate and can_write(means.tensors, [*new.tensors, *a[1:], *b[1:]])
     lists = AccumState(means.tensors, *a[1:]), AccumState(new.tensors, *b[1:])
     merged = _merged(*lists, in_place=in_place)
-    return AccumState(structure.unflatten(means.restore(merged.grads)), *merged[1:])
+    return AccumState(structure.unflatten(means.as_leaves(merged.grads)), *merged[1:])
 
 
 @document_fields

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._optim.param_layout import ParamLayout, named_params
-from .._optim.step_inputs import StepInputs, flatten_each, make_step_inputs
+from .._optim.step_inputs import StepInputs, flatten_opt_state, make_step_inputs
 from .._optim.updater import Optimizer, Updater, as_updater, check_optimizer
 from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import TensorList
@@ -129,8 +129,10 @@ class PartitionOptimizer(Updater):
         layout = ParamLayout.of_dict(names, has_grad)
         params = inputs.param_list.picked(param_indices)
         if inputs.dense_leaves is None and any_dtensor(params.tensors):
-            trees = flatten_each([layout.unflatten(params.tensors)], opt_state)
-            return make_step_inputs(self.updaters[key], *trees)._replace(layout=layout)
+            tree, flat_state = layout.unflatten(params.tensors), flatten_opt_state(opt_state)
+            flat_params = pytree.flatten_once(tree)
+            part_inputs = make_step_inputs(self.updaters[key], flat_params, flat_state)
+            return part_inputs._replace(layout=layout)
         return StepInputs(layout, params, opt_state)
 
     def grads_of(
@@ -200,7 +202,7 @@ class PartitionOptimizer(Updater):
         for key in self.updaters:
             new, opt_state[key] = stepped[key]
             if part_inputs[key].global_trees is not None:
-                tree, opt_state[key] = part_inputs[key].restore(*stepped[key])
+                tree, opt_state[key] = part_inputs[key].as_trees(*stepped[key])
                 new = part_inputs[key].layout.flatten_up_to(tree)
             for index, param in zip(inputs.updater_plan[key].param_indices, new, strict=True):
                 params[index] = param

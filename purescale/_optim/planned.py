@@ -27,7 +27,7 @@ class StepPlan(NamedTuple):
     # Each leaf is gapless and requires no gradient: a step may write into it if nothing else shares
     # its memory.
     all_writable: bool
-    all_readable: bool  # the host may read each leaf
+    all_readable: bool  # the host may read each leaf and its gradient, which are on no graph
 
 
 class PlannedStep(NamedTuple):
@@ -89,6 +89,7 @@ def plan_step(
         and all([x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]),
         all_readable=plain_mode is not None
         and plain_mode.host_reads
+        and not updater.differentiable
         and all([x.are_on_cpu for x in lists]),
     )
     if plain_mode and keep and updater.keeps_plans:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -125,7 +124,7 @@ class StepInputs(NamedTuple):
         """Parameters and state."""
         return self.layout.unflatten(self.params), self.opt_state
 
-    def restore(self, params: list[Tensor], opt_state: Tree) -> tuple[Tree, Tree]:
+    def as_trees(self, params: list[Tensor], opt_state: Tree) -> tuple[Tree, Tree]:
         """Return the results of a step as trees, with DTensors if the arguments had them."""
         trees = self.layout.unflatten(params), opt_state
         if self.global_trees is None:
@@ -139,7 +138,7 @@ def flatten_step(
     """Return parameters, state and gradients, flat and checked, and the inputs of a step over them,
     as `make_step_inputs`. Refuse, naming the leaf, gradients that do not fit `params`.
     """
-    flat_params, flat_state = flatten_each([params], opt_state)
+    flat_params, flat_state = pytree.flatten_once(params), flatten_opt_state(opt_state)
     pytree.check_parameters(flat_params)
     flat_grads = pytree.gradients_like(flat_params, grads)
     inputs = make_step_inputs(updater, flat_params, flat_state, flat_grads)
@@ -207,20 +206,12 @@ def _check_shards(
     _check_state_placements(opt_state, dict(zip(names, leaves, strict=True)))
 
 
-def flatten_each(trees: Sequence[Tree], *opt_states: Tree) -> list[FlatTree]:
-    """Flatten each tree and each state of an optimizer."""
-    pairs = [*map(pytree.flatten, trees), *map(_flatten_opt_state, opt_states)]
-    return [
-        FlatTree(tree, leaves, structure, as_tensor_list(leaves))
-        for tree, (leaves, structure) in zip((*trees, *opt_states), pairs, strict=True)
-    ]
-
-
-def _flatten_opt_state(opt_state: Tree) -> tuple[Leaves, Any]:
-    # Dynamo is slow in nested dicts.
-    if torch.compiler.is_dynamo_compiling() and isinstance(opt_state, OptState):
-        return _tensors_of(opt_state), None
-    return pytree.flatten(opt_state)
+def flatten_opt_state(opt_state: Tree) -> FlatTree:
+    """Flatten the state of an optimizer. In Dynamo that of an OptState has no structure."""
+    if not (torch.compiler.is_dynamo_compiling() and isinstance(opt_state, OptState)):
+        return pytree.flatten_once(opt_state)
+    leaves = _tensors_of(opt_state)
+    return FlatTree(opt_state, leaves, None, as_tensor_list(leaves))
 
 
 def _tensors_of(opt_state: OptState) -> list[Tensor]:

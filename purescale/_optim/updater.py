@@ -93,7 +93,7 @@ class Updater:
         the trees of the arguments. `skip` is None where the host knows that the step is applied.
         """
         inputs = planned.inputs
-        return inputs.restore(*self.step_unless(inputs, grads, skip, in_place=in_place))
+        return inputs.as_trees(*self.step_unless(inputs, grads, skip, in_place=in_place))
 
     def grad_mode(self) -> torch.set_grad_enabled:
         """Return a context that records a graph only if a derivative may go through the step."""

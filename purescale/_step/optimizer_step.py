@@ -179,8 +179,7 @@ def unscale_and_step(
     owned = may_write.grads and not (updater.runs_user_code or torch.compiler.is_compiling())
     grads = grads._replace(divisor=scale, owned=owned)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
-    readable = planned.plan.all_readable and not updater.differentiable
-    stats = measure(grads, scale, options, known_readable=readable)
+    stats = measure(grads, scale, options, known_readable=planned.plan.all_readable)
     decision = decide(stats, clip, grads)
     skip, in_place = decision.skip_or_none, may_write.params_and_state
     stepped = updater.step_planned(planned, decision.grads, skip, in_place=in_place)

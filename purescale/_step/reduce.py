@@ -44,7 +44,7 @@ def send_gradient(
     sums = mean.with_share(before, new.tensors, last)
     tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums
     index = mean.loss_and_grads.leaf_indices[tensor_index]
-    reduction.put(index, new.restore(tensors)[0], owned=True, nan=_sent_for_nan(mean))
+    reduction.put(index, new.as_leaves(tensors)[0], owned=True, nan=_sent_for_nan(mean))
 
 
 def send_mean(mean: WindowMean, grads: Gradients, buffers: Leaves, divisor: Any) -> Reduction:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._grads.clip import check_ordered
 from .._loss_scale.scaling import check_scale
 from .._optim.planned import PlannedStep, find_step, plan_step
-from .._optim.step_inputs import flatten_each, make_step_inputs
+from .._optim.step_inputs import flatten_opt_state, make_step_inputs
 from .._step.train_state import FlatState, StepOptions, TrainState
 from .._torch.tracing import current_eager_mode
 from .._tree import pytree
@@ -35,7 +35,8 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
     planned = find_step(optimizer, eager_mode, arguments)
     if planned is None:
         trees = state.params, state.buffers, state.scaler
-        params, buffers, scaler, opt_state = flatten_each(trees, state.opt_state)
+        params, buffers, scaler = map(pytree.flatten_once, trees)
+        opt_state = flatten_opt_state(state.opt_state)
         _check(state, options, params)
         inputs = make_step_inputs(optimizer, params, opt_state)
         flat_trees = [params, opt_state, buffers, scaler, pytree.flatten_once(step_rng_guard)]

@@ -199,8 +199,8 @@ def _stages(
         state = flat_state._replace(scaler=scaler)
         window = accumulate(options, state, planned.eager_mode, microbatches, weights, memory)
         window = reduce_window(window, flat_state)
-        readable = planned.plan.all_readable and window.grads.owned and window.grads.dense_real
-        stats = measure(window.grads, scaler.tree.scale, stats_options, known_readable=readable)
+        known_readable, scale = planned.plan.all_readable, scaler.tree.scale
+        stats = measure(window.grads, scale, stats_options, known_readable=known_readable)
         totals_row = window.totals_row
         flags = None if totals_row is None else window_flags(window, totals_row, stats.overflow)
         return Attempt(window, stats, flags, scaler)

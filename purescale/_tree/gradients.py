@@ -67,7 +67,7 @@ class Gradients(NamedTuple):
         """
         return torch.float64 if torch.float64 in self.tensor_list.dtypes else torch.float32
 
-    def restore(self, results: Sequence[Tensor]) -> list[Any]:
+    def as_leaves(self, results: Sequence[Tensor]) -> list[Any]:
         """Return the results in the form of their leaves: complex, a DTensor, or None for None."""
         if self.dense_real:
             return list(results)
@@ -165,7 +165,7 @@ class Gradients(NamedTuple):
     @property
     def leaves(self) -> list[Any]:
         """The gradients in the form of their leaves."""
-        return self.restore(self.tensors)
+        return self.as_leaves(self.tensors)
 
     @property
     def present_templates(self) -> list[Any]:

@@ -181,7 +181,7 @@ from ._grads.clip import (
     check_grad_norm as check_grad_norm,
 )
 
-from ._optim.updater import Optimizer as Optimizer
+from ._optim.optimizer import Optimizer as Optimizer
 from ._optim.from_torch import from_torch as from_torch
 from ._optim.from_formula import from_formula as from_formula
 from .interop._live_optimizer import (

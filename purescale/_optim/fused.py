@@ -169,7 +169,7 @@ class FusedStep:
         """Return True if the planned kernel takes the values of this step: settings that the host
         can read, on an accelerator a float32 rate; in a trace, operands of one opaque operator.
         """
-        plan, hyperparams = inputs.updater_plan.fused, inputs.hyperparams
+        plan, hyperparams = inputs.optimizer_plan.fused, inputs.hyperparams
         if plan is None:
             return False
         if not self._config.is_static:
@@ -201,7 +201,7 @@ class FusedStep:
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, unless it is skipped."""
-        if not inputs.updater_plan.fused.in_trace:
+        if not inputs.optimizer_plan.fused.in_trace:
             return self._in_eager(inputs, grads, skip, in_place=in_place)
         if torch.compiler.is_dynamo_compiling():
             return self._in_dynamo(inputs, grads, skip, in_place=in_place)
@@ -217,7 +217,7 @@ class FusedStep:
         *,
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
-        plan, hyperparams = inputs.updater_plan.fused, inputs.hyperparams
+        plan, hyperparams = inputs.optimizer_plan.fused, inputs.hyperparams
         leaves, structure = inputs.leaves_and_state_structure()
         if plan.leaves_are_ready:
             leaves = leaves if in_place else foreach.clone_undetached(leaves)
@@ -243,7 +243,7 @@ class FusedStep:
         self, inputs: StepInputs, grads: Gradients, skip: Tensor | None
     ) -> tuple[list[Tensor], OptState]:
         """Make the step from operators, which end a graph of `jit`."""
-        launches = inputs.updater_plan.fused.launches
+        launches = inputs.optimizer_plan.fused.launches
         inputs = inputs.with_params(inputs.params, count_step(inputs.opt_state, skip))
         leaves, structure = inputs.leaves_and_state_structure()
         num_params, stepped = len(inputs.params), list(leaves)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._optim.optimizer import FlatOptimizer, Optimizer, as_flat_optimizer, check_optimizer
 from .._optim.param_layout import ParamLayout, named_params
 from .._optim.step_inputs import StepInputs, flatten_opt_state, make_step_inputs
-from .._optim.updater import Optimizer, Updater, as_updater, check_optimizer
 from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import TensorList
 from .._tree import pytree
@@ -73,7 +73,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Label) -> PartitionOpt
     return PartitionOptimizer(optimizers, label)
 
 
-class PartitionOptimizer(Updater):
+class PartitionOptimizer(FlatOptimizer):
     """Several optimizers, each for its part of the parameters; made by `partition`."""
 
     # Each part gets DTensors as they are, because it decides itself whether to take shards.
@@ -82,12 +82,14 @@ class PartitionOptimizer(Updater):
     def __init__(self, optimizers: Mapping[str, Optimizer], label: Label) -> None:
         _check(optimizers, label)
         self.optimizers, self.label = dict(optimizers), label
-        self.updaters = {key: as_updater(each) for key, each in self.optimizers.items()}
-        self.runs_user_code = any(each.runs_user_code for each in self.updaters.values())
-        self.may_add_slots = any(each.may_add_slots for each in self.updaters.values())
-        self.wide_grads = any(each.wide_grads for each in self.updaters.values())
+        self.flat_optimizers = {
+            key: as_flat_optimizer(each) for key, each in self.optimizers.items()
+        }
+        self.runs_user_code = any(each.runs_user_code for each in self.flat_optimizers.values())
+        self.may_add_slots = any(each.may_add_slots for each in self.flat_optimizers.values())
+        self.wide_grads = any(each.wide_grads for each in self.flat_optimizers.values())
         # A part that is not differentiable would detach what is on a graph.
-        self.differentiable = all(each.differentiable for each in self.updaters.values())
+        self.differentiable = all(each.differentiable for each in self.flat_optimizers.values())
         self.must_agree = self.optimizers, label
 
     def __repr__(self) -> str:
@@ -105,7 +107,7 @@ class PartitionOptimizer(Updater):
     def plan(self, inputs: StepInputs) -> dict[str, Part]:
         """Return the parts of a step by key. Refuse a state that does not belong to these parts."""
         opt_state = inputs.opt_state
-        if not (isinstance(opt_state, dict) and opt_state.keys() == self.updaters.keys()):
+        if not (isinstance(opt_state, dict) and opt_state.keys() == self.flat_optimizers.keys()):
             has = list(opt_state) if isinstance(opt_state, dict) else type(opt_state).__name__
             raise ValueError(
                 f"opt_state has the parts {has}, this optimizer has {list(self.optimizers)}. "
@@ -113,12 +115,14 @@ class PartitionOptimizer(Updater):
                 "`opt_state = optimizer.init(params)`, or what the last step returned."
             )
         # Those that may raise come first, into fresh memory: nothing is overwritten then.
-        order = sorted(self.updaters, key=lambda key: not self.updaters[key].runs_user_code)
+        order = sorted(
+            self.flat_optimizers, key=lambda key: not self.flat_optimizers[key].runs_user_code
+        )
         indices_of = self._members(inputs.layout.names, inputs.params)
         parts = {}
         for key in order:
             part_inputs = self.inputs_of(key, indices_of[key], inputs)
-            parts[key] = Part(indices_of[key], self.updaters[key].plan(part_inputs))
+            parts[key] = Part(indices_of[key], self.flat_optimizers[key].plan(part_inputs))
         return parts
 
     def inputs_of(self, key: str, param_indices: list[int], inputs: StepInputs) -> StepInputs:
@@ -131,7 +135,7 @@ class PartitionOptimizer(Updater):
         if inputs.dense_leaves is None and any_dtensor(params.tensors):
             tree, flat_state = layout.unflatten(params.tensors), flatten_opt_state(opt_state)
             flat_params = pytree.flatten_once(tree)
-            part_inputs = make_step_inputs(self.updaters[key], flat_params, flat_state)
+            part_inputs = make_step_inputs(self.flat_optimizers[key], flat_params, flat_state)
             return part_inputs._replace(layout=layout)
         return StepInputs(layout, params, opt_state)
 
@@ -156,7 +160,7 @@ class PartitionOptimizer(Updater):
 
     def hyperparams(self, opt_state: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of each part, by key."""
-        return {key: each.hyperparams(opt_state[key]) for key, each in self.updaters.items()}
+        return {key: each.hyperparams(opt_state[key]) for key, each in self.flat_optimizers.items()}
 
     def step_unless(
         self,
@@ -167,10 +171,10 @@ class PartitionOptimizer(Updater):
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step of each part, skipped or not."""
-        plan: dict[str, Part] = inputs.updater_plan
+        plan: dict[str, Part] = inputs.optimizer_plan
         part_inputs = {
             key: self.inputs_of(key, part.param_indices, inputs)._replace(
-                updater_plan=part.updater_plan, hyperparams=inputs.hyperparams[key]
+                optimizer_plan=part.optimizer_plan, hyperparams=inputs.hyperparams[key]
             )
             for key, part in plan.items()
         }
@@ -180,13 +184,13 @@ class PartitionOptimizer(Updater):
         }
         stepped = {}
         for key in plan:
-            updater = self.updaters[key]
-            may_write = in_place and not updater.runs_user_code
-            stepped[key] = updater.step_unless(
+            optimizer = self.flat_optimizers[key]
+            may_write = in_place and not optimizer.runs_user_code
+            stepped[key] = optimizer.step_unless(
                 part_inputs[key], part_grads[key], skip, in_place=may_write
             )
-        for key, updater in self.updaters.items():
-            if in_place and updater.runs_user_code and not updater.may_add_slots:
+        for key, optimizer in self.flat_optimizers.items():
+            if in_place and optimizer.runs_user_code and not optimizer.may_add_slots:
                 old = part_inputs[key].params, part_inputs[key].opt_state
                 stepped[key] = write_over(old, stepped[key])
         return self._joined(inputs, part_inputs, stepped)
@@ -199,18 +203,18 @@ class PartitionOptimizer(Updater):
     ) -> tuple[list[Tensor], Tree]:
         """Return the parameters and the state of all parts."""
         params, opt_state = list(inputs.params), {}
-        for key in self.updaters:
+        for key in self.flat_optimizers:
             new, opt_state[key] = stepped[key]
             if part_inputs[key].global_trees is not None:
                 tree, opt_state[key] = part_inputs[key].as_trees(*stepped[key])
                 new = part_inputs[key].layout.flatten_up_to(tree)
-            for index, param in zip(inputs.updater_plan[key].param_indices, new, strict=True):
+            for index, param in zip(inputs.optimizer_plan[key].param_indices, new, strict=True):
                 params[index] = param
         return params, opt_state
 
     def _members(self, names: list[str], params: list[Tensor]) -> dict[str, list[int]]:
         """Return the indices of the parameters of each part."""
-        indices_of: dict[str, list[int]] = {key: [] for key in self.updaters}
+        indices_of: dict[str, list[int]] = {key: [] for key in self.flat_optimizers}
         for index, (name, param) in enumerate(zip(names, params, strict=True)):
             key = self.label(name, param)
             if not (isinstance(key, str) and key in indices_of):
@@ -234,7 +238,7 @@ class Part(NamedTuple):
     """A part of a step."""
 
     param_indices: list[int]
-    updater_plan: Any  # of its optimizer
+    optimizer_plan: Any  # of its optimizer
 
 
 def _check(optimizers: Any, label: Any) -> None:

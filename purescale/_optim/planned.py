@@ -22,7 +22,7 @@ class StepPlan(NamedTuple):
     """The decisions about the steps of an optimizer over arguments that are alike."""
 
     layout: ParamLayout
-    updater_plan: Any  # what `Updater.plan` returned
+    optimizer_plan: Any  # what `FlatOptimizer.plan` returned
     leaves_metadata: ListMetadata  # of `StepInputs.dense_leaves`
     # Each leaf is gapless and requires no gradient: a step may write into it if nothing else shares
     # its memory.
@@ -41,14 +41,14 @@ class PlannedStep(NamedTuple):
 
 
 def find_step(
-    updater: Any, eager_mode: EagerMode | None, trees: tuple[Tree, ...]
+    optimizer: Any, eager_mode: EagerMode | None, trees: tuple[Tree, ...]
 ) -> PlannedStep | None:
     """Return a step over `trees`: parameters, the state of the optimizer, and others. None if trees
     like these were not planned before.
     """
-    if eager_mode is None or not updater.keeps_plans:
+    if eager_mode is None or not optimizer.keeps_plans:
         return None
-    match = find_plan(updater.plans, eager_mode, trees)
+    match = find_plan(optimizer.plans, eager_mode, trees)
     if match is None:
         return None
     flat_trees, leaves, plan = match
@@ -58,14 +58,14 @@ def find_step(
         params,
         opt_state,
         plan.leaves_metadata,
-        updater_plan=plan.updater_plan,
-        hyperparams=updater.hyperparams(opt_state.tree),
+        optimizer_plan=plan.optimizer_plan,
+        hyperparams=optimizer.hyperparams(opt_state.tree),
     )
     return PlannedStep(flat_trees, leaves, inputs, plan, eager_mode)
 
 
 def plan_step(
-    updater: Any,
+    optimizer: Any,
     eager_mode: EagerMode | None,
     trees: list[FlatTree],
     inputs: StepInputs,
@@ -73,7 +73,7 @@ def plan_step(
     keep: bool = True,
 ) -> PlannedStep:
     """Return a step over checked trees, as in `find_step`, which finds it from now on if it is to
-    `keep` the plan. `Updater.plan` refuses what does not fit.
+    `keep` the plan. `FlatOptimizer.plan` refuses what does not fit.
     """
     lists = [tree.tensor_list for tree in trees]
     # Complex or sparse parameters may be refused by a setting, such as `clip_value`: they are
@@ -83,25 +83,25 @@ def plan_step(
     plain_mode = eager_mode if are_plain else None
     plan = StepPlan(
         inputs.layout,
-        updater.plan(inputs),
+        optimizer.plan(inputs),
         leaves_metadata=ListMetadata(),
         all_writable=plain_mode is not None
         and all([x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]),
         all_readable=plain_mode is not None
         and plain_mode.host_reads
-        and not updater.differentiable
+        and not optimizer.differentiable
         and all([x.are_on_cpu for x in lists]),
     )
-    if plain_mode and keep and updater.keeps_plans:
-        add_plan(updater.plans, plain_mode, trees, plan)
+    if plain_mode and keep and optimizer.keeps_plans:
+        add_plan(optimizer.plans, plain_mode, trees, plan)
     leaves = [leaf for tree in trees for leaf in tree.leaves]
-    hyperparams = updater.hyperparams(inputs.opt_state)
-    inputs = inputs._replace(updater_plan=plan.updater_plan, hyperparams=hyperparams)
+    hyperparams = optimizer.hyperparams(inputs.opt_state)
+    inputs = inputs._replace(optimizer_plan=plan.optimizer_plan, hyperparams=hyperparams)
     return PlannedStep(trees, leaves, inputs, plan, eager_mode)
 
 
 def plan_step_with_grads(
-    updater: Any,
+    optimizer: Any,
     params: Tree,
     grads: Tree,
     opt_state: Tree,
@@ -113,13 +113,13 @@ def plan_step_with_grads(
     and a state that belongs to others.
     """
     eager_mode = current_eager_mode()
-    planned = find_step(updater, eager_mode, (params, opt_state, grads, *others))
+    planned = find_step(optimizer, eager_mode, (params, opt_state, grads, *others))
     if planned is not None:
         return planned, planned.inputs.gradients(planned.flat_trees[2])
-    trees, inputs = flatten_step(updater, params, grads, opt_state)
+    trees, inputs = flatten_step(optimizer, params, grads, opt_state)
     gradients = inputs.gradients(trees[2])
     check_gradients(gradients)
     # `find_plan` flattens `grads` in their own order: the plan is kept if that is the parameters'.
     same_order = eager_mode is not None and pytree.flatten(grads)[1] == trees[0].structure
     trees += map(pytree.flatten_once, others)
-    return plan_step(updater, eager_mode, trees, inputs, keep=same_order), gradients
+    return plan_step(optimizer, eager_mode, trees, inputs, keep=same_order), gradients

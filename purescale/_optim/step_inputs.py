@@ -40,8 +40,8 @@ class StepInputs(NamedTuple):
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
     piece_positions: list[Position] | None = None  # if these are a piece of a larger step
-    updater_plan: Any = None  # what `Updater.plan` returned
-    hyperparams: Any = None  # what `Updater.hyperparams` returned
+    optimizer_plan: Any = None  # what `FlatOptimizer.plan` returned
+    hyperparams: Any = None  # what `FlatOptimizer.hyperparams` returned
 
     @classmethod
     def of_dense(
@@ -50,7 +50,7 @@ class StepInputs(NamedTuple):
         params: FlatTree,
         opt_state: FlatTree,
         metadata: ListMetadata | None = None,
-        updater_plan: Any = None,
+        optimizer_plan: Any = None,
         hyperparams: Any = None,
     ) -> StepInputs:
         """Return the inputs of a step whose tensors are dense and off graph. `metadata` is that of
@@ -63,7 +63,7 @@ class StepInputs(NamedTuple):
             opt_state.tree,
             dense_leaves=TensorList(leaves, metadata, dense_off_graph=True),
             state_structure=opt_state.structure,
-            updater_plan=updater_plan,
+            optimizer_plan=optimizer_plan,
             hyperparams=hyperparams,
         )
 
@@ -133,7 +133,7 @@ class StepInputs(NamedTuple):
 
 
 def flatten_step(
-    updater: Any, params: Tree, grads: Tree, opt_state: Tree
+    optimizer: Any, params: Tree, grads: Tree, opt_state: Tree
 ) -> tuple[list[FlatTree], StepInputs]:
     """Return parameters, state and gradients, flat and checked, and the inputs of a step over them,
     as `make_step_inputs`. Refuse, naming the leaf, gradients that do not fit `params`.
@@ -141,12 +141,12 @@ def flatten_step(
     flat_params, flat_state = pytree.flatten_once(params), flatten_opt_state(opt_state)
     pytree.check_parameters(flat_params)
     flat_grads = pytree.gradients_like(flat_params, grads)
-    inputs = make_step_inputs(updater, flat_params, flat_state, flat_grads)
+    inputs = make_step_inputs(optimizer, flat_params, flat_state, flat_grads)
     return [flat_params, flat_state, flat_grads], inputs
 
 
 def make_step_inputs(
-    updater: Any, params: FlatTree, opt_state: FlatTree, grads: FlatTree | None = None
+    optimizer: Any, params: FlatTree, opt_state: FlatTree, grads: FlatTree | None = None
 ) -> StepInputs:
     """Return the inputs of a step over checked parameters. Refuse, naming the leaf, tensors on a
     graph, and shards of a parameter that the optimizer needs as a whole. `grads=None` means that
@@ -155,9 +155,9 @@ def make_step_inputs(
     lists = [tree.tensor_list for tree in (params, opt_state, grads) if tree is not None]
     dense_off_graph = all([some.dense_off_graph for some in lists])
     grad_leaves = [] if grads is None else grads.leaves
-    if not updater.differentiable:
+    if not optimizer.differentiable:
         refuse_graph_end()
-    if not (updater.differentiable or dense_off_graph):
+    if not (optimizer.differentiable or dense_off_graph):
         pytree.reject_autograd_history(params=params, grads=grads, opt_state=opt_state)
     names, leaves = pytree.names(params.tree), params.leaves
     pytree.check_names(names)
@@ -171,10 +171,10 @@ def make_step_inputs(
     ]
     state, global_trees = opt_state.tree, None
     sharded = dtensor.any_dtensor([*leaves, *grad_leaves])
-    if sharded and updater.elementwise is not None:
-        _check_shards(updater, params.tree, names, leaves, state)
+    if sharded and optimizer.elementwise is not None:
+        _check_shards(optimizer, params.tree, names, leaves, state)
         global_trees = params.structure.unflatten(leaves), state
-        shard = functools.partial(dtensor.shard, on_graph=updater.differentiable)
+        shard = functools.partial(dtensor.shard, on_graph=optimizer.differentiable)
         leaves, state = list(map(shard, leaves)), pytree.map(shard, state)
     has_grad = [True] * len(leaves) if grads is None else [g is not None for g in grad_leaves]
     layout = ParamLayout.of_leaves(params.structure, names, leaves, has_grad)
@@ -183,7 +183,7 @@ def make_step_inputs(
 
 
 def _check_shards(
-    updater: Any, tree: Tree, names: list[str], leaves: Leaves, opt_state: Tree
+    optimizer: Any, tree: Tree, names: list[str], leaves: Leaves, opt_state: Tree
 ) -> None:
     """Refuse DTensors whose shards this optimizer cannot step."""
     for index, leaf in enumerate(leaves):
@@ -196,9 +196,9 @@ def _check_shards(
                 "updating each rank's part does not update their sum. Fix: "
                 "`p.redistribute(placements=[Replicate()])`."
             )
-        if not updater.elementwise and dtensor.is_sharded(leaf):
+        if not optimizer.elementwise and dtensor.is_sharded(leaf):
             raise ValueError(
-                f"{at} has the placements {leaf.placements}, and {updater} needs the whole of a "
+                f"{at} has the placements {leaf.placements}, and {optimizer} needs the whole of a "
                 "parameter. Fix: AdamW or another optimizer that updates each element by itself, "
                 "such as from_formula(..., elementwise=True), or "
                 "`p.redistribute(placements=[Replicate()])`, for gradients too."

@@ -14,12 +14,12 @@ from .._optim.formulas import LeafSlots
 from .._optim.fused import FusedStep, TorchPlan
 from .._optim.in_state import with_stored
 from .._optim.opt_state import NO_SLOTS, STEP, OptState, columns_of, count_step, has_counts
+from .._optim.optimizer import FlatOptimizer
 from .._optim.param_layout import ParamLayout, foreign_parameters_error, named_params
 from .._optim.settings import Hyperparams, OptimizerConfig, ParamGroup
 from .._optim.slot_spec import SlotSpec
 from .._optim.step_inputs import StepInputs
 from .._optim.torch_state_dict import read_state_dict, write_state_dict
-from .._optim.updater import Updater
 from .._optim.user_class_step import step_of_user_class
 from .._torch import foreach
 from .._torch.tracing import captured, traced
@@ -29,7 +29,7 @@ from .._tree.leaves import describe
 from .._tree.pytree import Tree
 
 
-class TorchOptimizer(Updater):
+class TorchOptimizer(FlatOptimizer):
     """A class of torch.optim as pure functions; made by `from_torch` and `from_formula`. It holds
     settings, never state. It is a `FormulaOptimizer` or a `UserClassOptimizer`.
     """

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.updater import Optimizer
+from .._optim.optimizer import Optimizer
 from .._torch.autocast import outside_autocast
 from .._tree import pytree
 from .._tree.hints import document_fields

@@ -50,7 +50,7 @@ def step_of_user_class(
     hyperparams = inputs.hyperparams.map(read_numbers)
     with torch.no_grad():
         new_slots = _run(
-            config, new_params, copied_grads, copies, inputs.updater_plan.groups, hyperparams
+            config, new_params, copied_grads, copies, inputs.optimizer_plan.groups, hyperparams
         )
     stepped = [new.to(params[name].dtype) for name, new in new_params.items()]
     new_slots = {

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._optim.optimizer import AdaptedOptimizer, Optimizer, as_flat_optimizer
 from .._optim.partition import PartitionOptimizer
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._optim.torch_optim import TorchOptimizer
-from .._optim.updater import AdaptedOptimizer, Optimizer, as_updater
 from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like, full_tensor, shard
@@ -236,19 +236,19 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
 
     Source of the rule: the exact update of Collage (arXiv 2405.03637).
     """
-    updater = as_updater(optimizer)
-    trees, inputs = flatten_step(updater, params, grads, opt_state)
+    flat_optimizer = as_flat_optimizer(optimizer)
+    trees, inputs = flatten_step(flat_optimizer, params, grads, opt_state)
     gradients = inputs.gradients(trees[2])
-    updater.plan(inputs)
+    flat_optimizer.plan(inputs)
     with torch.no_grad():
-        return inputs.layout.unflatten(_wanted(updater, inputs, gradients))
+        return inputs.layout.unflatten(_wanted(flat_optimizer, inputs, gradients))
 
 
 def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
     """Return the update of each parameter, as a DTensor for one."""
     if isinstance(optimizer, Wrapper):
         inner = optimizer.decode(inputs)
-        wanted = _wanted(optimizer.updater, inner, grads)
+        wanted = _wanted(optimizer.flat_optimizer, inner, grads)
         if optimizer.rounds:
             return wanted
         pairs = list(zip(inner.params, wanted, strict=True))
@@ -263,7 +263,7 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
         for key, part in optimizer.plan(inputs).items():
             of_part = optimizer.inputs_of(key, part.param_indices, inputs)
             grads_of_part = optimizer.grads_of(of_part, part.param_indices, inputs, grads)
-            of_members = _wanted(optimizer.updaters[key], of_part, grads_of_part)
+            of_members = _wanted(optimizer.flat_optimizers[key], of_part, grads_of_part)
             for index, update in zip(part.param_indices, of_members, strict=True):
                 updates[index] = update
         return updates
@@ -281,7 +281,7 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
 def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tensor]:
     if not isinstance(optimizer, AdaptedOptimizer):
         hyperparams = optimizer.hyperparams(inputs.opt_state)
-        inputs = inputs._replace(updater_plan=optimizer.plan(inputs), hyperparams=hyperparams)
+        inputs = inputs._replace(optimizer_plan=optimizer.plan(inputs), hyperparams=hyperparams)
         stepped: list[Tensor] = optimizer.step_unless(inputs, grads)[0]
         return stepped
     # The optimizer itself is called, as it may keep its state in a dtype of its own.

@@ -3,7 +3,7 @@
 With a group all ranks agree first (`agree.py`). Each stage is one function: start
 (`start.py`), memory (`memory.py`), accumulate (`microbatches.py`), reduce (`reduce.py`),
 measure (`_grads/measure.py`), guard (`spike_guard.py`), decide (`decide.py`), advance
-(`assemble.py`), update (`_optim/updater.py`), assemble (`assemble.py`). CONTRIBUTING.md has the
+(`assemble.py`), update (`_optim/optimizer.py`), assemble (`assemble.py`). CONTRIBUTING.md has the
 diagram. There is one path for all devices. A kernel below it may depend on the device.
 
 Entry: `train_step.train_step`; by hand `value_and_grad.value_and_grad`, then

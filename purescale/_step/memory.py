@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._optim.optimizer import FlatOptimizer
 from .._optim.planned import PlannedStep
 from .._optim.step_inputs import StepInputs
-from .._optim.updater import Updater
 from .._step.start import Start
 from .._step.train_state import StepOptions
 from .._torch import dtensor
@@ -75,23 +75,23 @@ def memory_of_step(
 
 
 def writable_arguments(
-    updater: Updater, planned: PlannedStep, grads: Gradients, read_only: Sequence[Tensor]
+    optimizer: FlatOptimizer, planned: PlannedStep, grads: Gradients, read_only: Sequence[Tensor]
 ) -> MayWrite:
     """Return what a step may overwrite of its donated arguments."""
     inputs = planned.inputs
     lists = [_replaced(inputs), grads.tensor_list]
-    if planned.plan.all_writable and not updater.differentiable:
+    if planned.plan.all_writable and not optimizer.differentiable:
         tensors = [*lists[0].tensors, *lists[1].tensors]
         if share_no_memory(storage_pointers(tensors), storage_pointers(read_only)):
             return MayWrite(params_and_state=True, grads=True)
     params_and_state, grads_too = can_write_each(lists, read_only)
-    params_and_state = params_and_state and not _on_graph(updater, inputs)
+    params_and_state = params_and_state and not _on_graph(optimizer, inputs)
     return MayWrite(params_and_state, grads=grads_too)
 
 
-def _on_graph(updater: Updater, inputs: StepInputs) -> bool:
+def _on_graph(optimizer: FlatOptimizer, inputs: StepInputs) -> bool:
     """Return True if a derivative goes through the step, which must then overwrite nothing."""
-    return updater.differentiable and is_on_a_graph(inputs.params)
+    return optimizer.differentiable and is_on_a_graph(inputs.params)
 
 
 def _replaced(inputs: StepInputs) -> TensorList:

@@ -12,8 +12,8 @@ from .._grads.clip import check_clip, check_ordered
 from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale
 from .._loss_scale.scaling import check_scale
+from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._optim.planned import plan_step_with_grads
-from .._optim.updater import Optimizer, as_updater
 from .._step.decide import decide
 from .._step.memory import MayWrite, writable_arguments
 from .._torch.autocast import outside_autocast
@@ -87,12 +87,15 @@ def maybe_step(
     Source of the rule: apply_if_finite of optax; the flag as a tensor from torch's fused
     optimizers.
     """
-    updater = as_updater(optimizer)
-    planned, gradients = plan_step_with_grads(updater, params, grads, opt_state)
+    flat_optimizer = as_flat_optimizer(optimizer)
+    planned, gradients = plan_step_with_grads(flat_optimizer, params, grads, opt_state)
     inputs = planned.inputs
     skip = pytree.as_flag(found_inf, like=next(iter(inputs.params), None))
-    may_write = writable_arguments(updater, planned, gradients, [skip]) if donate else MayWrite()
-    return updater.step_planned(planned, gradients, skip, in_place=may_write.params_and_state)
+    may_write = MayWrite()
+    if donate:
+        may_write = writable_arguments(flat_optimizer, planned, gradients, [skip])
+    in_place = may_write.params_and_state
+    return flat_optimizer.step_planned(planned, gradients, skip, in_place=in_place)
 
 
 @hint_keywords
@@ -160,7 +163,7 @@ def unscale_and_step(
         {'w': tensor([0.5000])}
     """
     clip = check_clip(max_norm, clip_value, norm_type)
-    updater = as_updater(optimizer)
+    flat_optimizer = as_flat_optimizer(optimizer)
     scale = scaler.scale
 
     def check_gradients(grads: Gradients) -> None:
@@ -168,19 +171,19 @@ def unscale_and_step(
         if clip.clip_value is not None:
             check_ordered(params, grads.templates, "grads")
 
-    trees = params, scaled_grads, opt_state
-    planned, grads = plan_step_with_grads(updater, *trees, scaler, check_gradients=check_gradients)
+    trees = params, scaled_grads, opt_state, scaler
+    planned, grads = plan_step_with_grads(flat_optimizer, *trees, check_gradients=check_gradients)
     may_write = MayWrite()
     if donate:
         of_scaler = [leaf for leaf in planned.flat_trees[-1].leaves if isinstance(leaf, Tensor)]
         read_only = [*of_scaler, *clip.tensor_bounds]
-        may_write = writable_arguments(updater, planned, grads, read_only)
+        may_write = writable_arguments(flat_optimizer, planned, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.
-    owned = may_write.grads and not (updater.runs_user_code or torch.compiler.is_compiling())
+    owned = may_write.grads and not (flat_optimizer.runs_user_code or torch.compiler.is_compiling())
     grads = grads._replace(divisor=scale, owned=owned)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
     stats = measure(grads, scale, options, known_readable=planned.plan.all_readable)
     decision = decide(stats, clip, grads)
     skip, in_place = decision.skip_or_none, may_write.params_and_state
-    stepped = updater.step_planned(planned, decision.grads, skip, in_place=in_place)
+    stepped = flat_optimizer.step_planned(planned, decision.grads, skip, in_place=in_place)
     return Stepped(*stepped, decision.skip, decision.grad_norm, decision.grad_amax)

@@ -12,7 +12,7 @@ from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
 from .._grads.clip import Clip
 from .._loss_scale.rules import Rule, RuleTraits, State, StaticScale, check_rule
-from .._optim.updater import Optimizer, Updater, check_optimizer
+from .._optim.optimizer import FlatOptimizer, Optimizer, check_optimizer
 from .._step.spike_guard import Guard, check_is_guard
 from .._step.value_and_grad import LossFn
 from .._torch.autocast import outside_autocast
@@ -227,7 +227,7 @@ class StepOptions(NamedTuple):
     """The arguments of `train_step` besides its state and its microbatches."""
 
     loss_fn: LossFn
-    optimizer: Updater
+    optimizer: FlatOptimizer
     rule: Rule[Any]
     clip: Clip
     weight_fn: Callable[[Any], float | Tensor] | None = None

@@ -13,7 +13,7 @@ from .._grads.accumulate import OnNonfinite
 from .._grads.clip import check_clip
 from .._grads.measure import StatsOptions, measure, norm_of
 from .._loss_scale.rules import Rule, check_rule
-from .._optim.updater import Optimizer, as_updater
+from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.agree import check_on_all_ranks
 from .._step.assemble import advance, assemble
 from .._step.decide import decide
@@ -156,10 +156,9 @@ def train_step(
     """
 
     def prepare_call(group: Group | None) -> tuple[Start, StepOptions, MicrobatchWeights]:
-        updater = as_updater(optimizer)
         options = StepOptions(
             loss_fn=loss_fn,
-            optimizer=updater,
+            optimizer=as_flat_optimizer(optimizer),
             rule=rule,
             clip=check_clip(max_norm, clip_value, norm_type),
             weight_fn=weight_fn,

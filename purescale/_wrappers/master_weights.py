@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import is_wrapped
+from .._optim.optimizer import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.updater import Optimizer
 from .._torch import foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor

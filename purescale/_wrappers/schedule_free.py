@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._optim.optimizer import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.updater import Optimizer
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype, widest_float
 from .._tree import pytree

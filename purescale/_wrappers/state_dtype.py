@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import is_wrapped, map_opt_states, opt_states_of
+from .._optim.optimizer import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.updater import Optimizer
 from .._torch import foreach
 from .._torch.dtypes import HALF, nearest_on_bits
 from .._torch.tracing import constant_while_compiling

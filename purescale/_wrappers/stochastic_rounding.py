@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from .._optim.optimizer import Optimizer
 from .._optim.step_inputs import Position, StepInputs
-from .._optim.updater import Optimizer
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import HALF, is_half, rounded_on_bits, send_once

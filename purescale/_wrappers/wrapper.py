@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from .._optim.optimizer import FlatOptimizer, Optimizer, as_flat_optimizer
 from .._optim.param_layout import ParamLayout
 from .._optim.step_inputs import StepInputs
 from .._optim.torch_optim import FormulaOptimizer
-from .._optim.updater import Optimizer, Updater, as_updater
 from .._torch import dtensor, foreach
 from .._torch.dtypes import is_half, wide_dtype
 from .._torch.tensor_list import TensorList
@@ -31,7 +31,7 @@ PIECE_NUMEL = 2**20
 BY_PARAM = ("counts", "rest", "iterate")
 
 
-class Wrapper(Updater):
+class Wrapper(FlatOptimizer):
     """The base of optimizers around others, whose parameters and state have another form. A
     subclass has `init`, `decode` and its inverse `encode`. Its state has the inner one as `inner`;
     its fields with something for each parameter are in `BY_PARAM`.
@@ -45,12 +45,12 @@ class Wrapper(Updater):
 
     def __init__(self, optimizer: Optimizer, *settings: Any) -> None:
         self.optimizer = optimizer
-        self.updater = as_updater(optimizer)
-        self.differentiable = self.updater.differentiable and not self.rounds
-        self.elementwise = self.updater.elementwise
-        self.runs_user_code = self.updater.runs_user_code
-        self.may_add_slots = self.updater.may_add_slots
-        self.wide_grads = self.widens_params or self.updater.wide_grads
+        self.flat_optimizer = as_flat_optimizer(optimizer)
+        self.differentiable = self.flat_optimizer.differentiable and not self.rounds
+        self.elementwise = self.flat_optimizer.elementwise
+        self.runs_user_code = self.flat_optimizer.runs_user_code
+        self.may_add_slots = self.flat_optimizer.may_add_slots
+        self.wide_grads = self.widens_params or self.flat_optimizer.wide_grads
         self.must_agree = (optimizer, *settings)
 
     def __repr__(self) -> str:
@@ -92,13 +92,13 @@ class Wrapper(Updater):
         """Return the pieces in which a step is made. Refuse a state that does not belong to these
         parameters.
         """
-        pieces = [Piece(None, self.updater.plan(self._as_decoded(inputs)))]
+        pieces = [Piece(None, self.flat_optimizer.plan(self._as_decoded(inputs)))]
         can_cut = self._inner_skips() and not traced()
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True) if can_cut else []
         if len(cuts) > 1:
             inputs = inputs._replace(piece_positions=inputs.positions)
             of_pieces = [_piece_of(inputs, cut, last=cut is cuts[-1]) for cut in cuts]
-            plans = [self.updater.plan(self._as_decoded(piece)) for piece in of_pieces]
+            plans = [self.flat_optimizer.plan(self._as_decoded(piece)) for piece in of_pieces]
             pieces = list(map(Piece, cuts, plans))
         return pieces
 
@@ -114,9 +114,9 @@ class Wrapper(Updater):
         """Return True if the inner optimizer itself chooses between old and new, in place: a class
         of torch or a formula, in a step without a derivative.
         """
-        inner: Updater = self
+        inner: FlatOptimizer = self
         while isinstance(inner, Wrapper):
-            inner = inner.updater
+            inner = inner.flat_optimizer
         if self.differentiable or torch.compiler.is_compiling():
             return False
         return isinstance(inner, FormulaOptimizer)
@@ -124,14 +124,16 @@ class Wrapper(Updater):
     def hyperparams(self, opt_state: Tree) -> Any:
         """Return the settings of the inner optimizer's step."""
         with self.grad_mode():
-            return self.updater.hyperparams(self.inner_state(opt_state))
+            return self.flat_optimizer.hyperparams(self.inner_state(opt_state))
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step: decoded, stepped and encoded."""
-        [piece] = inputs.updater_plan
+        [piece] = inputs.optimizer_plan
 
         def step(inner: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
-            return self.updater.step_unless(inner._replace(updater_plan=piece.updater_plan), grads)
+            return self.flat_optimizer.step_unless(
+                inner._replace(optimizer_plan=piece.optimizer_plan), grads
+            )
 
         return self._step_decoded(inputs, grads, step)[0]
 
@@ -146,14 +148,17 @@ class Wrapper(Updater):
         """Return the step of a large model piece by piece, which bounds the memory for what is
         decoded.
         """
-        pieces: list[Piece] = inputs.updater_plan
+        pieces: list[Piece] = inputs.optimizer_plan
         is_whole = skip is None and not in_place and len(pieces) == 1
         if is_whole or not self._inner_skips():
             return super().step_unless(inputs, grads, skip, in_place=in_place)
 
         def step_of(piece: Piece) -> InnerStep:
-            return lambda inner, grads: self.updater.step_unless(
-                inner._replace(updater_plan=piece.updater_plan), grads, skip, in_place=not traced()
+            return lambda inner, grads: self.flat_optimizer.step_unless(
+                inner._replace(optimizer_plan=piece.optimizer_plan),
+                grads,
+                skip,
+                in_place=not traced(),
             )
 
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
@@ -217,7 +222,7 @@ class Piece(NamedTuple):
     """A part of a step with a bounded number of elements."""
 
     cut: Cut | None  # None for the whole step
-    updater_plan: Any  # of the inner optimizer
+    optimizer_plan: Any  # of the inner optimizer
 
 
 def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import after_skip
-from .._optim.updater import Optimizer
+from .._optim.optimizer import Optimizer
 from .._step.optimizer_step import maybe_step
 from .._tree import pytree
 from .._tree.pytree import Tree

@@ -8,8 +8,8 @@ from helpers import Untouched, clone, same_bits, tensors
 from torch.testing import assert_close
 
 import purescale as ps
+from purescale._optim.optimizer import FlatOptimizer, as_flat_optimizer
 from purescale._optim.step_inputs import flatten_step
-from purescale._optim.updater import Updater, as_updater
 from purescale._torch.tracing import as_on_an_accelerator
 from purescale._wrappers import wrapper
 
@@ -73,7 +73,7 @@ def scaled_inputs(optimizer, factor, *, overflow):
     scaled = {name: 4 * torch.cos(leaf) for name, leaf in params.items()}
     if overflow:
         scaled["33"][7] = float("inf")
-    trees, inputs = flatten_step(as_updater(optimizer), params, scaled, state)
+    trees, inputs = flatten_step(as_flat_optimizer(optimizer), params, scaled, state)
     grads = inputs.gradients(trees[2])
     factor = None if factor is None else torch.tensor(factor, dtype=torch.float64)
     return inputs, grads._replace(divisor=torch.tensor(4.0), factor=factor), params, state
@@ -97,18 +97,18 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
     kind, factor, overflow, in_place
 ):
     optimizer = OPTIMIZERS[kind]
-    updater = as_updater(optimizer)
+    flat_optimizer = as_flat_optimizer(optimizer)
     inputs, grads, params, state = scaled_inputs(optimizer, factor, overflow=overflow)
     old = clone((params, state))
-    has_masters = getattr(updater, "wide_grads", False) or kind == "partition"
+    has_masters = getattr(flat_optimizer, "wide_grads", False) or kind == "partition"
     unscaled = grads.apply_pending(wide=has_masters)
     inputs = inputs._replace(
-        updater_plan=updater.plan(inputs), hyperparams=updater.hyperparams(state)
+        optimizer_plan=flat_optimizer.plan(inputs), hyperparams=flat_optimizer.hyperparams(state)
     )
-    applied = inputs.as_trees(*updater.step_unless(inputs, unscaled))
+    applied = inputs.as_trees(*flat_optimizer.step_unless(inputs, unscaled))
     expected = ps.select(overflow, old, applied)
     arguments = inputs, grads, torch.tensor(overflow)
-    stepped = inputs.as_trees(*updater.step_unless(*arguments, in_place=in_place))
+    stepped = inputs.as_trees(*flat_optimizer.step_unless(*arguments, in_place=in_place))
     if factor == 0.3:  # scale and factor are one division in a kernel
         assert_close(stepped, expected, rtol=1e-6, atol=1e-7)
     else:
@@ -117,13 +117,16 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_neither_preparing_nor_applying_a_step_changes_its_arguments(kind):
-    updater = as_updater(OPTIMIZERS[kind])
+    flat_optimizer = as_flat_optimizer(OPTIMIZERS[kind])
     inputs, grads, params, state = scaled_inputs(OPTIMIZERS[kind], 0.25, overflow=False)
     with Untouched((params, state, grads.tensors)):
-        plan, hyperparams = updater.plan(inputs), updater.hyperparams(inputs.opt_state)
-        inputs = inputs._replace(updater_plan=plan, hyperparams=hyperparams)
-        updater.step_unless(inputs, grads, torch.tensor(False))
-        updater.step_unless(inputs, grads)
+        plan, hyperparams = (
+            flat_optimizer.plan(inputs),
+            flat_optimizer.hyperparams(inputs.opt_state),
+        )
+        inputs = inputs._replace(optimizer_plan=plan, hyperparams=hyperparams)
+        flat_optimizer.step_unless(inputs, grads, torch.tensor(False))
+        flat_optimizer.step_unless(inputs, grads)
 
 
 class Raises(StepAlone):
@@ -147,7 +150,7 @@ def test_a_users_step_that_raises_leaves_donated_parts_before_it_unchanged(last)
         ps.maybe_step(optimizer, params, clone(params), state, torch.tensor(False), donate=True)
 
 
-class Descent(Updater):
+class Descent(FlatOptimizer):
     """An optimizer that steps the lists of a step, as one of the library's own would."""
 
     must_agree = "Descent"
@@ -188,7 +191,7 @@ def test_under_no_grad_no_result_of_a_differentiable_step_is_on_a_graph(cls, on_
     assert not any(leaf.requires_grad for result in results for leaf in tensors(result))
 
 
-class ByNormOfAll(Updater):
+class ByNormOfAll(FlatOptimizer):
     """Steps by the gradients over the norm of all of them, in a state as torch's classes have."""
 
     must_agree = "ByNormOfAll"

@@ -48,9 +48,9 @@ class Optimizer(Protocol):
         """
 
 
-class Updater:
+class FlatOptimizer:
     """An optimizer as a step calls it, over the lists of `StepInputs`: `plan`, `hyperparams`,
-    then `step_unless`, by `step_planned`. `as_updater` makes one of any optimizer.
+    then `step_unless`, by `step_planned`. `as_flat_optimizer` makes one of any optimizer.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
@@ -163,16 +163,16 @@ def check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
         )
 
 
-def as_updater(optimizer: Any) -> Updater:
-    """Return the optimizer if it is an updater, else an `AdaptedOptimizer` of it."""
-    if isinstance(optimizer, Updater):
+def as_flat_optimizer(optimizer: Any) -> FlatOptimizer:
+    """Return the optimizer if it is a flat optimizer, else an `AdaptedOptimizer` of it."""
+    if isinstance(optimizer, FlatOptimizer):
         return optimizer
     check_optimizer(optimizer)
     return AdaptedOptimizer(optimizer)
 
 
-class AdaptedOptimizer(Updater):
-    """An updater for an optimizer with `step` alone, which makes its own checks."""
+class AdaptedOptimizer(FlatOptimizer):
+    """A flat optimizer for an optimizer with `step` alone, which makes its own checks."""
 
     runs_user_code = True
     keeps_plans = False  # it is made in each call
@@ -180,7 +180,7 @@ class AdaptedOptimizer(Updater):
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = self.must_agree = optimizer
         for name in ("differentiable", "elementwise", "may_add_slots", "wide_grads"):
-            setattr(self, name, getattr(optimizer, name, getattr(Updater, name)))
+            setattr(self, name, getattr(optimizer, name, getattr(FlatOptimizer, name)))
 
     def __repr__(self) -> str:
         return repr(self.optimizer)

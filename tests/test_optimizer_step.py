@@ -122,3 +122,22 @@ def test_a_parameter_moves_by_its_clipped_gradient_whatever_dtypes_are_beside_it
     for leaf in new.params.values():
         tolerance = 2e-2 if leaf.dtype is torch.bfloat16 else 1e-5
         assert_close(leaf, torch.full_like(leaf, expected), rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("count", [5, 33, 300])
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
+def test_a_step_clips_by_the_magnitudes_of_complex_numbers_as_torch_does(p, count):
+    torch.manual_seed(0)
+    params = {"c": torch.randn(count, dtype=torch.complex64), "r": torch.randn(count), "n": None}
+    grads = {"c": torch.randn(count, dtype=torch.complex64), "r": torch.randn(count), "n": None}
+    scaler, state = ps.DynamicScale(8.0).init(), SGD.init(params)
+    mirror = {key: leaf.clone().requires_grad_() for key, leaf in params.items() if key != "n"}
+    for key, leaf in mirror.items():
+        leaf.grad = grads[key].clone()
+    norm = torch.nn.utils.clip_grad_norm_(mirror.values(), 0.5, p)
+    torch.optim.SGD(mirror.values(), lr=0.1, momentum=0.9).step()
+    scaled = {key: None if leaf is None else leaf * 8 for key, leaf in grads.items()}
+    out = ps.unscale_and_step(SGD, scaler, params, scaled, state, 0.5, norm_type=p)
+    assert_close(out.grad_norm, norm, rtol=1e-6, atol=0)
+    for key, leaf in mirror.items():
+        assert_close(out.params[key], leaf.detach(), rtol=1e-6, atol=1e-6)

@@ -18,7 +18,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import on_device
 from .._tree import pytree
-from .._tree.gradients import Gradients, as_gradients
+from .._tree.gradients import as_gradients
 from .._tree.poison import donates
 from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import as_float, checked_bound, short_repr
@@ -152,25 +152,11 @@ def clip_by_global_norm(
     one = torch.ones((), dtype=torch.float32, device=device)
     gradients = as_gradients(leaves)
     options = StatsOptions(norm_type, norm_group=group)
-    measured = norm_of(measure(_magnitudes(gradients, norm_type), one, options), device)
+    measured = norm_of(measure(gradients, one, options), device)
     factor = clip_factor(measured, max_norm).to(gradients.factor_dtype)
     gradients = gradients._replace(owned=donate and can_write(gradients.tensors, [max_norm]))
     clipped = structure.unflatten(gradients.multiplied(factor).leaves)
     return clipped, measured.to(factor.dtype)
-
-
-def _magnitudes(gradients: Gradients, norm_type: float) -> Gradients:
-    """Return the tensors whose norm is that of the gradients: the magnitudes of complex numbers.
-    For p = 2 their real and imaginary parts give the same norm.
-    """
-    if norm_type == 2 or gradients.dense_real:
-        return gradients
-    pairs = zip(gradients.tensors, gradients.present_templates, strict=True)
-    tensors = [
-        torch.view_as_complex(tensor).abs() if template.is_complex() else tensor
-        for tensor, template in pairs
-    ]
-    return gradients.with_tensors(tensors)
 
 
 def check_grad_norm(norm: Tensor) -> None:

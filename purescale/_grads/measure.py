@@ -98,10 +98,30 @@ def measure_amax(grads: Gradients, divisor: Tensor, group: Group | None = None) 
 
 
 def _stats_over(grads: Gradients, divisor: Tensor, norm_type: float | None) -> LocalStats:
-    """Return the stats of this rank, or of all ranks of a mesh if gradients are sharded."""
-    if grads.are_sharded:
-        return mesh_stats(grads.tensors, grads.present_templates, divisor, norm_type)
-    return local_stats(grads.tensors, divisor, norm_type)
+    """Return the stats of this rank, or of all ranks of a mesh if gradients are sharded. A complex
+    number counts with its magnitude in the norm, with its two parts in the rest.
+    """
+
+    def stats_of(tensors: list[Tensor], norm_type: float | None) -> LocalStats:
+        if grads.are_sharded:
+            return mesh_stats(tensors, grads.present_templates, divisor, norm_type)
+        return local_stats(tensors, divisor, norm_type)
+
+    # For p = 2 the parts give the same norm.
+    if norm_type in (None, 2) or not any(map(Tensor.is_complex, grads.present_templates)):
+        return stats_of(grads.tensors, norm_type)
+    stats = stats_of(grads.tensors, None)
+    return stats._replace(norm=stats_of(_magnitudes(grads), norm_type).norm)
+
+
+def _magnitudes(grads: Gradients) -> list[Tensor]:
+    """Return the gradients with the magnitude in place of each complex number."""
+    return [
+        torch.linalg.vector_norm(tensor, dim=-1, dtype=widest_float(tensor.device))
+        if template.is_complex()
+        else tensor
+        for tensor, template in zip(grads.tensors, grads.present_templates, strict=True)
+    ]
 
 
 def is_usable(scale: Tensor) -> Tensor:

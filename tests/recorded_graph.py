@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from purescale._torch.cuda_graph import compiling_nothing
 from purescale._torch.donation import storage_pointer
-from purescale._torch.tracing import PLAIN_TYPES, is_read, read_error
+from purescale._torch.reads import is_read, read_error
+from purescale._torch.tracing import PLAIN_TYPES
 
 
 @dataclasses.dataclass

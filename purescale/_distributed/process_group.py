@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.dtensor import arrived
-from .._torch.tracing import constant_while_compiling, refuse_in_capture
+from .._torch.private import constant_while_compiling
+from .._torch.tracing import refuse_in_capture
 from .._tree.scalars import short_repr
 
 if TYPE_CHECKING:

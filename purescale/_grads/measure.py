@@ -58,8 +58,9 @@ def measure(
     On an accelerator and in a trace nothing is read. On a CPU the norm is read, and the exact way
     is taken only if it is not conclusive. With `known_readable` it is known that it may be read.
     """
-    reads = known_readable or host_can_read([scale], grads.tensors)
-    if reads and (known_readable or not is_on_a_graph(grads.tensors)):
+    if known_readable or (
+        host_can_read([scale], grads.tensors) and not is_on_a_graph(grads.tensors)
+    ):
         stats = _from_norm(grads, scale, options)
         if stats is not None:
             return stats

@@ -29,7 +29,8 @@ from .._jit.pure_graph import explained
 from .._torch import foreach, private
 from .._torch.cuda_graph import CudaGraph, watching
 from .._torch.donation import storage_pointer
-from .._torch.tracing import ReadError, captured, capturing
+from .._torch.reads import ReadError
+from .._torch.tracing import captured, capturing
 from .._tree import pytree
 from .._tree.plans import Plans
 from .._tree.pytree import Tree

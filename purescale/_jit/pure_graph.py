@@ -27,7 +27,8 @@ from .._jit.donated import donate_inputs, kind, separate_results
 from .._torch import private
 from .._torch.autocast import outside_autocast
 from .._torch.foreach import clone_undetached
-from .._torch.tracing import PLAIN_TYPES, NoReads, ReadError, innermost, is_unresolved, recording
+from .._torch.reads import NoReads, ReadError
+from .._torch.tracing import PLAIN_TYPES, innermost, is_unresolved, recorded_by_jit
 
 
 class PureGraph(NamedTuple):
@@ -73,7 +74,7 @@ def trace(
     fake = _without_values()
     examples = _apart(fake, inputs)
     outside = _Outside(fake)
-    with explained(), recording():
+    with explained(), recorded_by_jit():
         module = _graph_of(_watched(function, outside), examples, fake)
         if any(getattr(node.target, "namespace", "") == "c10d" for node in module.graph.nodes):
             raise _EffectError(*_RANKS)

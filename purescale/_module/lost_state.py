@@ -19,9 +19,9 @@ from .._module.recipe import ModelCopy, Recipe
 from .._module.registered import MODULE_ATTRIBUTES
 from .._torch import private
 from .._torch.tracing import host_can_read, innermost, is_on_a_graph, under_transform
-from .._tree.leaves import versions
+from .._tree.leaves import is_constant, versions
 from .._tree.pytree import join_names
-from .._tree.states import fingerprint, is_plain
+from .._tree.states import fingerprint
 
 # ---- what a forward leaves in plain attributes ---------------------------------------------------
 
@@ -147,7 +147,7 @@ def _are_equal(old: Any, new: Any) -> bool:
     """Return True if two values are equal. Tensors that the host cannot read are not."""
     if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
         return not isinstance(new, Tensor) and bool(old == new or new != new)
-    if (old.shape, old.dtype) != (new.shape, new.dtype) or not (is_plain(old) and is_plain(new)):
+    if (old.shape, old.dtype) != (new.shape, new.dtype) or is_constant(old) or is_constant(new):
         return False
     return host_can_read([old, new]) and torch.equal(old, new)
 
@@ -155,7 +155,7 @@ def _are_equal(old: Any, new: Any) -> bool:
 @private.only_inlined
 def _bits(tensors: list[Tensor]) -> Bits:
     """Return the shapes of tensors and a number that their bits give; None if it cannot be read."""
-    if not (host_can_read(tensors) and all(map(is_plain, tensors))):
+    if any(map(is_constant, tensors)) or not host_can_read(tensors):
         return None
     return [tensor.shape for tensor in tensors], int(fingerprint(tensors))
 

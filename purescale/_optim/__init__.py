@@ -2,8 +2,8 @@
 
 A step makes lists of its trees, `step_inputs.StepInputs`, and calls a `FlatOptimizer` in this
 order: `plan(inputs)`, found again if arguments are alike (`planned.find_step`); `hyperparams`;
-`step_unless(inputs, grads, skip)`. That launches torch's kernel if one fits, else it calls
-`apply_step`, and selects old or new by a mask.
+`step_unless(inputs, grads, skip)`. That calls `apply_step` and selects old or new by a mask; that
+of a class of torch launches torch's kernel if one fits, which skips itself.
 
 optimizer       Optimizer, the protocol of trees, `init` and `step`; FlatOptimizer, that of lists
 planned         a step found by structure and metadata, or planned
@@ -19,6 +19,6 @@ transformation  (init, update) pairs, as those of optax, as optimizers and back
 partition       several optimizers, one for each kind of parameter
 
 Entry: `from_torch.from_torch`, `from_formula.from_formula`; a step calls `as_flat_optimizer`.
-Takes gradients that are still scaled, as `Gradients`; hands on new parameters and a new state.
+Takes `Gradients`, which may still be scaled; hands on new parameters and a new state.
 May import: `_tree`, `_torch`.
 """

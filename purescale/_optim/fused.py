@@ -21,6 +21,7 @@ from .._optim.kernels import (
     fused_update,
     is_fused_supported,
     kernel_of,
+    with_one_divisor,
 )
 from .._optim.opt_state import (
     STEP,
@@ -228,7 +229,7 @@ class FusedStep:
             )
         if not self._config.is_static:
             hyperparams = hyperparams.map(_read_all_but_rate)
-        num_params, grads = len(inputs.params), grads.with_one_divisor()
+        num_params, grads = len(inputs.params), with_one_divisor(grads)
         state = count_step(structure.unflatten(leaves[num_params:]), skip, in_place=True)
         t_by_device = self._t_by_device(state.applied, plan.launches)
         are_alike = inputs.param_list.shares_metadata(grads.tensor_list)

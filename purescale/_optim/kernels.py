@@ -128,8 +128,8 @@ _NO_CONTEXT = contextlib.nullcontext()  # a context of torch takes as long as an
 
 
 def fused_update(call: KernelCall, skip: Tensor | None) -> None:
-    """Make the call, which updates its tensors in place, unless the step is skipped. If its
-    gradients are owned, the kernel itself divides them. On a CPU the flag is read.
+    """Make the call, which updates its tensors in place, unless the step is skipped. The kernel
+    itself divides the gradients if it can. On a CPU the flag is read.
     """
     if skip is not None and host_can_read([skip]):
         if skip:
@@ -165,6 +165,34 @@ def _kernel_divides(call: KernelCall) -> bool:
     return call.grads_match_params or (
         grads.tensor_list.dtypes == {dtype} and all_same_memory_order(grads.tensors, params)
     )
+
+
+def with_one_divisor(grads: Gradients) -> Gradients:
+    """Return gradients with `divisor / factor` as their divisor, because a kernel divides once. If
+    that is out of range, they are multiplied by the factor first.
+    """
+    divisor, factor, dtype = grads.divisor, grads.factor, grads.factor_dtype
+    if factor is None:
+        return grads
+    # Unless all gradients are float64, the divisor must fit into float32.
+    only_double = grads.tensor_list.dtypes == {torch.float64}
+    largest = torch.finfo(torch.float64 if only_double else torch.float32).max
+    if isinstance(factor, Tensor) and host_can_read([factor], grads.tensors):
+        factor = factor.item()
+    if not isinstance(factor, Tensor):  # in numbers, which take no pass over the gradients
+        if factor == 1.0 and divisor is not None and divisor.dtype is dtype:
+            return grads._replace(factor=None)
+        number = 1.0 if divisor is None else divisor.item()
+        if number <= factor * largest:
+            divisor = torch.scalar_tensor(number / factor, dtype=dtype, device="cpu")
+            return grads._replace(divisor=divisor, factor=None)
+        factor = torch.full((), factor, dtype=torch.float64, device="cpu")
+    unscaling = torch.ones_like(factor) if divisor is None else divisor
+    divisor = unscaling / factor
+    fits = divisor <= largest  # if it is negative the step is skipped
+    divisor = torch.where(fits, divisor, unscaling).to(dtype)
+    multiplied = grads.multiplied(torch.where(fits, 1.0, factor))
+    return multiplied._replace(divisor=divisor, factor=None)
 
 
 def _prepare_gradients(call: KernelCall) -> Gradients:
@@ -204,8 +232,8 @@ def _update_targets(
     }
     bound = kernel.bind({**settings, "lr": lr_number if lr is None else lr})
     gradients = Gradients.of_dense(list(grads), owned=owned).with_pending(pending)
-    grads_once = gradients.with_one_divisor()
-    fused_update(KernelCall(bound, params, slots, grads_once, list(state_steps)), skip)
+    gradients = with_one_divisor(gradients)
+    fused_update(KernelCall(bound, params, slots, gradients, list(state_steps)), skip)
 
 
 define("fused_update", _update_targets)

@@ -49,8 +49,9 @@ class Optimizer(Protocol):
 
 
 class FlatOptimizer:
-    """An optimizer as a step calls it, over the lists of `StepInputs`: `plan`, `hyperparams`,
-    then `step_unless`, by `step_planned`. `as_flat_optimizer` makes one of any optimizer.
+    """An optimizer over the lists of `StepInputs`. A step calls `plan` and `hyperparams` at its
+    start (`planned.py`), and `step_planned` at its end. `as_flat_optimizer` makes one of any
+    optimizer.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.

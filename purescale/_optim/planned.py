@@ -33,8 +33,10 @@ class StepPlan(NamedTuple):
 class PlannedStep(NamedTuple):
     """The arguments of a step, flat, and its plan."""
 
-    flat_trees: list[FlatTree]  # parameters, the state of the optimizer, and others
-    leaves: Leaves  # of all trees; never written
+    params: FlatTree
+    opt_state: FlatTree
+    others: list[FlatTree]  # the other arguments of the call, in its order
+    leaves: Leaves  # of all these
     inputs: StepInputs
     plan: StepPlan
     eager_mode: EagerMode | None
@@ -51,8 +53,7 @@ def find_step(
     match = find_plan(optimizer.plans, eager_mode, trees)
     if match is None:
         return None
-    flat_trees, leaves, plan = match
-    params, opt_state, *_ = flat_trees
+    (params, opt_state, *others), leaves, plan = match
     inputs = StepInputs.of_dense(
         plan.layout,
         params,
@@ -61,7 +62,7 @@ def find_step(
         optimizer_plan=plan.optimizer_plan,
         hyperparams=optimizer.hyperparams(opt_state.tree),
     )
-    return PlannedStep(flat_trees, leaves, inputs, plan, eager_mode)
+    return PlannedStep(params, opt_state, others, leaves, inputs, plan, eager_mode)
 
 
 def plan_step(
@@ -97,7 +98,8 @@ def plan_step(
     leaves = [leaf for tree in trees for leaf in tree.leaves]
     hyperparams = optimizer.hyperparams(inputs.opt_state)
     inputs = inputs._replace(optimizer_plan=plan.optimizer_plan, hyperparams=hyperparams)
-    return PlannedStep(trees, leaves, inputs, plan, eager_mode)
+    params, opt_state, *others = trees
+    return PlannedStep(params, opt_state, others, leaves, inputs, plan, eager_mode)
 
 
 def plan_step_with_grads(
@@ -115,7 +117,7 @@ def plan_step_with_grads(
     eager_mode = current_eager_mode()
     planned = find_step(optimizer, eager_mode, (params, opt_state, grads, *others))
     if planned is not None:
-        return planned, planned.inputs.gradients(planned.flat_trees[2])
+        return planned, planned.inputs.gradients(planned.others[0])
     trees, inputs = flatten_step(optimizer, params, grads, opt_state)
     gradients = inputs.gradients(trees[2])
     check_gradients(gradients)

@@ -11,12 +11,8 @@ from torch import Tensor
 
 from .._optim.in_state import is_float_scalar
 from .._torch import private
-from .._torch.tracing import (
-    NoReads,
-    ReadError,
-    host_can_read,
-    traced,
-)
+from .._torch.reads import NoReads, ReadError
+from .._torch.tracing import host_can_read, traced
 from .._tree.leaves import describe
 from .._tree.scalars import as_float, short_repr
 

@@ -34,7 +34,8 @@ from .._optim.schedule import (
 )
 from .._torch import private
 from .._torch.dtypes import on_device
-from .._torch.tracing import constant_while_compiling, traced
+from .._torch.private import constant_while_compiling
+from .._torch.tracing import traced
 from .._tree import pytree
 from .._tree.leaves import describe
 from .._tree.scalars import as_float

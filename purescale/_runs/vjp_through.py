@@ -23,9 +23,9 @@ from .._torch.progress import progress_bar
 from .._torch.tracing import GraphEndError, refuse_in_a_trace, traced, whole_graph
 from .._tree import pytree, scalars
 from .._tree.hints import document_fields
-from .._tree.leaves import versions
+from .._tree.leaves import is_constant, versions
 from .._tree.pytree import Leaves, Tree
-from .._tree.states import fingerprint, is_plain
+from .._tree.states import fingerprint
 
 Step = Callable[..., tuple[Tree, Tree]]
 # The buffers of a batch norm. It has no derivative with respect to them, and the run none through
@@ -312,7 +312,7 @@ class _Run(NamedTuple):
         again, _ = self._step(before.state, len(self.items) - 1)
         leaves = pytree.flatten(final)[0], pytree.flatten(again)[0]
         for path, old, new in zip(pytree.paths(final, "state"), *leaves, strict=True):
-            if is_plain(old) and fingerprint(old) != fingerprint(new):
+            if not is_constant(old) and fingerprint(old) != fingerprint(new):
                 raise RuntimeError(
                     f"the last step, made again, gave another {path}. Likely cause: a step that "
                     "draws from NumPy or from a generator of its own, counts its calls, or gets "

@@ -9,7 +9,7 @@ diagram. There is one path for all devices. A kernel below it may depend on the 
 Entry: `train_step.train_step`; by hand `value_and_grad.value_and_grad`, then
 `optimizer_step.unscale_and_step` or `optimizer_step.maybe_step`.
 Hands on: the next `train_state.TrainState` and a `train_state.StepInfo`; between the stages
-`window_result.WindowResult` and `decide.Decision`. Settings travel as `train_state.StepOptions`.
-May import: `_loss_scale`, `_grads`, `_batch_norm`, `_optim`, `_module`, `_distributed`, `_tree`,
-`_torch`.
+`start.Start`, `window_result.WindowResult`, `retry.Attempt`, `decide.Decision` and
+`assemble.NextControl`. Settings travel as `train_state.StepOptions`.
+May import: `_loss_scale`, `_grads`, `_batch_norm`, `_optim`, `_distributed`, `_tree`, `_torch`.
 """

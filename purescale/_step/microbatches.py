@@ -22,7 +22,7 @@ from .._batch_norm.bn_stats import (
 )
 from .._distributed.buckets import Reduction, mean_divisor
 from .._grads.accumulate import as_weight, is_weight
-from .._step.reduce import send_gradient, send_mean, start_reduction
+from .._step.sending import send_gradient, send_mean, start_reduction
 from .._step.train_state import FlatState, StepOptions
 from .._step.value_and_grad import (
     ValueAndGrad,

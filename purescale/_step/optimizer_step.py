@@ -175,7 +175,7 @@ def unscale_and_step(
     planned, grads = plan_step_with_grads(flat_optimizer, *trees, check_gradients=check_gradients)
     may_write = MayWrite()
     if donate:
-        of_scaler = [leaf for leaf in planned.flat_trees[-1].leaves if isinstance(leaf, Tensor)]
+        of_scaler = [leaf for leaf in planned.others[-1].leaves if isinstance(leaf, Tensor)]
         read_only = [*of_scaler, *clip.tensor_bounds]
         may_write = writable_arguments(flat_optimizer, planned, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.

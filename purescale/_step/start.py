@@ -41,11 +41,11 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
         inputs = make_step_inputs(optimizer, params, opt_state)
         flat_trees = [params, opt_state, buffers, scaler, pytree.flatten_once(step_rng_guard)]
         planned = plan_step(optimizer, eager_mode, flat_trees, inputs)
-    params, opt_state, buffers, scaler, others = planned.flat_trees
+    buffers, scaler, others = planned.others
     control_leaves = [*scaler.leaves, *others.leaves]
     if not pytree.are_tensors(control_leaves):
         control_leaves = pytree.all_tensors(control_leaves)
-    flat_state = TrainState(params, buffers, opt_state, scaler, *step_rng_guard)
+    flat_state = TrainState(planned.params, buffers, planned.opt_state, scaler, *step_rng_guard)
     return Start(flat_state, control_leaves, planned)
 
 

@@ -224,21 +224,23 @@ BNUpdate = Literal["each", "window"]
 
 
 class StepOptions(NamedTuple):
-    """The arguments of `train_step` besides its state and its microbatches."""
+    """The settings of `train_step`, checked: those of clipping in one record, and what is known of
+    the rule.
+    """
 
     loss_fn: LossFn
     optimizer: FlatOptimizer
     rule: Rule[Any]
     clip: Clip
-    weight_fn: Callable[[Any], float | Tensor] | None = None
-    on_nonfinite: OnNonfinite = "drop_window"
-    bn_update: BNUpdate = "each"
-    group: Group | None = None
-    max_retries: int = 0
-    donate: bool = False
-    guard: Guard[Any] | None = None
-    window_size: int | None = None  # of a full window
-    rule_traits: RuleTraits = RuleTraits(takes_amax=False)
+    weight_fn: Callable[[Any], float | Tensor] | None
+    on_nonfinite: OnNonfinite
+    bn_update: BNUpdate
+    group: Group | None
+    max_retries: int
+    donate: bool
+    guard: Guard[Any] | None
+    window_size: int | None  # of a full window
+    rule_traits: RuleTraits
 
     @property
     def must_agree(self) -> dict[str, Any]:

@@ -212,10 +212,10 @@ class ValueAndGrad:
         self.keeps_graph = differentiable and not self.uses_torch_func
         self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
         # make_fx does not see that a subclass is made, and would take parameters for constants.
-        self.is_recorded = eager_mode is not None and eager_mode.recorded
+        self.in_make_fx = eager_mode is not None and eager_mode.in_make_fx
         if eager_mode is None and self.owns_gradients:
             refuse_graph_end()
-            self.is_recorded = recorded_by_make_fx()
+            self.in_make_fx = recorded_by_make_fx()
         self.storages = storages if self.owns_gradients else None
         if not is_dense:
             self.dense_real = are_plain_dense(params.leaves)
@@ -331,7 +331,7 @@ class ValueAndGrad:
             else:
                 inputs = [
                     nn.Parameter(tensor)
-                    if type(tensor) is Tensor and not self.is_recorded
+                    if type(tensor) is Tensor and not self.in_make_fx
                     else tensor.detach().requires_grad_()
                     for tensor in self.present_params
                 ]
@@ -378,7 +378,7 @@ class ValueAndGrad:
         loss, new_buffers, *aux = check_returned(returned)
         if type(loss) is not Tensor:
             loss = dtensor.full_tensor(loss)
-        alike = self.buffers.leaves_alike(new_buffers)
+        alike = self.buffers.leaves_if_matching(new_buffers)
         if alike is None:
             check_container(new_buffers, self.buffers.tree)
             alike = pytree.matching_leaves(

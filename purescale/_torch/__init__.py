@@ -1,13 +1,14 @@
 """Utilities over torch: list kernels, donation, tracing, DTensors, autocast, private names.
 
-They work on tensors and know nothing of trees, optimizers or loss scales.
+They work on tensors and know nothing of trees, steps or states.
 
 Entry: `foreach`, arithmetic over lists of tensors in a number of operators that does not grow with
 the list; `list_stats.local_stats`, their norm and largest magnitude; `donation.can_write`, which
 memory may be overwritten; `tracing.host_can_read`, whether the host can read a value without
-waiting; `dtensor.shard` and back; `autocast.outside_autocast`.
+waiting; `reads.NoReads`, in which a read raises; `dtensor.shard` and back;
+`autocast.outside_autocast`.
 `private_names.py` lists its private functions and classes, `private.py` looks one up when needed.
 Hands on: tensors, lists of them and bools; `tensor_list.TensorList`, a list with what is known of
 it.
-May import: torch, and no other room.
+May import: torch, optree and tqdm, and no other room.
 """

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.donation import storage_pointer
-from .._torch.tracing import PLAIN_TYPES, ReadError, is_read, read_error
+from .._torch.reads import ReadError, is_read, read_error
+from .._torch.tracing import PLAIN_TYPES
 
 
 class CudaGraph:

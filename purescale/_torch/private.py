@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from .._torch.private_names import NAMES, look_up
@@ -29,65 +27,12 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-# ---- transforms, modes, compilers ----------------------------------------------------------------
+# ---- modes, compilers ----------------------------------------------------------------------------
 
 
 def in_forward_mode() -> bool:
     """Return True if torch carries tangents, by `torch.func.jvp` or a dual level."""
     return bool(_here.forward_ad._current_level >= 0)
-
-
-def transformed() -> bool:
-    """Return True inside vmap, grad or another torch.func transform, or in forward mode."""
-    return bool(
-        _here.transforms_active()
-        or (not torch.compiler.is_dynamo_compiling() and in_forward_mode())
-    )
-
-
-def under_transform() -> bool:
-    """Return True if `transformed`, or while `jit` records a function.
-
-    List operators have no vmap rule there, and fused kernels drop derivatives.
-    """
-    return bool(
-        _here.transforms_active()
-        or (
-            not torch.compiler.is_dynamo_compiling()
-            and (_here.forward_ad._current_level >= 0 or thread.records)
-        )
-    )
-
-
-def traced() -> bool:
-    """Return True if plain operators are needed: while compiling, where all kinds fuse equally
-    well, while `jit` records, or under a transform.
-    """
-    # Dynamo must stop at the first line: it gets an interpreter stack of None wrapped in an object
-    # that is not None.
-    return (
-        torch.compiler.is_compiling()
-        or _here.transforms_active()
-        or _here.forward_ad._current_level >= 0
-        or thread.records
-    )
-
-
-class _Thread(threading.local):
-    records = False  # a graph, by `jit`
-
-
-thread = _Thread()
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[None]:
-    """Count as a transform in this thread."""
-    before, thread.records = thread.records, True
-    try:
-        yield
-    finally:
-        thread.records = before
 
 
 def constant_while_compiling(function: _Function) -> _Function:

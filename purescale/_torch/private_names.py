@@ -228,6 +228,6 @@ def fused_kernel(name: str) -> Callable[..., None] | None:
 
 
 _FOREACH = """
-    add_ clamp_max_ clamp_min clamp_min_ copy_ div div_ mul mul_ norm zero_
+    add_ clamp_max_ clamp_min clamp_min_ copy_ div div_ mul mul_ norm
 """
 listops: Any = SimpleNamespace(**{name: list_operator(name) for name in _FOREACH.split()})

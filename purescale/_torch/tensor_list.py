@@ -92,7 +92,7 @@ class TensorList:
         self.metadata = ListMetadata() if metadata is None else metadata
         self.dense_off_graph = dense_off_graph  # known to be so: see `are_dense_off_graph`
 
-    def is_like(self, others: Sequence[Any]) -> bool:
+    def matches(self, others: Sequence[Any]) -> bool:
         """Return True if it is known that `others` differ from these in values only."""
         return self.metadata.matcher is not None and self.metadata.matcher(others)
 

@@ -1,13 +1,14 @@
-"""Tests for where a call runs, and for values that the host can read.
+"""Where a call runs, and which values the host can read.
 
 traced                plain operators are needed: compiling, recorded by `jit`, or a transform
+recorded_by_jit       `jit` records the operators of this thread into a graph
 under_transform       vmap, grad or another of torch.func, forward mode, or recorded by `jit`
 under_derivative      a transform that differentiates;  is_differentiated: through this tensor
 recorded_by_make_fx   operators go into a graph of make_fx, whose code is that of eager mode
 is_on_a_graph         torch.autograd records operators on these tensors
 may_be_opaque         one operator may stand for a pass over many tensors, in a graph
 whole_graph           a graph of torch.autograd must not end;  refuse_graph_end: where it would
-current_eager_mode     where an eager call runs, asked once; None where each call plans anew
+current_eager_mode    where an eager call runs, asked once; None where each call plans anew
 captured              inside of a function of `capture`, whose operators may be replayed
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
 are_native            an operator with kernels for a CPU and CUDA alone may take them
@@ -18,25 +19,62 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from .._torch import private
-from .._torch.private import constant_while_compiling as constant_while_compiling
-from .._torch.private import recording as recording
-from .._torch.private import traced as traced
-from .._torch.private import under_transform as under_transform
 
 PLAIN_TYPES = frozenset((Tensor, nn.Parameter))  # a subclass may hold no values
 PLAIN_OR_FAKE = PLAIN_TYPES | {private.FakeTensor}
 
 # For tests: if True, a CPU decides like an accelerator, without reading a value.
 _as_an_accelerator = False
+
+
+class _Thread(threading.local):
+    in_jit = False  # `jit` records a graph
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def recorded_by_jit() -> Iterator[None]:
+    """Count as a transform in this thread."""
+    before, _thread.in_jit = _thread.in_jit, True
+    try:
+        yield
+    finally:
+        _thread.in_jit = before
+
+
+def traced() -> bool:
+    """Return True if plain operators are needed: while compiling, where all kinds fuse equally
+    well, while `jit` records, or under a transform.
+    """
+    # Dynamo must stop at the first line: it gets an interpreter stack of None wrapped in an object
+    # that is not None.
+    return (
+        torch.compiler.is_compiling()
+        or private.transforms_active()
+        or private.in_forward_mode()
+        or _thread.in_jit
+    )
+
+
+def under_transform() -> bool:
+    """Return True inside vmap, grad or another torch.func transform, in forward mode, and while
+    `jit` records. List operators have no vmap rule there, and fused kernels drop derivatives.
+    """
+    if private.transforms_active():
+        return True
+    eager = not torch.compiler.is_dynamo_compiling()
+    return eager and (private.in_forward_mode() or _thread.in_jit)
 
 
 def is_on_a_graph(tensors: Sequence[Tensor | None]) -> bool:
@@ -63,13 +101,14 @@ def may_be_opaque(*lists: Sequence[Tensor]) -> bool:
     """
     if len(lists[0]) <= MAX_INLINE_LEAVES or any(map(is_on_a_graph, lists)):
         return False
-    return not private.transformed()
+    in_forward_mode = not torch.compiler.is_dynamo_compiling() and private.in_forward_mode()
+    return not (private.transforms_active() or in_forward_mode)
 
 
 class EagerMode(NamedTuple):
     """Where an eager call runs, which is a part of what its plan is found by."""
 
-    recorded: bool  # as `recorded_by_make_fx`
+    in_make_fx: bool  # as `recorded_by_make_fx`
     host_reads: bool  # the host may read plain tensors of a CPU
     captured: bool  # as `captured`
 
@@ -78,10 +117,10 @@ def current_eager_mode() -> EagerMode | None:
     """Return where a call runs; None where each call plans anew: under a transform, a compiler and
     inference mode, and inside of `whole_graph`.
     """
-    if traced() or torch.is_inference_mode_enabled() or _wholly_recorded.get():
+    if traced() or torch.is_inference_mode_enabled() or _in_whole_graph.get():
         return None
-    recorded = recorded_by_make_fx()
-    return EagerMode(recorded, not (recorded or _as_an_accelerator), _captured.get())
+    in_make_fx = recorded_by_make_fx()
+    return EagerMode(in_make_fx, not (in_make_fx or _as_an_accelerator), _captured.get())
 
 
 def recorded_by_make_fx() -> bool:
@@ -152,22 +191,24 @@ class GraphEndError(Exception):
     """A graph of torch.autograd ends here, by which a derivative would be lost."""
 
 
-_wholly_recorded: ContextVar[bool] = ContextVar("wholly_recorded", default=False)
+_in_whole_graph: ContextVar[bool] = ContextVar("in_whole_graph", default=False)
 
 
 @contextlib.contextmanager
 def whole_graph() -> Iterator[None]:
     """Make what would end a graph of torch.autograd raise a `GraphEndError`."""
-    token = _wholly_recorded.set(True)
+    token = _in_whole_graph.set(True)
     try:
         yield
     finally:
-        _wholly_recorded.reset(token)
+        _in_whole_graph.reset(token)
 
 
 def refuse_graph_end() -> None:
-    """Say that the results of what follows are on no graph of torch.autograd."""
-    if not traced() and _wholly_recorded.get() and torch.is_grad_enabled():
+    """Raise a `GraphEndError` inside of `whole_graph`: what follows is on no graph of
+    torch.autograd.
+    """
+    if not traced() and _in_whole_graph.get() and torch.is_grad_enabled():
         raise GraphEndError
 
 
@@ -210,78 +251,3 @@ def as_on_an_accelerator() -> Iterator[None]:
         yield
     finally:
         _as_an_accelerator = before
-
-
-# ---- reads ---------------------------------------------------------------------------------------
-
-
-class ReadError(Exception):
-    """A value was read on the host inside of `NoReads`.
-
-    Attributes:
-        cause: What the function does, and the fix, where it is not that it reads a value.
-    """
-
-    cause: tuple[str, str] | None = None
-
-
-class NoReads(TorchFunctionMode):
-    """A mode in which what a function reads on the host, by the methods that its author may call,
-    raises a ReadError. A mode that sees operators would see all, and import the compiler.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS or (func is Tensor.__getitem__ and _reads_index(args[1])):
-            raise ReadError(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def is_read(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return True for an operator whose result or shape needs values on the host."""
-    name = func.overloadpacket.__name__
-    if name in ("index", "index_put", "index_put_"):
-        masks = (torch.bool, torch.uint8)
-        return any(index is not None and index.dtype in masks for index in args[1])
-    if _counts_entries(name):
-        return name == "_coalesce" or args[0].layout is torch.strided
-    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    return bool(tags & set(func.tags)) and kwargs.get("output_size") is None
-
-
-def _counts_entries(name: str) -> bool:
-    """Return True for operators that make a sparse tensor: the host must know of how many entries,
-    which no tag of them says.
-    """
-    return name == "_coalesce" or name.startswith("_to_sparse")
-
-
-_ENTRIES = (
-    "makes a sparse tensor whose number of entries depends on values",
-    "`x.to_dense()` in place of `x.coalesce()`; a step takes a sparse gradient as it is, and sums "
-    "its duplicates",
-)
-
-
-def read_error(func: Any) -> ReadError:
-    """Return the error that an operator is one for which `is_read` is True."""
-    name = func.overloadpacket.__name__
-    error = ReadError(name)
-    error.cause = _ENTRIES if _counts_entries(name) else None
-    return error
-
-
-_READS = {torch.equal, torch.nonzero, torch.masked_select, torch.unique} | {
-    getattr(Tensor, name)
-    for name in (
-        *("item", "tolist", "numpy", "equal", "nonzero", "masked_select", "unique", "is_nonzero"),
-        *("__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__"),
-    )
-}
-
-
-def _reads_index(index: Any) -> bool:
-    """Return True if an index is, or holds, a number to be read or a mask."""
-    parts = index if isinstance(index, (list, tuple)) else (index,)
-    return any(
-        isinstance(part, Tensor) and (not part.ndim or part.dtype is torch.bool) for part in parts
-    )

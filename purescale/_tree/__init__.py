@@ -6,6 +6,6 @@ back, and refuses what cannot be a parameter or a gradient, naming the leaf, the
 Entry: `pytree.flatten` and `pytree.flatten_once`; `gradients.as_gradients`, which makes leaves
 dense, real and local; `select.select`, old or new; `states.stack_states`.
 Hands on: `pytree.FlatTree`, the leaves of a tree and its structure; `gradients.Gradients`, dense,
-real tensors with `restore`, which turns them back into leaves.
+real tensors with `as_leaves`, which turns results back into leaves.
 May import: `_torch`. Only `pytree.py` and `_torch/private_names.py` call optree.
 """

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._torch import dtensor, foreach
 from .._torch.tensor_list import TensorList
-from .._torch.tracing import host_can_read
 from .._tree.leaves import are_plain_dense, as_dense_real
 
 
@@ -101,33 +100,6 @@ class Gradients(NamedTuple):
             grads = grads.clamped(self.clip_value)
         return grads._replace(divisor=None, factor=None, clip_value=None)
 
-    def with_one_divisor(self) -> Gradients:
-        """Return them with `divisor / factor` as their divisor, for a kernel that divides once. If
-        that is out of range, they are multiplied by the factor first.
-        """
-        divisor, factor, dtype = self.divisor, self.factor, self.factor_dtype
-        if factor is None:
-            return self
-        # Unless all gradients are float64, the divisor must fit into float32.
-        only_double = self.tensor_list.dtypes == {torch.float64}
-        largest = torch.finfo(torch.float64 if only_double else torch.float32).max
-        if isinstance(factor, Tensor) and host_can_read([factor], self.tensors):
-            factor = factor.item()
-        if not isinstance(factor, Tensor):  # saves a pass over the gradients
-            if factor == 1.0 and divisor is not None and divisor.dtype is dtype:
-                return self._replace(factor=None)
-            number = 1.0 if divisor is None else divisor.item()
-            if number <= factor * largest:
-                divisor = torch.scalar_tensor(number / factor, dtype=dtype, device="cpu")
-                return self._replace(divisor=divisor, factor=None)
-            factor = torch.full((), factor, dtype=torch.float64, device="cpu")
-        unscaling = torch.ones_like(factor) if divisor is None else divisor
-        divisor = unscaling / factor
-        fits = divisor <= largest  # if it is negative the step is skipped
-        divisor = torch.where(fits, divisor, unscaling).to(dtype)
-        multiplied = self.multiplied(torch.where(fits, 1.0, factor))
-        return multiplied._replace(divisor=divisor, factor=None)
-
     def widened(self) -> Gradients:
         """Return them in float32 where they are narrower."""
         dtypes = [torch.float32 if t.dtype.itemsize < 4 else t.dtype for t in self.tensors]
@@ -183,7 +155,7 @@ def as_gradients(
     """Return checked leaves as dense, real, strided tensors. A partial DTensor is reduced. What is
     known of `params`, of which these are the gradients, is known of them if they are alike.
     """
-    if params is not None and params.is_like(leaves):
+    if params is not None and params.matches(leaves):
         return Gradients(TensorList(list(leaves), params.metadata), leaves, True, divisor, owned)
     if are_plain_dense(leaves):
         return Gradients.of_dense(list(leaves), divisor, owned=owned)

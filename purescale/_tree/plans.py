@@ -40,8 +40,8 @@ class Plans(Generic[PlanT]):
         """Yield the plans for tensors like these and an equal key."""
         if not are_comparable(tensors):
             return
-        for key_of_plan, guard, plan in self.entries:
-            if _are_equal(key_of_plan, key) and guard(*tensors):
+        for key_of_plan, matcher, plan in self.entries:
+            if _are_equal(key_of_plan, key) and matcher(*tensors):
                 yield plan
 
     def add(self, tensors: Sequence[Tensor], key: Any, plan: PlanT) -> None:
@@ -110,12 +110,12 @@ def find_plan(
     """Return what was planned for trees that differ from these in values only, in calls that ran
     where this one does; None if nothing was.
     """
-    for key, guard, kept in plans.entries:
+    for key, matcher, kept in plans.entries:
         if key != (eager_mode, len(trees)) or not _has_form(trees, kept.nodes):
             continue
         # By a known structure, which takes a sixth of the time of a new one.
         leaves = kept.structure.flatten_up_to(trees)
-        if not (are_comparable(leaves) and guard(*leaves)):
+        if not (are_comparable(leaves) and matcher(*leaves)):
             continue
         if kept.may_have_graph and any(map(_grad_fn, leaves)):
             continue
@@ -146,7 +146,7 @@ def add_plan(
 ) -> None:
     """Keep a plan for trees like these, if all leaves are dense and off every graph, in
     containers of Python's that keep nothing of a user's alive. Trees that hold one tensor twice are
-    not kept, because their guard never matches.
+    not kept, because their matcher never matches.
     """
     if not all([tree.tensor_list.dense_off_graph for tree in trees]):
         return

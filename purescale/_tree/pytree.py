@@ -109,7 +109,7 @@ class FlatTree(NamedTuple):
     structure: Any  # a `TreeDef`; None for a tree that is never rebuilt from its leaves
     tensor_list: TensorList  # of the leaves
 
-    def leaves_alike(self, other: Tree) -> Leaves | None:
+    def leaves_if_matching(self, other: Tree) -> Leaves | None:
         """Return the leaves of a tree that is known to differ from this one in values only; None if
         that is not known.
         """
@@ -119,7 +119,7 @@ class FlatTree(NamedTuple):
             leaves: Leaves = self.structure.flatten_up_to(other)
         except ValueError:
             return None
-        return leaves if self.tensor_list.metadata.matcher(leaves) else None
+        return leaves if self.tensor_list.matches(leaves) else None
 
 
 def flatten_once(tree: Tree) -> FlatTree:
@@ -444,7 +444,7 @@ def matching_leaves(
     """Return the leaves of two trees in one order, and the structure. Refuse, naming the leaf,
     trees that differ in anything but values. `flat` is `tree` flattened, if that is known.
     """
-    if flat is not None and (alike := flat.leaves_alike(other)) is not None:
+    if flat is not None and (alike := flat.leaves_if_matching(other)) is not None:
         return flat.leaves, alike, flat.structure
     leaves, structure = flatten(tree) if flat is None else (flat.leaves, flat.structure)
     others = leaves_like(other_name, other, name, tree, structure)

@@ -89,9 +89,8 @@ def _is_flag(tree: Tree) -> bool:
 def select_masked(
     skip: Tensor | bool, old: Leaves, new: Leaves, *, in_place: bool = False
 ) -> Leaves:
-    """Select like `select` from two matching lists, by `torch.where`: nothing is read. With
-    `in_place`, the caller guarantees that nothing else shares the memory of `old`: results are
-    written there.
+    """Select like `select` from two matching lists, by `foreach.where`. With `in_place`, the caller
+    guarantees that nothing else shares the memory of `old`: results are written there.
     """
     if are_plain_dense([*old, *new]):
         return _chosen(skip, old, new, in_place=in_place)

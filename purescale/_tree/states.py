@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch.dtypes import on_device, wide_dtype
 from .._tree import pytree, scalars
-from .._tree.leaves import describe, same_metadata
+from .._tree.leaves import describe, is_constant, same_metadata
 from .._tree.pytree import Leaves, Tree, TreeT
 
 # ---- many states as one --------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def fingerprint(state: Tree) -> Tensor:
     for index, leaf in enumerate(leaves):
         if leaf is None:
             continue
-        if not is_plain(leaf):
+        if is_constant(leaf):
             raise TypeError(
                 f"{pytree.path(state, 'state', index)} is {describe(leaf)}; a fingerprint is of "
                 "dense tensors. Fix: `.to_dense()`, `torch.tensor(...)` for a number."
@@ -300,13 +300,6 @@ def fingerprint(state: Tree) -> Tensor:
         number = _of_leaf(leaf, index)
         total = number if total is None else total + number.to(total.device)
     return torch.zeros((), dtype=torch.int64) if total is None else total
-
-
-def is_plain(leaf: object) -> bool:
-    """Return True for a tensor whose elements stand in its memory, one after the other."""
-    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-        return False
-    return not (leaf.is_nested or leaf.is_quantized)
 
 
 def _of_leaf(leaf: Tensor, index: int) -> Tensor:

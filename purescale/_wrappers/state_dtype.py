@@ -14,7 +14,7 @@ from .._optim.optimizer import Optimizer
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach
 from .._torch.dtypes import HALF, nearest_on_bits
-from .._torch.tracing import constant_while_compiling
+from .._torch.private import constant_while_compiling
 from .._tree import pytree
 from .._tree.pytree import Leaves, Tree
 from .._wrappers.wrapper import Piece, Wrapper, stand_ins

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from .._optim.schedule import check_rate
 from .._torch import private
 from .._torch.dtypes import on_device
-from .._torch.tracing import constant_while_compiling
+from .._torch.private import constant_while_compiling
 from .._tree.scalars import real, whole
 
 Scheduled = Literal["lr", "momentum"]

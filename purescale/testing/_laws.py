@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import private, tracing
+from .._torch.reads import is_read
 from .._tree import pytree
 from .._tree.leaves import versions
 from .._tree.pytree import join_names
@@ -209,7 +210,7 @@ def _dispatched(reads: list[str]) -> Any:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             kwargs = kwargs or {}
-            if tracing.is_read(func, args, kwargs):
+            if is_read(func, args, kwargs):
                 _note(reads, func.overloadpacket.__name__)
             return func(*args, **kwargs)
 

@@ -12,6 +12,7 @@ from ._loss_scale.rules import Rule, call_rule, check_rule, takes_amax
 from ._torch.autocast import outside_autocast
 from ._tree import pytree, scalars
 from ._tree.leaves import describe
+from ._tree.matching import matching_leaves
 from ._tree.pytree import Tree
 
 
@@ -102,9 +103,7 @@ def _run(rule: Any, series: Tensor, step: Any) -> tuple[Any, Tensor]:
     for item in series.unbind():
         bad, found_inf, amax = step(scaler, item)
         new = call_rule(rule, scaler, found_inf, amax)
-        rows.append(
-            pytree.matching_leaves(scaler, new, "rule.init()", "what rule.update returned")[1]
-        )
+        rows.append(matching_leaves(scaler, new, "rule.init()", "what rule.update returned")[1])
         flags.append(bad.reshape(1))
         scaler = new
     stacked = [torch.stack(list(leaves)) for leaves in zip(*rows, strict=True)]

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 import purescale as ps
 from purescale._step import value_and_grad
 from purescale._torch import donation, tracing
-from purescale._tree import pytree as tree
+from purescale._tree import aliasing
 
 SCHEDULE = {"lr": lambda applied: 1e-2 * 0.9**applied}
 FUSED = {
@@ -68,7 +68,7 @@ def cuda():
         IndexedWithoutDriver(),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(tree, "storage_pointer", donation.storage_pointer)
+        patch.setattr(aliasing, "storage_pointer", donation.storage_pointer)
         patch.setattr(value_and_grad.ValueAndGrad, "run_forward", run_forward)
         patch.setattr(
             value_and_grad, "gradients_of", lambda loss, inputs: list(map(torch.empty_like, inputs))

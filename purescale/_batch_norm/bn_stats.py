@@ -14,6 +14,7 @@ from .._module.registered import Tensors
 from .._torch.dtypes import widest_float
 from .._tree import pytree, scalars
 from .._tree.hints import document_fields
+from .._tree.matching import matching_leaves
 
 Estimator = Literal["pooled", "within"]
 
@@ -167,7 +168,7 @@ def merge_bn_stats(a: BNStatsState, b: BNStatsState) -> BNStatsState:
 
     Source of the rule: Chan, Golub, LeVeque (1979).
     """
-    pytree.matching_leaves(a, b, "a", "b", "Only statistics of the same layers can be merged.")
+    matching_leaves(a, b, "a", "b", "Only statistics of the same layers can be merged.")
     return BNStatsState(
         layers={name: _merge_layer(layer, b.layers[name]) for name, layer in a.layers.items()},
         num_batches=a.num_batches + b.num_batches,

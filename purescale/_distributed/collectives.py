@@ -31,8 +31,10 @@ from .._torch import donation, dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import pytree, scalars
+from .._tree.matching import check_gradients
 from .._tree.poison import donates
 from .._tree.pytree import Leaves, Tree, TreeT
+from .._tree.scalars import as_flag
 
 T = TypeVar("T")
 
@@ -65,7 +67,7 @@ def all_reduce_found_inf(found_inf: Tensor | bool, group: Group | None = None) -
     reduces nothing, and ShardedGradScaler forgets it before a fused optimizer, after which ranks
     diverge.
     """
-    flag = pytree.as_flag(found_inf)
+    flag = as_flag(found_inf)
     if is_single_process(group):
         return flag.clone() if flag is found_inf else flag
     group = resolve_group(group)
@@ -128,7 +130,7 @@ def all_reduce_grads(
                 "25."
             )
         leaves, structure = pytree.flatten(grads)
-        pytree.check_gradients(grads, leaves)
+        check_gradients(grads, leaves)
         return leaves, structure
 
     if is_single_process(group):

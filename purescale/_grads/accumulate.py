@@ -17,9 +17,10 @@ from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.hints import document_fields
 from .._tree.leaves import dense
+from .._tree.matching import check_gradients, device_of, leaves_like, matching_leaves
 from .._tree.poison import donates
 from .._tree.pytree import Leaves, Tree, TreeDef
-from .._tree.scalars import as_float, short_repr, whole
+from .._tree.scalars import as_flag, as_float, short_repr, whole
 
 _HEAVIEST = 2.0**64  # beyond any count of tokens, and no sum of such weights overflows
 OnNonfinite = Literal["drop_window", "drop_microbatch"]
@@ -78,8 +79,8 @@ def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
             "or None. Fix: leave dtype out; the mean of half gradients is then float32."
         )
     leaves = pytree.flatten(params)[0]
-    pytree.check_gradients(params, leaves, "params")
-    device = pytree.device_of(params, leaves, "params")
+    check_gradients(params, leaves, "params")
+    device = device_of(params, leaves, "params")
 
     def zero_mean(leaf: Tensor) -> Tensor:
         return torch.zeros_like(dense(leaf.detach()), dtype=_mean_dtype(leaf, dtype))
@@ -151,7 +152,7 @@ def accumulate_grads(
         one = torch.ones((), dtype=torch.float32, device=accum.weight.device)
         bad = measure(new, one).overflow
     else:
-        bad = pytree.as_flag(found_inf, like=accum.weight)
+        bad = as_flag(found_inf, like=accum.weight)
     means = as_gradients(leaves)
     in_place = donate and can_write(means.tensors, [*new.tensors, *accum[1:]])
     added = add(accum._replace(grads=means.tensors), new, checked_weight, bad, in_place=in_place)
@@ -278,7 +279,7 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     Source of the rule: Chan, Golub, LeVeque (1979), the mean of two samples.
     """
     why = "The halves of one window must belong to the same params."
-    leaves, others, structure = pytree.matching_leaves(a.grads, b.grads, "a.grads", "b.grads", why)
+    leaves, others, structure = matching_leaves(a.grads, b.grads, "a.grads", "b.grads", why)
     means, new = as_gradients(leaves), as_gradients(others)
     in_place = donate and can_write(means.tensors, [*new.tensors, *a[1:], *b[1:]])
     lists = AccumState(means.tensors, *a[1:]), AccumState(new.tensors, *b[1:])
@@ -398,8 +399,8 @@ def _leaves_for(accum: AccumState, grads: Tree, means: Leaves, structure: TreeDe
     """Return the leaves of `grads` in the order of `accum.grads`, with zeros for None, or raise an
     error that names the leaf that cannot be averaged there.
     """
-    leaves = pytree.leaves_like("grads", grads, "accum.grads", accum.grads, structure)
-    pytree.check_gradients(accum.grads, leaves, "grads")
+    leaves = leaves_like("grads", grads, "accum.grads", accum.grads, structure)
+    check_gradients(accum.grads, leaves, "grads")
     pairs = list(zip(leaves, means, strict=True))
     for index, (gradient, mean) in enumerate(pairs):
         reason = "" if gradient is None else _mismatch_reason(gradient, mean)

@@ -19,6 +19,7 @@ from .._torch.donation import can_write
 from .._torch.dtypes import on_device
 from .._tree import pytree
 from .._tree.gradients import as_gradients
+from .._tree.matching import check_gradients, device_of
 from .._tree.poison import donates
 from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import as_float, checked_bound, short_repr
@@ -143,8 +144,8 @@ def clip_by_global_norm(
     """
     max_norm, norm_type = checked_bound("max_norm", max_norm), check_norm_type(norm_type)
     leaves, structure = pytree.flatten(grads)
-    pytree.check_gradients(grads, leaves)
-    device = pytree.device_of(grads, leaves, "grads")
+    check_gradients(grads, leaves)
+    device = device_of(grads, leaves, "grads")
     if group is not None:
         group = resolve_group(group)
         if not pytree.tensors(grads) and isinstance(group, dist.ProcessGroup):
@@ -220,7 +221,7 @@ def clip_by_value(grads: TreeT, clip_value: float | Tensor, donate: bool = False
     clip_value = checked_bound("clip_value", clip_value)
     limit = _or_nan(clip_value) if isinstance(clip_value, Tensor) else clip_value
     leaves, structure = pytree.flatten(grads)
-    pytree.check_gradients(grads, leaves)
+    check_gradients(grads, leaves)
     check_ordered(grads, leaves)
     gradients = as_gradients(leaves)
     gradients = gradients._replace(owned=donate and can_write(gradients.tensors, [clip_value]))

@@ -32,6 +32,7 @@ from .._torch.donation import storage_pointer
 from .._torch.reads import ReadError
 from .._torch.tracing import captured, capturing
 from .._tree import pytree
+from .._tree.matching import device_of, matching_leaves
 from .._tree.plans import Plans
 from .._tree.pytree import Tree
 from .._tree.scalars import is_whole, short_repr
@@ -191,7 +192,7 @@ class Captured:
             program = self._lookup(tensors, key)  # which has plain tensors on one device
             if program is None:
                 tensors = check_arguments(args, leaves, by="capture")
-                device = pytree.device_of(state, of_state, "state")
+                device = device_of(state, of_state, "state")
                 if device.type in GRAPHS:
                     tensors = _entering(tensors, device)
                     flat = FlatFunction(self._checked, structure, leaves)
@@ -217,7 +218,7 @@ class Captured:
             is_pair = type(returned) is tuple and len(returned) == 2
             is_state = pytree.flatten(returned)[1] == pytree.flatten(state)[1]
             new = returned[0] if is_pair and not is_state else returned
-            pytree.matching_leaves(state, new, "state", "the returned state", _REASON)
+            matching_leaves(state, new, "state", "the returned state", _REASON)
         return returned
 
     def _lookup(self, tensors: list[Tensor], key: Any) -> Program | None:

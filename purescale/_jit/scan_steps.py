@@ -19,6 +19,7 @@ from .._jit.jit import (
 from .._jit.pure_graph import PureGraph, scanned, trace
 from .._tree import pytree
 from .._tree.leaves import is_constant
+from .._tree.matching import matching_leaves
 from .._tree.pytree import Leaves, Tree, TreeDef
 from .._tree.states import num_members, stacked
 
@@ -121,7 +122,7 @@ def _in_one_graph(step: Jitted, state: Tree, batches: Tree, num_stacks: int) -> 
 def _checked(step: Step, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """Return the results of one step, the tensors of the state with the strides of the old ones."""
     new_state, info = pair_of(step(state, batch))
-    old, new, structure = pytree.matching_leaves(
+    old, new, structure = matching_leaves(
         state, new_state, "state", "the state that the step returned", _REASON
     )
     new = [

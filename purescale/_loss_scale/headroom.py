@@ -20,7 +20,9 @@ from .._torch.dtypes import saturating
 from .._tree import pytree, scalars
 from .._tree.gradients import as_gradients
 from .._tree.hints import document_fields
-from .._tree.pytree import Tree, increment
+from .._tree.matching import check_gradients, device_of
+from .._tree.pytree import Tree
+from .._tree.scalars import as_flag, increment
 
 _LARGEST = 65504.0  # of float16
 _MOST_ZEROS = 2000  # steps; the usual interval of a rule that grows
@@ -156,7 +158,7 @@ class HeadroomScale:
         """
         self._check(scaler, amax)
         scale, history = scaler.scale, scaler.amax_history
-        found_inf, amax = pytree.as_flag(found_inf, like=scale), _as_amax(amax, scale)
+        found_inf, amax = as_flag(found_inf, like=scale), _as_amax(amax, scale)
         skips, not_finite = increment(scaler.consecutive_skips, True), ~(amax < math.inf)
         overflow = found_inf | (not_finite & (skips % _PATIENCE == 0))
         seen = torch.where(overflow, 2 * _LARGEST / scale, amax)
@@ -250,7 +252,7 @@ def grad_amax(grads: Tree, group: Group | None = None) -> Tensor:
         tensor(3.)
     """
     leaves, _ = pytree.flatten(grads)
-    pytree.check_gradients(grads, leaves)
-    device = pytree.device_of(grads, leaves, "grads")
+    check_gradients(grads, leaves)
+    device = device_of(grads, leaves, "grads")
     one = torch.ones((), dtype=torch.float32, device=device)
     return measure_amax(as_gradients(leaves), one, group)

@@ -18,9 +18,9 @@ from torch import Tensor
 from .._torch import private
 from .._torch.tensor_list import metadata_matcher
 from .._torch.tracing import are_native, current_eager_mode
-from .._tree import pytree, scalars
+from .._tree import scalars
 from .._tree.hints import document_fields
-from .._tree.pytree import increment
+from .._tree.scalars import as_flag, increment
 
 
 class HasScale(Protocol):
@@ -112,7 +112,7 @@ def builtin_update(update: Update) -> Update:
 def checked_flag(found_inf: Any, scaler: Any, kind: type[Any]) -> Tensor:
     """Return `found_inf` as a 0-d bool tensor; refuse the state of another rule."""
     check_state(scaler, kind)
-    return pytree.as_flag(found_inf, like=scaler.scale)
+    return as_flag(found_inf, like=scaler.scale)
 
 
 def check_state(scaler: Any, kind: type[Any]) -> None:

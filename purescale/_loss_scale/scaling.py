@@ -24,6 +24,7 @@ from .._torch.tensor_list import TensorList
 from .._tree import pytree, scalars
 from .._tree.gradients import as_gradients
 from .._tree.leaves import device_hint, unsupported_reason
+from .._tree.matching import check_gradients
 from .._tree.poison import donates
 from .._tree.pytree import Tree, TreeT
 
@@ -106,7 +107,7 @@ def unscale_and_check(
     which checks the output.
     """
     leaves, structure = pytree.flatten(grads)
-    pytree.check_gradients(grads, leaves)
+    check_gradients(grads, leaves)
     check_scale(scaler.scale, grads, leaves, "grads")
     gradients = as_gradients(leaves)
     owned = donate and can_write(gradients.tensors, pytree.tensors(scaler))

@@ -16,8 +16,8 @@ from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import OptimizerConfig, OptimizerSpec, Overrides
 from .._optim.torch_optim import FormulaOptimizer, TorchOptimizer
 from .._torch.tracing import innermost, recorded_by_make_fx, traced
+from .._tree.aliasing import copy_aliased_leaves
 from .._tree.leaves import describe, versions
-from .._tree.pytree import copy_aliased_leaves
 from .._tree.scalars import short_repr
 
 SlotInitializer = Callable[[Tensor], Tensor]

@@ -16,7 +16,9 @@ from .._optim.step_inputs import StepInputs
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import is_on_a_graph, traced, under_derivative
 from .._tree import pytree
+from .._tree.aliasing import copy_aliased
 from .._tree.gradients import Gradients
+from .._tree.matching import matching_leaves
 from .._tree.plans import Plans
 from .._tree.pytree import Tree
 from .._tree.scalars import protocol_violation
@@ -144,7 +146,7 @@ class FlatOptimizer:
             if self.may_add_slots:
                 return new
             old = inputs.params, after_skip(inputs.opt_state, in_place=in_place)
-            before, after, structure = pytree.matching_leaves(old, new, "old", "new")
+            before, after, structure = matching_leaves(old, new, "old", "new")
             if skip is None and not in_place:
                 return new
             flag = False if skip is None else skip
@@ -196,6 +198,6 @@ class AdaptedOptimizer(FlatOptimizer):
         trees = old[0], inputs.layout.unflatten(inputs.grads_like_params(grads)), old[1]
         stepped = self.optimizer.step(*trees)
         before, after = (old[0], stepped[0]) if self.may_add_slots else (old, stepped)
-        pytree.matching_leaves(before, after, "old", "new")
-        params, opt_state = pytree.copy_aliased(stepped, trees)
+        matching_leaves(before, after, "old", "new")
+        params, opt_state = copy_aliased(stepped, trees)
         return inputs.layout.flatten_up_to(params), opt_state

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._tree import pytree
+from .._tree.matching import check_names, check_parameters
 from .._tree.pytree import DictDef, Leaves, Tree, TreeDef
 
 
@@ -83,8 +84,8 @@ def _numbered(flags: Sequence[bool]) -> list[int | None]:
 def named_params(params: Tree) -> dict[str, Tensor]:
     """Return the parameters that are not None by dotted name, or refuse a leaf that is not one."""
     flat, names = pytree.flatten_once(params), pytree.names(params)
-    pytree.check_names(names)
-    pytree.check_parameters(flat)
+    check_names(names)
+    check_parameters(flat)
     pairs = zip(names, flat.leaves, strict=True)
     return {name: leaf for name, leaf in pairs if leaf is not None}
 

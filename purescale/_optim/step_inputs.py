@@ -17,6 +17,7 @@ from .._torch.tracing import is_unresolved, refuse_graph_end
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import as_tensor_list
+from .._tree.matching import check_names, check_parameters, gradients_like, reject_autograd_history
 from .._tree.pytree import FlatTree, Leaves, Tree
 
 
@@ -139,8 +140,8 @@ def flatten_step(
     as `make_step_inputs`. Refuse, naming the leaf, gradients that do not fit `params`.
     """
     flat_params, flat_state = pytree.flatten_once(params), flatten_opt_state(opt_state)
-    pytree.check_parameters(flat_params)
-    flat_grads = pytree.gradients_like(flat_params, grads)
+    check_parameters(flat_params)
+    flat_grads = gradients_like(flat_params, grads)
     inputs = make_step_inputs(optimizer, flat_params, flat_state, flat_grads)
     return [flat_params, flat_state, flat_grads], inputs
 
@@ -158,9 +159,9 @@ def make_step_inputs(
     if not optimizer.differentiable:
         refuse_graph_end()
     if not (optimizer.differentiable or dense_off_graph):
-        pytree.reject_autograd_history(params=params, grads=grads, opt_state=opt_state)
+        reject_autograd_history(params=params, grads=grads, opt_state=opt_state)
     names, leaves = pytree.names(params.tree), params.leaves
-    pytree.check_names(names)
+    check_names(names)
     if dense_off_graph:
         return StepInputs.of_dense(ParamLayout.of_all(params.structure, names), params, opt_state)
     leaves = [  # torch's kernels ignore lazy negation

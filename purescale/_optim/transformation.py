@@ -12,7 +12,9 @@ from torch import Tensor
 from .._optim.optimizer import Optimizer
 from .._torch.autocast import outside_autocast
 from .._tree import pytree
+from .._tree.aliasing import copy_aliased
 from .._tree.hints import document_fields
+from .._tree.matching import check_parameters, gradients_like
 from .._tree.pytree import Tree
 
 
@@ -76,8 +78,8 @@ class TransformationOptimizer:
         None.
         """
         flat = pytree.flatten_once(params)
-        pytree.check_parameters(flat)
-        pytree.gradients_like(flat, grads)
+        check_parameters(flat)
+        gradients_like(flat, grads)
         if self._params_by_keyword:
             updates, new_state = self._update(grads, opt_state, params=params)
         else:
@@ -85,7 +87,7 @@ class TransformationOptimizer:
         stepped = pytree.map(
             lambda p, u: p.clone() if u is None else (p + u).to(p.dtype), params, updates
         )
-        return stepped, pytree.copy_aliased(new_state, (params, grads, opt_state))
+        return stepped, copy_aliased(new_state, (params, grads, opt_state))
 
 
 @document_fields

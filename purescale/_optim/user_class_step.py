@@ -15,6 +15,7 @@ from .._optim.settings import Hyperparams, OptimizerConfig, ParamGroup
 from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import is_half, wide_dtype
 from .._tree import pytree
+from .._tree.aliasing import copy_aliased
 from .._tree.leaves import describe
 
 Slots = dict[str, dict[str, Tensor]]  # by parameter
@@ -57,7 +58,7 @@ def step_of_user_class(
         name: {key: _narrow(value, slots[name].get(key)) for key, value in leaf_slots.items()}
         for name, leaf_slots in new_slots.items()
     }
-    stepped, new_slots = pytree.copy_aliased((stepped, new_slots), ())
+    stepped, new_slots = copy_aliased((stepped, new_slots), ())
     return stepped, inputs.opt_state._replace(slots=new_slots)
 
 

@@ -14,6 +14,7 @@ from .._torch.dtypes import real_dtype, wide_dtype
 from .._tree import pytree, scalars
 from .._tree.hints import document_fields
 from .._tree.leaves import stored_values
+from .._tree.matching import check_gradients
 from .._tree.pytree import Tree
 
 
@@ -115,7 +116,7 @@ def grad_report(grads: Tree, sample: int = 1, dtype: torch.dtype | None = None) 
     leaf.
     """
     leaves, _ = pytree.flatten(grads)
-    pytree.check_gradients(grads, leaves)
+    check_gradients(grads, leaves)
     sample = scalars.whole("sample", sample, least=1)
     if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
         raise TypeError(

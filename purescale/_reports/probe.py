@@ -21,6 +21,7 @@ from .._torch.tracing import current_eager_mode
 from .._tree import pytree, scalars
 from .._tree.hints import document_fields
 from .._tree.leaves import dense, stored_values
+from .._tree.matching import check_parameters, device_of
 from .._tree.pytree import Leaves, Tree
 
 
@@ -212,8 +213,8 @@ def probe_scales(
     tol = scalars.positive("tol", tol)
     chunk = len(chosen) if chunk_size is None else scalars.whole("chunk_size", chunk_size, least=1)
     flat = pytree.flatten_once(params)
-    pytree.check_parameters(flat)
-    device = pytree.device_of(*flat[:2], "params")
+    check_parameters(flat)
+    device = device_of(*flat[:2], "params")
     one = NoScale().init(device)
     value_and_grad = ValueAndGrad(
         flat, pytree.flatten_once(buffers), pytree.flatten_once(one), loss_fn, current_eager_mode()

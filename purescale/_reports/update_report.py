@@ -21,6 +21,7 @@ from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.hints import document_fields
 from .._tree.leaves import check_leaf, stored_values
+from .._tree.matching import check_parameters, leaves_like
 from .._tree.pytree import Leaves, Tree, TreeT
 from .._wrappers.wrapper import Wrapper
 
@@ -133,7 +134,7 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
     Source of the rule: effective descent quality, Collage (arXiv 2405.03637).
     """
     flat = pytree.flatten_once(old)
-    pytree.check_parameters(flat, "old")
+    check_parameters(flat, "old")
     news, updates = (_leaves_like(flat, name, t) for name, t in (("new", new), ("wanted", wanted)))
     rows = {}
     with torch.no_grad():
@@ -149,7 +150,7 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
 
 
 def _leaves_like(old: pytree.FlatTree, name: str, tree: Tree) -> Leaves:
-    leaves = pytree.leaves_like(name, tree, "old", old.tree, old.structure)
+    leaves = leaves_like(name, tree, "old", old.tree, old.structure)
     for index, (leaf, before) in enumerate(zip(leaves, old.leaves, strict=True)):
         if leaf is None and (name == "wanted" or before is None):
             continue

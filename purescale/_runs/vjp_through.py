@@ -24,6 +24,7 @@ from .._torch.tracing import GraphEndError, refuse_in_a_trace, traced, whole_gra
 from .._tree import pytree, scalars
 from .._tree.hints import document_fields
 from .._tree.leaves import is_constant, versions
+from .._tree.matching import matching_leaves
 from .._tree.pytree import Leaves, Tree
 from .._tree.states import fingerprint
 
@@ -264,7 +265,7 @@ class _Run(NamedTuple):
                 kept.keep(index, Moment(state, self.generators.states()))
             new, info = self._step(state, index)
             if not index:
-                pytree.matching_leaves(state, new, "state", "the state that the step returned")
+                matching_leaves(state, new, "state", "the state that the step returned")
             flags.append(getattr(info, "found_inf", False))
             state = new
         return state, _read(flags)

@@ -17,6 +17,8 @@ from .._step.start import Start
 from .._step.train_state import FlatState, StepOptions, TrainState
 from .._torch import foreach
 from .._tree import pytree
+from .._tree.aliasing import copy_aliased_leaves
+from .._tree.matching import matching_leaves
 from .._tree.pytree import FlatTree, Leaves, Tree
 from .._tree.select import select, select_masked, write_over_leaves
 
@@ -46,7 +48,7 @@ def advance(
     guard: Leaves = []
     if isinstance(decision.rejected, Tensor):
         names = "state.guard", "the state that the guard returned"
-        old, new, _ = pytree.matching_leaves(flat_state.guard, guard_state, *names)
+        old, new, _ = matching_leaves(flat_state.guard, guard_state, *names)
         guard = select_masked(decision.skip & ~decision.rejected, old, new)
     scaler = _next_scaler(options, flat_state.scaler, attempt, decision)
     step = flat_state.step + (1 if decision.known_applied else ~decision.skip)
@@ -114,10 +116,10 @@ def _next_scaler(
         new = list(updated)
     else:
         names = "state.scaler", "the state that the rule returned"
-        new = pytree.matching_leaves(before.tree, updated, *names, flat=before)[1]
+        new = matching_leaves(before.tree, updated, *names, flat=before)[1]
     if decision.only_overflow_skips:  # no mask is needed, but a rule may return its arguments
         arguments = pytree.tensors([*before.leaves, found_inf, amax])
-        return new if is_unaliased else pytree.copy_aliased_leaves(new, arguments)
+        return new if is_unaliased else copy_aliased_leaves(new, arguments)
     # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard. A
     # lower scale at which a retry was finite is kept too.
     old = before.leaves if scaler is before.tree else pytree.flatten(scaler)[0]

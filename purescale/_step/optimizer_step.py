@@ -17,11 +17,11 @@ from .._optim.planned import plan_step_with_grads
 from .._step.decide import decide
 from .._step.memory import MayWrite, writable_arguments
 from .._torch.autocast import outside_autocast
-from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.hints import document_fields, hint_keywords
 from .._tree.poison import donates
 from .._tree.pytree import StateT, Tree, TreeT
+from .._tree.scalars import as_flag
 
 
 @document_fields
@@ -90,7 +90,7 @@ def maybe_step(
     flat_optimizer = as_flat_optimizer(optimizer)
     planned, gradients = plan_step_with_grads(flat_optimizer, params, grads, opt_state)
     inputs = planned.inputs
-    skip = pytree.as_flag(found_inf, like=next(iter(inputs.params), None))
+    skip = as_flag(found_inf, like=next(iter(inputs.params), None))
     may_write = MayWrite()
     if donate:
         may_write = writable_arguments(flat_optimizer, planned, gradients, [skip])

@@ -12,7 +12,8 @@ from torch import Tensor
 from .._torch.dtypes import widest_float
 from .._tree import scalars
 from .._tree.hints import document_fields
-from .._tree.pytree import Tree, increment
+from .._tree.pytree import Tree
+from .._tree.scalars import increment
 
 State = TypeVar("State")
 

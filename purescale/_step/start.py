@@ -15,6 +15,7 @@ from .._optim.step_inputs import flatten_opt_state, make_step_inputs
 from .._step.train_state import FlatState, StepOptions, TrainState
 from .._torch.tracing import current_eager_mode
 from .._tree import pytree
+from .._tree.matching import check_parameters
 from .._tree.pytree import FlatTree
 
 
@@ -53,7 +54,7 @@ def _check(state: TrainState, options: StepOptions, params: FlatTree) -> None:
     """Refuse parameters of the wrong kind, on another device than the scale, or without order where
     they are clipped by value.
     """
-    pytree.check_parameters(params, "state.params")
+    check_parameters(params, "state.params")
     leaves, scale = params.leaves, state.scaler.scale
     check_scale(scale, state.params, leaves, "state.params", params.tensor_list)
     if options.clip.clip_value is not None:

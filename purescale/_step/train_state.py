@@ -19,6 +19,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree import pytree
 from .._tree.hints import document_fields, hint_attributes
+from .._tree.matching import reject_autograd_history
 from .._tree.pytree import FlatTree, StateT, Tree, TreeT
 from .._tree.scalars import is_whole, short_repr
 from .._tree.states import stacked
@@ -109,7 +110,7 @@ def init_train_state(
             f"rng must be the state of a generator, a uint8 tensor, got {type(rng).__name__}. "
             f"Fix: rng=torch.Generator({weights[0].device.type!r}).manual_seed(0).get_state()."
         )
-    pytree.reject_autograd_history(params=params, buffers=buffers)
+    reject_autograd_history(params=params, buffers=buffers)
     device = weights[0].device
     return TrainState(
         params=pytree.clone(params),

@@ -25,8 +25,10 @@ from .._torch.tracing import (
     traced,
 )
 from .._tree import pytree
+from .._tree.aliasing import detach_unaliased
 from .._tree.hints import hint_keywords
 from .._tree.leaves import are_plain_dense, versions
+from .._tree.matching import check_parameters, device_of, matching_leaves, reject_autograd_history
 from .._tree.plans import Plans, add_plan, find_plan
 from .._tree.pytree import FlatTree, Leaves, Tree
 from .._tree.scalars import short_repr
@@ -151,10 +153,10 @@ def _flatten(
             f"params has no tensor: {short_repr(params)}. Fix: `apply, params, buffers = "
             "make_functional(model)`."
         )
-    pytree.check_parameters(flat_params)
-    pytree.reject_autograd_history(params=flat_params, buffers=flat_buffers)
+    check_parameters(flat_params)
+    reject_autograd_history(params=flat_params, buffers=flat_buffers)
     if scaler is None:
-        device = pytree.device_of(params, flat_params.leaves, "params")
+        device = device_of(params, flat_params.leaves, "params")
         flat_scaler = pytree.flatten_once(NoScale().init(device))
     scale = getattr(flat_scaler.tree, "scale", None)
     if not isinstance(scale, Tensor) or scale.ndim:
@@ -302,14 +304,14 @@ class ValueAndGrad:
 
     def _result(self, grads: Leaves, outputs: tuple[Tensor, Leaves, list[Any]]) -> MicrobatchResult:
         storages = self.storages
-        detached = pytree.detach_unaliased([outputs[0], *outputs[1]], storages)
+        detached = detach_unaliased([outputs[0], *outputs[1]], storages)
         loss, *buffers = detached
         aux = outputs[2]
         if aux:
             leaves, structure = pytree.flatten(aux)
             if storages is not None:
                 storages = {*storages, *donation.storage_pointers(detached)}
-            aux = structure.unflatten(pytree.detach_unaliased(leaves, storages))
+            aux = structure.unflatten(detach_unaliased(leaves, storages))
         if grads and not self.are_all_present:
             grads = self._leaves(grads)
         return MicrobatchResult(grads, loss, buffers, aux)
@@ -381,7 +383,7 @@ class ValueAndGrad:
         alike = self.buffers.leaves_if_matching(new_buffers)
         if alike is None:
             check_container(new_buffers, self.buffers.tree)
-            alike = pytree.matching_leaves(
+            alike = matching_leaves(
                 self.buffers.tree,
                 new_buffers,
                 "buffers",

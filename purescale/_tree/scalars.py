@@ -1,4 +1,4 @@
-"""Checks of host values: settings, weights, counts, entries of state dicts."""
+"""Host values checked: settings, weights, counts, entries of state dicts; and flags as tensors."""
 
 from __future__ import annotations
 
@@ -180,3 +180,32 @@ def short_repr(value: Any, limit: int = 80) -> str:
     except ValueError:
         return f"a number beyond any {type(value).__name__} that can be shown"
     return text if len(text) <= limit else f"{text[: limit // 2]}... ({len(text)} characters)"
+
+
+# ---- flags and counts ----------------------------------------------------------------------------
+
+
+def as_flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
+    """Return `found_inf` as a 0-d bool tensor; a Python bool is put on the device of `like`."""
+    if isinstance(found_inf, Tensor):
+        if found_inf.ndim != 0:
+            raise ValueError(
+                f"found_inf has shape {tuple(found_inf.shape)}; one flag decides for everything, "
+                "so it must be 0-d. Fix: `found_inf.any()`; for stacked states, call this under "
+                "`torch.vmap`."
+            )
+        return found_inf if found_inf.dtype is torch.bool else found_inf != 0
+    if isinstance(found_inf, bool):
+        # Not `torch.tensor`, whose copy to a device the host waits for.
+        return torch.full((), found_inf, device=None if like is None else like.device)
+    raise TypeError(
+        f"found_inf must be a 0-d bool tensor (True = bad), got {found_inf!r}. Fix: "
+        "`torch.tensor(found_inf)`."
+    )
+
+
+def increment(count: Tensor, happened: Tensor | bool) -> Tensor:
+    """Return `count + happened`, which stays near the largest number of its dtype: a counter that
+    wraps around would turn a decision.
+    """
+    return count.clamp(max=torch.iinfo(count.dtype).max - 1) + happened

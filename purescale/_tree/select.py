@@ -13,8 +13,10 @@ from .._torch.autocast import outside_autocast
 from .._torch.tracing import EagerMode, current_eager_mode, is_on_a_graph, traced
 from .._tree import pytree
 from .._tree.leaves import are_plain_dense, as_tensor_list, is_constant
+from .._tree.matching import matching_leaves
 from .._tree.plans import Plans, add_plan, find_plan
 from .._tree.pytree import Leaves, Tree, TreeT
+from .._tree.scalars import as_flag
 
 
 @outside_autocast()
@@ -57,7 +59,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
             "new is a flag and old is not. Likely cause: `select(old, new, found_inf)`. Fix: "
             "`select(found_inf, old, new)`, as torch.where."
         )
-    leaves, others, structure = pytree.matching_leaves(old, new, "old", "new")
+    leaves, others, structure = matching_leaves(old, new, "old", "new")
     if eager_mode and eager_mode.host_reads:
         _keep_plan(eager_mode, arguments, leaves, others)
     return structure.unflatten(select_masked(found_inf, leaves, others))
@@ -110,7 +112,7 @@ def _chosen(
     # torch refuses in-place writes to a leaf that requires grad
     if any([leaf.requires_grad for leaf in old]) and not (traced() or is_on_a_graph([*old, *new])):
         old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
-    flag = pytree.as_flag(skip, like=old[0] if old else None)
+    flag = as_flag(skip, like=old[0] if old else None)
     return foreach.where(flag, old, new, in_place=in_place)
 
 

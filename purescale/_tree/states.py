@@ -13,6 +13,7 @@ from torch import Tensor
 from .._torch.dtypes import on_device, wide_dtype
 from .._tree import pytree, scalars
 from .._tree.leaves import describe, is_constant, same_metadata
+from .._tree.matching import leaves_like
 from .._tree.pytree import Leaves, Tree, TreeT
 
 # ---- many states as one --------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def stacked(name: str, trees: list[Tree], cause: str) -> Tree:
         )
     first, structure = pytree.flatten(trees[0])
     rows = [
-        pytree.leaves_like(f"{name}[{index}]", tree, f"{name}[0]", trees[0], structure)
+        leaves_like(f"{name}[{index}]", tree, f"{name}[0]", trees[0], structure)
         for index, tree in enumerate(trees)
     ]
     for index, row in enumerate(rows):
@@ -196,7 +197,7 @@ def ema(old: TreeT, new: TreeT, decay: float | Tensor) -> TreeT:
     """
     decay = _check_decay(decay)
     leaves, structure = pytree.flatten(old)
-    others = pytree.leaves_like("new", new, "old", old, structure)
+    others = leaves_like("new", new, "old", old, structure)
     for position, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if not _have_average(a, b):
             raise ValueError(

@@ -20,6 +20,7 @@ from .._torch.tracing import host_can_read, traced
 from .._tree import pytree
 from .._tree.hints import document_fields
 from .._tree.leaves import describe
+from .._tree.matching import leaves_like
 from .._tree.pytree import Leaves, Tree, TreeT
 from .._wrappers.schedule_free import ScheduleFreeState
 from .._wrappers.wrapper import Piece, Wrapper, checked_state, leaves_by_param, on_shards
@@ -215,7 +216,7 @@ def join_masters(params: TreeT, rest: Tree) -> TreeT:
         {'w': tensor([1.0000, 1.0010])}
     """
     leaves, structure = pytree.flatten(params)
-    others = pytree.leaves_like("rest", rest, "params", params, structure)
+    others = leaves_like("rest", rest, "params", params, structure)
     masters: Leaves = []
     for index, (leaf, low) in enumerate(zip(leaves, others, strict=True)):
         if leaf is None and low is None:

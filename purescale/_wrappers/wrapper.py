@@ -19,6 +19,7 @@ from .._torch.tracing import is_differentiated, traced
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import describe
+from .._tree.matching import matching_leaves
 from .._tree.pytree import Leaves, Tree
 from .._tree.select import select_masked, write_over
 
@@ -165,7 +166,7 @@ class Wrapper(FlatOptimizer):
         if traced():
             unscaled = grads.apply_pending(wide=self.wide_grads)
             new, chosen = self._step_decoded(inputs, unscaled, step_of(pieces[0]))
-            before, after, structure = pytree.matching_leaves(old, new, "old", "new")
+            before, after, structure = matching_leaves(old, new, "old", "new")
             done = set(map(id, chosen))
             leaves = [
                 b if id(b) in done else select_masked(flag, [a], [b])[0]

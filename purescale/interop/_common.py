@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .._loss_scale.rules import ScalerState, State, check_factors, checked_flag, scaler_state
 from .._tree import scalars
-from .._tree.pytree import increment, join_names
-from .._tree.scalars import positive, short_repr, whole
+from .._tree.pytree import join_names
+from .._tree.scalars import increment, positive, short_repr, whole
 
 Device = torch.device | str | None
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import NoScale, ScalerState, scaler_state
 from .._module.policy import Policy
-from .._tree.pytree import increment
-from .._tree.scalars import positive, real, whole
+from .._tree.scalars import increment, positive, real, whole
 from ._common import COUNT, SCALE, Device, Format, ScaleAndCount, check_bool, check_dict
 
 # ---- the scaler ----------------------------------------------------------------------------------

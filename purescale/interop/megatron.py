@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rules import ScalerState, scaler_state
-from .._tree.pytree import increment
-from .._tree.scalars import positive, real
+from .._tree.scalars import increment, positive, real
 from ._common import SCALE, Device, Entry, Format, PeerRule
 
 

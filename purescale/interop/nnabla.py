@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rules import ScalerState
-from .._tree.pytree import increment
+from .._tree.scalars import increment
 from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
 
 

@@ -20,8 +20,8 @@ from .._optim.schedule import ScheduleBy
 from .._optim.torch_optim import TorchOptimizer
 from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float
-from .._tree.pytree import increment, join_names
-from .._tree.scalars import positive, whole
+from .._tree.pytree import join_names
+from .._tree.scalars import increment, positive, whole
 from .._wrappers.master_weights import MasterState, master_weights, masters_within
 from . import _live_optimizer, _schedulers
 from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount

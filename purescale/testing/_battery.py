@@ -13,6 +13,7 @@ import torch
 
 from .._checkpoint import from_state_dict, load, save, to_state_dict
 from .._tree import pytree
+from .._tree.matching import matching_leaves
 from .._tree.scalars import protocol_violation
 from .._tree.states import stack_states
 from . import _laws
@@ -105,7 +106,7 @@ class Battery:
     def check_alike(self, law: str, name: str, old: Any, new: Any, *call: Any) -> bool:
         """Return True if `new` is like `old` except for values."""
         try:
-            pytree.matching_leaves(old, new, name, "what came", "")
+            matching_leaves(old, new, name, "what came", "")
         except (TypeError, ValueError) as error:
             came = str(error).partition(" Fix:")[0]
             self.fail(law, came, "as before, except for values", *call, cause=error)

@@ -1,0 +1,81 @@
+"""Results apart from their arguments: leaves copied where they share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from torch import Tensor
+
+from .._torch import foreach, private
+from .._torch.donation import storage_pointer, storage_pointers
+from .._torch.tracing import traced
+from .._tree import pytree
+from .._tree.leaves import are_plain_dense, is_constant
+from .._tree.pytree import Leaves, Tree
+
+
+def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
+    """Detach leaves, which may be containers that only torch's pytree knows. A leaf is copied if
+    its memory is in `taken` or is that of an earlier leaf; if `taken` is None (traced), every leaf
+    is. Constants that are not on a graph stay the same objects.
+    """
+    seen = set() if taken is None else {*taken}
+
+    def detach(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or (is_constant(leaf) and not leaf.requires_grad):
+            return leaf
+        if taken is None:
+            return leaf.clone()
+        storage = storage_pointer(leaf)
+        shared = storage in seen
+        seen.add(storage)
+        return leaf.detach().clone() if shared else leaf.detach()
+
+    if taken is not None and pytree.are_tensors(leaves):
+        storages = storage_pointers(leaves)
+        apart = len(set(storages)) == len(storages) and taken.isdisjoint(storages)
+        # Some are shared if a loss returns the buffers that it was given.
+        if apart or are_plain_dense(leaves):
+            detached = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+            shared = [] if apart else _repeated(storages, seen)
+            copies = foreach.clone([detached[index] for index in shared]) if shared else []
+            for index, copy in zip(shared, copies, strict=True):
+                detached[index] = copy
+            return detached
+    return [private.pytree.tree_map(detach, leaf) for leaf in leaves]
+
+
+def _repeated(storages: list[int | None], seen: set[int | None]) -> list[int]:
+    """Return the indices of storages that are in `seen` or occur earlier, and add all to `seen`."""
+    repeated = []
+    for index, storage in enumerate(storages):
+        if storage in seen:
+            repeated.append(index)
+        seen.add(storage)
+    return repeated
+
+
+def copy_aliased(tree: Tree, inputs: Tree) -> Tree:
+    """Return `tree`, on its graph, with copies of leaves that may share memory with `inputs` or
+    with each other.
+    """
+    leaves, structure = pytree.flatten(tree)
+    return structure.unflatten(copy_aliased_leaves(leaves, pytree.tensors(inputs)))
+
+
+def copy_aliased_leaves(leaves: Leaves, others: Leaves) -> Leaves:
+    """Return the leaves, with copies of those that may share memory with `others` or each other."""
+    if traced():
+        return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    taken, storages = set(storage_pointers(others)), storage_pointers(leaves)
+    if len(set(storages)) == len(storages) and taken.isdisjoint(storages):
+        return leaves
+    apart = []
+    for leaf, storage in zip(leaves, storages, strict=True):
+        if isinstance(leaf, Tensor) and storage in taken:
+            leaf = leaf.clone()
+            storage = storage_pointer(leaf)
+        taken.add(storage)
+        apart.append(leaf)
+    return apart

@@ -14,7 +14,8 @@ from_formula    an optimizer from the mathematics of one leaf
 torch_optim     the optimizers of both. Settings: settings (a config), in_state, schedule. What
                 they keep for each parameter: slot_spec. Their state: opt_state, torch_state_dict.
                 Their step: launches (fused) of torch's kernels (kernels), or the formula
-                (formula_step, formulas); of a user's class its own (user_class_step)
+                (formula_step, formulas); of a user's class its own (user_class_step). What Dynamo
+                does not trace of it: opaque
 transformation  (init, update) pairs, as those of optax, as optimizers and back
 partition       several optimizers, one for each kind of parameter
 

@@ -23,6 +23,7 @@ from .._optim.kernels import (
     kernel_of,
     with_one_divisor,
 )
+from .._optim.opaque import opaque_in_dynamo
 from .._optim.opt_state import (
     STEP,
     Columns,
@@ -101,8 +102,8 @@ class FusedStep:
             "momentum" in config.in_state,
         )
         self.kernel: Any = None if any(ruled_out) else kernel_of(config.spec.formula)
-        self._opaque = config.opaque_in_dynamo(
-            self._step_for_dynamo, lambda: torch.compiler.allow_in_graph
+        self._opaque = opaque_in_dynamo(
+            config, self._step_for_dynamo, lambda: torch.compiler.allow_in_graph
         )
 
     def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> FusedPlan | None:

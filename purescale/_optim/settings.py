@@ -32,7 +32,6 @@ from .._optim.schedule import (
     first_rate,
     is_scheduled,
 )
-from .._torch import private
 from .._torch.dtypes import on_device
 from .._torch.private import constant_while_compiling
 from .._torch.tracing import traced
@@ -171,10 +170,9 @@ class OptimizerConfig:
         self.first_stored = map_numbers(lambda number: 1.0 if callable(number) else number, stored)
         self.init_stored(None)  # refuses what float32 cannot hold
         # Ranks compare all settings, including defaults.
-        complete = dict(sorted({**values, **arguments}.items()))
+        self.complete = dict(sorted({**values, **arguments}.items()))
         kind = spec.name if spec.cls is None else spec.cls
-        self.must_agree = kind, complete, self.overrides, self.in_state, schedule_by
-        self.static_key = self._static_key(complete)
+        self.must_agree = kind, self.complete, self.overrides, self.in_state, schedule_by
 
     def __repr__(self) -> str:
         extra = {"lr": self.lr, **self.arguments}
@@ -191,31 +189,6 @@ class OptimizerConfig:
         return [
             {**self.defaults.values, **table.values, **self.nonzero_for_slots} for table in tables
         ]
-
-    def _static_key(self, complete: Mapping[str, Any]) -> str:
-        """Return as text all settings that a step reads. Rates that are tensors or schedules are
-        left out, because they reach the formula as arguments.
-        """
-        constant = [
-            {k: v for k, v in settings.items() if not (isinstance(v, Tensor) or is_scheduled(v))}
-            for settings in (complete, *self.overrides.values())
-        ]
-        kind = self.spec.name, id(self.spec.cls), id(self.spec.formula)
-        return repr((kind, list(self.overrides), constant, self.in_state))
-
-    def opaque_in_dynamo(
-        self, function: Callable[..., Any], decorator: Callable[[], Any]
-    ) -> Callable[..., Any]:
-        """Return `opaque(names, *operands)`, equal to `function(groups, *operands)`, which Dynamo
-        does not trace. Dynamo guards on arguments only: `static_key`, a text of the constant
-        settings, is passed as one, so that other settings compile anew.
-        """
-
-        def call(static_key: str, names: list[str], *operands: Any) -> Any:
-            return function(self.torch_groups(tuple(names)), *operands)
-
-        opaque = private.Opaque(call, decorator)
-        return lambda names, *operands: opaque(self.static_key, names, *operands)
 
     def torch_groups(
         self, names: tuple[str, ...], hyperparams: Hyperparams | None = None

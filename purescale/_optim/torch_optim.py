@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,10 +34,8 @@ class TorchOptimizer(FlatOptimizer):
     settings, never state. It is a `FormulaOptimizer` or a `UserClassOptimizer`.
     """
 
-    _init_slots: Any  # returns the slots of each parameter before its first step
-    _with_slots: Any  # returns a state with these slots, which are by parameter
     # Of inputs whose state has counted the step, and gradients: parameters and state after it.
-    _step: Any
+    _step: Callable[[StepInputs, list[Tensor | None]], tuple[list[Tensor], OptState]]
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config, self.must_agree = config, config.must_agree
@@ -46,6 +44,18 @@ class TorchOptimizer(FlatOptimizer):
 
     def __repr__(self) -> str:
         return repr(self.config)
+
+    def _init_slots(
+        self, params: Mapping[str, Tensor], hyperparams: Hyperparams
+    ) -> dict[str, LeafSlots]:
+        """Return the slots of each parameter before its first step."""
+        raise NotImplementedError
+
+    def _with_slots(
+        self, opt_state: OptState, params: Tree, slots: dict[str, LeafSlots]
+    ) -> OptState:
+        """Return the state with these slots, which are by parameter."""
+        raise NotImplementedError
 
     def init(self, params: Tree) -> OptState:
         """Return the state before the first step, in fresh memory. Steps keep its structure, but
@@ -100,24 +110,7 @@ class TorchOptimizer(FlatOptimizer):
         """
         inputs = inputs.with_params(inputs.params, count_step(inputs.opt_state))
         leaves = _cast_gradients(inputs.grads_like_params(grads), inputs.params)
-        stepped: tuple[list[Tensor], Tree] = self._step(inputs, leaves)
-        return stepped
-
-    def widened(self, opt_state: OptState, dtype: torch.dtype) -> OptState:
-        """Return the state for parameters of at least this dtype. Step counts keep theirs."""
-
-        def widen(slot: Tensor) -> Tensor:
-            return slot.to(torch.promote_types(slot.dtype, dtype))
-
-        slots = {
-            key: tree if self._is_scalar(key) else pytree.map(widen, tree)
-            for key, tree in opt_state.slots.items()
-        }
-        return opt_state._replace(slots=slots)
-
-    def _is_scalar(self, key: str) -> bool:
-        """Return True if this slot is known to be one number for each parameter."""
-        return False
+        return self._step(inputs, leaves)
 
     # ---- state dicts
 
@@ -198,15 +191,15 @@ class FormulaOptimizer(TorchOptimizer):
 
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)
-        self._slot_spec = SlotSpec(config)
+        self.slot_spec = SlotSpec(config)
         self._fused_step = FusedStep(config)
-        self._step = FormulaStep(config, self._slot_spec)
+        self._step = FormulaStep(config, self.slot_spec)
 
     def _init_slots(
         self, params: Mapping[str, Tensor], hyperparams: Hyperparams
     ) -> dict[str, LeafSlots]:
         """Return the slots of each parameter before its first step."""
-        return self._slot_spec.init_slots(params, hyperparams)
+        return self.slot_spec.init_slots(params, hyperparams)
 
     def _with_slots(
         self, opt_state: OptState, params: Tree, slots: dict[str, LeafSlots]
@@ -221,17 +214,13 @@ class FormulaOptimizer(TorchOptimizer):
         counts = trees.pop(STEP, ())
         return opt_state._replace(slots=trees, counts=counts)
 
-    def _is_scalar(self, key: str) -> bool:
-        """Return True if this slot is one number for each parameter, whatever its shape."""
-        return self._slot_spec.is_scalar(key)
-
     def plan(self, inputs: StepInputs) -> TorchPlan:
         """Return how a step is made. Refuse a state that does not belong to these parameters, as
         torch's kernels do not check what they read.
         """
         groups = self._checked_groups(inputs)
         params = dict(zip(inputs.layout.names, inputs.params, strict=True))
-        self._slot_spec.check(columns_of(inputs.opt_state, inputs.layout), params)
+        self.slot_spec.check(columns_of(inputs.opt_state, inputs.layout), params)
         if self.config.needs_step_count and not has_counts(inputs.opt_state):
             _check_counts(self.config, inputs.layout)
         return TorchPlan(groups, self._fused_step.plan(inputs, groups))

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._optim.optimizer import AdaptedOptimizer, Optimizer, as_flat_optimizer
 from .._optim.partition import PartitionOptimizer
 from .._optim.step_inputs import StepInputs, flatten_step
-from .._optim.torch_optim import TorchOptimizer
+from .._optim.torch_optim import FormulaOptimizer, TorchOptimizer
 from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like, full_tensor, shard
@@ -299,8 +299,16 @@ def _wide(leaf: Any) -> Any:
 
 
 def _wide_state(optimizer: Any, inputs: StepInputs) -> Tree:
-    """Return the state for the wide parameters."""
+    """Return the state for the wide parameters. Numbers that the steps of a formula count keep
+    their dtype.
+    """
     opt_state = inputs.opt_state
-    if isinstance(optimizer, TorchOptimizer):
-        return optimizer.widened(opt_state, widest_float(opt_state.applied.device))
-    return pytree.map(_wide, opt_state)
+    if not isinstance(optimizer, TorchOptimizer):
+        return pytree.map(_wide, opt_state)
+    slots = {
+        key: tree
+        if isinstance(optimizer, FormulaOptimizer) and optimizer.slot_spec.is_scalar(key)
+        else pytree.map(_wide, tree)
+        for key, tree in opt_state.slots.items()
+    }
+    return opt_state._replace(slots=slots)

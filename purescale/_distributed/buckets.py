@@ -72,9 +72,9 @@ class Reduction:
         self.works: list[Any] = []  # of the buckets that are sent; None: nothing to wait for
 
     def put(
-        self, index: int, leaf: Tensor, *, owned: bool = False, nan: float | None = None
+        self, index: int, leaf: Tensor, *, is_last_use: bool = False, nan: float | None = None
     ) -> None:
-        """Add a leaf, and send the buckets that are full. If it is `owned`, nobody else will use
+        """Add a leaf, and send the buckets that are full. If it `is_last_use`, nobody else will use
         this tensor, though another may share its memory. `nan` is sent in place of NaN, and inf in
         place of -inf, so that infs do not add up to NaN.
         """
@@ -88,7 +88,11 @@ class Reduction:
             self.parts[index] = part if nan is None else part.nan_to_num(nan, math.inf, math.inf)
         else:
             with torch.no_grad():
-                if owned and len(self.buckets[bucket]) == 1 and self._can_be_sent(index, values):
+                if (
+                    is_last_use
+                    and len(self.buckets[bucket]) == 1
+                    and self._can_be_sent(index, values)
+                ):
                     self.parts[index] = values.div_(divisor)
                     self.rows[bucket] = _in_memory_order(values)
                 else:

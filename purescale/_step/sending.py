@@ -21,7 +21,7 @@ def start_reduction(mean: WindowMean, buffers: Leaves) -> Reduction | None:
     without a group, in a trace, or if the last microbatch has to be measured first.
     """
     options, group = mean.options, mean.options.group
-    if group is None or options.max_retries or not (mean.stays_scaled and mean.owned):
+    if group is None or options.max_retries or not (mean.stays_scaled and mean.in_place):
         return None
     # The divisor depends on the weights only, so it is known before the gradients.
     weights = mean.weights.values
@@ -39,7 +39,7 @@ def send_gradient(
     sums = mean.with_share(before, new.tensors, last)
     tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums
     index = mean.loss_and_grads.leaf_indices[tensor_index]
-    reduction.put(index, new.as_leaves(tensors)[0], owned=True, nan=_sent_for_nan(mean))
+    reduction.put(index, new.as_leaves(tensors)[0], is_last_use=True, nan=_sent_for_nan(mean))
 
 
 def send_mean(mean: WindowMean, grads: Gradients, buffers: Leaves, divisor: Any) -> Reduction:

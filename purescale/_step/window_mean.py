@@ -30,7 +30,7 @@ class WindowMean:
     ) -> None:
         self.options = options
         self.weights, self.loss_and_grads = weights, loss_and_grads
-        self.scale, self.owned = loss_and_grads.scale, loss_and_grads.owns_gradients
+        self.scale, self.in_place = loss_and_grads.scale, loss_and_grads.owns_gradients
         self.stays_scaled = options.on_nonfinite == "drop_window"
         self.sums: list[Tensor] | None = None  # before the first microbatch that counts
         self.accum: AccumState | None = None  # unless the mean stays scaled
@@ -46,7 +46,7 @@ class WindowMean:
             return is_counted
         accum = init_accum(grads.tensors) if self.accum is None else self.accum
         weight, overflow = self.weights.values[index], self.overflows[-1]
-        self.accum = add(accum, grads, weight, overflow, in_place=self.owned)
+        self.accum = add(accum, grads, weight, overflow, in_place=self.in_place)
         return is_counted & ~overflow
 
     def with_share(
@@ -58,7 +58,7 @@ class WindowMean:
         share, is_counted = self.weights.shares[index], self.weights.is_counted[index]
         if is_counted is False:
             return sums
-        if self.owned and not isinstance(share, Tensor):  # in place, and off every graph
+        if self.in_place and not isinstance(share, Tensor):  # in place, and off every graph
             if sums is None:
                 sums = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
                 listops.mul_(sums, share)
@@ -66,7 +66,7 @@ class WindowMean:
                 listops.add_(sums, new, alpha=share)
             return sums
         sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
-        return weighted_sum(sums, new, share, is_counted, in_place=self.owned)
+        return weighted_sum(sums, new, share, is_counted, in_place=self.in_place)
 
     def result(self) -> Gradients:
         """Return the mean: zeros if nothing counted."""
@@ -76,4 +76,4 @@ class WindowMean:
         elif sums is None:
             sums = as_gradients(self.loss_and_grads.zeros()).tensors
         templates, dense_real = self.loss_and_grads.params.leaves, self.loss_and_grads.dense_real
-        return Gradients(TensorList(sums), templates, dense_real, scale, owned=self.owned)
+        return Gradients(TensorList(sums), templates, dense_real, scale, owned=self.in_place)

@@ -17,12 +17,7 @@ from purescale._torch import donation, tracing
 from purescale._tree import pytree as tree
 
 SCHEDULE = {"lr": lambda applied: 1e-2 * 0.9**applied}
-FUSED = {
-    "AdamW": {"in_state": ("lr",)},
-    "Adam": SCHEDULE,
-    "SGD": {"momentum": 0.9},
-    "Adagrad": {},
-}
+FUSED = {"AdamW": {"in_state": ("lr",)}, "Adam": SCHEDULE, "SGD": {"momentum": 0.9}, "Adagrad": {}}
 FORMULA = {"RMSprop": {"in_state": ("lr",), "momentum": 0.9}, "NAdam": SCHEDULE, "Adafactor": {}}
 OPTIMIZERS = {
     name: ps.from_torch(getattr(torch.optim, name), **settings)

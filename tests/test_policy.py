@@ -350,11 +350,7 @@ def test_norms_in_another_dtype_than_a_float32_net(norms, train):
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [
-        "compute=autocast(bfloat16),output=float32",
-        HALF + ",norms=float16",
-    ],
+    "policy", ["compute=autocast(bfloat16),output=float32", HALF + ",norms=float16"]
 )
 def test_a_policy_under_vmap_equals_a_loop(policy):
     apply, params, buffers = ps.make_functional(small_net())

@@ -88,8 +88,7 @@ def as_one(first, second):
 
 
 @pytest.mark.parametrize(
-    ("tie", "how"),
-    [(by_data, "eager"), (by_data, "compiled"), (by_a_parameter_of_its_own, "vmap")],
+    ("tie", "how"), [(by_data, "eager"), (by_data, "compiled"), (by_a_parameter_of_its_own, "vmap")]
 )
 def test_parameters_over_one_memory_are_tied_as_one_parameter_is(tie, how):
     def grads(tie):

@@ -9,7 +9,6 @@ from helpers import (
     HALF,
     batch,
     in_one_graph,
-    mean_square_of,
     module_of,
     same_bits,
     shares_memory,
@@ -226,22 +225,6 @@ def test_a_loss_computed_in_the_model_keeps_the_dtype_that_autocast_gave_it(dtyp
     assert same_bits(ours, of_torch)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # attention under vmap
-def test_a_mapped_model_under_autocast_has_its_outputs_as_they_are():
-    apply, params, buffers = ps.make_functional(TinyGPT())
-    half = ps.with_policy(apply, "compute=autocast(bfloat16)")
-    tokens = torch.randint(0, 7, (2, 3, 5))
-
-    def loss_and_logits(params, tokens):
-        (logits, loss), _ = half(params, buffers, tokens)
-        return loss, logits.detach()
-
-    gradients = torch.func.grad_and_value(loss_and_logits, has_aux=True)
-    grads, (loss, logits) = torch.vmap(gradients, (None, 0))(params, tokens)
-    assert (logits.dtype, loss.dtype) == (bf16, f32)
-    assert all(grad.isfinite().all() for grad in grads.values())
-
-
 def test_norms_that_are_written_out_are_taken_out_of_autocast():
     made = ps.Policy(compute_dtype=torch.bfloat16, norm_dtype=torch.float32, autocast=True)
     assert ps.policy("compute=autocast(bfloat16),output=float32,norms=float32") == made
@@ -250,37 +233,6 @@ def test_norms_that_are_written_out_are_taken_out_of_autocast():
     x = torch.randn(5, 33).bfloat16()
     out, _ = ps.with_policy(apply, made)(params, buffers, x)
     assert same_bits(out, F.layer_norm(x.float(), (33,)).bfloat16().float())
-
-
-def with_positions():
-    """Adds a floating buffer to its activations, as many transformers do."""
-    head = nn.Linear(3, 2)
-    head.bias.requires_grad_(False)
-    return module_of(lambda m, x: m.head(x + m.positions), head=head, positions=torch.ones(4, 3))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(
-    ("make", "x"),
-    [
-        (with_positions, torch.ones(4, 3)),
-        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(5, 5)), torch.ones(2, 5)),
-    ],
-)
-def test_autocast_is_the_cure_where_a_buffer_meets_a_half_tensor(make, x, dtype):
-    apply, params, buffers = ps.make_functional(make())
-    with pytest.raises(RuntimeError, match="dtype"):
-        ps.with_policy(apply, f"params=float32,compute={dtype}")(params, buffers, x)
-    cured = ps.with_policy(apply, f"compute=autocast({dtype})")
-    assert cured(params, buffers, x)[0].isfinite().all()
-
-
-@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
-def test_a_sparse_gradient_that_would_be_cast_is_an_error_of_torch(layer):
-    apply, params, buffers = ps.make_functional(nn.Sequential(layer(7, 5, sparse=True)))
-    half, tokens = ps.with_policy(apply, HALF), torch.tensor([[1, 2], [2, 3]])
-    with pytest.raises(RuntimeError, match="layout"):
-        ps.value_and_grad(mean_square_of(half))(params, buffers, tokens)
 
 
 # ---- norms

@@ -90,11 +90,6 @@ def once(register):
     return install
 
 
-def replace_hook(net, x):
-    net.handle.remove()
-    net.handle = net.lin.register_forward_hook(double)
-
-
 HOOKS = {
     "forward": once(lambda net, x: net.lin.register_forward_hook(double)),
     "always, first": lambda net, x: net.lin.register_forward_hook(
@@ -105,7 +100,10 @@ HOOKS = {
     "backward": once(lambda net, x: net.lin.register_full_backward_hook(double_grad)),
     "state dict": lambda net, x: net.lin.register_state_dict_post_hook(lambda *args: None),
     "removed": lambda net, x: net.handle.remove(),
-    "replaced at an equal count": replace_hook,
+    "replaced at an equal count": lambda net, x: (
+        net.handle.remove(),
+        net.lin.register_forward_hook(double),
+    ),
     "other order": lambda net, x: net.lin._forward_hooks.move_to_end(net.handle.id),
 }
 
@@ -141,19 +139,6 @@ def replace_keys(net, x):
     net.dict["o"] = net.counter["c"] = net.order["c"] = x
 
 
-def count_letters(net, x):
-    net.counter["a"] -= 1
-
-
-def change_set(net, x):
-    net.set.discard(1)
-    net.set.update((7, 8))
-
-
-def fill_deque(net, x):
-    net.deque.extend((x, 4))
-
-
 def grow(net, x):
     net.nested[0].append(x)
     net.nested[1]["a"].append(3)
@@ -169,14 +154,19 @@ def change_helper(net, x):
 CHANGES = {
     change.__name__: change
     for change in (
-        count, remember, forget, change_layers, replace_list, count_up, replace_keys,
-        change_set, fill_deque, grow, change_helper,
+        count, remember, forget, change_layers, replace_list, count_up, replace_keys, grow,
+        change_helper,
     )
 } | {
     "append": lambda net, x: net.empty.append(x),
     "shrink": lambda net, x: net.list.clear(),
+    "set": lambda net, x: (net.set.discard(1), net.set.update((7, 8))),
+    "deque": lambda net, x: net.deque.extend((x, 4)),
 }  # fmt: skip
-MORE = {"in a partial": lambda net, x: net.partial.args[0].append(x), "counter": count_letters}
+MORE = {
+    "in a partial": lambda net, x: net.partial.args[0].append(x),
+    "counter": lambda net, x: net.counter.subtract("a"),
+}
 EAGER = HOOKS | CHANGES | MORE
 
 

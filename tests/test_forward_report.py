@@ -17,18 +17,13 @@ nan, inf = math.nan, math.inf
 HALF = "params=float32,compute=float16,output=float32"
 
 
-class Block(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.up, self.down = nn.Linear(size, size), nn.Linear(size, size)
-
-    def forward(self, x):
-        return x + self.down(F.relu(self.up(x)))
-
-
 def tower(size=5, depth=3):
+    def block():
+        up, down = nn.Linear(size, size), nn.Linear(size, size)
+        return module_of(lambda m, x: x + m.down(F.relu(m.up(x))), up=up, down=down)
+
     torch.manual_seed(0)
-    return nn.Sequential(*[Block(size) for _ in range(depth)])
+    return nn.Sequential(*[block() for _ in range(depth)])
 
 
 def by_definition(out):

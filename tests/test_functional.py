@@ -30,15 +30,10 @@ from torch import nn
 import purescale as ps
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        return self.head(self.embed(tokens))
+def tied_net():
+    embed, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+    head.weight = embed.weight
+    return module_of(lambda m, tokens: m.head(m.embed(tokens)), embed=embed, head=head)
 
 
 def stepped(params, buffers, loss_fn, *windows, **settings):
@@ -48,18 +43,11 @@ def stepped(params, buffers, loss_fn, *windows, **settings):
     return trained(state._replace(buffers=buffers), step, windows)
 
 
-class TwoNames(nn.Module):
+def two_names():
     """One module under two names, with a weight that is tied besides."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-        self.again = self.a
-        self.b = nn.Linear(4, 4)
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(self.again(self.a(x)))
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+    b.weight = a.weight
+    return module_of(lambda m, x: m.b(m.again(m.a(x))), a=a, again=a, b=b)
 
 
 class Structured(nn.Module):
@@ -86,8 +74,8 @@ def lstm():
 TOKENS = torch.arange(10).reshape(2, 5) % 7
 ROWS, FLAT = torch.arange(40.0).sin().reshape(2, 5, 4), torch.arange(24.0).sin().reshape(6, 4)
 MODULES = {
-    "tied weights": (Tied, TOKENS),
-    "one module twice": (TwoNames, FLAT),
+    "tied weights": (tied_net, TOKENS),
+    "one module twice": (two_names, FLAT),
     "lstm": (lstm, ROWS),
     "attention": (lambda: nn.MultiheadAttention(4, 2, batch_first=True), (ROWS,) * 3),
     "transformer": (
@@ -302,20 +290,16 @@ def test_a_part_that_a_call_cannot_have_is_refused_by_name(make, error, message)
 # ---- a forward that writes into its parameters
 
 
-class Writes(nn.Module):
-    """Does `write` to itself, without autograd, before it computes."""
+def writes(write, frozen=False):
+    """A model that does `write` to itself, without autograd, before it computes."""
 
-    def __init__(self, write, frozen=False):
-        super().__init__()
-        self.w = nn.Parameter(torch.full((3, 3), 2.0))
-        self.v = nn.Parameter(torch.ones(3), requires_grad=not frozen)
-        self.register_buffer("running", torch.ones(3))
-        self.write = write
-
-    def forward(self, x):
+    def forward(m, x):
         with torch.no_grad():
-            self.write(self)
-        return x @ self.w * self.v * self.running
+            write(m)
+        return x @ m.w * m.v * m.running
+
+    w, v = nn.Parameter(torch.full((3, 3), 2.0)), nn.Parameter(torch.ones(3), not frozen)
+    return module_of(forward, w=w, v=v, running=torch.ones(3))
 
 
 WRITES = {
@@ -343,14 +327,14 @@ HOW = {
     [*((write, "eager") for write in WRITES), *(("a view", how) for how in HOW if how != "eager")],
 )
 def test_a_forward_that_writes_into_a_parameter_is_an_error_that_names_it(write, how):
-    apply, params, buffers = ps.make_functional(Writes(WRITES[write]))
+    apply, params, buffers = ps.make_functional(writes(WRITES[write]))
     with pytest.raises(RuntimeError, match=r"wrote into its parameter w, so params\['w'\] changed"):
         HOW[how](lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())(params)
 
 
 def test_a_compiled_forward_that_writes_into_a_parameter_leaves_params_alone():
     write = lambda m: (m.w.data.clamp_(0, 1), WRITES["a view"](m))  # noqa: E731
-    apply, params, buffers = ps.make_functional(Writes(write))
+    apply, params, buffers = ps.make_functional(writes(write))
     forward = torch.func.grad(lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())
     with Untouched(params):
         in_one_graph(forward)(params)
@@ -365,7 +349,7 @@ def test_a_compiled_forward_that_writes_into_a_parameter_leaves_params_alone():
     ],
 )
 def test_buffers_and_frozen_parameters_may_be_written_through_data(write, name):
-    apply, params, buffers = ps.make_functional(Writes(write, frozen=True))
+    apply, params, buffers = ps.make_functional(writes(write, frozen=True))
     with Untouched(buffers):
         _, new_buffers = apply(params, buffers, torch.ones(1, 3))
     assert same_bits(new_buffers[name], torch.full((3,), 2.0))
@@ -391,7 +375,7 @@ def test_a_parameter_in_a_step_is_a_parameter_and_what_comes_out_is_a_tensor():
 
 
 @pytest.mark.filterwarnings("ignore:the forward of the model left another value")
-@pytest.mark.parametrize("make", [TwoNames, Structured])
+@pytest.mark.parametrize("make", [two_names, Structured])
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_tensor_of_a_call_is_kept_alive_and_the_next_call_is_as_before(make, fails):
     apply, params, buffers = ps.make_functional(make())
@@ -515,7 +499,7 @@ class Everything(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.tied = Tied()
+        self.tied = tied_net()
         self.norm = nn.BatchNorm1d(4)
         self.frozen = nn.Linear(2, 2).requires_grad_(False)
         self.register_buffer("offset", torch.randn(2), persistent=False)

@@ -113,18 +113,15 @@ def test_inputs_in_any_container_are_cast_and_integers_are_not():
     assert seen == {"images": f16, "tokens": torch.int64, "deep": f16}
 
 
-class Momentum(nn.Module):
+def momentum():
     """Moves the first rows of a frozen copy towards its weight in each forward, as MoCo does."""
 
-    def __init__(self):
-        super().__init__()
-        self.query, self.key = nn.Linear(3, 4), nn.Linear(3, 4)
-        self.key.requires_grad_(False)
-
-    def forward(self, x):
+    def forward(m, x):
         with torch.no_grad():
-            self.key.weight[:2].mul_(0.5).add_(self.query.weight[:2], alpha=0.5)
-        return self.query(x) @ self.key(x).t()
+            m.key.weight[:2].mul_(0.5).add_(m.query.weight[:2], alpha=0.5)
+        return m.query(x) @ m.key(x).t()
+
+    return module_of(forward, query=nn.Linear(3, 4), key=nn.Linear(3, 4).requires_grad_(False))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +133,7 @@ class Momentum(nn.Module):
     ],
 )
 def test_a_write_of_the_forward_into_a_frozen_parameter_arrives_in_the_dtype_kept(rules, tol, how):
-    model, x = Momentum(), torch.ones(1, 3)
+    model, x = momentum(), torch.ones(1, 3)
     apply, params, buffers = ps.make_functional(model)
     _, new = how(ps.with_policy(apply, rules))(params, buffers, x)
     new = {name: new[name].reshape(old.shape) for name, old in buffers.items()}
@@ -202,25 +199,22 @@ def test_autocast_has_the_bits_of_torch_autocast_around_the_module(dtype):
     assert same_bits(*under_autocast(model, dtype, torch.randn(5, 4, 33)))
 
 
-class TinyGPT(nn.Module):
+def tiny_gpt():
     """Returns `(logits, loss)`, as nanoGPT and the models of transformers do."""
 
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(7, 8)
-        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, 7, bias=False)
-
-    def forward(self, tokens):
+    def forward(m, tokens):
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        logits = self.head(self.block(self.embedding(tokens), mask, is_causal=True))
-        targets = tokens.roll(-1, 1).flatten()
-        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets)
+        logits = m.head(m.block(m.embedding(tokens), mask, is_causal=True))
+        return logits, F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+    block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    embedding, head = nn.Embedding(7, 8), nn.Linear(8, 7, bias=False)
+    return module_of(forward, embedding=embedding, block=block, head=head)
 
 
 @pytest.mark.parametrize("dtype", [f16, bf16])
 def test_a_loss_computed_in_the_model_keeps_the_dtype_that_autocast_gave_it(dtype):
-    ours, of_torch = under_autocast(TinyGPT(), dtype, torch.randint(0, 7, (3, 5)), scale=2.0**16)
+    ours, of_torch = under_autocast(tiny_gpt(), dtype, torch.randint(0, 7, (3, 5)), scale=2.0**16)
     assert [x.dtype for x in ours[0]] == [dtype, f32]
     assert same_bits(ours, of_torch)
 

@@ -8,7 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import cross_entropy_of, examples, generator_of, same_bits, shares_memory, started
+from helpers import (
+    cross_entropy_of,
+    examples,
+    generator_of,
+    module_of,
+    same_bits,
+    shares_memory,
+    started,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -285,24 +293,16 @@ def test_regions_of_threads_read_their_own_weights():
 # ---- what torch refuses
 
 
-class Installs(nn.Module):
-    """Installs a hook in a layer, and checkpoints the layer."""
-
-    def __init__(self, **options):
-        super().__init__()
-        self.lin, self.options = nn.Linear(3, 3), options
-
-    def forward(self, x):
-        self.lin.register_forward_hook(squared, **self.options)
-        return checkpoint(self.lin, x, use_reentrant=False)
-
-
 def squared(module, args, *kwargs_and_output):
     return kwargs_and_output[-1].square()
 
 
 def test_a_region_runs_again_with_the_hooks_that_the_first_forward_installed():
-    x, net = torch.randn(4, 3), Installs(with_kwargs=True)
+    def forward(m, x):
+        m.lin.register_forward_hook(squared, with_kwargs=True)
+        return checkpoint(m.lin, x, use_reentrant=False)
+
+    x, net = torch.randn(4, 3), module_of(forward, lin=nn.Linear(3, 3))
     apply, params, buffers = ps.make_functional(net)
     net(x).sin().sum().backward()
     for _ in range(3):
@@ -311,16 +311,13 @@ def test_a_region_runs_again_with_the_hooks_that_the_first_forward_installed():
         assert torch.equal(grads["lin.weight"], net.lin.weight.grad)
 
 
-class Normalises(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-        self.register_buffer("mean", torch.zeros(3))
-        self.register_buffer("var", torch.ones(3))
+def normalises():
+    def forward(m, x):
+        buffers = m.mean, m.var, None, None, True
+        return checkpoint(F.batch_norm, x * m.scale, *buffers, use_reentrant=False)
 
-    def forward(self, x):
-        buffers = self.mean, self.var, None, None, True
-        return checkpoint(F.batch_norm, x * self.scale, *buffers, use_reentrant=False)
+    scale = nn.Parameter(torch.ones(3))
+    return module_of(forward, scale=scale, mean=torch.zeros(3), var=torch.ones(3))
 
 
 def with_a_list():
@@ -334,7 +331,7 @@ def with_a_list():
     [
         (lambda: nn.Sequential(nn.BatchNorm1d(3)), lambda m, x: (m(x), m[0].running_mean)),
         (lambda: nn.Sequential(nn.BatchNorm1d(3)), lambda m, x: (m(x), m)),
-        (Normalises, lambda m, x: (m(x), m.mean)),
+        (normalises, lambda m, x: (m(x), m.mean)),
         (with_a_list, lambda m, x: (m[0](x), m[1][0])),
     ],
 )

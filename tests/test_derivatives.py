@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from helpers import at, started, tensors
+from helpers import CLASSES, at, started, tensors
 from torch.autograd import forward_ad
 
 import purescale as ps
@@ -13,19 +13,8 @@ from purescale._torch import tracing
 
 OPTIM = torch.optim
 RULE = ps.DynamicScale(init_scale=2.0**4)
-EVERY = {
-    "Adadelta": {},
-    "Adagrad": {},
-    "Adam": {"amsgrad": True},
-    "AdamW": {},
-    "Adamax": {},
-    "ASGD": {},
-    "NAdam": {},
-    "RAdam": {},
-    "RMSprop": {"momentum": 0.9, "centered": True},
-    "Rprop": {},
-    "SGD": {"momentum": 0.9, "dampening": 0.5},
-}
+EVERY = {name: CLASSES[name] for name in CLASSES if name not in ("Adafactor", "Muon")}
+EVERY |= {"SGD": {"momentum": 0.9, "dampening": 0.5}}
 WEIGHT = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]], dtype=torch.float64)
 GRAD = torch.tensor([[1.0, 2.0, -0.5], [-1.0, 0.25, 3.0]], dtype=torch.float64)
 

@@ -5,7 +5,6 @@ import copy
 import functools
 import gc
 import pickle
-import threading
 import types
 import weakref
 from contextlib import nullcontext
@@ -879,18 +878,6 @@ def test_the_weights_of_an_rnn_stay_where_they_are_in_memory(monkeypatch):
     monkeypatch.setattr(nn.RNNBase, "flatten_parameters", moved)
     with Untouched(params):
         assert same_bits(apply(params, buffers, torch.ones(2, 5))[0], expected)
-
-
-def test_what_cannot_be_copied_is_shared_by_all_calls():
-    class Locked(nn.Linear):
-        def forward(self, x):
-            with self.lock:
-                return super().forward(x)
-
-    module, x = Locked(5, 5), torch.randn(2, 5)
-    module.lock = threading.Lock()
-    assert same_bits(called(module, x)[0], module(x).detach())
-    assert not module.lock.locked()
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda apply: pickle.loads(pickle.dumps(apply))])

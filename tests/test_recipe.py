@@ -8,6 +8,7 @@ import gc
 import pickle
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
@@ -279,15 +280,16 @@ class Resource:
         Resource.returned += 1
 
 
-def test_calls_share_a_helper_that_is_freed_by_hand():
+@pytest.mark.parametrize("make", [Resource, threading.Lock])
+def test_calls_share_what_cannot_be_made_anew(make):
     net = module_of(lambda m, x: (m.linear(x), m.resource), linear=nn.Linear(3, 3))
-    net.resource = Resource()
+    net.resource, returned = make(), Resource.returned
     apply, params, buffers = ps.make_functional(net)
     for _ in range(2):
         assert apply(params, buffers, torch.ones(1, 3))[0][1] is net.resource
     del apply
     gc.collect()
-    assert Resource.returned == 0
+    assert Resource.returned == returned
 
 
 # ---- compiled ------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from helpers import (
     Untouched,
     called,
     in_one_graph,
+    mean_square_of,
     module_of,
     same_bits,
     shares_memory,
@@ -576,22 +577,14 @@ def test_what_is_no_model_and_no_dict_is_refused():
     "settings", [{"donate": True}, {"on_nonfinite": "drop_microbatch", "max_retries": 1}]
 )
 def test_a_step_of_a_net_over_a_graph_keeps_its_sparse_adjacency(settings):
-    def forward(m, x):
-        m.calls.add_(1)
-        return m.adjacency @ m.linear(x)
-
-    tensors = {"adjacency": torch.eye(4).to_sparse(), "calls": torch.zeros(())}
-    apply, params, buffers = ps.make_functional(
-        module_of(forward, linear=nn.Linear(3, 2), **tensors)
+    parts = {"linear": nn.Linear(3, 2), "adjacency": torch.eye(4).to_sparse()}
+    model = module_of(
+        lambda m, x: (m.calls.add_(1), m.adjacency @ m.linear(x))[1], calls=torch.zeros(()), **parts
     )
-
-    def loss_fn(params, buffers, x):
-        out, buffers = apply(params, buffers, x)
-        return out.square().sum(), buffers
-
+    apply, params, buffers = ps.make_functional(model)
     x, held = torch.ones(4, 3), buffers["adjacency"]
     windows = [[x, x], [x * torch.inf] * 2, [x, x]]
-    state, _ = stepped(params, buffers, loss_fn, *windows, **settings)
+    state, _ = stepped(params, buffers, mean_square_of(apply), *windows, **settings)
     assert state.buffers["adjacency"] is held
     assert state.buffers["calls"] == 4
     assert torch.equal(held.to_dense(), torch.eye(4))

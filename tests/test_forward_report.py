@@ -7,14 +7,13 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Untouched, module_of, same_bits, small_net, stack
+from helpers import HALF, Untouched, module_of, same_bits, small_net, stack
 from torch import nn
 
 import purescale as ps
 from purescale.testing import assert_sync_free
 
 nan, inf = math.nan, math.inf
-HALF = "params=float32,compute=float16,output=float32"
 
 
 def tower(size=5, depth=3):

@@ -2,6 +2,7 @@
 with.
 """
 
+import functools
 import math
 
 import hypothesis.strategies as st
@@ -86,11 +87,11 @@ def test_the_columns_equal_single_runs(policy, chunk_size):
         assert probe.error[name].tolist() == pytest.approx(error[name], rel=0.1, abs=2e-3)
 
 
-def two_leaves(params, buffers, microbatch):
-    """In float16, `weak`'s gradient 2**-20 of `strong`'s."""
+def two_leaves(params, buffers, microbatch, weak=2.0**-20):
+    """In float16, the gradient of `weak` a small part of that of `strong`."""
     strong = (params["strong"].half() * microbatch).float().sum()
-    weak = (params["weak"].half() * microbatch).float().sum() * 2.0**-20
-    return strong + weak, buffers, {"strong": strong}
+    loss = strong + (params["weak"].half() * microbatch).float().sum() * weak
+    return loss, buffers, {"strong": strong}
 
 
 TWO = {"strong": torch.ones(3), "weak": torch.ones(3)}
@@ -130,11 +131,7 @@ def test_the_window_is_that_of_the_weakest_leaf_and_the_strongest():
 
 
 def test_the_leaf_without_a_safe_scale_is_named():
-    def loss_fn(params, buffers, microbatch):
-        strong = (params["strong"].half() * microbatch).float().sum()
-        return strong + (params["weak"].half() * microbatch).float().sum() * 2.0**-38, buffers
-
-    probe = ps.probe_scales(loss_fn, TWO, {}, MESSAGE)
+    probe = ps.probe_scales(functools.partial(two_leaves, weak=2.0**-38), TWO, {}, MESSAGE)
     assert probe.low == {"strong": -8, "weak": None}
     assert probe.starved == ["weak"]
     assert probe.window is None

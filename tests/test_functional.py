@@ -50,25 +50,17 @@ def two_names():
     return module_of(lambda m, x: m.b(m.again(m.a(x))), a=a, again=a, b=b)
 
 
-class Structured(nn.Module):
-    """Keyword arguments in, a nested structure out, a buffer that is replaced and one that is not
-    saved.
-    """
+def structured():
+    """Keyword arguments in, a nested structure out, a buffer that is replaced and one not saved."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("offset", torch.ones(2), persistent=False)
-
-    def forward(self, x, *, scale=1.0, extra=None):
-        self.calls = self.calls + 1
-        out = self.linear(x) * scale + self.offset
+    def forward(m, x, *, scale=1.0, extra=None):
+        m.calls = m.calls + 1
+        out = m.linear(x) * scale + m.offset
         return {"out": out, "parts": [out[0], (extra, 3)]}
 
-
-def lstm():
-    return nn.LSTM(4, 3, num_layers=2, batch_first=True, bidirectional=True)
+    model = module_of(forward, linear=nn.Linear(4, 2), calls=torch.zeros(()))
+    model.register_buffer("offset", torch.ones(2), persistent=False)
+    return model
 
 
 TOKENS = torch.arange(10).reshape(2, 5) % 7
@@ -76,7 +68,10 @@ ROWS, FLAT = torch.arange(40.0).sin().reshape(2, 5, 4), torch.arange(24.0).sin()
 MODULES = {
     "tied weights": (tied_net, TOKENS),
     "one module twice": (two_names, FLAT),
-    "lstm": (lstm, ROWS),
+    "lstm": (
+        lambda: nn.LSTM(4, 3, num_layers=2, batch_first=True, bidirectional=True),
+        ROWS,
+    ),
     "attention": (lambda: nn.MultiheadAttention(4, 2, batch_first=True), (ROWS,) * 3),
     "transformer": (
         lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
@@ -86,7 +81,7 @@ MODULES = {
     "spectral_norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), FLAT),
     "spectral_norm, by a hook": (lambda: nn.utils.spectral_norm(nn.Linear(4, 3)), FLAT),
     "batch norm": (lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), FLAT),
-    "structured": (Structured, FLAT),
+    "structured": (structured, FLAT),
 }
 
 
@@ -375,7 +370,7 @@ def test_a_parameter_in_a_step_is_a_parameter_and_what_comes_out_is_a_tensor():
 
 
 @pytest.mark.filterwarnings("ignore:the forward of the model left another value")
-@pytest.mark.parametrize("make", [two_names, Structured])
+@pytest.mark.parametrize("make", [two_names, structured])
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_tensor_of_a_call_is_kept_alive_and_the_next_call_is_as_before(make, fails):
     apply, params, buffers = ps.make_functional(make())
@@ -681,18 +676,12 @@ class Holder:
 Pair = collections.namedtuple("Pair", "first second")
 
 
-class Elsewhere(nn.Module):
-    """Its weight stands in one more place, from which the forward reads it."""
-
-    def __init__(self, keep, read):
-        super().__init__()
-        self.w = nn.Parameter(torch.eye(5) * 3)
-        self.register_buffer("offset", torch.ones(5))
-        self.kept = keep(self)
-        self.read = read
-
-    def forward(self, x):
-        return F.linear(x, self.read(self.kept).t()) + self.offset
+def elsewhere(keep, read):
+    """A model whose weight stands in one more place, from which the forward reads it."""
+    w, offset = nn.Parameter(torch.eye(5) * 3), torch.ones(5)
+    model = module_of(lambda m, x: F.linear(x, read(m.kept).t()) + m.offset, w=w, offset=offset)
+    model.kept = keep(model)
+    return model
 
 
 FOLLOWED = {
@@ -736,7 +725,7 @@ def tied(weight):
     ],
 )
 def test_a_weight_that_stands_elsewhere_too_is_that_of_the_call(where, how):
-    apply, params, buffers = ps.make_functional(Elsewhere(*FOLLOWED[where]))
+    apply, params, buffers = ps.make_functional(elsewhere(*FOLLOWED[where]))
     for factor in (1.0, 2.0):
         moved = {"w": params["w"] * factor}
         grad = torch.func.grad(lambda p: apply(p, buffers, torch.ones(2, 5))[0].sum())
@@ -746,7 +735,7 @@ def test_a_weight_that_stands_elsewhere_too_is_that_of_the_call(where, how):
 
 @pytest.mark.parametrize("where", REFUSED)
 def test_a_weight_where_none_can_be_put_is_refused_by_name(where):
-    model = nn.Sequential(nn.ReLU(), Elsewhere(REFUSED[where], None))
+    model = nn.Sequential(nn.ReLU(), elsewhere(REFUSED[where], None))
     named = r"^(a key of )?1\.kept\S* of the model holds its .* 1.*Fix: "
     with pytest.raises(ValueError, match=named):
         ps.make_functional(model)
@@ -777,7 +766,7 @@ def test_what_was_computed_from_a_weight_before_is_refused_where_it_is_read(view
     def read(kept):
         return operation(kept if isinstance(kept, torch.Tensor) else kept[0], torch.ones(5, 5))
 
-    model = Elsewhere(lambda m: keep(view(m.w)), read)
+    model = elsewhere(lambda m: keep(view(m.w)), read)
     with pytest.raises(RuntimeError, match=r"kept\S* of the model was computed from a par.*Fix: "):
         called(model, torch.ones(5, 5))
 
@@ -785,30 +774,25 @@ def test_what_was_computed_from_a_weight_before_is_refused_where_it_is_read(view
 # ---- weights that are read in the backward pass
 
 
-class ReadsLater(nn.Module):
+class ReadsLater(torch.autograd.Function):
     """A product whose backward reads the weight of the module."""
 
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, module, weight):
-            ctx.module = module
-            return x @ weight
+    @staticmethod
+    def forward(ctx, x, module, weight):
+        ctx.module = module
+        return x @ weight
 
-        @staticmethod
-        def backward(ctx, grad):
-            return grad @ ctx.module.w.t(), None, None
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.eye(5))
-
-    def forward(self, x, then=lambda: None):
-        then()
-        return ReadsLater.Function.apply(x, self, self.w)
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.module.w.t(), None, None
 
 
 def test_a_weight_that_is_read_in_the_backward_pass_is_that_of_the_call():
-    apply, params, buffers = ps.make_functional(ReadsLater())
+    def forward(m, x, then=lambda: None):
+        then()
+        return ReadsLater.apply(x, m, m.w)
+
+    apply, params, buffers = ps.make_functional(module_of(forward, w=nn.Parameter(torch.eye(5))))
     x = torch.ones(2, 5, requires_grad=True)
     outs = [apply({"w": params["w"] * k}, buffers, x)[0] for k in (2, 3)]
     for k, out in zip((2, 3), outs, strict=True):

@@ -378,22 +378,22 @@ def test_what_stands_around_a_break_is_compiled_once():
 # ---- what is recorded ----------------------------------------------------------------------------
 
 
-class Aliases(nn.Module):
-    """Has plain tensors over one memory, of which it may write into one."""
+def aliases(writes):
+    """A net with plain tensors over one memory, of which it may write into one."""
 
-    def __init__(self, writes):
-        super().__init__()
-        self.lin, self.history, self.writes = nn.Linear(2, 2), torch.zeros(3, 2), writes
-        self.last, self.columns = self.history[2], {"first": self.history.t()[0]}
+    def forward(m, x):
+        if writes:
+            m.history += 1
+        return m.lin(x) + m.last + m.columns["first"].sum()
 
-    def forward(self, x):
-        if self.writes:
-            self.history += 1
-        return self.lin(x) + self.last + self.columns["first"].sum()
+    net = module_of(forward, lin=nn.Linear(2, 2))
+    net.history = history = torch.zeros(3, 2)
+    net.last, net.columns = history[2], {"first": history.t()[0]}
+    return net
 
 
 def test_a_write_into_a_plain_tensor_that_another_would_see_is_refused():
-    net, x = Aliases(writes=True), torch.randn(4, 2)
+    net, x = aliases(writes=True), torch.randn(4, 2)
     apply, params, buffers = ps.make_functional(net)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"wrote into history, which shares memory.*Fix: "):
@@ -402,7 +402,7 @@ def test_a_write_into_a_plain_tensor_that_another_would_see_is_refused():
 
 
 def test_plain_tensors_over_one_memory_may_be_read():
-    net, x = Aliases(writes=False), torch.randn(4, 2)
+    net, x = aliases(writes=False), torch.randn(4, 2)
     apply, params, buffers = ps.make_functional(net)
     for call in (apply, torch.compile(apply, backend="eager", fullgraph=True)):
         torch.testing.assert_close(call(params, buffers, x)[0], net(x))

@@ -7,7 +7,7 @@ import re
 import helpers
 import pytest
 import torch
-from helpers import Untouched, called, in_one_graph, same_bits, started
+from helpers import Untouched, called, in_one_graph, module_of, same_bits, started
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,19 +16,18 @@ import purescale as ps
 SGD = ps.from_torch(torch.optim.SGD, lr=0.1)
 
 
-class Holds(nn.Module):
-    """A weight, and what `add` registers besides; its forward uses all that is registered."""
+def holds(add, frozen=False):
+    """A model of a weight and what `add` registers; its forward uses all that is registered."""
 
-    def __init__(self, add, frozen=False):
-        super().__init__()
-        self.w = nn.Parameter(torch.arange(9.0).reshape(3, 3) / 9, requires_grad=not frozen)
-        self.other = nn.Parameter(torch.ones(3))
-        add(self)
-
-    def forward(self, x):
-        for tensor in (*self._parameters.values(), *self._buffers.values()):
+    def forward(m, x):
+        for tensor in (*m._parameters.values(), *m._buffers.values()):
             x = x + tensor.to(x.dtype).sum() + (tensor.to(x.dtype) ** 2).sum()
         return x
+
+    w = nn.Parameter(torch.arange(9.0).reshape(3, 3) / 9, requires_grad=not frozen)
+    model = module_of(forward, w=w, other=nn.Parameter(torch.ones(3)))
+    add(model)
+    return model
 
 
 def trained(model, steps=3):
@@ -121,11 +120,11 @@ def test_a_parameter_that_is_a_buffer_too_trains():
     def add(model):
         model.register_buffer("again", model.w)
 
-    _, params, buffers = ps.make_functional(Holds(add))
+    _, params, buffers = ps.make_functional(holds(add))
     assert (list(params), list(buffers)) == (["w", "other"], [])
-    state, losses = trained(Holds(add))
-    torch.testing.assert_close(losses, trained_by_torch(model := Holds(add)))
-    back = Holds(add)
+    state, losses = trained(holds(add))
+    torch.testing.assert_close(losses, trained_by_torch(model := holds(add)))
+    back = holds(add)
     ps.load_into(back, state.params, state.buffers)
     torch.testing.assert_close(back.again, model.w)
 
@@ -135,7 +134,7 @@ def test_frozen_parameters_over_one_memory_are_one_buffer():
         model.v = nn.Parameter(model.w.data, requires_grad=False)
         model.register_buffer("again", model.w.data)
 
-    _, params, buffers = ps.make_functional(Holds(add, frozen=True))
+    _, params, buffers = ps.make_functional(holds(add, frozen=True))
     assert (list(params), list(buffers)) == (["other"], ["w"])
 
 
@@ -178,7 +177,7 @@ SHARED = {
 
 @pytest.mark.parametrize("case", SHARED)
 def test_what_shares_memory_in_another_way_than_as_one_is_refused_with_both_names(case):
-    model = Holds(SHARED[case])
+    model = holds(SHARED[case])
     with pytest.raises(
         ValueError, match=r"^(w|table) and c of the model share memory.*Fix: .*\.clone"
     ):
@@ -224,21 +223,18 @@ def test_what_has_no_address_is_apart(make):
 # ---- one buffer under two names ------------------------------------------------------------------
 
 
-class TwoNames(nn.Module):
-    """A buffer that stands in two places, of which `change` changes one."""
+def two_names(keep, change):
+    """A model with a buffer that stands in two places, of which `change` changes one."""
 
-    def __init__(self, keep, change):
-        super().__init__()
-        self.register_buffer("a", torch.zeros(3))
-        self.inner = nn.Module()
-        keep(self)
-        self.change = change
-
-    def forward(self, x):
-        self.change(self)
-        b = self.inner.b
+    def forward(m, x):
+        change(m)
+        b = m.inner.b
         b = b["a"] if isinstance(b, dict) else b[0] if isinstance(b, list) else b
-        return x + self.a + 10 * b
+        return x + m.a + 10 * b
+
+    model = module_of(forward, a=torch.zeros(3), inner=nn.Module())
+    keep(model)
+    return model
 
 
 TWICE = {  # where the buffer stands a second time
@@ -272,7 +268,7 @@ REPLACES = {
     ],
 )
 def test_a_buffer_that_is_replaced_in_one_of_two_places_is_refused_with_both(keep, change, how):
-    apply, params, buffers = ps.make_functional(TwoNames(TWICE[keep], REPLACES[change]))
+    apply, params, buffers = ps.make_functional(two_names(TWICE[keep], REPLACES[change]))
     run = HOW[how](lambda params, x: apply(params, buffers, x))
     names = f"replaced only one of its buffer a and {re.escape(keep.strip())}"
     names += "" if how == "compiled" else ", which .*Fix: "
@@ -290,7 +286,7 @@ def test_a_buffer_that_is_replaced_in_one_of_two_places_is_refused_with_both(kee
     ],
 )
 def test_a_buffer_with_two_names_that_stays_one_counts_as_in_torch(keep, change, how):
-    model = TwoNames(TWICE[keep], REPLACES[change])
+    model = two_names(TWICE[keep], REPLACES[change])
     apply, params, buffers = ps.make_functional(model)
     run = HOW[how](apply)
     for _ in range(3):

@@ -264,8 +264,8 @@ def linear(params, buffers, x):
     return (params["w"].half() * x.half()).float().sum(), buffers
 
 
-def start(rule, optimizer=SGD, size=4):
-    return ps.init_train_state({"w": torch.zeros(size)}, {}, optimizer, rule)
+def start(rule, optimizer=SGD):
+    return ps.init_train_state({"w": torch.zeros(4)}, {}, optimizer, rule)
 
 
 def step(state, microbatches, rule, optimizer=SGD, **settings):

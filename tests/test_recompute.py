@@ -43,12 +43,12 @@ POLICIES = [
 class Block(nn.Module):
     """Checkpoints itself as timm and transformers do: a module, or a function over its parts."""
 
-    def __init__(self, norm="layer", size=6, dropout=0.0, checkpoints=True):
+    def __init__(self, norm="layer", dropout=0.0, checkpoints=True):
         super().__init__()
-        self.norm, self.linear = NORMS[norm](size), nn.Linear(size, size)
+        self.norm, self.linear = NORMS[norm](6), nn.Linear(6, 6)
         if norm == "spectral":
             nn.utils.parametrizations.spectral_norm(self.linear)
-        self.mlp = nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size))
+        self.mlp = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6))
         self.dropout, self.checkpoints = nn.Dropout(dropout), checkpoints
 
     def part(self, x, scale):
@@ -76,11 +76,10 @@ def batches(count=3, seed=1):
 ADAMW, SGD = (ps.from_torch(cls, lr=1e-2) for cls in (torch.optim.AdamW, torch.optim.SGD))
 
 
-def training(model, policy=POLICIES[0], optimizer=ADAMW, rule=None, compiled=False, **settings):
+def training(model, policy=POLICIES[0], optimizer=ADAMW, rule=None, **settings):
     """(state, step)"""
     apply, params, buffers = ps.make_functional(model)
     loss_fn = cross_entropy_of(ps.with_policy(apply, policy))
-    loss_fn = torch.compile(loss_fn, backend="aot_eager") if compiled else loss_fn
     rule = rule or ps.DynamicScale(2.0**12, growth_interval=2)
     return started(params, None, optimizer, rule, loss_fn=loss_fn, buffers=buffers, **settings)
 

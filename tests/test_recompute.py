@@ -143,19 +143,6 @@ def test_gradients_are_those_of_the_module_by_itself(norm):
     assert same_bits(grads, {name: p.grad for name, p in model.named_parameters()})
 
 
-def test_a_batch_norm_counts_each_batch_once_where_torch_counts_it_twice():
-    model = net(norm="batch", depth=1)
-    x, labels = batches(1)[0]
-    apply, params, buffers = ps.make_functional(model)
-    (_, new_buffers), _ = ps.value_and_grad(cross_entropy_of(apply))(params, buffers, (x, labels))
-    assert new_buffers["0.norm.num_batches_tracked"] == 1
-    plain = net(norm="batch", depth=1, checkpoints=False)
-    plain(x)
-    assert same_bits(new_buffers, dict(plain.named_buffers()))
-    F.cross_entropy(model(x), labels).backward()
-    assert model[0].norm.num_batches_tracked == 2
-
-
 def test_a_backward_again_over_a_graph_that_was_retained_gives_the_same_bits():
     apply, params, buffers = ps.make_functional(net(norm="batch"))
     weights = {name: p.requires_grad_() for name, p in params.items()}

@@ -205,14 +205,14 @@ def of_scales():
 
 
 @pytest.mark.parametrize(
-    ("make", "columns"),
+    ("make", "columns", "first", "last"),
     [
-        (of_gradients, ("amax", "zeros", "subnormal", "nonfinite")),
-        (of_an_update, ("quality", "lost")),
-        (of_a_forward, ("amax", "smallest", "nonfinite")),
+        (of_gradients, ("amax", "zeros", "subnormal", "nonfinite"), "some", "fine"),
+        (of_an_update, ("quality", "lost"), "w1", "w0 (no update wanted)"),
+        (of_a_forward, ("amax", "smallest", "nonfinite"), "0", "(model)"),
     ],
 )
-def test_the_picture_has_a_bar_a_row_for_each_column(make, columns, plt):
+def test_the_picture_has_a_bar_a_row_for_each_column(make, columns, first, last, plt):
     report = make()
     figure, rows = report.plot(), report.rows
     rows = list(rows.values()) if isinstance(rows, dict) else rows
@@ -221,10 +221,6 @@ def test_the_picture_has_a_bar_a_row_for_each_column(make, columns, plt):
         numbers = [getattr(row, name).item() for row in rows]
         assert drawn == sorted(number if math.isfinite(number) else 0 for number in numbers)
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    first = {of_gradients: "some", of_an_update: "w1", of_a_forward: "0"}[make]
-    last = {of_gradients: "fine", of_an_update: "w0 (no update wanted)", of_a_forward: "(model)"}[
-        make
-    ]
     assert (labels[-1], labels[0]) == (first, last)
 
 

@@ -11,15 +11,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import (
-    any32,
-    assert_close,
-    examples,
-    in_processes,
-    same_bits,
-    tensors,
-    trees,
-)
+from helpers import any32, assert_close, examples, in_processes, same_bits, tensors, trees
 from hypothesis import given
 
 import purescale as ps
@@ -40,13 +32,18 @@ rules = st.builds(
         max_scale=2.0 ** (init + high),
     ),
     st.integers(-20, 20),
-    st.integers(0, 12),
+    st.integers(0, 12) | st.integers(0, 39),
     st.integers(1, 6),
-    st.integers(0, 20),
-    st.integers(0, 20),
+    st.integers(0, 20) | st.just(91),
+    st.integers(0, 20) | st.just(107),
 )
-steps = st.lists(st.tuples(st.booleans(), any32.map(abs) | st.just(0.0)), min_size=1, max_size=30)
-wide = {"min_scale": 2.0**-111, "max_scale": 2.0**127}
+edges = st.builds(  # powers of two, and where one more bit is borrowed
+    lambda number, exponent: number * 2.0**exponent,
+    st.sampled_from([2.0**-16, 2.0**16, 65504.0, 65504.0 + 2**-8]),
+    st.integers(-133, 111),
+)
+amaxes = any32.map(abs) | st.just(0.0) | edges
+steps = st.lists(st.tuples(st.booleans(), amaxes), min_size=1, max_size=30)
 
 
 def run(rule, series, state=None):
@@ -103,23 +100,6 @@ def test_update_equals_its_definition_in_exact_arithmetic(rule, series):
         )
 
 
-@given(st.integers(-149, 127), st.integers(0, 39))
-def test_every_power_of_two_is_exact(exponent, margin):
-    """And the number just above it gives the same scale, the one just below at most twice that."""
-    rule = ps.HeadroomScale(margin=margin, **wide)
-    amax = torch.tensor(2.0).pow(exponent) if exponent > -127 else torch.tensor(2.0**exponent)
-    got = clean(rule, amax.item()).scale.item()
-    assert got == min(max(2.0 ** (15 - exponent - margin), 2.0**-111), 2.0**127)
-
-
-def test_the_largest_float16_is_where_one_more_bit_is_borrowed():
-    rule = ps.HeadroomScale(margin=0, **wide)
-    assert clean(rule, 65504.0).scale == 1
-    assert clean(rule, math.nextafter(65504.0, math.inf)).scale == 1  # rounds to 65504 in float32
-    assert clean(rule, 65504.0 + 2**-8).scale == 0.5
-    assert clean(rule, 65536.0).scale == 0.5
-
-
 @examples(20)
 @given(
     rules,
@@ -144,17 +124,12 @@ def test_no_run_of_losses_and_overflows_is_skipped_for_ever(rule, before, batche
         state = updated(rule, state, overflows, amax if is_finite else math.nan)
 
 
-@pytest.mark.slow
 def test_2000_zeros_in_a_row_raise_a_scale_of_1_and_above_by_a_bit():
     rule = ps.HeadroomScale(window=4)
     for state in (rule.init(), clean(rule, 3.0)):
-        states = run(rule, [(False, 0.0)] * 4000, state)
-        assert (torch.stack([s.scale for s in states[:2000]]) == state.scale).all()
-        assert states[2000].scale == 2 * state.scale
-        assert states[3999].scale == 2 * state.scale
-        assert states[4000].scale == 4 * state.scale
-    again = run(rule, [(False, 0.0)] * 1999 + [(False, 3.0)] + [(False, 0.0)] * 1999)
-    assert again[-1].scale == clean(rule, 3.0).scale
+        later = state._replace(consecutive_zeros=torch.tensor(1998, dtype=torch.int32))
+        scales = [(s.scale / state.scale).item() for s in run(rule, [(False, 0.0)] * 3, later)]
+        assert scales == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.0, math.inf, math.nan, -8.0, 2.0**-140])
@@ -289,8 +264,8 @@ def linear(params, buffers, x):
     return (params["w"].half() * x.half()).float().sum(), buffers
 
 
-def start(rule, optimizer=SGD, size=4):
-    return ps.init_train_state({"w": torch.zeros(size)}, {}, optimizer, rule)
+def start(rule, optimizer=SGD):
+    return ps.init_train_state({"w": torch.zeros(4)}, {}, optimizer, rule)
 
 
 def step(state, microbatches, rule, optimizer=SGD, **settings):

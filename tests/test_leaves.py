@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import AsOnAnAccelerator, at, batch, clone, job, same_bits, tensors
+from helpers import AsOnAnAccelerator, at, batch, clone, job, same_bits, scaled_by, tensors
 
 import purescale as ps
 from purescale import interop
@@ -89,6 +89,7 @@ def test_a_lazily_negated_or_conjugated_view_is_taken_as_what_it_stands_for(name
 
 def _calls():
     state, step = job(ADAMAX, RULE)
+    overflowing = scaled_by(state, 2.0**30)
     apply, params, buffers = ps.make_functional(torch.nn.Linear(3, 2))
     inputs, x = batch(), torch.randn(4, 3)
     mixed = {
@@ -120,7 +121,7 @@ def _calls():
         "accumulated_grads": lambda: ps.accumulated_grads(ps.merge_accum(accum, accum)),
         "select": lambda: ps.select(True, grads, grads),
         "train_step": lambda: step(state, [inputs], max_norm=1.0),
-        "train_step, retried": lambda: step(scaled(state), [inputs], max_retries=2),
+        "train_step, retried": lambda: step(overflowing, [inputs], max_retries=2),
         "make_functional": lambda: apply(params, buffers, x),
         "bn": lambda: ps.bn_buffers(ps.merge_bn_stats(bn, bn), state.buffers),
         "check_scaler": lambda: ps.check_scaler(state.scaler, RULE, max_skips=3),
@@ -142,10 +143,6 @@ def _calls():
             m.from_state_dict(m.to_state_dict(r, s), device="cpu")[1],
         )
     return calls
-
-
-def scaled(state):
-    return state._replace(scaler=state.scaler._replace(scale=torch.tensor(2.0**30, device="cpu")))
 
 
 BOTH_WAYS = pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import mean_square_of
+from helpers import mean_square_of, module_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -138,17 +138,13 @@ def lazy():
     return model
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant=False):
-        super().__init__()
-        self.part, self.head = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 3)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        return self.head(checkpoint(self.part, x, use_reentrant=self.use_reentrant))
+def checkpointed(use_reentrant=False):
+    part, head = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 3)
+    run = functools.partial(checkpoint, use_reentrant=use_reentrant)
+    return module_of(lambda m, x: m.head(run(m.part, x)), part=part, head=head)
 
 
-@pytest.mark.parametrize("make", [spectral, lazy, Checkpointed])
+@pytest.mark.parametrize("make", [spectral, lazy, checkpointed])
 def test_the_modules_of_torch_keep_no_state_but_buffers(make):
     assert warned(make())[0] == []
 
@@ -199,28 +195,24 @@ def test_nothing_is_read_on_an_accelerator(made, count):
 # ---- what a backward writes
 
 
-class Counted(nn.Module):
-    """A layer with a buffer, into which a backward hook of it writes."""
-
-    def __init__(self, write):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.register_buffer("norm", torch.zeros(()))
-        self.write = write
-
-    def forward(self, x):
-        y = self.linear(x)
-        y.register_hook(functools.partial(self.write, self))
-        return y
-
-
 def writes(part, grad):
     part.norm.copy_(grad.norm())
 
 
+def counted():
+    """A layer with a buffer, into which a backward hook of it writes."""
+
+    def forward(m, x):
+        y = m.linear(x)
+        y.register_hook(functools.partial(writes, m))
+        return y
+
+    return module_of(forward, linear=nn.Linear(3, 3), norm=torch.zeros(()))
+
+
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_what_a_backward_writes_into_a_buffer_is_named_once(by_hand):
-    apply, params, buffers = ps.make_functional(nn.Sequential(Counted(writes), nn.Linear(3, 3)))
+    apply, params, buffers = ps.make_functional(nn.Sequential(counted(), nn.Linear(3, 3)))
     loss_fn = mean_square_of(apply)
 
     def train():
@@ -244,7 +236,7 @@ def test_what_a_caller_writes_into_new_buffers_is_no_write_of_a_backward(recwarn
 
 
 def test_what_a_backward_writes_into_a_buffer_is_lost_under_a_transform_too():
-    apply, params, buffers = ps.make_functional(Counted(writes))
+    apply, params, buffers = ps.make_functional(counted())
 
     def loss_and_buffers(params):
         out, new = apply(params, buffers, torch.ones(2, 3))
@@ -256,7 +248,7 @@ def test_what_a_backward_writes_into_a_buffer_is_lost_under_a_transform_too():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_what_a_checkpoint_counts_again_is_meant_to_be_lost(use_reentrant):
-    apply, params, buffers = ps.make_functional(Checkpointed(use_reentrant))
+    apply, params, buffers = ps.make_functional(checkpointed(use_reentrant))
     for _ in range(2):
         leaves = {key: param.clone().requires_grad_() for key, param in params.items()}
         out, buffers = apply(leaves, buffers, torch.randn(5, 3).requires_grad_())

@@ -2,6 +2,7 @@
 with.
 """
 
+import functools
 import math
 
 import hypothesis.strategies as st
@@ -14,7 +15,6 @@ from helpers import (
     batch,
     cross_entropy_of,
     examples,
-    module_of,
     same_bits,
     shares_memory,
     small_net,
@@ -87,11 +87,11 @@ def test_the_columns_equal_single_runs(policy, chunk_size):
         assert probe.error[name].tolist() == pytest.approx(error[name], rel=0.1, abs=2e-3)
 
 
-def two_leaves(params, buffers, microbatch):
-    """In float16, `weak`'s gradient 2**-20 of `strong`'s."""
+def two_leaves(params, buffers, microbatch, weak=2.0**-20):
+    """In float16, the gradient of `weak` a small part of that of `strong`."""
     strong = (params["strong"].half() * microbatch).float().sum()
-    weak = (params["weak"].half() * microbatch).float().sum() * 2.0**-20
-    return strong + weak, buffers
+    loss = strong + (params["weak"].half() * microbatch).float().sum() * weak
+    return loss, buffers, {"strong": strong}
 
 
 TWO = {"strong": torch.ones(3), "weak": torch.ones(3)}
@@ -131,11 +131,7 @@ def test_the_window_is_that_of_the_weakest_leaf_and_the_strongest():
 
 
 def test_the_leaf_without_a_safe_scale_is_named():
-    def loss_fn(params, buffers, microbatch):
-        strong = (params["strong"].half() * microbatch).float().sum()
-        return strong + (params["weak"].half() * microbatch).float().sum() * 2.0**-38, buffers
-
-    probe = ps.probe_scales(loss_fn, TWO, {}, MESSAGE)
+    probe = ps.probe_scales(functools.partial(two_leaves, weak=2.0**-38), TWO, {}, MESSAGE)
     assert probe.low == {"strong": -8, "weak": None}
     assert probe.starved == ["weak"]
     assert probe.window is None
@@ -187,32 +183,6 @@ def test_one_forward_serves_every_scale():
     assert probe.low == {"w": -8}
 
 
-def tied():
-    letters, head = nn.Embedding(7, 8), nn.Linear(8, 7, bias=False)
-    head.weight = letters.weight
-    return module_of(
-        lambda m, text: m.head(m.norm(m.letters(text) * m.frozen)),
-        **{"letters": letters, "norm": nn.LayerNorm(8), "head": head},
-        frozen=nn.Parameter(torch.ones(8), requires_grad=False),
-    )
-
-
-def test_tied_weights_are_one_leaf_and_aux_is_let_through():
-    apply, params, buffers = ps.make_functional(tied())
-    apply = ps.with_policy(apply, HALF)
-
-    def loss_fn(params, buffers, text):
-        logits, buffers = apply(params, buffers, text)
-        return F.cross_entropy(logits, text), buffers, {"logits": logits}
-
-    given = loss_fn, params, buffers, torch.arange(7)
-    probe = ps.probe_scales(*given, exponents=EXPONENTS)
-    assert list(probe.zeros) == ["letters.weight", "norm.weight", "norm.bias"]
-    assert probe.overflow.tolist() == [
-        bool(single_run(loss_fn, params, buffers, torch.arange(7), e)[1]) for e in EXPONENTS
-    ]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
 def test_wide_and_complex_parameters_are_probed(dtype):
     def loss_fn(params, buffers, x):
@@ -235,37 +205,39 @@ def test_a_loss_that_is_nan_has_no_scale_that_fits():
     assert probe.plot() is not None
 
 
-def test_a_backward_without_a_rule_for_vmap_goes_through_one_at_a_time():
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
+class Reads(torch.autograd.Function):
+    """Twice its argument. Its backward reads a value, which vmap refuses."""
 
-        @staticmethod
-        def backward(ctx, grad):
-            assert not grad.isnan().any().item()  # reads, which vmap refuses
-            return grad * 2
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
 
-    def loss_fn(params, buffers, x):
-        return Own.apply(params["w"]).sum(), buffers
+    @staticmethod
+    def backward(ctx, grad):
+        assert not grad.isnan().any().item()
+        return grad * 2
 
-    given = loss_fn, {"w": torch.ones(2)}, {}, None
+
+def embedded(w, sparse):
+    return F.embedding(torch.tensor([0, 0, 1]), w, sparse=sparse)
+
+
+@pytest.mark.parametrize(
+    ("value", "same"),
+    [
+        (Reads.apply, lambda w: w * 2),
+        (lambda w: embedded(w, sparse=True), lambda w: embedded(w, sparse=False)),
+    ],
+    ids=["it reads", "its gradient is sparse"],
+)
+def test_a_backward_without_a_rule_for_vmap_goes_one_scale_at_a_time(value, same):
+    def probe(of, **settings):
+        loss_fn = lambda p, b, x: (of(p["w"]).sum(), b)  # noqa: E731
+        return ps.probe_scales(loss_fn, {"w": torch.ones(4, 2)}, {}, None, **settings)
+
     with pytest.raises(RuntimeError, match=r"failed under torch.vmap.*Fix: .*chunk_size=1"):
-        ps.probe_scales(*given)
-    assert ps.probe_scales(*given, chunk_size=1).window == (-8, 24)
-
-
-def test_a_sparse_gradient_goes_one_scale_at_a_time():
-    def loss_fn(params, buffers, x):
-        return F.embedding(x, params["w"], sparse=sparse).sum(), buffers
-
-    given = loss_fn, {"w": torch.ones(4, 2)}, {}, torch.tensor([0, 0, 1])
-    sparse = False
-    expected = ps.probe_scales(*given)
-    sparse = True
-    with pytest.raises(RuntimeError, match=r"Fix: .*chunk_size=1"):
-        ps.probe_scales(*given)
-    assert same_bits(tuple(ps.probe_scales(*given, chunk_size=1)), tuple(expected))
+        probe(value)
+    assert same_bits(tuple(probe(value, chunk_size=1)), tuple(probe(same)))
 
 
 # ---- the table and the picture -------------------------------------------------------------------

@@ -8,6 +8,7 @@ import gc
 import pickle
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
@@ -90,11 +91,6 @@ def once(register):
     return install
 
 
-def replace_hook(net, x):
-    net.handle.remove()
-    net.handle = net.lin.register_forward_hook(double)
-
-
 HOOKS = {
     "forward": once(lambda net, x: net.lin.register_forward_hook(double)),
     "always, first": lambda net, x: net.lin.register_forward_hook(
@@ -105,7 +101,10 @@ HOOKS = {
     "backward": once(lambda net, x: net.lin.register_full_backward_hook(double_grad)),
     "state dict": lambda net, x: net.lin.register_state_dict_post_hook(lambda *args: None),
     "removed": lambda net, x: net.handle.remove(),
-    "replaced at an equal count": replace_hook,
+    "replaced at an equal count": lambda net, x: (
+        net.handle.remove(),
+        net.lin.register_forward_hook(double),
+    ),
     "other order": lambda net, x: net.lin._forward_hooks.move_to_end(net.handle.id),
 }
 
@@ -141,19 +140,6 @@ def replace_keys(net, x):
     net.dict["o"] = net.counter["c"] = net.order["c"] = x
 
 
-def count_letters(net, x):
-    net.counter["a"] -= 1
-
-
-def change_set(net, x):
-    net.set.discard(1)
-    net.set.update((7, 8))
-
-
-def fill_deque(net, x):
-    net.deque.extend((x, 4))
-
-
 def grow(net, x):
     net.nested[0].append(x)
     net.nested[1]["a"].append(3)
@@ -169,14 +155,19 @@ def change_helper(net, x):
 CHANGES = {
     change.__name__: change
     for change in (
-        count, remember, forget, change_layers, replace_list, count_up, replace_keys,
-        change_set, fill_deque, grow, change_helper,
+        count, remember, forget, change_layers, replace_list, count_up, replace_keys, grow,
+        change_helper,
     )
 } | {
     "append": lambda net, x: net.empty.append(x),
     "shrink": lambda net, x: net.list.clear(),
+    "set": lambda net, x: (net.set.discard(1), net.set.update((7, 8))),
+    "deque": lambda net, x: net.deque.extend((x, 4)),
 }  # fmt: skip
-MORE = {"in a partial": lambda net, x: net.partial.args[0].append(x), "counter": count_letters}
+MORE = {
+    "in a partial": lambda net, x: net.partial.args[0].append(x),
+    "counter": lambda net, x: net.counter.subtract("a"),
+}
 EAGER = HOOKS | CHANGES | MORE
 
 
@@ -289,15 +280,16 @@ class Resource:
         Resource.returned += 1
 
 
-def test_calls_share_a_helper_that_is_freed_by_hand():
+@pytest.mark.parametrize("make", [Resource, threading.Lock])
+def test_calls_share_what_cannot_be_made_anew(make):
     net = module_of(lambda m, x: (m.linear(x), m.resource), linear=nn.Linear(3, 3))
-    net.resource = Resource()
+    net.resource, returned = make(), Resource.returned
     apply, params, buffers = ps.make_functional(net)
     for _ in range(2):
         assert apply(params, buffers, torch.ones(1, 3))[0][1] is net.resource
     del apply
     gc.collect()
-    assert Resource.returned == 0
+    assert Resource.returned == returned
 
 
 # ---- compiled ------------------------------------------------------------------------------------
@@ -386,22 +378,22 @@ def test_what_stands_around_a_break_is_compiled_once():
 # ---- what is recorded ----------------------------------------------------------------------------
 
 
-class Aliases(nn.Module):
-    """Has plain tensors over one memory, of which it may write into one."""
+def aliases(writes):
+    """A net with plain tensors over one memory, of which it may write into one."""
 
-    def __init__(self, writes):
-        super().__init__()
-        self.lin, self.history, self.writes = nn.Linear(2, 2), torch.zeros(3, 2), writes
-        self.last, self.columns = self.history[2], {"first": self.history.t()[0]}
+    def forward(m, x):
+        if writes:
+            m.history += 1
+        return m.lin(x) + m.last + m.columns["first"].sum()
 
-    def forward(self, x):
-        if self.writes:
-            self.history += 1
-        return self.lin(x) + self.last + self.columns["first"].sum()
+    net = module_of(forward, lin=nn.Linear(2, 2))
+    net.history = history = torch.zeros(3, 2)
+    net.last, net.columns = history[2], {"first": history.t()[0]}
+    return net
 
 
 def test_a_write_into_a_plain_tensor_that_another_would_see_is_refused():
-    net, x = Aliases(writes=True), torch.randn(4, 2)
+    net, x = aliases(writes=True), torch.randn(4, 2)
     apply, params, buffers = ps.make_functional(net)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"wrote into history, which shares memory.*Fix: "):
@@ -410,7 +402,7 @@ def test_a_write_into_a_plain_tensor_that_another_would_see_is_refused():
 
 
 def test_plain_tensors_over_one_memory_may_be_read():
-    net, x = Aliases(writes=False), torch.randn(4, 2)
+    net, x = aliases(writes=False), torch.randn(4, 2)
     apply, params, buffers = ps.make_functional(net)
     for call in (apply, torch.compile(apply, backend="eager", fullgraph=True)):
         torch.testing.assert_close(call(params, buffers, x)[0], net(x))

@@ -7,7 +7,8 @@ import pickle
 
 import pytest
 import torch
-from helpers import mean_square_of, module_of, same_bits
+import torch.utils._pytree as pytree
+from helpers import mean_square_of, module_of, same_bits, started
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -101,7 +102,7 @@ def _net(request):
     model = make()
     with torch.no_grad():
         model(torch.randn(5, 3))
-    return model, names
+    return model, *ps.make_functional(model, names)
 
 
 def rolled(apply, params, buffers, xs):
@@ -124,8 +125,7 @@ def _part(obj, key):
 
 
 def test_calls_in_turn_are_the_module_stepped_in_time(net):
-    model, names = net
-    apply, params, buffers = ps.make_functional(model, names)
+    model, apply, params, buffers = net
     module, xs, before = copy.deepcopy(model), torch.randn(4, 5, 3), copy.deepcopy(buffers)
     expected = torch.stack([module(x) for x in xs])
     out, new = rolled(apply, params, buffers, xs)
@@ -136,8 +136,7 @@ def test_calls_in_turn_are_the_module_stepped_in_time(net):
 
 
 def test_gradients_go_back_in_time(net):
-    model, names = net
-    apply, params, buffers = ps.make_functional(model, names)
+    model, apply, params, buffers = net
     module, xs = copy.deepcopy(model), torch.randn(4, 5, 3)
     module.checkpoints = False
     torch.stack([module(x) for x in xs]).square().sum().backward()
@@ -161,9 +160,7 @@ def test_gradients_go_back_in_time(net):
     indirect=["net"],
 )
 def test_compiled_calls_equal_eager_ones(net, compiler):
-    model, names = net
-    model.checkpoints = compiler is not ps.jit  # which refuses them
-    apply, params, buffers = ps.make_functional(model, names)
+    _, apply, params, buffers = net
     xs = torch.randn(3, 5, 3)
 
     def roll(params, buffers, xs):
@@ -176,8 +173,7 @@ def test_compiled_calls_equal_eager_ones(net, compiler):
 
 
 def test_mapped_states_equal_a_loop(net):
-    model, names = net
-    apply, params, buffers = ps.make_functional(model, names)
+    _, apply, params, buffers = net
     xs = torch.randn(3, 5, 3)
     starts = ps.stack_states(
         [{n: b + i if b.is_floating_point() else b for n, b in buffers.items()} for i in (0, 1)]
@@ -186,19 +182,17 @@ def test_mapped_states_equal_a_loop(net):
 
 
 def test_a_trained_state_equals_torchs_loop_and_a_skip_leaves_it(net):
-    model, names = net
-    apply, params, buffers = ps.make_functional(model, names)
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.01), ps.DynamicScale(init_scale=2.0**8)
-    state = ps.init_train_state(params, buffers, optimizer, rule)
-    settings = {"loss_fn": mean_square_of(apply), "optimizer": optimizer, "rule": rule}
-    settings["donate"] = True
+    model, apply, params, buffers = net
+    sgd, rule = ps.from_torch(torch.optim.SGD, lr=0.01), ps.DynamicScale(init_scale=2.0**8)
+    settings = {"loss_fn": mean_square_of(apply), "buffers": buffers, "donate": True}
+    state, step = started(params, None, sgd, rule, **settings)
     plain = torch.optim.SGD(model.parameters(), lr=0.01)
     for x in torch.randn(4, 5, 3):
         before = copy.deepcopy(state.buffers)
-        state, info = ps.train_step(state, [torch.full_like(x, torch.inf)], **settings)
+        state, info = step(state, [torch.full_like(x, torch.inf)])
         assert info.found_inf
         assert same_bits(state.buffers, before)
-        state, _ = ps.train_step(state, [x], **settings)
+        state, _ = step(state, [x])
         plain.zero_grad()
         model(x).square().mean().backward()
         plain.step()
@@ -209,18 +203,13 @@ def test_a_trained_state_equals_torchs_loop_and_a_skip_leaves_it(net):
 
 def _detach(model):
     for module in model.modules():
-        if isinstance(getattr(module, "mem", None), torch.Tensor):
-            module.mem = module.mem.detach()
-        if isinstance(module, Memories):
-            module.v = module.v.detach()
-        if isinstance(module, Delay):
-            module.last = [state.detach() for state in module.last]
-            module.means = {"mean": module.means["mean"].detach()}
+        for name in {"mem", "_memories", "last", "means"} & vars(module).keys():
+            kept = vars(module)[name]
+            vars(module)[name] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, kept)
 
 
 def test_load_into_and_pickle_keep_the_state(net):
-    model, names = net
-    apply, params, buffers = ps.make_functional(model, names)
+    model, apply, params, buffers = net
     xs = torch.randn(3, 5, 3)
     _, new = rolled(apply, params, buffers, xs)
     ps.load_into(model, params, new)

@@ -1,6 +1,5 @@
 """Copies of states, many states as one, one of them again, and averages over time."""
 
-import functools
 import math
 
 import hypothesis.strategies as st
@@ -114,20 +113,6 @@ def test_what_is_no_dense_real_tensor_is_copied_too():
     assert same_bits(list(copy["nested"][0].unbind()), rows)
 
 
-def test_copies_go_through_vmap_compile_grad_and_jit_and_read_nothing():
-    tree = {key: leaf for key, leaf in tree_of(0).items() if key in map(str, TWO)}
-    stacked = ps.stack_states([tree, ps.clone(tree)])
-    assert_vmap_equals_loop(ps.clone, stacked)
-    [one] = assert_single_graph(ps.clone, (tree,))
-    assert same_bits(one, tree)
-    x = torch.tensor([2.0, 3.0])
-    slope = torch.func.grad(lambda x: (ps.clone({"x": x})["x"] ** 2).sum())(x)
-    assert same_bits(slope, 2 * x)
-    _, tangent = torch.func.jvp(lambda x: ps.clone([x])[0] * 2, (x,), (x,))
-    assert same_bits(tangent, 2 * x)
-    assert_sync_free(ps.clone, tree)
-
-
 def test_a_state_of_many_tensors_is_copied_by_one_operator():
     state = ps.StepInfo(*[[torch.ones(3) for _ in range(50)], None] * 3, ())
     with Dispatched() as run:
@@ -145,25 +130,6 @@ def test_members_of_what_was_stacked_are_the_states(trees):
         for i in (index, index - len(trees), torch.tensor(index), torch.tensor(index - len(trees))):
             assert same_bits(assert_pure(ps.member, stacked, i), tree)
     assert all(leaf.shape[0] == len(trees) for leaf in tensors(stacked))
-
-
-def test_it_goes_through_vmap_compile_and_grad():
-    stacked = ps.stack_states([tree_of(seed, TWO) for seed in range(4)])
-    numbers = {key: leaf for key, leaf in stacked.items() if key in map(str, TWO)}
-    pair = ps.stack_states([numbers, numbers])
-    assert_vmap_equals_loop(lambda tree: ps.member(tree, 1), pair)
-    assert_vmap_equals_loop(lambda i: ps.member(numbers, i), torch.arange(4))
-    assert_vmap_equals_loop(lambda a, b: ps.stack_states([a, b]), pair, pair)
-    given_trees = [numbers, numbers]
-    [one] = assert_single_graph(ps.stack_states, (given_trees,))
-    assert same_bits(one, ps.stack_states(given_trees))
-    calls = [(numbers, torch.tensor(index)) for index in (0, 2)]
-    for (_, i), came in zip(calls, assert_single_graph(ps.member, *calls), strict=True):
-        assert same_bits(came, ps.member(numbers, i))
-    x = torch.tensor([1.0, 2.0])
-    slope = torch.func.grad(lambda x: ps.member(ps.stack_states([x, 3 * x]), 1).sum())(x)
-    assert slope.tolist() == [3, 3]
-    assert_sync_free(ps.member, numbers, torch.tensor(1))
 
 
 W = torch.ones(2)
@@ -256,22 +222,6 @@ def test_an_average_in_float32_follows_half_weights_and_half_is_computed_in_floa
     assert same_bits(ps.ema(small, small * 3, 0.5), small * 2), "in float16 half of it is 0"
 
 
-def test_it_follows_a_run_of_torchs_averaged_model():
-    model = torch.nn.Linear(33, 5)
-    theirs = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    )
-    theirs.update_parameters(model)  # the first is a copy
-    average = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    for _ in range(5):
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(torch.randn_like(weight))
-        theirs.update_parameters(model)
-        average = ps.ema(average, dict(model.named_parameters()), 0.9)
-    assert_close(average, dict(theirs.module.named_parameters()))
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("decay", [0.1, torch.tensor(0.5)])
 def test_what_is_infinite_in_both_stays_and_what_is_finite_in_both_stays_finite(dtype, decay):
@@ -290,23 +240,6 @@ def test_a_nan_goes_on_unless_it_is_selected_away():
     bad = torch.tensor(True)
     assert same_bits(ps.select(bad, old, ps.ema(old, new, 0.9)), old)
     assert ps.ema(old, new, 0.9)["w"].isnan().all()
-
-
-def test_an_average_goes_through_vmap_compile_and_grad():
-    old, new = (ps.stack_states([tree_of(s + i, TWO) for i in range(3)]) for s in (0, 7))
-    old, new = ({k: t[k] for k in map(str, TWO)} for t in (old, new))
-    decays = torch.tensor([0.1, 0.9, 0.999])
-    assert_vmap_equals_loop(ps.ema, old, new, decays, rtol=1e-6, atol=1e-7)
-    assert_vmap_equals_loop(functools.partial(ps.ema, decay=0.9), old, new)
-    calls = [(old, new, decay) for decay in decays]
-    for call, came in zip(calls, assert_single_graph(ps.ema, *calls), strict=True):
-        assert_close(came, ps.ema(*call))
-    assert_sync_free(ps.ema, old, new, decays[0])
-    one, two = torch.tensor([1.0]), torch.tensor([3.0])
-    slopes = torch.func.grad(lambda o, n, d: ps.ema(o, n, d).sum(), argnums=(0, 1, 2))(
-        one, two, torch.tensor(0.75)
-    )
-    assert_close(slopes, (torch.tensor([0.75]), torch.tensor([0.25]), torch.tensor(-2.0)))
 
 
 @pytest.mark.parametrize(
@@ -368,22 +301,9 @@ def test_other_orders_of_leaves_and_of_elements_have_others(order):
     assert (ps.fingerprint(columns[list(order)]) == ps.fingerprint(columns)).item() is same
 
 
-def state_of_a_run():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 33), torch.nn.BatchNorm1d(33))
-    _, params, buffers = ps.make_functional(model)
-    optimizer, rule = ps.from_torch(torch.optim.AdamW), ps.DynamicScale()
-    rng = torch.Generator().manual_seed(0).get_state()
-    return ps.init_train_state(params, buffers, optimizer, rule, rng=rng)
-
-
-def test_it_is_the_same_mapped():
-    states = [state_of_a_run() for _ in range(3)]
-    assert_vmap_equals_loop(ps.fingerprint, ps.stack_states(states))
-
-
 @pytest.mark.slow
 def test_it_is_the_same_compiled():
-    state = state_of_a_run()
+    state = next(states())[-1]
     assert ps.jit(ps.fingerprint)(state) == ps.fingerprint(state)
 
 
@@ -393,10 +313,8 @@ def test_strides_and_lazy_bits_do_not_count():
         assert ps.fingerprint(lazy) == ps.fingerprint(lazy.clone().contiguous().resolve_conj())
 
 
-def test_a_fingerprint_reads_nothing_and_changes_nothing():
-    state = state_of_a_run()
-    assert_pure(ps.fingerprint, state)
-    result = assert_sync_free(ps.fingerprint, state)
+def test_a_fingerprint_changes_nothing():
+    result = assert_pure(ps.fingerprint, next(states())[-1])
     assert (result.dtype, result.shape) == (torch.int64, ())
 
 
@@ -433,43 +351,77 @@ def test_select_matches_by_name_and_keeps_the_order_of_the_old_tree(bad):
             assert same_bits(picked["a"], old["a"] if bad else new["a"])
 
 
-def test_select_under_vmap_equals_a_loop():
-    old, new = {"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([3.0, 4.0])}
-    assert_vmap_equals_loop(ps.select, torch.tensor([True, False]), old, new)
-
-
-A = {"a": torch.ones(1)}
+ONE, FLAG = torch.ones(1), torch.tensor(True)
+A = {"a": ONE}
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("arguments", "error", "message"),
     [
-        (A, {"b": torch.ones(1)}, r"not match old: missing \['a'\]; not in old: \['b'\]"),
-        (A, {"a": torch.ones(2)}, r"'\] is torch.float32 \(1,\), but torch.float32 \(2,\) in new"),
-        (A, {"a": torch.ones(1).half()}, r"torch.float16 \(1,\) in new"),
-        ({"a": 1}, {"a": True}, r"old\['a'\] is 1, but True in new"),
-        (A, {"a": None}, r"old\['a'\] is .*, but None in new"),
+        ((FLAG, A, {"b": ONE}), ValueError, r"match old: missing \['a'\]; not in old: \['b'\]"),
+        (
+            (FLAG, A, {"a": torch.ones(2)}),
+            ValueError,
+            r"'\] is torch.float32 \(1,\), but torch.float32 \(2,\) in new",
+        ),
+        ((FLAG, A, {"a": ONE.half()}), ValueError, r"torch.float16 \(1,\) in new"),
+        ((FLAG, {"a": 1}, {"a": True}), ValueError, r"old\['a'\] is 1, but True in new"),
+        ((FLAG, A, {"a": None}), ValueError, r"old\['a'\] is .*, but None in new"),
+        ((torch.tensor([True]), ONE, ONE), ValueError, "one flag decides"),
+        ((None, ONE, ONE), TypeError, "found_inf must be a 0-d bool tensor"),
+        ((A, A, True), TypeError, r"Fix: `select\(found_inf, old, new\)`"),
+        ((A, A, FLAG), TypeError, r"Fix: `select\(found_inf, old, new\)`"),
     ],
 )
-def test_select_refuses_trees_that_differ(old, new, message):
-    with pytest.raises(ValueError, match=message):
-        ps.select(torch.tensor(True), old, new)
-
-
-def test_one_flag_decides_so_it_is_0d():
-    with pytest.raises(ValueError, match="one flag decides"):
-        ps.select(torch.tensor([True]), torch.ones(1), torch.ones(1))
-    with pytest.raises(TypeError, match="found_inf must be a 0-d bool tensor"):
-        ps.select(None, torch.ones(1), torch.ones(1))
-
-
-@pytest.mark.parametrize("flag", [True, torch.tensor(True)])
-def test_a_flag_that_comes_last_is_refused_with_the_order(flag):
-    with pytest.raises(TypeError, match=r"Fix: `select\(found_inf, old, new\)`"):
-        ps.select(A, A, flag)
+def test_select_refuses_trees_that_differ_and_what_is_no_flag(arguments, error, message):
+    with pytest.raises(error, match=message):
+        ps.select(*arguments)
 
 
 @pytest.mark.parametrize("bad", [True, False])
 def test_a_flag_may_be_selected_by_a_flag(bad):
     old, new = torch.tensor(False), torch.tensor(True)
     assert ps.select(torch.tensor(bad), old, new).item() is not bad
+
+
+# ---- under transforms ----------------------------------------------------------------------------
+
+TREES = [{k: t for k, t in tree_of(s, TWO).items() if k in map(str, TWO)} for s in range(4)]
+PAIRS = [tuple(TREES[:2]), tuple(TREES[2:])]
+CALLS = {  # each function, and arguments of some calls of it
+    "clone": (ps.clone, [(each,) for each in TREES]),
+    "stack_states": (lambda *trees: ps.stack_states(list(trees)), PAIRS),
+    "member": (lambda tree: ps.member(tree, 1), [(ps.stack_states(list(pair)),) for pair in PAIRS]),
+    "member, by a tensor": (
+        lambda i: ps.member(ps.stack_states(TREES), i),
+        [(torch.tensor(i),) for i in (0, 2, 3)],
+    ),
+    "ema": (ps.ema, [(*TREES[:2], torch.tensor(decay)) for decay in (0.1, 0.9, 0.999)]),
+    "ema, by a number": (lambda *trees: ps.ema(*trees, 0.9), PAIRS),
+    "select": (ps.select, [(torch.tensor(bad), *TREES[:2]) for bad in (True, False)]),
+    "fingerprint": (ps.fingerprint, [(each,) for each in next(states())]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_it_is_the_same_mapped_and_in_one_graph_and_reads_nothing(name):
+    fn, calls = CALLS[name]
+    near = {"rtol": 1e-6, "atol": 1e-7} if name == "ema" else {}
+    assert_vmap_equals_loop(fn, *ps.stack_states(calls), **near)
+    for call, came in zip(calls, assert_single_graph(fn, *calls), strict=True):
+        assert same_bits(came, fn(*call))
+    assert_sync_free(fn, *calls[0])
+
+
+def test_derivatives_go_through_copies_stacks_and_averages():
+    x = torch.tensor([2.0, 3.0])
+    slope = torch.func.grad(lambda x: (ps.clone({"x": x})["x"] ** 2).sum())(x)
+    assert same_bits(slope, 2 * x)
+    _, tangent = torch.func.jvp(lambda x: ps.clone([x])[0] * 2, (x,), (x,))
+    assert same_bits(tangent, 2 * x)
+    slope = torch.func.grad(lambda x: ps.member(ps.stack_states([x, 3 * x]), 1).sum())(x)
+    assert slope.tolist() == [3, 3]
+    slopes = torch.func.grad(lambda *given: ps.ema(*given).sum(), argnums=(0, 1, 2))(
+        torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor(0.75)
+    )
+    assert_close(slopes, (torch.tensor([0.75]), torch.tensor([0.25]), torch.tensor(-2.0)))

@@ -24,7 +24,6 @@ from helpers import (
     cross_entropy_of,
     examples,
     same_bits,
-    shares_memory,
     small_net,
     started,
     tensors,
@@ -165,18 +164,6 @@ def test_any_run_with_overflows_and_growth_has_the_bits_of_the_step(
     assert {i for i, info in enumerate(told) if info.found_inf} >= overflows
 
 
-def test_an_average_of_the_weights_after_the_step_is_a_part_of_the_graph(graphs):
-    made, step = training()
-
-    def averaged(state, window):
-        inner, average = state
-        inner, info = step(inner, window)
-        new = ps.ema(average, inner.params, 0.9)
-        return (inner, ps.select(info.found_inf, average, new)), info
-
-    agree(averaged, (made, ps.clone(made.params)), windows(8))
-
-
 @pytest.mark.slow
 def test_a_step_with_a_compiled_loss_is_captured(graphs):
     made, step = training()
@@ -241,16 +228,6 @@ def test_a_step_may_return_the_state_alone_or_with_anything(graphs):
 
 
 # ---- nothing of the caller's changes -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_the_first_call_changes_nothing_that_the_caller_has(donate, graphs):
-    made, step = training()
-    fast = ps.capture(step, donate=donate)
-    window, before = windows(1)[0], torch.get_rng_state()
-    with Untouched((made, window)):
-        fast(made, window)
-    assert same_bits(torch.get_rng_state(), before)
 
 
 def test_what_is_not_donated_never_changes(graphs):
@@ -888,14 +865,3 @@ def test_the_graph_of_a_cpu_loses_what_nobody_may_read_after_a_replay():
     graph.calls = graph.calls[1:]  # as if it had been made before
     graph.replay()
     assert result.isnan().all()
-
-
-def test_the_graph_of_a_cpu_reads_the_memory_that_it_was_recorded_with():
-    x = torch.ones(3)
-    graph = RecordedGraph(torch.device("cpu"))
-    with graph.recording():
-        result = (x * 2)[1:].add_(1)
-    x.copy_(torch.arange(3.0))
-    graph.replay()
-    assert result.tolist() == [3.0, 5.0]
-    assert not shares_memory(x, result)

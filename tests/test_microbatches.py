@@ -326,17 +326,6 @@ def test_a_weight_tensor_that_is_no_weight_drops_its_microbatch_and_leaves_the_s
     assert new.scaler.scale == 2.0**10
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"on_nonfinite": "drop_microbatch"}])
-def test_a_window_of_weight_zero_leaves_everything_as_it_was(settings):
-    momentum = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
-    start, step = started({"w": torch.tensor(0.0)}, lambda p, g: p["w"] * g, momentum)
-    state, _ = step(start, numbers(1))
-    for microbatches in (numbers(1, INF), numbers(INF), numbers(1)):
-        new, info = step(state, microbatches, weight_fn=lambda g: 0, **settings)
-        assert info.found_inf
-        assert same_bits(new, state)
-
-
 @examples(30)
 @given(
     st.lists(

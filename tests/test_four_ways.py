@@ -109,8 +109,9 @@ def test_compiled_and_vmapped_agrees_with_vmapped():
     assert_close(compiled(states, data), both(states, data), rtol=1e-4, atol=1e-5)
 
 
-WEIGHTS = {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)}
-X = torch.full((3,), 0.3, dtype=torch.float64)
+def weights():
+    """Weights on the default device."""
+    return {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)}
 
 
 def distance(params, x):
@@ -120,21 +121,22 @@ def distance(params, x):
 def distance_after(steps, optimizer):
     """A function of parameters, through whole train_steps in float64."""
     rule = ps.DynamicScale(init_scale=8.0, growth_interval=2)
-    state, step = started(WEIGHTS, distance, optimizer, rule, max_norm=100.0)
+    state, step = started(weights(), distance, optimizer, rule, max_norm=100.0)
 
     def final(params):
-        return distance(trained(state._replace(params=params), step, [[X]] * steps)[0].params, X)
+        new, _ = trained(state._replace(params=params), step, [[0.3]] * steps)
+        return distance(new.params, 0.3)
 
     return final
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_differentiated_in_the_initial_parameters_agrees_with_finite_differences(name):
-    final = distance_after(3, OPTIMIZERS[name])
-    derivative = torch.func.grad(final)(WEIGHTS)["w"]
+    final, params = distance_after(3, OPTIMIZERS[name]), weights()
+    derivative = torch.func.grad(final)(params)["w"]
     eps = 1e-5
     for index, shift in enumerate(eps * torch.eye(3, dtype=torch.float64)):
-        ahead, behind = (final({"w": WEIGHTS["w"] + sign * shift}) for sign in (1, -1))
+        ahead, behind = (final({"w": params["w"] + sign * shift}) for sign in (1, -1))
         torch.testing.assert_close(
             derivative[index], (ahead - behind) / (2 * eps), rtol=1e-4, atol=1e-7
         )
@@ -144,7 +146,7 @@ def test_differentiated_in_the_initial_parameters_agrees_with_finite_differences
 def test_a_gradient_of_gradients_compiles():
     differentiated = torch.func.grad(distance_after(1, OPTIMIZERS["AdamW"]))
     compiled = torch.compile(differentiated, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(WEIGHTS), differentiated(WEIGHTS))
+    torch.testing.assert_close(compiled(weights()), differentiated(weights()))
 
 
 def test_a_state_with_rng_is_refused_under_a_transform():

@@ -12,9 +12,9 @@ from helpers import (
     Untouched,
     assert_close,
     batch,
-    clone,
     cross_entropy_of,
     examples,
+    in_one_graph,
     job,
     mean_square_of,
     module_of,
@@ -48,21 +48,6 @@ def truth(batches):
     """float64 mean and unbiased variance a channel of everything together."""
     values = torch.cat([x.double().transpose(0, 1).reshape(x.shape[1], -1) for x in batches], 1)
     return values.mean(1), values.var(1)
-
-
-def errors(batches):
-    """(mean error in sigmas, relative variance error, smallest variance) of the buffers."""
-    x = batches[0]
-    layer = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[x.ndim](x.shape[1])
-    stats, _, buffers, _ = gathered(layer, batches)
-    wide = {k: v.double() if v.is_floating_point() else v for k, v in buffers.items()}
-    new = ps.bn_buffers(stats, wide)
-    mean, var = truth(batches)
-    return (
-        ((new["running_mean"] - mean).abs() / var.sqrt()).max().item(),
-        (new["running_var"] / var - 1).abs().max().item(),
-        new["running_var"].min().item(),
-    )
 
 
 def assert_layer(layer, mean, var, rtol=1e-5, atol=1e-5):
@@ -102,7 +87,10 @@ CASES = {
     "last of 1, no space": [*(normal(64, 16, seed=i) for i in range(4)), normal(1, 16, mean=2.0)],
     "lengths": [normal(8, 16, 100), normal(8, 16, 10, mean=2.0)],
     "half at mean 100": [normal(32, 16, 8, 8, mean=100.0, seed=i).half() for i in range(8)],
+    "mean 100": [normal(32, 16, 8, 8, mean=100.0, sigma=0.1, seed=i) for i in range(8)],
+    "mean 10_000": [normal(32, 16, 8, 8, mean=1e4, sigma=0.1, seed=i) for i in range(8)],
 }
+MOST = {"mean 100": 1e-5, "mean 10_000": 2e-4}  # fvcore's variances are negative there
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -110,20 +98,14 @@ def test_the_buffers_are_the_float64_truth(case):
     """Relative error of the variance at most 1e-6; fvcore, update_bn and mmpretrain are off by up
     to 1.1 on these.
     """
-    mean, var, _ = errors(CASES[case])
-    assert mean < 1e-6
-    assert var < 1e-6
-
-
-@pytest.mark.parametrize(("mean", "sigma", "most"), [(100, 0.1, 1e-5), (1e4, 0.1, 2e-4)])
-def test_a_mean_far_from_zero_cancels_nothing(mean, sigma, most):
-    # fvcore's float32 E[x^2] - E[x]^2 is negative in a third of the channels here, and the model
-    # NaN at eval.
-    _, var, smallest = errors(
-        [normal(32, 16, 8, 8, mean=mean, sigma=sigma, seed=i) for i in range(8)]
-    )
-    assert var < most
-    assert smallest > 0
+    batches, most = CASES[case], MOST.get(case, 1e-6)
+    layer = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[batches[0].ndim](16)
+    stats, _, buffers, _ = gathered(layer, batches)
+    wide = {k: v.double() if v.is_floating_point() else v for k, v in buffers.items()}
+    new = ps.bn_buffers(stats, wide)
+    mean, var = truth(batches)
+    assert case in MOST or ((new["running_mean"] - mean).abs() / var.sqrt()).max() < 1e-6
+    assert (new["running_var"] / var - 1).abs().max() < most
 
 
 @examples(10)
@@ -461,21 +443,20 @@ def test_a_window_threads_other_buffers_and_refuses_what_has_no_variance():
 
 
 @pytest.mark.slow
-def test_windows_and_statistics_compile_and_windows_vmap():
+def test_statistics_are_gathered_in_one_graph():
     """To 1e-5: other kernels."""
     apply, params, buffers = ps.make_functional(net())
     accumulate = lambda s, x: ps.accumulate_bn_stats(s, apply, params, buffers, x)  # noqa: E731
     stats, (x,) = ps.init_bn_stats(buffers), images(8)
-    compiled = torch.compile(accumulate, fullgraph=True, backend="eager")(stats, x)
-    assert_close(compiled, accumulate(stats, x), rtol=1e-5, atol=1e-5)
+    assert_close(in_one_graph(accumulate)(stats, x), accumulate(stats, x), rtol=1e-5, atol=1e-5)
+
+
+def test_windows_under_vmap_equal_a_loop():
+    """To 1e-5: other kernels."""
     state, step = job(SGD, RULE, policy="float32", bn_update="window")
     microbatches = [batch(0), batch(1)]
-    expected, _ = step(state, microbatches)
-    torch._dynamo.reset()
-    compiled, _ = torch.compile(step, fullgraph=True, backend="eager")(clone(state), microbatches)
-    assert_close(compiled, expected, rtol=1e-5, atol=1e-5)
-    batched, _ = torch.vmap(step)(stack([state, state]), stack([microbatches, microbatches]))
-    assert_close(unstack(batched, 1), expected, rtol=1e-5, atol=1e-5)
+    batched, _ = torch.vmap(step)(stack([state] * 2), stack([microbatches] * 2))
+    assert_close(unstack(batched, 1), step(state, microbatches)[0], rtol=1e-5, atol=1e-5)
 
 
 # ---- what a review found

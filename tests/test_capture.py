@@ -11,6 +11,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import pytest
@@ -24,7 +25,6 @@ from helpers import (
     cross_entropy_of,
     examples,
     same_bits,
-    shares_memory,
     small_net,
     started,
     tensors,
@@ -107,10 +107,6 @@ def xs(number, size=3):
     return [torch.full((size,), float(index)) for index in range(number)]
 
 
-def programs(fast):
-    return list(fast.programs)
-
-
 # ---- equal to the step ---------------------------------------------------------------------------
 
 REFUSED = ("`rng` in the state", "`max_retries=2`")
@@ -163,18 +159,6 @@ def test_any_run_with_overflows_and_growth_has_the_bits_of_the_step(
         ]
         told, _ = agree(step, made, some)
     assert {i for i, info in enumerate(told) if info.found_inf} >= overflows
-
-
-def test_an_average_of_the_weights_after_the_step_is_a_part_of_the_graph(graphs):
-    made, step = training()
-
-    def averaged(state, window):
-        inner, average = state
-        inner, info = step(inner, window)
-        new = ps.ema(average, inner.params, 0.9)
-        return (inner, ps.select(info.found_inf, average, new)), info
-
-    agree(averaged, (made, ps.clone(made.params)), windows(8))
 
 
 @pytest.mark.slow
@@ -241,16 +225,6 @@ def test_a_step_may_return_the_state_alone_or_with_anything(graphs):
 
 
 # ---- nothing of the caller's changes -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_the_first_call_changes_nothing_that_the_caller_has(donate, graphs):
-    made, step = training()
-    fast = ps.capture(step, donate=donate)
-    window, before = windows(1)[0], torch.get_rng_state()
-    with Untouched((made, window)):
-        fast(made, window)
-    assert same_bits(torch.get_rng_state(), before)
 
 
 def test_what_is_not_donated_never_changes(graphs):
@@ -587,15 +561,11 @@ def test_a_state_is_given_up_by_a_call_that_fails_after_its_memory_was_written(g
     fast, x = ps.capture(mean, donate=True), xs(2)[1]
     state, _ = fast(start(), x)
     with monkeypatch.context() as patch:
-        patch.setattr(capture.foreach, "clone", fails)
+        patch.setattr(capture.foreach, "clone", Mock(side_effect=torch.OutOfMemoryError))
         with pytest.raises(torch.OutOfMemoryError):
             fast(state, x)
     with pytest.raises(RuntimeError, match="was donated"):
         fast(state, x)
-
-
-def fails(tensors):
-    raise torch.OutOfMemoryError
 
 
 def test_a_call_that_is_refused_gives_nothing_up(graphs):
@@ -608,10 +578,6 @@ def test_a_call_that_is_refused_gives_nothing_up(graphs):
 # ---- exceptions, memory --------------------------------------------------------------------------
 
 
-class FailsError(Exception):
-    pass
-
-
 @pytest.mark.parametrize("failing", [1, 2, 3], ids=["warm-up", "second warm-up", "recording"])
 def test_an_exception_while_a_graph_is_made_changes_and_keeps_nothing(failing, graphs):
     calls, seen = [], []
@@ -622,12 +588,12 @@ def test_an_exception_while_a_graph_is_made_changes_and_keeps_nothing(failing, g
         torch.rand(3)
         new = mean(state, x)
         if len(calls) == failing:
-            raise FailsError
+            raise ArithmeticError
         return new
 
     fast, state, before = ps.capture(step, donate=True), start(), torch.get_rng_state()
     held, _ = ps.capture(mean, donate=True)(start(), xs(1)[0])
-    with Untouched((state, held)), pytest.raises(FailsError):
+    with Untouched((state, held)), pytest.raises(ArithmeticError):
         fast(state, xs(1)[0])
     assert same_bits(torch.get_rng_state(), before)
     gc.collect()
@@ -642,7 +608,7 @@ def test_an_exception_while_a_graph_is_made_changes_and_keeps_nothing(failing, g
 def test_release_frees_all_graphs_but_for_states_that_are_held(graphs):
     fast = ps.capture(mean, donate=True)
     state, told = trained(start(), fast, xs(3))
-    gone = weakref.ref(programs(fast)[0])
+    gone = weakref.ref(next(iter(fast.programs)))
     expected = clone((state, told))
     fast.release()
     gc.collect()
@@ -664,7 +630,7 @@ def test_a_graph_keeps_the_tensors_that_the_step_closes_over(graphs):
 
     fast = ps.capture(step)
     fast(torch.zeros(3), torch.zeros(3))
-    read = [tensor.data_ptr() for tensor in programs(fast)[0].read]
+    read = [tensor.data_ptr() for tensor in next(iter(fast.programs)).read]
     assert {outside["table"].data_ptr(), cached[0].data_ptr()} == set(read)
 
 
@@ -676,7 +642,7 @@ def test_a_graph_keeps_the_memory_of_a_tensor_whose_data_is_replaced(wrap, graph
     fast(torch.zeros(3), torch.zeros(3))
     place = table.data_ptr()
     table.data = torch.ones(3)
-    assert place in [tensor.data_ptr() for tensor in programs(fast)[0].read]
+    assert place in [tensor.data_ptr() for tensor in next(iter(fast.programs)).read]
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -888,14 +854,3 @@ def test_the_graph_of_a_cpu_loses_what_nobody_may_read_after_a_replay():
     graph.calls = graph.calls[1:]  # as if it had been made before
     graph.replay()
     assert result.isnan().all()
-
-
-def test_the_graph_of_a_cpu_reads_the_memory_that_it_was_recorded_with():
-    x = torch.ones(3)
-    graph = RecordedGraph(torch.device("cpu"))
-    with graph.recording():
-        result = (x * 2)[1:].add_(1)
-    x.copy_(torch.arange(3.0))
-    graph.replay()
-    assert result.tolist() == [3.0, 5.0]
-    assert not shares_memory(x, result)

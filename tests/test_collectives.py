@@ -17,8 +17,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
-from helpers import Untouched, in_processes, small_net
+from helpers import Untouched, assert_close, in_processes, small_net
 from hypothesis import given
 from torch import nn
 
@@ -118,10 +117,6 @@ def share(rank):
     ]
 
 
-def close(a, b, **tolerance):
-    torch.testing.assert_close(pytree.tree_leaves(a), pytree.tree_leaves(b), **tolerance)
-
-
 def _bn_stats(rank):
     apply, params, buffers = ps.make_functional(bn_net())
     world, ranks = dist.group.WORLD, dist.get_world_size()
@@ -136,17 +131,19 @@ def _bn_stats(rank):
     mine = gathered(share(rank))
     with Untouched(mine):
         for group in (None, world):
-            close(ps.all_reduce_bn_stats(mine, group), gathered(everything), rtol=1e-12, atol=1e-12)
+            assert_close(
+                ps.all_reduce_bn_stats(mine, group), gathered(everything), rtol=1e-12, atol=1e-12
+            )
     measure = functools.partial(ps.precise_bn, apply, params, buffers)
     new = measure(share(rank), group=world)
-    close(new, ps.bn_buffers(gathered(everything), buffers), rtol=1e-6, atol=1e-6)
-    close(new, measure(everything), rtol=1e-6, atol=1e-6)
+    assert_close(new, ps.bn_buffers(gathered(everything), buffers), rtol=1e-6, atol=1e-6)
+    assert_close(new, measure(everything), rtol=1e-6, atol=1e-6)
     in_turn = functools.partial(measure, normalize="sequential")
-    close(in_turn(share(rank), group=world), in_turn(everything), rtol=1e-5, atol=1e-6)
+    assert_close(in_turn(share(rank), group=world), in_turn(everything), rtol=1e-5, atol=1e-6)
     # seven samples of rank 0, counted over all ranks: one batch each, whatever they hold
     few = measure(share(rank), num_samples=8, group=world)
     firsts = measure([x for r in range(ranks) for x in share(r)[:1]])
-    close(few["1.running_mean"], firsts["1.running_mean"], rtol=1e-6, atol=1e-6)
+    assert_close(few["1.running_mean"], firsts["1.running_mean"], rtol=1e-6, atol=1e-6)
     taken, twos = [], [torch.ones(2, 1, 8, 8)] * 8
     call = lambda f, x: taken.append(f(x))  # noqa: E731
     measure(twos, num_samples=8 * ranks, group=world, call=call)
@@ -201,7 +198,7 @@ def _bn_reduced(rank):
     mine = _any_stats(rank)
     with Untouched(mine):
         reduced = ps.all_reduce_bn_stats(mine)
-    close(reduced, functools.reduce(ps.merge_bn_stats, everybody), rtol=1e-12, atol=1e-12)
+    assert_close(reduced, functools.reduce(ps.merge_bn_stats, everybody), rtol=1e-12, atol=1e-12)
     assert list(reduced.layers) == list(mine.layers)
     kinds = [[type(layer) for layer in stats.layers.values()] for stats in (reduced, mine)]
     assert kinds[0] == kinds[1]
@@ -249,7 +246,7 @@ def test_a_rank_that_fails_or_has_no_data_leaves_nobody_waiting():
 def test_without_a_process_group_the_statistics_are_copied():
     stats = ps.init_bn_stats({"running_mean": torch.zeros(2), "running_var": torch.ones(2)})
     reduced = ps.all_reduce_bn_stats(stats)
-    close(reduced, stats, rtol=0, atol=0)
+    assert_close(reduced, stats, rtol=0, atol=0)
     assert reduced.layers[""].mean.data_ptr() != stats.layers[""].mean.data_ptr()
 
 

@@ -125,32 +125,20 @@ class FairseqOracle:
 
 
 def oracles(scale, window, factor, dynamic, floor, tolerance):
-    """Each rule beside its oracle, and what the test sees of their counts."""
+    """Each rule, its oracle, and what that calls the counts of the state."""
     first = {"init_scale": scale} if dynamic else {"loss_scale": str(scale)}
     bounds = {"min_loss_scale": floor, "max_loss_scale": 2.0**12}
-    yield (
-        interop.apex.rule(**first, scale_window=window, **bounds),
-        ApexOracle(dynamic=dynamic, scale=scale, window=window, floor=floor, ceiling=2.0**12),
-        lambda state: (state.growth_tracker.item(),),
-        lambda oracle: (oracle.unskipped,),
-    )
-    yield (
-        interop.nnabla.rule(scale=scale, scaling_factor=factor, N=window - 1),
-        NnablaOracle(scale, factor, window - 1),
-        lambda state: (state.growth_tracker.item(),),
-        lambda oracle: (oracle.counter,),
-    )
+    apex = ApexOracle(dynamic=dynamic, scale=scale, window=window, floor=floor, ceiling=2.0**12)
+    yield interop.apex.rule(**first, scale_window=window, **bounds), apex, ["unskipped"]
+    nnabla = interop.nnabla.rule(scale=scale, scaling_factor=factor, N=window - 1)
+    yield nnabla, NnablaOracle(scale, factor, window - 1), ["counter"]
     minimum = 2.0**-90 if floor is None else 1e-4
     settings = scale, factor, window, tolerance, floor, minimum
-    yield (
-        interop.fairseq.rule(*settings),
-        FairseqOracle(*settings),
-        lambda state: tuple(count.item() for count in state[1:5]),
-        lambda o: (o.iteration, o.overflow_at, o.rescaled_at, o.overflows),
-    )
+    counts = ["iteration", "overflow_at", "rescaled_at", "overflows"]
+    yield interop.fairseq.rule(*settings), FairseqOracle(*settings), counts
 
 
-def assert_stays_beside(rule, oracle, count_of, count_there, pattern):
+def assert_stays_beside(rule, oracle, counts, pattern):
     state = rule.init()
     for bad in pattern:
         bad = steered(bad, oracle.scale)
@@ -161,7 +149,8 @@ def assert_stays_beside(rule, oracle, count_of, count_there, pattern):
             with pytest.raises(FloatingPointError, match="smallest scale"):
                 ps.check_scaler(state, rule)
             return
-        assert (state.scale.item(), *count_of(state)) == (oracle.scale, *count_there(oracle))
+        expected = [getattr(oracle, name) for name in ("scale", *counts)]
+        assert [number.item() for number in state[: len(expected)]] == expected
 
 
 @given(

@@ -208,16 +208,12 @@ def test_dropout_draws_from_torchs_generator_in_each_call(backend):
     assert backend == "inductor" or torch.equal(first, F.dropout(x, 0.5))
 
 
-def drawn_by_another_thread():
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(torch.rand, 3).result()
-
-
 def test_what_another_thread_draws_in_a_first_call_is_not_drawn_again():
     drawn = []
 
     def function(x):
-        drawn.append(drawn_by_another_thread())
+        with ThreadPoolExecutor(1) as thread:
+            drawn.append(thread.submit(torch.rand, 3).result())
         return x * 2
 
     torch.manual_seed(0)

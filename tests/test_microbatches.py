@@ -28,7 +28,7 @@ from helpers import (
     started,
     tensors,
 )
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -121,16 +121,38 @@ def test_a_window_equals_the_small_functions(policy, sizes, overflow, clip):
     assert_donation_keeps_bits(lambda donate: step(clone(state), microbatches, donate=donate))
 
 
-# ---- a window that is dropped as a whole is summed still scaled, and looked at once
+# ---- the mean of a window
 
 
 TOP = torch.tensor(torch.finfo(torch.float32).max * (1 - 1e-6)).item()
 
+
+def as_number(weight):
+    """A weight that is none is refused as a number."""
+    return weight if 0 <= weight < INF else 1.0
+
+
 HOW = {
     "equal": (lambda w: 1.0, None),
-    "numbers": (lambda w: w, lambda m: m[1]),
+    "numbers": (as_number, lambda m: as_number(m[1])),
     "tensors": (lambda w: w, lambda m: torch.tensor(float(m[1]))),
 }
+POLICIES = st.sampled_from(["drop_window", "drop_microbatch"])
+
+
+def counted(parts, scale, policy, dtype=torch.float32):
+    """The gradients and weights of a window that count, and if the scale backs off. Of a window
+    that is skipped none counts.
+    """
+    usable = [(torch.tensor(g, dtype=dtype), w) for g, w in parts if 0 < w < INF]
+    good = [(g.double(), w) for g, w in usable if (g * scale).isfinite().all()]
+    bad, invalid = len(good) < len(usable), not all(0 <= w < INF for _, w in parts)
+    skipped = policy == "drop_window" and (bad or invalid)
+    return ([] if skipped else good), bad
+
+
+def mean_of(good):
+    return sum(g * w for g, w in good) / sum(w for _, w in good)
 
 
 def vector_job(how, dtype=torch.float32, rule=None, **settings):
@@ -148,53 +170,44 @@ def vector_job(how, dtype=torch.float32, rule=None, **settings):
     )
 
 
+finite = st.floats(-TOP, TOP, width=32) | st.sampled_from([1.0, -3.0, TOP, -TOP])
+bad = st.sampled_from([2.0**100, INF, -INF, math.nan])  # the first under a scale of 2**30
+
+
+@examples(150)
 @given(
     how=st.sampled_from(sorted(HOW)),
+    policy=POLICIES,
+    exponent=st.sampled_from([0, 30]),
     parts=st.lists(
         st.tuples(
-            st.tuples(*[st.floats(-TOP, TOP, width=32) | st.sampled_from([TOP, -TOP])] * 3),
-            st.integers(0, 5),
+            st.tuples(finite, finite, finite) | st.tuples(st.just(1.0), bad, st.just(0.0)),
+            st.integers(0, 5) | st.sampled_from([math.nan, -1.0, INF]),
         ),
-        min_size=2,
+        min_size=1,
         max_size=6,
     ),
 )
-def test_gradients_near_the_maximum_do_not_overflow_in_their_sum(how, parts):
-    state, step = vector_job(how)
-    weights = [HOW[how][0](w) for _, w in parts]
-    if not any(weights):
-        return
+@example("numbers", "drop_window", 30, [((1.0, INF, 0.0), 0)])  # which the scale does not follow
+@example("numbers", "drop_window", 30, [((1.0, 2.0, 0.0), 2.0**64), ((3.0, INF, 0.0), 1)])
+@example("tensors", "drop_window", 0, [((1.0, 2.0, 0.0), 2.0**64), ((3.0, 1.0, 0.0), 1)])
+def test_a_window_steps_by_the_mean_of_the_microbatches_that_count(how, policy, exponent, parts):
+    """Also near the maximum of float32, where their sum would overflow."""
+    rule = ps.DynamicScale(init_scale=2.0**exponent, max_scale=2.0**30)
+    state, step = vector_job(how, rule=rule, on_nonfinite=policy)
     new, info = step(state, [(torch.tensor(g), w) for g, w in parts])
-    assert not info.found_inf
-    shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
-    weighted = torch.tensor([g for g, _ in parts], dtype=torch.float64) * shares[:, None]
-    assert (
-        (-new.params["v"] - weighted.sum(0)).abs() <= 1e-6 * weighted.abs().sum(0) + 1e-37
-    ).all()
-
-
-@given(
-    how=st.sampled_from(sorted(HOW)),
-    parts=st.lists(
-        st.tuples(
-            st.sampled_from([1.0, -3.0, 2.0**100, INF, -INF, math.nan]),
-            st.sampled_from([0, 1, 2.0**64]),
-        ),
-        min_size=2,
-        max_size=5,
-    ),
-)
-def test_any_microbatch_that_counts_and_overflows_drops_the_window_and_no_other_does(how, parts):
-    rule = ps.DynamicScale(init_scale=2.0**30, max_scale=2.0**30)  # 2**100 overflows under it
-    state, step = vector_job(how, rule=rule, max_norm=1.0)
-    weights = [HOW[how][0](w) for _, w in parts]
-    new, info = step(state, [(torch.tensor([1.0, g, 0.0]), w) for g, w in parts])
-    bad = any(w and not abs(g) < 8 for (g, _), w in zip(parts, weights, strict=True))
-    assert info.found_inf == (bad or not any(weights))
-    assert new.scaler.scale == (2.0**29 if bad else 2.0**30)
-    assert new.buffers["seen"] == (0 if info.found_inf else sum(w > 0 for w in weights))
-    assert torch.isfinite(info.grad_norm) == ~info.found_inf
-    assert torch.isfinite(new.params["v"]).all()
+    parts = [(g, HOW[how][0](w)) for g, w in parts]
+    good, backs_off = counted(parts, 2.0**exponent, policy)
+    assert info.found_inf == (not good)
+    assert new.scaler.scale == 2.0 ** (exponent - backs_off)
+    if not good:
+        assert same_bits(new._replace(scaler=state.scaler), state)
+        sound = all(math.isfinite(x) for g, w in parts if 0 < w < INF for x in g)
+        assert sound or not info.loss.isfinite(), "the loss says why"
+        return
+    assert new.buffers["seen"] == len(good)
+    error = (-new.params["v"] - mean_of(good)).abs()
+    assert (error <= 1e-6 * mean_of([(g.abs(), w) for g, w in good]) + 1e-37).all()
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -313,58 +326,6 @@ def test_a_rule_that_changes_dtypes_is_refused():
         step(state, numbers(1, 1), donate=True)
 
 
-# ---- policies
-
-
-@pytest.mark.parametrize("bad", [math.nan, -1.0, INF])
-def test_a_weight_tensor_that_is_no_weight_drops_its_microbatch_and_leaves_the_scale(bad):
-    state, step = mean_job(lambda g: torch.where(g > 5, bad, 1.0), on_nonfinite="drop_microbatch")
-    new, info = step(state, numbers(6, 2, 4))
-    assert new.params["w"] == -3
-    assert new.buffers["mean"] == 6
-    assert not info.found_inf
-    assert new.scaler.scale == 2.0**10
-
-
-@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"on_nonfinite": "drop_microbatch"}])
-def test_a_window_of_weight_zero_leaves_everything_as_it_was(settings):
-    momentum = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
-    start, step = started({"w": torch.tensor(0.0)}, lambda p, g: p["w"] * g, momentum)
-    state, _ = step(start, numbers(1))
-    for microbatches in (numbers(1, INF), numbers(INF), numbers(1)):
-        new, info = step(state, microbatches, weight_fn=lambda g: 0, **settings)
-        assert info.found_inf
-        assert same_bits(new, state)
-
-
-@examples(30)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from([1.0, -2.0, 5.0, INF, math.nan]), st.sampled_from([0, 1, 3])),
-        min_size=1,
-        max_size=5,
-    )
-)
-def test_dropping_microbatches_equals_the_window_without_them(parts):
-    state, step = mean_job(lambda g: g[1], on_nonfinite="drop_microbatch")
-    step = functools.partial(
-        step, loss_fn=lambda p, b, g: (p["w"] * g[0], {"mean": b["mean"] + g[0]})
-    )
-    microbatches = [(torch.tensor(v), w) for v, w in parts]
-    new, info = step(state, microbatches)
-    kept = [m for m in microbatches if torch.isfinite(m[0]) and m[1]]
-    # the scale follows any bad microbatch, or data that overflows is left out for ever
-    any_bad = any(w and not math.isfinite(v) for v, w in parts)
-    assert new.scaler.scale == (2.0**9 if any_bad else 2.0**10)
-    assert info.found_inf == (not kept)
-    if not kept:
-        assert same_bits(new._replace(scaler=state.scaler), state)
-        assert not (any_bad and info.loss.isfinite()), "the loss says why"
-        return
-    expected, _ = step(state, kept)
-    assert_close(new._replace(scaler=()), expected._replace(scaler=()), rtol=1e-6, atol=1e-6)
-
-
 # ---- retry
 
 
@@ -474,7 +435,7 @@ WEIGHTS = st.sampled_from([0.0, 1.0, 3.0, math.nan, -1.0])
 @examples(60)
 @given(
     st.lists(st.tuples(VALUES, VALUES, WEIGHTS), min_size=1, max_size=4),
-    st.sampled_from(["drop_window", "drop_microbatch"]),
+    POLICIES,
     st.sampled_from([torch.float32, torch.float64]),
     st.sampled_from([1.0, INF]),
     st.sampled_from([0, 2]),
@@ -501,14 +462,8 @@ def test_a_skipped_step_has_no_finite_norm_and_one_that_was_taken_has_the_true_o
         with pytest.raises(FloatingPointError, match="the global norm of the gradients is"):
             ps.check_grad_norm(info.grad_norm)
         return
-    weights = [w if weighted else 1.0 for _, _, w in parts]
-    scaled = [torch.tensor([a, b], dtype=dtype) * info.scale for a, b, _ in parts]
-    counted = [
-        (g.double() / info.scale, w)
-        for g, w in zip(scaled, weights, strict=True)
-        if w > 0 and g.isfinite().all()
-    ]
-    mean = sum(g * w for g, w in counted) / sum(w for _, w in counted)
+    parts = [((a, b), w if weighted else 1.0) for a, b, w in parts]
+    mean = mean_of(counted(parts, info.scale, policy, dtype)[0])
     expected = torch.linalg.vector_norm(mean / 1e38, p).item() * 1e38
     if expected < torch.finfo(dtype).max:
         assert info.grad_norm.item() == pytest.approx(expected, rel=1e-5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import same_bits
+from helpers import clone, same_bits
 from torch import nn
 
 from purescale._jit.pure_graph import trace
@@ -23,65 +23,17 @@ def addresses(tensors):
 # ---- the graph -----------------------------------------------------------------------------------
 
 
-def test_writes_into_what_the_function_makes_are_no_writes_of_the_graph():
-    def function(x):
-        y = x.clone()
-        y[0] = 7.0
-        y.mul_(2)
-        return [y]
-
-    before = X.clone()
-    graph = trace(function, [X])
-    (result,) = run(graph, X)
-    assert torch.equal(result, torch.tensor([[14.0, 14.0, 14.0], [6.0, 8.0, 10.0]]))
-    assert torch.equal(X, before)
-
-
-def test_no_result_shares_memory_with_an_input_or_another_result():
-    outside = torch.ones(3)
-    graph = trace(lambda x: [x, x.T, x[0], outside, outside, (y := x + 1), y.view(6)], [X])
-    results = run(graph, X)
-    assert len({*addresses(results), *addresses([X, outside])}) == 9
-    for result, expected in zip(results, [X, X.T, X[0], outside, outside, X + 1], strict=False):
-        assert torch.equal(result, expected)
-
-
-def test_a_tensor_from_outside_is_an_input_and_not_copied():
-    outside = torch.ones(3, requires_grad=True)
-    graph = trace(lambda x: [x * outside + outside, x / outside.sum()], [X])
-    assert addresses(graph.closed_over) == [outside.data_ptr()]
-    assert not any(node.op == "get_attr" for node in graph.module.graph.nodes)
-    with torch.no_grad():
-        outside.mul_(2)
-    assert torch.equal(run(graph, X)[0], X * 2 + 2)
-
-
-def test_a_number_of_a_tensor_from_outside_may_change_where_torch_does_not_read_it():
-    number = torch.tensor(0.5)
-
-    def function(x):
-        return [torch.lerp(x, -x, number), x**number, torch.linspace(0, number, 3)]
-
-    graph = trace(function, [X])
-    for value in (0.5, 3.0):
-        number.fill_(value)
-        assert same_bits(list(run(graph, X)), function(X))
-
-
-def test_what_is_computed_from_tensors_from_outside_may_be_written_into():
-    outside = torch.ones(2, 3)
-
-    def function(x):
-        mask = outside.clone()
-        mask.mul_(x)
-        return [mask]
-
-    graph = trace(function, [X])
-    assert torch.equal(run(graph, X)[0], X)
-    assert torch.equal(outside, torch.ones(2, 3))
+def write_inside(x, row, number, flags):
+    y, mask = x.clone(), row.clone()
+    y[0] = 7.0
+    y.mul_(2)
+    mask.mul_(x[0])
+    return [y, mask]
 
 
 class Product(torch.autograd.Function):
+    """A product with a derivative of its own."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -98,47 +50,57 @@ class Product(torch.autograd.Function):
         return 3 * grad * weight, grad * x
 
 
-@pytest.mark.parametrize(
-    "derivative",
-    [
-        lambda loss, x: torch.func.grad(loss)(x),
-        lambda loss, x: torch.autograd.grad(loss(y := x.detach().requires_grad_()), y)[0],
-    ],
-)
-def test_a_derivative_by_a_backward_of_ones_own_is_part_of_the_graph(derivative):
-    weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-    graph = trace(lambda x: [derivative(lambda x: Product.apply(x, weight).sum(), x)], [X])
-    assert torch.equal(run(graph, X)[0], 3 * weight.detach().expand(2, 3))
+GRAPHS = {  # functions of X and of tensors from outside
+    "writes into what it makes": write_inside,
+    "a row from outside": lambda x, row, *_: [x * row + row, x / row.sum()],
+    "a number from outside": lambda x, row, number, flags: (
+        [torch.lerp(x, -x, number), x**number, torch.linspace(0, number, 3)]
+    ),
+    "no write, though its name begins so": lambda x, row, number, flags: (
+        [~flags, ~flags | (x[0] > 1)]
+    ),
+    "torch.func, a backward of its own": lambda x, row, *_: (
+        [torch.func.grad(lambda x: Product.apply(x, row).sum())(x)]
+    ),
+    "torch.autograd, a backward of its own": lambda x, row, *_: list(
+        torch.autograd.grad(Product.apply(y := x.detach().requires_grad_(), row).sum(), y)
+    ),
+    "a derivative by what is outside": lambda x, row, *_: list(
+        torch.autograd.grad((x * row).square().sum(), row)
+    ),
+    "draws weights": lambda x, *_: [nn.Linear(3, 2)(x)],
+}
 
 
-@pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_a_derivative_by_a_parameter_from_outside_follows_its_values(factor):
-    weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-
-    def function(x):
-        return list(torch.autograd.grad((x * weight).square().sum(), weight))
-
-    graph = trace(function, [X])
-    with torch.no_grad():
-        weight.mul_(factor)
-    assert torch.equal(run(graph, X)[0], function(X)[0])
-
-
-def test_a_module_that_is_made_inside_draws_its_weights_in_each_run():
-    graph = trace(lambda x: [nn.Linear(3, 2)(x)], [X])
-    first, second = run(graph, X), run(graph, X)
-    assert first[0].shape == (2, 2)
-    assert not torch.equal(first[0], second[0])
-    torch.manual_seed(0)
-    (result,) = run(graph, X)
-    torch.manual_seed(0)
-    torch.testing.assert_close(result, nn.Linear(3, 2)(X).detach())
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_computes_the_function_for_all_values_of_what_is_outside(name):
+    row, number = nn.Parameter(torch.tensor([1.0, 2.0, 3.0])), torch.tensor(0.5)
+    outside = row, number, torch.tensor([True, False, True])
+    graph = trace(lambda x: GRAPHS[name](x, *outside), [X])
+    for factor in (1.0, 6.0):
+        with torch.no_grad():
+            row.mul_(factor)
+            number.mul_(factor)
+        before = clone(outside)
+        torch.manual_seed(0)
+        results = run(graph, X)
+        torch.manual_seed(0)
+        assert same_bits(list(results), GRAPHS[name](X, *outside))
+        assert same_bits(outside, before)
 
 
-def test_an_operator_that_begins_as_those_in_place_is_no_write():
-    mask = torch.tensor([True, False, True])
-    graph = trace(lambda x: [~x, ~mask | x], [mask])
-    assert [t.tolist() for t in run(graph, mask)] == [[False, True, False], [True, True, True]]
+def test_a_module_that_is_made_inside_draws_other_weights_in_each_run():
+    graph = trace(GRAPHS["draws weights"], [X])
+    assert not torch.equal(run(graph, X)[0], run(graph, X)[0])
+
+
+def test_no_result_shares_memory_with_an_input_or_another_result():
+    outside = torch.ones(3)
+    graph = trace(lambda x: [x, x.T, x[0], outside, outside, (y := x + 1), y.view(6)], [X])
+    results = run(graph, X)
+    assert len({*addresses(results), *addresses([X, outside])}) == 9
+    for result, expected in zip(results, [X, X.T, X[0], outside, outside, X + 1], strict=False):
+        assert torch.equal(result, expected)
 
 
 def test_a_literal_is_a_constant_of_the_graph():

@@ -20,6 +20,7 @@ from helpers import (
     Untouched,
     batch,
     clone,
+    in_one_graph,
     in_processes,
     same_bits,
     small_net,
@@ -35,6 +36,7 @@ from purescale._torch import tracing
 
 SGD = ps.from_torch(torch.optim.SGD, lr=1.0)
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
+RULE = ps.DynamicScale()
 
 
 # ---- the mean of gradients -----------------------------------------------------------------------
@@ -87,17 +89,12 @@ def _means(rank):
     torch.testing.assert_close(tensors(means), tensors(each), rtol=1e-3, atol=1e-6)
     assert (few.reductions, many.reductions) == (3, len(tensors(mine)) - 1)  # one a dtype; not of
     # what is empty
-    given = clone(mine)
-    assert same_bits(ps.all_reduce_grads(given, check=False, donate=True), means)
+    assert same_bits(ps.all_reduce_grads(clone(mine), check=False, donate=True), means)
     leaf = torch.full((2,), float(rank), requires_grad=True)
     [mean] = ps.all_reduce_grads([leaf], check=False, donate=True)
     assert mean.tolist() == [(ranks - 1) / 2] * 2
     assert same_bits(tensors(ps.all_reduce_grads(mine, None, math.inf)), tensors(means))
-    # every rank holds the same bits
-    told = [None] * ranks
-    dist.all_gather_object(told, tensors(means))
-    assert all(same_bits(told[0], other) for other in told)
-
+    assert the_same_everywhere(tensors(means))
     huge = {"w": torch.tensor([3e38, 1.0 if rank else math.inf, 1.0 if rank else math.nan])}
     mean = ps.all_reduce_grads(huge)["w"]
     assert torch.isfinite(mean[0])
@@ -106,17 +103,9 @@ def _means(rank):
         ps.all_reduce_grads(huge)
     assert checked.reductions == 1
 
-    compiled = torch.compile(
-        functools.partial(ps.all_reduce_grads, group=dist.group.WORLD),
-        fullgraph=True,
-        backend="aot_eager",
-    )
-    dense = {key: leaf for key, leaf in mine.items() if key != "sparse"}
-    expected = {key: leaf for key, leaf in means.items() if key != "sparse"}
-    if rank == 0:
-        torch.testing.assert_close(tensors(compiled(dense)), tensors(expected))
-    else:
-        compiled(dense)
+    over_world = functools.partial(ps.all_reduce_grads, group=dist.group.WORLD)
+    dense, expected = ({k: t for k, t in tree.items() if k != "sparse"} for tree in (mine, means))
+    torch.testing.assert_close(tensors(in_one_graph(over_world)(dense)), tensors(expected))
 
 
 # ---- a step --------------------------------------------------------------------------------------
@@ -169,31 +158,42 @@ def the_same_everywhere(*trees):
     return all(same_bits(told[0], other) for other in told)
 
 
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def ranks_and_one(step, state, shares, close=EXACT, **settings):
+    """Check that the ranks make the step that one process makes with the shares of all, and that
+    each holds it. Return state and info of the ranks, then of the one process.
+    """
+    mine, every = shares[dist.get_rank()], [m for share in shares for m in share]
+    new, info = step(state, mine, group=dist.group.WORLD, **settings)
+    if settings.get("window_size"):
+        settings["window_size"] *= len(shares)
+    alone, told = step(state, every, **settings)
+    torch.testing.assert_close(new.params, alone.params, **close)
+    torch.testing.assert_close(info.loss, told.loss, rtol=1e-6, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(tensors(info.grad_norm), tensors(told.grad_norm))
+    assert info.found_inf == told.found_inf
+    assert same_bits(new.scaler, alone.scaler)
+    assert the_same_everywhere(new, info)
+    return new, info, alone, told
+
+
 def _steps(rank):
-    world = dist.group.WORLD
-    everybody = range(dist.get_world_size())
-    every = [m for other in everybody for m in share(other)]
-    for dtype, tolerance, weights in (
-        (torch.float64, 1e-12, WEIGHTS.values()),
-        (torch.float32, 2e-6, [None, samples]),
+    shares = [share(other) for other in range(dist.get_world_size())]
+    for dtype, close, weights in (
+        (torch.float64, EXACT, WEIGHTS.values()),
+        (torch.float32, {"rtol": 2e-6, "atol": 2e-6}, [None, samples]),
     ):
         for number, weight_fn in enumerate(weights):
-            for on_nonfinite in [("drop_window", "drop_microbatch")[number % 2]]:
-                settings = {"weight_fn": weight_fn, "on_nonfinite": on_nonfinite}
-                state, step = task(dtype)
-                step = functools.partial(step, max_norm=0.1 if weight_fn else None, **settings)
-                with Untouched(state):
-                    new, info = step(state, share(rank), group=world)
-                alone, told = step(state, every)
-                close = {"rtol": tolerance, "atol": tolerance}
-                torch.testing.assert_close(tensors(new.params), tensors(alone.params), **close)
-                torch.testing.assert_close(info.loss, told.loss, rtol=1e-6, atol=1e-6)
-                torch.testing.assert_close(tensors(info.grad_norm), tensors(told.grad_norm))
-                assert not info.found_inf
-                assert same_bits(new.scaler, alone.scaler)
-                assert the_same_everywhere(new, info)
-                given = clone(state)
-                assert same_bits(step(given, share(rank), group=world, donate=True), (new, info))
+            settings = {"weight_fn": weight_fn, "max_norm": 0.1 if weight_fn else None}
+            settings["on_nonfinite"] = ("drop_window", "drop_microbatch")[number % 2]
+            state, step = task(dtype)
+            with Untouched(state):
+                new, info, *_ = ranks_and_one(step, state, shares, close, **settings)
+            assert not info.found_inf
+            settings |= {"group": dist.group.WORLD, "donate": True}
+            assert same_bits(step(clone(state), shares[rank], **settings), (new, info))
 
 
 FALLS = [1e30, -1e30, 1e4, 3.0, -0.0, 1.0, -3e38, math.inf, -math.inf, math.nan, 1.0]
@@ -255,7 +255,7 @@ class Branches(nn.Module):
 
 def _branches(rank):
     """A layer that runs on some ranks only, for what counts or for what is dropped."""
-    world, ranks = dist.group.WORLD, dist.get_world_size()
+    ranks = dist.get_world_size()
     torch.manual_seed(0)
     apply, params, buffers = ps.make_functional(Branches())
     buffers = {**buffers, "even.num_batches_tracked": torch.tensor(3)}
@@ -278,7 +278,6 @@ def _branches(rank):
             ]
             for other in range(ranks)
         ]
-        everything = [m for some in data for m in some]
         for settings in (
             {},
             {"on_nonfinite": "drop_microbatch"},
@@ -286,61 +285,42 @@ def _branches(rank):
             {"weight_fn": lambda m: 0 if m[1] else 1},
             {"weight_fn": lambda m: torch.tensor(0 if m[1] else 1)},
         ):
-            new, info = step(state, data[rank], group=world, **settings)
-            alone, told = step(state, everything, **settings)
-            assert info.found_inf == told.found_inf
-            torch.testing.assert_close(new.buffers, alone.buffers, rtol=1e-6, atol=1e-7)
-            assert the_same_everywhere(new, info)
+            close = {"rtol": 1e-6, "atol": 1e-7}
+            new, _, alone, _ = ranks_and_one(step, state, data, close, **settings)
+            torch.testing.assert_close(new.buffers, alone.buffers, **close)
 
 
 def _overflows(rank):
     world, ranks = dist.group.WORLD, dist.get_world_size()
+    state, step = task(torch.float64)
     for bad_rank in range(ranks):
         bad = bad_rank, 0
-        every = [m for other in range(ranks) for m in share(other, bad)]
-        state, step = task(torch.float64)
+        shares = [share(other, bad) for other in range(ranks)]
         for weight_fn in (None, samples, WEIGHTS["tensors"]):
-            new, info = step(state, share(rank, bad), group=world, weight_fn=weight_fn)
+            new, info = step(state, shares[rank], group=world, weight_fn=weight_fn)
             assert info.found_inf
             assert new.scaler.scale == state.scaler.scale / 2
-            assert same_bits(
-                (new.params, new.buffers, new.step), (state.params, state.buffers, state.step)
-            )
+            assert same_bits(new._replace(scaler=state.scaler), state)
             assert the_same_everywhere(new, info)
             settings = {"weight_fn": weight_fn, "on_nonfinite": "drop_microbatch"}
-            new, info = step(state, share(rank, bad), group=world, **settings)
-            alone, _ = step(state, every, **settings)
-            assert not info.found_inf
-            torch.testing.assert_close(new.params, alone.params, rtol=1e-12, atol=1e-12)
-            assert same_bits(new.scaler, alone.scaler)
-            assert the_same_everywhere(new, info)
-            # of a size: shorter on each rank, and by another number
-            settings["window_size"] = ranks + 1
-            new, info = step(state, share(rank, bad), group=world, **settings)
-            settings["window_size"] *= ranks
-            alone, told = step(state, every, **settings)
-            torch.testing.assert_close(
-                (new.params, info.loss), (alone.params, told.loss), rtol=1e-12, atol=1e-12
-            )
+            for size in (None, ranks + 1):  # shorter on each rank, and by another number
+                _, info, *_ = ranks_and_one(step, state, shares, window_size=size, **settings)
+                assert not info.found_inf
         # weight 0 counts for nothing, be it NaN
         weight_fn = functools.partial(_unless, samples(share(bad_rank)[0]))
-        new, info = step(state, share(rank, bad), group=world, weight_fn=weight_fn)
+        new, info = step(state, shares[rank], group=world, weight_fn=weight_fn)
         assert not info.found_inf
         assert new.step == 1
         nobody, info = step(state, share(rank), group=world, weight_fn=lambda m: 0)
         assert info.found_inf
-        assert same_bits(nobody._replace(rng=()), state)
+        assert same_bits(nobody, state)
         # what overflows on one rank above a limit is tried again by all, at the scale that fits
         limited = [share(other, bad, limit=4.0) for other in range(ranks)]
         for on_nonfinite in ("drop_window", "drop_microbatch"):
             settings = {"max_retries": 12, "on_nonfinite": on_nonfinite}
-            new, info = step(state, limited[rank], group=world, **settings)
-            alone, told = step(state, [m for data in limited for m in data], **settings)
+            _, info, _, told = ranks_and_one(step, state, limited, **settings)
             assert not info.found_inf
             assert info.retries == told.retries > 0
-            torch.testing.assert_close(new.params, alone.params, rtol=1e-12, atol=1e-12)
-            assert same_bits(new.scaler, alone.scaler)
-            assert the_same_everywhere(new, info)
 
 
 def _norms(rank):
@@ -403,7 +383,7 @@ def _compiled(rank):
     settings = {"group": dist.group.WORLD, "bn_update": "window", "max_norm": 0.1, "donate": True}
     state, step = task(torch.float32, ADAMW)
     step = functools.partial(step, **settings)
-    compiled, eager = torch.compile(step, fullgraph=True, backend="aot_eager"), clone(state)
+    compiled, eager = in_one_graph(step), clone(state)
     for index in range(3):
         x, y = batch(10 * rank + index)
         data = [((x * math.inf if (index, rank) == (1, 1) else x, y), None)]
@@ -477,20 +457,18 @@ TREES = {
 }
 
 
+REFUSED = "rank 1 refused its arguments"
+
+
 def _refusals(rank):
     for trees in TREES.values():
         with pytest.raises(ValueError, match=r"rank 0 has .*grads '(a|b)'.*, rank 1 has .*Fix: "):
             ps.all_reduce_grads(trees[rank])
-    with pytest.raises(
-        TypeError if rank else ValueError,
-        match=r"grads\['a'\] has dtype torch.int64"
-        if rank
-        else "rank 1 refused its arguments: Type",
-    ):
+    own = (TypeError, r"grads\['a'\] has dtype torch.int64") if rank else (ValueError, REFUSED)
+    with pytest.raises(own[0], match=own[1]):
         ps.all_reduce_grads({"a": torch.ones(2, dtype=torch.int64 if rank else None)})
-    with pytest.raises(
-        ValueError, match=r"rank 0 has bucket_size_mb=1, rank 1 has bucket_size_mb=2"
-    ):
+    words = r"rank 0 has bucket_size_mb=1, rank 1 has bucket_size_mb=2"
+    with pytest.raises(ValueError, match=words):
         ps.all_reduce_grads({"a": torch.ones(2)}, bucket_size_mb=1 + rank)
     for size in (0, -1, math.nan):
         with pytest.raises(ValueError, match=r"bucket_size_mb must be above 0, got .*Fix: 25"):
@@ -513,18 +491,17 @@ def _refusals(rank):
             with pytest.raises(ValueError, match=r"this rank is not in group"):
                 call()
     world = dist.group.WORLD
-    with pytest.raises(ValueError, match=r"rank 0 has max_retries=0.*rank 1 has max_retries=1"):
-        step(state, data, group=world, max_retries=rank)
-    with pytest.raises(ValueError, match=r"max_norm must be above 0|rank 1 refused its arguments"):
-        step(state, data, group=world, max_norm=-1.0 if rank else 1.0)
-    with pytest.raises(ValueError, match=r"rank 0 has .*max_norm=1,.*rank 1 has .*max_norm=None"):
-        step(state, data, group=world, max_norm=None if rank else 1.0)
-    with pytest.raises(ValueError, match=r"rank 0 has .*=DynamicScale.*rank 1 has .*=StaticScale"):
-        step(state, data, group=world, rule=(ps.DynamicScale(), ps.StaticScale(4.0))[rank])
-    for weight_fn in (lambda m: -1 if rank else 1, lambda m: {0: 1}[rank]):
-        expected = r"returned -1|^1$|rank 1 refused its arguments: (Value|Key)Error"
-        with pytest.raises((ValueError, KeyError), match=expected):
-            step(state, data, group=world, weight_fn=weight_fn)
+    for name, values, words in (
+        ("max_retries", (0, 1), r"rank 0 has max_retries=0.*rank 1 has max_retries=1"),
+        ("max_norm", (1.0, -1.0), r"max_norm must be above 0|rank 1 refused its arguments"),
+        ("max_norm", (1.0, None), r"rank 0 has .*max_norm=1,.*rank 1 has .*max_norm=None"),
+        ("rule", (RULE, ps.StaticScale(4.0)), r"rank 0 .*=DynamicScale.*rank 1 .*=StaticScale"),
+        ("weight_fn", (lambda m: 1, lambda m: -1), rf"returned -1|{REFUSED}: Value"),
+        ("weight_fn", (lambda m: 1, lambda m: {0: 1}[1]), rf"^1$|{REFUSED}: Key"),
+        ("weight_fn", (None, samples), r"rank 0 has weight_fn=None, rank 1 has weight_fn='"),
+    ):
+        with pytest.raises((ValueError, KeyError), match=words):
+            step(state, data, group=world, **{name: values[rank]})
     weights = iter((rank + 1, 7, 7, 7))  # a microbatch is weighed once, as in one process
     assert same_bits(
         step(state, data, group=world, weight_fn=lambda m: next(weights)),
@@ -532,7 +509,7 @@ def _refusals(rank):
     )
     assert next(weights) == 7
     assert list(weights) == [7, 7]
-    with pytest.raises(ValueError, match=r"an empty list|rank 1 refused its arguments: ValueError"):
+    with pytest.raises(ValueError, match=rf"an empty list|{REFUSED}: ValueError"):
         step(state, [] if rank else data, group=world)
     other = state._replace(params={**state.params, "5.bias": torch.zeros(3 + rank)})
     with pytest.raises(ValueError, match=r"rank 0 has params '5.bias': .*\(3,\).*, rank 1 has"):
@@ -546,7 +523,7 @@ def _refusals(rank):
         with Untouched(data), pytest.raises(ValueError, match=told):
             step(sharded, data, group=world)
         other = sharded if rank else state
-        with pytest.raises(ValueError, match=told if rank else "rank 1 refused its arguments: Val"):
+        with pytest.raises(ValueError, match=told if rank else f"{REFUSED}: Val"):
             step(other, data, group=world)
     sparse = state._replace(buffers={**state.buffers, "s": torch.eye(2).to_sparse()})
     with pytest.raises(ValueError, match=r"state.buffers\['s'\] is torch.sparse_coo; .*Fix: "):
@@ -593,9 +570,6 @@ def _settings(rank):
     foreign = state._replace(opt_state=more if rank else state.opt_state)
     with pytest.raises(ValueError, match="opt_state knows the parameters"):
         step(foreign, data, optimizer=sgd, group=world)
-    weighing = {"weight_fn": samples if rank else None}
-    with pytest.raises(ValueError, match=r"rank 0 has weight_fn=None, rank 1 has weight_fn='"):
-        step(state, data, optimizer=sgd, group=world, **weighing)
     own_weights = {"weight_fn": [samples, lambda m: 1.0][rank]}  # of its own data
     step(state, data, optimizer=sgd, group=world, **own_weights)
     both = {"max_norm": torch.tensor(1.0 + rank)}, {"max_norm": torch.tensor(1.0)}

@@ -40,6 +40,7 @@ class Run:
 
     def __init__(self, page):
         torch.manual_seed(0)
+        self.page = page
         self.policy = page["sharded"](page["Policy"](), init_device_mesh("cpu", (ranks(),)))
         self.params = dict(self.policy.named_parameters())
         self.opt_state, self.scaler = page["optimizer"].init(self.params), page["rule"].init()
@@ -50,18 +51,24 @@ class Run:
         if self.bad_shard == dist.get_rank():
             param.grad.to_local()[0, 0] = math.inf
 
-    @property
-    def state(self):
-        return self.params, self.opt_state, self.scaler
+    def sampled(self):
+        sampler = self.page["Policy"]().half().requires_grad_(False)
+        return self.page["roll_out"](sampler, self.policy)
+
+    def train(self, rollouts, by="train_on"):
+        """Train by a function of the page, and return its flag and loss."""
+        stepped = self.page[by](rollouts, self.policy, self.params, self.opt_state, self.scaler)
+        self.opt_state, self.scaler, found_inf, loss = stepped
+        return bool(found_inf), loss
 
 
 def begun(rank, rule=RULE, careful=False):
-    """(page, run), each rank with random numbers of its own."""
+    """A run with random numbers of each rank's own."""
     page = definitions(rule)
     page["rule"] = page["careful"] if careful else rule
     run = Run(page)
     torch.manual_seed(1 + rank)
-    return page, run
+    return run
 
 
 def ranks():
@@ -72,10 +79,6 @@ def on_all_ranks(value):
     told = [None] * ranks()
     dist.all_gather_object(told, value)
     return told
-
-
-def sampled(page, policy):
-    return page["roll_out"](page["Policy"]().half().requires_grad_(False), policy)
 
 
 # ---- beside torch's scalers ----------------------------------------------------------------------
@@ -112,26 +115,23 @@ def by_torch(run, batches, scaler):
 
 def run_is_that_of_torchs_scaler(peer, rank):
     """Scales and skips are the same, losses and weights to 1e-6."""
-    page = definitions()
-    ours = Run(page)
-    torch.manual_seed(1 + rank)
+    ours = begun(rank)
     batches, skips, losses, scales = [], [], [], []
     for cause in STEPS:
-        batches.append(spoiled(sampled(page, ours.policy), cause))
+        batches.append(spoiled(ours.sampled(), cause))
         ours.bad_shard = 1 if cause == SHARD else None
-        stepped = page["train_on"](batches[-1], ours.policy, *ours.state)
-        ours.opt_state, ours.scaler, found_inf, loss = stepped
-        skips.append(bool(found_inf))
+        found_inf, loss = ours.train(batches[-1])
+        skips.append(found_inf)
         losses.append(loss)
         scales.append(ours.scaler.scale.item())
     assert skips == [cause != FINE for cause in STEPS]
 
-    theirs = Run(page)
+    theirs = Run(ours.page)
     their_losses, their_scales = by_torch(theirs, batches, peer("cpu", **SCALING))
     assert scales == their_scales
     assert_close(losses, their_losses, rtol=TOLERANCE, atol=TOLERANCE)
     assert_close(whole(ours.params), whole(theirs.params), rtol=TOLERANCE, atol=TOLERANCE)
-    assert not same_bits(whole(ours.params), whole(Run(page).params))
+    assert not same_bits(whole(ours.params), whole(Run(ours.page).params))
     assert all(same_bits(told, whole(ours.params)) for told in on_all_ranks(whole(ours.params)))
 
 
@@ -139,37 +139,34 @@ def run_is_that_of_torchs_scaler(peer, rank):
 
 
 def an_overflow_in_the_shard_of_one_rank_skips_the_step_on_all(rank):
-    page = definitions(ps.DynamicScale(init_scale=2.0**10))
     for bad in range(ranks()):
-        run = Run(page)
-        torch.manual_seed(1 + rank)
-        rollouts, before = sampled(page, run.policy), clone(whole(run.params))
-        run.bad_shard = bad
-        opt_state, scaler, found_inf, _ = page["train_on"](rollouts, run.policy, *run.state)
-        assert on_all_ranks(bool(found_inf)) == [True, True]
-        assert on_all_ranks(scaler.scale.item()) == [2.0**9, 2.0**9]
-        assert opt_state.applied == 0
+        run = begun(rank, ps.DynamicScale(init_scale=2.0**10))
+        before, run.bad_shard = clone(whole(run.params)), bad
+        assert on_all_ranks(run.train(run.sampled())[0]) == [True, True]
+        assert on_all_ranks(run.scaler.scale.item()) == [2.0**9, 2.0**9]
+        assert run.opt_state.applied == 0
         assert same_bits(whole(run.params), before)
 
 
 def a_step_over_local_shards_has_a_flag_for_each_rank(rank):
     """What the page warns of, and why the check above can fail."""
-    page, run = begun(rank, ps.DynamicScale(init_scale=2.0**10))
-    loss, run.bad_shard = page["loss_of"](run.policy, sampled(page, run.policy)), 1
+    run = begun(rank, ps.DynamicScale(init_scale=2.0**10))
+    loss, run.bad_shard = run.page["loss_of"](run.policy, run.sampled()), 1
     ps.scale_loss(run.scaler, loss).backward()
     params = {name: p.detach().to_local() for name, p in run.params.items()}
     grads = {name: p.grad.to_local() for name, p in run.params.items()}
-    optimizer = page["optimizer"]
+    optimizer = run.page["optimizer"]
     out = ps.unscale_and_step(optimizer, run.scaler, params, grads, optimizer.init(params))
     assert on_all_ranks(bool(out.found_inf)) == [False, True]
 
 
 def a_rule_that_reads_the_loss_of_each_rank_needs_its_flag_reduced(rank):
     """Else scales differ, where the loss of one rank is NaN."""
-    page, run = begun(rank)
-    rule = page["careful"]
-    letters, logps, advantage, _ = sampled(page, run.policy)
-    loss = page["loss_of"](run.policy, (letters, logps, advantage * (math.nan if rank else 1), 0))
+    run = begun(rank)
+    rule = run.page["careful"]
+    letters, logps, advantage, _ = run.sampled()
+    rollouts = letters, logps, advantage * (math.nan if rank else 1), 0
+    loss = run.page["loss_of"](run.policy, rollouts)
     ps.scale_loss(rule.init(), loss).backward()
     grads, found_inf = ps.unscale_and_check(
         rule.init(), {name: p.grad for name, p in run.params.items()}
@@ -187,14 +184,12 @@ def a_rule_that_reads_the_loss_of_each_rank_needs_its_flag_reduced(rank):
 
 def all_ranks_repeat_rollouts_equally_often(rank):
     """Twice from a scale that is far too high, not at all then, and to the limit in vain."""
-    page, run = begun(rank, careful=True)
-    calls, loss_of = [], page["loss_of"]
-    page["loss_of"] = lambda *arguments: calls.append(0) or loss_of(*arguments)
+    run = begun(rank, careful=True)
+    calls, loss_of = [], run.page["loss_of"]
+    run.page["loss_of"] = lambda *arguments: calls.append(0) or loss_of(*arguments)
     for bad_shard in (None, None, 1):  # the last one in each of its attempts
         attempts, run.bad_shard = len(calls), bad_shard
-        rollouts = sampled(page, run.policy)
-        stepped = page["train_until_applied"](rollouts, run.policy, *run.state)
-        run.opt_state, run.scaler, found_inf, _ = stepped
+        found_inf, _ = run.train(run.sampled(), by="train_until_applied")
         assert found_inf == (bad_shard is not None)
         assert on_all_ranks(len(calls) - attempts) == [{0: 3, 3: 1, 4: 8}[attempts]] * 2
         assert len(set(on_all_ranks(run.scaler.scale.item()))) == 1
@@ -208,7 +203,7 @@ def an_overflow_of_the_critic_on_one_rank_skips_the_policy_on_all(rank):
     params = {"policy": policy.params, "critic": critic.params}
     opt_state, scaler = page["optimizer"].init(params), page["rule"].init()
     torch.manual_seed(1 + rank)
-    rollouts = sampled(page, policy.policy)
+    rollouts = policy.sampled()
     for bad_shard in (1, None):
         before, critic.bad_shard = clone(whole(policy.params)), bad_shard
         values = critic.policy(rollouts[0][:, :-1]).mean(-1)
@@ -222,13 +217,12 @@ def an_overflow_of_the_critic_on_one_rank_skips_the_policy_on_all(rank):
 
 def the_sampler_has_the_bits_that_the_trainer_computes_with(rank):
     """After skipped steps and after applied ones."""
-    page, run = begun(rank)
-    sampler = page["Policy"]().half().requires_grad_(False)
+    run = begun(rank)
+    sampler = run.page["Policy"]().half().requires_grad_(False)
     for _ in range(8):
-        rollouts = page["roll_out"](sampler, run.policy)
+        rollouts = run.page["roll_out"](sampler, run.policy)
         assert same_bits(run.policy(rollouts[0]).detach(), sampler(rollouts[0]))
-        stepped = page["train_on"](rollouts, run.policy, *run.state)
-        run.opt_state, run.scaler, *_ = stepped
+        run.train(rollouts)
     assert 0 < run.opt_state.applied < 8
 
 

@@ -28,10 +28,6 @@ def wrong(base, name, **methods):
     return kind
 
 
-def remember(self):
-    object.__setattr__(self, "steps", getattr(self, "steps", 0) + 1)
-
-
 def written_into_memory_of_one_member(value):
     kept = torch.zeros(())
     return kept.copy_(value)
@@ -89,12 +85,8 @@ class ComesLate(Halving):
 
 class Remembers(Halving):
     def update(self, state, bad):
-        remember(self)
+        object.__setattr__(self, "steps", getattr(self, "steps", 0) + 1)
         return super().update(state, bad)
-
-
-class Unhashable(Halving):
-    __hash__ = None
 
 
 class TiresOfCleanSteps(Halving):
@@ -184,7 +176,7 @@ WRONG_RULES = [
         wrong(Halving, "Widens", update=lambda n, s, b: n._replace(count=n.count.long())),
         *("structure", "a counter as"),
     ),
-    (Unhashable, "value", "frozen=True"),
+    (type("Unhashable", (Halving,), {"__hash__": None}), "value", "frozen=True"),
     (
         wrong(Halving, "InFloat64", init=lambda n, device=None: n._replace(scale=n[0].double())),
         *("init", "float32"),
@@ -313,10 +305,6 @@ class Nervous(Doubled):
         return new, bad | (loss > 1.95)
 
 
-class GuardUnhashable(Doubled):
-    __hash__ = None
-
-
 class Pending(NamedTuple):
     inner: Last
     bad: Tensor
@@ -375,7 +363,7 @@ WRONG_GUARDS = [
         ),
         *("vmap", "write into an argument"),
     ),
-    (GuardUnhashable, "value", "frozen=True"),
+    (type("Unhashable", (Doubled,), {"__hash__": None}), "value", "frozen=True"),
 ]
 
 

@@ -9,17 +9,18 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from helpers import (
     HALF,
     AsOnAnAccelerator,
     Dispatched,
     batch,
     clone,
+    cross_entropy_of,
     in_processes,
     same_bits,
     small_net,
     stack,
+    started,
     trained,
     unstack,
 )
@@ -141,16 +142,6 @@ def test_a_lasting_rise_is_rejected_exactly_as_often_as_there_is_patience(patien
     assert run_of(guard, risen, state)[1][-1], "what was learnt anew judges again"
 
 
-def test_nothing_is_rejected_in_calm_and_each_spike_alone():
-    assert not any(run_of(PATIENT, NOISE)[1])
-    spikes = [x * (30.0 if index % 50 == 49 else 1.0) for index, x in enumerate(NOISE)]
-    assert run_of(PATIENT, spikes)[1] == [index % 50 == 49 for index in range(len(spikes))]
-    row = [*NOISE[:60], *[40.0] * 10, *NOISE[60:90]]
-    state, verdicts = run_of(PATIENT, row)
-    assert verdicts == [x == 40.0 for x in row]
-    assert state.loss.mean < 3, "a stretch as long as its patience is not learnt"
-
-
 @pytest.mark.parametrize("quiet", [0.0, nan])
 def test_steps_that_move_nothing_do_not_end_a_row_of_rejections(quiet):
     """Or sparse rewards that have risen would be rejected for ever, one at a time."""
@@ -205,26 +196,18 @@ CALM, SPIKE, OVERFLOW = 1.0, 100.0, 1e30
 PLANTED = [*[CALM] * 5, SPIKE, CALM, SPIKE, OVERFLOW, CALM, CALM, SPIKE, CALM]
 
 
-def loss_of(factor_of=lambda microbatch: microbatch[1]):
-    apply, params, buffers = ps.make_functional(small_net())
-    apply = ps.with_policy(apply, HALF)
-
-    def loss_fn(params, buffers, microbatch):
-        (x, y), factor = microbatch
-        logits, buffers = apply(params, buffers, x)
-        return F.cross_entropy(logits, y) * factor, buffers
-
-    return loss_fn, params, buffers
+APPLY, PARAMS, BUFFERS = ps.make_functional(small_net())
+CROSS_ENTROPY = cross_entropy_of(ps.with_policy(APPLY, HALF))
 
 
-LOSS, PARAMS, BUFFERS = loss_of()
+def loss_fn(params, buffers, microbatch):
+    loss, buffers = CROSS_ENTROPY(params, buffers, microbatch[0])
+    return loss * microbatch[1], buffers
 
 
 def job(optimizer=ADAMW, rule=RULE, guard=GUARD, **settings):
-    step = functools.partial(
-        ps.train_step, loss_fn=LOSS, optimizer=optimizer, rule=rule, guard=guard, **settings
-    )
-    return ps.init_train_state(PARAMS, BUFFERS, optimizer, rule, guard=guard), step
+    settings |= {"loss_fn": loss_fn, "buffers": BUFFERS, "guard": guard}
+    return started(PARAMS, None, optimizer, rule, **settings)
 
 
 def windows(factors, count=1):
@@ -301,12 +284,12 @@ def test_a_rejected_step_reports_the_loss_and_the_norm_that_it_was_rejected_for(
 
 @pytest.mark.parametrize("max_norm", [None, inf])
 def test_a_spike_of_the_norm_alone_is_seen_where_the_norm_is_measured(max_norm):
-    def loss_fn(params, buffers, microbatch):
-        loss, buffers = LOSS(params, buffers, (microbatch[0], CALM))
+    def of_large_slope(params, buffers, microbatch):
+        loss, buffers = CROSS_ENTROPY(params, buffers, microbatch[0])
         return loss + (microbatch[1] - 1) * (loss - loss.detach()), buffers
 
     state, step = job(max_norm=max_norm)
-    _, infos = trained(state, functools.partial(step, loss_fn=loss_fn), windows(PLANTED[:6]))
+    _, infos = trained(state, functools.partial(step, loss_fn=of_large_slope), windows(PLANTED[:6]))
     assert flags(infos, "rejected") == [False] * 5 + [max_norm is not None]
     assert infos[5].loss < 2
 

@@ -27,7 +27,6 @@ class Trainer:
     """Right: float16's ways over float32, on a CPU."""
 
     schedule_by, max_norm = "applied", 0.1
-    saved = ("model", "optimizer", "scaler", "scheduler")
 
     def layers(self):
         return [nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3)]
@@ -53,7 +52,7 @@ class Trainer:
 
     def backward(self, window):
         gain = 0.5 + torch.rand((), generator=self.generator)
-        total = self.total(window)
+        total, self.count = self.total(window), len(window)
         for batch in window:
             self.scaler.scale(gain * self.loss(batch, total)).backward()
 
@@ -81,7 +80,8 @@ class Trainer:
         self.after(self.update())
 
     def parts(self):
-        return {name: getattr(self, name) for name in self.saved}
+        names = "model", "optimizer", "scaler", "scheduler"
+        return {name: getattr(self, name) for name in names}
 
     def state_dict(self):
         saved = {name: part.state_dict() for name, part in self.parts().items()}
@@ -94,28 +94,28 @@ class Trainer:
         self.generator.set_state(sd["rng"])
 
 
-class ScalerIsNotSaved(Trainer):
-    """Its scale is a power of two, so that no weight of a resumed run shows it."""
+class IsNotSaved(Trainer):
+    """Its scale is a power of two, so that no weight of a resumed run shows that of a scaler."""
 
-    saved = ("model", "optimizer", "scheduler")
+    forgets: str
 
-
-class CountIsNotSaved(Trainer):
     def state_dict(self):
-        sd = super().state_dict()
-        del sd["steps"]
-        return sd
+        return {key: part for key, part in super().state_dict().items() if key != self.forgets}
 
     def load_state_dict(self, sd):
-        super().load_state_dict({**sd, "steps": self.steps})
+        super().load_state_dict({**super().state_dict(), **sd})
 
 
-class GeneratorIsNotSaved(Trainer):
-    def state_dict(self):
-        return {**super().state_dict(), "rng": None}
+class ScalerIsNotSaved(IsNotSaved):
+    forgets = "scaler"
 
-    def load_state_dict(self, sd):
-        super().load_state_dict({**sd, "rng": self.generator.get_state()})
+
+class CountIsNotSaved(IsNotSaved):
+    forgets = "steps"
+
+
+class GeneratorIsNotSaved(IsNotSaved):
+    forgets = "rng"
 
 
 class GradientsAreNotCleared(Trainer):
@@ -134,20 +134,12 @@ class MeanOfMeans(Trainer):
     def loss(self, batch, total):
         return super().loss(batch, batch[2].sum()) / self.count
 
-    def backward(self, window):
-        self.count = len(window)
-        super().backward(window)
-
 
 class SchedulerStepsOnceABatch(Trainer):
     def after(self, applied):
         super().after(applied)
         for _ in range(self.count - 1):
             self.scheduler.step()
-
-    def backward(self, window):
-        self.count = len(window)
-        super().backward(window)
 
 
 class ClipsScaledGradients(Trainer):

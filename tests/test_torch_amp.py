@@ -92,7 +92,7 @@ class Job:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
     scheduler: lr_scheduler.LRScheduler | None
-    schedule_by: str = "applied"
+    schedule_by: str
 
     @property
     def all(self):
@@ -136,7 +136,7 @@ def place(scheduler):
     return getattr(scheduler, "last_epoch", None), list(map(place, nested))
 
 
-def job(name, schedule=None, *, grouped=True):
+def job(name, schedule=None, schedule_by="applied", *, grouped=True):
     torch.manual_seed(1)
     model = Net()
     decay = [p for p in model.parameters() if p.ndim > 1]
@@ -148,7 +148,8 @@ def job(name, schedule=None, *, grouped=True):
     ]
     optimizer = CLASSES[name](groups if grouped else model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4)
-    return Job(model, optimizer, scaler, MAKES[schedule](optimizer) if schedule else None)
+    make = MAKES.get(schedule, schedule)
+    return Job(model, optimizer, scaler, make(optimizer) if make else None, schedule_by)
 
 
 def loss_fn(apply, params, buffers, batch):
@@ -188,8 +189,14 @@ def there_and_back(live, splits, steps):
     return live
 
 
-def assert_close(live, expected):
+def assert_is_torchs_own(make, splits):
+    """So many steps of torch, here, of torch, ... are those of torch alone. Return both jobs."""
+    expected, live = make(), make()
+    steps = list(batches(sum(splits)))
+    expected.train(steps)
+    there_and_back(live, splits, steps)
     torch.testing.assert_close(live.values(), expected.values(), rtol=1e-4, atol=1e-6)
+    return live, expected
 
 
 # ---- the law: torch, here and torch is torch
@@ -204,11 +211,8 @@ def assert_close(live, expected):
     ],
 )
 def test_steps_of_torch_steps_here_and_steps_of_torch_are_torchs_own(name, schedule, schedule_by):
-    expected, live = job(name, schedule), job(name, schedule)
-    expected.schedule_by = live.schedule_by = schedule_by
-    expected.train(batches())
-    there_and_back(live, (7, 7, 7), batches())
-    assert_close(live, expected)
+    make = functools.partial(job, name, schedule, schedule_by)
+    live, _ = assert_is_torchs_own(make, (7, 7, 7))
     assert live.model.norm.num_batches_tracked == 18
 
 
@@ -226,12 +230,9 @@ def cyclic(optimizer):
 @pytest.mark.parametrize("make", [one_cycle, cyclic])
 @pytest.mark.parametrize("name", ["AdamW-fused", "SGD-plain"])
 def test_a_momentum_that_cycles_is_followed_and_given_back(name, make):
-    expected, live = job(name), job(name)
-    for each in (expected, live):
-        each.scheduler, each.schedule_by = make(each.optimizer), "iteration"
-    expected.train(batches())
-    there_and_back(live, (0, 4, 4, 7, 3, 3), batches())
-    assert_close(live, expected)
+    live, expected = assert_is_torchs_own(
+        functools.partial(job, name, make, "iteration"), (0, 4, 4, 7, 3, 3)
+    )
     ours, theirs = (
         [(group.get("betas"), group.get("momentum")) for group in each.optimizer.param_groups]
         for each in (live, expected)
@@ -242,11 +243,7 @@ def test_a_momentum_that_cycles_is_followed_and_given_back(name, make):
 @pytest.mark.parametrize("splits", [(0, 9, 9), (6, 3, 0, 3, 6), (20, 1)], ids=str)
 def test_a_job_may_be_taken_over_at_any_step_and_more_than_once(splits):
     schedule = "sequential" if splits[0] else "warm-up"  # from a rate of 0
-    expected, live = job("SGD", schedule), job("SGD", schedule)
-    steps = list(batches(sum(splits)))
-    expected.train(steps)
-    there_and_back(live, splits, steps)
-    assert_close(live, expected)
+    assert_is_torchs_own(functools.partial(job, "SGD", schedule), splits)
 
 
 # ---- the rates ahead

@@ -14,7 +14,7 @@ from .._loss_scale.rules import NoScale
 from .._loss_scale.scaling import unscale_and_check
 from .._reports.printing import MAX_LINES, table
 from .._step.backward import independent_loss_error
-from .._step.value_and_grad import LossFn, ValueAndGrad
+from .._step.loss_and_grads import LossAndGrads, LossFn
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
 from .._torch.tracing import current_eager_mode
@@ -216,15 +216,15 @@ def probe_scales(
     check_parameters(flat)
     device = device_of(*flat[:2], "params")
     one = NoScale().init(device)
-    value_and_grad = ValueAndGrad(
+    loss_and_grads = LossAndGrads(
         flat, pytree.flatten_once(buffers), pytree.flatten_once(one), loss_fn, current_eager_mode()
     )
-    if not value_and_grad.present_params:
+    if not loss_and_grads.present_params:
         raise ValueError(
             "params holds no tensor. Fix: those of `apply, params, buffers = "
             "make_functional(model)`."
         )
-    inputs, loss, _ = value_and_grad.run_forward(value_and_grad.buffers.leaves, microbatch)
+    inputs, loss, _ = loss_and_grads.run_forward(loss_and_grads.buffers.leaves, microbatch)
     best: Leaves | None = None  # the gradients at the largest scale that fits
     high: int | None = None
     columns: list[tuple[Tensor, Tensor, Tensor]] = []  # overflow, zeros and error of a part
@@ -242,7 +242,7 @@ def probe_scales(
         del grads
     overflow, zeros, error = (torch.cat(parts, -1).flip(-1) for parts in zip(*columns, strict=True))
     chosen.reverse()
-    names = value_and_grad.names()
+    names = loss_and_grads.names()
     return ScaleProbe(
         exponents=torch.tensor(chosen, device=device),
         overflow=overflow,

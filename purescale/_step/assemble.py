@@ -28,10 +28,10 @@ _requires_grad = operator.attrgetter("requires_grad")
 class NextControl(NamedTuple):
     """The next scaler, step count, generator and guard."""
 
-    scaler: Leaves
+    scaler_leaves: Leaves
     step: Tensor
     rng: Any
-    guard: Leaves  # none without a guard
+    guard_leaves: Leaves  # none without a guard
 
 
 def advance(
@@ -58,16 +58,16 @@ def advance(
 def assemble(
     start: Start,
     stepped: tuple[Tree, Tree],
-    advanced: NextControl,
+    next_control: NextControl,
     buffers: Leaves,
     decision: Decision,
     may_write: MayWrite,
 ) -> TrainState:
-    """Return the next state, from what `step_planned` and `advance` returned and the buffers after
-    the last microbatch.
+    """Return the next state, from the results of `step_planned` and `advance`, and the buffers
+    after the last microbatch.
     """
     flat_state, (params, opt_state) = start.flat_state, stepped
-    scaler, step, rng, guard = advanced
+    scaler, step, rng, guard = next_control
     leaves = _next_buffers(flat_state.buffers, buffers, decision, in_place=may_write.buffers)
     if may_write.control:
         generator = [] if isinstance(rng, tuple) else [rng]
@@ -101,7 +101,7 @@ def _next_scaler(
     options: StepOptions, before: FlatTree, attempt: Attempt, decision: Decision
 ) -> Leaves:
     """Return the leaves of the loss scale after the step."""
-    used, overflow, rule = attempt.scaler.tree, decision.overflow, options.rule
+    used, overflow, rule = attempt.flat_scaler.tree, decision.overflow, options.rule
     on_host = decision.known_applied and options.rule_traits.is_dynamic
     if on_host and may_update_on_host(used, overflow):
         return list(update_on_host(rule, used, overflow=False))  # type: ignore[arg-type]

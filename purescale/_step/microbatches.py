@@ -22,14 +22,9 @@ from .._batch_norm.bn_stats import (
 )
 from .._distributed.buckets import Reduction, mean_divisor
 from .._grads.accumulate import as_weight, is_weight
+from .._step.loss_and_grads import LossAndGrads, check_container, check_returned, check_unwritten
 from .._step.sending import send_gradient, send_mean, start_reduction
 from .._step.train_state import FlatState, StepOptions
-from .._step.value_and_grad import (
-    ValueAndGrad,
-    check_container,
-    check_returned,
-    check_unwritten,
-)
 from .._step.window_mean import WindowMean
 from .._step.window_result import (
     MicrobatchWeights,
@@ -99,7 +94,7 @@ def accumulate_microbatches(
     differentiable = options.optimizer.differentiable and is_on_a_graph(
         pytree.all_tensors([params.leaves, buffers.leaves, scaler.leaves, microbatches])
     )
-    loss_and_grads = ValueAndGrad(
+    loss_and_grads = LossAndGrads(
         params,
         buffers,
         scaler,
@@ -128,7 +123,7 @@ def accumulate_microbatches(
 def _window_of_one(
     options: StepOptions,
     weights: MicrobatchWeights,
-    loss_and_grads: ValueAndGrad,
+    loss_and_grads: LossAndGrads,
     entry: Any,
     memory: ArgumentMemory,
 ) -> WindowResult:
@@ -151,7 +146,7 @@ def _window_of_one(
 def _window_of_several(
     options: StepOptions,
     weights: MicrobatchWeights,
-    loss_and_grads: ValueAndGrad,
+    loss_and_grads: LossAndGrads,
     microbatches: list[Any],
     memory: ArgumentMemory,
     buffers_to_reduce: Leaves,
@@ -203,7 +198,7 @@ FUNCTION_TYPES = (
 
 
 def _microbatch_of(
-    make: Callable[[], Any], loss_and_grads: ValueAndGrad, memory: ArgumentMemory
+    make: Callable[[], Any], loss_and_grads: LossAndGrads, memory: ArgumentMemory
 ) -> Any:
     """Return the microbatch of a function in the window."""
     microbatch = make()

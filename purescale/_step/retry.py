@@ -25,7 +25,7 @@ class Attempt(NamedTuple):
     window: WindowResult
     stats: GradStats
     flags: WindowFlags | None  # None if only the mean was measured
-    scaler: FlatTree  # the state that scaled it
+    flat_scaler: FlatTree  # the state that scaled it
     rng: Any = ()  # the next state of the generator
     retries: int = 0  # how often the step ran its window again
 

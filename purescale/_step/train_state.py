@@ -13,8 +13,8 @@ from .._grads.accumulate import OnNonfinite, check_on_nonfinite
 from .._grads.clip import Clip
 from .._loss_scale.rules import Rule, RuleTraits, State, StaticScale, check_rule
 from .._optim.optimizer import FlatOptimizer, Optimizer, check_optimizer
+from .._step.loss_and_grads import LossFn
 from .._step.spike_guard import Guard, check_is_guard
-from .._step.value_and_grad import LossFn
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree import pytree

@@ -17,6 +17,7 @@ from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.agree import check_on_all_ranks
 from .._step.assemble import advance, assemble
 from .._step.decide import decide
+from .._step.loss_and_grads import LossFn
 from .._step.memory import memory_of_step
 from .._step.microbatches import (
     FUNCTION_TYPES,
@@ -35,7 +36,6 @@ from .._step.train_state import (
     TrainState,
     check_options,
 )
-from .._step.value_and_grad import LossFn
 from .._step.window_result import MicrobatchWeights, window_flags
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
@@ -214,10 +214,10 @@ def _stages(
         guard_state, rejects = call_guard(options.guard, flat_state.guard, window.loss, norm)
     decision = decide(stats, options.clip, window.grads, attempt.flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
-    advanced = advance(options, flat_state, attempt, decision, guard_state)
+    next_control = advance(options, flat_state, attempt, decision, guard_state)
     skip, in_place = decision.skip_or_none, may_write.params_and_state
     stepped = options.optimizer.step_planned(planned, decision.grads, skip, in_place=in_place)
-    scale = attempt.scaler.tree.scale.clone()  # `assemble` may write into it
+    scale = attempt.flat_scaler.tree.scale.clone()  # `assemble` may write into it
     info = StepInfo(
         loss=window.loss,
         found_inf=decision.skip,
@@ -228,7 +228,7 @@ def _stages(
         aux=window.aux,
         rejected=decision.rejected,
     )
-    return assemble(start, stepped, advanced, window.buffers, decision, may_write), info
+    return assemble(start, stepped, next_control, window.buffers, decision, may_write), info
 
 
 def _check_arguments(state: Any, microbatches: Any, options: StepOptions) -> None:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from .._grads.accumulate import AccumState, add, init_accum
 from .._grads.measure import measure
+from .._step.loss_and_grads import LossAndGrads
 from .._step.train_state import StepOptions
-from .._step.value_and_grad import ValueAndGrad
 from .._step.window_result import MicrobatchWeights
 from .._torch.dtypes import wide_dtype
 from .._torch.foreach import weighted_sum
@@ -26,7 +26,7 @@ class WindowMean:
     """
 
     def __init__(
-        self, options: StepOptions, weights: MicrobatchWeights, loss_and_grads: ValueAndGrad
+        self, options: StepOptions, weights: MicrobatchWeights, loss_and_grads: LossAndGrads
     ) -> None:
         self.options = options
         self.weights, self.loss_and_grads = weights, loss_and_grads

@@ -1,0 +1,361 @@
+"""The loss and the gradients of one microbatch, for a step and for a loop by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .._loss_scale.scaling import wide_loss
+from .._step.backward import gradients_of, independent_loss_error, send_gradients, with_zeros
+from .._torch import donation, dtensor, private
+from .._torch.dtypes import wide_dtype
+from .._torch.tracing import (
+    EagerMode,
+    recorded_by_make_fx,
+    refuse_graph_end,
+    traced,
+)
+from .._tree import pytree
+from .._tree.aliasing import detach_unaliased
+from .._tree.leaves import are_plain_dense, versions
+from .._tree.matching import matching_leaves
+from .._tree.pytree import FlatTree, Leaves, Tree
+
+
+class LossFn(Protocol):
+    """The protocol of the function that `train_step` and `value_and_grad` differentiate: a pure
+    function of params, buffers and one microbatch.
+    """
+
+    def __call__(
+        self, params: Tree, buffers: Tree, microbatch: Any, /
+    ) -> tuple[Tensor, Tree] | tuple[Tensor, Tree, Any]:
+        """Return the unscaled loss, the new buffers (`buffers` if nothing changes them) and,
+        optionally, aux: anything else that the step returns.
+        """
+
+
+class MicrobatchResult(NamedTuple):
+    """Loss, gradients, buffers and aux of one microbatch, off the graph. Their memory is shared
+    neither with the state, the microbatch nor each other; `loss_fn` may still hold the buffers and
+    aux that it returned.
+    """
+
+    grads: Leaves  # of the scaled loss, one per parameter; None for a leaf None
+    loss: Tensor  # unscaled, 0-d
+    buffers: Leaves  # the new ones
+    aux: list[Any]
+
+
+class Outputs(NamedTuple):
+    """The results of `loss_fn`, checked, on the graph of its forward."""
+
+    loss: Tensor  # unscaled, 0-d, at least float32
+    buffers: Leaves
+    aux: list[Any]
+
+
+_ENABLED = contextlib.nullcontext()  # a fifth of the cost of torch.enable_grad()
+
+
+class LossAndGrads:
+    """The loss, the gradients and the new buffers of each microbatch of a step.
+
+    Work that is the same for all microbatches is done once. Results are apart from `storages`, if
+    they are known. If it is `differentiable`, the gradients stay on the graph.
+    """
+
+    def __init__(
+        self,
+        params: FlatTree,
+        buffers: FlatTree,
+        scaler: FlatTree,
+        loss_fn: LossFn,
+        eager_mode: EagerMode | None,
+        storages: Set[int | None] | None = None,
+        *,
+        differentiable: bool = False,
+    ) -> None:
+        self.scale, self.loss_fn, self.buffers = scaler.tree.scale, loss_fn, buffers
+        self.params, self.present_params = params, params.leaves
+        self.leaf_indices: Sequence[int] = range(len(params.leaves))
+        self.are_all_present = self.dense_real = is_dense = params.tensor_list.dense_off_graph
+        self.sharded, self.uses_torch_func = False, eager_mode is None and traced()
+        self.keeps_graph = differentiable and not self.uses_torch_func
+        self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
+        # make_fx does not see that a subclass is made, and would take parameters for constants.
+        self.in_make_fx = eager_mode is not None and eager_mode.in_make_fx
+        if eager_mode is None and self.owns_gradients:
+            refuse_graph_end()
+            self.in_make_fx = recorded_by_make_fx()
+        self.storages = storages if self.owns_gradients else None
+        if not is_dense:
+            self.dense_real = are_plain_dense(params.leaves)
+            self.leaf_indices = [n for n, leaf in enumerate(params.leaves) if leaf is not None]
+            self.are_all_present = len(self.leaf_indices) == len(params.leaves)
+            self.present_params = [params.leaves[index] for index in self.leaf_indices]
+            self.sharded = dtensor.any_dtensor(self.present_params)
+        all_normal = is_dense and scaler.tensor_list.dense_off_graph
+        if not (self.uses_torch_func or all_normal):
+            *self.present_params, self.scale = _normal_tensors([*self.present_params, self.scale])
+
+    def zeros(self) -> Leaves:
+        """Return the gradients of a window in which no microbatch counts."""
+        return self._leaves(
+            [torch.zeros_like(leaf, dtype=wide_dtype(leaf.dtype)) for leaf in self.present_params]
+        )
+
+    def names(self) -> list[str]:
+        """Return the dotted names of the parameters that are tensors."""
+        names = pytree.names(self.params.tree)
+        return [names[index] for index in self.leaf_indices]
+
+    def _leaves(self, tensors: list[Any]) -> Leaves:
+        """Return one leaf for each of the parameters, None where they are None."""
+        if self.are_all_present:
+            return tensors
+        leaves: Leaves = [None] * len(self.params.leaves)
+        for index, tensor in zip(self.leaf_indices, tensors, strict=True):
+            leaves[index] = tensor
+        return leaves
+
+    def __call__(
+        self,
+        buffers: Leaves,
+        microbatch: Any,
+        *,
+        take_ownership: bool = True,
+        on_grad: Callable[[int, Tensor], None] | None = None,
+    ) -> MicrobatchResult:
+        """Return the result of one microbatch. If `on_grad(index, gradient)` is given, it takes
+        each gradient as the backward makes it, and the result has none. Unless it is to
+        `take_ownership`, a custom backward or a hook may still hold the gradients, so they must
+        only be read.
+        """
+        if self.uses_torch_func:
+            return self._call_torch_func(buffers, microbatch)
+        # torch.func.grad would give the same bits, but refuses checkpointing around `apply` and
+        # custom Functions of the older form.
+        inputs, loss, outputs = self.run_forward(buffers, microbatch)
+        grads: list[Tensor] = []
+        if on_grad is not None:
+            send_gradients(loss, inputs, on_grad)
+        elif self.keeps_graph:
+            graph = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
+            grads = with_zeros(graph, inputs)
+        else:
+            raw = gradients_of(loss, inputs)
+            grads = (
+                donation.take_ownership(raw) if take_ownership else list(map(Tensor.detach, raw))
+            )
+            if self.sharded:
+                pairs = zip(grads, inputs, strict=True)
+                grads = [dtensor.redistribute_like(*pair) for pair in pairs]
+        result = self._result(grads, outputs)
+        del inputs, loss, outputs  # frees the graph
+        return result
+
+    def _call_torch_func(self, buffers: Leaves, microbatch: Any) -> MicrobatchResult:
+        static_outputs: list[Any] = []  # torch.func returns tensors only
+
+        def scaled(inputs: Leaves) -> tuple[Tensor, list[Tensor]]:
+            loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
+            if not loss.requires_grad:  # by this transform; the module's own graph does not count
+                raise independent_loss_error()
+            leaves, structure = private.pytree.tree_flatten(outputs)
+            others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+            static_outputs.extend((structure, others))
+            return loss, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+        grads, (_, tensors) = torch.func.grad_and_value(scaled, has_aux=True)(self.present_params)
+        structure, others = static_outputs
+        leaves = [tensors.pop(0) if other is None else other[0] for other in others]
+        return self._result(list(grads), private.pytree.tree_unflatten(leaves, structure))
+
+    def _result(self, grads: Leaves, outputs: Outputs) -> MicrobatchResult:
+        storages, aux = self.storages, outputs.aux
+        detached = detach_unaliased([outputs.loss, *outputs.buffers], storages)
+        loss, *buffers = detached
+        if aux:
+            leaves, structure = pytree.flatten(aux)
+            if storages is not None:
+                storages = {*storages, *donation.storage_pointers(detached)}
+            aux = structure.unflatten(detach_unaliased(leaves, storages))
+        if grads and not self.are_all_present:
+            grads = self._leaves(grads)
+        return MicrobatchResult(grads, loss, buffers, aux)
+
+    def run_forward(self, buffers: Leaves, microbatch: Any) -> tuple[Leaves, Tensor, Outputs]:
+        """Return the parameters, the scaled loss on its graph over them, and the outputs, in eager
+        mode.
+        """
+        if buffers is not self.buffers.leaves or not self.buffers.tensor_list.dense_off_graph:
+            buffers = _normal_tensors(buffers)
+        with _ENABLED if torch.is_grad_enabled() else torch.enable_grad():
+            # New tensors, because a loss may register hooks on them: leaves, because autocast
+            # caches the cast of a leaf; on a graph aliases, so that a gradient ends there. Leaves
+            # pass `isinstance(leaf, nn.Parameter)` unless make_fx records them.
+            if self.keeps_graph:
+                inputs = list(map(_alias, self.present_params))
+            else:
+                inputs = [
+                    nn.Parameter(tensor)
+                    if type(tensor) is Tensor and not self.in_make_fx
+                    else tensor.detach().requires_grad_()
+                    for tensor in self.present_params
+                ]
+            read_only = [*inputs, *buffers]
+            before = versions(read_only)
+            loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
+        if not loss.requires_grad:
+            raise independent_loss_error()
+        if versions(read_only) != before:
+            self._refuse_write(_written(read_only, before))
+        return inputs, loss, outputs
+
+    def _refuse_write(self, index: int) -> None:
+        """Refuse a write into the parameter or, counted after these, the buffer of this number."""
+        of_buffer = index - len(self.present_params)
+        if of_buffer < 0:
+            raise RuntimeError(
+                f"loss_fn wrote into the parameter {self.names()[index]}; a step must not change "
+                "its arguments. Fix: a new tensor, `w = w / w.norm()`, or the change between two "
+                "steps."
+            )
+        raise RuntimeError(
+            f"loss_fn wrote into {pytree.path(self.buffers.tree, 'buffers', of_buffer)}; a step "
+            "must not change its arguments. Fix: return a new tensor, `{**buffers, 'mean': 0.9 * "
+            "buffers['mean'] + 0.1 * x}`."
+        )
+
+    def _scaled_loss(
+        self, buffers: Leaves, microbatch: Any, inputs: Leaves
+    ) -> tuple[Tensor, Outputs]:
+        """Return the loss of a call of `loss_fn` times the scale, and its outputs."""
+        leaves = inputs if self.are_all_present else self._leaves(inputs)
+        params = self.params.structure.unflatten(leaves)
+        carried = self.buffers.structure.unflatten(buffers)
+        try:
+            returned = self.loss_fn(params, carried, microbatch)
+        except TypeError:
+            check_form(self.loss_fn)
+            raise
+        except RuntimeError as error:
+            if "Tensor.requires_grad_()" in str(error):
+                error.add_note(_REQUIRES_GRAD)
+            raise
+        loss, new_buffers, *aux = check_returned(returned)
+        if type(loss) is not Tensor:
+            loss = dtensor.full_tensor(loss)
+        alike = self.buffers.leaves_if_matching(new_buffers)
+        if alike is None:
+            check_container(new_buffers, self.buffers.tree)
+            alike = matching_leaves(
+                self.buffers.tree,
+                new_buffers,
+                "buffers",
+                "new_buffers",
+                _ONE_SHAPE,
+                flat=self.buffers,
+            )[1]
+        wide = wide_loss(loss, self.scale)
+        wide = wide.reshape(()) if wide.ndim else wide
+        return wide * self.scale, Outputs(wide, alike, aux)
+
+
+_REQUIRES_GRAD = (
+    "loss_fn calls requires_grad_, and a step that is compiled, mapped or jitted takes gradients "
+    "by torch.func. Fix: `slope = torch.func.grad(function)(x)` in place of `x.requires_grad_()` "
+    "and `torch.autograd.grad(function(x), x)`."
+)
+
+
+def check_returned(returned: Any) -> tuple[Any, ...]:
+    """Return what loss_fn returned. Refuse all but a tuple of a loss, new buffers and, optionally,
+    aux.
+    """
+    if not (isinstance(returned, tuple) and len(returned) in (2, 3)):
+        kind = type(returned).__name__
+        what = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else kind
+        raise TypeError(
+            f"loss_fn returned {what}; expected (loss, new_buffers) or (loss, new_buffers, aux). "
+            "Fix: `return loss, new_buffers`, or `return loss, buffers` if nothing changes them."
+        )
+    if not isinstance(returned[0], Tensor):
+        raise TypeError(
+            f"loss_fn returned {type(returned[0]).__name__} as its loss; expected a tensor of one "
+            "element. Fix: return the loss first, `return loss, new_buffers`."
+        )
+    return returned
+
+
+def check_container(new_buffers: Any, buffers: Tree) -> None:
+    """Refuse what is not a container of buffers, such as aux in their place."""
+    expected: type[Any] = dict if isinstance(buffers, dict) else type(buffers)
+    fits = isinstance(new_buffers, expected)
+    if fits and expected is dict and new_buffers:
+        fits = any([name in buffers for name in new_buffers])
+    if not fits:
+        raise ValueError(
+            "new_buffers does not match buffers: loss_fn returned "
+            f"{pytree.describe_argument(new_buffers)} where the new buffers belong, "
+            f"{pytree.describe_argument(buffers)}. Fix: `return loss, new_buffers, "
+            "aux`, or `return loss, buffers, aux`."
+        )
+
+
+def check_form(loss_fn: Callable[..., Any]) -> None:
+    """Refuse a loss_fn that does not take three arguments."""
+    if torch.compiler.is_dynamo_compiling():  # refuses it in words of its own
+        return
+    try:
+        signature = inspect.signature(loss_fn)
+    except ValueError:  # a function in C may have none
+        return
+    try:
+        signature.bind(None, None, None)
+    except TypeError:
+        raise TypeError(
+            f"loss_fn takes {signature}; it is called as loss_fn(params, buffers, microbatch). "
+            "Fix: `def loss_fn(params, buffers, microbatch)` that ends with `return loss, "
+            "buffers`."
+        ) from None
+
+
+_ONE_SHAPE = (
+    "A skipped step returns the old buffers and an applied step the new ones, so both must match. "
+    "If the first forward of a module gives the buffer its shape, call the module once before "
+    "`make_functional`."
+)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
+
+
+def _normal_tensors(leaves: Leaves) -> Leaves:
+    """Replace tensors made under inference_mode by copies that autograd accepts."""
+    if pytree.are_tensors(leaves) and not any(map(Tensor.is_inference, leaves)):
+        return leaves
+    return [pytree.as_normal_tensor(leaf) for leaf in leaves]
+
+
+def _written(leaves: Leaves, before: list[int]) -> int:
+    """Return the index of the first leaf with another version than before."""
+    return next(i for i, new in enumerate(versions(leaves)) if new != before[i])
+
+
+def check_unwritten(batch: list[Tensor], before: list[int]) -> None:
+    """Refuse a write into tensors of microbatches that had these versions before."""
+    if versions(batch) == before:
+        return
+    raise RuntimeError(
+        f"loss_fn wrote into its microbatch, into tensor {_written(batch, before)} of "
+        f"{len(batch)}; a step must not change its arguments. Likely cause: `x.div_(255)`, or a "
+        "first layer with inplace=True. Fix: `x = x / 255`, or `x = x.clone()` first."
+    )

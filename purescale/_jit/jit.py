@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -29,8 +28,6 @@ from .._tree.scalars import is_whole, short_repr
 
 Backend = Literal["inductor", "aot_eager"]
 
-_layout, _is_nested = operator.attrgetter("layout"), operator.attrgetter("is_nested")
-_requires_grad = operator.attrgetter("requires_grad")
 CONSTANTS = (type(None), bool, int, float, complex, str)
 
 
@@ -88,11 +85,7 @@ class Program:
     """
 
     def __init__(
-        self,
-        tensors: list[Tensor],
-        graph: PureGraph,
-        run: Function,
-        results: Results,
+        self, tensors: list[Tensor], graph: PureGraph, run: Function, results: Results
     ) -> None:
         self.run, self.results = run, results
         self.shapes = [tensor.shape for tensor in tensors]
@@ -280,14 +273,8 @@ def settings_of_torch() -> Any:
 
 def _indices(args: tuple[Tree, ...], donate: Sequence[int]) -> list[int]:
     """Return the indices of the tensors of donated arguments among all tensors."""
-    indices: list[int] = []
-    start = 0
-    for number, arg in enumerate(args):
-        stop = start + len([leaf for leaf in pytree.flatten(arg)[0] if leaf is not None])
-        if number in donate:
-            indices += range(start, stop)
-        start = stop
-    return indices
+    numbers = [number for number, arg in enumerate(args) for _ in pytree.tensors(arg)]
+    return [index for index, number in enumerate(numbers) if number in donate]
 
 
 # ---- what the logger says ------------------------------------------------------------------------
@@ -327,41 +314,30 @@ def varying(shapes: Sequence[Sequence[torch.Size]]) -> str:
 
 
 def check_arguments(args: tuple[Tree, ...], leaves: Leaves, by: str = "jit") -> list[Tensor]:
-    """Return the tensors among the leaves. Refuse, naming the leaf, what is not a plain tensor.
-    `by` is the name of the function that refuses.
+    """Return the tensors among the leaves. Refuse, naming the leaf, what is not a plain tensor, or
+    requires a gradient in grad mode. `by` is the name of the function that refuses.
     """
-    tensors = [leaf for leaf in leaves if leaf is not None]
-    if not set(map(type, tensors)) <= PLAIN_TYPES or not (
-        set(map(_layout, tensors)) <= {torch.strided}
-        and not any(map(_is_nested, tensors))
-        and not (torch.is_grad_enabled() and any(map(_requires_grad, tensors)))
-    ):
-        for index, leaf in enumerate(leaves):
-            _check_argument(leaf, args, index, by)
-    return tensors
-
-
-def _check_argument(leaf: Any, args: tuple[Tree, ...], index: int, by: str) -> None:
-    """Refuse a leaf that is not a plain tensor, or that requires a gradient in grad mode."""
-    fix = "torch.compile, or `.to_dense()`"
-    if leaf is None:
-        return
-    if type(leaf) in PLAIN_TYPES and leaf.layout is torch.strided and not leaf.is_nested:
-        if not (leaf.requires_grad and torch.is_grad_enabled()):
-            return
-        refuse_graph_end()
-        what = f"requires a gradient, and the results of {by} have no graph"
-        fix = "`torch.func.grad` inside of the function, or `with torch.no_grad():` around the call"
-    elif isinstance(leaf, Tensor):
-        what = f"is {type(leaf).__name__} {describe(leaf)}; {by} takes plain, dense tensors"
-    else:
-        what = f"is {type(leaf).__name__} {short_repr(leaf)}; {by} takes trees of tensors"
-        fix = (
-            "`torch.tensor(...)` for a number that changes from call to call; functools.partial or "
-            "a closure for what stays; for a container of your own "
-            "`optree.register_pytree_node(cls, flatten, unflatten, namespace='purescale')`"
-        )
-    raise TypeError(f"{pytree.path(args, 'args', index)} {what}. Fix: {fix}.")
+    for index, leaf in enumerate(leaves):
+        if leaf is None:
+            continue
+        if not isinstance(leaf, Tensor):
+            what = f"is {type(leaf).__name__} {short_repr(leaf)}; {by} takes trees of tensors"
+            fix = (
+                "`torch.tensor(...)` for a number that changes from call to call; "
+                "functools.partial or a closure for what stays; for a container of your own "
+                "`optree.register_pytree_node(cls, flatten, unflatten, namespace='purescale')`"
+            )
+        elif type(leaf) not in PLAIN_TYPES or leaf.layout is not torch.strided or leaf.is_nested:
+            what = f"is {type(leaf).__name__} {describe(leaf)}; {by} takes plain, dense tensors"
+            fix = "torch.compile, or `.to_dense()`"
+        elif leaf.requires_grad and torch.is_grad_enabled():
+            refuse_graph_end()
+            what = f"requires a gradient, and the results of {by} have no graph"
+            fix = "`torch.func.grad` inside of the function, or `with torch.no_grad():` around it"
+        else:
+            continue
+        raise TypeError(f"{pytree.path(args, 'args', index)} {what}. Fix: {fix}.")
+    return [leaf for leaf in leaves if leaf is not None]
 
 
 def _check_donate(donate: Sequence[int], args: tuple[Tree, ...]) -> None:

@@ -73,8 +73,13 @@ def trace(
     fake = _without_values()
     examples = _apart(fake, inputs)
     outside = _Outside(fake)
+
+    def watched(*tensors: Tensor) -> Sequence[Any]:
+        with _PureOnly(tensors, outside):
+            return function(*tensors)
+
     with explained(), recording():
-        module = _graph_of(_watched(function, outside), examples, fake)
+        module = _graph_of(watched, examples, fake)
         if any(getattr(node.target, "namespace", "") == "c10d" for node in module.graph.nodes):
             raise _EffectError(*_RANKS)
     closed_over = _lift(module, outside, literals)
@@ -117,14 +122,6 @@ def _apart(fake: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _functional(module: Any, inputs: Sequence[Tensor], fake: Any) -> Any:
     """Return a graph without writes into what the function made."""
     return _graph_of(torch.func.functionalize(module), inputs, fake)
-
-
-def _watched(function: Function, outside: _Outside) -> Function:
-    def watched(*tensors: Tensor) -> Sequence[Any]:
-        with _PureOnly(tensors, outside):
-            return function(*tensors)
-
-    return watched
 
 
 @outside_autocast()
@@ -200,11 +197,7 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
     old, new = ([kind(node) for node in nodes[:carried]] for nodes in ends)
     if old == new and has_operators(graph.module):
         return _looped(graph, len(inputs), carried)
-    from torch.fx.experimental.symbolic_shapes import (
-        DimDynamic,
-        ShapeEnv,
-        StatelessSymbolicContext,
-    )
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     fake = private.FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
@@ -349,7 +342,6 @@ _CAUSES = {
     "DynamicOutputShape": _SHAPE,
     "data is not allocated yet": _TENSOR_OF,
     "Tensor.requires_grad_()": _REQUIRES_GRAD,
-    "torch._C.Generator": _DRAWS,
     "symbolically trace a dynamo-optimized function": _COMPILED,
 }
 

@@ -8,14 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._jit.jit import (
-    FlatFunction,
-    Jitted,
-    Results,
-    check_arguments,
-    form_of,
-    resolved,
-)
+from .._jit.jit import FlatFunction, Jitted, Results, check_arguments, form_of, resolved
 from .._jit.pure_graph import PureGraph, scanned, trace
 from .._tree import pytree
 from .._tree.leaves import is_constant

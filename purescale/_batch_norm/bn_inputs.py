@@ -70,7 +70,6 @@ class CaptureBatchNorm(TorchFunctionMode):
     """
 
     local_statistics = False  # LocalSyncBatchNorm of `norms.py` reads this
-    evaluating = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +140,7 @@ class CaptureForEval(CaptureBatchNorm):
     their running statistics.
     """
 
-    local_statistics = evaluating = True
+    local_statistics = True
 
     def __init__(self, num_final: int) -> None:
         super().__init__()
@@ -234,7 +233,7 @@ def named_calls(capture: CaptureBatchNorm, new_buffers: Tensors) -> list[tuple[s
         layer = next((name for alias in aliases for name, mean in layers if mean is alias), None)
         if layer is not None:
             named.append((layer, call))
-        elif capture.evaluating:
+        elif isinstance(capture, CaptureForEval):
             raise ValueError(
                 "a batch norm was given running statistics that are not among the new_buffers of "
                 "apply, so its layer is unknown. Fix: return them unchanged, not copied or cast."

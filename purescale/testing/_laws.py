@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import private, tracing
+from .._torch.donation import storage_pointer
 from .._tree import pytree
 from .._tree.leaves import versions
 from .._tree.pytree import join_names
@@ -41,9 +42,7 @@ def same_bits(a: Any, b: Any) -> bool:
 def _same(x: Any, y: Any) -> bool:
     if not isinstance(x, Tensor):
         return type(x) is type(y) and bool(x == y)
-    if not isinstance(y, Tensor):
-        return False
-    if (x.dtype, x.shape, x.layout) != (y.dtype, y.shape, y.layout):
+    if not isinstance(y, Tensor) or (x.dtype, x.shape, x.layout) != (y.dtype, y.shape, y.layout):
         return False
     if x.is_meta or y.is_meta:  # no bits to compare
         return x.device == y.device
@@ -53,8 +52,6 @@ def _same(x: Any, y: Any) -> bool:
     x, y = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (x, y))
     if x.is_complex():
         x, y = torch.view_as_real(x).contiguous(), torch.view_as_real(y).contiguous()
-    if not x.is_floating_point():
-        return torch.equal(x, y)
     # Of one size, because a DTensor with uneven shards cannot be flattened.
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
     return torch.equal(x.view(bits), y.view(bits))
@@ -96,19 +93,11 @@ class Untouched:
 
 
 def _storages(tree: Any) -> dict[int, str]:
-    """Return the address of each storage of a tree, with the path of its tensor."""
-    storages: dict[int, str] = {}
-    for name, leaf in _named(tree):
-        parts = [leaf.detach()]
-        if leaf.is_sparse:
-            parts = [private.values(leaf.detach())]
-            parts += [leaf.detach().indices()] if leaf.is_coalesced() else []
-        elif leaf.layout is not torch.strided:
-            parts = [leaf.detach().values()]
-        storages |= {
-            p.untyped_storage().data_ptr(): name for p in parts if p.numel() and not p.is_meta
-        }
-    return storages
+    """Return the address of each storage of a tree, with the path of its tensor. Of a sparse tensor
+    it is that of the values.
+    """
+    pairs = [(storage_pointer(leaf), name) for name, leaf in _named(tree) if leaf.numel()]
+    return {pointer: name for pointer, name in pairs if pointer}  # a meta tensor has none
 
 
 def shares_memory(a: Any, b: Any) -> bool:
@@ -187,45 +176,34 @@ def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> assert_sync_free(torch.where, torch.tensor(True), 1.0, 2.0)
         tensor(1.)
     """
-    reads: list[str] = []
     # On a CPU a kernel may read, which does not wait. Here all run as on an accelerator.
-    with tracing.as_on_an_accelerator(), _dispatched(reads), _Called(reads):
-        result = fn(*args, **kwargs)
-    assert not reads, (
-        f"a tensor's value was read: {join_names(list(dict.fromkeys(reads)))}. Fix: "
-        "`torch.where(flag, a, b)` in place of `if flag:` and of boolean indexing; read values "
-        "where you log."
-    )
-    return result
+    with tracing.as_on_an_accelerator(), _no_operator_reads(), _NoMethodReads():
+        return fn(*args, **kwargs)
 
 
-def _dispatched(reads: list[str]) -> Any:
-    """Return a mode that notes operators with a result on the host or a shape that depends on
+def _no_operator_reads() -> Any:
+    """Return a mode that refuses operators with a result on the host or a shape that depends on
     values.
     """
 
-    class Dispatched(private.DispatchMode):  # type: ignore[misc]
+    class NoOperatorReads(private.DispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             kwargs = kwargs or {}
             if tracing.is_read(func, args, kwargs):
-                _note(reads, func.overloadpacket.__name__)
+                raise _read_error(func.overloadpacket.__name__)
             return func(*args, **kwargs)
 
-    return Dispatched()
+    return NoOperatorReads()
 
 
-class _Called(TorchFunctionMode):
-    """A mode that notes reads without an operator."""
-
-    def __init__(self, reads: list[str]) -> None:
-        super().__init__()
-        self.reads = reads
+class _NoMethodReads(TorchFunctionMode):
+    """A mode that refuses reads without an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__):
-            _note(self.reads, func.__name__)
+            raise _read_error(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
@@ -233,14 +211,18 @@ _TORCH = os.path.dirname(torch.__file__)
 _READS = {"_local_scalar_dense": "item, float, bool or int", "index": "boolean indexing"}
 
 
-def _note(reads: list[str], what: str) -> None:
-    """Add a read and the line of the user's code that made it."""
+def _read_error(what: str) -> AssertionError:
+    """Return the error of a read, with the line of the user's code that made it."""
     frame: Any = sys._getframe(1)
     while frame and frame.f_code.co_filename.startswith((_TORCH, __file__)):
         frame = frame.f_back
     name, line = frame.f_code.co_filename, frame.f_lineno
     code = linecache.getline(name, line).strip()
-    reads.append(f"{_READS.get(what, what)} in {os.path.basename(name)}:{line}, `{code}`")
+    return AssertionError(
+        f"a tensor's value was read: {_READS.get(what, what)} in {os.path.basename(name)}:{line}, "
+        f"`{code}`. Fix: `torch.where(flag, a, b)` in place of `if flag:` and of boolean indexing; "
+        "read values where you log."
+    )
 
 
 def assert_single_graph(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> list[Any]:

@@ -308,10 +308,9 @@ def _given_up(state: Tree, leaves: list[Any]) -> RuntimeError:
 
 def _all_are_held(max_graphs: int) -> RuntimeError:
     return RuntimeError(
-        f"{max_graphs} graphs were recorded, and the memory of each is seen by a state that "
-        "somebody holds, so none can be freed. Likely cause: a list of old states, or an exception "
-        "that is kept. Fix: keep `purescale.clone(state)` of old states, or `max_graphs="
-        f"{2 * max_graphs}`."
+        f"{max_graphs} graphs were recorded, and a state in the memory of each is held: none can "
+        "be freed. Likely cause: a list of old states, or an exception that is kept. Fix: keep "
+        f"`purescale.clone(state)` of old states, or `max_graphs={2 * max_graphs}`."
     )
 
 

@@ -143,30 +143,21 @@ class Programs:
         self._name = name_of(fn)
         self._programs: Plans[Program] = Plans(size=None)
 
-    def of(
-        self,
-        tensors: list[Tensor],
-        form: Any,
-        trace: Callable[[], tuple[PureGraph, Results]],
-        compile: Callable[[PureGraph], Function],
-    ) -> Program:
+    def of(self, tensors: list[Tensor], form: Any, make: Callable[[], Program]) -> Program:
         """Return the program for arguments like these. If there is none yet, make it."""
         with _LOCK:
             program = self.lookup(tensors, form)
             if program is None:
                 with _telling_if_slow(self._name):
-                    graph, results = trace()
-                    run = compile(graph)
+                    program = make()
                 if active_autocast():  # the graph has the casts of the function
-                    run = outside_autocast()(run)
-                program = Program(tensors, graph, run, results)
+                    program.run = outside_autocast()(program.run)
                 self._programs.add(tensors, (form, settings_of_torch()), program)
                 if len(self._programs) == GRAPHS + 1:
                     warn(
-                        "jit(%s) has made %d graphs, one for each kind of arguments, and each was "
-                        "compiled. Likely cause: %s. Fix: pad to a few lengths and drop the last, "
-                        "smaller batch; or compile loss_fn alone, `torch.compile(loss_fn)`, which "
-                        "takes any length.",
+                        "jit(%s) has made %d graphs, one for each kind of arguments, all compiled. "
+                        "Likely cause: %s. Fix: pad to a few lengths and drop the last, smaller "
+                        "batch; or `torch.compile(loss_fn)` alone, which takes any length.",
                         *(self._name, GRAPHS + 1, varying([one.shapes for one in self._programs])),
                     )
         return program
@@ -201,17 +192,17 @@ class Jitted:
         leaves, structure = pytree.flatten(args)
         tensors = [leaf for leaf in leaves if leaf is not None]
 
-        def make() -> tuple[PureGraph, Results]:
+        def make() -> Program:
             _check_donate(self.donate, args)
             flat = FlatFunction(self.fn, structure, leaves)
-            return trace(flat, tensors, _indices(args, self.donate)), flat.results
+            graph = trace(flat, tensors, _indices(args, self.donate))
+            return Program(tensors, graph, compiled(graph, self.backend, self.mode), flat.results)
 
         form = form_of(structure, leaves, tensors)
         program = self.programs.lookup(tensors, form)
         if program is None:
             tensors = resolved(check_arguments(args, leaves))
-            compile = functools.partial(compiled, backend=self.backend, mode=self.mode)
-            program = self.programs.of(tensors, form, make, compile)
+            program = self.programs.of(tensors, form, make)
         results = program(tensors)
         if self.donate and is_poisoning():
             donated = [arg for index, arg in enumerate(args) if index in self.donate]
@@ -429,8 +420,7 @@ def jit(
     donated = (donate,) if is_whole(donate) else donate
     if not isinstance(donated, (tuple, list)) or not all(is_whole(i) and i >= 0 for i in donated):
         raise TypeError(
-            f"donate is {short_repr(donate)}; expected the positions of arguments. Fix: "
-            "`donate=(0,)`."
+            f"donate is {short_repr(donate)}; expected positions of arguments. Fix: `donate=(0,)`."
         )
     if backend not in ("inductor", "aot_eager"):
         raise ValueError(f"backend must be 'inductor' or 'aot_eager', got {backend!r}.")

@@ -507,8 +507,7 @@ def _cause(error: Exception) -> Cause | None:
 
 def _refusal(what: str, fix: str, error: Exception | None = None) -> ValueError:
     return ValueError(
-        f"the function {what}{_where(error)}, and a graph for all values cannot do that. "
-        f"Fix: {fix}."
+        f"the function {what}{_where(error)}, which no graph for all values can do. Fix: {fix}."
     )
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._jit.jit import FlatFunction, Jitted, Results, check_arguments, form_of, resolved
-from .._jit.pure_graph import PureGraph, scanned, trace
+from .._jit.jit import FlatFunction, Jitted, Program, check_arguments, form_of, resolved
+from .._jit.pure_graph import scanned, trace
 from .._tree import pytree
 from .._tree.leaves import is_constant
 from .._tree.pytree import Leaves, Tree, TreeDef
@@ -101,12 +101,12 @@ def _in_one_graph(step: Jitted, state: Tree, batches: Tree, num_stacks: int) -> 
     stacks = [stack.contiguous() for stack in tensors[carried:]]
     first = [*tensors[:carried], *(stack[0] for stack in stacks)]
 
-    def make() -> tuple[PureGraph, Results]:
+    def make() -> Program:
         flat = FlatFunction(functools.partial(_checked, step.fn), structure, leaves)
-        return trace(flat, first, literals=False), flat.results
+        graph = trace(flat, first, literals=False)
+        return Program(first, graph, scanned(graph, first, carried), flat.results)
 
-    form = form_of(structure, leaves, tensors)
-    program = step.scans.of(first, form, make, lambda graph: scanned(graph, first, carried))
+    program = step.scans.of(first, form_of(structure, leaves, tensors), make)
     pair: tuple[Tree, Tree] = program([*tensors[:carried], *stacks])
     return pair
 
@@ -138,9 +138,8 @@ def _num_batches(batches: Tree, leaves: Leaves) -> int:
         )
     cause = (
         "Likely cause: batches that are not stacked, or a tensor that is the same in all steps. "
-        "Fix: `stack_states(list_of_batches)`, all of one size, or a loop, `for batch in "
-        "list_of_batches: state, info = step(state, batch)`; for the same in all steps, a tensor "
-        "that `step` closes over."
+        "Fix: `stack_states(list_of_batches)`, all of one size, or a loop, `for batch in batches: "
+        "state, info = step(state, batch)`; for the same in all steps, one that `step` closes over."
     )
     number = num_members(batches, leaves, "batches", cause)
     if not number:

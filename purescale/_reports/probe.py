@@ -85,8 +85,7 @@ class ScaleProbe(NamedTuple):
     def _verdict(self) -> list[str]:
         if self.high is None:
             lines = [
-                "No scale fits: every one overflows. Look at the loss and the data, or at lower "
-                "exponents."
+                "No scale fits: all overflow. Look at the loss and the data, or at lower exponents."
             ]
         elif self.starved:
             lines = [
@@ -217,8 +216,7 @@ def probe_scales(
     )
     if not value_and_grad.present_params:
         raise ValueError(
-            "params holds no tensor. Fix: those of `apply, params, buffers = "
-            "make_functional(model)`."
+            "params holds no tensor. Fix: `apply, params, buffers = make_functional(model)`."
         )
     inputs, loss, _ = value_and_grad.run_forward(value_and_grad.buffers.leaves, microbatch)
     best: Leaves | None = None  # the gradients at the largest scale that fits

@@ -91,8 +91,7 @@ class FairseqScale(PeerRule[FairseqState]):
             number = real(name, getattr(self, name))
             if not 0 <= number <= most:
                 raise ValueError(
-                    f"{name} must be from 0 to {most:g}, got {number}. Fix: leave it out for "
-                    "fairseq's default."
+                    f"{name} must be from 0 to {most:g}, got {number}. Fix: leave it out."
                 )
             object.__setattr__(self, name, number)
 

@@ -53,8 +53,7 @@ class Battery:
         unknown = sorted(self.quirks - set(self.fixes))
         if unknown:
             raise ValueError(
-                f"quirks has {unknown}; expected some of {', '.join(self.fixes)}. Fix: leave it "
-                "out."
+                f"quirks has {unknown}; expected some of {', '.join(self.fixes)}. Fix: remove it."
             )
 
     def run(self) -> None:
@@ -64,8 +63,7 @@ class Battery:
                 break
         unbroken = sorted(self.quirks - self.broken)
         assert not unbroken, (
-            f"{self.name} keeps {', '.join(unbroken)}, which quirks says it breaks. Fix: leave it "
-            "out of quirks."
+            f"{self.name} keeps {', '.join(unbroken)}, which quirks says it breaks. Fix: remove it."
         )
 
     def fail(

@@ -220,8 +220,7 @@ def _read_error(what: str) -> AssertionError:
     code = linecache.getline(name, line).strip()
     return AssertionError(
         f"a tensor's value was read: {_READS.get(what, what)} in {os.path.basename(name)}:{line}, "
-        f"`{code}`. Fix: `torch.where(flag, a, b)` in place of `if flag:` and of boolean indexing; "
-        "read values where you log."
+        f"`{code}`. Fix: `torch.where(flag, a, b)` for `if flag:` and for boolean indexing."
     )
 
 
@@ -259,8 +258,7 @@ def assert_single_graph(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> list
         except Exception as error:
             raise AssertionError(
                 f"call {index} is not one graph: {str(error).splitlines()[0]} (see above). Fix: "
-                "torch.where in place of `if`; do not read or print values or use containers that "
-                "torch does not know."
+                "torch.where in place of `if`; do not read or print; no containers new to torch."
             ) from error
         assert len(graphs) <= 1, (
             f"call {index} was traced again. Fix: keep the number as a 0-d tensor; one dtype, one "

@@ -49,9 +49,8 @@ def scale_rules(kind: type | None = None) -> st.SearchStrategy[Any]:
     )
     if kind not in kinds:
         raise ValueError(
-            f"kind is {short_repr(kind)}; expected one of {', '.join(k.__name__ for k in kinds)}, "
-            "the class itself. Fix: `scale_rules(DynamicScale)`; `hypothesis.strategies.builds` "
-            "for a rule of your own."
+            f"kind is {short_repr(kind)}; expected one of {', '.join(k.__name__ for k in kinds)}"
+            ". Fix: `scale_rules(DynamicScale)`; `strategies.builds` for a rule of your own."
         )
     return kinds[kind]
 

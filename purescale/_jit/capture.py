@@ -33,7 +33,7 @@ from .._torch.tracing import ReadError, captured, capturing
 from .._tree import pytree
 from .._tree.plans import Plans
 from .._tree.pytree import Tree
-from .._tree.scalars import is_whole, short_repr
+from .._tree.scalars import short_repr, whole
 
 # What records, by the type of the device; on any other one a captured step is the step.
 GRAPHS: dict[str, type[CudaGraph]] = {"cuda": CudaGraph}
@@ -385,7 +385,6 @@ def capture(
             f"donate is {short_repr(donate)}; expected True or False: only the first argument, the "
             "state, can be donated. Fix: `capture(step, donate=True)`."
         )
-    for name, number in (("warmup", warmup), ("max_graphs", max_graphs)):
-        if not is_whole(number) or number < 1:
-            raise ValueError(f"{name} must be a whole number above 0, got {short_repr(number)}.")
+    whole("warmup", warmup, least=1)
+    whole("max_graphs", max_graphs, least=1)
     return Captured(step, donate, warmup, max_graphs)

@@ -91,17 +91,15 @@ def overflow_runs(size: int | None = None) -> st.SearchStrategy[list[bool]]:
     """Return a strategy of `found_inf` over a run of up to 40 steps, or of `size`, with bursts and
     long clean stretches.
     """
-    limit = 40 if size is None else size
+    if size is None:
+        short = st.lists(st.booleans(), min_size=1, max_size=40)
+        return short | st.integers(1, 40).flatmap(overflow_runs)
 
     def flags(gaps: list[int]) -> list[bool]:
-        return [bad for gap in gaps for bad in [False] * gap + [True]]
+        run = [bad for gap in gaps for bad in [False] * gap + [True]]
+        return (run + [False] * size)[:size]
 
-    gaps = st.lists(st.integers(0, 25), max_size=max(1, limit // 8)).map(flags)
-    if size is None:
-        return st.lists(st.booleans(), min_size=1, max_size=limit) | gaps.map(
-            lambda run: run[:limit] or [False]
-        )
-    return gaps.map(lambda run: (run + [False] * limit)[:limit])
+    return st.lists(st.integers(0, 25), max_size=max(1, size // 8)).map(flags)
 
 
 def grad_trees(like: Tree = None) -> st.SearchStrategy[Tree]:

@@ -66,9 +66,10 @@ class Program:
     ) -> None:
         self.graph, self.inputs = graph, foreach.clone(tensors)
         # In whose memory is the new state after a replay.
-        self.state = state = self.inputs[:count]
-        self.pointers = list(map(_data_ptr, state))
-        uses = list(map(_uses, state))  # before `step` can keep a view, which may die later
+        self.state = self.inputs[:count]
+        self.pointers = list(map(_data_ptr, self.state))
+        # Before `step` can keep a view, which may die later.
+        self.uses = list(map(_uses, self.state))
 
         def run() -> list[Tensor]:
             torch.clear_autocast_cache()  # a cast weight of the last run would not be recorded
@@ -88,10 +89,6 @@ class Program:
                 self.others = self._settled(run())
         self.results = step.results
         self.read = jitted.programs.closed_over() if jitted else watched.read
-        of_graph = list(map(storage_pointer, graph.tensors))
-        self.uses = [
-            n + of_graph.count(storage_pointer(x)) for n, x in zip(uses, state, strict=True)
-        ]
 
     def _settled(self, results: list[Tensor]) -> list[Tensor]:
         """Write the new state into the memory of the old one. Return all other results, of which

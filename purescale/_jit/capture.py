@@ -48,23 +48,16 @@ class Program:
     """A step as a graph over memory of its own, for arguments that differ in values only.
 
     Args:
-        step: The step, of tensors.
+        owner: The captured function.
+        step: Its step, of tensors.
         tensors: Those of the arguments, the first `count` of which are donated.
-        graph: The graph to record.
-        jitted: The step, if it is one of `jit`: it reads no value, and knows what it closes over.
-        warmup: How often it runs before it is recorded.
     """
 
     def __init__(
-        self,
-        step: FlatFunction,
-        tensors: list[Tensor],
-        count: int,
-        graph: CudaGraph,
-        jitted: Jitted | None,
-        warmup: int,
+        self, owner: Captured, step: FlatFunction, tensors: list[Tensor], count: int
     ) -> None:
-        self.graph, self.inputs = graph, foreach.clone(tensors)
+        device = tensors[0].device
+        self.graph, self.inputs = GRAPHS[device.type](device), foreach.clone(tensors)
         # In whose memory is the new state after a replay.
         self.state = self.inputs[:count]
         self.pointers = list(map(_data_ptr, self.state))
@@ -75,17 +68,19 @@ class Program:
             torch.clear_autocast_cache()  # a cast weight of the last run would not be recorded
             return step(*[tensor.detach() for tensor in self.inputs])
 
-        watched, device = watching(self.inputs), self.inputs[0].device
+        # A step of `jit` reads no value, and knows what it closes over.
+        jitted = owner.step if isinstance(owner.step, Jitted) else None
+        watched = watching(self.inputs)
         draws = torch.random.fork_rng([device] if device.type == "cuda" else [])
         with _RECORDING, draws, capturing(), explained(ReadError):
-            with graph.warming_up():
-                for _ in range(warmup - 1):
+            with self.graph.warming_up():
+                for _ in range(owner.warmup - 1):
                     run()
                 # In the last run: what the first one has cached is read from outside. Within a
                 # mode `jit` would trace once more.
                 with contextlib.nullcontext() if jitted else watched:
                     run()
-            with graph.recording():
+            with self.graph.recording():
                 self.others = self._settled(run())
         self.results = step.results
         self.read = jitted.programs.closed_over() if jitted else watched.read
@@ -236,10 +231,7 @@ class Captured:
                 self._has_warned = True
             self.programs.discard(free[-1])  # the oldest
             free[-1].graph.reset()
-        device = tensors[0].device
-        jitted = self.step if isinstance(self.step, Jitted) else None
-        graph = GRAPHS[device.type](device)
-        program = Program(step, tensors, count, graph, jitted, self.warmup)
+        program = Program(self, step, tensors, count)
         self.programs.add(program.inputs, key, program)
         return program
 

@@ -69,7 +69,7 @@ def from_torch_optimizer(
     stepped = {name for group in names for name in group}
     params = {name: p for name, p in trained.items() if name in stepped}
     rates = [read_numbers({"lr": g.get("lr", 0.0)}) for g in torch_optimizer.param_groups]
-    return convert_optimizer(torch_optimizer, model, params, names, rates, in_state=in_state)
+    return convert_optimizer(torch_optimizer, model, params, names, rates, in_state)
 
 
 def to_torch_optimizer(
@@ -115,8 +115,7 @@ def convert_optimizer(
     params: Mapping[str, Tensor],
     names: list[tuple[str, ...]],
     settings: Sequence[Mapping[str, Any]],
-    *,
-    in_state: Sequence[str] = (),
+    in_state: Sequence[str],
     schedule_by: ScheduleBy = "applied",
     count: int | None = None,
 ) -> tuple[TorchOptimizer, OptState]:

@@ -253,14 +253,7 @@ def take_over(
                 raise _error_of_both(name)
         in_state = [*in_state, *(name for name in scheduled if name != "lr")]
     ours, opt_state = _live_optimizer.convert_optimizer(
-        optimizer,
-        model,
-        params,
-        names,
-        settings,
-        in_state=in_state,
-        schedule_by=schedule_by,
-        count=place,
+        optimizer, model, params, names, settings, in_state, schedule_by, place
     )
     device = opt_state.applied.device
     rule: Any = NoScale()

@@ -50,11 +50,7 @@ class PureGraph(NamedTuple):
 
 
 def trace(
-    function: Function,
-    inputs: Sequence[Tensor],
-    donate: Sequence[int] = (),
-    *,
-    literals: bool = True,
+    function: Function, inputs: Sequence[Tensor], donate: Sequence[int] = (), literals: bool = True
 ) -> PureGraph:
     """Return the graph of a function that returns tensors. It is called once, with tensors that
     have no values.

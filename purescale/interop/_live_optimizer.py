@@ -182,11 +182,7 @@ def _make_optimizer(
     first = {**groups[0], **_common_numbers(stepped, in_state)}
     overrides = {}
     for members, group in zip(names, groups, strict=True):
-        differing = {
-            name: value
-            for name, value in group.items()
-            if name not in first or value != first[name]
-        }
+        differing = {k: v for k, v in group.items() if k not in first or v != first[k]}
         if differing and members:
             overrides[tuple(map(glob.escape, members))] = differing
     if is_torchs:

@@ -67,13 +67,7 @@ class Battery:
         )
 
     def fail(
-        self,
-        law: str,
-        came: str,
-        should: str,
-        *call: Any,
-        cause: Exception | None = None,
-        fix: str = "",
+        self, law: str, came: str, should: str, *call: Any, cause: Any = None, fix: str = ""
     ) -> None:
         """Report that `law` is broken, with the arguments `call` of the method."""
         if law in self.quirks:

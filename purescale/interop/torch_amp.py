@@ -24,7 +24,7 @@ from .._tree.pytree import increment, join_names
 from .._tree.scalars import positive, whole
 from .._wrappers.master_weights import MasterState, master_weights, masters_within
 from . import _live_optimizer, _schedulers
-from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
+from ._common import COUNT, SCALE, Device, Format, ScaleAndCount
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +93,8 @@ rule = TorchAmpScale
 _FORMAT = Format(
     "torch_amp",
     TorchAmpScale,
-    {
-        "scale": SCALE,
-        "growth_factor": SETTING,
-        "backoff_factor": SETTING,
-        "growth_interval": SETTING,
-        "_growth_tracker": COUNT,
-    },
+    {"scale": SCALE, "_growth_tracker": COUNT},
+    ("growth_factor", "backoff_factor", "growth_interval"),
 )
 
 

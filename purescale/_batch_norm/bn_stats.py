@@ -168,11 +168,8 @@ def merge_bn_stats(a: BNStatsState, b: BNStatsState) -> BNStatsState:
     Source of the rule: Chan, Golub, LeVeque (1979).
     """
     pytree.matching_leaves(a, b, "a", "b", "Only statistics of the same layers can be merged.")
-    return BNStatsState(
-        layers={name: _merge_layer(layer, b.layers[name]) for name, layer in a.layers.items()},
-        num_batches=a.num_batches + b.num_batches,
-        num_skipped=a.num_skipped + b.num_skipped,
-    )
+    layers = {name: _merge_layer(layer, b.layers[name]) for name, layer in a.layers.items()}
+    return BNStatsState(layers, a.num_batches + b.num_batches, a.num_skipped + b.num_skipped)
 
 
 def bn_buffers(

@@ -95,13 +95,9 @@ def precise_bn(
         # Raises now, not after the last batch.
         bn_stats.bn_buffers(bn_stats.init_bn_stats(buffers), buffers, estimator, correction)
 
-    settings = {"estimator": estimator, "correction": correction, "normalize": normalize}
-    agree_on_all_ranks(
-        group,
-        check,
-        lambda _: [f"{key}={value!r}" for key, value in settings.items()],
-        sync=group is not None and on_cpu(check_group(group)),
-    )
+    settings = [f"{estimator=}", f"{correction=}", f"{normalize=}"]
+    sync = group is not None and on_cpu(check_group(group))
+    agree_on_all_ranks(group, check, lambda _: settings, sync=sync)
     sequential = normalize == "sequential"
     first = _Pass(apply, params, buffers, sequential, loader, num_samples, call, group, progress)
     stats, order = first.over_all_batches()

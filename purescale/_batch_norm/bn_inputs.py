@@ -179,10 +179,9 @@ def _normalized(
 ) -> Tensor:
     # Not a function in `_SIGNATURES`, because a forward compiled by the backend "eager" runs this
     # while the mode is still on.
-    out: Tensor = torch.ops.aten.batch_norm.default(
+    return torch.ops.aten.batch_norm.default(
         x, *affine, *statistics, training, momentum, eps, torch.backends.cudnn.enabled
     )
-    return out
 
 
 def _normalized_by_batch(x: Tensor, affine: Any, mean: Tensor, var: Tensor, eps: float) -> Tensor:

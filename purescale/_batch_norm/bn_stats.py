@@ -249,8 +249,7 @@ def all_reduce_bn_stats(stats: BNStatsState, group: Group | None = None) -> BNSt
     nothing.
     """
     if is_single_process(group):
-        copy: BNStatsState = pytree.clone(stats)
-        return copy
+        return pytree.clone(stats)
     return _reduce(stats, [], group)[0]
 
 

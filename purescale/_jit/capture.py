@@ -132,8 +132,7 @@ class Program:
 
 def _uses(tensor: Tensor) -> int:
     """Return how many tensors see the memory of this one."""
-    count: int = private.uses_of_storage(_cdata(tensor.untyped_storage()))
-    return count
+    return private.uses_of_storage(_cdata(tensor.untyped_storage()))
 
 
 def _place(tensor: Tensor) -> Any:

@@ -220,8 +220,7 @@ class Jitted:
         """
         leaves, structure = pytree.flatten(args)
         flat = FlatFunction(self.fn, structure, leaves)
-        module: torch.fx.GraphModule = trace(flat, check_arguments(args, leaves)).module
-        return module
+        return trace(flat, check_arguments(args, leaves)).module
 
 
 def name_of(fn: Callable[..., Tree]) -> str:

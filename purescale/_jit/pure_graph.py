@@ -128,8 +128,7 @@ def compiled(graph: PureGraph, backend: str = "inductor", mode: str | None = Non
     def compile(module: Any, examples: Sequence[Tensor]) -> Function:
         if backend == "inductor":
             return _compiled(module, examples, options)
-        run: Function = torch.no_grad()(module)  # a tensor from outside may record
-        return run
+        return torch.no_grad()(module)  # a tensor from outside may record
 
     return compiled_in_stages(graph.module, graph.examples, compile)
 
@@ -202,8 +201,7 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
         sizes = [DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * tensor.ndim]
         stack = torch.stack([tensor, tensor])  # lengths 0 and 1 would be constants
         context: Any = StatelessSymbolicContext(sizes)
-        symbolic: Tensor = fake.from_tensor(stack, symbolic_context=context)
-        return symbolic
+        return fake.from_tensor(stack, symbolic_context=context)
 
     number = len(inputs)
     examples = [
@@ -214,8 +212,7 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
 
     def repeat(*tensors: Tensor) -> Sequence[Any]:
         carry, stacks, rest = tensors[:carried], tensors[carried:number], tensors[number:]
-        results: Sequence[Any] = private.scan(once, list(carry), list(stacks), rest)
-        return results
+        return private.scan(once, list(carry), list(stacks), rest)
 
     def once(*tensors: Tensor) -> list[Tensor]:
         results = list(graph.module(*tensors))

@@ -107,8 +107,7 @@ def _in_one_graph(step: Jitted, state: Tree, batches: Tree, num_stacks: int) -> 
         return Program(first, graph, scanned(graph, first, carried), flat.results)
 
     program = step.scans.of(first, form_of(structure, leaves, tensors), make)
-    pair: tuple[Tree, Tree] = program([*tensors[:carried], *stacks])
-    return pair
+    return program([*tensors[:carried], *stacks])
 
 
 def _checked(step: Step, state: Tree, batch: Tree) -> tuple[Tree, Tree]:

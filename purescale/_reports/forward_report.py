@@ -243,19 +243,17 @@ def forward_report(
     `DebugUnderflowOverflow` of transformers puts hooks into the model.
     """
     rows: list[ModuleReport] = []
-    names: dict[int, str] = {}  # "" is the whole model
-    roots: list[nn.Module] = []  # kept alive, so that ids are not reused
+    names: dict[nn.Module, str] = {}  # "" is the whole model
     running: list[_OpenCall] = []
     thread = threading.get_ident()
 
     def entered(module: nn.Module, args: Any) -> None:
         if threading.get_ident() != thread:
             return
-        if id(module) not in names:
-            roots.append(module)
-            path = [names[id(running[-1].module)], type(module).__name__] if running else []
+        if module not in names:
+            path = [names[running[-1].module], type(module).__name__] if running else []
             for name, part in module.named_modules():
-                names.setdefault(id(part), ".".join(filter(None, [*path, name])))
+                names.setdefault(part, ".".join(filter(None, [*path, name])))
         registered = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         # Measured before the forward, which may write into them.
         running.append(_OpenCall(module, len(rows), _measured(args), _measured(registered)))
@@ -267,7 +265,7 @@ def forward_report(
         *kwargs, out = kwargs_and_out  # torch omits kwargs if the forward raised
         if facts := _measured(out):
             call.arguments.extend(_measured(kwargs))  # only this hook receives them
-            rows.append(_module_report(names[id(module)] or WHOLE, call, facts, len(rows)))
+            rows.append(_module_report(names[module] or WHOLE, call, facts, len(rows)))
 
     hooks = [
         _module.register_module_forward_pre_hook(entered),

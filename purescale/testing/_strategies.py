@@ -59,14 +59,12 @@ def _within_bounds(
     rule: Callable[..., Any], **settings: st.SearchStrategy[Any]
 ) -> st.SearchStrategy[Any]:
     """Return a strategy of rules whose first scale is between their bounds."""
-    bounds = st.tuples(st.integers(-20, 20), st.integers(0, 20), st.integers(0, 20)).map(
-        lambda drawn: {
-            "init_scale": 2.0 ** drawn[0],
-            "min_scale": 2.0 ** (drawn[0] - drawn[1]),
-            "max_scale": 2.0 ** (drawn[0] + drawn[2]),
-        }
-    )
-    return st.builds(lambda scales, **others: rule(**scales, **others), bounds, **settings)
+
+    def make(first: int, down: int, up: int, **others: Any) -> Any:
+        bounds = {"min_scale": 2.0 ** (first - down), "max_scale": 2.0 ** (first + up)}
+        return rule(init_scale=2.0**first, **bounds, **others)
+
+    return st.builds(make, st.integers(-20, 20), st.integers(0, 20), st.integers(0, 20), **settings)
 
 
 def as_scale(value: float) -> Tensor:

@@ -448,7 +448,7 @@ def _check_unwritten(module: Any, count: int) -> None:
     memories = list(map(memory, placeholders(module)))
     arguments, outside = set(memories[:count]), set(memories[count:])
     for node in module.graph.nodes:
-        written = set(map(memory, _targets(node))) if node.op == "call_function" else set()
+        written = set(map(memory, _targets(node)))
         if written & arguments:
             raise _refusal(*_WRITES_ARGUMENT)
         if written & outside:

@@ -137,8 +137,9 @@ def _num_batches(batches: Tree, leaves: Leaves) -> int:
         )
     cause = (
         "Likely cause: batches that are not stacked, or a tensor that is the same in all steps. "
-        "Fix: `stack_states(list_of_batches)`, all of one size, or a loop, `for batch in batches: "
-        "state, info = step(state, batch)`; for the same in all steps, one that `step` closes over."
+        "Fix: `stack_states(list_of_batches)`, all of one size, or a loop, `for batch in "
+        "list_of_batches: state, info = step(state, batch)`; for the same in all steps, a tensor "
+        "that `step` closes over."
     )
     number = num_members(batches, leaves, "batches", cause)
     if not number:

@@ -220,8 +220,8 @@ from ._batch_norm.bn_stats import (
 )
 from ._batch_norm.precise_bn import precise_bn as precise_bn
 
-from ._step.value_and_grad import value_and_grad as value_and_grad
 from ._step.loss_and_grads import LossFn as LossFn
+from ._step.value_and_grad import value_and_grad as value_and_grad
 
 from ._step.optimizer_step import (
     maybe_step as maybe_step,

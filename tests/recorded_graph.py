@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -13,6 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from purescale._torch import private
 from purescale._torch.cuda_graph import compiling_nothing
 from purescale._torch.donation import storage_pointer
 from purescale._torch.reads import is_read, read_error
@@ -42,12 +44,14 @@ class RecordedGraph(TorchDispatchMode):
     """
 
     replays = 0  # of all graphs
+    alive: ClassVar[weakref.WeakSet[RecordedGraph]] = weakref.WeakSet()
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.made: dict[int, Tensor] = {}  # by the address of its storage
         self.tensors: list[Tensor] = []
+        self.alive.add(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -108,6 +112,16 @@ class RecordedGraph(TorchDispatchMode):
 
     def reset(self) -> None:
         self.calls, self.made, self.tensors = [], {}, []
+
+
+def uses_but_for_graphs(tensor: Tensor) -> int:
+    """How many tensors see the memory of this one, without those of graphs: one of CUDA has
+    addresses alone.
+    """
+    pointers = [storage_pointer(x) for graph in RecordedGraph.alive for x in graph.tensors]
+    return private.uses_of_storage(tensor.untyped_storage()._cdata) - pointers.count(
+        storage_pointer(tensor)
+    )
 
 
 def refuse(tensor: Tensor, *args: Any) -> Any:

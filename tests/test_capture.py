@@ -11,6 +11,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 from unittest.mock import Mock
 
 import hypothesis.strategies as st
@@ -32,7 +33,7 @@ from helpers import (
 )
 from helpers import job as job_of
 from hypothesis import given
-from recorded_graph import RecordedGraph
+from recorded_graph import RecordedGraph, uses_but_for_graphs
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -55,7 +56,7 @@ def on_graphs():
     """Within, a CPU decides as an accelerator, and captured steps are recorded there."""
     capture.GRAPHS["cpu"] = RecordedGraph
     try:
-        with as_on_an_accelerator():
+        with as_on_an_accelerator(), mock.patch.object(capture, "_uses", uses_but_for_graphs):
             yield
     finally:
         del capture.GRAPHS["cpu"]

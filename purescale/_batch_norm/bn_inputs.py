@@ -70,7 +70,6 @@ class CaptureBatchNorm(TorchFunctionMode):
     """
 
     local_statistics = False  # LocalSyncBatchNorm of `norms.py` reads this
-    evaluating = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,13 +80,7 @@ class CaptureBatchNorm(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _COPIES and len(args) > (func is Tensor.copy_):
             return self._copied(func, args, kwargs)
@@ -141,7 +134,7 @@ class CaptureForEval(CaptureBatchNorm):
     their running statistics.
     """
 
-    local_statistics = evaluating = True
+    local_statistics = True
 
     def __init__(self, num_final: int) -> None:
         super().__init__()
@@ -186,10 +179,9 @@ def _normalized(
 ) -> Tensor:
     # Not a function in `_SIGNATURES`, because a forward compiled by the backend "eager" runs this
     # while the mode is still on.
-    out: Tensor = torch.ops.aten.batch_norm.default(
+    return torch.ops.aten.batch_norm.default(
         x, *affine, *statistics, training, momentum, eps, torch.backends.cudnn.enabled
     )
-    return out
 
 
 def _normalized_by_batch(x: Tensor, affine: Any, mean: Tensor, var: Tensor, eps: float) -> Tensor:
@@ -234,7 +226,7 @@ def named_calls(capture: CaptureBatchNorm, new_buffers: Tensors) -> list[tuple[s
         layer = next((name for alias in aliases for name, mean in layers if mean is alias), None)
         if layer is not None:
             named.append((layer, call))
-        elif capture.evaluating:
+        elif isinstance(capture, CaptureForEval):
             raise ValueError(
                 "a batch norm was given running statistics that are not among the new_buffers of "
                 "apply, so its layer is unknown. Fix: return them unchanged, not copied or cast."

@@ -169,11 +169,8 @@ def merge_bn_stats(a: BNStatsState, b: BNStatsState) -> BNStatsState:
     Source of the rule: Chan, Golub, LeVeque (1979).
     """
     matching_leaves(a, b, "a", "b", "Only statistics of the same layers can be merged.")
-    return BNStatsState(
-        layers={name: _merge_layer(layer, b.layers[name]) for name, layer in a.layers.items()},
-        num_batches=a.num_batches + b.num_batches,
-        num_skipped=a.num_skipped + b.num_skipped,
-    )
+    layers = {name: _merge_layer(layer, b.layers[name]) for name, layer in a.layers.items()}
+    return BNStatsState(layers, a.num_batches + b.num_batches, a.num_skipped + b.num_skipped)
 
 
 def bn_buffers(
@@ -253,8 +250,7 @@ def all_reduce_bn_stats(stats: BNStatsState, group: Group | None = None) -> BNSt
     nothing.
     """
     if is_single_process(group):
-        copy: BNStatsState = pytree.clone(stats)
-        return copy
+        return pytree.clone(stats)
     return _reduce(stats, [], group)[0]
 
 
@@ -300,18 +296,13 @@ def add_batch(
     """Return `stats` with the calls of one batch merged in, if all of them are finite. The first
     `num_final` calls are only checked.
     """
-    channels = {name: layer.mean.shape for name, layer in stats.layers.items()}
+    layers = pytree.clone(stats.layers)
     for name, call in calls[num_final:]:
-        if channels.get(name) != call.mean.shape:
+        if name not in layers or layers[name].mean.shape != call.mean.shape:
             raise ValueError(
                 f"the stats do not belong to this model: layer {name!r} with {len(call.mean)} "
                 "channels is not in them. Fix: stats = init_bn_stats(buffers)."
             )
-    called = {name for name, _ in calls[num_final:]}
-    layers = {
-        name: layer if name in called else pytree.clone(layer)
-        for name, layer in stats.layers.items()
-    }
     finite = torch.ones((), dtype=torch.bool, device=stats.num_batches.device)
     if calls:
         vectors = [vector.reshape(-1) for _, call in calls for vector in (call.mean, call.var)]

@@ -89,33 +89,23 @@ def precise_bn(
     """
 
     def check() -> None:
-        _check_settings(num_samples, normalize)
+        if normalize not in ("batch", "sequential"):
+            raise ValueError(f"normalize must be 'batch' or 'sequential', got {normalize!r}.")
+        scalars.whole("num_samples", num_samples, least=1, most=None)
         # Raises now, not after the last batch.
         bn_stats.bn_buffers(bn_stats.init_bn_stats(buffers), buffers, estimator, correction)
 
-    settings = {"estimator": estimator, "correction": correction, "normalize": normalize}
-    agree_on_all_ranks(
-        group,
-        check,
-        lambda _: [f"{key}={value!r}" for key, value in settings.items()],
-        sync=group is not None and on_cpu(check_group(group)),
-    )
+    settings = [f"{estimator=}", f"{correction=}", f"{normalize=}"]
+    sync = group is not None and on_cpu(check_group(group))
+    agree_on_all_ranks(group, check, lambda _: settings, sync=sync)
     sequential = normalize == "sequential"
     first = _Pass(apply, params, buffers, sequential, loader, num_samples, call, group, progress)
     stats, order = first.over_all_batches()
-    if not sequential:
-        new = bn_stats.bn_buffers(stats, buffers, estimator, correction)
-    else:
-        new = pytree.clone(buffers)
-        final = dict(stats.layers)
-        for num_final, name in enumerate(order):
-            if num_final:
-                later = dataclasses.replace(first, buffers=new, order=order, num_final=num_final)
-                stats, _ = later.over_all_batches()
-            final[name] = stats.layers[name]
-            of_layer = stats._replace(layers={name: final[name]})
-            new = bn_stats.bn_buffers(of_layer, new, estimator, correction)
-        stats = stats._replace(layers=final)
+    new = bn_stats.bn_buffers(stats, buffers, estimator, correction)
+    # A later pass has no statistics of the layers that are final, so their buffers stay.
+    for num_final in range(1, len(order) if sequential else 1):
+        later = dataclasses.replace(first, buffers=new, order=order, num_final=num_final)
+        new = bn_stats.bn_buffers(later.over_all_batches()[0], new, estimator, correction)
     _log_summary(stats, normalize)
     return new
 
@@ -173,7 +163,11 @@ class _Pass:
 
     def _feed_batches(self) -> None:
         """Feed at least one batch, until another like the last would exceed the limit."""
-        _check_loader(self.loader, self.sequential)
+        if self.sequential and isinstance(self.loader, Iterator):
+            raise ValueError(
+                "normalize='sequential' iterates over the loader once per layer, but a "
+                f"{type(self.loader).__name__} can be iterated only once. Fix: list(batches)."
+            )
         call = self.call or _feed
         limit = self.limit // (1 if self.group is None else dist.get_world_size(self.group))
         with _bar(self.group) if self.progress else nullcontext() as bar:
@@ -271,18 +265,4 @@ def _check_order(called: list[str], order: list[str]) -> None:
         raise ValueError(
             "normalize='sequential' needs each layer once and in one order in every forward; got "
             f"{pytree.join_names(called)} after {pytree.join_names(order)}. Fix: normalize='batch'."
-        )
-
-
-def _check_settings(num_samples: Any, normalize: Any) -> None:
-    if normalize not in ("batch", "sequential"):
-        raise ValueError(f"normalize must be 'batch' or 'sequential', got {normalize!r}.")
-    scalars.whole("num_samples", num_samples, least=1, most=None)
-
-
-def _check_loader(loader: Any, several_passes: bool) -> None:
-    if several_passes and isinstance(loader, Iterator):
-        raise ValueError(
-            "normalize='sequential' iterates over the loader once per layer, but a "
-            f"{type(loader).__name__} can be iterated only once. Fix: list(batches)."
         )

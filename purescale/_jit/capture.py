@@ -35,7 +35,7 @@ from .._tree import pytree
 from .._tree.matching import device_of, matching_leaves
 from .._tree.plans import Plans
 from .._tree.pytree import Tree
-from .._tree.scalars import is_whole, short_repr
+from .._tree.scalars import short_repr, whole
 
 # What records, by the type of the device; on any other one a captured step is the step.
 GRAPHS: dict[str, type[CudaGraph]] = {"cuda": CudaGraph}
@@ -50,50 +50,42 @@ class Program:
     """A step as a graph over memory of its own, for arguments that differ in values only.
 
     Args:
-        step: The step, of tensors.
+        owner: The captured function.
+        step: Its step, of tensors.
         tensors: Those of the arguments, the first `count` of which are donated.
-        graph: The graph to record.
-        jitted: The step, if it is one of `jit`: it reads no value, and knows what it closes over.
-        warmup: How often it runs before it is recorded.
     """
 
     def __init__(
-        self,
-        step: FlatFunction,
-        tensors: list[Tensor],
-        count: int,
-        graph: CudaGraph,
-        jitted: Jitted | None,
-        warmup: int,
+        self, owner: Captured, step: FlatFunction, tensors: list[Tensor], count: int
     ) -> None:
-        self.graph, self.inputs = graph, foreach.clone(tensors)
+        device = tensors[0].device
+        self.graph, self.inputs = GRAPHS[device.type](device), foreach.clone(tensors)
         # In whose memory is the new state after a replay.
-        self.state = state = self.inputs[:count]
-        self.pointers = list(map(_data_ptr, state))
-        uses = list(map(_uses, state))  # before `step` can keep a view, which may die later
+        self.state = self.inputs[:count]
+        self.pointers = list(map(_data_ptr, self.state))
+        # Before `step` can keep a view, which may die later.
+        self.uses = list(map(_uses, self.state))
 
         def run() -> list[Tensor]:
             torch.clear_autocast_cache()  # a cast weight of the last run would not be recorded
             return step(*[tensor.detach() for tensor in self.inputs])
 
-        watched, device = watching(self.inputs), self.inputs[0].device
+        # A step of `jit` reads no value, and knows what it closes over.
+        jitted = owner.step if isinstance(owner.step, Jitted) else None
+        watched = watching(self.inputs)
         draws = torch.random.fork_rng([device] if device.type == "cuda" else [])
         with _RECORDING, draws, capturing(), explained(ReadError):
-            with graph.warming_up():
-                for _ in range(warmup - 1):
+            with self.graph.warming_up():
+                for _ in range(owner.warmup - 1):
                     run()
                 # In the last run: what the first one has cached is read from outside. Within a
                 # mode `jit` would trace once more.
                 with contextlib.nullcontext() if jitted else watched:
                     run()
-            with graph.recording():
+            with self.graph.recording():
                 self.others = self._settled(run())
         self.results = step.results
         self.read = jitted.programs.closed_over() if jitted else watched.read
-        of_graph = list(map(storage_pointer, graph.tensors))
-        self.uses = [
-            n + of_graph.count(storage_pointer(x)) for n, x in zip(uses, state, strict=True)
-        ]
 
     def _settled(self, results: list[Tensor]) -> list[Tensor]:
         """Write the new state into the memory of the old one. Return all other results, of which
@@ -113,48 +105,36 @@ class Program:
         foreach.copy_([self.state[i] for i in moved], [results[i] for i in moved])
         return results[count:]
 
-    def pointers_of(self, tensors: list[Tensor]) -> list[int]:
-        """Return the addresses of the donated ones of the tensors of arguments."""
-        return list(map(_data_ptr, tensors[: len(self.state)]))
-
     def are_in_place(self, tensors: list[Tensor]) -> list[bool]:
-        """Return for each donated tensor if it is in its memory; an empty one has none."""
-        pointers = zip(self.pointers_of(tensors), self.pointers, strict=True)
-        return [0 != pointer == own for pointer, own in pointers]
+        """Return for each donated one of the tensors of arguments if it is in its memory."""
+        pointers = map(_data_ptr, tensors[: len(self.state)])
+        return [pointer == own for pointer, own in zip(pointers, self.pointers, strict=True)]
 
     def is_free(self, tensors: list[Tensor] | None = None) -> bool:
         """Return True if nobody sees the memory of the state, but for donated ones of these tensors
         that are in their places.
         """
-        pointers = self.pointers_of(tensors) if tensors else [-1] * len(self.state)
-        facts = zip(pointers, self.pointers, self.state, self.uses, strict=True)
-        return pointers == self.pointers or all(
-            pointer == own or _uses(x) <= n for pointer, own, x, n in facts
-        )
+        in_place = self.are_in_place(tensors) if tensors else [False] * len(self.state)
+        facts = zip(in_place, self.state, self.uses, strict=True)
+        return all([stays or _uses(x) <= n for stays, x, n in facts])
 
     def __call__(self, tensors: list[Tensor]) -> Tree:
         """Return the results, the new state in the memory of this program."""
         self.graph.wait()
-        pointers, count = self.pointers_of(tensors), len(self.state)
-        moved, stayed = [*range(count, len(tensors))], tensors[:count]
-        if pointers != self.pointers:
-            moved += [i for i in range(count) if pointers[i] != self.pointers[i]]
-            stayed = [
-                x
-                for x, one, own in zip(tensors, pointers, self.pointers, strict=False)
-                if one == own
-            ]
+        in_place = self.are_in_place(tensors)
+        stayed = [i for i, stays in enumerate(in_place) if stays]
+        moved = [i for i, stays in enumerate(in_place) if not stays]
+        moved += range(len(in_place), len(tensors))
         foreach.copy_([self.inputs[i] for i in moved], [tensors[i] for i in moved])
         self.graph.replay()
         # A CUDA graph moves none. The new state has objects with versions of their own.
-        torch.autograd.graph.increment_version(stayed)
+        torch.autograd.graph.increment_version([tensors[i] for i in stayed])
         return self.results.of([*map(_data, self.state), *foreach.clone(self.others)])
 
 
 def _uses(tensor: Tensor) -> int:
     """Return how many tensors see the memory of this one."""
-    count: int = private.uses_of_storage(_cdata(tensor.untyped_storage()))
-    return count
+    return private.uses_of_storage(_cdata(tensor.untyped_storage()))
 
 
 def _place(tensor: Tensor) -> Any:
@@ -252,10 +232,7 @@ class Captured:
                 self._has_warned = True
             self.programs.discard(free[-1])  # the oldest
             free[-1].graph.reset()
-        device = tensors[0].device
-        jitted = self.step if isinstance(self.step, Jitted) else None
-        graph = GRAPHS[device.type](device)
-        program = Program(step, tensors, count, graph, jitted, self.warmup)
+        program = Program(self, step, tensors, count)
         self.programs.add(program.inputs, key, program)
         return program
 
@@ -321,10 +298,9 @@ def _given_up(state: Tree, leaves: list[Any]) -> RuntimeError:
 
 def _all_are_held(max_graphs: int) -> RuntimeError:
     return RuntimeError(
-        f"{max_graphs} graphs were recorded, and the memory of each is seen by a state that "
-        "somebody holds, so none can be freed. Likely cause: a list of old states, or an exception "
-        "that is kept. Fix: keep `purescale.clone(state)` of old states, or `max_graphs="
-        f"{2 * max_graphs}`."
+        f"{max_graphs} graphs were recorded, and a state in the memory of each is held: none can "
+        "be freed. Likely cause: a list of old states, or an exception that is kept. Fix: keep "
+        f"`purescale.clone(state)` of old states, or `max_graphs={2 * max_graphs}`."
     )
 
 
@@ -399,7 +375,6 @@ def capture(
             f"donate is {short_repr(donate)}; expected True or False: only the first argument, the "
             "state, can be donated. Fix: `capture(step, donate=True)`."
         )
-    for name, number in (("warmup", warmup), ("max_graphs", max_graphs)):
-        if not is_whole(number) or number < 1:
-            raise ValueError(f"{name} must be a whole number above 0, got {short_repr(number)}.")
+    whole("warmup", warmup, least=1)
+    whole("max_graphs", max_graphs, least=1)
     return Captured(step, donate, warmup, max_graphs)

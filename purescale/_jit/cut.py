@@ -34,13 +34,7 @@ def compiled_in_stages(module: Any, examples: Sequence[Tensor], compile: Compile
     writes = _writes_in_place(module, calls, later)
     _keep_values(module, calls, later, writes)
     inputs, output = placeholders(module), module.graph.output_node()
-    outside = {
-        *inputs,
-        output,
-        *calls,
-        *writes.values(),
-        *(x for call in calls for x in call.users),
-    }
+    outside = {*inputs, output, *calls, *writes.values()}.union(*[call.users for call in calls])
     nodes = [node for node in module.graph.nodes if node not in outside]
     stages = _Stages(module, inputs, compile)
     stages.add_compiled([node for node in nodes if node not in later])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -29,8 +28,6 @@ from .._tree.scalars import is_whole, short_repr
 
 Backend = Literal["inductor", "aot_eager"]
 
-_layout, _is_nested = operator.attrgetter("layout"), operator.attrgetter("is_nested")
-_requires_grad = operator.attrgetter("requires_grad")
 CONSTANTS = (type(None), bool, int, float, complex, str)
 
 
@@ -88,11 +85,7 @@ class Program:
     """
 
     def __init__(
-        self,
-        tensors: list[Tensor],
-        graph: PureGraph,
-        run: Function,
-        results: Results,
+        self, tensors: list[Tensor], graph: PureGraph, run: Function, results: Results
     ) -> None:
         self.run, self.results = run, results
         self.shapes = [tensor.shape for tensor in tensors]
@@ -150,30 +143,21 @@ class Programs:
         self._name = name_of(fn)
         self._programs: Plans[Program] = Plans(size=None)
 
-    def of(
-        self,
-        tensors: list[Tensor],
-        form: Any,
-        trace: Callable[[], tuple[PureGraph, Results]],
-        compile: Callable[[PureGraph], Function],
-    ) -> Program:
+    def of(self, tensors: list[Tensor], form: Any, make: Callable[[], Program]) -> Program:
         """Return the program for arguments like these. If there is none yet, make it."""
         with _LOCK:
             program = self.lookup(tensors, form)
             if program is None:
                 with _telling_if_slow(self._name):
-                    graph, results = trace()
-                    run = compile(graph)
+                    program = make()
                 if active_autocast():  # the graph has the casts of the function
-                    run = outside_autocast()(run)
-                program = Program(tensors, graph, run, results)
+                    program.run = outside_autocast()(program.run)
                 self._programs.add(tensors, (form, settings_of_torch()), program)
                 if len(self._programs) == GRAPHS + 1:
                     warn(
-                        "jit(%s) has made %d graphs, one for each kind of arguments, and each was "
-                        "compiled. Likely cause: %s. Fix: pad to a few lengths and drop the last, "
-                        "smaller batch; or compile loss_fn alone, `torch.compile(loss_fn)`, which "
-                        "takes any length.",
+                        "jit(%s) has made %d graphs, one for each kind of arguments, all compiled. "
+                        "Likely cause: %s. Fix: pad to a few lengths and drop the last, smaller "
+                        "batch; or `torch.compile(loss_fn)` alone, which takes any length.",
                         *(self._name, GRAPHS + 1, varying([one.shapes for one in self._programs])),
                     )
         return program
@@ -208,17 +192,17 @@ class Jitted:
         leaves, structure = pytree.flatten(args)
         tensors = [leaf for leaf in leaves if leaf is not None]
 
-        def make() -> tuple[PureGraph, Results]:
+        def make() -> Program:
             _check_donate(self.donate, args)
             flat = FlatFunction(self.fn, structure, leaves)
-            return trace(flat, tensors, _indices(args, self.donate)), flat.results
+            graph = trace(flat, tensors, _indices(args, self.donate))
+            return Program(tensors, graph, compiled(graph, self.backend, self.mode), flat.results)
 
         form = form_of(structure, leaves, tensors)
         program = self.programs.lookup(tensors, form)
         if program is None:
             tensors = resolved(check_arguments(args, leaves))
-            compile = functools.partial(compiled, backend=self.backend, mode=self.mode)
-            program = self.programs.of(tensors, form, make, compile)
+            program = self.programs.of(tensors, form, make)
         results = program(tensors)
         if self.donate and is_poisoning():
             donated = [arg for index, arg in enumerate(args) if index in self.donate]
@@ -236,8 +220,7 @@ class Jitted:
         """
         leaves, structure = pytree.flatten(args)
         flat = FlatFunction(self.fn, structure, leaves)
-        module: torch.fx.GraphModule = trace(flat, check_arguments(args, leaves)).module
-        return module
+        return trace(flat, check_arguments(args, leaves)).module
 
 
 def name_of(fn: Callable[..., Tree]) -> str:
@@ -280,14 +263,8 @@ def settings_of_torch() -> Any:
 
 def _indices(args: tuple[Tree, ...], donate: Sequence[int]) -> list[int]:
     """Return the indices of the tensors of donated arguments among all tensors."""
-    indices: list[int] = []
-    start = 0
-    for number, arg in enumerate(args):
-        stop = start + len([leaf for leaf in pytree.flatten(arg)[0] if leaf is not None])
-        if number in donate:
-            indices += range(start, stop)
-        start = stop
-    return indices
+    numbers = [number for number, arg in enumerate(args) for _ in pytree.tensors(arg)]
+    return [index for index, number in enumerate(numbers) if number in donate]
 
 
 # ---- what the logger says ------------------------------------------------------------------------
@@ -327,41 +304,30 @@ def varying(shapes: Sequence[Sequence[torch.Size]]) -> str:
 
 
 def check_arguments(args: tuple[Tree, ...], leaves: Leaves, by: str = "jit") -> list[Tensor]:
-    """Return the tensors among the leaves. Refuse, naming the leaf, what is not a plain tensor.
-    `by` is the name of the function that refuses.
+    """Return the tensors among the leaves. Refuse, naming the leaf, what is not a plain tensor, or
+    requires a gradient in grad mode. `by` is the name of the function that refuses.
     """
-    tensors = [leaf for leaf in leaves if leaf is not None]
-    if not set(map(type, tensors)) <= PLAIN_TYPES or not (
-        set(map(_layout, tensors)) <= {torch.strided}
-        and not any(map(_is_nested, tensors))
-        and not (torch.is_grad_enabled() and any(map(_requires_grad, tensors)))
-    ):
-        for index, leaf in enumerate(leaves):
-            _check_argument(leaf, args, index, by)
-    return tensors
-
-
-def _check_argument(leaf: Any, args: tuple[Tree, ...], index: int, by: str) -> None:
-    """Refuse a leaf that is not a plain tensor, or that requires a gradient in grad mode."""
-    fix = "torch.compile, or `.to_dense()`"
-    if leaf is None:
-        return
-    if type(leaf) in PLAIN_TYPES and leaf.layout is torch.strided and not leaf.is_nested:
-        if not (leaf.requires_grad and torch.is_grad_enabled()):
-            return
-        refuse_graph_end()
-        what = f"requires a gradient, and the results of {by} have no graph"
-        fix = "`torch.func.grad` inside of the function, or `with torch.no_grad():` around the call"
-    elif isinstance(leaf, Tensor):
-        what = f"is {type(leaf).__name__} {describe(leaf)}; {by} takes plain, dense tensors"
-    else:
-        what = f"is {type(leaf).__name__} {short_repr(leaf)}; {by} takes trees of tensors"
-        fix = (
-            "`torch.tensor(...)` for a number that changes from call to call; functools.partial or "
-            "a closure for what stays; for a container of your own "
-            "`optree.register_pytree_node(cls, flatten, unflatten, namespace='purescale')`"
-        )
-    raise TypeError(f"{pytree.path(args, 'args', index)} {what}. Fix: {fix}.")
+    for index, leaf in enumerate(leaves):
+        if leaf is None:
+            continue
+        if not isinstance(leaf, Tensor):
+            what = f"is {type(leaf).__name__} {short_repr(leaf)}; {by} takes trees of tensors"
+            fix = (
+                "`torch.tensor(...)` for a number that changes from call to call; "
+                "functools.partial or a closure for what stays; for a container of your own "
+                "`optree.register_pytree_node(cls, flatten, unflatten, namespace='purescale')`"
+            )
+        elif type(leaf) not in PLAIN_TYPES or leaf.layout is not torch.strided or leaf.is_nested:
+            what = f"is {type(leaf).__name__} {describe(leaf)}; {by} takes plain, dense tensors"
+            fix = "torch.compile, or `.to_dense()`"
+        elif leaf.requires_grad and torch.is_grad_enabled():
+            refuse_graph_end()
+            what = f"requires a gradient, and the results of {by} have no graph"
+            fix = "`torch.func.grad` inside of the function, or `with torch.no_grad():` around it"
+        else:
+            continue
+        raise TypeError(f"{pytree.path(args, 'args', index)} {what}. Fix: {fix}.")
+    return [leaf for leaf in leaves if leaf is not None]
 
 
 def _check_donate(donate: Sequence[int], args: tuple[Tree, ...]) -> None:
@@ -453,8 +419,7 @@ def jit(
     donated = (donate,) if is_whole(donate) else donate
     if not isinstance(donated, (tuple, list)) or not all(is_whole(i) and i >= 0 for i in donated):
         raise TypeError(
-            f"donate is {short_repr(donate)}; expected the positions of arguments. Fix: "
-            "`donate=(0,)`."
+            f"donate is {short_repr(donate)}; expected positions of arguments. Fix: `donate=(0,)`."
         )
     if backend not in ("inductor", "aot_eager"):
         raise ValueError(f"backend must be 'inductor' or 'aot_eager', got {backend!r}.")

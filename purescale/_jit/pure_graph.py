@@ -51,11 +51,7 @@ class PureGraph(NamedTuple):
 
 
 def trace(
-    function: Function,
-    inputs: Sequence[Tensor],
-    donate: Sequence[int] = (),
-    *,
-    literals: bool = True,
+    function: Function, inputs: Sequence[Tensor], donate: Sequence[int] = (), literals: bool = True
 ) -> PureGraph:
     """Return the graph of a function that returns tensors. It is called once, with tensors that
     have no values.
@@ -74,8 +70,13 @@ def trace(
     fake = _without_values()
     examples = _apart(fake, inputs)
     outside = _Outside(fake)
+
+    def watched(*tensors: Tensor) -> Sequence[Any]:
+        with _PureOnly(tensors, outside):
+            return function(*tensors)
+
     with explained(), recorded_by_jit():
-        module = _graph_of(_watched(function, outside), examples, fake)
+        module = _graph_of(watched, examples, fake)
         if any(getattr(node.target, "namespace", "") == "c10d" for node in module.graph.nodes):
             raise _EffectError(*_RANKS)
     closed_over = _lift(module, outside, literals)
@@ -120,14 +121,6 @@ def _functional(module: Any, inputs: Sequence[Tensor], fake: Any) -> Any:
     return _graph_of(torch.func.functionalize(module), inputs, fake)
 
 
-def _watched(function: Function, outside: _Outside) -> Function:
-    def watched(*tensors: Tensor) -> Sequence[Any]:
-        with _PureOnly(tensors, outside):
-            return function(*tensors)
-
-    return watched
-
-
 @outside_autocast()
 def compiled(graph: PureGraph, backend: str = "inductor", mode: str | None = None) -> Function:
     """Return the graph as compiled code, a function of its inputs and `closed_over`."""
@@ -136,8 +129,7 @@ def compiled(graph: PureGraph, backend: str = "inductor", mode: str | None = Non
     def compile(module: Any, examples: Sequence[Tensor]) -> Function:
         if backend == "inductor":
             return _compiled(module, examples, options)
-        run: Function = torch.no_grad()(module)  # a tensor from outside may record
-        return run
+        return torch.no_grad()(module)  # a tensor from outside may record
 
     return compiled_in_stages(graph.module, graph.examples, compile)
 
@@ -201,11 +193,7 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
     old, new = ([kind(node) for node in nodes[:carried]] for nodes in ends)
     if old == new and has_operators(graph.module):
         return _looped(graph, len(inputs), carried)
-    from torch.fx.experimental.symbolic_shapes import (
-        DimDynamic,
-        ShapeEnv,
-        StatelessSymbolicContext,
-    )
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     fake = private.FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
@@ -214,8 +202,7 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
         sizes = [DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * tensor.ndim]
         stack = torch.stack([tensor, tensor])  # lengths 0 and 1 would be constants
         context: Any = StatelessSymbolicContext(sizes)
-        symbolic: Tensor = fake.from_tensor(stack, symbolic_context=context)
-        return symbolic
+        return fake.from_tensor(stack, symbolic_context=context)
 
     number = len(inputs)
     examples = [
@@ -226,8 +213,7 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
 
     def repeat(*tensors: Tensor) -> Sequence[Any]:
         carry, stacks, rest = tensors[:carried], tensors[carried:number], tensors[number:]
-        results: Sequence[Any] = private.scan(once, list(carry), list(stacks), rest)
-        return results
+        return private.scan(once, list(carry), list(stacks), rest)
 
     def once(*tensors: Tensor) -> list[Tensor]:
         results = list(graph.module(*tensors))
@@ -350,7 +336,6 @@ _CAUSES = {
     "DynamicOutputShape": _SHAPE,
     "data is not allocated yet": _TENSOR_OF,
     "Tensor.requires_grad_()": _REQUIRES_GRAD,
-    "torch._C.Generator": _DRAWS,
     "symbolically trace a dynamo-optimized function": _COMPILED,
 }
 
@@ -464,7 +449,7 @@ def _check_unwritten(module: Any, count: int) -> None:
     memories = list(map(memory, placeholders(module)))
     arguments, outside = set(memories[:count]), set(memories[count:])
     for node in module.graph.nodes:
-        written = set(map(memory, _targets(node))) if node.op == "call_function" else set()
+        written = set(map(memory, _targets(node)))
         if written & arguments:
             raise _refusal(*_WRITES_ARGUMENT)
         if written & outside:
@@ -516,8 +501,7 @@ def _cause(error: Exception) -> Cause | None:
 
 def _refusal(what: str, fix: str, error: Exception | None = None) -> ValueError:
     return ValueError(
-        f"the function {what}{_where(error)}, and a graph for all values cannot do that. "
-        f"Fix: {fix}."
+        f"the function {what}{_where(error)}, which no graph for all values can do. Fix: {fix}."
     )
 
 

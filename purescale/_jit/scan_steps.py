@@ -8,15 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._jit.jit import (
-    FlatFunction,
-    Jitted,
-    Results,
-    check_arguments,
-    form_of,
-    resolved,
-)
-from .._jit.pure_graph import PureGraph, scanned, trace
+from .._jit.jit import FlatFunction, Jitted, Program, check_arguments, form_of, resolved
+from .._jit.pure_graph import scanned, trace
 from .._tree import pytree
 from .._tree.leaves import is_constant
 from .._tree.matching import matching_leaves
@@ -109,14 +102,13 @@ def _in_one_graph(step: Jitted, state: Tree, batches: Tree, num_stacks: int) -> 
     stacks = [stack.contiguous() for stack in tensors[carried:]]
     first = [*tensors[:carried], *(stack[0] for stack in stacks)]
 
-    def make() -> tuple[PureGraph, Results]:
+    def make() -> Program:
         flat = FlatFunction(functools.partial(_checked, step.fn), structure, leaves)
-        return trace(flat, first, literals=False), flat.results
+        graph = trace(flat, first, literals=False)
+        return Program(first, graph, scanned(graph, first, carried), flat.results)
 
-    form = form_of(structure, leaves, tensors)
-    program = step.scans.of(first, form, make, lambda graph: scanned(graph, first, carried))
-    pair: tuple[Tree, Tree] = program([*tensors[:carried], *stacks])
-    return pair
+    program = step.scans.of(first, form_of(structure, leaves, tensors), make)
+    return program([*tensors[:carried], *stacks])
 
 
 def _checked(step: Step, state: Tree, batch: Tree) -> tuple[Tree, Tree]:

@@ -107,11 +107,6 @@ class _ReadReport(ModuleReport):
         """Return True if it returned -inf outside of masks."""
         return bool(self.nonfinite > self.nan + self.posinf + self.masked)
 
-    @property
-    def given_poison(self) -> bool:
-        """Return True if its arguments had NaN or +inf."""
-        return bool(self.given > self.given_neginf)
-
 
 def _read_rows(report: ForwardReport) -> list[_ReadReport]:
     """Read all rows with one copy from the device. Syncs with the host."""
@@ -135,7 +130,7 @@ def _first(rows: list[_ReadReport]) -> int | str | None:
     lowered: int | None = None  # the call in which the current -inf arose
     turned: int | None = None  # the first call that made NaN or +inf from -inf alone
     for index, row in enumerate(rows):
-        if row.poisoned and not row.given_poison:
+        if row.poisoned and row.given == row.given_neginf:  # no NaN or +inf among its arguments
             if lowered is not None and (row.given or lowered >= index - row.inside):
                 return lowered
             if not row.given:
@@ -248,19 +243,17 @@ def forward_report(
     `DebugUnderflowOverflow` of transformers puts hooks into the model.
     """
     rows: list[ModuleReport] = []
-    names: dict[int, str] = {}  # "" is the whole model
-    roots: list[nn.Module] = []  # kept alive, so that ids are not reused
+    names: dict[nn.Module, str] = {}  # "" is the whole model
     running: list[_OpenCall] = []
     thread = threading.get_ident()
 
     def entered(module: nn.Module, args: Any) -> None:
         if threading.get_ident() != thread:
             return
-        if id(module) not in names:
-            roots.append(module)
-            path = [names[id(running[-1].module)], type(module).__name__] if running else []
+        if module not in names:
+            path = [names[running[-1].module], type(module).__name__] if running else []
             for name, part in module.named_modules():
-                names.setdefault(id(part), ".".join(filter(None, [*path, name])))
+                names.setdefault(part, ".".join(filter(None, [*path, name])))
         registered = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         # Measured before the forward, which may write into them.
         running.append(_OpenCall(module, len(rows), _measured(args), _measured(registered)))
@@ -272,7 +265,7 @@ def forward_report(
         *kwargs, out = kwargs_and_out  # torch omits kwargs if the forward raised
         if facts := _measured(out):
             call.arguments.extend(_measured(kwargs))  # only this hook receives them
-            rows.append(_module_report(names[id(module)] or WHOLE, call, facts, len(rows)))
+            rows.append(_module_report(names[module] or WHOLE, call, facts, len(rows)))
 
     hooks = [
         _module.register_module_forward_pre_hook(entered),
@@ -296,7 +289,7 @@ class _Facts(NamedTuple):
     """Statistics of one tensor."""
 
     amax: Tensor
-    smallest: Tensor
+    smallest: Tensor  # not 0; inf if there is none
     counts: Tensor  # int64 [4]: of inf and NaN, of NaN, of +inf, of -inf in masks
     size: int
 
@@ -316,7 +309,7 @@ def _module_report(name: str, call: _OpenCall, out: list[_Facts], rows: int) -> 
         torch.stack([fact.to(facts[0].device, facts[0].dtype) for fact in facts])
         for facts in zip(*(part[:3] for part in out), strict=True)
     )
-    amax, least = amaxes.amax(), torch.where(smallest > 0, smallest, torch.inf).amin()
+    amax = amaxes.amax()
     nonfinite, nan, posinf, masked = counts.sum(0).unbind()
     none = torch.zeros_like(counts[0])
     in_arguments, in_own = (
@@ -327,7 +320,7 @@ def _module_report(name: str, call: _OpenCall, out: list[_Facts], rows: int) -> 
         name=name,
         kind=type(call.module).__name__,
         amax=amax,
-        smallest=torch.where(amax > 0, least, 0),
+        smallest=torch.where(amax > 0, smallest.amin(), 0),
         nonfinite=nonfinite,
         nan=nan,
         posinf=posinf,
@@ -354,16 +347,14 @@ def _measured(tree: Any) -> list[_Facts]:
 
 def _facts(values: Tensor) -> _Facts:
     """Return the statistics of one dense, real tensor."""
-    wide = widest_float(values.device)
-    if not values.numel():
-        zero = torch.zeros((), dtype=wide, device=values.device)
-        return _Facts(zero, zero, torch.zeros(4, dtype=torch.int64, device=values.device), 0)
+    wide, size = widest_float(values.device), values.numel()
+    if not size:
+        values = values.new_zeros(1)
     magnitude = values.to(wide_dtype(values.dtype)).abs()
     finite = magnitude < torch.inf
     amax = torch.where(finite, magnitude, 0).amax()
     smallest = torch.where(finite & (magnitude > 0), magnitude, torch.inf).amin()
-    smallest = torch.where(amax > 0, smallest, 0)
     nonfinite, nan, posinf = (each.sum() for each in (~finite, values.isnan(), values == torch.inf))
     is_mask = (amax == 0) & finite.any() & (nan + posinf == 0)
     counts = torch.stack([nonfinite, nan, posinf, torch.where(is_mask, nonfinite, 0)])
-    return _Facts(amax.to(wide), smallest.to(wide), counts, values.numel())
+    return _Facts(amax.to(wide), smallest.to(wide), counts, size)

@@ -78,14 +78,15 @@ class ScaleProbe(NamedTuple):
         return [(n, float(self.zeros[n][top])) for n, low in self.low.items() if low is None]
 
     def __str__(self) -> str:
-        parts = (self._verdict(), self._by_scale(), self._by_leaf())
-        return "\n\n".join("\n".join(lines) for lines in parts if lines)
+        parts = [self._verdict(), self._by_scale()]
+        if self.high is not None:
+            parts.append(table(("leaf", "safe from"), self._worst_first()))
+        return "\n\n".join(map("\n".join, parts))
 
     def _verdict(self) -> list[str]:
         if self.high is None:
             lines = [
-                "No scale fits: every one overflows. Look at the loss and the data, or at lower "
-                "exponents."
+                "No scale fits: all overflow. Look at the loss and the data, or at lower exponents."
             ]
         elif self.starved:
             lines = [
@@ -119,11 +120,6 @@ class ScaleProbe(NamedTuple):
             cells.append((f"2**{exponent}", f"{starving}", f"{error:.1e}", f"{most:.0%}", worst))
         header = ("scale", "leaves that starve", "largest error", "most zeros", "where")
         return table(header, cells)
-
-    def _by_leaf(self) -> list[str]:
-        if self.high is None:
-            return []
-        return table(("leaf", "safe from"), self._worst_first())
 
     def _worst_first(self) -> list[tuple[str, str]]:
         """Return each leaf and from which scale on it is safe."""
@@ -221,8 +217,7 @@ def probe_scales(
     )
     if not loss_and_grads.present_params:
         raise ValueError(
-            "params holds no tensor. Fix: those of `apply, params, buffers = "
-            "make_functional(model)`."
+            "params holds no tensor. Fix: `apply, params, buffers = make_functional(model)`."
         )
     inputs, loss, _ = loss_and_grads.run_forward(loss_and_grads.buffers.leaves, microbatch)
     best: Leaves | None = None  # the gradients at the largest scale that fits
@@ -295,26 +290,22 @@ def _zeros_and_errors(
 ) -> tuple[Tensor, Tensor]:
     """Return the shares of zeros and the errors against `best`, [leaves, C] each."""
     zeros, errors = [], []
+    wide = widest_float(overflow.device)  # squares of gradients underflow in float32
     for index, grad in enumerate(grads):
         values = stored_values(grad).reshape(len(grad), -1)
         share = (values == 0).sum(1).to(torch.float32) / max(values.shape[1], 1)
         error = torch.full_like(share, math.inf)
         if best is not None:
             ideal = stored_values(best[index]).reshape(1, -1)
-            distance, size = (_norm(rows) for rows in (values - ideal, ideal))
+            distance, size = (
+                torch.linalg.vector_norm(rows, dim=1, dtype=wide)
+                for rows in (values - ideal, ideal)
+            )
             # A leaf that is 0 in both has an error of 0, not NaN.
             error = torch.where(distance == 0, 0, distance / size).to(share.dtype)
         zeros.append(share)
         errors.append(torch.where(overflow, math.inf, error))
     return torch.stack(zeros), torch.stack(errors)
-
-
-def _norm(rows: Tensor) -> Tensor:
-    """Return the norm of each row, in float64 if the device has it, because squares of gradients
-    underflow in float32.
-    """
-    norm: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=widest_float(rows.device))
-    return norm
 
 
 def _lows(

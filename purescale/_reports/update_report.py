@@ -283,8 +283,7 @@ def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tenso
     if not isinstance(optimizer, AdaptedOptimizer):
         hyperparams = optimizer.hyperparams(inputs.opt_state)
         inputs = inputs._replace(optimizer_plan=optimizer.plan(inputs), hyperparams=hyperparams)
-        stepped: list[Tensor] = optimizer.step_unless(inputs, grads)[0]
-        return stepped
+        return optimizer.step_unless(inputs, grads)[0]
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     params, opt_state = inputs.trees
     grad_tree = inputs.layout.unflatten(inputs.grads_like_params(grads))

@@ -22,8 +22,6 @@ class CudaGraph:
     graph, which is replayed on the current stream of its device.
     """
 
-    tensors: Sequence[Tensor] = ()  # those that it keeps alive: it has addresses alone
-
     def __init__(self, device: torch.device) -> None:
         self._device, self._graph = device, torch.cuda.CUDAGraph()
         # Of its own: `reset` clears the workspaces of the stream, which another graph may read.

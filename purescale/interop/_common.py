@@ -92,8 +92,7 @@ def check_bool(name: str, value: Any) -> None:
     """Check that `value` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(
-            f"{name} must be True or False, got {value!r} ({type(value).__name__}). Fix: "
-            f"{name}=False, or True."
+            f"{name} must be True or False, got {value!r} ({type(value).__name__}). Fix: True."
         )
 
 
@@ -123,31 +122,30 @@ def check_dict(
 
 
 class Entry(NamedTuple):
-    """The entry under a key of a state dict: the scale or a count of the state, or a setting."""
+    """The entry under a key of a state dict: the scale or a count of the state."""
 
-    field: str | None  # of the state; None for the setting that is named as the key
+    field: str  # of the state
     least: int = 0  # of a count; the most is that of its dtype
 
 
 SCALE = Entry("scale")
 COUNT = Entry("growth_tracker")
-SETTING = Entry(None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """The state dict of a peer as a table of its keys, in the peer's order."""
+    """The state dict of a peer as a table of its keys."""
 
     peer: str
     rule: Any  # its class
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, Entry]  # of the state
+    settings: Sequence[str] = ()  # which are keys too
     settings_required: bool = True
 
     def check(self, d: Any) -> None:
         """Refuse what is not a dict with these keys and no others."""
-        keys = list(self.entries)
-        required = [key for key in keys if self.settings_required or self.entries[key] != SETTING]
-        check_dict(d, self.peer, required, keys)
+        required = [*self.entries, *(self.settings if self.settings_required else ())]
+        check_dict(d, self.peer, required, self.settings)
 
     def read(
         self, d: Mapping[str, Any], settings: Mapping[str, Any], device: Device, **defaults: Any
@@ -159,7 +157,8 @@ class Format:
         scale = positive(key, d[key])
         # A key of the state is a setting too, if the peer starts from a setting of that name.
         names = {field.name for field in dataclasses.fields(self.rule)}
-        saved = {key: d[key] for key in self.entries if key in names and key in d}
+        keys = (*self.entries, *self.settings)
+        saved = {key: d[key] for key in keys if key in names and key in d}
         for name, value in saved.items():
             if name in settings and settings[name] != value:
                 raise ValueError(
@@ -171,7 +170,7 @@ class Format:
         state = rule.init(device)
         fields = {"scale": torch.full_like(state.scale, scale)}
         for key, (field, least) in self.entries.items():
-            if field and field != "scale" and key in d:
+            if field != "scale" and key in d:
                 start = getattr(state, field)
                 count = whole(key, d[key], least, torch.iinfo(start.dtype).max)
                 fields[field] = torch.full_like(start, count)
@@ -188,8 +187,5 @@ class Format:
             )
         if scaler.scale.ndim:
             raise ValueError("to_state_dict got stacked states. Fix: `member(state, i)`.")
-        d = {}
-        for key, (field, _) in self.entries.items():
-            number = float if field == "scale" else int
-            d[key] = number(getattr(scaler, field)) if field else getattr(rule, key)
-        return d
+        state = {key: getattr(scaler, field).item() for key, (field, _) in self.entries.items()}
+        return {**state, **{key: getattr(rule, key) for key in self.settings}}

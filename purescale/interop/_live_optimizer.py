@@ -69,7 +69,7 @@ def from_torch_optimizer(
     stepped = {name for group in names for name in group}
     params = {name: p for name, p in trained.items() if name in stepped}
     rates = [read_numbers({"lr": g.get("lr", 0.0)}) for g in torch_optimizer.param_groups]
-    return convert_optimizer(torch_optimizer, model, params, names, rates, in_state=in_state)
+    return convert_optimizer(torch_optimizer, model, params, names, rates, in_state)
 
 
 def to_torch_optimizer(
@@ -115,8 +115,7 @@ def convert_optimizer(
     params: Mapping[str, Tensor],
     names: list[tuple[str, ...]],
     settings: Sequence[Mapping[str, Any]],
-    *,
-    in_state: Sequence[str] = (),
+    in_state: Sequence[str],
     schedule_by: ScheduleBy = "applied",
     count: int | None = None,
 ) -> tuple[TorchOptimizer, OptState]:
@@ -183,11 +182,7 @@ def _make_optimizer(
     first = {**groups[0], **_common_numbers(stepped, in_state)}
     overrides = {}
     for members, group in zip(names, groups, strict=True):
-        differing = {
-            name: value
-            for name, value in group.items()
-            if name not in first or value != first[name]
-        }
+        differing = {k: v for k, v in group.items() if k not in first or v != first[k]}
         if differing and members:
             overrides[tuple(map(glob.escape, members))] = differing
     if is_torchs:

@@ -249,11 +249,7 @@ def restoring(scheduler: LRScheduler) -> Iterator[None]:
         for each in _schedulers_in(scheduler)
     ]
     settings = [
-        {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
+        {name: _copy(value) for name, value in group.items() if name != "params"}
         for group in groups
     ]
     try:
@@ -271,6 +267,8 @@ def restoring(scheduler: LRScheduler) -> Iterator[None]:
 
 
 def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
     return copy.copy(value) if isinstance(value, (list, dict)) else value
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._tree.hints import document_fields
-from ._common import SCALE, SETTING, Device, Entry, Format, PeerRule, check_bool, check_dict, scalar
+from ._common import SCALE, Device, Entry, Format, PeerRule, check_bool, check_dict, scalar
 
 
 @document_fields
@@ -135,18 +135,15 @@ _FORMAT = Format(
     "deepspeed",
     DeepSpeedScale,
     {
-        "dynamic": SETTING,
         "cur_scale": SCALE,
         "cur_iter": Entry("cur_iter"),
         "last_overflow_iter": Entry("last_overflow_iter", least=-1),
         "cur_hysteresis": Entry("cur_hysteresis", least=-(2**31)),
-        "scale_window": SETTING,
-        "min_scale": SETTING,
-        "delayed_shift": SETTING,
-        "consecutive_hysteresis": SETTING,
-        "raise_error_at_min_scale": SETTING,
-        "scale_factor": SETTING,
     },
+    (
+        *("dynamic", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis"),
+        *("raise_error_at_min_scale", "scale_factor"),
+    ),
 )
 
 

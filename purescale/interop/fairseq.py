@@ -12,7 +12,7 @@ from torch import Tensor
 from .._torch.dtypes import widest_float
 from .._tree.hints import document_fields
 from .._tree.scalars import real
-from ._common import SCALE, SETTING, Device, Entry, Format, PeerRule, check_dict, scalar
+from ._common import SCALE, Device, Entry, Format, PeerRule, check_dict, scalar
 
 
 @document_fields
@@ -91,8 +91,7 @@ class FairseqScale(PeerRule[FairseqState]):
             number = real(name, getattr(self, name))
             if not 0 <= number <= most:
                 raise ValueError(
-                    f"{name} must be from 0 to {most:g}, got {number}. Fix: leave it out for "
-                    "fairseq's default."
+                    f"{name} must be from 0 to {most:g}, got {number}. Fix: leave it out."
                 )
             object.__setattr__(self, name, number)
 
@@ -146,9 +145,7 @@ _COUNTS = {
     "_overflows_since_rescale": Entry("overflows_since_rescale"),
 }
 _SETTINGS = ("scale_factor", "scale_window", "tolerance", "threshold", "min_loss_scale")
-_FORMAT = Format(
-    "fairseq", FairseqScale, {"loss_scale": SCALE, **_COUNTS, **dict.fromkeys(_SETTINGS, SETTING)}
-)
+_FORMAT = Format("fairseq", FairseqScale, {"loss_scale": SCALE, **_COUNTS}, _SETTINGS)
 
 
 def from_state_dict(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import ScalerState
 from .._tree.scalars import increment
-from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
+from ._common import COUNT, SCALE, Device, Format, ScaleAndCount
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +76,8 @@ rule = JmpScale
 _FORMAT = Format(
     "jmp",
     JmpScale,
-    {
-        "loss_scale": SCALE,
-        "counter": COUNT,
-        "period": SETTING,
-        "factor": SETTING,
-        "min_loss_scale": SETTING,
-    },
+    {"loss_scale": SCALE, "counter": COUNT},
+    ("period", "factor", "min_loss_scale"),
     settings_required=False,
 )
 

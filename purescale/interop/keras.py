@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import ScalerState
 from .._tree.scalars import increment
-from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
+from ._common import COUNT, SCALE, Device, Format, ScaleAndCount
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +59,8 @@ rule = KerasScale
 _FORMAT = Format(
     "keras",
     KerasScale,
-    {
-        "step_counter": COUNT,
-        "dynamic_scale": SCALE,
-        "initial_scale": SETTING,
-        "dynamic_growth_steps": SETTING,
-    },
+    {"step_counter": COUNT, "dynamic_scale": SCALE},
+    ("initial_scale", "dynamic_growth_steps"),
     settings_required=False,
 )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import ScalerState
 from .._tree.scalars import increment
-from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
+from ._common import COUNT, SCALE, Device, Format, ScaleAndCount
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,8 @@ rule = NnablaScale
 _FORMAT = Format(
     "nnabla",
     NnablaScale,
-    {"scale": SCALE, "scaling_factor": SETTING, "N": SETTING, "_counter": COUNT},
+    {"scale": SCALE, "_counter": COUNT},
+    ("scaling_factor", "N"),
 )
 
 
@@ -116,6 +117,6 @@ def to_state_dict(rule: NnablaScale, scaler: ScalerState) -> dict[str, Any]:
 
     Example:
         >>> to_state_dict(rule(), rule().init())
-        {'scale': 8.0, 'scaling_factor': 2.0, 'N': 2000, '_counter': 0}
+        {'scale': 8.0, '_counter': 0, 'scaling_factor': 2.0, 'N': 2000}
     """
     return _FORMAT.write(rule, scaler)

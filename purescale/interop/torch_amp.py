@@ -24,7 +24,7 @@ from .._tree.pytree import join_names
 from .._tree.scalars import increment, positive, whole
 from .._wrappers.master_weights import MasterState, master_weights, masters_within
 from . import _live_optimizer, _schedulers
-from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
+from ._common import COUNT, SCALE, Device, Format, ScaleAndCount
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +93,8 @@ rule = TorchAmpScale
 _FORMAT = Format(
     "torch_amp",
     TorchAmpScale,
-    {
-        "scale": SCALE,
-        "growth_factor": SETTING,
-        "backoff_factor": SETTING,
-        "growth_interval": SETTING,
-        "_growth_tracker": COUNT,
-    },
+    {"scale": SCALE, "_growth_tracker": COUNT},
+    ("growth_factor", "backoff_factor", "growth_interval"),
 )
 
 
@@ -253,14 +248,7 @@ def take_over(
                 raise _error_of_both(name)
         in_state = [*in_state, *(name for name in scheduled if name != "lr")]
     ours, opt_state = _live_optimizer.convert_optimizer(
-        optimizer,
-        model,
-        params,
-        names,
-        settings,
-        in_state=in_state,
-        schedule_by=schedule_by,
-        count=place,
+        optimizer, model, params, names, settings, in_state, schedule_by, place
     )
     device = opt_state.applied.device
     rule: Any = NoScale()

@@ -5,37 +5,22 @@ separately: `from purescale.testing import assert_scale_rule`. Each check raises
 with what was found, where, and a fix.
 """
 
-from .._tree.poison import donated_poisoned
-from ._laws import (
-    Untouched,
-    assert_pure,
-    assert_single_graph,
-    assert_sync_free,
-    assert_vmap_equals_loop,
-    same_bits,
-    shares_memory,
-)
-from ._optimizer_battery import assert_optimizer
-from ._rule_battery import assert_guard, assert_scale_rule
-from ._step_battery import assert_step
-from ._strategies import grad_trees, overflow_runs, params_and_grads, scale_rules, scaler_states
+from .._tree.poison import donated_poisoned as donated_poisoned
+from ._laws import Untouched as Untouched
+from ._laws import assert_pure as assert_pure
+from ._laws import assert_single_graph as assert_single_graph
+from ._laws import assert_sync_free as assert_sync_free
+from ._laws import assert_vmap_equals_loop as assert_vmap_equals_loop
+from ._laws import same_bits as same_bits
+from ._laws import shares_memory as shares_memory
+from ._optimizer_battery import assert_optimizer as assert_optimizer
+from ._rule_battery import assert_guard as assert_guard
+from ._rule_battery import assert_scale_rule as assert_scale_rule
+from ._step_battery import assert_step as assert_step
+from ._strategies import grad_trees as grad_trees
+from ._strategies import overflow_runs as overflow_runs
+from ._strategies import params_and_grads as params_and_grads
+from ._strategies import scale_rules as scale_rules
+from ._strategies import scaler_states as scaler_states
 
-__all__ = [  # noqa: RUF022  strategies, then checks
-    "scale_rules",
-    "scaler_states",
-    "overflow_runs",
-    "grad_trees",
-    "params_and_grads",
-    "assert_pure",
-    "assert_sync_free",
-    "assert_single_graph",
-    "assert_vmap_equals_loop",
-    "assert_scale_rule",
-    "assert_optimizer",
-    "assert_guard",
-    "assert_step",
-    "same_bits",
-    "shares_memory",
-    "Untouched",
-    "donated_poisoned",
-]
+__all__ = [name for name in globals() if not name.startswith("_")]

@@ -54,8 +54,7 @@ class Battery:
         unknown = sorted(self.quirks - set(self.fixes))
         if unknown:
             raise ValueError(
-                f"quirks has {unknown}; expected some of {', '.join(self.fixes)}. Fix: leave it "
-                "out."
+                f"quirks has {unknown}; expected some of {', '.join(self.fixes)}. Fix: remove it."
             )
 
     def run(self) -> None:
@@ -65,18 +64,11 @@ class Battery:
                 break
         unbroken = sorted(self.quirks - self.broken)
         assert not unbroken, (
-            f"{self.name} keeps {', '.join(unbroken)}, which quirks says it breaks. Fix: leave it "
-            "out of quirks."
+            f"{self.name} keeps {', '.join(unbroken)}, which quirks says it breaks. Fix: remove it."
         )
 
     def fail(
-        self,
-        law: str,
-        came: str,
-        should: str,
-        *call: Any,
-        cause: Exception | None = None,
-        fix: str = "",
+        self, law: str, came: str, should: str, *call: Any, cause: Any = None, fix: str = ""
     ) -> None:
         """Report that `law` is broken, with the arguments `call` of the method."""
         if law in self.quirks:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import private, tracing
+from .._torch.donation import storage_pointer
 from .._torch.reads import is_read
 from .._tree import pytree
 from .._tree.leaves import versions
@@ -42,9 +43,7 @@ def same_bits(a: Any, b: Any) -> bool:
 def _same(x: Any, y: Any) -> bool:
     if not isinstance(x, Tensor):
         return type(x) is type(y) and bool(x == y)
-    if not isinstance(y, Tensor):
-        return False
-    if (x.dtype, x.shape, x.layout) != (y.dtype, y.shape, y.layout):
+    if not isinstance(y, Tensor) or (x.dtype, x.shape, x.layout) != (y.dtype, y.shape, y.layout):
         return False
     if x.is_meta or y.is_meta:  # no bits to compare
         return x.device == y.device
@@ -54,8 +53,6 @@ def _same(x: Any, y: Any) -> bool:
     x, y = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (x, y))
     if x.is_complex():
         x, y = torch.view_as_real(x).contiguous(), torch.view_as_real(y).contiguous()
-    if not x.is_floating_point():
-        return torch.equal(x, y)
     # Of one size, because a DTensor with uneven shards cannot be flattened.
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
     return torch.equal(x.view(bits), y.view(bits))
@@ -97,19 +94,11 @@ class Untouched:
 
 
 def _storages(tree: Any) -> dict[int, str]:
-    """Return the address of each storage of a tree, with the path of its tensor."""
-    storages: dict[int, str] = {}
-    for name, leaf in _named(tree):
-        parts = [leaf.detach()]
-        if leaf.is_sparse:
-            parts = [private.values(leaf.detach())]
-            parts += [leaf.detach().indices()] if leaf.is_coalesced() else []
-        elif leaf.layout is not torch.strided:
-            parts = [leaf.detach().values()]
-        storages |= {
-            p.untyped_storage().data_ptr(): name for p in parts if p.numel() and not p.is_meta
-        }
-    return storages
+    """Return the address of each storage of a tree, with the path of its tensor. Of a sparse tensor
+    it is that of the values.
+    """
+    pairs = [(storage_pointer(leaf), name) for name, leaf in _named(tree) if leaf.numel()]
+    return {pointer: name for pointer, name in pairs if pointer}  # a meta tensor has none
 
 
 def shares_memory(a: Any, b: Any) -> bool:
@@ -278,8 +267,7 @@ def assert_single_graph(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> list
         except Exception as error:
             raise AssertionError(
                 f"call {index} is not one graph: {str(error).splitlines()[0]} (see above). Fix: "
-                "torch.where in place of `if`; do not read or print values or use containers that "
-                "torch does not know."
+                "torch.where in place of `if`; do not read or print; no containers new to torch."
             ) from error
         assert len(graphs) <= 1, (
             f"call {index} was traced again. Fix: keep the number as a 0-d tensor; one dtype, one "

@@ -114,9 +114,8 @@ def assert_step(
 
 _BATCHES = 4
 _OF_PARTS = (
-    'If batch norm or dropout see each part by itself, `quirks=("window", "weights")`. If samples '
-    "are not along the first dimension, as in [layers, batch, width], join= and split=, or "
-    "join=False."
+    'If batch norm or dropout see each part alone, `quirks=("window", "weights")`. If samples are '
+    "not along the first dimension, as in [layers, batch, width], join= and split=, or join=False."
 )
 _FIXES = {
     "moves": "batches that do not overflow, with gradients that are not 0; a lower loss scale.",

@@ -202,14 +202,15 @@ class FusedStep:
         *,
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the step, unless it is skipped."""
+        """Return parameters and state after the step, unless it is skipped. It is counted first, as
+        its kernels read its number; if it is skipped, they read nothing.
+        """
         if not inputs.optimizer_plan.fused.in_trace:
             return self._in_eager(inputs, grads, skip, in_place=in_place)
+        inputs = inputs.with_params(inputs.params, count_step(inputs.opt_state, skip))
         if torch.compiler.is_dynamo_compiling():
             return self._in_dynamo(inputs, grads, skip, in_place=in_place)
         return self._as_operators(inputs, grads, skip)
-
-    # A step is counted first: its kernels read its number. If it is skipped, they read nothing.
 
     def _in_eager(
         self,
@@ -246,7 +247,6 @@ class FusedStep:
     ) -> tuple[list[Tensor], OptState]:
         """Make the step from operators, which end a graph of `jit`."""
         launches = inputs.optimizer_plan.fused.launches
-        inputs = inputs.with_params(inputs.params, count_step(inputs.opt_state, skip))
         leaves, structure = inputs.leaves_and_state_structure()
         num_params, stepped = len(inputs.params), list(leaves)
         t_by_device = self._t_by_device(inputs.opt_state.applied, launches)
@@ -270,7 +270,7 @@ class FusedStep:
         """Make the step as one function, which Dynamo does not trace."""
         hyperparams, layout = inputs.hyperparams, inputs.layout
         params, columns = _writable_columns(inputs, in_place=in_place)
-        state = count_step(with_columns(inputs.opt_state, columns, layout), skip)
+        state = with_columns(inputs.opt_state, columns, layout)
         if not self._config.is_static:
             hyperparams = hyperparams.map(lambda table: map_numbers(_copied, table))
         grad_indices = list(layout.grad_indices)

@@ -41,7 +41,7 @@ from .._torch.dtypes import on_device
 from .._torch.foreach import same_memory_order
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read, may_be_opaque, traced
-from .._tree.gradients import Gradients
+from .._tree.gradients import Gradients, Pending
 
 
 class Launch(NamedTuple):
@@ -286,7 +286,7 @@ class FusedStep:
         groups: list[ParamGroup],
         grad_indices: list[int | None],
         tensors: tuple[list[Tensor], list[Tensor], Columns],
-        scalars: tuple[Tensor, Tensor | None, tuple[Any, ...]],
+        scalars: tuple[Tensor, Tensor | None, Pending],
         hyperparams: Hyperparams,
     ) -> None:
         """Make the step of `_in_dynamo` from a compiled one."""

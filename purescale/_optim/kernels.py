@@ -18,7 +18,7 @@ from .._torch.foreach import all_same_memory_order
 from .._torch.operators import define
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read
-from .._tree.gradients import Gradients
+from .._tree.gradients import Gradients, Pending
 
 
 class Kernel(NamedTuple):
@@ -158,7 +158,7 @@ def _kernel_divides(call: KernelCall) -> bool:
     """
     params, grads = call.params, call.grads
     dtype, divisor = params[0].dtype, grads.divisor
-    if divisor is None or any([number is not None for number in grads.pending[1:]]):
+    if divisor is None or grads.factor is not None or grads.clip_value is not None:
         return False
     if not (grads.owned and divisor.dtype is torch.float32 and dtype.itemsize >= 4):
         return False
@@ -231,7 +231,7 @@ def _update_targets(
         for key, number in zip(kernel.setting_names, others, strict=True)
     }
     bound = kernel.bind({**settings, "lr": lr_number if lr is None else lr})
-    gradients = Gradients.of_dense(list(grads), owned=owned).with_pending(pending)
+    gradients = Gradients.of_dense(list(grads), owned=owned).with_pending(Pending(*pending))
     gradients = with_one_divisor(gradients)
     fused_update(KernelCall(bound, params, slots, gradients, list(state_steps)), skip)
 

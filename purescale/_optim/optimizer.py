@@ -34,8 +34,8 @@ class Optimizer(Protocol):
     """
 
     def init(self, params: Tree) -> Tree:
-        """Return the state before the first step: any tree of tensors, in fresh memory. Its
-        structure is final; steps change values only. A parameter may be None.
+        """Return the state before the first step: any tree of tensors, in fresh memory. Steps
+        change values only, unless the first one may add to it. A parameter may be None.
         """
 
     def step(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:

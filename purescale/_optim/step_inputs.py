@@ -1,4 +1,4 @@
-"""The trees of an optimizer's step as matching lists of local tensors."""
+"""The parameters of an optimizer's step as a list, beside its state."""
 
 from __future__ import annotations
 

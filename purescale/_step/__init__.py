@@ -1,10 +1,8 @@
 """A training step: `train_step` and its stages.
 
-With a group all ranks agree first (`agree.py`). Each stage is one function: start
-(`start.py`), memory (`memory.py`), accumulate (`microbatches.py`), reduce (`reduce.py`),
-measure (`_grads/measure.py`), guard (`spike_guard.py`), decide (`decide.py`), advance
-(`assemble.py`), update (`_optim/optimizer.py`), assemble (`assemble.py`). CONTRIBUTING.md has the
-diagram. There is one path for all devices. A kernel below it may depend on the device.
+With a group all ranks agree first (`agree.py`). CONTRIBUTING.md has the diagram of the stages and
+their files. There is one path for all devices. A kernel below it may depend on the device, and
+where the host knows that a step is applied, nothing is selected.
 
 Entry: `train_step.train_step`; by hand `value_and_grad.value_and_grad`, then
 `optimizer_step.unscale_and_step` or `optimizer_step.maybe_step`.

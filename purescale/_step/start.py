@@ -46,7 +46,7 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
     control_leaves = [*scaler.leaves, *others.leaves]
     if not pytree.are_tensors(control_leaves):
         control_leaves = pytree.all_tensors(control_leaves)
-    flat_state = TrainState(planned.params, buffers, planned.opt_state, scaler, *step_rng_guard)
+    flat_state = FlatState(planned.params, buffers, planned.opt_state, scaler, *step_rng_guard)
     return Start(flat_state, control_leaves, planned)
 
 

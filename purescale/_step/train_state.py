@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias
+from typing import Any, Generic, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,9 +51,16 @@ class TrainState(NamedTuple, Generic[TreeT, StateT]):
     guard: Any = ()
 
 
-# The state of a step whose trees were flattened once, at its start: `params`, `buffers`,
-# `opt_state` and `scaler` are each a FlatTree.
-FlatState: TypeAlias = TrainState[FlatTree, FlatTree]
+class FlatState(NamedTuple):
+    """The state of a step, with the trees that were flattened at its start."""
+
+    params: FlatTree
+    buffers: FlatTree
+    opt_state: FlatTree
+    scaler: FlatTree
+    step: Tensor
+    rng: Tensor | Any
+    guard: Tree
 
 
 def init_train_state(

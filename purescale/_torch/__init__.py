@@ -2,10 +2,10 @@
 
 They work on tensors and know nothing of trees, steps or states.
 
-Entry: `foreach`, arithmetic over lists of tensors in a number of operators that does not grow with
-the list; `list_stats.local_stats`, their norm and largest magnitude; `donation.can_write`, which
-memory may be overwritten; `tracing.host_can_read`, whether the host can read a value without
-waiting; `reads.NoReads`, in which a read raises; `dtensor.shard` and back;
+Entry: `foreach`, arithmetic over lists of tensors, on an accelerator in a number of operators that
+does not grow with the list; `list_stats.local_stats`, their norm and largest magnitude;
+`donation.can_write`, which memory may be overwritten; `tracing.host_can_read`, whether the host can
+read a value without waiting; `reads.NoReads`, in which a read raises; `dtensor.shard` and back;
 `autocast.outside_autocast`.
 `private_names.py` lists its private functions and classes, `private.py` looks one up when needed.
 Hands on: tensors, lists of them and bools; `tensor_list.TensorList`, a list with what is known of

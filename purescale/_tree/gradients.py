@@ -13,6 +13,16 @@ from .._torch.tensor_list import TensorList
 from .._tree.leaves import are_plain_dense, as_dense_real
 
 
+class Pending(NamedTuple):
+    """The operations that are not yet applied to gradients, in their order; None leaves one out.
+    Each is elementwise, because pieces of leaves and shards are stepped alone.
+    """
+
+    divisor: Tensor | None = None  # the scale of the loss
+    factor: float | Tensor | None = None  # of clipping
+    clip_value: float | Tensor | None = None
+
+
 class Gradients(NamedTuple):
     """Gradients as dense, real, strided tensors of this rank, without `None`, and the operations
     that are not yet applied to them: a division by `divisor`, a product with `factor`, and a clamp
@@ -47,17 +57,15 @@ class Gradients(NamedTuple):
         return not self.dense_real and dtensor.any_dtensor(self.templates)
 
     @property
-    def pending(self) -> tuple[Any, ...]:
-        """The operations that are not yet applied: divisor, factor and clip value. Each is
-        elementwise, because pieces of leaves and shards are stepped alone. What a kernel cannot do,
-        `apply_pending` does first.
+    def pending(self) -> Pending:
+        """The operations that are not yet applied. What a kernel cannot do, `apply_pending` does
+        first.
         """
-        return self.divisor, self.factor, self.clip_value
+        return Pending(self.divisor, self.factor, self.clip_value)
 
-    def with_pending(self, pending: Sequence[Any]) -> Gradients:
+    def with_pending(self, pending: Pending) -> Gradients:
         """Return the same tensors with other pending operations."""
-        divisor, factor, clip_value = pending
-        return self._replace(divisor=divisor, factor=factor, clip_value=clip_value)
+        return self._replace(**pending._asdict())
 
     @property
     def factor_dtype(self) -> torch.dtype:
@@ -98,7 +106,7 @@ class Gradients(NamedTuple):
             grads = grads.multiplied(self.factor)
         if self.clip_value is not None:
             grads = grads.clamped(self.clip_value)
-        return grads._replace(divisor=None, factor=None, clip_value=None)
+        return grads.with_pending(Pending())
 
     def widened(self) -> Gradients:
         """Return them in float32 where they are narrower."""

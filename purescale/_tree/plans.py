@@ -23,7 +23,7 @@ class Plans(Generic[PlanT]):
     """The plans of one function, the newest first.
 
     A plan is found for tensors that differ from those it was made for in values only, and a key
-    that is equal: the structure of the arguments, and the settings that decide what is planned.
+    that is equal: what else decides about the call.
     A plan that is found changes no result: it holds what would be decided again, by indices and
     names, and no tensor of a call.
 

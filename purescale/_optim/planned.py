@@ -5,17 +5,30 @@ decided once for arguments that are alike.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from .._optim.param_layout import ParamLayout
-from .._optim.step_inputs import StepInputs, flatten_step
+from .._optim.step_inputs import StepInputs, StepTraits, flatten_step
 from .._torch.tensor_list import ListMetadata
 from .._torch.tracing import EagerMode, current_eager_mode
 from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.leaves import are_real_floating
-from .._tree.plans import add_plan, find_plan
+from .._tree.plans import Plans, add_plan, find_plan
 from .._tree.pytree import FlatTree, Leaves, Tree
+
+
+class PlansSteps(StepTraits, Protocol):
+    """The methods of `FlatOptimizer` by which its steps are planned."""
+
+    keeps_plans: bool
+
+    @property
+    def plans(self) -> Plans[Any]: ...
+
+    def plan(self, inputs: StepInputs) -> Any: ...
+
+    def hyperparams(self, opt_state: Tree) -> Any: ...
 
 
 class StepPlan(NamedTuple):
@@ -43,7 +56,7 @@ class PlannedStep(NamedTuple):
 
 
 def find_step(
-    optimizer: Any, eager_mode: EagerMode | None, trees: tuple[Tree, ...]
+    optimizer: PlansSteps, eager_mode: EagerMode | None, trees: tuple[Tree, ...]
 ) -> PlannedStep | None:
     """Return a step over `trees`: parameters, the state of the optimizer, and others. None if trees
     like these were not planned before.
@@ -66,7 +79,7 @@ def find_step(
 
 
 def plan_step(
-    optimizer: Any,
+    optimizer: PlansSteps,
     eager_mode: EagerMode | None,
     trees: list[FlatTree],
     inputs: StepInputs,
@@ -103,7 +116,7 @@ def plan_step(
 
 
 def plan_step_with_grads(
-    optimizer: Any,
+    optimizer: PlansSteps,
     params: Tree,
     grads: Tree,
     opt_state: Tree,

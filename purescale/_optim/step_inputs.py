@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,13 @@ class Position(NamedTuple):
     leaf: int  # the index among all leaves, counting None
     start: int  # the number of elements of this rank's part before the piece
     dtensor: Any  # the DTensor that this rank has a part of, or None
+
+
+class StepTraits(Protocol):
+    """What decides which tensors an optimizer is given, as in `FlatOptimizer`."""
+
+    differentiable: bool
+    elementwise: bool | None
 
 
 class StepInputs(NamedTuple):
@@ -134,7 +141,7 @@ class StepInputs(NamedTuple):
 
 
 def flatten_step(
-    optimizer: Any, params: Tree, grads: Tree, opt_state: Tree
+    optimizer: StepTraits, params: Tree, grads: Tree, opt_state: Tree
 ) -> tuple[list[FlatTree], StepInputs]:
     """Return parameters, state and gradients, flat and checked, and the inputs of a step over them,
     as `make_step_inputs`. Refuse, naming the leaf, gradients that do not fit `params`.
@@ -147,7 +154,7 @@ def flatten_step(
 
 
 def make_step_inputs(
-    optimizer: Any, params: FlatTree, opt_state: FlatTree, grads: FlatTree | None = None
+    optimizer: StepTraits, params: FlatTree, opt_state: FlatTree, grads: FlatTree | None = None
 ) -> StepInputs:
     """Return the inputs of a step over checked parameters. Refuse, naming the leaf, tensors on a
     graph, and shards of a parameter that the optimizer needs as a whole. `grads=None` means that
@@ -184,7 +191,7 @@ def make_step_inputs(
 
 
 def _check_shards(
-    optimizer: Any, tree: Tree, names: list[str], leaves: Leaves, opt_state: Tree
+    optimizer: StepTraits, tree: Tree, names: list[str], leaves: Leaves, opt_state: Tree
 ) -> None:
     """Refuse DTensors whose shards this optimizer cannot step."""
     for index, leaf in enumerate(leaves):

@@ -33,6 +33,11 @@ class NextControl(NamedTuple):
     rng: Any
     guard_leaves: Leaves  # none without a guard
 
+    def leaves(self) -> Leaves:
+        """Return all leaves, in the order of `Start.control_leaves`."""
+        generator = [] if isinstance(self.rng, tuple) else [self.rng]
+        return [*self.scaler_leaves, self.step, *generator, *self.guard_leaves]
+
 
 def advance(
     options: StepOptions,
@@ -67,23 +72,20 @@ def assemble(
     after the last microbatch.
     """
     flat_state, (params, opt_state) = start.flat_state, stepped
-    scaler, step, rng, guard = next_control
     leaves = _next_buffers(flat_state.buffers, buffers, decision, in_place=may_write.buffers)
-    if may_write.control:
-        generator = [] if isinstance(rng, tuple) else [rng]
-        new = [*scaler, step, *generator, *guard]
-        if len(new) == len(start.control_leaves):  # all leaves are tensors
-            new, stop = _write_over_start(start, new), len(scaler)
-            scaler, step, guard = new[:stop], new[stop], new[stop + 1 + len(generator) :]
-            rng = new[stop + 1] if generator else rng
+    control = next_control.leaves()
+    if may_write.control and len(control) == len(start.control_leaves):  # all are tensors
+        control = _write_over_start(start, control)
+    num_of_scaler = len(next_control.scaler_leaves)
+    step, rng, guard = flat_state.step_rng_guard.structure.unflatten(control[num_of_scaler:])
     return TrainState(
         params=params,
         buffers=flat_state.buffers.structure.unflatten(leaves),
         opt_state=opt_state,
-        scaler=flat_state.scaler.structure.unflatten(scaler),
+        scaler=flat_state.scaler.structure.unflatten(control[:num_of_scaler]),
         step=step,
         rng=rng,
-        guard=pytree.flatten(flat_state.guard)[1].unflatten(guard) if guard else flat_state.guard,
+        guard=guard,
     )
 
 

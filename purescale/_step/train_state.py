@@ -61,6 +61,7 @@ class FlatState(NamedTuple):
     step: Tensor
     rng: Tensor | Any
     guard: Tree
+    step_rng_guard: FlatTree  # these three
 
 
 def init_train_state(

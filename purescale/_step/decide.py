@@ -1,4 +1,4 @@
-"""The stage `decide` of a step: skip or apply, and how gradients are clipped. Nothing is read."""
+"""The stages `call_guard` and `decide` of a step: skip or apply, and how to clip. Nothing is read."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from torch import Tensor
 
 from .._grads.clip import Clip, clip_factor, clip_factor_of_number, is_unbounded
 from .._grads.measure import GradStats, norm_of
-from .._step.window_result import WindowFlags
+from .._step.spike_guard import Guard
+from .._step.window_result import WindowFlags, WindowResult
 from .._torch.dtypes import on_device
+from .._tree import scalars
 from .._tree.gradients import Gradients
+from .._tree.pytree import Tree
 
 
 class Decision(NamedTuple):
@@ -31,6 +34,29 @@ class Decision(NamedTuple):
     def skip_or_none(self) -> Tensor | None:
         """`skip`, or None where the host knows that the step is applied."""
         return None if self.known_applied else self.skip
+
+
+def call_guard(
+    guard: Guard[Any] | None, state: Tree, window: WindowResult, stats: GradStats
+) -> tuple[Tree, Tensor | None]:
+    """Return what `guard.update` returns about a window. Refuse all but a state and a flag. Without
+    a guard the state stays, and there is no flag.
+    """
+    if guard is None:
+        return state, None
+    norm: Any = ()
+    if stats.norm is not None:
+        norm = norm_of(stats, window.loss.device).to(window.grads.factor_dtype)
+    returned = guard.update(state, window.loss, norm)
+    pair = isinstance(returned, tuple) and len(returned) == 2
+    bad = returned[1] if pair else None
+    if not isinstance(bad, Tensor) or bad.dtype is not torch.bool or bad.ndim:
+        what = f"{type(returned).__name__}" if not pair else f"(state, {scalars.short_repr(bad)})"
+        raise TypeError(
+            f"{type(guard).__name__}.update returned {what}; expected (state, bad), bad a 0-d bool "
+            "tensor. Fix: `return new_state, loss > limit`, both of tensors."
+        )
+    return returned[0], bad
 
 
 def decide(

@@ -253,17 +253,3 @@ def check_guarded(guard: Any, state: Tree) -> None:
             "the step has a guard, but state.guard is (). Fix: `init_train_state(..., "
             "guard=guard)`, or `state._replace(guard=guard.init(device))`."
         )
-
-
-def call_guard(guard: Guard[Any], state: Tree, loss: Tensor, grad_norm: Any) -> tuple[Tree, Tensor]:
-    """Return what `guard.update` returns. Refuse all but a state and a flag."""
-    returned = guard.update(state, loss, grad_norm)
-    pair = isinstance(returned, tuple) and len(returned) == 2
-    bad = returned[1] if pair else None
-    if not isinstance(bad, Tensor) or bad.dtype is not torch.bool or bad.ndim:
-        what = f"{type(returned).__name__}" if not pair else f"(state, {scalars.short_repr(bad)})"
-        raise TypeError(
-            f"{type(guard).__name__}.update returned {what}; expected (state, bad), bad a 0-d bool "
-            "tensor. Fix: `return new_state, loss > limit`, both of tensors."
-        )
-    return returned[0], bad

@@ -11,12 +11,12 @@ from torch import Tensor
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
 from .._grads.clip import check_clip
-from .._grads.measure import StatsOptions, measure, norm_of
+from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import Rule, check_rule
 from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.agree import check_on_all_ranks
 from .._step.assemble import advance, assemble
-from .._step.decide import decide
+from .._step.decide import call_guard, decide
 from .._step.loss_and_grads import LossFn
 from .._step.memory import memory_of_step
 from .._step.microbatches import (
@@ -27,7 +27,7 @@ from .._step.microbatches import (
 )
 from .._step.reduce import reduce_window
 from .._step.retry import Attempt, attempt_window
-from .._step.spike_guard import Guard, call_guard, check_guarded
+from .._step.spike_guard import Guard, check_guarded
 from .._step.start import Start, start_step
 from .._step.train_state import (
     BNUpdate,
@@ -206,12 +206,7 @@ def _stages(
 
     attempt = attempt_window(options, flat_state, run_window)
     window, stats = attempt.window, attempt.stats
-    guard_state, rejects = flat_state.guard, None
-    if options.guard is not None:
-        norm: Any = ()
-        if stats.norm is not None:
-            norm = norm_of(stats, window.loss.device).to(window.grads.factor_dtype)
-        guard_state, rejects = call_guard(options.guard, flat_state.guard, window.loss, norm)
+    guard_state, rejects = call_guard(options.guard, flat_state.guard, window, stats)
     decision = decide(stats, options.clip, window.grads, attempt.flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
     next_control = advance(options, flat_state, attempt, decision, guard_state)

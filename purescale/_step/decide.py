@@ -1,4 +1,4 @@
-"""The stages `call_guard` and `decide` of a step: skip or apply, and how to clip. Nothing is read."""
+"""The stages `call_guard` and `decide`: skip or apply, and how to clip. Nothing is read."""
 
 from __future__ import annotations
 

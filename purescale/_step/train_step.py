@@ -200,9 +200,7 @@ def _stages(
         window = reduce_window(window, flat_state)
         known_readable, scale = planned.plan.all_readable, scaler.tree.scale
         stats = measure(window.grads, scale, stats_options, known_readable=known_readable)
-        totals_row = window.totals_row
-        flags = None if totals_row is None else window_flags(window, totals_row, stats.overflow)
-        return Attempt(window, stats, flags, scaler)
+        return Attempt(window, stats, window_flags(window, stats.overflow), scaler)
 
     attempt = attempt_window(options, flat_state, run_window)
     window, stats = attempt.window, attempt.stats

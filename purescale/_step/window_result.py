@@ -135,10 +135,14 @@ def window_fraction(
     return fraction
 
 
-def window_flags(window: WindowResult, totals_row: Tensor, overflow: Tensor) -> WindowFlags:
-    """Return the flags of a window whose mean was measured. An `overflow` of the mean lowers the
-    scale and skips the step. If the mean leaves out what overflows, it only skips.
+def window_flags(window: WindowResult, overflow: Tensor) -> WindowFlags | None:
+    """Return the flags of a window whose mean was measured; None if that is all. An `overflow` of
+    the mean lowers the scale and skips the step. If the mean leaves out what overflows, it only
+    skips.
     """
+    totals_row = window.totals_row
+    if totals_row is None:
+        return None
     any_good, any_invalid, any_overflowed, any_finite, any_diverged = (totals_row[3:] > 0).unbind()
     total = Totals.of(totals_row)
     num_overflows = total.num_overflowed.to(torch.int64)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._tree import pytree
 from .._tree.matching import check_names, check_parameters
-from .._tree.pytree import DictDef, Leaves, Tree, TreeDef
+from .._tree.pytree import DictDef, FlatTree, Leaves, Tree, TreeDef
 
 
 class ParamLayout(NamedTuple):
@@ -23,6 +23,12 @@ class ParamLayout(NamedTuple):
     leaf_indices: Sequence[int]  # of the parameters among these leaves
     names: list[str]  # dotted
     grad_indices: Sequence[int | None]  # among the gradients; None for one without a gradient
+
+    @classmethod
+    def of(cls, params: FlatTree) -> ParamLayout:
+        """Return the layout of parameters that all have a gradient."""
+        names, leaves = pytree.names(params.tree), params.leaves
+        return cls.of_leaves(params.structure, names, leaves, [True] * len(leaves))
 
     @classmethod
     def of_all(cls, structure: TreeDef, names: list[str]) -> ParamLayout:
@@ -60,19 +66,23 @@ class ParamLayout(NamedTuple):
             return leaves
         return [leaves[index] for index in self.leaf_indices]
 
-    def unflatten(self, values: Sequence[Any], like: Tree = None) -> Tree:
-        """Return a tree like the parameters, the inverse of `flatten_up_to`. In place of a
+    def with_none(self, values: Sequence[Any], like: Tree = None) -> Leaves:
+        """Return a leaf for each one of the tree, the inverse of `drop_none`. In place of a
         parameter None it has what `like` has there, by default None.
         """
         if len(values) == self.num_leaves:
-            return self.structure.unflatten(values)
+            return list(values)
         leaves = [None] * self.num_leaves
         if like is not None:
             others = self.structure.flatten_up_to(like)
             leaves = [None if isinstance(other, Tensor) else other for other in others]
         for index, value in zip(self.leaf_indices, values, strict=True):
             leaves[index] = value
-        return self.structure.unflatten(leaves)
+        return leaves
+
+    def unflatten(self, values: Sequence[Any], like: Tree = None) -> Tree:
+        """Return a tree of `with_none(values, like)`, the inverse of `flatten_up_to`."""
+        return self.structure.unflatten(self.with_none(values, like))
 
 
 def _numbered(flags: Sequence[bool]) -> list[int | None]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import NoScale
 from .._loss_scale.scaling import unscale_and_check
+from .._optim.param_layout import ParamLayout
 from .._reports.printing import MAX_LINES, table
 from .._step.backward import independent_loss_error
 from .._step.loss_and_grads import LossAndGrads, LossFn
@@ -213,7 +214,12 @@ def probe_scales(
     device = device_of(*flat[:2], "params")
     one = NoScale().init(device)
     loss_and_grads = LossAndGrads(
-        flat, pytree.flatten_once(buffers), pytree.flatten_once(one), loss_fn, current_eager_mode()
+        flat,
+        ParamLayout.of(flat),
+        pytree.flatten_once(buffers),
+        pytree.flatten_once(one),
+        loss_fn,
+        current_eager_mode(),
     )
     if not loss_and_grads.present_params:
         raise ValueError(
@@ -237,7 +243,7 @@ def probe_scales(
         del grads
     overflow, zeros, error = (torch.cat(parts, -1).flip(-1) for parts in zip(*columns, strict=True))
     chosen.reverse()
-    names = loss_and_grads.names()
+    names = loss_and_grads.layout.names
     return ScaleProbe(
         exponents=torch.tensor(chosen, device=device),
         overflow=overflow,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .._loss_scale.scaling import wide_loss
+from .._optim.param_layout import ParamLayout
 from .._step.backward import gradients_of, independent_loss_error, send_gradients, with_zeros
 from .._torch import donation, dtensor, private
 from .._torch.dtypes import wide_dtype
@@ -73,6 +74,7 @@ class LossAndGrads:
     def __init__(
         self,
         params: FlatTree,
+        layout: ParamLayout,
         buffers: FlatTree,
         scaler: FlatTree,
         loss_fn: LossFn,
@@ -82,9 +84,9 @@ class LossAndGrads:
         differentiable: bool = False,
     ) -> None:
         self.scale, self.loss_fn, self.buffers = scaler.tree.scale, loss_fn, buffers
-        self.params, self.present_params = params, params.leaves
-        self.leaf_indices: Sequence[int] = range(len(params.leaves))
-        self.are_all_present = self.dense_real = is_dense = params.tensor_list.dense_off_graph
+        self.params, self.layout = params, layout
+        self.present_params = layout.drop_none(params.leaves)
+        self.dense_real = is_dense = params.tensor_list.dense_off_graph
         self.sharded, self.uses_torch_func = False, eager_mode is None and traced()
         self.keeps_graph = differentiable and not self.uses_torch_func
         self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
@@ -96,9 +98,6 @@ class LossAndGrads:
         self.storages = storages if self.owns_gradients else None
         if not is_dense:
             self.dense_real = are_plain_dense(params.leaves)
-            self.leaf_indices = [n for n, leaf in enumerate(params.leaves) if leaf is not None]
-            self.are_all_present = len(self.leaf_indices) == len(params.leaves)
-            self.present_params = [params.leaves[index] for index in self.leaf_indices]
             self.sharded = dtensor.any_dtensor(self.present_params)
         all_normal = is_dense and scaler.tensor_list.dense_off_graph
         if not (self.uses_torch_func or all_normal):
@@ -106,23 +105,9 @@ class LossAndGrads:
 
     def zeros(self) -> Leaves:
         """Return the gradients of a window in which no microbatch counts."""
-        return self._leaves(
+        return self.layout.with_none(
             [torch.zeros_like(leaf, dtype=wide_dtype(leaf.dtype)) for leaf in self.present_params]
         )
-
-    def names(self) -> list[str]:
-        """Return the dotted names of the parameters that are tensors."""
-        names = pytree.names(self.params.tree)
-        return [names[index] for index in self.leaf_indices]
-
-    def _leaves(self, tensors: list[Any]) -> Leaves:
-        """Return one leaf for each of the parameters, None where they are None."""
-        if self.are_all_present:
-            return tensors
-        leaves: Leaves = [None] * len(self.params.leaves)
-        for index, tensor in zip(self.leaf_indices, tensors, strict=True):
-            leaves[index] = tensor
-        return leaves
 
     def __call__(
         self,
@@ -186,8 +171,8 @@ class LossAndGrads:
             if storages is not None:
                 storages = {*storages, *donation.storage_pointers(detached)}
             aux = structure.unflatten(detach_unaliased(leaves, storages))
-        if grads and not self.are_all_present:
-            grads = self._leaves(grads)
+        if grads:
+            grads = self.layout.with_none(grads)
         return MicrobatchResult(grads, loss, buffers, aux)
 
     def run_forward(self, buffers: Leaves, microbatch: Any) -> tuple[Leaves, Tensor, Outputs]:
@@ -223,9 +208,9 @@ class LossAndGrads:
         of_buffer = index - len(self.present_params)
         if of_buffer < 0:
             raise RuntimeError(
-                f"loss_fn wrote into the parameter {self.names()[index]}; a step must not change "
-                "its arguments. Fix: a new tensor, `w = w / w.norm()`, or the change between two "
-                "steps."
+                f"loss_fn wrote into the parameter {self.layout.names[index]}; a step must not "
+                "change its arguments. Fix: a new tensor, `w = w / w.norm()`, or the change between "
+                "two steps."
             )
         raise RuntimeError(
             f"loss_fn wrote into {pytree.path(self.buffers.tree, 'buffers', of_buffer)}; a step "
@@ -237,8 +222,7 @@ class LossAndGrads:
         self, buffers: Leaves, microbatch: Any, inputs: Leaves
     ) -> tuple[Tensor, Outputs]:
         """Return the loss of a call of `loss_fn` times the scale, and its outputs."""
-        leaves = inputs if self.are_all_present else self._leaves(inputs)
-        params = self.params.structure.unflatten(leaves)
+        params = self.layout.unflatten(inputs)
         carried = self.buffers.structure.unflatten(buffers)
         try:
             returned = self.loss_fn(params, carried, microbatch)

@@ -22,6 +22,7 @@ from .._batch_norm.bn_stats import (
 )
 from .._distributed.buckets import Reduction, mean_divisor
 from .._grads.accumulate import as_weight, is_weight
+from .._optim.planned import PlannedStep
 from .._step.loss_and_grads import LossAndGrads, check_container, check_returned, check_unwritten
 from .._step.sending import send_gradient, send_mean, start_reduction
 from .._step.train_state import FlatState, StepOptions
@@ -37,7 +38,7 @@ from .._step.window_result import (
 )
 from .._torch.donation import ArgumentMemory, storage_pointers
 from .._torch.dtypes import widest_float
-from .._torch.tracing import EagerMode, is_on_a_graph, refuse_in_capture, under_derivative
+from .._torch.tracing import is_on_a_graph, refuse_in_capture, under_derivative
 from .._tree import pytree
 from .._tree.gradients import as_gradients
 from .._tree.leaves import versions
@@ -78,7 +79,7 @@ def weigh(options: StepOptions, microbatches: list[Any], scale: Tensor) -> Micro
 def accumulate_microbatches(
     options: StepOptions,
     flat_state: FlatState,
-    eager_mode: EagerMode | None,
+    planned: PlannedStep,
     microbatches: list[Any],
     weights: MicrobatchWeights,
     memory: ArgumentMemory,
@@ -96,10 +97,11 @@ def accumulate_microbatches(
     )
     loss_and_grads = LossAndGrads(
         params,
+        planned.inputs.layout,
         buffers,
         scaler,
         options.loss_fn,
-        eager_mode,
+        planned.eager_mode,
         memory.storages,
         differentiable=differentiable,
     )
@@ -252,7 +254,7 @@ def _window_result(
 def accumulate_with_pooled_statistics(
     options: StepOptions,
     flat_state: FlatState,
-    eager_mode: EagerMode | None,
+    planned: PlannedStep,
     microbatches: list[Any],
     weights: MicrobatchWeights,
     memory: ArgumentMemory,
@@ -265,9 +267,7 @@ def accumulate_with_pooled_statistics(
     if any_buffer:
         check_flat_buffers(buffers.tree)
     if not (any_buffer and layers_of(buffers.tree)):
-        return accumulate_microbatches(
-            options, flat_state, eager_mode, microbatches, weights, memory
-        )
+        return accumulate_microbatches(options, flat_state, planned, microbatches, weights, memory)
     momenta: dict[str, float] = {}
 
     @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
@@ -293,7 +293,7 @@ def accumulate_with_pooled_statistics(
     window = accumulate_microbatches(
         options_with_stats,
         flat_state,
-        eager_mode,
+        planned,
         microbatches,
         weights,
         memory,

@@ -196,7 +196,7 @@ def _stages(
 
     def run_window(scaler: FlatTree) -> Attempt:
         state = flat_state._replace(scaler=scaler)
-        window = accumulate(options, state, planned.eager_mode, microbatches, weights, memory)
+        window = accumulate(options, state, planned, microbatches, weights, memory)
         window = reduce_window(window, flat_state)
         known_readable, scale = planned.plan.all_readable, scaler.tree.scale
         stats = measure(window.grads, scale, stats_options, known_readable=known_readable)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import HasScale, NoScale
 from .._loss_scale.scaling import check_scale
+from .._optim.param_layout import ParamLayout
 from .._step.loss_and_grads import LossAndGrads, LossFn, check_form, check_unwritten
 from .._torch import donation
 from .._torch.autocast import outside_autocast
@@ -102,29 +103,31 @@ def _value_and_grad(
     loss_fn: LossFn, params: Tree, buffers: Tree, microbatch: Any, scaler: HasScale | None = None
 ) -> tuple[Any, Tree]:
     eager_mode = current_eager_mode()
-    flat_params, flat_buffers, flat_scaler = _flatten(params, buffers, scaler, eager_mode)
+    trees, layout = _flatten(params, buffers, scaler, eager_mode)
+    flat_params, flat_buffers, flat_scaler = trees
     batch = pytree.all_tensors(microbatch)
     arguments = [*flat_params.leaves, *flat_buffers.leaves, *flat_scaler.leaves, *batch]
     memory = donation.ArgumentMemory.of(donation.pointers_of_each([arguments]), batch)
     before = versions(memory.microbatches)
-    trees = flat_params, flat_buffers, flat_scaler
-    loss_and_grads = LossAndGrads(*trees, loss_fn, eager_mode, memory.storages)
+    loss_and_grads = LossAndGrads(
+        flat_params, layout, flat_buffers, flat_scaler, loss_fn, eager_mode, memory.storages
+    )
     out = loss_and_grads(flat_buffers.leaves, microbatch)
     check_unwritten(memory.microbatches, before)
     new_buffers = flat_buffers.structure.unflatten(out.buffers)
     return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
 
 
-_plans: Plans[Any] = Plans(16)  # which say that arguments were checked
+_plans: Plans[Any] = Plans(16)  # the layout of parameters that were checked
 
 
 def _flatten(
     params: Tree, buffers: Tree, scaler: HasScale | None, eager_mode: EagerMode | None
-) -> list[FlatTree]:
-    """Check parameters, buffers and scaler, and return them flat."""
+) -> tuple[list[FlatTree], ParamLayout]:
+    """Check parameters, buffers and scaler, and return them flat, with the layout of the first."""
     trees = params, buffers, () if scaler is None else scaler
     if eager_mode and (known := find_plan(_plans, eager_mode, trees)):
-        return known.flat_trees
+        return known.flat_trees, known.plan
     flat_trees = list(map(pytree.flatten_once, trees))
     flat_params, flat_buffers, flat_scaler = flat_trees
     if all([leaf is None for leaf in flat_params.leaves]):
@@ -145,8 +148,7 @@ def _flatten(
             "stacked states call this under torch.vmap."
         )
     check_scale(scale, params, flat_params.leaves, "params", flat_params.tensor_list)
-    if scaler is None:
-        return [flat_params, flat_buffers, flat_scaler]
-    if eager_mode:
-        add_plan(_plans, eager_mode, flat_trees, None)
-    return flat_trees
+    layout = ParamLayout.of(flat_params)
+    if eager_mode and scaler is not None:
+        add_plan(_plans, eager_mode, flat_trees, layout)
+    return [flat_params, flat_buffers, flat_scaler], layout

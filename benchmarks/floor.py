@@ -4,9 +4,9 @@ The floor is a pure step that is written out for one net: no tree, no check, no 
 setting. Beside it are this package's loop by hand and `train_step`, and GradScaler's loop with
 fused AdamW, the baseline. All clip by `max_norm`, and the pure ones are donated.
 
-In each round every row makes some steps in a row, as a training does: a step after one of another row
-would pay for caches that hold the other's code. The order of the rows is drawn. A repeat makes all
-rows anew and takes the median over its rounds of the ratio to the baseline in the same round; a
+In each round every row makes some steps in a row, as a training does: a step after one of another
+row would pay for caches that hold the other's code. The order of the rows is drawn. A repeat makes
+all rows anew and takes the median over its rounds of the ratio to the baseline in the same round; a
 figure is the median over the repeats.
 """
 

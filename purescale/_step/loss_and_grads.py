@@ -209,8 +209,8 @@ class LossAndGrads:
         if of_buffer < 0:
             raise RuntimeError(
                 f"loss_fn wrote into the parameter {self.layout.names[index]}; a step must not "
-                "change its arguments. Fix: a new tensor, `w = w / w.norm()`, or the change between "
-                "two steps."
+                "change its arguments. Fix: a new tensor, `w = w / w.norm()`, or the change "
+                "between two steps."
             )
         raise RuntimeError(
             f"loss_fn wrote into {pytree.path(self.buffers.tree, 'buffers', of_buffer)}; a step "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -116,9 +115,14 @@ def master_weights(params: TreeT, opt_state: MasterState) -> TreeT:
     """
     state = masters_within(opt_state)
     leaves, structure = pytree.flatten(params)
-    parts = map(masters_within, state.values()) if isinstance(state, dict) else ()
-    if any(isinstance(part, MasterState) for part in parts):
-        return structure.unflatten(_of_parts(pytree.names(params), leaves, state))
+    parts = list(map(masters_within, state.values())) if isinstance(state, dict) else []
+    if parts := [part for part in parts if isinstance(part, MasterState)]:
+        named, masters_of = dict(zip(pytree.names(params), leaves, strict=True)), dict[str, Any]()
+        for part in parts:
+            masters_of |= master_weights({name: named.get(name) for name in part.rest}, part)
+        return structure.unflatten(
+            [masters_of[n] if n in masters_of else pytree.clone(leaf) for n, leaf in named.items()]
+        )
     rest = _rest_of(params, state)
     masters = []
     for leaf, other in zip(leaves, rest, strict=True):
@@ -138,19 +142,6 @@ def masters_within(state: Tree) -> Tree:
     while is_wrapped(state) and not isinstance(state, (MasterState, ScheduleFreeState)):
         state = state.inner
     return state
-
-
-def _of_parts(names: Sequence[str], leaves: Leaves, states: Mapping[str, Any]) -> Leaves:
-    """Return the masters in the parts of a partition, by dotted name, and copies of other
-    leaves.
-    """
-    named = dict(zip(names, leaves, strict=True))
-    masters = {}
-    for state in map(masters_within, states.values()):
-        if isinstance(state, MasterState):
-            of_part = {name: named.get(name) for name in state.rest}
-            masters.update(master_weights(of_part, state))
-    return [masters[name] if name in masters else pytree.clone(named[name]) for name in names]
 
 
 @outside_autocast()
@@ -333,11 +324,8 @@ class MasterOptimizer(Wrapper):
         self, inputs: StepInputs, params: list[Tensor], state: Tree
     ) -> tuple[list[Tensor], Tree]:
         """Split masters into two halves, or round them to the nearest float16."""
-        old, stored, rest = (
-            inputs.params,
-            list(params),
-            inputs.layout.flatten_up_to(inputs.opt_state.rest),
-        )
+        old, stored = inputs.params, list(params)
+        rest = inputs.layout.flatten_up_to(inputs.opt_state.rest)
         halves = _of_dtype(old, torch.bfloat16)
         masters = [params[index] for index in halves]
         if traced() or any_dtensor(masters):

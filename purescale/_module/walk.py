@@ -316,8 +316,8 @@ def _parts_of_immutable(obj: Any) -> tuple[Callable[..., Any], list[Any]] | None
     if isinstance(obj, tuple):
         return functools.partial(_new_tuple, cls), list(tuple.__iter__(obj))
     if cls is functools.partial:
-        parts = [obj.func, *obj.args, *obj.keywords.values()]
-        return functools.partial(_new_partial, list(obj.keywords)), parts
+        parts = [obj.func, obj.args, tuple(obj.keywords.values())]
+        return functools.partial(_new_partial, tuple(obj.keywords)), parts
     if cls is types.MethodType:
         return _new_method, [obj.__func__, obj.__self__]
     if cls is weakref.ref:
@@ -337,8 +337,7 @@ def _new_method(function: Any, owner: Any) -> Any:
     return types.MethodType(function, owner)
 
 
-def _new_partial(keywords: list[str], function: Any, *values: Any) -> Any:
-    args = values[: len(values) - len(keywords)]
-    return functools.partial(
-        function, *args, **dict(zip(keywords, values[len(args) :], strict=True))
-    )
+def _new_partial(
+    keywords: tuple[str, ...], function: Any, args: tuple[Any, ...], values: tuple[Any, ...]
+) -> Any:
+    return functools.partial(function, *args, **dict(zip(keywords, values, strict=True)))

@@ -126,15 +126,9 @@ class Wrapper(FlatOptimizer):
             return self.flat_optimizer.hyperparams(self.inner_state(opt_state))
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
-        """Return parameters and state after the step: decoded, stepped and encoded."""
+        """Return parameters and state after the step with unscaled gradients."""
         [piece] = inputs.optimizer_plan
-
-        def step(inner: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
-            return self.flat_optimizer.step_unless(
-                inner._replace(optimizer_plan=piece.optimizer_plan), grads
-            )
-
-        return self._step_decoded(inputs, grads, step)[0]
+        return self._step_piece(piece, inputs, grads)[0]
 
     def step_unless(
         self,
@@ -151,17 +145,10 @@ class Wrapper(FlatOptimizer):
         is_whole = skip is None and not in_place and len(pieces) == 1
         if is_whole or not self._inner_skips():
             return super().step_unless(inputs, grads, skip, in_place=in_place)
-        eager = not traced()
-
-        def step_of(piece: Piece) -> InnerStep:
-            return lambda inner, grads: self.flat_optimizer.step_unless(
-                inner._replace(optimizer_plan=piece.optimizer_plan), grads, skip, in_place=eager
-            )
-
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
-        if not eager:
+        if traced():
             unscaled = grads.apply_pending(wide=self.wide_grads)
-            new, chosen = self._step_decoded(inputs, unscaled, step_of(pieces[0]))
+            new, chosen = self._step_piece(pieces[0], inputs, unscaled, skip)
             before, after, structure = matching_leaves(old, new, "old", "new")
             done = set(map(id, chosen))
             leaves = [
@@ -177,24 +164,31 @@ class Wrapper(FlatOptimizer):
                 own_grads = grads if piece.cut is None else _grads_of(inputs, grads, piece.cut)
                 leaves = pytree.flatten((part.params, part.opt_state))[0]
                 unscaled = own_grads.apply_pending(wide=self.wide_grads)
-                stepped = self._step_decoded(part, unscaled, step_of(piece))[0]
+                stepped = self._step_piece(piece, part, unscaled, skip, in_place=True)[0]
                 results = pytree.flatten(stepped)[0]
                 pairs = [(a, b) for a, b in zip(leaves, results, strict=True) if a is not b]
                 select_masked(flag, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
         new = inputs.params, inputs.opt_state
         return write_over(old, new) if self.runs_user_code and in_place else new
 
-    def _step_decoded(
-        self, inputs: StepInputs, grads: Gradients, step: InnerStep
+    def _step_piece(
+        self,
+        piece: Piece,
+        inputs: StepInputs,
+        grads: Gradients,
+        skip: Tensor | None = None,
+        *,
+        in_place: bool = False,
     ) -> tuple[tuple[list[Tensor], Tree], Leaves]:
-        """Return parameters and state after `step` of what is decoded, with unscaled gradients,
-        and the leaves of what that returned.
+        """Return parameters and state after a step with unscaled gradients: decoded, stepped and
+        encoded; and the leaves of what the inner step returned.
         """
         if self.rounds and traced():
             leaves = pytree.flatten((inputs.params, inputs.opt_state))[0]
             self._reject_derivatives([*leaves, *grads.tensors])
         with self.grad_mode():
-            stepped = step(self.decode(inputs), grads)
+            inner = self.decode(inputs)._replace(optimizer_plan=piece.optimizer_plan)
+            stepped = self.flat_optimizer.step_unless(inner, grads, skip, in_place=in_place)
             return self.encode(inputs, *stepped), pytree.flatten(stepped)[0]
 
     def _reject_derivatives(self, leaves: Sequence[Any]) -> None:
@@ -208,7 +202,6 @@ class Wrapper(FlatOptimizer):
             )
 
 
-InnerStep = Callable[[StepInputs, Gradients], tuple[list[Tensor], Tree]]
 Cut = dict[int, slice]  # by the index of a parameter: its elements in a piece
 
 

@@ -22,7 +22,7 @@ from .._tree.leaves import describe
 from .._tree.matching import leaves_like
 from .._tree.pytree import Leaves, Tree, TreeT
 from .._wrappers.schedule_free import ScheduleFreeState
-from .._wrappers.wrapper import Piece, Wrapper, checked_state, leaves_by_param, on_shards
+from .._wrappers.wrapper import Wrapper, checked_state, leaves_by_param, on_shards
 
 
 @document_fields
@@ -302,12 +302,9 @@ class MasterOptimizer(Wrapper):
         rest = structure.unflatten(list(map(_first_rest, leaves)))
         return MasterState(self.optimizer.init(structure.unflatten(wide)), rest)
 
-    def plan(self, inputs: StepInputs) -> list[Piece]:
-        """Return the pieces of a step. Refuse a state without the rest of these parameters, and
-        what the inner optimizer refuses.
-        """
+    def check_state(self, inputs: StepInputs) -> None:
+        """Refuse a state without the rest of these parameters."""
         _rest_of(inputs.layout.unflatten(inputs.params), inputs.opt_state)
-        return super().plan(inputs)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with the masters and the inner state."""

@@ -75,6 +75,9 @@ class Wrapper(FlatOptimizer):
         """Return parameters and the state after the step, from those of the inner optimizer."""
         raise NotImplementedError
 
+    def check_state(self, inputs: StepInputs) -> None:
+        """Refuse a state that does not belong to these parameters."""
+
     def inner_state(self, opt_state: Tree) -> Tree:
         """Return the part of a state that has the form of the inner optimizer's."""
         return opt_state.inner
@@ -91,8 +94,9 @@ class Wrapper(FlatOptimizer):
 
     def plan(self, inputs: StepInputs) -> list[Piece]:
         """Return the pieces in which a step is made. Refuse a state that does not belong to these
-        parameters.
+        parameters, and what the inner optimizer refuses.
         """
+        self.check_state(inputs)
         pieces = [Piece(None, self.flat_optimizer.plan(self._as_decoded(inputs)))]
         can_cut = self._inner_skips() and not traced()
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True) if can_cut else []

@@ -173,15 +173,12 @@ def split_masters(masters: TreeT) -> tuple[TreeT, TreeT]:
     leaves, structure = pytree.flatten(masters)
     pairs: list[tuple[Any, Any]] = []
     for index, leaf in enumerate(leaves):
-        if leaf is None:
-            pairs.append((None, None))
-            continue
-        if not isinstance(leaf, Tensor) or leaf.dtype is not torch.float32:
+        if leaf is not None and getattr(leaf, "dtype", None) is not torch.float32:
             raise TypeError(
                 f"{pytree.path(masters, 'masters', index)} is {describe(leaf)}; a master is "
                 "float32. Fix: `.float()`, or leave it out."
             )
-        pairs.append(_split(leaf))
+        pairs.append((None, None) if leaf is None else _split(leaf))
     return structure.unflatten([a for a, _ in pairs]), structure.unflatten([b for _, b in pairs])
 
 
@@ -210,16 +207,14 @@ def join_masters(params: TreeT, rest: Tree) -> TreeT:
     others = leaves_like("rest", rest, "params", params, structure)
     masters: Leaves = []
     for index, (leaf, low) in enumerate(zip(leaves, others, strict=True)):
-        if leaf is None and low is None:
-            masters.append(None)
-            continue
-        if getattr(leaf, "dtype", None) is not torch.bfloat16 or not _is_rest_of(leaf, low):
+        is_upper = leaf is None or getattr(leaf, "dtype", None) is torch.bfloat16
+        if not (is_upper and _is_rest_of(leaf, low)):
             raise TypeError(
                 f"{pytree.path(params, 'params', index)} is {describe(leaf)}, rest there "
                 f"{describe(low)}; expected bfloat16 and int16 of one shape. Fix: what "
                 "`split_masters` returned, or `master_weights(params, opt_state)`."
             )
-        masters.append(on_shards(_joined, leaf, low))
+        masters.append(None if leaf is None else on_shards(_joined, leaf, low))
     return structure.unflatten(masters)
 
 

@@ -285,14 +285,13 @@ def _without_other_values(leaf: Tensor, storages: set[int]) -> Tensor:
 
 def _read_file(name: str, file: BinaryIO) -> Any:
     """Return what `file` holds. Refuse one in which a record differs from its checksum."""
-    damaged_record = None
     try:
         archive = zipfile.ZipFile(file)
         records = archive.infolist()
-        damaged_record = next(filter(None, map(_misread, records)), None)
-        if damaged_record is None and any(record.CRC for record in records):
-            damaged_record = archive.testzip()
-        if damaged_record is None:
+        damaged = [record.filename for record in records if _is_misread(record)]
+        if any(record.CRC for record in records):
+            damaged += filter(None, [archive.testzip()])
+        if not damaged:
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -303,7 +302,7 @@ def _read_file(name: str, file: BinaryIO) -> Any:
             "copy of it, or the checkpoint before it."
         ) from error
     raise ValueError(
-        f"load: {name!r} is damaged: its record {damaged_record} is not what was saved. Likely "
+        f"load: {name!r} is damaged: its record {damaged[0]} is not what was saved. Likely "
         "cause: bits that changed on the disk, in memory or in a copy. Fix: another copy of the "
         "file, or the checkpoint before it."
     )
@@ -312,12 +311,11 @@ def _read_file(name: str, file: BinaryIO) -> Any:
 _IS_DIRECTORY = 0x10  # of the attributes of MS-DOS
 
 
-def _misread(record: zipfile.ZipInfo) -> str | None:
-    """Return the name of a record that torch alone takes for a directory. It would return memory
-    into which nothing was read, and zipfile goes by the name.
+def _is_misread(record: zipfile.ZipInfo) -> bool:
+    """Return True if torch alone takes a record for a directory. It would return memory into which
+    nothing was read, and zipfile goes by the name.
     """
-    is_directory = record.external_attr & _IS_DIRECTORY
-    return record.filename if is_directory and not record.is_dir() else None
+    return bool(record.external_attr & _IS_DIRECTORY) and not record.is_dir()
 
 
 def _check_path(call: str, path: Any) -> None:

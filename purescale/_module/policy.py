@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -138,17 +139,15 @@ def policy(text: str) -> Policy:
         else:
             names[_KEYS[key]] = value
     compute = names.get("compute", names.get("params", "float32"))
-    autocast = compute.startswith("autocast(") and compute.endswith(")")
-    compute_dtype = _dtype(
-        text, compute.removeprefix("autocast(").removesuffix(")") if autocast else compute
-    )
+    autocast = re.fullmatch(r"autocast\((.*)\)", compute)
+    compute_dtype = _dtype(text, autocast[1] if autocast else compute)
     default_output = None if autocast else compute_dtype  # as torch.autocast, which casts no output
     return Policy(
         param_dtype=_dtype(text, names.get("params", "float32")),
         compute_dtype=compute_dtype,
         output_dtype=_dtype(text, names["output"]) if "output" in names else default_output,
         norm_dtype=_dtype(text, names["norms"]) if "norms" in names else None,
-        autocast=autocast,
+        autocast=autocast is not None,
     )
 
 

@@ -110,10 +110,9 @@ def _span(name: str, tensor: Tensor) -> _Span | None:
 def _sharing_error(one: _Span, other: _Span) -> ValueError:
     return ValueError(
         f"{one.name} and {other.name} of the model share memory but are not one tensor, or only "
-        "one of them requires a gradient. In the model a write into one may change the other; as "
-        "arguments they would be separate. Likely cause: one was made from a view of the other, "
-        "such as `.detach()`, `.data` or a slice, or both from one tensor. Fix: `.clone()` one; to "
-        "tie two weights set the parameter, `head.weight = embed.weight`."
+        "one of them requires a gradient; as arguments they would be separate. Likely cause: one "
+        "was made from a view of the other, such as `.detach()`, `.data` or a slice, or both from "
+        "one tensor. Fix: `.clone()` one; to tie two weights `head.weight = embed.weight`."
     )
 
 

@@ -292,10 +292,8 @@ class MasterOptimizer(Wrapper):
 
     def init(self, params: Tree) -> MasterState:
         """Return the state before the first step. Masters are the parameters."""
-        leaves, structure = pytree.flatten(params)
-        wide = [leaf.detach().float() if is_half(leaf) else leaf for leaf in leaves]
-        rest = structure.unflatten(list(map(_first_rest, leaves)))
-        return MasterState(self.optimizer.init(structure.unflatten(wide)), rest)
+        wide = pytree.map(lambda p: p.detach().float() if is_half(p) else p, params)
+        return MasterState(self.optimizer.init(wide), pytree.map(_first_rest, params))
 
     def check_state(self, inputs: StepInputs) -> None:
         """Refuse a state without the rest of these parameters."""

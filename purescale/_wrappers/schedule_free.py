@@ -171,8 +171,5 @@ def averaged(params: TreeT, opt_state: ScheduleFreeState) -> TreeT:
     Source of the rule: Defazio et al. (2024); `schedule_free_eval_params` of optax.contrib.
     """
     _check_iterate(params, opt_state)
-
-    def average(y: Tensor, z: Tensor) -> Tensor:
-        return _average(y, z, opt_state.beta).to(y.dtype)
-
-    return pytree.map(average, params, opt_state.iterate)
+    beta = opt_state.beta
+    return pytree.map(lambda y, z: _average(y, z, beta).to(y.dtype), params, opt_state.iterate)

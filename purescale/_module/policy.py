@@ -59,14 +59,13 @@ class Policy:
     autocast: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            optional = field.name in ("output_dtype", "norm_dtype")
-            if field.name == "autocast" or (optional and value is None):
+        for name in ("param_dtype", "compute_dtype", "output_dtype", "norm_dtype"):
+            value = getattr(self, name)
+            if value is None and name in ("output_dtype", "norm_dtype"):
                 continue
             if not (isinstance(value, torch.dtype) and value.is_floating_point):
                 raise TypeError(
-                    f"Policy.{field.name} must be a floating torch.dtype, got {value!r}. Fix: "
+                    f"Policy.{name} must be a floating torch.dtype, got {value!r}. Fix: "
                     "torch.float32, or policy('params=float32,...')."
                 )
         if self.autocast and self.compute_dtype not in HALF:

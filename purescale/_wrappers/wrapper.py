@@ -187,19 +187,17 @@ class Wrapper(FlatOptimizer):
         """Return parameters and state after a step with unscaled gradients: decoded, stepped and
         encoded; and the leaves of what the inner step returned.
         """
-        if self.rounds and traced():
-            leaves = pytree.flatten((inputs.params, inputs.opt_state))[0]
-            self._reject_derivatives([*leaves, *grads.tensors])
+        if self.rounds and traced() and not torch.compiler.is_dynamo_compiling():
+            self._reject_derivatives([inputs.params, inputs.opt_state, grads.tensors])
         with self.grad_mode():
             inner = self.decode(inputs)._replace(optimizer_plan=piece.optimizer_plan)
             stepped = self.flat_optimizer.step_unless(inner, grads, skip, in_place=in_place)
             return self.encode(inputs, *stepped), pytree.flatten(stepped)[0]
 
-    def _reject_derivatives(self, leaves: Sequence[Any]) -> None:
+    def _reject_derivatives(self, trees: Tree) -> None:
         """Refuse a derivative through rounding, which would come out as zeros."""
-        if torch.compiler.is_dynamo_compiling() or not any(map(is_half, leaves)):
-            return
-        if any([isinstance(leaf, Tensor) and is_differentiated(leaf) for leaf in leaves]):
+        tensors = pytree.tensors(trees)
+        if any(map(is_half, tensors)) and any(map(is_differentiated, tensors)):
             raise ValueError(
                 f"a derivative is taken through a step of {self!r}, which rounds to half precision "
                 "and has no derivative. Fix: the optimizer without wrappers, of float32 parameters."

@@ -148,6 +148,7 @@ def save(path: Path, tree: Tree) -> None:
         ValueError: The path is not that of a file.
         TypeError: `path` is no path, or a leaf is a `DTensor`, another subclass of tensors or a
             tensor without values, or `to_state_dict` refuses it.
+        RuntimeError: Torch's own, inside of torch.vmap or torch.func.grad.
         OSError: The disk refuses it.
 
     Example:
@@ -221,7 +222,7 @@ def _check_version(name: str, d: Any, expected: Tensor) -> None:
     version = d.get(_VERSION_KEY) if isinstance(d, Mapping) else None
     if not isinstance(version, Tensor) or kind_of(version) != kind_of(expected):
         what = (
-            f"has the keys {pytree.join_names([key_of(key) for key in d])}"
+            f"has the keys {pytree.join_names(list(map(repr, d)))}"
             if isinstance(d, Mapping)
             else f"is {kind_of(d)}"
         )
@@ -252,15 +253,6 @@ def _check_storable(leaf_path: str, leaf: Tensor, path: Path) -> None:
             f"checkpoint_id={os.fspath(path)!r})`; for another subclass the tensors that it wraps; "
             "for a tensor without values one that is filled."
         )
-    try:
-        if leaf.layout is torch.strided:
-            leaf.untyped_storage().data_ptr()
-    except RuntimeError as error:
-        raise TypeError(
-            f"{leaf_path} has no memory of its own. Likely cause: `save` inside torch.vmap, "
-            "torch.func.grad or a trace. Fix: return the state from the transformed function and "
-            "save it there."
-        ) from error
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -293,18 +285,15 @@ def _without_other_values(leaf: Tensor, storages: set[int]) -> Tensor:
 
 def _read_file(name: str, file: BinaryIO) -> Any:
     """Return what `file` holds. Refuse one in which a record differs from its checksum."""
-    damaged_record = None
     try:
         archive = zipfile.ZipFile(file)
         records = archive.infolist()
-        damaged_record = next(filter(None, map(_misread, records)), None)
-        if damaged_record is None and any(record.CRC for record in records):
-            damaged_record = archive.testzip()
-        if damaged_record is None:
+        damaged = [record.filename for record in records if _is_misread(record)]
+        if any(record.CRC for record in records):
+            damaged += filter(None, [archive.testzip()])
+        if not damaged:
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
-    except Warning:  # of torch about the tensors, where warnings are errors
-        raise
     except Exception as error:
         raise ValueError(
             f"load: {name!r} is not a file that purescale.save wrote ({type(error).__name__}). "
@@ -313,7 +302,7 @@ def _read_file(name: str, file: BinaryIO) -> Any:
             "copy of it, or the checkpoint before it."
         ) from error
     raise ValueError(
-        f"load: {name!r} is damaged: its record {damaged_record} is not what was saved. Likely "
+        f"load: {name!r} is damaged: its record {damaged[0]} is not what was saved. Likely "
         "cause: bits that changed on the disk, in memory or in a copy. Fix: another copy of the "
         "file, or the checkpoint before it."
     )
@@ -322,12 +311,11 @@ def _read_file(name: str, file: BinaryIO) -> Any:
 _IS_DIRECTORY = 0x10  # of the attributes of MS-DOS
 
 
-def _misread(record: zipfile.ZipInfo) -> str | None:
-    """Return the name of a record that torch alone takes for a directory. It would return memory
-    into which nothing was read, and zipfile goes by the name.
+def _is_misread(record: zipfile.ZipInfo) -> bool:
+    """Return True if torch alone takes a record for a directory. It would return memory into which
+    nothing was read, and zipfile goes by the name.
     """
-    is_directory = record.external_attr & _IS_DIRECTORY
-    return record.filename if is_directory and not record.is_dir() else None
+    return bool(record.external_attr & _IS_DIRECTORY) and not record.is_dir()
 
 
 def _check_path(call: str, path: Any) -> None:
@@ -342,10 +330,8 @@ def _target(path: Path) -> str:
     """Return the absolute path of the file, with links followed. Refuse what is not a file."""
     name = os.fsdecode(path)
     target = os.path.realpath(name)
-    # "runs/", "runs/.", "": names of directories, of missing ones too.
-    if os.path.basename(name) in ("", os.curdir, os.pardir) or (
-        os.path.exists(target) and not os.path.isfile(target)
-    ):
+    # "runs/", "": names of directories, of missing ones too.
+    if not os.path.basename(name) or (os.path.exists(target) and not os.path.isfile(target)):
         raise ValueError(
             f"save: {path!r} is a directory or a device; expected the name of a file. "
             f"Fix: `save(os.path.join({name!r}, 'state.pt'), tree)`."
@@ -392,14 +378,14 @@ def _differences(path: str, got: Any, expected: Any) -> Iterator[tuple[str, str]
     if isinstance(got, Mapping) and isinstance(expected, dict):
         for key, child in expected.items():
             if key in got:
-                yield from _differences(f"{path}[{key_of(key)}]", got[key], child)
+                yield from _differences(f"{path}[{key!r}]", got[key], child)
             else:
-                yield "missing", f"{path}[{key_of(key)}]"
+                yield "missing", f"{path}[{key!r}]"
         for key in got:
             if key not in expected:
-                yield "not in like", f"{path}[{key_of(key)}]"
+                yield "not in like", f"{path}[{key!r}]"
     elif isinstance(expected, dict):
-        names = pytree.join_names([key_of(key) for key in expected])
+        names = pytree.join_names(list(map(repr, expected)))
         yield "different", f"{path} is {kind_of(got)}, expected a dict of {names}"
     elif kind_of(got) != kind_of(expected):
         yield "different", f"{path} is {kind_of(got)}, expected {kind_of(expected)}"
@@ -412,7 +398,3 @@ def kind_of(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return describe(value)
-
-
-def key_of(key: Any) -> str:
-    return repr(key) if isinstance(key, str) else f"<{type(key).__name__}>"

@@ -88,11 +88,7 @@ class Reduction:
             self.parts[index] = part if nan is None else part.nan_to_num(nan, math.inf, math.inf)
         else:
             with torch.no_grad():
-                if (
-                    is_last_use
-                    and len(self.buckets[bucket]) == 1
-                    and self._can_be_sent(index, values)
-                ):
+                if is_last_use and self._can_be_sent(index, values):
                     self.parts[index] = values.div_(divisor)
                     self.rows[bucket] = _in_memory_order(values)
                 else:
@@ -123,13 +119,14 @@ class Reduction:
 
     def _can_be_sent(self, index: int, values: Tensor) -> bool:
         """Return True if the sum can be made in the memory of the tensor itself."""
-        like = self.like[index]
+        like, is_alone = self.like[index], len(self.buckets[self.bucket_of[index]]) == 1
         same_dtype = values.dtype is like.dtype is wide_dtype(like.dtype)
         same_layout = self.keep_strides and values.stride() == like.stride() and is_gapless(values)
         memory = values.untyped_storage()
         # Two uses: the tensor, and the variable `memory`.
         unshared = memory.resizable() and private.storage_uses(memory._cdata) == 2
-        return same_dtype and same_layout and unshared and memory.nbytes() == values.nbytes
+        is_whole = unshared and memory.nbytes() == values.nbytes
+        return is_alone and same_dtype and same_layout and is_whole
 
     def _copy(
         self, index: int, values: Tensor, dtype: torch.dtype, divisor: Tensor | float

@@ -48,10 +48,9 @@ def naming_other_ranks() -> Iterator[None]:
         yield
     except RuntimeError as error:
         error.add_note(
-            "This rank was in a collective. Likely cause: another rank may have raised before it "
-            "came here, or have ended; the first error is in the output of that rank. Fix: look "
-            "for it there; `torchrun --log-dir logs --redirects 3` writes the output of each rank "
-            "into a file of its own."
+            "This rank was in a collective. Likely cause: another rank has raised before it came "
+            "here, or has ended. Fix: look for the first error in the output of that rank, which "
+            "`torchrun --log-dir logs --redirects 3` writes into a file."
         )
         raise
 

@@ -213,7 +213,7 @@ def _copies(buffers: Tensors, kept: Set[str], *, one_by_one: bool = False) -> Te
     if one_by_one or not values or any(map(_requires_grad, values)):
         clones = [value.clone() for value in values]
     else:
-        clones = foreach.clone_undetached(values)
+        clones = foreach.clone_plain(values)
     copies = dict(zip(copied, clones, strict=True))
     return {**buffers, **copies} if kept else copies
 
@@ -427,10 +427,5 @@ def _set_mode(module: nn.Module, mode: bool) -> None:
 
 
 def _takes_mode(module: nn.Module) -> bool:
-    signature = inspect.signature(module.train)
-    try:
-        signature.bind(True)
-    except TypeError:
-        return False
-    first = next(iter(signature.parameters.values()))
-    return first.name == "mode" or isinstance(first.default, bool)
+    parameters = [*inspect.signature(module.train).parameters.values()]
+    return any(p.name == "mode" or isinstance(p.default, bool) for p in parameters[:1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -58,14 +59,13 @@ class Policy:
     autocast: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            optional = field.name in ("output_dtype", "norm_dtype")
-            if field.name == "autocast" or (optional and value is None):
+        for name in ("param_dtype", "compute_dtype", "output_dtype", "norm_dtype"):
+            value = getattr(self, name)
+            if value is None and name in ("output_dtype", "norm_dtype"):
                 continue
             if not (isinstance(value, torch.dtype) and value.is_floating_point):
                 raise TypeError(
-                    f"Policy.{field.name} must be a floating torch.dtype, got {value!r}. Fix: "
+                    f"Policy.{name} must be a floating torch.dtype, got {value!r}. Fix: "
                     "torch.float32, or policy('params=float32,...')."
                 )
         if self.autocast and self.compute_dtype not in HALF:
@@ -138,17 +138,15 @@ def policy(text: str) -> Policy:
         else:
             names[_KEYS[key]] = value
     compute = names.get("compute", names.get("params", "float32"))
-    autocast = compute.startswith("autocast(") and compute.endswith(")")
-    compute_dtype = _dtype(
-        text, compute.removeprefix("autocast(").removesuffix(")") if autocast else compute
-    )
+    autocast = re.fullmatch(r"autocast\((.*)\)", compute)
+    compute_dtype = _dtype(text, autocast[1] if autocast else compute)
     default_output = None if autocast else compute_dtype  # as torch.autocast, which casts no output
     return Policy(
         param_dtype=_dtype(text, names.get("params", "float32")),
         compute_dtype=compute_dtype,
         output_dtype=_dtype(text, names["output"]) if "output" in names else default_output,
         norm_dtype=_dtype(text, names["norms"]) if "norms" in names else None,
-        autocast=autocast,
+        autocast=autocast is not None,
     )
 
 

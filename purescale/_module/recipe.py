@@ -101,9 +101,9 @@ class Recipe:
     shared_parts: list[Any]  # of immutable objects; and placeholders that refuse to be read
     immutables: list[tuple[Callable[..., Any], list[int]]]  # `build(*parts)`
     # Empty containers in the attributes of modules, which copies share until a forward fills one,
-    # as hardly any does. Then the (instance, attribute, class) of those of which each has its own.
+    # as hardly any does. Then this is empty, and each copy has its own in the same places.
     shared_empty: list[Any]
-    own_empty: list[tuple[int, str, type]]
+    empty_places: list[tuple[int, str, type]]  # instance, attribute, class
     layout: Layout
     key: str  # of the layout
 
@@ -116,7 +116,7 @@ class Recipe:
         contents: list[Any] = [instance.__dict__ for instance in objects]
         list(map(dict.update, contents, self.attributes))
         own_stores = []
-        for number, key, cls in self.own_empty:
+        for number, key, cls in () if self.shared_empty else self.empty_places:
             contents[number][key] = cls()
             if key in STORE_NAMES:
                 own_stores.append(contents[number][key])
@@ -162,21 +162,10 @@ class Recipe:
         """
         if not self.shared_empty:
             return self
-        shared = set(map(id, self.shared_empty))
-        return dataclasses.replace(
-            self,
-            attributes=[
-                {key: value for key, value in row.items() if id(value) not in shared}
-                for row in self.attributes
-            ],
-            shared_empty=[],
-            own_empty=[
-                (number, key, type(value))
-                for number, row in enumerate(self.attributes)
-                for key, value in row.items()
-                if id(value) in shared
-            ],
-        )
+        attributes = list(map(dict.copy, self.attributes))
+        for number, key, _ in self.empty_places:
+            del attributes[number][key]
+        return dataclasses.replace(self, attributes=attributes, shared_empty=[])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         key, layout = share_layout(state["layout"])

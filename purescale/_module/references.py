@@ -108,10 +108,10 @@ class Unreadable:
     """A placeholder that refuses arithmetic, for a tensor that has no value in a call."""
 
     def __init__(self, why: str) -> None:
-        vars(self)["why"] = why
+        self.why = why
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(vars(self)["why"])
+        raise RuntimeError(self.why)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,9 +122,6 @@ class Unreadable:
         if name.startswith("__"):
             raise AttributeError(name)  # what Python itself asks for, such as __deepcopy__
         self._refuse()
-
-    def __reduce__(self) -> Any:
-        return Unreadable, (vars(self)["why"],)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
     __rmatmul__ = __truediv__ = __rtruediv__ = __pow__ = __neg__ = __getitem__ = _refuse

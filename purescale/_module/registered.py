@@ -110,10 +110,9 @@ def _span(name: str, tensor: Tensor) -> _Span | None:
 def _sharing_error(one: _Span, other: _Span) -> ValueError:
     return ValueError(
         f"{one.name} and {other.name} of the model share memory but are not one tensor, or only "
-        "one of them requires a gradient. In the model a write into one may change the other; as "
-        "arguments they would be separate. Likely cause: one was made from a view of the other, "
-        "such as `.detach()`, `.data` or a slice, or both from one tensor. Fix: `.clone()` one; to "
-        "tie two weights set the parameter, `head.weight = embed.weight`."
+        "one of them requires a gradient; as arguments they would be separate. Likely cause: one "
+        "was made from a view of the other, such as `.detach()`, `.data` or a slice, or both from "
+        "one tensor. Fix: `.clone()` one; to tie two weights `head.weight = embed.weight`."
     )
 
 
@@ -224,11 +223,9 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
             "load_into(model, params, buffers)."
         )
     check_dicts(params, buffers)
-    registered = registered_tensors(model)
-    if rest := buffers.keys() - {*registered.params, *registered.buffers, *registered.aliases}:
-        attributes = _attributes(model).items()
-        state = {n: t for n, t in attributes if n in rest and isinstance(t, Tensor)}
-        registered = registered_tensors(model, state)
+    attributes = _attributes(model).items()
+    state = {name: t for name, t in attributes if name in buffers and isinstance(t, Tensor)}
+    registered = registered_tensors(model, state)
     targets = registered.params | registered.buffers
     sources = {**params, **buffers}
     faults = [f"missing {name}" for name in targets if name not in sources]

@@ -88,6 +88,7 @@ class _Walk:
         self.shared_parts: dict[Identity, Any] = {id(None): None}  # None may be registered
         self.immutables: dict[Identity, tuple[Callable[..., Any], list[Identity]]] = {}
         self.shared_empty: list[Any] = []
+        self.empty_places: list[tuple[Identity, str, type]] = []  # of these
         self.links: list[tuple[Identity, Any, Identity, str]] = []  # holder, key, object, path
         self.owner_of_store: dict[Identity, tuple[Identity, str]] = {}  # module, attribute
         # By id. None: copies share the object.
@@ -202,6 +203,7 @@ class _Walk:
             elif not value or "state_dict" in key:  # which no forward reads
                 attributes[key], items[key] = type(value)(), None
                 self.shared_empty.append(attributes[key])
+                self.empty_places.append((identity, key, type(value)))
         self._visit_later(identity, attributes, items.items(), path)
         return identity
 
@@ -225,7 +227,7 @@ class _Walk:
                 for build, parts in self.immutables.values()
             ],
             shared_empty=self.shared_empty,
-            own_empty=[],
+            empty_places=[(numbers[module], key, cls) for module, key, cls in self.empty_places],
             layout=layout,
             key=key,
         )
@@ -316,8 +318,8 @@ def _parts_of_immutable(obj: Any) -> tuple[Callable[..., Any], list[Any]] | None
     if isinstance(obj, tuple):
         return functools.partial(_new_tuple, cls), list(tuple.__iter__(obj))
     if cls is functools.partial:
-        parts = [obj.func, *obj.args, *obj.keywords.values()]
-        return functools.partial(_new_partial, list(obj.keywords)), parts
+        parts = [obj.func, obj.args, tuple(obj.keywords.values())]
+        return functools.partial(_new_partial, tuple(obj.keywords)), parts
     if cls is types.MethodType:
         return _new_method, [obj.__func__, obj.__self__]
     if cls is weakref.ref:
@@ -337,8 +339,7 @@ def _new_method(function: Any, owner: Any) -> Any:
     return types.MethodType(function, owner)
 
 
-def _new_partial(keywords: list[str], function: Any, *values: Any) -> Any:
-    args = values[: len(values) - len(keywords)]
-    return functools.partial(
-        function, *args, **dict(zip(keywords, values[len(args) :], strict=True))
-    )
+def _new_partial(
+    keywords: tuple[str, ...], function: Any, args: tuple[Any, ...], values: tuple[Any, ...]
+) -> Any:
+    return functools.partial(function, *args, **dict(zip(keywords, values, strict=True)))

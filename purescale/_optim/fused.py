@@ -223,7 +223,7 @@ class FusedStep:
         plan, hyperparams = inputs.optimizer_plan.fused, inputs.hyperparams
         leaves, structure = inputs.leaves_and_state_structure()
         if plan.leaves_are_ready:
-            leaves = leaves if in_place else foreach.clone_undetached(leaves)
+            leaves = leaves if in_place else foreach.clone_plain(leaves)
         else:
             listed = inputs.dense_leaves is not None
             leaves = _writable_leaves(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import tempfile
 from typing import NamedTuple
 
 from torch import Tensor
@@ -56,36 +55,24 @@ def steps_to_keep(start: int, stop: int, slots: int) -> list[int]:
 
 class KeptStates:
     """The moments of a run that are kept, by the index of their step: in memory, or as files in a
-    new directory under `folder`, which is removed afterwards.
+    directory.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None, like: Moment) -> None:
-        self._like, self._kept = like, dict[int, Moment]()
-        self._directory = None
-        if folder is not None:
-            self._directory = tempfile.TemporaryDirectory(dir=folder, prefix="vjp_through_")
-
-    def __enter__(self) -> KeptStates:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._directory is not None:
-            self._directory.cleanup()
-
-    def _file(self, index: int) -> str:
-        assert self._directory is not None
-        return os.path.join(self._directory.name, f"{index}.pt")
+    def __init__(self, directory: str | None, like: Moment) -> None:
+        self._directory, self._like = directory, like
+        self._in_memory: dict[int, Moment] = {}
 
     def keep(self, index: int, moment: Moment) -> None:
-        if self._directory is not None:
-            save(self._file(index), moment)
+        if self._directory is None:
+            self._in_memory[index] = Moment(pytree.clone(moment.state), moment.generators)
         else:
-            self._kept[index] = Moment(pytree.clone(moment.state), moment.generators)
+            save(os.path.join(self._directory, f"{index}.pt"), moment)
 
     def pop(self, index: int) -> Moment:
         """Return a moment and forget it."""
         if self._directory is None:
-            return self._kept.pop(index)
-        moment: Moment = load(self._file(index), like=self._like)
-        os.remove(self._file(index))
+            return self._in_memory.pop(index)
+        file = os.path.join(self._directory, f"{index}.pt")
+        moment: Moment = load(file, like=self._like)
+        os.remove(file)
         return moment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -191,8 +192,11 @@ def vjp_through(
     takes_wrt = not (isinstance(wrt, tuple) and not wrt)
     pullback = Pullback(step, *forms, takes_wrt, takes_amax(rule))
     floats, generators = pullback.floats, Generators.of(_device(first))
-    like = Moment(first, generators.states())
-    with generators.locked(), KeptStates(folder, like) as kept:
+    directory: Any = nullcontext()
+    if folder is not None:  # removed at the end, with what is in it
+        directory = tempfile.TemporaryDirectory(dir=folder, prefix="vjp_through_")
+    with generators.locked(), directory as path:
+        kept = KeptStates(path, Moment(first, generators.states()))
         run = _Run(pullback.call, items, wrt, generators)
         final, skipped = run.forward(first, steps, kept)
         value, cotangents = _first_cotangents(cotangent, final, floats)

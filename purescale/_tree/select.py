@@ -53,7 +53,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     if eager_mode and eager_mode.host_reads and (known := find_plan(_plans, eager_mode, arguments)):
         _, before, after = known.flat_trees
         chosen = before if found_inf else after
-        return before.structure.unflatten(foreach.clone_undetached(chosen.leaves))
+        return before.structure.unflatten(foreach.clone_plain(chosen.leaves))
     if _is_flag(new) and not _is_flag(old):
         raise TypeError(
             "new is a flag and old is not. Likely cause: `select(old, new, found_inf)`. Fix: "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from .._tree.leaves import describe
 from .._tree.matching import leaves_like
 from .._tree.pytree import Leaves, Tree, TreeT
 from .._wrappers.schedule_free import ScheduleFreeState
-from .._wrappers.wrapper import Piece, Wrapper, checked_state, leaves_by_param, on_shards
+from .._wrappers.wrapper import Wrapper, checked_state, leaves_by_param, on_shards
 
 
 @document_fields
@@ -116,9 +115,14 @@ def master_weights(params: TreeT, opt_state: MasterState) -> TreeT:
     """
     state = masters_within(opt_state)
     leaves, structure = pytree.flatten(params)
-    parts = map(masters_within, state.values()) if isinstance(state, dict) else ()
-    if any(isinstance(part, MasterState) for part in parts):
-        return structure.unflatten(_of_parts(pytree.names(params), leaves, state))
+    parts = list(map(masters_within, state.values())) if isinstance(state, dict) else []
+    if parts := [part for part in parts if isinstance(part, MasterState)]:
+        named, masters_of = dict(zip(pytree.names(params), leaves, strict=True)), dict[str, Any]()
+        for part in parts:
+            masters_of |= master_weights({name: named.get(name) for name in part.rest}, part)
+        return structure.unflatten(
+            [masters_of[n] if n in masters_of else pytree.clone(leaf) for n, leaf in named.items()]
+        )
     rest = _rest_of(params, state)
     masters = []
     for leaf, other in zip(leaves, rest, strict=True):
@@ -138,19 +142,6 @@ def masters_within(state: Tree) -> Tree:
     while is_wrapped(state) and not isinstance(state, (MasterState, ScheduleFreeState)):
         state = state.inner
     return state
-
-
-def _of_parts(names: Sequence[str], leaves: Leaves, states: Mapping[str, Any]) -> Leaves:
-    """Return the masters in the parts of a partition, by dotted name, and copies of other
-    leaves.
-    """
-    named = dict(zip(names, leaves, strict=True))
-    masters = {}
-    for state in map(masters_within, states.values()):
-        if isinstance(state, MasterState):
-            of_part = {name: named.get(name) for name in state.rest}
-            masters.update(master_weights(of_part, state))
-    return [masters[name] if name in masters else pytree.clone(named[name]) for name in names]
 
 
 @outside_autocast()
@@ -182,15 +173,12 @@ def split_masters(masters: TreeT) -> tuple[TreeT, TreeT]:
     leaves, structure = pytree.flatten(masters)
     pairs: list[tuple[Any, Any]] = []
     for index, leaf in enumerate(leaves):
-        if leaf is None:
-            pairs.append((None, None))
-            continue
-        if not isinstance(leaf, Tensor) or leaf.dtype is not torch.float32:
+        if leaf is not None and getattr(leaf, "dtype", None) is not torch.float32:
             raise TypeError(
                 f"{pytree.path(masters, 'masters', index)} is {describe(leaf)}; a master is "
                 "float32. Fix: `.float()`, or leave it out."
             )
-        pairs.append(_split(leaf))
+        pairs.append((None, None) if leaf is None else _split(leaf))
     return structure.unflatten([a for a, _ in pairs]), structure.unflatten([b for _, b in pairs])
 
 
@@ -219,16 +207,14 @@ def join_masters(params: TreeT, rest: Tree) -> TreeT:
     others = leaves_like("rest", rest, "params", params, structure)
     masters: Leaves = []
     for index, (leaf, low) in enumerate(zip(leaves, others, strict=True)):
-        if leaf is None and low is None:
-            masters.append(None)
-            continue
-        if getattr(leaf, "dtype", None) is not torch.bfloat16 or not _is_rest_of(leaf, low):
+        is_upper = leaf is None or getattr(leaf, "dtype", None) is torch.bfloat16
+        if not (is_upper and _is_rest_of(leaf, low)):
             raise TypeError(
                 f"{pytree.path(params, 'params', index)} is {describe(leaf)}, rest there "
                 f"{describe(low)}; expected bfloat16 and int16 of one shape. Fix: what "
                 "`split_masters` returned, or `master_weights(params, opt_state)`."
             )
-        masters.append(on_shards(_joined, leaf, low))
+        masters.append(None if leaf is None else on_shards(_joined, leaf, low))
     return structure.unflatten(masters)
 
 
@@ -306,17 +292,12 @@ class MasterOptimizer(Wrapper):
 
     def init(self, params: Tree) -> MasterState:
         """Return the state before the first step. Masters are the parameters."""
-        leaves, structure = pytree.flatten(params)
-        wide = [leaf.detach().float() if is_half(leaf) else leaf for leaf in leaves]
-        rest = structure.unflatten(list(map(_first_rest, leaves)))
-        return MasterState(self.optimizer.init(structure.unflatten(wide)), rest)
+        wide = pytree.map(lambda p: p.detach().float() if is_half(p) else p, params)
+        return MasterState(self.optimizer.init(wide), pytree.map(_first_rest, params))
 
-    def plan(self, inputs: StepInputs) -> list[Piece]:
-        """Return the pieces of a step. Refuse a state without the rest of these parameters, and
-        what the inner optimizer refuses.
-        """
+    def check_state(self, inputs: StepInputs) -> None:
+        """Refuse a state without the rest of these parameters."""
         _rest_of(inputs.layout.unflatten(inputs.params), inputs.opt_state)
-        return super().plan(inputs)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with the masters and the inner state."""
@@ -333,11 +314,8 @@ class MasterOptimizer(Wrapper):
         self, inputs: StepInputs, params: list[Tensor], state: Tree
     ) -> tuple[list[Tensor], Tree]:
         """Split masters into two halves, or round them to the nearest float16."""
-        old, stored, rest = (
-            inputs.params,
-            list(params),
-            inputs.layout.flatten_up_to(inputs.opt_state.rest),
-        )
+        old, stored = inputs.params, list(params)
+        rest = inputs.layout.flatten_up_to(inputs.opt_state.rest)
         halves = _of_dtype(old, torch.bfloat16)
         masters = [params[index] for index in halves]
         if traced() or any_dtensor(masters):

@@ -16,7 +16,7 @@ from .._tree.hints import document_fields
 from .._tree.leaves import same_metadata
 from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import real
-from .._wrappers.wrapper import Piece, Wrapper, checked_state, leaves_by_param
+from .._wrappers.wrapper import Wrapper, checked_state, leaves_by_param
 
 
 @document_fields
@@ -102,12 +102,9 @@ class ScheduleFreeOptimizer(Wrapper):
             torch.full((), self._beta, dtype=widest_float(device), device=device),
         )
 
-    def plan(self, inputs: StepInputs) -> list[Piece]:
-        """Return the pieces of a step. Refuse a state without the iterate of these parameters, and
-        what the inner optimizer refuses.
-        """
+    def check_state(self, inputs: StepInputs) -> None:
+        """Refuse a state without the iterate of these parameters."""
         _check_iterate(inputs.layout.unflatten(inputs.params), inputs.opt_state)
-        return super().plan(inputs)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with a copy of the iterate in place of the parameters."""
@@ -174,8 +171,5 @@ def averaged(params: TreeT, opt_state: ScheduleFreeState) -> TreeT:
     Source of the rule: Defazio et al. (2024); `schedule_free_eval_params` of optax.contrib.
     """
     _check_iterate(params, opt_state)
-
-    def average(y: Tensor, z: Tensor) -> Tensor:
-        return _average(y, z, opt_state.beta).to(y.dtype)
-
-    return pytree.map(average, params, opt_state.iterate)
+    beta = opt_state.beta
+    return pytree.map(lambda y, z: _average(y, z, beta).to(y.dtype), params, opt_state.iterate)

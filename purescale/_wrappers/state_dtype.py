@@ -17,7 +17,7 @@ from .._torch.dtypes import HALF, nearest_on_bits
 from .._torch.private import constant_while_compiling
 from .._tree import pytree
 from .._tree.pytree import Leaves, Tree
-from .._wrappers.wrapper import Piece, Wrapper, stand_ins
+from .._wrappers.wrapper import Wrapper, stand_ins
 
 DTYPES = (*HALF, torch.float32)
 
@@ -145,21 +145,16 @@ class StateDtypeOptimizer(Wrapper):
         """Return the state itself, which has narrow tensors and no state within."""
         return opt_state
 
-    def plan(self, inputs: StepInputs) -> list[Piece]:
-        """Return the pieces of a step. Refuse a state in other dtypes, and what the inner optimizer
-        refuses.
-        """
+    def check_state(self, inputs: StepInputs) -> None:
+        """Refuse a state in other dtypes."""
         paths, slots = _paths_and_slots(inputs.opt_state)
         for path, slot, wide in zip(paths, slots, self._wide_dtypes(inputs), strict=True):
-            if torch.compiler.is_dynamo_compiling():  # which does not trace fnmatch
-                break
             expected = self._stored_dtype(path, slot, wide)
             if expected is not None and slot.dtype is not expected:
                 raise TypeError(
                     f"opt_state: {'.'.join(path)} is {slot.dtype}, expected {expected}. Fix: "
                     "`opt_state = optimizer.init(params)`, or cast it there."
                 )
-        return super().plan(inputs)
 
     def _as_decoded(self, inputs: StepInputs) -> StepInputs:
         """Return inputs with the metadata of `decode(inputs)`."""

@@ -21,7 +21,7 @@ from .._tree.hints import document_fields
 from .._tree.leaves import unsupported_reason
 from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import whole
-from .._wrappers.wrapper import Piece, Wrapper, checked_state, on_shards
+from .._wrappers.wrapper import Wrapper, checked_state, on_shards
 
 
 @outside_autocast()
@@ -278,12 +278,9 @@ class RoundingOptimizer(Wrapper):
         applied = torch.zeros((), dtype=torch.int64, device=device)
         return RoundingState(self.optimizer.init(wide), applied)
 
-    def plan(self, inputs: StepInputs) -> list[Piece]:
-        """Return the pieces of a step. Refuse a state without a count, and what the inner optimizer
-        refuses.
-        """
+    def check_state(self, inputs: StepInputs) -> None:
+        """Refuse a state without a count."""
         checked_state(inputs.opt_state, RoundingState)
-        return super().plan(inputs)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with half parameters in float32."""

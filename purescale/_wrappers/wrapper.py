@@ -75,6 +75,9 @@ class Wrapper(FlatOptimizer):
         """Return parameters and the state after the step, from those of the inner optimizer."""
         raise NotImplementedError
 
+    def check_state(self, inputs: StepInputs) -> None:
+        """Refuse a state that does not belong to these parameters."""
+
     def inner_state(self, opt_state: Tree) -> Tree:
         """Return the part of a state that has the form of the inner optimizer's."""
         return opt_state.inner
@@ -91,16 +94,15 @@ class Wrapper(FlatOptimizer):
 
     def plan(self, inputs: StepInputs) -> list[Piece]:
         """Return the pieces in which a step is made. Refuse a state that does not belong to these
-        parameters.
+        parameters, and what the inner optimizer refuses.
         """
+        self.check_state(inputs)
         pieces = [Piece(None, self.flat_optimizer.plan(self._as_decoded(inputs)))]
         can_cut = self._inner_skips() and not traced()
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True) if can_cut else []
         if len(cuts) > 1:
-            inputs = inputs._replace(piece_positions=inputs.positions)
-            of_pieces = [_piece_of(inputs, cut, last=cut is cuts[-1]) for cut in cuts]
-            plans = [self.flat_optimizer.plan(self._as_decoded(piece)) for piece in of_pieces]
-            pieces = list(map(Piece, cuts, plans))
+            parts = map(self._as_decoded, _parts_of(inputs, cuts))
+            pieces = list(map(Piece, cuts, map(self.flat_optimizer.plan, parts)))
         return pieces
 
     def _as_decoded(self, inputs: StepInputs) -> StepInputs:
@@ -128,15 +130,9 @@ class Wrapper(FlatOptimizer):
             return self.flat_optimizer.hyperparams(self.inner_state(opt_state))
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
-        """Return parameters and state after the step: decoded, stepped and encoded."""
+        """Return parameters and state after the step with unscaled gradients."""
         [piece] = inputs.optimizer_plan
-
-        def step(inner: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
-            return self.flat_optimizer.step_unless(
-                inner._replace(optimizer_plan=piece.optimizer_plan), grads
-            )
-
-        return self._step_decoded(inputs, grads, step)[0]
+        return self._step_piece(piece, inputs, grads)[0]
 
     def step_unless(
         self,
@@ -153,19 +149,10 @@ class Wrapper(FlatOptimizer):
         is_whole = skip is None and not in_place and len(pieces) == 1
         if is_whole or not self._inner_skips():
             return super().step_unless(inputs, grads, skip, in_place=in_place)
-
-        def step_of(piece: Piece) -> InnerStep:
-            return lambda inner, grads: self.flat_optimizer.step_unless(
-                inner._replace(optimizer_plan=piece.optimizer_plan),
-                grads,
-                skip,
-                in_place=not traced(),
-            )
-
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
         if traced():
             unscaled = grads.apply_pending(wide=self.wide_grads)
-            new, chosen = self._step_decoded(inputs, unscaled, step_of(pieces[0]))
+            new, chosen = self._step_piece(pieces[0], inputs, unscaled, skip)
             before, after, structure = matching_leaves(old, new, "old", "new")
             done = set(map(id, chosen))
             leaves = [
@@ -175,47 +162,48 @@ class Wrapper(FlatOptimizer):
             return structure.unflatten(leaves)
         with torch.no_grad():
             inputs = _off_graph(inputs, copy=self.runs_user_code or not in_place)
-            if len(pieces) > 1:
-                inputs = inputs._replace(piece_positions=inputs.positions)
-            for piece in pieces:
-                of_piece, grads_of_piece = inputs, grads
-                if piece.cut is not None:
-                    of_piece = _piece_of(inputs, piece.cut, last=piece is pieces[-1])
-                    grads_of_piece = _grads_of(inputs, grads, piece.cut)
-                leaves = pytree.flatten((of_piece.params, of_piece.opt_state))[0]
-                unscaled = grads_of_piece.apply_pending(wide=self.wide_grads)
-                stepped = self._step_decoded(of_piece, unscaled, step_of(piece))[0]
+            cuts = [piece.cut for piece in pieces if piece.cut is not None]
+            parts = _parts_of(inputs, cuts) if cuts else [inputs]
+            for piece, part in zip(pieces, parts, strict=True):
+                own_grads = grads if piece.cut is None else _grads_of(inputs, grads, piece.cut)
+                leaves = pytree.flatten((part.params, part.opt_state))[0]
+                unscaled = own_grads.apply_pending(wide=self.wide_grads)
+                stepped = self._step_piece(piece, part, unscaled, skip, in_place=True)[0]
                 results = pytree.flatten(stepped)[0]
                 pairs = [(a, b) for a, b in zip(leaves, results, strict=True) if a is not b]
                 select_masked(flag, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
         new = inputs.params, inputs.opt_state
         return write_over(old, new) if self.runs_user_code and in_place else new
 
-    def _step_decoded(
-        self, inputs: StepInputs, grads: Gradients, step: InnerStep
+    def _step_piece(
+        self,
+        piece: Piece,
+        inputs: StepInputs,
+        grads: Gradients,
+        skip: Tensor | None = None,
+        *,
+        in_place: bool = False,
     ) -> tuple[tuple[list[Tensor], Tree], Leaves]:
-        """Return parameters and state after `step` of what is decoded, with unscaled gradients,
-        and the leaves of what that returned.
+        """Return parameters and state after a step with unscaled gradients: decoded, stepped and
+        encoded; and the leaves of what the inner step returned.
         """
-        if self.rounds and traced():
-            leaves = pytree.flatten((inputs.params, inputs.opt_state))[0]
-            self._reject_derivatives([*leaves, *grads.tensors])
+        if self.rounds and traced() and not torch.compiler.is_dynamo_compiling():
+            self._reject_derivatives([inputs.params, inputs.opt_state, grads.tensors])
         with self.grad_mode():
-            stepped = step(self.decode(inputs), grads)
+            inner = self.decode(inputs)._replace(optimizer_plan=piece.optimizer_plan)
+            stepped = self.flat_optimizer.step_unless(inner, grads, skip, in_place=in_place)
             return self.encode(inputs, *stepped), pytree.flatten(stepped)[0]
 
-    def _reject_derivatives(self, leaves: Sequence[Any]) -> None:
+    def _reject_derivatives(self, trees: Tree) -> None:
         """Refuse a derivative through rounding, which would come out as zeros."""
-        if torch.compiler.is_dynamo_compiling() or not any(map(is_half, leaves)):
-            return
-        if any([isinstance(leaf, Tensor) and is_differentiated(leaf) for leaf in leaves]):
+        tensors = pytree.tensors(trees)
+        if any(map(is_half, tensors)) and any(map(is_differentiated, tensors)):
             raise ValueError(
                 f"a derivative is taken through a step of {self!r}, which rounds to half precision "
                 "and has no derivative. Fix: the optimizer without wrappers, of float32 parameters."
             )
 
 
-InnerStep = Callable[[StepInputs, Gradients], tuple[list[Tensor], Tree]]
 Cut = dict[int, slice]  # by the index of a parameter: its elements in a piece
 
 
@@ -252,23 +240,21 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
     return cuts
 
 
-def _piece_of(inputs: StepInputs, cut: Cut, *, last: bool) -> StepInputs:
-    """Return the inputs of a piece, which share the memory of `inputs`."""
-    params = [_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]
-    positions, whole = inputs.positions, inputs.layout
-    has_grad = [whole.grad_indices[n] is not None for n in cut]
-    layout = ParamLayout.of_dict([whole.names[n] for n in cut], has_grad)
-    state = _cut_state(inputs.opt_state, inputs, cut, last=last)
-    of_piece = [
-        positions[n]._replace(start=positions[n].start + span.start) for n, span in cut.items()
-    ]
-    return StepInputs(
-        layout,
-        TensorList(params),
-        state,
-        piece_positions=of_piece,
-        hyperparams=inputs.hyperparams,
-    )
+def _parts_of(inputs: StepInputs, cuts: list[Cut]) -> list[StepInputs]:
+    """Return the inputs of each piece, which share the memory of `inputs`."""
+    whole, positions, parts = inputs.layout, inputs.positions, []
+    for cut in cuts:
+        has_grad = [whole.grad_indices[n] is not None for n in cut]
+        starts = [(positions[n], span.start) for n, span in cut.items()]
+        part = StepInputs(
+            ParamLayout.of_dict([whole.names[n] for n in cut], has_grad),
+            TensorList([_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]),
+            _cut_state(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
+            piece_positions=[place._replace(start=place.start + start) for place, start in starts],
+            hyperparams=inputs.hyperparams,
+        )
+        parts.append(part)
+    return parts
 
 
 def _grads_of(inputs: StepInputs, grads: Gradients, cut: Cut) -> Gradients:
@@ -295,12 +281,8 @@ def _cut_state(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree
     """
 
     def part(tree: Tree) -> dict[str, Any]:
-        values, params, names = (
-            inputs.layout.flatten_up_to(tree),
-            inputs.params,
-            inputs.layout.names,
-        )
-        return {names[n]: _cut(values[n], params[n], span) for n, span in cut.items()}
+        values, names = inputs.layout.flatten_up_to(tree), inputs.layout.names
+        return {names[n]: _cut(values[n], inputs.params[n], span) for n, span in cut.items()}
 
     fields = {}
     for field, value in state._asdict().items():

@@ -638,7 +638,7 @@ def _trained(folder, until, dies_at, rank):
             alone = error
         if alone is not None:
             assert index == dies_at
-            assert "another rank may have raised" in alone.__notes__[0]
+            assert "another rank has raised" in alone.__notes__[0]
             assert "--redirects" in alone.__notes__[0]
             assert time.monotonic() - began < PATIENCE + 10
             os._exit(0)

@@ -8,6 +8,7 @@ from helpers import Untouched, clone, same_bits, tensors
 from torch.testing import assert_close
 
 import purescale as ps
+from purescale._optim import fused
 from purescale._optim.optimizer import FlatOptimizer, as_flat_optimizer
 from purescale._optim.step_inputs import flatten_step
 from purescale._torch.tracing import as_on_an_accelerator
@@ -215,3 +216,23 @@ def test_a_wrapper_gives_an_updater_of_ones_own_all_parameters_at_once(monkeypat
     assert same_bits(optimizer.step(params, grads, state), whole)
     no_skip = torch.tensor(False)
     assert same_bits(ps.maybe_step(optimizer, *clone((params, grads, state)), no_skip, True), whole)
+
+
+@pytest.mark.parametrize("counts", ["one", "each"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_donated_step_whose_kernel_raises_has_counted_nothing(kind, counts, monkeypatch):
+    optimizer = ps.from_torch(
+        kind, lr=lambda t: 0.1 / (t + 1), counts=counts, schedule_by="iteration"
+    )
+    params = {"w": torch.ones(5), "v": torch.ones(33, dtype=torch.float64)}
+    state = optimizer.init(params)
+    before = clone((params, state))
+
+    def without_memory(call, skip):
+        raise MemoryError
+
+    monkeypatch.setattr(fused, "fused_update", without_memory)
+    for flag in (torch.tensor(False), torch.tensor(True)):
+        with pytest.raises(MemoryError):
+            ps.maybe_step(optimizer, params, clone(params), state, flag, donate=True)
+        assert same_bits((params, state), before)

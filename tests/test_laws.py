@@ -149,6 +149,9 @@ def test_what_equals_a_loop_passes_and_comes_back():
 # ---- bits and memory -----------------------------------------------------------------------------
 
 
+QUANTIZED = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+
+
 @pytest.mark.parametrize(
     ("a", "b", "same"),
     [
@@ -166,6 +169,7 @@ def test_what_equals_a_loop_passes_and_comes_back():
         (torch.ones(2, device="meta"), torch.ones(2), False),
         (torch.ones(2) * 1j, torch.ones(2) * 1j, True),
         (torch.ones(1).to(torch.float8_e5m2), torch.zeros(1).to(torch.float8_e5m2), False),
+        (QUANTIZED, QUANTIZED.clone(), True),
     ],
     ids=str,
 )
@@ -187,6 +191,9 @@ def test_memory_is_shared_by_views_and_by_sparse_values():
     assert not shares_memory(a, a.clone())
     sparse = torch.sparse_coo_tensor([[0, 1, 2, 3]], a, (4,))
     assert shares_memory(sparse, a)
+    indices = torch.tensor([[0, 2]])
+    pair = [torch.sparse_coo_tensor(indices, torch.ones(2), (4,), is_coalesced=True) for _ in "ab"]
+    assert shares_memory(*pair)
     assert not shares_memory(torch.ones(2, device="meta"), torch.ones(2, device="meta"))
 
 

@@ -159,6 +159,26 @@ def test_sequential_statistics_are_those_that_the_model_sees_at_eval():
     assert worst["batch"] > 1e-3
 
 
+class Squared(nn.Module):
+    """Its second layer is finite only while the first one normalises by the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+
+    def forward(self, x):
+        return self.second(torch.exp(self.first(x) ** 2))
+
+
+def test_a_layer_that_a_later_pass_has_no_data_for_keeps_its_buffers(caplog):
+    batches = [normal(16, 2) + 100 * (-1) ** index for index in range(4)]
+    new, before = precise(Squared(), batches, normalize="sequential", estimator="within")
+    assert not same_bits(new["first.running_mean"], before["first.running_mean"])
+    for name in ("second.running_mean", "second.running_var"):
+        assert same_bits(new[name], before[name])
+    assert "all batches were skipped" in caplog.text
+
+
 def test_sequential_refuses_a_one_shot_iterator_before_anything_is_drawn():
     once = iter(images(4))
     with pytest.raises(ValueError, match=r"over the loader once per layer.*list\(batches\)"):

@@ -25,6 +25,7 @@ from helpers import (
     tensors,
 )
 from hypothesis import given
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import purescale as ps
 from purescale.testing import assert_sync_free
@@ -476,3 +477,19 @@ def test_what_is_refused_is_refused_before_gradients_are_donated(
         pytest.raises((ValueError, TypeError), match=message),
     ):
         ps.unscale_and_step(optimizer, at(4.0), params, grads, opt_state, donate=True, **settings)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_step_over_fake_tensors_reads_no_value():
+    with FakeTensorMode():
+        params = {"w": torch.zeros(5)}
+        state = ps.init_train_state(params, {}, ADAMW, RULE)
+        state, info = ps.train_step(
+            state,
+            [torch.ones(5)],
+            loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b),
+            optimizer=ADAMW,
+            rule=RULE,
+            max_norm=1.0,
+        )
+    assert isinstance(info.grad_norm, FakeTensor)

@@ -101,11 +101,19 @@ def precise_bn(
     sequential = normalize == "sequential"
     first = _Pass(apply, params, buffers, sequential, loader, num_samples, call, group, progress)
     stats, order = first.over_all_batches()
-    new = bn_stats.bn_buffers(stats, buffers, estimator, correction)
-    # A later pass has no statistics of the layers that are final, so their buffers stay.
-    for num_final in range(1, len(order) if sequential else 1):
-        later = dataclasses.replace(first, buffers=new, order=order, num_final=num_final)
-        new = bn_stats.bn_buffers(later.over_all_batches()[0], new, estimator, correction)
+    if not sequential:
+        new = bn_stats.bn_buffers(stats, buffers, estimator, correction)
+    else:
+        new = pytree.clone(buffers)
+        final = dict(stats.layers)
+        for num_final, name in enumerate(order):
+            if num_final:
+                later = dataclasses.replace(first, buffers=new, order=order, num_final=num_final)
+                stats, _ = later.over_all_batches()
+            final[name] = stats.layers[name]
+            of_layer = stats._replace(layers={name: final[name]})
+            new = bn_stats.bn_buffers(of_layer, new, estimator, correction)
+        stats = stats._replace(layers=final)
     _log_summary(stats, normalize)
     return new
 

@@ -202,9 +202,7 @@ class FusedStep:
         *,
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the step, unless it is skipped. It is counted first, as
-        its kernels read its number; if it is skipped, they read nothing.
-        """
+        """Return parameters and state after the step, unless it is skipped."""
         if not inputs.optimizer_plan.fused.in_trace:
             return self._in_eager(inputs, grads, skip, in_place=in_place)
         inputs = inputs.with_params(inputs.params, count_step(inputs.opt_state, skip))
@@ -232,15 +230,19 @@ class FusedStep:
         if not self._config.is_static:
             hyperparams = hyperparams.map(_read_all_but_rate)
         num_params, grads = len(inputs.params), with_one_divisor(grads)
-        state = count_step(structure.unflatten(leaves[num_params:]), skip, in_place=True)
-        t_by_device = self._t_by_device(state.applied, plan.launches)
+        state = structure.unflatten(leaves[num_params:])
+        # The counts that kernels read are fresh: what raises, for want of memory, counts nothing.
+        applied = state.applied + (1 if skip is None else ~skip)
+        t_by_device = self._t_by_device(applied, plan.launches)
         are_alike = inputs.param_list.shares_metadata(grads.tensor_list)
         grads_match_params = plan.leaves_are_ready and are_alike
         for launch in plan.launches:
-            _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
-            arguments = launch, leaves, t_by_device, grads, hyperparams
+            counted = list(leaves)
+            _add_to_counts(counted, launch.count_indices, skip)
+            arguments = launch, counted, t_by_device, grads, hyperparams
             fused_update(self._kernel_call(*arguments, grads_match_params=grads_match_params), skip)
-        return leaves[:num_params], state
+            _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
+        return leaves[:num_params], count_step(state, skip, in_place=True)
 
     def _as_operators(
         self, inputs: StepInputs, grads: Gradients, skip: Tensor | None

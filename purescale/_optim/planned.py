@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from .._optim.param_layout import ParamLayout
 from .._optim.step_inputs import StepInputs, StepTraits, flatten_step
-from .._torch.tensor_list import ListMetadata
+from .._torch.tensor_list import ListMetadata, are_comparable
 from .._torch.tracing import EagerMode, current_eager_mode
 from .._tree import pytree
 from .._tree.gradients import Gradients
@@ -104,7 +104,7 @@ def plan_step(
         all_readable=plain_mode is not None
         and plain_mode.host_reads
         and not optimizer.differentiable
-        and all([x.are_on_cpu for x in lists]),
+        and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists]),
     )
     if plain_mode and keep and optimizer.keeps_plans:
         add_plan(optimizer.plans, plain_mode, trees, plan)

@@ -92,7 +92,8 @@ def check_bool(name: str, value: Any) -> None:
     """Check that `value` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(
-            f"{name} must be True or False, got {value!r} ({type(value).__name__}). Fix: True."
+            f"{name} must be True or False, got {value!r} ({type(value).__name__}). Fix: "
+            f"{name}=False, or True."
         )
 
 

@@ -141,8 +141,8 @@ def to_state_dict(rule: Any, scaler: Any) -> dict[str, Any]:
         >>> to_state_dict(rule(512.0), rule(512.0).init())["loss_scaler"]["scale"]
         512.0
     """
-    rules = rule if isinstance(rule, tuple) else (rule,)  # of several losses
-    if any(isinstance(each, apex.ApexScale) for each in rules):
+    first = rule[0] if isinstance(rule, tuple) and rule else rule  # of several losses
+    if isinstance(first, apex.ApexScale):
         return {"apex_amp": apex.to_state_dict(rule, scaler)}
     # A wrapper with a fixed scale has a GradScaler with torch's default settings, unused.
     scaler_rule = torch_amp.rule() if isinstance(rule, FixedAmpScale) else rule

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import private, tracing
-from .._torch.donation import storage_pointer
 from .._torch.reads import is_read
 from .._tree import pytree
 from .._tree.leaves import versions
@@ -53,6 +52,8 @@ def _same(x: Any, y: Any) -> bool:
     x, y = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (x, y))
     if x.is_complex():
         x, y = torch.view_as_real(x).contiguous(), torch.view_as_real(y).contiguous()
+    if not x.is_floating_point():
+        return torch.equal(x, y)
     # Of one size, because a DTensor with uneven shards cannot be flattened.
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
     return torch.equal(x.view(bits), y.view(bits))
@@ -94,11 +95,19 @@ class Untouched:
 
 
 def _storages(tree: Any) -> dict[int, str]:
-    """Return the address of each storage of a tree, with the path of its tensor. Of a sparse tensor
-    it is that of the values.
-    """
-    pairs = [(storage_pointer(leaf), name) for name, leaf in _named(tree) if leaf.numel()]
-    return {pointer: name for pointer, name in pairs if pointer}  # a meta tensor has none
+    """Return the address of each storage of a tree, with the path of its tensor."""
+    storages: dict[int, str] = {}
+    for name, leaf in _named(tree):
+        parts = [leaf.detach()]
+        if leaf.is_sparse:
+            parts = [private.values(leaf.detach())]
+            parts += [leaf.detach().indices()] if leaf.is_coalesced() else []
+        elif leaf.layout is not torch.strided:
+            parts = [leaf.detach().values()]
+        storages |= {
+            p.untyped_storage().data_ptr(): name for p in parts if p.numel() and not p.is_meta
+        }
+    return storages
 
 
 def shares_memory(a: Any, b: Any) -> bool:

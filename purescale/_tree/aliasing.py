@@ -20,6 +20,17 @@ def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
     its memory is in `taken` or is that of an earlier leaf; if `taken` is None (traced), every leaf
     is. Constants that are not on a graph stay the same objects.
     """
+    if taken is not None and pytree.are_tensors(leaves):
+        storages = storage_pointers(leaves)
+        apart = len(set(storages)) == len(storages) and taken.isdisjoint(storages)
+        # Some are shared if a loss returns the buffers that it was given.
+        if apart or are_plain_dense(leaves):
+            detached = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+            shared = [] if apart else _repeated(storages, {*taken})
+            copies = foreach.clone([detached[index] for index in shared]) if shared else []
+            for index, copy in zip(shared, copies, strict=True):
+                detached[index] = copy
+            return detached
     seen = set() if taken is None else {*taken}
 
     def detach(leaf: Any) -> Any:
@@ -32,17 +43,6 @@ def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
         seen.add(storage)
         return leaf.detach().clone() if shared else leaf.detach()
 
-    if taken is not None and pytree.are_tensors(leaves):
-        storages = storage_pointers(leaves)
-        apart = len(set(storages)) == len(storages) and taken.isdisjoint(storages)
-        # Some are shared if a loss returns the buffers that it was given.
-        if apart or are_plain_dense(leaves):
-            detached = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
-            shared = [] if apart else _repeated(storages, seen)
-            copies = foreach.clone([detached[index] for index in shared]) if shared else []
-            for index, copy in zip(shared, copies, strict=True):
-                detached[index] = copy
-            return detached
     return [private.pytree.tree_map(detach, leaf) for leaf in leaves]
 
 

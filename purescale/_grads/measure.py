@@ -55,8 +55,8 @@ def measure(
     """Return the stats of `grads` over their divisor. `scale` is the loss scale. An unusable one
     (0, negative, inf or NaN) counts as overflow, even for unscaled gradients.
 
-    On an accelerator and in a trace nothing is read. On a CPU the norm is read, and the exact way
-    is taken only if it is not conclusive. With `known_readable` it is known that it may be read.
+    On an accelerator and in a trace nothing is read. On a CPU the 2-norm is read, and the exact way
+    is taken if it tells too little. With `known_readable` it is known that it may be read.
     """
     if known_readable or (
         host_can_read([scale], grads.tensors) and not is_on_a_graph(grads.tensors)

@@ -28,7 +28,7 @@ from .._torch import private
 from .._torch.autocast import outside_autocast
 from .._torch.foreach import clone_plain
 from .._torch.reads import NoReads, ReadError
-from .._torch.tracing import PLAIN_TYPES, innermost, is_unresolved, recorded_by_jit
+from .._torch.tracing import PLAIN_TYPES, innermost, is_unresolved, recording_in_jit
 
 
 class PureGraph(NamedTuple):
@@ -75,7 +75,7 @@ def trace(
         with _PureOnly(tensors, outside):
             return function(*tensors)
 
-    with explained(), recorded_by_jit():
+    with explained(), recording_in_jit():
         module = _graph_of(watched, examples, fake)
         if any(getattr(node.target, "namespace", "") == "c10d" for node in module.graph.nodes):
             raise _EffectError(*_RANKS)

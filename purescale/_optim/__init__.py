@@ -2,8 +2,8 @@
 
 A step makes lists of its trees, `step_inputs.StepInputs`, and calls a `FlatOptimizer` in this
 order: `plan(inputs)`, found again if arguments are alike (`planned.find_step`); `hyperparams`;
-`step_unless(inputs, grads, skip)`. That calls `apply_step` and selects old or new by a mask; that
-of a class of torch launches torch's kernel if one fits, which skips itself.
+`step_planned`, by `step_unless`. That calls `apply_step` and selects old or new by a mask; that of
+`from_torch` launches torch's kernel if one fits, which takes the flag.
 
 optimizer       Optimizer, the protocol of trees, `init` and `step`; FlatOptimizer, that of lists
 planned         a step found by structure and metadata, or planned

@@ -55,7 +55,7 @@ class Launch(NamedTuple):
     count_indices: list[int]  # of the steps of each; empty if one count is for all
     grad_indices: list[int]  # among the gradients
     pick: Callable[[list[Any]], list[list[Any]]]  # returns parameters, then each slot
-    bound: BoundKernel  # with the settings of the group, if they are static
+    bound: BoundKernel  # with the settings of the group, of which a step may replace some
     device: torch.device
 
 

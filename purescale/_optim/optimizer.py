@@ -126,9 +126,9 @@ class FlatOptimizer:
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Equal to `select(skip, (old params, after_skip(old state)), self.apply_step(inputs,
-        grads.apply_pending()))`. `skip` is None where the host knows that the step is applied. With
-        `in_place`, the caller guarantees that nobody else holds the tensors of `inputs`: they are
-        overwritten.
+        grads.apply_pending(wide=self.wide_grads)))`. `skip` is None where the host knows that the
+        step is applied. With `in_place`, the caller guarantees that nobody else holds the tensors
+        of `inputs`: they are overwritten.
         """
         if skip is not None and self.may_add_slots:
             if bool(skip):

@@ -37,8 +37,8 @@ class StepPlan(NamedTuple):
     layout: ParamLayout
     optimizer_plan: Any  # what `FlatOptimizer.plan` returned
     leaves_metadata: ListMetadata  # of `StepInputs.dense_leaves`
-    # Each leaf is gapless and requires no gradient: a step may write into it if nothing else shares
-    # its memory.
+    # Each leaf is plain, gapless, not empty, and requires no gradient: a step may write into it if
+    # nothing else shares its memory.
     all_writable: bool
     all_readable: bool  # the host may read each leaf and its gradient, which are on no graph
 

@@ -47,7 +47,7 @@ class MicrobatchResult(NamedTuple):
     aux that it returned.
     """
 
-    grads: Leaves  # of the scaled loss, one per parameter; None for a leaf None
+    grads: Leaves  # of the scaled loss, None for a leaf None; none if `on_grad` took them
     loss: Tensor  # unscaled, 0-d
     buffers: Leaves  # the new ones
     aux: list[Any]

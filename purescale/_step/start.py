@@ -49,7 +49,6 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
     flat_state = FlatState(
         params=planned.params,
         buffers=buffers,
-        opt_state=planned.opt_state,
         scaler=scaler,
         step=state.step,
         rng=state.rng,

@@ -56,7 +56,6 @@ class FlatState(NamedTuple):
 
     params: FlatTree
     buffers: FlatTree
-    opt_state: FlatTree
     scaler: FlatTree
     step: Tensor
     rng: Tensor | Any
@@ -257,9 +256,11 @@ class StepOptions(NamedTuple):
         same = ("optimizer", "rule", "guard", "on_nonfinite", "bn_update")
         return {
             **{name: getattr(self, name) for name in (*same, "max_retries", "window_size")},
-            "max_norm": self.clip.max_norm,
-            "clip_value": self.clip.clip_value,
-            "norm_type": self.clip.norm_type,
+            **{
+                name: bound
+                for name, bound in self.clip._asdict().items()
+                if name != "tensor_bounds"
+            },
             # Its values may be of a rank's data, so only whether there is one must agree.
             "weight_fn": None if self.weight_fn is None else "a function",
         }

@@ -1,7 +1,7 @@
 """Where a call runs, and which values the host can read.
 
 traced                plain operators are needed: compiling, recorded by `jit`, or a transform
-recorded_by_jit       `jit` records the operators of this thread into a graph
+recording_in_jit      makes this thread count as `traced` while `jit` records its operators
 under_transform       vmap, grad or another of torch.func, forward mode, or recorded by `jit`
 under_derivative      a transform that differentiates;  is_differentiated: through this tensor
 recorded_by_make_fx   operators go into a graph of make_fx, whose code is that of eager mode
@@ -32,7 +32,7 @@ from .._torch import private
 PLAIN_TYPES = frozenset((Tensor, nn.Parameter))  # a subclass may hold no values
 PLAIN_OR_FAKE = PLAIN_TYPES | {private.FakeTensor}
 
-# For tests: if True, a CPU decides like an accelerator, without reading a value.
+# For tests: if True, a step on a CPU reads no value, as on an accelerator.
 _as_an_accelerator = False
 
 
@@ -44,7 +44,7 @@ _thread = _Thread()
 
 
 @contextlib.contextmanager
-def recorded_by_jit() -> Iterator[None]:
+def recording_in_jit() -> Iterator[None]:
     """Count as a transform in this thread."""
     before, _thread.in_jit = _thread.in_jit, True
     try:
@@ -244,7 +244,7 @@ def refuse_in_capture(what: str, fix: str) -> None:
 
 @contextlib.contextmanager
 def as_on_an_accelerator() -> Iterator[None]:
-    """Make a kernel on a CPU that of an accelerator, which reads no value. For tests."""
+    """Make a step on a CPU read no value, as on an accelerator. For tests."""
     global _as_an_accelerator
     before, _as_an_accelerator = _as_an_accelerator, True
     try:

@@ -289,11 +289,13 @@ def _read_file(name: str, file: BinaryIO) -> Any:
         archive = zipfile.ZipFile(file)
         records = archive.infolist()
         damaged = [record.filename for record in records if _is_misread(record)]
-        if any(record.CRC for record in records):
+        if not damaged and any(record.CRC for record in records):
             damaged += filter(None, [archive.testzip()])
         if not damaged:
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
+    except Warning:  # of torch about the tensors, where warnings are errors
+        raise
     except Exception as error:
         raise ValueError(
             f"load: {name!r} is not a file that purescale.save wrote ({type(error).__name__}). "
@@ -330,8 +332,10 @@ def _target(path: Path) -> str:
     """Return the absolute path of the file, with links followed. Refuse what is not a file."""
     name = os.fsdecode(path)
     target = os.path.realpath(name)
-    # "runs/", "": names of directories, of missing ones too.
-    if not os.path.basename(name) or (os.path.exists(target) and not os.path.isfile(target)):
+    # "runs/", "runs/.", "": names of directories, of missing ones too.
+    if os.path.basename(name) in ("", os.curdir, os.pardir) or (
+        os.path.exists(target) and not os.path.isfile(target)
+    ):
         raise ValueError(
             f"save: {path!r} is a directory or a device; expected the name of a file. "
             f"Fix: `save(os.path.join({name!r}, 'state.pt'), tree)`."

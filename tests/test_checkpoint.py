@@ -500,6 +500,14 @@ def test_a_bit_flipped_in_the_bytes_of_a_leaf_is_found(tmp_path_factory, data):
         ps.load(path, like=tree)
 
 
+def test_a_warning_of_torch_that_is_an_error_here_is_told_as_torch_tells_it(tmp_path, monkeypatch):
+    path = tmp_path / "x.pt"
+    ps.save(path, torch.ones(1))
+    monkeypatch.setattr(torch, "load", lambda *_, **__: warnings.warn("slow", stacklevel=2))
+    with pytest.raises(UserWarning, match=r"^slow$"):
+        ps.load(path, like=torch.ones(1))
+
+
 def test_a_file_is_one_of_torch(tmp_path):
     path = tmp_path / "x.pt"
     ps.save(path, SMALL)
@@ -606,7 +614,7 @@ def test_a_path_that_cannot_be_is_refused(tmp_path, monkeypatch):
         ps.save(tmp_path / "missing" / "x.pt", SMALL)
     os.mkfifo(tmp_path / "fifo")  # stands for a device, which a rename would replace
     monkeypatch.chdir(tmp_path)
-    names = "new/", "", ".", b"new/"  # of directories that may not be there
+    names = "new/", "new/.", "", ".", b"new/"  # of directories that may not be there
     for path in (tmp_path, tmp_path / "fifo", *names):
         with pytest.raises(ValueError, match=r"is a directory or a device; expected the name.*Fix"):
             ps.save(path, SMALL)

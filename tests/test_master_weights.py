@@ -174,6 +174,15 @@ def test_pieces_keep_slots_whose_memory_is_in_another_order(wrap, reordered, mon
         assert same_bits(cut, whole)
 
 
+def test_a_parameter_that_is_none_has_no_leaf_in_the_state():
+    """Or a stack of states would have one that is no tensor."""
+    optimizer = ps.with_master_weights(ps.from_torch(torch.optim.SGD, lr=0.1))
+    state = optimizer.init({"w": torch.ones(5), "none": None})
+    assert state.rest["none"] == ()
+    stacked = ps.stack_states([state, state])
+    assert torch.vmap(lambda member: member.inner.applied + 1)(stacked).tolist() == [1, 1]
+
+
 def test_pieces_keep_overrides_counts_and_the_rest_of_the_tree(way, monkeypatch):
     """A nested tree with None, a schedule, a leaf that is cut, one gradient that is not there."""
     monkeypatch.setattr(wrapper, "PIECE_NUMEL", 64)

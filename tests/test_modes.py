@@ -68,6 +68,10 @@ def fits_data(self, data):
     raise AssertionError("nobody asked for a training")
 
 
+def fits_data_in_a_mode(self, mode, data):
+    raise AssertionError("nobody asked for a training")
+
+
 def called(model, x, train):
     apply, params, buffers = ps.make_functional(model)
     torch.manual_seed(0)
@@ -113,7 +117,7 @@ def test_a_hook_that_an_overridden_train_installs_is_in_no_call():
     assert same_bits(called(model, X, True)[0], model(X).detach())
 
 
-@pytest.mark.parametrize("train", [Fits.train, fits_data])
+@pytest.mark.parametrize("train", [Fits.train, fits_data, fits_data_in_a_mode])
 @pytest.mark.parametrize("mode", [True, False])
 def test_a_train_that_takes_something_else_is_not_called(train, mode, monkeypatch):
     monkeypatch.setattr(Fits, "train", train)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import inspect
 import itertools
 import numbers
 import types
@@ -319,4 +320,4 @@ def _has_settings(value: Any) -> bool:
     """Return True if the fields of an object are settings, unlike those of a logger or a lock."""
     methods = [callable(getattr(value, name, None)) for name in ("init", "update", "step")]
     of_a_user = not type(value).__module__.startswith(("torch.", "builtins", "logging"))
-    return of_a_user and (any(methods) or callable(value))
+    return of_a_user and (any(methods) or callable(value)) and not inspect.ismodule(value)

@@ -427,5 +427,10 @@ def _set_mode(module: nn.Module, mode: bool) -> None:
 
 
 def _takes_mode(module: nn.Module) -> bool:
-    parameters = [*inspect.signature(module.train).parameters.values()]
-    return any(p.name == "mode" or isinstance(p.default, bool) for p in parameters[:1])
+    signature = inspect.signature(module.train)
+    try:
+        signature.bind(True)
+    except TypeError:
+        return False
+    first = next(iter(signature.parameters.values()))
+    return first.name == "mode" or isinstance(first.default, bool)

@@ -138,7 +138,7 @@ def policy(text: str) -> Policy:
         else:
             names[_KEYS[key]] = value
     compute = names.get("compute", names.get("params", "float32"))
-    autocast = re.fullmatch(r"autocast\((.*)\)", compute)
+    autocast = re.fullmatch(r"autocast\((.*)\)", compute, re.DOTALL)
     compute_dtype = _dtype(text, autocast[1] if autocast else compute)
     default_output = None if autocast else compute_dtype  # as torch.autocast, which casts no output
     return Policy(

@@ -223,9 +223,11 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
             "load_into(model, params, buffers)."
         )
     check_dicts(params, buffers)
-    attributes = _attributes(model).items()
-    state = {name: t for name, t in attributes if name in buffers and isinstance(t, Tensor)}
-    registered = registered_tensors(model, state)
+    registered = registered_tensors(model)
+    if rest := buffers.keys() - {*registered.params, *registered.buffers, *registered.aliases}:
+        attributes = _attributes(model).items()
+        state = {n: t for n, t in attributes if n in rest and isinstance(t, Tensor)}
+        registered = registered_tensors(model, state)
     targets = registered.params | registered.buffers
     sources = {**params, **buffers}
     faults = [f"missing {name}" for name in targets if name not in sources]

@@ -293,7 +293,9 @@ class MasterOptimizer(Wrapper):
     def init(self, params: Tree) -> MasterState:
         """Return the state before the first step. Masters are the parameters."""
         wide = pytree.map(lambda p: p.detach().float() if is_half(p) else p, params)
-        return MasterState(self.optimizer.init(wide), pytree.map(_first_rest, params))
+        leaves, structure = pytree.flatten(params)
+        rest = structure.unflatten(list(map(_first_rest, leaves)))
+        return MasterState(self.optimizer.init(wide), rest)
 
     def check_state(self, inputs: StepInputs) -> None:
         """Refuse a state without the rest of these parameters."""

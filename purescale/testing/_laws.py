@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import private, tracing
+from .._torch.donation import storage_pointer
 from .._torch.reads import is_read
 from .._tree import pytree
 from .._tree.leaves import versions
@@ -95,19 +96,13 @@ class Untouched:
 
 
 def _storages(tree: Any) -> dict[int, str]:
-    """Return the address of each storage of a tree, with the path of its tensor."""
-    storages: dict[int, str] = {}
-    for name, leaf in _named(tree):
-        parts = [leaf.detach()]
-        if leaf.is_sparse:
-            parts = [private.values(leaf.detach())]
-            parts += [leaf.detach().indices()] if leaf.is_coalesced() else []
-        elif leaf.layout is not torch.strided:
-            parts = [leaf.detach().values()]
-        storages |= {
-            p.untyped_storage().data_ptr(): name for p in parts if p.numel() and not p.is_meta
-        }
-    return storages
+    """Return the address of each storage of a tree, with the path of its tensor. Of a sparse tensor
+    these are those of its values and indices.
+    """
+    parts = [(name, leaf.detach()) for name, leaf in _named(tree)]
+    parts += [(n, t.indices()) for n, t in parts if t.is_sparse and t.is_coalesced()]
+    pairs = [(storage_pointer(part), name) for name, part in parts if part.numel()]
+    return {pointer: name for pointer, name in pairs if pointer}  # a meta tensor has none
 
 
 def shares_memory(a: Any, b: Any) -> bool:

@@ -49,8 +49,9 @@ def scale_rules(kind: type | None = None) -> st.SearchStrategy[Any]:
     )
     if kind not in kinds:
         raise ValueError(
-            f"kind is {short_repr(kind)}; expected one of {', '.join(k.__name__ for k in kinds)}"
-            ". Fix: `scale_rules(DynamicScale)`; `strategies.builds` for a rule of your own."
+            f"kind is {short_repr(kind)}; expected one of {', '.join(k.__name__ for k in kinds)}, "
+            "the class itself. Fix: `scale_rules(DynamicScale)`; `hypothesis.strategies.builds` "
+            "for a rule of your own."
         )
     return kinds[kind]
 
@@ -59,12 +60,14 @@ def _within_bounds(
     rule: Callable[..., Any], **settings: st.SearchStrategy[Any]
 ) -> st.SearchStrategy[Any]:
     """Return a strategy of rules whose first scale is between their bounds."""
-
-    def make(first: int, down: int, up: int, **others: Any) -> Any:
-        bounds = {"min_scale": 2.0 ** (first - down), "max_scale": 2.0 ** (first + up)}
-        return rule(init_scale=2.0**first, **bounds, **others)
-
-    return st.builds(make, st.integers(-20, 20), st.integers(0, 20), st.integers(0, 20), **settings)
+    bounds = st.tuples(st.integers(-20, 20), st.integers(0, 20), st.integers(0, 20)).map(
+        lambda drawn: {
+            "init_scale": 2.0 ** drawn[0],
+            "min_scale": 2.0 ** (drawn[0] - drawn[1]),
+            "max_scale": 2.0 ** (drawn[0] + drawn[2]),
+        }
+    )
+    return st.builds(lambda scales, **others: rule(**scales, **others), bounds, **settings)
 
 
 def as_scale(value: float) -> Tensor:
@@ -89,15 +92,17 @@ def overflow_runs(size: int | None = None) -> st.SearchStrategy[list[bool]]:
     """Return a strategy of `found_inf` over a run of up to 40 steps, or of `size`, with bursts and
     long clean stretches.
     """
-    if size is None:
-        short = st.lists(st.booleans(), min_size=1, max_size=40)
-        return short | st.integers(1, 40).flatmap(overflow_runs)
+    limit = 40 if size is None else size
 
     def flags(gaps: list[int]) -> list[bool]:
-        run = [bad for gap in gaps for bad in [False] * gap + [True]]
-        return (run + [False] * size)[:size]
+        return [bad for gap in gaps for bad in [False] * gap + [True]]
 
-    return st.lists(st.integers(0, 25), max_size=max(1, size // 8)).map(flags)
+    gaps = st.lists(st.integers(0, 25), max_size=max(1, limit // 8)).map(flags)
+    if size is None:
+        return st.lists(st.booleans(), min_size=1, max_size=limit) | gaps.map(
+            lambda run: run[:limit] or [False]
+        )
+    return gaps.map(lambda run: (run + [False] * limit)[:limit])
 
 
 def grad_trees(like: Tree = None) -> st.SearchStrategy[Tree]:

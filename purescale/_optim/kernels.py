@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -170,22 +169,30 @@ def _kernel_divides(call: KernelCall) -> bool:
 
 def with_one_divisor(grads: Gradients) -> Gradients:
     """Return gradients with `divisor / factor` as their divisor, because a kernel divides once. If
-    that is beyond float32, gradients that are not float64 become 0.
+    that is out of range, they are multiplied by the factor first.
     """
     divisor, factor, dtype = grads.divisor, grads.factor, grads.factor_dtype
     if factor is None:
         return grads
+    # Unless all gradients are float64, the divisor must fit into float32.
+    only_double = grads.tensor_list.dtypes == {torch.float64}
+    largest = torch.finfo(torch.float64 if only_double else torch.float32).max
     if isinstance(factor, Tensor) and host_can_read([factor], grads.tensors):
         factor = factor.item()
-    if isinstance(factor, Tensor):
-        quotient = (torch.ones_like(factor) if divisor is None else divisor) / factor
-        return grads._replace(divisor=quotient.to(dtype), factor=None)
-    if factor == 1.0 and divisor is not None and divisor.dtype is dtype:
-        return grads._replace(factor=None)
-    number = (1.0 if divisor is None else divisor.item()) / factor
-    number = number if number <= torch.finfo(dtype).max else math.inf
-    divisor = torch.scalar_tensor(number, dtype=dtype, device="cpu")
-    return grads._replace(divisor=divisor, factor=None)
+    if not isinstance(factor, Tensor):  # in numbers, which take no pass over the gradients
+        if factor == 1.0 and divisor is not None and divisor.dtype is dtype:
+            return grads._replace(factor=None)
+        number = 1.0 if divisor is None else divisor.item()
+        if number <= factor * largest:
+            divisor = torch.scalar_tensor(number / factor, dtype=dtype, device="cpu")
+            return grads._replace(divisor=divisor, factor=None)
+        factor = torch.full((), factor, dtype=torch.float64, device="cpu")
+    unscaling = torch.ones_like(factor) if divisor is None else divisor
+    divisor = unscaling / factor
+    fits = divisor <= largest  # if it is negative the step is skipped
+    divisor = torch.where(fits, divisor, unscaling).to(dtype)
+    multiplied = grads.multiplied(torch.where(fits, 1.0, factor))
+    return multiplied._replace(divisor=divisor, factor=None)
 
 
 def _prepare_gradients(call: KernelCall) -> Gradients:

@@ -120,11 +120,11 @@ def unscale_and_step(
 
     With `donate=True`, `from_torch`'s Adam, AdamW, SGD and Adagrad need one pass that measures the
     gradients, on an accelerator with `max_norm` two and one that keeps a quotient of scale and
-    clipping in range, and one pass for the rest. Without it, with
-    `clip_value`, and for half gradients, a pass that unscales comes between them. Flags, skips,
-    counts and values are those of the parts, bit for bit, except with `max_norm` and these classes:
-    values then agree to 1e-6, because unscaling and clipping are one division. On an accelerator
-    and while tracing no value is read.
+    clipping in range, and one pass for the rest. Without it, with `clip_value`, and for half
+    gradients, a pass that unscales comes between them. Flags, skips, counts and values are those of
+    the parts, bit for bit, except with `max_norm` and these classes: values then agree to 1e-6,
+    because unscaling and clipping are one division. On an accelerator and while tracing no value is
+    read.
 
     Args:
         optimizer: As in `maybe_step`.

@@ -296,13 +296,18 @@ def add_batch(
     """Return `stats` with the calls of one batch merged in, if all of them are finite. The first
     `num_final` calls are only checked.
     """
-    layers = pytree.clone(stats.layers)
+    channels = {name: layer.mean.shape for name, layer in stats.layers.items()}
     for name, call in calls[num_final:]:
-        if name not in layers or layers[name].mean.shape != call.mean.shape:
+        if channels.get(name) != call.mean.shape:
             raise ValueError(
                 f"the stats do not belong to this model: layer {name!r} with {len(call.mean)} "
                 "channels is not in them. Fix: stats = init_bn_stats(buffers)."
             )
+    called = {name for name, _ in calls[num_final:]}
+    layers = {
+        name: layer if name in called else pytree.clone(layer)
+        for name, layer in stats.layers.items()
+    }
     finite = torch.ones((), dtype=torch.bool, device=stats.num_batches.device)
     if calls:
         vectors = [vector.reshape(-1) for _, call in calls for vector in (call.mean, call.var)]

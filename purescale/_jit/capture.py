@@ -105,30 +105,41 @@ class Program:
         foreach.copy_([self.state[i] for i in moved], [results[i] for i in moved])
         return results[count:]
 
+    def pointers_of(self, tensors: list[Tensor]) -> list[int]:
+        """Return the addresses of the donated ones of the tensors of arguments."""
+        return list(map(_data_ptr, tensors[: len(self.state)]))
+
     def are_in_place(self, tensors: list[Tensor]) -> list[bool]:
-        """Return for each donated one of the tensors of arguments if it is in its memory."""
-        pointers = map(_data_ptr, tensors[: len(self.state)])
-        return [pointer == own for pointer, own in zip(pointers, self.pointers, strict=True)]
+        """Return for each donated tensor if it is in its memory; an empty one has none."""
+        pointers = zip(self.pointers_of(tensors), self.pointers, strict=True)
+        return [0 != pointer == own for pointer, own in pointers]
 
     def is_free(self, tensors: list[Tensor] | None = None) -> bool:
         """Return True if nobody sees the memory of the state, but for donated ones of these tensors
         that are in their places.
         """
-        in_place = self.are_in_place(tensors) if tensors else [False] * len(self.state)
-        facts = zip(in_place, self.state, self.uses, strict=True)
-        return all([stays or _uses(x) <= n for stays, x, n in facts])
+        pointers = self.pointers_of(tensors) if tensors else [-1] * len(self.state)
+        facts = zip(pointers, self.pointers, self.state, self.uses, strict=True)
+        return pointers == self.pointers or all(
+            pointer == own or _uses(x) <= n for pointer, own, x, n in facts
+        )
 
     def __call__(self, tensors: list[Tensor]) -> Tree:
         """Return the results, the new state in the memory of this program."""
         self.graph.wait()
-        in_place = self.are_in_place(tensors)
-        stayed = [i for i, stays in enumerate(in_place) if stays]
-        moved = [i for i, stays in enumerate(in_place) if not stays]
-        moved += range(len(in_place), len(tensors))
+        pointers, count = self.pointers_of(tensors), len(self.state)
+        moved, stayed = [*range(count, len(tensors))], tensors[:count]
+        if pointers != self.pointers:
+            moved += [i for i in range(count) if pointers[i] != self.pointers[i]]
+            stayed = [
+                x
+                for x, one, own in zip(tensors, pointers, self.pointers, strict=False)
+                if one == own
+            ]
         foreach.copy_([self.inputs[i] for i in moved], [tensors[i] for i in moved])
         self.graph.replay()
         # A CUDA graph moves none. The new state has objects with versions of their own.
-        torch.autograd.graph.increment_version([tensors[i] for i in stayed])
+        torch.autograd.graph.increment_version(stayed)
         return self.results.of([*map(_data, self.state), *foreach.clone(self.others)])
 
 

@@ -236,8 +236,8 @@ class FusedStep:
         t_by_device = self._t_by_device(applied, plan.launches)
         are_alike = inputs.param_list.shares_metadata(grads.tensor_list)
         grads_match_params = plan.leaves_are_ready and are_alike
+        counted = list(leaves)
         for launch in plan.launches:
-            counted = list(leaves)
             _add_to_counts(counted, launch.count_indices, skip)
             arguments = launch, counted, t_by_device, grads, hyperparams
             fused_update(self._kernel_call(*arguments, grads_match_params=grads_match_params), skip)

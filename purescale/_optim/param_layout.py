@@ -31,12 +31,6 @@ class ParamLayout(NamedTuple):
         return cls.of_leaves(params.structure, names, leaves, [True] * len(leaves))
 
     @classmethod
-    def of_all(cls, structure: TreeDef, names: list[str]) -> ParamLayout:
-        """Return the layout of a tree without None, in which each parameter has a gradient."""
-        indices = range(len(names))
-        return cls(structure, len(names), leaf_indices=indices, names=names, grad_indices=indices)
-
-    @classmethod
     def of_leaves(
         cls, structure: TreeDef, names: list[str], leaves: Leaves, has_grad: Sequence[bool]
     ) -> ParamLayout:
@@ -53,8 +47,7 @@ class ParamLayout(NamedTuple):
     @classmethod
     def of_dict(cls, names: list[str], has_grad: Sequence[bool]) -> ParamLayout:
         """Return the layout of a flat dict."""
-        layout = cls.of_all(DictDef(tuple(names)), names)
-        return layout._replace(grad_indices=_numbered(has_grad))
+        return cls.of_leaves(DictDef(tuple(names)), names, names, has_grad)
 
     def flatten_up_to(self, tree: Tree) -> Leaves:
         """Return the leaves of a tree like the parameters, without those of a parameter None."""

@@ -169,8 +169,10 @@ def make_step_inputs(
         reject_autograd_history(params=params, grads=grads, opt_state=opt_state)
     names, leaves = pytree.names(params.tree), params.leaves
     check_names(names)
+    has_grad = [True] * len(leaves) if grads is None else [g is not None for g in grad_leaves]
+    layout = ParamLayout.of_leaves(params.structure, names, leaves, has_grad)
     if dense_off_graph:
-        return StepInputs.of_dense(ParamLayout.of_all(params.structure, names), params, opt_state)
+        return StepInputs.of_dense(layout, params, opt_state)
     leaves = [  # torch's kernels ignore lazy negation
         leaf.resolve_conj().resolve_neg()
         if isinstance(leaf, Tensor) and is_unresolved(leaf)
@@ -184,8 +186,6 @@ def make_step_inputs(
         global_trees = params.structure.unflatten(leaves), state
         shard = functools.partial(dtensor.shard, on_graph=optimizer.differentiable)
         leaves, state = list(map(shard, leaves)), pytree.map(shard, state)
-    has_grad = [True] * len(leaves) if grads is None else [g is not None for g in grad_leaves]
-    layout = ParamLayout.of_leaves(params.structure, names, leaves, has_grad)
     present = TensorList(layout.drop_none(leaves))
     return StepInputs(layout, present, state, global_trees=global_trees)
 

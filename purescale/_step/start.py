@@ -42,19 +42,10 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
         inputs = make_step_inputs(optimizer, params, opt_state)
         flat_trees = [params, opt_state, buffers, scaler, pytree.flatten_once(step_rng_guard)]
         planned = plan_step(optimizer, eager_mode, flat_trees, inputs)
-    buffers, scaler, flat_step_rng_guard = planned.others
-    control_leaves = [*scaler.leaves, *flat_step_rng_guard.leaves]
+    flat_state = FlatState(planned.params, *planned.others)
+    control_leaves = [*flat_state.scaler.leaves, *flat_state.step_rng_guard.leaves]
     if not pytree.are_tensors(control_leaves):
         control_leaves = pytree.all_tensors(control_leaves)
-    flat_state = FlatState(
-        params=planned.params,
-        buffers=buffers,
-        scaler=scaler,
-        step=state.step,
-        rng=state.rng,
-        guard=state.guard,
-        step_rng_guard=flat_step_rng_guard,
-    )
     return Start(flat_state, control_leaves, planned)
 
 

@@ -57,10 +57,22 @@ class FlatState(NamedTuple):
     params: FlatTree
     buffers: FlatTree
     scaler: FlatTree
-    step: Tensor
-    rng: Tensor | Any
-    guard: Tree
-    step_rng_guard: FlatTree  # these three
+    step_rng_guard: FlatTree
+
+    @property
+    def step(self) -> Tensor:
+        """The number of applied steps."""
+        return self.step_rng_guard.tree[0]
+
+    @property
+    def rng(self) -> Tensor | Any:
+        """The state of a generator, or `()`."""
+        return self.step_rng_guard.tree[1]
+
+    @property
+    def guard(self) -> Tree:
+        """The state of the guard, or `()`."""
+        return self.step_rng_guard.tree[2]
 
 
 def init_train_state(

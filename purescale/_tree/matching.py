@@ -132,7 +132,7 @@ def _have_same_metadata(leaves: Leaves, others: Leaves) -> bool:
     )
 
 
-# ---- one tree -----------------------------------------------------------------------------------
+# ---- one tree ------------------------------------------------------------------------------------
 
 
 def check_gradients(grads: Tree, leaves: Leaves, name: str = "grads") -> None:

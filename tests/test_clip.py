@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import purescale as ps
 from purescale._grads.measure import StatsOptions, exact_stats, measure
-from purescale._tree.gradients import as_gradients
+from purescale._tree.gradients import Pending, as_gradients
 from purescale.testing import assert_pure, assert_vmap_equals_loop
 
 norm_types = st.sampled_from([1.0, 2.0, 3.0, 0.5, math.inf])
@@ -68,7 +68,7 @@ SCALES = st.sampled_from([1.0, 2.0**16, 2.0**-24, 0.0, math.inf, math.nan])
 def test_what_a_cpu_reads_is_what_the_specification_computes(tree, scale, is_scaled, amax, dtype):
     scale = torch.tensor(scale)
     tensors = [leaf.to(dtype) for leaf in leaves(tree)]
-    grads = as_gradients(tensors, scale if is_scaled else None)
+    grads = as_gradients(tensors, Pending(scale if is_scaled else None))
     for norm_type in (None, 2.0, 3.0):
         options = StatsOptions(norm_type, amax=amax)
         read, exact = measure(grads, scale, options), exact_stats(grads, scale, options)

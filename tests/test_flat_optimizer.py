@@ -12,6 +12,7 @@ from purescale._optim import fused
 from purescale._optim.optimizer import FlatOptimizer, as_flat_optimizer
 from purescale._optim.step_inputs import flatten_step
 from purescale._torch.tracing import as_on_an_accelerator
+from purescale._tree.gradients import Pending
 from purescale._wrappers import wrapper
 
 
@@ -77,7 +78,7 @@ def scaled_inputs(optimizer, factor, *, overflow):
     trees, inputs = flatten_step(as_flat_optimizer(optimizer), params, scaled, state)
     grads = inputs.gradients(trees[2])
     factor = None if factor is None else torch.tensor(factor, dtype=torch.float64)
-    return inputs, grads._replace(divisor=torch.tensor(4.0), factor=factor), params, state
+    return inputs, grads._replace(pending=Pending(torch.tensor(4.0), factor)), params, state
 
 
 OVERFLOWS = [(None, True, False), (0.25, True, True)]

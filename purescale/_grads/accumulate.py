@@ -176,7 +176,7 @@ def add(
         num_bad=bad.to(torch.int32),
         bad_weight=torch.where(bad & usable, weight, 0),
     )
-    return _merged(accum, microbatch, scale=new.divisor, in_place=in_place)
+    return _merged(accum, microbatch, scale=new.pending.divisor, in_place=in_place)
 
 
 def _merged(

@@ -134,7 +134,8 @@ def is_usable(scale: Tensor) -> Tensor:
 
 def _divisor(grads: Gradients, scale: Tensor) -> Tensor:
     """Return the scale by which the gradients are still multiplied, or 1."""
-    return torch.ones_like(scale) if grads.divisor is None else grads.divisor
+    divisor = grads.pending.divisor
+    return torch.ones_like(scale) if divisor is None else divisor
 
 
 # ---- the norm, the fastest read of a CPU --------------------------------------------------------
@@ -149,7 +150,7 @@ def _from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> GradSt
     if not (enough and one_part and num_elements) or grads.are_sharded:
         return None
     norm, loss_scale = norm_on_host(grads.tensor_list), scale.item()
-    divisor = 1.0 if grads.divisor is None else loss_scale
+    divisor = 1.0 if grads.pending.divisor is None else loss_scale
     # No element is larger than the norm.
     if not (0 < loss_scale < math.inf and norm / divisor < _SMALLEST_RANGE):
         return None

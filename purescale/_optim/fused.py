@@ -293,7 +293,7 @@ class FusedStep:
     ) -> None:
         """Make the step of `_in_dynamo` from a compiled one."""
         (params, grads, columns), (applied, skip, pending) = tensors, scalars
-        gradients = Gradients.of_dense(grads).with_pending(pending)
+        gradients = Gradients.of_dense(grads, pending)
         indices_of_slots = columns_like(columns, itertools.count(len(params)))
         launches = self._launches(TensorList(params), grad_indices, indices_of_slots, groups)
         leaves = [*params, *values_of(columns)]

@@ -137,7 +137,7 @@ def fused_update(call: KernelCall, skip: Tensor | None) -> None:
         skip = None
     if not _kernel_divides(call):
         call = call._replace(grads=_prepare_gradients(call))
-    lr, found_inf, divisor = call.bound.settings["lr"], None, call.grads.divisor
+    lr, found_inf, divisor = call.bound.settings["lr"], None, call.grads.pending.divisor
     if skip is not None:
         found_inf = skip.to(call.params[0].device, torch.float32)
     tensors = [number for number in (divisor, lr) if isinstance(number, Tensor)]
@@ -156,9 +156,9 @@ def _kernel_divides(call: KernelCall) -> bool:
     """Return True if the kernel can divide: by a float32 number only, and it overwrites the
     gradients with the result.
     """
-    params, grads = call.params, call.grads
-    dtype, divisor = params[0].dtype, grads.divisor
-    if divisor is None or grads.factor is not None or grads.clip_value is not None:
+    params, grads, dtype = call.params, call.grads, call.params[0].dtype
+    divisor, factor, clip_value = grads.pending
+    if divisor is None or factor is not None or clip_value is not None:
         return False
     if not (grads.owned and divisor.dtype is torch.float32 and dtype.itemsize >= 4):
         return False
@@ -171,7 +171,7 @@ def with_one_divisor(grads: Gradients) -> Gradients:
     """Return gradients with `divisor / factor` as their divisor, because a kernel divides once. If
     that is out of range, they are multiplied by the factor first.
     """
-    divisor, factor, dtype = grads.divisor, grads.factor, grads.factor_dtype
+    (divisor, factor, clip_value), dtype = grads.pending, grads.factor_dtype
     if factor is None:
         return grads
     # Unless all gradients are float64, the divisor must fit into float32.
@@ -181,18 +181,18 @@ def with_one_divisor(grads: Gradients) -> Gradients:
         factor = factor.item()
     if not isinstance(factor, Tensor):  # in numbers, which take no pass over the gradients
         if factor == 1.0 and divisor is not None and divisor.dtype is dtype:
-            return grads._replace(factor=None)
+            return grads._replace(pending=Pending(divisor, clip_value=clip_value))
         number = 1.0 if divisor is None else divisor.item()
         if number <= factor * largest:
             divisor = torch.scalar_tensor(number / factor, dtype=dtype, device="cpu")
-            return grads._replace(divisor=divisor, factor=None)
+            return grads._replace(pending=Pending(divisor, clip_value=clip_value))
         factor = torch.full((), factor, dtype=torch.float64, device="cpu")
     unscaling = torch.ones_like(factor) if divisor is None else divisor
     divisor = unscaling / factor
     fits = divisor <= largest  # if it is negative the step is skipped
     divisor = torch.where(fits, divisor, unscaling).to(dtype)
     multiplied = grads.multiplied(torch.where(fits, 1.0, factor))
-    return multiplied._replace(divisor=divisor, factor=None)
+    return multiplied._replace(pending=Pending(divisor, clip_value=clip_value))
 
 
 def _prepare_gradients(call: KernelCall) -> Gradients:
@@ -231,8 +231,7 @@ def _update_targets(
         for key, number in zip(kernel.setting_names, others, strict=True)
     }
     bound = kernel.bind({**settings, "lr": lr_number if lr is None else lr})
-    gradients = Gradients.of_dense(list(grads), owned=owned).with_pending(Pending(*pending))
-    gradients = with_one_divisor(gradients)
+    gradients = with_one_divisor(Gradients.of_dense(list(grads), Pending(*pending), owned=owned))
     fused_update(KernelCall(bound, params, slots, gradients, list(state_steps)), skip)
 
 

@@ -156,7 +156,7 @@ class PartitionOptimizer(FlatOptimizer):
         if not any_dtensor(templates):
             return picked
         flat = pytree.flatten_once(part_inputs.layout.unflatten(picked.leaves))
-        return part_inputs.gradients(flat).with_pending(grads.pending)
+        return part_inputs.gradients(flat)._replace(pending=grads.pending)
 
     def hyperparams(self, opt_state: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of each part, by key."""

@@ -40,7 +40,7 @@ from .._torch.donation import ArgumentMemory, storage_pointers
 from .._torch.dtypes import widest_float
 from .._torch.tracing import is_on_a_graph, refuse_in_capture, under_derivative
 from .._tree import pytree
-from .._tree.gradients import as_gradients
+from .._tree.gradients import Pending, as_gradients
 from .._tree.leaves import versions
 from .._tree.pytree import Leaves, Tree
 from .._tree.scalars import as_floats
@@ -133,14 +133,14 @@ def _window_of_one(
     if isinstance(entry, FUNCTION_TYPES):
         entry = _microbatch_of(entry, loss_and_grads, memory)
     out = loss_and_grads(loss_and_grads.buffers.leaves, entry)
-    params, scale = loss_and_grads.params.tensor_list, loss_and_grads.scale
-    grads = as_gradients(out.grads, scale, owned=loss_and_grads.owns_gradients, params=params)
+    params, scaled = loss_and_grads.params.tensor_list, Pending(divisor=loss_and_grads.scale)
+    grads = as_gradients(out.grads, scaled, owned=loss_and_grads.owns_gradients, params=params)
     loss, totals_row, fraction = out.loss, None, None
     if weights.values is not None:
         totals_row, means = sum_microbatches(weights.values, torch.stack([loss]), [])
         loss = means[1].to(loss.dtype)
     if options.window_size is not None:
-        fraction = window_fraction(options, totals_row, 1, scale.device)
+        fraction = window_fraction(options, totals_row, 1, loss_and_grads.scale.device)
         loss = loss if fraction is None else (loss * fraction).to(loss.dtype)
     return WindowResult(grads, loss, out.buffers, tuple(out.aux), None, totals_row, fraction)
 
@@ -154,7 +154,7 @@ def _window_of_several(
     buffers_to_reduce: Leaves,
 ) -> WindowResult:
     """Return the mean over several microbatches, or over those of a group."""
-    scale: Tensor = loss_and_grads.scale
+    scaled = Pending(divisor=loss_and_grads.scale)
     mean = WindowMean(options, weights, loss_and_grads)
     reduction = start_reduction(mean, buffers_to_reduce)
     carried, last = loss_and_grads.buffers.leaves, len(microbatches) - 1
@@ -175,7 +175,7 @@ def _window_of_several(
                 out = checkpoint(loss_and_grads, carried, microbatch, use_reentrant=False)
             else:
                 out = loss_and_grads(carried, microbatch, take_ownership=first)
-            grads = as_gradients(out.grads, scale, params=loss_and_grads.params.tensor_list)
+            grads = as_gradients(out.grads, scaled, params=loss_and_grads.params.tensor_list)
             is_counted = mean.add(index, grads)
             del grads
         if isinstance(is_counted, Tensor):  # if it is dropped, what it did to the buffers is too
@@ -242,7 +242,9 @@ def _window_result(
         loss = torch.stack(losses).mean(dtype=widest_float(scale.device)).to(loss.dtype)
     fraction = window_fraction(options, totals_row, len(losses), scale.device)
     loss = (loss if fraction is None else loss * fraction).to(losses[0].dtype)
-    grads = mean.result() if reduction is None else as_gradients([], scale, owned=True)
+    grads = (
+        mean.result() if reduction is None else as_gradients([], Pending(divisor=scale), owned=True)
+    )
     if options.group is not None and reduction is None:
         reduction = send_mean(mean, grads, buffers_to_reduce, rank_divisor)
     return WindowResult(grads, loss, buffers, aux, reduction, totals_row, fraction)

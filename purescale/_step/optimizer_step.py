@@ -17,7 +17,7 @@ from .._optim.planned import plan_step_with_grads
 from .._step.decide import decide
 from .._step.memory import MayWrite, writable_arguments
 from .._torch.autocast import outside_autocast
-from .._tree.gradients import Gradients
+from .._tree.gradients import Gradients, Pending
 from .._tree.hints import document_fields, hint_keywords
 from .._tree.poison import donates
 from .._tree.pytree import StateT, Tree, TreeT
@@ -181,7 +181,7 @@ def unscale_and_step(
         may_write = writable_arguments(flat_optimizer, planned, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.
     owned = may_write.grads and not (flat_optimizer.runs_user_code or torch.compiler.is_compiling())
-    grads = grads._replace(divisor=scale, owned=owned)
+    grads = grads._replace(pending=Pending(divisor=scale), owned=owned)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
     stats = measure(grads, scale, options, known_readable=planned.plan.all_readable)
     decision = decide(stats, clip, grads)

@@ -51,7 +51,7 @@ def _reduce_over_ranks(
         other if pair is None else _apply_mean_change(old, *pair)
         for old, pair, other in zip(before, sums[len(params) :], largest, strict=True)
     ]
-    grads = as_gradients(sums[: len(params)], window.grads.divisor, owned=window.grads.owned)
+    grads = as_gradients(sums[: len(params)], window.grads.pending, owned=window.grads.owned)
     return window._replace(grads=grads, buffers=averaged, reduction=None)
 
 

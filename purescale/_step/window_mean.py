@@ -14,7 +14,7 @@ from .._torch.dtypes import wide_dtype
 from .._torch.foreach import weighted_sum
 from .._torch.private import listops
 from .._torch.tensor_list import TensorList
-from .._tree.gradients import Gradients, as_gradients
+from .._tree.gradients import NOTHING_PENDING, Gradients, Pending, as_gradients
 
 
 class WindowMean:
@@ -70,10 +70,10 @@ class WindowMean:
 
     def result(self) -> Gradients:
         """Return the mean: zeros if nothing counted."""
-        sums, scale = self.sums, self.scale
+        sums, pending = self.sums, Pending(divisor=self.scale)
         if self.accum is not None:
-            sums, scale = self.accum.grads, None
+            sums, pending = self.accum.grads, NOTHING_PENDING
         elif sums is None:
             sums = as_gradients(self.loss_and_grads.zeros()).tensors
         templates, dense_real = self.loss_and_grads.params.leaves, self.loss_and_grads.dense_real
-        return Gradients(TensorList(sums), templates, dense_real, scale, owned=self.in_place)
+        return Gradients(TensorList(sums), templates, dense_real, pending, owned=self.in_place)

@@ -45,7 +45,7 @@ class WindowResult(NamedTuple):
     @property
     def leaves_out_overflows(self) -> bool:
         """True if microbatches that overflowed are not in the mean, which is then unscaled."""
-        return self.grads.divisor is None
+        return self.grads.pending.divisor is None
 
 
 class Totals(NamedTuple):

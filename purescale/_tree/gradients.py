@@ -14,19 +14,23 @@ from .._tree.leaves import are_plain_dense, as_dense_real
 
 
 class Pending(NamedTuple):
-    """The operations that are not yet applied to gradients, in their order; None leaves one out.
-    Each is elementwise, because pieces of leaves and shards are stepped alone.
+    """The operations that are not yet applied to gradients, in their order: a division, a product,
+    and a clamp to plus and minus a bound. None leaves one out. Each is elementwise, because pieces
+    of leaves and shards are stepped alone.
     """
 
     divisor: Tensor | None = None  # the scale of the loss
-    factor: float | Tensor | None = None  # of clipping
+    # of clipping, in the widest dtype of the device; a float where the host knows it
+    factor: float | Tensor | None = None
     clip_value: float | Tensor | None = None
+
+
+NOTHING_PENDING = Pending()
 
 
 class Gradients(NamedTuple):
     """Gradients as dense, real, strided tensors of this rank, without `None`, and the operations
-    that are not yet applied to them: a division by `divisor`, a product with `factor`, and a clamp
-    to plus and minus `clip_value`. None leaves a part out.
+    that are not yet applied to them. What a kernel cannot do, `apply_pending` does first.
 
     A DTensor becomes its local shard, a complex tensor a view as reals, a sparse COO tensor dense.
     """
@@ -34,18 +38,15 @@ class Gradients(NamedTuple):
     tensor_list: TensorList  # of the tensors
     templates: Sequence[Any]  # leaves in the form of the results, with None; no Partial placement
     dense_real: bool  # True if the templates are dense and real, so that tensors are leaves
-    divisor: Tensor | None = None  # the scale of the loss, by which they are still multiplied
+    pending: Pending = NOTHING_PENDING
     owned: bool = False  # nobody else can see their memory, so it may be overwritten
-    # of clipping, in the widest dtype of the device; a float where the host knows it
-    factor: float | Tensor | None = None
-    clip_value: float | Tensor | None = None
 
     @classmethod
     def of_dense(
-        cls, tensors: list[Tensor], divisor: Tensor | None = None, *, owned: bool = False
+        cls, tensors: list[Tensor], pending: Pending = NOTHING_PENDING, *, owned: bool = False
     ) -> Gradients:
         """Return gradients of dense, real, strided tensors, which are not checked."""
-        return cls(TensorList(tensors), tensors, True, divisor, owned)
+        return cls(TensorList(tensors), tensors, True, pending, owned)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -55,17 +56,6 @@ class Gradients(NamedTuple):
     def are_sharded(self) -> bool:
         """True if one of them is the shard of a DTensor."""
         return not self.dense_real and dtensor.any_dtensor(self.templates)
-
-    @property
-    def pending(self) -> Pending:
-        """The operations that are not yet applied. What a kernel cannot do, `apply_pending` does
-        first.
-        """
-        return Pending(self.divisor, self.factor, self.clip_value)
-
-    def with_pending(self, pending: Pending) -> Gradients:
-        """Return the same tensors with other pending operations."""
-        return self._replace(**pending._asdict())
 
     @property
     def factor_dtype(self) -> torch.dtype:
@@ -99,14 +89,14 @@ class Gradients(NamedTuple):
         """Return them for an optimizer, unscaled and clipped. float16 becomes float32 where it is
         divided, and all half gradients if `wide`: in half precision they would lose bits.
         """
-        grads = self.widened() if wide else self
-        if self.divisor is not None:
-            grads = grads.divided(self.divisor)
-        if self.factor is not None:
-            grads = grads.multiplied(self.factor)
-        if self.clip_value is not None:
-            grads = grads.clamped(self.clip_value)
-        return grads.with_pending(Pending())
+        grads, (divisor, factor, clip_value) = self.widened() if wide else self, self.pending
+        if divisor is not None:
+            grads = grads.divided(divisor)
+        if factor is not None:
+            grads = grads.multiplied(factor)
+        if clip_value is not None:
+            grads = grads.clamped(clip_value)
+        return grads._replace(pending=NOTHING_PENDING)
 
     def widened(self) -> Gradients:
         """Return them in float32 where they are narrower."""
@@ -155,7 +145,7 @@ class Gradients(NamedTuple):
 
 def as_gradients(
     leaves: Sequence[Any],
-    divisor: Tensor | None = None,
+    pending: Pending = NOTHING_PENDING,
     *,
     owned: bool = False,
     params: TensorList | None = None,
@@ -164,12 +154,12 @@ def as_gradients(
     known of `params`, of which these are the gradients, is known of them if they are alike.
     """
     if params is not None and params.matches(leaves):
-        return Gradients(TensorList(list(leaves), params.metadata), leaves, True, divisor, owned)
+        return Gradients(TensorList(list(leaves), params.metadata), leaves, True, pending, owned)
     if are_plain_dense(leaves):
-        return Gradients.of_dense(list(leaves), divisor, owned=owned)
+        return Gradients.of_dense(list(leaves), pending, owned=owned)
     templates = [dtensor.reduce_partial(leaf) for leaf in leaves]
     tensors = [as_dense_real(dtensor.shard(leaf)) for leaf in templates if leaf is not None]
-    return Gradients(TensorList(tensors), templates, False, divisor, owned)
+    return Gradients(TensorList(tensors), templates, False, pending, owned)
 
 
 def _in_form_of(like: Tensor, result: Tensor) -> Tensor:

@@ -261,7 +261,7 @@ def _grads_of(inputs: StepInputs, grads: Gradients, cut: Cut) -> Gradients:
     """Return the gradients of a piece, which share the memory of `grads`."""
     leaves = inputs.grads_like_params(grads)
     parts = [_cut(leaves[n], inputs.params[n], span) for n, span in cut.items()]
-    return as_gradients(parts, owned=grads.owned).with_pending(grads.pending)
+    return as_gradients(parts, grads.pending, owned=grads.owned)
 
 
 def _cut(value: Any, param: Tensor, span: slice) -> Any:

@@ -104,9 +104,7 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
     old = clone((params, state))
     has_masters = getattr(flat_optimizer, "wide_grads", False) or kind == "partition"
     unscaled = grads.apply_pending(wide=has_masters)
-    inputs = inputs._replace(
-        optimizer_plan=flat_optimizer.plan(inputs), hyperparams=flat_optimizer.hyperparams(state)
-    )
+    inputs = flat_optimizer.with_plan(inputs)
     applied = inputs.as_trees(*flat_optimizer.step_unless(inputs, unscaled))
     expected = ps.select(overflow, old, applied)
     arguments = inputs, grads, torch.tensor(overflow)
@@ -122,11 +120,7 @@ def test_neither_preparing_nor_applying_a_step_changes_its_arguments(kind):
     flat_optimizer = as_flat_optimizer(OPTIMIZERS[kind])
     inputs, grads, params, state = scaled_inputs(OPTIMIZERS[kind], 0.25, overflow=False)
     with Untouched((params, state, grads.tensors)):
-        plan, hyperparams = (
-            flat_optimizer.plan(inputs),
-            flat_optimizer.hyperparams(inputs.opt_state),
-        )
-        inputs = inputs._replace(optimizer_plan=plan, hyperparams=hyperparams)
+        inputs = flat_optimizer.with_plan(inputs)
         flat_optimizer.step_unless(inputs, grads, torch.tensor(False))
         flat_optimizer.step_unless(inputs, grads)
 

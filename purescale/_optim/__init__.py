@@ -1,12 +1,12 @@
 """Optimizers as pure functions: classes of torch.optim, (init, update) pairs, those of a user.
 
 A step makes lists of its trees, `step_inputs.StepInputs`, and calls a `FlatOptimizer` in this
-order: `plan(inputs)`, found again if arguments are alike (`planned.find_step`); `hyperparams`;
+order: `plan(inputs)`, found again if arguments are alike (`find_step`); `hyperparams`;
 `step_planned`, by `step_unless`. That calls `apply_step` and selects old or new by a mask; that of
 `from_torch` launches torch's kernel if one fits, which takes the flag.
 
-optimizer       Optimizer, the protocol of trees, `init` and `step`; FlatOptimizer, that of lists
-planned         a step found by structure and metadata, or planned
+optimizer       Optimizer, the protocol of trees, `init` and `step`; FlatOptimizer, that of lists:
+                its step is found by structure and metadata, or planned, and skipped or applied
 param_layout    the place of each parameter in its tree
 step_inputs     parameters and state of a step as lists
 from_torch      an optimizer from a class of torch.optim

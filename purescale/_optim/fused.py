@@ -59,21 +59,19 @@ class Launch(NamedTuple):
     device: torch.device
 
 
-class FusedPlan(NamedTuple):
-    """The launches of a step, and what is known of its tensors."""
-
-    launches: list[Launch]  # none in Dynamo, which does not trace them
-    in_trace: bool  # the step runs where `traced` is True
-    param_slot_pairs: list[tuple[int, int]]  # the indices of each parameter with each of its slots
-    # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
-    leaves_are_ready: bool
-
-
 class TorchPlan(NamedTuple):
-    """The decisions about the steps of a class of torch.optim."""
+    """The decisions about the steps of a class of torch.optim: the launches of its fused kernel,
+    and what is known of the tensors that they take.
+    """
 
     groups: list[ParamGroup]
-    fused: FusedPlan | None = None  # None if no kernel takes these tensors
+    # None if no kernel takes these tensors; empty in Dynamo, which does not trace launches
+    launches: list[Launch] | None = None
+    in_trace: bool = False  # the step runs where `traced` is True
+    # the indices of each parameter with each of its slots
+    param_slot_pairs: Sequence[tuple[int, int]] = ()
+    # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
+    leaves_are_ready: bool = False
 
 
 def _picker(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
@@ -106,12 +104,12 @@ class FusedStep:
             config, self._step_for_dynamo, lambda: torch.compiler.allow_in_graph
         )
 
-    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> FusedPlan | None:
-        """Return the plan of a step, or None if the kernel does not take these tensors."""
+    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> TorchPlan:
+        """Return the plan of a step."""
         if self.kernel is None or not is_fused_supported(inputs.param_list):
-            return None
+            return TorchPlan(groups)
         if torch.compiler.is_dynamo_compiling():
-            return FusedPlan([], in_trace=True, param_slot_pairs=[], leaves_are_ready=False)
+            return TorchPlan(groups, launches=[], in_trace=True)
         leaves, structure = inputs.leaves_and_state_structure()
         state = structure.unflatten(range(len(inputs.params), len(leaves)))
         columns = columns_of(state, inputs.layout)
@@ -125,7 +123,8 @@ class FusedStep:
         dense = inputs.dense_leaves
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
-        return FusedPlan(
+        return TorchPlan(
+            groups,
             launches,
             in_trace=traced(),
             param_slot_pairs=pairs,
@@ -171,8 +170,8 @@ class FusedStep:
         """Return True if the planned kernel takes the values of this step: settings that the host
         can read, on an accelerator a float32 rate; in a trace, operands of one opaque operator.
         """
-        plan, hyperparams = inputs.optimizer_plan.fused, inputs.hyperparams
-        if plan is None:
+        plan, hyperparams = inputs.optimizer_plan, inputs.hyperparams
+        if plan.launches is None:
             return False
         if not self._config.is_static:
             numbers = numbers_of(inputs.opt_state.hyper)
@@ -203,7 +202,7 @@ class FusedStep:
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, unless it is skipped."""
-        if not inputs.optimizer_plan.fused.in_trace:
+        if not inputs.optimizer_plan.in_trace:
             return self._in_eager(inputs, grads, skip, in_place=in_place)
         inputs = inputs.with_params(inputs.params, count_step(inputs.opt_state, skip))
         if torch.compiler.is_dynamo_compiling():
@@ -218,7 +217,7 @@ class FusedStep:
         *,
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
-        plan, hyperparams = inputs.optimizer_plan.fused, inputs.hyperparams
+        plan, hyperparams = inputs.optimizer_plan, inputs.hyperparams
         leaves, structure = inputs.leaves_and_state_structure()
         if plan.leaves_are_ready:
             leaves = leaves if in_place else foreach.clone_plain(leaves)
@@ -248,7 +247,7 @@ class FusedStep:
         self, inputs: StepInputs, grads: Gradients, skip: Tensor | None
     ) -> tuple[list[Tensor], OptState]:
         """Make the step from operators, which end a graph of `jit`."""
-        launches = inputs.optimizer_plan.fused.launches
+        launches = inputs.optimizer_plan.launches
         leaves, structure = inputs.leaves_and_state_structure()
         num_params, stepped = len(inputs.params), list(leaves)
         t_by_device = self._t_by_device(inputs.opt_state.applied, launches)
@@ -332,7 +331,7 @@ class FusedStep:
 
 
 def _writable_leaves(
-    leaves: list[Any], pairs: list[tuple[int, int]], *, listed: bool = False, in_place: bool
+    leaves: list[Any], pairs: Sequence[tuple[int, int]], *, listed: bool = False, in_place: bool
 ) -> list[Any]:
     """Return leaves that a kernel may write into: these, off the graph, if `in_place`, else copies.
     Slots get the memory order of their parameter, by `pairs` of both. If all leaves are plain

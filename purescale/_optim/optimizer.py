@@ -1,26 +1,35 @@
-"""The protocol of an optimizer, the methods that a step calls beyond `init` and `step`, and how a
-step is skipped.
+"""The protocol of an optimizer, and an optimizer over lists. Its steps are planned: what settings,
+structure and metadata decide about them is decided once for arguments that are alike.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .._optim.opt_state import after_skip
-from .._optim.planned import PlannedStep, plan_step_with_grads
-from .._optim.step_inputs import StepInputs
+from .._optim.param_layout import ParamLayout
+from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
-from .._torch.tracing import is_on_a_graph, traced, under_derivative
+from .._torch.tensor_list import ListMetadata, are_comparable
+from .._torch.tracing import (
+    EagerMode,
+    current_eager_mode,
+    is_on_a_graph,
+    traced,
+    under_derivative,
+)
 from .._tree import pytree
 from .._tree.aliasing import copy_aliased
 from .._tree.gradients import Gradients
+from .._tree.leaves import are_real_floating
 from .._tree.matching import matching_leaves
-from .._tree.plans import Plans
-from .._tree.pytree import Tree
+from .._tree.plans import TreePlans
+from .._tree.pytree import FlatTree, Leaves, Tree
 from .._tree.scalars import protocol_violation
 from .._tree.select import select_masked
 
@@ -50,10 +59,35 @@ class Optimizer(Protocol):
         """
 
 
+class StepPlan(NamedTuple):
+    """The decisions about the steps of an optimizer over arguments that are alike."""
+
+    layout: ParamLayout
+    optimizer_plan: Any  # what `FlatOptimizer.plan` returned
+    leaves_metadata: ListMetadata  # of `StepInputs.dense_leaves`
+    # Each leaf is plain, gapless, not empty, and requires no gradient: a step may write into it if
+    # nothing else shares its memory.
+    all_writable: bool
+    all_readable: bool  # the host may read each leaf and its gradient, which are on no graph
+
+
+class PlannedStep(NamedTuple):
+    """The arguments of a step, flat, and its plan."""
+
+    params: FlatTree
+    opt_state: FlatTree
+    others: list[FlatTree]  # the other arguments of the call, in its order
+    leaves: Leaves  # of all these
+    inputs: StepInputs
+    plan: StepPlan
+    eager_mode: EagerMode | None
+
+
 class FlatOptimizer:
-    """An optimizer over the lists of `StepInputs`. A step calls `plan` and `hyperparams` at its
-    start (`planned.py`), and `step_planned` at its end. `as_flat_optimizer` makes one of any
-    optimizer.
+    """An optimizer over the lists of `StepInputs`. A subclass has `init`, `apply_step` and perhaps
+    `plan` and `hyperparams`; `as_flat_optimizer` makes one of any optimizer. A `train_step` plans
+    the step at its start, by `find_step` or `plan_step`, and makes it at its end, by
+    `step_planned`.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
@@ -82,7 +116,116 @@ class FlatOptimizer:
         """Return parameters and state after one step, in fresh memory. A parameter whose gradient
         is None does not change, as in torch.optim.
         """
-        return self.step_planned(*plan_step_with_grads(self, params, grads, opt_state))
+        return self.step_planned(*self.plan_step_with_grads(params, grads, opt_state))
+
+    def grad_mode(self) -> torch.set_grad_enabled:
+        """Return a context that records a graph only if a derivative may go through the step."""
+        return torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable))
+
+    def plan(self, inputs: StepInputs) -> Any:
+        """Return what settings, structure and metadata decide about a step; by default nothing.
+        Refuse parameters and a state that do not belong together, before any work.
+        """
+
+    def hyperparams(self, opt_state: Tree) -> Any:
+        """Return the settings of the next step that may differ from those of the last one.
+        Schedules run here, before any work.
+        """
+
+    # ---- a step, planned
+
+    @functools.cached_property
+    def plans(self) -> TreePlans:
+        """The plans of steps with this optimizer."""
+        return TreePlans()
+
+    def with_plan(self, inputs: StepInputs) -> StepInputs:
+        """Return the inputs with their plan and hyperparams."""
+        plan, hyperparams = self.plan(inputs), self.hyperparams(inputs.opt_state)
+        return inputs._replace(optimizer_plan=plan, hyperparams=hyperparams)
+
+    def find_step(
+        self, eager_mode: EagerMode | None, trees: tuple[Tree, ...]
+    ) -> PlannedStep | None:
+        """Return a step over `trees`: parameters, the state of the optimizer, and others. None if
+        trees like these were not planned before.
+        """
+        if eager_mode is None or not self.keeps_plans:
+            return None
+        match = self.plans.find(eager_mode, trees)
+        if match is None:
+            return None
+        (params, opt_state, *others), leaves, plan = match
+        inputs = StepInputs.of_dense(
+            plan.layout,
+            params,
+            opt_state,
+            plan.leaves_metadata,
+            optimizer_plan=plan.optimizer_plan,
+            hyperparams=self.hyperparams(opt_state.tree),
+        )
+        return PlannedStep(params, opt_state, others, leaves, inputs, plan, eager_mode)
+
+    def plan_step(
+        self,
+        eager_mode: EagerMode | None,
+        trees: list[FlatTree],
+        inputs: StepInputs,
+        *,
+        keep: bool = True,
+    ) -> PlannedStep:
+        """Return a step over checked trees, as in `find_step`, which finds it from now on if it is
+        to `keep` the plan. `plan` refuses what does not fit.
+        """
+        lists = [tree.tensor_list for tree in trees]
+        # Complex or sparse parameters may be refused by a setting, such as `clip_value`: they are
+        # checked in each step.
+        can_keep = all([some.dense_off_graph for some in lists])
+        can_keep = can_keep and are_real_floating(inputs.param_list.dtypes)
+        mode_to_keep = eager_mode if can_keep else None
+        inputs = self.with_plan(inputs)
+        plan = StepPlan(
+            inputs.layout,
+            inputs.optimizer_plan,
+            leaves_metadata=ListMetadata(),
+            all_writable=mode_to_keep is not None
+            and all([x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]),
+            all_readable=mode_to_keep is not None
+            and mode_to_keep.host_reads
+            and not self.differentiable
+            and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists]),
+        )
+        if mode_to_keep and keep and self.keeps_plans:
+            self.plans.keep(mode_to_keep, trees, plan)
+        leaves = [leaf for tree in trees for leaf in tree.leaves]
+        params, opt_state, *others = trees
+        return PlannedStep(params, opt_state, others, leaves, inputs, plan, eager_mode)
+
+    def plan_step_with_grads(
+        self,
+        params: Tree,
+        grads: Tree,
+        opt_state: Tree,
+        *others: Tree,
+        check_gradients: Callable[[Gradients], None] = lambda gradients: None,
+    ) -> tuple[PlannedStep, Gradients]:
+        """Return a step over these and other trees, found or planned, and its gradients, which
+        `check_gradients` may refuse before it is planned. Refuse, naming the leaf, gradients that
+        do not fit `params`, and a state that belongs to others.
+        """
+        eager_mode = current_eager_mode()
+        planned = self.find_step(eager_mode, (params, opt_state, grads, *others))
+        if planned is not None:
+            return planned, planned.inputs.gradients(planned.others[0])
+        trees, inputs = flatten_step(self, params, grads, opt_state)
+        gradients = inputs.gradients(trees[2])
+        check_gradients(gradients)
+        # A plan is found by `grads` in their own order: it is kept if that is the parameters'.
+        same_order = eager_mode is not None and pytree.flatten(grads)[1] == trees[0].structure
+        trees += map(pytree.flatten_once, others)
+        return self.plan_step(eager_mode, trees, inputs, keep=same_order), gradients
+
+    # ---- a step, made
 
     def step_planned(
         self,
@@ -97,25 +240,6 @@ class FlatOptimizer:
         """
         inputs = planned.inputs
         return inputs.as_trees(*self.step_unless(inputs, grads, skip, in_place=in_place))
-
-    def grad_mode(self) -> torch.set_grad_enabled:
-        """Return a context that records a graph only if a derivative may go through the step."""
-        return torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable))
-
-    @functools.cached_property
-    def plans(self) -> Plans[Any]:
-        """The plans of steps with this optimizer."""
-        return Plans()
-
-    def plan(self, inputs: StepInputs) -> Any:
-        """Return what settings, structure and metadata decide about a step; by default nothing.
-        Refuse parameters and a state that do not belong together, before any work.
-        """
-
-    def hyperparams(self, opt_state: Tree) -> Any:
-        """Return the settings of the next step that may differ from those of the last one.
-        Schedules run here, before any work.
-        """
 
     def step_unless(
         self,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,9 +32,6 @@ class TorchOptimizer(FlatOptimizer):
     """A class of torch.optim as pure functions; made by `from_torch` and `from_formula`. It holds
     settings, never state. It is a `FormulaOptimizer` or a `UserClassOptimizer`.
     """
-
-    # Of inputs whose state has counted the step, and gradients: parameters and state after it.
-    _step: Callable[[StepInputs, list[Tensor | None]], tuple[list[Tensor], OptState]]
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config, self.must_agree = config, config.must_agree
@@ -103,14 +99,6 @@ class TorchOptimizer(FlatOptimizer):
     def hyperparams(self, opt_state: OptState) -> Hyperparams:
         """Return the settings of a step that may differ from those of the step before."""
         return self.config.hyperparams(opt_state)
-
-    def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
-        """Return parameters and state after the step by the formula, or the class, in fresh
-        memory.
-        """
-        inputs = inputs.with_params(inputs.params, count_step(inputs.opt_state))
-        leaves = _cast_gradients(inputs.grads_like_params(grads), inputs.params)
-        return self._step(inputs, leaves)
 
     # ---- state dicts
 
@@ -193,7 +181,7 @@ class FormulaOptimizer(TorchOptimizer):
         super().__init__(config)
         self.slot_spec = SlotSpec(config)
         self._fused_step = FusedStep(config)
-        self._step = FormulaStep(config, self.slot_spec)
+        self._formula_step = FormulaStep(config, self.slot_spec)
 
     def _init_slots(
         self, params: Mapping[str, Tensor], hyperparams: Hyperparams
@@ -223,7 +211,7 @@ class FormulaOptimizer(TorchOptimizer):
         self.slot_spec.check(columns_of(inputs.opt_state, inputs.layout), params)
         if self.config.needs_step_count and not has_counts(inputs.opt_state):
             _check_counts(self.config, inputs.layout)
-        return TorchPlan(groups, self._fused_step.plan(inputs, groups))
+        return self._fused_step.plan(inputs, groups)
 
     def step_unless(
         self,
@@ -238,6 +226,10 @@ class FormulaOptimizer(TorchOptimizer):
             return self._fused_step(inputs, grads, skip, in_place=in_place)
         return super().step_unless(inputs, grads, skip, in_place=in_place)
 
+    def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], OptState]:
+        """Return parameters and state after the step by the formula, in fresh memory."""
+        return self._formula_step(_counted(inputs), _cast_gradients(inputs, grads))
+
 
 class UserClassOptimizer(TorchOptimizer):
     """A class of a user's own, whose `step` is called, on copies. It makes its slots in its first
@@ -245,10 +237,6 @@ class UserClassOptimizer(TorchOptimizer):
     """
 
     may_add_slots = True
-
-    def __init__(self, config: OptimizerConfig) -> None:
-        super().__init__(config)
-        self._step = functools.partial(step_of_user_class, config)
 
     def _init_slots(
         self, params: Mapping[str, Tensor], hyperparams: Hyperparams
@@ -276,6 +264,10 @@ class UserClassOptimizer(TorchOptimizer):
             raise foreign_parameters_error(list(slots), names)
         return TorchPlan(groups)
 
+    def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], OptState]:
+        """Return parameters and state after the step of the class, in fresh memory."""
+        return step_of_user_class(self.config, _counted(inputs), _cast_gradients(inputs, grads))
+
 
 def _check_counts(config: OptimizerConfig, params: ParamLayout) -> None:
     """Refuse a gradient that is None where one count stands for the steps of all parameters."""
@@ -290,10 +282,16 @@ def _check_counts(config: OptimizerConfig, params: ParamLayout) -> None:
         )
 
 
-def _cast_gradients(grad_leaves: list[Tensor | None], params: list[Tensor]) -> list[Tensor | None]:
-    """Return the gradients in the dtype of their parameters. Complex ones are not clamped to a
+def _counted(inputs: StepInputs) -> StepInputs:
+    """Return the inputs with a state that has counted the step."""
+    return inputs.with_params(inputs.params, count_step(inputs.opt_state))
+
+
+def _cast_gradients(inputs: StepInputs, grads: Gradients) -> list[Tensor | None]:
+    """Return the gradient of each parameter in its dtype. Complex ones are not clamped to a
     range.
     """
+    grad_leaves, params = inputs.grads_like_params(grads), inputs.params
     pairs = [(g, p.dtype) for g, p in zip(grad_leaves, params, strict=True) if g is not None]
     leaves, dtypes = [g for g, _ in pairs], [dtype for _, dtype in pairs]
     remaining = iter(foreach.cast(leaves, dtypes, bounded=not any(map(Tensor.is_complex, leaves))))

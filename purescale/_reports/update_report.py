@@ -281,9 +281,7 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
 
 def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tensor]:
     if not isinstance(optimizer, AdaptedOptimizer):
-        hyperparams = optimizer.hyperparams(inputs.opt_state)
-        inputs = inputs._replace(optimizer_plan=optimizer.plan(inputs), hyperparams=hyperparams)
-        return optimizer.step_unless(inputs, grads)[0]
+        return optimizer.step_unless(optimizer.with_plan(inputs), grads)[0]
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     params, opt_state = inputs.trees
     grad_tree = inputs.layout.unflatten(inputs.grads_like_params(grads))

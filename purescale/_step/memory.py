@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.optimizer import FlatOptimizer
-from .._optim.planned import PlannedStep
+from .._optim.optimizer import FlatOptimizer, PlannedStep
 from .._optim.step_inputs import StepInputs
 from .._step.start import Start
 from .._step.train_state import StepOptions

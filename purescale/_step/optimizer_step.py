@@ -13,7 +13,6 @@ from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale
 from .._loss_scale.scaling import check_scale
 from .._optim.optimizer import Optimizer, as_flat_optimizer
-from .._optim.planned import plan_step_with_grads
 from .._step.decide import decide
 from .._step.memory import MayWrite, writable_arguments
 from .._torch.autocast import outside_autocast
@@ -88,7 +87,7 @@ def maybe_step(
     optimizers.
     """
     flat_optimizer = as_flat_optimizer(optimizer)
-    planned, gradients = plan_step_with_grads(flat_optimizer, params, grads, opt_state)
+    planned, gradients = flat_optimizer.plan_step_with_grads(params, grads, opt_state)
     inputs = planned.inputs
     skip = as_flag(found_inf, like=next(iter(inputs.params), None))
     may_write = MayWrite()
@@ -173,7 +172,7 @@ def unscale_and_step(
             check_ordered(params, grads.templates, "grads")
 
     trees = params, scaled_grads, opt_state, scaler
-    planned, grads = plan_step_with_grads(flat_optimizer, *trees, check_gradients=check_gradients)
+    planned, grads = flat_optimizer.plan_step_with_grads(*trees, check_gradients=check_gradients)
     may_write = MayWrite()
     if donate:
         of_scaler = [leaf for leaf in planned.others[-1].leaves if isinstance(leaf, Tensor)]

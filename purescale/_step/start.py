@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._grads.clip import check_ordered
 from .._loss_scale.scaling import check_scale
-from .._optim.planned import PlannedStep, find_step, plan_step
+from .._optim.optimizer import PlannedStep
 from .._optim.step_inputs import flatten_opt_state, make_step_inputs
 from .._step.train_state import FlatState, StepOptions, TrainState
 from .._torch.tracing import current_eager_mode
@@ -33,7 +33,7 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
 
     eager_mode = current_eager_mode()
     arguments = state.params, state.opt_state, state.buffers, state.scaler, step_rng_guard
-    planned = find_step(optimizer, eager_mode, arguments)
+    planned = optimizer.find_step(eager_mode, arguments)
     if planned is None:
         trees = state.params, state.buffers, state.scaler
         params, buffers, scaler = map(pytree.flatten_once, trees)
@@ -41,7 +41,7 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
         _check(state, options, params)
         inputs = make_step_inputs(optimizer, params, opt_state)
         flat_trees = [params, opt_state, buffers, scaler, pytree.flatten_once(step_rng_guard)]
-        planned = plan_step(optimizer, eager_mode, flat_trees, inputs)
+        planned = optimizer.plan_step(eager_mode, flat_trees, inputs)
     flat_state = FlatState(planned.params, *planned.others)
     control_leaves = [*flat_state.scaler.leaves, *flat_state.step_rng_guard.leaves]
     if not pytree.are_tensors(control_leaves):

@@ -22,7 +22,7 @@ from .._tree import pytree
 from .._tree.hints import hint_keywords
 from .._tree.leaves import versions
 from .._tree.matching import check_parameters, device_of, reject_autograd_history
-from .._tree.plans import Plans, add_plan, find_plan
+from .._tree.plans import TreePlans
 from .._tree.pytree import FlatTree, Tree
 from .._tree.scalars import short_repr
 
@@ -118,7 +118,7 @@ def _value_and_grad(
     return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
 
 
-_plans: Plans[Any] = Plans(16)  # the layout of parameters that were checked
+_plans = TreePlans(16)  # the layout of parameters that were checked
 
 
 def _flatten(
@@ -126,7 +126,7 @@ def _flatten(
 ) -> tuple[list[FlatTree], ParamLayout]:
     """Check parameters, buffers and scaler, and return them flat, with the layout of the first."""
     trees = params, buffers, () if scaler is None else scaler
-    if eager_mode and (known := find_plan(_plans, eager_mode, trees)):
+    if eager_mode and (known := _plans.find(eager_mode, trees)):
         return known.flat_trees, known.plan
     flat_trees = list(map(pytree.flatten_once, trees))
     flat_params, flat_buffers, flat_scaler = flat_trees
@@ -150,5 +150,5 @@ def _flatten(
     check_scale(scale, params, flat_params.leaves, "params", flat_params.tensor_list)
     layout = ParamLayout.of(flat_params)
     if eager_mode and scaler is not None:
-        add_plan(_plans, eager_mode, flat_trees, layout)
+        _plans.keep(eager_mode, flat_trees, layout)
     return [flat_params, flat_buffers, flat_scaler], layout

@@ -104,28 +104,51 @@ class PlanMatch(NamedTuple):
     plan: Any
 
 
-def find_plan(
-    plans: Plans[CachedPlan], eager_mode: EagerMode, trees: tuple[Tree, ...]
-) -> PlanMatch | None:
-    """Return what was planned for trees that differ from these in values only, in calls that ran
-    where this one does; None if nothing was.
-    """
-    for key, matcher, kept in plans.entries:
-        if key != (eager_mode, len(trees)) or not _has_form(trees, kept.nodes):
-            continue
-        # By a known structure, which takes a sixth of the time of a new one.
-        leaves = kept.structure.flatten_up_to(trees)
-        if not (are_comparable(leaves) and matcher(*leaves)):
-            continue
-        if kept.may_have_graph and any(map(_grad_fn, leaves)):
-            continue
-        flat_trees = []
-        for tree, (at, structure, metadata) in zip(trees, kept.parts, strict=True):
-            some = leaves[at]
-            tensor_list = TensorList(some, metadata, dense_off_graph=True)
-            flat_trees.append(FlatTree(tree, some, structure, tensor_list))
-        return PlanMatch(flat_trees, leaves, kept.plan)
-    return None
+class TreePlans(Plans[CachedPlan]):
+    """The plans of one function, for arguments that are trees."""
+
+    def find(self, eager_mode: EagerMode, trees: tuple[Tree, ...]) -> PlanMatch | None:
+        """Return what was planned for trees that differ from these in values only, in calls that
+        ran where this one does; None if nothing was.
+        """
+        for key, matcher, kept in self.entries:
+            if key != (eager_mode, len(trees)) or not _has_form(trees, kept.nodes):
+                continue
+            # By a known structure, which takes a sixth of the time of a new one.
+            leaves = kept.structure.flatten_up_to(trees)
+            if not (are_comparable(leaves) and matcher(*leaves)):
+                continue
+            if kept.may_have_graph and any(map(_grad_fn, leaves)):
+                continue
+            flat_trees = []
+            for tree, (at, structure, metadata) in zip(trees, kept.parts, strict=True):
+                some = leaves[at]
+                tensor_list = TensorList(some, metadata, dense_off_graph=True)
+                flat_trees.append(FlatTree(tree, some, structure, tensor_list))
+            return PlanMatch(flat_trees, leaves, kept.plan)
+        return None
+
+    def keep(self, eager_mode: EagerMode, trees: Sequence[FlatTree], plan: Any) -> None:
+        """Keep a plan for trees like these, if all leaves are dense and off every graph, in
+        containers of Python's that keep nothing of a user's alive. Trees that hold one tensor twice
+        are not kept, because their matcher never matches.
+        """
+        if not all([tree.tensor_list.dense_off_graph for tree in trees]):
+            return
+        arguments = tuple([tree.tree for tree in trees])
+        leaves, structure = flatten(arguments)
+        if len(set(map(id, leaves))) < len(leaves) or not is_of_builtins(structure):
+            return
+        ends = list(itertools.accumulate([len(tree.leaves) for tree in trees], initial=0))
+        slices, structures = map(slice, ends, ends[1:]), structure.children()  # type: ignore[attr-defined]
+        cached = CachedPlan(
+            structure,
+            nodes=_nodes_below(arguments),
+            parts=list(zip(slices, structures, _metadata_of(trees), strict=True)),
+            may_have_graph=any(map(_requires_grad, leaves)),
+            plan=plan,
+        )
+        self.add(leaves, (eager_mode, len(trees)), cached)
 
 
 def _has_form(root: tuple[Tree, ...], nodes: list[Node]) -> bool:
@@ -139,31 +162,6 @@ def _has_form(root: tuple[Tree, ...], nodes: list[Node]) -> bool:
             return False
         walked.append(node)
     return True
-
-
-def add_plan(
-    plans: Plans[CachedPlan], eager_mode: EagerMode, trees: Sequence[FlatTree], plan: Any
-) -> None:
-    """Keep a plan for trees like these, if all leaves are dense and off every graph, in
-    containers of Python's that keep nothing of a user's alive. Trees that hold one tensor twice are
-    not kept, because their matcher never matches.
-    """
-    if not all([tree.tensor_list.dense_off_graph for tree in trees]):
-        return
-    arguments = tuple([tree.tree for tree in trees])
-    leaves, structure = flatten(arguments)
-    if len(set(map(id, leaves))) < len(leaves) or not is_of_builtins(structure):
-        return
-    ends = list(itertools.accumulate([len(tree.leaves) for tree in trees], initial=0))
-    slices, structures = map(slice, ends, ends[1:]), structure.children()  # type: ignore[attr-defined]
-    cached = CachedPlan(
-        structure,
-        nodes=_nodes_below(arguments),
-        parts=list(zip(slices, structures, _metadata_of(trees), strict=True)),
-        may_have_graph=any(map(_requires_grad, leaves)),
-        plan=plan,
-    )
-    plans.add(leaves, (eager_mode, len(trees)), cached)
 
 
 def _metadata_of(trees: Sequence[FlatTree]) -> list[ListMetadata]:

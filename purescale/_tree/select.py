@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from .._torch.tracing import EagerMode, current_eager_mode, is_on_a_graph, trace
 from .._tree import pytree
 from .._tree.leaves import are_plain_dense, as_tensor_list, is_constant
 from .._tree.matching import matching_leaves
-from .._tree.plans import Plans, add_plan, find_plan
+from .._tree.plans import TreePlans
 from .._tree.pytree import Leaves, Tree, TreeT
 from .._tree.scalars import as_flag
 
@@ -50,7 +49,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     Source of the rule: `select_tree` of jmp.
     """
     eager_mode, arguments = current_eager_mode(), (found_inf, old, new)
-    if eager_mode and eager_mode.host_reads and (known := find_plan(_plans, eager_mode, arguments)):
+    if eager_mode and eager_mode.host_reads and (known := _plans.find(eager_mode, arguments)):
         _, before, after = known.flat_trees
         chosen = before if found_inf else after
         return before.structure.unflatten(foreach.clone_plain(chosen.leaves))
@@ -65,7 +64,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     return structure.unflatten(select_masked(found_inf, leaves, others))
 
 
-_plans: Plans[Any] = Plans(16)  # of `select`, which say that the trees match
+_plans = TreePlans(16)  # of `select`, which say that the trees match
 
 
 def _keep_plan(
@@ -79,7 +78,7 @@ def _keep_plan(
         return
     trees = list(map(pytree.flatten_once, arguments))
     if all(map(operator.is_, trees[2].leaves, new)):
-        add_plan(_plans, eager_mode, trees, None)
+        _plans.keep(eager_mode, trees, None)
 
 
 def _is_flag(tree: Tree) -> bool:

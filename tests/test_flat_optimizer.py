@@ -8,7 +8,7 @@ from helpers import Untouched, clone, same_bits, tensors
 from torch.testing import assert_close
 
 import purescale as ps
-from purescale._optim import fused
+from purescale._optim import kernel_step
 from purescale._optim.optimizer import FlatOptimizer, as_flat_optimizer
 from purescale._optim.step_inputs import flatten_step
 from purescale._torch.tracing import as_on_an_accelerator
@@ -226,7 +226,7 @@ def test_a_donated_step_whose_kernel_raises_has_counted_nothing(kind, counts, mo
     def without_memory(call, skip):
         raise MemoryError
 
-    monkeypatch.setattr(fused, "fused_update", without_memory)
+    monkeypatch.setattr(kernel_step, "run_kernel", without_memory)
     for flag in (torch.tensor(False), torch.tensor(True)):
         with pytest.raises(MemoryError):
             ps.maybe_step(optimizer, params, clone(params), state, flag, donate=True)

@@ -165,6 +165,45 @@ def test_an_average_of_squares_has_the_range_of_torchs(name):
 # ---- the ways agree
 
 
+@pytest.mark.parametrize("name", ["RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam"])
+@examples(12)
+@given(data=st.data())
+def test_torchs_function_of_a_class_without_a_fused_kernel_agrees_with_its_formula(name, data):
+    """Parameters and state, over skips, donation, rates as data, and leaves without a gradient."""
+    dtype = data.draw(st.sampled_from([torch.float64, torch.float32]))
+    settings, donate = data.draw(SETTINGS[name]), data.draw(flag)
+    counts = data.draw(st.sampled_from(["one", "each"]))
+    rate = settings.pop("lr")
+    as_data = {"in_state": ("lr", "weight_decay")} if data.draw(flag) else {}
+    schedule = data.draw(st.sampled_from([rate, lambda applied: rate / (1 + applied)]))
+    optimizer = ps.from_torch(
+        getattr(OPTIM, name), lr=schedule, counts=counts, **as_data, **settings
+    )
+    params, tree = drawn(name, data.draw(st.integers(0, 2**16)), dtype)
+    by_kernel, formula = [(params, optimizer.init(params)) for _ in range(2)]
+    scaler = ps.StaticScale(4.0).init()
+    for index in range(6):
+        grads = tree()
+        if counts == "each" and index % 2:
+            grads["w1"] = None
+        if index == 3:
+            grads["w2"] = torch.full_like(grads["w2"], torch.inf)
+        arguments = optimizer, scaler, by_kernel[0], grads, by_kernel[1]
+        by_kernel = ps.unscale_and_step(*pytree.tree_map(clone_tensor, arguments), donate=donate)[
+            :2
+        ]
+        with tracing.as_on_an_accelerator():
+            formula = ps.unscale_and_step(optimizer, scaler, formula[0], grads, formula[1])[:2]
+    assert optimizer._kernel_step.kernel.by_leaf is not None
+    for got, expected in zip(*map(pytree.tree_leaves, (by_kernel, formula)), strict=True):
+        scale = expected.abs().max() + 6 * rate
+        assert ((got - expected).abs().max() <= 2e-6 * scale).item(), (got, expected)
+
+
+def clone_tensor(leaf):
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
 @each_class
 @examples(3)
 @given(data=st.data())

@@ -31,7 +31,7 @@ from hypothesis import given
 
 import purescale as ps
 from purescale._grads.clip import clip_factor
-from purescale._optim import fused
+from purescale._optim import kernel_step
 from purescale._torch import foreach
 from purescale._torch.tracing import as_on_an_accelerator
 
@@ -151,7 +151,7 @@ def going(way):
         return
     with pytest.MonkeyPatch.context() as patch, as_on_an_accelerator():
         if way != "accelerator":
-            patch.setattr(fused, "kernel_of", lambda cls: None)
+            patch.setattr(kernel_step, "kernel_of", lambda cls: None)
         if way == "lists":
             patch.setattr(foreach, "is_on_accelerator", lambda tensor: True)
         yield

@@ -211,7 +211,7 @@ CHECKS = ("test_schema", "test_faketensor")
 def test_the_node_of_an_update_does_what_its_schema_says(name):
     optimizer = FUSED[name]
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer)
-    kernel = optimizer._fused_step.kernel
+    kernel = optimizer._kernel_step.kernel
     groups = optimizer.config
     [group] = groups.torch_groups(("0", "1"), groups.hyperparams(state))
     settings = group.settings

@@ -1,15 +1,22 @@
-"""torch's fused optimizer kernels: unscale, skip and update in one pass over memory, in place."""
+"""torch's own steps of lists of tensors, in place. A fused kernel unscales, skips and updates in
+one pass over memory; where a class has none, its function goes leaf by leaf, on a CPU.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adadelta import adadelta
+from torch.optim.adamax import adamax
+from torch.optim.nadam import nadam
+from torch.optim.radam import radam
+from torch.optim.rmsprop import rmsprop
 
 from .._optim import formulas
 from .._optim.formulas import Settings
@@ -22,21 +29,25 @@ from .._tree.gradients import Gradients, Pending
 
 
 class Kernel(NamedTuple):
-    """One of torch's fused kernels."""
+    """One of torch's fused kernels, or a function that steps a list leaf by leaf."""
 
     name: str  # torch's
-    slots: tuple[str, ...]  # that it updates besides the parameter
-    last_slot_setting: str  # the last of them exists if this is set; "" if it always does
-    setting_names: tuple[str, ...]  # torch's names, without the learning rate
+    # That it updates besides the parameter, in its order. One exists if its setting is set, or
+    # always, if that is "".
+    slots: Mapping[str, str]
+    setting_names: tuple[str, ...]  # of the function, without the rate of a fused kernel
     takes_step: bool = True  # it reads the number of the step
+    # torch's function of lists for a class without a fused kernel: it takes unscaled gradients,
+    # and adds to the counts that it is given. ASGD and Rprop have none here: in the first step
+    # they read a slot where the formula reads the rate.
+    by_leaf: Callable[..., None] | None = None
 
-    def slots_with(self, settings: Settings) -> tuple[str, ...]:
+    def slots_with(self, settings: Settings) -> list[str]:
         """Return the slots that it updates with these settings."""
-        is_complete = not self.last_slot_setting or settings[self.last_slot_setting]
-        return self.slots if is_complete else self.slots[:-1]
+        return [slot for slot, setting in self.slots.items() if not setting or settings[setting]]
 
     def keyword_arguments(self, settings: Settings) -> dict[str, Any]:
-        """Return the settings, but for the rate, by the names that the function gives them."""
+        """Return the settings by the names that the function gives them."""
         if "betas" in settings:
             beta1, beta2 = settings["betas"]
             settings = {**settings, "beta1": beta1, "beta2": beta2}
@@ -45,12 +56,28 @@ class Kernel(NamedTuple):
     def bind(self, settings: Settings) -> BoundKernel:
         """Return the kernel with these settings."""
         name, arguments = self.name, self.keyword_arguments(settings)
+        if self.by_leaf is not None:
+            function: Any = functools.partial(self.by_leaf, foreach=False, **arguments)
+            return BoundKernel(self, settings, function)
         if "decoupled_weight_decay" in arguments:
             name = "adamw" if arguments.pop("decoupled_weight_decay") else "adam"
         if not self.takes_step:
             arguments["is_first_step"] = False  # a buffer is there before it
-        function: Any = private.fused_kernel(name)
+        function = private.fused_kernel(name)
         return BoundKernel(self, settings, functools.partial(function, **arguments))
+
+    def takes(self, params: TensorList) -> bool:
+        """Return True if it is right for these parameters: on an accelerator whose fused kernels
+        unscale and skip; on a CPU only in float32 and float64, because in half precision a fused
+        kernel leaves whole vector lanes unchanged. A function by leaf needs flags that are read.
+        """
+        if self.by_leaf is not None and not host_can_read(params.tensors):
+            return False
+        for device in params.devices:
+            on_cpu = device.type == "cpu" and params.dtypes <= {torch.float32, torch.float64}
+            if not (on_cpu or device.type in SKIP_IN_KERNEL):
+                return False
+        return all([dtype.is_floating_point for dtype in params.dtypes])
 
 
 class BoundKernel(NamedTuple):
@@ -58,20 +85,47 @@ class BoundKernel(NamedTuple):
 
     kernel: Kernel
     settings: Settings
-    # torch's, of lists of tensors and the rate: it updates parameters and slots in place, and with
-    # `grad_scale` the gradients too
+    # torch's, of lists of tensors: it updates parameters and slots in place, and with `grad_scale`
+    # the gradients too
     function: Callable[..., None]
 
 
 _BOOLEANS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
-_ADAM = ("beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize", "decoupled_weight_decay")
-_SGD = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
+_ADAM = ("beta1", "beta2", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
+_MOMENTS = {"exp_avg": "", "exp_avg_sq": ""}
 _KERNELS: dict[Any, Kernel] = {
-    formulas.adam: Kernel("adam", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), "amsgrad", _ADAM),
-    formulas.sgd: Kernel("sgd", ("momentum_buffer",), "momentum", _SGD, takes_step=False),
-    formulas.adagrad: Kernel(
-        "adagrad", ("sum",), "", ("lr_decay", "weight_decay", "eps", "maximize")
+    formulas.adam: Kernel("adam", _MOMENTS | {"max_exp_avg_sq": "amsgrad"}, (*_ADAM, "amsgrad")),
+    formulas.sgd: Kernel(
+        "sgd",
+        {"momentum_buffer": "momentum"},
+        ("weight_decay", "momentum", "dampening", "nesterov", "maximize"),
+        takes_step=False,
     ),
+    formulas.adagrad: Kernel(
+        "adagrad", {"sum": ""}, ("lr_decay", "weight_decay", "eps", "maximize")
+    ),
+    formulas.rmsprop: Kernel(
+        "rmsprop",
+        {"square_avg": "", "grad_avg": "centered", "momentum_buffer": "momentum"},
+        ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
+        by_leaf=rmsprop,
+    ),
+    formulas.adadelta: Kernel(
+        "adadelta",
+        {"square_avg": "", "acc_delta": ""},
+        ("lr", "rho", "eps", "weight_decay", "maximize"),
+        by_leaf=adadelta,
+    ),
+    formulas.adamax: Kernel(
+        "adamax",
+        {"exp_avg": "", "exp_inf": ""},
+        ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize"),
+        by_leaf=adamax,
+    ),
+    formulas.nadam: Kernel(
+        "nadam", _MOMENTS | {"mu_product": ""}, ("lr", *_ADAM, "momentum_decay"), by_leaf=nadam
+    ),
+    formulas.radam: Kernel("radam", _MOMENTS, ("lr", *_ADAM), by_leaf=radam),
 }
 _BY_NAME = {kernel.name: kernel for kernel in _KERNELS.values()}
 
@@ -79,7 +133,7 @@ _BY_NAME = {kernel.name: kernel for kernel in _KERNELS.values()}
 def kernel_of(formula: formulas.Formula | None) -> Kernel | None:
     """Return the kernel that makes the steps of a class with this formula."""
     kernel = _KERNELS.get(formula.step) if formula else None
-    return kernel if kernel and private.fused_kernel(kernel.name) else None
+    return kernel if kernel and (kernel.by_leaf or private.fused_kernel(kernel.name)) else None
 
 
 # ---- one launch ----------------------------------------------------------------------------------
@@ -100,10 +154,13 @@ class KernelCall(NamedTuple):
 
     def lists(self) -> list[list[Tensor]]:
         """Return the lists of tensors that the function takes."""
-        params, slots, steps = self.params, self.slots, self.state_steps
-        absent: list[list[Tensor]] = [[]] * (len(self.bound.kernel.slots) - len(slots))
-        lists = [params, self.grads.tensors, *slots, *absent]
-        if self.bound.kernel.takes_step:
+        kernel, params, steps = self.bound.kernel, self.params, self.state_steps
+        columns = dict(zip(kernel.slots_with(self.bound.settings), self.slots, strict=True))
+        lists = [params, self.grads.tensors, *[columns.get(slot, []) for slot in kernel.slots]]
+        if kernel.by_leaf is not None:  # it adds 1 to each
+            before = [step - 1 for step in steps]
+            steps = list(before[0].repeat(len(params)).unbind()) if len(steps) == 1 else before
+        if kernel.takes_step:
             lists.append(steps * len(params) if len(steps) == 1 else steps)
         return lists
 
@@ -112,29 +169,22 @@ class KernelCall(NamedTuple):
 SKIP_IN_KERNEL = {"cuda", "xpu"}
 
 
-def is_fused_supported(params: TensorList) -> bool:
-    """Return True if a fused kernel is right for these parameters: on an accelerator whose kernels
-    unscale and skip; on a CPU only in float32 and float64, because in half precision it leaves
-    whole vector lanes unchanged.
-    """
-    for device in params.devices:
-        on_cpu = device.type == "cpu" and params.dtypes <= {torch.float32, torch.float64}
-        if not (on_cpu or device.type in SKIP_IN_KERNEL):
-            return False
-    return all([dtype.is_floating_point for dtype in params.dtypes])
-
-
 _NO_CONTEXT = contextlib.nullcontext()  # a context of torch takes as long as an operator
 
 
-def fused_update(call: KernelCall, skip: Tensor | None) -> None:
-    """Make the call, which updates its tensors in place, unless the step is skipped. The kernel
+def run_kernel(call: KernelCall, skip: Tensor | None) -> None:
+    """Make the call, which updates its tensors in place, unless the step is skipped. A fused kernel
     itself divides the gradients if it can. On a CPU the flag is read.
     """
     if skip is not None and host_can_read([skip]):
         if skip:
             return
         skip = None
+    if call.bound.kernel.by_leaf is not None:
+        call = call._replace(grads=_prepare_gradients(call))
+        with torch.no_grad():
+            call.bound.function(*call.lists())
+        return
     if not _kernel_divides(call):
         call = call._replace(grads=_prepare_gradients(call))
     lr, found_inf, divisor = call.bound.settings["lr"], None, call.grads.pending.divisor
@@ -218,10 +268,10 @@ def _update_targets(
     tensor_args: Sequence[Tensor | None],
     owned: bool,
 ) -> None:
-    """`fused_update` as an operator of a graph. Traced operator by operator, a hundred parameters
-    would take minutes to compile. `targets`: the parameters, then each slot. `tensor_args`: the
-    rate if it is a tensor, else None; `skip`; what the gradients wait for. `float_args`: the rate
-    if it is a number, else 0; the other settings.
+    """`run_kernel` as an operator of a graph, for a fused kernel. Traced operator by operator, a
+    hundred parameters would take minutes to compile. `targets`: the parameters, then each slot.
+    `tensor_args`: the rate if it is a tensor, else None; `skip`; what the gradients wait for.
+    `float_args`: the rate if it is a number, else 0; the other settings.
     """
     count, kernel, (lr, skip, *pending) = len(grads), _BY_NAME[name], tensor_args
     params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
@@ -232,7 +282,7 @@ def _update_targets(
     }
     bound = kernel.bind({**settings, "lr": lr_number if lr is None else lr})
     gradients = with_one_divisor(Gradients.of_dense(list(grads), Pending(*pending), owned=owned))
-    fused_update(KernelCall(bound, params, slots, gradients, list(state_steps)), skip)
+    run_kernel(KernelCall(bound, params, slots, gradients, list(state_steps)), skip)
 
 
 define("fused_update", _update_targets)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .._optim.formula_step import FormulaStep
 from .._optim.formulas import LeafSlots
-from .._optim.fused import FusedStep, TorchPlan
 from .._optim.in_state import with_stored
+from .._optim.kernel_step import KernelStep, TorchPlan
 from .._optim.opt_state import NO_SLOTS, STEP, OptState, columns_of, count_step, has_counts
 from .._optim.optimizer import FlatOptimizer
 from .._optim.param_layout import ParamLayout, foreign_parameters_error, named_params
@@ -180,7 +180,7 @@ class FormulaOptimizer(TorchOptimizer):
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)
         self.slot_spec = SlotSpec(config)
-        self._fused_step = FusedStep(config)
+        self._kernel_step = KernelStep(config)
         self._formula_step = FormulaStep(config, self.slot_spec)
 
     def _init_slots(
@@ -211,7 +211,7 @@ class FormulaOptimizer(TorchOptimizer):
         self.slot_spec.check(columns_of(inputs.opt_state, inputs.layout), params)
         if self.config.needs_step_count and not has_counts(inputs.opt_state):
             _check_counts(self.config, inputs.layout)
-        return self._fused_step.plan(inputs, groups)
+        return self._kernel_step.plan(inputs, groups)
 
     def step_unless(
         self,
@@ -222,8 +222,8 @@ class FormulaOptimizer(TorchOptimizer):
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step that a fused kernel skips itself, if one can."""
-        if self._fused_step.can_run(inputs, grads):
-            return self._fused_step(inputs, grads, skip, in_place=in_place)
+        if self._kernel_step.can_run(inputs, grads):
+            return self._kernel_step(inputs, grads, skip, in_place=in_place)
         return super().step_unless(inputs, grads, skip, in_place=in_place)
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], OptState]:

@@ -294,19 +294,22 @@ def _bounded(tensors: list[Tensor], old: torch.dtype, new: torch.dtype) -> Seque
 
 # ---- tensors as one ------------------------------------------------------------------------------
 
-# The number of elements that are joined at a time: it bounds the memory for copies.
+# The number of elements that are joined at a time: on a CPU as many as its caches hold, elsewhere a
+# bound of the memory for copies.
 _PIECE = 2**22
+_PIECE_ON_CPU = 2**18
 
 
 def pieces(tensors: Sequence[Tensor], kinds: Sequence[Any]) -> list[list[int]]:
     """Return the indices of tensors of one kind, in pieces of a bounded number of elements. A
     larger tensor is a piece of its own.
     """
+    most = _PIECE if any(map(is_on_accelerator, tensors)) else _PIECE_ON_CPU
     done: list[list[int]] = []
     last: dict[Any, tuple[list[int], int]] = {}
     for index, (tensor, kind) in enumerate(zip(tensors, kinds, strict=True)):
-        piece, size = last.get(kind, ([], _PIECE + 1))
-        if size + tensor.numel() > _PIECE:
+        piece, size = last.get(kind, ([], most + 1))
+        if size + tensor.numel() > most:
             piece, size = [], 0
             done.append(piece)
         piece.append(index)

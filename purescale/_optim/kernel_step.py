@@ -1,4 +1,4 @@
-"""The step of a class of torch.optim by torch's fused kernels: its launches, planned, and its three
+"""The step of a class of torch.optim by torch's own kernels: its launches, planned, and its three
 ways: eager, in a graph of `jit`, and in one of Dynamo.
 """
 
@@ -18,9 +18,8 @@ from .._optim.kernels import (
     BoundKernel,
     KernelCall,
     arguments_of_operator,
-    fused_update,
-    is_fused_supported,
     kernel_of,
+    run_kernel,
     with_one_divisor,
 )
 from .._optim.opaque import opaque_in_dynamo
@@ -60,8 +59,8 @@ class Launch(NamedTuple):
 
 
 class TorchPlan(NamedTuple):
-    """The decisions about the steps of a class of torch.optim: the launches of its fused kernel,
-    and what is known of the tensors that they take.
+    """The decisions about the steps of a class of torch.optim: the launches of its kernel, and
+    what is known of the tensors that they take.
     """
 
     groups: list[ParamGroup]
@@ -85,28 +84,31 @@ def _picker(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
     return lambda leaves: [list(get(leaves)) for get in getters]
 
 
-class FusedStep:
-    """The step of a class of torch.optim by torch's fused kernel, if it has one."""
+class KernelStep:
+    """The step of a class of torch.optim by torch's own kernel, if it has one."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
+        kernel: Any = kernel_of(config.spec.formula)
         flags = {config.arguments.get(name) for name in ("foreach", "fused", "capturable")}
+        is_fused = kernel is not None and kernel.by_leaf is None
         ruled_out = (
-            # torch's own class runs no kernel then
-            (config.differentiable or flags != {None}) and not config.arguments.get("fused"),
+            # torch's own class runs no fused kernel then
+            is_fused and flags != {None} and not config.arguments.get("fused"),
+            config.differentiable and not config.arguments.get("fused"),
             # it cannot tell a parameter's first step
             config.needs_step_count and config.spec.formula.makes_buffer_in_first_step,
             # with momentum 0 it does not update the buffer, which a later momentum needs
             "momentum" in config.in_state,
         )
-        self.kernel: Any = None if any(ruled_out) else kernel_of(config.spec.formula)
+        self.kernel: Any = None if any(ruled_out) else kernel
         self._opaque = opaque_in_dynamo(
             config, self._step_for_dynamo, lambda: torch.compiler.allow_in_graph
         )
 
     def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> TorchPlan:
         """Return the plan of a step."""
-        if self.kernel is None or not is_fused_supported(inputs.param_list):
+        if self.kernel is None or not self.kernel.takes(inputs.param_list):
             return TorchPlan(groups)
         if torch.compiler.is_dynamo_compiling():
             return TorchPlan(groups, launches=[], in_trace=True)
@@ -227,8 +229,10 @@ class FusedStep:
                 leaves, plan.param_slot_pairs, listed=listed, in_place=in_place
             )
         if not self._config.is_static:
-            hyperparams = hyperparams.map(_read_all_but_rate)
-        num_params, grads = len(inputs.params), with_one_divisor(grads)
+            read = read_numbers if self.kernel.by_leaf else _read_all_but_rate
+            hyperparams = hyperparams.map(read)
+        num_params = len(inputs.params)
+        grads = grads if self.kernel.by_leaf else with_one_divisor(grads)
         state = structure.unflatten(leaves[num_params:])
         # The counts that kernels read are fresh: what raises, for want of memory, counts nothing.
         applied = state.applied + (1 if skip is None else ~skip)
@@ -239,7 +243,7 @@ class FusedStep:
         for launch in plan.launches:
             _add_to_counts(counted, launch.count_indices, skip)
             arguments = launch, counted, t_by_device, grads, hyperparams
-            fused_update(self._kernel_call(*arguments, grads_match_params=grads_match_params), skip)
+            run_kernel(self._kernel_call(*arguments, grads_match_params=grads_match_params), skip)
             _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
         return leaves[:num_params], count_step(state, skip, in_place=True)
 

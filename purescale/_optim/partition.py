@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from .._optim.optimizer import FlatOptimizer, Optimizer, as_flat_optimizer, chec
 from .._optim.param_layout import ParamLayout, named_params
 from .._optim.step_inputs import StepInputs, flatten_opt_state, make_step_inputs
 from .._torch.dtensor import any_dtensor
-from .._torch.tensor_list import TensorList
+from .._torch.tensor_list import ListMetadata, TensorList
 from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.leaves import describe
@@ -119,20 +120,23 @@ class PartitionOptimizer(FlatOptimizer):
             self.flat_optimizers, key=lambda key: not self.flat_optimizers[key].runs_user_code
         )
         indices_of = self._members(inputs.layout.names, inputs.params)
+        state_of = _state_of_each(inputs)
         parts = {}
         for key in order:
-            part_inputs = self.inputs_of(key, indices_of[key], inputs)
-            parts[key] = Part(indices_of[key], self.flat_optimizers[key].plan(part_inputs))
+            part = Part.of(inputs.layout, indices_of[key], *state_of.get(key, ()))
+            plan = self.flat_optimizers[key].plan(self.inputs_of(key, part, inputs))
+            parts[key] = part._replace(optimizer_plan=plan)
         return parts
 
-    def inputs_of(self, key: str, param_indices: list[int], inputs: StepInputs) -> StepInputs:
+    def inputs_of(self, key: str, part: Part, inputs: StepInputs) -> StepInputs:
         """Return the inputs of one part, with DTensors flattened for its own optimizer."""
-        names = [inputs.layout.names[index] for index in param_indices]
-        opt_state = inputs.opt_state[key]
-        has_grad = [inputs.layout.grad_indices[index] is not None for index in param_indices]
-        layout = ParamLayout.of_dict(names, has_grad)
-        params = inputs.param_list.picked(param_indices)
-        if inputs.dense_leaves is None and any_dtensor(params.tensors):
+        layout, opt_state, dense = part.layout, inputs.opt_state[key], inputs.dense_leaves
+        params = inputs.param_list.picked(part.param_indices)
+        if dense is not None and part.state_slice is not None:
+            leaves = [*params.tensors, *dense.tensors[part.state_slice]]
+            dense = TensorList(leaves, part.leaves_metadata, dense_off_graph=True)
+            return StepInputs(layout, params, opt_state, dense, part.state_structure)
+        if any_dtensor(params.tensors):
             tree, flat_state = layout.unflatten(params.tensors), flatten_opt_state(opt_state)
             flat_params = pytree.flatten_once(tree)
             part_inputs = make_step_inputs(self.flat_optimizers[key], flat_params, flat_state)
@@ -140,13 +144,10 @@ class PartitionOptimizer(FlatOptimizer):
         return StepInputs(layout, params, opt_state)
 
     def grads_of(
-        self,
-        part_inputs: StepInputs,
-        param_indices: list[int],
-        inputs: StepInputs,
-        grads: Gradients,
+        self, part_inputs: StepInputs, part: Part, inputs: StepInputs, grads: Gradients
     ) -> Gradients:
         """Return the gradients of one part."""
+        param_indices = part.param_indices
         if grads.dense_real:
             return grads.picked(param_indices)
         indices = [inputs.layout.grad_indices[index] for index in param_indices]
@@ -173,14 +174,13 @@ class PartitionOptimizer(FlatOptimizer):
         """Return parameters and state after a step of each part, skipped or not."""
         plan: dict[str, Part] = inputs.optimizer_plan
         part_inputs = {
-            key: self.inputs_of(key, part.param_indices, inputs)._replace(
+            key: self.inputs_of(key, part, inputs)._replace(
                 optimizer_plan=part.optimizer_plan, hyperparams=inputs.hyperparams[key]
             )
             for key, part in plan.items()
         }
         part_grads = {
-            key: self.grads_of(part_inputs[key], part.param_indices, inputs, grads)
-            for key, part in plan.items()
+            key: self.grads_of(part_inputs[key], part, inputs, grads) for key, part in plan.items()
         }
         stepped = {}
         for key in plan:
@@ -235,10 +235,34 @@ class PartitionOptimizer(FlatOptimizer):
 
 
 class Part(NamedTuple):
-    """A part of a step."""
+    """A part of a step: its place in the lists of the whole one, and the plan of its optimizer."""
 
+    layout: ParamLayout
     param_indices: list[int]
-    optimizer_plan: Any  # of its optimizer
+    leaves_metadata: ListMetadata  # of its dense leaves
+    state_slice: slice | None = None  # of the leaves of its state among all; None if not all dense
+    state_structure: Any = None
+    optimizer_plan: Any = None
+
+    @classmethod
+    def of(cls, layout: ParamLayout, indices: list[int], *state: Any) -> Self:
+        """Return the part with these parameters, and this slice and structure of its state."""
+        has_grad = [layout.grad_indices[index] is not None for index in indices]
+        own_layout = ParamLayout.of_dict([layout.names[index] for index in indices], has_grad)
+        return cls(own_layout, indices, ListMetadata(), *state)
+
+
+def _state_of_each(inputs: StepInputs) -> dict[str, tuple[slice, Any]]:
+    """Return by key the place of its state among `dense_leaves`, and its structure; none if the
+    leaves are not known to be dense.
+    """
+    if inputs.dense_leaves is None:
+        return {}
+    structures = inputs.state_structure.children()
+    counts = [structure.num_leaves for structure in structures]
+    ends = list(itertools.accumulate(counts, initial=len(inputs.params)))
+    slices = map(slice, ends, ends[1:])
+    return dict(zip(inputs.opt_state, zip(slices, structures, strict=True), strict=True))
 
 
 def _check(optimizers: Any, label: Any) -> None:

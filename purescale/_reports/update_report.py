@@ -262,8 +262,8 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
     if isinstance(optimizer, PartitionOptimizer):
         updates: list[Any] = list(inputs.params)
         for key, part in optimizer.plan(inputs).items():
-            of_part = optimizer.inputs_of(key, part.param_indices, inputs)
-            grads_of_part = optimizer.grads_of(of_part, part.param_indices, inputs, grads)
+            of_part = optimizer.inputs_of(key, part, inputs)
+            grads_of_part = optimizer.grads_of(of_part, part, inputs, grads)
             of_members = _wanted(optimizer.flat_optimizers[key], of_part, grads_of_part)
             for index, update in zip(part.param_indices, of_members, strict=True):
                 updates[index] = update

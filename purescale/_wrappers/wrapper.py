@@ -24,9 +24,10 @@ from .._tree.pytree import Leaves, Tree
 from .._tree.select import select_masked, write_over
 
 # The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,
-# depending on class and wrapper: at most 64 MiB in all. On an accelerator, where a launch takes the
-# time of many elements, it is 8 times that number and at most 1 GiB.
-PIECE_NUMEL = 2**20
+# depending on class and wrapper, so that a cache holds them, and 64 MiB with what an allocator
+# keeps. On an accelerator, where a launch takes the time of many elements, it is 32 times that
+# number and at most 1 GiB.
+PIECE_NUMEL = 2**18
 # The fields of a state that are cut with the parameters: by name in an OptState, else a tree like
 # these.
 BY_PARAM = ("counts", "rest", "iterate")
@@ -220,7 +221,7 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
     """
     params = inputs.params
     launch_bound = any(map(foreach.is_on_accelerator, params))
-    size = 8 * PIECE_NUMEL if launch_bound else PIECE_NUMEL
+    size = 32 * PIECE_NUMEL if launch_bound else PIECE_NUMEL
     cuts: list[Cut] = [{}]
     if sum(map(Tensor.numel, params)) <= size:
         return cuts

@@ -213,7 +213,7 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer)
     kernel = optimizer._kernel_step.kernel
     groups = optimizer.config
-    [group] = groups.torch_groups(("0", "1"), groups.hyperparams(state))
+    [group] = groups.torch_groups(("0", "1"), groups.step_settings(state))
     settings = group.settings
     columns = [state.slots[key] for key in kernel.slots_with(settings)]
     targets = [*params.values(), *(leaf for column in columns for leaf in column.values())]

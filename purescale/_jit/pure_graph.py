@@ -26,7 +26,7 @@ from .._jit.cut import (
 from .._jit.donated import donate_inputs, kind, separate_results
 from .._torch import private
 from .._torch.autocast import outside_autocast
-from .._torch.foreach import clone_plain
+from .._torch.foreach import clone_off_graph
 from .._torch.reads import NoReads, ReadError
 from .._torch.tracing import PLAIN_TYPES, innermost, is_unresolved, recording_in_jit
 
@@ -236,7 +236,7 @@ def _looped(graph: PureGraph, number: int, carried: int) -> Function:
 
     def repeat(*tensors: Tensor) -> Sequence[Any]:
         stacks, closed_over = tensors[carried:number], tensors[number:]
-        carry, columns = clone_plain(tensors[:carried]), []
+        carry, columns = clone_off_graph(tensors[:carried]), []
         for row in zip(*[stack.unbind() for stack in stacks], strict=True):
             inputs = [*carry, *row, *closed_over]
             outputs = [*inputs, *once(*inputs)]

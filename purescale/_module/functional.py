@@ -213,7 +213,7 @@ def _copies(buffers: Tensors, kept: Set[str], *, one_by_one: bool = False) -> Te
     if one_by_one or not values or any(map(_requires_grad, values)):
         clones = [value.clone() for value in values]
     else:
-        clones = foreach.clone_plain(values)
+        clones = foreach.clone_off_graph(values)
     copies = dict(zip(copied, clones, strict=True))
     return {**buffers, **copies} if kept else copies
 

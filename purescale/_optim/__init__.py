@@ -1,7 +1,7 @@
 """Optimizers as pure functions: classes of torch.optim, (init, update) pairs, those of a user.
 
 A step makes lists of its trees, `step_inputs.StepInputs`, and calls a `FlatOptimizer` in this
-order: `plan(inputs)`, found again if arguments are alike (`find_step`); `hyperparams`;
+order: `plan(inputs)`, found again if arguments are alike (`find_step`); `step_settings`;
 `step_planned`, by `step_unless`. That calls `apply_step` and selects old or new by a mask; that of
 `from_torch` launches torch's kernel if one fits, which takes the flag.
 

@@ -21,7 +21,7 @@ from .._optim.opt_state import (
     values_of,
     with_columns,
 )
-from .._optim.settings import Hyperparams, OptimizerConfig, ParamGroup
+from .._optim.settings import OptimizerConfig, ParamGroup, StepSettings
 from .._optim.slot_spec import SlotSpec
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
@@ -58,9 +58,9 @@ class FormulaStep:
         layout, params, applied = inputs.layout, inputs.params, inputs.opt_state.applied
         columns = columns_of(inputs.opt_state, layout)
         t = applied.to(widest_float(applied.device))
-        hyperparams = inputs.hyperparams.map(lambda table: _as_arguments(table, applied.device))
+        step_settings = inputs.step_settings.map(lambda table: _as_arguments(table, applied.device))
         per_leaf = self._config.differentiable or traced()
-        operands = params, grad_leaves, columns, t, hyperparams, per_leaf
+        operands = params, grad_leaves, columns, t, step_settings, per_leaf
         if torch.compiler.is_dynamo_compiling():
             new = iter(self._opaque(list(layout.names), *operands))
         else:
@@ -75,7 +75,7 @@ class FormulaStep:
         grad_leaves: list[Tensor | None],
         columns: Columns,
         t: Tensor,
-        hyperparams: Hyperparams,
+        step_settings: StepSettings,
         per_leaf: bool,
     ) -> list[Tensor]:
         """Return all new parameters, then all new columns, in order."""
@@ -86,7 +86,7 @@ class FormulaStep:
             for index in range(len(params))
         ]
         for group in groups:
-            settings = self._config.settings_of(group.override_indices, hyperparams)
+            settings = self._config.settings_of(group.override_indices, step_settings)
             present = [
                 (index, gradient)
                 for index in group.indices

@@ -33,7 +33,7 @@ from .._optim.opt_state import (
     values_of,
     with_columns,
 )
-from .._optim.settings import Hyperparams, OptimizerConfig, ParamGroup
+from .._optim.settings import OptimizerConfig, ParamGroup, StepSettings
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach
 from .._torch.dtypes import on_device
@@ -172,7 +172,7 @@ class KernelStep:
         """Return True if the planned kernel takes the values of this step: settings that the host
         can read, on an accelerator a float32 rate; in a trace, operands of one opaque operator.
         """
-        plan, hyperparams = inputs.optimizer_plan, inputs.hyperparams
+        plan, step_settings = inputs.optimizer_plan, inputs.step_settings
         if plan.launches is None:
             return False
         if not self._config.is_static:
@@ -180,13 +180,13 @@ class KernelStep:
             if numbers and not host_can_read(numbers):
                 return False
             # On an accelerator it reads a rate as float32.
-            rates = [table.get("lr") for table in hyperparams.tables()]
+            rates = [table.get("lr") for table in step_settings.tables()]
             tensors = [rate for rate in rates if isinstance(rate, Tensor)]
             if any([rate.dtype is not torch.float32 and not rate.is_cpu for rate in tensors]):
                 return False
         if not plan.in_trace:
             return True
-        numbers = [value for table in hyperparams.tables() for value in table.values()]
+        numbers = [value for table in step_settings.tables() for value in table.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
         params, columns = inputs.params, columns_of(inputs.opt_state, inputs.layout)
         if not may_be_opaque(params, grads.tensors, values_of(columns), scalars):
@@ -219,10 +219,10 @@ class KernelStep:
         *,
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
-        plan, hyperparams = inputs.optimizer_plan, inputs.hyperparams
+        plan, step_settings = inputs.optimizer_plan, inputs.step_settings
         leaves, structure = inputs.leaves_and_state_structure()
         if plan.leaves_are_ready:
-            leaves = leaves if in_place else foreach.clone_plain(leaves)
+            leaves = leaves if in_place else foreach.clone_off_graph(leaves)
         else:
             listed = inputs.dense_leaves is not None
             leaves = _writable_leaves(
@@ -230,7 +230,7 @@ class KernelStep:
             )
         if not self._config.is_static:
             read = read_numbers if self.kernel.by_leaf else _read_all_but_rate
-            hyperparams = hyperparams.map(read)
+            step_settings = step_settings.map(read)
         num_params = len(inputs.params)
         grads = grads if self.kernel.by_leaf else with_one_divisor(grads)
         state = structure.unflatten(leaves[num_params:])
@@ -242,7 +242,7 @@ class KernelStep:
         counted = list(leaves)
         for launch in plan.launches:
             _add_to_counts(counted, launch.count_indices, skip)
-            arguments = launch, counted, t_by_device, grads, hyperparams
+            arguments = launch, counted, t_by_device, grads, step_settings
             run_kernel(self._kernel_call(*arguments, grads_match_params=grads_match_params), skip)
             _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
         return leaves[:num_params], count_step(state, skip, in_place=True)
@@ -257,7 +257,7 @@ class KernelStep:
         t_by_device = self._t_by_device(inputs.opt_state.applied, launches)
         for launch in launches:
             _add_to_counts(stepped, launch.count_indices, skip)
-            call = self._kernel_call(launch, stepped, t_by_device, grads, inputs.hyperparams)
+            call = self._kernel_call(launch, stepped, t_by_device, grads, inputs.step_settings)
             new = torch.ops.purescale.fused_update(*arguments_of_operator(call, skip))
             indices = itertools.chain(launch.param_indices, *launch.slot_indices)
             for index, tensor in zip(indices, new, strict=True):
@@ -273,17 +273,17 @@ class KernelStep:
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
         """Make the step as one function, which Dynamo does not trace."""
-        hyperparams, layout = inputs.hyperparams, inputs.layout
+        step_settings, layout = inputs.step_settings, inputs.layout
         params, columns = _writable_columns(inputs, in_place=in_place)
         state = with_columns(inputs.opt_state, columns, layout)
         if not self._config.is_static:
-            hyperparams = hyperparams.map(lambda table: map_numbers(_copied, table))
+            step_settings = step_settings.map(lambda table: map_numbers(_copied, table))
         grad_indices = list(layout.grad_indices)
         if STEP in columns:
             with_grad = [n for n, index in enumerate(grad_indices) if index is not None]
             _add_to_counts(columns[STEP], with_grad, skip, in_place=True)
         tensors, scalars = (params, grads.tensors, columns), (state.applied, skip, grads.pending)
-        self._opaque(list(layout.names), grad_indices, tensors, scalars, hyperparams)
+        self._opaque(list(layout.names), grad_indices, tensors, scalars, step_settings)
         return params, state
 
     def _step_for_dynamo(
@@ -292,7 +292,7 @@ class KernelStep:
         grad_indices: list[int | None],
         tensors: tuple[list[Tensor], list[Tensor], Columns],
         scalars: tuple[Tensor, Tensor | None, Pending],
-        hyperparams: Hyperparams,
+        step_settings: StepSettings,
     ) -> None:
         """Make the step of `_in_dynamo` from a compiled one."""
         (params, grads, columns), (applied, skip, pending) = tensors, scalars
@@ -302,12 +302,12 @@ class KernelStep:
         leaves = [*params, *values_of(columns)]
         t_by_device = self._t_by_device(applied, launches)
         for launch in launches:
-            call = self._kernel_call(launch, leaves, t_by_device, gradients, hyperparams)
+            call = self._kernel_call(launch, leaves, t_by_device, gradients, step_settings)
             torch.ops.purescale.fused_update_(*arguments_of_operator(call, skip))
 
     def _t_by_device(self, applied: Tensor, launches: list[Launch]) -> dict[torch.device, Tensor]:
         """Return the number of the step, float32, on each device where the kernel reads it."""
-        reads = self.kernel.takes_step
+        reads = self.kernel.reads_counts
         devices = dict.fromkeys([x.device for x in launches if reads and not x.count_indices])
         return {device: applied.to(device, torch.float32) for device in devices}
 
@@ -317,18 +317,18 @@ class KernelStep:
         leaves: list[Any],
         t_by_device: dict[torch.device, Tensor],
         grads: Gradients,
-        hyperparams: Hyperparams,
+        step_settings: StepSettings,
         *,
         grads_match_params: bool = False,
     ) -> KernelCall:
         """Return the call of a launch with these tensors and settings."""
         bound = launch.bound
         if not self._config.is_static:
-            settings = self._config.settings_of(launch.group.override_indices, hyperparams)
+            settings = self._config.settings_of(launch.group.override_indices, step_settings)
             bound = self.kernel.bind(settings)
         params, *slots = launch.pick(leaves)
         steps = [leaves[index] for index in launch.count_indices]
-        if self.kernel.takes_step and not steps:
+        if self.kernel.reads_counts and not steps:
             steps = [t_by_device[launch.device]]
         grads = grads.picked(launch.grad_indices)
         return KernelCall(bound, params, slots, grads, steps, grads_match_params)

@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
     # always, if that is "".
     slots: Mapping[str, str]
     setting_names: tuple[str, ...]  # of the function, without the rate of a fused kernel
-    takes_step: bool = True  # it reads the number of the step
+    reads_counts: bool = True  # it reads the number of the step
     # torch's function of lists for a class without a fused kernel: it takes unscaled gradients,
     # and adds to the counts that it is given. ASGD and Rprop have none here: in the first step
     # they read a slot where the formula reads the rate.
@@ -61,7 +61,7 @@ class Kernel(NamedTuple):
             return BoundKernel(self, settings, function)
         if "decoupled_weight_decay" in arguments:
             name = "adamw" if arguments.pop("decoupled_weight_decay") else "adam"
-        if not self.takes_step:
+        if not self.reads_counts:
             arguments["is_first_step"] = False  # a buffer is there before it
         function = private.fused_kernel(name)
         return BoundKernel(self, settings, functools.partial(function, **arguments))
@@ -99,7 +99,7 @@ _KERNELS: dict[Any, Kernel] = {
         "sgd",
         {"momentum_buffer": "momentum"},
         ("weight_decay", "momentum", "dampening", "nesterov", "maximize"),
-        takes_step=False,
+        reads_counts=False,
     ),
     formulas.adagrad: Kernel(
         "adagrad", {"sum": ""}, ("lr_decay", "weight_decay", "eps", "maximize")
@@ -148,20 +148,20 @@ class KernelCall(NamedTuple):
     params: list[Tensor]
     slots: list[list[Tensor]]  # of each of `Kernel.slots_with`
     grads: Gradients
-    state_steps: list[Tensor]  # the number of the step of each, or one for all: float32, read only
+    counts: list[Tensor]  # the number of the step of each, or one for all: float32, read only
     # known: all are off graph, and the gradients have dtype and memory order of the parameters
     grads_match_params: bool = False
 
     def lists(self) -> list[list[Tensor]]:
         """Return the lists of tensors that the function takes."""
-        kernel, params, steps = self.bound.kernel, self.params, self.state_steps
+        kernel, params, counts = self.bound.kernel, self.params, self.counts
         columns = dict(zip(kernel.slots_with(self.bound.settings), self.slots, strict=True))
         lists = [params, self.grads.tensors, *[columns.get(slot, []) for slot in kernel.slots]]
         if kernel.by_leaf is not None:  # it adds 1 to each
-            before = [step - 1 for step in steps]
-            steps = list(before[0].repeat(len(params)).unbind()) if len(steps) == 1 else before
-        if kernel.takes_step:
-            lists.append(steps * len(params) if len(steps) == 1 else steps)
+            before = [count - 1 for count in counts]
+            counts = list(before[0].repeat(len(params)).unbind()) if len(counts) == 1 else before
+        if kernel.reads_counts:
+            lists.append(counts * len(params) if len(counts) == 1 else counts)
         return lists
 
 
@@ -264,7 +264,7 @@ def _update_targets(
     grads: Sequence[Tensor],
     name: str,
     float_args: Sequence[float],
-    state_steps: Sequence[Tensor],
+    counts: Sequence[Tensor],
     tensor_args: Sequence[Tensor | None],
     owned: bool,
 ) -> None:
@@ -282,7 +282,7 @@ def _update_targets(
     }
     bound = kernel.bind({**settings, "lr": lr_number if lr is None else lr})
     gradients = with_one_divisor(Gradients.of_dense(list(grads), Pending(*pending), owned=owned))
-    run_kernel(KernelCall(bound, params, slots, gradients, list(state_steps)), skip)
+    run_kernel(KernelCall(bound, params, slots, gradients, list(counts)), skip)
 
 
 define("fused_update", _update_targets)
@@ -301,5 +301,5 @@ def arguments_of_operator(call: KernelCall, skip: Tensor | None) -> tuple[Any, .
         else number
         for number in grads.pending
     ]
-    arguments = targets, grads.tensors, kernel.name, list(map(float, float_args)), call.state_steps
+    arguments = targets, grads.tensors, kernel.name, list(map(float, float_args)), call.counts
     return *arguments, [lr_tensor, skip, *pending]

@@ -33,7 +33,7 @@ def _constant_settings(config: OptimizerConfig) -> str:
     """
     constant = [
         {k: v for k, v in settings.items() if not (isinstance(v, Tensor) or is_scheduled(v))}
-        for settings in (config.complete, *config.overrides.values())
+        for settings in (config.all_settings, *config.overrides.values())
     ]
     spec = config.spec
     kind = spec.name, id(spec.cls), id(spec.formula)

@@ -85,7 +85,7 @@ class PlannedStep(NamedTuple):
 
 class FlatOptimizer:
     """An optimizer over the lists of `StepInputs`. A subclass has `init`, `apply_step` and perhaps
-    `plan` and `hyperparams`; `as_flat_optimizer` makes one of any optimizer. A `train_step` plans
+    `plan` and `step_settings`; `as_flat_optimizer` makes one of any optimizer. A `train_step` plans
     the step at its start, by `find_step` or `plan_step`, and makes it at its end, by
     `step_planned`.
     """
@@ -127,7 +127,7 @@ class FlatOptimizer:
         Refuse parameters and a state that do not belong together, before any work.
         """
 
-    def hyperparams(self, opt_state: Tree) -> Any:
+    def step_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the next step that may differ from those of the last one.
         Schedules run here, before any work.
         """
@@ -140,9 +140,9 @@ class FlatOptimizer:
         return TreePlans()
 
     def with_plan(self, inputs: StepInputs) -> StepInputs:
-        """Return the inputs with their plan and hyperparams."""
-        plan, hyperparams = self.plan(inputs), self.hyperparams(inputs.opt_state)
-        return inputs._replace(optimizer_plan=plan, hyperparams=hyperparams)
+        """Return the inputs with the plan and the settings of their step."""
+        plan, step_settings = self.plan(inputs), self.step_settings(inputs.opt_state)
+        return inputs._replace(optimizer_plan=plan, step_settings=step_settings)
 
     def find_step(
         self, eager_mode: EagerMode | None, trees: tuple[Tree, ...]
@@ -162,7 +162,7 @@ class FlatOptimizer:
             opt_state,
             plan.leaves_metadata,
             optimizer_plan=plan.optimizer_plan,
-            hyperparams=self.hyperparams(opt_state.tree),
+            step_settings=self.step_settings(opt_state.tree),
         )
         return PlannedStep(params, opt_state, others, leaves, inputs, plan, eager_mode)
 
@@ -222,7 +222,7 @@ class FlatOptimizer:
         check_gradients(gradients)
         # A plan is found by `grads` in their own order: it is kept if that is the parameters'.
         same_order = eager_mode is not None and pytree.flatten(grads)[1] == trees[0].structure
-        trees += map(pytree.flatten_once, others)
+        trees += map(FlatTree.of, others)
         return self.plan_step(eager_mode, trees, inputs, keep=same_order), gradients
 
     # ---- a step, made

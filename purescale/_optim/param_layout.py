@@ -86,7 +86,7 @@ def _numbered(flags: Sequence[bool]) -> list[int | None]:
 
 def named_params(params: Tree) -> dict[str, Tensor]:
     """Return the parameters that are not None by dotted name, or refuse a leaf that is not one."""
-    flat, names = pytree.flatten_once(params), pytree.names(params)
+    flat, names = FlatTree.of(params), pytree.names(params)
     check_names(names)
     check_parameters(flat)
     pairs = zip(names, flat.leaves, strict=True)

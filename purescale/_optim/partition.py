@@ -16,7 +16,7 @@ from .._torch.tensor_list import ListMetadata, TensorList
 from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.leaves import describe
-from .._tree.pytree import Tree
+from .._tree.pytree import FlatTree, Tree
 from .._tree.select import write_over
 
 Label = Callable[[str, Tensor], str]
@@ -138,7 +138,7 @@ class PartitionOptimizer(FlatOptimizer):
             return StepInputs(layout, params, opt_state, dense, part.state_structure)
         if any_dtensor(params.tensors):
             tree, flat_state = layout.unflatten(params.tensors), flatten_opt_state(opt_state)
-            flat_params = pytree.flatten_once(tree)
+            flat_params = FlatTree.of(tree)
             part_inputs = make_step_inputs(self.flat_optimizers[key], flat_params, flat_state)
             return part_inputs._replace(layout=layout)
         return StepInputs(layout, params, opt_state)
@@ -148,7 +148,7 @@ class PartitionOptimizer(FlatOptimizer):
     ) -> Gradients:
         """Return the gradients of one part."""
         param_indices = part.param_indices
-        if grads.dense_real:
+        if grads.tensors_are_leaves:
             return grads.picked(param_indices)
         indices = [inputs.layout.grad_indices[index] for index in param_indices]
         tensors = [grads.tensors[index] for index in indices if index is not None]
@@ -156,12 +156,14 @@ class PartitionOptimizer(FlatOptimizer):
         picked = grads._replace(tensor_list=TensorList(tensors), templates=templates)
         if not any_dtensor(templates):
             return picked
-        flat = pytree.flatten_once(part_inputs.layout.unflatten(picked.leaves))
+        flat = FlatTree.of(part_inputs.layout.unflatten(picked.leaves))
         return part_inputs.gradients(flat)._replace(pending=grads.pending)
 
-    def hyperparams(self, opt_state: dict[str, Any]) -> dict[str, Any]:
+    def step_settings(self, opt_state: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of each part, by key."""
-        return {key: each.hyperparams(opt_state[key]) for key, each in self.flat_optimizers.items()}
+        return {
+            key: each.step_settings(opt_state[key]) for key, each in self.flat_optimizers.items()
+        }
 
     def step_unless(
         self,
@@ -175,7 +177,7 @@ class PartitionOptimizer(FlatOptimizer):
         plan: dict[str, Part] = inputs.optimizer_plan
         part_inputs = {
             key: self.inputs_of(key, part, inputs)._replace(
-                optimizer_plan=part.optimizer_plan, hyperparams=inputs.hyperparams[key]
+                optimizer_plan=part.optimizer_plan, step_settings=inputs.step_settings[key]
             )
             for key, part in plan.items()
         }

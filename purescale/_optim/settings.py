@@ -1,9 +1,10 @@
 """The settings of a class of torch.optim: numbers, tuples of numbers and constants by name, for all
 parameters and for those of each override.
 
-scheduled    a function of a count stands for the number
-stored       the state holds the number, in `lr` or `hyper`: a factor of it if it is scheduled too
-hyperparams  the numbers of one step: what is scheduled or stored, and a rate that is a tensor
+configured     given to `from_torch` or `from_formula`, or a default of torch
+scheduled      a function of a count stands for the number
+stored         the state holds the number, in `lr` or `hyper`: a factor of it if it is scheduled too
+step settings  the numbers of one step: what is scheduled or stored, and a rate that is a tensor
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class OptimizerSpec(NamedTuple):
         return None if self.formula is None else self.formula.elementwise
 
 
-class GroupSettings(NamedTuple):
+class ConfiguredSettings(NamedTuple):
     """The settings for all parameters, or those of one override."""
 
     values: dict[str, Any]  # for all parameters with torch's defaults
@@ -82,7 +83,7 @@ class GroupSettings(NamedTuple):
     schedules: dict[str, Any]
 
 
-class Hyperparams(NamedTuple):
+class StepSettings(NamedTuple):
     """The numbers of one step that may differ from those of the step before."""
 
     defaults: dict[str, Any]
@@ -92,9 +93,9 @@ class Hyperparams(NamedTuple):
         """Return the numbers for all parameters, then those of each override."""
         return [self.defaults, *self.by_override]
 
-    def map(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Hyperparams:
+    def map(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> StepSettings:
         """Return `change(table)` in place of each table."""
-        return Hyperparams(change(self.defaults), list(map(change, self.by_override)))
+        return StepSettings(change(self.defaults), list(map(change, self.by_override)))
 
 
 class ParamGroup(NamedTuple):
@@ -148,12 +149,12 @@ class OptimizerConfig:
         # What follows.
         self.prototype = self._checked_prototype(schedules)
         values = {**self.prototype.defaults, "lr": self.lr}
-        self.defaults = GroupSettings(_copied(values), schedules)  # for all parameters
+        self.defaults = ConfiguredSettings(_copied(values), schedules)  # for all parameters
         self.by_override = [
-            GroupSettings(_copied(extra), _scheduled(extra, ("lr",)))
+            ConfiguredSettings(_copied(extra), _scheduled(extra, ("lr",)))
             for extra in self.overrides.values()
         ]
-        self.no_hyperparams = Hyperparams({}, [{} for _ in self.by_override])
+        self.no_step_settings = StepSettings({}, [{} for _ in self.by_override])
         tables = self.defaults, *self.by_override
         self.has_schedules = any([table.schedules for table in tables])
         tensors = [v for table in tables for v in table.values.values() if isinstance(v, Tensor)]
@@ -170,9 +171,9 @@ class OptimizerConfig:
         self.first_stored = map_numbers(lambda number: 1.0 if callable(number) else number, stored)
         self.init_stored(None)  # refuses what float32 cannot hold
         # Ranks compare all settings, including defaults.
-        self.complete = dict(sorted({**values, **arguments}.items()))
+        self.all_settings = dict(sorted({**values, **arguments}.items()))
         kind = spec.name if spec.cls is None else spec.cls
-        self.must_agree = kind, self.complete, self.overrides, self.in_state, schedule_by
+        self.must_agree = kind, self.all_settings, self.overrides, self.in_state, schedule_by
 
     def __repr__(self) -> str:
         extra = {"lr": self.lr, **self.arguments}
@@ -191,12 +192,12 @@ class OptimizerConfig:
         ]
 
     def torch_groups(
-        self, names: tuple[str, ...], hyperparams: Hyperparams | None = None
+        self, names: tuple[str, ...], step_settings: StepSettings | None = None
     ) -> list[ParamGroup]:
-        """Return torch's parameter groups, with `hyperparams`, if there are any, in place of the
+        """Return torch's parameter groups, with `step_settings`, if there are any, in place of the
         settings that were given.
         """
-        hyperparams = self.no_hyperparams if hyperparams is None else hyperparams
+        step_settings = self.no_step_settings if step_settings is None else step_settings
         members: dict[tuple[int, ...], list[int]] = {}
         matches = _match_patterns(names, tuple(self.overrides))[0]
         first_equal = {matching: self._first_equal(matching) for matching in set(matches)}
@@ -207,17 +208,17 @@ class OptimizerConfig:
             indices = members[override_indices]
             member_names = [names[index] for index in indices]
             own = frozenset(name for at in override_indices for name in self.by_override[at].values)
-            settings = self.settings_of(override_indices, hyperparams)
+            settings = self.settings_of(override_indices, step_settings)
             groups.append(ParamGroup(indices, member_names, override_indices, settings, own))
         return groups
 
     def settings_of(
-        self, override_indices: tuple[int, ...], hyperparams: Hyperparams
+        self, override_indices: tuple[int, ...], step_settings: StepSettings
     ) -> dict[str, Any]:
         """Return the settings of parameters that these overrides match."""
-        settings = {**self.defaults.values, **hyperparams.defaults}
+        settings = {**self.defaults.values, **step_settings.defaults}
         for index in override_indices:
-            settings |= self.by_override[index].values | hyperparams.by_override[index]
+            settings |= self.by_override[index].values | step_settings.by_override[index]
         return settings
 
     def check_names(self, names: tuple[str, ...]) -> None:
@@ -244,10 +245,10 @@ class OptimizerConfig:
                 return (index,)
         return matching
 
-    def hyperparams(self, opt_state: OptState) -> Hyperparams:
+    def step_settings(self, opt_state: OptState) -> StepSettings:
         """Return the settings of the next step that may differ from those of the last one."""
         if self.is_static:
-            return self.no_hyperparams
+            return self.no_step_settings
         count = opt_state.applied if self.schedule_by == "applied" else opt_state.iteration
 
         def put(value: Any) -> Any:
@@ -265,7 +266,7 @@ class OptimizerConfig:
                 self._refuse_graph(name)
             return put(value)
 
-        def numbers(table: GroupSettings, factors: Mapping[str, Any]) -> dict[str, Any]:
+        def numbers(table: ConfiguredSettings, factors: Mapping[str, Any]) -> dict[str, Any]:
             return {
                 name: number(name, value, factors.get(name))
                 for name, value in {**table.values, **table.schedules}.items()
@@ -273,7 +274,7 @@ class OptimizerConfig:
             }
 
         by_override = [numbers(table, {}) for table in self.by_override]
-        return Hyperparams(numbers(self.defaults, stored_settings(opt_state)), by_override)
+        return StepSettings(numbers(self.defaults, stored_settings(opt_state)), by_override)
 
     def _refuse_graph(self, name: str) -> None:
         if torch.is_grad_enabled() and not (self.differentiable or traced()):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._optim.formulas import LeafSlots
 from .._optim.opt_state import STEP, Columns
-from .._optim.settings import Hyperparams, OptimizerConfig, ParamGroup
+from .._optim.settings import OptimizerConfig, ParamGroup, StepSettings
 from .._torch.tracing import traced
 from .._tree.leaves import describe, same_metadata
 
@@ -39,12 +39,12 @@ class SlotSpec:
         return self._dtypes.get(key) is not None
 
     def init_slots(
-        self, params: Mapping[str, Tensor], hyperparams: Hyperparams
+        self, params: Mapping[str, Tensor], step_settings: StepSettings
     ) -> dict[str, LeafSlots]:
         """Return the slots of each parameter before its first step."""
         slots = {
             name: self._init_slots(params[name], group.settings)
-            for group in self._groups(params, hyperparams)
+            for group in self._groups(params, step_settings)
             for name in group.names
         }
         return {name: slots[name] for name in params}
@@ -58,9 +58,11 @@ class SlotSpec:
             )
         return self._formula.init_slots(param.detach(), settings)
 
-    def _groups(self, params: Mapping[str, Tensor], hyperparams: Hyperparams) -> list[ParamGroup]:
+    def _groups(
+        self, params: Mapping[str, Tensor], step_settings: StepSettings
+    ) -> list[ParamGroup]:
         """Return the groups with the settings from which slots are made."""
-        rates = hyperparams.map(lambda table: {n: v for n, v in table.items() if n == "lr"})
+        rates = step_settings.map(lambda table: {n: v for n, v in table.items() if n == "lr"})
         rates.defaults.update(self._config.nonzero_for_slots)
         return self._config.torch_groups(tuple(params), rates)
 
@@ -110,7 +112,7 @@ class SlotSpec:
     def _check_keys(self, columns: Columns, params: Mapping[str, Tensor]) -> None:
         """Refuse columns that lack one of `init_slots` with the settings of their group."""
         dims = [param.ndim for param in params.values()]
-        for group in self._groups(params, self._config.no_hyperparams):
+        for group in self._groups(params, self._config.no_step_settings):
             needed: dict[int, list[str]] = {}
             for index in group.indices:
                 ndim = dims[index]

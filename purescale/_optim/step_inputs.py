@@ -49,7 +49,7 @@ class StepInputs(NamedTuple):
     global_trees: tuple[Tree, Tree] | None = None
     piece_positions: list[Position] | None = None  # if these are a piece of a larger step
     optimizer_plan: Any = None  # what `FlatOptimizer.plan` returned
-    hyperparams: Any = None  # what `FlatOptimizer.hyperparams` returned
+    step_settings: Any = None  # what `FlatOptimizer.step_settings` returned
 
     @classmethod
     def of_dense(
@@ -59,7 +59,7 @@ class StepInputs(NamedTuple):
         opt_state: FlatTree,
         metadata: ListMetadata | None = None,
         optimizer_plan: Any = None,
-        hyperparams: Any = None,
+        step_settings: Any = None,
     ) -> StepInputs:
         """Return the inputs of a step whose tensors are dense and off graph. `metadata` is that of
         `dense_leaves`.
@@ -72,7 +72,7 @@ class StepInputs(NamedTuple):
             dense_leaves=TensorList(leaves, metadata, dense_off_graph=True),
             state_structure=opt_state.structure,
             optimizer_plan=optimizer_plan,
-            hyperparams=hyperparams,
+            step_settings=step_settings,
         )
 
     @property
@@ -146,7 +146,7 @@ def flatten_step(
     """Return parameters, state and gradients, flat and checked, and the inputs of a step over them,
     as `make_step_inputs`. Refuse, naming the leaf, gradients that do not fit `params`.
     """
-    flat_params, flat_state = pytree.flatten_once(params), flatten_opt_state(opt_state)
+    flat_params, flat_state = FlatTree.of(params), flatten_opt_state(opt_state)
     check_parameters(flat_params)
     flat_grads = gradients_like(flat_params, grads)
     inputs = make_step_inputs(optimizer, flat_params, flat_state, flat_grads)
@@ -217,7 +217,7 @@ def _check_shards(
 def flatten_opt_state(opt_state: Tree) -> FlatTree:
     """Flatten the state of an optimizer. In Dynamo that of an OptState has no structure."""
     if not (torch.compiler.is_dynamo_compiling() and isinstance(opt_state, OptState)):
-        return pytree.flatten_once(opt_state)
+        return FlatTree.of(opt_state)
     leaves = _tensors_of(opt_state)
     return FlatTree(opt_state, leaves, None, as_tensor_list(leaves))
 

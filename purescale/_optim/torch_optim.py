@@ -15,7 +15,7 @@ from .._optim.kernel_step import KernelStep, TorchPlan
 from .._optim.opt_state import NO_SLOTS, STEP, OptState, columns_of, count_step, has_counts
 from .._optim.optimizer import FlatOptimizer
 from .._optim.param_layout import ParamLayout, foreign_parameters_error, named_params
-from .._optim.settings import Hyperparams, OptimizerConfig, ParamGroup
+from .._optim.settings import OptimizerConfig, ParamGroup, StepSettings
 from .._optim.slot_spec import SlotSpec
 from .._optim.step_inputs import StepInputs
 from .._optim.torch_state_dict import read_state_dict, write_state_dict
@@ -42,7 +42,7 @@ class TorchOptimizer(FlatOptimizer):
         return repr(self.config)
 
     def _init_slots(
-        self, params: Mapping[str, Tensor], hyperparams: Hyperparams
+        self, params: Mapping[str, Tensor], step_settings: StepSettings
     ) -> dict[str, LeafSlots]:
         """Return the slots of each parameter before its first step."""
         raise NotImplementedError
@@ -74,7 +74,7 @@ class TorchOptimizer(FlatOptimizer):
         if named:  # torch checks shapes, and needs no memory for it
             shapes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in named.values()]
             self.config.spec.construct(shapes, self.config.defaults.values)
-        return opt_state, self._init_slots(named, self.config.hyperparams(opt_state))
+        return opt_state, self._init_slots(named, self.config.step_settings(opt_state))
 
     def _checked_groups(self, inputs: StepInputs) -> list[ParamGroup]:
         """Return the groups of a step. Refuse what is not a state of this optimizer."""
@@ -96,9 +96,9 @@ class TorchOptimizer(FlatOptimizer):
             self.config.check_names(names)
         return self.config.torch_groups(names)
 
-    def hyperparams(self, opt_state: OptState) -> Hyperparams:
+    def step_settings(self, opt_state: OptState) -> StepSettings:
         """Return the settings of a step that may differ from those of the step before."""
-        return self.config.hyperparams(opt_state)
+        return self.config.step_settings(opt_state)
 
     # ---- state dicts
 
@@ -184,10 +184,10 @@ class FormulaOptimizer(TorchOptimizer):
         self._formula_step = FormulaStep(config, self.slot_spec)
 
     def _init_slots(
-        self, params: Mapping[str, Tensor], hyperparams: Hyperparams
+        self, params: Mapping[str, Tensor], step_settings: StepSettings
     ) -> dict[str, LeafSlots]:
         """Return the slots of each parameter before its first step."""
-        return self.slot_spec.init_slots(params, hyperparams)
+        return self.slot_spec.init_slots(params, step_settings)
 
     def _with_slots(
         self, opt_state: OptState, params: Tree, slots: dict[str, LeafSlots]
@@ -239,7 +239,7 @@ class UserClassOptimizer(TorchOptimizer):
     may_add_slots = True
 
     def _init_slots(
-        self, params: Mapping[str, Tensor], hyperparams: Hyperparams
+        self, params: Mapping[str, Tensor], step_settings: StepSettings
     ) -> dict[str, LeafSlots]:
         """Return none."""
         return {name: {} for name in params}

@@ -15,10 +15,10 @@ from .._optim.in_state import as_float32, map_numbers, read_numbers, stored_sett
 from .._optim.opt_state import STEP, OptState, param_names
 from .._optim.settings import (
     IMPLEMENTATION_FLAGS,
-    GroupSettings,
-    Hyperparams,
+    ConfiguredSettings,
     OptimizerConfig,
     ParamGroup,
+    StepSettings,
 )
 from .._optim.user_class_step import as_tensors, was_python
 from .._tree import pytree
@@ -91,8 +91,8 @@ def _current_groups(
     """
     config.check(opt_state)
     zero = torch.zeros_like(opt_state.applied)
-    first = config.hyperparams(opt_state._replace(applied=zero, iteration=zero))
-    now, stored = config.hyperparams(opt_state), stored_settings(opt_state)
+    first = config.step_settings(opt_state._replace(applied=zero, iteration=zero))
+    now, stored = config.step_settings(opt_state), stored_settings(opt_state)
     defaults = _with_initial(config.defaults, now.defaults, first.defaults, stored)
     if initial_lr is not None:
         defaults["initial_lr"] = float(initial_lr)
@@ -102,9 +102,9 @@ def _current_groups(
         {f"initial_{name}": None for name in table.values} | _with_initial(table, *numbers, {})
         for table, numbers in zip(config.by_override, steps, strict=True)
     ]
-    hyperparams = Hyperparams(defaults, by_override)
+    step_settings = StepSettings(defaults, by_override)
     groups = []
-    for group in config.torch_groups(tuple(names), hyperparams):
+    for group in config.torch_groups(tuple(names), step_settings):
         pairs = group.settings.items()
         complete = {n: v for n, v in pairs if v is not None or not n.startswith("initial_")}
         groups.append(group._replace(settings=complete))
@@ -112,7 +112,10 @@ def _current_groups(
 
 
 def _with_initial(
-    table: GroupSettings, now: dict[str, Any], first: Mapping[str, Any], stored: Mapping[str, Any]
+    table: ConfiguredSettings,
+    now: dict[str, Any],
+    first: Mapping[str, Any],
+    stored: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the settings of a step, with Python numbers for those stored or scheduled, and
     `initial_<name>` for each that is scheduled, as torch's schedulers write it.

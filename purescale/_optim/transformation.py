@@ -15,7 +15,7 @@ from .._tree import pytree
 from .._tree.aliasing import copy_aliased
 from .._tree.hints import document_fields
 from .._tree.matching import check_parameters, gradients_like
-from .._tree.pytree import Tree
+from .._tree.pytree import FlatTree, Tree
 
 
 def from_transformation(tx: Any) -> TransformationOptimizer:
@@ -77,7 +77,7 @@ class TransformationOptimizer:
         """Return parameters and state after one step. `tx` gets None for a gradient that is
         None.
         """
-        flat = pytree.flatten_once(params)
+        flat = FlatTree.of(params)
         check_parameters(flat)
         gradients_like(flat, grads)
         if self._params_by_keyword:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._optim.in_state import read_numbers
 from .._optim.opt_state import OptState
-from .._optim.settings import Hyperparams, OptimizerConfig, ParamGroup
+from .._optim.settings import OptimizerConfig, ParamGroup, StepSettings
 from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import is_half, wide_dtype
 from .._tree import pytree
@@ -48,10 +48,10 @@ def step_of_user_class(
         for name, g in zip(params, grad_leaves, strict=True)
         if g is not None
     }
-    hyperparams = inputs.hyperparams.map(read_numbers)
+    step_settings = inputs.step_settings.map(read_numbers)
     with torch.no_grad():
         new_slots = _run(
-            config, new_params, copied_grads, copies, inputs.optimizer_plan.groups, hyperparams
+            config, new_params, copied_grads, copies, inputs.optimizer_plan.groups, step_settings
         )
     stepped = [new.to(params[name].dtype) for name, new in new_params.items()]
     new_slots = {
@@ -68,7 +68,7 @@ def _run(
     gradients: dict[str, Tensor],
     slots: Slots,
     groups: list[ParamGroup],
-    hyperparams: Hyperparams,
+    step_settings: StepSettings,
 ) -> Slots:
     """Run the class's `step` on a copy of an optimizer that holds these tensors."""
     optimizer: Any = object.__new__(config.spec.cls)
@@ -78,7 +78,7 @@ def _run(
     for group in groups:
         present = [name for name in group.names if name in gradients]
         members = {"params": [params[name] for name in present]}
-        settings = config.settings_of(group.override_indices, hyperparams)
+        settings = config.settings_of(group.override_indices, step_settings)
         optimizer.param_groups.append(settings | members)
     try:
         for name, gradient in gradients.items():

@@ -23,7 +23,7 @@ from .._tree import pytree, scalars
 from .._tree.hints import document_fields
 from .._tree.leaves import dense, stored_values
 from .._tree.matching import check_parameters, device_of
-from .._tree.pytree import Leaves, Tree
+from .._tree.pytree import FlatTree, Leaves, Tree
 
 
 @document_fields
@@ -209,15 +209,15 @@ def probe_scales(
     chosen = _exponents(exponents)
     tol = scalars.positive("tol", tol)
     chunk = len(chosen) if chunk_size is None else scalars.whole("chunk_size", chunk_size, least=1)
-    flat = pytree.flatten_once(params)
+    flat = FlatTree.of(params)
     check_parameters(flat)
     device = device_of(*flat[:2], "params")
     one = NoScale().init(device)
     loss_and_grads = LossAndGrads(
         flat,
         ParamLayout.of(flat),
-        pytree.flatten_once(buffers),
-        pytree.flatten_once(one),
+        FlatTree.of(buffers),
+        FlatTree.of(one),
         loss_fn,
         current_eager_mode(),
     )

@@ -22,7 +22,7 @@ from .._tree.gradients import Gradients
 from .._tree.hints import document_fields
 from .._tree.leaves import check_leaf, stored_values
 from .._tree.matching import check_parameters, leaves_like
-from .._tree.pytree import Leaves, Tree, TreeT
+from .._tree.pytree import FlatTree, Leaves, Tree, TreeT
 from .._wrappers.wrapper import Wrapper
 
 
@@ -133,7 +133,7 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
 
     Source of the rule: effective descent quality, Collage (arXiv 2405.03637).
     """
-    flat = pytree.flatten_once(old)
+    flat = FlatTree.of(old)
     check_parameters(flat, "old")
     news, updates = (_leaves_like(flat, name, t) for name, t in (("new", new), ("wanted", wanted)))
     rows = {}

@@ -95,7 +95,7 @@ def _write_over_start(start: Start, new: Leaves) -> Leaves:
     """
     if not start.planned.plan.all_writable or any(map(_requires_grad, new)):
         return write_over_leaves(start.control_leaves, new)
-    foreach.copy_plain_(start.control_leaves, new)
+    foreach.copy_off_graph_(start.control_leaves, new)
     return start.control_leaves
 
 
@@ -159,5 +159,5 @@ def _next_buffers(before: FlatTree, new: Leaves, decision: Decision, *, in_place
         return select_masked(decision.skip, old, new, in_place=in_place)
     if not in_place:
         return foreach.clone(new)
-    foreach.copy_plain_(old, new)  # each in memory of its own, or the old one itself
+    foreach.copy_off_graph_(old, new)  # each in memory of its own, or the old one itself
     return old

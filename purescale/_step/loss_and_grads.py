@@ -86,7 +86,7 @@ class LossAndGrads:
         self.scale, self.loss_fn, self.buffers = scaler.tree.scale, loss_fn, buffers
         self.params, self.layout = params, layout
         self.present_params = layout.drop_none(params.leaves)
-        self.dense_real = is_dense = params.tensor_list.dense_off_graph
+        self.tensors_are_leaves = is_dense = params.tensor_list.dense_off_graph
         self.sharded, self.uses_torch_func = False, eager_mode is None and traced()
         self.keeps_graph = differentiable and not self.uses_torch_func
         self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
@@ -97,7 +97,7 @@ class LossAndGrads:
             self.in_make_fx = recorded_by_make_fx()
         self.storages = storages if self.owns_gradients else None
         if not is_dense:
-            self.dense_real = are_plain_dense(params.leaves)
+            self.tensors_are_leaves = are_plain_dense(params.leaves)
             self.sharded = dtensor.any_dtensor(self.present_params)
         all_normal = is_dense and scaler.tensor_list.dense_off_graph
         if not (self.uses_torch_func or all_normal):

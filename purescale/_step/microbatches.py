@@ -42,7 +42,7 @@ from .._torch.tracing import is_on_a_graph, refuse_in_capture, under_derivative
 from .._tree import pytree
 from .._tree.gradients import Pending, as_gradients
 from .._tree.leaves import versions
-from .._tree.pytree import Leaves, Tree
+from .._tree.pytree import FlatTree, Leaves, Tree
 from .._tree.scalars import as_floats
 from .._tree.select import select_masked
 
@@ -289,7 +289,7 @@ def accumulate_with_pooled_statistics(
         )
 
     # The statistics travel with the buffers, so that a dropped microbatch leaves both unchanged.
-    buffers_and_stats = pytree.flatten_once((buffers.tree, init_bn_stats(buffers.tree)))
+    buffers_and_stats = FlatTree.of((buffers.tree, init_bn_stats(buffers.tree)))
     flat_state = flat_state._replace(buffers=buffers_and_stats)
     options_with_stats = options._replace(loss_fn=loss_and_stats)
     window = accumulate_microbatches(

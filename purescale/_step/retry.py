@@ -15,7 +15,6 @@ from .._loss_scale.rules import HasScale, Rule, call_rule
 from .._step.train_state import FlatState, StepOptions
 from .._step.window_result import WindowFlags, WindowResult
 from .._torch.dtensor import any_dtensor
-from .._tree import pytree
 from .._tree.pytree import FlatTree
 
 
@@ -74,7 +73,7 @@ def attempt_window(options: StepOptions, flat_state: FlatState, run_window: RunW
                 lower = backed_off(options.rule, scaler.tree)
             if lower is None:
                 return best._replace(retries=retries)
-            scaler, retries = pytree.flatten_once(lower), retries + 1
+            scaler, retries = FlatTree.of(lower), retries + 1
             generators.restore(before)
 
 

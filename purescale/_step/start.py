@@ -36,11 +36,11 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
     planned = optimizer.find_step(eager_mode, arguments)
     if planned is None:
         trees = state.params, state.buffers, state.scaler
-        params, buffers, scaler = map(pytree.flatten_once, trees)
+        params, buffers, scaler = map(FlatTree.of, trees)
         opt_state = flatten_opt_state(state.opt_state)
         _check(state, options, params)
         inputs = make_step_inputs(optimizer, params, opt_state)
-        flat_trees = [params, opt_state, buffers, scaler, pytree.flatten_once(step_rng_guard)]
+        flat_trees = [params, opt_state, buffers, scaler, FlatTree.of(step_rng_guard)]
         planned = optimizer.plan_step(eager_mode, flat_trees, inputs)
     flat_state = FlatState(planned.params, *planned.others)
     control_leaves = [*flat_state.scaler.leaves, *flat_state.step_rng_guard.leaves]

@@ -128,7 +128,7 @@ def _flatten(
     trees = params, buffers, () if scaler is None else scaler
     if eager_mode and (known := _plans.find(eager_mode, trees)):
         return known.flat_trees, known.plan
-    flat_trees = list(map(pytree.flatten_once, trees))
+    flat_trees = list(map(FlatTree.of, trees))
     flat_params, flat_buffers, flat_scaler = flat_trees
     if all([leaf is None for leaf in flat_params.leaves]):
         raise ValueError(
@@ -139,7 +139,7 @@ def _flatten(
     reject_autograd_history(params=flat_params, buffers=flat_buffers)
     if scaler is None:
         device = device_of(params, flat_params.leaves, "params")
-        flat_scaler = pytree.flatten_once(NoScale().init(device))
+        flat_scaler = FlatTree.of(NoScale().init(device))
     scale = getattr(flat_scaler.tree, "scale", None)
     if not isinstance(scale, Tensor) or scale.ndim:
         raise TypeError(

@@ -75,5 +75,10 @@ class WindowMean:
             sums, pending = self.accum.grads, NOTHING_PENDING
         elif sums is None:
             sums = as_gradients(self.loss_and_grads.zeros()).tensors
-        templates, dense_real = self.loss_and_grads.params.leaves, self.loss_and_grads.dense_real
-        return Gradients(TensorList(sums), templates, dense_real, pending, owned=self.in_place)
+        templates, tensors_are_leaves = (
+            self.loss_and_grads.params.leaves,
+            self.loss_and_grads.tensors_are_leaves,
+        )
+        return Gradients(
+            TensorList(sums), templates, tensors_are_leaves, pending, owned=self.in_place
+        )

@@ -90,10 +90,10 @@ def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return `[t.detach().clone() for t in tensors]`."""
     if traced():
         return [tensor.detach().clone() for tensor in tensors]
-    return clone_plain([t.detach() if t.requires_grad else t for t in tensors])
+    return clone_off_graph([t.detach() if t.requires_grad else t for t in tensors])
 
 
-def clone_plain(tensors: Sequence[Tensor]) -> list[Tensor]:
+def clone_off_graph(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return `[t.clone() for t in tensors]` for tensors off every graph, outside of a trace."""
     if tensors and not is_on_accelerator(tensors[0]):
         return list(private.clone_list(list(tensors)))
@@ -113,10 +113,10 @@ def copy_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         return
     targets = [target.detach() if target.requires_grad else target for target in targets]
     tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
-    copy_plain_(targets, tensors)
+    copy_off_graph_(targets, tensors)
 
 
-def copy_plain_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+def copy_off_graph_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Call `copy_` for tensors off every graph, outside of a trace."""
     if targets and targets[0].is_cpu:
         listops.copy_(targets, tensors)

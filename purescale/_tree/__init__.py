@@ -3,7 +3,7 @@
 A state, its gradients and its buffers are trees. This room turns them into lists of leaves and
 back, and refuses what cannot be a parameter or a gradient, naming the leaf, the cause and the fix.
 
-Entry: `pytree.flatten` and `pytree.flatten_once`; `matching.matching_leaves`, of two trees in one
+Entry: `pytree.flatten` and `FlatTree.of`; `matching.matching_leaves`, of two trees in one
 order; `aliasing.copy_aliased`, results apart from arguments; `gradients.as_gradients`, which makes
 leaves dense, real and local; `select.select`, old or new; `states.stack_states`.
 Hands on: `pytree.FlatTree`, the leaves of a tree and its structure; `gradients.Gradients`, dense,

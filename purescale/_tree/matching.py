@@ -28,7 +28,6 @@ from .._tree.pytree import (
     TreeDef,
     are_tensors,
     flatten,
-    flatten_once,
     join_names,
     path,
     paths,
@@ -180,7 +179,7 @@ def reject_autograd_history(**trees: Tree) -> None:
     if traced() or not torch.is_grad_enabled():
         return
     for name, tree in trees.items():
-        flat = tree if isinstance(tree, FlatTree) else flatten_once(tree)
+        flat = tree if isinstance(tree, FlatTree) else FlatTree.of(tree)
         for index, leaf in enumerate([] if flat.tensor_list.dense_off_graph else flat.leaves):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 refuse_graph_end()

@@ -100,12 +100,18 @@ class DictDef(NamedTuple):
 
 
 class FlatTree(NamedTuple):
-    """A tree with its leaves and structure, flattened once at the start of a step."""
+    """A tree with its leaves and structure, so that it is flattened once in a call."""
 
     tree: Tree
     leaves: Leaves
     structure: Any  # a `TreeDef`; None for a tree that is never rebuilt from its leaves
     tensor_list: TensorList  # of the leaves
+
+    @classmethod
+    def of(cls, tree: Tree) -> FlatTree:
+        """Flatten a tree."""
+        leaves, structure = flatten(tree)
+        return cls(tree, leaves, structure, _leaf.as_tensor_list(leaves))
 
     def leaves_if_matching(self, other: Tree) -> Leaves | None:
         """Return the leaves of a tree that is known to differ from this one in values only; None if
@@ -118,11 +124,6 @@ class FlatTree(NamedTuple):
         except ValueError:
             return None
         return leaves if self.tensor_list.matches(leaves) else None
-
-
-def flatten_once(tree: Tree) -> FlatTree:
-    leaves, structure = flatten(tree)
-    return FlatTree(tree, leaves, structure, _leaf.as_tensor_list(leaves))
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:

@@ -14,7 +14,7 @@ from .._tree import pytree
 from .._tree.leaves import are_plain_dense, as_tensor_list, is_constant
 from .._tree.matching import matching_leaves
 from .._tree.plans import TreePlans
-from .._tree.pytree import Leaves, Tree, TreeT
+from .._tree.pytree import FlatTree, Leaves, Tree, TreeT
 from .._tree.scalars import as_flag
 
 
@@ -52,7 +52,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     if eager_mode and eager_mode.host_reads and (known := _plans.find(eager_mode, arguments)):
         _, before, after = known.flat_trees
         chosen = before if found_inf else after
-        return before.structure.unflatten(foreach.clone_plain(chosen.leaves))
+        return before.structure.unflatten(foreach.clone_off_graph(chosen.leaves))
     if _is_flag(new) and not _is_flag(old):
         raise TypeError(
             "new is a flag and old is not. Likely cause: `select(old, new, found_inf)`. Fix: "
@@ -76,7 +76,7 @@ def _keep_plan(
     tensors = as_tensor_list([arguments[0], *old, *new])
     if not tensors.dense_off_graph or tensors.any_requires_grad or not tensors.are_on_cpu:
         return
-    trees = list(map(pytree.flatten_once, arguments))
+    trees = list(map(FlatTree.of, arguments))
     if all(map(operator.is_, trees[2].leaves, new)):
         _plans.keep(eager_mode, trees, None)
 

@@ -102,8 +102,8 @@ class Wrapper(FlatOptimizer):
         can_cut = self._inner_skips() and not traced()
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True) if can_cut else []
         if len(cuts) > 1:
-            parts = map(self._as_decoded, _parts_of(inputs, cuts))
-            pieces = list(map(Piece, cuts, map(self.flat_optimizer.plan, parts)))
+            decoded = map(self._as_decoded, _inputs_of_pieces(inputs, cuts))
+            pieces = list(map(Piece, cuts, map(self.flat_optimizer.plan, decoded)))
         return pieces
 
     def _as_decoded(self, inputs: StepInputs) -> StepInputs:
@@ -125,10 +125,10 @@ class Wrapper(FlatOptimizer):
             return False
         return isinstance(inner, FormulaOptimizer)
 
-    def hyperparams(self, opt_state: Tree) -> Any:
+    def step_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the inner optimizer's step."""
         with self.grad_mode():
-            return self.flat_optimizer.hyperparams(self.inner_state(opt_state))
+            return self.flat_optimizer.step_settings(self.inner_state(opt_state))
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step with unscaled gradients."""
@@ -164,12 +164,14 @@ class Wrapper(FlatOptimizer):
         with torch.no_grad():
             inputs = _off_graph(inputs, copy=self.runs_user_code or not in_place)
             cuts = [piece.cut for piece in pieces if piece.cut is not None]
-            parts = _parts_of(inputs, cuts) if cuts else [inputs]
-            for piece, part in zip(pieces, parts, strict=True):
-                own_grads = grads if piece.cut is None else _grads_of(inputs, grads, piece.cut)
-                leaves = pytree.flatten((part.params, part.opt_state))[0]
+            inputs_of_pieces = _inputs_of_pieces(inputs, cuts) if cuts else [inputs]
+            for piece, own_inputs in zip(pieces, inputs_of_pieces, strict=True):
+                own_grads = (
+                    grads if piece.cut is None else _grads_of_piece(inputs, grads, piece.cut)
+                )
+                leaves = pytree.flatten((own_inputs.params, own_inputs.opt_state))[0]
                 unscaled = own_grads.apply_pending(wide=self.wide_grads)
-                stepped = self._step_piece(piece, part, unscaled, skip, in_place=True)[0]
+                stepped = self._step_piece(piece, own_inputs, unscaled, skip, in_place=True)[0]
                 results = pytree.flatten(stepped)[0]
                 pairs = [(a, b) for a, b in zip(leaves, results, strict=True) if a is not b]
                 select_masked(flag, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
@@ -241,24 +243,24 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
     return cuts
 
 
-def _parts_of(inputs: StepInputs, cuts: list[Cut]) -> list[StepInputs]:
+def _inputs_of_pieces(inputs: StepInputs, cuts: list[Cut]) -> list[StepInputs]:
     """Return the inputs of each piece, which share the memory of `inputs`."""
-    whole, positions, parts = inputs.layout, inputs.positions, []
+    whole, positions, pieces = inputs.layout, inputs.positions, []
     for cut in cuts:
         has_grad = [whole.grad_indices[n] is not None for n in cut]
         starts = [(positions[n], span.start) for n, span in cut.items()]
-        part = StepInputs(
+        piece = StepInputs(
             ParamLayout.of_dict([whole.names[n] for n in cut], has_grad),
             TensorList([_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]),
             _cut_state(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
             piece_positions=[place._replace(start=place.start + start) for place, start in starts],
-            hyperparams=inputs.hyperparams,
+            step_settings=inputs.step_settings,
         )
-        parts.append(part)
-    return parts
+        pieces.append(piece)
+    return pieces
 
 
-def _grads_of(inputs: StepInputs, grads: Gradients, cut: Cut) -> Gradients:
+def _grads_of_piece(inputs: StepInputs, grads: Gradients, cut: Cut) -> Gradients:
     """Return the gradients of a piece, which share the memory of `grads`."""
     leaves = inputs.grads_like_params(grads)
     parts = [_cut(leaves[n], inputs.params[n], span) for n, span in cut.items()]

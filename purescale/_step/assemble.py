@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from .._step.decide import Decision
 from .._step.memory import MayWrite
 from .._step.retry import Attempt
 from .._step.start import Start
-from .._step.train_state import FlatState, StepOptions, TrainState
+from .._step.train_state import StepOptions, TrainState
 from .._torch import foreach
 from .._tree import pytree
 from .._tree.aliasing import copy_aliased_leaves
@@ -25,45 +25,32 @@ from .._tree.select import select, select_masked, write_over_leaves
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-class NextControl(NamedTuple):
-    """The next scaler, step count, generator and guard."""
-
-    scaler_leaves: Leaves
-    step: Tensor
-    rng: Any
-    guard_leaves: Leaves  # none without a guard
-
-    def leaves(self) -> Leaves:
-        """Return all leaves, in the order of `Start.control_leaves`."""
-        generator = [] if isinstance(self.rng, tuple) else [self.rng]
-        return [*self.scaler_leaves, self.step, *generator, *self.guard_leaves]
-
-
 def advance(
     options: StepOptions,
-    flat_state: FlatState,
+    start: Start,
     attempt: Attempt,
     decision: Decision,
     guard_state: Tree,
-) -> NextControl:
-    """Return what the next state has besides the results of the optimizer and of the loss.
-    `guard_state` is the guard's new state. It is kept if the step is applied, or if only the guard
-    rejected it.
+) -> Leaves:
+    """Return the leaves of the next scaler, step count, generator and guard, in the order of
+    `Start.control_leaves`. `guard_state` is the guard's new state. It is kept if the step is
+    applied, or if only the guard rejected it.
     """
     guard: Leaves = []
     if isinstance(decision.rejected, Tensor):
         names = "state.guard", "the state that the guard returned"
-        old, new, _ = matching_leaves(flat_state.guard, guard_state, *names)
+        old, new, _ = matching_leaves(start.guard, guard_state, *names)
         guard = select_masked(decision.skip & ~decision.rejected, old, new)
-    scaler = _next_scaler(options, flat_state.scaler, attempt, decision)
-    step = flat_state.step + (1 if decision.known_applied else ~decision.skip)
-    return NextControl(scaler, step, attempt.rng, guard)
+    scaler = _next_scaler(options, start.scaler, attempt, decision)
+    step = start.step + (1 if decision.known_applied else ~decision.skip)
+    generator = [] if isinstance(attempt.rng, tuple) else [attempt.rng]
+    return [*scaler, step, *generator, *guard]
 
 
 def assemble(
     start: Start,
     stepped: tuple[Tree, Tree],
-    next_control: NextControl,
+    control: Leaves,
     buffers: Leaves,
     decision: Decision,
     may_write: MayWrite,
@@ -71,18 +58,17 @@ def assemble(
     """Return the next state, from the results of `step_planned` and `advance`, and the buffers
     after the last microbatch.
     """
-    flat_state, (params, opt_state) = start.flat_state, stepped
-    leaves = _next_buffers(flat_state.buffers, buffers, decision, in_place=may_write.buffers)
-    control = next_control.leaves()
+    params, opt_state = stepped
+    leaves = _next_buffers(start.buffers, buffers, decision, in_place=may_write.buffers)
     if may_write.control and len(control) == len(start.control_leaves):  # all are tensors
         control = _write_over_start(start, control)
-    num_of_scaler = len(next_control.scaler_leaves)
-    step, rng, guard = flat_state.step_rng_guard.structure.unflatten(control[num_of_scaler:])
+    num_of_scaler = len(start.scaler.leaves)
+    step, rng, guard = start.step_rng_guard.structure.unflatten(control[num_of_scaler:])
     return TrainState(
         params=params,
-        buffers=flat_state.buffers.structure.unflatten(leaves),
+        buffers=start.buffers.structure.unflatten(leaves),
         opt_state=opt_state,
-        scaler=flat_state.scaler.structure.unflatten(control[:num_of_scaler]),
+        scaler=start.scaler.structure.unflatten(control[:num_of_scaler]),
         step=step,
         rng=rng,
         guard=guard,

@@ -41,7 +41,7 @@ def memory_of_step(
     """Return the memory of the arguments, and what the step may overwrite. Without donation the
     state of the optimizer is left out, because nothing writes into it.
     """
-    flat_state, inputs = start.flat_state, start.planned.inputs
+    inputs = start.planned.inputs
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     batch = pytree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
@@ -51,7 +51,7 @@ def memory_of_step(
             memory = ArgumentMemory.of(pointers, batch)
             return memory, MayWrite(True, True, True)
     replaced = _replaced(inputs) if donate else inputs.param_list
-    buffers = flat_state.buffers.tensor_list
+    buffers = start.buffers.tensor_list
     if not buffers.dense_off_graph:
         buffers = TensorList([leaf for leaf in buffers.tensors if not is_constant(leaf)])
     lists = [replaced, buffers]
@@ -61,11 +61,9 @@ def memory_of_step(
         read_only += start.control_leaves
     pointers = pointers_of_each([*[tensor_list.tensors for tensor_list in lists], read_only])
     memory = ArgumentMemory.of(pointers, batch)
-    if memory.storages is not None and not flat_state.params.tensor_list.dense_off_graph:
+    if memory.storages is not None and not start.params.tensor_list.dense_off_graph:
         # Constant buffers, and parameters before a lazy negation was resolved.
-        memory.storages.update(
-            storage_pointers([*flat_state.params.leaves, *flat_state.buffers.leaves])
-        )
+        memory.storages.update(storage_pointers([*start.params.leaves, *start.buffers.leaves]))
     if not donate:
         return memory, MayWrite()
     params_and_state, buffers_too, control = can_write_each(lists, read_only, pointers)

@@ -22,10 +22,10 @@ from .._batch_norm.bn_stats import (
 )
 from .._distributed.buckets import Reduction, mean_divisor
 from .._grads.accumulate import as_weight, is_weight
-from .._optim.optimizer import PlannedStep
 from .._step.loss_and_grads import LossAndGrads, check_container, check_returned, check_unwritten
 from .._step.sending import send_gradient, send_mean, start_reduction
-from .._step.train_state import FlatState, StepOptions
+from .._step.start import Start
+from .._step.train_state import StepOptions
 from .._step.window_mean import WindowMean
 from .._step.window_result import (
     MicrobatchWeights,
@@ -78,8 +78,7 @@ def weigh(options: StepOptions, microbatches: list[Any], scale: Tensor) -> Micro
 
 def accumulate_microbatches(
     options: StepOptions,
-    flat_state: FlatState,
-    planned: PlannedStep,
+    start: Start,
     microbatches: list[Any],
     weights: MicrobatchWeights,
     memory: ArgumentMemory,
@@ -91,17 +90,17 @@ def accumulate_microbatches(
     With a group, loss and totals are over all ranks. Gradients and buffers are still of this
     rank; `reduce_window` averages them, or `buffers_to_reduce` if these are given.
     """
-    params, buffers, scaler = flat_state.params, flat_state.buffers, flat_state.scaler
+    params, buffers, scaler = start.params, start.buffers, start.scaler
     differentiable = options.optimizer.differentiable and is_on_a_graph(
         pytree.all_tensors([params.leaves, buffers.leaves, scaler.leaves, microbatches])
     )
     loss_and_grads = LossAndGrads(
         params,
-        planned.inputs.layout,
+        start.planned.inputs.layout,
         buffers,
         scaler,
         options.loss_fn,
-        planned.eager_mode,
+        start.planned.eager_mode,
         memory.storages,
         differentiable=differentiable,
     )
@@ -255,8 +254,7 @@ def _window_result(
 
 def accumulate_with_pooled_statistics(
     options: StepOptions,
-    flat_state: FlatState,
-    planned: PlannedStep,
+    start: Start,
     microbatches: list[Any],
     weights: MicrobatchWeights,
     memory: ArgumentMemory,
@@ -264,12 +262,12 @@ def accumulate_with_pooled_statistics(
     """Return `accumulate_microbatches`, with buffers in which batch norm is updated once, by the
     statistics of all microbatches that count.
     """
-    buffers = flat_state.buffers
+    buffers = start.buffers
     any_buffer = buffers.tree is not None and len(buffers.leaves) > 0
     if any_buffer:
         check_flat_buffers(buffers.tree)
     if not (any_buffer and layers_of(buffers.tree)):
-        return accumulate_microbatches(options, flat_state, planned, microbatches, weights, memory)
+        return accumulate_microbatches(options, start, microbatches, weights, memory)
     momenta: dict[str, float] = {}
 
     @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
@@ -290,12 +288,10 @@ def accumulate_with_pooled_statistics(
 
     # The statistics travel with the buffers, so that a dropped microbatch leaves both unchanged.
     buffers_and_stats = FlatTree.of((buffers.tree, init_bn_stats(buffers.tree)))
-    flat_state = flat_state._replace(buffers=buffers_and_stats)
     options_with_stats = options._replace(loss_fn=loss_and_stats)
     window = accumulate_microbatches(
         options_with_stats,
-        flat_state,
-        planned,
+        start._replace(buffers=buffers_and_stats),
         microbatches,
         weights,
         memory,

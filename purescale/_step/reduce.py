@@ -11,25 +11,23 @@ from torch import Tensor
 
 from .._distributed.buckets import Reduction
 from .._distributed.process_group import Group, all_reduce
-from .._step.train_state import FlatState
+from .._step.start import Start
 from .._step.window_result import WindowResult
 from .._torch.dtypes import wide_dtype
 from .._tree.gradients import as_gradients
 from .._tree.pytree import Leaves
 
 
-def reduce_window(window: WindowResult, flat_state: FlatState) -> WindowResult:
+def reduce_window(window: WindowResult, start: Start) -> WindowResult:
     """Return the window of all ranks, with the mean times `fraction`."""
     if window.reduction is not None:
-        window = _reduce_over_ranks(window, window.reduction, flat_state)
+        window = _reduce_over_ranks(window, window.reduction, start)
     if window.fraction is None:
         return window
     return window._replace(grads=window.grads.multiplied(window.fraction), fraction=None)
 
 
-def _reduce_over_ranks(
-    window: WindowResult, reduction: Reduction, flat_state: FlatState
-) -> WindowResult:
+def _reduce_over_ranks(window: WindowResult, reduction: Reduction, start: Start) -> WindowResult:
     """Return one window for all ranks: the mean of their means by weight, and of the buffers after
     them.
 
@@ -41,7 +39,7 @@ def _reduce_over_ranks(
     overflow on several ranks has the norm inf, as in one process. `window_result.sum_ranks` has
     already reduced the flags of single microbatches and of weights.
     """
-    params, before, after = flat_state.params.leaves, flat_state.buffers.leaves, window.buffers
+    params, before, after = start.params.leaves, start.buffers.leaves, window.buffers
     for index, (old, new) in enumerate(zip(before, after, strict=True), len(params)):
         if index in reduction.bucket_of:
             reduction.put(index, _change_and_value(old, new, reduction.divisor))

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .._grads.measure import GradStats, is_usable
 from .._loss_scale.rules import HasScale, Rule, call_rule
-from .._step.train_state import FlatState, StepOptions
+from .._step.start import Start
+from .._step.train_state import StepOptions
 from .._step.window_result import WindowFlags, WindowResult
 from .._torch.dtensor import any_dtensor
 from .._tree.pytree import FlatTree
@@ -45,7 +46,7 @@ class Attempt(NamedTuple):
 RunWindow: TypeAlias = Callable[[FlatTree], Attempt]
 
 
-def attempt_window(options: StepOptions, flat_state: FlatState, run_window: RunWindow) -> Attempt:
+def attempt_window(options: StepOptions, start: Start, run_window: RunWindow) -> Attempt:
     """Return the result of `run_window(scaler)`: with `max_retries` at the first scale at which the
     window is finite, for which the host reads flags.
 
@@ -53,19 +54,19 @@ def attempt_window(options: StepOptions, flat_state: FlatState, run_window: RunW
     the highest scale. All ranks of a group read the same flags, so they retry together.
     """
     if not options.max_retries:
-        return _attempt(flat_state.rng, run_window, flat_state.scaler)
-    if any_dtensor(flat_state.params.leaves):
+        return _attempt(start.rng, run_window, start.scaler)
+    if any_dtensor(start.params.leaves):
         raise ValueError(
             f"max_retries={options.max_retries} with parameters that are DTensors: ranks that "
             "disagree about a retry would deadlock. Fix: max_retries=0."
         )
     best: Attempt | None = None
-    scaler, retries = flat_state.scaler, 0
+    scaler, retries = start.scaler, 0
     generators = Generators.of(scaler.tree.scale.device)
     with generators.locked():
         before = generators.states()
         while True:
-            attempt = _attempt(flat_state.rng, run_window, scaler)
+            attempt = _attempt(start.rng, run_window, scaler)
             if best is None or bool(attempt.num_overflows < best.num_overflows):
                 best = attempt
             lower = None

@@ -20,7 +20,7 @@ from .._torch.tracing import refuse_in_a_trace
 from .._tree import pytree
 from .._tree.hints import document_fields, hint_attributes
 from .._tree.matching import reject_autograd_history
-from .._tree.pytree import FlatTree, StateT, Tree, TreeT
+from .._tree.pytree import StateT, Tree, TreeT
 from .._tree.scalars import is_whole, short_repr
 from .._tree.states import stacked
 
@@ -49,30 +49,6 @@ class TrainState(NamedTuple, Generic[TreeT, StateT]):
     step: Tensor
     rng: Tensor | Any
     guard: Any = ()
-
-
-class FlatState(NamedTuple):
-    """The state of a step, with the trees that were flattened at its start."""
-
-    params: FlatTree
-    buffers: FlatTree
-    scaler: FlatTree
-    step_rng_guard: FlatTree
-
-    @property
-    def step(self) -> Tensor:
-        """The number of applied steps."""
-        return self.step_rng_guard.tree[0]
-
-    @property
-    def rng(self) -> Tensor | Any:
-        """The state of a generator, or `()`."""
-        return self.step_rng_guard.tree[1]
-
-    @property
-    def guard(self) -> Tree:
-        """The state of the guard, or `()`."""
-        return self.step_rng_guard.tree[2]
 
 
 def init_train_state(

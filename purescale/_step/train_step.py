@@ -174,7 +174,7 @@ def train_step(
         check_options(options)
         _check_arguments(state, microbatches, options)
         start = start_step(state, options)
-        return start, options, weigh(options, microbatches, start.flat_state.scaler.tree.scale)
+        return start, options, weigh(options, microbatches, start.scaler.tree.scale)
 
     if group is None:
         start, options, weights = prepare_call(None)
@@ -187,7 +187,6 @@ def _stages(
     options: StepOptions, start: Start, microbatches: list[Any], weights: MicrobatchWeights
 ) -> tuple[TrainState, StepInfo]:
     """Run the stages of a step in order."""
-    flat_state, planned = start.flat_state, start.planned
     memory, may_write = memory_of_step(options, start, microbatches)
     is_sum, takes_amax = len(microbatches) > 1, options.rule_traits.takes_amax
     stats_options = StatsOptions(options.clip.norm_type, takes_amax, is_sum)
@@ -195,21 +194,21 @@ def _stages(
     accumulate = accumulate_with_pooled_statistics if pooled else accumulate_microbatches
 
     def run_window(scaler: FlatTree) -> Attempt:
-        state = flat_state._replace(scaler=scaler)
-        window = accumulate(options, state, planned, microbatches, weights, memory)
-        window = reduce_window(window, flat_state)
-        known_readable, scale = planned.plan.all_readable, scaler.tree.scale
+        at_scale = start._replace(scaler=scaler)
+        window = accumulate(options, at_scale, microbatches, weights, memory)
+        window = reduce_window(window, start)
+        known_readable, scale = start.planned.plan.all_readable, scaler.tree.scale
         stats = measure(window.grads, scale, stats_options, known_readable=known_readable)
         return Attempt(window, stats, window_flags(window, stats.overflow), scaler)
 
-    attempt = attempt_window(options, flat_state, run_window)
+    attempt = attempt_window(options, start, run_window)
     window, stats = attempt.window, attempt.stats
-    guard_state, rejects = call_guard(options.guard, flat_state.guard, window, stats)
+    guard_state, rejects = call_guard(options.guard, start.guard, window, stats)
     decision = decide(stats, options.clip, window.grads, attempt.flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
-    next_control = advance(options, flat_state, attempt, decision, guard_state)
+    control = advance(options, start, attempt, decision, guard_state)
     skip, in_place = decision.skip_or_none, may_write.params_and_state
-    stepped = options.optimizer.step_planned(planned, decision.grads, skip, in_place=in_place)
+    stepped = options.optimizer.step_planned(start.planned, decision.grads, skip, in_place=in_place)
     scale = attempt.flat_scaler.tree.scale.clone()  # `assemble` may write into it
     info = StepInfo(
         loss=window.loss,
@@ -221,7 +220,7 @@ def _stages(
         aux=window.aux,
         rejected=decision.rejected,
     )
-    return assemble(start, stepped, next_control, window.buffers, decision, may_write), info
+    return assemble(start, stepped, control, window.buffers, decision, may_write), info
 
 
 def _check_arguments(state: Any, microbatches: Any, options: StepOptions) -> None:

@@ -50,7 +50,7 @@ class Launch(NamedTuple):
 
     group: ParamGroup
     param_indices: list[int]
-    slot_indices: list[list[int]]  # of each of `Kernel.slots_with`
+    slot_indices: list[list[int]]  # of each of `Kernel.slots`, empty for one that does not exist
     count_indices: list[int]  # of the steps of each; empty if one count is for all
     grad_indices: list[int]  # among the gradients
     pick: Callable[[list[Any]], list[list[Any]]]  # returns parameters, then each slot
@@ -75,12 +75,13 @@ class TorchPlan(NamedTuple):
 
 def _picker(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
     """Return a function of leaves that returns those of each column, by its indices."""
-    getters = [
-        operator.itemgetter(slice(column[0], column[-1] + 1))
-        if column == list(range(column[0], column[-1] + 1))
-        else operator.itemgetter(*column)
-        for column in columns
-    ]
+
+    def getter(column: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
+        first, last = (column[0], column[-1]) if column else (0, -1)
+        is_range = column == list(range(first, last + 1))
+        return operator.itemgetter(*([slice(first, last + 1)] if is_range else column))
+
+    getters = list(map(getter, columns))
     return lambda leaves: [list(get(leaves)) for get in getters]
 
 
@@ -120,6 +121,7 @@ class KernelStep:
             pair
             for launch in launches
             for slots in launch.slot_indices
+            if slots
             for pair in zip(launch.param_indices, slots, strict=True)
         ]
         dense = inputs.dense_leaves
@@ -145,14 +147,17 @@ class KernelStep:
         """
         launches = []
         for group in groups:
-            members, keys = set(group.indices), self.kernel.slots_with(group.settings)
+            members, settings = set(group.indices), group.settings
             for same_kind in params.kinds:
                 grad_index_of = {n: grad_indices[n] for n in same_kind if n in members}
                 indices = [n for n, index in grad_index_of.items() if index is not None]
                 with_grad = [index for index in grad_index_of.values() if index is not None]
                 if not indices:
                     continue
-                slots = [[columns[key][n] for n in indices] for key in keys]
+                slots = [
+                    [columns[slot][n] for n in indices] if not setting or settings[setting] else []
+                    for slot, setting in self.kernel.slots.items()
+                ]
                 counts = [columns[STEP][n] for n in indices] if STEP in columns else []
                 launches.append(
                     Launch(

@@ -42,10 +42,6 @@ class Kernel(NamedTuple):
     # they read a slot where the formula reads the rate.
     by_leaf: Callable[..., None] | None = None
 
-    def slots_with(self, settings: Settings) -> list[str]:
-        """Return the slots that it updates with these settings."""
-        return [slot for slot, setting in self.slots.items() if not setting or settings[setting]]
-
     def keyword_arguments(self, settings: Settings) -> dict[str, Any]:
         """Return the settings by the names that the function gives them."""
         if "betas" in settings:
@@ -146,7 +142,7 @@ class KernelCall(NamedTuple):
 
     bound: BoundKernel
     params: list[Tensor]
-    slots: list[list[Tensor]]  # of each of `Kernel.slots_with`
+    slots: list[list[Tensor]]  # of each of `Kernel.slots`, empty for one that does not exist
     grads: Gradients
     counts: list[Tensor]  # the number of the step of each, or one for all: float32, read only
     # known: all are off graph, and the gradients have dtype and memory order of the parameters
@@ -155,8 +151,7 @@ class KernelCall(NamedTuple):
     def lists(self) -> list[list[Tensor]]:
         """Return the lists of tensors that the function takes."""
         kernel, params, counts = self.bound.kernel, self.params, self.counts
-        columns = dict(zip(kernel.slots_with(self.bound.settings), self.slots, strict=True))
-        lists = [params, self.grads.tensors, *[columns.get(slot, []) for slot in kernel.slots]]
+        lists = [params, self.grads.tensors, *self.slots]
         if kernel.by_leaf is not None:  # it adds 1 to each
             before = [count - 1 for count in counts]
             counts = list(before[0].repeat(len(params)).unbind()) if len(counts) == 1 else before
@@ -275,6 +270,7 @@ def _update_targets(
     """
     count, kernel, (lr, skip, *pending) = len(grads), _BY_NAME[name], tensor_args
     params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
+    slots += [[]] * (len(kernel.slots) - len(slots))  # only the last one may not exist
     lr_number, *others = float_args
     settings = {
         key: bool(number) if key in _BOOLEANS else number

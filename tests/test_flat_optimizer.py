@@ -160,7 +160,7 @@ class Descent(FlatOptimizer):
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_an_updater_is_given_unscaled_and_clipped_gradients(max_norm):
+def test_an_optimizer_is_given_unscaled_and_clipped_gradients(max_norm):
     scaler = ps.DynamicScale(init_scale=8.0).init()
     params = {"5": torch.randn(5), "33": torch.randn(33)}
     grads = {name: 8 * torch.randn_like(leaf) for name, leaf in params.items()}
@@ -201,7 +201,7 @@ class ByNormOfAll(FlatOptimizer):
         return [p - g / norm for p, g in pairs], inputs.opt_state
 
 
-def test_a_wrapper_gives_an_updater_of_ones_own_all_parameters_at_once(monkeypatch):
+def test_a_wrapper_gives_an_optimizer_of_ones_own_all_parameters_at_once(monkeypatch):
     params = {"5": torch.ones(5).bfloat16(), "33": torch.ones(33).bfloat16()}
     grads = {name: torch.randn_like(leaf) for name, leaf in params.items()}
     state = ps.with_master_weights(ByNormOfAll()).init(params)

@@ -59,7 +59,7 @@ class Launch(NamedTuple):
 
 
 class TorchPlan(NamedTuple):
-    """The decisions about the steps of a class of torch.optim: the launches of its kernel, and
+    """The plan of a `TorchOptimizer`: its parameter groups, the launches of torch's kernel, and
     what is known of the tensors that they take.
     """
 

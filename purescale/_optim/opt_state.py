@@ -23,12 +23,12 @@ NO_SLOTS = "none"
 
 @document_fields
 class OptState(NamedTuple):
-    """The state of a torch optimizer. Its structure is final from `init` on, but for a class
-    of your own, which makes slots in its first step.
+    """The state of `from_torch` and `from_formula`. Its structure is final from `init` on, but for a
+    class of your own, which makes slots in its first step.
 
     Attributes:
-        applied: int64 []. The number of applied steps, from which the formulas of all parameters
-            count.
+        applied: int64 []. The number of applied steps: `t` of the formulas, unless there are
+            `counts`.
         slots: What the class keeps for each parameter, by torch's names: trees like the parameters,
             `{"exp_avg": ..., "exp_avg_sq": ...}`, with `()` in place of a parameter that lacks the
             slot. A class of your own has its slots by parameter, `{"conv.weight": {...}}`.

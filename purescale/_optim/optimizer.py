@@ -92,9 +92,9 @@ class FlatOptimizer:
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
     differentiable: bool = False
-    # True if elements update independently, so that a shard can be stepped. None if that is
-    # unknown: the optimizer then gets the DTensors themselves.
-    elementwise: bool | None = None
+    # True if elements update independently, so that a shard can be stepped; otherwise shards are
+    # refused. None if the optimizer takes the DTensors themselves.
+    elementwise: bool | None = False
     # True if a step runs code of a user's. It may raise, so nothing is overwritten before it has
     # returned.
     runs_user_code: bool = False
@@ -306,8 +306,9 @@ class AdaptedOptimizer(FlatOptimizer):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = self.must_agree = optimizer
-        for name in ("differentiable", "elementwise", "may_add_slots", "wide_grads"):
-            setattr(self, name, getattr(optimizer, name, getattr(FlatOptimizer, name)))
+        self.elementwise = getattr(optimizer, "elementwise", None)
+        for name in ("differentiable", "may_add_slots", "wide_grads"):
+            setattr(self, name, getattr(optimizer, name, False))
 
     def __repr__(self) -> str:
         return repr(self.optimizer)

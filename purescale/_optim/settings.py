@@ -75,9 +75,9 @@ class OptimizerSpec(NamedTuple):
 
 
 class ConfiguredSettings(NamedTuple):
-    """The settings for all parameters, or those of one override."""
+    """The settings for all parameters, or those of one override, as they were configured."""
 
-    values: dict[str, Any]  # for all parameters with torch's defaults
+    values: dict[str, Any]  # those for all parameters with the defaults of the class
     # The functions of a count by name. If the state has the setting too, `values` has its first
     # number.
     schedules: dict[str, Any]
@@ -109,11 +109,12 @@ class ParamGroup(NamedTuple):
 
 
 class OptimizerConfig:
-    """The settings that from_torch was given, and what follows from them. No state.
+    """The settings that `from_torch` or `from_formula` was given, and what follows from them. No
+    state.
 
     A setting of a parameter is that of the last matching override that names it; else the number in
     the state times the schedule, if it has these; else the argument.
-    `prototype` is an optimizer over a probe, from which those of a step are copied.
+    `prototype` is an optimizer over a probe, which a user's class is copied from.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Optimizers with the settings and the state of a class of torch.optim."""
+"""Optimizers with settings and a state as those of torch.optim: by a formula, or a user's class."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from .._tree.pytree import Tree
 
 
 class TorchOptimizer(FlatOptimizer):
-    """A class of torch.optim as pure functions; made by `from_torch` and `from_formula`. It holds
-    settings, never state. It is a `FormulaOptimizer` or a `UserClassOptimizer`.
+    """An optimizer with settings by parameter group and an `OptState`, as torch.optim has them;
+    made by `from_torch` and `from_formula`. It holds settings, never state. It is a
+    `FormulaOptimizer` or a `UserClassOptimizer`.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:

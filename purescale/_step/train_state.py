@@ -220,8 +220,8 @@ BNUpdate = Literal["each", "window"]
 
 
 class StepOptions(NamedTuple):
-    """The settings of `train_step`, checked: those of clipping in one record, and what is known of
-    the rule.
+    """The settings of `train_step`: those of clipping in one record, and what is known of the rule.
+    `check_options` refuses what does not go together.
     """
 
     loss_fn: LossFn

@@ -1,6 +1,6 @@
 """Utilities over torch: list kernels, donation, tracing, DTensors, autocast, private names.
 
-They work on tensors and know nothing of trees, steps or states.
+They work on tensors, and on lists of them.
 
 Entry: `foreach`, arithmetic over lists of tensors, on an accelerator in a number of operators that
 does not grow with the list; `list_stats.local_stats`, their norm and largest magnitude;

@@ -20,7 +20,7 @@ _grad_fn, _requires_grad = map(operator.attrgetter, ("grad_fn", "requires_grad")
 
 
 class Plans(Generic[PlanT]):
-    """The plans of one function, the newest first.
+    """The plans of one function, or of the calls with one optimizer, the newest first.
 
     A plan is found for tensors that differ from those it was made for in values only, and a key
     that is equal: what else decides about the call.
@@ -105,7 +105,7 @@ class PlanMatch(NamedTuple):
 
 
 class TreePlans(Plans[CachedPlan]):
-    """The plans of one function, for arguments that are trees."""
+    """Plans for arguments that are trees."""
 
     def find(self, eager_mode: EagerMode, trees: tuple[Tree, ...]) -> PlanMatch | None:
         """Return what was planned for trees that differ from these in values only, in calls that

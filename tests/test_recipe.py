@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import gc
+import os
 import pickle
 import subprocess
 import sys
@@ -266,6 +267,7 @@ def test_an_apply_works_in_another_process():
         [sys.executable, "-c", IN_ANOTHER_PROCESS],
         input=pickle.dumps((apply, *arguments)),
         capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
     )
     assert done.returncode == 0, done.stderr.decode()
     assert same_bits(pickle.loads(done.stdout), apply(*arguments))

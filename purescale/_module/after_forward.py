@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import operator
 import weakref
 from collections.abc import Collection
@@ -41,7 +42,9 @@ def new_buffers(copy: ModelCopy, own_buffers: Tensors) -> Tensors:
                 "separate. Fix: `.clone()` it where it is set."
             )
     if not layout.has_state:
-        now, before = copy.registered(), map(copy.objects.__getitem__, layout.registered)
+        stores = map(dict.values, copy.store_dicts)
+        now = list(itertools.chain.from_iterable(stores))
+        before = map(copy.objects.__getitem__, layout.registered)
         if len(now) == len(layout.registered) and all(map(operator.is_, now, before)):
             return own_buffers
     check_registrations(copy)

@@ -83,10 +83,6 @@ class ModelCopy:
             return content.get(place.key)
         return content[place.key] if place.key < len(content) else None
 
-    def registered(self) -> list[Any]:
-        """Return all parameters, buffers and modules that are registered now."""
-        return list(itertools.chain.from_iterable(map(dict.values, self.store_dicts)))
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recipe:

@@ -23,8 +23,8 @@ NO_SLOTS = "none"
 
 @document_fields
 class OptState(NamedTuple):
-    """The state of `from_torch` and `from_formula`. Its structure is final from `init` on, but for a
-    class of your own, which makes slots in its first step.
+    """The state of `from_torch` and `from_formula`. Its structure is final from `init` on, but for
+    a class of your own, which makes slots in its first step.
 
     Attributes:
         applied: int64 []. The number of applied steps: `t` of the formulas, unless there are

@@ -1,12 +1,13 @@
 """A training step: `train_step` and its stages.
 
-With a group whose ranks meet on a CPU, all agree first (`agree.py`). CONTRIBUTING.md has the diagram of the stages and
-their files. There is one path for all devices. A kernel below it may depend on the device, and
-where the host knows that a step is applied, nothing is selected.
+With a group whose ranks meet on a CPU, all agree first (`agree.py`). CONTRIBUTING.md has the
+diagram of the stages and their files. There is one path for all devices. A kernel below it may
+depend on the device, and where the host knows that a step is applied, nothing is selected.
 
 Entry: `train_step.train_step`; by hand `value_and_grad.value_and_grad`, then
 `optimizer_step.unscale_and_step` or `optimizer_step.maybe_step`.
 Hands on: the next `train_state.TrainState` and a `train_state.StepInfo`; between the stages
-`start.Start`, `window_result.WindowResult`, `retry.Attempt` and `decide.Decision`. Settings travel as `train_state.StepOptions`.
+`start.Start`, `window_result.WindowResult`, `retry.Attempt` and `decide.Decision`. Settings travel
+as `train_state.StepOptions`.
 May import: `_loss_scale`, `_grads`, `_batch_norm`, `_optim`, `_distributed`, `_tree`, `_torch`.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple, Protocol
@@ -59,9 +58,6 @@ class Outputs(NamedTuple):
     loss: Tensor  # unscaled, 0-d, at least float32
     buffers: Leaves
     aux: list[Any]
-
-
-_ENABLED = contextlib.nullcontext()  # a fifth of the cost of torch.enable_grad()
 
 
 class LossAndGrads:
@@ -179,24 +175,26 @@ class LossAndGrads:
         """Return the parameters, the scaled loss on its graph over them, and the outputs, in eager
         mode.
         """
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self.run_forward(buffers, microbatch)
         if buffers is not self.buffers.leaves or not self.buffers.tensor_list.dense_off_graph:
             buffers = _normal_tensors(buffers)
-        with _ENABLED if torch.is_grad_enabled() else torch.enable_grad():
-            # New tensors, because a loss may register hooks on them: leaves, because autocast
-            # caches the cast of a leaf; on a graph aliases, so that a gradient ends there. Leaves
-            # pass `isinstance(leaf, nn.Parameter)` unless make_fx records them.
-            if self.keeps_graph:
-                inputs = list(map(_alias, self.present_params))
-            else:
-                inputs = [
-                    nn.Parameter(tensor)
-                    if type(tensor) is Tensor and not self.in_make_fx
-                    else tensor.detach().requires_grad_()
-                    for tensor in self.present_params
-                ]
-            read_only = [*inputs, *buffers]
-            before = versions(read_only)
-            loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
+        # New tensors, because a loss may register hooks on them: leaves, because autocast caches
+        # the cast of a leaf; on a graph aliases, so that a gradient ends there. Leaves pass
+        # `isinstance(leaf, nn.Parameter)` unless make_fx records them.
+        if self.keeps_graph:
+            inputs = list(map(_alias, self.present_params))
+        else:
+            inputs = [
+                nn.Parameter(tensor)
+                if type(tensor) is Tensor and not self.in_make_fx
+                else tensor.detach().requires_grad_()
+                for tensor in self.present_params
+            ]
+        read_only = [*inputs, *buffers]
+        before = versions(read_only)
+        loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
         if not loss.requires_grad:
             raise independent_loss_error()
         if versions(read_only) != before:

@@ -17,7 +17,13 @@ from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.hints import document_fields
 from .._tree.leaves import dense
-from .._tree.matching import check_gradients, device_of, leaves_like, matching_leaves
+from .._tree.matching import (
+    check_gradients,
+    device_of,
+    have_same_metadata,
+    leaves_like,
+    matching_leaves,
+)
 from .._tree.poison import donates
 from .._tree.pytree import Leaves, Tree, TreeDef
 from .._tree.scalars import as_flag, as_float, short_repr, whole
@@ -400,6 +406,8 @@ def _leaves_for(accum: AccumState, grads: Tree, means: Leaves, structure: TreeDe
     error that names the leaf that cannot be averaged there.
     """
     leaves = leaves_like("grads", grads, "accum.grads", accum.grads, structure)
+    if have_same_metadata(means, leaves):
+        return leaves
     check_gradients(accum.grads, leaves, "grads")
     pairs = list(zip(leaves, means, strict=True))
     for index, (gradient, mean) in enumerate(pairs):

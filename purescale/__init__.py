@@ -135,7 +135,7 @@ from ._module.functional import make_functional as make_functional
 from ._module.registered import load_into as load_into
 
 from ._module.policy import Policy as Policy, policy as policy, with_policy as with_policy
-from ._module.norms import norms_in_float32 as norms_in_float32
+from ._module.policy import norms_in_float32 as norms_in_float32
 
 from ._loss_scale.rules import Rule as Rule, HasScale as HasScale
 from ._loss_scale.rules import (

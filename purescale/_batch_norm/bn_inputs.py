@@ -69,7 +69,7 @@ class CaptureBatchNorm(TorchFunctionMode):
     what the forward computes.
     """
 
-    local_statistics = False  # LocalSyncBatchNorm of `norms.py` reads this
+    local_statistics = False  # LocalSyncBatchNorm of `walk.py` reads this
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ a call:  params, buffers -> Recipe.make -> ModelCopy -> its forward -> after_for
          The first ones also warn of state that the copy takes with it: lost_state
 
 Entry: `functional.make_functional`, `registered.load_into`, its inverse, `policy.with_policy`,
-`norms.norms_in_float32`.
+`policy.norms_in_float32`.
 Hands on: `Apply`, called as `apply(params, buffers, *args)`, and the two dicts `params` and
 `buffers`; `policy.Policy`, the dtypes of parameters, computation, output and norms.
 May import: `_tree`, `_torch`.

@@ -10,5 +10,5 @@ read a value without waiting; `reads.NoReads`, in which a read raises; `dtensor.
 `private.py` lists its private functions and classes, and looks one up when it is needed.
 Hands on: tensors, lists of them and bools; `tensor_list.TensorList`, a list with what is known of
 it.
-May import: torch, optree and tqdm, and no other room.
+May import: torch and optree, and no other room.
 """

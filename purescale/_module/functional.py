@@ -205,7 +205,7 @@ def _with_own_empty(recipes: tuple[Recipe, Recipe]) -> tuple[Recipe, Recipe]:
     return evaluating.with_own_empty(), training.with_own_empty()
 
 
-def _copies(buffers: Tensors, kept: Set[str], *, one_by_one: bool = False) -> Tensors:
+def _copies(buffers: Tensors, kept: Set[str], *, one_by_one: bool) -> Tensors:
     """Return copies of the buffers, but for those that `kept` names."""
     copied = {n: b for n, b in buffers.items() if n not in kept} if kept else buffers
     values = list(copied.values())

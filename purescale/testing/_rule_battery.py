@@ -14,8 +14,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import takes_amax
 from .._tree import pytree
-from ._battery import FIXES, Battery, saved_and_loaded
-from ._laws import short
+from ._laws import FIXES, Battery, saved_and_loaded, short
 from ._strategies import DAMAGED, as_scale, rule_steps, update_arguments
 
 

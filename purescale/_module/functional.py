@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 from .._module.after_forward import (
+    NewTensors,
     check_registrations,
     check_writes,
     new_buffers,
     rerun_under,
     stamps,
+    warn_of_attributes,
+    watch_backward,
 )
-from .._module.lost_state import NewTensors, warn_of_attributes, watch_backward
 from .._module.recipe import ModelCopy, Recipe
 from .._module.registered import (
     RegisteredTensors,

@@ -239,9 +239,7 @@ def fused_kernel(name: str) -> Callable[..., None] | None:
     return kernel
 
 
-_FOREACH = """
-    add_ clamp_max_ clamp_min clamp_min_ copy_ div div_ mul mul_ norm
-"""
+_FOREACH = "add_ clamp_max_ clamp_min clamp_min_ copy_ div div_ mul mul_ norm"
 listops: Any = SimpleNamespace(**{name: list_operator(name) for name in _FOREACH.split()})
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_here: Any = sys.modules[__name__]
+_here: Any = sys.modules[__name__]  # whose `__getattr__` looks a name up
 
 
 class Name(NamedTuple):

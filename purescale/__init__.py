@@ -135,7 +135,7 @@ from ._module.functional import make_functional as make_functional
 from ._module.registered import load_into as load_into
 
 from ._module.policy import Policy as Policy, policy as policy, with_policy as with_policy
-from ._module.norms import norms_in_float32 as norms_in_float32
+from ._module.policy import norms_in_float32 as norms_in_float32
 
 from ._loss_scale.rules import Rule as Rule, HasScale as HasScale
 from ._loss_scale.rules import (
@@ -144,50 +144,34 @@ from ._loss_scale.rules import (
     NoScale as NoScale,
     ScalerState as ScalerState,
 )
-from ._loss_scale.scaling import (
-    scale_loss as scale_loss,
-    unscale_and_check as unscale_and_check,
-    check_scaler as check_scaler,
-)
+from ._loss_scale.scaling import scale_loss as scale_loss, unscale_and_check as unscale_and_check
+from ._loss_scale.scaling import check_scaler as check_scaler
 from ._loss_scale.headroom import HeadroomScale as HeadroomScale, grad_amax as grad_amax
 
 from ._reports.probe import probe_scales as probe_scales, ScaleProbe as ScaleProbe
 from ._reports.grad_report import grad_report as grad_report, GradReport as GradReport
-from ._reports.forward_report import (
-    forward_report as forward_report,
-    ForwardReport as ForwardReport,
-)
+from ._reports.forward_report import forward_report as forward_report
+from ._reports.forward_report import ForwardReport as ForwardReport
 from ._reports.update_report import update_report as update_report, UpdateReport as UpdateReport
 from ._reports.update_report import wanted_update as wanted_update
 
-from ._distributed.collectives import (
-    all_reduce_grads as all_reduce_grads,
-    all_reduce_found_inf as all_reduce_found_inf,
-)
+from ._distributed.collectives import all_reduce_grads as all_reduce_grads
+from ._distributed.collectives import all_reduce_found_inf as all_reduce_found_inf
 from ._batch_norm.bn_stats import all_reduce_bn_stats as all_reduce_bn_stats
 
-from ._grads.accumulate import (
-    AccumState as AccumState,
-    init_accum as init_accum,
-    accumulate_grads as accumulate_grads,
-    accumulated_grads as accumulated_grads,
-    merge_accum as merge_accum,
-    accumulation_window as accumulation_window,
-)
+from ._grads.accumulate import AccumState as AccumState, init_accum as init_accum
+from ._grads.accumulate import accumulate_grads as accumulate_grads
+from ._grads.accumulate import accumulated_grads as accumulated_grads, merge_accum as merge_accum
+from ._grads.accumulate import accumulation_window as accumulation_window
 
-from ._grads.clip import (
-    clip_by_global_norm as clip_by_global_norm,
-    clip_by_value as clip_by_value,
-    check_grad_norm as check_grad_norm,
-)
+from ._grads.clip import clip_by_global_norm as clip_by_global_norm, clip_by_value as clip_by_value
+from ._grads.clip import check_grad_norm as check_grad_norm
 
 from ._optim.optimizer import Optimizer as Optimizer
 from ._optim.from_torch import from_torch as from_torch
 from ._optim.from_formula import from_formula as from_formula
-from .interop._live_optimizer import (
-    from_torch_optimizer as from_torch_optimizer,
-    to_torch_optimizer as to_torch_optimizer,
-)
+from .interop._live_optimizer import from_torch_optimizer as from_torch_optimizer
+from .interop._live_optimizer import to_torch_optimizer as to_torch_optimizer
 from ._optim.transformation import (
     from_transformation as from_transformation,
     to_transformation as to_transformation,
@@ -199,35 +183,23 @@ from ._wrappers.schedule_free import with_schedule_free as with_schedule_free, a
 
 from ._optim.opt_state import OptState as OptState
 
-from ._wrappers.master_weights import (
-    with_master_weights as with_master_weights,
-    master_weights as master_weights,
-    split_masters as split_masters,
-    join_masters as join_masters,
-)
-from ._wrappers.stochastic_rounding import (
-    with_stochastic_rounding as with_stochastic_rounding,
-    stochastic_round as stochastic_round,
-)
+from ._wrappers.master_weights import with_master_weights as with_master_weights
+from ._wrappers.master_weights import master_weights as master_weights
+from ._wrappers.master_weights import split_masters as split_masters, join_masters as join_masters
+from ._wrappers.stochastic_rounding import with_stochastic_rounding as with_stochastic_rounding
+from ._wrappers.stochastic_rounding import stochastic_round as stochastic_round
 from ._wrappers.state_dtype import with_state_dtype as with_state_dtype
 
-from ._batch_norm.bn_stats import (
-    BNStatsState as BNStatsState,
-    init_bn_stats as init_bn_stats,
-    accumulate_bn_stats as accumulate_bn_stats,
-    merge_bn_stats as merge_bn_stats,
-    bn_buffers as bn_buffers,
-)
+from ._batch_norm.bn_stats import BNStatsState as BNStatsState, init_bn_stats as init_bn_stats
+from ._batch_norm.bn_stats import accumulate_bn_stats as accumulate_bn_stats
+from ._batch_norm.bn_stats import merge_bn_stats as merge_bn_stats, bn_buffers as bn_buffers
 from ._batch_norm.precise_bn import precise_bn as precise_bn
 
 from ._step.loss_and_grads import LossFn as LossFn
 from ._step.value_and_grad import value_and_grad as value_and_grad
 
-from ._step.optimizer_step import (
-    maybe_step as maybe_step,
-    unscale_and_step as unscale_and_step,
-    Stepped as Stepped,
-)
+from ._step.optimizer_step import maybe_step as maybe_step, unscale_and_step as unscale_and_step
+from ._step.optimizer_step import Stepped as Stepped
 
 from ._step.train_state import init_train_state as init_train_state, TrainState as TrainState
 from ._step.train_step import train_step as train_step
@@ -239,12 +211,8 @@ from ._jit.capture import capture as capture
 from ._runs.vjp_through import vjp_through as vjp_through, RunGradient as RunGradient
 from ._tree.states import fingerprint as fingerprint
 
-from ._checkpoint import (
-    to_state_dict as to_state_dict,
-    from_state_dict as from_state_dict,
-    save as save,
-    load as load,
-)
+from ._checkpoint import to_state_dict as to_state_dict, from_state_dict as from_state_dict
+from ._checkpoint import save as save, load as load
 
 from ._tree.hints import hint_attributes as _hint_attributes
 from ._tree.select import select as select

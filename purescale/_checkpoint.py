@@ -399,6 +399,4 @@ def kind_of(value: Any) -> str:
     """Return dtype, shape, layout and placements of a tensor, or the type of another object, whose
     repr may be endless or raise.
     """
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return describe(value)
+    return describe(value) if isinstance(value, Tensor) else type(value).__name__

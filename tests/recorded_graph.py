@@ -14,8 +14,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from purescale._jit.capture import compiling_nothing
 from purescale._torch import private
-from purescale._torch.cuda_graph import compiling_nothing
 from purescale._torch.donation import storage_pointer
 from purescale._torch.reads import is_read, read_error
 from purescale._torch.tracing import PLAIN_TYPES

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import purescale
-from purescale._torch.private_names import NAMES
+from purescale._torch.private import NAMES
 
 ROOT = Path(purescale.__file__).parent
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
@@ -165,9 +165,7 @@ def test_a_circle_of_imports_is_found():
 
 def test_one_file_knows_optree_and_one_what_takes_its_place():
     users = [name for name in FILES if "optree" in packages(name)]
-    assert users == ["_torch/private_names.py", "_tree/pytree.py"], (
-        "call optree through _tree/pytree.py"
-    )
+    assert users == ["_torch/private.py", "_tree/pytree.py"], "call optree through _tree/pytree.py"
 
 
 def test_nothing_is_needed_but_torch_and_optree():
@@ -211,8 +209,7 @@ def test_a_file_is_short_enough_to_be_read_at_once(name):
 
 
 def test_private_names_of_torch_stand_in_one_place():
-    theirs = ("_torch/private.py", "_torch/private_names.py")
-    elsewhere = {name: list(private(name)) for name in FILES if name not in theirs}
+    elsewhere = {name: list(private(name)) for name in FILES if name != "_torch/private.py"}
     assert {name: names for name, names in elsewhere.items() if names} == {}, (
-        "add each to NAMES in _torch/private_names.py, and call it through _torch/private.py"
+        "add each to NAMES in _torch/private.py, and call it through that file"
     )

@@ -12,7 +12,7 @@ from torch import nn
 
 import purescale as ps
 from purescale._torch import private
-from purescale._torch.private_names import guard_one_by_one
+from purescale._torch.private import guard_one_by_one
 from purescale._torch.tensor_list import ListMetadata, TensorList
 from purescale._tree.plans import Plans
 

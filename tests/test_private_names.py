@@ -11,7 +11,7 @@ import torch
 
 import purescale as ps
 from purescale._torch import private
-from purescale._torch.private_names import NAMES, list_operator, look_up
+from purescale._torch.private import NAMES, list_operator, look_up
 
 # ---- imports -------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from purescale._torch.progress import progress_bar
+from purescale._tree.hints import progress_bar
 
 
 def test_a_bar_without_tqdm_names_the_extra(monkeypatch):

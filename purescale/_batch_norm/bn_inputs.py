@@ -69,8 +69,6 @@ class CaptureBatchNorm(TorchFunctionMode):
     what the forward computes.
     """
 
-    local_statistics = False  # LocalSyncBatchNorm of `norms.py` reads this
-
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[BatchNormCall] = []
@@ -134,7 +132,7 @@ class CaptureForEval(CaptureBatchNorm):
     their running statistics.
     """
 
-    local_statistics = True
+    local_statistics = True  # LocalSyncBatchNorm of `walk.py` reads this
 
     def __init__(self, num_final: int) -> None:
         super().__init__()

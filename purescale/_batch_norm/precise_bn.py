@@ -20,8 +20,8 @@ from .._distributed.collectives import agree_on_all_ranks, all_reduce_found_inf,
 from .._distributed.process_group import Group, all_reduce, check_group
 from .._module.registered import Tensors
 from .._torch import private
-from .._torch.progress import progress_bar
 from .._tree import pytree, scalars
+from .._tree.hints import progress_bar
 
 Normalize = Literal["batch", "sequential"]
 

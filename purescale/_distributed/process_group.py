@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.dtensor import arrived
-from .._torch.private import constant_while_compiling
 from .._torch.tracing import refuse_in_capture
 from .._tree.scalars import short_repr
 
@@ -121,13 +120,13 @@ def num_replicas(leaf: DTensor) -> int:
 
 
 # Dynamo cannot trace into the mesh of a computed DTensor, for which it has no source.
-@constant_while_compiling
+@private.constant_while_compiling
 def mesh_sizes(mesh: DeviceMesh) -> tuple[int, ...]:
     """Return the number of ranks in each dimension of a mesh."""
     return tuple(mesh.shape)
 
 
-@constant_while_compiling
+@private.constant_while_compiling
 def _mesh_rank(mesh: DeviceMesh) -> int | None:
     """Return the index of this rank in a mesh, None outside of it."""
     coordinate = mesh.get_coordinate()
@@ -139,7 +138,7 @@ def _mesh_rank(mesh: DeviceMesh) -> int | None:
     return rank
 
 
-@constant_while_compiling
+@private.constant_while_compiling
 def _groups(mesh: DeviceMesh) -> tuple[str, ...]:
     """Return the names of the groups over which to sum, one after the other, for the sum over a
     mesh.

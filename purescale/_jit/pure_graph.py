@@ -18,12 +18,14 @@ from .._jit.cut import (
     WRITE,
     Function,
     compiled_in_stages,
+    donate_inputs,
     empty_like,
     has_operators,
+    kind,
     memory,
     placeholders,
+    separate_results,
 )
-from .._jit.donated import donate_inputs, kind, separate_results
 from .._torch import private
 from .._torch.autocast import outside_autocast
 from .._torch.foreach import clone_off_graph

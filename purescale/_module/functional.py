@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 from .._module.after_forward import (
+    NewTensors,
     check_registrations,
     check_writes,
     new_buffers,
     rerun_under,
     stamps,
+    warn_of_attributes,
+    watch_backward,
 )
-from .._module.lost_state import NewTensors, warn_of_attributes, watch_backward
-from .._module.norms import norm_params
 from .._module.recipe import ModelCopy, Recipe
 from .._module.registered import (
     RegisteredTensors,
@@ -206,7 +207,7 @@ def _with_own_empty(recipes: tuple[Recipe, Recipe]) -> tuple[Recipe, Recipe]:
     return evaluating.with_own_empty(), training.with_own_empty()
 
 
-def _copies(buffers: Tensors, kept: Set[str], *, one_by_one: bool = False) -> Tensors:
+def _copies(buffers: Tensors, kept: Set[str], *, one_by_one: bool) -> Tensors:
     """Return copies of the buffers, but for those that `kept` names."""
     copied = {n: b for n, b in buffers.items() if n not in kept} if kept else buffers
     values = list(copied.values())
@@ -330,7 +331,7 @@ def make_functional(
         _param_names=frozenset(params),
         _buffer_names=frozenset(buffers),
         frozen_params=frozenset(frozen),
-        norm_params=norm_params(model, registered.first_name_of),
+        norm_params=_norm_params(model, registered.first_name_of),
         _constants=frozenset(name for name, b in buffers.items() if is_constant(b)),
         _renormalised=_renormalised_params(model, registered.first_name_of) & params.keys(),
     )
@@ -376,6 +377,20 @@ def _check_module(model: nn.Module) -> None:
                 f"{what}, which waits for gradients of the live parameters. Fix: "
                 "`make_functional(wrapper.module)`, and `train_step(..., group=...)` for the ranks."
             )
+
+
+def _norm_params(model: nn.Module, first_name_of: dict[int, str]) -> frozenset[str]:
+    """Return the names of the weights and biases of normalisation layers."""
+    norms = filter(_is_norm, model.modules())
+    return frozenset(first_name_of[id(p)] for norm in norms for p in norm.parameters())
+
+
+def _is_norm(module: nn.Module) -> bool:
+    # The second holds for batch and instance norms, also those that other libraries derive from
+    # torch's own base class.
+    return isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)) or (
+        hasattr(module, "track_running_stats") and hasattr(module, "running_mean")
+    )
 
 
 def _renormalised_params(model: nn.Module, first_name_of: dict[int, str]) -> frozenset[str]:

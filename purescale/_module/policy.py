@@ -10,9 +10,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from .._module.norms import NormsIn
 from .._module.registered import Tensors, check_dicts
 from .._torch.dtypes import HALF
 from .._torch.tracing import under_transform
@@ -242,7 +243,7 @@ def with_policy(
         norms = (
             nullcontext()
             if norm_dtype is None or {rules.compute_dtype, norm_dtype} == {torch.float32}
-            else NormsIn(norm_dtype, (rules.compute_dtype,))
+            else _NormsIn(norm_dtype, (rules.compute_dtype,))
         )
         with (
             torch.autocast(device, rules.compute_dtype) if rules.autocast else nullcontext(),
@@ -275,3 +276,69 @@ def _check_params(params: Tensors, rules: Policy) -> None:
                 "policy.cast_to_param(params)`, or "
                 f"'params={str(weight.dtype).removeprefix('torch.')}' in the policy."
             )
+
+
+# ---- norms ---------------------------------------------------------------------------------------
+
+# For each norm: the positions of the running statistics that it updates in place.
+_NORMS: dict[Callable[..., Any], tuple[tuple[int, str], ...]] = {
+    **dict.fromkeys((F.layer_norm, F.group_norm, F.rms_norm), ()),
+    **dict.fromkeys((torch.layer_norm, torch.group_norm, torch.rms_norm), ()),
+    **dict.fromkeys((F.batch_norm, F.instance_norm), ((1, "running_mean"), (2, "running_var"))),
+    **dict.fromkeys(
+        (torch.batch_norm, torch.instance_norm), ((3, "running_mean"), (4, "running_var"))
+    ),
+}
+
+
+class _NormsIn(TorchFunctionMode):
+    """A mode in which norms with an input in one of `input_dtypes` compute in `dtype`: input,
+    weights and running statistics are cast. The output has the dtype of the input.
+    """
+
+    def __init__(self, dtype: torch.dtype, input_dtypes: tuple[torch.dtype, ...]) -> None:
+        super().__init__()
+        self.dtype, self.input_dtypes = dtype, input_dtypes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        x = args[0] if args else kwargs.get("input")
+        is_cast = isinstance(x, Tensor) and x.dtype in self.input_dtypes
+        if func not in _NORMS or not is_cast:
+            # Tensor.unflatten calls super(), which Dynamo does not follow in a mode.
+            func = torch.unflatten if func is Tensor.unflatten else func
+            return func(*args, **kwargs)
+
+        cast_args, cast_kwargs = list(cast(args, self.dtype)), cast(kwargs, self.dtype)
+        out = func(*cast_args, **cast_kwargs)
+        # In eval mode the statistics are not written back, because a cast to a narrower dtype and
+        # back would change them.
+        training = kwargs.get("training", kwargs.get("use_input_stats", func is F.instance_norm))
+        updates = args[5] if len(args) > 5 else training
+        for position, name in _NORMS[func] if updates else ():
+            by_position = position < len(args)
+            stored = args[position] if by_position else kwargs.get(name)
+            computed = cast_args[position] if by_position else cast_kwargs.get(name)
+            if stored is not None and computed is not stored:
+                stored.copy_(computed)
+        return out.to(x.dtype)
+
+
+class norms_in_float32(_NormsIn):  # noqa: N801, a context manager is used like a function
+    """Equal to calling every norm of torch.nn.functional inside as `norm(x.float()).to(x.dtype)`.
+
+    A context manager, for batch, layer, rms, group and instance norm. Only norms with half inputs
+    change. Their weights are cast too; running statistics are updated in float32 and keep their
+    dtype. Works under compile and vmap, where half BatchNorm otherwise raises.
+
+    Example:
+        >>> import torch
+        >>> with norms_in_float32():
+        ...     torch.nn.functional.layer_norm(torch.tensor([6e4, -6e4], dtype=torch.float16), (2,))
+        tensor([ 1., -1.], dtype=torch.float16)
+
+    Source of the rule: mmpose's patch_norm_fp32, apex's keep_batchnorm_fp32.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32, HALF)

@@ -6,7 +6,7 @@ What becomes of what a forward changes, and where that is decided:
   because each copy has its own (`_Walk._add_container`).
 - A helper object: the same, if its class is a user's and derives from no container
   (`_is_helper`). All calls share another object, such as a lock, a SimpleNamespace or one with
-  `__slots__` (`_Walk.shared`). `references.py` refuses one that holds a part of the live model.
+  `__slots__` (`_Walk.shared`). `_check_references` refuses one that holds a part of the model.
 - A tuple, a partial, a bound method or a weak reference: each copy has its own if it leads to
   something of which each copy has its own (`_parts_of_immutable`).
 - A list of the class of a module: it is not of the model, and keeps what is appended.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import itertools
 import sys
 import types
@@ -30,21 +31,27 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .._module.norms import LocalSyncBatchNorm
 from .._module.recipe import Layout, Place, Recipe, StateContainer, share_layout
-from .._module.references import (
-    ATOMS,
-    COMPUTED,
-    Objects,
-    Unreadable,
-    check_class_attributes,
-    check_references,
-    is_array,
+from .._module.registered import (
+    MODULE_ATTRIBUTES,
+    STORE_NAMES,
+    RegisteredTensors,
+    Tensors,
+    keys_of,
 )
-from .._module.registered import MODULE_ATTRIBUTES, STORE_NAMES, RegisteredTensors, keys_of
+from .._torch import private
 from .._torch.donation import storage_pointer
+
+# Never changed by a forward, and never a reference to the model.
+_ATOMS = frozenset(
+    {
+        *(bool, int, float, complex, str, bytes, range, type(None), type(...), types.ModuleType),
+        *(types.CodeType, type, torch.dtype, torch.device, torch.Size, torch.fx.Graph),
+    }
+)
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, set, collections.deque, OrderedDict)
 _CONTAINERS += (collections.defaultdict, collections.Counter)
@@ -66,11 +73,12 @@ def recipe_of(model: nn.Module, registered: RegisteredTensors) -> Recipe:
     walk = _Walk(registered)
     walk.visit_all(model)
     modules = dict(model.named_modules())
-    check_class_attributes(walk.visited, walk.tensors, modules)
-    check_references(walk.shared, walk.tensors, modules)
+    _check_class_attributes(walk.visited, walk.tensors, modules)
+    _check_references(walk.shared, walk.tensors, modules)
     return walk.recipe(list(modules.values()))
 
 
+Objects = list[tuple[str, Any]]  # with their paths in the model
 Identity = int | str  # of an object in a walk: its id; the name of a parameter or buffer
 
 
@@ -114,7 +122,7 @@ class _Walk:
     def _visit(self, obj: Any, path: str) -> Identity | None:
         """Return the identity of an object, which is added if new; None if copies share it."""
         cls = type(obj)
-        if cls in ATOMS or isinstance(obj, type):
+        if cls in _ATOMS or isinstance(obj, type):
             return None
         if id(obj) in self.identities:
             return self.identities[id(obj)]
@@ -122,13 +130,13 @@ class _Walk:
         if isinstance(obj, Tensor):
             if obj.is_leaf and storage_pointer(obj) not in self.memories:
                 return self._add(self.plain_tensors, obj, obj.detach().clone())
-            return self._add(self.shared_parts, obj, Unreadable(COMPUTED.format(path)))
+            return self._add(self.shared_parts, obj, Unreadable(_COMPUTED.format(path)))
         if cls.__name__ == "OptimizedModule":  # by torch.compile: what it compiles
             self.identities[id(obj)] = self._visit(obj._orig_mod, path)
             return self.identities[id(obj)]
         if isinstance(obj, nn.Module):
             return self._add_module(obj, path)
-        if cls in _CONTAINERS or (is_array(obj) and not obj.dtype.hasobject):
+        if cls in _CONTAINERS or (_is_array(obj) and not obj.dtype.hasobject):
             return self._add_container(obj, path)
         if (immutable := _parts_of_immutable(obj)) is not None:
             build, parts = immutable
@@ -156,19 +164,19 @@ class _Walk:
         self, identity: Identity, template: Any, items: Iterable[tuple[Any, Any]], path: str
     ) -> None:
         """Visit what an object holds. The template then has None for what each copy has."""
-        if items := [(key, value) for key, value in items if type(value) not in ATOMS]:
+        if items := [(key, value) for key, value in items if type(value) not in _ATOMS]:
             self.waiting.append((identity, template, items, path))
 
     def _add_container(self, obj: Any, path: str) -> Identity:
         template = obj.copy()
         identity = self._add(self.containers, obj, template)
         if isinstance(obj, (dict, set)):
-            keys = [(f"a key of {path}", key) for key in obj if type(key) not in ATOMS]
+            keys = [(f"a key of {path}", key) for key in obj if type(key) not in _ATOMS]
             self.visited += keys
             self.shared += keys
         if isinstance(obj, collections.defaultdict):
             self.shared.append((f"{path}.default_factory", obj.default_factory))
-        if not (isinstance(obj, set) or is_array(obj)):
+        if not (isinstance(obj, set) or _is_array(obj)):
             items = obj.items() if isinstance(obj, dict) else enumerate(obj)
             self._visit_later(identity, template, items, path)
         return identity
@@ -277,6 +285,23 @@ class _Walk:
 # ---- kinds of objects ----------------------------------------------------------------------------
 
 
+class LocalSyncBatchNorm(nn.SyncBatchNorm):
+    """A SyncBatchNorm that uses the statistics of this rank alone inside a mode with
+    `local_statistics`; these are reduced over ranks afterwards.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if any(getattr(mode, "local_statistics", False) for mode in private.function_modes()):
+            out: Tensor = nn.BatchNorm1d.forward(self, input)
+            return out
+        return super().forward(input)
+
+
+def _is_array(obj: Any) -> bool:
+    """Return True for an array of NumPy, which may not be installed."""
+    return (type(obj).__module__, type(obj).__name__) == ("numpy", "ndarray")
+
+
 def _obstacle(cls: type) -> str:
     """Return why `object.__new__` and a `__dict__` do not make an object of this class; "" if they
     do.
@@ -343,3 +368,102 @@ def _new_partial(
     keywords: tuple[str, ...], function: Any, args: tuple[Any, ...], values: tuple[Any, ...]
 ) -> Any:
     return functools.partial(function, *args, **dict(zip(keywords, values, strict=True)))
+
+
+# ---- references to the live model, in what calls share -------------------------------------------
+
+
+def _check_references(objects: Objects, tensors: Tensors, modules: dict[str, nn.Module]) -> None:
+    """Refuse a registered tensor or a module of the live model in objects that calls share."""
+    live = {id(module): f"module {path or 'itself'}" for path, module in modules.items()}
+    live |= {id(tensor): f"tensor {name}" for name, tensor in tensors.items()}
+    seen: set[int] = set()
+    for path, obj in objects:
+        waiting = [obj]
+        while waiting:
+            obj = waiting.pop()
+            if id(obj) in live:
+                raise ValueError(
+                    f"{path} of the model holds its {live[id(obj)]}, which `apply` cannot replace "
+                    "there. Likely cause: a closure over the model, or a compiled method. Fix: a "
+                    "method or functools.partial(function, module) in place of the closure; a "
+                    "list, a dict or an attribute for a tensor; compile `apply`, not a part."
+                )
+            if id(obj) not in seen and type(obj) not in _ATOMS and not isinstance(obj, type):
+                seen.add(id(obj))
+                waiting += _referents(obj)
+
+
+def _referents(obj: Any) -> list[Any]:
+    """Return the objects that an object refers to, and for a function those that it uses."""
+    if isinstance(obj, types.FunctionType):
+        names = [obj.__globals__.get(name) for name in obj.__code__.co_names]
+        used = [v for v in names if isinstance(v, (nn.Module, Tensor, types.MethodType))]
+        return [obj.__closure__, obj.__defaults__, obj.__kwdefaults__, vars(obj), *used]
+    if isinstance(obj, weakref.ref):
+        return [obj()]
+    if _is_array(obj):  # the garbage collector does not know its elements
+        return list(obj.ravel().tolist()) if obj.dtype.hasobject else []
+    return [] if isinstance(obj, Tensor) else gc.get_referents(obj)
+
+
+def _check_class_attributes(
+    objects: Objects, tensors: Tensors, modules: dict[str, nn.Module]
+) -> None:
+    """Refuse a parameter, or a part with parameters, in a class attribute of one of `objects`: all
+    calls share the class.
+    """
+    params = [item for item in tensors.items() if isinstance(item[1], nn.Parameter)]
+    live: dict[Any, str] = {storage_pointer(p) or id(p): name for name, p in params}
+    parts = [(path, part) for path, part in modules.items() if path]
+    live |= {
+        id(part): path for path, part in parts if next(nn.Module.parameters(part), None) is not None
+    }
+    for cls in dict.fromkeys(base for _, obj in objects for base in type(obj).__mro__):
+        for key, value in list(vars(cls).items()):
+            inside = isinstance(value, (dict, list, tuple))
+            for leaf in private.pytree.tree_leaves(value) if inside else [value]:
+                name = live.get(id(leaf)) if leaf is value else None
+                if isinstance(leaf, Tensor):
+                    name = live.get(storage_pointer(leaf) or id(leaf))
+                    if name is None and isinstance(leaf, nn.Parameter) and leaf.requires_grad:
+                        name = "a parameter"
+                if name is not None:
+                    raise ValueError(
+                        f"the attribute {key} of the class {cls.__name__} holds {name}, or a view "
+                        "of it, which would follow the live model and not params. Fix: register it "
+                        f"in `__init__`, `self.{key} = ...`, and remove it from the class."
+                    )
+
+
+# ---- tensors without a value ---------------------------------------------------------------------
+
+_COMPUTED = (
+    "{} of the model was computed from a parameter or buffer, or is a view of one, made before "
+    "make_functional: it would not change with params. Fix: compute it in forward; if it is state "
+    "that forward keeps, name it in `make_functional(model, state_attributes=...)`."
+)
+
+
+class Unreadable:
+    """A placeholder that refuses arithmetic, for a tensor that has no value in a call."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(self.why)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = private.pytree.tree_leaves((args, kwargs))
+        next(leaf for leaf in leaves if isinstance(leaf, cls))._refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # what Python itself asks for, such as __deepcopy__
+        self._refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
+    __rmatmul__ = __truediv__ = __rtruediv__ = __pow__ = __neg__ = __getitem__ = _refuse
+    __bool__ = __len__ = __iter__ = __float__ = __int__ = _refuse

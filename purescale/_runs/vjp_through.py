@@ -20,10 +20,9 @@ from .._loss_scale.scaling import unscale_and_check
 from .._runs.kept_states import KeptStates, Moment, plan, steps_to_keep
 from .._step.retry import Generators, backed_off
 from .._torch.dtypes import wide_dtype
-from .._torch.progress import progress_bar
 from .._torch.tracing import GraphEndError, refuse_in_a_trace, traced, whole_graph
 from .._tree import pytree, scalars
-from .._tree.hints import document_fields
+from .._tree.hints import document_fields, progress_bar
 from .._tree.leaves import is_constant, versions
 from .._tree.matching import matching_leaves
 from .._tree.pytree import Leaves, Tree

@@ -19,8 +19,8 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -35,22 +35,24 @@ PLAIN_OR_FAKE = PLAIN_TYPES | {private.FakeTensor}
 # For tests: if True, a step on a CPU reads no value, as on an accelerator.
 _as_an_accelerator = False
 
-
-class _Thread(threading.local):
-    in_jit = False  # `jit` records a graph
-
-
-_thread = _Thread()
+_in_jit: ContextVar[bool] = ContextVar("in_jit", default=False)  # `jit` records a graph
+_in_whole_graph: ContextVar[bool] = ContextVar("in_whole_graph", default=False)
+_captured: ContextVar[bool] = ContextVar("captured", default=False)
 
 
 @contextlib.contextmanager
-def recording_in_jit() -> Iterator[None]:
-    """Count as a transform in this thread."""
-    before, _thread.in_jit = _thread.in_jit, True
+def true_inside(flag: ContextVar[bool]) -> Iterator[None]:
+    """Make a flag of this thread True inside."""
+    token = flag.set(True)
     try:
         yield
     finally:
-        _thread.in_jit = before
+        flag.reset(token)
+
+
+def recording_in_jit() -> AbstractContextManager[None]:
+    """Count as a transform in this thread."""
+    return true_inside(_in_jit)
 
 
 def traced() -> bool:
@@ -63,7 +65,7 @@ def traced() -> bool:
         torch.compiler.is_compiling()
         or private.transforms_active()
         or private.in_forward_mode()
-        or _thread.in_jit
+        or _in_jit.get()
     )
 
 
@@ -74,7 +76,7 @@ def under_transform() -> bool:
     if private.transforms_active():
         return True
     eager = not torch.compiler.is_dynamo_compiling()
-    return eager and (private.in_forward_mode() or _thread.in_jit)
+    return eager and (private.in_forward_mode() or _in_jit.get())
 
 
 def is_on_a_graph(tensors: Sequence[Tensor | None]) -> bool:
@@ -191,17 +193,9 @@ class GraphEndError(Exception):
     """A graph of torch.autograd ends here, by which a derivative would be lost."""
 
 
-_in_whole_graph: ContextVar[bool] = ContextVar("in_whole_graph", default=False)
-
-
-@contextlib.contextmanager
-def whole_graph() -> Iterator[None]:
+def whole_graph() -> AbstractContextManager[None]:
     """Make what would end a graph of torch.autograd raise a `GraphEndError`."""
-    token = _in_whole_graph.set(True)
-    try:
-        yield
-    finally:
-        _in_whole_graph.reset(token)
+    return true_inside(_in_whole_graph)
 
 
 def refuse_graph_end() -> None:
@@ -212,22 +206,14 @@ def refuse_graph_end() -> None:
         raise GraphEndError
 
 
-_captured: ContextVar[bool] = ContextVar("captured", default=False)
-
-
 def captured() -> bool:
     """Return True inside of a function of `capture`, also where no graph is recorded."""
     return _captured.get()
 
 
-@contextlib.contextmanager
-def capturing() -> Iterator[None]:
+def capturing() -> AbstractContextManager[None]:
     """Refuse what a captured step cannot do."""
-    token = _captured.set(True)
-    try:
-        yield
-    finally:
-        _captured.reset(token)
+    return true_inside(_captured)
 
 
 def refuse_in_a_trace(what: str, fix: str) -> None:

@@ -8,5 +8,5 @@ order; `aliasing.copy_aliased`, results apart from arguments; `gradients.as_grad
 leaves dense, real and local; `select.select`, old or new; `states.stack_states`.
 Hands on: `pytree.FlatTree`, the leaves of a tree and its structure; `gradients.Gradients`, dense,
 real tensors with `as_leaves`, which turns results back into leaves.
-May import: `_torch`. Only `pytree.py` and `_torch/private_names.py` call optree.
+May import: `_torch`. Only `pytree.py` and `_torch/private.py` call optree.
 """

@@ -37,13 +37,10 @@ _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 _device = operator.attrgetter("device")
 
 
-def leaves_like(
-    name: str, tree: Tree, like_name: str, like: Tree, structure: TreeDef | None = None
-) -> Leaves:
-    """Return the leaves of `tree` in the order of those of `like`, or raise an error that lists the
-    paths in which the two differ.
+def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: TreeDef) -> Leaves:
+    """Return the leaves of `tree` in the order of those of `like`, which has this structure, or
+    raise an error that lists the paths in which the two differ.
     """
-    structure = flatten(like)[1] if structure is None else structure
     try:
         leaves: Leaves = structure.flatten_up_to(tree)
         if are_tensors(leaves) or not any(isinstance(x, (dict, list, tuple)) for x in leaves):

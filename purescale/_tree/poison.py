@@ -15,7 +15,7 @@ import torch
 from .._torch import dtensor
 from .._torch.donation import can_write_each
 from .._torch.tensor_list import TensorList
-from .._torch.tracing import traced
+from .._torch.tracing import traced, true_inside
 from .._tree import pytree
 from .._tree.pytree import Tree
 
@@ -46,11 +46,8 @@ def donated_poisoned() -> Iterator[None]:
 
     Source of the rule: JAX, where an array that was donated cannot be read.
     """
-    token = _poisoning.set(True)
-    try:
+    with true_inside(_poisoning):
         yield
-    finally:
-        _poisoning.reset(token)
 
 
 def is_poisoning() -> bool:

@@ -171,7 +171,7 @@ def protocol_violation(value: Any, *methods: str) -> str:
     return "" if will_do else type(value).__name__
 
 
-def short_repr(value: Any, limit: int = 80) -> str:
+def short_repr(value: Any) -> str:
     """Return `repr(value)`, shortened for an error message. Python cannot print an int of 5000
     digits.
     """
@@ -179,7 +179,7 @@ def short_repr(value: Any, limit: int = 80) -> str:
         text = repr(value)
     except ValueError:
         return f"a number beyond any {type(value).__name__} that can be shown"
-    return text if len(text) <= limit else f"{text[: limit // 2]}... ({len(text)} characters)"
+    return text if len(text) <= 80 else f"{text[:40]}... ({len(text)} characters)"
 
 
 # ---- flags and counts ----------------------------------------------------------------------------

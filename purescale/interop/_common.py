@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
@@ -28,17 +28,14 @@ def scalar(value: float, dtype: torch.dtype, device: Device) -> Tensor:
 
 
 class PeerRule(Generic[State]):
-    """A rule whose state ends with the overflows in a row, for `check_scaler`. `_transition`
-    returns the other fields. They share no memory with the old ones, because a later donation would
-    overwrite those.
+    """A rule whose state ends with the overflows in a row, for `check_scaler`. Its `_transition`
+    takes the state and the flag of a bad step, and returns all other fields. They share no memory
+    with the old ones, because a later donation would overwrite those.
     """
 
     state_kind: ClassVar[type[Any]]
     first_scale: ClassVar[str]  # the setting that is the first scale
-
-    def _transition(self, state: State, bad: Tensor) -> dict[str, Tensor]:
-        """Return the fields of the next state but the last."""
-        raise NotImplementedError
+    _transition: Callable[[State, Tensor], dict[str, Tensor]]
 
     def _check_positive(self, *names: str) -> None:
         """Store settings as positive floats, so that settings of equal value but other type make
@@ -72,15 +69,12 @@ class ScaleAndCount(PeerRule[ScalerState]):
 
     state_kind = ScalerState
     first_count: ClassVar[str | None] = None  # the setting that is the first count, or 0
+    _next: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # of scale, count and flag
 
     def init(self, device: Device = None) -> ScalerState:
         """Return the initial state, on `device` (that of the gradients)."""
         count = getattr(self, self.first_count) if self.first_count else 0
         return scaler_state(getattr(self, self.first_scale), count, device=device)
-
-    def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the next scale and count."""
-        raise NotImplementedError
 
     def _transition(self, state: ScalerState, bad: Tensor) -> dict[str, Tensor]:
         scale, count = self._next(state.scale, state.growth_tracker, bad)

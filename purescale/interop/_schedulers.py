@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from .._optim.schedule import check_rate
 from .._torch import private
 from .._torch.dtypes import on_device
-from .._torch.private import constant_while_compiling
 from .._tree.scalars import real, whole
 
 Scheduled = Literal["lr", "momentum"]
@@ -160,7 +159,7 @@ class RateTable:
 
     # As a constant it is not copied from the host in each compiled step. The digest tells a
     # compiler the constants of two tables apart.
-    @constant_while_compiling
+    @private.constant_while_compiling
     def _on(self, device: torch.device, digest: str) -> Tensor:
         if device not in self._copies:
             # Later calls need a real tensor, whatever modes or transforms are active now.

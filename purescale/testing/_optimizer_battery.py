@@ -18,8 +18,7 @@ from .._tree import pytree
 from .._tree.pytree import Tree
 from .._wrappers.master_weights import MasterState, master_weights
 from .._wrappers.wrapper import Wrapper
-from ._battery import FIXES, Battery, saved_and_loaded
-from ._laws import assert_pure, same_bits, short
+from ._laws import FIXES, Battery, assert_pure, same_bits, saved_and_loaded, short
 
 
 def assert_optimizer(optimizer: Optimizer, params: Tree = None, quirks: Sequence[str] = ()) -> None:

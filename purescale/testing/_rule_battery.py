@@ -14,21 +14,15 @@ from torch import Tensor
 
 from .._loss_scale.rules import takes_amax
 from .._tree import pytree
-from ._battery import FIXES, Battery, saved_and_loaded
-from ._laws import short
+from ._laws import FIXES, Battery, saved_and_loaded, short
 from ._strategies import DAMAGED, as_scale, rule_steps, update_arguments
 
 
 class _UpdateBattery(Battery):
     """The checks of an object with `init` and a pure `update`: a rule or a guard."""
 
-    def update(self, *call: Any) -> Any:
-        """Return the result of `update`, which must not raise, and check the laws of one call."""
-        raise NotImplementedError
-
-    def samples(self) -> list[list[Any]]:
-        """Return some lists of calls of one structure."""
-        raise NotImplementedError
+    update: Callable[..., Any]  # checks the laws of one call, which must not raise
+    samples: Callable[[], list[list[Any]]]  # some lists of calls of one structure
 
     def call_update(self, should: str, *call: Any) -> Any:
         """Return what `update` returns. Without it the checks cannot go on, even for a quirk."""

@@ -17,8 +17,16 @@ from .._torch import private
 from .._tree import pytree
 from .._tree.pytree import Tree, join_names
 from .._tree.scalars import protocol_violation
-from ._battery import FIXES, Battery, saved_and_loaded
-from ._laws import Untouched, assert_single_graph, same_bits, shares_memory, short
+from ._laws import (
+    FIXES,
+    Battery,
+    Untouched,
+    assert_single_graph,
+    same_bits,
+    saved_and_loaded,
+    shares_memory,
+    short,
+)
 
 _CHANGED_BY_A_SKIP = ("*scaler*", "*loss_scale*", "*rng*", "*iteration")
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
 from purescale._torch import tracing
-from purescale._tree.plans import Plans
+from purescale._tree.cache import MetadataCache
 from purescale.testing import Untouched as Untouched
 from purescale.testing import overflow_runs, scale_rules
 from purescale.testing import same_bits as same_bits
@@ -393,4 +393,4 @@ def steered(bad: bool, scale: float) -> bool:
 def find_no_plans(monkeypatch):
     """Make each call plan anew, as the first one does."""
     none = property(lambda plans: (), lambda plans, entries: None)
-    monkeypatch.setattr(Plans, "entries", none, raising=False)
+    monkeypatch.setattr(MetadataCache, "entries", none, raising=False)

@@ -19,7 +19,7 @@ import purescale as ps
 from purescale._loss_scale import rules
 from purescale._step import value_and_grad
 from purescale._torch.tracing import as_on_an_accelerator
-from purescale._tree.plans import TreePlans
+from purescale._tree.cache import TreeCache
 
 # torch says so of leaves that a step refuses.
 pytestmark = [
@@ -102,8 +102,8 @@ class HostReads:
 def cold():
     """Forget what earlier calls have left, and leave out no plan from here on."""
     for optimizer in (ADAMW, GROUPS):
-        vars(optimizer)["plans"] = TreePlans(None)
-    value_and_grad._plans = TreePlans(None)
+        vars(optimizer)["cache"] = TreeCache(None)
+    value_and_grad._cache = TreeCache(None)
     rules._CHECKED.clear()
 
 
@@ -339,7 +339,7 @@ def by_backward():
 @pytest.mark.parametrize("how", [by_func, by_backward])
 def test_a_derivative_after_eager_steps_is_the_first_one(how):
     for optimizer in (ADAMW, DIFFERENTIABLE):
-        vars(optimizer)["plans"] = TreePlans(None)
+        vars(optimizer)["cache"] = TreeCache(None)
     expected = how()
     for optimizer in (ADAMW, DIFFERENTIABLE):
         total(wide(), optimizer)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import purescale as ps
+from purescale._optim.kernels import keyword_arguments
 from purescale._torch import list_stats
 from purescale.testing import assert_sync_free
 
@@ -225,7 +226,7 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
             targets,
             list(grads.values()),
             kernel.name,
-            [0.1, *map(float, kernel.keyword_arguments(settings).values())],
+            [0.1, *map(float, keyword_arguments(settings, kernel.setting_names).values())],
             [torch.tensor(1.0)],
             [lr, skip, divisor, factor, None],
         )

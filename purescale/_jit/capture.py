@@ -32,8 +32,8 @@ from .._torch.donation import storage_pointer
 from .._torch.reads import ReadError, is_read, read_error
 from .._torch.tracing import PLAIN_TYPES, captured, capturing
 from .._tree import pytree
+from .._tree.cache import MetadataCache
 from .._tree.matching import device_of, matching_leaves
-from .._tree.plans import Plans
 from .._tree.pytree import Tree
 from .._tree.scalars import short_repr, whole
 
@@ -282,7 +282,7 @@ class Captured:
     ) -> None:
         functools.update_wrapper(self, step, updated=())
         self.step, self.donate, self.warmup, self.max_graphs = step, donate, warmup, max_graphs
-        self.programs: Plans[Program] = Plans(size=None)
+        self.programs: MetadataCache[Program] = MetadataCache(size=None)
         self._lock = threading.Lock()
         self._has_warned = False  # that a graph was freed for another one
 
@@ -375,7 +375,7 @@ class Captured:
         with self._lock:
             for program in self.programs:
                 program.graph.reset()
-            self.programs = Plans(size=None)
+            self.programs = MetadataCache(size=None)
 
 
 def _settings_of_kernels() -> Any:

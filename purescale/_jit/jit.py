@@ -19,9 +19,9 @@ from .._torch.autocast import active_autocast, outside_autocast
 from .._torch.donation import can_write, storage_pointers
 from .._torch.tracing import PLAIN_TYPES, recorded_by_make_fx, refuse_graph_end, traced
 from .._tree import pytree
+from .._tree.cache import MetadataCache
 from .._tree.hints import hint_keywords
 from .._tree.leaves import as_tensor_list, describe
-from .._tree.plans import Plans
 from .._tree.poison import is_poisoning, poison
 from .._tree.pytree import Leaves, Tree, TreeDef
 from .._tree.scalars import is_whole, short_repr
@@ -141,7 +141,7 @@ class Programs:
 
     def __init__(self, fn: Callable[..., Tree]) -> None:
         self._name = name_of(fn)
-        self._programs: Plans[Program] = Plans(size=None)
+        self._programs: MetadataCache[Program] = MetadataCache(size=None)
 
     def of(self, tensors: list[Tensor], form: Any, make: Callable[[], Program]) -> Program:
         """Return the program for arguments like these. If there is none yet, make it."""

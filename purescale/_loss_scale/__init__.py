@@ -1,7 +1,7 @@
 """The loss scale: rules that update it, scaling of a loss, unscaling of gradients.
 
 A rule is settings with two pure methods, `init(device)` and `update(scaler, found_inf)`. Gradients
-are unscaled with the state that scaled the loss, and only then does `update` move it.
+are unscaled with the state that scaled the loss; `update` returns another one.
 
 Entry: `rules.DynamicScale` and its kin, `headroom.HeadroomScale`; `scaling.scale_loss`,
 `scaling.unscale_and_check`, `scaling.check_scaler`; `rules.call_rule`, how a step calls a

@@ -64,7 +64,7 @@ class FormulaStep:
         if torch.compiler.is_dynamo_compiling():
             new = iter(self._opaque(list(layout.names), *operands))
         else:
-            new = iter(self._step_as_list(inputs.optimizer_plan.groups, *operands))
+            new = iter(self._step_as_list(inputs.plan.groups, *operands))
         params = list(itertools.islice(new, len(params)))
         return params, with_columns(inputs.opt_state, columns_like(columns, new), layout)
 

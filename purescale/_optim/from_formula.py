@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import SIZES, Formula, LeafSlots, NewLeaf, Settings
+from .._optim.grouped import FormulaOptimizer, GroupedOptimizer
 from .._optim.opt_state import NO_SLOTS, STEP
 from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import OptimizerConfig, OptimizerSpec, Overrides
-from .._optim.torch_optim import FormulaOptimizer, TorchOptimizer
 from .._torch.tracing import innermost, recorded_by_make_fx, traced
 from .._tree.aliasing import copy_aliased_leaves
 from .._tree.leaves import describe, versions
@@ -34,7 +34,7 @@ def from_formula(
     schedule_by: ScheduleBy = "applied",
     differentiable: bool = False,
     **settings: Any,
-) -> TorchOptimizer:
+) -> GroupedOptimizer:
     """Equal, for each parameter of an optimizer with these settings, to
 
         param, slots = step(param, grad, slots, settings, t)

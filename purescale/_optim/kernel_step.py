@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.formulas import Settings
-from .._optim.in_state import map_numbers, numbers_of, read_numbers
+from .._optim.in_state import map_numbers, numbers_of
 from .._optim.kernels import (
     BoundKernel,
+    FusedKernel,
     KernelCall,
     arguments_of_operator,
+    copied_number,
     kernel_of,
     run_kernel,
-    with_one_divisor,
 )
 from .._optim.opaque import opaque_in_dynamo
 from .._optim.opt_state import (
@@ -50,7 +50,7 @@ class Launch(NamedTuple):
 
     group: ParamGroup
     param_indices: list[int]
-    slot_indices: list[list[int]]  # of each of `Kernel.slots`, empty for one that does not exist
+    slot_indices: list[list[int]]  # of each slot of the kernel, empty for one that does not exist
     count_indices: list[int]  # of the steps of each; empty if one count is for all
     grad_indices: list[int]  # among the gradients
     pick: Callable[[list[Any]], list[list[Any]]]  # returns parameters, then each slot
@@ -58,8 +58,8 @@ class Launch(NamedTuple):
     device: torch.device
 
 
-class TorchPlan(NamedTuple):
-    """The plan of a `TorchOptimizer`: its parameter groups, the launches of torch's kernel, and
+class GroupPlan(NamedTuple):
+    """The plan of a `GroupedOptimizer`: its parameter groups, the launches of torch's kernel, and
     what is known of the tensors that they take.
     """
 
@@ -92,7 +92,7 @@ class KernelStep:
         self._config = config
         kernel: Any = kernel_of(config.spec.formula)
         flags = {config.arguments.get(name) for name in ("foreach", "fused", "capturable")}
-        is_fused = kernel is not None and kernel.by_leaf is None
+        is_fused = isinstance(kernel, FusedKernel)
         ruled_out = (
             # torch's own class runs no fused kernel then
             is_fused and flags != {None} and not config.arguments.get("fused"),
@@ -107,12 +107,12 @@ class KernelStep:
             config, self._step_for_dynamo, lambda: torch.compiler.allow_in_graph
         )
 
-    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> TorchPlan:
+    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> GroupPlan:
         """Return the plan of a step."""
         if self.kernel is None or not self.kernel.takes(inputs.param_list):
-            return TorchPlan(groups)
+            return GroupPlan(groups)
         if torch.compiler.is_dynamo_compiling():
-            return TorchPlan(groups, launches=[], in_trace=True)
+            return GroupPlan(groups, launches=[], in_trace=True)
         leaves, structure = inputs.leaves_and_state_structure()
         state = structure.unflatten(range(len(inputs.params), len(leaves)))
         columns = columns_of(state, inputs.layout)
@@ -127,7 +127,7 @@ class KernelStep:
         dense = inputs.dense_leaves
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
-        return TorchPlan(
+        return GroupPlan(
             groups,
             launches,
             in_trace=traced(),
@@ -177,7 +177,7 @@ class KernelStep:
         """Return True if the planned kernel takes the values of this step: settings that the host
         can read, on an accelerator a float32 rate; in a trace, operands of one opaque operator.
         """
-        plan, step_settings = inputs.optimizer_plan, inputs.step_settings
+        plan, step_settings = inputs.plan, inputs.step_settings
         if plan.launches is None:
             return False
         if not self._config.is_static:
@@ -209,7 +209,7 @@ class KernelStep:
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, unless it is skipped."""
-        if not inputs.optimizer_plan.in_trace:
+        if not inputs.plan.in_trace:
             return self._in_eager(inputs, grads, skip, in_place=in_place)
         inputs = inputs.with_params(inputs.params, count_step(inputs.opt_state, skip))
         if torch.compiler.is_dynamo_compiling():
@@ -224,7 +224,7 @@ class KernelStep:
         *,
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
-        plan, step_settings = inputs.optimizer_plan, inputs.step_settings
+        plan, step_settings = inputs.plan, inputs.step_settings
         leaves, structure = inputs.leaves_and_state_structure()
         if plan.leaves_are_ready:
             leaves = leaves if in_place else foreach.clone_off_graph(leaves)
@@ -234,10 +234,9 @@ class KernelStep:
                 leaves, plan.param_slot_pairs, listed=listed, in_place=in_place
             )
         if not self._config.is_static:
-            read = read_numbers if self.kernel.by_leaf else _read_all_but_rate
-            step_settings = step_settings.map(read)
+            step_settings = step_settings.map(self.kernel.read_settings)
         num_params = len(inputs.params)
-        grads = grads if self.kernel.by_leaf else with_one_divisor(grads)
+        grads = self.kernel.prepare(grads)
         state = structure.unflatten(leaves[num_params:])
         # The counts that kernels read are fresh: what raises, for want of memory, counts nothing.
         applied = state.applied + (1 if skip is None else ~skip)
@@ -258,7 +257,7 @@ class KernelStep:
         self, inputs: StepInputs, grads: Gradients, skip: Tensor | None
     ) -> tuple[list[Tensor], OptState]:
         """Make the step from operators, which end a graph of `jit`."""
-        launches = inputs.optimizer_plan.launches
+        launches = inputs.plan.launches
         leaves, structure = inputs.leaves_and_state_structure()
         num_params, stepped = len(inputs.params), list(leaves)
         t_by_device = self._t_by_device(inputs.opt_state.applied, launches)
@@ -284,7 +283,7 @@ class KernelStep:
         params, columns = _writable_columns(inputs, in_place=in_place)
         state = with_columns(inputs.opt_state, columns, layout)
         if not self._config.is_static:
-            step_settings = step_settings.map(lambda table: map_numbers(_copied, table))
+            step_settings = step_settings.map(lambda table: map_numbers(copied_number, table))
         grad_indices = list(layout.grad_indices)
         if STEP in columns:
             with_grad = [n for n, index in enumerate(grad_indices) if index is not None]
@@ -302,14 +301,14 @@ class KernelStep:
         step_settings: StepSettings,
     ) -> None:
         """Make the step of `_in_dynamo` from a compiled one."""
-        (params, grads, columns), (applied, skip, pending) = tensors, scalars
-        gradients = Gradients.of_dense(grads, pending)
+        (params, grad_tensors, columns), (applied, skip, pending) = tensors, scalars
+        grads = Gradients.of_dense(grad_tensors, pending)
         indices_of_slots = columns_like(columns, itertools.count(len(params)))
         launches = self._launches(TensorList(params), grad_indices, indices_of_slots, groups)
         leaves = [*params, *values_of(columns)]
         t_by_device = self._t_by_device(applied, launches)
         for launch in launches:
-            call = self._kernel_call(launch, leaves, t_by_device, gradients, step_settings)
+            call = self._kernel_call(launch, leaves, t_by_device, grads, step_settings)
             torch.ops.purescale.fused_update_(*arguments_of_operator(call, skip))
 
     def _t_by_device(self, applied: Tensor, launches: list[Launch]) -> dict[torch.device, Tensor]:
@@ -388,13 +387,3 @@ def _add_to_counts(
         count = leaves[index]
         increment = 1 if skip is None else on_device(~skip, count.device, count.dtype)
         leaves[index] = count.add_(increment) if in_place else count + increment
-
-
-# A rate that is not in the state may share a parameter's memory.
-def _copied(number: Any) -> Any:
-    return number.clone() if isinstance(number, Tensor) else number
-
-
-def _read_all_but_rate(table: Settings) -> dict[str, Any]:
-    """Return settings as a kernel takes them: a rate may be a tensor, and no other."""
-    return {n: _copied(v) if n == "lr" else read_numbers({n: v})[n] for n, v in table.items()}

@@ -5,10 +5,11 @@ one pass over memory; where a class has none, its function goes leaf by leaf, on
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.optim.rmsprop import rmsprop
 
 from .._optim import formulas
 from .._optim.formulas import Settings
+from .._optim.in_state import read_numbers
 from .._torch import foreach, private
 from .._torch.foreach import all_same_memory_order
 from .._torch.operators import define
@@ -27,53 +29,185 @@ from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read
 from .._tree.gradients import Gradients, Pending
 
+# Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
+SKIP_IN_KERNEL = {"cuda", "xpu"}
+_WIDE = {torch.float32, torch.float64}
+_NO_CONTEXT = contextlib.nullcontext()  # a context of torch takes as long as an operator
 
-class Kernel(NamedTuple):
-    """One of torch's fused kernels, or a function that steps a list leaf by leaf."""
+
+@dataclasses.dataclass(frozen=True)
+class FusedKernel:
+    """One of torch's fused kernels: it unscales, skips and updates a list in one pass, in place."""
 
     name: str  # torch's
-    # That it updates besides the parameter, in its order. One exists if its setting is set, or
-    # always, if that is "".
+    # the slots that it updates, in its order; one exists if its setting is set, or, for "", always
     slots: Mapping[str, str]
-    setting_names: tuple[str, ...]  # of the function, without the rate of a fused kernel
+    setting_names: tuple[str, ...]  # of the function, without the rate
     reads_counts: bool = True  # it reads the number of the step
-    # torch's function of lists for a class without a fused kernel: it takes unscaled gradients,
-    # and adds to the counts that it is given. ASGD and Rprop have none here: in the first step
-    # they read a slot where the formula reads the rate.
-    by_leaf: Callable[..., None] | None = None
 
-    def keyword_arguments(self, settings: Settings) -> dict[str, Any]:
-        """Return the settings by the names that the function gives them."""
-        if "betas" in settings:
-            beta1, beta2 = settings["betas"]
-            settings = {**settings, "beta1": beta1, "beta2": beta2}
-        return {name: settings[name] for name in self.setting_names}
+    def takes(self, params: TensorList) -> bool:
+        """Return True if it is right for these parameters: on an accelerator whose kernels unscale
+        and skip; on a CPU only in float32 and float64, because in half precision it leaves whole
+        vector lanes unchanged.
+        """
+        for device in params.devices:
+            on_cpu = device.type == "cpu" and params.dtypes <= _WIDE
+            if not (on_cpu or device.type in SKIP_IN_KERNEL):
+                return False
+        return all([dtype.is_floating_point for dtype in params.dtypes])
 
     def bind(self, settings: Settings) -> BoundKernel:
         """Return the kernel with these settings."""
-        name, arguments = self.name, self.keyword_arguments(settings)
-        if self.by_leaf is not None:
-            function: Any = functools.partial(self.by_leaf, foreach=False, **arguments)
-            return BoundKernel(self, settings, function)
+        name, arguments = self.name, keyword_arguments(settings, self.setting_names)
         if "decoupled_weight_decay" in arguments:
             name = "adamw" if arguments.pop("decoupled_weight_decay") else "adam"
         if not self.reads_counts:
             arguments["is_first_step"] = False  # a buffer is there before it
-        function = private.fused_kernel(name)
+        function: Any = private.fused_kernel(name)
         return BoundKernel(self, settings, functools.partial(function, **arguments))
 
+    def read_settings(self, settings: Settings) -> dict[str, Any]:
+        """Return settings as it takes them: a rate may be a tensor, and no other."""
+        return {
+            n: copied_number(v) if n == "lr" else read_numbers({n: v})[n]
+            for n, v in settings.items()
+        }
+
+    def prepare(self, grads: Gradients) -> Gradients:
+        """Return the gradients of a step with what it can do of them, a division."""
+        return with_one_divisor(grads)
+
+    def update(self, call: KernelCall, skip: Tensor | None) -> None:
+        """Make the call. It divides the gradients itself if it can."""
+        if not _divides(call):
+            call = call._replace(grads=_unscaled(call))
+        lr, found_inf, divisor = call.bound.settings["lr"], None, call.grads.pending.divisor
+        if skip is not None:
+            found_inf = skip.to(call.params[0].device, torch.float32)
+        lists = [call.params, call.grads.tensors, *call.slots]
+        if self.reads_counts:
+            counts = call.counts
+            lists.append(counts * len(call.params) if len(counts) == 1 else counts)
+        tensors = [number for number in (divisor, lr) if isinstance(number, Tensor)]
+        off_graph = call.grads_match_params and not any([t.requires_grad for t in tensors])
+        with _NO_CONTEXT if off_graph else torch.no_grad():
+            call.bound.function(*lists, lr=lr, grad_scale=divisor, found_inf=found_inf)
+        # torch's fused kernels leave versions as they were: a graph that saved an old value would
+        # take the new one for it.
+        written = [*call.params, *itertools.chain(*call.slots)]
+        if divisor is not None:
+            written += call.grads.tensors
+        torch.autograd.graph.increment_version(written)
+
+
+@dataclasses.dataclass(frozen=True)
+class ListFunction:
+    """torch's function for a class without a fused kernel, which steps a list leaf by leaf, in
+    place. It takes unscaled gradients and no flag, so it runs on a CPU in eager mode. ASGD and
+    Rprop have none here: in the first step they read a slot where the formula reads the rate.
+    """
+
+    function: Callable[..., None]
+    slots: Mapping[str, str]  # as in `FusedKernel`
+    setting_names: tuple[str, ...]  # of the function
+    reads_counts: ClassVar[bool] = True
+
     def takes(self, params: TensorList) -> bool:
-        """Return True if it is right for these parameters: on an accelerator whose fused kernels
-        unscale and skip; on a CPU only in float32 and float64, because in half precision a fused
-        kernel leaves whole vector lanes unchanged. A function by leaf needs flags that are read.
-        """
-        if self.by_leaf is not None and not host_can_read(params.tensors):
-            return False
-        for device in params.devices:
-            on_cpu = device.type == "cpu" and params.dtypes <= {torch.float32, torch.float64}
-            if not (on_cpu or device.type in SKIP_IN_KERNEL):
-                return False
-        return all([dtype.is_floating_point for dtype in params.dtypes])
+        """Return True if it may step these parameters in place of the formula."""
+        return host_can_read(params.tensors) and params.dtypes <= _WIDE
+
+    def bind(self, settings: Settings) -> BoundKernel:
+        """Return the function with these settings."""
+        arguments = keyword_arguments(settings, self.setting_names)
+        function = functools.partial(self.function, foreach=False, **arguments)
+        return BoundKernel(self, settings, function)
+
+    def read_settings(self, settings: Settings) -> dict[str, Any]:
+        """Return settings as it takes them, as Python numbers."""
+        return read_numbers(settings)
+
+    def prepare(self, grads: Gradients) -> Gradients:
+        """Return the gradients of a step, as they are."""
+        return grads
+
+    def update(self, call: KernelCall, skip: Tensor | None) -> None:
+        """Make the call, of a step that is not skipped."""
+        before = [count - 1 for count in call.counts]  # the function adds 1 to each
+        if len(before) == 1:
+            before = list(before[0].repeat(len(call.params)).unbind())
+        with torch.no_grad():
+            call.bound.function(call.params, _unscaled(call).tensors, *call.slots, before)
+
+
+Kernel = FusedKernel | ListFunction
+
+
+def keyword_arguments(settings: Settings, names: Sequence[str]) -> dict[str, Any]:
+    """Return the settings with these names of a function of torch's."""
+    if "betas" in settings:
+        beta1, beta2 = settings["betas"]
+        settings = {**settings, "beta1": beta1, "beta2": beta2}
+    return {name: settings[name] for name in names}
+
+
+# A rate that is not in the state may share a parameter's memory.
+def copied_number(number: Any) -> Any:
+    """Return a number, in memory of its own if it is a tensor."""
+    return number.clone() if isinstance(number, Tensor) else number
+
+
+_BOOLEANS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
+_ADAM = ("beta1", "beta2", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
+_MOMENTS = {"exp_avg": "", "exp_avg_sq": ""}
+_FUSED: dict[Any, FusedKernel] = {
+    formulas.adam: FusedKernel(
+        "adam", _MOMENTS | {"max_exp_avg_sq": "amsgrad"}, (*_ADAM, "amsgrad")
+    ),
+    formulas.sgd: FusedKernel(
+        "sgd",
+        {"momentum_buffer": "momentum"},
+        ("weight_decay", "momentum", "dampening", "nesterov", "maximize"),
+        reads_counts=False,
+    ),
+    formulas.adagrad: FusedKernel(
+        "adagrad", {"sum": ""}, ("lr_decay", "weight_decay", "eps", "maximize")
+    ),
+}
+_LIST_FUNCTIONS: dict[Any, ListFunction] = {
+    formulas.rmsprop: ListFunction(
+        rmsprop,
+        {"square_avg": "", "grad_avg": "centered", "momentum_buffer": "momentum"},
+        ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
+    ),
+    formulas.adadelta: ListFunction(
+        adadelta,
+        {"square_avg": "", "acc_delta": ""},
+        ("lr", "rho", "eps", "weight_decay", "maximize"),
+    ),
+    formulas.adamax: ListFunction(
+        adamax,
+        {"exp_avg": "", "exp_inf": ""},
+        ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize"),
+    ),
+    formulas.nadam: ListFunction(
+        nadam, _MOMENTS | {"mu_product": ""}, ("lr", *_ADAM, "momentum_decay")
+    ),
+    formulas.radam: ListFunction(radam, _MOMENTS, ("lr", *_ADAM)),
+}
+_BY_NAME = {kernel.name: kernel for kernel in _FUSED.values()}
+
+
+def kernel_of(formula: formulas.Formula | None) -> Kernel | None:
+    """Return the kernel that makes the steps of a class with this formula."""
+    if formula is None:
+        return None
+    fused = _FUSED.get(formula.step)
+    if fused is not None and private.fused_kernel(fused.name):
+        return fused
+    return _LIST_FUNCTIONS.get(formula.step)
+
+
+# ---- one launch ----------------------------------------------------------------------------------
 
 
 class BoundKernel(NamedTuple):
@@ -81,58 +215,7 @@ class BoundKernel(NamedTuple):
 
     kernel: Kernel
     settings: Settings
-    # torch's, of lists of tensors: it updates parameters and slots in place, and with `grad_scale`
-    # the gradients too
-    function: Callable[..., None]
-
-
-_BOOLEANS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
-_ADAM = ("beta1", "beta2", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
-_MOMENTS = {"exp_avg": "", "exp_avg_sq": ""}
-_KERNELS: dict[Any, Kernel] = {
-    formulas.adam: Kernel("adam", _MOMENTS | {"max_exp_avg_sq": "amsgrad"}, (*_ADAM, "amsgrad")),
-    formulas.sgd: Kernel(
-        "sgd",
-        {"momentum_buffer": "momentum"},
-        ("weight_decay", "momentum", "dampening", "nesterov", "maximize"),
-        reads_counts=False,
-    ),
-    formulas.adagrad: Kernel(
-        "adagrad", {"sum": ""}, ("lr_decay", "weight_decay", "eps", "maximize")
-    ),
-    formulas.rmsprop: Kernel(
-        "rmsprop",
-        {"square_avg": "", "grad_avg": "centered", "momentum_buffer": "momentum"},
-        ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
-        by_leaf=rmsprop,
-    ),
-    formulas.adadelta: Kernel(
-        "adadelta",
-        {"square_avg": "", "acc_delta": ""},
-        ("lr", "rho", "eps", "weight_decay", "maximize"),
-        by_leaf=adadelta,
-    ),
-    formulas.adamax: Kernel(
-        "adamax",
-        {"exp_avg": "", "exp_inf": ""},
-        ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize"),
-        by_leaf=adamax,
-    ),
-    formulas.nadam: Kernel(
-        "nadam", _MOMENTS | {"mu_product": ""}, ("lr", *_ADAM, "momentum_decay"), by_leaf=nadam
-    ),
-    formulas.radam: Kernel("radam", _MOMENTS, ("lr", *_ADAM), by_leaf=radam),
-}
-_BY_NAME = {kernel.name: kernel for kernel in _KERNELS.values()}
-
-
-def kernel_of(formula: formulas.Formula | None) -> Kernel | None:
-    """Return the kernel that makes the steps of a class with this formula."""
-    kernel = _KERNELS.get(formula.step) if formula else None
-    return kernel if kernel and (kernel.by_leaf or private.fused_kernel(kernel.name)) else None
-
-
-# ---- one launch ----------------------------------------------------------------------------------
+    function: Callable[..., None]  # torch's, of lists of tensors, which it updates in place
 
 
 class KernelCall(NamedTuple):
@@ -142,63 +225,26 @@ class KernelCall(NamedTuple):
 
     bound: BoundKernel
     params: list[Tensor]
-    slots: list[list[Tensor]]  # of each of `Kernel.slots`, empty for one that does not exist
+    slots: list[list[Tensor]]  # of each slot of the kernel, empty for one that does not exist
     grads: Gradients
     counts: list[Tensor]  # the number of the step of each, or one for all: float32, read only
     # known: all are off graph, and the gradients have dtype and memory order of the parameters
     grads_match_params: bool = False
 
-    def lists(self) -> list[list[Tensor]]:
-        """Return the lists of tensors that the function takes."""
-        kernel, params, counts = self.bound.kernel, self.params, self.counts
-        lists = [params, self.grads.tensors, *self.slots]
-        if kernel.by_leaf is not None:  # it adds 1 to each
-            before = [count - 1 for count in counts]
-            counts = list(before[0].repeat(len(params)).unbind()) if len(counts) == 1 else before
-        if kernel.reads_counts:
-            lists.append(counts * len(params) if len(counts) == 1 else counts)
-        return lists
-
-
-# Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
-SKIP_IN_KERNEL = {"cuda", "xpu"}
-
-
-_NO_CONTEXT = contextlib.nullcontext()  # a context of torch takes as long as an operator
-
 
 def run_kernel(call: KernelCall, skip: Tensor | None) -> None:
-    """Make the call, which updates its tensors in place, unless the step is skipped. A fused kernel
-    itself divides the gradients if it can. On a CPU the flag is read.
+    """Make the call, which updates its tensors in place, unless the step is skipped. On a CPU the
+    flag is read.
     """
     if skip is not None and host_can_read([skip]):
         if skip:
             return
         skip = None
-    if call.bound.kernel.by_leaf is not None:
-        call = call._replace(grads=_prepare_gradients(call))
-        with torch.no_grad():
-            call.bound.function(*call.lists())
-        return
-    if not _kernel_divides(call):
-        call = call._replace(grads=_prepare_gradients(call))
-    lr, found_inf, divisor = call.bound.settings["lr"], None, call.grads.pending.divisor
-    if skip is not None:
-        found_inf = skip.to(call.params[0].device, torch.float32)
-    tensors = [number for number in (divisor, lr) if isinstance(number, Tensor)]
-    off_graph = call.grads_match_params and not any([tensor.requires_grad for tensor in tensors])
-    with _NO_CONTEXT if off_graph else torch.no_grad():
-        call.bound.function(*call.lists(), lr=lr, grad_scale=divisor, found_inf=found_inf)
-    # torch's fused kernels leave versions as they were: a graph that saved an old value would take
-    # the new one for it.
-    written = [*call.params, *itertools.chain(*call.slots)]
-    if divisor is not None:
-        written += call.grads.tensors
-    torch.autograd.graph.increment_version(written)
+    call.bound.kernel.update(call, skip)
 
 
-def _kernel_divides(call: KernelCall) -> bool:
-    """Return True if the kernel can divide: by a float32 number only, and it overwrites the
+def _divides(call: KernelCall) -> bool:
+    """Return True if a fused kernel can divide: by a float32 number only, and it overwrites the
     gradients with the result.
     """
     params, grads, dtype = call.params, call.grads, call.params[0].dtype
@@ -213,8 +259,8 @@ def _kernel_divides(call: KernelCall) -> bool:
 
 
 def with_one_divisor(grads: Gradients) -> Gradients:
-    """Return gradients with `divisor / factor` as their divisor, because a kernel divides once. If
-    that is out of range, they are multiplied by the factor first.
+    """Return gradients with `divisor / factor` as their divisor, because a fused kernel divides
+    once. If that is out of range, they are multiplied by the factor first.
     """
     (divisor, factor, clip_value), dtype = grads.pending, grads.factor_dtype
     if factor is None:
@@ -240,7 +286,7 @@ def with_one_divisor(grads: Gradients) -> Gradients:
     return multiplied._replace(pending=Pending(divisor, clip_value=clip_value))
 
 
-def _prepare_gradients(call: KernelCall) -> Gradients:
+def _unscaled(call: KernelCall) -> Gradients:
     """Return the gradients unscaled and clipped, in the parameters' dtype and memory order."""
     params = call.params
     with torch.no_grad():
@@ -286,11 +332,12 @@ define("fused_update", _update_targets)
 
 def arguments_of_operator(call: KernelCall, skip: Tensor | None) -> tuple[Any, ...]:
     """Return the arguments of the operator `fused_update`."""
-    kernel, settings, _ = call.bound
+    kernel: Any = call.bound.kernel  # a fused one
+    settings = call.bound.settings
     grads, lr = call.grads, settings["lr"]
     targets = [target for column in (call.params, *call.slots) for target in column]
     lr_number, lr_tensor = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
-    float_args = [lr_number, *kernel.keyword_arguments(settings).values()]
+    float_args = [lr_number, *keyword_arguments(settings, kernel.setting_names).values()]
     pending = [
         torch.full((), number, dtype=grads.factor_dtype, device=targets[0].device)
         if isinstance(number, float)

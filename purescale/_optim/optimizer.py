@@ -25,10 +25,10 @@ from .._torch.tracing import (
 )
 from .._tree import pytree
 from .._tree.aliasing import copy_aliased
+from .._tree.cache import TreeCache
 from .._tree.gradients import Gradients
 from .._tree.leaves import are_real_floating
 from .._tree.matching import matching_leaves
-from .._tree.plans import TreePlans
 from .._tree.pytree import FlatTree, Leaves, Tree
 from .._tree.scalars import protocol_violation
 from .._tree.select import select_masked
@@ -59,11 +59,13 @@ class Optimizer(Protocol):
         """
 
 
-class StepPlan(NamedTuple):
-    """The decisions about the steps of an optimizer over arguments that are alike."""
+class StepFacts(NamedTuple):
+    """The facts about all steps of an optimizer over arguments that are alike, kept in its
+    cache.
+    """
 
     layout: ParamLayout
-    optimizer_plan: Any  # what `FlatOptimizer.plan` returned
+    plan: Any  # what `FlatOptimizer.plan` returned
     leaves_metadata: ListMetadata  # of `StepInputs.dense_leaves`
     # Each leaf is plain, gapless, not empty, and requires no gradient: a step may write into it if
     # nothing else shares its memory.
@@ -71,23 +73,23 @@ class StepPlan(NamedTuple):
     all_readable: bool  # the host may read each leaf and its gradient, which are on no graph
 
 
-class PlannedStep(NamedTuple):
-    """The arguments of a step, flat, and its plan."""
+class FlatStep(NamedTuple):
+    """A step, prepared: its arguments, flat, and what is known of them."""
 
     params: FlatTree
     opt_state: FlatTree
     others: list[FlatTree]  # the other arguments of the call, in its order
     leaves: Leaves  # of all these
     inputs: StepInputs
-    plan: StepPlan
+    facts: StepFacts
     eager_mode: EagerMode | None
 
 
 class FlatOptimizer:
-    """An optimizer over the lists of `StepInputs`. A subclass has `init`, `apply_step` and perhaps
-    `plan` and `step_settings`; `as_flat_optimizer` makes one of any optimizer. A `train_step` plans
-    the step at its start, by `find_step` or `plan_step`, and makes it at its end, by
-    `step_planned`.
+    """An optimizer over the lists of `StepInputs`. A subclass has `init`, `must_agree`,
+    `apply_step` (or `step_unless`, if it can skip a step itself), and perhaps `plan` and
+    `step_settings`; `as_flat_optimizer` makes one of any optimizer. A `train_step` prepares the
+    step at its start, by `find_step` or `prepare_step`, and runs it at its end, by `run_step`.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
@@ -103,8 +105,8 @@ class FlatOptimizer:
     may_add_slots: bool = False
     # True if half gradients are to be unscaled and clipped in float32.
     wide_grads: bool = False
-    # True if it lives for more than one call, so that a plan can be found.
-    keeps_plans: bool = True
+    # True if it lives for more than one call, so that a cache is of use.
+    is_cached: bool = True
     must_agree: Any  # what ranks compare of it
 
     def init(self, params: Tree) -> Tree:
@@ -116,7 +118,7 @@ class FlatOptimizer:
         """Return parameters and state after one step, in fresh memory. A parameter whose gradient
         is None does not change, as in torch.optim.
         """
-        return self.step_planned(*self.plan_step_with_grads(params, grads, opt_state))
+        return self.run_step(*self.prepare_step_with_grads(params, grads, opt_state))
 
     def grad_mode(self) -> torch.set_grad_enabled:
         """Return a context that records a graph only if a derivative may go through the step."""
@@ -132,50 +134,48 @@ class FlatOptimizer:
         Schedules run here, before any work.
         """
 
-    # ---- a step, planned
+    # ---- a step, prepared
 
     @functools.cached_property
-    def plans(self) -> TreePlans:
-        """The plans of steps with this optimizer."""
-        return TreePlans()
+    def cache(self) -> TreeCache:
+        """The `StepFacts` of steps with this optimizer."""
+        return TreeCache()
 
     def with_plan(self, inputs: StepInputs) -> StepInputs:
         """Return the inputs with the plan and the settings of their step."""
         plan, step_settings = self.plan(inputs), self.step_settings(inputs.opt_state)
-        return inputs._replace(optimizer_plan=plan, step_settings=step_settings)
+        return inputs._replace(plan=plan, step_settings=step_settings)
 
-    def find_step(
-        self, eager_mode: EagerMode | None, trees: tuple[Tree, ...]
-    ) -> PlannedStep | None:
+    def find_step(self, eager_mode: EagerMode | None, trees: tuple[Tree, ...]) -> FlatStep | None:
         """Return a step over `trees`: parameters, the state of the optimizer, and others. None if
-        trees like these were not planned before.
+        none over trees like these was prepared before.
         """
-        if eager_mode is None or not self.keeps_plans:
+        if eager_mode is None or not self.is_cached:
             return None
-        match = self.plans.find(eager_mode, trees)
-        if match is None:
+        hit = self.cache.find(eager_mode, trees)
+        if hit is None:
             return None
-        (params, opt_state, *others), leaves, plan = match
+        (params, opt_state, *others), leaves, facts = hit
         inputs = StepInputs.of_dense(
-            plan.layout,
+            facts.layout,
             params,
             opt_state,
-            plan.leaves_metadata,
-            optimizer_plan=plan.optimizer_plan,
+            facts.leaves_metadata,
+            plan=facts.plan,
             step_settings=self.step_settings(opt_state.tree),
         )
-        return PlannedStep(params, opt_state, others, leaves, inputs, plan, eager_mode)
+        return FlatStep(params, opt_state, others, leaves, inputs, facts, eager_mode)
 
-    def plan_step(
+    def prepare_step(
         self,
         eager_mode: EagerMode | None,
         trees: list[FlatTree],
         inputs: StepInputs,
         *,
         keep: bool = True,
-    ) -> PlannedStep:
-        """Return a step over checked trees, as in `find_step`, which finds it from now on if it is
-        to `keep` the plan. `plan` refuses what does not fit.
+    ) -> FlatStep:
+        """Return a step over checked trees, which `find_step` finds from now on if it is to `keep`
+        what is known of it. `plan` refuses what does not fit.
         """
         lists = [tree.tensor_list for tree in trees]
         # Complex or sparse parameters may be refused by a setting, such as `clip_value`: they are
@@ -184,9 +184,9 @@ class FlatOptimizer:
         can_keep = can_keep and are_real_floating(inputs.param_list.dtypes)
         mode_to_keep = eager_mode if can_keep else None
         inputs = self.with_plan(inputs)
-        plan = StepPlan(
+        facts = StepFacts(
             inputs.layout,
-            inputs.optimizer_plan,
+            inputs.plan,
             leaves_metadata=ListMetadata(),
             all_writable=mode_to_keep is not None
             and all([x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]),
@@ -195,41 +195,41 @@ class FlatOptimizer:
             and not self.differentiable
             and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists]),
         )
-        if mode_to_keep and keep and self.keeps_plans:
-            self.plans.keep(mode_to_keep, trees, plan)
+        if mode_to_keep and keep and self.is_cached:
+            self.cache.keep(mode_to_keep, trees, facts)
         leaves = [leaf for tree in trees for leaf in tree.leaves]
         params, opt_state, *others = trees
-        return PlannedStep(params, opt_state, others, leaves, inputs, plan, eager_mode)
+        return FlatStep(params, opt_state, others, leaves, inputs, facts, eager_mode)
 
-    def plan_step_with_grads(
+    def prepare_step_with_grads(
         self,
         params: Tree,
         grads: Tree,
         opt_state: Tree,
         *others: Tree,
         check_gradients: Callable[[Gradients], None] = lambda gradients: None,
-    ) -> tuple[PlannedStep, Gradients]:
-        """Return a step over these and other trees, found or planned, and its gradients, which
-        `check_gradients` may refuse before it is planned. Refuse, naming the leaf, gradients that
-        do not fit `params`, and a state that belongs to others.
+    ) -> tuple[FlatStep, Gradients]:
+        """Return a step over these and other trees, found or prepared, and its gradients, which
+        `check_gradients` may refuse before that. Refuse, naming the leaf, gradients that do not fit
+        `params`, and a state that belongs to others.
         """
         eager_mode = current_eager_mode()
-        planned = self.find_step(eager_mode, (params, opt_state, grads, *others))
-        if planned is not None:
-            return planned, planned.inputs.gradients(planned.others[0])
+        flat_step = self.find_step(eager_mode, (params, opt_state, grads, *others))
+        if flat_step is not None:
+            return flat_step, flat_step.inputs.gradients_of(flat_step.others[0])
         trees, inputs = flatten_step(self, params, grads, opt_state)
-        gradients = inputs.gradients(trees[2])
+        gradients = inputs.gradients_of(trees[2])
         check_gradients(gradients)
-        # A plan is found by `grads` in their own order: it is kept if that is the parameters'.
+        # A step is found by `grads` in their own order: it is kept if that is the parameters'.
         same_order = eager_mode is not None and pytree.flatten(grads)[1] == trees[0].structure
         trees += map(FlatTree.of, others)
-        return self.plan_step(eager_mode, trees, inputs, keep=same_order), gradients
+        return self.prepare_step(eager_mode, trees, inputs, keep=same_order), gradients
 
-    # ---- a step, made
+    # ---- a step, run
 
-    def step_planned(
+    def run_step(
         self,
-        planned: PlannedStep,
+        flat_step: FlatStep,
         grads: Gradients,
         skip: Tensor | None = None,
         *,
@@ -238,7 +238,7 @@ class FlatOptimizer:
         """Return the old parameters and state if `skip`, else those after the step with `grads`, in
         the trees of the arguments. `skip` is None where the host knows that the step is applied.
         """
-        inputs = planned.inputs
+        inputs = flat_step.inputs
         return inputs.as_trees(*self.step_unless(inputs, grads, skip, in_place=in_place))
 
     def step_unless(
@@ -302,7 +302,7 @@ class AdaptedOptimizer(FlatOptimizer):
     """A flat optimizer for an optimizer with `step` alone, which makes its own checks."""
 
     runs_user_code = True
-    keeps_plans = False  # it is made in each call
+    is_cached = False  # it is made in each call
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = self.must_agree = optimizer

@@ -125,7 +125,7 @@ class PartitionOptimizer(FlatOptimizer):
         for key in order:
             part = Part.of(inputs.layout, indices_of[key], *state_of.get(key, ()))
             plan = self.flat_optimizers[key].plan(self.inputs_of(key, part, inputs))
-            parts[key] = part._replace(optimizer_plan=plan)
+            parts[key] = part._replace(plan=plan)
         return parts
 
     def inputs_of(self, key: str, part: Part, inputs: StepInputs) -> StepInputs:
@@ -157,7 +157,7 @@ class PartitionOptimizer(FlatOptimizer):
         if not any_dtensor(templates):
             return picked
         flat = FlatTree.of(part_inputs.layout.unflatten(picked.leaves))
-        return part_inputs.gradients(flat)._replace(pending=grads.pending)
+        return part_inputs.gradients_of(flat)._replace(pending=grads.pending)
 
     def step_settings(self, opt_state: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of each part, by key."""
@@ -174,10 +174,10 @@ class PartitionOptimizer(FlatOptimizer):
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step of each part, skipped or not."""
-        plan: dict[str, Part] = inputs.optimizer_plan
+        plan: dict[str, Part] = inputs.plan
         part_inputs = {
             key: self.inputs_of(key, part, inputs)._replace(
-                optimizer_plan=part.optimizer_plan, step_settings=inputs.step_settings[key]
+                plan=part.plan, step_settings=inputs.step_settings[key]
             )
             for key, part in plan.items()
         }
@@ -210,7 +210,7 @@ class PartitionOptimizer(FlatOptimizer):
             if part_inputs[key].global_trees is not None:
                 tree, opt_state[key] = part_inputs[key].as_trees(*stepped[key])
                 new = part_inputs[key].layout.flatten_up_to(tree)
-            for index, param in zip(inputs.optimizer_plan[key].param_indices, new, strict=True):
+            for index, param in zip(inputs.plan[key].param_indices, new, strict=True):
                 params[index] = param
         return params, opt_state
 
@@ -244,7 +244,7 @@ class Part(NamedTuple):
     leaves_metadata: ListMetadata  # of its dense leaves
     state_slice: slice | None = None  # of the leaves of its state among all; None if not all dense
     state_structure: Any = None
-    optimizer_plan: Any = None
+    plan: Any = None
 
     @classmethod
     def of(cls, layout: ParamLayout, indices: list[int], *state: Any) -> Self:

@@ -48,7 +48,7 @@ class StepInputs(NamedTuple):
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
     piece_positions: list[Position] | None = None  # if these are a piece of a larger step
-    optimizer_plan: Any = None  # what `FlatOptimizer.plan` returned
+    plan: Any = None  # what `FlatOptimizer.plan` returned
     step_settings: Any = None  # what `FlatOptimizer.step_settings` returned
 
     @classmethod
@@ -58,7 +58,7 @@ class StepInputs(NamedTuple):
         params: FlatTree,
         opt_state: FlatTree,
         metadata: ListMetadata | None = None,
-        optimizer_plan: Any = None,
+        plan: Any = None,
         step_settings: Any = None,
     ) -> StepInputs:
         """Return the inputs of a step whose tensors are dense and off graph. `metadata` is that of
@@ -71,7 +71,7 @@ class StepInputs(NamedTuple):
             opt_state.tree,
             dense_leaves=TensorList(leaves, metadata, dense_off_graph=True),
             state_structure=opt_state.structure,
-            optimizer_plan=optimizer_plan,
+            plan=plan,
             step_settings=step_settings,
         )
 
@@ -93,7 +93,7 @@ class StepInputs(NamedTuple):
         leaves, structure = pytree.flatten(self.opt_state)
         return [*self.params, *leaves], structure
 
-    def gradients(self, grads: FlatTree) -> Gradients:
+    def gradients_of(self, grads: FlatTree) -> Gradients:
         """Return the checked gradients of these parameters, in the order of the leaves. Refuse,
         naming the leaf, one that is not over the mesh of its parameter.
         """

@@ -43,7 +43,7 @@ def write_state_dict(
     like: Mapping[str, Any] | None = None,
     written: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return a state in torch's format, as `TorchOptimizer.to_state_dict`. Groups of `like` keep
+    """Return a state in torch's format, as `GroupedOptimizer.to_state_dict`. Groups of `like` keep
     all settings but those that are `written`, by default all.
     """
     state: dict[int, dict[str, Any]] = {}
@@ -190,7 +190,7 @@ def read_state_dict(
     applied: int | Tensor | None,
     iteration: int | Tensor | None,
 ) -> tuple[OptState, dict[str, LeafSlots]]:
-    """Return the state in torch's format, for `TorchOptimizer.from_state_dict`, and its slots by
+    """Return the state in torch's format, for `GroupedOptimizer.from_state_dict`, and its slots by
     parameter, with the count of each if one count is not that of all. `fresh` and `slots` are a new
     state and its slots, which are replaced one by one, so that memory holds one state only.
     """

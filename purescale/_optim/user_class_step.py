@@ -51,7 +51,7 @@ def step_of_user_class(
     step_settings = inputs.step_settings.map(read_numbers)
     with torch.no_grad():
         new_slots = _run(
-            config, new_params, copied_grads, copies, inputs.optimizer_plan.groups, step_settings
+            config, new_params, copied_grads, copies, inputs.plan.groups, step_settings
         )
     stepped = [new.to(params[name].dtype) for name, new in new_params.items()]
     new_slots = {

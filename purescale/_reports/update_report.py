@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._optim.grouped import FormulaOptimizer, GroupedOptimizer
 from .._optim.optimizer import AdaptedOptimizer, Optimizer, as_flat_optimizer
 from .._optim.partition import PartitionOptimizer
 from .._optim.step_inputs import StepInputs, flatten_step
-from .._optim.torch_optim import FormulaOptimizer, TorchOptimizer
 from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like, full_tensor, shard
@@ -239,7 +239,7 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
     """
     flat_optimizer = as_flat_optimizer(optimizer)
     trees, inputs = flatten_step(flat_optimizer, params, grads, opt_state)
-    gradients = inputs.gradients(trees[2])
+    gradients = inputs.gradients_of(trees[2])
     flat_optimizer.plan(inputs)
     with torch.no_grad():
         return inputs.layout.unflatten(_wanted(flat_optimizer, inputs, gradients))
@@ -300,7 +300,7 @@ def _wide_state(optimizer: Any, inputs: StepInputs) -> Tree:
     their dtype.
     """
     opt_state = inputs.opt_state
-    if not isinstance(optimizer, TorchOptimizer):
+    if not isinstance(optimizer, GroupedOptimizer):
         return pytree.map(_wide, opt_state)
     slots = {
         key: tree

@@ -55,7 +55,7 @@ def assemble(
     decision: Decision,
     may_write: MayWrite,
 ) -> TrainState:
-    """Return the next state, from the results of `step_planned` and `advance`, and the buffers
+    """Return the next state, from the results of `run_step` and `advance`, and the buffers
     after the last microbatch.
     """
     params, opt_state = stepped
@@ -79,7 +79,7 @@ def _write_over_start(start: Start, new: Leaves) -> Leaves:
     """Return scaler, count, generator and guard after `new` was written into those of the start. If
     a rule or a guard returned tensors on a graph, nothing is written.
     """
-    if not start.planned.plan.all_writable or any(map(_requires_grad, new)):
+    if not start.flat_step.facts.all_writable or any(map(_requires_grad, new)):
         return write_over_leaves(start.control_leaves, new)
     foreach.copy_off_graph_(start.control_leaves, new)
     return start.control_leaves

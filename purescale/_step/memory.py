@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.optimizer import FlatOptimizer, PlannedStep
+from .._optim.optimizer import FlatOptimizer, FlatStep
 from .._optim.step_inputs import StepInputs
 from .._step.start import Start
 from .._step.train_state import StepOptions
@@ -41,12 +41,12 @@ def memory_of_step(
     """Return the memory of the arguments, and what the step may overwrite. Without donation the
     state of the optimizer is left out, because nothing writes into it.
     """
-    inputs = start.planned.inputs
+    inputs = start.flat_step.inputs
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     batch = pytree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
-    if donate and start.planned.plan.all_writable:
-        pointers = [storage_pointers(start.planned.leaves), storage_pointers(read_only)]
+    if donate and start.flat_step.facts.all_writable:
+        pointers = [storage_pointers(start.flat_step.leaves), storage_pointers(read_only)]
         if share_no_memory(*pointers):
             memory = ArgumentMemory.of(pointers, batch)
             return memory, MayWrite(True, True, True)
@@ -72,12 +72,12 @@ def memory_of_step(
 
 
 def writable_arguments(
-    optimizer: FlatOptimizer, planned: PlannedStep, grads: Gradients, read_only: Sequence[Tensor]
+    optimizer: FlatOptimizer, flat_step: FlatStep, grads: Gradients, read_only: Sequence[Tensor]
 ) -> MayWrite:
     """Return what a step may overwrite of its donated arguments."""
-    inputs = planned.inputs
+    inputs = flat_step.inputs
     lists = [_replaced(inputs), grads.tensor_list]
-    if planned.plan.all_writable and not optimizer.differentiable:
+    if flat_step.facts.all_writable and not optimizer.differentiable:
         tensors = [*lists[0].tensors, *lists[1].tensors]
         if share_no_memory(storage_pointers(tensors), storage_pointers(read_only)):
             return MayWrite(params_and_state=True, grads=True)

@@ -96,11 +96,11 @@ def accumulate_microbatches(
     )
     loss_and_grads = LossAndGrads(
         params,
-        start.planned.inputs.layout,
+        start.flat_step.inputs.layout,
         buffers,
         scaler,
         options.loss_fn,
-        start.planned.eager_mode,
+        start.flat_step.eager_mode,
         memory.storages,
         differentiable=differentiable,
     )

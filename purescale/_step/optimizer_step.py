@@ -87,14 +87,14 @@ def maybe_step(
     optimizers.
     """
     flat_optimizer = as_flat_optimizer(optimizer)
-    planned, gradients = flat_optimizer.plan_step_with_grads(params, grads, opt_state)
-    inputs = planned.inputs
+    flat_step, gradients = flat_optimizer.prepare_step_with_grads(params, grads, opt_state)
+    inputs = flat_step.inputs
     skip = as_flag(found_inf, like=next(iter(inputs.params), None))
     may_write = MayWrite()
     if donate:
-        may_write = writable_arguments(flat_optimizer, planned, gradients, [skip])
+        may_write = writable_arguments(flat_optimizer, flat_step, gradients, [skip])
     in_place = may_write.params_and_state
-    return flat_optimizer.step_planned(planned, gradients, skip, in_place=in_place)
+    return flat_optimizer.run_step(flat_step, gradients, skip, in_place=in_place)
 
 
 @hint_keywords
@@ -172,18 +172,20 @@ def unscale_and_step(
             check_ordered(params, grads.templates, "grads")
 
     trees = params, scaled_grads, opt_state, scaler
-    planned, grads = flat_optimizer.plan_step_with_grads(*trees, check_gradients=check_gradients)
+    flat_step, grads = flat_optimizer.prepare_step_with_grads(
+        *trees, check_gradients=check_gradients
+    )
     may_write = MayWrite()
     if donate:
-        of_scaler = [leaf for leaf in planned.others[-1].leaves if isinstance(leaf, Tensor)]
+        of_scaler = [leaf for leaf in flat_step.others[-1].leaves if isinstance(leaf, Tensor)]
         read_only = [*of_scaler, *clip.tensor_bounds]
-        may_write = writable_arguments(flat_optimizer, planned, grads, read_only)
+        may_write = writable_arguments(flat_optimizer, flat_step, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.
     owned = may_write.grads and not (flat_optimizer.runs_user_code or torch.compiler.is_compiling())
     grads = grads._replace(pending=Pending(divisor=scale), owned=owned)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
-    stats = measure(grads, scale, options, known_readable=planned.plan.all_readable)
+    stats = measure(grads, scale, options, known_readable=flat_step.facts.all_readable)
     decision = decide(stats, clip, grads)
     skip, in_place = decision.skip_or_none, may_write.params_and_state
-    stepped = flat_optimizer.step_planned(planned, decision.grads, skip, in_place=in_place)
+    stepped = flat_optimizer.run_step(flat_step, decision.grads, skip, in_place=in_place)
     return Stepped(*stepped, decision.skip, decision.grad_norm, decision.grad_amax)

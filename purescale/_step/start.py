@@ -1,5 +1,5 @@
 """The start of a step: its state flat and checked, and what structure and metadata decide about it,
-planned once for states that are alike.
+once for states that are alike.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._grads.clip import check_ordered
 from .._loss_scale.scaling import check_scale
-from .._optim.optimizer import PlannedStep
+from .._optim.optimizer import FlatStep
 from .._optim.step_inputs import flatten_opt_state, make_step_inputs
 from .._step.train_state import StepOptions, TrainState
 from .._torch.tracing import current_eager_mode
@@ -20,14 +20,14 @@ from .._tree.pytree import FlatTree, Tree
 
 
 class Start(NamedTuple):
-    """The state of a step, flat and checked, and the planned step of its optimizer."""
+    """The state of a step, flat and checked, and the prepared step of its optimizer."""
 
     params: FlatTree
     buffers: FlatTree
     scaler: FlatTree
     step_rng_guard: FlatTree
     control_leaves: list[Tensor]  # those of scaler, step count, generator and guard
-    planned: PlannedStep
+    flat_step: FlatStep
 
     @property
     def step(self) -> Tensor:
@@ -49,18 +49,18 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
     """Return the start of a step. Refuse a state that does not fit the optimizer."""
     optimizer, eager_mode = options.optimizer, current_eager_mode()
     others = state.buffers, state.scaler, (state.step, state.rng, state.guard)
-    planned = optimizer.find_step(eager_mode, (state.params, state.opt_state, *others))
-    if planned is None:
+    flat_step = optimizer.find_step(eager_mode, (state.params, state.opt_state, *others))
+    if flat_step is None:
         params, opt_state = FlatTree.of(state.params), flatten_opt_state(state.opt_state)
         flat_trees = [params, opt_state, *map(FlatTree.of, others)]
         _check(state, options, params)
         inputs = make_step_inputs(optimizer, params, opt_state)
-        planned = optimizer.plan_step(eager_mode, flat_trees, inputs)
-    buffers, scaler, step_rng_guard = planned.others
+        flat_step = optimizer.prepare_step(eager_mode, flat_trees, inputs)
+    buffers, scaler, step_rng_guard = flat_step.others
     control_leaves = [*scaler.leaves, *step_rng_guard.leaves]
     if not pytree.are_tensors(control_leaves):
         control_leaves = pytree.all_tensors(control_leaves)
-    return Start(planned.params, buffers, scaler, step_rng_guard, control_leaves, planned)
+    return Start(flat_step.params, buffers, scaler, step_rng_guard, control_leaves, flat_step)
 
 
 def _check(state: TrainState, options: StepOptions, params: FlatTree) -> None:

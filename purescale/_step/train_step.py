@@ -197,7 +197,7 @@ def _stages(
         at_scale = start._replace(scaler=scaler)
         window = accumulate(options, at_scale, microbatches, weights, memory)
         window = reduce_window(window, start)
-        known_readable, scale = start.planned.plan.all_readable, scaler.tree.scale
+        known_readable, scale = start.flat_step.facts.all_readable, scaler.tree.scale
         stats = measure(window.grads, scale, stats_options, known_readable=known_readable)
         return Attempt(window, stats, window_flags(window, stats.overflow), scaler)
 
@@ -208,7 +208,7 @@ def _stages(
     # Before anything is overwritten: what rule and guard return may be refused.
     control = advance(options, start, attempt, decision, guard_state)
     skip, in_place = decision.skip_or_none, may_write.params_and_state
-    stepped = options.optimizer.step_planned(start.planned, decision.grads, skip, in_place=in_place)
+    stepped = options.optimizer.run_step(start.flat_step, decision.grads, skip, in_place=in_place)
     scale = attempt.flat_scaler.tree.scale.clone()  # `assemble` may write into it
     info = StepInfo(
         loss=window.loss,

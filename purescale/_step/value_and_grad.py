@@ -19,10 +19,10 @@ from .._torch.tracing import (
     current_eager_mode,
 )
 from .._tree import pytree
+from .._tree.cache import TreeCache
 from .._tree.hints import hint_keywords
 from .._tree.leaves import versions
 from .._tree.matching import check_parameters, device_of, reject_autograd_history
-from .._tree.plans import TreePlans
 from .._tree.pytree import FlatTree, Tree
 from .._tree.scalars import short_repr
 
@@ -118,7 +118,7 @@ def _value_and_grad(
     return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
 
 
-_plans = TreePlans(16)  # the layout of parameters that were checked
+_cache = TreeCache(16)  # the layout of parameters that were checked
 
 
 def _flatten(
@@ -126,8 +126,8 @@ def _flatten(
 ) -> tuple[list[FlatTree], ParamLayout]:
     """Check parameters, buffers and scaler, and return them flat, with the layout of the first."""
     trees = params, buffers, () if scaler is None else scaler
-    if eager_mode and (known := _plans.find(eager_mode, trees)):
-        return known.flat_trees, known.plan
+    if eager_mode and (known := _cache.find(eager_mode, trees)):
+        return known.flat_trees, known.value
     flat_trees = list(map(FlatTree.of, trees))
     flat_params, flat_buffers, flat_scaler = flat_trees
     if all([leaf is None for leaf in flat_params.leaves]):
@@ -150,5 +150,5 @@ def _flatten(
     check_scale(scale, params, flat_params.leaves, "params", flat_params.tensor_list)
     layout = ParamLayout.of(flat_params)
     if eager_mode and scaler is not None:
-        _plans.keep(eager_mode, flat_trees, layout)
+        _cache.keep(eager_mode, flat_trees, layout)
     return [flat_params, flat_buffers, flat_scaler], layout

@@ -11,9 +11,9 @@ from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import EagerMode, current_eager_mode, is_on_a_graph, traced
 from .._tree import pytree
+from .._tree.cache import TreeCache
 from .._tree.leaves import are_plain_dense, as_tensor_list, is_constant
 from .._tree.matching import matching_leaves
-from .._tree.plans import TreePlans
 from .._tree.pytree import FlatTree, Leaves, Tree, TreeT
 from .._tree.scalars import as_flag
 
@@ -49,7 +49,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     Source of the rule: `select_tree` of jmp.
     """
     eager_mode, arguments = current_eager_mode(), (found_inf, old, new)
-    if eager_mode and eager_mode.host_reads and (known := _plans.find(eager_mode, arguments)):
+    if eager_mode and eager_mode.host_reads and (known := _cache.find(eager_mode, arguments)):
         _, before, after = known.flat_trees
         chosen = before if found_inf else after
         return before.structure.unflatten(foreach.clone_off_graph(chosen.leaves))
@@ -64,7 +64,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     return structure.unflatten(select_masked(found_inf, leaves, others))
 
 
-_plans = TreePlans(16)  # of `select`, which say that the trees match
+_cache = TreeCache(16)  # of `select`, which say that the trees match
 
 
 def _keep_plan(
@@ -78,7 +78,7 @@ def _keep_plan(
         return
     trees = list(map(FlatTree.of, arguments))
     if all(map(operator.is_, trees[2].leaves, new)):
-        _plans.keep(eager_mode, trees, None)
+        _cache.keep(eager_mode, trees, None)
 
 
 def _is_flag(tree: Tree) -> bool:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from .._optim.grouped import FormulaOptimizer
 from .._optim.optimizer import FlatOptimizer, Optimizer, as_flat_optimizer
 from .._optim.param_layout import ParamLayout
 from .._optim.step_inputs import StepInputs
-from .._optim.torch_optim import FormulaOptimizer
 from .._torch import dtensor, foreach
 from .._torch.dtypes import is_half, wide_dtype
 from .._torch.tensor_list import TensorList
@@ -132,7 +132,7 @@ class Wrapper(FlatOptimizer):
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step with unscaled gradients."""
-        [piece] = inputs.optimizer_plan
+        [piece] = inputs.plan
         return self._step_piece(piece, inputs, grads)[0]
 
     def step_unless(
@@ -146,7 +146,7 @@ class Wrapper(FlatOptimizer):
         """Return the step of a large model piece by piece, which bounds the memory for what is
         decoded.
         """
-        pieces: list[Piece] = inputs.optimizer_plan
+        pieces: list[Piece] = inputs.plan
         is_whole = skip is None and not in_place and len(pieces) == 1
         if is_whole or not self._inner_skips():
             return super().step_unless(inputs, grads, skip, in_place=in_place)
@@ -193,7 +193,7 @@ class Wrapper(FlatOptimizer):
         if self.rounds and traced() and not torch.compiler.is_dynamo_compiling():
             self._reject_derivatives([inputs.params, inputs.opt_state, grads.tensors])
         with self.grad_mode():
-            inner = self.decode(inputs)._replace(optimizer_plan=piece.optimizer_plan)
+            inner = self.decode(inputs)._replace(plan=piece.plan)
             stepped = self.flat_optimizer.step_unless(inner, grads, skip, in_place=in_place)
             return self.encode(inputs, *stepped), pytree.flatten(stepped)[0]
 
@@ -214,7 +214,7 @@ class Piece(NamedTuple):
     """A part of a step with a bounded number of elements."""
 
     cut: Cut | None  # None for the whole step
-    optimizer_plan: Any  # of the inner optimizer
+    plan: Any  # of the inner optimizer
 
 
 def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:

@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from .._loss_scale.rules import NoScale, ScalerState
 from .._module.functional import Apply, make_functional
 from .._module.registered import load_into
+from .._optim.grouped import GroupedOptimizer
 from .._optim.opt_state import OptState
 from .._optim.schedule import ScheduleBy
-from .._optim.torch_optim import TorchOptimizer
 from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float
 from .._tree.pytree import join_names
@@ -179,7 +179,7 @@ def take_over(
     steps: int | None = None,
     schedule_by: ScheduleBy = "applied",
     in_state: Sequence[str] = (),
-) -> tuple[Apply, TorchOptimizer, Any, TrainState]:
+) -> tuple[Apply, GroupedOptimizer, Any, TrainState]:
     """Syncs with the host. Equal to `apply, params, buffers = make_functional(model)`,
     `optimizer, opt_state = from_torch_optimizer(optimizer, model, in_state)`, with the schedule as
     its rate, and `rule, scaler = from_state_dict(scaler.state_dict())`: the next `train_step` makes
@@ -376,7 +376,7 @@ def _masters_or_params(state: TrainState) -> Any:
 
 
 def _steps_since(
-    scheduler: Any, optimizer: torch.optim.Optimizer, ours: TorchOptimizer, opt_state: OptState
+    scheduler: Any, optimizer: torch.optim.Optimizer, ours: GroupedOptimizer, opt_state: OptState
 ) -> int:
     """Return the number of steps since the scheduler's last: applied ones, or iterations. Refuse
     what the scheduler cannot follow, before anything is changed.

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._optim.formula_step import FormulaStep
 from .._optim.formulas import LeafSlots
 from .._optim.in_state import with_stored
-from .._optim.kernel_step import KernelStep, TorchPlan
+from .._optim.kernel_step import GroupPlan, KernelStep
 from .._optim.opt_state import NO_SLOTS, STEP, OptState, columns_of, count_step, has_counts
 from .._optim.optimizer import FlatOptimizer
 from .._optim.param_layout import ParamLayout, foreign_parameters_error, named_params
@@ -28,7 +28,7 @@ from .._tree.leaves import describe
 from .._tree.pytree import Tree
 
 
-class TorchOptimizer(FlatOptimizer):
+class GroupedOptimizer(FlatOptimizer):
     """An optimizer with settings by parameter group and an `OptState`, as torch.optim has them;
     made by `from_torch` and `from_formula`. It holds settings, never state. It is a
     `FormulaOptimizer` or a `UserClassOptimizer`.
@@ -175,7 +175,7 @@ class TorchOptimizer(FlatOptimizer):
         return self._with_slots(state, params, slots)
 
 
-class FormulaOptimizer(TorchOptimizer):
+class FormulaOptimizer(GroupedOptimizer):
     """A class of torch.optim or a formula of a user's: a step is torch's kernel or the formula."""
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -203,7 +203,7 @@ class FormulaOptimizer(TorchOptimizer):
         counts = trees.pop(STEP, ())
         return opt_state._replace(slots=trees, counts=counts)
 
-    def plan(self, inputs: StepInputs) -> TorchPlan:
+    def plan(self, inputs: StepInputs) -> GroupPlan:
         """Return how a step is made. Refuse a state that does not belong to these parameters, as
         torch's kernels do not check what they read.
         """
@@ -232,7 +232,7 @@ class FormulaOptimizer(TorchOptimizer):
         return self._formula_step(_counted(inputs), _cast_gradients(inputs, grads))
 
 
-class UserClassOptimizer(TorchOptimizer):
+class UserClassOptimizer(GroupedOptimizer):
     """A class of a user's own, whose `step` is called, on copies. It makes its slots in its first
     step, and a state has them by parameter.
     """
@@ -251,7 +251,7 @@ class UserClassOptimizer(TorchOptimizer):
         """Return the state with these slots."""
         return opt_state._replace(slots=slots)
 
-    def plan(self, inputs: StepInputs) -> TorchPlan:
+    def plan(self, inputs: StepInputs) -> GroupPlan:
         """Return how a step is made. Refuse a state that does not belong to these parameters."""
         if traced() or captured():
             raise ValueError(
@@ -263,7 +263,7 @@ class UserClassOptimizer(TorchOptimizer):
         slots, names = inputs.opt_state.slots, inputs.layout.names
         if slots.keys() != set(names):
             raise foreign_parameters_error(list(slots), names)
-        return TorchPlan(groups)
+        return GroupPlan(groups)
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step of the class, in fresh memory."""

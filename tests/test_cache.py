@@ -14,7 +14,7 @@ import purescale as ps
 from purescale._torch import private
 from purescale._torch.private import guard_one_by_one
 from purescale._torch.tensor_list import ListMetadata, TensorList
-from purescale._tree.plans import Plans
+from purescale._tree.cache import MetadataCache
 
 RULE = ps.DynamicScale(init_scale=2.0**4)
 
@@ -59,7 +59,7 @@ def test_a_plan_is_found_for_equal_metadata_and_an_equal_key_alone(guard, monkey
     if guard == "ours":
         monkeypatch.setattr(private, "metadata_guard", guard_one_by_one, raising=False)
     structures = [optree.tree_flatten(tree)[1] for tree in ({"a": 0}, {"a": 0}, {"b": 0})]
-    plans = Plans()
+    plans = MetadataCache()
     plans.add([LIKE], structures[0], "old")
     plans.add([LIKE], structures[0], "new")
     assert list(plans.matching([LIKE + 1], structures[1])) == ["new", "old"]
@@ -69,14 +69,14 @@ def test_a_plan_is_found_for_equal_metadata_and_an_equal_key_alone(guard, monkey
 
 @pytest.mark.parametrize("size", [1, 8, None])
 def test_the_oldest_plan_goes_where_there_are_too_many(size):
-    plans = Plans(size)
+    plans = MetadataCache(size)
     for length in range(100):
         plans.add([torch.zeros(length)], "key", length)
     assert list(plans) == list(range(99, 99 - (size or 100), -1))
 
 
 def test_threads_that_add_and_look_find_whole_plans():
-    plans = Plans(4)
+    plans = MetadataCache(4)
 
     def work(length):
         for _ in range(100):

@@ -1,4 +1,4 @@
-"""Plans: what was decided for arguments of one structure and metadata, found again by these."""
+"""Caches of what was decided about arguments, found again by structure and metadata."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from .._torch.tensor_list import ListMetadata, TensorList, are_comparable, metad
 from .._torch.tracing import EagerMode
 from .._tree.pytree import FlatTree, Leaves, Tree, flatten, is_of_builtins
 
-PlanT = TypeVar("PlanT")
+ValueT = TypeVar("ValueT")
 
 _grad_fn, _requires_grad = map(operator.attrgetter, ("grad_fn", "requires_grad"))
 
 
-class Plans(Generic[PlanT]):
-    """The plans of one function, or of the calls with one optimizer, the newest first.
+class MetadataCache(Generic[ValueT]):
+    """A cache of values for lists of tensors, the newest first.
 
-    A plan is found for tensors that differ from those it was made for in values only, and a key
-    that is equal: what else decides about the call.
-    A plan that is found changes no result: it holds what would be decided again, by indices and
-    names, and no tensor of a call.
+    A value is found for tensors that differ from those it was made for in values only, and an equal
+    key: what else decides about the call.
+    It changes no result: it holds what would be decided again, by indices and names, and no tensor
+    of a call.
 
     Args:
-        size: The number of plans that are kept; None keeps all.
+        size: The number of values that are kept; None keeps all.
     """
 
     def __init__(self, size: int | None = 8) -> None:
         self._size = size
-        # Replaced as a whole, so that a thread which looks for a plan needs no lock.
-        self.entries: tuple[tuple[Any, Callable[..., bool], PlanT], ...] = ()
+        # Replaced as a whole, so that a thread which looks for a value needs no lock.
+        self.entries: tuple[tuple[Any, Callable[..., bool], ValueT], ...] = ()
 
-    def matching(self, tensors: Sequence[Tensor], key: Any) -> Iterator[PlanT]:
-        """Yield the plans for tensors like these and an equal key."""
+    def matching(self, tensors: Sequence[Tensor], key: Any) -> Iterator[ValueT]:
+        """Yield the values for tensors like these and an equal key."""
         if not are_comparable(tensors):
             return
-        for key_of_plan, matcher, plan in self.entries:
-            if _are_equal(key_of_plan, key) and matcher(*tensors):
-                yield plan
+        for key_of_entry, matcher, value in self.entries:
+            if _are_equal(key_of_entry, key) and matcher(*tensors):
+                yield value
 
-    def add(self, tensors: Sequence[Tensor], key: Any, plan: PlanT) -> None:
-        """Keep a plan for plain, dense tensors like these, in place of the oldest one."""
-        entry = key, private.metadata_guard(*tensors), plan
+    def add(self, tensors: Sequence[Tensor], key: Any, value: ValueT) -> None:
+        """Keep a value for plain, dense tensors like these, in place of the oldest one."""
+        entry = key, private.metadata_guard(*tensors), value
         self.entries = (entry, *self.entries)[: self._size]
 
-    def discard(self, plan: PlanT) -> None:
-        """Forget a plan."""
-        self.entries = tuple(entry for entry in self.entries if entry[2] is not plan)
+    def discard(self, value: ValueT) -> None:
+        """Forget a value."""
+        self.entries = tuple(entry for entry in self.entries if entry[2] is not value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles have no plans, because guards cannot be pickled."""
+        """Copies and pickles are empty, because guards cannot be pickled."""
         return type(self), (self._size,)
 
-    def __iter__(self) -> Iterator[PlanT]:
-        """Iterate over all plans."""
-        return (plan for _, _, plan in self.entries)
+    def __iter__(self) -> Iterator[ValueT]:
+        """Iterate over all values."""
+        return (value for _, _, value in self.entries)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -73,7 +73,7 @@ def _are_equal(a: Any, b: Any) -> bool:
         return False
 
 
-# ---- plans for trees -----------------------------------------------------------------------------
+# ---- for trees -----------------------------------------------------------------------------------
 
 
 class Node(NamedTuple):
@@ -85,51 +85,51 @@ class Node(NamedTuple):
     keys: Any  # a list of the keys of a dict, in its order; else the length
 
 
-class CachedPlan(NamedTuple):
-    """A plan for arguments that are trees, with their form."""
+class TreeEntry(NamedTuple):
+    """A value for arguments that are trees, with their form."""
 
     structure: Any  # of all of them, as a tuple
     nodes: list[Node]
     # the leaves of each tree, its structure, and their metadata
     parts: list[tuple[slice, Any, ListMetadata]]
     may_have_graph: bool
-    plan: Any  # that was made for them
+    value: Any  # for them
 
 
-class PlanMatch(NamedTuple):
-    """The arguments of a call, flat, and what was planned for others like them."""
+class CacheHit(NamedTuple):
+    """The arguments of a call, flat, and the value for others like them."""
 
     flat_trees: list[FlatTree]
     leaves: Leaves  # of all of them
-    plan: Any
+    value: Any
 
 
-class TreePlans(Plans[CachedPlan]):
-    """Plans for arguments that are trees."""
+class TreeCache(MetadataCache[TreeEntry]):
+    """A cache of values for arguments that are trees."""
 
-    def find(self, eager_mode: EagerMode, trees: tuple[Tree, ...]) -> PlanMatch | None:
-        """Return what was planned for trees that differ from these in values only, in calls that
-        ran where this one does; None if nothing was.
+    def find(self, eager_mode: EagerMode, trees: tuple[Tree, ...]) -> CacheHit | None:
+        """Return the value for trees that differ from these in values only, in calls that ran where
+        this one does; None if there is none.
         """
-        for key, matcher, kept in self.entries:
-            if key != (eager_mode, len(trees)) or not _has_form(trees, kept.nodes):
+        for key, matcher, entry in self.entries:
+            if key != (eager_mode, len(trees)) or not _has_form(trees, entry.nodes):
                 continue
             # By a known structure, which takes a sixth of the time of a new one.
-            leaves = kept.structure.flatten_up_to(trees)
+            leaves = entry.structure.flatten_up_to(trees)
             if not (are_comparable(leaves) and matcher(*leaves)):
                 continue
-            if kept.may_have_graph and any(map(_grad_fn, leaves)):
+            if entry.may_have_graph and any(map(_grad_fn, leaves)):
                 continue
             flat_trees = []
-            for tree, (at, structure, metadata) in zip(trees, kept.parts, strict=True):
+            for tree, (at, structure, metadata) in zip(trees, entry.parts, strict=True):
                 some = leaves[at]
                 tensor_list = TensorList(some, metadata, dense_off_graph=True)
                 flat_trees.append(FlatTree(tree, some, structure, tensor_list))
-            return PlanMatch(flat_trees, leaves, kept.plan)
+            return CacheHit(flat_trees, leaves, entry.value)
         return None
 
-    def keep(self, eager_mode: EagerMode, trees: Sequence[FlatTree], plan: Any) -> None:
-        """Keep a plan for trees like these, if all leaves are dense and off every graph, in
+    def keep(self, eager_mode: EagerMode, trees: Sequence[FlatTree], value: Any) -> None:
+        """Keep a value for trees like these, if all leaves are dense and off every graph, in
         containers of Python's that keep nothing of a user's alive. Trees that hold one tensor twice
         are not kept, because their matcher never matches.
         """
@@ -141,14 +141,14 @@ class TreePlans(Plans[CachedPlan]):
             return
         ends = list(itertools.accumulate([len(tree.leaves) for tree in trees], initial=0))
         slices, structures = map(slice, ends, ends[1:]), structure.children()  # type: ignore[attr-defined]
-        cached = CachedPlan(
+        entry = TreeEntry(
             structure,
             nodes=_nodes_below(arguments),
             parts=list(zip(slices, structures, _metadata_of(trees), strict=True)),
             may_have_graph=any(map(_requires_grad, leaves)),
-            plan=plan,
+            value=value,
         )
-        self.add(leaves, (eager_mode, len(trees)), cached)
+        self.add(leaves, (eager_mode, len(trees)), entry)
 
 
 def _has_form(root: tuple[Tree, ...], nodes: list[Node]) -> bool:

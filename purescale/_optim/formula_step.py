@@ -113,12 +113,12 @@ class FormulaStep:
             return [self._step_leaf(row, settings, t) for row in rows]
         stepped: list[Any] = [None] * len(rows)
         kinds = [(row.param.device, row.param.dtype, tuple(row.slots)) for row in rows]
-        for indices in foreach.pieces([row.param for row in rows], kinds):
-            piece = [rows[index] for index in indices]
-            if len(piece) > 1:
-                new = self._step_joined(piece, settings, t)
+        for indices in foreach.bounded_groups([row.param for row in rows], kinds):
+            some = [rows[index] for index in indices]
+            if len(some) > 1:
+                new = self._step_joined(some, settings, t)
             else:
-                new = [self._step_leaf(piece[0], settings, t)]
+                new = [self._step_leaf(some[0], settings, t)]
             for index, result in zip(indices, new, strict=True):
                 stepped[index] = result
         return stepped

@@ -285,7 +285,7 @@ def _check_counts(config: OptimizerConfig, params: ParamLayout) -> None:
 
 def _counted(inputs: StepInputs) -> StepInputs:
     """Return the inputs with a state that has counted the step."""
-    return inputs.with_params(inputs.params, count_step(inputs.opt_state))
+    return inputs.with_state(count_step(inputs.opt_state))
 
 
 def _cast_gradients(inputs: StepInputs, grads: Gradients) -> list[Tensor | None]:

@@ -211,7 +211,7 @@ class KernelStep:
         """Return parameters and state after the step, unless it is skipped."""
         if not inputs.plan.in_trace:
             return self._in_eager(inputs, grads, skip, in_place=in_place)
-        inputs = inputs.with_params(inputs.params, count_step(inputs.opt_state, skip))
+        inputs = inputs.with_state(count_step(inputs.opt_state, skip))
         if torch.compiler.is_dynamo_compiling():
             return self._in_dynamo(inputs, grads, skip, in_place=in_place)
         return self._as_operators(inputs, grads, skip)

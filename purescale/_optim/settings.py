@@ -70,7 +70,7 @@ class OptimizerSpec(NamedTuple):
 
     @property
     def elementwise(self) -> bool | None:
-        """True if elements are stepped independently; None if nobody knows."""
+        """True if elements are stepped independently; None if the class takes DTensors itself."""
         return None if self.formula is None else self.formula.elementwise
 
 

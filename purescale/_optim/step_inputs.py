@@ -82,7 +82,11 @@ class StepInputs(NamedTuple):
 
     def with_params(self, params: list[Tensor], opt_state: Tree) -> StepInputs:
         """Return the inputs with other tensors in place of the parameters, and this state."""
-        return self._replace(param_list=TensorList(params), opt_state=opt_state, dense_leaves=None)
+        return self.with_state(opt_state)._replace(param_list=TensorList(params))
+
+    def with_state(self, opt_state: Tree) -> StepInputs:
+        """Return the inputs with another state."""
+        return self._replace(opt_state=opt_state, dense_leaves=None)
 
     def leaves_and_state_structure(self) -> tuple[Leaves, Any]:
         """Return the parameters and all leaves of the state in one list, and the structure of the

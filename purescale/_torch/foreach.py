@@ -294,27 +294,28 @@ def _bounded(tensors: list[Tensor], old: torch.dtype, new: torch.dtype) -> Seque
 
 # ---- tensors as one ------------------------------------------------------------------------------
 
-# The number of elements that are joined at a time: on a CPU as many as its caches hold, elsewhere a
-# bound of the memory for copies.
-_PIECE = 2**22
-_PIECE_ON_CPU = 2**18
+# The number of elements that are joined at a time: it bounds the memory for copies.
+MOST_JOINED = 2**22
+# The number that the caches of a CPU hold, for many operators over the same elements.
+IN_CACHE = 2**18
 
 
-def pieces(tensors: Sequence[Tensor], kinds: Sequence[Any]) -> list[list[int]]:
-    """Return the indices of tensors of one kind, in pieces of a bounded number of elements. A
-    larger tensor is a piece of its own.
+def bounded_groups(
+    tensors: Sequence[Tensor], kinds: Sequence[Any], most: int = MOST_JOINED
+) -> list[list[int]]:
+    """Return the indices of tensors of one kind, in groups of at most so many elements. A larger
+    tensor is a group of its own.
     """
-    most = _PIECE if any(map(is_on_accelerator, tensors)) else _PIECE_ON_CPU
-    done: list[list[int]] = []
+    groups: list[list[int]] = []
     last: dict[Any, tuple[list[int], int]] = {}
     for index, (tensor, kind) in enumerate(zip(tensors, kinds, strict=True)):
-        piece, size = last.get(kind, ([], most + 1))
+        group, size = last.get(kind, ([], most + 1))
         if size + tensor.numel() > most:
-            piece, size = [], 0
-            done.append(piece)
-        piece.append(index)
-        last[kind] = piece, size + tensor.numel()
-    return done
+            group, size = [], 0
+            groups.append(group)
+        group.append(index)
+        last[kind] = group, size + tensor.numel()
+    return groups
 
 
 def join(tensors: Sequence[Tensor], likes: Sequence[Tensor]) -> Tensor:
@@ -361,7 +362,7 @@ def where(
     results = list(old)
     with torch.no_grad():
         kinds = [(a.device, a.dtype, b.dtype) for a, b in zip(old, new, strict=True)]
-        for indices in pieces(old, kinds):
+        for indices in bounded_groups(old, kinds):
             olds, news = ([column[i] for i in indices] for column in (old, new))
             flag = skip.to(olds[0].device)
             if len(olds) == 1:
@@ -458,7 +459,7 @@ def add_where_(
     """Add `new * factor` to each target in place if `good`; otherwise `new` may be NaN."""
     kinds = [(a.device, a.dtype, b.dtype) for a, b in zip(targets, new, strict=True)]
     with torch.no_grad():
-        for indices in pieces(targets, kinds):
+        for indices in bounded_groups(targets, kinds):
             sums, addends = ([column[i] for i in indices] for column in (targets, new))
             dtype = sums[0].dtype
             terms = torch.where(good, join(addends, sums), 0).to(dtype) * factor.to(dtype)

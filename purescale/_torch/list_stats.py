@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from .._torch.dtypes import unscaled_dtype, wide_dtype, widest_float
-from .._torch.foreach import can_use_foreach, cast, flattened, is_on_accelerator, join, pieces
+from .._torch.foreach import (
+    bounded_groups,
+    can_use_foreach,
+    cast,
+    flattened,
+    is_on_accelerator,
+    join,
+)
 from .._torch.private import listops
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import MAX_INLINE_LEAVES
@@ -147,7 +154,9 @@ def _inline_stats(
     """
     if len(tensors) > MAX_INLINE_LEAVES:
         kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
-        tensors = [flattened([tensors[i] for i in piece]) for piece in pieces(tensors, kinds)]
+        tensors = [
+            flattened([tensors[i] for i in group]) for group in bounded_groups(tensors, kinds)
+        ]
     by_dtype: dict[torch.dtype, list[Tensor]] = {dtype: [] for dtype in dtypes}
     for tensor in tensors:
         by_dtype[tensor.dtype].append(_at_least_float32(tensor.abs().amax()))

@@ -159,12 +159,12 @@ class StateDtypeOptimizer(Wrapper):
     def _as_decoded(self, inputs: StepInputs) -> StepInputs:
         """Return inputs with the metadata of `decode(inputs)`."""
         wide = stand_ins(_paths_and_slots(inputs.opt_state)[1], self._wide_dtypes(inputs))
-        return inputs.with_params(inputs.params, _with_slots(inputs.opt_state, wide))
+        return inputs.with_state(_with_slots(inputs.opt_state, wide))
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with the state in the dtypes of the inner optimizer."""
         wide = _cast(_paths_and_slots(inputs.opt_state)[1], self._wide_dtypes(inputs))
-        return inputs.with_params(inputs.params, _with_slots(inputs.opt_state, wide))
+        return inputs.with_state(_with_slots(inputs.opt_state, wide))
 
     def encode(
         self, inputs: StepInputs, params: list[Tensor], state: Tree

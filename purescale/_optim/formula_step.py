@@ -112,8 +112,11 @@ class FormulaStep:
         if per_leaf or not self._formula.elementwise:
             return [self._step_leaf(row, settings, t) for row in rows]
         stepped: list[Any] = [None] * len(rows)
+        params = [row.param for row in rows]
         kinds = [(row.param.device, row.param.dtype, tuple(row.slots)) for row in rows]
-        for indices in foreach.bounded_groups([row.param for row in rows], kinds):
+        on_accelerator = any(map(foreach.is_on_accelerator, params))
+        most = foreach.MOST_JOINED if on_accelerator else foreach.IN_CACHE
+        for indices in foreach.bounded_groups(params, kinds, most):
             some = [rows[index] for index in indices]
             if len(some) > 1:
                 new = self._step_joined(some, settings, t)

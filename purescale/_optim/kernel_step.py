@@ -347,15 +347,15 @@ def _writable_leaves(
     Slots get the memory order of their parameter, by `pairs` of both. If all leaves are plain
     tensors, they can be `listed`: one operator copies them.
     """
+
+    def off_graph(leaf: Tensor) -> Tensor:
+        leaf = leaf.detach() if leaf.requires_grad else leaf
+        return leaf if in_place else leaf.clone()
+
     if listed and not in_place:
         writable = foreach.clone(leaves)
     else:
-        writable = [
-            (leaf.detach() if in_place else leaf.detach().clone())
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in leaves
-        ]
+        writable = [leaf if not isinstance(leaf, Tensor) else off_graph(leaf) for leaf in leaves]
     for param, slot in pairs:
         if writable[slot].shape == writable[param].shape:
             writable[slot] = foreach.laid_out_like(writable[slot], writable[param])

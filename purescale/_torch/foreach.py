@@ -387,6 +387,8 @@ def overwrite(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
 
 # ---- sums ----------------------------------------------------------------------------------------
 
+_SMALLEST_FACTOR = 2.0**-100  # above it no bit of a factor is lost in float32
+
 
 def weighted_sum(
     sums: list[Tensor],
@@ -419,12 +421,15 @@ def weighted_sum(
     if not sums or (on_host and not bool(good)):
         return sums
     with torch.no_grad():
-        new = new if scale is None else divide(new, scale)
         if on_host:
+            number = share.item() if isinstance(share, Tensor) else share
+            if scale is not None and number / scale.item() > _SMALLEST_FACTOR:
+                number, scale = number / scale.item(), None  # a pass less
             if keep is not None:
                 listops.mul_(sums, keep.item())
-            listops.add_(sums, new, alpha=share.item() if isinstance(share, Tensor) else share)
+            listops.add_(sums, new if scale is None else divide(new, scale), alpha=number)
             return sums
+        new = new if scale is None else divide(new, scale)
     if keep is not None:
         multiply(sums, keep, in_place=True)
     add_where_(sums, new, share, good)  # type: ignore[arg-type]

@@ -33,6 +33,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import purescale as ps
+from purescale._step import window_mean
 from purescale.testing import assert_vmap_equals_loop
 
 INF = math.inf
@@ -636,3 +637,102 @@ def test_each_microbatch_is_weighed_once_however_often_its_window_runs(retries):
         step(state, microbatches, max_retries=retries, weight_fn=lambda m: by_hand[id(m)]),
     )
     assert next(weights) == len(microbatches) + 1
+
+
+# ---- gradients that are added as the backward makes them -----------------------------------------
+
+
+class OwnBackward(torch.autograd.Function):
+    """`x * w`, whose backward runs a graph of its own over `w`, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x.detach(), w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, seed):
+        x, w = ctx.saved_tensors
+        with torch.enable_grad():
+            (x * w).backward(seed)
+        return seed * w, None
+
+
+def doubled_by_a_hook(p, x):
+    p["w"].register_hook(lambda grad: 2 * grad)
+    return (p["w"] * x).sum()
+
+
+LOSSES = {
+    "two uses": lambda p, x: (p["w"] * x).sum() + (p["w"] ** 2).sum() + p["v"].sum(),
+    "one unused": lambda p, x: (p["w"] * x).sum(),
+    "a sparse gradient": lambda p, x: (
+        F.embedding(torch.tensor([0, 2, 2]), p["v"], sparse=True).sum() + (p["w"] * x).sum()
+    ),
+    "a hook": doubled_by_a_hook,
+    "a part that runs again": lambda p, x: torch.utils.checkpoint.checkpoint(
+        lambda w: (w * x).tanh().sum(), p["w"], use_reentrant=False
+    ),
+    "a backward of its own": lambda p, x: (
+        OwnBackward.apply(p["v"].mean() * x, p["w"]).sum() + (p["w"] * x).sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("kind", LOSSES)
+@examples(8)
+@given(data=st.data())
+def test_gradients_that_are_added_as_they_are_made_give_the_step_of_whole_lists(kind, dtype, data):
+    number = data.draw(st.integers(2, 4))
+    xs = numbers(*[data.draw(st.integers(-8, 8)) / 8 for _ in range(number)])
+    if data.draw(st.booleans()):
+        xs[-1] = torch.tensor(INF)
+    weights = data.draw(st.sampled_from([None, lambda x: float(abs(x)) if abs(x) < 1 else 0.5]))
+    settings = {"max_norm": data.draw(st.sampled_from([None, 0.5])), "weight_fn": weights}
+    params = {"w": torch.linspace(-1, 1, 33).to(dtype), "v": torch.ones(5, 2, dtype=dtype)}
+    rule = ps.DynamicScale(init_scale=8.0)
+    state = ps.init_train_state(params, {"seen": torch.tensor(0.0)}, SGD, rule)
+
+    def loss_fn(p, buffers, x):
+        return LOSSES[kind](p, x), {"seen": buffers["seen"] + 1}
+
+    stepped = []
+    for large in (-1, 2**40):
+        with pytest.MonkeyPatch.context() as patch, Untouched((state, xs)):
+            patch.setattr(window_mean, "_LARGE", large)
+            stepped.append(
+                ps.train_step(state, xs, loss_fn=loss_fn, optimizer=SGD, rule=rule, **settings)
+            )
+    near = {"rtol": 2e-3 if dtype is torch.float16 else 1e-5, "atol": 1e-6, "equal_nan": True}
+    assert_close(*stepped, **near)
+
+
+def test_a_window_of_large_gradients_holds_their_mean_and_one_of_them():
+    """As torch's loop does, where `.grad` is the sum; and as many again for lists."""
+    params = {f"w{i}": torch.ones(2**17) for i in range(8)}
+    state = ps.init_train_state(params, {}, SGD, RULE)
+    settings = {"optimizer": SGD, "rule": RULE, "donate": True}
+    alive = []
+
+    class Seen(torch.autograd.Function):
+        """Counts the gradients that stand when that of a parameter is made."""
+
+        @staticmethod
+        def forward(ctx, w):
+            return w.sum()
+
+        @staticmethod
+        def backward(ctx, seed):
+            alive.append(len([g for g in grads if g() is not None]))
+            grad = seed.expand(2**17).clone()
+            grads.append(weakref.ref(grad.untyped_storage()))
+            return grad
+
+    grads = []
+
+    def loss_fn(p, buffers, x):
+        return sum(Seen.apply(w) for w in p.values()) * x, buffers
+
+    ps.train_step(state, numbers(1, 1, 1), loss_fn=loss_fn, **settings)
+    assert max(alive) <= 10, alive

@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from .._torch import donation, private
+from .._torch import private
 from .._tree.pytree import Leaves
+
+# A function of the index of an input and a list with its gradient, which it takes out: a reference
+# from elsewhere would count as a use.
+OnGrad: TypeAlias = Callable[[int, list[Tensor]], None]
 
 _grad = operator.attrgetter("grad")
 
@@ -59,30 +64,33 @@ def _forget(inputs: Leaves) -> None:
             leaf.grad = None
 
 
-def send_gradients(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], None]) -> None:
-    """Hand over each gradient as the backward makes it; zeros for an unused input."""
+def send_gradients(loss: Tensor, inputs: Leaves, on_grad: OnGrad, *, once: bool) -> None:
+    """Hand over each gradient as the backward makes it; zeros for an unused input. If each may be
+    handed over only `once`, refuse a custom backward that gives one in two pieces.
+    """
     taken: set[int] = set()
 
     def take(index: int, leaf: Tensor) -> None:
         if leaf.grad is None:  # a compiled loss or a Function gave None; zeros follow
             return
-        if index in taken:
+        if once and index in taken:
             raise RuntimeError(
                 f"parameter {index} of {len(inputs)} got its gradient in two pieces, and the first "
                 "was already sent to the other ranks. Likely cause: a custom backward that calls "
                 "`.backward()` itself. Fix: all_reduce_grads by hand after value_and_grad."
             )
-        gradient = [leaf.grad]
-        leaf.grad = None
+        gradient, leaf.grad = [leaf.grad], None
         taken.add(index)
-        on_grad(index, donation.take_ownership(gradient)[0])
+        on_grad(index, gradient)
 
     _forget(inputs)
     for index, leaf in enumerate(inputs):
         leaf.register_post_accumulate_grad_hook(functools.partial(take, index))
     torch.autograd.backward(loss, inputs=inputs)
+    for index, leaf in enumerate(inputs):  # what a custom backward has put there itself
+        take(index, leaf)
     if not taken:
         raise independent_loss_error()
     for index in reversed(range(len(inputs))):
         if index not in taken:
-            on_grad(index, torch.zeros_like(inputs[index].detach()))
+            on_grad(index, [torch.zeros_like(inputs[index].detach())])

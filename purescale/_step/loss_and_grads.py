@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from .._loss_scale.scaling import wide_loss
 from .._optim.param_layout import ParamLayout
-from .._step.backward import gradients_of, independent_loss_error, send_gradients, with_zeros
+from .._step.backward import (
+    OnGrad,
+    gradients_of,
+    independent_loss_error,
+    send_gradients,
+    with_zeros,
+)
 from .._torch import donation, dtensor, private
 from .._torch.dtypes import wide_dtype
 from .._torch.tracing import (
@@ -111,12 +117,13 @@ class LossAndGrads:
         microbatch: Any,
         *,
         take_ownership: bool = True,
-        on_grad: Callable[[int, Tensor], None] | None = None,
+        on_grad: OnGrad | None = None,
+        once: bool = True,
     ) -> MicrobatchResult:
         """Return the result of one microbatch. If `on_grad(index, gradient)` is given, it takes
-        each gradient as the backward makes it, and the result has none. Unless it is to
-        `take_ownership`, a custom backward or a hook may still hold the gradients, so they must
-        only be read.
+        each gradient as the backward makes it, as in `send_gradients`, and the result has none.
+        Unless it is to `take_ownership`, a custom backward or a hook may still hold the gradients,
+        so they must only be read.
         """
         if self.uses_torch_func:
             return self._call_torch_func(buffers, microbatch)
@@ -125,7 +132,7 @@ class LossAndGrads:
         inputs, loss, outputs = self.run_forward(buffers, microbatch)
         grads: list[Tensor] = []
         if on_grad is not None:
-            send_gradients(loss, inputs, on_grad)
+            send_gradients(loss, inputs, on_grad, once=once)
         elif self.keeps_graph:
             graph = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
             grads = with_zeros(graph, inputs)

@@ -155,7 +155,7 @@ def _window_of_several(
     """Return the mean over several microbatches, or over those of a group."""
     scaled = Pending(divisor=loss_and_grads.scale)
     mean = WindowMean(options, weights, loss_and_grads)
-    reduction = start_reduction(mean, buffers_to_reduce)
+    reduction, adds_as_made = start_reduction(mean, buffers_to_reduce), mean.adds_as_made
     carried, last = loss_and_grads.buffers.leaves, len(microbatches) - 1
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
@@ -166,6 +166,9 @@ def _window_of_several(
         if reduction is not None and index == last:
             send = functools.partial(send_gradient, mean, reduction)
             out = loss_and_grads(carried, microbatch, on_grad=send)
+        elif adds_as_made and is_counted:
+            add = functools.partial(mean.add_gradient, index)
+            out = loss_and_grads(carried, microbatch, on_grad=add, once=False)
         else:
             # The first gradients of a sum become the sum; others are only read.
             first = mean.stays_scaled and mean.sums is None

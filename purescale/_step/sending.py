@@ -12,6 +12,7 @@ from .._distributed.buckets import Reduction, mean_divisor, reduction_of
 from .._distributed.process_group import all_reduce
 from .._grads.accumulate import is_weight
 from .._step.window_mean import WindowMean
+from .._torch import donation
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.pytree import Leaves
 
@@ -31,10 +32,11 @@ def start_reduction(mean: WindowMean, buffers: Leaves) -> Reduction | None:
 
 
 def send_gradient(
-    mean: WindowMean, reduction: Reduction, tensor_index: int, gradient: Tensor
+    mean: WindowMean, reduction: Reduction, tensor_index: int, gradient: list[Tensor]
 ) -> None:
     """Add a gradient of the last microbatch to the mean, and send it."""
-    new, last = as_gradients([gradient]), len(mean.weights.is_counted) - 1
+    new = as_gradients(donation.take_ownership(gradient))
+    last = len(mean.weights.is_counted) - 1
     before = None if mean.sums is None else [mean.sums[tensor_index]]
     sums = mean.with_share(before, new.tensors, last)
     tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums

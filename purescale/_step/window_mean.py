@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,11 +12,17 @@ from .._grads.measure import measure
 from .._step.loss_and_grads import LossAndGrads
 from .._step.train_state import StepOptions
 from .._step.window_result import MicrobatchWeights
+from .._torch import donation
 from .._torch.dtypes import wide_dtype
 from .._torch.foreach import weighted_sum
 from .._torch.private import listops
 from .._torch.tensor_list import TensorList
 from .._tree.gradients import NOTHING_PENDING, Gradients, Pending, as_gradients
+from .._tree.leaves import as_dense_real
+
+# The mean number of elements of a gradient from which a call for each takes no longer than the
+# memory that it saves.
+_LARGE = 2**16
 
 
 class WindowMean:
@@ -32,9 +40,35 @@ class WindowMean:
         self.weights, self.loss_and_grads = weights, loss_and_grads
         self.scale, self.in_place = loss_and_grads.scale, loss_and_grads.owns_gradients
         self.stays_scaled = options.on_nonfinite == "drop_window"
-        self.sums: list[Tensor] | None = None  # before the first microbatch that counts
+        self.sums: list[Any] | None = None  # before the first microbatch that counts
         self.accum: AccumState | None = None  # unless the mean stays scaled
         self.overflows: list[Tensor] = []  # of each microbatch that was measured
+
+    @property
+    def adds_as_made(self) -> bool:
+        """True if each gradient can be added as its backward makes it, and is large: all those of a
+        microbatch beside the mean need as much memory again.
+        """
+        loss_and_grads, params = self.loss_and_grads, self.loss_and_grads.params.tensor_list
+        return (
+            self.stays_scaled
+            and self.in_place
+            and not self.options.max_retries
+            and not loss_and_grads.in_make_fx
+            and params.dense_off_graph
+            and params.num_elements > _LARGE * len(params.tensors)
+            and not any([isinstance(share, Tensor) for share in self.weights.shares])
+        )
+
+    def add_gradient(self, index: int, tensor_index: int, gradient: list[Tensor]) -> None:
+        """Average one gradient of a microbatch that counts in."""
+        if self.sums is None:
+            self.sums = [None] * len(self.loss_and_grads.present_params)
+        if (total := self.sums[tensor_index]) is not None:
+            total.add_(as_dense_real(gradient.pop()), alpha=self.weights.shares[index])
+        else:
+            new = [as_dense_real(donation.take_ownership(gradient)[0])]
+            self.sums[tensor_index] = self.with_share(None, new, index)[0]
 
     def add(self, index: int, grads: Gradients) -> bool | Tensor:
         """Average gradients in. Return True if their microbatch counts for the buffers."""
@@ -49,9 +83,7 @@ class WindowMean:
         self.accum = add(accum, grads, weight, overflow, in_place=self.in_place)
         return is_counted & ~overflow
 
-    def with_share(
-        self, sums: list[Tensor] | None, new: list[Tensor], index: int
-    ) -> list[Tensor] | None:
+    def with_share(self, sums: list[Tensor] | None, new: list[Tensor], index: int) -> Any:
         """Return `sums + new * share`, at least in float32, if microbatch `index` counts. None is
         an empty sum. The shares of a window sum to 1, so the sum does not overflow.
         """

@@ -658,6 +658,21 @@ class OwnBackward(torch.autograd.Function):
         return seed * w, None
 
 
+class WritesGrad(torch.autograd.Function):
+    """`x * w`, whose backward writes `w.grad` itself."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.x, ctx.w = x.detach(), w
+        return x * w
+
+    @staticmethod
+    def backward(ctx, seed):
+        grad = seed * ctx.x
+        ctx.w.grad = grad if ctx.w.grad is None else ctx.w.grad + grad
+        return seed * ctx.w, None
+
+
 def doubled_by_a_hook(p, x):
     p["w"].register_hook(lambda grad: 2 * grad)
     return (p["w"] * x).sum()
@@ -672,6 +687,10 @@ LOSSES = {
     "a hook": doubled_by_a_hook,
     "a part that runs again": lambda p, x: torch.utils.checkpoint.checkpoint(
         lambda w: (w * x).tanh().sum(), p["w"], use_reentrant=False
+    ),
+    "a written gradient": lambda p, x: WritesGrad.apply(p["v"].mean() * x, p["w"]).sum(),
+    "a gradient, then a written one": lambda p, x: (
+        WritesGrad.apply(p["v"].mean() * x, p["w"]).sum() + (p["w"] * x).sum()
     ),
     "a backward of its own": lambda p, x: (
         OwnBackward.apply(p["v"].mean() * x, p["w"]).sum() + (p["w"] * x).sum()
@@ -736,3 +755,21 @@ def test_a_window_of_large_gradients_holds_their_mean_and_one_of_them():
 
     ps.train_step(state, numbers(1, 1, 1), loss_fn=loss_fn, **settings)
     assert max(alive) <= 10, alive
+
+
+def test_a_window_of_large_gradients_keeps_no_parameter_of_a_microbatch_alive(monkeypatch):
+    monkeypatch.setattr(window_mean, "_LARGE", -1)
+    leaves = []
+
+    def loss_fn(p, buffers, x):
+        leaves.append(weakref.ref(p["w"]))
+        return (p["w"] * x).sum(), buffers
+
+    state = ps.init_train_state({"w": torch.ones(5)}, {}, SGD, RULE)
+    gc.collect()
+    gc.disable()
+    try:
+        ps.train_step(state, numbers(1, 2), loss_fn=loss_fn, optimizer=SGD, rule=RULE)
+        assert [leaf() for leaf in leaves] == [None, None]
+    finally:
+        gc.enable()

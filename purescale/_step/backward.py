@@ -69,13 +69,14 @@ def send_gradients(loss: Tensor, inputs: Leaves, on_grad: OnGrad, *, once: bool)
     handed over only `once`, refuse a custom backward that gives one in two pieces.
     """
     taken: set[int] = set()
+    number = len(inputs)  # hooks that held the inputs would keep them alive
 
     def take(index: int, leaf: Tensor) -> None:
         if leaf.grad is None:  # a compiled loss or a Function gave None; zeros follow
             return
         if once and index in taken:
             raise RuntimeError(
-                f"parameter {index} of {len(inputs)} got its gradient in two pieces, and the first "
+                f"parameter {index} of {number} got its gradient in two pieces, and the first "
                 "was already sent to the other ranks. Likely cause: a custom backward that calls "
                 "`.backward()` itself. Fix: all_reduce_grads by hand after value_and_grad."
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import models
 import torch
@@ -86,8 +87,11 @@ class Cleared:
     standing there already.
     """
 
-    def __init__(self, task: Task, given: argparse.Namespace, max_norm: float | None) -> None:
-        self.run = grad_scaler(task, given, max_norm=max_norm, wrap=self.keep, fused=True).run
+    def __init__(
+        self, task: Task, given: argparse.Namespace, max_norm: float | None, microbatches: int = 1
+    ) -> None:
+        settings: Any = {"max_norm": max_norm, "microbatches": microbatches}
+        self.run = grad_scaler(task, given, wrap=self.keep, fused=True, **settings).run
 
     def keep(self, model: nn.Module) -> nn.Module:
         self.model = model
@@ -162,6 +166,13 @@ def main() -> None:
         rows = after_backward(shapes, given.device, clip=max_norm is not None)
         table(f"After backward, {size} tensors, {how}", rows, 16, counts[0], given)
         table(f"{step}, {how}", whole_step(task, given, max_norm), 12, counts[1], given)
+    window: Rows = {
+        "GradScaler + fused AdamW": lambda: Cleared(task, given, 1.0, microbatches=4),
+        "purescale, donate=True": lambda: purescale(
+            task, given, max_norm=1.0, microbatches=4, donate=True
+        ),
+    }
+    table(f"{step}, 4 microbatches, max_norm", window, 12, counts[1], given)
     deep_title = f"A step of 24 layers that checkpoint themselves, {given.dtype}, donated"
     count = sum(p.numel() for p in deep(False).parameters())
     table(deep_title, checkpointing(given), 12, count, given)

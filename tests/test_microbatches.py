@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import purescale as ps
-from purescale._step import window_mean
+from purescale._step import backward, window_mean
 from purescale.testing import assert_vmap_equals_loop
 
 INF = math.inf
@@ -773,3 +773,15 @@ def test_a_window_of_large_gradients_keeps_no_parameter_of_a_microbatch_alive(mo
         assert [leaf() for leaf in leaves] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_gradient_that_a_backward_writes_is_sent_once_or_refused():
+    w, sent = torch.ones(3, requires_grad=True), {}
+    leaf = nn.Parameter(torch.full((3,), 2.0))
+    send = functools.partial(backward.send_gradients, inputs=[leaf], once=True)
+    send(WritesGrad.apply(w, leaf).sum(), on_grad=sent.__setitem__)
+    assert [grad.tolist() for grad in sent[0]] == [[1.0, 1.0, 1.0]]
+    late = WritesGrad.apply(w.exp(), leaf).sum()
+    with pytest.raises(RuntimeError, match="in two pieces"):
+        # that of `leaf` is made before the backward of the Function, which writes another
+        send(late + 0 * (leaf * 1).sum(), on_grad=sent.__setitem__)

@@ -60,28 +60,25 @@ class Optimizer(Protocol):
 
 
 class StepFacts(NamedTuple):
-    """The facts about all steps of an optimizer over arguments that are alike, kept in its
-    cache.
-    """
+    """The facts about all steps of an optimizer over arguments that are alike, in its cache."""
 
     layout: ParamLayout
     plan: Any  # what `FlatOptimizer.plan` returned
     leaves_metadata: ListMetadata  # of `StepInputs.dense_leaves`
-    # Each leaf is plain, gapless, not empty, and requires no gradient: a step may write into it if
-    # nothing else shares its memory.
-    all_writable: bool
-    all_readable: bool  # the host may read each leaf and its gradient, which are on no graph
+    all_writable: bool  # as in `FlatStep`, like the next one
+    all_readable: bool
 
 
 class FlatStep(NamedTuple):
     """A step, prepared: its arguments, flat, and what is known of them."""
 
-    params: FlatTree
-    opt_state: FlatTree
-    others: list[FlatTree]  # the other arguments of the call, in its order
+    trees: list[FlatTree]  # parameters, the state of the optimizer, the other arguments in order
     leaves: Leaves  # of all these
     inputs: StepInputs
-    facts: StepFacts
+    # Each leaf is plain, gapless, not empty, and requires no gradient: a step may write into it if
+    # nothing else shares its memory.
+    all_writable: bool
+    all_readable: bool  # the host may read each leaf and its gradient, which are on no graph
     eager_mode: EagerMode | None
 
 
@@ -155,16 +152,12 @@ class FlatOptimizer:
         hit = self.cache.find(eager_mode, trees)
         if hit is None:
             return None
-        (params, opt_state, *others), leaves, facts = hit
-        inputs = StepInputs.of_dense(
-            facts.layout,
-            params,
-            opt_state,
-            facts.leaves_metadata,
-            plan=facts.plan,
-            step_settings=self.step_settings(opt_state.tree),
-        )
-        return FlatStep(params, opt_state, others, leaves, inputs, facts, eager_mode)
+        flat_trees, leaves, facts = hit
+        layout, plan, metadata, all_writable, all_readable = facts
+        params, opt_state, *_ = flat_trees
+        settings = self.step_settings(opt_state.tree)
+        inputs = StepInputs.of_dense(layout, params, opt_state, metadata, plan, settings)
+        return FlatStep(flat_trees, leaves, inputs, all_writable, all_readable, eager_mode)
 
     def prepare_step(
         self,
@@ -184,22 +177,22 @@ class FlatOptimizer:
         can_keep = can_keep and are_real_floating(inputs.param_list.dtypes)
         mode_to_keep = eager_mode if can_keep else None
         inputs = self.with_plan(inputs)
-        facts = StepFacts(
-            inputs.layout,
-            inputs.plan,
-            leaves_metadata=ListMetadata(),
-            all_writable=mode_to_keep is not None
-            and all([x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]),
-            all_readable=mode_to_keep is not None
+        all_writable = mode_to_keep is not None and all(
+            [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
+        )
+        all_readable = (
+            mode_to_keep is not None
             and mode_to_keep.host_reads
             and not self.differentiable
-            and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists]),
+            and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists])
         )
         if mode_to_keep and keep and self.is_cached:
+            facts = StepFacts(
+                inputs.layout, inputs.plan, ListMetadata(), all_writable, all_readable
+            )
             self.cache.keep(mode_to_keep, trees, facts)
         leaves = [leaf for tree in trees for leaf in tree.leaves]
-        params, opt_state, *others = trees
-        return FlatStep(params, opt_state, others, leaves, inputs, facts, eager_mode)
+        return FlatStep(trees, leaves, inputs, all_writable, all_readable, eager_mode)
 
     def prepare_step_with_grads(
         self,
@@ -216,7 +209,7 @@ class FlatOptimizer:
         eager_mode = current_eager_mode()
         flat_step = self.find_step(eager_mode, (params, opt_state, grads, *others))
         if flat_step is not None:
-            return flat_step, flat_step.inputs.gradients_of(flat_step.others[0])
+            return flat_step, flat_step.inputs.gradients_of(flat_step.trees[2])
         trees, inputs = flatten_step(self, params, grads, opt_state)
         gradients = inputs.gradients_of(trees[2])
         check_gradients(gradients)

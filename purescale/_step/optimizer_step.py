@@ -177,14 +177,14 @@ def unscale_and_step(
     )
     may_write = MayWrite()
     if donate:
-        of_scaler = [leaf for leaf in flat_step.others[-1].leaves if isinstance(leaf, Tensor)]
+        of_scaler = [leaf for leaf in flat_step.trees[-1].leaves if isinstance(leaf, Tensor)]
         read_only = [*of_scaler, *clip.tensor_bounds]
         may_write = writable_arguments(flat_optimizer, flat_step, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.
     owned = may_write.grads and not (flat_optimizer.runs_user_code or torch.compiler.is_compiling())
     grads = grads._replace(pending=Pending(divisor=scale), owned=owned)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
-    stats = measure(grads, scale, options, known_readable=flat_step.facts.all_readable)
+    stats = measure(grads, scale, options, known_readable=flat_step.all_readable)
     decision = decide(stats, clip, grads)
     skip, in_place = decision.skip_or_none, may_write.params_and_state
     stepped = flat_optimizer.run_step(flat_step, decision.grads, skip, in_place=in_place)

@@ -56,11 +56,11 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
         _check(state, options, params)
         inputs = make_step_inputs(optimizer, params, opt_state)
         flat_step = optimizer.prepare_step(eager_mode, flat_trees, inputs)
-    buffers, scaler, step_rng_guard = flat_step.others
+    params, _, buffers, scaler, step_rng_guard = flat_step.trees
     control_leaves = [*scaler.leaves, *step_rng_guard.leaves]
     if not pytree.are_tensors(control_leaves):
         control_leaves = pytree.all_tensors(control_leaves)
-    return Start(flat_step.params, buffers, scaler, step_rng_guard, control_leaves, flat_step)
+    return Start(params, buffers, scaler, step_rng_guard, control_leaves, flat_step)
 
 
 def _check(state: TrainState, options: StepOptions, params: FlatTree) -> None:

@@ -197,7 +197,7 @@ def _stages(
         at_scale = start._replace(scaler=scaler)
         window = accumulate(options, at_scale, microbatches, weights, memory)
         window = reduce_window(window, start)
-        known_readable, scale = start.flat_step.facts.all_readable, scaler.tree.scale
+        known_readable, scale = start.flat_step.all_readable, scaler.tree.scale
         stats = measure(window.grads, scale, stats_options, known_readable=known_readable)
         return Attempt(window, stats, window_flags(window, stats.overflow), scaler)
 

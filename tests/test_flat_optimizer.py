@@ -155,8 +155,8 @@ class Descent(FlatOptimizer):
         return {}
 
     def apply_step(self, inputs, grads):
-        pairs = zip(inputs.params, grads.tensors, strict=True)
-        return [p - 0.5 * g for p, g in pairs], inputs.opt_state
+        pairs = zip(inputs.params, inputs.grads_like_params(grads), strict=True)
+        return [p.clone() if g is None else p - 0.5 * g for p, g in pairs], {}
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])

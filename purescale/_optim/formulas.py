@@ -1,4 +1,4 @@
-"""Every class of torch.optim as mathematics: the specification of a step.
+"""The classes of torch.optim as mathematics: the specification of a step.
 
 A formula is a function as `from_formula` takes it, `step(param, grad, slots, settings, t)`, with
 torch's names of slots and settings. It reads no value and writes into nothing, so each setting may

@@ -34,7 +34,8 @@ def from_torch(
     do not run. `.backward()` can go through a step only with `differentiable=True`; without it, it
     is refused.
 
-    A step uses torch's fused kernel if the class has one for the dtypes and device, and otherwise
+    A step uses torch's fused kernel if the class has one for the dtypes and device, in eager mode
+    on a CPU torch's function of lists for five others (`torch.optim.nadam.nadam`), and otherwise
     the class's formula, which never syncs and can be compiled, mapped and differentiated. These
     agree to 1e-6 (Muon, which iterates in bfloat16, to 1e-2 of the update).
 
@@ -67,8 +68,8 @@ def from_torch(
             each parameter as torch does, in `opt_state.counts`: one whose gradient is None makes
             none, as where one optimizer trains two models in turn.
         settings: The settings of the class. If a flag of torch's implementations is named
-            (`foreach`, `capturable`, `fused=False`), or with `differentiable=True`, the formula
-            runs.
+            (`foreach`, `capturable`, `fused=False`), no fused kernel runs; with
+            `differentiable=True` the formula does.
 
     Returns:
         An optimizer that holds settings and no state.

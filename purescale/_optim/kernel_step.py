@@ -236,7 +236,7 @@ class KernelStep:
         if not self._config.is_static:
             step_settings = step_settings.map(self.kernel.read_settings)
         num_params = len(inputs.params)
-        grads = self.kernel.prepare(grads)
+        grads = self.kernel.join_divisor(grads)
         state = structure.unflatten(leaves[num_params:])
         # The counts that kernels read are fresh: what raises, for want of memory, counts nothing.
         applied = state.applied + (1 if skip is None else ~skip)

@@ -73,8 +73,8 @@ class FusedKernel:
             for n, v in settings.items()
         }
 
-    def prepare(self, grads: Gradients) -> Gradients:
-        """Return the gradients of a step with what it can do of them, a division."""
+    def join_divisor(self, grads: Gradients) -> Gradients:
+        """Return the gradients with scale and factor as one divisor, as `with_one_divisor`."""
         return with_one_divisor(grads)
 
     def update(self, call: KernelCall, skip: Tensor | None) -> None:
@@ -126,8 +126,8 @@ class ListFunction:
         """Return settings as it takes them, as Python numbers."""
         return read_numbers(settings)
 
-    def prepare(self, grads: Gradients) -> Gradients:
-        """Return the gradients of a step, as they are."""
+    def join_divisor(self, grads: Gradients) -> Gradients:
+        """Return the gradients as they are, because the function does not divide."""
         return grads
 
     def update(self, call: KernelCall, skip: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The stage `memory` of a step: what it may overwrite, decided once, before any work."""
+"""The stage `memory_of_step`: what a step may overwrite, decided before any work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stage `accumulate` of a step: the mean gradients over the microbatches of a window."""
+"""The stage `accumulate_microbatches`: the mean gradients over the microbatches of a window."""
 
 from __future__ import annotations
 

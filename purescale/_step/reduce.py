@@ -1,5 +1,5 @@
-"""The stage `reduce` of a step: the windows of all ranks of a group as one window, and a window
-that is a part of a full one.
+"""The stage `reduce_window`: the windows of all ranks of a group as one window, and a window that
+is a part of a full one.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def _inline_stats(
 def _list_stats(
     tensors: Sequence[Tensor], divisor: Tensor, dtypes: Sequence[torch.dtype], p: float | None
 ) -> list[Tensor]:
-    """`_inline_stats` over lists: the number of operators does not grow with the tensors."""
+    """`_inline_stats` over lists: on an accelerator the number of operators does not grow."""
     amaxes, norms = [], []
     for dtype in dtypes:
         same = [tensor for tensor in tensors if tensor.dtype is dtype]

@@ -51,7 +51,7 @@ def true_inside(flag: ContextVar[bool]) -> Iterator[None]:
 
 
 def recording_in_jit() -> AbstractContextManager[None]:
-    """Count as a transform in this thread."""
+    """Make `traced` and `under_transform` True inside, in this thread."""
     return true_inside(_in_jit)
 
 
@@ -212,7 +212,7 @@ def captured() -> bool:
 
 
 def capturing() -> AbstractContextManager[None]:
-    """Refuse what a captured step cannot do."""
+    """Make `captured` True inside, so that what a captured step cannot do is refused."""
     return true_inside(_captured)
 
 

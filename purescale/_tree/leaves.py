@@ -52,7 +52,7 @@ def are_plain_dense(leaves: Sequence[Any]) -> bool:
 
 
 def are_dense_off_graph(leaves: Sequence[Any]) -> bool:
-    """Return True if `are_plain_dense`, off every graph, and made outside of inference mode."""
+    """Return True if `are_plain_dense`, without a `grad_fn`, and made outside of inference mode."""
     return (
         not torch.compiler.is_dynamo_compiling()
         and are_plain_dense(leaves)

@@ -862,3 +862,29 @@ def test_a_factor_is_rounded_once_whether_the_host_reads_it_or_not():
         norm = torch.tensor(size / 7, dtype=torch.float64)
         expected = min(1.0, 0.7 / (size / 7 + 1e-6))
         assert clip_factor(norm, 0.7).item() == expected
+
+
+class Tagged(torch.Tensor):
+    """A subclass, whose values the host does not read."""
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_flag_of_a_subclass_skips_the_step(name):
+    params = {str(n): torch.ones(n, 2) for n in SIZES}
+    optimizer = made(name)
+    state, grads = optimizer.init(params), gradients_like(params)
+    flag = torch.tensor(True).as_subclass(Tagged)
+    for arguments in ((grads, state, flag), (grads, state, flag, True)):
+        stepped = ps.maybe_step(optimizer, *clone((params, *arguments[:2])), *arguments[2:])
+        assert same_bits(plain(stepped), (params, state))
+    overflowed = {
+        key: torch.full_like(g, torch.inf).as_subclass(Tagged) for key, g in grads.items()
+    }
+    scaler = ps.StaticScale(4.0).init()
+    out = ps.unscale_and_step(optimizer, scaler, params, overflowed, state)
+    assert out.found_inf
+    assert same_bits(plain(out[:2]), (params, state))
+
+
+def plain(tree):
+    return pytree.tree_map(lambda leaf: leaf.as_subclass(torch.Tensor), tree)

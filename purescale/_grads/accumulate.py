@@ -16,7 +16,7 @@ from .._torch.foreach import weighted_sum
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.hints import document_fields
-from .._tree.leaves import dense
+from .._tree.leaves import are_real_floating, dense
 from .._tree.matching import (
     check_gradients,
     device_of,
@@ -406,7 +406,7 @@ def _leaves_for(accum: AccumState, grads: Tree, means: Leaves, structure: TreeDe
     error that names the leaf that cannot be averaged there.
     """
     leaves = leaves_like("grads", grads, "accum.grads", accum.grads, structure)
-    if have_same_metadata(means, leaves):
+    if have_same_metadata(means, leaves) and are_real_floating({mean.dtype for mean in means}):
         return leaves
     check_gradients(accum.grads, leaves, "grads")
     pairs = list(zip(leaves, means, strict=True))

@@ -223,7 +223,7 @@ class FormulaOptimizer(GroupedOptimizer):
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step, by a kernel if one can make or skip it."""
-        if self._kernel_step.can_run(inputs, grads):
+        if self._kernel_step.can_run(inputs, grads, skip):
             return self._kernel_step(inputs, grads, skip, in_place=in_place)
         return super().step_unless(inputs, grads, skip, in_place=in_place)
 

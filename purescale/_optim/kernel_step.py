@@ -17,6 +17,7 @@ from .._optim.kernels import (
     BoundKernel,
     FusedKernel,
     KernelCall,
+    ListFunction,
     arguments_of_operator,
     copied_number,
     kernel_of,
@@ -101,6 +102,8 @@ class KernelStep:
             config.needs_step_count and config.spec.formula.makes_buffer_in_first_step,
             # with momentum 0 it does not update the buffer, which a later momentum needs
             "momentum" in config.in_state,
+            # it divides numbers by 1 - beta, which float32 may round to 0
+            not is_fused and "betas" in config.in_state,
         )
         self.kernel: Any = None if any(ruled_out) else kernel
         self._opaque = opaque_in_dynamo(
@@ -173,12 +176,15 @@ class KernelStep:
                 )
         return launches
 
-    def can_run(self, inputs: StepInputs, grads: Gradients) -> bool:
-        """Return True if the planned kernel takes the values of this step: settings that the host
-        can read, on an accelerator a float32 rate; in a trace, operands of one opaque operator.
+    def can_run(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
+        """Return True if the planned kernel takes the values of this step: settings, and the flag
+        of a kernel that does not take it, that the host can read; on an accelerator a float32 rate;
+        in a trace, operands of one opaque operator.
         """
         plan, step_settings = inputs.plan, inputs.step_settings
         if plan.launches is None:
+            return False
+        if skip is not None and isinstance(self.kernel, ListFunction) and not host_can_read([skip]):
             return False
         if not self._config.is_static:
             numbers = numbers_of(inputs.opt_state.hyper)

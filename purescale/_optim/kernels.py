@@ -103,8 +103,9 @@ class FusedKernel:
 @dataclasses.dataclass(frozen=True)
 class ListFunction:
     """torch's function for a class without a fused kernel, which steps a list leaf by leaf, in
-    place. It takes unscaled gradients and no flag, so it runs on a CPU in eager mode. ASGD and
-    Rprop have none here: in the first step they read a slot where the formula reads the rate.
+    place. It takes unscaled gradients and no flag, so it runs on a CPU in eager mode. If it lacks
+    memory, donated leaves stay half stepped, as in torch. ASGD and Rprop have none here: in the
+    first step they read a slot where the formula reads the rate.
     """
 
     function: Callable[..., None]
@@ -132,6 +133,7 @@ class ListFunction:
 
     def update(self, call: KernelCall, skip: Tensor | None) -> None:
         """Make the call, of a step that is not skipped."""
+        assert skip is None
         before = [count - 1 for count in call.counts]  # the function adds 1 to each
         if len(before) == 1:
             before = list(before[0].repeat(len(call.params)).unbind())

@@ -776,12 +776,126 @@ def test_a_window_of_large_gradients_keeps_no_parameter_of_a_microbatch_alive(mo
 
 
 def test_a_gradient_that_a_backward_writes_is_sent_once_or_refused():
-    w, sent = torch.ones(3, requires_grad=True), {}
-    leaf = nn.Parameter(torch.full((3,), 2.0))
-    send = functools.partial(backward.send_gradients, inputs=[leaf], once=True)
-    send(WritesGrad.apply(w, leaf).sum(), on_grad=sent.__setitem__)
-    assert [grad.tolist() for grad in sent[0]] == [[1.0, 1.0, 1.0]]
-    late = WritesGrad.apply(w.exp(), leaf).sum()
+    class WritesElsewhere(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, holder):
+            ctx.leaf = holder[0]
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, seed):
+            ctx.leaf.grad = seed * torch.ones(3)
+            return seed.expand(3), None
+
+    leaves = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    sent = {}
+
+    def send(loss, once=True):
+        backward.send_gradients(
+            loss, leaves, lambda n, g: sent.setdefault(n, []).append(g), once=once
+        )
+        return {n: sum(grad.pop() for grad in grads).tolist() for n, grads in sent.items()}
+
+    assert send(WritesElsewhere.apply(leaves[1], leaves[:1])) == {0: [1.0] * 3, 1: [1.0] * 3}
+    sent.clear()
+    late = WritesElsewhere.apply(leaves[1], leaves[:1])
+    assert send(late + (2 * leaves[0]).sum(), once=False) == {0: [3.0] * 3, 1: [1.0] * 3}
+    late = WritesElsewhere.apply(leaves[1], leaves[:1])
     with pytest.raises(RuntimeError, match="in two pieces"):
-        # that of `leaf` is made before the backward of the Function, which writes another
-        send(late + 0 * (leaf * 1).sum(), on_grad=sent.__setitem__)
+        send(late + (2 * leaves[0]).sum())
+
+
+LARGE = pytest.mark.parametrize("large", [-1, 2**40], ids=["as they are made", "lists"])
+
+
+@LARGE
+def test_a_later_backward_through_a_parameter_that_a_loss_has_kept_is_not_of_the_window(
+    large, monkeypatch
+):
+    monkeypatch.setattr(window_mean, "_LARGE", large)
+    kept, last = [], []
+
+    def loss_fn(p, buffers, x):
+        kept.append(p["w"])
+        if last:
+            last.pop().backward()
+        last.append((p["w"] * 1000).sum())
+        return (p["w"] * x).pow(2).sum(), buffers
+
+    state = ps.init_train_state({"w": torch.ones(5)}, {}, SGD, RULE)
+    new, _ = ps.train_step(state, numbers(1, 1), loss_fn=loss_fn, optimizer=SGD, rule=RULE)
+    assert new.params["w"].tolist() == [-1.0] * 5
+    kept[-1].grad = None
+    kept[-1].pow(2).sum().backward()
+    assert kept[-1].grad.tolist() == [2.0] * 5
+
+
+@LARGE
+def test_a_gradient_that_a_backward_writes_stays_its_own(large, monkeypatch):
+    monkeypatch.setattr(window_mean, "_LARGE", large)
+    own = torch.ones(5)
+
+    class Writes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            ctx.w = w
+            return w.sum()
+
+        @staticmethod
+        def backward(ctx, seed):
+            ctx.w.grad = own
+
+    def loss_fn(p, buffers, x):
+        return 3 * p["w"].sum() + Writes.apply(p["w"]), buffers
+
+    state = ps.init_train_state({"w": torch.zeros(5)}, {}, SGD, ps.NoScale())
+    given = {"loss_fn": loss_fn, "optimizer": SGD, "rule": ps.NoScale()}
+    new, _ = ps.train_step(state, numbers(0, 0), **given)
+    assert (new.params["w"].tolist(), own.tolist()) == ([-4.0] * 5, [1.0] * 5)
+
+
+@LARGE
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_of_a_backward_that_records_its_own_are_on_no_graph(large, monkeypatch):
+    monkeypatch.setattr(window_mean, "_LARGE", large)
+
+    class Records(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.w = w
+            return x * w.detach()
+
+        @staticmethod
+        def backward(ctx, seed):
+            with torch.enable_grad():
+                (ctx.w.tanh()).backward(seed, create_graph=True)
+            return seed, None
+
+    class Own:
+        def init(self, params):
+            return {}
+
+        def step(self, params, grads, opt_state):
+            assert not any(grad.requires_grad for grad in grads.values())
+            return {key: leaf.clone() for key, leaf in params.items()}, {}
+
+    def loss_fn(p, buffers, x):
+        return Records.apply(p["v"], p["w"]).sum() + p["v"].sum(), buffers
+
+    params = {"v": torch.ones(5), "w": torch.ones(5)}
+    state = ps.init_train_state(params, {}, Own(), RULE)
+    ps.train_step(state, numbers(1, 1), loss_fn=loss_fn, optimizer=Own(), rule=RULE)
+
+
+@pytest.mark.parametrize("exponent", [-149, -130, -126, 0, 127])
+def test_a_window_that_drops_takes_every_scale(exponent):
+    rule = ps.StaticScale(2.0**exponent)
+    state = ps.init_train_state({"w": torch.ones(4)}, {}, SGD, rule)
+
+    def loss_fn(p, buffers, x):
+        return (p["w"] * x).sum() * 2.0**-8, buffers
+
+    settings = {"loss_fn": loss_fn, "optimizer": SGD, "rule": rule}
+    new, _ = ps.train_step(state, [1.0, 3.0], on_nonfinite="drop_microbatch", **settings)
+    if exponent > -130:  # below that a gradient of 2**-8 underflows
+        assert new.params["w"].tolist() == [1 - 2.0**-7] * 4

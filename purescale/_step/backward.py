@@ -80,14 +80,24 @@ def send_gradients(loss: Tensor, inputs: Leaves, on_grad: OnGrad, *, once: bool)
                 "was already sent to the other ranks. Likely cause: a custom backward that calls "
                 "`.backward()` itself. Fix: all_reduce_grads by hand after value_and_grad."
             )
-        gradient, leaf.grad = [leaf.grad], None
+        gradient, leaf.grad = [leaf.grad.detach()], None
         taken.add(index)
         on_grad(index, gradient)
 
+    def before_sum(leaf: Tensor, _: Tensor) -> None:
+        if leaf.grad is not None:  # torch adds to it in place, and a custom backward may keep it
+            leaf.grad = leaf.grad.detach().clone()
+
     _forget(inputs)
+    hooks = []
     for index, leaf in enumerate(inputs):
-        leaf.register_post_accumulate_grad_hook(functools.partial(take, index))
-    torch.autograd.backward(loss, inputs=inputs)
+        hooks.append(leaf.register_hook(functools.partial(before_sum, leaf)))
+        hooks.append(leaf.register_post_accumulate_grad_hook(functools.partial(take, index)))
+    try:
+        torch.autograd.backward(loss, inputs=inputs)
+    finally:  # a loss may keep a parameter, and differentiate through it later
+        for hook in hooks:
+            hook.remove()
     for index, leaf in enumerate(inputs):  # what a custom backward has put there itself
         take(index, leaf)
     if not taken:

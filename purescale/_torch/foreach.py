@@ -387,7 +387,7 @@ def overwrite(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
 
 # ---- sums ----------------------------------------------------------------------------------------
 
-_SMALLEST_FACTOR = 2.0**-100  # above it no bit of a factor is lost in float32
+_IN_RANGE = 2.0**-100  # above it no bit of a factor is lost in float32
 
 
 def weighted_sum(
@@ -423,7 +423,7 @@ def weighted_sum(
     with torch.no_grad():
         if on_host:
             number = share.item() if isinstance(share, Tensor) else share
-            if scale is not None and number / scale.item() > _SMALLEST_FACTOR:
+            if scale is not None and _IN_RANGE < number / scale.item() < 1 / _IN_RANGE:
                 number, scale = number / scale.item(), None  # a pass less
             if keep is not None:
                 listops.mul_(sums, keep.item())

@@ -275,6 +275,21 @@ def test_ranks_exchange_objects_on_the_device_that_torch_takes(backend):
         dist.destroy_process_group()
 
 
+GROUP_THAT_ENDS = """
+import weakref, torch, purescale
+import torch.distributed as dist
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+import torch._dynamo  # as the first compilation does
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+assert group() is None
+"""
+
+
+def test_nothing_keeps_a_process_group_after_it_was_destroyed():
+    subprocess.run([sys.executable, "-c", GROUP_THAT_ENDS], check=True)
+
+
 # ---- settings as text ----------------------------------------------------------------------------
 
 

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+if dist.is_available():
+    # Its functions keep the group of their import as a default, and a group that is kept may abort
+    # a process that ends (pytorch/pytorch#190489). So it is imported while there is none.
+    import torch.distributed.nn.functional
+
 Group: TypeAlias = dist.ProcessGroup
 
 

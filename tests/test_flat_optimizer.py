@@ -76,7 +76,7 @@ def scaled_inputs(optimizer, factor, *, overflow):
     if overflow:
         scaled["33"][7] = float("inf")
     trees, inputs = flatten_step(as_flat_optimizer(optimizer), params, scaled, state)
-    grads = inputs.gradients_of(trees[2])
+    grads = inputs.checked_gradients(trees[2])
     factor = None if factor is None else torch.tensor(factor, dtype=torch.float64)
     return inputs, grads._replace(pending=Pending(torch.tensor(4.0), factor)), params, state
 

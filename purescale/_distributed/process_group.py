@@ -14,17 +14,12 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.dtensor import arrived
-from .._torch.tracing import refuse_in_capture
+from .._torch.tracing import refuse_in_capture, traced
 from .._tree.scalars import short_repr
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-
-if dist.is_available():
-    # Its functions keep the group of their import as a default, and a group that is kept may abort
-    # a process that ends (pytorch/pytorch#190489). So it is imported while there is none.
-    import torch.distributed.nn.functional
 
 Group: TypeAlias = dist.ProcessGroup
 
@@ -34,13 +29,19 @@ def all_reduce(tensor: Tensor, op: str, group: Group | str | None) -> Tensor:
     or None for all ranks; out of place.
     """
     group = resolve_group(group)
-    if not torch.compiler.is_compiling():
-        # Waited for here, because a view of a pending result would not wait for it.
-        with naming_other_ranks():
+    if torch.compiler.is_compiling():
+        # Inductor (torch 2.13) reduces a result of torch.cat in place, although the inputs of
+        # torch.cat share its memory: read again, they are the sum. A negation has its own memory.
+        return -private.all_reduce(-tensor, "min" if op == "max" else op, group)
+    with naming_other_ranks():
+        if isinstance(group, str) or traced():
+            # Waited for here, because a view of a pending result would not wait for it.
             return arrived(private.all_reduce(tensor, op, group))
-    # Inductor (torch 2.13) reduces a result of torch.cat in place, although the inputs of
-    # torch.cat share its memory: read again, they are the sum. A negation has its own memory.
-    return -private.all_reduce(-tensor, "min" if op == "max" else op, group)
+        # It loads no compiler, as the functional collectives do, which then keeps the group for
+        # good; and a group that is kept may abort a process that ends (pytorch/pytorch#190489).
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, getattr(dist.ReduceOp, op.upper()), group)
+    return total
 
 
 @contextmanager

@@ -34,14 +34,9 @@ class Clip(NamedTuple):
     tensor_bounds: tuple[Tensor, ...]  # those of the two that are tensors
 
 
-NO_CLIP = Clip(None, None, None, ())
-
-
 def check_clip(max_norm: Any, clip_value: Any, norm_type: Any) -> Clip:
     """Return the bounds as floats and tensors; refuse a number that is not above 0."""
     p = check_norm_type(norm_type)
-    if max_norm is None and clip_value is None:
-        return NO_CLIP
     max_norm = None if max_norm is None else checked_bound("max_norm", max_norm)
     value = None if clip_value is None else checked_bound("clip_value", clip_value)
     bounds = tuple([each for each in (max_norm, value) if isinstance(each, Tensor)])

@@ -251,12 +251,10 @@ class KernelStep:
         grads_match_params = plan.leaves_are_ready and are_alike
         counted = list(leaves)
         for launch in plan.launches:
-            if launch.count_indices:
-                _add_to_counts(counted, launch.count_indices, skip)
+            _add_to_counts(counted, launch.count_indices, skip)
             arguments = launch, counted, t_by_device, grads, step_settings
             run_kernel(self._kernel_call(*arguments, grads_match_params=grads_match_params), skip)
-            if launch.count_indices:
-                _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
+            _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
         return leaves[:num_params], count_step(state, skip, in_place=True)
 
     def _as_operators(

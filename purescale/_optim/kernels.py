@@ -31,7 +31,7 @@ from .._tree.gradients import Gradients, Pending
 
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
 SKIP_IN_KERNEL = {"cuda", "xpu"}
-_WIDE = {torch.float32, torch.float64}
+_FULL_PRECISION = {torch.float32, torch.float64}
 _NO_CONTEXT = contextlib.nullcontext()  # a context of torch takes as long as an operator
 
 
@@ -51,7 +51,7 @@ class FusedKernel:
         vector lanes unchanged.
         """
         for device in params.devices:
-            on_cpu = device.type == "cpu" and params.dtypes <= _WIDE
+            on_cpu = device.type == "cpu" and params.dtypes <= _FULL_PRECISION
             if not (on_cpu or device.type in SKIP_IN_KERNEL):
                 return False
         return all([dtype.is_floating_point for dtype in params.dtypes])
@@ -74,8 +74,31 @@ class FusedKernel:
         }
 
     def join_divisor(self, grads: Gradients) -> Gradients:
-        """Return the gradients with scale and factor as one divisor, as `with_one_divisor`."""
-        return with_one_divisor(grads)
+        """Return the gradients with `divisor / factor` as their divisor, because the kernel divides
+        once. If that is out of range, they are multiplied by the factor first.
+        """
+        (divisor, factor, clip_value), dtype = grads.pending, grads.factor_dtype
+        if factor is None:
+            return grads
+        # Unless all gradients are float64, the divisor must fit into float32.
+        only_double = grads.tensor_list.dtypes == {torch.float64}
+        largest = torch.finfo(torch.float64 if only_double else torch.float32).max
+        if isinstance(factor, Tensor) and host_can_read([factor], grads.tensors):
+            factor = factor.item()
+        if not isinstance(factor, Tensor):  # in numbers, which take no pass over the gradients
+            if factor == 1.0 and divisor is not None and divisor.dtype is dtype:
+                return grads._replace(pending=Pending(divisor, clip_value=clip_value))
+            number = 1.0 if divisor is None else divisor.item()
+            if number <= factor * largest:
+                divisor = torch.scalar_tensor(number / factor, dtype=dtype, device="cpu")
+                return grads._replace(pending=Pending(divisor, clip_value=clip_value))
+            factor = torch.full((), factor, dtype=torch.float64, device="cpu")
+        unscaling = torch.ones_like(factor) if divisor is None else divisor
+        divisor = unscaling / factor
+        fits = divisor <= largest  # if it is negative the step is skipped
+        divisor = torch.where(fits, divisor, unscaling).to(dtype)
+        multiplied = grads.multiplied(torch.where(fits, 1.0, factor))
+        return multiplied._replace(pending=Pending(divisor, clip_value=clip_value))
 
     def update(self, call: KernelCall, skip: Tensor | None) -> None:
         """Make the call. It divides the gradients itself if it can."""
@@ -115,7 +138,7 @@ class ListFunction:
 
     def takes(self, params: TensorList) -> bool:
         """Return True if it may step these parameters in place of the formula."""
-        return host_can_read(params.tensors) and params.dtypes <= _WIDE
+        return host_can_read(params.tensors) and params.dtypes <= _FULL_PRECISION
 
     def bind(self, settings: Settings) -> BoundKernel:
         """Return the function with these settings."""
@@ -260,34 +283,6 @@ def _divides(call: KernelCall) -> bool:
     )
 
 
-def with_one_divisor(grads: Gradients) -> Gradients:
-    """Return gradients with `divisor / factor` as their divisor, because a fused kernel divides
-    once. If that is out of range, they are multiplied by the factor first.
-    """
-    (divisor, factor, clip_value), dtype = grads.pending, grads.factor_dtype
-    if factor is None:
-        return grads
-    # Unless all gradients are float64, the divisor must fit into float32.
-    only_double = grads.tensor_list.dtypes == {torch.float64}
-    largest = torch.finfo(torch.float64 if only_double else torch.float32).max
-    if isinstance(factor, Tensor) and host_can_read([factor], grads.tensors):
-        factor = factor.item()
-    if not isinstance(factor, Tensor):  # in numbers, which take no pass over the gradients
-        if factor == 1.0 and divisor is not None and divisor.dtype is dtype:
-            return grads._replace(pending=Pending(divisor, clip_value=clip_value))
-        number = 1.0 if divisor is None else divisor.item()
-        if number <= factor * largest:
-            divisor = torch.scalar_tensor(number / factor, dtype=dtype, device="cpu")
-            return grads._replace(pending=Pending(divisor, clip_value=clip_value))
-        factor = torch.full((), factor, dtype=torch.float64, device="cpu")
-    unscaling = torch.ones_like(factor) if divisor is None else divisor
-    divisor = unscaling / factor
-    fits = divisor <= largest  # if it is negative the step is skipped
-    divisor = torch.where(fits, divisor, unscaling).to(dtype)
-    multiplied = grads.multiplied(torch.where(fits, 1.0, factor))
-    return multiplied._replace(pending=Pending(divisor, clip_value=clip_value))
-
-
 def _unscaled(call: KernelCall) -> Gradients:
     """Return the gradients unscaled and clipped, in the parameters' dtype and memory order."""
     params = call.params
@@ -325,7 +320,7 @@ def _update_targets(
         for key, number in zip(kernel.setting_names, others, strict=True)
     }
     bound = kernel.bind({**settings, "lr": lr_number if lr is None else lr})
-    gradients = with_one_divisor(Gradients.of_dense(list(grads), Pending(*pending), owned=owned))
+    gradients = kernel.join_divisor(Gradients.of_dense(list(grads), Pending(*pending), owned=owned))
     run_kernel(KernelCall(bound, params, slots, gradients, list(counts)), skip)
 
 

@@ -65,8 +65,10 @@ class StepFacts(NamedTuple):
     layout: ParamLayout
     plan: Any  # what `FlatOptimizer.plan` returned
     leaves_metadata: ListMetadata  # of `StepInputs.dense_leaves`
-    all_writable: bool  # as in `FlatStep`, like the next one
-    all_readable: bool
+    # Each leaf is plain, gapless, not empty, and requires no gradient: a step may write into it if
+    # nothing else shares its memory.
+    all_writable: bool = False
+    all_readable: bool = False  # the host may read each leaf and its gradient; all are on no graph
 
 
 class FlatStep(NamedTuple):
@@ -75,10 +77,7 @@ class FlatStep(NamedTuple):
     trees: list[FlatTree]  # parameters, the state of the optimizer, the other arguments in order
     leaves: Leaves  # of all these
     inputs: StepInputs
-    # Each leaf is plain, gapless, not empty, and requires no gradient: a step may write into it if
-    # nothing else shares its memory.
-    all_writable: bool
-    all_readable: bool  # the host may read each leaf and its gradient, which are on no graph
+    facts: StepFacts
     eager_mode: EagerMode | None
 
 
@@ -153,11 +152,16 @@ class FlatOptimizer:
         if hit is None:
             return None
         flat_trees, leaves, facts = hit
-        layout, plan, metadata, all_writable, all_readable = facts
         params, opt_state, *_ = flat_trees
-        settings = self.step_settings(opt_state.tree)
-        inputs = StepInputs.of_dense(layout, params, opt_state, metadata, plan, settings)
-        return FlatStep(flat_trees, leaves, inputs, all_writable, all_readable, eager_mode)
+        inputs = StepInputs.of_dense(
+            facts.layout,
+            params,
+            opt_state,
+            facts.leaves_metadata,
+            facts.plan,
+            self.step_settings(opt_state.tree),
+        )
+        return FlatStep(flat_trees, leaves, inputs, facts, eager_mode)
 
     def prepare_step(
         self,
@@ -175,24 +179,21 @@ class FlatOptimizer:
         # checked in each step.
         can_keep = all([some.dense_off_graph for some in lists])
         can_keep = can_keep and are_real_floating(inputs.param_list.dtypes)
-        mode_to_keep = eager_mode if can_keep else None
         inputs = self.with_plan(inputs)
-        all_writable = mode_to_keep is not None and all(
-            [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
-        )
-        all_readable = (
-            mode_to_keep is not None
-            and mode_to_keep.host_reads
-            and not self.differentiable
-            and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists])
-        )
-        if mode_to_keep and keep and self.is_cached:
-            facts = StepFacts(
-                inputs.layout, inputs.plan, ListMetadata(), all_writable, all_readable
+        facts = StepFacts(inputs.layout, inputs.plan, ListMetadata())
+        if eager_mode is not None and can_keep:
+            readable = eager_mode.host_reads and not self.differentiable
+            facts = facts._replace(
+                all_writable=all(
+                    [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
+                ),
+                all_readable=readable
+                and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists]),
             )
-            self.cache.keep(mode_to_keep, trees, facts)
+            if keep and self.is_cached:
+                self.cache.keep(eager_mode, trees, facts)
         leaves = [leaf for tree in trees for leaf in tree.leaves]
-        return FlatStep(trees, leaves, inputs, all_writable, all_readable, eager_mode)
+        return FlatStep(trees, leaves, inputs, facts, eager_mode)
 
     def prepare_step_with_grads(
         self,
@@ -200,19 +201,19 @@ class FlatOptimizer:
         grads: Tree,
         opt_state: Tree,
         *others: Tree,
-        check_gradients: Callable[[Gradients], None] = lambda gradients: None,
+        check_scaled: Callable[[Gradients], None] = lambda gradients: None,
     ) -> tuple[FlatStep, Gradients]:
         """Return a step over these and other trees, found or prepared, and its gradients, which
-        `check_gradients` may refuse before that. Refuse, naming the leaf, gradients that do not fit
+        `check_scaled` may refuse before that. Refuse, naming the leaf, gradients that do not fit
         `params`, and a state that belongs to others.
         """
         eager_mode = current_eager_mode()
         flat_step = self.find_step(eager_mode, (params, opt_state, grads, *others))
         if flat_step is not None:
-            return flat_step, flat_step.inputs.gradients_of(flat_step.trees[2])
+            return flat_step, flat_step.inputs.checked_gradients(flat_step.trees[2])
         trees, inputs = flatten_step(self, params, grads, opt_state)
-        gradients = inputs.gradients_of(trees[2])
-        check_gradients(gradients)
+        gradients = inputs.checked_gradients(trees[2])
+        check_scaled(gradients)
         # A step is found by `grads` in their own order: it is kept if that is the parameters'.
         same_order = eager_mode is not None and pytree.flatten(grads)[1] == trees[0].structure
         trees += map(FlatTree.of, others)

@@ -157,7 +157,7 @@ class PartitionOptimizer(FlatOptimizer):
         if not any_dtensor(templates):
             return picked
         flat = FlatTree.of(part_inputs.layout.unflatten(picked.leaves))
-        return part_inputs.gradients_of(flat)._replace(pending=grads.pending)
+        return part_inputs.checked_gradients(flat)._replace(pending=grads.pending)
 
     def step_settings(self, opt_state: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of each part, by key."""

@@ -97,7 +97,7 @@ class StepInputs(NamedTuple):
         leaves, structure = pytree.flatten(self.opt_state)
         return [*self.params, *leaves], structure
 
-    def gradients_of(self, grads: FlatTree) -> Gradients:
+    def checked_gradients(self, grads: FlatTree) -> Gradients:
         """Return the checked gradients of these parameters, in the order of the leaves. Refuse,
         naming the leaf, one that is not over the mesh of its parameter.
         """

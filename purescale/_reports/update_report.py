@@ -239,7 +239,7 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
     """
     flat_optimizer = as_flat_optimizer(optimizer)
     trees, inputs = flatten_step(flat_optimizer, params, grads, opt_state)
-    gradients = inputs.gradients_of(trees[2])
+    gradients = inputs.checked_gradients(trees[2])
     flat_optimizer.plan(inputs)
     with torch.no_grad():
         return inputs.layout.unflatten(_wanted(flat_optimizer, inputs, gradients))

@@ -12,9 +12,9 @@ from torch import Tensor
 from .._loss_scale.rules import call_rule, may_update_on_host, update_on_host
 from .._step.decide import Decision
 from .._step.memory import MayWrite
-from .._step.retry import Attempt
 from .._step.start import Start
 from .._step.train_state import StepOptions, TrainState
+from .._step.window_result import Attempt
 from .._torch import foreach
 from .._tree import pytree
 from .._tree.aliasing import copy_aliased_leaves
@@ -79,7 +79,7 @@ def _write_over_start(start: Start, new: Leaves) -> Leaves:
     """Return scaler, count, generator and guard after `new` was written into those of the start. If
     a rule or a guard returned tensors on a graph, nothing is written.
     """
-    if not start.flat_step.all_writable or any(map(_requires_grad, new)):
+    if not start.flat_step.facts.all_writable or any(map(_requires_grad, new)):
         return write_over_leaves(start.control_leaves, new)
     foreach.copy_off_graph_(start.control_leaves, new)
     return start.control_leaves

@@ -22,7 +22,8 @@ _grad = operator.attrgetter("grad")
 
 def gradients_of(loss: Tensor, inputs: Leaves) -> list[Tensor]:
     """`torch.autograd.grad(loss, inputs, materialize_grads=True)` without checking each input, with
-    what a custom backward adds to `.grad`, as those of reversible layers do.
+    what a custom backward adds to `.grad`, as those of reversible layers do. Refuse a loss that
+    uses none of them.
     """
     _forget(inputs)
     # The graph is neither kept nor made for a second derivative.

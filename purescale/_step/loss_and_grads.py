@@ -19,7 +19,6 @@ from .._step.backward import (
     with_zeros,
 )
 from .._torch import donation, dtensor, private
-from .._torch.dtypes import wide_dtype
 from .._torch.tracing import (
     EagerMode,
     recorded_by_make_fx,
@@ -47,9 +46,10 @@ class LossFn(Protocol):
 
 
 class MicrobatchResult(NamedTuple):
-    """Loss, gradients, buffers and aux of one microbatch, off the graph. Their memory is shared
-    neither with the state, the microbatch nor each other; `loss_fn` may still hold the buffers and
-    aux that it returned.
+    """Loss, gradients, buffers and aux of one microbatch: off the graph, unless the step is
+    differentiable. Their memory is shared neither with the state, the microbatch nor each other,
+    except that of gradients which are only to be read; `loss_fn` may still hold the buffers and aux
+    that it returned.
     """
 
     grads: Leaves  # of the scaled loss, None for a leaf None; none if `on_grad` took them
@@ -104,12 +104,6 @@ class LossAndGrads:
         all_normal = is_dense and scaler.tensor_list.dense_off_graph
         if not (self.uses_torch_func or all_normal):
             *self.present_params, self.scale = _normal_tensors([*self.present_params, self.scale])
-
-    def zeros(self) -> Leaves:
-        """Return the gradients of a window in which no microbatch counts."""
-        return self.layout.with_none(
-            [torch.zeros_like(leaf, dtype=wide_dtype(leaf.dtype)) for leaf in self.present_params]
-        )
 
     def __call__(
         self,
@@ -250,7 +244,6 @@ class LossAndGrads:
                 "buffers",
                 "new_buffers",
                 _ONE_SHAPE,
-                flat=self.buffers,
             )[1]
         wide = wide_loss(loss, self.scale)
         wide = wide.reshape(()) if wide.ndim else wide

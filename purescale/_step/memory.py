@@ -45,11 +45,11 @@ def memory_of_step(
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     batch = pytree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
-    if donate and start.flat_step.all_writable:
+    if donate and start.flat_step.facts.all_writable:
         pointers = [storage_pointers(start.flat_step.leaves), storage_pointers(read_only)]
         if share_no_memory(*pointers):
             memory = ArgumentMemory.of(pointers, batch)
-            return memory, MayWrite(True, True, True)
+            return memory, MayWrite(params_and_state=True, buffers=True, control=True)
     replaced = _replaced(inputs) if donate else inputs.param_list
     buffers = start.buffers.tensor_list
     if not buffers.dense_off_graph:
@@ -77,7 +77,7 @@ def writable_arguments(
     """Return what a step may overwrite of its donated arguments."""
     inputs = flat_step.inputs
     lists = [_replaced(inputs), grads.tensor_list]
-    if flat_step.all_writable and not optimizer.differentiable:
+    if flat_step.facts.all_writable:
         tensors = [*lists[0].tensors, *lists[1].tensors]
         if share_no_memory(storage_pointers(tensors), storage_pointers(read_only)):
             return MayWrite(params_and_state=True, grads=True)

@@ -40,7 +40,7 @@ from .._torch.donation import ArgumentMemory, storage_pointers
 from .._torch.dtypes import widest_float
 from .._torch.tracing import is_on_a_graph, refuse_in_capture, under_derivative
 from .._tree import pytree
-from .._tree.gradients import Pending, as_gradients
+from .._tree.gradients import Gradients, Pending, as_gradients
 from .._tree.leaves import versions
 from .._tree.pytree import FlatTree, Leaves, Tree
 from .._tree.scalars import as_floats
@@ -134,13 +134,12 @@ def _window_of_one(
     out = loss_and_grads(loss_and_grads.buffers.leaves, entry)
     params, scaled = loss_and_grads.params.tensor_list, Pending(divisor=loss_and_grads.scale)
     grads = as_gradients(out.grads, scaled, owned=loss_and_grads.owns_gradients, params=params)
-    loss, totals_row, fraction = out.loss, None, None
+    loss, totals_row = out.loss, None
     if weights.values is not None:
         totals_row, means = sum_microbatches(weights.values, torch.stack([loss]), [])
         loss = means[1].to(loss.dtype)
-    if options.window_size is not None:
-        fraction = window_fraction(options, totals_row, 1, loss_and_grads.scale.device)
-        loss = loss if fraction is None else (loss * fraction).to(loss.dtype)
+    fraction = window_fraction(options, totals_row, 1, loss_and_grads.scale.device)
+    loss = loss if fraction is None else (loss * fraction).to(loss.dtype)
     return WindowResult(grads, loss, out.buffers, tuple(out.aux), None, totals_row, fraction)
 
 
@@ -244,11 +243,12 @@ def _window_result(
         loss = torch.stack(losses).mean(dtype=widest_float(scale.device)).to(loss.dtype)
     fraction = window_fraction(options, totals_row, len(losses), scale.device)
     loss = (loss if fraction is None else loss * fraction).to(losses[0].dtype)
-    grads = (
-        mean.result() if reduction is None else as_gradients([], Pending(divisor=scale), owned=True)
-    )
-    if options.group is not None and reduction is None:
-        reduction = send_mean(mean, grads, buffers_to_reduce, rank_divisor)
+    if reduction is not None:  # the gradients are sent already
+        grads = Gradients.of_dense([], Pending(divisor=scale), owned=True)
+    else:
+        grads = mean.result()
+        if options.group is not None:
+            reduction = send_mean(mean, grads, buffers_to_reduce, rank_divisor)
     return WindowResult(grads, loss, buffers, aux, reduction, totals_row, fraction)
 
 

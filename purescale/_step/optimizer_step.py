@@ -166,14 +166,13 @@ def unscale_and_step(
     flat_optimizer = as_flat_optimizer(optimizer)
     scale = scaler.scale
 
-    def check_gradients(grads: Gradients) -> None:
+    def check_scaled(grads: Gradients) -> None:
         check_scale(scale, params, grads.templates, "grads", grads.tensor_list)
         if clip.clip_value is not None:
             check_ordered(params, grads.templates, "grads")
 
-    trees = params, scaled_grads, opt_state, scaler
     flat_step, grads = flat_optimizer.prepare_step_with_grads(
-        *trees, check_gradients=check_gradients
+        params, scaled_grads, opt_state, scaler, check_scaled=check_scaled
     )
     may_write = MayWrite()
     if donate:
@@ -184,8 +183,9 @@ def unscale_and_step(
     owned = may_write.grads and not (flat_optimizer.runs_user_code or torch.compiler.is_compiling())
     grads = grads._replace(pending=Pending(divisor=scale), owned=owned)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
-    stats = measure(grads, scale, options, known_readable=flat_step.all_readable)
+    stats = measure(grads, scale, options, known_readable=flat_step.facts.all_readable)
     decision = decide(stats, clip, grads)
-    skip, in_place = decision.skip_or_none, may_write.params_and_state
-    stepped = flat_optimizer.run_step(flat_step, decision.grads, skip, in_place=in_place)
+    stepped = flat_optimizer.run_step(
+        flat_step, decision.grads, decision.skip_or_none, in_place=may_write.params_and_state
+    )
     return Stepped(*stepped, decision.skip, decision.grad_norm, decision.grad_amax)

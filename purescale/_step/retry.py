@@ -10,37 +10,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .._grads.measure import GradStats, is_usable
+from .._grads.measure import is_usable
 from .._loss_scale.rules import HasScale, Rule, call_rule
 from .._step.start import Start
 from .._step.train_state import StepOptions
-from .._step.window_result import WindowFlags, WindowResult
+from .._step.window_result import Attempt
 from .._torch.dtensor import any_dtensor
 from .._tree.pytree import FlatTree
-
-
-class Attempt(NamedTuple):
-    """A window at one loss scale, measured."""
-
-    window: WindowResult
-    stats: GradStats
-    flags: WindowFlags | None  # None if only the mean was measured
-    flat_scaler: FlatTree  # the state that scaled it
-    rng: Any = ()  # the next state of the generator
-    retries: int = 0  # how often the step ran its window again
-
-    @property
-    def num_overflows(self) -> Tensor:
-        """The number of overflows, by which tries are compared."""
-        return self.stats.overflow if self.flags is None else self.flags.num_overflows
-
-    @property
-    def retryable(self) -> Tensor:
-        """bool []. Fewer may overflow at a lower scale: the loss of what overflowed is finite."""
-        if self.flags is not None:
-            return self.flags.retryable
-        return self.stats.overflow & torch.isfinite(self.window.loss)
-
 
 # Runs the microbatches at the loss scale of this state.
 RunWindow: TypeAlias = Callable[[FlatTree], Attempt]

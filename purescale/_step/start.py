@@ -65,7 +65,8 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
 
 def _check(state: TrainState, options: StepOptions, params: FlatTree) -> None:
     """Refuse parameters of the wrong kind, on another device than the scale, or without order where
-    they are clipped by value.
+    they are clipped by value. A step that is found is not checked again, so a setting may refuse
+    only leaves of which no step is kept, as in `prepare_step`.
     """
     check_parameters(params, "state.params")
     leaves, scale = params.leaves, state.scaler.scale

@@ -26,7 +26,7 @@ from .._step.microbatches import (
     weigh,
 )
 from .._step.reduce import reduce_window
-from .._step.retry import Attempt, attempt_window
+from .._step.retry import attempt_window
 from .._step.spike_guard import Guard, check_guarded
 from .._step.start import Start, start_step
 from .._step.train_state import (
@@ -36,7 +36,7 @@ from .._step.train_state import (
     TrainState,
     check_options,
 )
-from .._step.window_result import MicrobatchWeights, window_flags
+from .._step.window_result import Attempt, MicrobatchWeights, window_flags
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree.hints import hint_keywords
@@ -188,8 +188,9 @@ def _stages(
 ) -> tuple[TrainState, StepInfo]:
     """Run the stages of a step in order."""
     memory, may_write = memory_of_step(options, start, microbatches)
-    is_sum, takes_amax = len(microbatches) > 1, options.rule_traits.takes_amax
-    stats_options = StatsOptions(options.clip.norm_type, takes_amax, is_sum)
+    stats_options = StatsOptions(
+        options.clip.norm_type, amax=options.rule_traits.takes_amax, is_sum=len(microbatches) > 1
+    )
     pooled = options.bn_update == "window"
     accumulate = accumulate_with_pooled_statistics if pooled else accumulate_microbatches
 
@@ -197,8 +198,10 @@ def _stages(
         at_scale = start._replace(scaler=scaler)
         window = accumulate(options, at_scale, microbatches, weights, memory)
         window = reduce_window(window, start)
-        known_readable, scale = start.flat_step.all_readable, scaler.tree.scale
-        stats = measure(window.grads, scale, stats_options, known_readable=known_readable)
+        known_readable = start.flat_step.facts.all_readable
+        stats = measure(
+            window.grads, scaler.tree.scale, stats_options, known_readable=known_readable
+        )
         return Attempt(window, stats, window_flags(window, stats.overflow), scaler)
 
     attempt = attempt_window(options, start, run_window)
@@ -207,8 +210,12 @@ def _stages(
     decision = decide(stats, options.clip, window.grads, attempt.flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
     control = advance(options, start, attempt, decision, guard_state)
-    skip, in_place = decision.skip_or_none, may_write.params_and_state
-    stepped = options.optimizer.run_step(start.flat_step, decision.grads, skip, in_place=in_place)
+    stepped = options.optimizer.run_step(
+        start.flat_step,
+        decision.grads,
+        decision.skip_or_none,
+        in_place=may_write.params_and_state,
+    )
     scale = attempt.flat_scaler.tree.scale.clone()  # `assemble` may write into it
     info = StepInfo(
         loss=window.loss,

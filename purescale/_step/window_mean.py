@@ -92,7 +92,7 @@ class WindowMean:
             return sums
         if self.in_place and not isinstance(share, Tensor):  # in place, and off every graph
             if sums is None:
-                sums = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
+                sums = [t.to(wide_dtype(t.dtype)) for t in new]
                 listops.mul_(sums, share)
             else:
                 listops.add_(sums, new, alpha=share)
@@ -106,11 +106,8 @@ class WindowMean:
         if self.accum is not None:
             sums, pending = self.accum.grads, NOTHING_PENDING
         elif sums is None:
-            sums = as_gradients(self.loss_and_grads.zeros()).tensors
-        templates, tensors_are_leaves = (
-            self.loss_and_grads.params.leaves,
-            self.loss_and_grads.tensors_are_leaves,
-        )
-        return Gradients(
-            TensorList(sums), templates, tensors_are_leaves, pending, owned=self.in_place
-        )
+            present = self.loss_and_grads.present_params
+            zeros = [torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for p in present]
+            sums = as_gradients(zeros).tensors
+        params, is_dense = self.loss_and_grads.params, self.loss_and_grads.tensors_are_leaves
+        return Gradients(TensorList(sums), params.leaves, is_dense, pending, owned=self.in_place)

@@ -14,10 +14,11 @@ from torch import Tensor
 from .._distributed.buckets import Reduction
 from .._distributed.process_group import Group, all_reduce
 from .._grads.accumulate import is_weight
+from .._grads.measure import GradStats
 from .._step.train_state import StepOptions
 from .._torch.dtypes import widest_float
 from .._tree.gradients import Gradients
-from .._tree.pytree import Leaves
+from .._tree.pytree import FlatTree, Leaves
 
 
 class MicrobatchWeights(NamedTuple):
@@ -41,11 +42,6 @@ class WindowResult(NamedTuple):
     totals_row: Tensor | None = None
     # the part of `window_size` that counts, by which the mean is still to be multiplied; None for 1
     fraction: Tensor | None = None
-
-    @property
-    def leaves_out_overflows(self) -> bool:
-        """True if microbatches that overflowed are not in the mean, which is then unscaled."""
-        return self.grads.pending.divisor is None
 
 
 class Totals(NamedTuple):
@@ -77,6 +73,29 @@ class WindowFlags(NamedTuple):
     retryable: Tensor
     # of microbatches, and one more if the mean overflowed; of several tries the least is returned
     num_overflows: Tensor
+
+
+class Attempt(NamedTuple):
+    """A window at one loss scale, measured."""
+
+    window: WindowResult
+    stats: GradStats
+    flags: WindowFlags | None  # None if only the mean was measured
+    flat_scaler: FlatTree  # the state that scaled it
+    rng: Any = ()  # the next state of the generator
+    retries: int = 0  # how often the step ran its window again
+
+    @property
+    def num_overflows(self) -> Tensor:
+        """The number of overflows, by which tries are compared."""
+        return self.stats.overflow if self.flags is None else self.flags.num_overflows
+
+    @property
+    def retryable(self) -> Tensor:
+        """bool []. Fewer may overflow at a lower scale: the loss of what overflowed is finite."""
+        if self.flags is not None:
+            return self.flags.retryable
+        return self.stats.overflow & torch.isfinite(self.window.loss)
 
 
 def normalized(weight: Tensor, is_counted: Tensor) -> Tensor:
@@ -143,12 +162,15 @@ def window_flags(window: WindowResult, overflow: Tensor) -> WindowFlags | None:
     totals_row = window.totals_row
     if totals_row is None:
         return None
-    any_good, any_invalid, any_overflowed, any_finite, any_diverged = (totals_row[3:] > 0).unbind()
-    total = Totals.of(totals_row)
-    num_overflows = total.num_overflowed.to(torch.int64)
-    if window.leaves_out_overflows:
-        return WindowFlags(any_overflowed, ~any_good | overflow, any_finite, num_overflows)
-    skip = any_invalid | any_overflowed | ~any_good | overflow
-    overflow = overflow & (total.counted_weight > 0)
-    num_overflows, overflow = num_overflows + overflow, any_overflowed | overflow
-    return WindowFlags(overflow, skip, overflow & ~(any_diverged | any_invalid), num_overflows)
+    some = Totals.of(totals_row > 0)
+    num_overflows = Totals.of(totals_row).num_overflowed.to(torch.int64)
+    # If microbatches that overflowed are not in the mean, it is unscaled.
+    if window.grads.pending.divisor is None:
+        skip, retryable = ~some.num_good | overflow, some.num_finite_overflowed
+        return WindowFlags(some.num_overflowed, skip, retryable, num_overflows)
+    skip = some.num_invalid | some.num_overflowed | ~some.num_good | overflow
+    overflow = overflow & some.counted_weight
+    num_overflows = num_overflows + overflow
+    overflow = some.num_overflowed | overflow
+    retryable = overflow & ~(some.num_diverged | some.num_invalid)
+    return WindowFlags(overflow, skip, retryable, num_overflows)

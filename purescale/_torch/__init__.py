@@ -7,7 +7,7 @@ does not grow with the list; `list_stats.local_stats`, their norm and largest ma
 `donation.can_write`, which memory may be overwritten; `tracing.host_can_read`, whether the host can
 read a value without waiting; `reads.NoReads`, in which a read raises; `dtensor.shard` and back;
 `autocast.outside_autocast`.
-`private.py` lists its private functions and classes, and looks one up when it is needed.
+`private.py` lists torch's private functions and classes, and looks one up when it is needed.
 Hands on: tensors, lists of them and bools; `tensor_list.TensorList`, a list with what is known of
 it.
 May import: torch and optree, and no other room.

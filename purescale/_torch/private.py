@@ -79,11 +79,11 @@ def _run_backward(
 
 
 # The same for dicts, lists and tuples. A container that was registered with torch is a leaf.
-_OPTREE: dict[str, Any] = {"none_is_leaf": True, "namespace": "purescale"}
+OPTREE: dict[str, Any] = {"none_is_leaf": True, "namespace": "purescale"}
 _trees = SimpleNamespace(
-    tree_leaves=functools.partial(optree.tree_leaves, **_OPTREE),
-    tree_flatten=functools.partial(optree.tree_flatten, **_OPTREE),
-    tree_map=functools.partial(optree.tree_map, **_OPTREE),
+    tree_leaves=functools.partial(optree.tree_leaves, **OPTREE),
+    tree_flatten=functools.partial(optree.tree_flatten, **OPTREE),
+    tree_map=functools.partial(optree.tree_map, **OPTREE),
     tree_unflatten=lambda leaves, structure: structure.unflatten(leaves),
 )
 

@@ -5,7 +5,8 @@ back, and refuses what cannot be a parameter or a gradient, naming the leaf, the
 
 Entry: `pytree.flatten` and `FlatTree.of`; `matching.matching_leaves`, of two trees in one
 order; `aliasing.copy_aliased`, results apart from arguments; `gradients.as_gradients`, which makes
-leaves dense, real and local; `select.select`, old or new; `states.stack_states`.
+leaves dense, real and local; `select.select`, old or new; `states.stack_states`;
+`cache.TreeCache`, in which a plan is found by the trees of a call.
 Hands on: `pytree.FlatTree`, the leaves of a tree and its structure; `gradients.Gradients`, dense,
 real tensors with `as_leaves`, which turns results back into leaves.
 May import: `_torch`. Only `pytree.py` and `_torch/private.py` call optree.

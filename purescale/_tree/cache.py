@@ -9,8 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from .._torch import private
-from .._torch.tensor_list import ListMetadata, TensorList, are_comparable, metadata_matcher
+from .._torch.tensor_list import ListMetadata, TensorList, metadata_matcher
 from .._torch.tracing import EagerMode
 from .._tree.pytree import FlatTree, Leaves, Tree, flatten, is_of_builtins
 
@@ -38,15 +37,13 @@ class MetadataCache(Generic[ValueT]):
 
     def matching(self, tensors: Sequence[Tensor], key: Any) -> Iterator[ValueT]:
         """Yield the values for tensors like these and an equal key."""
-        if not are_comparable(tensors):
-            return
-        for key_of_entry, matcher, value in self.entries:
-            if _are_equal(key_of_entry, key) and matcher(*tensors):
+        for key_of_entry, matches, value in self.entries:
+            if _are_equal(key_of_entry, key) and matches(tensors):
                 yield value
 
     def add(self, tensors: Sequence[Tensor], key: Any, value: ValueT) -> None:
         """Keep a value for plain, dense tensors like these, in place of the oldest one."""
-        entry = key, private.metadata_guard(*tensors), value
+        entry = key, metadata_matcher(tensors), value
         self.entries = (entry, *self.entries)[: self._size]
 
     def discard(self, value: ValueT) -> None:
@@ -111,12 +108,12 @@ class TreeCache(MetadataCache[TreeEntry]):
         """Return the value for trees that differ from these in values only, in calls that ran where
         this one does; None if there is none.
         """
-        for key, matcher, entry in self.entries:
+        for key, matches, entry in self.entries:
             if key != (eager_mode, len(trees)) or not _has_form(trees, entry.nodes):
                 continue
             # By a known structure, which takes a sixth of the time of a new one.
             leaves = entry.structure.flatten_up_to(trees)
-            if not (are_comparable(leaves) and matcher(*leaves)):
+            if not matches(leaves):
                 continue
             if entry.may_have_graph and any(map(_grad_fn, leaves)):
                 continue

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch import dtensor, foreach
+from .._torch.dtypes import wide_dtype
 from .._torch.tensor_list import TensorList
 from .._tree.leaves import are_plain_dense, as_dense_real
 
@@ -100,8 +101,7 @@ class Gradients(NamedTuple):
 
     def widened(self) -> Gradients:
         """Return them in float32 where they are narrower."""
-        dtypes = [torch.float32 if t.dtype.itemsize < 4 else t.dtype for t in self.tensors]
-        tensors = foreach.cast(self.tensors, dtypes)
+        tensors = foreach.cast(self.tensors, [wide_dtype(t.dtype) for t in self.tensors])
         fresh = all([new is not old for new, old in zip(tensors, self.tensors, strict=True)])
         return self.with_tensors(tensors, owned=self.owned or fresh)
 
@@ -124,7 +124,7 @@ class Gradients(NamedTuple):
         """Return zeros in their place if `skip`, a 0-d bool tensor."""
         return self._with_results([tensor.masked_fill(skip, 0.0) for tensor in self.tensors])
 
-    def with_tensors(self, tensors: list[Tensor], *, owned: bool = False) -> Gradients:
+    def with_tensors(self, tensors: list[Tensor], *, owned: bool) -> Gradients:
         """Return other tensors in place of these. `owned` ones nobody else can see."""
         return self._replace(tensor_list=TensorList(tensors), owned=owned)
 

@@ -43,7 +43,6 @@ class TreeDef(Protocol):
 
 # optree sorts dict keys by default, but the state of a torch optimizer has the order of the
 # parameters. The setting applies to this namespace only.
-_OPTREE: dict[str, Any] = {"none_is_leaf": True, "namespace": "purescale"}
 _insertion_ordered = optree.dict_insertion_ordered(True, namespace="purescale")
 _insertion_ordered.__enter__()
 
@@ -62,7 +61,7 @@ def flatten(tree: Tree) -> tuple[Leaves, TreeDef]:
         # BatchNorm.
         leaves, structure = private.pytree.tree_flatten(tree)
     else:
-        leaves, structure = optree.tree_flatten(tree, **_OPTREE)
+        leaves, structure = optree.tree_flatten(tree, **private.OPTREE)
     return leaves, structure
 
 
@@ -205,7 +204,7 @@ _NO_TREES = frozenset((int, float, bool, str, bytes, type(None)))
 
 def paths(tree: Tree, name: str) -> list[str]:
     """Return the path of each leaf, as Python: `grads['conv']['weight']`."""
-    return [accessor.codify(name) for accessor in optree.tree_accessors(tree, **_OPTREE)]
+    return [accessor.codify(name) for accessor in optree.tree_accessors(tree, **private.OPTREE)]
 
 
 def names(tree: Tree, *, holes: bool = False) -> list[str]:
@@ -216,7 +215,7 @@ def names(tree: Tree, *, holes: bool = False) -> list[str]:
         return [str(key) for key in tree]
     if not torch.compiler.is_dynamo_compiling():
         is_leaf = (lambda node: node == ()) if holes else None
-        paths = optree.tree_paths(tree, is_leaf, **_OPTREE)
+        paths = optree.tree_paths(tree, is_leaf, **private.OPTREE)
         return [".".join(str(part) for part in path) for path in paths]
     if isinstance(tree, dict):
         children = list(tree.items())
@@ -236,7 +235,7 @@ def keys(tree: Tree) -> list[tuple[str, ...]]:
     """
     return [
         tuple(str(getattr(entry, "field", entry.entry)) for entry in accessor)
-        for accessor in optree.tree_accessors(tree, **_OPTREE)
+        for accessor in optree.tree_accessors(tree, **private.OPTREE)
     ]
 
 

@@ -1,7 +1,7 @@
 """Communication between ranks: flags, gradients in buckets, settings that must agree.
 
-The stage `reduce` (`_step/reduce.py`) decides what is reduced and when; `_grads/mesh_stats.py` does
-so for DTensors.
+The stage `reduce` (`_step/reduce.py`) decides what is reduced and when; `_grads/measure.py`
+does so for DTensors.
 
 Entry: `collectives.all_reduce_grads` and `collectives.all_reduce_found_inf`, by hand;
 `buckets.reduction_of`, many tensors in few messages, each sent while the next is filled;

@@ -1,18 +1,28 @@
-"""The measurements of a step: whether gradients are finite, their norm and their amax."""
+"""The measurements of a step: whether gradients are finite, their norm and their amax, over shards
+and over the parts of a model too.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._distributed.collectives import all_reduce_found_inf
-from .._distributed.process_group import Group, all_reduce
-from .._grads.mesh_stats import mesh_stats, stats_of_parts
+from .._distributed.process_group import (
+    Group,
+    all_gather_row,
+    all_gather_row_of_group,
+    all_reduce,
+    mesh_sizes,
+    num_replicas,
+)
+from .._torch import dtensor
 from .._torch.dtypes import saturating, widest_float
-from .._torch.list_stats import LocalStats, local_stats, norm_on_host
+from .._torch.list_stats import LocalStats, local_stats, norm_of_norms, norm_on_host
 from .._torch.tracing import host_can_read, is_on_a_graph
 from .._tree.gradients import Gradients
 
@@ -181,3 +191,73 @@ def _amax(stats: LocalStats, divisor: Tensor, group: Group | None = None) -> Ten
     # Reduced as integers, because libraries of collectives disagree on the maximum of NaN and 1.
     # The bits of numbers that are not negative have the order of the numbers, with NaN above all.
     return all_reduce(amax.abs().view(torch.int32), "max", group).view(torch.float32)
+
+
+# ---- over ranks ----------------------------------------------------------------------------------
+
+
+def mesh_stats(
+    tensors: Sequence[Tensor], templates: Sequence[Any], divisor: Tensor, norm_type: float | None
+) -> LocalStats:
+    """Return the stats of shards that `divisor` unscales, the same on all ranks of their meshes.
+    Plain tensors count once.
+
+    `templates`: the leaf that each tensor is a shard of. Every rank makes the same reductions, also
+    with an empty shard.
+    """
+    shards: dict[Any, list[Tensor]] = {(None, 1): []}
+    for tensor, template in zip(tensors, templates, strict=True):
+        sharded = dtensor.is_dtensor(template)
+        key = (template.device_mesh, num_replicas(template)) if sharded else (None, 1)
+        shards.setdefault(key, []).append(tensor)
+    stats = {key: local_stats(shard, divisor, norm_type) for key, shard in shards.items()}
+    plain = stats.pop((None, 1))
+    amax = _amax_or_inf(plain, divisor)
+    norms = [] if plain.norm is None else [plain.norm]
+    # The largest mesh last, so that its ranks learn the results of the smaller meshes too.
+    meshes = dict.fromkeys(mesh for mesh, _ in stats)
+    for mesh in sorted(meshes, key=lambda mesh: math.prod(mesh_sizes(mesh))):
+        mesh_norms = []
+        for (other, replicas), local in stats.items():
+            if other == mesh:
+                amax = torch.maximum(amax, _amax_or_inf(local, divisor))
+                if local.norm is not None and norm_type is not None:
+                    # r replicas are r rows of the table, which multiplies the norm by r**(1/p).
+                    mesh_norms.append(local.norm * replicas ** (-1 / norm_type))
+        row = [amax] if norm_type is None else [amax, norm_of_norms(mesh_norms, norm_type)]
+        table = all_gather_row(torch.stack(row), mesh)
+        amax = table[:, 0].amax()
+        norms += [] if norm_type is None else [norm_of_norms(table[:, 1].unbind(), norm_type)]
+    return _stats_of(amax, norms, norm_type)
+
+
+def stats_of_parts(
+    local: LocalStats, divisor: Tensor, norm_type: float | None, group: Group | None
+) -> LocalStats:
+    """Return the stats of a model whose parts are on the ranks of `group`, the same on all of them,
+    from one reduction.
+    """
+    row = [_amax_or_inf(local, divisor)]
+    if local.norm is not None:
+        row.append(local.norm.to(row[0].dtype))
+    table = all_gather_row_of_group(torch.stack(row), group)
+    norms = [] if norm_type is None else list(table[:, 1].unbind())
+    return _stats_of(table[:, 0].amax(), norms, norm_type)
+
+
+def _stats_of(amax: Tensor, norms: Sequence[Tensor], norm_type: float | None) -> LocalStats:
+    """Return the stats of all parts. The norm is inf or NaN if `amax` is."""
+    if norm_type is None:
+        return LocalStats({amax.dtype: amax}, None)
+    norm = norm_of_norms(norms, norm_type)
+    norm = torch.where(torch.isfinite(amax), norm, norm.clamp(min=torch.inf))
+    return LocalStats({amax.dtype: amax}, norm)
+
+
+def _amax_or_inf(local: LocalStats, divisor: Tensor) -> Tensor:
+    """Return the largest magnitude of any dtype, or inf if an element is not finite over `divisor`:
+    a bfloat16 may overflow at a value that float32 holds.
+    """
+    zero = torch.zeros((), dtype=widest_float(divisor.device), device=divisor.device)
+    amax = torch.stack([zero, *(amax.to(zero.dtype) for amax in local.amax.values())]).amax()
+    return torch.where(local.are_finite(divisor), amax, torch.inf)

@@ -12,10 +12,10 @@ step_inputs     parameters and state of a step as lists
 from_torch      an optimizer from a class of torch.optim
 from_formula    an optimizer from the mathematics of one leaf
 grouped         the optimizers of both, with parameter groups. Settings: settings (a config),
-                in_state, schedule. What they keep for each parameter: slot_spec. Their state:
-                opt_state, torch_state_dict. Their step: launches (kernel_step) of torch's kernels
-                (kernels), or the formula (formula_step, formulas); of a user's class its own
-                (user_class_step). What Dynamo does not trace of it: opaque
+                in_state, schedule. Their state: opt_state, torch_state_dict. Their step: launches
+                (kernel_step) of torch's kernels (kernels), or the formula (formula_step, formulas);
+                of a user's class its own (user_class_step). What Dynamo does not trace of it:
+                opaque
 transformation  (init, update) pairs, as those of optax, as optimizers and back
 partition       several optimizers, one for each kind of parameter
 

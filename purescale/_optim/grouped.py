@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.formula_step import FormulaStep
+from .._optim.formula_step import FormulaStep, SlotSpec
 from .._optim.formulas import LeafSlots
 from .._optim.in_state import with_stored
 from .._optim.kernel_step import GroupPlan, KernelStep
@@ -16,7 +16,6 @@ from .._optim.opt_state import NO_SLOTS, STEP, OptState, columns_of, count_step,
 from .._optim.optimizer import FlatOptimizer
 from .._optim.param_layout import ParamLayout, foreign_parameters_error, named_params
 from .._optim.settings import OptimizerConfig, ParamGroup, StepSettings
-from .._optim.slot_spec import SlotSpec
 from .._optim.step_inputs import StepInputs
 from .._optim.torch_state_dict import read_state_dict, write_state_dict
 from .._optim.user_class_step import step_of_user_class

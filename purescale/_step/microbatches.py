@@ -23,7 +23,7 @@ from .._batch_norm.bn_stats import (
 from .._distributed.buckets import Reduction, mean_divisor
 from .._grads.accumulate import as_weight, is_weight
 from .._step.loss_and_grads import LossAndGrads, check_container, check_returned, check_unwritten
-from .._step.sending import send_gradient, send_mean, start_reduction
+from .._step.reduce import send_gradient, send_mean, start_reduction
 from .._step.start import Start
 from .._step.train_state import StepOptions
 from .._step.window_mean import WindowMean

@@ -14,7 +14,7 @@ from .._step.train_state import StepOptions
 from .._step.window_result import MicrobatchWeights
 from .._torch import donation
 from .._torch.dtypes import wide_dtype
-from .._torch.foreach import weighted_sum
+from .._torch.foreach import scale_, weighted_sum
 from .._torch.private import listops
 from .._torch.tensor_list import TensorList
 from .._tree.gradients import NOTHING_PENDING, Gradients, Pending, as_gradients
@@ -93,7 +93,7 @@ class WindowMean:
         if self.in_place and not isinstance(share, Tensor):  # in place, and off every graph
             if sums is None:
                 sums = [t.to(wide_dtype(t.dtype)) for t in new]
-                listops.mul_(sums, share)
+                scale_(sums, share)
             else:
                 listops.add_(sums, new, alpha=share)
             return sums

@@ -390,6 +390,17 @@ def overwrite(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
 _IN_RANGE = 2.0**-100  # above it no bit of a factor is lost in float32
 
 
+def scale_(tensors: Sequence[Tensor], number: float) -> None:
+    """Multiply tensors by a number, in place. On a CPU torch would wrap it once for each, in three
+    times the time.
+    """
+    operand: float | Tensor = number
+    dtypes = {tensor.dtype for tensor in tensors}
+    if dtypes in ({torch.float32}, {torch.float64}) and tensors[0].is_cpu:
+        operand = torch.full((), number, dtype=dtypes.pop(), device="cpu")
+    listops.mul_(tensors, operand)
+
+
 def weighted_sum(
     sums: list[Tensor],
     new: list[Tensor],
@@ -426,7 +437,7 @@ def weighted_sum(
             if scale is not None and _IN_RANGE < number / scale.item() < 1 / _IN_RANGE:
                 number, scale = number / scale.item(), None  # a pass less
             if keep is not None:
-                listops.mul_(sums, keep.item())
+                scale_(sums, keep.item())
             listops.add_(sums, new if scale is None else divide(new, scale), alpha=number)
             return sums
         new = new if scale is None else divide(new, scale)

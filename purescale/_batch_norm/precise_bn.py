@@ -17,7 +17,7 @@ from .._batch_norm import bn_stats
 from .._batch_norm.bn_inputs import ApplyFn, calls_of
 from .._batch_norm.bn_stats import BNStatsState, Estimator
 from .._distributed.collectives import agree_on_all_ranks, all_reduce_found_inf, on_cpu
-from .._distributed.process_group import Group, all_reduce, check_group
+from .._distributed.process_group import Group, all_reduce, as_group
 from .._module.registered import Tensors
 from .._torch import private
 from .._tree import pytree, scalars
@@ -96,7 +96,7 @@ def precise_bn(
         bn_stats.bn_buffers(bn_stats.init_bn_stats(buffers), buffers, estimator, correction)
 
     settings = [f"{estimator=}", f"{correction=}", f"{normalize=}"]
-    sync = group is not None and on_cpu(check_group(group))
+    sync = group is not None and on_cpu(as_group(group))
     agree_on_all_ranks(group, check, lambda _: settings, sync=sync)
     sequential = normalize == "sequential"
     first = _Pass(apply, params, buffers, sequential, loader, num_samples, call, group, progress)

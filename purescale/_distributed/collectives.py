@@ -20,7 +20,7 @@ from .._distributed.buckets import Reduction
 from .._distributed.process_group import (
     Group,
     all_reduce,
-    check_group,
+    as_group,
     is_single_process,
     mesh_sizes,
     naming_other_ranks,
@@ -137,7 +137,7 @@ def all_reduce_grads(
         leaves, structure = checked_leaves()
         results = leaves if donate else pytree.clone(leaves)
     else:
-        group = check_group(group)
+        group = as_group(group)
         leaves, structure = agree_on_all_ranks(
             group,
             checked_leaves,

@@ -103,7 +103,7 @@ def resolve_group(group: Any) -> Any:
     return group
 
 
-def check_group(group: Any) -> Group:
+def as_group(group: Any) -> Group:
     """`resolve_group` for callers that need a `dist.ProcessGroup`."""
     group = resolve_group(group)
     if not isinstance(group, dist.ProcessGroup):

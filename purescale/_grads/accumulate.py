@@ -161,11 +161,13 @@ def accumulate_grads(
         bad = as_flag(found_inf, like=accum.weight)
     means = as_gradients(leaves)
     in_place = donate and can_write(means.tensors, [*new.tensors, *accum[1:]])
-    added = add(accum._replace(grads=means.tensors), new, checked_weight, bad, in_place=in_place)
+    added = add_microbatch(
+        accum._replace(grads=means.tensors), new, checked_weight, bad, in_place=in_place
+    )
     return added._replace(grads=structure.unflatten(means.as_leaves(added.grads)))
 
 
-def add(
+def add_microbatch(
     accum: AccumState, new: Gradients, weight: Tensor, bad: Tensor, *, in_place: bool
 ) -> AccumState:
     """`accumulate_grads` for lists of dense, real tensors: merge a window of one microbatch, whose

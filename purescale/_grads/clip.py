@@ -34,16 +34,16 @@ class Clip(NamedTuple):
     tensor_bounds: tuple[Tensor, ...]  # those of the two that are tensors
 
 
-def check_clip(max_norm: Any, clip_value: Any, norm_type: Any) -> Clip:
+def as_clip(max_norm: Any, clip_value: Any, norm_type: Any) -> Clip:
     """Return the bounds as floats and tensors; refuse a number that is not above 0."""
-    p = check_norm_type(norm_type)
+    p = as_norm_type(norm_type)
     max_norm = None if max_norm is None else checked_bound("max_norm", max_norm)
     value = None if clip_value is None else checked_bound("clip_value", clip_value)
     bounds = tuple([each for each in (max_norm, value) if isinstance(each, Tensor)])
     return Clip(max_norm, value, None if max_norm is None else p, bounds)
 
 
-def check_norm_type(norm_type: Any) -> float:
+def as_norm_type(norm_type: Any) -> float:
     """Return the p of a p-norm as a float."""
     p = as_float(norm_type)
     if p is None or not p > 0:
@@ -137,7 +137,7 @@ def clip_by_global_norm(
     Source of the rule: Pascanu et al. (arXiv 1211.5063); `torch.nn.utils.clip_grad_norm_`, whose
     norm is inf here.
     """
-    max_norm, norm_type = checked_bound("max_norm", max_norm), check_norm_type(norm_type)
+    max_norm, norm_type = checked_bound("max_norm", max_norm), as_norm_type(norm_type)
     leaves, structure = pytree.flatten(grads)
     check_gradients(grads, leaves)
     device = device_of(grads, leaves, "grads")

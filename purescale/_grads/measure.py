@@ -60,17 +60,15 @@ def measure(
     scale: Tensor,
     options: StatsOptions = OVERFLOW_ONLY,
     *,
-    known_readable: bool = False,
+    all_readable: bool = False,
 ) -> GradStats:
     """Return the stats of `grads` over their divisor. `scale` is the loss scale. An unusable one
     (0, negative, inf or NaN) counts as overflow, even for unscaled gradients.
 
     On an accelerator and in a trace nothing is read. On a CPU the 2-norm is read, and the exact way
-    is taken if it tells too little. With `known_readable` it is known that it may be read.
+    is taken if it tells too little. With `all_readable` it is known that it may be read.
     """
-    if known_readable or (
-        host_can_read([scale], grads.tensors) and not is_on_a_graph(grads.tensors)
-    ):
+    if all_readable or (host_can_read([scale], grads.tensors) and not is_on_a_graph(grads.tensors)):
         stats = _from_norm(grads, scale, options)
         if stats is not None:
             return stats

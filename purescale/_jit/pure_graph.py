@@ -451,14 +451,14 @@ def _check_unwritten(module: Any, count: int) -> None:
     memories = list(map(memory, placeholders(module)))
     arguments, outside = set(memories[:count]), set(memories[count:])
     for node in module.graph.nodes:
-        written = set(map(memory, _targets(node)))
+        written = set(map(memory, _written_nodes(node)))
         if written & arguments:
             raise _refusal(*_WRITES_ARGUMENT)
         if written & outside:
             raise _refusal(*_WRITES_OUTSIDE)
 
 
-def _targets(node: Any) -> list[Any]:
+def _written_nodes(node: Any) -> list[Any]:
     """Return the arguments that a node of a graph writes into."""
     schema = getattr(node.target, "_schema", None)
     if node.target is torch.ops.aten.native_batch_norm.default:  # whose schema does not say so

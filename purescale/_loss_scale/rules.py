@@ -64,7 +64,7 @@ class RuleTraits(NamedTuple):
     is_dynamic: bool = False  # `update` is that of `DynamicScale`
 
 
-def check_rule(rule: Any) -> RuleTraits:
+def traits_of_rule(rule: Any) -> RuleTraits:
     """Refuse an object that is not a rule, and an `update` that does not match `takes_amax`."""
     wants_amax = takes_amax(rule)
     if not torch.compiler.is_dynamo_compiling():

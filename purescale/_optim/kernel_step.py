@@ -71,7 +71,7 @@ class GroupPlan(NamedTuple):
     # the indices of each parameter with each of its slots
     param_slot_pairs: Sequence[tuple[int, int]] = ()
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
-    leaves_are_ready: bool = False
+    leaves_fit_kernel: bool = False
 
 
 def _picker(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
@@ -135,7 +135,7 @@ class KernelStep:
             launches,
             in_trace=traced(),
             param_slot_pairs=pairs,
-            leaves_are_ready=is_dense and in_order,
+            leaves_fit_kernel=is_dense and in_order,
         )
 
     def _launches(
@@ -232,7 +232,7 @@ class KernelStep:
     ) -> tuple[list[Tensor], OptState]:
         plan, step_settings = inputs.plan, inputs.step_settings
         leaves, structure = inputs.leaves_and_state_structure()
-        if plan.leaves_are_ready:
+        if plan.leaves_fit_kernel:
             leaves = leaves if in_place else foreach.clone_off_graph(leaves)
         else:
             listed = inputs.dense_leaves is not None
@@ -248,7 +248,7 @@ class KernelStep:
         applied = state.applied + (1 if skip is None else ~skip)
         t_by_device = self._t_by_device(applied, plan.launches)
         are_alike = inputs.param_list.shares_metadata(grads.tensor_list)
-        grads_match_params = plan.leaves_are_ready and are_alike
+        grads_match_params = plan.leaves_fit_kernel and are_alike
         counted = list(leaves)
         for launch in plan.launches:
             _add_to_counts(counted, launch.count_indices, skip)

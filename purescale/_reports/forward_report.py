@@ -17,7 +17,7 @@ from .._torch.dtensor import full_tensor
 from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.tracing import innermost
 from .._tree.hints import document_fields
-from .._tree.leaves import stored_values, unsupported_reason
+from .._tree.leaves import explicit_values, unsupported_reason
 from .._tree.pytree import Tree
 
 WHOLE = "(model)"  # its dotted name in torch is "", which is easily overlooked
@@ -341,7 +341,7 @@ def _measured(tree: Any) -> list[_Facts]:
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             leaf = innermost(leaf.detach())
             if not unsupported_reason(leaf, sparse=True):
-                parts.append(_facts(stored_values(full_tensor(leaf))))
+                parts.append(_facts(explicit_values(full_tensor(leaf))))
     return parts
 
 

@@ -13,7 +13,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtypes import real_dtype, wide_dtype
 from .._tree import pytree, scalars
 from .._tree.hints import document_fields
-from .._tree.leaves import stored_values
+from .._tree.leaves import explicit_values
 from .._tree.matching import check_gradients
 from .._tree.pytree import Tree
 
@@ -140,7 +140,7 @@ _CHUNK = 2**19  # elements at a time, which stay in a cache
 
 def _row(leaf: Tensor, dtype: torch.dtype, sample: int) -> LeafReport:
     """Return the statistics of one leaf, judged in `dtype`, summed over chunks."""
-    values = stored_values(dtensor.full_tensor(leaf)).reshape(-1)[::sample]
+    values = explicit_values(dtensor.full_tensor(leaf)).reshape(-1)[::sample]
     amax = torch.zeros((), dtype=wide_dtype(dtype), device=values.device)
     counts = torch.zeros(3, dtype=torch.int64, device=values.device)
     for part in torch.split(values, _CHUNK) if values.numel() else ():

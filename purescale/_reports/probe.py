@@ -21,7 +21,7 @@ from .._torch.dtypes import widest_float
 from .._torch.tracing import current_eager_mode
 from .._tree import pytree, scalars
 from .._tree.hints import document_fields
-from .._tree.leaves import dense, stored_values
+from .._tree.leaves import dense, explicit_values
 from .._tree.matching import check_parameters, device_of
 from .._tree.pytree import FlatTree, Leaves, Tree
 
@@ -298,11 +298,11 @@ def _zeros_and_errors(
     zeros, errors = [], []
     wide = widest_float(overflow.device)  # squares of gradients underflow in float32
     for index, grad in enumerate(grads):
-        values = stored_values(grad).reshape(len(grad), -1)
+        values = explicit_values(grad).reshape(len(grad), -1)
         share = (values == 0).sum(1).to(torch.float32) / max(values.shape[1], 1)
         error = torch.full_like(share, math.inf)
         if best is not None:
-            ideal = stored_values(best[index]).reshape(1, -1)
+            ideal = explicit_values(best[index]).reshape(1, -1)
             distance, size = (
                 torch.linalg.vector_norm(rows, dim=1, dtype=wide)
                 for rows in (values - ideal, ideal)

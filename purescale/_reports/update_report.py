@@ -20,7 +20,7 @@ from .._torch.dtypes import widest_float
 from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.hints import document_fields
-from .._tree.leaves import check_leaf, stored_values
+from .._tree.leaves import check_leaf, explicit_values
 from .._tree.matching import check_parameters, leaves_like
 from .._tree.pytree import FlatTree, Leaves, Tree, TreeT
 from .._wrappers.wrapper import Wrapper
@@ -140,7 +140,7 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
     with torch.no_grad():
         for name, *columns in zip(leaf_names(old, "old"), flat.leaves, news, updates, strict=True):
             if not any(leaf is None for leaf in columns):
-                before, after, update = (stored_values(full_tensor(leaf)) for leaf in columns)
+                before, after, update = (explicit_values(full_tensor(leaf)) for leaf in columns)
                 rows[name] = _row(before, after, update)
     if not rows:
         raise ValueError(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._distributed.collectives import agree_on_all_ranks, describe_leaves, describe_setting, on_cpu
-from .._distributed.process_group import Group, check_group, mesh_sizes
+from .._distributed.process_group import Group, as_group, mesh_sizes
 from .._step.start import Start
 from .._step.train_state import StepOptions
 from .._step.window_result import MicrobatchWeights
@@ -29,7 +29,7 @@ def check_on_all_ranks(
     ranks meet on a CPU, an error or a difference on one rank raises on every rank; otherwise
     nothing is compared.
     """
-    group = check_group(group)
+    group = as_group(group)
     several = dist.get_world_size(group) > 1
 
     def prepare_and_check() -> Prepared:

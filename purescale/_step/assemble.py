@@ -42,7 +42,7 @@ def advance(
         old, new, _ = matching_leaves(start.guard, guard_state, *names)
         guard = select_masked(decision.skip & ~decision.rejected, old, new)
     scaler = _next_scaler(options, start.scaler, attempt, decision)
-    step = start.step + (1 if decision.known_applied else ~decision.skip)
+    step = start.num_applied + (1 if decision.known_applied else ~decision.skip)
     generator = [] if isinstance(attempt.rng, tuple) else [attempt.rng]
     return [*scaler, step, *generator, *guard]
 

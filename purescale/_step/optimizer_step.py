@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._distributed.process_group import Group
-from .._grads.clip import check_clip, check_ordered
+from .._grads.clip import as_clip, check_ordered
 from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale
 from .._loss_scale.scaling import check_scale
@@ -162,7 +162,7 @@ def unscale_and_step(
         >>> unscale_and_step(sgd, scaler, params, grads, sgd.init(params)).params
         {'w': tensor([0.5000])}
     """
-    clip = check_clip(max_norm, clip_value, norm_type)
+    clip = as_clip(max_norm, clip_value, norm_type)
     flat_optimizer = as_flat_optimizer(optimizer)
     scale = scaler.scale
 
@@ -183,7 +183,7 @@ def unscale_and_step(
     owned = may_write.grads and not (flat_optimizer.runs_user_code or torch.compiler.is_compiling())
     grads = grads._replace(pending=Pending(divisor=scale), owned=owned)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
-    stats = measure(grads, scale, options, known_readable=flat_step.facts.all_readable)
+    stats = measure(grads, scale, options, all_readable=flat_step.facts.all_readable)
     decision = decide(stats, clip, grads)
     stepped = flat_optimizer.run_step(
         flat_step, decision.grads, decision.skip_or_none, in_place=may_write.params_and_state

@@ -30,7 +30,7 @@ class Start(NamedTuple):
     flat_step: FlatStep
 
     @property
-    def step(self) -> Tensor:
+    def num_applied(self) -> Tensor:
         """The number of applied steps."""
         return self.step_rng_guard.tree[0]
 

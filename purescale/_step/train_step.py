@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
-from .._grads.clip import check_clip
+from .._grads.clip import as_clip
 from .._grads.measure import StatsOptions, measure
-from .._loss_scale.rules import Rule, check_rule
+from .._loss_scale.rules import Rule, traits_of_rule
 from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.agree import check_on_all_ranks
 from .._step.assemble import advance, assemble
@@ -160,7 +160,7 @@ def train_step(
             loss_fn=loss_fn,
             optimizer=as_flat_optimizer(optimizer),
             rule=rule,
-            clip=check_clip(max_norm, clip_value, norm_type),
+            clip=as_clip(max_norm, clip_value, norm_type),
             weight_fn=weight_fn,
             on_nonfinite=on_nonfinite,
             bn_update=bn_update,
@@ -169,7 +169,7 @@ def train_step(
             donate=donate,
             guard=guard,
             window_size=window_size,
-            rule_traits=check_rule(rule),
+            rule_traits=traits_of_rule(rule),
         )
         check_options(options)
         _check_arguments(state, microbatches, options)
@@ -198,10 +198,8 @@ def _stages(
         at_scale = start._replace(scaler=scaler)
         window = accumulate(options, at_scale, microbatches, weights, memory)
         window = reduce_window(window, start)
-        known_readable = start.flat_step.facts.all_readable
-        stats = measure(
-            window.grads, scaler.tree.scale, stats_options, known_readable=known_readable
-        )
+        all_readable = start.flat_step.facts.all_readable
+        stats = measure(window.grads, scaler.tree.scale, stats_options, all_readable=all_readable)
         return Attempt(window, stats, window_flags(window, stats.overflow), scaler)
 
     attempt = attempt_window(options, start, run_window)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._grads.accumulate import AccumState, add, init_accum
+from .._grads.accumulate import AccumState, add_microbatch, init_accum
 from .._grads.measure import measure
 from .._step.loss_and_grads import LossAndGrads
 from .._step.train_state import StepOptions
@@ -80,7 +80,7 @@ class WindowMean:
             return is_counted
         accum = init_accum(grads.tensors) if self.accum is None else self.accum
         weight, overflow = self.weights.values[index], self.overflows[-1]
-        self.accum = add(accum, grads, weight, overflow, in_place=self.in_place)
+        self.accum = add_microbatch(accum, grads, weight, overflow, in_place=self.in_place)
         return is_counted & ~overflow
 
     def with_share(self, sums: list[Tensor] | None, new: list[Tensor], index: int) -> Any:

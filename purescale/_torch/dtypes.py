@@ -17,8 +17,6 @@ _PARTS = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
-_WIDE = {kind: kind for kind in (torch.float32, torch.float64, torch.complex64, torch.complex128)}
-_WIDE |= {**dict.fromkeys(HALF, torch.float32), torch.complex32: torch.complex64}
 
 
 def is_half(value: Any) -> bool:
@@ -28,7 +26,7 @@ def is_half(value: Any) -> bool:
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return `dtype`, or float32 if that is wider; complex64 for half complex."""
-    return _WIDE.get(dtype) or torch.promote_types(dtype, torch.float32)
+    return torch.promote_types(dtype, torch.float32)
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:

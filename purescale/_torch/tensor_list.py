@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,28 +17,18 @@ from .._torch import private
 from .._torch.foreach import are_contiguous, by_kind, is_gapless
 from .._torch.tracing import PLAIN_TYPES
 
-T = TypeVar("T")
 
+def cached_by_metadata(compute: Callable[[TensorList], Any]) -> Any:
+    """Make a property of `TensorList` that is computed when it is first asked for, then cached."""
+    name = compute.__name__
 
-class CachedByMetadata(Generic[T]):
-    """An attribute of `TensorList` that is computed when it is first asked for, then cached."""
-
-    def __init__(self, compute: Callable[[TensorList], T]) -> None:
-        self.compute, self.name = compute, compute.__name__
-        self.__doc__ = compute.__doc__
-
-    @overload
-    def __get__(self, tensor_list: None, owner: Any) -> CachedByMetadata[T]: ...
-    @overload
-    def __get__(self, tensor_list: TensorList, owner: Any) -> T: ...
-    def __get__(self, tensor_list: TensorList | None, owner: Any) -> CachedByMetadata[T] | T:
-        if tensor_list is None:
-            return self
+    def get(tensor_list: TensorList) -> Any:
         values = tensor_list.metadata.values
-        if self.name not in values:
-            values[self.name] = self.compute(tensor_list)
-        value: T = values[self.name]
-        return value
+        if name not in values:
+            values[name] = compute(tensor_list)
+        return values[name]
+
+    return property(get, doc=compute.__doc__)
 
 
 _is_nested = operator.attrgetter("is_nested")
@@ -103,41 +93,41 @@ class TensorList:
         """
         return self.metadata is other.metadata
 
-    @CachedByMetadata
+    @cached_by_metadata
     def num_elements(self) -> int:
         """The number of elements of all tensors together."""
         return sum(map(Tensor.numel, self.tensors))
 
-    @CachedByMetadata
+    @cached_by_metadata
     def any_empty(self) -> bool:
         return 0 in map(Tensor.numel, self.tensors)
 
-    @CachedByMetadata
+    @cached_by_metadata
     def dtypes(self) -> set[torch.dtype]:
         return {tensor.dtype for tensor in self.tensors}
 
-    @CachedByMetadata
+    @cached_by_metadata
     def devices(self) -> set[torch.device]:
         return {tensor.device for tensor in self.tensors}
 
-    @CachedByMetadata
+    @cached_by_metadata
     def are_on_cpu(self) -> bool:
         return self.devices <= {torch.device("cpu")}
 
-    @CachedByMetadata
+    @cached_by_metadata
     def kinds(self) -> list[list[int]]:
         """The indices of tensors by device and dtype."""
         return by_kind(self.tensors)
 
-    @CachedByMetadata
+    @cached_by_metadata
     def are_contiguous(self) -> bool:
         return are_contiguous(self.tensors)
 
-    @CachedByMetadata
+    @cached_by_metadata
     def are_gapless(self) -> bool:
         return self.are_contiguous or all(map(is_gapless, self.tensors))
 
-    @CachedByMetadata
+    @cached_by_metadata
     def any_requires_grad(self) -> bool:
         return any([tensor.requires_grad for tensor in self.tensors])
 

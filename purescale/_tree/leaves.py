@@ -180,7 +180,7 @@ def dense(leaf: Tensor) -> Tensor:
     return result
 
 
-def stored_values(leaf: Tensor) -> Tensor:
+def explicit_values(leaf: Tensor) -> Tensor:
     """Return the values that a leaf stores, as reals: the summed values of a sparse leaf, both
     parts of a complex leaf.
     """

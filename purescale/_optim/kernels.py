@@ -222,10 +222,8 @@ _LIST_FUNCTIONS: dict[Any, ListFunction] = {
 _BY_NAME = {kernel.name: kernel for kernel in _FUSED.values()}
 
 
-def kernel_of(formula: formulas.Formula | None) -> Kernel | None:
+def kernel_of(formula: formulas.Formula) -> Kernel | None:
     """Return the kernel that makes the steps of a class with this formula."""
-    if formula is None:
-        return None
     fused = _FUSED.get(formula.step)
     if fused is not None and private.fused_kernel(fused.name):
         return fused

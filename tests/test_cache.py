@@ -25,7 +25,7 @@ FACTS = {
     "dtypes": {torch.float32, torch.float64},
     "devices": {torch.device("cpu")},
     "are_on_cpu": True,
-    "kinds": [[0, 2, 3], [1]],
+    "indices_by_kind": [[0, 2, 3], [1]],
     "are_contiguous": False,
     "are_gapless": True,
     "any_requires_grad": True,

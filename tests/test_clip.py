@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import purescale as ps
+from purescale._grads import clip
 from purescale._grads.measure import StatsOptions, exact_stats, measure
 from purescale._tree.gradients import Pending, as_gradients
 from purescale.testing import assert_pure, assert_vmap_equals_loop
@@ -459,3 +460,11 @@ def _stages_and_replicas(rank):
 @pytest.mark.slow
 def test_stages_of_replicas_and_stages_of_shards_know_the_norm_of_all_stages():
     in_processes(_stages_and_replicas, 4)
+
+
+@given(norm=st.floats(0, 100), max_norm=st.floats(1e-3, 100))
+def test_the_factor_of_numbers_is_that_of_tensors_or_none_for_1(norm, max_norm):
+    expected = clip.clip_factor(torch.tensor(norm, dtype=torch.float64), max_norm).item()
+    factor = clip.clip_factor_of_number(norm, max_norm)
+    assert (1.0 if factor is None else factor) == expected
+    assert factor != 1.0

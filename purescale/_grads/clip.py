@@ -31,7 +31,11 @@ class Clip(NamedTuple):
     max_norm: float | Tensor | None
     clip_value: float | Tensor | None
     norm_type: float | None  # the p of the norm to measure; None if no norm is needed
-    tensor_bounds: tuple[Tensor, ...]  # those of the two that are tensors
+
+    @property
+    def tensor_bounds(self) -> list[Tensor]:
+        """The bounds that are tensors."""
+        return [bound for bound in (self.max_norm, self.clip_value) if isinstance(bound, Tensor)]
 
 
 def as_clip(max_norm: Any, clip_value: Any, norm_type: Any) -> Clip:
@@ -39,8 +43,7 @@ def as_clip(max_norm: Any, clip_value: Any, norm_type: Any) -> Clip:
     p = as_norm_type(norm_type)
     max_norm = None if max_norm is None else checked_bound("max_norm", max_norm)
     value = None if clip_value is None else checked_bound("clip_value", clip_value)
-    bounds = tuple([each for each in (max_norm, value) if isinstance(each, Tensor)])
-    return Clip(max_norm, value, None if max_norm is None else p, bounds)
+    return Clip(max_norm, value, None if max_norm is None else p)
 
 
 def as_norm_type(norm_type: Any) -> float:
@@ -76,8 +79,9 @@ def clip_factor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
 
 
 def clip_factor_of_number(norm: float, max_norm: Any) -> float | None:
-    """Return `clip_factor` of numbers; None for 1, if they are not clipped."""
-    return None if is_unbounded(max_norm) else min(max_norm / (norm + 1e-6), 1.0)
+    """Return `clip_factor` of numbers; None for 1."""
+    factor = 1.0 if is_unbounded(max_norm) else max_norm / (norm + 1e-6)
+    return None if factor >= 1 else factor
 
 
 def is_unbounded(max_norm: float | Tensor | None) -> bool:

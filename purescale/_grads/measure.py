@@ -34,7 +34,7 @@ class StatsOptions(NamedTuple):
     amax: bool = False
     # The gradients are a sum over microbatches, in which inf and -inf give NaN or inf, depending on
     # the order of the terms; their norm is then inf.
-    is_sum: bool = False
+    nan_norm_is_inf: bool = False
     # The ranks that decide together; None in a `train_step`, which reduces before it measures.
     group: Group | None = None
     norm_group: Group | None = None  # the ranks that hold other parts of the model
@@ -89,7 +89,7 @@ def exact_stats(
     if options.group is not None:
         overflow = all_reduce_found_inf(overflow, options.group)
     norm = stats.norm
-    if norm is not None and options.is_sum:
+    if norm is not None and options.nan_norm_is_inf:
         norm = norm.nan_to_num(math.inf, math.inf)
     return GradStats(overflow, norm, _amax(stats, divisor, options.group) if options.amax else None)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from .._optim.in_state import map_numbers, numbers_of
 from .._optim.kernels import (
     BoundKernel,
+    ForLoopKernel,
     FusedKernel,
     KernelCall,
-    ListFunction,
     arguments_of_operator,
     copied_number,
     kernel_of,
@@ -151,7 +151,7 @@ class KernelStep:
         launches = []
         for group in groups:
             members, settings = set(group.indices), group.settings
-            for same_kind in params.kinds:
+            for same_kind in params.indices_by_kind:
                 grad_index_of = {n: grad_indices[n] for n in same_kind if n in members}
                 indices = [n for n, index in grad_index_of.items() if index is not None]
                 with_grad = [index for index in grad_index_of.values() if index is not None]
@@ -184,7 +184,8 @@ class KernelStep:
         plan, step_settings = inputs.plan, inputs.step_settings
         if plan.launches is None:
             return False
-        if skip is not None and isinstance(self.kernel, ListFunction) and not host_can_read([skip]):
+        reads_skip = isinstance(self.kernel, ForLoopKernel)
+        if reads_skip and skip is not None and not host_can_read([skip]):
             return False
         if not self._config.is_static:
             numbers = numbers_of(inputs.opt_state.hyper)
@@ -242,7 +243,7 @@ class KernelStep:
         if not self._config.is_static:
             step_settings = step_settings.map(self.kernel.read_settings)
         num_params = len(inputs.params)
-        grads = self.kernel.join_divisor(grads)
+        grads = self.kernel.fold_factor(grads)
         state = structure.unflatten(leaves[num_params:])
         # The counts that kernels read are fresh: what raises, for want of memory, counts nothing.
         applied = state.applied + (1 if skip is None else ~skip)

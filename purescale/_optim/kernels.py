@@ -73,32 +73,31 @@ class FusedKernel:
             for n, v in settings.items()
         }
 
-    def join_divisor(self, grads: Gradients) -> Gradients:
+    def fold_factor(self, grads: Gradients) -> Gradients:
         """Return the gradients with `divisor / factor` as their divisor, because the kernel divides
         once. If that is out of range, they are multiplied by the factor first.
         """
-        (divisor, factor, clip_value), dtype = grads.pending, grads.factor_dtype
+        divisor, factor, dtype = grads.pending.divisor, grads.pending.factor, grads.factor_dtype
         if factor is None:
             return grads
+        pending = grads.pending._replace(factor=None)
         # Unless all gradients are float64, the divisor must fit into float32.
         only_double = grads.tensor_list.dtypes == {torch.float64}
         largest = torch.finfo(torch.float64 if only_double else torch.float32).max
         if isinstance(factor, Tensor) and host_can_read([factor], grads.tensors):
             factor = factor.item()
         if not isinstance(factor, Tensor):  # in numbers, which take no pass over the gradients
-            if factor == 1.0 and divisor is not None and divisor.dtype is dtype:
-                return grads._replace(pending=Pending(divisor, clip_value=clip_value))
             number = 1.0 if divisor is None else divisor.item()
             if number <= factor * largest:
                 divisor = torch.scalar_tensor(number / factor, dtype=dtype, device="cpu")
-                return grads._replace(pending=Pending(divisor, clip_value=clip_value))
+                return grads._replace(pending=pending._replace(divisor=divisor))
             factor = torch.full((), factor, dtype=torch.float64, device="cpu")
         unscaling = torch.ones_like(factor) if divisor is None else divisor
         divisor = unscaling / factor
         fits = divisor <= largest  # if it is negative the step is skipped
         divisor = torch.where(fits, divisor, unscaling).to(dtype)
         multiplied = grads.multiplied(torch.where(fits, 1.0, factor))
-        return multiplied._replace(pending=Pending(divisor, clip_value=clip_value))
+        return multiplied._replace(pending=pending._replace(divisor=divisor))
 
     def update(self, call: KernelCall, skip: Tensor | None) -> None:
         """Make the call. It divides the gradients itself if it can."""
@@ -124,7 +123,7 @@ class FusedKernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class ListFunction:
+class ForLoopKernel:
     """torch's function for a class without a fused kernel, which steps a list leaf by leaf, in
     place. It takes unscaled gradients and no flag, so it runs on a CPU in eager mode. If it lacks
     memory, donated leaves stay half stepped, as in torch. ASGD and Rprop have none here: in the
@@ -150,7 +149,7 @@ class ListFunction:
         """Return settings as it takes them, as Python numbers."""
         return read_numbers(settings)
 
-    def join_divisor(self, grads: Gradients) -> Gradients:
+    def fold_factor(self, grads: Gradients) -> Gradients:
         """Return the gradients as they are, because the function does not divide."""
         return grads
 
@@ -164,7 +163,7 @@ class ListFunction:
             call.bound.function(call.params, _unscaled(call).tensors, *call.slots, before)
 
 
-Kernel = FusedKernel | ListFunction
+Kernel = FusedKernel | ForLoopKernel
 
 
 def keyword_arguments(settings: Settings, names: Sequence[str]) -> dict[str, Any]:
@@ -198,26 +197,26 @@ _FUSED: dict[Any, FusedKernel] = {
         "adagrad", {"sum": ""}, ("lr_decay", "weight_decay", "eps", "maximize")
     ),
 }
-_LIST_FUNCTIONS: dict[Any, ListFunction] = {
-    formulas.rmsprop: ListFunction(
+_FOR_LOOPS: dict[Any, ForLoopKernel] = {
+    formulas.rmsprop: ForLoopKernel(
         rmsprop,
         {"square_avg": "", "grad_avg": "centered", "momentum_buffer": "momentum"},
         ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
     ),
-    formulas.adadelta: ListFunction(
+    formulas.adadelta: ForLoopKernel(
         adadelta,
         {"square_avg": "", "acc_delta": ""},
         ("lr", "rho", "eps", "weight_decay", "maximize"),
     ),
-    formulas.adamax: ListFunction(
+    formulas.adamax: ForLoopKernel(
         adamax,
         {"exp_avg": "", "exp_inf": ""},
         ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize"),
     ),
-    formulas.nadam: ListFunction(
+    formulas.nadam: ForLoopKernel(
         nadam, _MOMENTS | {"mu_product": ""}, ("lr", *_ADAM, "momentum_decay")
     ),
-    formulas.radam: ListFunction(radam, _MOMENTS, ("lr", *_ADAM)),
+    formulas.radam: ForLoopKernel(radam, _MOMENTS, ("lr", *_ADAM)),
 }
 _BY_NAME = {kernel.name: kernel for kernel in _FUSED.values()}
 
@@ -227,7 +226,7 @@ def kernel_of(formula: formulas.Formula) -> Kernel | None:
     fused = _FUSED.get(formula.step)
     if fused is not None and private.fused_kernel(fused.name):
         return fused
-    return _LIST_FUNCTIONS.get(formula.step)
+    return _FOR_LOOPS.get(formula.step)
 
 
 # ---- one launch ----------------------------------------------------------------------------------
@@ -271,8 +270,8 @@ def _divides(call: KernelCall) -> bool:
     gradients with the result.
     """
     params, grads, dtype = call.params, call.grads, call.params[0].dtype
-    divisor, factor, clip_value = grads.pending
-    if divisor is None or factor is not None or clip_value is not None:
+    divisor = grads.pending.divisor
+    if divisor is None or any([operand is not None for operand in grads.pending[1:]]):
         return False
     if not (grads.owned and divisor.dtype is torch.float32 and dtype.itemsize >= 4):
         return False
@@ -318,7 +317,7 @@ def _update_targets(
         for key, number in zip(kernel.setting_names, others, strict=True)
     }
     bound = kernel.bind({**settings, "lr": lr_number if lr is None else lr})
-    gradients = kernel.join_divisor(Gradients.of_dense(list(grads), Pending(*pending), owned=owned))
+    gradients = kernel.fold_factor(Gradients.of_dense(list(grads), Pending(*pending), owned=owned))
     run_kernel(KernelCall(bound, params, slots, gradients, list(counts)), skip)
 
 

@@ -71,7 +71,7 @@ class StepFacts(NamedTuple):
     all_readable: bool = False  # the host may read each leaf and its gradient; all are on no graph
 
 
-class FlatStep(NamedTuple):
+class PreparedStep(NamedTuple):
     """A step, prepared: its arguments, flat, and what is known of them."""
 
     trees: list[FlatTree]  # parameters, the state of the optimizer, the other arguments in order
@@ -121,8 +121,8 @@ class FlatOptimizer:
         return torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable))
 
     def plan(self, inputs: StepInputs) -> Any:
-        """Return what settings, structure and metadata decide about a step; by default nothing.
-        Refuse parameters and a state that do not belong together, before any work.
+        """Return what settings, structure and metadata decide about a step; by default nothing. A
+        plan is the place to refuse, before any work, parameters and a state that do not fit.
         """
 
     def step_settings(self, opt_state: Tree) -> Any:
@@ -142,7 +142,9 @@ class FlatOptimizer:
         plan, step_settings = self.plan(inputs), self.step_settings(inputs.opt_state)
         return inputs._replace(plan=plan, step_settings=step_settings)
 
-    def find_step(self, eager_mode: EagerMode | None, trees: tuple[Tree, ...]) -> FlatStep | None:
+    def find_step(
+        self, eager_mode: EagerMode | None, trees: tuple[Tree, ...]
+    ) -> PreparedStep | None:
         """Return a step over `trees`: parameters, the state of the optimizer, and others. None if
         none over trees like these was prepared before.
         """
@@ -161,7 +163,7 @@ class FlatOptimizer:
             facts.plan,
             self.step_settings(opt_state.tree),
         )
-        return FlatStep(flat_trees, leaves, inputs, facts, eager_mode)
+        return PreparedStep(flat_trees, leaves, inputs, facts, eager_mode)
 
     def prepare_step(
         self,
@@ -170,7 +172,7 @@ class FlatOptimizer:
         inputs: StepInputs,
         *,
         keep: bool = True,
-    ) -> FlatStep:
+    ) -> PreparedStep:
         """Return a step over checked trees, which `find_step` finds from now on if it is to `keep`
         what is known of it. `plan` refuses what does not fit.
         """
@@ -193,7 +195,7 @@ class FlatOptimizer:
             if keep and self.is_cached:
                 self.cache.keep(eager_mode, trees, facts)
         leaves = [leaf for tree in trees for leaf in tree.leaves]
-        return FlatStep(trees, leaves, inputs, facts, eager_mode)
+        return PreparedStep(trees, leaves, inputs, facts, eager_mode)
 
     def prepare_step_with_grads(
         self,
@@ -202,15 +204,15 @@ class FlatOptimizer:
         opt_state: Tree,
         *others: Tree,
         check_scaled: Callable[[Gradients], None] = lambda gradients: None,
-    ) -> tuple[FlatStep, Gradients]:
+    ) -> tuple[PreparedStep, Gradients]:
         """Return a step over these and other trees, found or prepared, and its gradients, which
         `check_scaled` may refuse before that. Refuse, naming the leaf, gradients that do not fit
         `params`, and a state that belongs to others.
         """
         eager_mode = current_eager_mode()
-        flat_step = self.find_step(eager_mode, (params, opt_state, grads, *others))
-        if flat_step is not None:
-            return flat_step, flat_step.inputs.checked_gradients(flat_step.trees[2])
+        prepared_step = self.find_step(eager_mode, (params, opt_state, grads, *others))
+        if prepared_step is not None:
+            return prepared_step, prepared_step.inputs.checked_gradients(prepared_step.trees[2])
         trees, inputs = flatten_step(self, params, grads, opt_state)
         gradients = inputs.checked_gradients(trees[2])
         check_scaled(gradients)
@@ -223,7 +225,7 @@ class FlatOptimizer:
 
     def run_step(
         self,
-        flat_step: FlatStep,
+        prepared_step: PreparedStep,
         grads: Gradients,
         skip: Tensor | None = None,
         *,
@@ -232,7 +234,7 @@ class FlatOptimizer:
         """Return the old parameters and state if `skip`, else those after the step with `grads`, in
         the trees of the arguments. `skip` is None where the host knows that the step is applied.
         """
-        inputs = flat_step.inputs
+        inputs = prepared_step.inputs
         return inputs.as_trees(*self.step_unless(inputs, grads, skip, in_place=in_place))
 
     def step_unless(

@@ -148,7 +148,7 @@ class PartitionOptimizer(FlatOptimizer):
     ) -> Gradients:
         """Return the gradients of one part."""
         param_indices = part.param_indices
-        if grads.tensors_are_leaves:
+        if grads.in_leaf_form:
             return grads.picked(param_indices)
         indices = [inputs.layout.grad_indices[index] for index in param_indices]
         tensors = [grads.tensors[index] for index in indices if index is not None]

@@ -79,7 +79,7 @@ def _write_over_start(start: Start, new: Leaves) -> Leaves:
     """Return scaler, count, generator and guard after `new` was written into those of the start. If
     a rule or a guard returned tensors on a graph, nothing is written.
     """
-    if not start.flat_step.facts.all_writable or any(map(_requires_grad, new)):
+    if not start.prepared_step.facts.all_writable or any(map(_requires_grad, new)):
         return write_over_leaves(start.control_leaves, new)
     foreach.copy_off_graph_(start.control_leaves, new)
     return start.control_leaves

@@ -65,9 +65,10 @@ def _forget(inputs: Leaves) -> None:
             leaf.grad = None
 
 
-def send_gradients(loss: Tensor, inputs: Leaves, on_grad: OnGrad, *, once: bool) -> None:
-    """Hand over each gradient as the backward makes it; zeros for an unused input. If each may be
-    handed over only `once`, refuse a custom backward that gives one in two pieces.
+def stream_gradients(loss: Tensor, inputs: Leaves, on_grad: OnGrad, *, refuse_pieces: bool) -> None:
+    """Hand over each gradient as the backward makes it; zeros for an unused input. With
+    `refuse_pieces`, refuse a custom backward that gives one in two pieces, because the first has
+    been sent.
     """
     taken: set[int] = set()
     number = len(inputs)  # hooks that held the inputs would keep them alive
@@ -75,7 +76,7 @@ def send_gradients(loss: Tensor, inputs: Leaves, on_grad: OnGrad, *, once: bool)
     def take(index: int, leaf: Tensor) -> None:
         if leaf.grad is None:  # a compiled loss or a Function gave None; zeros follow
             return
-        if once and index in taken:
+        if refuse_pieces and index in taken:
             raise RuntimeError(
                 f"parameter {index} of {number} got its gradient in two pieces, and the first "
                 "was already sent to the other ranks. Likely cause: a custom backward that calls "

@@ -14,7 +14,7 @@ from .._step.spike_guard import Guard
 from .._step.window_result import WindowFlags, WindowResult
 from .._torch.dtypes import on_device
 from .._tree import scalars
-from .._tree.gradients import Gradients, Pending
+from .._tree.gradients import Gradients
 from .._tree.pytree import Tree
 
 
@@ -100,7 +100,7 @@ def decide(
             finite = torch.where(skip, 1.0, measured)
             factor = clip_factor(finite, clip.max_norm)  # type: ignore[arg-type]
     if factor is not None or clip.clip_value is not None:
-        pending = Pending(grads.pending.divisor, factor, clip.clip_value)
+        pending = grads.pending._replace(factor=factor, clip_value=clip.clip_value)
         grads = grads._replace(pending=pending)
     return Decision(skip, overflow, rejected, norm, amax, grads, only_overflow_skips, known_applied)
 

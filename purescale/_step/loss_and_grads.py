@@ -15,7 +15,7 @@ from .._step.backward import (
     OnGrad,
     gradients_of,
     independent_loss_error,
-    send_gradients,
+    stream_gradients,
     with_zeros,
 )
 from .._torch import donation, dtensor, private
@@ -26,7 +26,7 @@ from .._torch.tracing import (
     traced,
 )
 from .._tree import pytree
-from .._tree.aliasing import detach_unaliased
+from .._tree.aliasing import detach_and_unalias
 from .._tree.leaves import are_plain_dense, versions
 from .._tree.matching import matching_leaves
 from .._tree.pytree import FlatTree, Leaves, Tree
@@ -88,7 +88,7 @@ class LossAndGrads:
         self.scale, self.loss_fn, self.buffers = scaler.tree.scale, loss_fn, buffers
         self.params, self.layout = params, layout
         self.present_params = layout.drop_none(params.leaves)
-        self.tensors_are_leaves = is_dense = params.tensor_list.dense_off_graph
+        self.in_leaf_form = is_dense = params.tensor_list.dense_off_graph
         self.sharded, self.uses_torch_func = False, eager_mode is None and traced()
         self.keeps_graph = differentiable and not self.uses_torch_func
         self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
@@ -99,7 +99,7 @@ class LossAndGrads:
             self.in_make_fx = recorded_by_make_fx()
         self.storages = storages if self.owns_gradients else None
         if not is_dense:
-            self.tensors_are_leaves = are_plain_dense(params.leaves)
+            self.in_leaf_form = are_plain_dense(params.leaves)
             self.sharded = dtensor.any_dtensor(self.present_params)
         all_normal = is_dense and scaler.tensor_list.dense_off_graph
         if not (self.uses_torch_func or all_normal):
@@ -112,10 +112,10 @@ class LossAndGrads:
         *,
         take_ownership: bool = True,
         on_grad: OnGrad | None = None,
-        once: bool = True,
+        refuse_pieces: bool = True,
     ) -> MicrobatchResult:
         """Return the result of one microbatch. If `on_grad(index, gradient)` is given, it takes
-        each gradient as the backward makes it, as in `send_gradients`, and the result has none.
+        each gradient as the backward makes it, as in `stream_gradients`, and the result has none.
         Unless it is to `take_ownership`, a custom backward or a hook may still hold the gradients,
         so they must only be read.
         """
@@ -126,7 +126,7 @@ class LossAndGrads:
         inputs, loss, outputs = self.run_forward(buffers, microbatch)
         grads: list[Tensor] = []
         if on_grad is not None:
-            send_gradients(loss, inputs, on_grad, once=once)
+            stream_gradients(loss, inputs, on_grad, refuse_pieces=refuse_pieces)
         elif self.keeps_graph:
             graph = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
             grads = with_zeros(graph, inputs)
@@ -161,13 +161,13 @@ class LossAndGrads:
 
     def _result(self, grads: Leaves, outputs: Outputs) -> MicrobatchResult:
         storages, aux = self.storages, outputs.aux
-        detached = detach_unaliased([outputs.loss, *outputs.buffers], storages)
+        detached = detach_and_unalias([outputs.loss, *outputs.buffers], storages)
         loss, *buffers = detached
         if aux:
             leaves, structure = pytree.flatten(aux)
             if storages is not None:
                 storages = {*storages, *donation.storage_pointers(detached)}
-            aux = structure.unflatten(detach_unaliased(leaves, storages))
+            aux = structure.unflatten(detach_and_unalias(leaves, storages))
         if grads:
             grads = self.layout.with_none(grads)
         return MicrobatchResult(grads, loss, buffers, aux)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.optimizer import FlatOptimizer, FlatStep
+from .._optim.optimizer import FlatOptimizer, PreparedStep
 from .._optim.step_inputs import StepInputs
 from .._step.start import Start
 from .._step.train_state import StepOptions
@@ -41,12 +41,12 @@ def memory_of_step(
     """Return the memory of the arguments, and what the step may overwrite. Without donation the
     state of the optimizer is left out, because nothing writes into it.
     """
-    inputs = start.flat_step.inputs
+    inputs = start.prepared_step.inputs
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     batch = pytree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
-    if donate and start.flat_step.facts.all_writable:
-        pointers = [storage_pointers(start.flat_step.leaves), storage_pointers(read_only)]
+    if donate and start.prepared_step.facts.all_writable:
+        pointers = [storage_pointers(start.prepared_step.leaves), storage_pointers(read_only)]
         if share_no_memory(*pointers):
             memory = ArgumentMemory.of(pointers, batch)
             return memory, MayWrite(params_and_state=True, buffers=True, control=True)
@@ -72,15 +72,14 @@ def memory_of_step(
 
 
 def writable_arguments(
-    optimizer: FlatOptimizer, flat_step: FlatStep, grads: Gradients, read_only: Sequence[Tensor]
+    optimizer: FlatOptimizer,
+    prepared_step: PreparedStep,
+    grads: Gradients,
+    read_only: Sequence[Tensor],
 ) -> MayWrite:
     """Return what a step may overwrite of its donated arguments."""
-    inputs = flat_step.inputs
+    inputs = prepared_step.inputs
     lists = [_replaced(inputs), grads.tensor_list]
-    if flat_step.facts.all_writable:
-        tensors = [*lists[0].tensors, *lists[1].tensors]
-        if share_no_memory(storage_pointers(tensors), storage_pointers(read_only)):
-            return MayWrite(params_and_state=True, grads=True)
     params_and_state, grads_too = can_write_each(lists, read_only)
     params_and_state = params_and_state and not _on_graph(optimizer, inputs)
     return MayWrite(params_and_state, grads=grads_too)

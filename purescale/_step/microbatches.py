@@ -1,4 +1,6 @@
-"""The stage `accumulate_microbatches`: the mean gradients over the microbatches of a window."""
+"""The stages `weigh` and `accumulate_microbatches`: the mean gradients over the microbatches of a
+window.
+"""
 
 from __future__ import annotations
 
@@ -96,11 +98,11 @@ def accumulate_microbatches(
     )
     loss_and_grads = LossAndGrads(
         params,
-        start.flat_step.inputs.layout,
+        start.prepared_step.inputs.layout,
         buffers,
         scaler,
         options.loss_fn,
-        start.flat_step.eager_mode,
+        start.prepared_step.eager_mode,
         memory.storages,
         differentiable=differentiable,
     )
@@ -167,7 +169,7 @@ def _window_of_several(
             out = loss_and_grads(carried, microbatch, on_grad=send)
         elif adds_as_made and is_counted:
             add = functools.partial(mean.add_gradient, index)
-            out = loss_and_grads(carried, microbatch, on_grad=add, once=False)
+            out = loss_and_grads(carried, microbatch, on_grad=add, refuse_pieces=False)
         else:
             # The first gradients of a sum become the sum; others are only read.
             first = mean.stays_scaled and mean.sums is None

@@ -87,14 +87,14 @@ def maybe_step(
     optimizers.
     """
     flat_optimizer = as_flat_optimizer(optimizer)
-    flat_step, gradients = flat_optimizer.prepare_step_with_grads(params, grads, opt_state)
-    inputs = flat_step.inputs
+    prepared_step, gradients = flat_optimizer.prepare_step_with_grads(params, grads, opt_state)
+    inputs = prepared_step.inputs
     skip = as_flag(found_inf, like=next(iter(inputs.params), None))
-    may_write = MayWrite()
-    if donate:
-        may_write = writable_arguments(flat_optimizer, flat_step, gradients, [skip])
-    in_place = may_write.params_and_state
-    return flat_optimizer.run_step(flat_step, gradients, skip, in_place=in_place)
+    in_place = (
+        donate
+        and writable_arguments(flat_optimizer, prepared_step, gradients, [skip]).params_and_state
+    )
+    return flat_optimizer.run_step(prepared_step, gradients, skip, in_place=in_place)
 
 
 @hint_keywords
@@ -171,21 +171,21 @@ def unscale_and_step(
         if clip.clip_value is not None:
             check_ordered(params, grads.templates, "grads")
 
-    flat_step, grads = flat_optimizer.prepare_step_with_grads(
+    prepared_step, grads = flat_optimizer.prepare_step_with_grads(
         params, scaled_grads, opt_state, scaler, check_scaled=check_scaled
     )
     may_write = MayWrite()
     if donate:
-        of_scaler = [leaf for leaf in flat_step.trees[-1].leaves if isinstance(leaf, Tensor)]
+        of_scaler = [leaf for leaf in prepared_step.trees[-1].leaves if isinstance(leaf, Tensor)]
         read_only = [*of_scaler, *clip.tensor_bounds]
-        may_write = writable_arguments(flat_optimizer, flat_step, grads, read_only)
+        may_write = writable_arguments(flat_optimizer, prepared_step, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.
     owned = may_write.grads and not (flat_optimizer.runs_user_code or torch.compiler.is_compiling())
     grads = grads._replace(pending=Pending(divisor=scale), owned=owned)
     options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
-    stats = measure(grads, scale, options, all_readable=flat_step.facts.all_readable)
+    stats = measure(grads, scale, options, all_readable=prepared_step.facts.all_readable)
     decision = decide(stats, clip, grads)
     stepped = flat_optimizer.run_step(
-        flat_step, decision.grads, decision.skip_or_none, in_place=may_write.params_and_state
+        prepared_step, decision.grads, decision.skip_or_none, in_place=may_write.params_and_state
     )
     return Stepped(*stepped, decision.skip, decision.grad_norm, decision.grad_amax)

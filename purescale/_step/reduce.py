@@ -136,7 +136,7 @@ def send_mean(mean: WindowMean, grads: Gradients, buffers: Leaves, divisor: Any)
 
 def _sent_for_nan(mean: WindowMean) -> float | None:
     """Return the value that a NaN of a mean is sent as; None if no norm is measured, so that it is
-    sent as it is. It is inf for several microbatches, as with `StatsOptions(is_sum=True)`.
+    sent as it is. It is inf for several microbatches, as with `StatsOptions(nan_norm_is_inf=True)`.
     """
     if mean.options.clip.norm_type is None and not mean.options.rule_traits.takes_amax:
         return None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._grads.clip import check_ordered
 from .._loss_scale.scaling import check_scale
-from .._optim.optimizer import FlatStep
+from .._optim.optimizer import PreparedStep
 from .._optim.step_inputs import flatten_opt_state, make_step_inputs
 from .._step.train_state import StepOptions, TrainState
 from .._torch.tracing import current_eager_mode
@@ -26,8 +26,8 @@ class Start(NamedTuple):
     buffers: FlatTree
     scaler: FlatTree
     step_rng_guard: FlatTree
-    control_leaves: list[Tensor]  # those of scaler, step count, generator and guard
-    flat_step: FlatStep
+    control_leaves: list[Tensor]  # the tensors of scaler, step count, generator and guard
+    prepared_step: PreparedStep
 
     @property
     def num_applied(self) -> Tensor:
@@ -49,18 +49,18 @@ def start_step(state: TrainState, options: StepOptions) -> Start:
     """Return the start of a step. Refuse a state that does not fit the optimizer."""
     optimizer, eager_mode = options.optimizer, current_eager_mode()
     others = state.buffers, state.scaler, (state.step, state.rng, state.guard)
-    flat_step = optimizer.find_step(eager_mode, (state.params, state.opt_state, *others))
-    if flat_step is None:
+    prepared_step = optimizer.find_step(eager_mode, (state.params, state.opt_state, *others))
+    if prepared_step is None:
         params, opt_state = FlatTree.of(state.params), flatten_opt_state(state.opt_state)
         flat_trees = [params, opt_state, *map(FlatTree.of, others)]
         _check(state, options, params)
         inputs = make_step_inputs(optimizer, params, opt_state)
-        flat_step = optimizer.prepare_step(eager_mode, flat_trees, inputs)
-    params, _, buffers, scaler, step_rng_guard = flat_step.trees
+        prepared_step = optimizer.prepare_step(eager_mode, flat_trees, inputs)
+    params, _, buffers, scaler, step_rng_guard = prepared_step.trees
     control_leaves = [*scaler.leaves, *step_rng_guard.leaves]
     if not pytree.are_tensors(control_leaves):
         control_leaves = pytree.all_tensors(control_leaves)
-    return Start(params, buffers, scaler, step_rng_guard, control_leaves, flat_step)
+    return Start(params, buffers, scaler, step_rng_guard, control_leaves, prepared_step)
 
 
 def _check(state: TrainState, options: StepOptions, params: FlatTree) -> None:

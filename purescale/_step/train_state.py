@@ -244,11 +244,7 @@ class StepOptions(NamedTuple):
         same = ("optimizer", "rule", "guard", "on_nonfinite", "bn_update")
         return {
             **{name: getattr(self, name) for name in (*same, "max_retries", "window_size")},
-            **{
-                name: bound
-                for name, bound in self.clip._asdict().items()
-                if name != "tensor_bounds"
-            },
+            **self.clip._asdict(),
             # Its values may be of a rank's data, so only whether there is one must agree.
             "weight_fn": None if self.weight_fn is None else "a function",
         }

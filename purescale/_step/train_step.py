@@ -189,7 +189,9 @@ def _stages(
     """Run the stages of a step in order."""
     memory, may_write = memory_of_step(options, start, microbatches)
     stats_options = StatsOptions(
-        options.clip.norm_type, amax=options.rule_traits.takes_amax, is_sum=len(microbatches) > 1
+        options.clip.norm_type,
+        amax=options.rule_traits.takes_amax,
+        nan_norm_is_inf=len(microbatches) > 1,
     )
     pooled = options.bn_update == "window"
     accumulate = accumulate_with_pooled_statistics if pooled else accumulate_microbatches
@@ -198,7 +200,7 @@ def _stages(
         at_scale = start._replace(scaler=scaler)
         window = accumulate(options, at_scale, microbatches, weights, memory)
         window = reduce_window(window, start)
-        all_readable = start.flat_step.facts.all_readable
+        all_readable = start.prepared_step.facts.all_readable
         stats = measure(window.grads, scaler.tree.scale, stats_options, all_readable=all_readable)
         return Attempt(window, stats, window_flags(window, stats.overflow), scaler)
 
@@ -209,7 +211,7 @@ def _stages(
     # Before anything is overwritten: what rule and guard return may be refused.
     control = advance(options, start, attempt, decision, guard_state)
     stepped = options.optimizer.run_step(
-        start.flat_step,
+        start.prepared_step,
         decision.grads,
         decision.skip_or_none,
         in_place=may_write.params_and_state,

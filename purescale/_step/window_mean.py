@@ -109,5 +109,5 @@ class WindowMean:
             present = self.loss_and_grads.present_params
             zeros = [torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for p in present]
             sums = as_gradients(zeros).tensors
-        params, is_dense = self.loss_and_grads.params, self.loss_and_grads.tensors_are_leaves
+        params, is_dense = self.loss_and_grads.params, self.loss_and_grads.in_leaf_form
         return Gradients(TensorList(sums), params.leaves, is_dense, pending, owned=self.in_place)

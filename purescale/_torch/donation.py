@@ -5,7 +5,7 @@ all_writable  of `StepFacts`, by metadata: each tensor fills a range of memory, 
 can_write     by memory, too: nothing else shares it;  share_no_memory: so for known storages
 MayWrite      the decision of a step (`_step/memory.py`), of all that it is given
 in_place      an argument of an inner function: it writes into what it is given
-owned         of gradients: made here, so that nobody else can see them
+owned         of gradients: made here, or given up, so that nobody else can see them
 """
 
 from __future__ import annotations

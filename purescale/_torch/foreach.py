@@ -125,7 +125,7 @@ def copy_off_graph_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> Non
         listops.copy_([targets[i] for i in indices], [tensors[i] for i in indices])
 
 
-def gather(tensors: Sequence[Tensor]) -> Tensor:
+def flat_view(tensors: Sequence[Tensor]) -> Tensor:
     """Return the elements of tensors of one kind in one flat tensor, each in the order of its
     memory. Without a copy if they are already the `views` of one flat tensor.
     """
@@ -146,7 +146,7 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def views(flat: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of `flat` laid out like these if they are gapless, the inverse of `gather`."""
+    """Return views of `flat` laid out like these if they are gapless, as `flat_view` inverted."""
     parts = torch.split(flat, list(map(Tensor.numel, likes)))
     if are_contiguous(likes):
         return list(map(Tensor.view_as, parts, likes))

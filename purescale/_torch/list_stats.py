@@ -59,7 +59,7 @@ def norm_on_host(tensor_list: TensorList) -> float:
     """
     if tensor_list.any_empty:
         tensor_list = TensorList([tensor for tensor in tensor_list.tensors if tensor.numel()])
-    tensors, kinds = tensor_list.tensors, tensor_list.kinds
+    tensors, kinds = tensor_list.tensors, tensor_list.indices_by_kind
     if len(kinds) == 1 and tensor_list.num_elements <= _FEW:
         return torch.linalg.vector_norm(flattened(tensors), dtype=torch.float64).item()
     lists = [[tensors[i] for i in indices] for indices in kinds]

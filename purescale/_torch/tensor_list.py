@@ -23,10 +23,10 @@ def cached_by_metadata(compute: Callable[[TensorList], Any]) -> Any:
     name = compute.__name__
 
     def get(tensor_list: TensorList) -> Any:
-        values = tensor_list.metadata.values
-        if name not in values:
-            values[name] = compute(tensor_list)
-        return values[name]
+        facts = tensor_list.metadata.facts
+        if name not in facts:
+            facts[name] = compute(tensor_list)
+        return facts[name]
 
     return property(get, doc=compute.__doc__)
 
@@ -63,7 +63,7 @@ class ListMetadata:
     """
 
     def __init__(self, matcher: Callable[[Sequence[Any]], bool] | None = None) -> None:
-        self.values: dict[Hashable, Any] = {}
+        self.facts: dict[Hashable, Any] = {}
         self.matcher = matcher
 
 
@@ -115,7 +115,7 @@ class TensorList:
         return self.devices <= {torch.device("cpu")}
 
     @cached_by_metadata
-    def kinds(self) -> list[list[int]]:
+    def indices_by_kind(self) -> list[list[int]]:
         """The indices of tensors by device and dtype."""
         return by_kind(self.tensors)
 
@@ -135,6 +135,6 @@ class TensorList:
         """Return the tensors with these indices, in rising order."""
         if len(indices) == len(self.tensors):
             return self
-        metadata = self.metadata.values.setdefault(("picked", *indices), ListMetadata())
+        metadata = self.metadata.facts.setdefault(("picked", *indices), ListMetadata())
         picked = list(map(self.tensors.__getitem__, indices))
         return TensorList(picked, metadata, dense_off_graph=self.dense_off_graph)

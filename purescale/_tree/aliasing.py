@@ -15,7 +15,7 @@ from .._tree.leaves import are_plain_dense, is_constant
 from .._tree.pytree import Leaves, Tree
 
 
-def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
+def detach_and_unalias(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
     """Detach leaves, which may be containers that only torch's pytree knows. A leaf is copied if
     its memory is in `taken` or is that of an earlier leaf; if `taken` is None (traced), every leaf
     is. Constants that are not on a graph stay the same objects.
@@ -68,14 +68,8 @@ def copy_aliased_leaves(leaves: Leaves, others: Leaves) -> Leaves:
     """Return the leaves, with copies of those that may share memory with `others` or each other."""
     if traced():
         return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    taken, storages = set(storage_pointers(others)), storage_pointers(leaves)
-    if len(set(storages)) == len(storages) and taken.isdisjoint(storages):
-        return leaves
-    apart = []
-    for leaf, storage in zip(leaves, storages, strict=True):
-        if isinstance(leaf, Tensor) and storage in taken:
-            leaf = leaf.clone()
-            storage = storage_pointer(leaf)
-        taken.add(storage)
-        apart.append(leaf)
+    apart = list(leaves)
+    for index in _repeated(storage_pointers(leaves), set(storage_pointers(others))):
+        if isinstance(apart[index], Tensor):
+            apart[index] = apart[index].clone()
     return apart

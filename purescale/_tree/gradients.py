@@ -38,7 +38,7 @@ class Gradients(NamedTuple):
 
     tensor_list: TensorList  # of the tensors
     templates: Sequence[Any]  # leaves in the form of the results, with None; no Partial placement
-    tensors_are_leaves: bool  # True if the templates are dense and real, so that tensors are leaves
+    in_leaf_form: bool  # True if the templates are dense and real, so that tensors are leaves
     pending: Pending = NOTHING_PENDING
     owned: bool = False  # nobody else can see their memory, so it may be overwritten
 
@@ -56,7 +56,7 @@ class Gradients(NamedTuple):
     @property
     def are_sharded(self) -> bool:
         """True if one of them is the shard of a DTensor."""
-        return not self.tensors_are_leaves and dtensor.any_dtensor(self.templates)
+        return not self.in_leaf_form and dtensor.any_dtensor(self.templates)
 
     @property
     def factor_dtype(self) -> torch.dtype:
@@ -67,7 +67,7 @@ class Gradients(NamedTuple):
 
     def as_leaves(self, results: Sequence[Tensor]) -> list[Any]:
         """Return the results in the form of their leaves: complex, a DTensor, or None for None."""
-        if self.tensors_are_leaves:
+        if self.in_leaf_form:
             return list(results)
         remaining = iter(results)
         return [
@@ -81,7 +81,7 @@ class Gradients(NamedTuple):
         if tensor_list is self.tensor_list:
             return self
         templates = tensor_list.tensors
-        if not self.tensors_are_leaves:
+        if not self.in_leaf_form:
             present_templates = self.present_templates
             templates = [present_templates[index] for index in indices]
         return self._replace(tensor_list=tensor_list, templates=templates)
@@ -90,13 +90,13 @@ class Gradients(NamedTuple):
         """Return them for an optimizer, unscaled and clipped. float16 becomes float32 where it is
         divided, and all half gradients if `wide`: in half precision they would lose bits.
         """
-        grads, (divisor, factor, clip_value) = self.widened() if wide else self, self.pending
-        if divisor is not None:
-            grads = grads.divided(divisor)
-        if factor is not None:
-            grads = grads.multiplied(factor)
-        if clip_value is not None:
-            grads = grads.clamped(clip_value)
+        grads, pending = self.widened() if wide else self, self.pending
+        if pending.divisor is not None:
+            grads = grads.divided(pending.divisor)
+        if pending.factor is not None:
+            grads = grads.multiplied(pending.factor)
+        if pending.clip_value is not None:
+            grads = grads.clamped(pending.clip_value)
         return grads._replace(pending=NOTHING_PENDING)
 
     def widened(self) -> Gradients:

@@ -358,7 +358,7 @@ def _write_halves(masters: list[Tensor], params: list[Tensor], rest: list[Tensor
     """Write `_split` of each master into these tensors."""
     for indices in foreach.by_kind(masters):
         some = [masters[i] for i in indices]
-        bits = _bits(foreach.gather(some))
+        bits = _bits(foreach.flat_view(some))
         halves = _upper_half(bits), bits.to(torch.int16)
         for targets, half in zip((params, rest), halves, strict=True):
             foreach.copy_([targets[i] for i in indices], foreach.views(half, some))

@@ -189,7 +189,7 @@ def _rounded_together(
     `rows`: for each tensor its size, the number of its first element less the elements before it,
     and its leaf.
     """
-    flat = foreach.gather(tensors)
+    flat = foreach.flat_view(tensors)
     sizes, firsts, leaves = rows
     index = torch.repeat_interleave(sizes, output_size=flat.numel())
     numbers = torch.arange(flat.numel(), device=flat.device) + firsts[index]

@@ -42,7 +42,7 @@ def advance(
         old, new, _ = matching_leaves(start.guard, guard_state, *names)
         guard = select_masked(decision.skip & ~decision.rejected, old, new)
     scaler = _next_scaler(options, start.scaler, attempt, decision)
-    step = start.num_applied + (1 if decision.known_applied else ~decision.skip)
+    step = start.step + (1 if decision.known_applied else ~decision.skip)
     generator = [] if isinstance(attempt.rng, tuple) else [attempt.rng]
     return [*scaler, step, *generator, *guard]
 
@@ -89,7 +89,7 @@ def _next_scaler(
     options: StepOptions, before: FlatTree, attempt: Attempt, decision: Decision
 ) -> Leaves:
     """Return the leaves of the loss scale after the step."""
-    used, overflow, rule = attempt.flat_scaler.tree, decision.overflow, options.rule
+    used, overflow, rule = attempt.scaler.tree, decision.overflow, options.rule
     on_host = decision.known_applied and options.rule_traits.is_dynamic
     if on_host and may_update_on_host(used, overflow):
         return list(update_on_host(rule, used, overflow=False))  # type: ignore[arg-type]

@@ -69,7 +69,7 @@ class Outputs(NamedTuple):
 class LossAndGrads:
     """The loss, the gradients and the new buffers of each microbatch of a step.
 
-    Work that is the same for all microbatches is done once. Results are apart from `storages`, if
+    Work that is the same for all microbatches is done once. Results are apart from `pointers`, if
     they are known. If it is `differentiable`, the gradients stay on the graph.
     """
 
@@ -81,7 +81,7 @@ class LossAndGrads:
         scaler: FlatTree,
         loss_fn: LossFn,
         eager_mode: EagerMode | None,
-        storages: Set[int | None] | None = None,
+        pointers: Set[int | None] | None = None,
         *,
         differentiable: bool = False,
     ) -> None:
@@ -97,7 +97,7 @@ class LossAndGrads:
         if eager_mode is None and self.owns_gradients:
             refuse_graph_end()
             self.in_make_fx = recorded_by_make_fx()
-        self.storages = storages if self.owns_gradients else None
+        self.pointers = pointers if self.owns_gradients else None
         if not is_dense:
             self.in_leaf_form = are_plain_dense(params.leaves)
             self.sharded = dtensor.any_dtensor(self.present_params)
@@ -160,14 +160,14 @@ class LossAndGrads:
         return self._result(list(grads), private.pytree.tree_unflatten(leaves, structure))
 
     def _result(self, grads: Leaves, outputs: Outputs) -> MicrobatchResult:
-        storages, aux = self.storages, outputs.aux
-        detached = detach_and_unalias([outputs.loss, *outputs.buffers], storages)
+        pointers, aux = self.pointers, outputs.aux
+        detached = detach_and_unalias([outputs.loss, *outputs.buffers], pointers)
         loss, *buffers = detached
         if aux:
             leaves, structure = pytree.flatten(aux)
-            if storages is not None:
-                storages = {*storages, *donation.storage_pointers(detached)}
-            aux = structure.unflatten(detach_and_unalias(leaves, storages))
+            if pointers is not None:
+                pointers = {*pointers, *donation.storage_pointers(detached)}
+            aux = structure.unflatten(detach_and_unalias(leaves, pointers))
         if grads:
             grads = self.layout.with_none(grads)
         return MicrobatchResult(grads, loss, buffers, aux)

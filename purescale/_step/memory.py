@@ -61,9 +61,9 @@ def memory_of_step(
         read_only += start.control_leaves
     pointers = pointers_of_each([*[tensor_list.tensors for tensor_list in lists], read_only])
     memory = ArgumentMemory.of(pointers, batch)
-    if memory.storages is not None and not start.params.tensor_list.dense_off_graph:
+    if memory.pointers is not None and not start.params.tensor_list.dense_off_graph:
         # Constant buffers, and parameters before a lazy negation was resolved.
-        memory.storages.update(storage_pointers([*start.params.leaves, *start.buffers.leaves]))
+        memory.pointers.update(storage_pointers([*start.params.leaves, *start.buffers.leaves]))
     if not donate:
         return memory, MayWrite()
     params_and_state, buffers_too, control = can_write_each(lists, read_only, pointers)

@@ -103,7 +103,7 @@ def accumulate_microbatches(
         scaler,
         options.loss_fn,
         start.prepared_step.eager_mode,
-        memory.storages,
+        memory.pointers,
         differentiable=differentiable,
     )
     if options.group is not None and (loss_and_grads.keeps_graph or under_derivative()):
@@ -207,10 +207,10 @@ def _microbatch_of(
 ) -> Any:
     """Return the microbatch of a function in the window."""
     microbatch = make()
-    if loss_and_grads.storages is not None and memory.storages is not None:
+    if loss_and_grads.pointers is not None and memory.pointers is not None:
         # What a loss returns must not share its memory: a function may keep what it has made.
         pointers = storage_pointers(pytree.all_tensors(microbatch))
-        loss_and_grads.storages = {*memory.storages, *pointers}
+        loss_and_grads.pointers = {*memory.pointers, *pointers}
     return microbatch
 
 

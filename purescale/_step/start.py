@@ -30,7 +30,7 @@ class Start(NamedTuple):
     prepared_step: PreparedStep
 
     @property
-    def num_applied(self) -> Tensor:
+    def step(self) -> Tensor:
         """The number of applied steps."""
         return self.step_rng_guard.tree[0]
 

@@ -94,8 +94,8 @@ def init_train_state(
     traits_of_rule(rule)
     if guard is not None:
         check_is_guard(guard)
-    weights = pytree.tensors(params)
-    if not weights:
+    tensors = pytree.tensors(params)
+    if not tensors:
         raise ValueError(
             f"params has no tensor: {params!r}. Fix: `apply, params, "
             "buffers = make_functional(model)`."
@@ -103,10 +103,10 @@ def init_train_state(
     if rng is not None and not (isinstance(rng, Tensor) and rng.dtype is torch.uint8):
         raise TypeError(
             f"rng must be the state of a generator, a uint8 tensor, got {type(rng).__name__}. "
-            f"Fix: rng=torch.Generator({weights[0].device.type!r}).manual_seed(0).get_state()."
+            f"Fix: rng=torch.Generator({tensors[0].device.type!r}).manual_seed(0).get_state()."
         )
     reject_autograd_history(params=params, buffers=buffers)
-    device = weights[0].device
+    device = tensors[0].device
     return TrainState(
         params=pytree.clone(params),
         buffers=pytree.clone(buffers),

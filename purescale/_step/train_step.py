@@ -216,7 +216,7 @@ def _stages(
         decision.skip_or_none,
         in_place=may_write.params_and_state,
     )
-    scale = attempt.flat_scaler.tree.scale.clone()  # `assemble` may write into it
+    scale = attempt.scaler.tree.scale.clone()  # `assemble` may write into it
     info = StepInfo(
         loss=window.loss,
         found_inf=decision.skip,

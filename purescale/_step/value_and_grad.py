@@ -110,7 +110,7 @@ def _value_and_grad(
     memory = donation.ArgumentMemory.of(donation.pointers_of_each([arguments]), batch)
     before = versions(memory.microbatches)
     loss_and_grads = LossAndGrads(
-        flat_params, layout, flat_buffers, flat_scaler, loss_fn, eager_mode, memory.storages
+        flat_params, layout, flat_buffers, flat_scaler, loss_fn, eager_mode, memory.pointers
     )
     out = loss_and_grads(flat_buffers.leaves, microbatch)
     check_unwritten(memory.microbatches, before)

@@ -81,7 +81,7 @@ class Attempt(NamedTuple):
     window: WindowResult
     stats: GradStats
     flags: WindowFlags | None  # None if only the mean was measured
-    flat_scaler: FlatTree  # the state that scaled it
+    scaler: FlatTree  # the state that scaled it
     rng: Any = ()  # the next state of the generator
     retries: int = 0  # how often the step ran its window again
 

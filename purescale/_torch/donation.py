@@ -93,10 +93,10 @@ def can_write_each(
     of_lists = list(map(_of_nonempty, lists, of_lists))
     if share_no_memory(list(itertools.chain(*of_lists)), of_others):
         return allowed
-    for index, storages in enumerate(of_lists):
+    for index, of_list in enumerate(of_lists):
         rest = [other for place, other in enumerate(of_lists) if place != index]
         others_too = list(itertools.chain(of_others, *rest))
-        allowed[index] = allowed[index] and share_no_memory(storages, others_too)
+        allowed[index] = allowed[index] and share_no_memory(of_list, others_too)
     return allowed
 
 
@@ -144,7 +144,8 @@ class ArgumentMemory(NamedTuple):
     into a microbatch is seen.
     """
 
-    storages: set[int | None] | None  # None while tracing, where they cannot be compared
+    # of the storages of the arguments; None while tracing, where they cannot be compared
+    pointers: set[int | None] | None
     microbatches: list[Tensor]  # the tensors in them; empty while tracing
 
     @classmethod

@@ -21,12 +21,12 @@ def detach_and_unalias(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
     is. Constants that are not on a graph stay the same objects.
     """
     if taken is not None and pytree.are_tensors(leaves):
-        storages = storage_pointers(leaves)
-        apart = len(set(storages)) == len(storages) and taken.isdisjoint(storages)
+        pointers = storage_pointers(leaves)
+        apart = len(set(pointers)) == len(pointers) and taken.isdisjoint(pointers)
         # Some are shared if a loss returns the buffers that it was given.
         if apart or are_plain_dense(leaves):
             detached = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
-            shared = [] if apart else _repeated(storages, {*taken})
+            shared = [] if apart else _repeated(pointers, {*taken})
             copies = foreach.clone([detached[index] for index in shared]) if shared else []
             for index, copy in zip(shared, copies, strict=True):
                 detached[index] = copy
@@ -46,13 +46,13 @@ def detach_and_unalias(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
     return [private.pytree.tree_map(detach, leaf) for leaf in leaves]
 
 
-def _repeated(storages: list[int | None], seen: set[int | None]) -> list[int]:
-    """Return the indices of storages that are in `seen` or occur earlier, and add all to `seen`."""
+def _repeated(pointers: list[int | None], seen: set[int | None]) -> list[int]:
+    """Return the indices of pointers that are in `seen` or occur earlier, and add all to `seen`."""
     repeated = []
-    for index, storage in enumerate(storages):
-        if storage in seen:
+    for index, pointer in enumerate(pointers):
+        if pointer in seen:
             repeated.append(index)
-        seen.add(storage)
+        seen.add(pointer)
     return repeated
 
 

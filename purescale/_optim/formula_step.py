@@ -234,10 +234,9 @@ def _split_column(joined: Tensor, tensors: list[Tensor], likes: list[Tensor]) ->
     return foreach.split_like(joined, tensors, likes)
 
 
-_NO_LR = {"lr": 0.0}  # the names and shapes of slots do not depend on it
-
-
 # ---- the slots -----------------------------------------------------------------------------------
+
+_NO_LR = {"lr": 0.0}  # the names and shapes of slots do not depend on it
 
 
 class SlotSpec:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from helpers import Untouched, assert_close, in_processes, small_net
 from hypothesis import given
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import purescale as ps
 from purescale._distributed.collectives import describe_setting
@@ -297,6 +298,36 @@ assert group() is None
 
 def test_an_eager_step_keeps_no_process_group_that_was_destroyed():
     subprocess.run([sys.executable, "-c", GROUP_THAT_ENDS], check=True)
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_the_derivative_of_clipping_is_the_same_with_a_group(world):
+    slopes = []
+    for group in (None, world):
+        w = torch.tensor([3.0, 4.0], requires_grad=True)
+        clipped, _ = ps.clip_by_global_norm([w], 1.0, group=group)
+        slopes += torch.autograd.grad(clipped[0].sum(), w)
+    assert_close(slopes[1], slopes[0])
+    assert_close(slopes[0], torch.tensor([0.032, -0.024]), atol=1e-5, rtol=0)
+
+
+def test_a_recorded_reduction_waits_for_its_result(world):
+    def reduced(flag, grad):
+        return ps.all_reduce_found_inf(flag, world), ps.all_reduce_grads([grad], world, check=False)
+
+    recorded = make_fx(reduced)(torch.tensor(True), torch.ones(33))
+    names = [str(node.target) for node in recorded.graph.nodes]
+    assert sum("wait_tensor" in name for name in names) == 2
+    assert not any("c10d.allreduce_" in name for name in names)
+    found_inf, [mean] = recorded(torch.tensor(False), torch.full((33,), 3.0))
+    assert not found_inf
+    assert_close(mean, torch.full((33,), 3.0))
 
 
 # ---- settings as text ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from .._distributed.process_group import Group, naming_other_ranks
 from .._torch import dtensor, private
 from .._torch.dtypes import real_dtype, wide_dtype
 from .._torch.foreach import is_gapless
-from .._torch.tracing import traced
+from .._torch.tracing import recorded_by_make_fx, traced
 from .._tree.leaves import as_dense_real
 from .._tree.pytree import Leaves
 
@@ -44,6 +44,7 @@ class Reduction:
     ) -> None:
         self.like, self.divisor, self.group = like, divisor, group
         self.keep_strides = keep_strides
+        self.is_recorded = traced() or recorded_by_make_fx()
         self.buckets: list[list[int]] = []
         filling: dict[Any, tuple[list[int], float]] = {}
         dtensor_class = dtensor.dtensor_class()
@@ -83,7 +84,7 @@ class Reduction:
         dtype = real_dtype(wide_dtype(self.like[index].dtype))
         divisor: Tensor | float = self.divisor
         divisor = divisor.to(dtype) if isinstance(divisor, Tensor) else divisor
-        if traced():
+        if self.is_recorded:
             part = torch.div(values.to(dtype), divisor)
             self.parts[index] = part if nan is None else part.nan_to_num(nan, math.inf, math.inf)
         else:
@@ -106,7 +107,7 @@ class Reduction:
             if work is not None:
                 with naming_other_ranks():
                     work.wait()
-            if traced():
+            if self.is_recorded:
                 sums = torch.split(row, [self.parts[index].numel() for index in indices])
                 for index, part in zip(indices, sums, strict=True):
                     self.parts[index] = part.view(self.parts[index].shape)
@@ -154,7 +155,7 @@ class Reduction:
     def _send(self, bucket: int) -> None:
         """Start the all-reduce of a full bucket."""
         work: Any = None
-        if traced():
+        if self.is_recorded:
             row = torch.cat([self.parts[index].reshape(-1) for index in self.buckets[bucket]])
             self.rows[bucket] = private.all_reduce(row, "sum", self.group)
         elif self.rows[bucket].numel():

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.dtensor import arrived
-from .._torch.tracing import refuse_in_capture, traced
+from .._torch.tracing import (
+    is_on_a_graph,
+    recorded_by_make_fx,
+    refuse_in_capture,
+    traced,
+)
 from .._tree.scalars import short_repr
 
 if TYPE_CHECKING:
@@ -33,15 +38,16 @@ def all_reduce(tensor: Tensor, op: str, group: Group | str | None) -> Tensor:
         # Inductor (torch 2.13) reduces a result of torch.cat in place, although the inputs of
         # torch.cat share its memory: read again, they are the sum. A negation has its own memory.
         return -private.all_reduce(-tensor, "min" if op == "max" else op, group)
+    recorded = traced() or recorded_by_make_fx() or is_on_a_graph([tensor])
     with naming_other_ranks():
-        if isinstance(group, str) or traced():
-            # Waited for here, because a view of a pending result would not wait for it.
-            return arrived(private.all_reduce(tensor, op, group))
-        # It loads no compiler, as the functional collectives do, which then keeps the group for
-        # good; and a group that is kept may abort a process that ends (pytorch/pytorch#190489).
-        total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, getattr(dist.ReduceOp, op.upper()), group)
-    return total
+        if type(tensor) is Tensor and isinstance(group, dist.ProcessGroup) and not recorded:
+            # It loads no compiler, as the functional collectives do, which then keeps the group for
+            # good; and a group that is kept may abort a process that ends (pytorch/pytorch#190489).
+            total = tensor.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, getattr(dist.ReduceOp, op.upper()), group)
+            return total
+        # Waited for here, because a view of a pending result would not wait for it.
+        return arrived(private.all_reduce(tensor, op, group))
 
 
 @contextmanager

@@ -80,6 +80,10 @@ def writable_arguments(
     """Return what a step may overwrite of its donated arguments."""
     inputs = prepared_step.inputs
     lists = [_replaced(inputs), grads.tensor_list]
+    if prepared_step.facts.all_writable:
+        tensors = [*lists[0].tensors, *lists[1].tensors]
+        if share_no_memory(storage_pointers(tensors), storage_pointers(read_only)):
+            return MayWrite(params_and_state=True, grads=True)
     params_and_state, grads_too = can_write_each(lists, read_only)
     params_and_state = params_and_state and not _on_graph(optimizer, inputs)
     return MayWrite(params_and_state, grads=grads_too)

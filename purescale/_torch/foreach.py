@@ -18,7 +18,13 @@ from torch import Tensor
 from .._torch import private
 from .._torch.dtypes import largest_within, on_device, saturating, unscaled_dtype, wide_dtype
 from .._torch.private import listops
-from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
+from .._torch.tracing import (
+    PLAIN_TYPES,
+    host_can_read,
+    is_on_a_graph,
+    traced,
+    under_transform,
+)
 
 
 def can_use_foreach(tensors: Sequence[Tensor]) -> bool:
@@ -396,7 +402,8 @@ def scale_(tensors: Sequence[Tensor], number: float) -> None:
     """
     operand: float | Tensor = number
     dtypes = {tensor.dtype for tensor in tensors}
-    if dtypes in ({torch.float32}, {torch.float64}) and tensors[0].is_cpu:
+    on_cpu = all([type(t) in PLAIN_TYPES and t.is_cpu for t in tensors])  # a FakeTensor is not
+    if on_cpu and dtypes in ({torch.float32}, {torch.float64}):
         operand = torch.full((), number, dtype=dtypes.pop(), device="cpu")
     listops.mul_(tensors, operand)
 

@@ -19,6 +19,7 @@ from .._torch.tracing import is_differentiated, traced
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import describe
+from .._tree.matching import matching_leaves
 from .._tree.pytree import Leaves, Tree
 from .._tree.select import select_masked, write_over
 
@@ -98,7 +99,8 @@ class Wrapper(FlatOptimizer):
         """
         self.check_state(inputs)
         pieces = [Piece(None, self.flat_optimizer.plan(self._as_decoded(inputs)))]
-        cuts = _cuts(inputs, cut_leaves=self.elementwise is True) if self._inner_skips() else []
+        can_cut = self._inner_skips() and not traced()
+        cuts = _cuts(inputs, cut_leaves=self.elementwise is True) if can_cut else []
         if len(cuts) > 1:
             decoded = map(self._as_decoded, _inputs_of_pieces(inputs, cuts))
             pieces = list(map(Piece, cuts, map(self.flat_optimizer.plan, decoded)))
@@ -114,12 +116,12 @@ class Wrapper(FlatOptimizer):
 
     def _inner_skips(self) -> bool:
         """Return True if the inner optimizer itself chooses between old and new, in place: a class
-        of torch or a formula, in an eager step without a derivative.
+        of torch or a formula, in a step without a derivative.
         """
         inner: FlatOptimizer = self
         while isinstance(inner, Wrapper):
             inner = inner.flat_optimizer
-        if self.differentiable or traced():
+        if self.differentiable or torch.compiler.is_compiling():
             return False
         return isinstance(inner, FormulaOptimizer)
 
@@ -131,7 +133,7 @@ class Wrapper(FlatOptimizer):
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step with unscaled gradients."""
         [piece] = inputs.plan
-        return self._step_piece(piece, inputs, grads)
+        return self._step_piece(piece, inputs, grads)[0]
 
     def step_unless(
         self,
@@ -149,6 +151,16 @@ class Wrapper(FlatOptimizer):
         if is_whole or not self._inner_skips():
             return super().step_unless(inputs, grads, skip, in_place=in_place)
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
+        if traced():
+            unscaled = grads.apply_pending(wide=self.wide_grads)
+            new, chosen = self._step_piece(pieces[0], inputs, unscaled, skip)
+            before, after, structure = matching_leaves(old, new, "old", "new")
+            done = set(map(id, chosen))
+            leaves = [
+                b if id(b) in done else select_masked(flag, [a], [b])[0]
+                for a, b in zip(before, after, strict=True)
+            ]
+            return structure.unflatten(leaves)
         with torch.no_grad():
             inputs = _off_graph(inputs, copy=self.runs_user_code or not in_place)
             cuts = [piece.cut for piece in pieces if piece.cut is not None]
@@ -159,7 +171,7 @@ class Wrapper(FlatOptimizer):
                 )
                 leaves = pytree.flatten((own_inputs.params, own_inputs.opt_state))[0]
                 unscaled = own_grads.apply_pending(wide=self.wide_grads)
-                stepped = self._step_piece(piece, own_inputs, unscaled, skip, in_place=True)
+                stepped = self._step_piece(piece, own_inputs, unscaled, skip, in_place=True)[0]
                 results = pytree.flatten(stepped)[0]
                 pairs = [(a, b) for a, b in zip(leaves, results, strict=True) if a is not b]
                 select_masked(flag, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
@@ -174,16 +186,16 @@ class Wrapper(FlatOptimizer):
         skip: Tensor | None = None,
         *,
         in_place: bool = False,
-    ) -> tuple[list[Tensor], Tree]:
+    ) -> tuple[tuple[list[Tensor], Tree], Leaves]:
         """Return parameters and state after a step with unscaled gradients: decoded, stepped and
-        encoded.
+        encoded; and the leaves of what the inner step returned.
         """
         if self.rounds and traced() and not torch.compiler.is_dynamo_compiling():
             self._reject_derivatives([inputs.params, inputs.opt_state, grads.tensors])
         with self.grad_mode():
             inner = self.decode(inputs)._replace(plan=piece.plan)
             stepped = self.flat_optimizer.step_unless(inner, grads, skip, in_place=in_place)
-            return self.encode(inputs, *stepped)
+            return self.encode(inputs, *stepped), pytree.flatten(stepped)[0]
 
     def _reject_derivatives(self, trees: Tree) -> None:
         """Refuse a derivative through rounding, which would come out as zeros."""

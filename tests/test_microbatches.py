@@ -31,8 +31,6 @@ from helpers import (
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 import purescale as ps
 from purescale._step import backward, window_mean
 from purescale.testing import assert_vmap_equals_loop
@@ -900,16 +898,3 @@ def test_a_window_that_drops_takes_every_scale(exponent):
     new, _ = ps.train_step(state, [1.0, 3.0], on_nonfinite="drop_microbatch", **settings)
     if exponent > -130:  # below that a gradient of 2**-8 underflows
         assert new.params["w"].tolist() == [1 - 2.0**-7] * 4
-
-
-def test_a_window_of_fake_tensors_runs_outside_of_their_mode():
-    sgd = ps.from_torch(torch.optim.SGD, lr=0.1)
-    with FakeTensorMode():
-        state = ps.init_train_state({"w": torch.ones(5)}, {}, sgd, RULE)
-        window = [torch.ones(5)] * 2
-    new, _ = ps.train_step(state, window, loss_fn=dot_loss, optimizer=sgd, rule=RULE)
-    assert new.params["w"].shape == (5,)
-
-
-def dot_loss(params, buffers, x):
-    return (params["w"] * x).sum(), buffers

@@ -31,6 +31,7 @@ from helpers import (
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
+
 import purescale as ps
 from purescale._step import backward, window_mean
 from purescale.testing import assert_vmap_equals_loop

@@ -14,7 +14,7 @@ from .._distributed.process_group import Group, naming_other_ranks
 from .._torch import dtensor, private
 from .._torch.dtypes import real_dtype, wide_dtype
 from .._torch.foreach import is_gapless
-from .._torch.tracing import recorded_by_make_fx, traced
+from .._torch.tracing import inside_a_graph
 from .._tree.leaves import as_dense_real
 from .._tree.pytree import Leaves
 
@@ -44,7 +44,7 @@ class Reduction:
     ) -> None:
         self.like, self.divisor, self.group = like, divisor, group
         self.keep_strides = keep_strides
-        self.is_recorded = traced() or recorded_by_make_fx()
+        self.is_recorded = inside_a_graph()
         self.buckets: list[list[int]] = []
         filling: dict[Any, tuple[list[int], float]] = {}
         dtensor_class = dtensor.dtensor_class()

@@ -14,12 +14,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.dtensor import arrived
-from .._torch.tracing import (
-    is_on_a_graph,
-    recorded_by_make_fx,
-    refuse_in_capture,
-    traced,
-)
+from .._torch.tracing import PLAIN_TYPES, inside_a_graph, is_on_a_graph, refuse_in_capture
 from .._tree.scalars import short_repr
 
 if TYPE_CHECKING:
@@ -38,9 +33,9 @@ def all_reduce(tensor: Tensor, op: str, group: Group | str | None) -> Tensor:
         # Inductor (torch 2.13) reduces a result of torch.cat in place, although the inputs of
         # torch.cat share its memory: read again, they are the sum. A negation has its own memory.
         return -private.all_reduce(-tensor, "min" if op == "max" else op, group)
-    recorded = traced() or recorded_by_make_fx() or is_on_a_graph([tensor])
+    recorded = inside_a_graph() or is_on_a_graph([tensor])
     with naming_other_ranks():
-        if type(tensor) is Tensor and isinstance(group, dist.ProcessGroup) and not recorded:
+        if type(tensor) in PLAIN_TYPES and isinstance(group, dist.ProcessGroup) and not recorded:
             # It loads no compiler, as the functional collectives do, which then keeps the group for
             # good; and a group that is kept may abort a process that ends (pytorch/pytorch#190489).
             total = tensor.clone(memory_format=torch.contiguous_format)

@@ -19,7 +19,6 @@ from .._jit.jit import (
     Jitted,
     check_arguments,
     form_of,
-    inside_a_graph,
     name_of,
     resolved,
     settings_of_torch,
@@ -30,7 +29,7 @@ from .._jit.pure_graph import explained
 from .._torch import foreach, private
 from .._torch.donation import storage_pointer
 from .._torch.reads import ReadError, is_read, read_error
-from .._torch.tracing import PLAIN_TYPES, captured, capturing
+from .._torch.tracing import PLAIN_TYPES, captured, capturing, inside_a_graph
 from .._tree import pytree
 from .._tree.cache import MetadataCache
 from .._tree.matching import device_of, matching_leaves

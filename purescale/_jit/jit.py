@@ -17,7 +17,7 @@ from .._jit.pure_graph import PureGraph, compiled, trace
 from .._torch import private
 from .._torch.autocast import active_autocast, outside_autocast
 from .._torch.donation import can_write, storage_pointers
-from .._torch.tracing import PLAIN_TYPES, recorded_by_make_fx, refuse_graph_end, traced
+from .._torch.tracing import PLAIN_TYPES, inside_a_graph, refuse_graph_end
 from .._tree import pytree
 from .._tree.cache import MetadataCache
 from .._tree.hints import hint_keywords
@@ -226,11 +226,6 @@ class Jitted:
 def name_of(fn: Callable[..., Tree]) -> str:
     """Return the name of a function in warnings."""
     return getattr(fn, "__qualname__", None) or short_repr(fn)
-
-
-def inside_a_graph() -> bool:
-    """Return True in a trace or a transform, of which a function is a part."""
-    return traced() or recorded_by_make_fx()
 
 
 def resolved(tensors: list[Tensor]) -> list[Tensor]:

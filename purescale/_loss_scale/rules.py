@@ -64,8 +64,10 @@ class RuleTraits(NamedTuple):
     is_dynamic: bool = False  # `update` is that of `DynamicScale`
 
 
-def traits_of_rule(rule: Any) -> RuleTraits:
-    """Refuse an object that is not a rule, and an `update` that does not match `takes_amax`."""
+def check_rule(rule: Any) -> RuleTraits:
+    """Refuse an object that is not a rule, and an `update` that does not match `takes_amax`. Return
+    the traits of a rule.
+    """
     wants_amax = takes_amax(rule)
     if not torch.compiler.is_dynamo_compiling():
         update = getattr(type(rule), "update", None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._jit.jit import Jitted, jit
 from .._jit.scan_steps import pair_of
 from .._loss_scale.headroom import grad_amax
-from .._loss_scale.rules import HasScale, NoScale, Rule, call_rule, takes_amax, traits_of_rule
+from .._loss_scale.rules import HasScale, NoScale, Rule, call_rule, check_rule, takes_amax
 from .._loss_scale.scaling import unscale_and_check
 from .._runs.kept_states import KeptStates, Moment, plan, steps_to_keep
 from .._step.retry import Generators, backed_off
@@ -519,4 +519,4 @@ def _check(step: Any, items: Any, rule: Any) -> None:
     if not len(items):
         raise ValueError("items is empty; a run has at least one step.")
     if rule is not None:
-        traits_of_rule(rule)
+        check_rule(rule)

@@ -244,6 +244,7 @@ class LossAndGrads:
                 "buffers",
                 "new_buffers",
                 _ONE_SHAPE,
+                flat=self.buffers,
             )[1]
         wide = wide_loss(loss, self.scale)
         wide = wide.reshape(()) if wide.ndim else wide

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
 from .._grads.clip import Clip
-from .._loss_scale.rules import Rule, RuleTraits, State, StaticScale, traits_of_rule
+from .._loss_scale.rules import Rule, RuleTraits, State, StaticScale, check_rule
 from .._optim.optimizer import FlatOptimizer, Optimizer, check_optimizer
 from .._step.loss_and_grads import LossFn
 from .._step.spike_guard import Guard, check_is_guard
@@ -91,7 +91,7 @@ def init_train_state(
         (tensor(0), tensor(65536.))
     """
     check_optimizer(optimizer)
-    traits_of_rule(rule)
+    check_rule(rule)
     if guard is not None:
         check_is_guard(guard)
     tensors = pytree.tensors(params)

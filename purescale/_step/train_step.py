@@ -12,7 +12,7 @@ from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
 from .._grads.clip import as_clip
 from .._grads.measure import StatsOptions, measure
-from .._loss_scale.rules import Rule, traits_of_rule
+from .._loss_scale.rules import Rule, check_rule
 from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.agree import check_on_all_ranks
 from .._step.assemble import advance, assemble
@@ -169,7 +169,7 @@ def train_step(
             donate=donate,
             guard=guard,
             window_size=window_size,
-            rule_traits=traits_of_rule(rule),
+            rule_traits=check_rule(rule),
         )
         check_options(options)
         _check_arguments(state, microbatches, options)

@@ -14,7 +14,7 @@ from .._step.train_state import StepOptions
 from .._step.window_result import MicrobatchWeights
 from .._torch import donation
 from .._torch.dtypes import wide_dtype
-from .._torch.foreach import scale_, weighted_sum
+from .._torch.foreach import multiply_by_number_, weighted_sum
 from .._torch.private import listops
 from .._torch.tensor_list import TensorList
 from .._tree.gradients import NOTHING_PENDING, Gradients, Pending, as_gradients
@@ -93,7 +93,7 @@ class WindowMean:
         if self.in_place and not isinstance(share, Tensor):  # in place, and off every graph
             if sums is None:
                 sums = [t.to(wide_dtype(t.dtype)) for t in new]
-                scale_(sums, share)
+                multiply_by_number_(sums, share)
             else:
                 listops.add_(sums, new, alpha=share)
             return sums
@@ -102,12 +102,12 @@ class WindowMean:
 
     def result(self) -> Gradients:
         """Return the mean: zeros if nothing counted."""
-        sums, pending = self.sums, Pending(divisor=self.scale)
+        sums, pending, source = self.sums, Pending(divisor=self.scale), self.loss_and_grads
         if self.accum is not None:
             sums, pending = self.accum.grads, NOTHING_PENDING
         elif sums is None:
-            present = self.loss_and_grads.present_params
+            present = source.present_params
             zeros = [torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for p in present]
             sums = as_gradients(zeros).tensors
-        params, is_dense = self.loss_and_grads.params, self.loss_and_grads.in_leaf_form
-        return Gradients(TensorList(sums), params.leaves, is_dense, pending, owned=self.in_place)
+        templates, in_leaf_form = source.params.leaves, source.in_leaf_form
+        return Gradients(TensorList(sums), templates, in_leaf_form, pending, owned=self.in_place)

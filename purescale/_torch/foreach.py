@@ -18,13 +18,7 @@ from torch import Tensor
 from .._torch import private
 from .._torch.dtypes import largest_within, on_device, saturating, unscaled_dtype, wide_dtype
 from .._torch.private import listops
-from .._torch.tracing import (
-    PLAIN_TYPES,
-    host_can_read,
-    is_on_a_graph,
-    traced,
-    under_transform,
-)
+from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 
 
 def can_use_foreach(tensors: Sequence[Tensor]) -> bool:
@@ -396,14 +390,13 @@ def overwrite(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
 _IN_RANGE = 2.0**-100  # above it no bit of a factor is lost in float32
 
 
-def scale_(tensors: Sequence[Tensor], number: float) -> None:
+def multiply_by_number_(tensors: Sequence[Tensor], number: float) -> None:
     """Multiply tensors by a number, in place. On a CPU torch would wrap it once for each, in three
     times the time.
     """
     operand: float | Tensor = number
     dtypes = {tensor.dtype for tensor in tensors}
-    on_cpu = all([type(t) in PLAIN_TYPES and t.is_cpu for t in tensors])  # a FakeTensor is not
-    if on_cpu and dtypes in ({torch.float32}, {torch.float64}):
+    if dtypes in ({torch.float32}, {torch.float64}) and host_can_read(tensors):
         operand = torch.full((), number, dtype=dtypes.pop(), device="cpu")
     listops.mul_(tensors, operand)
 
@@ -444,7 +437,7 @@ def weighted_sum(
             if scale is not None and _IN_RANGE < number / scale.item() < 1 / _IN_RANGE:
                 number, scale = number / scale.item(), None  # a pass less
             if keep is not None:
-                scale_(sums, keep.item())
+                multiply_by_number_(sums, keep.item())
             listops.add_(sums, new if scale is None else divide(new, scale), alpha=number)
             return sums
         new = new if scale is None else divide(new, scale)

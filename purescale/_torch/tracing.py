@@ -132,6 +132,11 @@ def recorded_by_make_fx() -> bool:
     return module is not None and module.get_proxy_mode() is not None
 
 
+def inside_a_graph() -> bool:
+    """Return True in a trace or a transform, of which a call is a part."""
+    return traced() or recorded_by_make_fx()
+
+
 def is_unresolved(tensor: Tensor) -> bool:
     """Return True if a negation or conjugation is pending, which torch's kernels ignore."""
     return not torch.compiler.is_compiling() and (tensor.is_neg() or tensor.is_conj())
@@ -169,7 +174,7 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
     """Return True if reading these tensors does not wait, and no graph is recorded that would miss
     what it decides: on a CPU, in eager mode, without subclasses that may hold no values.
     """
-    if _as_an_accelerator or traced() or recorded_by_make_fx():
+    if _as_an_accelerator or inside_a_graph():
         return False
     return all(set(map(type, x)) <= PLAIN_TYPES and all(map(_is_cpu, x)) for x in lists)
 

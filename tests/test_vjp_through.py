@@ -651,7 +651,7 @@ def test_a_wrt_without_floating_leaves_is_passed_on():
     assert (run.value, run.wrt) == (6, ())
 
 
-def test_runs_in_threads_with_their_own_generators_have_the_bits_of_runs_alone():
+def test_runs_in_threads_with_their_own_generators_draw_as_runs_alone():
     rngs = [torch.Generator().manual_seed(seed).get_state() for seed in range(4)]
     tasks = [task(net(nn.Dropout(0.3)), rng=rng) for rng in rngs]
 
@@ -661,7 +661,8 @@ def test_runs_in_threads_with_their_own_generators_have_the_bits_of_runs_alone()
 
     alone = list(map(derive, tasks))
     with ThreadPoolExecutor(4) as pool:
-        assert same_bits(list(pool.map(derive, tasks)), alone)
+        # not the bits: on some CPUs a product of matrices rounds otherwise in another thread
+        torch.testing.assert_close(list(pool.map(derive, tasks)), alone, rtol=1e-5, atol=1e-6)
 
 
 def test_a_bar_shows_the_steps_that_are_pulled_back(capfd):

@@ -195,7 +195,7 @@ from ._batch_norm.bn_stats import accumulate_bn_stats as accumulate_bn_stats
 from ._batch_norm.bn_stats import merge_bn_stats as merge_bn_stats, bn_buffers as bn_buffers
 from ._batch_norm.precise_bn import precise_bn as precise_bn
 
-from ._step.loss_and_grads import LossFn as LossFn
+from ._step.forward_backward import LossFn as LossFn
 from ._step.value_and_grad import value_and_grad as value_and_grad
 
 from ._step.optimizer_step import maybe_step as maybe_step, unscale_and_step as unscale_and_step

@@ -77,7 +77,7 @@ def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
                 f"{'.'.join(keys)!r}. Likely cause: a dict with a key and its string, such as 0 "
                 "and '0'. Fix: rename one."
             )
-        node[last] = pytree.off_graph(leaf)
+        node[last] = pytree.detach_unless_transformed(leaf)
     d.setdefault("tree", {})
     return d
 
@@ -115,7 +115,7 @@ def _from_state_dict(name: str, d: Any, like: Tree, *, donate: bool) -> Tree:
     loaded = [
         None
         if leaf is None
-        else pytree.off_graph(functools.reduce(operator.getitem, keys, d["tree"]))
+        else pytree.detach_unless_transformed(functools.reduce(operator.getitem, keys, d["tree"]))
         for keys, leaf in zip(pytree.keys(like), leaves, strict=True)
     ]
     # Two leaves of a file may share memory, as tied weights do: a later donation of one leaf would

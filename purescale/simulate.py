@@ -80,7 +80,7 @@ def replay(
         >>> found_infs, states.scale.int()
         (tensor([ True, False, False]), tensor([65536,   512,   128,     4], dtype=torch.int32))
     """
-    limit = scalars.positive("largest", largest)
+    limit = scalars.checked_positive("largest", largest)
     series = _series("amaxes", amaxes, "floating", Tensor.is_floating_point).to(torch.float32)
 
     follows_amax = takes_amax(rule)

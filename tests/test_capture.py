@@ -562,7 +562,7 @@ def test_a_state_is_given_up_by_a_call_that_fails_after_its_memory_was_written(g
     fast, x = ps.capture(mean, donate=True), xs(2)[1]
     state, _ = fast(start(), x)
     with monkeypatch.context() as patch:
-        patch.setattr(capture.foreach, "clone", Mock(side_effect=torch.OutOfMemoryError))
+        patch.setattr(capture.foreach, "detach_and_clone", Mock(side_effect=torch.OutOfMemoryError))
         with pytest.raises(torch.OutOfMemoryError):
             fast(state, x)
     with pytest.raises(RuntimeError, match="was donated"):

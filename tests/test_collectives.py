@@ -478,8 +478,8 @@ def test_a_compiled_function_is_that_which_was_compiled():
 def test_ranks_compare_each_setting_of_a_step_but_those_of_a_rank():
     """Two ranks that differ in one would take other steps, without a word."""
     own = {"loss_fn", "group", "donate", "rule_traits"}
-    none = dict.fromkeys(train_state.StepOptions._fields)
-    options = train_state.StepOptions(**none | {"clip": clip.as_clip(None, None, 2.0)})
+    none = dict.fromkeys(train_state.TrainStepOptions._fields)
+    options = train_state.TrainStepOptions(**none | {"clip": clip.as_clip(None, None, 2.0)})
     must_agree = options.must_agree.keys()
     bounds = {"max_norm", "clip_value", "norm_type"}
     assert set(options._fields) - own - {"clip"} == must_agree - bounds

@@ -477,10 +477,10 @@ def test_all_kernels_agree_with_the_formula_in_float64(rows, name, hole, max_nor
     )
     before = clone((params, state))
     with as_on_an_accelerator():
-        on_device = stepped(optimizer, params, grads, state, **options)
+        to_device = stepped(optimizer, params, grads, state, **options)
     results = {
         "host": stepped(optimizer, params, grads, state, **options),
-        "device": on_device,
+        "device": to_device,
         "formula": stepped(formula, params, grads, state, **options),
         "donated": stepped(optimizer, *clone((params, grads, state)), donate=True, **options),
     }

@@ -8,7 +8,7 @@ from helpers import Untouched, clone, same_bits, tensors
 from torch.testing import assert_close
 
 import purescale as ps
-from purescale._optim import kernel_step
+from purescale._optim import kernels
 from purescale._optim.optimizer import FlatOptimizer, as_flat_optimizer
 from purescale._optim.step_inputs import flatten_step
 from purescale._torch.tracing import as_on_an_accelerator
@@ -76,7 +76,7 @@ def scaled_inputs(optimizer, factor, *, overflow):
     if overflow:
         scaled["33"][7] = float("inf")
     trees, inputs = flatten_step(as_flat_optimizer(optimizer), params, scaled, state)
-    grads = inputs.checked_gradients(trees[2])
+    grads = inputs.make_gradients(trees[2])
     factor = None if factor is None else torch.tensor(factor, dtype=torch.float64)
     return inputs, grads._replace(pending=Pending(torch.tensor(4.0), factor)), params, state
 
@@ -104,7 +104,7 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
     old = clone((params, state))
     has_masters = getattr(flat_optimizer, "wide_grads", False) or kind == "partition"
     unscaled = grads.apply_pending(wide=has_masters)
-    inputs = flat_optimizer.with_plan(inputs)
+    inputs = flat_optimizer.plan_inputs(inputs)
     applied = inputs.as_trees(*flat_optimizer.step_unless(inputs, unscaled))
     expected = ps.select(overflow, old, applied)
     arguments = inputs, grads, torch.tensor(overflow)
@@ -120,7 +120,7 @@ def test_neither_preparing_nor_applying_a_step_changes_its_arguments(kind):
     flat_optimizer = as_flat_optimizer(OPTIMIZERS[kind])
     inputs, grads, params, state = scaled_inputs(OPTIMIZERS[kind], 0.25, overflow=False)
     with Untouched((params, state, grads.tensors)):
-        inputs = flat_optimizer.with_plan(inputs)
+        inputs = flat_optimizer.plan_inputs(inputs)
         flat_optimizer.step_unless(inputs, grads, torch.tensor(False))
         flat_optimizer.step_unless(inputs, grads)
 
@@ -223,11 +223,10 @@ def test_a_donated_step_whose_kernel_raises_has_counted_nothing(kind, counts, mo
     state = optimizer.init(params)
     before = clone((params, state))
 
-    def without_memory(call, skip):
+    def without_memory(kernel, call, skip):
         raise MemoryError
 
-    monkeypatch.setattr(kernel_step, "run_kernel", without_memory)
-    for flag in (torch.tensor(False), torch.tensor(True)):
-        with pytest.raises(MemoryError):
-            ps.maybe_step(optimizer, params, clone(params), state, flag, donate=True)
-        assert same_bits((params, state), before)
+    monkeypatch.setattr(kernels.FusedKernel, "update", without_memory)
+    with pytest.raises(MemoryError):
+        ps.maybe_step(optimizer, params, clone(params), state, torch.tensor(False), donate=True)
+    assert same_bits((params, state), before)

@@ -214,9 +214,9 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer)
     kernel = optimizer._kernel_step.kernel
     groups = optimizer.config
-    [group] = groups.torch_groups(("0", "1"), groups.step_settings(state))
+    [group] = groups.build_param_groups(("0", "1"), groups.step_settings(state))
     settings = group.settings
-    columns = [state.slots[key] for key in kernel.slots if key in state.slots]
+    columns = [state.slots[key] for key in kernel.slot_conditions if key in state.slots]
     targets = [*params.values(), *(leaf for column in columns for leaf in column.values())]
     for lr, skip, divisor, factor in (
         (None, torch.tensor(False), scaler.scale, torch.tensor(0.5, dtype=torch.float64)),

@@ -206,7 +206,7 @@ def bn_buffers(
     """
     if estimator not in ("pooled", "within"):
         raise ValueError(f"estimator must be 'pooled' or 'within', got {estimator!r}.")
-    scalars.whole("correction", correction, most=None)
+    scalars.checked_whole("correction", correction, most=None)
     _check_layers(stats, buffers)
     new: Tensors = pytree.clone(buffers)
     for name, layer in stats.layers.items():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from .._batch_norm import bn_stats
 from .._batch_norm.bn_inputs import ApplyFn, calls_of
 from .._batch_norm.bn_stats import BNStatsState, Estimator
-from .._distributed.collectives import agree_on_all_ranks, all_reduce_found_inf, on_cpu
+from .._distributed.collectives import agree_on_all_ranks, all_reduce_found_inf, meets_on_cpu
 from .._distributed.process_group import Group, all_reduce, as_group
 from .._module.registered import Tensors
 from .._torch import private
@@ -91,12 +91,12 @@ def precise_bn(
     def check() -> None:
         if normalize not in ("batch", "sequential"):
             raise ValueError(f"normalize must be 'batch' or 'sequential', got {normalize!r}.")
-        scalars.whole("num_samples", num_samples, least=1, most=None)
+        scalars.checked_whole("num_samples", num_samples, least=1, most=None)
         # Raises now, not after the last batch.
         bn_stats.bn_buffers(bn_stats.init_bn_stats(buffers), buffers, estimator, correction)
 
     settings = [f"{estimator=}", f"{correction=}", f"{normalize=}"]
-    sync = group is not None and on_cpu(as_group(group))
+    sync = group is not None and meets_on_cpu(as_group(group))
     agree_on_all_ranks(group, check, lambda _: settings, sync=sync)
     sequential = normalize == "sequential"
     first = _Pass(apply, params, buffers, sequential, loader, num_samples, call, group, progress)

@@ -14,7 +14,7 @@ from .._distributed.process_group import Group, naming_other_ranks
 from .._torch import dtensor, private
 from .._torch.dtypes import real_dtype, wide_dtype
 from .._torch.foreach import is_gapless
-from .._torch.tracing import inside_a_graph
+from .._torch.tracing import traced_or_recorded
 from .._tree.leaves import as_dense_real
 from .._tree.pytree import Leaves
 
@@ -44,7 +44,7 @@ class Reduction:
     ) -> None:
         self.like, self.divisor, self.group = like, divisor, group
         self.keep_strides = keep_strides
-        self.is_recorded = inside_a_graph()
+        self.is_recorded = traced_or_recorded()
         self.buckets: list[list[int]] = []
         filling: dict[Any, tuple[list[int], float]] = {}
         dtensor_class = dtensor.dtensor_class()
@@ -153,7 +153,7 @@ class Reduction:
                 self.parts[index] = part.view(like.shape)
 
     def _send(self, bucket: int) -> None:
-        """Start the all-reduce of a full bucket."""
+        """FlatState the all-reduce of a full bucket."""
         work: Any = None
         if self.is_recorded:
             row = torch.cat([self.parts[index].reshape(-1) for index in self.buckets[bucket]])

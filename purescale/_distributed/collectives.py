@@ -123,7 +123,7 @@ def all_reduce_grads(
     """
 
     def checked_leaves() -> tuple[Leaves, Any]:
-        size = scalars.real("bucket_size_mb", bucket_size_mb)
+        size = scalars.checked_real("bucket_size_mb", bucket_size_mb)
         if not size > 0:
             raise ValueError(
                 f"bucket_size_mb must be above 0, got {scalars.short_repr(bucket_size_mb)}. Fix: "
@@ -164,7 +164,7 @@ def _in_dtype_of(leaf: Any, mean: Tensor | None, *, writable: bool) -> Any:
     return leaf.detach().copy_(mean) if writable else mean.to(leaf.dtype)
 
 
-def on_cpu(group: Group | None) -> bool:
+def meets_on_cpu(group: Group | None) -> bool:
     """Return True if the ranks of `group` exchange objects without waiting for an accelerator. The
     answer is the same on every rank.
     """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.dtensor import arrived
-from .._torch.tracing import PLAIN_TYPES, inside_a_graph, is_on_a_graph, refuse_in_capture
+from .._torch.tracing import PLAIN_TYPES, is_on_a_graph, refuse_in_capture, traced_or_recorded
 from .._tree.scalars import short_repr
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def all_reduce(tensor: Tensor, op: str, group: Group | str | None) -> Tensor:
         # Inductor (torch 2.13) reduces a result of torch.cat in place, although the inputs of
         # torch.cat share its memory: read again, they are the sum. A negation has its own memory.
         return -private.all_reduce(-tensor, "min" if op == "max" else op, group)
-    recorded = inside_a_graph() or is_on_a_graph([tensor])
+    recorded = traced_or_recorded() or is_on_a_graph([tensor])
     with naming_other_ranks():
         if type(tensor) in PLAIN_TYPES and isinstance(group, dist.ProcessGroup) and not recorded:
             # It loads no compiler, as the functional collectives do, which then keeps the group for

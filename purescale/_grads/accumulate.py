@@ -11,7 +11,7 @@ from .._grads.measure import measure
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
-from .._torch.dtypes import on_device, real_dtype, wide_dtype, widest_float
+from .._torch.dtypes import real_dtype, to_device, wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
@@ -26,7 +26,7 @@ from .._tree.matching import (
 )
 from .._tree.poison import donates
 from .._tree.pytree import Leaves, Tree, TreeDef
-from .._tree.scalars import as_flag, as_float, short_repr, whole
+from .._tree.scalars import as_flag, as_float, checked_whole, short_repr
 
 _HEAVIEST = 2.0**64  # beyond any count of tokens, and no sum of such weights overflows
 OnNonfinite = Literal["drop_window", "drop_microbatch"]
@@ -196,7 +196,13 @@ def _merged(
     share = b.weight / torch.where(weight > 0, weight, 1)
     return AccumState(
         grads=weighted_sum(
-            a.grads, b.grads, share, b.weight > 0, keep=1 - share, scale=scale, in_place=in_place
+            a.grads,
+            b.grads,
+            share,
+            b.weight > 0,
+            old_share=1 - share,
+            scale=scale,
+            in_place=in_place,
         ),
         weight=weight,
         found_inf=a.found_inf | b.found_inf,
@@ -223,7 +229,7 @@ def accumulated_grads(
     weight that is invalid sets it too, so the scale backs off; `train_step` keeps it.
 
     Args:
-        accum: The state at the end of the window. Start the next window with `init_accum`.
+        accum: The state at the end of the window. FlatState the next window with `init_accum`.
         on_nonfinite: `"drop_window"`: one bad microbatch skips the step, as in torch.
             `"drop_microbatch"`: the step uses the good microbatches, whose weights count as the
             whole. The mean times `accum.num_good / k` is the sum of a loop that backpropagates
@@ -342,9 +348,9 @@ def accumulation_window(index: int, every: int, total: int | None = None, start:
     Source of the rule: OptimWrapper of MMEngine, with two differences: there a step beyond `total`
     is twice as large, and one after an unaligned resume two thirds as large.
     """
-    index, every = whole("index", index, 0, None), whole("every", every, 1, None)
-    start = whole("start", start, 0, None)
-    total = None if total is None else whole("total", total, 1, None)
+    index, every = checked_whole("index", index, 0, None), checked_whole("every", every, 1, None)
+    start = checked_whole("start", start, 0, None)
+    total = None if total is None else checked_whole("total", total, 1, None)
     if total is not None and index >= total:
         raise ValueError(
             f"index {index} is beyond total={total}: the last microbatch has index {total - 1}. "
@@ -389,7 +395,7 @@ def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
                 f"{what} a tensor of shape {tuple(weight.shape)}, {weight.dtype}; a weight is one "
                 "number. Fix: `mask.sum()`."
             )
-        return on_device(weight, like.device, dtype)
+        return to_device(weight, like.device, dtype)
     number = as_float(weight)
     if number is None:
         raise TypeError(

@@ -16,7 +16,7 @@ from .._distributed.process_group import Group, object_device, resolve_group
 from .._grads.measure import StatsOptions, measure, norm_of
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
-from .._torch.dtypes import on_device
+from .._torch.dtypes import to_device
 from .._tree import pytree
 from .._tree.gradients import as_gradients
 from .._tree.matching import check_gradients, device_of
@@ -73,7 +73,7 @@ def clip_factor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     if not isinstance(max_norm, Tensor):
         factor = (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0)
         return torch.ones_like(factor) if max_norm == math.inf else factor
-    max_norm = on_device(max_norm, norm.device)  # `where` would wait for a flag from the host
+    max_norm = to_device(max_norm, norm.device)  # `where` would wait for a flag from the host
     factor = (_or_nan(max_norm) / (norm + 1e-6)).clamp(max=1.0)
     return torch.where(max_norm == math.inf, 1.0, factor)  # inf / inf is NaN
 

@@ -29,12 +29,12 @@ from .._jit.pure_graph import explained
 from .._torch import foreach, private
 from .._torch.donation import storage_pointer
 from .._torch.reads import ReadError, is_read, read_error
-from .._torch.tracing import PLAIN_TYPES, captured, capturing, inside_a_graph
+from .._torch.tracing import PLAIN_TYPES, captured, capturing, traced_or_recorded
 from .._tree import pytree
 from .._tree.cache import MetadataCache
 from .._tree.matching import device_of, matching_leaves
 from .._tree.pytree import Tree
-from .._tree.scalars import short_repr, whole
+from .._tree.scalars import checked_whole, short_repr
 
 _data_ptr, _data = Tensor.data_ptr, operator.attrgetter("data")
 _cdata = operator.attrgetter("_cdata")
@@ -179,7 +179,7 @@ class Program:
         self, owner: Captured, step: FlatFunction, tensors: list[Tensor], count: int
     ) -> None:
         device = tensors[0].device
-        self.graph, self.inputs = GRAPHS[device.type](device), foreach.clone(tensors)
+        self.graph, self.inputs = GRAPHS[device.type](device), foreach.detach_and_clone(tensors)
         # In whose memory is the new state after a replay.
         self.state = self.inputs[:count]
         self.pointers = list(map(_data_ptr, self.state))
@@ -222,7 +222,7 @@ class Program:
             for x, place in zip(results, places, strict=True)
         ]
         moved = [index for index in range(count) if _place(results[index]) != places[index]]
-        foreach.copy_([self.state[i] for i in moved], [results[i] for i in moved])
+        foreach.detach_and_copy_([self.state[i] for i in moved], [results[i] for i in moved])
         return results[count:]
 
     def pointers_of(self, tensors: list[Tensor]) -> list[int]:
@@ -256,11 +256,11 @@ class Program:
                 for x, one, own in zip(tensors, pointers, self.pointers, strict=False)
                 if one == own
             ]
-        foreach.copy_([self.inputs[i] for i in moved], [tensors[i] for i in moved])
+        foreach.detach_and_copy_([self.inputs[i] for i in moved], [tensors[i] for i in moved])
         self.graph.replay()
         # A CUDA graph moves none. The new state has objects with versions of their own.
         torch.autograd.graph.increment_version(stayed)
-        return self.results.of([*map(_data, self.state), *foreach.clone(self.others)])
+        return self.results.of([*map(_data, self.state), *foreach.detach_and_clone(self.others)])
 
 
 def _uses(tensor: Tensor) -> int:
@@ -288,7 +288,7 @@ class Captured:
     def __call__(self, state: Tree, *others: Tree) -> Tree:
         cuda: Any = torch.cuda
         by_hand = cuda.is_initialized() and cuda.is_current_stream_capturing()
-        if inside_a_graph() or captured() or by_hand or torch.is_inference_mode_enabled():
+        if traced_or_recorded() or captured() or by_hand or torch.is_inference_mode_enabled():
             return self.step(state, *others)
         args = state, *others
         structure: Any
@@ -299,7 +299,7 @@ class Captured:
         key = form_of(structure, leaves, tensors), settings_of_torch(), _settings_of_kernels()
         with self._lock:  # until the results are copied
             if any([hasattr(leaf, _GIVEN_UP) for leaf in donated]):
-                raise _given_up(state, of_state)
+                raise _donated_error(state, of_state)
             program = self._lookup(tensors, key)  # which has plain tensors on one device
             if program is None:
                 tensors = check_arguments(args, leaves, by="capture")
@@ -351,7 +351,7 @@ class Captured:
         if len(self.programs) >= self.max_graphs:
             free = [program for program in self.programs if program.is_free()]
             if not free:
-                raise _all_are_held(self.max_graphs)
+                raise _capacity_error(self.max_graphs)
             if not self._has_warned:
                 shapes = [[tensor.shape for tensor in one.inputs] for one in self.programs]
                 warn(
@@ -418,7 +418,7 @@ def _other_objects(returned: Tree, donated: list[Tensor]) -> Tree:
 _REASON = "With donate=True a captured step writes the new state into the memory of the old one."
 
 
-def _given_up(state: Tree, leaves: list[Any]) -> RuntimeError:
+def _donated_error(state: Tree, leaves: list[Any]) -> RuntimeError:
     index = next(index for index, leaf in enumerate(leaves) if hasattr(leaf, _GIVEN_UP))
     return RuntimeError(
         f"{pytree.path(state, 'state', index)} was donated to an earlier call, which may have "
@@ -427,7 +427,7 @@ def _given_up(state: Tree, leaves: list[Any]) -> RuntimeError:
     )
 
 
-def _all_are_held(max_graphs: int) -> RuntimeError:
+def _capacity_error(max_graphs: int) -> RuntimeError:
     return RuntimeError(
         f"{max_graphs} graphs were recorded, and a state in the memory of each is held: none can "
         "be freed. Likely cause: a list of old states, or an exception that is kept. Fix: keep "
@@ -506,6 +506,6 @@ def capture(
             f"donate is {short_repr(donate)}; expected True or False: only the first argument, the "
             "state, can be donated. Fix: `capture(step, donate=True)`."
         )
-    whole("warmup", warmup, least=1)
-    whole("max_graphs", max_graphs, least=1)
+    checked_whole("warmup", warmup, least=1)
+    checked_whole("max_graphs", max_graphs, least=1)
     return Captured(step, donate, warmup, max_graphs)

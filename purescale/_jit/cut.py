@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from .._torch.foreach import clone_off_graph, is_gapless
+from .._torch.foreach import clone_list, is_gapless
 from .._torch.operators import IN_PLACE
 
 Function = Callable[..., Sequence[Any]]
@@ -178,7 +178,7 @@ class _Stages:
         @torch.no_grad()
         def run(values: list[Any]) -> list[Any]:
             targets = of_targets(values)
-            copies = clone_off_graph([targets[index] for index in copied])
+            copies = clone_list([targets[index] for index in copied])
             for index, copy in zip(copied, copies, strict=True):
                 targets[index] = copy
             function(targets, *[operand(values) for operand in operands])

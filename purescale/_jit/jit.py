@@ -17,7 +17,7 @@ from .._jit.pure_graph import PureGraph, compiled, trace
 from .._torch import private
 from .._torch.autocast import active_autocast, outside_autocast
 from .._torch.donation import can_write, storage_pointers
-from .._torch.tracing import PLAIN_TYPES, inside_a_graph, refuse_graph_end
+from .._torch.tracing import PLAIN_TYPES, refuse_graph_end, traced_or_recorded
 from .._tree import pytree
 from .._tree.cache import MetadataCache
 from .._tree.hints import hint_keywords
@@ -69,7 +69,7 @@ class FlatFunction:
         leaves, structure = pytree.flatten(returned)
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, (Tensor, *CONSTANTS)):
-                raise _no_result(leaf, pytree.path(returned, "the result", index))
+                raise _result_error(leaf, pytree.path(returned, "the result", index))
         places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.results = Results(structure, constants, places)
@@ -96,7 +96,7 @@ class Program:
         written = [tensors[index] for index in self.written]
         tensor_list = as_tensor_list(written)
         self.are_plain = (
-            tensor_list.dense_off_graph
+            tensor_list.dense_without_history
             and tensor_list.are_gapless
             and set(map(type, written)) <= {Tensor}
             and not tensor_list.any_requires_grad
@@ -187,7 +187,7 @@ class Jitted:
         self.pullbacks: dict[Any, Jitted] = {}  # those of vjp_through: as long as this function
 
     def __call__(self, *args: Tree) -> Tree:
-        if inside_a_graph():
+        if traced_or_recorded():
             return self.fn(*args)  # a part of the graph, or of the transform, around it
         leaves, structure = pytree.flatten(args)
         tensors = [leaf for leaf in leaves if leaf is not None]
@@ -212,7 +212,7 @@ class Jitted:
 
     def compiles(self) -> bool:
         """Return True if a call here runs compiled code."""
-        return self.backend == "inductor" and not inside_a_graph()
+        return self.backend == "inductor" and not traced_or_recorded()
 
     def trace(self, *args: Tree) -> torch.fx.GraphModule:
         """Return the graph for these arguments: a function of their tensors, then of the tensors
@@ -334,7 +334,7 @@ def _check_donate(donate: Sequence[int], args: tuple[Tree, ...]) -> None:
         )
 
 
-def _no_result(leaf: Any, at: str) -> TypeError:
+def _result_error(leaf: Any, at: str) -> TypeError:
     return TypeError(
         f"{at} is {type(leaf).__name__} {short_repr(leaf)}; a function under jit or capture "
         "returns trees of tensors. Fix: return its tensors, or register the container: "

@@ -28,7 +28,7 @@ from .._jit.cut import (
 )
 from .._torch import private
 from .._torch.autocast import outside_autocast
-from .._torch.foreach import clone_off_graph
+from .._torch.foreach import clone_list
 from .._torch.reads import NoReads, ReadError
 from .._torch.tracing import PLAIN_TYPES, innermost, is_unresolved, recording_in_jit
 
@@ -238,7 +238,7 @@ def _looped(graph: PureGraph, number: int, carried: int) -> Function:
 
     def repeat(*tensors: Tensor) -> Sequence[Any]:
         stacks, closed_over = tensors[carried:number], tensors[number:]
-        carry, columns = clone_off_graph(tensors[:carried]), []
+        carry, columns = clone_list(tensors[:carried]), []
         for row in zip(*[stack.unbind() for stack in stacks], strict=True):
             inputs = [*carry, *row, *closed_over]
             outputs = [*inputs, *once(*inputs)]
@@ -265,7 +265,7 @@ def _lift(module: Any, outside: _Outside, literals: bool) -> list[Tensor]:
             continue
         name, value = node.target, getattr(module, node.target)
         if isinstance(value, torch.Generator):
-            raise _refusal(*_DRAWS)
+            raise _refusal_error(*_DRAWS)
         if not isinstance(value, Tensor):  # a graph of its own, as of torch.cond
             continue
         if literals and all(
@@ -453,9 +453,9 @@ def _check_unwritten(module: Any, count: int) -> None:
     for node in module.graph.nodes:
         written = set(map(memory, _written_nodes(node)))
         if written & arguments:
-            raise _refusal(*_WRITES_ARGUMENT)
+            raise _refusal_error(*_WRITES_ARGUMENT)
         if written & outside:
-            raise _refusal(*_WRITES_OUTSIDE)
+            raise _refusal_error(*_WRITES_OUTSIDE)
 
 
 def _written_nodes(node: Any) -> list[Any]:
@@ -486,7 +486,7 @@ def explained(kind: type[Exception] = Exception) -> Iterator[None]:
     except kind as error:
         if (cause := _cause(error)) is None:
             raise
-        raise _refusal(*cause, error) from error
+        raise _refusal_error(*cause, error) from error
 
 
 def _cause(error: Exception) -> Cause | None:
@@ -501,7 +501,7 @@ def _cause(error: Exception) -> Cause | None:
     return _RANKS if cause is None and by_ranks else cause
 
 
-def _refusal(what: str, fix: str, error: Exception | None = None) -> ValueError:
+def _refusal_error(what: str, fix: str, error: Exception | None = None) -> ValueError:
     return ValueError(
         f"the function {what}{_where(error)}, which no graph for all values can do. Fix: {fix}."
     )

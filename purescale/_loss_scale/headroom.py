@@ -121,9 +121,13 @@ class HeadroomScale:
     takes_amax = True
 
     def __post_init__(self) -> None:
-        scalars.normalize_fields(self, scalars.power_of_two, "init_scale", "min_scale", "max_scale")
-        scalars.normalize_fields(self, functools.partial(scalars.whole, least=0, most=39), "margin")
-        scalars.normalize_fields(self, functools.partial(scalars.whole, least=1), "window")
+        scalars.normalize_fields(
+            self, scalars.checked_power_of_two, "init_scale", "min_scale", "max_scale"
+        )
+        scalars.normalize_fields(
+            self, functools.partial(scalars.checked_whole, least=0, most=39), "margin"
+        )
+        scalars.normalize_fields(self, functools.partial(scalars.checked_whole, least=1), "window")
         if not _LEAST_SCALE <= self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
                 "2**-111 <= min_scale <= init_scale <= max_scale must hold, got "
@@ -215,7 +219,7 @@ class HeadroomScale:
 def _as_amax(amax: Any, like: Tensor) -> Tensor:
     """Return `amax` as 0-d float32, detached, because the scale has no derivative."""
     if not isinstance(amax, Tensor):
-        number, limit = scalars.real("amax", amax), torch.finfo(torch.float32).max
+        number, limit = scalars.checked_real("amax", amax), torch.finfo(torch.float32).max
         clamped = max(-limit, min(number, limit)) if math.isfinite(number) else number
         return torch.full_like(like, clamped)
     if amax.ndim or not amax.is_floating_point():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.tensor_list import metadata_matcher
-from .._torch.tracing import are_native, current_eager_mode
+from .._torch.tracing import are_native, current_plan_context
 from .._tree import scalars
 from .._tree.hints import document_fields
 from .._tree.scalars import as_flag, increment
@@ -246,9 +246,9 @@ class DynamicScale:
 
     def __post_init__(self) -> None:
         powers = ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
-        scalars.normalize_fields(self, scalars.power_of_two, *powers)
+        scalars.normalize_fields(self, scalars.checked_power_of_two, *powers)
         scalars.normalize_fields(
-            self, functools.partial(scalars.whole, least=1), "growth_interval", "hysteresis"
+            self, functools.partial(scalars.checked_whole, least=1), "growth_interval", "hysteresis"
         )
         check_factors(self, "growth_factor", "backoff_factor")
         if not self.min_scale <= self.init_scale <= self.max_scale:
@@ -268,8 +268,8 @@ class DynamicScale:
         """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
         Reads a value on a CPU only; raises only for the state of another rule.
         """
-        eager_mode = current_eager_mode()
-        if eager_mode and eager_mode.host_reads and may_update_on_host(scaler, found_inf):
+        plan_context = current_plan_context()
+        if plan_context and plan_context.host_reads and may_update_on_host(scaler, found_inf):
             return update_on_host(self, scaler, overflow=bool(found_inf))
         found_inf = checked_flag(found_inf, scaler, ScalerState)
         # The operator leaves a scale alone that would grow to inf, the formula clamps it.
@@ -389,7 +389,7 @@ class StaticScale:
     scale: float
 
     def __post_init__(self) -> None:
-        scalars.normalize_fields(self, scalars.power_of_two, "scale")
+        scalars.normalize_fields(self, scalars.checked_power_of_two, "scale")
 
     def init(self, device: torch.device | str | None = None) -> ScalerState:
         """Return the state to start from, on `device` (that of the gradients)."""

@@ -149,7 +149,7 @@ def check_scaler(
     Source of the rule: fairseq's FloatingPointError at min_loss_scale, DeepSpeed's
     raise_error_at_min_scale.
     """
-    max_skips = None if max_skips is None else scalars.whole("max_skips", max_skips)
+    max_skips = None if max_skips is None else scalars.checked_whole("max_skips", max_skips)
     _check_state_and_loss(scaler, max_skips, loss)
     scale = float(scaler.scale)
     skips = int(getattr(scaler, "consecutive_skips", 0))
@@ -241,7 +241,11 @@ def check_scale(
     """
     _check_of_one_state(scale)
     device = scale.device
-    if tensor_list is not None and tensor_list.dense_off_graph and tensor_list.devices <= {device}:
+    if (
+        tensor_list is not None
+        and tensor_list.dense_without_history
+        and tensor_list.devices <= {device}
+    ):
         return
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.device != device:

@@ -214,7 +214,7 @@ def _copies(buffers: Tensors, kept: Set[str], *, one_by_one: bool) -> Tensors:
     if one_by_one or not values or any(map(_requires_grad, values)):
         clones = [value.clone() for value in values]
     else:
-        clones = foreach.clone_off_graph(values)
+        clones = foreach.clone_list(values)
     copies = dict(zip(copied, clones, strict=True))
     return {**buffers, **copies} if kept else copies
 

@@ -11,7 +11,7 @@ param_layout    the place of each parameter in its tree
 step_inputs     parameters and state of a step as lists
 from_torch      an optimizer from a class of torch.optim
 from_formula    an optimizer from the mathematics of one leaf
-grouped         the optimizers of both, with parameter groups. Settings: settings (a config),
+param_groups    the optimizers of both, with parameter groups. Settings: settings (a config),
                 in_state, schedule. Their state: opt_state, torch_state_dict. Their step: launches
                 (kernel_step) of torch's kernels (kernels), or the formula (formula_step, formulas);
                 of a user's class its own (user_class_step). What Dynamo does not trace of it:

@@ -16,17 +16,17 @@ from .._optim.in_state import map_numbers
 from .._optim.opaque import opaque_in_dynamo
 from .._optim.opt_state import (
     STEP,
-    Columns,
     OptState,
-    columns_like,
-    columns_of,
+    SlotLists,
+    slot_lists_like,
+    slot_lists_of,
     values_of,
-    with_columns,
+    with_slot_lists,
 )
 from .._optim.settings import OptimizerConfig, ParamGroup, StepSettings
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
-from .._torch.dtypes import on_device, send_once, wide_dtype, widest_float
+from .._torch.dtypes import send_once, to_device, wide_dtype, widest_float
 from .._torch.tracing import traced
 from .._tree.leaves import describe, same_metadata
 
@@ -58,33 +58,33 @@ class FormulaStep:
         Each leaf is stepped alone and keeps its graph if the step may be differentiated.
         """
         layout, params, applied = inputs.layout, inputs.params, inputs.opt_state.applied
-        columns = columns_of(inputs.opt_state, layout)
+        slot_lists = slot_lists_of(inputs.opt_state, layout)
         t = applied.to(widest_float(applied.device))
         step_settings = inputs.step_settings.map(lambda table: _as_arguments(table, applied.device))
         per_leaf = self._config.differentiable or traced()
-        operands = params, grad_leaves, columns, t, step_settings, per_leaf
+        operands = params, grad_leaves, slot_lists, t, step_settings, per_leaf
         if torch.compiler.is_dynamo_compiling():
             new = iter(self._opaque(list(layout.names), *operands))
         else:
             new = iter(self._step_as_list(inputs.plan.groups, *operands))
         params = list(itertools.islice(new, len(params)))
-        return params, with_columns(inputs.opt_state, columns_like(columns, new), layout)
+        return params, with_slot_lists(inputs.opt_state, slot_lists_like(slot_lists, new), layout)
 
     def _step_as_list(
         self,
         groups: list[ParamGroup],
         params: list[Tensor],
         grad_leaves: list[Tensor | None],
-        columns: Columns,
+        slot_lists: SlotLists,
         t: Tensor,
         step_settings: StepSettings,
         per_leaf: bool,
     ) -> list[Tensor]:
-        """Return all new parameters, then all new columns, in order."""
+        """Return all new parameters, then all new slot lists, in order."""
         new_params: list[Any] = list(params)
-        new_columns = {key: list(column) for key, column in columns.items()}
+        new_slot_lists = {key: list(slot_list) for key, slot_list in slot_lists.items()}
         slots: list[LeafSlots] = [
-            {key: c[index] for key, c in columns.items() if isinstance(c[index], Tensor)}
+            {key: c[index] for key, c in slot_lists.items() if isinstance(c[index], Tensor)}
             for index in range(len(params))
         ]
         for group in groups:
@@ -101,9 +101,9 @@ class FormulaStep:
             for (index, _), (param, leaf_slots) in zip(present, stepped, strict=True):
                 new_params[index] = param
                 for key, slot in leaf_slots.items():
-                    new_columns[key][index] = slot
-        old = [*params, *values_of(columns)]
-        new = [*new_params, *values_of(new_columns)]
+                    new_slot_lists[key][index] = slot
+        old = [*params, *values_of(slot_lists)]
+        new = [*new_params, *values_of(new_slot_lists)]
         # What takes no part is as it was.
         return [n.clone() if n is o else n for o, n in zip(old, new, strict=True)]
 
@@ -145,23 +145,25 @@ class FormulaStep:
         leaf.
         """
         params, grads = [row.param for row in rows], [row.grad for row in rows]
-        columns = {key: [row.slots[key] for row in rows] for key in rows[0].slots}
+        slot_lists = {key: [row.slots[key] for row in rows] for key in rows[0].slots}
         slots, likes = {}, {}
-        for key, column in columns.items():
+        for key, slot_list in slot_lists.items():
             is_scalar = self._slot_spec.is_scalar(key)
-            likes[key] = column if is_scalar else params
-            slots[key] = _wide_scalar(torch.stack(column)) if is_scalar else _join(column, params)
-        if any(map(self._slot_spec.is_scalar, columns)):
+            likes[key] = slot_list if is_scalar else params
+            slots[key] = (
+                _wide_scalar(torch.stack(slot_list)) if is_scalar else _join(slot_list, params)
+            )
+        if any(map(self._slot_spec.is_scalar, slot_lists)):
             slots[SIZES], t = self._sizes_of(params), t.expand(len(rows))
         new, new_slots = self._apply_formula(
             _join(params, params), _join(grads, params), slots, settings, t
         )
-        new_columns = {
-            key: _split_column(new_slots.get(key, slots[key]), column, likes[key])
-            for key, column in columns.items()
+        new_slot_lists = {
+            key: _split_column(new_slots.get(key, slots[key]), slot_list, likes[key])
+            for key, slot_list in slot_lists.items()
         }
         new_leaf_slots = [
-            {key: column[index] for key, column in new_columns.items()}
+            {key: slot_list[index] for key, slot_list in new_slot_lists.items()}
             for index in range(len(rows))
         ]
         return list(zip(_split_column(new, params, params), new_leaf_slots, strict=True))
@@ -174,7 +176,7 @@ class FormulaStep:
         """
         grad = -grad if settings.get("maximize") else grad
         if STEP not in slots:
-            return self._formula.step(param, grad, slots, settings, on_device(t, param.device))
+            return self._formula.step(param, grad, slots, settings, to_device(t, param.device))
         t = slots[STEP] + 1
         slots = {key: value for key, value in slots.items() if key != STEP}
         new, new_slots = self._formula.step(param, grad, slots, settings, t)
@@ -284,20 +286,20 @@ class SlotSpec:
         """Return the groups with the settings from which slots are made."""
         rates = step_settings.map(lambda table: {n: v for n, v in table.items() if n == "lr"})
         rates.defaults.update(self._config.nonzero_for_slots)
-        return self._config.torch_groups(tuple(params), rates)
+        return self._config.build_param_groups(tuple(params), rates)
 
     # ---- the check
 
-    def check(self, columns: Columns, params: Mapping[str, Tensor]) -> None:
-        """Refuse columns that differ from those of `init_slots`, because torch's kernels do not
+    def check(self, slot_lists: SlotLists, params: Mapping[str, Tensor]) -> None:
+        """Refuse slot lists that differ from those of `init_slots`, because torch's kernels do not
         check what they read.
         """
         # A compiler traces calls slowly.
         misfits = [
             (key, value, name, param)
-            for key, column in columns.items()
+            for key, slot_list in slot_lists.items()
             if key in self._dtypes
-            for (name, param), value in zip(params.items(), column, strict=True)
+            for (name, param), value in zip(params.items(), slot_list, strict=True)
             if isinstance(value, Tensor)
             and (
                 value.is_nested
@@ -310,7 +312,7 @@ class SlotSpec:
         for misfit in misfits:
             self._refuse_misfit(*misfit)
         if not traced():  # there a missing slot raises in the formula, before anything is written
-            self._check_keys(columns, params)
+            self._check_keys(slot_lists, params)
 
     def _refuse_misfit(self, key: str, value: Tensor, name: str, param: Tensor) -> None:
         dtype = self._dtypes[key]
@@ -329,8 +331,8 @@ class SlotSpec:
             "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
         )
 
-    def _check_keys(self, columns: Columns, params: Mapping[str, Tensor]) -> None:
-        """Refuse columns that lack one of `init_slots` with the settings of their group."""
+    def _check_keys(self, slot_lists: SlotLists, params: Mapping[str, Tensor]) -> None:
+        """Refuse slot lists that lack one of `init_slots` with the settings of their group."""
         dims = [param.ndim for param in params.values()]
         for group in self._groups(params, self._config.no_step_settings):
             needed: dict[int, list[str]] = {}
@@ -342,7 +344,7 @@ class SlotSpec:
                         self._formula.init_slots(like, {**group.settings, **_NO_LR})
                     )
                 for key in needed[ndim]:
-                    if key not in columns or not isinstance(columns[key][index], Tensor):
+                    if key not in slot_lists or not isinstance(slot_lists[key][index], Tensor):
                         raise ValueError(
                             f"opt_state has no {key} that {self._config.spec.name} keeps. Likely "
                             "cause: the state of another class or of other settings. Fix: "

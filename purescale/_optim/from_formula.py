@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import SIZES, Formula, LeafSlots, NewLeaf, Settings
-from .._optim.grouped import FormulaOptimizer, GroupedOptimizer
 from .._optim.opt_state import NO_SLOTS, STEP
+from .._optim.param_groups import FormulaOptimizer, ParamGroupOptimizer
 from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import OptimizerConfig, OptimizerSpec, Overrides
 from .._torch.tracing import innermost, recorded_by_make_fx, traced
@@ -34,7 +34,7 @@ def from_formula(
     schedule_by: ScheduleBy = "applied",
     differentiable: bool = False,
     **settings: Any,
-) -> GroupedOptimizer:
+) -> ParamGroupOptimizer:
     """Equal, for each parameter of an optimizer with these settings, to
 
         param, slots = step(param, grad, slots, settings, t)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import formula_of
-from .._optim.grouped import FormulaOptimizer, GroupedOptimizer, UserClassOptimizer
+from .._optim.param_groups import FormulaOptimizer, ParamGroupOptimizer, UserClassOptimizer
 from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import Counts, OptimizerConfig, OptimizerSpec, Overrides
 from .._torch import private
@@ -24,7 +24,7 @@ def from_torch(
     schedule_by: ScheduleBy = "applied",
     counts: Counts = "one",
     **settings: Any,
-) -> GroupedOptimizer:
+) -> ParamGroupOptimizer:
     """Equal to `opt = cls(params, lr=lr, **settings); opt.step()` on copies of everything: bit for
     bit where torch's fused kernel runs, to 1e-6 where the class's formula does. For half
     parameters it is equal to that step in float32, rounded to the dtypes that are kept.
@@ -112,7 +112,7 @@ def from_torch(
     )
 
 
-def optimizer_of(config: OptimizerConfig) -> GroupedOptimizer:
+def optimizer_of(config: OptimizerConfig) -> ParamGroupOptimizer:
     """Return the optimizer with these settings."""
     return FormulaOptimizer(config) if config.spec.formula else UserClassOptimizer(config)
 

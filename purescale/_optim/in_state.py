@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState, map_opt_states
-from .._torch.dtypes import on_device
+from .._torch.dtypes import to_device
 from .._tree.leaves import describe
 from .._tree.pytree import join_names
 from .._tree.scalars import as_float
@@ -192,7 +192,7 @@ def _convert_like(old: Any, new: Any, name: str) -> Any:
                 f"{name} is {describe(new)}, the state holds {describe(old)} there. Fix: a 0-d "
                 "tensor; for an ensemble `replace_settings(stack_states(states), ...)`."
             )
-        return on_device(new, old.device, old.dtype).expand(old.shape).clone()
+        return to_device(new, old.device, old.dtype).expand(old.shape).clone()
     number = as_float(new)
     if number is not None and math.isfinite(number):
         _check_range(name, number, old.dtype)

@@ -21,30 +21,29 @@ from .._optim.kernels import (
     arguments_of_operator,
     copied_number,
     kernel_of,
-    run_kernel,
 )
 from .._optim.opaque import opaque_in_dynamo
 from .._optim.opt_state import (
     STEP,
-    Columns,
     OptState,
-    columns_like,
-    columns_of,
+    SlotLists,
     count_step,
+    slot_lists_like,
+    slot_lists_of,
     values_of,
-    with_columns,
+    with_slot_lists,
 )
 from .._optim.settings import OptimizerConfig, ParamGroup, StepSettings
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach
-from .._torch.dtypes import on_device
+from .._torch.dtypes import to_device
 from .._torch.foreach import same_memory_order
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read, may_be_opaque, traced
 from .._tree.gradients import Gradients, Pending
 
 
-class Launch(NamedTuple):
+class LaunchPlan(NamedTuple):
     """The parameters of one group, device and dtype that have a gradient: one call of a kernel.
     Parameters, slots and counts are known by their index among all leaves of the inputs.
     """
@@ -55,18 +54,18 @@ class Launch(NamedTuple):
     count_indices: list[int]  # of the steps of each; empty if one count is for all
     grad_indices: list[int]  # among the gradients
     pick: Callable[[list[Any]], list[list[Any]]]  # returns parameters, then each slot
-    bound: BoundKernel  # with the settings of the group, of which a step may replace some
+    bound_kernel: BoundKernel  # with the settings of the group, of which a step may replace some
     device: torch.device
 
 
-class GroupPlan(NamedTuple):
-    """The plan of a `GroupedOptimizer`: its parameter groups, the launches of torch's kernel, and
-    what is known of the tensors that they take.
+class ParamGroupPlan(NamedTuple):
+    """The plan of a `ParamGroupOptimizer`: its parameter groups, the launches of torch's kernel,
+    and what is known of the tensors that they take.
     """
 
     groups: list[ParamGroup]
     # None if no kernel takes these tensors; empty in Dynamo, which does not trace launches
-    launches: list[Launch] | None = None
+    launches: list[LaunchPlan] | None = None
     in_trace: bool = False  # the step runs where `traced` is True
     # the indices of each parameter with each of its slots
     param_slot_pairs: Sequence[tuple[int, int]] = ()
@@ -110,16 +109,16 @@ class KernelStep:
             config, self._step_for_dynamo, lambda: torch.compiler.allow_in_graph
         )
 
-    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> GroupPlan:
+    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> ParamGroupPlan:
         """Return the plan of a step."""
         if self.kernel is None or not self.kernel.takes(inputs.param_list):
-            return GroupPlan(groups)
+            return ParamGroupPlan(groups)
         if torch.compiler.is_dynamo_compiling():
-            return GroupPlan(groups, launches=[], in_trace=True)
+            return ParamGroupPlan(groups, launches=[], in_trace=True)
         leaves, structure = inputs.leaves_and_state_structure()
         state = structure.unflatten(range(len(inputs.params), len(leaves)))
-        columns = columns_of(state, inputs.layout)
-        launches = self._launches(inputs.param_list, inputs.layout.grad_indices, columns, groups)
+        slot_lists = slot_lists_of(state, inputs.layout)
+        launches = self._launches(inputs.param_list, inputs.layout.grad_indices, slot_lists, groups)
         pairs = [
             pair
             for launch in launches
@@ -130,7 +129,7 @@ class KernelStep:
         dense = inputs.dense_leaves
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
-        return GroupPlan(
+        return ParamGroupPlan(
             groups,
             launches,
             in_trace=traced(),
@@ -142,11 +141,11 @@ class KernelStep:
         self,
         params: TensorList,
         grad_indices: Sequence[int | None],
-        columns: Columns,
+        slot_lists: SlotLists,
         groups: list[ParamGroup],
-    ) -> list[Launch]:
-        """Return the launches of a step. `columns` are those of the state, with the index of each
-        leaf in its place.
+    ) -> list[LaunchPlan]:
+        """Return the launches of a step. `slot_lists` are those of the state, with the index of
+        each leaf in its place.
         """
         launches = []
         for group in groups:
@@ -158,19 +157,21 @@ class KernelStep:
                 if not indices:
                     continue
                 slots = [
-                    [columns[slot][n] for n in indices] if not setting or settings[setting] else []
-                    for slot, setting in self.kernel.slots.items()
+                    [slot_lists[slot][n] for n in indices]
+                    if not setting or settings[setting]
+                    else []
+                    for slot, setting in self.kernel.slot_conditions.items()
                 ]
-                counts = [columns[STEP][n] for n in indices] if STEP in columns else []
+                counts = [slot_lists[STEP][n] for n in indices] if STEP in slot_lists else []
                 launches.append(
-                    Launch(
+                    LaunchPlan(
                         group,
                         param_indices=indices,
                         slot_indices=slots,
                         count_indices=counts,
                         grad_indices=with_grad,
                         pick=_picker([indices, *slots]),
-                        bound=self.kernel.bind(group.settings),
+                        bound_kernel=self.kernel.bind(group.settings),
                         device=params.tensors[indices[0]].device,
                     )
                 )
@@ -200,11 +201,15 @@ class KernelStep:
             return True
         numbers = [value for table in step_settings.tables() for value in table.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
-        params, columns = inputs.params, columns_of(inputs.opt_state, inputs.layout)
-        if not may_be_opaque(params, grads.tensors, values_of(columns), scalars):
+        params, slot_lists = inputs.params, slot_lists_of(inputs.opt_state, inputs.layout)
+        if not may_be_opaque(params, grads.tensors, values_of(slot_lists), scalars):
             return False
         # The operator returns slots as they are laid out; the kernel walks them as the parameter.
-        pairs = [pair for column in columns.values() for pair in zip(params, column, strict=True)]
+        pairs = [
+            pair
+            for slot_list in slot_lists.values()
+            for pair in zip(params, slot_list, strict=True)
+        ]
         return torch.compiler.is_compiling() or _slots_follow_params(pairs)
 
     def __call__(
@@ -234,17 +239,21 @@ class KernelStep:
         plan, step_settings = inputs.plan, inputs.step_settings
         leaves, structure = inputs.leaves_and_state_structure()
         if plan.leaves_fit_kernel:
-            leaves = leaves if in_place else foreach.clone_off_graph(leaves)
+            leaves = leaves if in_place else foreach.clone_list(leaves)
         else:
             listed = inputs.dense_leaves is not None
             leaves = _writable_leaves(
                 leaves, plan.param_slot_pairs, listed=listed, in_place=in_place
             )
         if not self._config.is_static:
-            step_settings = step_settings.map(self.kernel.read_settings)
+            step_settings = step_settings.map(self.kernel.kernel_settings)
         num_params = len(inputs.params)
         grads = self.kernel.fold_factor(grads)
         state = structure.unflatten(leaves[num_params:])
+        if skip is not None and host_can_read([skip]):
+            if skip:
+                return leaves[:num_params], count_step(state, skip, in_place=True)
+            skip = None
         # The counts that kernels read are fresh: what raises, for want of memory, counts nothing.
         applied = state.applied + (1 if skip is None else ~skip)
         t_by_device = self._t_by_device(applied, plan.launches)
@@ -254,7 +263,8 @@ class KernelStep:
         for launch in plan.launches:
             _add_to_counts(counted, launch.count_indices, skip)
             arguments = launch, counted, t_by_device, grads, step_settings
-            run_kernel(self._kernel_call(*arguments, grads_match_params=grads_match_params), skip)
+            call = self._kernel_call(*arguments, grads_match_params=grads_match_params)
+            self.kernel.update(call, skip)
             _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
         return leaves[:num_params], count_step(state, skip, in_place=True)
 
@@ -269,7 +279,7 @@ class KernelStep:
         for launch in launches:
             _add_to_counts(stepped, launch.count_indices, skip)
             call = self._kernel_call(launch, stepped, t_by_device, grads, inputs.step_settings)
-            new = torch.ops.purescale.fused_update(*arguments_of_operator(call, skip))
+            new = torch.ops.purescale.fused_update(*arguments_of_operator(self.kernel, call, skip))
             indices = itertools.chain(launch.param_indices, *launch.slot_indices)
             for index, tensor in zip(indices, new, strict=True):
                 stepped[index] = tensor
@@ -285,15 +295,15 @@ class KernelStep:
     ) -> tuple[list[Tensor], OptState]:
         """Make the step as one function, which Dynamo does not trace."""
         step_settings, layout = inputs.step_settings, inputs.layout
-        params, columns = _writable_columns(inputs, in_place=in_place)
-        state = with_columns(inputs.opt_state, columns, layout)
+        params, slot_lists = _writable_slot_lists(inputs, in_place=in_place)
+        state = with_slot_lists(inputs.opt_state, slot_lists, layout)
         if not self._config.is_static:
             step_settings = step_settings.map(lambda table: map_numbers(copied_number, table))
         grad_indices = list(layout.grad_indices)
-        if STEP in columns:
+        if STEP in slot_lists:
             with_grad = [n for n, index in enumerate(grad_indices) if index is not None]
-            _add_to_counts(columns[STEP], with_grad, skip, in_place=True)
-        tensors, scalars = (params, grads.tensors, columns), (state.applied, skip, grads.pending)
+            _add_to_counts(slot_lists[STEP], with_grad, skip, in_place=True)
+        tensors, scalars = (params, grads.tensors, slot_lists), (state.applied, skip, grads.pending)
         self._opaque(list(layout.names), grad_indices, tensors, scalars, step_settings)
         return params, state
 
@@ -301,22 +311,24 @@ class KernelStep:
         self,
         groups: list[ParamGroup],
         grad_indices: list[int | None],
-        tensors: tuple[list[Tensor], list[Tensor], Columns],
+        tensors: tuple[list[Tensor], list[Tensor], SlotLists],
         scalars: tuple[Tensor, Tensor | None, Pending],
         step_settings: StepSettings,
     ) -> None:
         """Make the step of `_in_dynamo` from a compiled one."""
-        (params, grad_tensors, columns), (applied, skip, pending) = tensors, scalars
+        (params, grad_tensors, slot_lists), (applied, skip, pending) = tensors, scalars
         grads = Gradients.of_dense(grad_tensors, pending)
-        indices_of_slots = columns_like(columns, itertools.count(len(params)))
+        indices_of_slots = slot_lists_like(slot_lists, itertools.count(len(params)))
         launches = self._launches(TensorList(params), grad_indices, indices_of_slots, groups)
-        leaves = [*params, *values_of(columns)]
+        leaves = [*params, *values_of(slot_lists)]
         t_by_device = self._t_by_device(applied, launches)
         for launch in launches:
             call = self._kernel_call(launch, leaves, t_by_device, grads, step_settings)
-            torch.ops.purescale.fused_update_(*arguments_of_operator(call, skip))
+            torch.ops.purescale.fused_update_(*arguments_of_operator(self.kernel, call, skip))
 
-    def _t_by_device(self, applied: Tensor, launches: list[Launch]) -> dict[torch.device, Tensor]:
+    def _t_by_device(
+        self, applied: Tensor, launches: list[LaunchPlan]
+    ) -> dict[torch.device, Tensor]:
         """Return the number of the step, float32, on each device where the kernel reads it."""
         reads = self.kernel.reads_counts
         devices = dict.fromkeys([x.device for x in launches if reads and not x.count_indices])
@@ -324,7 +336,7 @@ class KernelStep:
 
     def _kernel_call(
         self,
-        launch: Launch,
+        launch: LaunchPlan,
         leaves: list[Any],
         t_by_device: dict[torch.device, Tensor],
         grads: Gradients,
@@ -333,16 +345,16 @@ class KernelStep:
         grads_match_params: bool = False,
     ) -> KernelCall:
         """Return the call of a launch with these tensors and settings."""
-        bound = launch.bound
+        bound_kernel = launch.bound_kernel
         if not self._config.is_static:
             settings = self._config.settings_of(launch.group.override_indices, step_settings)
-            bound = self.kernel.bind(settings)
+            bound_kernel = self.kernel.bind(settings)
         params, *slots = launch.pick(leaves)
         steps = [leaves[index] for index in launch.count_indices]
         if self.kernel.reads_counts and not steps:
             steps = [t_by_device[launch.device]]
         grads = grads.picked(launch.grad_indices)
-        return KernelCall(bound, params, slots, grads, steps, grads_match_params)
+        return KernelCall(bound_kernel, params, slots, grads, steps, grads_match_params)
 
 
 def _writable_leaves(
@@ -358,7 +370,7 @@ def _writable_leaves(
         return leaf if in_place else leaf.clone()
 
     if listed and not in_place:
-        writable = foreach.clone(leaves)
+        writable = foreach.detach_and_clone(leaves)
     else:
         writable = [leaf if not isinstance(leaf, Tensor) else off_graph(leaf) for leaf in leaves]
     for param, slot in pairs:
@@ -367,15 +379,15 @@ def _writable_leaves(
     return writable
 
 
-def _writable_columns(inputs: StepInputs, *, in_place: bool) -> tuple[list[Tensor], Columns]:
-    """Return parameters and columns that a kernel may write into, as `_writable_leaves`."""
-    old, columns = inputs.params, columns_of(inputs.opt_state, inputs.layout)
-    leaves = [*old, *values_of(columns)]
-    numbered = columns_like(columns, range(len(old), len(leaves)))
-    places = [pair for column in numbered.values() for pair in enumerate(column)]
+def _writable_slot_lists(inputs: StepInputs, *, in_place: bool) -> tuple[list[Tensor], SlotLists]:
+    """Return parameters and slot_lists that a kernel may write into, as `_writable_leaves`."""
+    old, slot_lists = inputs.params, slot_lists_of(inputs.opt_state, inputs.layout)
+    leaves = [*old, *values_of(slot_lists)]
+    numbered = slot_lists_like(slot_lists, range(len(old), len(leaves)))
+    places = [pair for slot_list in numbered.values() for pair in enumerate(slot_list)]
     pairs = [(n, place) for n, place in places if isinstance(place, int)]
     new = iter(_writable_leaves(leaves, pairs, in_place=in_place))
-    return list(itertools.islice(new, len(old))), columns_like(columns, new)
+    return list(itertools.islice(new, len(old))), slot_lists_like(slot_lists, new)
 
 
 def _slots_follow_params(param_slot_pairs: list[tuple[Tensor, Any]]) -> bool:
@@ -390,5 +402,5 @@ def _add_to_counts(
     """Add 1 to the leaves with these indices, which count steps, unless the step is skipped."""
     for index in indices:
         count = leaves[index]
-        increment = 1 if skip is None else on_device(~skip, count.device, count.dtype)
+        increment = 1 if skip is None else to_device(~skip, count.device, count.dtype)
         leaves[index] = count.add_(increment) if in_place else count + increment

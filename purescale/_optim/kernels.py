@@ -41,7 +41,7 @@ class FusedKernel:
 
     name: str  # torch's
     # the slots that it updates, in its order; one exists if its setting is set, or, for "", always
-    slots: Mapping[str, str]
+    slot_conditions: Mapping[str, str]
     setting_names: tuple[str, ...]  # of the function, without the rate
     reads_counts: bool = True  # it reads the number of the step
 
@@ -64,9 +64,9 @@ class FusedKernel:
         if not self.reads_counts:
             arguments["is_first_step"] = False  # a buffer is there before it
         function: Any = private.fused_kernel(name)
-        return BoundKernel(self, settings, functools.partial(function, **arguments))
+        return BoundKernel(settings, functools.partial(function, **arguments))
 
-    def read_settings(self, settings: Settings) -> dict[str, Any]:
+    def kernel_settings(self, settings: Settings) -> dict[str, Any]:
         """Return settings as it takes them: a rate may be a tensor, and no other."""
         return {
             n: copied_number(v) if n == "lr" else read_numbers({n: v})[n]
@@ -103,17 +103,17 @@ class FusedKernel:
         """Make the call. It divides the gradients itself if it can."""
         if not _divides(call):
             call = call._replace(grads=_unscaled(call))
-        lr, found_inf, divisor = call.bound.settings["lr"], None, call.grads.pending.divisor
+        lr, found_inf, divisor = call.bound_kernel.settings["lr"], None, call.grads.pending.divisor
         if skip is not None:
             found_inf = skip.to(call.params[0].device, torch.float32)
         lists = [call.params, call.grads.tensors, *call.slots]
         if self.reads_counts:
-            counts = call.counts
+            counts = call.state_steps
             lists.append(counts * len(call.params) if len(counts) == 1 else counts)
         tensors = [number for number in (divisor, lr) if isinstance(number, Tensor)]
         off_graph = call.grads_match_params and not any([t.requires_grad for t in tensors])
         with _NO_CONTEXT if off_graph else torch.no_grad():
-            call.bound.function(*lists, lr=lr, grad_scale=divisor, found_inf=found_inf)
+            call.bound_kernel.function(*lists, lr=lr, grad_scale=divisor, found_inf=found_inf)
         # torch's fused kernels leave versions as they were: a graph that saved an old value would
         # take the new one for it.
         written = [*call.params, *itertools.chain(*call.slots)]
@@ -131,7 +131,7 @@ class ForLoopKernel:
     """
 
     function: Callable[..., None]
-    slots: Mapping[str, str]  # as in `FusedKernel`
+    slot_conditions: Mapping[str, str]  # as in `FusedKernel`
     setting_names: tuple[str, ...]  # of the function
     reads_counts: ClassVar[bool] = True
 
@@ -143,9 +143,9 @@ class ForLoopKernel:
         """Return the function with these settings."""
         arguments = keyword_arguments(settings, self.setting_names)
         function = functools.partial(self.function, foreach=False, **arguments)
-        return BoundKernel(self, settings, function)
+        return BoundKernel(settings, function)
 
-    def read_settings(self, settings: Settings) -> dict[str, Any]:
+    def kernel_settings(self, settings: Settings) -> dict[str, Any]:
         """Return settings as it takes them, as Python numbers."""
         return read_numbers(settings)
 
@@ -156,11 +156,11 @@ class ForLoopKernel:
     def update(self, call: KernelCall, skip: Tensor | None) -> None:
         """Make the call, of a step that is not skipped."""
         assert skip is None
-        before = [count - 1 for count in call.counts]  # the function adds 1 to each
+        before = [count - 1 for count in call.state_steps]  # the function adds 1 to each
         if len(before) == 1:
             before = list(before[0].repeat(len(call.params)).unbind())
         with torch.no_grad():
-            call.bound.function(call.params, _unscaled(call).tensors, *call.slots, before)
+            call.bound_kernel.function(call.params, _unscaled(call).tensors, *call.slots, before)
 
 
 Kernel = FusedKernel | ForLoopKernel
@@ -235,7 +235,6 @@ def kernel_of(formula: formulas.Formula) -> Kernel | None:
 class BoundKernel(NamedTuple):
     """A kernel with its settings."""
 
-    kernel: Kernel
     settings: Settings
     function: Callable[..., None]  # torch's, of lists of tensors, which it updates in place
 
@@ -245,24 +244,13 @@ class KernelCall(NamedTuple):
     order.
     """
 
-    bound: BoundKernel
+    bound_kernel: BoundKernel
     params: list[Tensor]
     slots: list[list[Tensor]]  # of each slot of the kernel, empty for one that does not exist
     grads: Gradients
-    counts: list[Tensor]  # the number of the step of each, or one for all: float32, read only
+    state_steps: list[Tensor]  # the number of the step of each, or one for all: float32, read only
     # known: all are off graph, and the gradients have dtype and memory order of the parameters
     grads_match_params: bool = False
-
-
-def run_kernel(call: KernelCall, skip: Tensor | None) -> None:
-    """Make the call, which updates its tensors in place, unless the step is skipped. On a CPU the
-    flag is read.
-    """
-    if skip is not None and host_can_read([skip]):
-        if skip:
-            return
-        skip = None
-    call.bound.kernel.update(call, skip)
 
 
 def _divides(call: KernelCall) -> bool:
@@ -303,31 +291,36 @@ def _update_targets(
     tensor_args: Sequence[Tensor | None],
     owned: bool,
 ) -> None:
-    """`run_kernel` as an operator of a graph, for a fused kernel. Traced operator by operator, a
-    hundred parameters would take minutes to compile. `targets`: the parameters, then each slot.
-    `tensor_args`: the rate if it is a tensor, else None; `skip`; what the gradients wait for.
-    `float_args`: the rate if it is a number, else 0; the other settings.
+    """`FusedKernel.update` as an operator of a graph, which reads the flag of a skip on a CPU.
+    Traced operator by operator, a hundred parameters would take minutes to compile. `targets`: the
+    parameters, then each slot. `tensor_args`: the rate if it is a tensor, else None; `skip`; what
+    the gradients wait for. `float_args`: the rate if it is a number, else 0; the other settings.
     """
     count, kernel, (lr, skip, *pending) = len(grads), _BY_NAME[name], tensor_args
+    if skip is not None and host_can_read([skip]):
+        if skip:
+            return
+        skip = None
     params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
-    slots += [[]] * (len(kernel.slots) - len(slots))  # only the last one may not exist
+    slots += [[]] * (len(kernel.slot_conditions) - len(slots))  # only the last one may not exist
     lr_number, *others = float_args
     settings = {
         key: bool(number) if key in _BOOLEANS else number
         for key, number in zip(kernel.setting_names, others, strict=True)
     }
-    bound = kernel.bind({**settings, "lr": lr_number if lr is None else lr})
+    bound_kernel = kernel.bind({**settings, "lr": lr_number if lr is None else lr})
     gradients = kernel.fold_factor(Gradients.of_dense(list(grads), Pending(*pending), owned=owned))
-    run_kernel(KernelCall(bound, params, slots, gradients, list(counts)), skip)
+    kernel.update(KernelCall(bound_kernel, params, slots, gradients, list(counts)), skip)
 
 
 define("fused_update", _update_targets)
 
 
-def arguments_of_operator(call: KernelCall, skip: Tensor | None) -> tuple[Any, ...]:
+def arguments_of_operator(
+    kernel: FusedKernel, call: KernelCall, skip: Tensor | None
+) -> tuple[Any, ...]:
     """Return the arguments of the operator `fused_update`."""
-    kernel: Any = call.bound.kernel  # a fused one
-    settings = call.bound.settings
+    settings = call.bound_kernel.settings
     grads, lr = call.grads, settings["lr"]
     targets = [target for column in (call.params, *call.slots) for target in column]
     lr_number, lr_tensor = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
@@ -338,5 +331,5 @@ def arguments_of_operator(call: KernelCall, skip: Tensor | None) -> tuple[Any, .
         else number
         for number in grads.pending
     ]
-    arguments = targets, grads.tensors, kernel.name, list(map(float, float_args)), call.counts
+    arguments = targets, grads.tensors, kernel.name, list(map(float, float_args)), call.state_steps
     return *arguments, [lr_tensor, skip, *pending]

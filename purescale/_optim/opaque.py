@@ -21,7 +21,7 @@ def opaque_in_dynamo(
     """
 
     def call(key: str, names: list[str], *operands: Any) -> Any:
-        return function(config.torch_groups(tuple(names)), *operands)
+        return function(config.build_param_groups(tuple(names)), *operands)
 
     opaque, key = private.Opaque(call, decorator), _constant_settings(config)
     return lambda names, *operands: opaque(key, names, *operands)

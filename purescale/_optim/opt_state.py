@@ -13,11 +13,11 @@ from .._tree.hints import document_fields
 from .._tree.pytree import Tree
 
 # By the name of a slot: a list like the parameters, with `()` for one that lacks the slot.
-Columns = dict[str, list[Any]]
+SlotLists = dict[str, list[Any]]
 
-# The column of counts among the columns of a step, by torch's name.
+# The list of counts among the slot lists of a step, by torch's name.
 STEP = "step"
-# A column of holes, by which a state without slots knows its parameters.
+# A list of holes, by which a state without slots knows its parameters.
 NO_SLOTS = "none"
 
 
@@ -50,25 +50,25 @@ class OptState(NamedTuple):
     iteration: Any = ()
 
 
-def values_of(columns: Columns) -> list[Tensor]:
-    """Return the tensors of all columns, in order."""
-    values = [leaf for column in columns.values() for leaf in column]
+def values_of(slot_lists: SlotLists) -> list[Tensor]:
+    """Return the tensors of all slot lists, in order."""
+    values = [leaf for slot_list in slot_lists.values() for leaf in slot_list]
     return values if pytree.are_tensors(values) else [v for v in values if isinstance(v, Tensor)]
 
 
-def columns_like(columns: Columns, values: Iterable[Any]) -> Columns:
-    """Return columns with the next of these values in place of each tensor, the inverse of
+def slot_lists_like(slot_lists: SlotLists, values: Iterable[Any]) -> SlotLists:
+    """Return slot lists with the next of these values in place of each tensor, the inverse of
     `values_of`.
     """
     remaining = iter(values)
     return {
-        key: [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in column]
-        for key, column in columns.items()
+        key: [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in slot_list]
+        for key, slot_list in slot_lists.items()
     }
 
 
-def columns_of(opt_state: OptState, layout: ParamLayout) -> Columns:
-    """Return the slots of a state, then its counts, as columns. Refuse a state for others than
+def slot_lists_of(opt_state: OptState, layout: ParamLayout) -> SlotLists:
+    """Return the slots of a state, then its counts, as slot lists. Refuse a state for others than
     these parameters.
     """
     trees = opt_state.slots
@@ -80,10 +80,10 @@ def columns_of(opt_state: OptState, layout: ParamLayout) -> Columns:
         raise foreign_parameters_error(param_names(opt_state), layout.names) from None
 
 
-def with_columns(opt_state: OptState, columns: Columns, layout: ParamLayout) -> OptState:
-    """Return the state with these columns, the inverse of `columns_of`."""
+def with_slot_lists(opt_state: OptState, slot_lists: SlotLists, layout: ParamLayout) -> OptState:
+    """Return the state with these slot lists, the inverse of `slot_lists_of`."""
     old = {**opt_state.slots, STEP: opt_state.counts}
-    slots = {key: layout.unflatten(column, old[key]) for key, column in columns.items()}
+    slots = {key: layout.unflatten(slot_list, old[key]) for key, slot_list in slot_lists.items()}
     counts = slots.pop(STEP, ())
     return opt_state._replace(slots=slots, counts=counts)
 
@@ -94,7 +94,7 @@ def has_counts(opt_state: OptState) -> bool:
 
 
 def param_names(opt_state: OptState) -> list[str]:
-    """Return the dotted names of the parameters of a state whose slots are columns."""
+    """Return the dotted names of the parameters of a state whose slots are slot lists."""
     return pytree.names(next(iter(opt_state.slots.values())), holes=True)
 
 
@@ -112,20 +112,13 @@ def without_wrappers(state: Tree) -> Tree:
     return state
 
 
-def is_partition_state(state: Tree) -> bool:
-    """Return True for a dict of states of torch's classes, as in `partition`."""
-    is_dict = type(state) is dict and len(state) > 0
-    return is_dict and all(isinstance(part, OptState) for part in state.values())
-
-
 def opt_states_of(state: Tree) -> list[OptState]:
     """Return the states of torch's classes in a state, which may be of wrappers and of a
     `partition`; an empty list for the state of any other optimizer.
     """
     state = without_wrappers(state)
-    if is_partition_state(state):
-        return list(state.values())
-    return [state] if isinstance(state, OptState) else []
+    parts = list(state.values()) if type(state) is dict else [state]
+    return parts if all(isinstance(part, OptState) for part in parts) else []
 
 
 def map_opt_states(

@@ -17,8 +17,8 @@ from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
 from .._torch.tensor_list import ListMetadata, are_comparable
 from .._torch.tracing import (
-    EagerMode,
-    current_eager_mode,
+    PlanContext,
+    current_plan_context,
     is_on_a_graph,
     traced,
     under_derivative,
@@ -74,11 +74,13 @@ class StepFacts(NamedTuple):
 class PreparedStep(NamedTuple):
     """A step, prepared: its arguments, flat, and what is known of them."""
 
-    trees: list[FlatTree]  # parameters, the state of the optimizer, the other arguments in order
+    flat_trees: list[
+        FlatTree
+    ]  # parameters, the state of the optimizer, the other arguments in order
     leaves: Leaves  # of all these
     inputs: StepInputs
     facts: StepFacts
-    eager_mode: EagerMode | None
+    plan_context: PlanContext | None
 
 
 class FlatOptimizer:
@@ -114,7 +116,7 @@ class FlatOptimizer:
         """Return parameters and state after one step, in fresh memory. A parameter whose gradient
         is None does not change, as in torch.optim.
         """
-        return self.run_step(*self.prepare_step_with_grads(params, grads, opt_state))
+        return self.run_step(*self.find_or_prepare_step(params, grads, opt_state))
 
     def grad_mode(self) -> torch.set_grad_enabled:
         """Return a context that records a graph only if a derivative may go through the step."""
@@ -137,20 +139,20 @@ class FlatOptimizer:
         """The `StepFacts` of steps with this optimizer."""
         return TreeCache()
 
-    def with_plan(self, inputs: StepInputs) -> StepInputs:
+    def plan_inputs(self, inputs: StepInputs) -> StepInputs:
         """Return the inputs with the plan and the settings of their step."""
         plan, step_settings = self.plan(inputs), self.step_settings(inputs.opt_state)
         return inputs._replace(plan=plan, step_settings=step_settings)
 
     def find_step(
-        self, eager_mode: EagerMode | None, trees: tuple[Tree, ...]
+        self, plan_context: PlanContext | None, trees: tuple[Tree, ...]
     ) -> PreparedStep | None:
         """Return a step over `trees`: parameters, the state of the optimizer, and others. None if
         none over trees like these was prepared before.
         """
-        if eager_mode is None or not self.is_cached:
+        if plan_context is None or not self.is_cached:
             return None
-        hit = self.cache.find(eager_mode, trees)
+        hit = self.cache.find(plan_context, trees)
         if hit is None:
             return None
         flat_trees, leaves, facts = hit
@@ -163,11 +165,11 @@ class FlatOptimizer:
             facts.plan,
             self.step_settings(opt_state.tree),
         )
-        return PreparedStep(flat_trees, leaves, inputs, facts, eager_mode)
+        return PreparedStep(flat_trees, leaves, inputs, facts, plan_context)
 
     def prepare_step(
         self,
-        eager_mode: EagerMode | None,
+        plan_context: PlanContext | None,
         trees: list[FlatTree],
         inputs: StepInputs,
         *,
@@ -179,12 +181,12 @@ class FlatOptimizer:
         lists = [tree.tensor_list for tree in trees]
         # Complex or sparse parameters may be refused by a setting, such as `clip_value`: they are
         # checked in each step.
-        can_keep = all([some.dense_off_graph for some in lists])
+        can_keep = all([some.dense_without_history for some in lists])
         can_keep = can_keep and are_real_floating(inputs.param_list.dtypes)
-        inputs = self.with_plan(inputs)
+        inputs = self.plan_inputs(inputs)
         facts = StepFacts(inputs.layout, inputs.plan, ListMetadata())
-        if eager_mode is not None and can_keep:
-            readable = eager_mode.host_reads and not self.differentiable
+        if plan_context is not None and can_keep:
+            readable = plan_context.host_reads and not self.differentiable
             facts = facts._replace(
                 all_writable=all(
                     [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
@@ -193,11 +195,11 @@ class FlatOptimizer:
                 and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists]),
             )
             if keep and self.is_cached:
-                self.cache.keep(eager_mode, trees, facts)
+                self.cache.keep(plan_context, trees, facts)
         leaves = [leaf for tree in trees for leaf in tree.leaves]
-        return PreparedStep(trees, leaves, inputs, facts, eager_mode)
+        return PreparedStep(trees, leaves, inputs, facts, plan_context)
 
-    def prepare_step_with_grads(
+    def find_or_prepare_step(
         self,
         params: Tree,
         grads: Tree,
@@ -209,17 +211,17 @@ class FlatOptimizer:
         `check_scaled` may refuse before that. Refuse, naming the leaf, gradients that do not fit
         `params`, and a state that belongs to others.
         """
-        eager_mode = current_eager_mode()
-        prepared_step = self.find_step(eager_mode, (params, opt_state, grads, *others))
+        plan_context = current_plan_context()
+        prepared_step = self.find_step(plan_context, (params, opt_state, grads, *others))
         if prepared_step is not None:
-            return prepared_step, prepared_step.inputs.checked_gradients(prepared_step.trees[2])
+            return prepared_step, prepared_step.inputs.make_gradients(prepared_step.flat_trees[2])
         trees, inputs = flatten_step(self, params, grads, opt_state)
-        gradients = inputs.checked_gradients(trees[2])
+        gradients = inputs.make_gradients(trees[2])
         check_scaled(gradients)
         # A step is found by `grads` in their own order: it is kept if that is the parameters'.
-        same_order = eager_mode is not None and pytree.flatten(grads)[1] == trees[0].structure
+        same_order = plan_context is not None and pytree.flatten(grads)[1] == trees[0].structure
         trees += map(FlatTree.of, others)
-        return self.prepare_step(eager_mode, trees, inputs, keep=same_order), gradients
+        return self.prepare_step(plan_context, trees, inputs, keep=same_order), gradients
 
     # ---- a step, run
 

@@ -134,7 +134,7 @@ class PartitionOptimizer(FlatOptimizer):
         params = inputs.param_list.picked(part.param_indices)
         if dense is not None and part.state_slice is not None:
             leaves = [*params.tensors, *dense.tensors[part.state_slice]]
-            dense = TensorList(leaves, part.leaves_metadata, dense_off_graph=True)
+            dense = TensorList(leaves, part.leaves_metadata, dense_without_history=True)
             return StepInputs(layout, params, opt_state, dense, part.state_structure)
         if any_dtensor(params.tensors):
             tree, flat_state = layout.unflatten(params.tensors), flatten_opt_state(opt_state)
@@ -157,7 +157,7 @@ class PartitionOptimizer(FlatOptimizer):
         if not any_dtensor(templates):
             return picked
         flat = FlatTree.of(part_inputs.layout.unflatten(picked.leaves))
-        return part_inputs.checked_gradients(flat)._replace(pending=grads.pending)
+        return part_inputs.make_gradients(flat)._replace(pending=grads.pending)
 
     def step_settings(self, opt_state: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of each part, by key."""
@@ -187,9 +187,9 @@ class PartitionOptimizer(FlatOptimizer):
         stepped = {}
         for key in plan:
             optimizer = self.flat_optimizers[key]
-            may_write = in_place and not optimizer.runs_user_code
+            writes = in_place and not optimizer.runs_user_code
             stepped[key] = optimizer.step_unless(
-                part_inputs[key], part_grads[key], skip, in_place=may_write
+                part_inputs[key], part_grads[key], skip, in_place=writes
             )
         for key, optimizer in self.flat_optimizers.items():
             if in_place and optimizer.runs_user_code and not optimizer.may_add_slots:

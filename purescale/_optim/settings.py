@@ -33,7 +33,7 @@ from .._optim.schedule import (
     first_rate,
     is_scheduled,
 )
-from .._torch.dtypes import on_device
+from .._torch.dtypes import to_device
 from .._torch.private import constant_while_compiling
 from .._torch.tracing import traced
 from .._tree import pytree
@@ -59,14 +59,9 @@ class OptimizerSpec(NamedTuple):
     construct: Callable[[list[Tensor], Mapping[str, Any]], Any]
 
     @property
-    def calls_user_step(self) -> bool:
-        """True if the `step` of a user's class runs, on copies."""
-        return self.formula is None
-
-    @property
     def runs_user_code(self) -> bool:
-        """True if that `step` or a formula of a user's runs."""
-        return self.cls is None or self.calls_user_step
+        """True if the `step` of a user's class runs, on copies, or a formula of a user's."""
+        return self.cls is None or self.formula is None
 
     @property
     def elementwise(self) -> bool | None:
@@ -192,7 +187,7 @@ class OptimizerConfig:
             {**self.defaults.values, **table.values, **self.nonzero_for_slots} for table in tables
         ]
 
-    def torch_groups(
+    def build_param_groups(
         self, names: tuple[str, ...], step_settings: StepSettings | None = None
     ) -> list[ParamGroup]:
         """Return torch's parameter groups, with `step_settings`, if there are any, in place of the
@@ -222,7 +217,7 @@ class OptimizerConfig:
             settings |= self.by_override[index].values | step_settings.by_override[index]
         return settings
 
-    def check_names(self, names: tuple[str, ...]) -> None:
+    def check_override_patterns(self, names: tuple[str, ...]) -> None:
         """Refuse a pattern that matches none of the names of all parameters."""
         unmatched = _match_patterns(names, tuple(self.overrides))[1]
         if unmatched is not None:
@@ -253,7 +248,7 @@ class OptimizerConfig:
         count = opt_state.applied if self.schedule_by == "applied" else opt_state.iteration
 
         def put(value: Any) -> Any:
-            return on_device(value, count.device) if isinstance(value, Tensor) else value
+            return to_device(value, count.device) if isinstance(value, Tensor) else value
 
         def number(name: str, value: Any, factor: Any) -> Any:
             if isinstance(factor, tuple):
@@ -330,7 +325,7 @@ class OptimizerConfig:
                 )
             for one in value if isinstance(value, (tuple, list)) else (value,):
                 what = f"{where}: {name} {'is' if one is value else 'holds'}"
-                if callable(one) and name != "lr" and not self.spec.calls_user_step:
+                if callable(one) and name != "lr" and self.spec.formula is not None:
                     raise TypeError(
                         f"{what} {one!r}; a schedule stands for lr, or for a number in the state, "
                         "and not in overrides. Fix: "

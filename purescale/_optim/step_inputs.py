@@ -17,7 +17,7 @@ from .._torch.tracing import is_unresolved, refuse_graph_end
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import as_tensor_list
-from .._tree.matching import check_names, check_parameters, gradients_like, reject_autograd_history
+from .._tree.matching import check_names, check_parameters, flatten_grads, refuse_autograd_history
 from .._tree.pytree import FlatTree, Leaves, Tree
 
 
@@ -29,7 +29,7 @@ class Position(NamedTuple):
     dtensor: Any  # the DTensor that this rank has a part of, or None
 
 
-class StepTraits(Protocol):
+class OptimizerTraits(Protocol):
     """What decides which tensors an optimizer is given, as in `FlatOptimizer`."""
 
     differentiable: bool
@@ -69,7 +69,7 @@ class StepInputs(NamedTuple):
             layout,
             params.tensor_list,
             opt_state.tree,
-            dense_leaves=TensorList(leaves, metadata, dense_off_graph=True),
+            dense_leaves=TensorList(leaves, metadata, dense_without_history=True),
             state_structure=opt_state.structure,
             plan=plan,
             step_settings=step_settings,
@@ -80,7 +80,7 @@ class StepInputs(NamedTuple):
         """The parameters."""
         return self.param_list.tensors
 
-    def with_params(self, params: list[Tensor], opt_state: Tree) -> StepInputs:
+    def with_params_and_state(self, params: list[Tensor], opt_state: Tree) -> StepInputs:
         """Return the inputs with other tensors in place of the parameters, and this state."""
         return self.with_state(opt_state)._replace(param_list=TensorList(params))
 
@@ -97,7 +97,7 @@ class StepInputs(NamedTuple):
         leaves, structure = pytree.flatten(self.opt_state)
         return [*self.params, *leaves], structure
 
-    def checked_gradients(self, grads: FlatTree) -> Gradients:
+    def make_gradients(self, grads: FlatTree) -> Gradients:
         """Return the checked gradients of these parameters, in the order of the leaves. Refuse,
         naming the leaf, one that is not over the mesh of its parameter.
         """
@@ -145,37 +145,37 @@ class StepInputs(NamedTuple):
 
 
 def flatten_step(
-    optimizer: StepTraits, params: Tree, grads: Tree, opt_state: Tree
+    optimizer: OptimizerTraits, params: Tree, grads: Tree, opt_state: Tree
 ) -> tuple[list[FlatTree], StepInputs]:
     """Return parameters, state and gradients, flat and checked, and the inputs of a step over them,
     as `make_step_inputs`. Refuse, naming the leaf, gradients that do not fit `params`.
     """
     flat_params, flat_state = FlatTree.of(params), flatten_opt_state(opt_state)
     check_parameters(flat_params)
-    flat_grads = gradients_like(flat_params, grads)
+    flat_grads = flatten_grads(flat_params, grads)
     inputs = make_step_inputs(optimizer, flat_params, flat_state, flat_grads)
     return [flat_params, flat_state, flat_grads], inputs
 
 
 def make_step_inputs(
-    optimizer: StepTraits, params: FlatTree, opt_state: FlatTree, grads: FlatTree | None = None
+    optimizer: OptimizerTraits, params: FlatTree, opt_state: FlatTree, grads: FlatTree | None = None
 ) -> StepInputs:
     """Return the inputs of a step over checked parameters. Refuse, naming the leaf, tensors on a
     graph, and shards of a parameter that the optimizer needs as a whole. `grads=None` means that
     the gradients are still to be made.
     """
     lists = [tree.tensor_list for tree in (params, opt_state, grads) if tree is not None]
-    dense_off_graph = all([some.dense_off_graph for some in lists])
+    dense_without_history = all([some.dense_without_history for some in lists])
     grad_leaves = [] if grads is None else grads.leaves
     if not optimizer.differentiable:
         refuse_graph_end()
-    if not (optimizer.differentiable or dense_off_graph):
-        reject_autograd_history(params=params, grads=grads, opt_state=opt_state)
+    if not (optimizer.differentiable or dense_without_history):
+        refuse_autograd_history(params=params, grads=grads, opt_state=opt_state)
     names, leaves = pytree.names(params.tree), params.leaves
     check_names(names)
     has_grad = [True] * len(leaves) if grads is None else [g is not None for g in grad_leaves]
     layout = ParamLayout.of_leaves(params.structure, names, leaves, has_grad)
-    if dense_off_graph:
+    if dense_without_history:
         return StepInputs.of_dense(layout, params, opt_state)
     leaves = [  # torch's kernels ignore lazy negation
         leaf.resolve_conj().resolve_neg()
@@ -195,7 +195,7 @@ def make_step_inputs(
 
 
 def _check_shards(
-    optimizer: StepTraits, tree: Tree, names: list[str], leaves: Leaves, opt_state: Tree
+    optimizer: OptimizerTraits, tree: Tree, names: list[str], leaves: Leaves, opt_state: Tree
 ) -> None:
     """Refuse DTensors whose shards this optimizer cannot step."""
     for index, leaf in enumerate(leaves):

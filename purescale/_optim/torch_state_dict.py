@@ -22,7 +22,7 @@ from .._optim.settings import (
 )
 from .._optim.user_class_step import as_tensors, was_python
 from .._tree import pytree
-from .._tree.scalars import short_repr, whole
+from .._tree.scalars import checked_whole, short_repr
 
 NAME_THEM = (
     "Fix: names, which `to_state_dict` writes, and torch for an optimizer that was made from "
@@ -43,8 +43,8 @@ def write_state_dict(
     like: Mapping[str, Any] | None = None,
     written: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return a state in torch's format, as `GroupedOptimizer.to_state_dict`. Groups of `like` keep
-    all settings but those that are `written`, by default all.
+    """Return a state in torch's format, as `ParamGroupOptimizer.to_state_dict`. Groups of `like`
+    keep all settings but those that are `written`, by default all.
     """
     state: dict[int, dict[str, Any]] = {}
     groups, slots = [], slots_by_parameter(config, opt_state)
@@ -104,7 +104,7 @@ def _current_groups(
     ]
     step_settings = StepSettings(defaults, by_override)
     groups = []
-    for group in config.torch_groups(tuple(names), step_settings):
+    for group in config.build_param_groups(tuple(names), step_settings):
         pairs = group.settings.items()
         complete = {n: v for n, v in pairs if v is not None or not n.startswith("initial_")}
         groups.append(group._replace(settings=complete))
@@ -190,9 +190,9 @@ def read_state_dict(
     applied: int | Tensor | None,
     iteration: int | Tensor | None,
 ) -> tuple[OptState, dict[str, LeafSlots]]:
-    """Return the state in torch's format, for `GroupedOptimizer.from_state_dict`, and its slots by
-    parameter, with the count of each if one count is not that of all. `fresh` and `slots` are a new
-    state and its slots, which are replaced one by one, so that memory holds one state only.
+    """Return the state in torch's format, for `ParamGroupOptimizer.from_state_dict`, and its slots
+    by parameter, with the count of each if one count is not that of all. `fresh` and `slots` are a
+    new state and its slots, which are replaced one by one, so that memory holds one state only.
     """
     groups, states = _check_state_dict(sd)
     saved_params = _find_parameters(groups, list(slots))
@@ -200,7 +200,7 @@ def read_state_dict(
     has_step_slot = config.spec.formula is not None and config.spec.formula.has_step_slot
     for name, param in saved_params.items():
         saved = states.get(param.key, {})
-        if config.spec.calls_user_step:
+        if config.spec.formula is None:
             slots[name] = pytree.clone(as_tensors(saved, name))
             continue
         if has_step_slot:
@@ -338,7 +338,7 @@ def _read_stored(
     stored, device = stored_settings(fresh), fresh.applied.device
     pairs = [
         (group, saved_groups[index])
-        for group in config.torch_groups(tuple(saved_params))
+        for group in config.build_param_groups(tuple(saved_params))
         for index in dict.fromkeys([saved_params[name].group for name in group.names])
     ]
     for name in config.in_state:
@@ -429,4 +429,4 @@ def _read_counts(
 def _whole_count(name: str, count: Any) -> int | None:
     if isinstance(count, Tensor) and count.ndim == 0:
         count = count.item()
-    return None if count is None else whole(name, count, least=0)
+    return None if count is None else checked_whole(name, count, least=0)

@@ -117,7 +117,7 @@ def grad_report(grads: Tree, sample: int = 1, dtype: torch.dtype | None = None) 
     """
     leaves, _ = pytree.flatten(grads)
     check_gradients(grads, leaves)
-    sample = scalars.whole("sample", sample, least=1)
+    sample = scalars.checked_whole("sample", sample, least=1)
     if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
         raise TypeError(
             f"dtype must be a floating torch.dtype or None, got {scalars.short_repr(dtype)}."

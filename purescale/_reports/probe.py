@@ -15,10 +15,10 @@ from .._loss_scale.scaling import unscale_and_check
 from .._optim.param_layout import ParamLayout
 from .._reports.printing import MAX_LINES, table
 from .._step.backward import independent_loss_error
-from .._step.loss_and_grads import LossAndGrads, LossFn
+from .._step.forward_backward import ForwardBackward, LossFn
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
-from .._torch.tracing import current_eager_mode
+from .._torch.tracing import current_plan_context
 from .._tree import pytree, scalars
 from .._tree.hints import document_fields
 from .._tree.leaves import dense, explicit_values
@@ -207,25 +207,29 @@ def probe_scales(
     Source of the rule: users of torch and Megatron-LM compare scales in this way by hand.
     """
     chosen = _exponents(exponents)
-    tol = scalars.positive("tol", tol)
-    chunk = len(chosen) if chunk_size is None else scalars.whole("chunk_size", chunk_size, least=1)
+    tol = scalars.checked_positive("tol", tol)
+    chunk = (
+        len(chosen)
+        if chunk_size is None
+        else scalars.checked_whole("chunk_size", chunk_size, least=1)
+    )
     flat = FlatTree.of(params)
     check_parameters(flat)
     device = device_of(*flat[:2], "params")
     one = NoScale().init(device)
-    loss_and_grads = LossAndGrads(
+    forward_backward = ForwardBackward(
         flat,
         ParamLayout.of(flat),
         FlatTree.of(buffers),
         FlatTree.of(one),
         loss_fn,
-        current_eager_mode(),
+        current_plan_context(),
     )
-    if not loss_and_grads.present_params:
+    if not forward_backward.present_params:
         raise ValueError(
             "params holds no tensor. Fix: `apply, params, buffers = make_functional(model)`."
         )
-    inputs, loss, _ = loss_and_grads.run_forward(loss_and_grads.buffers.leaves, microbatch)
+    inputs, loss, _ = forward_backward.run_forward(forward_backward.flat_buffers.leaves, microbatch)
     best: Leaves | None = None  # the gradients at the largest scale that fits
     high: int | None = None
     columns: list[tuple[Tensor, Tensor, Tensor]] = []  # overflow, zeros and error of a part
@@ -243,7 +247,7 @@ def probe_scales(
         del grads
     overflow, zeros, error = (torch.cat(parts, -1).flip(-1) for parts in zip(*columns, strict=True))
     chosen.reverse()
-    names = loss_and_grads.layout.names
+    names = forward_backward.layout.names
     return ScaleProbe(
         exponents=torch.tensor(chosen, device=device),
         overflow=overflow,
@@ -256,7 +260,9 @@ def probe_scales(
 
 def _exponents(exponents: Iterable[int]) -> list[int]:
     """Check the exponents and sort them, the largest first."""
-    chosen = {scalars.whole("each of exponents", each, least=-149, most=127) for each in exponents}
+    chosen = {
+        scalars.checked_whole("each of exponents", each, least=-149, most=127) for each in exponents
+    }
     if not chosen:
         raise ValueError(
             "exponents is empty, so there is no scale to probe. Fix: `range(-8, 25, 2)`."

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.grouped import FormulaOptimizer, GroupedOptimizer
 from .._optim.optimizer import AdaptedOptimizer, Optimizer, as_flat_optimizer
+from .._optim.param_groups import FormulaOptimizer, ParamGroupOptimizer
 from .._optim.partition import PartitionOptimizer
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._reports.printing import Row, bars, leaf_names, read_rows, table
@@ -239,7 +239,7 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
     """
     flat_optimizer = as_flat_optimizer(optimizer)
     trees, inputs = flatten_step(flat_optimizer, params, grads, opt_state)
-    gradients = inputs.checked_gradients(trees[2])
+    gradients = inputs.make_gradients(trees[2])
     flat_optimizer.plan(inputs)
     with torch.no_grad():
         return inputs.layout.unflatten(_wanted(flat_optimizer, inputs, gradients))
@@ -255,7 +255,7 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
         pairs = list(zip(inner.params, wanted, strict=True))
         stepped = [_wide(param) + shard(update) for param, update in pairs]
         old = list(map(_wide, inputs.params))
-        wide = inputs.with_params(old, inputs.opt_state)
+        wide = inputs.with_params_and_state(old, inputs.opt_state)
         new = optimizer.encode(wide, stepped, inner.opt_state)[0]
         rows = zip(wanted, new, old, strict=True)
         return [from_local_like(update, after - before) for update, after, before in rows]
@@ -270,7 +270,7 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
         return updates
     old = list(map(_wide, inputs.params))
     wide_grads = grads.with_tensors(list(map(_wide, grads.tensors)), owned=False)
-    wide = inputs.with_params(old, _wide_state(optimizer, inputs))
+    wide = inputs.with_params_and_state(old, _wide_state(optimizer, inputs))
     new = _stepped(optimizer, wide, wide_grads)
     likes = inputs.params
     if inputs.global_trees is not None:
@@ -281,7 +281,7 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
 
 def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tensor]:
     if not isinstance(optimizer, AdaptedOptimizer):
-        return optimizer.step_unless(optimizer.with_plan(inputs), grads)[0]
+        return optimizer.step_unless(optimizer.plan_inputs(inputs), grads)[0]
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     params, opt_state = inputs.trees
     grad_tree = inputs.layout.unflatten(inputs.grads_like_params(grads))
@@ -300,7 +300,7 @@ def _wide_state(optimizer: Any, inputs: StepInputs) -> Tree:
     their dtype.
     """
     opt_state = inputs.opt_state
-    if not isinstance(optimizer, GroupedOptimizer):
+    if not isinstance(optimizer, ParamGroupOptimizer):
         return pytree.map(_wide, opt_state)
     slots = {
         key: tree

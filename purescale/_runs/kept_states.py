@@ -21,7 +21,7 @@ class Moment(NamedTuple):
     generators: list[Tensor]
 
 
-def plan(number: int, every: int | None, in_a_folder: bool) -> tuple[list[int], int]:
+def plan_kept_steps(number: int, every: int | None, in_a_folder: bool) -> tuple[list[int], int]:
     """Return the steps before which a state of the run is kept, and how many states at once there
     may be.
     """
@@ -30,7 +30,7 @@ def plan(number: int, every: int | None, in_a_folder: bool) -> tuple[list[int], 
         # Up to 500 steps those with which none is made more than twice, then as few as 32.
         slots = min(math.isqrt(2 * number), max(32, root))
         return steps_to_keep(0, number, slots), slots
-    every = scalars.whole("every", root if every is None else every, least=1)
+    every = scalars.checked_whole("every", root if every is None else every, least=1)
     steps = list(range(0, number, every))
     return steps, len(steps) + every
 

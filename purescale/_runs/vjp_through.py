@@ -17,7 +17,7 @@ from .._jit.scan_steps import pair_of
 from .._loss_scale.headroom import grad_amax
 from .._loss_scale.rules import HasScale, NoScale, Rule, call_rule, check_rule, takes_amax
 from .._loss_scale.scaling import unscale_and_check
-from .._runs.kept_states import KeptStates, Moment, plan, steps_to_keep
+from .._runs.kept_states import KeptStates, Moment, plan_kept_steps, steps_to_keep
 from .._step.retry import Generators, backed_off
 from .._torch.dtypes import wide_dtype
 from .._torch.tracing import GraphEndError, refuse_in_a_trace, traced, whole_graph
@@ -184,7 +184,7 @@ def vjp_through(
     """
     _check(step, items, rule)
     number = len(items)
-    steps, slots = plan(number, every, folder is not None)
+    steps, slots = plan_kept_steps(number, every, folder is not None)
     first, wrt = pytree.clone(state), pytree.clone(wrt)
     rule = NoScale() if rule is None else rule
     forms = Floats.of(first), Floats.of(wrt)
@@ -381,7 +381,7 @@ def _cotangents_of(tree: Tree, final: Tree, floats: Floats, likes: Leaves) -> Le
     try:
         leaves = floats.structure.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
-        raise _no_cotangent("cotangent", tree, "a tree like the final state") from error
+        raise _cotangent_error("cotangent", tree, "a tree like the final state") from error
     cotangents = []
     for place, like in zip(floats.places, likes, strict=True):
         leaf = leaves[place]
@@ -389,12 +389,14 @@ def _cotangents_of(tree: Tree, final: Tree, floats: Floats, likes: Leaves) -> Le
             leaf = torch.zeros_like(like)
         elif not (isinstance(leaf, Tensor) and leaf.shape == like.shape):
             path = pytree.path(final, "cotangent", place)
-            raise _no_cotangent(path, leaf, f"a tensor of shape {tuple(like.shape)}, or () for 0")
+            raise _cotangent_error(
+                path, leaf, f"a tensor of shape {tuple(like.shape)}, or () for 0"
+            )
         cotangents.append(leaf)
     return cotangents
 
 
-def _no_cotangent(path: str, value: Any, expected: str) -> ValueError:
+def _cotangent_error(path: str, value: Any, expected: str) -> ValueError:
     return ValueError(
         f"{path} is {scalars.short_repr(value)}; expected {expected}. Fix: a function of the final "
         "state that returns a scalar, or the `state` of a later run's RunGradient."

@@ -9,20 +9,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._distributed.collectives import agree_on_all_ranks, describe_leaves, describe_setting, on_cpu
+from .._distributed.collectives import (
+    agree_on_all_ranks,
+    describe_leaves,
+    describe_setting,
+    meets_on_cpu,
+)
 from .._distributed.process_group import Group, as_group, mesh_sizes
-from .._step.start import Start
-from .._step.train_state import StepOptions
+from .._step.flat_state import FlatState
+from .._step.train_state import TrainStepOptions
 from .._step.window_result import MicrobatchWeights
 from .._torch import dtensor
 from .._tree import pytree
 from .._tree.pytree import Tree
 
-# A step's start, its options, and the weights of its microbatches.
-Prepared: TypeAlias = tuple[Start, StepOptions, MicrobatchWeights]
+# The flat state of a step, its options, and the weights of its microbatches.
+Prepared: TypeAlias = tuple[FlatState, TrainStepOptions, MicrobatchWeights]
 
 
-def check_on_all_ranks(
+def prepare_on_all_ranks(
     group: Group, prepare: Callable[[Group | None], Prepared], state: Any
 ) -> Prepared:
     """Return the result of `prepare(group)`, where the group of a single rank becomes None. If the
@@ -40,7 +45,7 @@ def check_on_all_ranks(
     def describe(prepared: Prepared) -> list[str]:
         return _all_that_must_agree(prepared[1].must_agree, state)
 
-    return agree_on_all_ranks(group, prepare_and_check, describe, sync=on_cpu(group))
+    return agree_on_all_ranks(group, prepare_and_check, describe, sync=meets_on_cpu(group))
 
 
 def _all_that_must_agree(settings: dict[str, Any], state: Any) -> list[str]:

@@ -20,12 +20,12 @@ OnGrad: TypeAlias = Callable[[int, list[Tensor]], None]
 _grad = operator.attrgetter("grad")
 
 
-def gradients_of(loss: Tensor, inputs: Leaves) -> list[Tensor]:
+def compute_gradients(loss: Tensor, inputs: Leaves) -> list[Tensor]:
     """`torch.autograd.grad(loss, inputs, materialize_grads=True)` without checking each input, with
     what a custom backward adds to `.grad`, as those of reversible layers do. Refuse a loss that
     uses none of them.
     """
-    _forget(inputs)
+    _clear_grads(inputs)
     # The graph is neither kept nor made for a second derivative.
     arguments = (loss,), (torch.ones_like(loss),), False, False, tuple(inputs), True
     gradients: list[Tensor | None] = list(private.run_backward(*arguments, accumulate_grad=False))
@@ -58,7 +58,7 @@ def independent_loss_error() -> ValueError:
     )
 
 
-def _forget(inputs: Leaves) -> None:
+def _clear_grads(inputs: Leaves) -> None:
     """Forget what a backward inside of loss_fn has put into `.grad`."""
     if set(map(_grad, inputs)) != {None}:
         for leaf in inputs:
@@ -90,7 +90,7 @@ def stream_gradients(loss: Tensor, inputs: Leaves, on_grad: OnGrad, *, refuse_pi
         if leaf.grad is not None:  # torch adds to it in place, and a custom backward may keep it
             leaf.grad = leaf.grad.detach().clone()
 
-    _forget(inputs)
+    _clear_grads(inputs)
     hooks = []
     for index, leaf in enumerate(inputs):
         hooks.append(leaf.register_hook(functools.partial(before_sum, leaf)))

@@ -12,7 +12,7 @@ from .._grads.clip import Clip, clip_factor, clip_factor_of_number, is_unbounded
 from .._grads.measure import GradStats, norm_of
 from .._step.spike_guard import Guard
 from .._step.window_result import WindowFlags, WindowResult
-from .._torch.dtypes import on_device
+from .._torch.dtypes import to_device
 from .._tree import scalars
 from .._tree.gradients import Gradients
 from .._tree.pytree import Tree
@@ -86,7 +86,7 @@ def decide(
             factor = clip_factor_of_number(stats.norm, clip.max_norm)
     else:
         for bound in clip.tensor_bounds:
-            skip = skip | ~(on_device(bound, skip.device) > 0)
+            skip = skip | ~(to_device(bound, skip.device) > 0)
         measured = None if stats.norm is None else norm_of(stats, skip.device)
         if measured is not None:
             norm = _reported(measured, skip, grads.factor_dtype)

@@ -1,4 +1,4 @@
-"""The stage `memory_of_step`: what a step may overwrite, decided before any work."""
+"""The stage `decide_writes`: what a step may overwrite, decided before any work."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .._optim.optimizer import FlatOptimizer, PreparedStep
 from .._optim.step_inputs import StepInputs
-from .._step.start import Start
-from .._step.train_state import StepOptions
+from .._step.flat_state import FlatState
+from .._step.train_state import TrainStepOptions
 from .._torch import dtensor
 from .._torch.donation import (
     ArgumentMemory,
@@ -35,35 +35,37 @@ class MayWrite(NamedTuple):
     grads: bool = False  # of a step by hand
 
 
-def memory_of_step(
-    options: StepOptions, start: Start, microbatches: list[Any]
+def decide_writes(
+    options: TrainStepOptions, flat_state: FlatState, microbatches: list[Any]
 ) -> tuple[ArgumentMemory, MayWrite]:
     """Return the memory of the arguments, and what the step may overwrite. Without donation the
     state of the optimizer is left out, because nothing writes into it.
     """
-    inputs = start.prepared_step.inputs
+    inputs = flat_state.prepared_step.inputs
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     batch = pytree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
-    if donate and start.prepared_step.facts.all_writable:
-        pointers = [storage_pointers(start.prepared_step.leaves), storage_pointers(read_only)]
+    if donate and flat_state.prepared_step.facts.all_writable:
+        pointers = [storage_pointers(flat_state.prepared_step.leaves), storage_pointers(read_only)]
         if share_no_memory(*pointers):
             memory = ArgumentMemory.of(pointers, batch)
             return memory, MayWrite(params_and_state=True, buffers=True, control=True)
     replaced = _replaced(inputs) if donate else inputs.param_list
-    buffers = start.buffers.tensor_list
-    if not buffers.dense_off_graph:
+    buffers = flat_state.buffers.tensor_list
+    if not buffers.dense_without_history:
         buffers = TensorList([leaf for leaf in buffers.tensors if not is_constant(leaf)])
     lists = [replaced, buffers]
     if donate:
-        lists.append(TensorList(start.control_leaves))
+        lists.append(TensorList(flat_state.control_leaves))
     else:
-        read_only += start.control_leaves
+        read_only += flat_state.control_leaves
     pointers = pointers_of_each([*[tensor_list.tensors for tensor_list in lists], read_only])
     memory = ArgumentMemory.of(pointers, batch)
-    if memory.pointers is not None and not start.params.tensor_list.dense_off_graph:
+    if memory.pointers is not None and not flat_state.params.tensor_list.dense_without_history:
         # Constant buffers, and parameters before a lazy negation was resolved.
-        memory.pointers.update(storage_pointers([*start.params.leaves, *start.buffers.leaves]))
+        memory.pointers.update(
+            storage_pointers([*flat_state.params.leaves, *flat_state.buffers.leaves])
+        )
     if not donate:
         return memory, MayWrite()
     params_and_state, buffers_too, control = can_write_each(lists, read_only, pointers)
@@ -71,7 +73,7 @@ def memory_of_step(
     return memory, MayWrite(params_and_state and control, buffers_too, control)
 
 
-def writable_arguments(
+def decide_writes_by_hand(
     optimizer: FlatOptimizer,
     prepared_step: PreparedStep,
     grads: Gradients,

@@ -1,5 +1,5 @@
-"""The stages `weigh` and `accumulate_microbatches`: the mean gradients over the microbatches of a
-window.
+"""The stages `weigh_microbatches` and `accumulate_microbatches`: the mean gradients over the
+microbatches of a window.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ from .._batch_norm.bn_stats import (
 )
 from .._distributed.buckets import Reduction, mean_divisor
 from .._grads.accumulate import as_weight, is_weight
-from .._step.loss_and_grads import LossAndGrads, check_container, check_returned, check_unwritten
+from .._step.flat_state import FlatState
+from .._step.forward_backward import (
+    ForwardBackward,
+    check_container,
+    check_unwritten,
+    checked_returned,
+)
 from .._step.reduce import send_gradient, send_mean, start_reduction
-from .._step.start import Start
-from .._step.train_state import StepOptions
+from .._step.train_state import TrainStepOptions
 from .._step.window_mean import WindowMean
 from .._step.window_result import (
     MicrobatchWeights,
@@ -49,7 +54,9 @@ from .._tree.scalars import as_floats
 from .._tree.select import select_masked
 
 
-def weigh(options: StepOptions, microbatches: list[Any], scale: Tensor) -> MicrobatchWeights:
+def weigh_microbatches(
+    options: TrainStepOptions, microbatches: list[Any], scale: Tensor
+) -> MicrobatchWeights:
     """Return the weights of all microbatches, by `weight_fn` or equal."""
     if any(isinstance(entry, FUNCTION_TYPES) for entry in microbatches):
         refuse_in_capture(
@@ -79,8 +86,8 @@ def weigh(options: StepOptions, microbatches: list[Any], scale: Tensor) -> Micro
 
 
 def accumulate_microbatches(
-    options: StepOptions,
-    start: Start,
+    options: TrainStepOptions,
+    flat_state: FlatState,
     microbatches: list[Any],
     weights: MicrobatchWeights,
     memory: ArgumentMemory,
@@ -92,93 +99,98 @@ def accumulate_microbatches(
     With a group, loss and totals are over all ranks. Gradients and buffers are still of this
     rank; `reduce_window` averages them, or `buffers_to_reduce` if these are given.
     """
-    params, buffers, scaler = start.params, start.buffers, start.scaler
+    params, buffers, scaler = flat_state.params, flat_state.buffers, flat_state.scaler
     differentiable = options.optimizer.differentiable and is_on_a_graph(
         pytree.all_tensors([params.leaves, buffers.leaves, scaler.leaves, microbatches])
     )
-    loss_and_grads = LossAndGrads(
+    forward_backward = ForwardBackward(
         params,
-        start.prepared_step.inputs.layout,
+        flat_state.prepared_step.inputs.layout,
         buffers,
         scaler,
         options.loss_fn,
-        start.prepared_step.eager_mode,
+        flat_state.prepared_step.plan_context,
         memory.pointers,
         differentiable=differentiable,
     )
-    if options.group is not None and (loss_and_grads.keeps_graph or under_derivative()):
+    if options.group is not None and (forward_backward.keeps_graph or under_derivative()):
         raise ValueError(
             "a derivative is taken through a step over a group: the gradients of other ranks "
             "arrive without a graph. Fix: group=None, with the microbatches of all ranks on one."
         )
     before = versions(memory.microbatches)
     if len(microbatches) == 1 and options.group is None:
-        window = _window_of_one(options, weights, loss_and_grads, microbatches[0], memory)
+        window = _window_of_one(options, weights, forward_backward, microbatches[0], memory)
     else:
         buffers_to_reduce = buffers.leaves if buffers_to_reduce is None else buffers_to_reduce
         window = _window_of_several(
-            options, weights, loss_and_grads, microbatches, memory, buffers_to_reduce
+            options, weights, forward_backward, microbatches, memory, buffers_to_reduce
         )
     check_unwritten(memory.microbatches, before)
     return window
 
 
 def _window_of_one(
-    options: StepOptions,
+    options: TrainStepOptions,
     weights: MicrobatchWeights,
-    loss_and_grads: LossAndGrads,
+    forward_backward: ForwardBackward,
     entry: Any,
     memory: ArgumentMemory,
 ) -> WindowResult:
     """Return the result of a single microbatch. Its gradients are the mean, still scaled."""
     if isinstance(entry, FUNCTION_TYPES):
-        entry = _microbatch_of(entry, loss_and_grads, memory)
-    out = loss_and_grads(loss_and_grads.buffers.leaves, entry)
-    params, scaled = loss_and_grads.params.tensor_list, Pending(divisor=loss_and_grads.scale)
-    grads = as_gradients(out.grads, scaled, owned=loss_and_grads.owns_gradients, params=params)
+        entry = _make_microbatch(entry, forward_backward, memory)
+    out = forward_backward(forward_backward.flat_buffers.leaves, entry)
+    params, scaled = (
+        forward_backward.flat_params.tensor_list,
+        Pending(divisor=forward_backward.scale),
+    )
+    grads = as_gradients(out.grads, scaled, owned=forward_backward.owns_gradients, params=params)
     loss, totals_row = out.loss, None
     if weights.values is not None:
         totals_row, means = sum_microbatches(weights.values, torch.stack([loss]), [])
         loss = means[1].to(loss.dtype)
-    fraction = window_fraction(options, totals_row, 1, loss_and_grads.scale.device)
+    fraction = window_fraction(options, totals_row, 1, forward_backward.scale.device)
     loss = loss if fraction is None else (loss * fraction).to(loss.dtype)
-    return WindowResult(grads, loss, out.buffers, tuple(out.aux), None, totals_row, fraction)
+    return WindowResult(
+        grads, loss, out.buffers, tuple(out.aux), None, totals_row, fraction=fraction
+    )
 
 
 def _window_of_several(
-    options: StepOptions,
+    options: TrainStepOptions,
     weights: MicrobatchWeights,
-    loss_and_grads: LossAndGrads,
+    forward_backward: ForwardBackward,
     microbatches: list[Any],
     memory: ArgumentMemory,
     buffers_to_reduce: Leaves,
 ) -> WindowResult:
     """Return the mean over several microbatches, or over those of a group."""
-    scaled = Pending(divisor=loss_and_grads.scale)
-    mean = WindowMean(options, weights, loss_and_grads)
+    scaled = Pending(divisor=forward_backward.scale)
+    mean = WindowMean(options, weights, forward_backward)
     reduction, adds_as_made = start_reduction(mean, buffers_to_reduce), mean.adds_as_made
-    carried, last = loss_and_grads.buffers.leaves, len(microbatches) - 1
+    carried, last = forward_backward.flat_buffers.leaves, len(microbatches) - 1
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
     for index, entry in enumerate(microbatches):
         is_counted, microbatch = weights.is_counted[index], entry
         if isinstance(entry, FUNCTION_TYPES):
-            microbatch = _microbatch_of(entry, loss_and_grads, memory)
+            microbatch = _make_microbatch(entry, forward_backward, memory)
         if reduction is not None and index == last:
             send = functools.partial(send_gradient, mean, reduction)
-            out = loss_and_grads(carried, microbatch, on_grad=send)
+            out = forward_backward(carried, microbatch, on_grad=send)
         elif adds_as_made and is_counted:
             add = functools.partial(mean.add_gradient, index)
-            out = loss_and_grads(carried, microbatch, on_grad=add, refuse_pieces=False)
+            out = forward_backward(carried, microbatch, on_grad=add, refuse_pieces=False)
         else:
             # The first gradients of a sum become the sum; others are only read.
             first = mean.stays_scaled and mean.sums is None
-            if loss_and_grads.keeps_graph:
+            if forward_backward.keeps_graph:
                 # The graph of one microbatch at a time: each is made again in the backward.
-                out = checkpoint(loss_and_grads, carried, microbatch, use_reentrant=False)
+                out = checkpoint(forward_backward, carried, microbatch, use_reentrant=False)
             else:
-                out = loss_and_grads(carried, microbatch, take_ownership=first)
-            grads = as_gradients(out.grads, scaled, params=loss_and_grads.params.tensor_list)
+                out = forward_backward(carried, microbatch, take_ownership=first)
+            grads = as_gradients(out.grads, scaled, params=forward_backward.flat_params.tensor_list)
             is_counted = mean.add(index, grads)
             del grads
         if isinstance(is_counted, Tensor):  # if it is dropped, what it did to the buffers is too
@@ -202,15 +214,15 @@ FUNCTION_TYPES = (
 )
 
 
-def _microbatch_of(
-    make: Callable[[], Any], loss_and_grads: LossAndGrads, memory: ArgumentMemory
+def _make_microbatch(
+    make: Callable[[], Any], forward_backward: ForwardBackward, memory: ArgumentMemory
 ) -> Any:
     """Return the microbatch of a function in the window."""
     microbatch = make()
-    if loss_and_grads.pointers is not None and memory.pointers is not None:
+    if forward_backward.pointers is not None and memory.pointers is not None:
         # What a loss returns must not share its memory: a function may keep what it has made.
         pointers = storage_pointers(pytree.all_tensors(microbatch))
-        loss_and_grads.pointers = {*memory.pointers, *pointers}
+        forward_backward.pointers = {*memory.pointers, *pointers}
     return microbatch
 
 
@@ -251,15 +263,16 @@ def _window_result(
         grads = mean.result()
         if options.group is not None:
             reduction = send_mean(mean, grads, buffers_to_reduce, rank_divisor)
-    return WindowResult(grads, loss, buffers, aux, reduction, totals_row, fraction)
+    dropped = not mean.stays_scaled
+    return WindowResult(grads, loss, buffers, aux, reduction, totals_row, dropped, fraction)
 
 
 # ---- batch norm over a window --------------------------------------------------------------------
 
 
 def accumulate_with_pooled_statistics(
-    options: StepOptions,
-    start: Start,
+    options: TrainStepOptions,
+    flat_state: FlatState,
     microbatches: list[Any],
     weights: MicrobatchWeights,
     memory: ArgumentMemory,
@@ -267,12 +280,12 @@ def accumulate_with_pooled_statistics(
     """Return `accumulate_microbatches`, with buffers in which batch norm is updated once, by the
     statistics of all microbatches that count.
     """
-    buffers = start.buffers
+    buffers = flat_state.buffers
     any_buffer = buffers.tree is not None and len(buffers.leaves) > 0
     if any_buffer:
         check_flat_buffers(buffers.tree)
     if not (any_buffer and layers_of(buffers.tree)):
-        return accumulate_microbatches(options, start, microbatches, weights, memory)
+        return accumulate_microbatches(options, flat_state, microbatches, weights, memory)
     momenta: dict[str, float] = {}
 
     @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
@@ -280,7 +293,7 @@ def accumulate_with_pooled_statistics(
         buffers, stats = carried
         with CaptureBatchNorm() as captured:
             returned = options.loss_fn(params, buffers, microbatch)
-        loss, new_buffers, *aux = check_returned(returned)
+        loss, new_buffers, *aux = checked_returned(returned)
         check_container(new_buffers, buffers)
         calls = named_calls(captured, new_buffers)
         for name, call in calls:
@@ -296,7 +309,7 @@ def accumulate_with_pooled_statistics(
     options_with_stats = options._replace(loss_fn=loss_and_stats)
     window = accumulate_microbatches(
         options_with_stats,
-        start._replace(buffers=buffers_and_stats),
+        flat_state._replace(buffers=buffers_and_stats),
         microbatches,
         weights,
         memory,

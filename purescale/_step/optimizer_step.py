@@ -14,7 +14,7 @@ from .._loss_scale.rules import HasScale
 from .._loss_scale.scaling import check_scale
 from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.decide import decide
-from .._step.memory import MayWrite, writable_arguments
+from .._step.memory import MayWrite, decide_writes_by_hand
 from .._torch.autocast import outside_autocast
 from .._tree.gradients import Gradients, Pending
 from .._tree.hints import document_fields, hint_keywords
@@ -87,12 +87,12 @@ def maybe_step(
     optimizers.
     """
     flat_optimizer = as_flat_optimizer(optimizer)
-    prepared_step, gradients = flat_optimizer.prepare_step_with_grads(params, grads, opt_state)
+    prepared_step, gradients = flat_optimizer.find_or_prepare_step(params, grads, opt_state)
     inputs = prepared_step.inputs
     skip = as_flag(found_inf, like=next(iter(inputs.params), None))
     in_place = (
         donate
-        and writable_arguments(flat_optimizer, prepared_step, gradients, [skip]).params_and_state
+        and decide_writes_by_hand(flat_optimizer, prepared_step, gradients, [skip]).params_and_state
     )
     return flat_optimizer.run_step(prepared_step, gradients, skip, in_place=in_place)
 
@@ -171,14 +171,16 @@ def unscale_and_step(
         if clip.clip_value is not None:
             check_ordered(params, grads.templates, "grads")
 
-    prepared_step, grads = flat_optimizer.prepare_step_with_grads(
+    prepared_step, grads = flat_optimizer.find_or_prepare_step(
         params, scaled_grads, opt_state, scaler, check_scaled=check_scaled
     )
     may_write = MayWrite()
     if donate:
-        of_scaler = [leaf for leaf in prepared_step.trees[-1].leaves if isinstance(leaf, Tensor)]
+        of_scaler = [
+            leaf for leaf in prepared_step.flat_trees[-1].leaves if isinstance(leaf, Tensor)
+        ]
         read_only = [*of_scaler, *clip.tensor_bounds]
-        may_write = writable_arguments(flat_optimizer, prepared_step, grads, read_only)
+        may_write = decide_writes_by_hand(flat_optimizer, prepared_step, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.
     owned = may_write.grads and not (flat_optimizer.runs_user_code or torch.compiler.is_compiling())
     grads = grads._replace(pending=Pending(divisor=scale), owned=owned)

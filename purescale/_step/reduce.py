@@ -13,7 +13,7 @@ from torch import Tensor
 from .._distributed.buckets import Reduction, mean_divisor, reduction_of
 from .._distributed.process_group import Group, all_reduce
 from .._grads.accumulate import is_weight
-from .._step.start import Start
+from .._step.flat_state import FlatState
 from .._step.window_mean import WindowMean
 from .._step.window_result import WindowResult
 from .._torch import donation
@@ -22,16 +22,18 @@ from .._tree.gradients import Gradients, as_gradients
 from .._tree.pytree import Leaves
 
 
-def reduce_window(window: WindowResult, start: Start) -> WindowResult:
+def reduce_window(window: WindowResult, flat_state: FlatState) -> WindowResult:
     """Return the window of all ranks, with the mean times `fraction`."""
     if window.reduction is not None:
-        window = _reduce_over_ranks(window, window.reduction, start)
+        window = _reduce_over_ranks(window, window.reduction, flat_state)
     if window.fraction is None:
         return window
     return window._replace(grads=window.grads.multiplied(window.fraction), fraction=None)
 
 
-def _reduce_over_ranks(window: WindowResult, reduction: Reduction, start: Start) -> WindowResult:
+def _reduce_over_ranks(
+    window: WindowResult, reduction: Reduction, flat_state: FlatState
+) -> WindowResult:
     """Return one window for all ranks: the mean of their means by weight, and of the buffers after
     them.
 
@@ -43,7 +45,7 @@ def _reduce_over_ranks(window: WindowResult, reduction: Reduction, start: Start)
     overflow on several ranks has the norm inf, as in one process. `window_result.sum_ranks` has
     already reduced the flags of single microbatches and of weights.
     """
-    params, before, after = start.params.leaves, start.buffers.leaves, window.buffers
+    params, before, after = flat_state.params.leaves, flat_state.buffers.leaves, window.buffers
     for index, (old, new) in enumerate(zip(before, after, strict=True), len(params)):
         if index in reduction.bucket_of:
             reduction.put(index, _change_and_value(old, new, reduction.divisor))
@@ -108,7 +110,7 @@ def start_reduction(mean: WindowMean, buffers: Leaves) -> Reduction | None:
     weights = mean.weights.values
     weight = torch.where(is_weight(weights), weights, 0).sum()
     divisor = mean_divisor(weight, all_reduce(weight, "sum", group))
-    return reduction_of(mean.loss_and_grads.params.leaves, buffers, divisor, group)
+    return reduction_of(mean.forward_backward.flat_params.leaves, buffers, divisor, group)
 
 
 def send_gradient(
@@ -120,13 +122,13 @@ def send_gradient(
     before = None if mean.sums is None else [mean.sums[tensor_index]]
     sums = mean.with_share(before, new.tensors, last)
     tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums
-    index = mean.loss_and_grads.layout.leaf_indices[tensor_index]
+    index = mean.forward_backward.layout.leaf_indices[tensor_index]
     reduction.put(index, new.as_leaves(tensors)[0], is_last_use=True, nan=_sent_for_nan(mean))
 
 
 def send_mean(mean: WindowMean, grads: Gradients, buffers: Leaves, divisor: Any) -> Reduction:
     """Send the gradients of a mean that the last backward has not sent, as `send_gradient` does."""
-    leaves, params = grads.leaves, mean.loss_and_grads.params.leaves
+    leaves, params = grads.leaves, mean.forward_backward.flat_params.leaves
     reduction = reduction_of(params, buffers, divisor, mean.options.group)
     for index in reversed(range(len(params))):
         if index in reduction.bucket_of:

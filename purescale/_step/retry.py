@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .._grads.measure import is_usable
 from .._loss_scale.rules import HasScale, Rule, call_rule
-from .._step.start import Start
-from .._step.train_state import StepOptions
+from .._step.flat_state import FlatState
+from .._step.train_state import TrainStepOptions
 from .._step.window_result import Attempt
 from .._torch.dtensor import any_dtensor
 from .._tree.pytree import FlatTree
@@ -22,48 +22,50 @@ from .._tree.pytree import FlatTree
 RunWindow: TypeAlias = Callable[[FlatTree], Attempt]
 
 
-def attempt_window(options: StepOptions, start: Start, run_window: RunWindow) -> Attempt:
-    """Return the result of `run_window(scaler)`: with `max_retries` at the first scale at which the
-    window is finite, for which the host reads flags.
+def attempt_window(
+    options: TrainStepOptions, flat_state: FlatState, run_window: RunWindow
+) -> Attempt:
+    """Return the result of `run_window(flat_scaler)`: with `max_retries` at the first scale at
+    which the window is finite, for which the host reads flags.
 
     If no try is finite, return the one that lost the fewest microbatches, and of those the one at
     the highest scale. All ranks of a group read the same flags, so they retry together.
     """
     if not options.max_retries:
-        return _attempt(start.rng, run_window, start.scaler)
-    if any_dtensor(start.params.leaves):
+        return _attempt(flat_state.rng, run_window, flat_state.scaler)
+    if any_dtensor(flat_state.params.leaves):
         raise ValueError(
             f"max_retries={options.max_retries} with parameters that are DTensors: ranks that "
             "disagree about a retry would deadlock. Fix: max_retries=0."
         )
     best: Attempt | None = None
-    scaler, retries = start.scaler, 0
-    generators = Generators.of(scaler.tree.scale.device)
+    flat_scaler, retries = flat_state.scaler, 0
+    generators = Generators.of(flat_scaler.tree.scale.device)
     with generators.locked():
         before = generators.states()
         while True:
-            attempt = _attempt(start.rng, run_window, scaler)
+            attempt = _attempt(flat_state.rng, run_window, flat_scaler)
             if best is None or bool(attempt.num_overflows < best.num_overflows):
                 best = attempt
             lower = None
             if retries < options.max_retries and bool(attempt.retryable):
-                lower = backed_off(options.rule, scaler.tree)
+                lower = backed_off(options.rule, flat_scaler.tree)
             if lower is None:
                 return best._replace(retries=retries)
-            scaler, retries = FlatTree.of(lower), retries + 1
+            flat_scaler, retries = FlatTree.of(lower), retries + 1
             generators.restore(before)
 
 
-def _attempt(rng: Any, run_window: RunWindow, scaler: FlatTree) -> Attempt:
+def _attempt(rng: Any, run_window: RunWindow, flat_scaler: FlatTree) -> Attempt:
     """Run a window with random numbers from `rng`, the state of a generator. With `()` it uses the
     global generator; with a state it leaves that one unchanged.
     """
     if isinstance(rng, tuple):
-        return run_window(scaler)
-    generator = Generators(Generators.of(scaler.tree.scale.device).sources[-1:])
+        return run_window(flat_scaler)
+    generator = Generators(Generators.of(flat_scaler.tree.scale.device).sources[-1:])
     with generator.locked(), generator.unchanged():
         generator.restore([rng.clone()])
-        attempt = run_window(scaler)
+        attempt = run_window(flat_scaler)
         return attempt._replace(rng=generator.states()[0])
 
 

@@ -114,9 +114,11 @@ class SpikeGuard:
     patience: int = 10
 
     def __post_init__(self) -> None:
-        scalars.normalize_fields(self, scalars.positive, "sigma", "decay")
-        scalars.normalize_fields(self, functools.partial(scalars.whole, least=2), "warmup")
-        scalars.normalize_fields(self, functools.partial(scalars.whole, least=1), "patience")
+        scalars.normalize_fields(self, scalars.checked_positive, "sigma", "decay")
+        scalars.normalize_fields(self, functools.partial(scalars.checked_whole, least=2), "warmup")
+        scalars.normalize_fields(
+            self, functools.partial(scalars.checked_whole, least=1), "patience"
+        )
         if not self.decay < 1:
             raise ValueError(f"decay must be between 0 and 1, got {self.decay!r}. Fix: decay=0.99.")
 
@@ -212,7 +214,7 @@ def check_guard(state: Any, max_rejections: int) -> None:
         Traceback (most recent call last):
         FloatingPointError: 3 steps in a row were rejected by the guard, more than max_rej...
     """
-    most = scalars.whole("max_rejections", max_rejections)
+    most = scalars.checked_whole("max_rejections", max_rejections)
     count = getattr(state, "consecutive_rejections", None)
     if not isinstance(count, Tensor) or count.ndim:
         raise TypeError(

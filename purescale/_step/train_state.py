@@ -13,13 +13,13 @@ from .._grads.accumulate import OnNonfinite, check_on_nonfinite
 from .._grads.clip import Clip
 from .._loss_scale.rules import Rule, RuleTraits, State, StaticScale, check_rule
 from .._optim.optimizer import FlatOptimizer, Optimizer, check_optimizer
-from .._step.loss_and_grads import LossFn
+from .._step.forward_backward import LossFn
 from .._step.spike_guard import Guard, check_is_guard
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_a_trace
 from .._tree import pytree
 from .._tree.hints import document_fields, hint_attributes
-from .._tree.matching import reject_autograd_history
+from .._tree.matching import refuse_autograd_history
 from .._tree.pytree import StateT, Tree, TreeT
 from .._tree.scalars import is_whole, short_repr
 from .._tree.states import stacked
@@ -105,7 +105,7 @@ def init_train_state(
             f"rng must be the state of a generator, a uint8 tensor, got {type(rng).__name__}. "
             f"Fix: rng=torch.Generator({tensors[0].device.type!r}).manual_seed(0).get_state()."
         )
-    reject_autograd_history(params=params, buffers=buffers)
+    refuse_autograd_history(params=params, buffers=buffers)
     device = tensors[0].device
     return TrainState(
         params=pytree.clone(params),
@@ -219,7 +219,7 @@ def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
 BNUpdate = Literal["each", "window"]
 
 
-class StepOptions(NamedTuple):
+class TrainStepOptions(NamedTuple):
     """The settings of `train_step`: those of clipping in one record, and what is known of the rule.
     `check_options` refuses what does not go together.
     """
@@ -250,7 +250,7 @@ class StepOptions(NamedTuple):
         }
 
 
-def check_options(options: StepOptions) -> None:
+def check_options(options: TrainStepOptions) -> None:
     """Refuse settings that are out of range or do not go together."""
     rule, max_retries = options.rule, options.max_retries
     check_on_nonfinite(options.on_nonfinite)

@@ -14,26 +14,26 @@ from .._grads.clip import as_clip
 from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import Rule, check_rule
 from .._optim.optimizer import Optimizer, as_flat_optimizer
-from .._step.agree import check_on_all_ranks
-from .._step.assemble import advance, assemble
+from .._step.agree import prepare_on_all_ranks
 from .._step.decide import call_guard, decide
-from .._step.loss_and_grads import LossFn
-from .._step.memory import memory_of_step
+from .._step.flat_state import FlatState, flatten_state
+from .._step.forward_backward import LossFn
+from .._step.memory import decide_writes
 from .._step.microbatches import (
     FUNCTION_TYPES,
     accumulate_microbatches,
     accumulate_with_pooled_statistics,
-    weigh,
+    weigh_microbatches,
 )
+from .._step.next_state import advance_control, assemble_state
 from .._step.reduce import reduce_window
 from .._step.retry import attempt_window
 from .._step.spike_guard import Guard, check_guarded
-from .._step.start import Start, start_step
 from .._step.train_state import (
     BNUpdate,
     StepInfo,
-    StepOptions,
     TrainState,
+    TrainStepOptions,
     check_options,
 )
 from .._step.window_result import Attempt, MicrobatchWeights, window_flags
@@ -155,8 +155,8 @@ def train_step(
         ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
 
-    def prepare_call(group: Group | None) -> tuple[Start, StepOptions, MicrobatchWeights]:
-        options = StepOptions(
+    def prepare_call(group: Group | None) -> tuple[FlatState, TrainStepOptions, MicrobatchWeights]:
+        options = TrainStepOptions(
             loss_fn=loss_fn,
             optimizer=as_flat_optimizer(optimizer),
             rule=rule,
@@ -173,21 +173,28 @@ def train_step(
         )
         check_options(options)
         _check_arguments(state, microbatches, options)
-        start = start_step(state, options)
-        return start, options, weigh(options, microbatches, start.scaler.tree.scale)
+        flat_state = flatten_state(state, options)
+        return (
+            flat_state,
+            options,
+            weigh_microbatches(options, microbatches, flat_state.scaler.tree.scale),
+        )
 
     if group is None:
-        start, options, weights = prepare_call(None)
+        flat_state, options, weights = prepare_call(None)
     else:
-        start, options, weights = check_on_all_ranks(group, prepare_call, state)
-    return _stages(options, start, microbatches, weights)
+        flat_state, options, weights = prepare_on_all_ranks(group, prepare_call, state)
+    return _stages(options, flat_state, microbatches, weights)
 
 
 def _stages(
-    options: StepOptions, start: Start, microbatches: list[Any], weights: MicrobatchWeights
+    options: TrainStepOptions,
+    flat_state: FlatState,
+    microbatches: list[Any],
+    weights: MicrobatchWeights,
 ) -> tuple[TrainState, StepInfo]:
     """Run the stages of a step in order."""
-    memory, may_write = memory_of_step(options, start, microbatches)
+    memory, may_write = decide_writes(options, flat_state, microbatches)
     stats_options = StatsOptions(
         options.clip.norm_type,
         amax=options.rule_traits.takes_amax,
@@ -196,27 +203,29 @@ def _stages(
     pooled = options.bn_update == "window"
     accumulate = accumulate_with_pooled_statistics if pooled else accumulate_microbatches
 
-    def run_window(scaler: FlatTree) -> Attempt:
-        at_scale = start._replace(scaler=scaler)
+    def run_window(flat_scaler: FlatTree) -> Attempt:
+        at_scale = flat_state._replace(scaler=flat_scaler)
         window = accumulate(options, at_scale, microbatches, weights, memory)
-        window = reduce_window(window, start)
-        all_readable = start.prepared_step.facts.all_readable
-        stats = measure(window.grads, scaler.tree.scale, stats_options, all_readable=all_readable)
-        return Attempt(window, stats, window_flags(window, stats.overflow), scaler)
+        window = reduce_window(window, flat_state)
+        all_readable = flat_state.prepared_step.facts.all_readable
+        stats = measure(
+            window.grads, flat_scaler.tree.scale, stats_options, all_readable=all_readable
+        )
+        return Attempt(window, stats, window_flags(window, stats.overflow), flat_scaler)
 
-    attempt = attempt_window(options, start, run_window)
+    attempt = attempt_window(options, flat_state, run_window)
     window, stats = attempt.window, attempt.stats
-    guard_state, rejects = call_guard(options.guard, start.guard, window, stats)
+    guard_state, rejects = call_guard(options.guard, flat_state.guard, window, stats)
     decision = decide(stats, options.clip, window.grads, attempt.flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
-    control = advance(options, start, attempt, decision, guard_state)
+    control = advance_control(options, flat_state, attempt, decision, guard_state)
     stepped = options.optimizer.run_step(
-        start.prepared_step,
+        flat_state.prepared_step,
         decision.grads,
         decision.skip_or_none,
         in_place=may_write.params_and_state,
     )
-    scale = attempt.scaler.tree.scale.clone()  # `assemble` may write into it
+    scale = attempt.flat_scaler.tree.scale.clone()  # `assemble_state` may write into it
     info = StepInfo(
         loss=window.loss,
         found_inf=decision.skip,
@@ -227,10 +236,10 @@ def _stages(
         aux=window.aux,
         rejected=decision.rejected,
     )
-    return assemble(start, stepped, control, window.buffers, decision, may_write), info
+    return assemble_state(flat_state, stepped, control, window.buffers, decision, may_write), info
 
 
-def _check_arguments(state: Any, microbatches: Any, options: StepOptions) -> None:
+def _check_arguments(state: Any, microbatches: Any, options: TrainStepOptions) -> None:
     """Refuse a state and microbatches of other types, and what does not go with the options."""
     if not isinstance(state, TrainState):
         raise TypeError(

@@ -11,18 +11,18 @@ from torch import Tensor
 from .._loss_scale.rules import HasScale, NoScale
 from .._loss_scale.scaling import check_scale
 from .._optim.param_layout import ParamLayout
-from .._step.loss_and_grads import LossAndGrads, LossFn, check_form, check_unwritten
+from .._step.forward_backward import ForwardBackward, LossFn, check_form, check_unwritten
 from .._torch import donation
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import (
-    EagerMode,
-    current_eager_mode,
+    PlanContext,
+    current_plan_context,
 )
 from .._tree import pytree
 from .._tree.cache import TreeCache
 from .._tree.hints import hint_keywords
 from .._tree.leaves import versions
-from .._tree.matching import check_parameters, device_of, reject_autograd_history
+from .._tree.matching import check_parameters, device_of, refuse_autograd_history
 from .._tree.pytree import FlatTree, Tree
 from .._tree.scalars import short_repr
 
@@ -102,17 +102,17 @@ def value_and_grad(
 def _value_and_grad(
     loss_fn: LossFn, params: Tree, buffers: Tree, microbatch: Any, scaler: HasScale | None = None
 ) -> tuple[Any, Tree]:
-    eager_mode = current_eager_mode()
-    trees, layout = _flatten(params, buffers, scaler, eager_mode)
+    plan_context = current_plan_context()
+    trees, layout = _flatten(params, buffers, scaler, plan_context)
     flat_params, flat_buffers, flat_scaler = trees
     batch = pytree.all_tensors(microbatch)
     arguments = [*flat_params.leaves, *flat_buffers.leaves, *flat_scaler.leaves, *batch]
     memory = donation.ArgumentMemory.of(donation.pointers_of_each([arguments]), batch)
     before = versions(memory.microbatches)
-    loss_and_grads = LossAndGrads(
-        flat_params, layout, flat_buffers, flat_scaler, loss_fn, eager_mode, memory.pointers
+    forward_backward = ForwardBackward(
+        flat_params, layout, flat_buffers, flat_scaler, loss_fn, plan_context, memory.pointers
     )
-    out = loss_and_grads(flat_buffers.leaves, microbatch)
+    out = forward_backward(flat_buffers.leaves, microbatch)
     check_unwritten(memory.microbatches, before)
     new_buffers = flat_buffers.structure.unflatten(out.buffers)
     return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
@@ -122,11 +122,11 @@ _cache = TreeCache(16)  # the layout of parameters that were checked
 
 
 def _flatten(
-    params: Tree, buffers: Tree, scaler: HasScale | None, eager_mode: EagerMode | None
+    params: Tree, buffers: Tree, scaler: HasScale | None, plan_context: PlanContext | None
 ) -> tuple[list[FlatTree], ParamLayout]:
     """Check parameters, buffers and scaler, and return them flat, with the layout of the first."""
     trees = params, buffers, () if scaler is None else scaler
-    if eager_mode and (known := _cache.find(eager_mode, trees)):
+    if plan_context and (known := _cache.find(plan_context, trees)):
         return known.flat_trees, known.value
     flat_trees = list(map(FlatTree.of, trees))
     flat_params, flat_buffers, flat_scaler = flat_trees
@@ -136,7 +136,7 @@ def _flatten(
             "make_functional(model)`."
         )
     check_parameters(flat_params)
-    reject_autograd_history(params=flat_params, buffers=flat_buffers)
+    refuse_autograd_history(params=flat_params, buffers=flat_buffers)
     if scaler is None:
         device = device_of(params, flat_params.leaves, "params")
         flat_scaler = FlatTree.of(NoScale().init(device))
@@ -149,6 +149,6 @@ def _flatten(
         )
     check_scale(scale, params, flat_params.leaves, "params", flat_params.tensor_list)
     layout = ParamLayout.of(flat_params)
-    if eager_mode and scaler is not None:
-        _cache.keep(eager_mode, flat_trees, layout)
+    if plan_context and scaler is not None:
+        _cache.keep(plan_context, flat_trees, layout)
     return [flat_params, flat_buffers, flat_scaler], layout

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .._grads.accumulate import AccumState, add_microbatch, init_accum
 from .._grads.measure import measure
-from .._step.loss_and_grads import LossAndGrads
-from .._step.train_state import StepOptions
+from .._step.forward_backward import ForwardBackward
+from .._step.train_state import TrainStepOptions
 from .._step.window_result import MicrobatchWeights
 from .._torch import donation
 from .._torch.dtypes import wide_dtype
@@ -34,11 +34,14 @@ class WindowMean:
     """
 
     def __init__(
-        self, options: StepOptions, weights: MicrobatchWeights, loss_and_grads: LossAndGrads
+        self,
+        options: TrainStepOptions,
+        weights: MicrobatchWeights,
+        forward_backward: ForwardBackward,
     ) -> None:
         self.options = options
-        self.weights, self.loss_and_grads = weights, loss_and_grads
-        self.scale, self.in_place = loss_and_grads.scale, loss_and_grads.owns_gradients
+        self.weights, self.forward_backward = weights, forward_backward
+        self.scale, self.in_place = forward_backward.scale, forward_backward.owns_gradients
         self.stays_scaled = options.on_nonfinite == "drop_window"
         self.sums: list[Any] | None = None  # before the first microbatch that counts
         self.accum: AccumState | None = None  # unless the mean stays scaled
@@ -49,13 +52,16 @@ class WindowMean:
         """True if each gradient can be added as its backward makes it, and is large: all those of a
         microbatch beside the mean need as much memory again.
         """
-        loss_and_grads, params = self.loss_and_grads, self.loss_and_grads.params.tensor_list
+        forward_backward, params = (
+            self.forward_backward,
+            self.forward_backward.flat_params.tensor_list,
+        )
         return (
             self.stays_scaled
             and self.in_place
             and not self.options.max_retries
-            and not loss_and_grads.in_make_fx
-            and params.dense_off_graph
+            and not forward_backward.in_make_fx
+            and params.dense_without_history
             and params.num_elements > _LARGE * len(params.tensors)
             and not any([isinstance(share, Tensor) for share in self.weights.shares])
         )
@@ -63,7 +69,7 @@ class WindowMean:
     def add_gradient(self, index: int, tensor_index: int, gradient: list[Tensor]) -> None:
         """Average one gradient of a microbatch that counts in."""
         if self.sums is None:
-            self.sums = [None] * len(self.loss_and_grads.present_params)
+            self.sums = [None] * len(self.forward_backward.present_params)
         if (total := self.sums[tensor_index]) is not None:
             total.add_(as_dense_real(gradient.pop()), alpha=self.weights.shares[index])
         else:
@@ -102,12 +108,12 @@ class WindowMean:
 
     def result(self) -> Gradients:
         """Return the mean: zeros if nothing counted."""
-        sums, pending, source = self.sums, Pending(divisor=self.scale), self.loss_and_grads
+        sums, pending, source = self.sums, Pending(divisor=self.scale), self.forward_backward
         if self.accum is not None:
             sums, pending = self.accum.grads, NOTHING_PENDING
         elif sums is None:
             present = source.present_params
             zeros = [torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for p in present]
             sums = as_gradients(zeros).tensors
-        templates, in_leaf_form = source.params.leaves, source.in_leaf_form
+        templates, in_leaf_form = source.flat_params.leaves, source.in_leaf_form
         return Gradients(TensorList(sums), templates, in_leaf_form, pending, owned=self.in_place)

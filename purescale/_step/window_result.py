@@ -15,7 +15,7 @@ from .._distributed.buckets import Reduction
 from .._distributed.process_group import Group, all_reduce
 from .._grads.accumulate import is_weight
 from .._grads.measure import GradStats
-from .._step.train_state import StepOptions
+from .._step.train_state import TrainStepOptions
 from .._torch.dtypes import widest_float
 from .._tree.gradients import Gradients
 from .._tree.pytree import FlatTree, Leaves
@@ -40,6 +40,7 @@ class WindowResult(NamedTuple):
     reduction: Reduction | None = None  # on its way to the other ranks
     # as `Totals`; None without a group if only the mean is measured
     totals_row: Tensor | None = None
+    drops_overflows: bool = False  # microbatches that overflowed are not in the mean
     # the part of `window_size` that counts, by which the mean is still to be multiplied; None for 1
     fraction: Tensor | None = None
 
@@ -81,7 +82,7 @@ class Attempt(NamedTuple):
     window: WindowResult
     stats: GradStats
     flags: WindowFlags | None  # None if only the mean was measured
-    scaler: FlatTree  # the state that scaled it
+    flat_scaler: FlatTree  # the state that scaled it
     rng: Any = ()  # the next state of the generator
     retries: int = 0  # how often the step ran its window again
 
@@ -133,7 +134,10 @@ def sum_ranks(totals_row: Tensor, means: Tensor, group: Group) -> tuple[Tensor, 
 
 
 def window_fraction(
-    options: StepOptions, totals_row: Tensor | None, num_microbatches: int, device: torch.device
+    options: TrainStepOptions,
+    totals_row: Tensor | None,
+    num_microbatches: int,
+    device: torch.device,
 ) -> Tensor | None:
     """Return the part of a full window that is in the mean over all ranks; None for 1. It does not
     shrink if all microbatches were dropped.
@@ -162,15 +166,14 @@ def window_flags(window: WindowResult, overflow: Tensor) -> WindowFlags | None:
     totals_row = window.totals_row
     if totals_row is None:
         return None
-    some = Totals.of(totals_row > 0)
+    any_totals = Totals.of(totals_row > 0)
     num_overflows = Totals.of(totals_row).num_overflowed.to(torch.int64)
-    # If microbatches that overflowed are not in the mean, it is unscaled.
-    if window.grads.pending.divisor is None:
-        skip, retryable = ~some.num_good | overflow, some.num_finite_overflowed
-        return WindowFlags(some.num_overflowed, skip, retryable, num_overflows)
-    skip = some.num_invalid | some.num_overflowed | ~some.num_good | overflow
-    overflow = overflow & some.counted_weight
+    if window.drops_overflows:
+        skip, retryable = ~any_totals.num_good | overflow, any_totals.num_finite_overflowed
+        return WindowFlags(any_totals.num_overflowed, skip, retryable, num_overflows)
+    skip = any_totals.num_invalid | any_totals.num_overflowed | ~any_totals.num_good | overflow
+    overflow = overflow & any_totals.counted_weight
     num_overflows = num_overflows + overflow
-    overflow = some.num_overflowed | overflow
-    retryable = overflow & ~(some.num_diverged | some.num_invalid)
+    overflow = any_totals.num_overflowed | overflow
+    retryable = overflow & ~(any_totals.num_diverged | any_totals.num_invalid)
     return WindowFlags(overflow, skip, retryable, num_overflows)

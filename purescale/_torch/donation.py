@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .._torch import dtensor, private
-from .._torch.foreach import are_gapless, clone_off_graph, is_gapless
+from .._torch.foreach import are_gapless, clone_list, is_gapless
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 
@@ -81,7 +81,7 @@ def can_write_each(
         return [False] * len(lists)
     allowed = [
         tensor_list.are_gapless
-        if tensor_list.dense_off_graph
+        if tensor_list.dense_without_history
         else _are_writable(tensor_list.tensors)
         for tensor_list in lists
     ]
@@ -182,7 +182,7 @@ def take_ownership(gradients: list[Tensor]) -> list[Tensor]:
         return detached
     facts = enumerate(zip(uses, resizable, gapless, strict=True))
     shared = [i for i, (count, ours, whole) in facts if count != 2 or not ours or not whole]
-    copies = clone_off_graph([detached[index] for index in shared]) if shared else []
+    copies = clone_list([detached[index] for index in shared]) if shared else []
     for index, copy in zip(shared, copies, strict=True):
         detached[index] = copy
     return detached

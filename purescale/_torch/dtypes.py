@@ -44,7 +44,7 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
-def on_device(number: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(number: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return a few numbers on a device. The host does not wait for one that it sends; for one that
     it gets it must.
     """
@@ -59,7 +59,7 @@ def send_once(
     """
     if (numbers, device) in cache:
         return cache[numbers, device]
-    tensor = on_device(torch.tensor(numbers, device="cpu"), device)
+    tensor = to_device(torch.tensor(numbers, device="cpu"), device)
     if type(tensor) is Tensor:  # a fake one has no values for the next step
         cache[numbers, device] = tensor
     return tensor

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._torch import private
-from .._torch.dtypes import largest_within, on_device, saturating, unscaled_dtype, wide_dtype
+from .._torch.dtypes import largest_within, saturating, to_device, unscaled_dtype, wide_dtype
 from .._torch.private import listops
 from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 
@@ -86,14 +86,14 @@ def by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     return [[i for i, kind in enumerate(kinds) if kind == one] for one in dict.fromkeys(kinds)]
 
 
-def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
+def detach_and_clone(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return `[t.detach().clone() for t in tensors]`."""
     if traced():
         return [tensor.detach().clone() for tensor in tensors]
-    return clone_off_graph([t.detach() if t.requires_grad else t for t in tensors])
+    return clone_list([t.detach() if t.requires_grad else t for t in tensors])
 
 
-def clone_off_graph(tensors: Sequence[Tensor]) -> list[Tensor]:
+def clone_list(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return `[t.clone() for t in tensors]` for tensors off every graph, outside of a trace."""
     if tensors and not is_on_accelerator(tensors[0]):
         return list(private.clone_list(list(tensors)))
@@ -105,7 +105,7 @@ def clone_off_graph(tensors: Sequence[Tensor]) -> list[Tensor]:
     return copies
 
 
-def copy_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+def detach_and_copy_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Call `t.copy_(n)` for each pair, which must have one dtype and device."""
     if traced():
         for target, tensor in zip(targets, tensors, strict=True):
@@ -113,11 +113,11 @@ def copy_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         return
     targets = [target.detach() if target.requires_grad else target for target in targets]
     tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
-    copy_off_graph_(targets, tensors)
+    copy_list_(targets, tensors)
 
 
-def copy_off_graph_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Call `copy_` for tensors off every graph, outside of a trace."""
+def copy_list_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Call `detach_and_copy_` for tensors off every graph, outside of a trace."""
     if targets and targets[0].is_cpu:
         listops.copy_(targets, tensors)
         return
@@ -236,7 +236,7 @@ def clamp(
 
 def _clamped(tensor: Tensor, bound: float | Tensor, *, in_place: bool = False) -> Tensor:
     if isinstance(bound, Tensor):
-        limit: Any = on_device(bound, tensor.device, tensor.dtype)
+        limit: Any = to_device(bound, tensor.device, tensor.dtype)
     else:
         limit = _within_range(bound, tensor.dtype)
     return tensor.clamp_(-limit, limit) if in_place else tensor.clamp(-limit, limit)
@@ -351,7 +351,7 @@ def where(
     """
     if host_can_read([skip], old, new) and not is_on_a_graph([*old, *new]):
         if not in_place:
-            return clone(old if skip else new)
+            return detach_and_clone(old if skip else new)
         if not skip:
             overwrite(old, new)
         return list(old)
@@ -373,7 +373,7 @@ def where(
             for index, result in zip(indices, chosen, strict=True):
                 results[index] = result
     if in_place:
-        copy_(old, results)
+        detach_and_copy_(old, results)
         return list(old)
     return results
 
@@ -382,7 +382,7 @@ def overwrite(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
     """Write `new`, of which some may be other tensors of `old`, into `old`."""
     memories = set(map(_pointer, map(Tensor.untyped_storage, old)))
     shared = not memories.isdisjoint(map(_pointer, map(Tensor.untyped_storage, new)))
-    copy_(old, clone(new) if shared else new)
+    detach_and_copy_(old, detach_and_clone(new) if shared else new)
 
 
 # ---- sums ----------------------------------------------------------------------------------------
@@ -407,27 +407,28 @@ def weighted_sum(
     share: float | Tensor,
     good: bool | Tensor,
     *,
-    keep: Tensor | None = None,
+    old_share: Tensor | None = None,
     scale: Tensor | None = None,
     in_place: bool,
 ) -> list[Tensor]:
-    """Return `sums * keep + new / scale * share` if `good`, else `sums`. None leaves a factor out.
+    """Return `sums * old_share + new / scale * share` if `good`, else `sums`. None leaves a factor
+    out.
 
     `share` is a number only if `good` is True. The textbook `sums + (new - sums) * share` would
     overflow on opposite signs.
     """
-    factors = [factor for factor in (share, keep, scale) if isinstance(factor, Tensor)]
+    factors = [factor for factor in (share, old_share, scale) if isinstance(factor, Tensor)]
     if (
         traced()
         or is_on_a_graph([*sums, *new, *factors])
         or not {total.dtype for total in sums} <= set(ADDED_AS_LISTS)
     ):
         pairs = zip(sums, new, strict=True)
-        totals = [_weighted(*pair, share, good, keep, scale) for pair in pairs]
+        totals = [_weighted(*pair, share, good, old_share, scale) for pair in pairs]
         if in_place and not under_transform():
             return [total.copy_(other) for total, other in zip(sums, totals, strict=True)]
         return totals
-    sums = sums if in_place else clone(sums)
+    sums = sums if in_place else detach_and_clone(sums)
     on_host = not isinstance(share, Tensor) or host_can_read([share], sums)
     if not sums or (on_host and not bool(good)):
         return sums
@@ -436,13 +437,13 @@ def weighted_sum(
             number = share.item() if isinstance(share, Tensor) else share
             if scale is not None and _IN_RANGE < number / scale.item() < 1 / _IN_RANGE:
                 number, scale = number / scale.item(), None  # a pass less
-            if keep is not None:
-                multiply_by_number_(sums, keep.item())
+            if old_share is not None:
+                multiply_by_number_(sums, old_share.item())
             listops.add_(sums, new if scale is None else divide(new, scale), alpha=number)
             return sums
         new = new if scale is None else divide(new, scale)
-    if keep is not None:
-        multiply(sums, keep, in_place=True)
+    if old_share is not None:
+        multiply(sums, old_share, in_place=True)
     add_where_(sums, new, share, good)  # type: ignore[arg-type]
     return sums
 
@@ -452,7 +453,7 @@ def _weighted(
     new: Tensor,
     share: float | Tensor,
     good: bool | Tensor,
-    keep: Tensor | None,
+    old_share: Tensor | None,
     scale: Tensor | None,
 ) -> Tensor:
     """Return `weighted_sum` of one tensor, for a derivative, a compiler or a narrow sum."""
@@ -461,7 +462,7 @@ def _weighted(
     if isinstance(good, Tensor):
         added = torch.where(good, added, 0)
     added = added * (share.to(wide) if isinstance(share, Tensor) else share)
-    kept = total.to(wide) if keep is None else total.to(wide) * keep.to(wide)
+    kept = total.to(wide) if old_share is None else total.to(wide) * old_share.to(wide)
     return saturating(kept + added, total.dtype)
 
 

@@ -43,7 +43,7 @@ def look_up(name: Name) -> Any:
         return value if name.use is None else name.use(value)
     except AttributeError:
         if name.otherwise is None:
-            raise lacks(name.path, name.feature) from None
+            raise missing_name_error(name.path, name.feature) from None
     return name.otherwise
 
 
@@ -59,7 +59,7 @@ def _import(path: str) -> Any:
     return value
 
 
-def lacks(what: str, feature: str) -> ImportError:
+def missing_name_error(what: str, feature: str) -> ImportError:
     """Return the refusal of a feature."""
     return ImportError(
         f"{feature} needs {what}, which torch {torch.__version__} does not have; the rest of "
@@ -225,7 +225,7 @@ def __getattr__(name: str) -> Any:
 
 def list_operator(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise lacks(f"torch._foreach_{name}", "arithmetic over lists")
+        raise missing_name_error(f"torch._foreach_{name}", "arithmetic over lists")
 
     operator: Callable[..., Any] = getattr(torch, f"_foreach_{name}", refuse)
     return operator

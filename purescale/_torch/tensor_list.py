@@ -23,10 +23,10 @@ def cached_by_metadata(compute: Callable[[TensorList], Any]) -> Any:
     name = compute.__name__
 
     def get(tensor_list: TensorList) -> Any:
-        facts = tensor_list.metadata.facts
-        if name not in facts:
-            facts[name] = compute(tensor_list)
-        return facts[name]
+        cached_values = tensor_list.metadata.cached_values
+        if name not in cached_values:
+            cached_values[name] = compute(tensor_list)
+        return cached_values[name]
 
     return property(get, doc=compute.__doc__)
 
@@ -63,25 +63,27 @@ class ListMetadata:
     """
 
     def __init__(self, matcher: Callable[[Sequence[Any]], bool] | None = None) -> None:
-        self.facts: dict[Hashable, Any] = {}
+        self.cached_values: dict[Hashable, Any] = {}
         self.matcher = matcher
 
 
 class TensorList:
     """A list of tensors, with what is known of it."""
 
-    __slots__ = ("dense_off_graph", "metadata", "tensors")
+    __slots__ = ("dense_without_history", "metadata", "tensors")
 
     def __init__(
         self,
         tensors: list[Any],
         metadata: ListMetadata | None = None,
         *,
-        dense_off_graph: bool = False,
+        dense_without_history: bool = False,
     ) -> None:
         self.tensors = tensors
         self.metadata = ListMetadata() if metadata is None else metadata
-        self.dense_off_graph = dense_off_graph  # known to be so: see `are_dense_off_graph`
+        self.dense_without_history = (
+            dense_without_history  # known to be so: see `are_dense_without_history`
+        )
 
     def matches(self, others: Sequence[Any]) -> bool:
         """Return True if it is known that `others` differ from these in values only."""
@@ -135,6 +137,6 @@ class TensorList:
         """Return the tensors with these indices, in rising order."""
         if len(indices) == len(self.tensors):
             return self
-        metadata = self.metadata.facts.setdefault(("picked", *indices), ListMetadata())
+        metadata = self.metadata.cached_values.setdefault(("picked", *indices), ListMetadata())
         picked = list(map(self.tensors.__getitem__, indices))
-        return TensorList(picked, metadata, dense_off_graph=self.dense_off_graph)
+        return TensorList(picked, metadata, dense_without_history=self.dense_without_history)

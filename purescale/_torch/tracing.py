@@ -8,7 +8,7 @@ recorded_by_make_fx   operators go into a graph of make_fx, whose code is that o
 is_on_a_graph         torch.autograd records operators on these tensors
 may_be_opaque         one operator may stand for a pass over many tensors, in a graph
 whole_graph           a graph of torch.autograd must not end;  refuse_graph_end: where it would
-current_eager_mode    where an eager call runs, asked once; None where each call plans anew
+current_plan_context    where an eager call runs, asked once; None where each call plans anew
 captured              inside of a function of `capture`, whose operators may be replayed
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
 are_native            an operator with kernels for a CPU and CUDA alone may take them
@@ -107,7 +107,7 @@ def may_be_opaque(*lists: Sequence[Tensor]) -> bool:
     return not (private.transforms_active() or in_forward_mode)
 
 
-class EagerMode(NamedTuple):
+class PlanContext(NamedTuple):
     """Where an eager call runs, which is a part of what its plan is found by."""
 
     in_make_fx: bool  # as `recorded_by_make_fx`
@@ -115,14 +115,14 @@ class EagerMode(NamedTuple):
     captured: bool  # as `captured`
 
 
-def current_eager_mode() -> EagerMode | None:
+def current_plan_context() -> PlanContext | None:
     """Return where a call runs; None where each call plans anew: under a transform, a compiler and
     inference mode, and inside of `whole_graph`.
     """
     if traced() or torch.is_inference_mode_enabled() or _in_whole_graph.get():
         return None
     in_make_fx = recorded_by_make_fx()
-    return EagerMode(in_make_fx, not (in_make_fx or _as_an_accelerator), _captured.get())
+    return PlanContext(in_make_fx, not (in_make_fx or _as_an_accelerator), _captured.get())
 
 
 def recorded_by_make_fx() -> bool:
@@ -132,7 +132,7 @@ def recorded_by_make_fx() -> bool:
     return module is not None and module.get_proxy_mode() is not None
 
 
-def inside_a_graph() -> bool:
+def traced_or_recorded() -> bool:
     """Return True in a trace or a transform, of which a call is a part."""
     return traced() or recorded_by_make_fx()
 
@@ -174,7 +174,7 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
     """Return True if reading these tensors does not wait, and no graph is recorded that would miss
     what it decides: on a CPU, in eager mode, without subclasses that may hold no values.
     """
-    if _as_an_accelerator or inside_a_graph():
+    if _as_an_accelerator or traced_or_recorded():
         return False
     return all(set(map(type, x)) <= PLAIN_TYPES and all(map(_is_cpu, x)) for x in lists)
 

@@ -27,7 +27,9 @@ def detach_and_unalias(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
         if apart or are_plain_dense(leaves):
             detached = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
             shared = [] if apart else _repeated(pointers, {*taken})
-            copies = foreach.clone([detached[index] for index in shared]) if shared else []
+            copies = (
+                foreach.detach_and_clone([detached[index] for index in shared]) if shared else []
+            )
             for index, copy in zip(shared, copies, strict=True):
                 detached[index] = copy
             return detached

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from .._torch.tensor_list import ListMetadata, TensorList, metadata_matcher
-from .._torch.tracing import EagerMode
+from .._torch.tracing import PlanContext
 from .._tree.pytree import FlatTree, Leaves, Tree, flatten, is_of_builtins
 
 ValueT = TypeVar("ValueT")
@@ -104,12 +104,12 @@ class CacheHit(NamedTuple):
 class TreeCache(MetadataCache[TreeEntry]):
     """A cache of values for arguments that are trees."""
 
-    def find(self, eager_mode: EagerMode, trees: tuple[Tree, ...]) -> CacheHit | None:
+    def find(self, plan_context: PlanContext, trees: tuple[Tree, ...]) -> CacheHit | None:
         """Return the value for trees that differ from these in values only, in calls that ran where
         this one does; None if there is none.
         """
         for key, matches, entry in self.entries:
-            if key != (eager_mode, len(trees)) or not _has_form(trees, entry.nodes):
+            if key != (plan_context, len(trees)) or not _has_form(trees, entry.nodes):
                 continue
             # By a known structure, which takes a sixth of the time of a new one.
             leaves = entry.structure.flatten_up_to(trees)
@@ -120,17 +120,17 @@ class TreeCache(MetadataCache[TreeEntry]):
             flat_trees = []
             for tree, (at, structure, metadata) in zip(trees, entry.parts, strict=True):
                 some = leaves[at]
-                tensor_list = TensorList(some, metadata, dense_off_graph=True)
+                tensor_list = TensorList(some, metadata, dense_without_history=True)
                 flat_trees.append(FlatTree(tree, some, structure, tensor_list))
             return CacheHit(flat_trees, leaves, entry.value)
         return None
 
-    def keep(self, eager_mode: EagerMode, trees: Sequence[FlatTree], value: Any) -> None:
+    def keep(self, plan_context: PlanContext, trees: Sequence[FlatTree], value: Any) -> None:
         """Keep a value for trees like these, if all leaves are dense and off every graph, in
         containers of Python's that keep nothing of a user's alive. Trees that hold one tensor twice
         are not kept, because their matcher never matches.
         """
-        if not all([tree.tensor_list.dense_off_graph for tree in trees]):
+        if not all([tree.tensor_list.dense_without_history for tree in trees]):
             return
         arguments = tuple([tree.tree for tree in trees])
         leaves, structure = flatten(arguments)
@@ -145,7 +145,7 @@ class TreeCache(MetadataCache[TreeEntry]):
             may_have_graph=any(map(_requires_grad, leaves)),
             value=value,
         )
-        self.add(leaves, (eager_mode, len(trees)), entry)
+        self.add(leaves, (plan_context, len(trees)), entry)
 
 
 def _has_form(root: tuple[Tree, ...], nodes: list[Node]) -> bool:

@@ -51,7 +51,7 @@ def are_plain_dense(leaves: Sequence[Any]) -> bool:
     )
 
 
-def are_dense_off_graph(leaves: Sequence[Any]) -> bool:
+def are_dense_without_history(leaves: Sequence[Any]) -> bool:
     """Return True if `are_plain_dense`, without a `grad_fn`, and made outside of inference mode."""
     return (
         not torch.compiler.is_dynamo_compiling()
@@ -63,7 +63,7 @@ def are_dense_off_graph(leaves: Sequence[Any]) -> bool:
 
 def as_tensor_list(leaves: list[Any]) -> TensorList:
     """Return leaves as a list that knows if they are dense and off graph."""
-    return TensorList(leaves, dense_off_graph=are_dense_off_graph(leaves))
+    return TensorList(leaves, dense_without_history=are_dense_without_history(leaves))
 
 
 def are_real_floating(dtypes: Set[torch.dtype]) -> bool:

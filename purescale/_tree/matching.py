@@ -62,14 +62,14 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: Tr
     )
 
 
-def gradients_like(params: FlatTree, grads: Tree) -> FlatTree:
+def flatten_grads(params: FlatTree, grads: Tree) -> FlatTree:
     """Return `grads` with its leaves in the order of `params`. Refuse, naming the leaf, a gradient
     that does not fit its parameter.
     """
     gradients = leaves_like("grads", grads, "params", params.tree, params.structure)
     tensor_list, of_params = as_tensor_list(gradients), params.tensor_list
     flat_grads = FlatTree(grads, gradients, params.structure, tensor_list)
-    both_dense = of_params.dense_off_graph and tensor_list.dense_off_graph
+    both_dense = of_params.dense_without_history and tensor_list.dense_without_history
     if both_dense and are_real_floating(tensor_list.dtypes):
         shapes = list(map(_shape, gradients)), list(map(_shape, params.leaves))
         devices = list(map(_device, gradients)), list(map(_device, params.leaves))
@@ -148,7 +148,7 @@ def check_names(dotted_names: Sequence[str]) -> None:
 
 def check_parameters(params: FlatTree, name: str = "params") -> None:
     """Refuse, naming the leaf, a leaf that cannot be a parameter."""
-    if params.tensor_list.dense_off_graph and are_real_floating(params.tensor_list.dtypes):
+    if params.tensor_list.dense_without_history and are_real_floating(params.tensor_list.dtypes):
         return
     for index, leaf in leaves_to_check(params.leaves):
         check_leaf(leaf, path(params.tree, name, index), "parameter")
@@ -171,13 +171,13 @@ def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:
     return torch.device("cpu") if device is None else device
 
 
-def reject_autograd_history(**trees: Tree) -> None:
+def refuse_autograd_history(**trees: Tree) -> None:
     """Refuse tensors with autograd history, which a step would silently detach."""
     if traced() or not torch.is_grad_enabled():
         return
     for name, tree in trees.items():
         flat = tree if isinstance(tree, FlatTree) else FlatTree.of(tree)
-        for index, leaf in enumerate([] if flat.tensor_list.dense_off_graph else flat.leaves):
+        for index, leaf in enumerate([] if flat.tensor_list.dense_without_history else flat.leaves):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 refuse_graph_end()
                 raise ValueError(

@@ -170,19 +170,19 @@ def clone(tree: TreeT) -> TreeT:
     leaves, structure = flatten(tree)
     present = [leaf for leaf in leaves if leaf is not None]
     if not traced() and _leaf.are_plain_dense(present):
-        copies = iter(foreach.clone(present))
+        copies = iter(foreach.detach_and_clone(present))
         return structure.unflatten([None if leaf is None else next(copies) for leaf in leaves])
     return structure.unflatten(list(_map(_copy, leaves)))
 
 
 def _copy(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return off_graph(leaf).clone()
+        return detach_unless_transformed(leaf).clone()
     # a container that only torch's pytree knows, or no container
     return private.pytree.tree_map_only(Tensor, _copy, leaf)
 
 
-def off_graph(leaf: Tensor) -> Tensor:
+def detach_unless_transformed(leaf: Tensor) -> Tensor:
     """Return `leaf.detach()`, or `leaf` under torch.func, so that derivatives pass through."""
     return leaf if under_transform() else leaf.detach()
 

@@ -38,11 +38,11 @@ def as_floats(values: Sequence[Any]) -> list[float] | None:
     return [as_float(value) or 0.0 for value in values]
 
 
-def real(name: str, value: Any) -> float:
+def checked_real(name: str, value: Any) -> float:
     """Return `value` as a float."""
     number = as_float(value)
     if number is None:
-        raise _no_number(name, value, float)
+        raise _number_error(name, value, float)
     return number
 
 
@@ -53,11 +53,11 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def whole(name: str, value: Any, least: int = 0, most: int | None = 2**31 - 1) -> int:
+def checked_whole(name: str, value: Any, least: int = 0, most: int | None = 2**31 - 1) -> int:
     """Return `value` as an int from `least` to `most`."""
     plain = _plain(value)
     if not is_whole(plain):
-        raise _no_number(name, value, int)
+        raise _number_error(name, value, int)
     number = int(plain)
     if number < least or (most is not None and number > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
@@ -69,9 +69,9 @@ def whole(name: str, value: Any, least: int = 0, most: int | None = 2**31 - 1) -
     return number
 
 
-def positive(name: str, value: Any) -> float:
+def checked_positive(name: str, value: Any) -> float:
     """Return `value` as a float, if it is positive and finite in float32."""
-    number = real(name, value)
+    number = checked_real(name, value)
     if not is_positive_float32(number):
         raise ValueError(
             f"{name} must be positive and finite in float32, got {short_repr(value)}. Fix: a "
@@ -85,11 +85,11 @@ def is_positive_float32(number: float) -> bool:
     return 2.0**-149 <= number <= torch.finfo(torch.float32).max
 
 
-def power_of_two(name: str, value: Any) -> float:
+def checked_power_of_two(name: str, value: Any) -> float:
     """Return `value` as a float, if it is a power of two in the range of float32, which keeps all
     bits of a mantissa.
     """
-    number = real(name, value)
+    number = checked_real(name, value)
     exact = math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5
     if not exact or not 2.0**-149 <= number <= 2.0**127:
         usual = {"growth_factor": 2.0, "backoff_factor": 0.5}.get(name, 2.0**16)
@@ -129,7 +129,7 @@ def checked_bound(name: str, value: Any) -> float | Tensor:
                 "`torch.tensor(1.0)`."
             )
         return value
-    number = real(name, value)
+    number = checked_real(name, value)
     if not number > 0:
         raise ValueError(
             f"{name} must be above 0, got {short_repr(value)}. Fix: None to leave this clipping "
@@ -145,7 +145,7 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
-def _no_number(name: str, value: Any, kind: type[int] | type[float]) -> TypeError:
+def _number_error(name: str, value: Any, kind: type[int] | type[float]) -> TypeError:
     what = "a number" if kind is float else "a whole number"
     if isinstance(value, Tensor):
         return TypeError(

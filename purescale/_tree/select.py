@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
-from .._torch.tracing import EagerMode, current_eager_mode, is_on_a_graph, traced
+from .._torch.tracing import PlanContext, current_plan_context, is_on_a_graph, traced
 from .._tree import pytree
 from .._tree.cache import TreeCache
 from .._tree.leaves import are_plain_dense, as_tensor_list, is_constant
@@ -48,37 +48,37 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
 
     Source of the rule: `select_tree` of jmp.
     """
-    eager_mode, arguments = current_eager_mode(), (found_inf, old, new)
-    if eager_mode and eager_mode.host_reads and (known := _cache.find(eager_mode, arguments)):
+    plan_context, arguments = current_plan_context(), (found_inf, old, new)
+    if plan_context and plan_context.host_reads and (known := _cache.find(plan_context, arguments)):
         _, before, after = known.flat_trees
         chosen = before if found_inf else after
-        return before.structure.unflatten(foreach.clone_off_graph(chosen.leaves))
+        return before.structure.unflatten(foreach.clone_list(chosen.leaves))
     if _is_flag(new) and not _is_flag(old):
         raise TypeError(
             "new is a flag and old is not. Likely cause: `select(old, new, found_inf)`. Fix: "
             "`select(found_inf, old, new)`, as torch.where."
         )
     leaves, others, structure = matching_leaves(old, new, "old", "new")
-    if eager_mode and eager_mode.host_reads:
-        _keep_plan(eager_mode, arguments, leaves, others)
+    if plan_context and plan_context.host_reads:
+        _keep_match(plan_context, arguments, leaves, others)
     return structure.unflatten(select_masked(found_inf, leaves, others))
 
 
 _cache = TreeCache(16)  # of `select`, which say that the trees match
 
 
-def _keep_plan(
-    eager_mode: EagerMode, arguments: tuple[Tree, ...], old: Leaves, new: Leaves
+def _keep_match(
+    plan_context: PlanContext, arguments: tuple[Tree, ...], old: Leaves, new: Leaves
 ) -> None:
     """Keep a plan of `select` for arguments like these on a CPU, if the leaves, which match, are in
     the order of both trees.
     """
     tensors = as_tensor_list([arguments[0], *old, *new])
-    if not tensors.dense_off_graph or tensors.any_requires_grad or not tensors.are_on_cpu:
+    if not tensors.dense_without_history or tensors.any_requires_grad or not tensors.are_on_cpu:
         return
     trees = list(map(FlatTree.of, arguments))
     if all(map(operator.is_, trees[2].leaves, new)):
-        _cache.keep(eager_mode, trees, None)
+        _cache.keep(plan_context, trees, None)
 
 
 def _is_flag(tree: Tree) -> bool:
@@ -129,5 +129,5 @@ def write_over_leaves(old: Leaves, new: Leaves) -> Leaves:
     if any(map(is_constant, old)) or is_on_a_graph([*old, *new]):
         return new
     old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
-    foreach.copy_(list(map(dtensor.shard, old)), list(map(dtensor.shard, new)))
+    foreach.detach_and_copy_(list(map(dtensor.shard, old)), list(map(dtensor.shard, new)))
     return old

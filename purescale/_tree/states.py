@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.dtypes import on_device, wide_dtype
+from .._torch.dtypes import to_device, wide_dtype
 from .._tree import pytree, scalars
 from .._tree.leaves import describe, is_constant, same_metadata
 from .._tree.matching import leaves_like
@@ -129,13 +129,13 @@ def member(states: TreeT, i: int | Tensor) -> TreeT:
             )
         row = torch.where(i < 0, i + size, i).to(torch.int64).reshape(1)
         picked = [
-            leaf.index_select(0, on_device(row, leaf.device))[0]
+            leaf.index_select(0, to_device(row, leaf.device))[0]
             if isinstance(leaf, Tensor)
             else leaf
             for leaf in leaves
         ]
         return structure.unflatten(picked)
-    index = scalars.whole("i", i, least=-(2**63), most=None)
+    index = scalars.checked_whole("i", i, least=-(2**63), most=None)
     if not -size <= index < size:
         raise IndexError(
             f"i is {index}, and there are {size} states. Fix: from 0 to {size - 1}, or from -1 "
@@ -218,7 +218,7 @@ def _check_decay(decay: Any) -> float | Tensor:
                 "decay for all leaves; for one a member, call this under `torch.vmap`."
             )
         return decay
-    number = scalars.real("decay", decay)
+    number = scalars.checked_real("decay", decay)
     if not 0 <= number <= 1:
         raise ValueError(f"decay must lie between 0 and 1, got {number!r}. Fix: decay=0.999.")
     return number
@@ -244,7 +244,7 @@ def _averaged(a: Any, b: Any, decay: float | Tensor) -> Any:
     if not _is_averaged(a):
         return b.clone()
     wide = torch.promote_types(wide_dtype(a.dtype), wide_dtype(b.dtype))
-    share = 1 - (on_device(decay, a.device, wide) if isinstance(decay, Tensor) else decay)
+    share = 1 - (to_device(decay, a.device, wide) if isinstance(decay, Tensor) else decay)
     a_wide, b_wide = a.to(wide), b.to(wide)
     # lerp keeps equal elements, which a sum of two products would round. But it gives NaN for equal
     # infinities, is not finite if the difference overflows, and gives 0.0 for two -0.0.

@@ -310,7 +310,7 @@ class MasterOptimizer(Wrapper):
         joined = _join([params[n] for n in halves], [rest[n] for n in halves])
         for index, master in zip(halves, joined, strict=True):
             params[index] = master
-        return inputs.with_params(params, state.inner)
+        return inputs.with_params_and_state(params, state.inner)
 
     def encode(
         self, inputs: StepInputs, params: list[Tensor], state: Tree
@@ -361,4 +361,4 @@ def _write_halves(masters: list[Tensor], params: list[Tensor], rest: list[Tensor
         bits = _bits(foreach.flat_view(some))
         halves = _upper_half(bits), bits.to(torch.int16)
         for targets, half in zip((params, rest), halves, strict=True):
-            foreach.copy_([targets[i] for i in indices], foreach.views(half, some))
+            foreach.detach_and_copy_([targets[i] for i in indices], foreach.views(half, some))

@@ -15,7 +15,7 @@ from .._tree import pytree
 from .._tree.hints import document_fields
 from .._tree.leaves import same_metadata
 from .._tree.pytree import Tree, TreeT
-from .._tree.scalars import real
+from .._tree.scalars import checked_real
 from .._wrappers.wrapper import Wrapper, checked_state, leaves_by_param
 
 
@@ -76,7 +76,7 @@ def with_schedule_free(optimizer: Optimizer, beta: float = 0.9) -> ScheduleFreeO
     Source of the rule: Defazio et al., The Road Less Scheduled (2024), and the reference wrapper
     of their package schedule_free.
     """
-    beta = real("beta", beta)
+    beta = checked_real("beta", beta)
     if not 0 < beta < 1:
         raise ValueError(f"beta is {beta}; expected a number above 0 and below 1, such as 0.9.")
     return ScheduleFreeOptimizer(optimizer, beta)
@@ -109,7 +109,9 @@ class ScheduleFreeOptimizer(Wrapper):
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with a copy of the iterate in place of the parameters."""
         iterate = inputs.layout.flatten_up_to(inputs.opt_state.iterate)
-        return inputs.with_params(list(map(Tensor.clone, iterate)), inputs.opt_state.inner)
+        return inputs.with_params_and_state(
+            list(map(Tensor.clone, iterate)), inputs.opt_state.inner
+        )
 
     def encode(
         self, inputs: StepInputs, params: list[Tensor], state: Tree

@@ -20,7 +20,7 @@ from .._tree import pytree
 from .._tree.hints import document_fields
 from .._tree.leaves import unsupported_reason
 from .._tree.pytree import Tree, TreeT
-from .._tree.scalars import whole
+from .._tree.scalars import checked_whole
 from .._wrappers.wrapper import Wrapper, checked_state, on_shards
 
 
@@ -83,14 +83,14 @@ def stochastic_round(
 
 
 def _seed(seed: Any) -> int:
-    return whole("seed", seed, least=-(2**63), most=2**63 - 1)
+    return checked_whole("seed", seed, least=-(2**63), most=2**63 - 1)
 
 
 def _count(step: Any) -> Tensor:
     is_tensor = isinstance(step, Tensor)
     if is_tensor and not (step.ndim or step.is_floating_point() or step.is_complex()):
         return cast(Tensor, step.to(torch.int64))
-    number = whole("step", step, least=-(2**63), most=2**63 - 1)
+    number = checked_whole("step", step, least=-(2**63), most=2**63 - 1)
     return torch.full((), number, dtype=torch.int64, device="cpu")
 
 
@@ -286,7 +286,7 @@ class RoundingOptimizer(Wrapper):
         """Return the step's inputs with half parameters in float32."""
         params = inputs.params
         wide = [torch.float32 if is_half(param) else param.dtype for param in params]
-        return inputs.with_params(foreach.cast(params, wide), inputs.opt_state.inner)
+        return inputs.with_params_and_state(foreach.cast(params, wide), inputs.opt_state.inner)
 
     def encode(
         self, inputs: StepInputs, params: list[Tensor], state: Tree

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .._optim.grouped import FormulaOptimizer
 from .._optim.optimizer import FlatOptimizer, Optimizer, as_flat_optimizer
+from .._optim.param_groups import FormulaOptimizer
 from .._optim.param_layout import ParamLayout
 from .._optim.step_inputs import StepInputs
 from .._torch import dtensor, foreach
@@ -112,7 +112,7 @@ class Wrapper(FlatOptimizer):
         if self.widens_params:
             wide = [torch.float32 if is_half(param) else None for param in params]
             params = stand_ins(params, wide)
-        return inputs.with_params(params, self.inner_state(inputs.opt_state))
+        return inputs.with_params_and_state(params, self.inner_state(inputs.opt_state))
 
     def _inner_skips(self) -> bool:
         """Return True if the inner optimizer itself chooses between old and new, in place: a class
@@ -191,13 +191,13 @@ class Wrapper(FlatOptimizer):
         encoded; and the leaves of what the inner step returned.
         """
         if self.rounds and traced() and not torch.compiler.is_dynamo_compiling():
-            self._reject_derivatives([inputs.params, inputs.opt_state, grads.tensors])
+            self._refuse_derivatives([inputs.params, inputs.opt_state, grads.tensors])
         with self.grad_mode():
             inner = self.decode(inputs)._replace(plan=piece.plan)
             stepped = self.flat_optimizer.step_unless(inner, grads, skip, in_place=in_place)
             return self.encode(inputs, *stepped), pytree.flatten(stepped)[0]
 
-    def _reject_derivatives(self, trees: Tree) -> None:
+    def _refuse_derivatives(self, trees: Tree) -> None:
         """Refuse a derivative through rounding, which would come out as zeros."""
         tensors = pytree.tensors(trees)
         if any(map(is_half, tensors)) and any(map(is_differentiated, tensors)):
@@ -304,9 +304,9 @@ def _off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
     """Return the inputs with parameters and state that may be overwritten."""
     leaves, structure = pytree.flatten((inputs.params, inputs.opt_state))
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
-    remaining = iter(foreach.clone(tensors) if copy else tensors)
+    remaining = iter(foreach.detach_and_clone(tensors) if copy else tensors)
     leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return inputs.with_params(*structure.unflatten(leaves))
+    return inputs.with_params_and_state(*structure.unflatten(leaves))
 
 
 # ---- for wrappers --------------------------------------------------------------------------------

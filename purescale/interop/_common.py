@@ -15,7 +15,7 @@ from torch import Tensor
 from .._loss_scale.rules import ScalerState, State, check_factors, checked_flag, scaler_state
 from .._tree import scalars
 from .._tree.pytree import join_names
-from .._tree.scalars import increment, positive, short_repr, whole
+from .._tree.scalars import checked_positive, checked_whole, increment, short_repr
 
 Device = torch.device | str | None
 
@@ -41,11 +41,11 @@ class PeerRule(Generic[State]):
         """Store settings as positive floats, so that settings of equal value but other type make
         equal rules.
         """
-        scalars.normalize_fields(self, positive, *names)
+        scalars.normalize_fields(self, checked_positive, *names)
 
     def _check_counts(self, *names: str, least: int = 1) -> None:
         """Store settings as ints of at least `least`."""
-        scalars.normalize_fields(self, functools.partial(whole, least=least), *names)
+        scalars.normalize_fields(self, functools.partial(checked_whole, least=least), *names)
 
     def _check_factors(self, growth: str, *backoff: str) -> None:
         """Store a growth factor above 1 and a backoff factor below 1 as positive floats."""
@@ -149,7 +149,7 @@ class Format:
         does not hold starts as in `init`; a first scale that is not given is the saved one.
         """
         key = next(key for key, entry in self.entries.items() if entry == SCALE)
-        scale = positive(key, d[key])
+        scale = checked_positive(key, d[key])
         # A key of the state is a setting too, if the peer starts from a setting of that name.
         names = {field.name for field in dataclasses.fields(self.rule)}
         keys = (*self.entries, *self.settings)
@@ -167,7 +167,7 @@ class Format:
         for key, (field, least) in self.entries.items():
             if field != "scale" and key in d:
                 start = getattr(state, field)
-                count = whole(key, d[key], least, torch.iinfo(start.dtype).max)
+                count = checked_whole(key, d[key], least, torch.iinfo(start.dtype).max)
                 fields[field] = torch.full_like(start, count)
         return rule, state._replace(**fields)
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from .._optim.from_torch import from_torch, optimizer_of, spec_of_class
-from .._optim.grouped import GroupedOptimizer
 from .._optim.in_state import read_numbers
 from .._optim.opt_state import OptState, is_wrapped
+from .._optim.param_groups import ParamGroupOptimizer
 from .._optim.schedule import ScheduleBy
 from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerConfig
 from .._optim.torch_state_dict import common_value, write_state_dict
@@ -28,7 +28,7 @@ from .._wrappers.wrapper import Wrapper
 
 def from_torch_optimizer(
     torch_optimizer: torch.optim.Optimizer, model: nn.Module, in_state: Sequence[str] = ()
-) -> tuple[GroupedOptimizer, OptState]:
+) -> tuple[ParamGroupOptimizer, OptState]:
     """Equal to `optimizer = from_torch(type(torch_optimizer), overrides=groups)` and `opt_state =
     optimizer.from_state_dict(torch_optimizer.state_dict(), params)`, by the names of parameters in
     `model`. Syncs with the host.
@@ -118,7 +118,7 @@ def convert_optimizer(
     in_state: Sequence[str],
     schedule_by: ScheduleBy = "applied",
     count: int | None = None,
-) -> tuple[GroupedOptimizer, OptState]:
+) -> tuple[ParamGroupOptimizer, OptState]:
     """Return a live optimizer with these names of its groups, with the rate and other settings in
     place of theirs, and its state for `params`. `count` is that from which schedules go on.
     """
@@ -167,7 +167,7 @@ def _make_optimizer(
     settings: Sequence[Mapping[str, Any]],
     in_state: Sequence[str],
     schedule_by: ScheduleBy,
-) -> GroupedOptimizer:
+) -> ParamGroupOptimizer:
     """Return a pure optimizer with the settings of the first group, except what the state holds for
     all, and overrides for groups that differ.
     """
@@ -242,9 +242,9 @@ def check_innermost(opt_state: Tree, optimizer: Any, torch_optimizer: Any) -> tu
         inner = inner.optimizer
     while is_wrapped(of_torch) and not isinstance(of_torch, ScheduleFreeState):
         of_torch = of_torch.inner
-    fits = isinstance(inner, GroupedOptimizer) and isinstance(of_torch, OptState)
+    fits = isinstance(inner, ParamGroupOptimizer) and isinstance(of_torch, OptState)
     if not fits or inner.config.spec.cls is not type(torch_optimizer) or of_torch.applied.ndim:
-        what = inner if isinstance(inner, GroupedOptimizer) else type(inner).__name__
+        what = inner if isinstance(inner, ParamGroupOptimizer) else type(inner).__name__
         raise ValueError(
             f"the state is {type(of_torch).__name__} of {what}, the live optimizer "
             f"{type(torch_optimizer).__name__}; expected one state of an optimizer of that class. "
@@ -270,7 +270,7 @@ def state_dict_with(
     like = {**live, "param_groups": named}
     sd = write_state_dict(config, opt_state, like=like, written=config.in_state)
     state = sd["state"]
-    if config.spec.calls_user_step:  # torch would round a float64 to the parameter's dtype
+    if config.spec.formula is None:  # torch would round a float64 to the parameter's dtype
         for place, parameter in enumerate(itertools.chain(*parameters)):
             if place in state:
                 state[place] = with_python_scalars(state[place], parameter, (torch.float64,))

@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .._optim.schedule import check_rate
 from .._torch import private
-from .._torch.dtypes import on_device
-from .._tree.scalars import real, whole
+from .._torch.dtypes import to_device
+from .._tree.scalars import checked_real, checked_whole
 
 Scheduled = Literal["lr", "momentum"]
 
@@ -94,12 +94,12 @@ def schedule_from_torch(
 
     Source of the rule: torch.optim.lr_scheduler, which is what runs.
     """
-    steps = whole("steps", steps, least=1)
+    steps = checked_whole("steps", steps, least=1)
     if setting not in get_args(Scheduled):
         raise ValueError(f'setting is {setting!r}, expected "lr" or "momentum".')
     # Some schedulers require a momentum.
     weight = torch.zeros((), device="cpu")
-    optimizer = torch.optim.SGD([weight], lr=real("lr", lr), momentum=_MOMENTUM)
+    optimizer = torch.optim.SGD([weight], lr=checked_real("lr", lr), momentum=_MOMENTUM)
     scheduler = make(optimizer)
     check_scheduler(scheduler, optimizer, "make(optimizer)")
     ((rates, momenta),) = tabulate(scheduler, steps)
@@ -163,7 +163,7 @@ class RateTable:
     def _on(self, device: torch.device, digest: str) -> Tensor:
         if device not in self._copies:
             # Later calls need a real tensor, whatever modes or transforms are active now.
-            self._copies[device] = private.outside_of_modes(lambda: on_device(self.rates, device))
+            self._copies[device] = private.outside_of_modes(lambda: to_device(self.rates, device))
         return self._copies[device]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import NoScale, ScalerState, scaler_state
 from .._module.policy import Policy
-from .._tree.scalars import increment, positive, real, whole
+from .._tree.scalars import checked_positive, checked_real, checked_whole, increment
 from ._common import COUNT, SCALE, Device, Format, ScaleAndCount, check_bool, check_dict
 
 # ---- the scaler ----------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ class ApexScale(ScaleAndCount):
         object.__setattr__(self, "loss_scale", _loss_scale(self.loss_scale))
         self._check_positive("init_scale", "scale_factor", "max_loss_scale")
         self._check_counts("scale_window")
-        if self.min_loss_scale is not None and real("min_loss_scale", self.min_loss_scale):
+        if self.min_loss_scale is not None and checked_real("min_loss_scale", self.min_loss_scale):
             self._check_positive("min_loss_scale")
         if (self.min_scale or 0.0) > self.max_loss_scale:
             raise ValueError(
@@ -111,7 +111,7 @@ def _loss_scale(value: Any) -> float | str:
     """Return `"dynamic"` or the number, which may be a string, as apex reads it."""
     if value == "dynamic":
         return "dynamic"
-    return positive("loss_scale", float(value) if isinstance(value, str) else value)
+    return checked_positive("loss_scale", float(value) if isinstance(value, str) else value)
 
 
 # ---- state dicts ---------------------------------------------------------------------------------
@@ -162,14 +162,14 @@ def _read_loss(
 ) -> tuple[ApexScale, ScalerState]:
     """Return the rule and the state of one loss."""
     _FORMAT.check(d)
-    scale = positive("loss_scale", d["loss_scale"])
+    scale = checked_positive("loss_scale", d["loss_scale"])
     scaler = rule(**{"init_scale": scale, **settings})
     if scaler.loss_scale not in ("dynamic", scale):
         raise ValueError(
             f"loss_scale={scaler.loss_scale!r} contradicts the state dict, which has {scale!r}. "
             "Fix: loss_scale='dynamic', the default, if the job was dynamic."
         )
-    return scaler, scaler_state(scale, whole("unskipped", d["unskipped"]), device=device)
+    return scaler, scaler_state(scale, checked_whole("unskipped", d["unskipped"]), device=device)
 
 
 def to_state_dict(rule: Rules, scaler: States) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def initialize(
 
     Source of the levels: apex/amp/frontend.py, apex/amp/_initialize.py.
     """
-    count = whole("num_losses", num_losses, least=1)
+    count = checked_whole("num_losses", num_losses, least=1)
     if not enabled:
         return Policy(), NoScale() if count == 1 else (NoScale(),) * count
     keep_norms: Any = keep_batchnorm_fp32

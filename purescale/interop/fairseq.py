@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._torch.dtypes import widest_float
 from .._tree.hints import document_fields
-from .._tree.scalars import real
+from .._tree.scalars import checked_real
 from ._common import SCALE, Device, Entry, Format, PeerRule, check_dict, scalar
 
 
@@ -88,7 +88,7 @@ class FairseqScale(PeerRule[FairseqState]):
         for name, most in bounds.items():
             if name == "threshold" and self.threshold is None:
                 continue
-            number = real(name, getattr(self, name))
+            number = checked_real(name, getattr(self, name))
             if not 0 <= number <= most:
                 raise ValueError(
                     f"{name} must be from 0 to {most:g}, got {number}. Fix: leave it out."

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rules import ScalerState, scaler_state
-from .._tree.scalars import increment, positive, real
+from .._tree.scalars import checked_positive, checked_real, increment
 from ._common import SCALE, Device, Entry, Format, PeerRule
 
 
@@ -132,8 +132,8 @@ def from_state_dict(
     _FORMAT.check(d)
     saved = d["scale"]
     is_one = isinstance(saved, Tensor) and saved.numel() == 1
-    scale = positive("scale", saved.item() if is_one else saved)
-    floor = real("min_scale", settings.get("min_scale", rule.min_scale))
+    scale = checked_positive("scale", saved.item() if is_one else saved)
+    floor = checked_real("min_scale", settings.get("min_scale", rule.min_scale))
     return _FORMAT.read({**d, "scale": scale}, settings, device, initial_scale=max(scale, floor))
 
 

@@ -15,13 +15,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from .._loss_scale.rules import NoScale, ScalerState
 from .._module.functional import Apply, make_functional
 from .._module.registered import load_into
-from .._optim.grouped import GroupedOptimizer
 from .._optim.opt_state import OptState
+from .._optim.param_groups import ParamGroupOptimizer
 from .._optim.schedule import ScheduleBy
 from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float
 from .._tree.pytree import join_names
-from .._tree.scalars import increment, positive, whole
+from .._tree.scalars import checked_positive, checked_whole, increment
 from .._wrappers.master_weights import MasterState, master_weights, masters_within
 from . import _live_optimizer, _schedulers
 from ._common import COUNT, SCALE, Device, Format, ScaleAndCount
@@ -129,7 +129,7 @@ def from_state_dict(
     Source of the format: torch.amp.GradScaler.state_dict.
     """
     _FORMAT.check(d)
-    scale = positive("scale", d["scale"]) / _check_accumulated(accumulated)
+    scale = checked_positive("scale", d["scale"]) / _check_accumulated(accumulated)
     return _FORMAT.read({**d, "scale": scale}, settings, device)
 
 
@@ -159,7 +159,7 @@ def to_state_dict(rule: TorchAmpScale, scaler: ScalerState, accumulated: int = 1
 
 def _check_accumulated(accumulated: Any) -> int:
     """Return the number of microbatches, a power of two."""
-    count = whole("accumulated", accumulated, least=1)
+    count = checked_whole("accumulated", accumulated, least=1)
     if count & (count - 1):
         raise ValueError(
             f"accumulated must be a power of two, got {count}: any other rounds all gradients. "
@@ -179,7 +179,7 @@ def take_over(
     steps: int | None = None,
     schedule_by: ScheduleBy = "applied",
     in_state: Sequence[str] = (),
-) -> tuple[Apply, GroupedOptimizer, Any, TrainState]:
+) -> tuple[Apply, ParamGroupOptimizer, Any, TrainState]:
     """Syncs with the host. Equal to `apply, params, buffers = make_functional(model)`,
     `optimizer, opt_state = from_torch_optimizer(optimizer, model, in_state)`, with the schedule as
     its rate, and `rule, scaler = from_state_dict(scaler.state_dict())`: the next `train_step` makes
@@ -362,7 +362,7 @@ def _settings_from_now(
     if scheduler is None:
         return [{"lr": float(group["lr"])} for group in optimizer.param_groups], None
     _schedulers.check_scheduler(scheduler, optimizer, "scheduler")
-    count, place = whole("steps", steps, least=1), _schedulers.steps_of(scheduler)
+    count, place = checked_whole("steps", steps, least=1), _schedulers.steps_of(scheduler)
     with _schedulers.restoring(scheduler):
         moved = _schedulers.tabulate(scheduler, count)
     columns = zip(optimizer.param_groups, moved, strict=True)
@@ -376,7 +376,7 @@ def _masters_or_params(state: TrainState) -> Any:
 
 
 def _steps_since(
-    scheduler: Any, optimizer: torch.optim.Optimizer, ours: GroupedOptimizer, opt_state: OptState
+    scheduler: Any, optimizer: torch.optim.Optimizer, ours: ParamGroupOptimizer, opt_state: OptState
 ) -> int:
     """Return the number of steps since the scheduler's last: applied ones, or iterations. Refuse
     what the scheduler cannot follow, before anything is changed.

@@ -1,4 +1,4 @@
-"""The stages `advance` and `assemble` of a step: the next state."""
+"""The stages `advance_control` and `assemble_state` of a step: the next state."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .._loss_scale.rules import call_rule, may_update_on_host, update_on_host
 from .._step.decide import Decision
+from .._step.flat_state import FlatState
 from .._step.memory import MayWrite
-from .._step.start import Start
-from .._step.train_state import StepOptions, TrainState
+from .._step.train_state import TrainState, TrainStepOptions
 from .._step.window_result import Attempt
 from .._torch import foreach
 from .._tree import pytree
@@ -25,71 +25,71 @@ from .._tree.select import select, select_masked, write_over_leaves
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-def advance(
-    options: StepOptions,
-    start: Start,
+def advance_control(
+    options: TrainStepOptions,
+    flat_state: FlatState,
     attempt: Attempt,
     decision: Decision,
     guard_state: Tree,
 ) -> Leaves:
     """Return the leaves of the next scaler, step count, generator and guard, in the order of
-    `Start.control_leaves`. `guard_state` is the guard's new state. It is kept if the step is
+    `FlatState.control_leaves`. `guard_state` is the guard's new state. It is kept if the step is
     applied, or if only the guard rejected it.
     """
     guard: Leaves = []
     if isinstance(decision.rejected, Tensor):
         names = "state.guard", "the state that the guard returned"
-        old, new, _ = matching_leaves(start.guard, guard_state, *names)
+        old, new, _ = matching_leaves(flat_state.guard, guard_state, *names)
         guard = select_masked(decision.skip & ~decision.rejected, old, new)
-    scaler = _next_scaler(options, start.scaler, attempt, decision)
-    step = start.step + (1 if decision.known_applied else ~decision.skip)
+    scaler = _next_scaler(options, flat_state.scaler, attempt, decision)
+    step = flat_state.step + (1 if decision.known_applied else ~decision.skip)
     generator = [] if isinstance(attempt.rng, tuple) else [attempt.rng]
     return [*scaler, step, *generator, *guard]
 
 
-def assemble(
-    start: Start,
+def assemble_state(
+    flat_state: FlatState,
     stepped: tuple[Tree, Tree],
     control: Leaves,
     buffers: Leaves,
     decision: Decision,
     may_write: MayWrite,
 ) -> TrainState:
-    """Return the next state, from the results of `run_step` and `advance`, and the buffers
+    """Return the next state, from the results of `run_step` and `advance_control`, and the buffers
     after the last microbatch.
     """
     params, opt_state = stepped
-    leaves = _next_buffers(start.buffers, buffers, decision, in_place=may_write.buffers)
-    if may_write.control and len(control) == len(start.control_leaves):  # all are tensors
-        control = _write_over_start(start, control)
-    num_of_scaler = len(start.scaler.leaves)
-    step, rng, guard = start.step_rng_guard.structure.unflatten(control[num_of_scaler:])
+    leaves = _next_buffers(flat_state.buffers, buffers, decision, in_place=may_write.buffers)
+    if may_write.control and len(control) == len(flat_state.control_leaves):  # all are tensors
+        control = _write_over_control(flat_state, control)
+    num_of_scaler = len(flat_state.scaler.leaves)
+    step, rng, guard = flat_state.step_rng_guard.structure.unflatten(control[num_of_scaler:])
     return TrainState(
         params=params,
-        buffers=start.buffers.structure.unflatten(leaves),
+        buffers=flat_state.buffers.structure.unflatten(leaves),
         opt_state=opt_state,
-        scaler=start.scaler.structure.unflatten(control[:num_of_scaler]),
+        scaler=flat_state.scaler.structure.unflatten(control[:num_of_scaler]),
         step=step,
         rng=rng,
         guard=guard,
     )
 
 
-def _write_over_start(start: Start, new: Leaves) -> Leaves:
-    """Return scaler, count, generator and guard after `new` was written into those of the start. If
+def _write_over_control(flat_state: FlatState, new: Leaves) -> Leaves:
+    """Return scaler, count, generator and guard after `new` was written into those of the state. If
     a rule or a guard returned tensors on a graph, nothing is written.
     """
-    if not start.prepared_step.facts.all_writable or any(map(_requires_grad, new)):
-        return write_over_leaves(start.control_leaves, new)
-    foreach.copy_off_graph_(start.control_leaves, new)
-    return start.control_leaves
+    if not flat_state.prepared_step.facts.all_writable or any(map(_requires_grad, new)):
+        return write_over_leaves(flat_state.control_leaves, new)
+    foreach.copy_list_(flat_state.control_leaves, new)
+    return flat_state.control_leaves
 
 
 def _next_scaler(
-    options: StepOptions, before: FlatTree, attempt: Attempt, decision: Decision
+    options: TrainStepOptions, before: FlatTree, attempt: Attempt, decision: Decision
 ) -> Leaves:
     """Return the leaves of the loss scale after the step."""
-    used, overflow, rule = attempt.scaler.tree, decision.overflow, options.rule
+    used, overflow, rule = attempt.flat_scaler.tree, decision.overflow, options.rule
     on_host = decision.known_applied and options.rule_traits.is_dynamic
     if on_host and may_update_on_host(used, overflow):
         return list(update_on_host(rule, used, overflow=False))  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def _next_scaler(
 
 
 def _overflow_and_amax(
-    options: StepOptions, attempt: Attempt, decision: Decision
+    options: TrainStepOptions, attempt: Attempt, decision: Decision
 ) -> tuple[Tensor, Tensor]:
     """Return `found_inf` and the largest gradient for a rule that takes it.
 
@@ -136,14 +136,17 @@ def _next_buffers(before: FlatTree, new: Leaves, decision: Decision, *, in_place
     that it returned, or return them as aux too. Buffers that require a gradient are not returned on
     their graph.
     """
-    old, are_dense = before.leaves, before.tensor_list.dense_off_graph
+    old, are_dense = before.leaves, before.tensor_list.dense_without_history
     if not old:
         return []
     if not are_dense or any(map(_requires_grad, old)):
-        old = [pytree.off_graph(t) if getattr(t, "requires_grad", False) else t for t in old]
+        old = [
+            pytree.detach_unless_transformed(t) if getattr(t, "requires_grad", False) else t
+            for t in old
+        ]
     if not (are_dense and decision.known_applied):
         return select_masked(decision.skip, old, new, in_place=in_place)
     if not in_place:
-        return foreach.clone(new)
-    foreach.copy_off_graph_(old, new)  # each in memory of its own, or the old one itself
+        return foreach.detach_and_clone(new)
+    foreach.copy_list_(old, new)  # each in memory of its own, or the old one itself
     return old

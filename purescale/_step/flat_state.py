@@ -12,14 +12,14 @@ from .._grads.clip import check_ordered
 from .._loss_scale.scaling import check_scale
 from .._optim.optimizer import PreparedStep
 from .._optim.step_inputs import flatten_opt_state, make_step_inputs
-from .._step.train_state import StepOptions, TrainState
-from .._torch.tracing import current_eager_mode
+from .._step.train_state import TrainState, TrainStepOptions
+from .._torch.tracing import current_plan_context
 from .._tree import pytree
 from .._tree.matching import check_parameters
 from .._tree.pytree import FlatTree, Tree
 
 
-class Start(NamedTuple):
+class FlatState(NamedTuple):
     """The state of a step, flat and checked, and the prepared step of its optimizer."""
 
     params: FlatTree
@@ -45,25 +45,25 @@ class Start(NamedTuple):
         return self.step_rng_guard.tree[2]
 
 
-def start_step(state: TrainState, options: StepOptions) -> Start:
+def flatten_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     """Return the start of a step. Refuse a state that does not fit the optimizer."""
-    optimizer, eager_mode = options.optimizer, current_eager_mode()
+    optimizer, plan_context = options.optimizer, current_plan_context()
     others = state.buffers, state.scaler, (state.step, state.rng, state.guard)
-    prepared_step = optimizer.find_step(eager_mode, (state.params, state.opt_state, *others))
+    prepared_step = optimizer.find_step(plan_context, (state.params, state.opt_state, *others))
     if prepared_step is None:
         params, opt_state = FlatTree.of(state.params), flatten_opt_state(state.opt_state)
         flat_trees = [params, opt_state, *map(FlatTree.of, others)]
         _check(state, options, params)
         inputs = make_step_inputs(optimizer, params, opt_state)
-        prepared_step = optimizer.prepare_step(eager_mode, flat_trees, inputs)
-    params, _, buffers, scaler, step_rng_guard = prepared_step.trees
+        prepared_step = optimizer.prepare_step(plan_context, flat_trees, inputs)
+    params, _, buffers, scaler, step_rng_guard = prepared_step.flat_trees
     control_leaves = [*scaler.leaves, *step_rng_guard.leaves]
     if not pytree.are_tensors(control_leaves):
         control_leaves = pytree.all_tensors(control_leaves)
-    return Start(params, buffers, scaler, step_rng_guard, control_leaves, prepared_step)
+    return FlatState(params, buffers, scaler, step_rng_guard, control_leaves, prepared_step)
 
 
-def _check(state: TrainState, options: StepOptions, params: FlatTree) -> None:
+def _check(state: TrainState, options: TrainStepOptions, params: FlatTree) -> None:
     """Refuse parameters of the wrong kind, on another device than the scale, or without order where
     they are clipped by value. A step that is found is not checked again, so a setting may refuse
     only leaves of which no step is kept, as in `prepare_step`.

@@ -13,14 +13,14 @@ from .._loss_scale.scaling import wide_loss
 from .._optim.param_layout import ParamLayout
 from .._step.backward import (
     OnGrad,
-    gradients_of,
+    compute_gradients,
     independent_loss_error,
     stream_gradients,
     with_zeros,
 )
 from .._torch import donation, dtensor, private
 from .._torch.tracing import (
-    EagerMode,
+    PlanContext,
     recorded_by_make_fx,
     refuse_graph_end,
     traced,
@@ -66,7 +66,7 @@ class Outputs(NamedTuple):
     aux: list[Any]
 
 
-class LossAndGrads:
+class ForwardBackward:
     """The loss, the gradients and the new buffers of each microbatch of a step.
 
     Work that is the same for all microbatches is done once. Results are apart from `pointers`, if
@@ -75,33 +75,33 @@ class LossAndGrads:
 
     def __init__(
         self,
-        params: FlatTree,
+        flat_params: FlatTree,
         layout: ParamLayout,
-        buffers: FlatTree,
-        scaler: FlatTree,
+        flat_buffers: FlatTree,
+        flat_scaler: FlatTree,
         loss_fn: LossFn,
-        eager_mode: EagerMode | None,
+        plan_context: PlanContext | None,
         pointers: Set[int | None] | None = None,
         *,
         differentiable: bool = False,
     ) -> None:
-        self.scale, self.loss_fn, self.buffers = scaler.tree.scale, loss_fn, buffers
-        self.params, self.layout = params, layout
-        self.present_params = layout.drop_none(params.leaves)
-        self.in_leaf_form = is_dense = params.tensor_list.dense_off_graph
-        self.sharded, self.uses_torch_func = False, eager_mode is None and traced()
+        self.scale, self.loss_fn, self.flat_buffers = flat_scaler.tree.scale, loss_fn, flat_buffers
+        self.flat_params, self.layout = flat_params, layout
+        self.present_params = layout.drop_none(flat_params.leaves)
+        self.in_leaf_form = is_dense = flat_params.tensor_list.dense_without_history
+        self.sharded, self.uses_torch_func = False, plan_context is None and traced()
         self.keeps_graph = differentiable and not self.uses_torch_func
         self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
         # make_fx does not see that a subclass is made, and would take parameters for constants.
-        self.in_make_fx = eager_mode is not None and eager_mode.in_make_fx
-        if eager_mode is None and self.owns_gradients:
+        self.in_make_fx = plan_context is not None and plan_context.in_make_fx
+        if plan_context is None and self.owns_gradients:
             refuse_graph_end()
             self.in_make_fx = recorded_by_make_fx()
         self.pointers = pointers if self.owns_gradients else None
         if not is_dense:
-            self.in_leaf_form = are_plain_dense(params.leaves)
+            self.in_leaf_form = are_plain_dense(flat_params.leaves)
             self.sharded = dtensor.any_dtensor(self.present_params)
-        all_normal = is_dense and scaler.tensor_list.dense_off_graph
+        all_normal = is_dense and flat_scaler.tensor_list.dense_without_history
         if not (self.uses_torch_func or all_normal):
             *self.present_params, self.scale = _normal_tensors([*self.present_params, self.scale])
 
@@ -131,7 +131,7 @@ class LossAndGrads:
             graph = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
             grads = with_zeros(graph, inputs)
         else:
-            raw = gradients_of(loss, inputs)
+            raw = compute_gradients(loss, inputs)
             grads = (
                 donation.take_ownership(raw) if take_ownership else list(map(Tensor.detach, raw))
             )
@@ -179,7 +179,10 @@ class LossAndGrads:
         if not torch.is_grad_enabled():
             with torch.enable_grad():
                 return self.run_forward(buffers, microbatch)
-        if buffers is not self.buffers.leaves or not self.buffers.tensor_list.dense_off_graph:
+        if (
+            buffers is not self.flat_buffers.leaves
+            or not self.flat_buffers.tensor_list.dense_without_history
+        ):
             buffers = _normal_tensors(buffers)
         # New tensors, because a loss may register hooks on them: leaves, because autocast caches
         # the cast of a leaf; on a graph aliases, so that a gradient ends there. Leaves pass
@@ -212,9 +215,9 @@ class LossAndGrads:
                 "between two steps."
             )
         raise RuntimeError(
-            f"loss_fn wrote into {pytree.path(self.buffers.tree, 'buffers', of_buffer)}; a step "
-            "must not change its arguments. Fix: return a new tensor, `{**buffers, 'mean': 0.9 * "
-            "buffers['mean'] + 0.1 * x}`."
+            f"loss_fn wrote into {pytree.path(self.flat_buffers.tree, 'buffers', of_buffer)}; a "
+            "step must not change its arguments. Fix: return a new tensor, `{**buffers, 'mean': "
+            "0.9 * buffers['mean'] + 0.1 * x}`."
         )
 
     def _scaled_loss(
@@ -222,7 +225,7 @@ class LossAndGrads:
     ) -> tuple[Tensor, Outputs]:
         """Return the loss of a call of `loss_fn` times the scale, and its outputs."""
         params = self.layout.unflatten(inputs)
-        carried = self.buffers.structure.unflatten(buffers)
+        carried = self.flat_buffers.structure.unflatten(buffers)
         try:
             returned = self.loss_fn(params, carried, microbatch)
         except TypeError:
@@ -232,19 +235,19 @@ class LossAndGrads:
             if "Tensor.requires_grad_()" in str(error):
                 error.add_note(_REQUIRES_GRAD)
             raise
-        loss, new_buffers, *aux = check_returned(returned)
+        loss, new_buffers, *aux = checked_returned(returned)
         if type(loss) is not Tensor:
             loss = dtensor.full_tensor(loss)
-        alike = self.buffers.leaves_if_matching(new_buffers)
+        alike = self.flat_buffers.leaves_if_matching(new_buffers)
         if alike is None:
-            check_container(new_buffers, self.buffers.tree)
+            check_container(new_buffers, self.flat_buffers.tree)
             alike = matching_leaves(
-                self.buffers.tree,
+                self.flat_buffers.tree,
                 new_buffers,
                 "buffers",
                 "new_buffers",
                 _ONE_SHAPE,
-                flat=self.buffers,
+                flat=self.flat_buffers,
             )[1]
         wide = wide_loss(loss, self.scale)
         wide = wide.reshape(()) if wide.ndim else wide
@@ -258,7 +261,7 @@ _REQUIRES_GRAD = (
 )
 
 
-def check_returned(returned: Any) -> tuple[Any, ...]:
+def checked_returned(returned: Any) -> tuple[Any, ...]:
     """Return what loss_fn returned. Refuse all but a tuple of a loss, new buffers and, optionally,
     aux.
     """

@@ -11,8 +11,8 @@ from torch import Tensor
 from .._optim.formula_step import FormulaStep, SlotSpec
 from .._optim.formulas import LeafSlots
 from .._optim.in_state import with_stored
-from .._optim.kernel_step import GroupPlan, KernelStep
-from .._optim.opt_state import NO_SLOTS, STEP, OptState, columns_of, count_step, has_counts
+from .._optim.kernel_step import KernelStep, ParamGroupPlan
+from .._optim.opt_state import NO_SLOTS, STEP, OptState, count_step, has_counts, slot_lists_of
 from .._optim.optimizer import FlatOptimizer
 from .._optim.param_layout import ParamLayout, foreign_parameters_error, named_params
 from .._optim.settings import OptimizerConfig, ParamGroup, StepSettings
@@ -27,7 +27,7 @@ from .._tree.leaves import describe
 from .._tree.pytree import Tree
 
 
-class GroupedOptimizer(FlatOptimizer):
+class ParamGroupOptimizer(FlatOptimizer):
     """An optimizer with settings by parameter group and an `OptState`, as torch.optim has them;
     made by `from_torch` and `from_formula`. It holds settings, never state. It is a
     `FormulaOptimizer` or a `UserClassOptimizer`.
@@ -65,7 +65,7 @@ class GroupedOptimizer(FlatOptimizer):
     def _init_state(self, params: Tree) -> tuple[OptState, dict[str, LeafSlots]]:
         """Return a new state without slots, and its slots by parameter."""
         named = named_params(params)
-        self.config.check_names(tuple(named))
+        self.config.check_override_patterns(tuple(named))
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
         iteration = applied.clone() if self.config.schedule_by == "iteration" else ()
@@ -93,8 +93,8 @@ class GroupedOptimizer(FlatOptimizer):
         self.config.check(opt_state)
         names = tuple(inputs.layout.names)
         if inputs.piece_positions is None:  # a piece need not have a parameter of each override
-            self.config.check_names(names)
-        return self.config.torch_groups(names)
+            self.config.check_override_patterns(names)
+        return self.config.build_param_groups(names)
 
     def step_settings(self, opt_state: OptState) -> StepSettings:
         """Return the settings of a step that may differ from those of the step before."""
@@ -174,7 +174,7 @@ class GroupedOptimizer(FlatOptimizer):
         return self._with_slots(state, params, slots)
 
 
-class FormulaOptimizer(GroupedOptimizer):
+class FormulaOptimizer(ParamGroupOptimizer):
     """A class of torch.optim or a formula of a user's: a step is torch's kernel or the formula."""
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -202,13 +202,13 @@ class FormulaOptimizer(GroupedOptimizer):
         counts = trees.pop(STEP, ())
         return opt_state._replace(slots=trees, counts=counts)
 
-    def plan(self, inputs: StepInputs) -> GroupPlan:
+    def plan(self, inputs: StepInputs) -> ParamGroupPlan:
         """Return how a step is made. Refuse a state that does not belong to these parameters, as
         torch's kernels do not check what they read.
         """
         groups = self._checked_groups(inputs)
         params = dict(zip(inputs.layout.names, inputs.params, strict=True))
-        self.slot_spec.check(columns_of(inputs.opt_state, inputs.layout), params)
+        self.slot_spec.check(slot_lists_of(inputs.opt_state, inputs.layout), params)
         if self.config.needs_step_count and not has_counts(inputs.opt_state):
             _check_counts(self.config, inputs.layout)
         return self._kernel_step.plan(inputs, groups)
@@ -231,7 +231,7 @@ class FormulaOptimizer(GroupedOptimizer):
         return self._formula_step(_counted(inputs), _cast_gradients(inputs, grads))
 
 
-class UserClassOptimizer(GroupedOptimizer):
+class UserClassOptimizer(ParamGroupOptimizer):
     """A class of a user's own, whose `step` is called, on copies. It makes its slots in its first
     step, and a state has them by parameter.
     """
@@ -250,7 +250,7 @@ class UserClassOptimizer(GroupedOptimizer):
         """Return the state with these slots."""
         return opt_state._replace(slots=slots)
 
-    def plan(self, inputs: StepInputs) -> GroupPlan:
+    def plan(self, inputs: StepInputs) -> ParamGroupPlan:
         """Return how a step is made. Refuse a state that does not belong to these parameters."""
         if traced() or captured():
             raise ValueError(
@@ -262,7 +262,7 @@ class UserClassOptimizer(GroupedOptimizer):
         slots, names = inputs.opt_state.slots, inputs.layout.names
         if slots.keys() != set(names):
             raise foreign_parameters_error(list(slots), names)
-        return GroupPlan(groups)
+        return ParamGroupPlan(groups)
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step of the class, in fresh memory."""

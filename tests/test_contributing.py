@@ -7,10 +7,17 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from test_house import FLOORS
+
+import purescale as ps
+from purescale._grads.clip import clip_factor
+from purescale._grads.measure import exact_stats
+from purescale._torch.list_stats import local_stats
 
 ROOT = Path(__file__).parents[1]
 TOPS = ROOT, ROOT / "purescale"
@@ -168,3 +175,33 @@ def test_make_fuzz_multiplies_the_examples_of_every_property():
             assert not re.search(r"^@settings\(", path.read_text(), re.M), (
                 f"{path.name}: write `@examples(count)` of helpers in place of `@settings`"
             )
+
+
+def test_the_lines_that_clip_each_leaf_clip_each_leaf():
+    [lines] = map(textwrap.dedent, re.findall(r"```python\n(.*?)  ```", PAGE, re.S))
+    path = ROOT / "purescale/_step/train_step.py"
+    measured = "all_readable=facts.all_readable)\n"
+    source = path.read_text().replace(measured, measured + textwrap.indent(lines, " " * 8))
+    names = {"__name__": "purescale._step.train_step", "__package__": "purescale._step"}
+    names |= {"bound": 0.5, "local_stats": local_stats, "clip_factor": clip_factor}
+    names |= {"exact_stats": exact_stats}
+    exec(compile(source, path, "exec"), names)
+    sgd, rule = ps.from_torch(torch.optim.SGD, lr=1.0), ps.DynamicScale(init_scale=4.0)
+    params = {"long": torch.zeros(5), "short": torch.zeros(33), "long too": torch.zeros(300)}
+    slopes = {"long": 3.0, "short": 0.01, "long too": -0.25}
+
+    def loss_fn(params, buffers, factor):
+        loss = sum((params[name] * slopes[name]).sum() for name in params)
+        return loss * factor, buffers
+
+    settings = {"loss_fn": loss_fn, "optimizer": sgd, "rule": rule, "max_norm": 100.0}
+    state = ps.init_train_state(params, {}, sgd, rule)
+    new, info = names["train_step"](state, [1.0], **settings)
+    for name, param in new.params.items():
+        grad = torch.full_like(param, slopes[name])
+        torch.testing.assert_close(-param, grad * (0.5 / grad.norm()).clamp(max=1.0))
+    norm = torch.stack([param.norm() for param in new.params.values()]).norm()
+    torch.testing.assert_close(info.grad_norm, norm)
+    skipped, info = names["train_step"](state, [float("inf")], **settings)
+    assert info.found_inf
+    assert torch.equal(skipped.params["short"], params["short"])

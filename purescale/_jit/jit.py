@@ -195,7 +195,9 @@ class Jitted:
         def make() -> Program:
             _check_donate(self.donate, args)
             flat = FlatFunction(self.fn, structure, leaves)
-            graph = trace(flat, tensors, _indices(args, self.donate))
+            numbers = [number for number, arg in enumerate(args) for _ in pytree.tensors(arg)]
+            donated = [index for index, number in enumerate(numbers) if number in self.donate]
+            graph = trace(flat, tensors, donated)
             return Program(tensors, graph, compiled(graph, self.backend, self.mode), flat.results)
 
         form = form_of(structure, leaves, tensors)
@@ -254,12 +256,6 @@ def settings_of_torch() -> Any:
         [type(mode) for mode in modes],
         torch.get_default_device() if modes else None,
     )
-
-
-def _indices(args: tuple[Tree, ...], donate: Sequence[int]) -> list[int]:
-    """Return the indices of the tensors of donated arguments among all tensors."""
-    numbers = [number for number, arg in enumerate(args) for _ in pytree.tensors(arg)]
-    return [index for index, number in enumerate(numbers) if number in donate]
 
 
 # ---- what the logger says ------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from_formula    an optimizer from the mathematics of one leaf
 param_groups    the optimizers of both, with parameter groups. Settings: settings (a config),
                 in_state, schedule. Their state: opt_state, torch_state_dict. Their step: launches
                 (kernel_step) of torch's kernels (kernels), or the formula (formula_step, formulas);
-                of a user's class its own (user_class_step). What Dynamo does not trace of it:
-                opaque
+                of a user's class its own (user_class_step)
 transformation  (init, update) pairs, as those of optax, as optimizers and back
 partition       several optimizers, one for each kind of parameter
 

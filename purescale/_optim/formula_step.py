@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .._optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
 from .._optim.in_state import map_numbers
-from .._optim.opaque import opaque_in_dynamo
 from .._optim.opt_state import (
     STEP,
     OptState,
@@ -46,7 +45,7 @@ class FormulaStep:
         self._config, self._slot_spec = config, slot_spec
         self._formula = config.spec.formula
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
-        self._opaque = opaque_in_dynamo(config, self._step_as_list, lambda: private.nonstrict_trace)
+        self._opaque = config.opaque_in_dynamo(self._step_as_list, lambda: private.nonstrict_trace)
         self._sizes: dict[tuple[Any, ...], Tensor] = {}  # of `send_once`
 
     def __call__(

@@ -289,7 +289,7 @@ class Formula(NamedTuple):
     elementwise: bool = True  # elements update independently, so that a part can be stepped alone
     not_in_state: tuple[str, ...] = ()  # the settings that a state cannot hold
     has_step_slot: bool = False  # torch counts the steps of each parameter, in a slot `step`
-    makes_buffer_in_first_step: bool = False  # torch sees by it which step is the first
+    makes_buffer_in_first_step: bool = False  # torch takes a step without it for the first
 
     def needs_step_count(self, settings: Settings) -> bool:
         """Return True if the number of a parameter's own steps is a part of its state."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from .._optim.kernels import (
     copied_number,
     kernel_of,
 )
-from .._optim.opaque import opaque_in_dynamo
 from .._optim.opt_state import (
     STEP,
     OptState,
@@ -55,7 +54,6 @@ class LaunchPlan(NamedTuple):
     grad_indices: list[int]  # among the gradients
     pick: Callable[[list[Any]], list[list[Any]]]  # returns parameters, then each slot
     bound_kernel: BoundKernel  # with the settings of the group, of which a step may replace some
-    device: torch.device
 
 
 class ParamGroupPlan(NamedTuple):
@@ -66,7 +64,6 @@ class ParamGroupPlan(NamedTuple):
     groups: list[ParamGroup]
     # None if no kernel takes these tensors; empty in Dynamo, which does not trace launches
     launches: list[LaunchPlan] | None = None
-    in_trace: bool = False  # the step runs where `traced` is True
     # the indices of each parameter with each of its slots
     param_slot_pairs: Sequence[tuple[int, int]] = ()
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
@@ -105,8 +102,8 @@ class KernelStep:
             not is_fused and "betas" in config.in_state,
         )
         self.kernel: Any = None if any(ruled_out) else kernel
-        self._opaque = opaque_in_dynamo(
-            config, self._step_for_dynamo, lambda: torch.compiler.allow_in_graph
+        self._opaque = config.opaque_in_dynamo(
+            self._step_for_dynamo, lambda: torch.compiler.allow_in_graph
         )
 
     def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> ParamGroupPlan:
@@ -114,7 +111,7 @@ class KernelStep:
         if self.kernel is None or not self.kernel.takes(inputs.param_list):
             return ParamGroupPlan(groups)
         if torch.compiler.is_dynamo_compiling():
-            return ParamGroupPlan(groups, launches=[], in_trace=True)
+            return ParamGroupPlan(groups, launches=[])
         leaves, structure = inputs.leaves_and_state_structure()
         state = structure.unflatten(range(len(inputs.params), len(leaves)))
         slot_lists = slot_lists_of(state, inputs.layout)
@@ -129,13 +126,7 @@ class KernelStep:
         dense = inputs.dense_leaves
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
-        return ParamGroupPlan(
-            groups,
-            launches,
-            in_trace=traced(),
-            param_slot_pairs=pairs,
-            leaves_fit_kernel=is_dense and in_order,
-        )
+        return ParamGroupPlan(groups, launches, pairs, leaves_fit_kernel=is_dense and in_order)
 
     def _launches(
         self,
@@ -172,7 +163,6 @@ class KernelStep:
                         grad_indices=with_grad,
                         pick=_picker([indices, *slots]),
                         bound_kernel=self.kernel.bind(group.settings),
-                        device=params.tensors[indices[0]].device,
                     )
                 )
         return launches
@@ -197,7 +187,7 @@ class KernelStep:
             tensors = [rate for rate in rates if isinstance(rate, Tensor)]
             if any([rate.dtype is not torch.float32 and not rate.is_cpu for rate in tensors]):
                 return False
-        if not plan.in_trace:
+        if not traced():
             return True
         numbers = [value for table in step_settings.tables() for value in table.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
@@ -221,7 +211,7 @@ class KernelStep:
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, unless it is skipped."""
-        if not inputs.plan.in_trace:
+        if not traced():
             return self._in_eager(inputs, grads, skip, in_place=in_place)
         inputs = inputs.with_state(count_step(inputs.opt_state, skip))
         if torch.compiler.is_dynamo_compiling():
@@ -256,14 +246,13 @@ class KernelStep:
             skip = None
         # The counts that kernels read are fresh: what raises, for want of memory, counts nothing.
         applied = state.applied + (1 if skip is None else ~skip)
-        t_by_device = self._t_by_device(applied, plan.launches)
         are_alike = inputs.param_list.shares_metadata(grads.tensor_list)
         grads_match_params = plan.leaves_fit_kernel and are_alike
         counted = list(leaves)
         for launch in plan.launches:
             _add_to_counts(counted, launch.count_indices, skip)
-            arguments = launch, counted, t_by_device, grads, step_settings
-            call = self._kernel_call(*arguments, grads_match_params=grads_match_params)
+        operands = counted, applied, grads, step_settings, grads_match_params
+        for launch, call in self._calls(plan.launches, *operands):
             self.kernel.update(call, skip)
             _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
         return leaves[:num_params], count_step(state, skip, in_place=True)
@@ -275,10 +264,10 @@ class KernelStep:
         launches = inputs.plan.launches
         leaves, structure = inputs.leaves_and_state_structure()
         num_params, stepped = len(inputs.params), list(leaves)
-        t_by_device = self._t_by_device(inputs.opt_state.applied, launches)
         for launch in launches:
             _add_to_counts(stepped, launch.count_indices, skip)
-            call = self._kernel_call(launch, stepped, t_by_device, grads, inputs.step_settings)
+        operands = stepped, inputs.opt_state.applied, grads, inputs.step_settings
+        for launch, call in self._calls(launches, *operands):
             new = torch.ops.purescale.fused_update(*arguments_of_operator(self.kernel, call, skip))
             indices = itertools.chain(launch.param_indices, *launch.slot_indices)
             for index, tensor in zip(indices, new, strict=True):
@@ -321,40 +310,36 @@ class KernelStep:
         indices_of_slots = slot_lists_like(slot_lists, itertools.count(len(params)))
         launches = self._launches(TensorList(params), grad_indices, indices_of_slots, groups)
         leaves = [*params, *values_of(slot_lists)]
-        t_by_device = self._t_by_device(applied, launches)
-        for launch in launches:
-            call = self._kernel_call(launch, leaves, t_by_device, grads, step_settings)
+        for _, call in self._calls(launches, leaves, applied, grads, step_settings):
             torch.ops.purescale.fused_update_(*arguments_of_operator(self.kernel, call, skip))
 
-    def _t_by_device(
-        self, applied: Tensor, launches: list[LaunchPlan]
-    ) -> dict[torch.device, Tensor]:
-        """Return the number of the step, float32, on each device where the kernel reads it."""
-        reads = self.kernel.reads_counts
-        devices = dict.fromkeys([x.device for x in launches if reads and not x.count_indices])
-        return {device: applied.to(device, torch.float32) for device in devices}
-
-    def _kernel_call(
+    def _calls(
         self,
-        launch: LaunchPlan,
+        launches: list[LaunchPlan],
         leaves: list[Any],
-        t_by_device: dict[torch.device, Tensor],
+        applied: Tensor,
         grads: Gradients,
         step_settings: StepSettings,
-        *,
         grads_match_params: bool = False,
-    ) -> KernelCall:
-        """Return the call of a launch with these tensors and settings."""
-        bound_kernel = launch.bound_kernel
-        if not self._config.is_static:
-            settings = self._config.settings_of(launch.group.override_indices, step_settings)
-            bound_kernel = self.kernel.bind(settings)
-        params, *slots = launch.pick(leaves)
-        steps = [leaves[index] for index in launch.count_indices]
-        if self.kernel.reads_counts and not steps:
-            steps = [t_by_device[launch.device]]
-        grads = grads.picked(launch.grad_indices)
-        return KernelCall(bound_kernel, params, slots, grads, steps, grads_match_params)
+    ) -> Iterator[tuple[LaunchPlan, KernelCall]]:
+        """Yield each launch with its call, over these tensors and settings. What a call has written
+        into `leaves`, the next one reads.
+        """
+        t_by_device: dict[torch.device, Tensor] = {}  # float32, where the kernel reads it
+        for launch in launches:
+            bound_kernel = launch.bound_kernel
+            if not self._config.is_static:
+                settings = self._config.settings_of(launch.group.override_indices, step_settings)
+                bound_kernel = self.kernel.bind(settings)
+            params, *slots = launch.pick(leaves)
+            steps = [leaves[index] for index in launch.count_indices]
+            if self.kernel.reads_counts and not steps:
+                device = params[0].device
+                if device not in t_by_device:
+                    t_by_device[device] = applied.to(device, torch.float32)
+                steps = [t_by_device[device]]
+            picked = grads.picked(launch.grad_indices)
+            yield launch, KernelCall(bound_kernel, params, slots, picked, steps, grads_match_params)
 
 
 def _writable_leaves(

@@ -40,7 +40,7 @@ class FusedKernel:
     """One of torch's fused kernels: it unscales, skips and updates a list in one pass, in place."""
 
     name: str  # torch's
-    # the slots that it updates, in its order; one exists if its setting is set, or, for "", always
+    # of each slot that it updates, in its order, the setting that makes it; "" if it always exists
     slot_conditions: Mapping[str, str]
     setting_names: tuple[str, ...]  # of the function, without the rate
     reads_counts: bool = True  # it reads the number of the step

@@ -29,7 +29,7 @@ from .._tree.cache import TreeCache
 from .._tree.gradients import Gradients
 from .._tree.leaves import are_real_floating
 from .._tree.matching import matching_leaves
-from .._tree.pytree import FlatTree, Leaves, Tree
+from .._tree.pytree import FlatTree, Tree
 from .._tree.scalars import protocol_violation
 from .._tree.select import select_masked
 
@@ -77,7 +77,6 @@ class PreparedStep(NamedTuple):
     flat_trees: list[
         FlatTree
     ]  # parameters, the state of the optimizer, the other arguments in order
-    leaves: Leaves  # of all these
     inputs: StepInputs
     facts: StepFacts
     plan_context: PlanContext | None
@@ -152,10 +151,9 @@ class FlatOptimizer:
         """
         if plan_context is None or not self.is_cached:
             return None
-        hit = self.cache.find(plan_context, trees)
-        if hit is None:
+        if (known := self.cache.find(plan_context, trees)) is None:
             return None
-        flat_trees, leaves, facts = hit
+        flat_trees, facts = known
         params, opt_state, *_ = flat_trees
         inputs = StepInputs.of_dense(
             facts.layout,
@@ -165,7 +163,7 @@ class FlatOptimizer:
             facts.plan,
             self.step_settings(opt_state.tree),
         )
-        return PreparedStep(flat_trees, leaves, inputs, facts, plan_context)
+        return PreparedStep(flat_trees, inputs, facts, plan_context)
 
     def prepare_step(
         self,
@@ -196,8 +194,7 @@ class FlatOptimizer:
             )
             if keep and self.is_cached:
                 self.cache.keep(plan_context, trees, facts)
-        leaves = [leaf for tree in trees for leaf in tree.leaves]
-        return PreparedStep(trees, leaves, inputs, facts, plan_context)
+        return PreparedStep(trees, inputs, facts, plan_context)
 
     def find_or_prepare_step(
         self,
@@ -233,9 +230,7 @@ class FlatOptimizer:
         *,
         in_place: bool = False,
     ) -> tuple[Tree, Tree]:
-        """Return the old parameters and state if `skip`, else those after the step with `grads`, in
-        the trees of the arguments. `skip` is None where the host knows that the step is applied.
-        """
+        """Return `step_unless` in the trees of the arguments."""
         inputs = prepared_step.inputs
         return inputs.as_trees(*self.step_unless(inputs, grads, skip, in_place=in_place))
 
@@ -297,7 +292,7 @@ def as_flat_optimizer(optimizer: Any) -> FlatOptimizer:
 
 
 class AdaptedOptimizer(FlatOptimizer):
-    """A flat optimizer for an optimizer with `step` alone, which makes its own checks."""
+    """A flat optimizer for one with `init` and `step` alone, which makes its own checks."""
 
     runs_user_code = True
     is_cached = False  # it is made in each call

@@ -44,14 +44,14 @@ class ParamGroupOptimizer(FlatOptimizer):
     def _init_slots(
         self, params: Mapping[str, Tensor], step_settings: StepSettings
     ) -> dict[str, LeafSlots]:
-        """Return the slots of each parameter before its first step."""
-        raise NotImplementedError
+        """Return the slots of each parameter before its first step; by default none."""
+        return {name: {} for name in params}
 
     def _with_slots(
         self, opt_state: OptState, params: Tree, slots: dict[str, LeafSlots]
     ) -> OptState:
         """Return the state with these slots, which are by parameter."""
-        raise NotImplementedError
+        return opt_state._replace(slots=slots)
 
     def init(self, params: Tree) -> OptState:
         """Return the state before the first step, in fresh memory. Steps keep its structure, but
@@ -237,18 +237,6 @@ class UserClassOptimizer(ParamGroupOptimizer):
     """
 
     may_add_slots = True
-
-    def _init_slots(
-        self, params: Mapping[str, Tensor], step_settings: StepSettings
-    ) -> dict[str, LeafSlots]:
-        """Return none."""
-        return {name: {} for name in params}
-
-    def _with_slots(
-        self, opt_state: OptState, params: Tree, slots: dict[str, LeafSlots]
-    ) -> OptState:
-        """Return the state with these slots."""
-        return opt_state._replace(slots=slots)
 
     def plan(self, inputs: StepInputs) -> ParamGroupPlan:
         """Return how a step is made. Refuse a state that does not belong to these parameters."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -36,18 +36,20 @@ class ParamLayout(NamedTuple):
     ) -> ParamLayout:
         """Return the layout of a tree with these leaves, each of which may have a gradient."""
         indices = [index for index, leaf in enumerate(leaves) if leaf is not None]
+        numbers = itertools.count()
         return cls(
             structure,
             len(names),
             leaf_indices=indices,
             names=[names[index] for index in indices],
-            grad_indices=_numbered([has_grad[index] for index in indices]),
+            grad_indices=[next(numbers) if has_grad[index] else None for index in indices],
         )
 
-    @classmethod
-    def of_dict(cls, names: list[str], has_grad: Sequence[bool]) -> ParamLayout:
-        """Return the layout of a flat dict."""
-        return cls.of_leaves(DictDef(tuple(names)), names, names, has_grad)
+    def picked(self, indices: Collection[int]) -> ParamLayout:
+        """Return the layout of the parameters with these indices, in a flat dict."""
+        names = [self.names[index] for index in indices]
+        has_grad = [self.grad_indices[index] is not None for index in indices]
+        return ParamLayout.of_leaves(DictDef(tuple(names)), names, names, has_grad)
 
     def flatten_up_to(self, tree: Tree) -> Leaves:
         """Return the leaves of a tree like the parameters, without those of a parameter None."""
@@ -76,12 +78,6 @@ class ParamLayout(NamedTuple):
     def unflatten(self, values: Sequence[Any], like: Tree = None) -> Tree:
         """Return a tree of `with_none(values, like)`, the inverse of `flatten_up_to`."""
         return self.structure.unflatten(self.with_none(values, like))
-
-
-def _numbered(flags: Sequence[bool]) -> list[int | None]:
-    """Return for each flag that is True how many are True before it, None for the others."""
-    numbers = itertools.count()
-    return [next(numbers) if flag else None for flag in flags]
 
 
 def named_params(params: Tree) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -123,7 +123,8 @@ class PartitionOptimizer(FlatOptimizer):
         state_of = _state_of_each(inputs)
         parts = {}
         for key in order:
-            part = Part.of(inputs.layout, indices_of[key], *state_of.get(key, ()))
+            layout = inputs.layout.picked(indices_of[key])
+            part = Part(layout, indices_of[key], ListMetadata(), *state_of.get(key, ()))
             plan = self.flat_optimizers[key].plan(self.inputs_of(key, part, inputs))
             parts[key] = part._replace(plan=plan)
         return parts
@@ -195,15 +196,6 @@ class PartitionOptimizer(FlatOptimizer):
             if in_place and optimizer.runs_user_code and not optimizer.may_add_slots:
                 old = part_inputs[key].params, part_inputs[key].opt_state
                 stepped[key] = write_over(old, stepped[key])
-        return self._joined(inputs, part_inputs, stepped)
-
-    def _joined(
-        self,
-        inputs: StepInputs,
-        part_inputs: dict[str, StepInputs],
-        stepped: dict[str, tuple[list[Tensor], Tree]],
-    ) -> tuple[list[Tensor], Tree]:
-        """Return the parameters and the state of all parts."""
         params, opt_state = list(inputs.params), {}
         for key in self.flat_optimizers:
             new, opt_state[key] = stepped[key]
@@ -245,13 +237,6 @@ class Part(NamedTuple):
     state_slice: slice | None = None  # of the leaves of its state among all; None if not all dense
     state_structure: Any = None
     plan: Any = None
-
-    @classmethod
-    def of(cls, layout: ParamLayout, indices: list[int], *state: Any) -> Self:
-        """Return the part with these parameters, and this slice and structure of its state."""
-        has_grad = [layout.grad_indices[index] is not None for index in indices]
-        own_layout = ParamLayout.of_dict([layout.names[index] for index in indices], has_grad)
-        return cls(own_layout, indices, ListMetadata(), *state)
 
 
 def _state_of_each(inputs: StepInputs) -> dict[str, tuple[slice, Any]]:

@@ -33,8 +33,8 @@ from .._optim.schedule import (
     first_rate,
     is_scheduled,
 )
+from .._torch import private
 from .._torch.dtypes import to_device
-from .._torch.private import constant_while_compiling
 from .._torch.tracing import traced
 from .._tree import pytree
 from .._tree.leaves import describe
@@ -55,7 +55,8 @@ class OptimizerSpec(NamedTuple):
     cls: Any  # the class of torch; None of `from_formula`
     setting_names: Sequence[str] | None  # that it takes; None if they were taken before
     default_lr: Any
-    # an optimizer over these tensors with these settings, whose `defaults` are all settings
+    # an optimizer over these tensors with these settings, or what stands for one: its `defaults`
+    # are all settings
     construct: Callable[[list[Tensor], Mapping[str, Any]], Any]
 
     @property
@@ -98,7 +99,7 @@ class ParamGroup(NamedTuple):
 
     indices: list[int]  # of its parameters
     names: list[str]
-    override_indices: tuple[int, ...]  # of those that match them
+    override_indices: tuple[int, ...]  # of overrides with the values of those that match them
     settings: dict[str, Any]  # complete
     overridden: frozenset[str] = frozenset()  # the settings that an override names
 
@@ -109,7 +110,8 @@ class OptimizerConfig:
 
     A setting of a parameter is that of the last matching override that names it; else the number in
     the state times the schedule, if it has these; else the argument.
-    `prototype` is an optimizer over a probe, which a user's class is copied from.
+    `prototype` is what `OptimizerSpec.construct` returned over a probe: of a class, the optimizer
+    from which that of a user's class is copied.
     """
 
     def __init__(
@@ -211,7 +213,7 @@ class OptimizerConfig:
     def settings_of(
         self, override_indices: tuple[int, ...], step_settings: StepSettings
     ) -> dict[str, Any]:
-        """Return the settings of parameters that these overrides match."""
+        """Return the settings of parameters to which these overrides apply."""
         settings = {**self.defaults.values, **step_settings.defaults}
         for index in override_indices:
             settings |= self.by_override[index].values | step_settings.by_override[index]
@@ -226,6 +228,27 @@ class OptimizerConfig:
                 f"{pytree.join_names(list(names), 20)}. Likely cause: a typing error, or a frozen "
                 "parameter, which is a buffer. Fix: one of these names, or a glob, '*.bias'."
             )
+
+    def opaque_in_dynamo(
+        self, function: Callable[..., Any], decorator: Callable[[], Any]
+    ) -> Callable[..., Any]:
+        """Return `opaque(names, *operands)`, equal to `function(groups, *operands)` with the groups
+        of these names, which Dynamo does not trace. Dynamo guards on arguments only: the constant
+        settings are passed as text, so that others compile anew. Rates that are tensors or
+        schedules reach `function` as operands.
+        """
+
+        def call(key: str, names: list[str], *operands: Any) -> Any:
+            return function(self.build_param_groups(tuple(names)), *operands)
+
+        constant = [
+            {k: v for k, v in settings.items() if not (isinstance(v, Tensor) or is_scheduled(v))}
+            for settings in (self.all_settings, *self.overrides.values())
+        ]
+        kind = self.spec.name, id(self.spec.cls), id(self.spec.formula)
+        key = repr((kind, list(self.overrides), constant, self.in_state))
+        opaque = private.Opaque(call, decorator)
+        return lambda names, *operands: opaque(key, names, *operands)
 
     def _first_equal(self, matching: tuple[int, ...]) -> tuple[int, ...]:
         """Return the first pattern with the same settings, so that `{"*.bias": no_decay, "norm.*":
@@ -358,7 +381,7 @@ def _is_count(leaf: Any) -> bool:
 # ---- patterns ------------------------------------------------------------------------------------
 
 
-@constant_while_compiling  # Dynamo need not trace it
+@private.constant_while_compiling  # Dynamo need not trace it
 def _match_patterns(
     names: tuple[str, ...], patterns: tuple[Pattern, ...]
 ) -> tuple[tuple[tuple[int, ...], ...], str | None]:

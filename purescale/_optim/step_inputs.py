@@ -219,18 +219,15 @@ def _check_shards(
 
 
 def flatten_opt_state(opt_state: Tree) -> FlatTree:
-    """Flatten the state of an optimizer. In Dynamo that of an OptState has no structure."""
+    """Flatten the state of an optimizer. In Dynamo, which is slow in nested dicts, that of an
+    OptState is flattened tree by tree, and has no structure.
+    """
     if not (torch.compiler.is_dynamo_compiling() and isinstance(opt_state, OptState)):
         return FlatTree.of(opt_state)
-    leaves = _tensors_of(opt_state)
-    return FlatTree(opt_state, leaves, None, as_tensor_list(leaves))
-
-
-def _tensors_of(opt_state: OptState) -> list[Tensor]:
-    """Return all tensors of a state, tree by tree: Dynamo is slow in nested dicts."""
     trees = [*opt_state.slots.values(), opt_state.counts, opt_state.iteration]
     leaves = [leaf for tree in trees for leaf in pytree.flatten(tree)[0]]
-    return [opt_state.applied, *leaves, *numbers_of(stored_settings(opt_state))]
+    leaves = [opt_state.applied, *leaves, *numbers_of(stored_settings(opt_state))]
+    return FlatTree(opt_state, leaves, None, as_tensor_list(leaves))
 
 
 def _check_state_placements(opt_state: Tree, params: dict[str, Any]) -> None:

@@ -69,8 +69,8 @@ class Outputs(NamedTuple):
 class ForwardBackward:
     """The loss, the gradients and the new buffers of each microbatch of a step.
 
-    Work that is the same for all microbatches is done once. Results are apart from `pointers`, if
-    they are known. If it is `differentiable`, the gradients stay on the graph.
+    Work that is the same for all microbatches is done once. Results share no storage of these
+    `pointers`, if they are known. If it is `differentiable`, the gradients stay on the graph.
     """
 
     def __init__(

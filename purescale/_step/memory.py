@@ -46,7 +46,9 @@ def decide_writes(
     batch = pytree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
     if donate and flat_state.prepared_step.facts.all_writable:
-        pointers = [storage_pointers(flat_state.prepared_step.leaves), storage_pointers(read_only)]
+        others = [*flat_state.buffers.leaves, *flat_state.control_leaves]
+        tensors = [*_replaced(inputs).tensors, *others]
+        pointers = [storage_pointers(tensors), storage_pointers(read_only)]
         if share_no_memory(*pointers):
             memory = ArgumentMemory.of(pointers, batch)
             return memory, MayWrite(params_and_state=True, buffers=True, control=True)

@@ -97,7 +97,7 @@ def accumulate_microbatches(
     them.
 
     With a group, loss and totals are over all ranks. Gradients and buffers are still of this
-    rank; `reduce_window` averages them, or `buffers_to_reduce` if these are given.
+    rank. `reduce_window` averages both; in place of the buffers `buffers_to_reduce`, if given.
     """
     params, buffers, scaler = flat_state.params, flat_state.buffers, flat_state.scaler
     differentiable = options.optimizer.differentiable and is_on_a_graph(

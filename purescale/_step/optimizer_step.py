@@ -184,8 +184,9 @@ def unscale_and_step(
     # A compiler fuses what follows; a write into gradients would only add work.
     owned = may_write.grads and not (flat_optimizer.runs_user_code or torch.compiler.is_compiling())
     grads = grads._replace(pending=Pending(divisor=scale), owned=owned)
-    options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
-    stats = measure(grads, scale, options, all_readable=prepared_step.facts.all_readable)
+    stats_options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
+    all_readable = prepared_step.facts.all_readable
+    stats = measure(grads, scale, stats_options, all_readable=all_readable)
     decision = decide(stats, clip, grads)
     stepped = flat_optimizer.run_step(
         prepared_step, decision.grads, decision.skip_or_none, in_place=may_write.params_and_state

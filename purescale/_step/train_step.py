@@ -181,17 +181,15 @@ def train_step(
         )
 
     if group is None:
-        flat_state, options, weights = prepare_call(None)
-    else:
-        flat_state, options, weights = prepare_on_all_ranks(group, prepare_call, state)
-    return _stages(options, flat_state, microbatches, weights)
+        return _stages(*prepare_call(None), microbatches)
+    return _stages(*prepare_on_all_ranks(group, prepare_call, state), microbatches)
 
 
 def _stages(
-    options: TrainStepOptions,
     flat_state: FlatState,
-    microbatches: list[Any],
+    options: TrainStepOptions,
     weights: MicrobatchWeights,
+    microbatches: list[Any],
 ) -> tuple[TrainState, StepInfo]:
     """Run the stages of a step in order."""
     memory, may_write = decide_writes(options, flat_state, microbatches)
@@ -207,10 +205,8 @@ def _stages(
         at_scale = flat_state._replace(scaler=flat_scaler)
         window = accumulate(options, at_scale, microbatches, weights, memory)
         window = reduce_window(window, flat_state)
-        all_readable = flat_state.prepared_step.facts.all_readable
-        stats = measure(
-            window.grads, flat_scaler.tree.scale, stats_options, all_readable=all_readable
-        )
+        scale, facts = flat_scaler.tree.scale, flat_state.prepared_step.facts
+        stats = measure(window.grads, scale, stats_options, all_readable=facts.all_readable)
         return Attempt(window, stats, window_flags(window, stats.overflow), flat_scaler)
 
     attempt = attempt_window(options, flat_state, run_window)

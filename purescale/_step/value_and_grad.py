@@ -127,7 +127,7 @@ def _flatten(
     """Check parameters, buffers and scaler, and return them flat, with the layout of the first."""
     trees = params, buffers, () if scaler is None else scaler
     if plan_context and (known := _cache.find(plan_context, trees)):
-        return known.flat_trees, known.value
+        return known
     flat_trees = list(map(FlatTree.of, trees))
     flat_params, flat_buffers, flat_scaler = flat_trees
     if all([leaf is None for leaf in flat_params.leaves]):

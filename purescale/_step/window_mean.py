@@ -91,7 +91,7 @@ class WindowMean:
 
     def with_share(self, sums: list[Tensor] | None, new: list[Tensor], index: int) -> Any:
         """Return `sums + new * share`, at least in float32, if microbatch `index` counts. None is
-        an empty sum. The shares of a window sum to 1, so the sum does not overflow.
+        an empty sum. The shares of a window sum to at most 1, so the sum does not overflow.
         """
         share, is_counted = self.weights.shares[index], self.weights.is_counted[index]
         if is_counted is False:

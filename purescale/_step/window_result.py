@@ -25,7 +25,7 @@ class MicrobatchWeights(NamedTuple):
     """The weights of a window's microbatches, known before the first one runs."""
 
     values: Any  # Tensor [k]; None without a group if all are 1 and only the mean is measured
-    shares: Sequence[float | Tensor]  # of the mean: 0 or more, with sum 1
+    shares: Sequence[float | Tensor]  # of the mean: 0 or more, with sum 1, or 0 if no weight counts
     is_counted: Sequence[bool | Tensor]  # the weight is valid and above 0
 
 

@@ -1,5 +1,5 @@
 """Arithmetic over lists of dense, real tensors: on an accelerator in few operators for any number
-of tensors.
+of tensors, but for a clamp to a tensor.
 
 Plain operators are used while compiling, where both kinds fuse equally well, and under torch.func
 transforms, which have no rules for lists.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._torch.tensor_list import ListMetadata, TensorList, metadata_matcher
 from .._torch.tracing import PlanContext
-from .._tree.pytree import FlatTree, Leaves, Tree, flatten, is_of_builtins
+from .._tree.pytree import FlatTree, Tree, flatten, is_of_builtins
 
 ValueT = TypeVar("ValueT")
 
@@ -93,20 +93,14 @@ class TreeEntry(NamedTuple):
     value: Any  # for them
 
 
-class CacheHit(NamedTuple):
-    """The arguments of a call, flat, and the value for others like them."""
-
-    flat_trees: list[FlatTree]
-    leaves: Leaves  # of all of them
-    value: Any
-
-
 class TreeCache(MetadataCache[TreeEntry]):
     """A cache of values for arguments that are trees."""
 
-    def find(self, plan_context: PlanContext, trees: tuple[Tree, ...]) -> CacheHit | None:
-        """Return the value for trees that differ from these in values only, in calls that ran where
-        this one does; None if there is none.
+    def find(
+        self, plan_context: PlanContext, trees: tuple[Tree, ...]
+    ) -> tuple[list[FlatTree], Any] | None:
+        """Return the trees, flat, and the value for trees that differ from them in values only, in
+        calls that ran where this one does; None if there is none.
         """
         for key, matches, entry in self.entries:
             if key != (plan_context, len(trees)) or not _has_form(trees, entry.nodes):
@@ -122,7 +116,7 @@ class TreeCache(MetadataCache[TreeEntry]):
                 some = leaves[at]
                 tensor_list = TensorList(some, metadata, dense_without_history=True)
                 flat_trees.append(FlatTree(tree, some, structure, tensor_list))
-            return CacheHit(flat_trees, leaves, entry.value)
+            return flat_trees, entry.value
         return None
 
     def keep(self, plan_context: PlanContext, trees: Sequence[FlatTree], value: Any) -> None:

@@ -72,17 +72,12 @@ def checked_whole(name: str, value: Any, least: int = 0, most: int | None = 2**3
 def checked_positive(name: str, value: Any) -> float:
     """Return `value` as a float, if it is positive and finite in float32."""
     number = checked_real(name, value)
-    if not is_positive_float32(number):
+    if not 2.0**-149 <= number <= torch.finfo(torch.float32).max:  # nor NaN
         raise ValueError(
             f"{name} must be positive and finite in float32, got {short_repr(value)}. Fix: a "
             f"power of two, such as {name}=2.0."
         )
     return number
-
-
-def is_positive_float32(number: float) -> bool:
-    """Return True if `number` can be a loss scale; NaN and inf cannot."""
-    return 2.0**-149 <= number <= torch.finfo(torch.float32).max
 
 
 def checked_power_of_two(name: str, value: Any) -> float:

@@ -50,7 +50,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     """
     plan_context, arguments = current_plan_context(), (found_inf, old, new)
     if plan_context and plan_context.host_reads and (known := _cache.find(plan_context, arguments)):
-        _, before, after = known.flat_trees
+        _, before, after = known[0]
         chosen = before if found_inf else after
         return before.structure.unflatten(foreach.clone_list(chosen.leaves))
     if _is_flag(new) and not _is_flag(old):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._optim.optimizer import FlatOptimizer, Optimizer, as_flat_optimizer
 from .._optim.param_groups import FormulaOptimizer
-from .._optim.param_layout import ParamLayout
 from .._optim.step_inputs import StepInputs
 from .._torch import dtensor, foreach
 from .._torch.dtypes import is_half, wide_dtype
@@ -245,12 +244,11 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
 
 def _inputs_of_pieces(inputs: StepInputs, cuts: list[Cut]) -> list[StepInputs]:
     """Return the inputs of each piece, which share the memory of `inputs`."""
-    whole, positions, pieces = inputs.layout, inputs.positions, []
+    positions, pieces = inputs.positions, []
     for cut in cuts:
-        has_grad = [whole.grad_indices[n] is not None for n in cut]
         starts = [(positions[n], span.start) for n, span in cut.items()]
         piece = StepInputs(
-            ParamLayout.of_dict([whole.names[n] for n in cut], has_grad),
+            inputs.layout.picked(cut),
             TensorList([_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]),
             _cut_state(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
             piece_positions=[place._replace(start=place.start + start) for place, start in starts],

@@ -179,7 +179,7 @@ def make(way: str, case: Case) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def process(device: str, cache: str, python: str, script: str, *arguments: str) -> Iterator[Any]:
-    """FlatState one way, with one thread and a folder for compiled code."""
+    """Start one way, with one thread and a folder for compiled code."""
     settings = {
         "DEVICE": device,
         "JAX_PLATFORMS": device,

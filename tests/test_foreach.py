@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import purescale as ps
 from purescale._torch import donation, foreach, tracing
 from purescale._torch.dtypes import saturating
-from purescale._tree.select import select_masked
+from purescale._tree.select import select_leaves
 
 LISTS = {name: many for name, many in SETTINGS.items() if name not in ("Muon", "Adafactor")}
 CASES = [
@@ -219,7 +219,7 @@ def test_267_buffers_stand_still_in_a_handful_of_operators(donate):
         old, new = (list(resnet_buffers().values()) for _ in range(2))
         bad = torch.zeros((), dtype=torch.bool)
         with Launched() as launched:
-            select_masked(bad, old, new, in_place=donate)
+            select_leaves(bad, old, new, in_place=donate)
     assert len(launched.ops) <= 12
 
 
@@ -312,7 +312,7 @@ def test_a_choice_over_lists_has_the_bits_of_torch_where_in_memory_of_its_own(
         assert not donate or all(a is b for a, b in zip(found, given, strict=True))
         with Untouched(new if donate else pairs):
             in_place = donate and donation.can_write(old, new)
-            found = select_masked(bad, old, new, in_place=in_place)
+            found = select_leaves(bad, old, new, in_place=in_place)
     assert same_bits(found, expected)
     assert not shares_memory(new, found)
     assert donate or not shares_memory(old, found)

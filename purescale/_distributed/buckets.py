@@ -153,7 +153,7 @@ class Reduction:
                 self.parts[index] = part.view(like.shape)
 
     def _send(self, bucket: int) -> None:
-        """FlatState the all-reduce of a full bucket."""
+        """Start the all-reduce of a full bucket."""
         work: Any = None
         if self.is_recorded:
             row = torch.cat([self.parts[index].reshape(-1) for index in self.buckets[bucket]])

@@ -229,7 +229,7 @@ def accumulated_grads(
     weight that is invalid sets it too, so the scale backs off; `train_step` keeps it.
 
     Args:
-        accum: The state at the end of the window. FlatState the next window with `init_accum`.
+        accum: The state at the end of the window. Start the next window with `init_accum`.
         on_nonfinite: `"drop_window"`: one bad microbatch skips the step, as in torch.
             `"drop_microbatch"`: the step uses the good microbatches, whose weights count as the
             whole. The mean times `accum.num_good / k` is the sum of a loop that backpropagates

@@ -54,7 +54,7 @@ def as_norm_type(norm_type: Any) -> float:
     return p
 
 
-def check_ordered(grads: Tree, leaves: Sequence[Any], name: str = "grads") -> None:
+def refuse_complex(grads: Tree, leaves: Sequence[Any], name: str = "grads") -> None:
     """Refuse complex gradients, which cannot be clipped by value, and name the leaf."""
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.is_complex():
@@ -221,7 +221,7 @@ def clip_by_value(grads: TreeT, clip_value: float | Tensor, donate: bool = False
     limit = _or_nan(clip_value) if isinstance(clip_value, Tensor) else clip_value
     leaves, structure = pytree.flatten(grads)
     check_gradients(grads, leaves)
-    check_ordered(grads, leaves)
+    refuse_complex(grads, leaves)
     gradients = as_gradients(leaves)
     gradients = gradients._replace(owned=donate and can_write(gradients.tensors, [clip_value]))
     return structure.unflatten(gradients.clamped(limit).leaves)

@@ -38,6 +38,7 @@ class StatsOptions(NamedTuple):
     # The ranks that decide together; None in a `train_step`, which reduces before it measures.
     group: Group | None = None
     norm_group: Group | None = None  # the ranks that hold other parts of the model
+    all_readable: bool = False  # it is known that the host may read the gradients and the scale
 
 
 OVERFLOW_ONLY = StatsOptions()
@@ -55,20 +56,16 @@ class GradStats(NamedTuple):
     known_finite: bool = False
 
 
-def measure(
-    grads: Gradients,
-    scale: Tensor,
-    options: StatsOptions = OVERFLOW_ONLY,
-    *,
-    all_readable: bool = False,
-) -> GradStats:
+def measure(grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY) -> GradStats:
     """Return the stats of `grads` over their divisor. `scale` is the loss scale. An unusable one
     (0, negative, inf or NaN) counts as overflow, even for unscaled gradients.
 
     On an accelerator and in a trace nothing is read. On a CPU the 2-norm is read, and the exact way
-    is taken if it tells too little. With `all_readable` it is known that it may be read.
+    is taken if it tells too little.
     """
-    if all_readable or (host_can_read([scale], grads.tensors) and not is_on_a_graph(grads.tensors)):
+    if options.all_readable or (
+        host_can_read([scale], grads.tensors) and not is_on_a_graph(grads.tensors)
+    ):
         stats = _from_norm(grads, scale, options)
         if stats is not None:
             return stats

@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 class FormulaStep:
-    """The step of a class of torch.optim by its formula, which reads no value."""
+    """The step by a formula, of a class of torch.optim or a user's. It reads no value."""
 
     def __init__(self, config: OptimizerConfig, slot_spec: SlotSpec) -> None:
         self._config, self._slot_spec = config, slot_spec
@@ -158,14 +158,14 @@ class FormulaStep:
             _join(params, params), _join(grads, params), slots, settings, t
         )
         new_slot_lists = {
-            key: _split_column(new_slots.get(key, slots[key]), slot_list, likes[key])
+            key: _split_joined(new_slots.get(key, slots[key]), slot_list, likes[key])
             for key, slot_list in slot_lists.items()
         }
         new_leaf_slots = [
             {key: slot_list[index] for key, slot_list in new_slot_lists.items()}
             for index in range(len(rows))
         ]
-        return list(zip(_split_column(new, params, params), new_leaf_slots, strict=True))
+        return list(zip(_split_joined(new, params, params), new_leaf_slots, strict=True))
 
     def _apply_formula(
         self, param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor
@@ -228,7 +228,7 @@ def _join(tensors: list[Tensor], likes: list[Tensor]) -> Tensor:
     return _widen(foreach.join(tensors, likes)).reshape(-1)
 
 
-def _split_column(joined: Tensor, tensors: list[Tensor], likes: list[Tensor]) -> list[Tensor]:
+def _split_joined(joined: Tensor, tensors: list[Tensor], likes: list[Tensor]) -> list[Tensor]:
     """Return the inverse of `_join`, in the dtypes of `tensors`."""
     if tensors[0].is_complex():
         joined = torch.view_as_complex(joined.view(-1, 2))

@@ -123,7 +123,7 @@ class KernelStep:
             if slots
             for pair in zip(launch.param_indices, slots, strict=True)
         ]
-        dense = inputs.dense_leaves
+        dense = inputs.all_leaves
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
         return ParamGroupPlan(groups, launches, pairs, leaves_fit_kernel=is_dense and in_order)
@@ -168,9 +168,9 @@ class KernelStep:
         return launches
 
     def can_run(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
-        """Return True if the planned kernel takes the values of this step: settings, and the flag
-        of a kernel that does not take it, that the host can read; on an accelerator a float32 rate;
-        in a trace, operands of one opaque operator.
+        """Return True if the planned kernel takes the values of this step. The host must be able to
+        read its settings, and the flag of a skip for a `ForLoopKernel`, which takes none. A rate on
+        an accelerator must be float32. In a trace, one opaque operator must stand for the kernel.
         """
         plan, step_settings = inputs.plan, inputs.step_settings
         if plan.launches is None:
@@ -231,7 +231,7 @@ class KernelStep:
         if plan.leaves_fit_kernel:
             leaves = leaves if in_place else foreach.clone_list(leaves)
         else:
-            listed = inputs.dense_leaves is not None
+            listed = inputs.all_leaves is not None
             leaves = _writable_leaves(
                 leaves, plan.param_slot_pairs, listed=listed, in_place=in_place
             )
@@ -332,14 +332,17 @@ class KernelStep:
                 settings = self._config.settings_of(launch.group.override_indices, step_settings)
                 bound_kernel = self.kernel.bind(settings)
             params, *slots = launch.pick(leaves)
-            steps = [leaves[index] for index in launch.count_indices]
-            if self.kernel.reads_counts and not steps:
+            state_steps = [leaves[index] for index in launch.count_indices]
+            if self.kernel.reads_counts and not state_steps:
                 device = params[0].device
                 if device not in t_by_device:
                     t_by_device[device] = applied.to(device, torch.float32)
-                steps = [t_by_device[device]]
+                state_steps = [t_by_device[device]]
             picked = grads.picked(launch.grad_indices)
-            yield launch, KernelCall(bound_kernel, params, slots, picked, steps, grads_match_params)
+            yield (
+                launch,
+                KernelCall(bound_kernel, params, slots, picked, state_steps, grads_match_params),
+            )
 
 
 def _writable_leaves(
@@ -365,7 +368,7 @@ def _writable_leaves(
 
 
 def _writable_slot_lists(inputs: StepInputs, *, in_place: bool) -> tuple[list[Tensor], SlotLists]:
-    """Return parameters and slot_lists that a kernel may write into, as `_writable_leaves`."""
+    """Return parameters and slot lists that a kernel may write into, as `_writable_leaves`."""
     old, slot_lists = inputs.params, slot_lists_of(inputs.opt_state, inputs.layout)
     leaves = [*old, *values_of(slot_lists)]
     numbered = slot_lists_like(slot_lists, range(len(old), len(leaves)))

@@ -108,8 +108,8 @@ class FusedKernel:
             found_inf = skip.to(call.params[0].device, torch.float32)
         lists = [call.params, call.grads.tensors, *call.slots]
         if self.reads_counts:
-            counts = call.state_steps
-            lists.append(counts * len(call.params) if len(counts) == 1 else counts)
+            state_steps = call.state_steps
+            lists.append(state_steps * len(call.params) if len(state_steps) == 1 else state_steps)
         tensors = [number for number in (divisor, lr) if isinstance(number, Tensor)]
         off_graph = call.grads_match_params and not any([t.requires_grad for t in tensors])
         with _NO_CONTEXT if off_graph else torch.no_grad():
@@ -248,7 +248,7 @@ class KernelCall(NamedTuple):
     params: list[Tensor]
     slots: list[list[Tensor]]  # of each slot of the kernel, empty for one that does not exist
     grads: Gradients
-    state_steps: list[Tensor]  # the number of the step of each, or one for all: float32, read only
+    state_steps: list[Tensor]  # of each, or one for all: float32, read only; empty if none is read
     # known: all are off graph, and the gradients have dtype and memory order of the parameters
     grads_match_params: bool = False
 

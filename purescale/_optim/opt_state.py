@@ -94,7 +94,7 @@ def has_counts(opt_state: OptState) -> bool:
 
 
 def param_names(opt_state: OptState) -> list[str]:
-    """Return the dotted names of the parameters of a state whose slots are slot lists."""
+    """Return the dotted names of the parameters of a state with slots like these."""
     return pytree.names(next(iter(opt_state.slots.values())), holes=True)
 
 

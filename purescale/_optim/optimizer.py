@@ -31,7 +31,7 @@ from .._tree.leaves import are_real_floating
 from .._tree.matching import matching_leaves
 from .._tree.pytree import FlatTree, Tree
 from .._tree.scalars import protocol_violation
-from .._tree.select import select_masked
+from .._tree.select import select_leaves
 
 
 class Optimizer(Protocol):
@@ -64,11 +64,11 @@ class StepFacts(NamedTuple):
 
     layout: ParamLayout
     plan: Any  # what `FlatOptimizer.plan` returned
-    leaves_metadata: ListMetadata  # of `StepInputs.dense_leaves`
+    leaves_metadata: ListMetadata  # of `StepInputs.all_leaves`
     # Each leaf is plain, gapless, not empty, and requires no gradient: a step may write into it if
     # nothing else shares its memory.
     all_writable: bool = False
-    all_readable: bool = False  # the host may read each leaf and its gradient; all are on no graph
+    all_readable: bool = False  # the host may read each leaf and its gradient; none has a history
 
 
 class PreparedStep(NamedTuple):
@@ -177,7 +177,7 @@ class FlatOptimizer:
         what is known of it. `plan` refuses what does not fit.
         """
         lists = [tree.tensor_list for tree in trees]
-        # Complex or sparse parameters may be refused by a setting, such as `clip_value`: they are
+        # Complex parameters may be refused by a setting, such as `clip_value`: they are
         # checked in each step.
         can_keep = all([some.dense_without_history for some in lists])
         can_keep = can_keep and are_real_floating(inputs.param_list.dtypes)
@@ -267,7 +267,7 @@ class FlatOptimizer:
             if skip is None and not in_place:
                 return new
             flag = False if skip is None else skip
-            return structure.unflatten(select_masked(flag, before, after, in_place=in_place))
+            return structure.unflatten(select_leaves(flag, before, after, in_place=in_place))
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step with unscaled gradients, in fresh memory."""

@@ -53,16 +53,16 @@ class ParamLayout(NamedTuple):
 
     def flatten_up_to(self, tree: Tree) -> Leaves:
         """Return the leaves of a tree like the parameters, without those of a parameter None."""
-        return self.drop_none(self.structure.flatten_up_to(tree))
+        return self.pick_present(self.structure.flatten_up_to(tree))
 
-    def drop_none(self, leaves: Leaves) -> Leaves:
+    def pick_present(self, leaves: Leaves) -> Leaves:
         """Return those of all leaves that belong to a parameter that is not None."""
         if len(leaves) == len(self.leaf_indices):
             return leaves
         return [leaves[index] for index in self.leaf_indices]
 
     def with_none(self, values: Sequence[Any], like: Tree = None) -> Leaves:
-        """Return a leaf for each one of the tree, the inverse of `drop_none`. In place of a
+        """Return a leaf for each one of the tree, the inverse of `pick_present`. In place of a
         parameter None it has what `like` has there, by default None.
         """
         if len(values) == self.num_leaves:

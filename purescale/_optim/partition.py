@@ -131,7 +131,7 @@ class PartitionOptimizer(FlatOptimizer):
 
     def inputs_of(self, key: str, part: Part, inputs: StepInputs) -> StepInputs:
         """Return the inputs of one part, with DTensors flattened for its own optimizer."""
-        layout, opt_state, dense = part.layout, inputs.opt_state[key], inputs.dense_leaves
+        layout, opt_state, dense = part.layout, inputs.opt_state[key], inputs.all_leaves
         params = inputs.param_list.picked(part.param_indices)
         if dense is not None and part.state_slice is not None:
             leaves = [*params.tensors, *dense.tensors[part.state_slice]]
@@ -240,10 +240,10 @@ class Part(NamedTuple):
 
 
 def _state_of_each(inputs: StepInputs) -> dict[str, tuple[slice, Any]]:
-    """Return by key the place of its state among `dense_leaves`, and its structure; none if the
+    """Return by key the place of its state among `all_leaves`, and its structure; none if the
     leaves are not known to be dense.
     """
-    if inputs.dense_leaves is None:
+    if inputs.all_leaves is None:
         return {}
     structures = inputs.state_structure.children()
     counts = [structure.num_leaves for structure in structures]

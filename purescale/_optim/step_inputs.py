@@ -42,9 +42,9 @@ class StepInputs(NamedTuple):
     layout: ParamLayout
     param_list: TensorList
     opt_state: Tree
-    # parameters, then all leaves of the state; None unless all are dense and off graph
-    dense_leaves: TensorList | None = None
-    state_structure: Any = None  # of the state, if `dense_leaves` is there
+    # parameters, then all leaves of the state; None unless all are `dense_without_history`
+    all_leaves: TensorList | None = None
+    state_structure: Any = None  # of the state, if `all_leaves` is there
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
     piece_positions: list[Position] | None = None  # if these are a piece of a larger step
@@ -61,15 +61,15 @@ class StepInputs(NamedTuple):
         plan: Any = None,
         step_settings: Any = None,
     ) -> StepInputs:
-        """Return the inputs of a step whose tensors are dense and off graph. `metadata` is that of
-        `dense_leaves`.
+        """Return the inputs of a step whose tensors are `dense_without_history`. `metadata` is that
+        of `all_leaves`.
         """
         leaves = [*params.leaves, *opt_state.leaves]
         return cls(
             layout,
             params.tensor_list,
             opt_state.tree,
-            dense_leaves=TensorList(leaves, metadata, dense_without_history=True),
+            all_leaves=TensorList(leaves, metadata, dense_without_history=True),
             state_structure=opt_state.structure,
             plan=plan,
             step_settings=step_settings,
@@ -86,14 +86,14 @@ class StepInputs(NamedTuple):
 
     def with_state(self, opt_state: Tree) -> StepInputs:
         """Return the inputs with another state."""
-        return self._replace(opt_state=opt_state, dense_leaves=None)
+        return self._replace(opt_state=opt_state, all_leaves=None)
 
     def leaves_and_state_structure(self) -> tuple[Leaves, Any]:
         """Return the parameters and all leaves of the state in one list, and the structure of the
         state.
         """
-        if self.dense_leaves is not None:
-            return self.dense_leaves.tensors, self.state_structure
+        if self.all_leaves is not None:
+            return self.all_leaves.tensors, self.state_structure
         leaves, structure = pytree.flatten(self.opt_state)
         return [*self.params, *leaves], structure
 
@@ -101,7 +101,7 @@ class StepInputs(NamedTuple):
         """Return the checked gradients of these parameters, in the order of the leaves. Refuse,
         naming the leaf, one that is not over the mesh of its parameter.
         """
-        if self.dense_leaves is not None:
+        if self.all_leaves is not None:
             return Gradients(grads.tensor_list, grads.leaves, True)
         leaves = grads.leaves
         params = self.layout.structure.flatten_up_to((self.global_trees or self.trees)[0])
@@ -118,7 +118,7 @@ class StepInputs(NamedTuple):
         leaves = grads.leaves
         if self.global_trees is not None:
             leaves = list(map(dtensor.shard, leaves))
-        return self.layout.drop_none(leaves)
+        return self.layout.pick_present(leaves)
 
     @property
     def positions(self) -> list[Position]:
@@ -190,7 +190,7 @@ def make_step_inputs(
         global_trees = params.structure.unflatten(leaves), state
         shard = functools.partial(dtensor.shard, on_graph=optimizer.differentiable)
         leaves, state = list(map(shard, leaves)), pytree.map(shard, state)
-    present = TensorList(layout.drop_none(leaves))
+    present = TensorList(layout.pick_present(leaves))
     return StepInputs(layout, present, state, global_trees=global_trees)
 
 

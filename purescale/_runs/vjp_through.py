@@ -20,7 +20,7 @@ from .._loss_scale.scaling import unscale_and_check
 from .._runs.kept_states import KeptStates, Moment, plan_kept_steps, steps_to_keep
 from .._step.retry import Generators, backed_off
 from .._torch.dtypes import wide_dtype
-from .._torch.tracing import GraphEndError, refuse_in_a_trace, traced, whole_graph
+from .._torch.tracing import GraphEndError, refuse_in_trace_or_capture, traced, whole_graph
 from .._tree import pytree, scalars
 from .._tree.hints import document_fields, progress_bar
 from .._tree.leaves import is_constant, versions
@@ -505,7 +505,7 @@ def _pulled_back(
 
 
 def _check(step: Any, items: Any, rule: Any) -> None:
-    refuse_in_a_trace(
+    refuse_in_trace_or_capture(
         "vjp_through keeps states and reads flags, so it cannot be traced or mapped.",
         "call it outside of torch.compile, torch.func and jit; a jitted or mapped step inside.",
     )

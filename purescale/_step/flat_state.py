@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._grads.clip import check_ordered
+from .._grads.clip import refuse_complex
 from .._loss_scale.scaling import check_scale
 from .._optim.optimizer import PreparedStep
 from .._optim.step_inputs import flatten_opt_state, make_step_inputs
@@ -46,7 +46,7 @@ class FlatState(NamedTuple):
 
 
 def flatten_state(state: TrainState, options: TrainStepOptions) -> FlatState:
-    """Return the start of a step. Refuse a state that does not fit the optimizer."""
+    """Return the flat state of a step. Refuse a state that does not fit the optimizer."""
     optimizer, plan_context = options.optimizer, current_plan_context()
     others = state.buffers, state.scaler, (state.step, state.rng, state.guard)
     prepared_step = optimizer.find_step(plan_context, (state.params, state.opt_state, *others))
@@ -72,4 +72,4 @@ def _check(state: TrainState, options: TrainStepOptions, params: FlatTree) -> No
     leaves, scale = params.leaves, state.scaler.scale
     check_scale(scale, state.params, leaves, "state.params", params.tensor_list)
     if options.clip.clip_value is not None:
-        check_ordered(state.params, leaves, "params")
+        refuse_complex(state.params, leaves, "params")

@@ -47,12 +47,12 @@ class LossFn(Protocol):
 
 class MicrobatchResult(NamedTuple):
     """Loss, gradients, buffers and aux of one microbatch: off the graph, unless the step is
-    differentiable. Their memory is shared neither with the state, the microbatch nor each other,
-    except that of gradients which are only to be read; `loss_fn` may still hold the buffers and aux
-    that it returned.
+    differentiable or under torch.func. Their memory is shared neither with the state, the
+    microbatch nor each other, except that of gradients which are only to be read; `loss_fn` may
+    still hold the buffers and aux that it returned.
     """
 
-    grads: Leaves  # of the scaled loss, None for a leaf None; none if `on_grad` took them
+    grads: Leaves  # of the scaled loss, None for a leaf None; empty if `on_grad` took them
     loss: Tensor  # unscaled, 0-d
     buffers: Leaves  # the new ones
     aux: list[Any]
@@ -87,17 +87,17 @@ class ForwardBackward:
     ) -> None:
         self.scale, self.loss_fn, self.flat_buffers = flat_scaler.tree.scale, loss_fn, flat_buffers
         self.flat_params, self.layout = flat_params, layout
-        self.present_params = layout.drop_none(flat_params.leaves)
+        self.present_params = layout.pick_present(flat_params.leaves)
         self.in_leaf_form = is_dense = flat_params.tensor_list.dense_without_history
         self.sharded, self.uses_torch_func = False, plan_context is None and traced()
         self.keeps_graph = differentiable and not self.uses_torch_func
-        self.owns_gradients = not (self.uses_torch_func or self.keeps_graph)
+        self.detaches = not (self.uses_torch_func or self.keeps_graph)
         # make_fx does not see that a subclass is made, and would take parameters for constants.
         self.in_make_fx = plan_context is not None and plan_context.in_make_fx
-        if plan_context is None and self.owns_gradients:
+        if plan_context is None and self.detaches:
             refuse_graph_end()
             self.in_make_fx = recorded_by_make_fx()
-        self.pointers = pointers if self.owns_gradients else None
+        self.pointers = pointers if self.detaches else None
         if not is_dense:
             self.in_leaf_form = are_plain_dense(flat_params.leaves)
             self.sharded = dtensor.any_dtensor(self.present_params)

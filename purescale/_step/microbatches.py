@@ -5,6 +5,7 @@ microbatches of a window.
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -51,7 +52,7 @@ from .._tree.gradients import Gradients, Pending, as_gradients
 from .._tree.leaves import versions
 from .._tree.pytree import FlatTree, Leaves, Tree
 from .._tree.scalars import as_floats
-from .._tree.select import select_masked
+from .._tree.select import select_leaves
 
 
 def weigh_microbatches(
@@ -118,7 +119,7 @@ def accumulate_microbatches(
             "a derivative is taken through a step over a group: the gradients of other ranks "
             "arrive without a graph. Fix: group=None, with the microbatches of all ranks on one."
         )
-    before = versions(memory.microbatches)
+    before = versions(memory.batch_tensors)
     if len(microbatches) == 1 and options.group is None:
         window = _window_of_one(options, weights, forward_backward, microbatches[0], memory)
     else:
@@ -126,7 +127,7 @@ def accumulate_microbatches(
         window = _window_of_several(
             options, weights, forward_backward, microbatches, memory, buffers_to_reduce
         )
-    check_unwritten(memory.microbatches, before)
+    check_unwritten(memory.batch_tensors, before)
     return window
 
 
@@ -145,7 +146,7 @@ def _window_of_one(
         forward_backward.flat_params.tensor_list,
         Pending(divisor=forward_backward.scale),
     )
-    grads = as_gradients(out.grads, scaled, owned=forward_backward.owns_gradients, params=params)
+    grads = as_gradients(out.grads, scaled, owned=forward_backward.detaches, params=params)
     loss, totals_row = out.loss, None
     if weights.values is not None:
         totals_row, means = sum_microbatches(weights.values, torch.stack([loss]), [])
@@ -173,13 +174,13 @@ def _window_of_several(
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
     for index, entry in enumerate(microbatches):
-        is_counted, microbatch = weights.is_counted[index], entry
+        updates_buffers, microbatch = weights.is_counted[index], entry
         if isinstance(entry, FUNCTION_TYPES):
             microbatch = _make_microbatch(entry, forward_backward, memory)
         if reduction is not None and index == last:
             send = functools.partial(send_gradient, mean, reduction)
             out = forward_backward(carried, microbatch, on_grad=send)
-        elif adds_as_made and is_counted:
+        elif adds_as_made and updates_buffers:
             add = functools.partial(mean.add_gradient, index)
             out = forward_backward(carried, microbatch, on_grad=add, refuse_pieces=False)
         else:
@@ -191,11 +192,12 @@ def _window_of_several(
             else:
                 out = forward_backward(carried, microbatch, take_ownership=first)
             grads = as_gradients(out.grads, scaled, params=forward_backward.flat_params.tensor_list)
-            is_counted = mean.add(index, grads)
+            updates_buffers = mean.add(index, grads)
             del grads
-        if isinstance(is_counted, Tensor):  # if it is dropped, what it did to the buffers is too
-            carried = select_masked(~is_counted, carried, out.buffers)
-        elif is_counted:
+        # If a microbatch is dropped, what it did to the buffers is too.
+        if isinstance(updates_buffers, Tensor):
+            carried = select_leaves(~updates_buffers, carried, out.buffers)
+        elif updates_buffers:
             carried = out.buffers
         losses.append(out.loss)
         aux += tuple(out.aux)
@@ -245,11 +247,8 @@ def _window_result(
         totals_row = own
         if options.group is not None:
             totals_row, means = sum_ranks(own, means, options.group)
-            of_rank, of_all = Totals.of(own), Totals.of(totals_row)
-            if drops:
-                rank_divisor = mean_divisor(of_rank.good_weight, of_all.good_weight)
-            else:
-                rank_divisor = mean_divisor(of_rank.counted_weight, of_all.counted_weight)
+            in_mean = operator.attrgetter("good_weight" if drops else "counted_weight")
+            rank_divisor = mean_divisor(in_mean(Totals.of(own)), in_mean(Totals.of(totals_row)))
         loss_of_good, loss = means.unbind()
         if drops:  # if all were dropped, the loss of all of them shows why
             loss = torch.where(Totals.of(totals_row).good_weight > 0, loss_of_good, loss)

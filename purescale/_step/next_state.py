@@ -20,7 +20,7 @@ from .._tree import pytree
 from .._tree.aliasing import copy_aliased_leaves
 from .._tree.matching import matching_leaves
 from .._tree.pytree import FlatTree, Leaves, Tree
-from .._tree.select import select, select_masked, write_over_leaves
+from .._tree.select import select, select_leaves, write_over_leaves
 
 _requires_grad = operator.attrgetter("requires_grad")
 
@@ -40,7 +40,7 @@ def advance_control(
     if isinstance(decision.rejected, Tensor):
         names = "state.guard", "the state that the guard returned"
         old, new, _ = matching_leaves(flat_state.guard, guard_state, *names)
-        guard = select_masked(decision.skip & ~decision.rejected, old, new)
+        guard = select_leaves(decision.skip & ~decision.rejected, old, new)
     scaler = _next_scaler(options, flat_state.scaler, attempt, decision)
     step = flat_state.step + (1 if decision.known_applied else ~decision.skip)
     generator = [] if isinstance(attempt.rng, tuple) else [attempt.rng]
@@ -111,7 +111,7 @@ def _next_scaler(
     # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard. A
     # lower scale at which a retry was finite is kept too.
     old = before.leaves if scaler is before.tree else pytree.flatten(scaler)[0]
-    return select_masked(decision.skip & ~overflow, old, new)
+    return select_leaves(decision.skip & ~overflow, old, new)
 
 
 def _overflow_and_amax(
@@ -145,7 +145,7 @@ def _next_buffers(before: FlatTree, new: Leaves, decision: Decision, *, in_place
             for t in old
         ]
     if not (are_dense and decision.known_applied):
-        return select_masked(decision.skip, old, new, in_place=in_place)
+        return select_leaves(decision.skip, old, new, in_place=in_place)
     if not in_place:
         return foreach.detach_and_clone(new)
     foreach.copy_list_(old, new)  # each in memory of its own, or the old one itself

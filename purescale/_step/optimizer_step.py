@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._distributed.process_group import Group
-from .._grads.clip import as_clip, check_ordered
+from .._grads.clip import as_clip, refuse_complex
 from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale
 from .._loss_scale.scaling import check_scale
@@ -169,7 +169,7 @@ def unscale_and_step(
     def check_scaled(grads: Gradients) -> None:
         check_scale(scale, params, grads.templates, "grads", grads.tensor_list)
         if clip.clip_value is not None:
-            check_ordered(params, grads.templates, "grads")
+            refuse_complex(params, grads.templates, "grads")
 
     prepared_step, grads = flat_optimizer.find_or_prepare_step(
         params, scaled_grads, opt_state, scaler, check_scaled=check_scaled
@@ -184,9 +184,14 @@ def unscale_and_step(
     # A compiler fuses what follows; a write into gradients would only add work.
     owned = may_write.grads and not (flat_optimizer.runs_user_code or torch.compiler.is_compiling())
     grads = grads._replace(pending=Pending(divisor=scale), owned=owned)
-    stats_options = StatsOptions(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
-    all_readable = prepared_step.facts.all_readable
-    stats = measure(grads, scale, stats_options, all_readable=all_readable)
+    stats_options = StatsOptions(
+        clip.norm_type,
+        amax=amax,
+        group=group,
+        norm_group=norm_group,
+        all_readable=prepared_step.facts.all_readable,
+    )
+    stats = measure(grads, scale, stats_options)
     decision = decide(stats, clip, grads)
     stepped = flat_optimizer.run_step(
         prepared_step, decision.grads, decision.skip_or_none, in_place=may_write.params_and_state

@@ -22,7 +22,7 @@ from .._tree.pytree import FlatTree
 RunWindow: TypeAlias = Callable[[FlatTree], Attempt]
 
 
-def attempt_window(
+def run_with_retries(
     options: TrainStepOptions, flat_state: FlatState, run_window: RunWindow
 ) -> Attempt:
     """Return the result of `run_window(flat_scaler)`: with `max_retries` at the first scale at
@@ -32,7 +32,7 @@ def attempt_window(
     the highest scale. All ranks of a group read the same flags, so they retry together.
     """
     if not options.max_retries:
-        return _attempt(flat_state.rng, run_window, flat_state.scaler)
+        return _run_with_rng(flat_state.rng, run_window, flat_state.scaler)
     if any_dtensor(flat_state.params.leaves):
         raise ValueError(
             f"max_retries={options.max_retries} with parameters that are DTensors: ranks that "
@@ -44,7 +44,7 @@ def attempt_window(
     with generators.locked():
         before = generators.states()
         while True:
-            attempt = _attempt(flat_state.rng, run_window, flat_scaler)
+            attempt = _run_with_rng(flat_state.rng, run_window, flat_scaler)
             if best is None or bool(attempt.num_overflows < best.num_overflows):
                 best = attempt
             lower = None
@@ -56,7 +56,7 @@ def attempt_window(
             generators.restore(before)
 
 
-def _attempt(rng: Any, run_window: RunWindow, flat_scaler: FlatTree) -> Attempt:
+def _run_with_rng(rng: Any, run_window: RunWindow, flat_scaler: FlatTree) -> Attempt:
     """Run a window with random numbers from `rng`, the state of a generator. With `()` it uses the
     global generator; with a state it leaves that one unchanged.
     """

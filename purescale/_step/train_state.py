@@ -16,7 +16,7 @@ from .._optim.optimizer import FlatOptimizer, Optimizer, check_optimizer
 from .._step.forward_backward import LossFn
 from .._step.spike_guard import Guard, check_is_guard
 from .._torch.autocast import outside_autocast
-from .._torch.tracing import refuse_in_a_trace
+from .._torch.tracing import refuse_in_trace_or_capture
 from .._tree import pytree
 from .._tree.hints import document_fields, hint_attributes
 from .._tree.matching import refuse_autograd_history
@@ -129,8 +129,10 @@ class StepInfo(NamedTuple):
 
     Attributes:
         loss: float32 [], float64 for a float64 loss. Unscaled, the weighted mean of the
-            microbatches that count.
-        found_inf: bool []. True if the step was skipped.
+            microbatches that count and are not dropped; with `window_size`, their sum divided by
+            it.
+        found_inf: bool []. True if the step was skipped, for an overflow or something else. That
+            of `rule.update` is an overflow alone.
         scale: float32 []. The loss scale of this step.
         grad_norm: float32 [], float64 for float64 gradients. The norm of the averaged, unscaled
             gradients before clipping. Not finite if `found_inf`, unless `rejected`; `()` if
@@ -271,7 +273,7 @@ def check_options(options: TrainStepOptions) -> None:
             "overflow again. Fix: DynamicScale(), or max_retries=0."
         )
     if max_retries:
-        refuse_in_a_trace(
+        refuse_in_trace_or_capture(
             "max_retries reads a flag on the host, which a traced or captured step cannot do.",
             "max_retries=0 under torch.compile, torch.func and capture; the next step uses the "
             "lower scale anyway.",

@@ -27,7 +27,7 @@ from .._step.microbatches import (
 )
 from .._step.next_state import advance_control, assemble_state
 from .._step.reduce import reduce_window
-from .._step.retry import attempt_window
+from .._step.retry import run_with_retries
 from .._step.spike_guard import Guard, check_guarded
 from .._step.train_state import (
     BNUpdate,
@@ -38,7 +38,7 @@ from .._step.train_state import (
 )
 from .._step.window_result import Attempt, MicrobatchWeights, window_flags
 from .._torch.autocast import outside_autocast
-from .._torch.tracing import refuse_in_a_trace
+from .._torch.tracing import refuse_in_trace_or_capture
 from .._tree.hints import hint_keywords
 from .._tree.poison import donates
 from .._tree.pytree import FlatTree, StateT, TreeT
@@ -197,6 +197,7 @@ def _stages(
         options.clip.norm_type,
         amax=options.rule_traits.takes_amax,
         nan_norm_is_inf=len(microbatches) > 1,
+        all_readable=flat_state.prepared_step.facts.all_readable,
     )
     pooled = options.bn_update == "window"
     accumulate = accumulate_with_pooled_statistics if pooled else accumulate_microbatches
@@ -205,11 +206,11 @@ def _stages(
         at_scale = flat_state._replace(scaler=flat_scaler)
         window = accumulate(options, at_scale, microbatches, weights, memory)
         window = reduce_window(window, flat_state)
-        scale, facts = flat_scaler.tree.scale, flat_state.prepared_step.facts
-        stats = measure(window.grads, scale, stats_options, all_readable=facts.all_readable)
+        scale = flat_scaler.tree.scale
+        stats = measure(window.grads, scale, stats_options)
         return Attempt(window, stats, window_flags(window, stats.overflow), flat_scaler)
 
-    attempt = attempt_window(options, flat_state, run_window)
+    attempt = run_with_retries(options, flat_state, run_window)
     window, stats = attempt.window, attempt.stats
     guard_state, rejects = call_guard(options.guard, flat_state.guard, window, stats)
     decision = decide(stats, options.clip, window.grads, attempt.flags, rejects)
@@ -261,7 +262,7 @@ def _check_arguments(state: Any, microbatches: Any, options: TrainStepOptions) -
     if options.guard is not None or state.guard != ():
         check_guarded(options.guard, state.guard)
     if not isinstance(state.rng, tuple):
-        refuse_in_a_trace(
+        refuse_in_trace_or_capture(
             "a step with rng in its state cannot be traced or captured: torch.compile, torch.func "
             "and CUDA graphs do not follow torch's generators.",
             "state._replace(rng=()), torch.manual_seed before the step, and for vmap "

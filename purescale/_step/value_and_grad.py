@@ -108,12 +108,12 @@ def _value_and_grad(
     batch = pytree.all_tensors(microbatch)
     arguments = [*flat_params.leaves, *flat_buffers.leaves, *flat_scaler.leaves, *batch]
     memory = donation.ArgumentMemory.of(donation.pointers_of_each([arguments]), batch)
-    before = versions(memory.microbatches)
+    before = versions(memory.batch_tensors)
     forward_backward = ForwardBackward(
         flat_params, layout, flat_buffers, flat_scaler, loss_fn, plan_context, memory.pointers
     )
     out = forward_backward(flat_buffers.leaves, microbatch)
-    check_unwritten(memory.microbatches, before)
+    check_unwritten(memory.batch_tensors, before)
     new_buffers = flat_buffers.structure.unflatten(out.buffers)
     return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
 

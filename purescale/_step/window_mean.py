@@ -20,8 +20,8 @@ from .._torch.tensor_list import TensorList
 from .._tree.gradients import NOTHING_PENDING, Gradients, Pending, as_gradients
 from .._tree.leaves import as_dense_real
 
-# The mean number of elements of a gradient from which a call for each takes no longer than the
-# memory that it saves.
+# The mean number of elements of a gradient above which it pays to add each one as it is made: that
+# saves memory for all gradients, and costs a call for each.
 _LARGE = 2**16
 
 
@@ -41,7 +41,7 @@ class WindowMean:
     ) -> None:
         self.options = options
         self.weights, self.forward_backward = weights, forward_backward
-        self.scale, self.in_place = forward_backward.scale, forward_backward.owns_gradients
+        self.scale, self.in_place = forward_backward.scale, forward_backward.detaches
         self.stays_scaled = options.on_nonfinite == "drop_window"
         self.sums: list[Any] | None = None  # before the first microbatch that counts
         self.accum: AccumState | None = None  # unless the mean stays scaled

@@ -34,7 +34,7 @@ class WindowResult(NamedTuple):
 
     # the mean; before `reduce_window` has run that of this rank, or empty if it is sent already
     grads: Gradients
-    loss: Tensor  # the mean over the microbatches that count, times `fraction`
+    loss: Tensor  # the mean over the microbatches that count and are not dropped, times `fraction`
     buffers: Leaves
     aux: tuple[Any, ...]
     reduction: Reduction | None = None  # on its way to the other ranks
@@ -72,7 +72,8 @@ class WindowFlags(NamedTuple):
     skip: Tensor  # bool: for an overflow, or because no weight is left
     # bool: fewer may overflow at a lower scale, because the loss of what overflowed is finite
     retryable: Tensor
-    # of microbatches, and one more if the mean overflowed; of several tries the least is returned
+    # of microbatches, and one more if the mean of all that count overflowed; of several tries the
+    # one with the least is returned
     num_overflows: Tensor
 
 

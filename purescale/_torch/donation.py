@@ -146,14 +146,14 @@ class ArgumentMemory(NamedTuple):
 
     # of the storages of the arguments; None while tracing, where they cannot be compared
     pointers: set[int | None] | None
-    microbatches: list[Tensor]  # the tensors in them; empty while tracing
+    batch_tensors: list[Tensor]  # those of the microbatches; empty while tracing
 
     @classmethod
-    def of(cls, pointers: Sequence[list[int | None]], microbatches: list[Tensor]) -> Self:
+    def of(cls, pointers: Sequence[list[int | None]], batch_tensors: list[Tensor]) -> Self:
         """Return the memory of arguments from their `pointers_of_each`."""
         if not pointers:
             return cls(None, [])
-        return cls({None, *itertools.chain.from_iterable(pointers)}, microbatches)
+        return cls({None, *itertools.chain.from_iterable(pointers)}, batch_tensors)
 
 
 # ---- gradients -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transfo
 
 def can_use_foreach(tensors: Sequence[Tensor]) -> bool:
     """Return True if list operators may make a pass over these tensors. Transforms and graphs of
-    torch.autograd have no rules for them, and a compiler fuses plain ones better.
+    torch.autograd have no rules for them, and a compiler needs none.
     """
     return not (traced() or is_on_a_graph(tensors))
 

@@ -56,8 +56,8 @@ def recording_in_jit() -> AbstractContextManager[None]:
 
 
 def traced() -> bool:
-    """Return True if plain operators are needed: while compiling, where all kinds fuse equally
-    well, while `jit` records, or under a transform.
+    """Return True under a compiler, `jit` or a transform of torch.func, as JAX calls all of these
+    traced: plain operators are needed, which a compiler fuses, and memory cannot be compared.
     """
     # Dynamo must stop at the first line: it gets an interpreter stack of None wrapped in an object
     # that is not None.
@@ -133,7 +133,7 @@ def recorded_by_make_fx() -> bool:
 
 
 def traced_or_recorded() -> bool:
-    """Return True in a trace or a transform, of which a call is a part."""
+    """Return True if `traced`, or while `make_fx` records: a call is a part of something larger."""
     return traced() or recorded_by_make_fx()
 
 
@@ -221,7 +221,7 @@ def capturing() -> AbstractContextManager[None]:
     return true_inside(_captured)
 
 
-def refuse_in_a_trace(what: str, fix: str) -> None:
+def refuse_in_trace_or_capture(what: str, fix: str) -> None:
     """Refuse what neither a traced nor a captured step can do."""
     if traced() or captured():
         raise ValueError(f"{what} Fix: {fix}")

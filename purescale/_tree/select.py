@@ -61,7 +61,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     leaves, others, structure = matching_leaves(old, new, "old", "new")
     if plan_context and plan_context.host_reads:
         _keep_match(plan_context, arguments, leaves, others)
-    return structure.unflatten(select_masked(found_inf, leaves, others))
+    return structure.unflatten(select_leaves(found_inf, leaves, others))
 
 
 _cache = TreeCache(16)  # of `select`, which say that the trees match
@@ -87,7 +87,7 @@ def _is_flag(tree: Tree) -> bool:
     return isinstance(tree, bool)
 
 
-def select_masked(
+def select_leaves(
     skip: Tensor | bool, old: Leaves, new: Leaves, *, in_place: bool = False
 ) -> Leaves:
     """Select like `select` from two matching lists, by `foreach.where`. With `in_place`, the caller

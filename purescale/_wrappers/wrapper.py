@@ -20,7 +20,7 @@ from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import describe
 from .._tree.matching import matching_leaves
 from .._tree.pytree import Leaves, Tree
-from .._tree.select import select_masked, write_over
+from .._tree.select import select_leaves, write_over
 
 # The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,
 # depending on class and wrapper, so that a cache holds them, and 64 MiB with what an allocator
@@ -156,7 +156,7 @@ class Wrapper(FlatOptimizer):
             before, after, structure = matching_leaves(old, new, "old", "new")
             done = set(map(id, chosen))
             leaves = [
-                b if id(b) in done else select_masked(flag, [a], [b])[0]
+                b if id(b) in done else select_leaves(flag, [a], [b])[0]
                 for a, b in zip(before, after, strict=True)
             ]
             return structure.unflatten(leaves)
@@ -173,7 +173,7 @@ class Wrapper(FlatOptimizer):
                 stepped = self._step_piece(piece, own_inputs, unscaled, skip, in_place=True)[0]
                 results = pytree.flatten(stepped)[0]
                 pairs = [(a, b) for a, b in zip(leaves, results, strict=True) if a is not b]
-                select_masked(flag, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
+                select_leaves(flag, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
         new = inputs.params, inputs.opt_state
         return write_over(old, new) if self.runs_user_code and in_place else new
 

@@ -122,6 +122,29 @@ def test_a_skipped_step_is_left_out_of_the_derivative(name, settings, factor, ma
     torch.testing.assert_close(derivative((1.0, factor, 1.0)), derivative((1.0, 1.0)))
 
 
+@pytest.mark.parametrize("bound", [0.0, float("nan"), 1.0], ids="bound {}".format)
+@pytest.mark.parametrize("around", ["nothing", "schedule", "masters", "partition"])
+def test_the_derivatives_of_a_skipped_step_by_gradients_and_bound_are_zero(around, bound):
+    adamw = ps.from_torch(OPTIM.AdamW, lr=0.1)
+    optimizer = {
+        "nothing": lambda: adamw,
+        "schedule": lambda: ps.with_schedule_free(adamw),
+        "masters": lambda: ps.with_master_weights(adamw),
+        "partition": lambda: ps.partition({"all": ps.with_schedule_free(adamw)}, lambda *_: "all"),
+    }[around]()
+    params, scaler = {"w": torch.ones(5)}, ps.StaticScale(2.0).init()
+    state, last = optimizer.init(params), float("inf") if bound == 1.0 else 1.0
+
+    def end(grad, bound):
+        grads = {"w": grad}
+        out = ps.unscale_and_step(optimizer, scaler, params, grads, state, max_norm=bound)
+        return (out.params["w"] * torch.arange(5.0)).sum()
+
+    grad = torch.tensor([1.0, -2.0, 3.0, 4.0, last])
+    slopes = torch.func.grad(end, argnums=(0, 1))(grad, torch.tensor(bound))
+    assert [slope.tolist() for slope in slopes] == [[0.0] * 5, 0.0]
+
+
 def accumulated(grad):
     accum = ps.init_accum({"w": grad})
     accum = ps.accumulate_grads(accum, {"w": grad})

@@ -251,15 +251,8 @@ class FlatOptimizer:
             if bool(skip):
                 return pytree.clone((inputs.params, after_skip(inputs.opt_state, in_place=False)))
             skip = None
-        if skip is not None and (
-            self.differentiable
-            or under_derivative()
-            or (traced() and is_on_a_graph([*inputs.params, *grads.tensors]))
-        ):
-            # `where` sends a derivative of 0 into what it does not choose: 0 * inf is NaN.
-            grads = grads.zeroed(skip)
         with self.grad_mode():
-            new = self.apply_step(inputs, grads.apply_pending(wide=self.wide_grads))
+            new = self.apply_step(inputs, self.unscaled(inputs, grads, skip))
             if self.may_add_slots:
                 return new
             old = inputs.params, after_skip(inputs.opt_state, in_place=in_place)
@@ -268,6 +261,18 @@ class FlatOptimizer:
                 return new
             flag = False if skip is None else skip
             return structure.unflatten(select_leaves(flag, before, after, in_place=in_place))
+
+    def unscaled(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> Gradients:
+        """Return the gradients for `apply_step`: zeros in a skipped step that is differentiated,
+        because `where` sends a derivative of 0 into what it does not choose, and 0 * inf is NaN.
+        """
+        if skip is not None and (
+            self.differentiable
+            or under_derivative()
+            or (traced() and is_on_a_graph([*inputs.params, *grads.tensors]))
+        ):
+            grads = grads.zeroed(skip)
+        return grads.apply_pending(wide=self.wide_grads)
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step with unscaled gradients, in fresh memory."""

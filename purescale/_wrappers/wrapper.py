@@ -151,7 +151,7 @@ class Wrapper(FlatOptimizer):
             return super().step_unless(inputs, grads, skip, in_place=in_place)
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
         if traced():
-            unscaled = grads.apply_pending(wide=self.wide_grads)
+            unscaled = self.unscaled(inputs, grads, skip)
             new, chosen = self._step_piece(pieces[0], inputs, unscaled, skip)
             before, after, structure = matching_leaves(old, new, "old", "new")
             done = set(map(id, chosen))

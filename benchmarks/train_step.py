@@ -259,6 +259,27 @@ def by_parts(task: Task, given: argparse.Namespace, max_norm: float, donate: boo
     return Call(step)
 
 
+def window_by_hand(task: Task, given: argparse.Namespace, microbatches: int) -> Job:
+    """The loop of `accumulate_grads` over a window, donated."""
+    data, params, buffers, loss_fn, optimizer, rule = made(task, given, microbatches)
+    gradients = ps.value_and_grad(loss_fn)
+    opt_state, scaler = optimizer.init(params), rule.init(given.device)
+
+    def step() -> None:
+        nonlocal params, buffers, opt_state, scaler
+        accum, new_buffers = ps.init_accum(params), buffers
+        for batch in data:
+            (_, new_buffers), grads = gradients(params, new_buffers, batch, scaler=scaler)
+            grads, bad = ps.unscale_and_check(scaler, grads, donate=True)
+            accum = ps.accumulate_grads(accum, grads, found_inf=bad, donate=True)
+        grads, bad = ps.accumulated_grads(accum, donate=True)
+        params, opt_state = ps.maybe_step(optimizer, params, grads, opt_state, bad, donate=True)
+        buffers = ps.select(bad, buffers, new_buffers)
+        scaler = rule.update(scaler, accum.found_inf)
+
+    return Call(step)
+
+
 # ---- the tables ----------------------------------------------------------------------------------
 
 
@@ -351,7 +372,10 @@ def eager_tables(given: argparse.Namespace) -> None:
         )
         compare(
             f"{title}, 4 microbatches",
-            with_settings(task, given, microbatches=4),
+            {
+                **with_settings(task, given, microbatches=4),
+                "by hand, donate=True": functools.partial(window_by_hand, task, given, 4),
+            },
             given,
             task=task.title,
             microbatches=4,

@@ -652,22 +652,6 @@ def test_what_is_no_state_dict_is_refused_in_words(sd):
         ps.from_torch(OPTIM.AdamW).from_state_dict(sd, {"w": torch.ones(2)})
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("step", torch.tensor(nan), "a step count that is inf or NaN"),
-        ("exp_avg", torch.ones(2) * 1j, r"exp_avg of shape \(2,\), torch.complex64, expected"),
-        ("exp_avg", "no", "exp_avg = str; expected a tensor"),
-    ],
-)
-def test_a_slot_that_cannot_be_restored_is_refused(key, value, message):
-    adamw, params = ps.from_torch(OPTIM.AdamW), {"w": torch.ones(2)}
-    sd = adamw.to_state_dict(adamw.step(params, params, adamw.init(params))[1])
-    sd["state"][0][key] = value
-    with pytest.raises((ValueError, TypeError), match=message):
-        adamw.from_state_dict(sd, params)
-
-
 # ---- edges that a careless change would break
 
 ONE = torch.ones(1)
@@ -675,18 +659,11 @@ ONES = {"w": torch.ones(3)}
 SGD = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-def test_another_default_dtype_or_device_changes_no_count_and_no_schedule():
+def test_another_default_device_changes_no_schedule():
     params = {"w": torch.ones(2)}
     with torch.device("meta"):
         optimizer = ps.from_torch(OPTIM.AdamW, lr=lambda applied: 0.1 / (1 + applied))
         assert optimizer.step(params, params, optimizer.init(params))[0]["w"].is_cpu
-    torch.set_default_dtype(torch.float64)
-    try:
-        optimizer = ps.from_torch(OPTIM.AdamW)
-        params, state = optimizer.step(params, params, optimizer.init(params))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert state.applied.dtype is torch.int64
 
 
 def test_one_saved_group_is_taken_in_the_order_of_params_and_its_largest_count():
@@ -700,10 +677,9 @@ def test_one_saved_group_is_taken_in_the_order_of_params_and_its_largest_count()
     overrides = {"conv.weight": {"weight_decay": 0.5}}
     state = ps.from_torch(OPTIM.AdamW, overrides=overrides).from_state_dict(sd, params)
     assert state.applied == 5
-    for mean, p in zip(
-        state.slots["exp_avg"].values(), theirs.param_groups[0]["params"], strict=True
-    ):
-        assert same_bits(mean, theirs.state[p]["exp_avg"])
+    for name, p in zip(params, theirs.param_groups[0]["params"], strict=True):
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert same_bits(state.slots[slot][name], theirs.state[p][slot])
 
 
 def test_the_first_momentum_keeps_the_sign_of_zero():

@@ -4,6 +4,7 @@ runs. All kernels agree. A callable that raises leaves everything as it was.
 
 import contextlib
 import functools
+import threading
 
 import hypothesis.strategies as st
 import pytest
@@ -13,6 +14,7 @@ import torch.utils._pytree as pytree
 from helpers import clone, examples, in_processes, same_bits, shares_memory, tensors
 from hypothesis import given
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import purescale as ps
@@ -619,3 +621,34 @@ def one_rank_is_warm(rank):
 @pytest.mark.slow
 def test_a_warm_rank_and_a_cold_one_make_equal_collectives():
     in_processes(one_rank_is_warm)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop", "NAdam"])
+@pytest.mark.parametrize("number", [3, 20])
+def test_a_step_is_made_as_planned_while_another_thread_enters_a_transform(name, number):
+    """torch keeps the level of forward mode for the whole process."""
+    optimizer, rule = ps.from_torch(getattr(torch.optim, name), lr=0.1), ps.StaticScale(8.0)
+    params = {str(k): torch.rand(33, generator=GENERATOR) for k in range(number)}
+    inside, done = threading.Event(), threading.Event()
+
+    def other():
+        with forward_ad.dual_level():
+            inside.set()
+            done.wait(60)
+
+    def loss_fn(params, buffers, thread):
+        if thread is not None:
+            thread.start()
+            inside.wait(60)
+        return sum((param**3).sum() for param in params.values()), buffers
+
+    settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule}
+    state, _ = ps.train_step(ps.init_train_state(params, {}, optimizer, rule), [None], **settings)
+    expected, _ = ps.train_step(state, [None], **settings)
+    thread = threading.Thread(target=other)
+    try:
+        found, _ = ps.train_step(state, [thread], **settings)
+    finally:
+        done.set()
+        thread.join()
+    assert same_bits(found, expected)

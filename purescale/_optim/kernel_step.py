@@ -64,6 +64,7 @@ class ParamGroupPlan(NamedTuple):
     groups: list[ParamGroup]
     # None if no kernel takes these tensors; empty in Dynamo, which does not trace launches
     launches: list[LaunchPlan] | None = None
+    in_trace: bool = False  # planned where `traced` is True, which other threads may change
     # the indices of each parameter with each of its slots
     param_slot_pairs: Sequence[tuple[int, int]] = ()
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
@@ -111,7 +112,7 @@ class KernelStep:
         if self.kernel is None or not self.kernel.takes(inputs.param_list):
             return ParamGroupPlan(groups)
         if torch.compiler.is_dynamo_compiling():
-            return ParamGroupPlan(groups, launches=[])
+            return ParamGroupPlan(groups, launches=[], in_trace=True)
         leaves, structure = inputs.leaves_and_state_structure()
         state = structure.unflatten(range(len(inputs.params), len(leaves)))
         slot_lists = slot_lists_of(state, inputs.layout)
@@ -126,7 +127,8 @@ class KernelStep:
         dense = inputs.all_leaves
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
-        return ParamGroupPlan(groups, launches, pairs, leaves_fit_kernel=is_dense and in_order)
+        fits = is_dense and in_order
+        return ParamGroupPlan(groups, launches, traced(), pairs, leaves_fit_kernel=fits)
 
     def _launches(
         self,
@@ -187,7 +189,7 @@ class KernelStep:
             tensors = [rate for rate in rates if isinstance(rate, Tensor)]
             if any([rate.dtype is not torch.float32 and not rate.is_cpu for rate in tensors]):
                 return False
-        if not traced():
+        if not plan.in_trace:
             return True
         numbers = [value for table in step_settings.tables() for value in table.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
@@ -211,7 +213,7 @@ class KernelStep:
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, unless it is skipped."""
-        if not traced():
+        if not inputs.plan.in_trace:
             return self._in_eager(inputs, grads, skip, in_place=in_place)
         inputs = inputs.with_state(count_step(inputs.opt_state, skip))
         if torch.compiler.is_dynamo_compiling():

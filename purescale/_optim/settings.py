@@ -258,8 +258,7 @@ class OptimizerConfig:
         merged = {name: value for index in matching for name, value in overrides[index].items()}
         for index, extra in enumerate(overrides if matching else []):
             if extra.keys() == merged.keys() and all(
-                extra[k] is v or (not isinstance(v, Tensor) and extra[k] == v)
-                for k, v in merged.items()
+                _is_same_setting(extra[name], value) for name, value in merged.items()
             ):
                 return (index,)
         return matching
@@ -379,6 +378,11 @@ def _is_count(leaf: Any) -> bool:
 
 
 # ---- patterns ------------------------------------------------------------------------------------
+
+
+def _is_same_setting(a: Any, b: Any) -> bool:
+    """Return True if settings are equal. Tensors are not read, so they must be the same one."""
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
 
 
 @private.constant_while_compiling  # Dynamo need not trace it

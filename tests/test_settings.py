@@ -73,7 +73,7 @@ def test_a_setting_is_that_of_its_last_override_else_of_the_state_times_its_sche
 def test_no_kind_of_setting_is_read(name):
     params = make_params()
     rates = 0.1, torch.tensor(0.1), lambda applied: 0.1 + 0.0 * applied
-    overrides = {"gain": {"lr": 0.2}, "head.*": {"lr": torch.tensor(0.2)}}
+    overrides = {"head.*": {"lr": torch.tensor(0.2)}, "gain": {"lr": 0.2}}
     others = {"in_state": ("lr", "weight_decay")}, {"overrides": overrides}
     for settings in (*({"lr": rate} for rate in rates), *others):
         optimizer = ps.from_torch(getattr(OPTIM, name), **settings)

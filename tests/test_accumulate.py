@@ -23,6 +23,7 @@ from helpers import (
 from hypothesis import example, given
 
 import purescale as ps
+from purescale._torch.tracing import as_on_an_accelerator
 from purescale.testing import assert_pure, assert_vmap_equals_loop
 
 INF = math.inf
@@ -254,6 +255,34 @@ def test_compiled_it_is_one_graph_for_any_weight_and_agrees():
         for arguments in zip(accums, grads, some_weights, strict=True):
             expected = step(*clone(arguments))
             assert_close(compiled(*clone(arguments)), expected, rtol=1e-6, atol=1e-6)
+
+
+@given(
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    st.lists(
+        st.tuples(
+            st.floats(-1e3, 1e3, width=16) | bad_values,
+            weights | st.sampled_from([2.0**64, -1.0, INF, math.nan]),
+            st.sampled_from([None, False, True]),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_where_the_host_reads_nothing_a_window_is_the_same(dtype, parts):
+    def one_window():
+        accum = ps.init_accum([torch.zeros(size, dtype=dtype) for size in (5, 33, 300)])
+        for value, weight, flag in parts:
+            grads = [torch.full((size,), value, dtype=dtype) for size in (5, 33, 300)]
+            found_inf = None if flag is None else torch.tensor(flag or not math.isfinite(value))
+            accum = ps.accumulate_grads(accum, grads, torch.tensor(weight), found_inf)
+        return accum
+
+    read = one_window()
+    with as_on_an_accelerator():
+        expected = one_window()
+    assert same_bits(read[1:], expected[1:])
+    assert_close(read.grads, expected.grads, rtol=1e-6, atol=1e-6)
 
 
 # ---- windows as host arithmetic

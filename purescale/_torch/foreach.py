@@ -407,7 +407,7 @@ def weighted_sum(
     share: float | Tensor,
     good: bool | Tensor,
     *,
-    old_share: Tensor | None = None,
+    old_share: float | Tensor | None = None,
     scale: Tensor | None = None,
     in_place: bool,
 ) -> list[Tensor]:
@@ -438,12 +438,12 @@ def weighted_sum(
             if scale is not None and _IN_RANGE < number / scale.item() < 1 / _IN_RANGE:
                 number, scale = number / scale.item(), None  # a pass less
             if old_share is not None:
-                multiply_by_number_(sums, old_share.item())
+                multiply_by_number_(sums, float(old_share))
             listops.add_(sums, new if scale is None else divide(new, scale), alpha=number)
             return sums
         new = new if scale is None else divide(new, scale)
     if old_share is not None:
-        multiply(sums, old_share, in_place=True)
+        multiply(sums, old_share, in_place=True)  # type: ignore[arg-type]
     add_where_(sums, new, share, good)  # type: ignore[arg-type]
     return sums
 
@@ -453,7 +453,7 @@ def _weighted(
     new: Tensor,
     share: float | Tensor,
     good: bool | Tensor,
-    old_share: Tensor | None,
+    old_share: float | Tensor | None,
     scale: Tensor | None,
 ) -> Tensor:
     """Return `weighted_sum` of one tensor, for a derivative, a compiler or a narrow sum."""
@@ -462,7 +462,9 @@ def _weighted(
     if isinstance(good, Tensor):
         added = torch.where(good, added, 0)
     added = added * (share.to(wide) if isinstance(share, Tensor) else share)
-    kept = total.to(wide) if old_share is None else total.to(wide) * old_share.to(wide)
+    if isinstance(old_share, Tensor):
+        old_share = old_share.to(wide)
+    kept = total.to(wide) if old_share is None else total.to(wide) * old_share
     return saturating(kept + added, total.dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from .._torch import dtensor, foreach
 from .._torch.dtypes import wide_dtype
 from .._torch.tensor_list import TensorList
 from .._tree.leaves import are_plain_dense, as_dense_real
+from .._tree.pytree import FlatTree
 
 
 class Pending(NamedTuple):
@@ -129,8 +131,11 @@ class Gradients(NamedTuple):
         return self._replace(tensor_list=TensorList(tensors), owned=owned)
 
     def _with_results(self, tensors: list[Tensor]) -> Gradients:
-        # A compiler fuses what follows; a write into these would only add work.
-        return self.with_tensors(tensors, owned=not torch.compiler.is_compiling())
+        if torch.compiler.is_compiling():  # it fuses what follows; a write would only add work
+            return self.with_tensors(tensors, owned=False)
+        if all(map(operator.is_, tensors, self.tensors)):
+            return self._replace(owned=True)
+        return self.with_tensors(tensors, owned=True)
 
     @property
     def leaves(self) -> list[Any]:
@@ -160,6 +165,13 @@ def as_gradients(
     templates = [dtensor.reduce_partial(leaf) for leaf in leaves]
     tensors = [as_dense_real(dtensor.shard(leaf)) for leaf in templates if leaf is not None]
     return Gradients(TensorList(tensors), templates, False, pending, owned)
+
+
+def flat_gradients(grads: FlatTree) -> Gradients:
+    """Return the checked gradients of a flat tree, with what is known of them."""
+    if grads.tensor_list.dense_without_history:
+        return Gradients(grads.tensor_list, grads.leaves, True)
+    return as_gradients(grads.leaves)
 
 
 def _in_form_of(like: Tensor, result: Tensor) -> Tensor:

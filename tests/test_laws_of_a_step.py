@@ -44,7 +44,7 @@ def made(name, lr=0.1, **extra):
     return ps.from_torch(getattr(torch.optim, name), lr=lr, **{**CLASSES[name], **extra})
 
 
-def flatten_grads(params, size=1.0, seed=0):
+def gradients_like(params, size=1.0, seed=0):
     """Gradients between a half and twice `size`, of both signs."""
     generator = generator_of(seed)
     found = {}
@@ -88,7 +88,7 @@ NEAR = {torch.float32: 1e-5, torch.float64: 1e-10, torch.float16: 4e-3, torch.bf
 def test_parameters_of_every_size_and_dtype_take_the_steps_of_torchs_default(name, extra, dtype):
     """The steps of a class by its default on a CPU, and by the fused kernel that is asked for."""
     params = {str(n): torch.ones(n, 1, dtype=dtype) for n in SIZES}
-    steps = [flatten_grads(params, seed=seed) for seed in range(3)]
+    steps = [gradients_like(params, seed=seed) for seed in range(3)]
     expected = torchs_steps(name, params, steps)
     optimizer, scaler = made(name, **extra), ps.StaticScale(4.0).init()
     by_step, by_unscaling = [(params, optimizer.init(params)) for _ in range(2)]
@@ -108,7 +108,7 @@ def test_parameters_of_every_size_and_dtype_take_the_steps_of_torchs_default(nam
 def test_equal_steps_of_half_parameters_give_equal_bits(name, dtype):
     params = {str(n): torch.ones(n, dtype=dtype) for n in SIZES}
     optimizer = made(name)
-    state, grads = optimizer.init(params), flatten_grads(params)
+    state, grads = optimizer.init(params), gradients_like(params)
     first = optimizer.step(params, grads, state)
     for donate in (False, True) * 3:
         given = clone((params, grads, state))
@@ -197,7 +197,7 @@ def a_table(dtype, count=2):
     params = {str(i): torch.randn(6, 3, generator=generator).to(dtype) for i in range(count)}
 
     def grads_at(step):
-        grads = flatten_grads(params, seed=step)
+        grads = gradients_like(params, seed=step)
         return {
             name: torch.where(torch.arange(6)[:, None] < 2 + step // 2, grad, 0)
             for name, grad in grads.items()
@@ -480,7 +480,7 @@ def limits(bound):
 
 def counted_loss(size, dtype, params, buffers, bad):
     """Gradients of about that size, not finite in a microbatch that is bad."""
-    grads = flatten_grads(params, size)
+    grads = gradients_like(params, size)
     loss = sum((params[name] * grads[name].to(dtype)).sum() for name in params)
     return loss * (INF if bad else 1.0), {"seen": buffers["seen"] + 1}
 
@@ -555,7 +555,7 @@ def test_a_finite_bound_and_finite_gradients_make_the_clipped_step_of_the_parts(
 ):
     params = {str(n): torch.ones(n, 1) for n in SIZES}
     optimizer, scaler = made(name), ps.StaticScale(scale).init()
-    grads = {key: grad * scale for key, grad in flatten_grads(params, size).items()}
+    grads = {key: grad * scale for key, grad in gradients_like(params, size).items()}
     given = (params, grads, optimizer.init(params))
     expected = by_parts(optimizer, scaler, *given, max_norm)
     ways = contextlib.nullcontext, as_on_an_accelerator
@@ -575,7 +575,7 @@ def test_a_finite_bound_and_finite_gradients_make_the_clipped_step_of_the_parts(
 def test_a_tensor_that_is_no_bound_skips_the_whole_step_and_says_so(name, which, donate):
     params = {str(n): torch.ones(n, 1) for n in SIZES}
     optimizer, scaler = made(name), ps.StaticScale(8.0).init()
-    given = (params, flatten_grads(params), optimizer.init(params))
+    given = (params, gradients_like(params), optimizer.init(params))
     for bound in UNUSABLE:  # also where the first step is remembered
         out = ps.unscale_and_step(
             optimizer, scaler, *clone(given), donate=donate, **{which: torch.tensor(bound)}
@@ -607,7 +607,7 @@ def test_a_bound_that_is_none_is_no_overflow_of_the_scale(rule, retries):
 def test_a_compiled_step_decides_by_the_same_flag():
     params = {str(n): torch.ones(n % 40 + 1) for n in range(20)}
     optimizer, scaler = made("AdamW"), ps.StaticScale(256.0).init()
-    grads = {key: grad * 256 for key, grad in flatten_grads(params, 1e35).items()}
+    grads = {key: grad * 256 for key, grad in gradients_like(params, 1e35).items()}
     state = optimizer.init(params)
 
     def stepped(bound):
@@ -622,7 +622,7 @@ def test_a_compiled_step_decides_by_the_same_flag():
 
 def test_each_member_of_a_batch_has_a_bound_and_a_flag_of_its_own():
     params, optimizer, scaler = {"w": torch.ones(33)}, made("AdamW"), ps.StaticScale(8.0).init()
-    grads, state = flatten_grads(params), optimizer.init(params)
+    grads, state = gradients_like(params), optimizer.init(params)
 
     def stepped(bound):
         return ps.unscale_and_step(optimizer, scaler, params, grads, state, bound)
@@ -872,7 +872,7 @@ class Tagged(torch.Tensor):
 def test_a_flag_of_a_subclass_skips_the_step(name):
     params = {str(n): torch.ones(n, 2) for n in SIZES}
     optimizer = made(name)
-    state, grads = optimizer.init(params), flatten_grads(params)
+    state, grads = optimizer.init(params), gradients_like(params)
     flag = torch.tensor(True).as_subclass(Tagged)
     for arguments in ((grads, state, flag), (grads, state, flag, True)):
         stepped = ps.maybe_step(optimizer, *clone((params, *arguments[:2])), *arguments[2:])

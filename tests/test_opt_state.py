@@ -308,9 +308,9 @@ def in_a_partition(optimizer):
     )
 
 
-def slot_lists_of(state):
+def columns_of(state):
     return (
-        slot_lists_of(state["own"])
+        columns_of(state["own"])
         if isinstance(state, dict)
         else getattr(state, "inner", state).slots
     )
@@ -333,7 +333,7 @@ def test_a_step_whose_state_lacks_a_slot_changes_nothing(name, around):
     dtype = torch.bfloat16 if around == "under masters" else torch.float32
     params = {key: torch.ones(shape, dtype=dtype) for key, shape in shapes.items()}
     state, grads = optimizer.init(params), clone(params)
-    columns = slot_lists_of(state)
+    columns = columns_of(state)
     missing = [key for key, column in columns.items() if column["last b"] != ()][-1]
     columns[missing]["last b"] = ()
     for mode in (contextlib.nullcontext, as_on_an_accelerator):

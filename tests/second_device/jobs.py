@@ -229,11 +229,11 @@ def stepping_by_hand(step: Callable[..., Any], microbatches: int = 1) -> Callabl
         gradients = ps.value_and_grad(cross_entropy_of(ps.make_functional(mlp())[0]))
 
         def by_hand(state: Any, window: Any, **settings: Any) -> Any:
-            def compute_gradients(batch: Any) -> Any:
+            def gradients_of(batch: Any) -> Any:
                 (loss, _), grads = gradients(state.params, {}, batch, scaler=state.scaler)
                 return loss, grads
 
-            params, opt_state, found_inf, told = step(compute_gradients, state, window, **settings)
+            params, opt_state, found_inf, told = step(gradients_of, state, window, **settings)
             scaler = RULE.update(state.scaler, found_inf)
             return state._replace(params=params, opt_state=opt_state, scaler=scaler), told
 
@@ -242,8 +242,8 @@ def stepping_by_hand(step: Callable[..., Any], microbatches: int = 1) -> Callabl
     return make
 
 
-def by_hand(compute_gradients: Any, state: Any, window: Any) -> Any:
-    loss, grads = compute_gradients(window[0])
+def by_hand(gradients_of: Any, state: Any, window: Any) -> Any:
+    loss, grads = gradients_of(window[0])
     grads, found_inf = ps.unscale_and_check(state.scaler, grads)
     grads, norm = ps.clip_by_global_norm(grads, 1.0)
     grads = ps.clip_by_value(grads, 0.5)
@@ -251,10 +251,10 @@ def by_hand(compute_gradients: Any, state: Any, window: Any) -> Any:
     return ps.ema(state.params, params, 0.5), opt_state, found_inf, (loss, norm)
 
 
-def accumulated(compute_gradients: Any, state: Any, window: Any) -> Any:
+def accumulated(gradients_of: Any, state: Any, window: Any) -> Any:
     accum = ps.init_accum(state.params)
     for microbatch in window:
-        loss, grads = compute_gradients(microbatch)
+        loss, grads = gradients_of(microbatch)
         grads, found_inf = ps.unscale_and_check(state.scaler, grads)
         accum = ps.accumulate_grads(accum, grads, found_inf)
     grads, found_inf = ps.accumulated_grads(accum)
@@ -262,10 +262,8 @@ def accumulated(compute_gradients: Any, state: Any, window: Any) -> Any:
     return params, opt_state, found_inf, loss
 
 
-def unscaled_and_stepped(
-    compute_gradients: Any, state: Any, window: Any, donate: bool = False
-) -> Any:
-    loss, grads = compute_gradients(window[0])
+def unscaled_and_stepped(gradients_of: Any, state: Any, window: Any, donate: bool = False) -> Any:
+    loss, grads = gradients_of(window[0])
     given = state.params, grads, state.opt_state
     out = ps.unscale_and_step(ADAMW, state.scaler, *given, 1.0, 0.5, donate=donate)
     return out.params, out.opt_state, out.found_inf, (loss, out.grad_norm)

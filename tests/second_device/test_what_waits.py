@@ -66,9 +66,9 @@ def test_the_loop_waits_where_it_logs_and_nowhere_else(run):
 
 
 def test_the_loop_has_the_numbers_of_the_cpu(run):
-    to_device, expected = run(SIM, may_wait), run("cpu")
-    assert_close(numbers(to_device), numbers(expected), rtol=2e-3, atol=2e-3, equal_nan=True)
-    assert_close(to("cpu", to_device["best"]), expected["best"], rtol=5e-3, atol=5e-3)
+    on_device, expected = run(SIM, may_wait), run("cpu")
+    assert_close(numbers(on_device), numbers(expected), rtol=2e-3, atol=2e-3, equal_nan=True)
+    assert_close(to("cpu", on_device["best"]), expected["best"], rtol=5e-3, atol=5e-3)
 
 
 def test_a_read_between_two_logs_is_an_error(run):

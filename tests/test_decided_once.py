@@ -23,6 +23,7 @@ from purescale._loss_scale import rules, scaling
 from purescale._step import value_and_grad
 from purescale._torch.tracing import as_on_an_accelerator
 from purescale._tree.cache import TreeCache
+from purescale._wrappers import wrapper
 
 # torch says so of leaves that a step refuses.
 pytestmark = [
@@ -672,12 +673,28 @@ def test_a_warm_rank_and_a_cold_one_make_equal_collectives():
     in_processes(one_rank_is_warm)
 
 
+@pytest.mark.parametrize("around", ["nothing", "masters", "rounding", "narrow", "schedule"])
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop", "NAdam"])
 @pytest.mark.parametrize("number", [3, 20])
-def test_a_step_is_made_as_planned_while_another_thread_enters_a_transform(name, number):
+def test_a_step_is_made_as_planned_while_another_thread_enters_a_transform(
+    name, number, around, monkeypatch
+):
     """torch keeps the level of forward mode for the whole process."""
-    optimizer, rule = ps.from_torch(getattr(torch.optim, name), lr=0.1), ps.StaticScale(8.0)
+    monkeypatch.setattr(wrapper, "PIECE_NUMEL", 50)
+    momentum = {"momentum": 0.9} if name == "SGD" else {}
+    optimizer = ps.from_torch(getattr(torch.optim, name), lr=0.1, **momentum)
+    slot = "momentum_buffer" if momentum else "square_avg" if name == "RMSprop" else "exp_avg"
+    optimizer = {
+        "nothing": lambda it: it,
+        "masters": ps.with_master_weights,
+        "rounding": ps.with_stochastic_rounding,
+        "narrow": lambda it: ps.with_state_dtype(it, {slot: torch.bfloat16}),
+        "schedule": ps.with_schedule_free,
+    }[around](optimizer)
+    rule = ps.StaticScale(8.0)
     params = {str(k): torch.rand(33, generator=GENERATOR) for k in range(number)}
+    if around in ("masters", "rounding"):
+        params = {name: param.bfloat16() for name, param in params.items()}
     inside, done = threading.Event(), threading.Event()
 
     def other():
@@ -689,7 +706,7 @@ def test_a_step_is_made_as_planned_while_another_thread_enters_a_transform(name,
         if thread is not None:
             thread.start()
             inside.wait(60)
-        return sum((param**3).sum() for param in params.values()), buffers
+        return sum((param.float() ** 3).sum() for param in params.values()), buffers
 
     settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule}
     state, _ = ps.train_step(ps.init_train_state(params, {}, optimizer, rule), [None], **settings)

@@ -92,18 +92,19 @@ class Wrapper(FlatOptimizer):
 
     # ---- the step
 
-    def plan(self, inputs: StepInputs) -> list[Piece]:
-        """Return the pieces in which a step is made. Refuse a state that does not belong to these
-        parameters, and what the inner optimizer refuses.
+    def plan(self, inputs: StepInputs) -> WrapperPlan:
+        """Return how a step is made. Refuse a state that does not belong to these parameters, and
+        what the inner optimizer refuses.
         """
         self.check_state(inputs)
         pieces = [Piece(None, self.flat_optimizer.plan(self._as_decoded(inputs)))]
-        can_cut = self._inner_skips() and not traced()
+        inner_skips, in_trace = self._inner_skips(), traced()
+        can_cut = inner_skips and not in_trace
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True) if can_cut else []
         if len(cuts) > 1:
             decoded = map(self._as_decoded, _inputs_of_pieces(inputs, cuts))
             pieces = list(map(Piece, cuts, map(self.flat_optimizer.plan, decoded)))
-        return pieces
+        return WrapperPlan(pieces, inner_skips, in_trace)
 
     def _as_decoded(self, inputs: StepInputs) -> StepInputs:
         """Return inputs with the metadata of `decode(inputs)`."""
@@ -131,7 +132,7 @@ class Wrapper(FlatOptimizer):
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step with unscaled gradients."""
-        [piece] = inputs.plan
+        [piece] = inputs.plan.pieces
         return self._step_piece(piece, inputs, grads)[0]
 
     def step_unless(
@@ -142,15 +143,16 @@ class Wrapper(FlatOptimizer):
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
-        """Return the step of a large model piece by piece, which bounds the memory for what is
-        decoded.
+        """Return parameters and state after the step, unless it is skipped: piece by piece, which
+        bounds the memory for what is decoded.
         """
-        pieces: list[Piece] = inputs.plan
+        plan: WrapperPlan = inputs.plan
+        pieces = plan.pieces
         is_whole = skip is None and not in_place and len(pieces) == 1
-        if is_whole or not self._inner_skips():
+        if is_whole or not plan.inner_skips:
             return super().step_unless(inputs, grads, skip, in_place=in_place)
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
-        if traced():
+        if plan.in_trace:
             unscaled = self.unscaled(inputs, grads, skip)
             new, chosen = self._step_piece(pieces[0], inputs, unscaled, skip)
             before, after, structure = matching_leaves(old, new, "old", "new")
@@ -214,6 +216,14 @@ class Piece(NamedTuple):
 
     cut: Cut | None  # None for the whole step
     plan: Any  # of the inner optimizer
+
+
+class WrapperPlan(NamedTuple):
+    """The plan of a `Wrapper`."""
+
+    pieces: list[Piece]
+    inner_skips: bool  # the inner optimizer chooses between old and new
+    in_trace: bool  # planned where `traced` is True, which other threads may change
 
 
 def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:

@@ -119,7 +119,7 @@ def uses_but_for_graphs(tensor: Tensor) -> int:
     addresses alone.
     """
     pointers = [storage_pointer(x) for graph in RecordedGraph.alive for x in graph.tensors]
-    return private.uses_of_storage(tensor.untyped_storage()._cdata) - pointers.count(
+    return private.required_storage_uses(tensor.untyped_storage()._cdata) - pointers.count(
         storage_pointer(tensor)
     )
 

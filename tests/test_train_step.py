@@ -388,7 +388,7 @@ def test_a_run_is_the_clean_steps_and_the_rules_trace(gradients, interval, donat
     ("rule", "words"),
     [
         (ps.DynamicScale, "rule is the class DynamicScale; "),
-        (SGD, r"rule is FormulaOptimizer; .*`update\(scaler, found_inf\)`"),
+        (SGD, r"rule is KernelOrFormulaOptimizer; .*`update\(scaler, found_inf\)`"),
         (torch.amp.GradScaler("cpu"), r"rule is GradScaler; .*Fix: DynamicScale\(\)"),
     ],
     ids=["class", "no update", "GradScaler"],

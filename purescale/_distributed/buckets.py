@@ -125,7 +125,7 @@ class Reduction:
         same_layout = self.keep_strides and values.stride() == like.stride() and is_gapless(values)
         memory = values.untyped_storage()
         # Two uses: the tensor, and the variable `memory`.
-        unshared = memory.resizable() and private.storage_uses(memory._cdata) == 2
+        unshared = memory.resizable() and private.storage_uses_or_zero(memory._cdata) == 2
         is_whole = unshared and memory.nbytes() == values.nbytes
         return is_alone and same_dtype and same_layout and is_whole
 

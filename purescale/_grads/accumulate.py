@@ -17,7 +17,7 @@ from .._torch.foreach import weighted_sum
 from .._torch.tracing import current_plan_context, host_can_read, is_on_a_graph
 from .._tree import pytree
 from .._tree.cache import TreeCache
-from .._tree.gradients import Gradients, as_gradients, flat_gradients
+from .._tree.gradients import Gradients, as_gradients, gradients_of_tree
 from .._tree.hints import document_fields
 from .._tree.leaves import are_real_floating, dense
 from .._tree.matching import (
@@ -438,7 +438,7 @@ def _flatten(accum: AccumState, grads: Tree) -> tuple[TreeDef, Gradients, Gradie
     """Return the structure of `accum.grads`, these means, and the gradients, which match them."""
     plan_context, trees = current_plan_context(), (accum.grads, grads)
     if plan_context and (known := _cache.find(plan_context, trees)):
-        means, new = map(flat_gradients, known[0])
+        means, new = map(gradients_of_tree, known[0])
         return known[0][0].structure, means, new
     leaves, structure = pytree.flatten(accum.grads)
     matching = _leaves_for(accum, grads, leaves, structure)

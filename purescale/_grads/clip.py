@@ -19,7 +19,7 @@ from .._torch.donation import can_write, can_write_each
 from .._torch.dtypes import to_device
 from .._tree import pytree
 from .._tree.cache import TreeCache
-from .._tree.gradients import as_gradients, flat_gradients
+from .._tree.gradients import as_gradients, gradients_of_tree
 from .._tree.matching import check_gradients, device_of
 from .._tree.poison import donates
 from .._tree.pytree import FlatTree, Tree, TreeT
@@ -149,7 +149,7 @@ def clip_by_global_norm(
         if not pytree.tensors(grads) and isinstance(group, dist.ProcessGroup):
             device = torch.device(object_device(group))
     one = torch.ones((), dtype=torch.float32, device=device)
-    gradients = flat_gradients(flat_grads)
+    gradients = gradients_of_tree(flat_grads)
     options = StatsOptions(norm_type, norm_group=group)
     measured = norm_of(measure(gradients, one, options), device)
     factor = clip_factor(measured, max_norm).to(gradients.factor_dtype)

@@ -265,7 +265,7 @@ class Program:
 
 def _uses(tensor: Tensor) -> int:
     """Return how many tensors see the memory of this one."""
-    return private.uses_of_storage(_cdata(tensor.untyped_storage()))
+    return private.required_storage_uses(_cdata(tensor.untyped_storage()))
 
 
 def _place(tensor: Tensor) -> Any:

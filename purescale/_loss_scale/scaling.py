@@ -23,7 +23,7 @@ from .._torch.dtypes import wide_dtype
 from .._torch.tensor_list import TensorList
 from .._tree import pytree, scalars
 from .._tree.cache import TreeCache
-from .._tree.gradients import flat_gradients
+from .._tree.gradients import gradients_of_tree
 from .._tree.leaves import device_hint, unsupported_reason
 from .._tree.matching import check_gradients
 from .._tree.poison import donates
@@ -108,7 +108,7 @@ def unscale_and_check(
     which checks the output.
     """
     (flat_grads, flat_scaler), _ = _cache.flatten((grads, scaler), _check)
-    gradients = flat_gradients(flat_grads)
+    gradients = gradients_of_tree(flat_grads)
     others = pytree.tensors(flat_scaler.leaves)
     owned = donate and can_write_each([gradients.tensor_list], others)[0]
     unscaled = gradients._replace(owned=owned).divided(scaler.scale)

@@ -2,7 +2,7 @@
 
 A step makes lists of its trees, `step_inputs.StepInputs`, and calls a `FlatOptimizer` in this
 order: `plan(inputs)`, whose result is found again if arguments are alike (`find_step`);
-`step_settings`; `run_step`, by `step_unless`. That calls `apply_step` and selects old or new by a
+`step_settings`; `run_step`, by `step_or_keep`. That calls `apply_step` and selects old or new by a
 mask; that of `from_torch` launches torch's kernel if one fits, for which no mask is needed.
 
 optimizer       Optimizer, the protocol of trees, `init` and `step`; FlatOptimizer, that of lists:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._optim.formulas import SIZES, Formula, LeafSlots, NewLeaf, Settings
 from .._optim.opt_state import NO_SLOTS, STEP
-from .._optim.param_groups import FormulaOptimizer, ParamGroupOptimizer
+from .._optim.param_groups import KernelOrFormulaOptimizer, ParamGroupOptimizer
 from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import OptimizerConfig, OptimizerSpec, Overrides
 from .._torch.tracing import innermost, recorded_by_make_fx, traced
@@ -102,7 +102,7 @@ def from_formula(
     )
     spec = _spec_of(name, formula, {**settings, "differentiable": differentiable})
     named = {**settings, "differentiable": True} if differentiable else settings
-    return FormulaOptimizer(
+    return KernelOrFormulaOptimizer(
         OptimizerConfig(
             spec, lr, overrides or {}, named, in_state=in_state, schedule_by=schedule_by
         )

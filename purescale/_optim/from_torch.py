@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import formula_of
-from .._optim.param_groups import FormulaOptimizer, ParamGroupOptimizer, UserClassOptimizer
+from .._optim.param_groups import KernelOrFormulaOptimizer, ParamGroupOptimizer, UserClassOptimizer
 from .._optim.schedule import Schedule, ScheduleBy
 from .._optim.settings import Counts, OptimizerConfig, OptimizerSpec, Overrides
 from .._torch import private
@@ -114,7 +114,7 @@ def from_torch(
 
 def optimizer_of(config: OptimizerConfig) -> ParamGroupOptimizer:
     """Return the optimizer with these settings."""
-    return FormulaOptimizer(config) if config.spec.formula else UserClassOptimizer(config)
+    return KernelOrFormulaOptimizer(config) if config.spec.formula else UserClassOptimizer(config)
 
 
 # ---- the class -----------------------------------------------------------------------------------

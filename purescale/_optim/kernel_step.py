@@ -124,7 +124,7 @@ class KernelStep:
             if slots
             for pair in zip(launch.param_indices, slots, strict=True)
         ]
-        dense = inputs.all_leaves
+        dense = inputs.leaves_if_dense
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
         fits = is_dense and in_order
@@ -180,7 +180,7 @@ class KernelStep:
         reads_skip = isinstance(self.kernel, ForLoopKernel)
         if reads_skip and skip is not None and not host_can_read([skip]):
             return False
-        if not self._config.is_static:
+        if not self._config.settings_are_constant:
             numbers = numbers_of(inputs.opt_state.hyper)
             if numbers and not host_can_read(numbers):
                 return False
@@ -233,11 +233,11 @@ class KernelStep:
         if plan.leaves_fit_kernel:
             leaves = leaves if in_place else foreach.clone_list(leaves)
         else:
-            listed = inputs.all_leaves is not None
+            listed = inputs.leaves_if_dense is not None
             leaves = _writable_leaves(
                 leaves, plan.param_slot_pairs, listed=listed, in_place=in_place
             )
-        if not self._config.is_static:
+        if not self._config.settings_are_constant:
             step_settings = step_settings.map(self.kernel.kernel_settings)
         num_params = len(inputs.params)
         grads = self.kernel.fold_factor(grads)
@@ -288,7 +288,7 @@ class KernelStep:
         step_settings, layout = inputs.step_settings, inputs.layout
         params, slot_lists = _writable_slot_lists(inputs, in_place=in_place)
         state = with_slot_lists(inputs.opt_state, slot_lists, layout)
-        if not self._config.is_static:
+        if not self._config.settings_are_constant:
             step_settings = step_settings.map(lambda table: map_numbers(copied_number, table))
         grad_indices = list(layout.grad_indices)
         if STEP in slot_lists:
@@ -324,13 +324,11 @@ class KernelStep:
         step_settings: StepSettings,
         grads_match_params: bool = False,
     ) -> Iterator[tuple[LaunchPlan, KernelCall]]:
-        """Yield each launch with its call, over these tensors and settings. What a call has written
-        into `leaves`, the next one reads.
-        """
+        """Yield each launch with its call, over these tensors and settings."""
         t_by_device: dict[torch.device, Tensor] = {}  # float32, where the kernel reads it
         for launch in launches:
             bound_kernel = launch.bound_kernel
-            if not self._config.is_static:
+            if not self._config.settings_are_constant:
                 settings = self._config.settings_of(launch.group.override_indices, step_settings)
                 bound_kernel = self.kernel.bind(settings)
             params, *slots = launch.pick(leaves)

@@ -174,7 +174,7 @@ def keyword_arguments(settings: Settings, names: Sequence[str]) -> dict[str, Any
     return {name: settings[name] for name in names}
 
 
-# A rate that is not in the state may share a parameter's memory.
+# A rate that is not in the state may share a parameter's memory, which the kernel overwrites.
 def copied_number(number: Any) -> Any:
     """Return a number, in memory of its own if it is a tensor."""
     return number.clone() if isinstance(number, Tensor) else number

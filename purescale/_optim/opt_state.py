@@ -31,7 +31,8 @@ class OptState(NamedTuple):
             `counts`.
         slots: What the class keeps for each parameter, by torch's names: trees like the parameters,
             `{"exp_avg": ..., "exp_avg_sq": ...}`, with `()` in place of a parameter that lacks the
-            slot. A class of your own has its slots by parameter, `{"conv.weight": {...}}`.
+            slot, and `{"none": ...}` of `()` alone if it keeps nothing. A class of your own has its
+            slots by parameter, `{"conv.weight": {...}}`.
         counts: A tree like the parameters of float32 [], the number of steps of each, with
             `from_torch(..., counts="each")`, or from a state dict in which they differ; else `()`.
         lr: float32 []. The rate that steps use (with a schedule a factor of it), with

@@ -5,7 +5,6 @@ structure and metadata decide about them is decided once for arguments that are 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -64,7 +63,7 @@ class StepFacts(NamedTuple):
 
     layout: ParamLayout
     plan: Any  # what `FlatOptimizer.plan` returned
-    leaves_metadata: ListMetadata  # of `StepInputs.all_leaves`
+    leaves_metadata: ListMetadata  # of `StepInputs.leaves_if_dense`
     # Each leaf is plain, gapless, not empty, and requires no gradient: a step may write into it if
     # nothing else shares its memory.
     all_writable: bool = False
@@ -74,9 +73,9 @@ class StepFacts(NamedTuple):
 class PreparedStep(NamedTuple):
     """A step, prepared: its arguments, flat, and what is known of them."""
 
-    flat_trees: list[
-        FlatTree
-    ]  # parameters, the state of the optimizer, the other arguments in order
+    params: FlatTree
+    opt_state: FlatTree
+    others: list[FlatTree]  # the other arguments, in their order
     inputs: StepInputs
     facts: StepFacts
     plan_context: PlanContext | None
@@ -84,7 +83,7 @@ class PreparedStep(NamedTuple):
 
 class FlatOptimizer:
     """An optimizer over the lists of `StepInputs`. A subclass has `init`, `must_agree`,
-    `apply_step` (or `step_unless`, if it can skip a step itself), and perhaps `plan` and
+    `apply_step` (or `step_or_keep`, if it can skip a step itself), and perhaps `plan` and
     `step_settings`; `as_flat_optimizer` makes one of any optimizer. A `train_step` prepares the
     step at its start, by `find_step` or `prepare_step`, and runs it at its end, by `run_step`.
     """
@@ -154,7 +153,7 @@ class FlatOptimizer:
         if (known := self.cache.find(plan_context, trees)) is None:
             return None
         flat_trees, facts = known
-        params, opt_state, *_ = flat_trees
+        params, opt_state, *others = flat_trees
         inputs = StepInputs.of_dense(
             facts.layout,
             params,
@@ -163,7 +162,7 @@ class FlatOptimizer:
             facts.plan,
             self.step_settings(opt_state.tree),
         )
-        return PreparedStep(flat_trees, inputs, facts, plan_context)
+        return PreparedStep(params, opt_state, others, inputs, facts, plan_context)
 
     def prepare_step(
         self,
@@ -194,27 +193,21 @@ class FlatOptimizer:
             )
             if keep and self.is_cached:
                 self.cache.keep(plan_context, trees, facts)
-        return PreparedStep(trees, inputs, facts, plan_context)
+        params, opt_state, *others = trees
+        return PreparedStep(params, opt_state, others, inputs, facts, plan_context)
 
     def find_or_prepare_step(
-        self,
-        params: Tree,
-        grads: Tree,
-        opt_state: Tree,
-        *others: Tree,
-        check_scaled: Callable[[Gradients], None] = lambda gradients: None,
+        self, params: Tree, grads: Tree, opt_state: Tree, *others: Tree
     ) -> tuple[PreparedStep, Gradients]:
-        """Return a step over these and other trees, found or prepared, and its gradients, which
-        `check_scaled` may refuse before that. Refuse, naming the leaf, gradients that do not fit
-        `params`, and a state that belongs to others.
+        """Return a step over these and other trees, found or prepared, and its gradients. Refuse,
+        naming the leaf, gradients that do not fit `params`, and a state that belongs to others.
         """
         plan_context = current_plan_context()
         prepared_step = self.find_step(plan_context, (params, opt_state, grads, *others))
         if prepared_step is not None:
-            return prepared_step, prepared_step.inputs.make_gradients(prepared_step.flat_trees[2])
+            return prepared_step, prepared_step.inputs.make_gradients(prepared_step.others[0])
         trees, inputs = flatten_step(self, params, grads, opt_state)
         gradients = inputs.make_gradients(trees[2])
-        check_scaled(gradients)
         # A step is found by `grads` in their own order: it is kept if that is the parameters'.
         same_order = plan_context is not None and pytree.flatten(grads)[1] == trees[0].structure
         trees += map(FlatTree.of, others)
@@ -230,11 +223,11 @@ class FlatOptimizer:
         *,
         in_place: bool = False,
     ) -> tuple[Tree, Tree]:
-        """Return `step_unless` in the trees of the arguments."""
+        """Return `step_or_keep` in the trees of the arguments."""
         inputs = prepared_step.inputs
-        return inputs.as_trees(*self.step_unless(inputs, grads, skip, in_place=in_place))
+        return inputs.as_trees(*self.step_or_keep(inputs, grads, skip, in_place=in_place))
 
-    def step_unless(
+    def step_or_keep(
         self,
         inputs: StepInputs,
         grads: Gradients,
@@ -297,7 +290,7 @@ def as_flat_optimizer(optimizer: Any) -> FlatOptimizer:
 
 
 class AdaptedOptimizer(FlatOptimizer):
-    """A flat optimizer for one with `init` and `step` alone, which makes its own checks."""
+    """A flat optimizer for one with `init` and `step` alone, which alone checks its arguments."""
 
     runs_user_code = True
     is_cached = False  # it is made in each call

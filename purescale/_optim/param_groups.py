@@ -1,4 +1,6 @@
-"""Optimizers with settings and a state as those of torch.optim: by a formula, or a user's class."""
+"""Optimizers with settings and a state as those of torch.optim: by torch's kernels, by a formula, or
+a user's class.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from .._tree.pytree import Tree
 class ParamGroupOptimizer(FlatOptimizer):
     """An optimizer with settings by parameter group and an `OptState`, as torch.optim has them;
     made by `from_torch` and `from_formula`. It holds settings, never state. It is a
-    `FormulaOptimizer` or a `UserClassOptimizer`.
+    `KernelOrFormulaOptimizer` or a `UserClassOptimizer`.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -174,7 +176,7 @@ class ParamGroupOptimizer(FlatOptimizer):
         return self._with_slots(state, params, slots)
 
 
-class FormulaOptimizer(ParamGroupOptimizer):
+class KernelOrFormulaOptimizer(ParamGroupOptimizer):
     """A class of torch.optim or a formula of a user's: a step is torch's kernel or the formula."""
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -213,7 +215,7 @@ class FormulaOptimizer(ParamGroupOptimizer):
             _check_counts(self.config, inputs.layout)
         return self._kernel_step.plan(inputs, groups)
 
-    def step_unless(
+    def step_or_keep(
         self,
         inputs: StepInputs,
         grads: Gradients,
@@ -224,7 +226,7 @@ class FormulaOptimizer(ParamGroupOptimizer):
         """Return parameters and state after a step, by a kernel if one can make or skip it."""
         if self._kernel_step.can_run(inputs, grads, skip):
             return self._kernel_step(inputs, grads, skip, in_place=in_place)
-        return super().step_unless(inputs, grads, skip, in_place=in_place)
+        return super().step_or_keep(inputs, grads, skip, in_place=in_place)
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step by the formula, in fresh memory."""

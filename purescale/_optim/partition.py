@@ -131,7 +131,7 @@ class PartitionOptimizer(FlatOptimizer):
 
     def inputs_of(self, key: str, part: Part, inputs: StepInputs) -> StepInputs:
         """Return the inputs of one part, with DTensors flattened for its own optimizer."""
-        layout, opt_state, dense = part.layout, inputs.opt_state[key], inputs.all_leaves
+        layout, opt_state, dense = part.layout, inputs.opt_state[key], inputs.leaves_if_dense
         params = inputs.param_list.picked(part.param_indices)
         if dense is not None and part.state_slice is not None:
             leaves = [*params.tensors, *dense.tensors[part.state_slice]]
@@ -149,7 +149,7 @@ class PartitionOptimizer(FlatOptimizer):
     ) -> Gradients:
         """Return the gradients of one part."""
         param_indices = part.param_indices
-        if grads.in_leaf_form:
+        if grads.in_leaf_form:  # no gradient is None, so these have the indices of parameters
             return grads.picked(param_indices)
         indices = [inputs.layout.grad_indices[index] for index in param_indices]
         tensors = [grads.tensors[index] for index in indices if index is not None]
@@ -166,7 +166,7 @@ class PartitionOptimizer(FlatOptimizer):
             key: each.step_settings(opt_state[key]) for key, each in self.flat_optimizers.items()
         }
 
-    def step_unless(
+    def step_or_keep(
         self,
         inputs: StepInputs,
         grads: Gradients,
@@ -189,7 +189,7 @@ class PartitionOptimizer(FlatOptimizer):
         for key in plan:
             optimizer = self.flat_optimizers[key]
             writes = in_place and not optimizer.runs_user_code
-            stepped[key] = optimizer.step_unless(
+            stepped[key] = optimizer.step_or_keep(
                 part_inputs[key], part_grads[key], skip, in_place=writes
             )
         for key, optimizer in self.flat_optimizers.items():
@@ -240,10 +240,10 @@ class Part(NamedTuple):
 
 
 def _state_of_each(inputs: StepInputs) -> dict[str, tuple[slice, Any]]:
-    """Return by key the place of its state among `all_leaves`, and its structure; none if the
+    """Return by key the place of its state among `leaves_if_dense`, and its structure; none if the
     leaves are not known to be dense.
     """
-    if inputs.all_leaves is None:
+    if inputs.leaves_if_dense is None:
         return {}
     structures = inputs.state_structure.children()
     counts = [structure.num_leaves for structure in structures]

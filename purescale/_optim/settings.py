@@ -53,7 +53,7 @@ class OptimizerSpec(NamedTuple):
     made_by: str  # the public function that makes it
     formula: Any  # a `Formula`; None for a user's class, whose `step` is called
     cls: Any  # the class of torch; None of `from_formula`
-    setting_names: Sequence[str] | None  # that it takes; None if they were taken before
+    setting_names: Sequence[str] | None  # that it takes; None of a live optimizer
     default_lr: Any
     # an optimizer over these tensors with these settings, or what stands for one: its `defaults`
     # are all settings
@@ -99,7 +99,7 @@ class ParamGroup(NamedTuple):
 
     indices: list[int]  # of its parameters
     names: list[str]
-    override_indices: tuple[int, ...]  # of overrides with the values of those that match them
+    override_indices: tuple[int, ...]  # that match them, or a single one with the same settings
     settings: dict[str, Any]  # complete
     overridden: frozenset[str] = frozenset()  # the settings that an override names
 
@@ -156,7 +156,7 @@ class OptimizerConfig:
         tables = self.defaults, *self.by_override
         self.has_schedules = any([table.schedules for table in tables])
         tensors = [v for table in tables for v in table.values.values() if isinstance(v, Tensor)]
-        self.is_static = not (self.has_schedules or self.in_state or tensors)
+        self.settings_are_constant = not (self.has_schedules or self.in_state or tensors)
         # Momentum in the state may become nonzero later, so its buffer exists while it is 0.
         self.nonzero_for_slots = dict.fromkeys({"momentum", "dampening"} & {*self.in_state}, 0.5)
         # The number of a parameter's own steps is a part of its state, as in torch.
@@ -251,8 +251,8 @@ class OptimizerConfig:
         return lambda names, *operands: opaque(key, names, *operands)
 
     def _first_equal(self, matching: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the first pattern with the same settings, so that `{"*.bias": no_decay, "norm.*":
-        no_decay}` is one group.
+        """Return the index of the first pattern with the same settings, so that `{"*.bias":
+        no_decay, "norm.*": no_decay}` is one group; `matching` if there is none.
         """
         overrides = list(self.overrides.values())
         merged = {name: value for index in matching for name, value in overrides[index].items()}
@@ -265,7 +265,7 @@ class OptimizerConfig:
 
     def step_settings(self, opt_state: OptState) -> StepSettings:
         """Return the settings of the next step that may differ from those of the last one."""
-        if self.is_static:
+        if self.settings_are_constant:
             return self.no_step_settings
         count = opt_state.applied if self.schedule_by == "applied" else opt_state.iteration
 

@@ -15,7 +15,7 @@ from .._torch import dtensor
 from .._torch.tensor_list import ListMetadata, TensorList
 from .._torch.tracing import is_unresolved, refuse_graph_end
 from .._tree import pytree
-from .._tree.gradients import Gradients, as_gradients, flat_gradients
+from .._tree.gradients import Gradients, as_gradients, gradients_of_tree
 from .._tree.leaves import as_tensor_list
 from .._tree.matching import check_names, check_parameters, flatten_grads, refuse_autograd_history
 from .._tree.pytree import FlatTree, Leaves, Tree
@@ -43,8 +43,8 @@ class StepInputs(NamedTuple):
     param_list: TensorList
     opt_state: Tree
     # parameters, then all leaves of the state; None unless all are `dense_without_history`
-    all_leaves: TensorList | None = None
-    state_structure: Any = None  # of the state, if `all_leaves` is there
+    leaves_if_dense: TensorList | None = None
+    state_structure: Any = None  # of the state, if `leaves_if_dense` is there
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
     piece_positions: list[Position] | None = None  # if these are a piece of a larger step
@@ -62,14 +62,14 @@ class StepInputs(NamedTuple):
         step_settings: Any = None,
     ) -> StepInputs:
         """Return the inputs of a step whose tensors are `dense_without_history`. `metadata` is that
-        of `all_leaves`.
+        of `leaves_if_dense`.
         """
         leaves = [*params.leaves, *opt_state.leaves]
         return cls(
             layout,
             params.tensor_list,
             opt_state.tree,
-            all_leaves=TensorList(leaves, metadata, dense_without_history=True),
+            leaves_if_dense=TensorList(leaves, metadata, dense_without_history=True),
             state_structure=opt_state.structure,
             plan=plan,
             step_settings=step_settings,
@@ -86,14 +86,14 @@ class StepInputs(NamedTuple):
 
     def with_state(self, opt_state: Tree) -> StepInputs:
         """Return the inputs with another state."""
-        return self._replace(opt_state=opt_state, all_leaves=None)
+        return self._replace(opt_state=opt_state, leaves_if_dense=None)
 
     def leaves_and_state_structure(self) -> tuple[Leaves, Any]:
         """Return the parameters and all leaves of the state in one list, and the structure of the
         state.
         """
-        if self.all_leaves is not None:
-            return self.all_leaves.tensors, self.state_structure
+        if self.leaves_if_dense is not None:
+            return self.leaves_if_dense.tensors, self.state_structure
         leaves, structure = pytree.flatten(self.opt_state)
         return [*self.params, *leaves], structure
 
@@ -101,8 +101,8 @@ class StepInputs(NamedTuple):
         """Return the checked gradients of these parameters, in the order of the leaves. Refuse,
         naming the leaf, one that is not over the mesh of its parameter.
         """
-        if self.all_leaves is not None:
-            return flat_gradients(grads)
+        if self.leaves_if_dense is not None:
+            return gradients_of_tree(grads)
         leaves = grads.leaves
         params = self.layout.structure.flatten_up_to((self.global_trees or self.trees)[0])
         if dtensor.any_dtensor([*leaves, *params]):

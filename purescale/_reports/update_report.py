@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._optim.optimizer import AdaptedOptimizer, Optimizer, as_flat_optimizer
-from .._optim.param_groups import FormulaOptimizer, ParamGroupOptimizer
+from .._optim.param_groups import KernelOrFormulaOptimizer, ParamGroupOptimizer
 from .._optim.partition import PartitionOptimizer
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._reports.printing import Row, bars, leaf_names, read_rows, table
@@ -281,7 +281,7 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
 
 def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tensor]:
     if not isinstance(optimizer, AdaptedOptimizer):
-        return optimizer.step_unless(optimizer.plan_inputs(inputs), grads)[0]
+        return optimizer.step_or_keep(optimizer.plan_inputs(inputs), grads)[0]
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     params, opt_state = inputs.trees
     grad_tree = inputs.layout.unflatten(inputs.grads_like_params(grads))
@@ -304,7 +304,7 @@ def _wide_state(optimizer: Any, inputs: StepInputs) -> Tree:
         return pytree.map(_wide, opt_state)
     slots = {
         key: tree
-        if isinstance(optimizer, FormulaOptimizer) and optimizer.slot_spec.is_scalar(key)
+        if isinstance(optimizer, KernelOrFormulaOptimizer) and optimizer.slot_spec.is_scalar(key)
         else pytree.map(_wide, tree)
         for key, tree in opt_state.slots.items()
     }

@@ -45,7 +45,7 @@ class FlatState(NamedTuple):
         return self.step_rng_guard.tree[2]
 
 
-def flatten_state(state: TrainState, options: TrainStepOptions) -> FlatState:
+def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     """Return the flat state of a step. Refuse a state that does not fit the optimizer."""
     optimizer, plan_context = options.optimizer, current_plan_context()
     others = state.buffers, state.scaler, (state.step, state.rng, state.guard)
@@ -56,7 +56,7 @@ def flatten_state(state: TrainState, options: TrainStepOptions) -> FlatState:
         _check(state, options, params)
         inputs = make_step_inputs(optimizer, params, opt_state)
         prepared_step = optimizer.prepare_step(plan_context, flat_trees, inputs)
-    params, _, buffers, scaler, step_rng_guard = prepared_step.flat_trees
+    params, (buffers, scaler, step_rng_guard) = prepared_step.params, prepared_step.others
     control_leaves = [*scaler.leaves, *step_rng_guard.leaves]
     if not pytree.are_tensors(control_leaves):
         control_leaves = pytree.all_tensors(control_leaves)

@@ -225,9 +225,9 @@ class ForwardBackward:
     ) -> tuple[Tensor, Outputs]:
         """Return the loss of a call of `loss_fn` times the scale, and its outputs."""
         params = self.layout.unflatten(inputs)
-        carried = self.flat_buffers.structure.unflatten(buffers)
+        buffer_tree = self.flat_buffers.structure.unflatten(buffers)
         try:
-            returned = self.loss_fn(params, carried, microbatch)
+            returned = self.loss_fn(params, buffer_tree, microbatch)
         except TypeError:
             check_form(self.loss_fn)
             raise

@@ -97,8 +97,9 @@ def accumulate_microbatches(
     """Return the weighted mean of the microbatches' gradients and losses, and the buffers after
     them.
 
-    With a group, loss and totals are over all ranks. Gradients and buffers are still of this
-    rank. `reduce_window` averages both; in place of the buffers `buffers_to_reduce`, if given.
+    With a group, loss and totals are over all ranks. Gradients, unless they are sent already, and
+    buffers are still of this rank. `reduce_window` averages both; in place of the buffers
+    `buffers_to_reduce`, if given.
     """
     params, buffers, scaler = flat_state.params, flat_state.buffers, flat_state.scaler
     differentiable = options.optimizer.differentiable and is_on_a_graph(
@@ -142,11 +143,11 @@ def _window_of_one(
     if isinstance(entry, FUNCTION_TYPES):
         entry = _make_microbatch(entry, forward_backward, memory)
     out = forward_backward(forward_backward.flat_buffers.leaves, entry)
-    params, scaled = (
+    params, pending = (
         forward_backward.flat_params.tensor_list,
         Pending(divisor=forward_backward.scale),
     )
-    grads = as_gradients(out.grads, scaled, owned=forward_backward.detaches, params=params)
+    grads = as_gradients(out.grads, pending, owned=forward_backward.detaches, params=params)
     loss, totals_row = out.loss, None
     if weights.values is not None:
         totals_row, means = sum_microbatches(weights.values, torch.stack([loss]), [])
@@ -167,10 +168,10 @@ def _window_of_several(
     buffers_to_reduce: Leaves,
 ) -> WindowResult:
     """Return the mean over several microbatches, or over those of a group."""
-    scaled = Pending(divisor=forward_backward.scale)
+    pending = Pending(divisor=forward_backward.scale)
     mean = WindowMean(options, weights, forward_backward)
     reduction, adds_as_made = start_reduction(mean, buffers_to_reduce), mean.adds_as_made
-    carried, last = forward_backward.flat_buffers.leaves, len(microbatches) - 1
+    buffers, last = forward_backward.flat_buffers.leaves, len(microbatches) - 1
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
     for index, entry in enumerate(microbatches):
@@ -179,30 +180,32 @@ def _window_of_several(
             microbatch = _make_microbatch(entry, forward_backward, memory)
         if reduction is not None and index == last:
             send = functools.partial(send_gradient, mean, reduction)
-            out = forward_backward(carried, microbatch, on_grad=send)
+            out = forward_backward(buffers, microbatch, on_grad=send)
         elif adds_as_made and updates_buffers:
             add = functools.partial(mean.add_gradient, index)
-            out = forward_backward(carried, microbatch, on_grad=add, refuse_pieces=False)
+            out = forward_backward(buffers, microbatch, on_grad=add, refuse_pieces=False)
         else:
             # The first gradients of a sum become the sum; others are only read.
             first = mean.stays_scaled and mean.sums is None
             if forward_backward.keeps_graph:
                 # The graph of one microbatch at a time: each is made again in the backward.
-                out = checkpoint(forward_backward, carried, microbatch, use_reentrant=False)
+                out = checkpoint(forward_backward, buffers, microbatch, use_reentrant=False)
             else:
-                out = forward_backward(carried, microbatch, take_ownership=first)
-            grads = as_gradients(out.grads, scaled, params=forward_backward.flat_params.tensor_list)
+                out = forward_backward(buffers, microbatch, take_ownership=first)
+            grads = as_gradients(
+                out.grads, pending, params=forward_backward.flat_params.tensor_list
+            )
             updates_buffers = mean.add(index, grads)
             del grads
         # If a microbatch is dropped, what it did to the buffers is too.
         if isinstance(updates_buffers, Tensor):
-            carried = select_leaves(~updates_buffers, carried, out.buffers)
+            buffers = select_leaves(~updates_buffers, buffers, out.buffers)
         elif updates_buffers:
-            carried = out.buffers
+            buffers = out.buffers
         losses.append(out.loss)
         aux += tuple(out.aux)
         del out, microbatch  # so that the next ones reuse their memory
-    return _window_result(mean, losses, carried, aux, reduction, buffers_to_reduce)
+    return _window_result(mean, losses, buffers, aux, reduction, buffers_to_reduce)
 
 
 # Functions in a window, each of which makes a microbatch when its turn comes. Other objects may be
@@ -288,8 +291,8 @@ def accumulate_with_pooled_statistics(
     momenta: dict[str, float] = {}
 
     @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
-    def loss_and_stats(params: Tree, carried: Tree, microbatch: Any) -> Any:
-        buffers, stats = carried
+    def loss_and_stats(params: Tree, buffers_with_stats: Tree, microbatch: Any) -> Any:
+        buffers, stats = buffers_with_stats
         with CaptureBatchNorm() as captured:
             returned = options.loss_fn(params, buffers, microbatch)
         loss, new_buffers, *aux = checked_returned(returned)
@@ -314,9 +317,9 @@ def accumulate_with_pooled_statistics(
         memory,
         buffers_to_reduce=buffers.leaves,
     )
-    carried, stats = buffers_and_stats.structure.unflatten(window.buffers)
+    new_buffers, stats = buffers_and_stats.structure.unflatten(window.buffers)
     momentum_of: Mapping[str, float | Tensor] = momenta
     if options.group is not None:
         stats, momentum_of = reduce_stats_and_momenta(stats, momenta, options.group)
-    updated = update_running_stats(carried, stats, momentum_of)
+    updated = update_running_stats(new_buffers, stats, momentum_of)
     return window._replace(buffers=pytree.flatten(updated)[0])

@@ -16,7 +16,7 @@ from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.decide import decide
 from .._step.memory import MayWrite, decide_writes_by_hand
 from .._torch.autocast import outside_autocast
-from .._tree.gradients import Gradients, Pending
+from .._tree.gradients import Pending
 from .._tree.hints import document_fields, hint_keywords
 from .._tree.poison import donates
 from .._tree.pytree import StateT, Tree, TreeT
@@ -166,19 +166,16 @@ def unscale_and_step(
     flat_optimizer = as_flat_optimizer(optimizer)
     scale = scaler.scale
 
-    def check_scaled(grads: Gradients) -> None:
-        check_scale(scale, params, grads.templates, "grads", grads.tensor_list)
-        if clip.clip_value is not None:
-            refuse_complex(params, grads.templates, "grads")
-
     prepared_step, grads = flat_optimizer.find_or_prepare_step(
-        params, scaled_grads, opt_state, scaler, check_scaled=check_scaled
+        params, scaled_grads, opt_state, scaler
     )
+    check_scale(scale, params, grads.templates, "grads", grads.tensor_list)
+    if clip.clip_value is not None and not grads.in_leaf_form:
+        refuse_complex(params, grads.templates, "grads")
     may_write = MayWrite()
     if donate:
-        of_scaler = [
-            leaf for leaf in prepared_step.flat_trees[-1].leaves if isinstance(leaf, Tensor)
-        ]
+        _, flat_scaler = prepared_step.others
+        of_scaler = [leaf for leaf in flat_scaler.leaves if isinstance(leaf, Tensor)]
         read_only = [*of_scaler, *clip.tensor_bounds]
         may_write = decide_writes_by_hand(flat_optimizer, prepared_step, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.

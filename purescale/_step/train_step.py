@@ -16,7 +16,7 @@ from .._loss_scale.rules import Rule, check_rule
 from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.agree import prepare_on_all_ranks
 from .._step.decide import call_guard, decide
-from .._step.flat_state import FlatState, flatten_state
+from .._step.flat_state import FlatState, prepare_state
 from .._step.forward_backward import LossFn
 from .._step.memory import decide_writes
 from .._step.microbatches import (
@@ -173,7 +173,7 @@ def train_step(
         )
         check_options(options)
         _check_arguments(state, microbatches, options)
-        flat_state = flatten_state(state, options)
+        flat_state = prepare_state(state, options)
         return (
             flat_state,
             options,

@@ -77,7 +77,9 @@ class WindowMean:
             self.sums[tensor_index] = self.with_share(None, new, index)[0]
 
     def add(self, index: int, grads: Gradients) -> bool | Tensor:
-        """Average gradients in. Return True if their microbatch counts for the buffers."""
+        """Add the gradients of a microbatch to the mean. Return True if it counts for the
+        buffers.
+        """
         is_counted = self.weights.is_counted[index]
         if self.options.max_retries or not self.stays_scaled:
             self.overflows.append(measure(grads, self.scale).overflow)

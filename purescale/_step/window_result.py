@@ -89,7 +89,7 @@ class Attempt(NamedTuple):
 
     @property
     def num_overflows(self) -> Tensor:
-        """The number of overflows, by which tries are compared."""
+        """The number of overflows, or whether there is one, by which tries are compared."""
         return self.stats.overflow if self.flags is None else self.flags.num_overflows
 
     @property

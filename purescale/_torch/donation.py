@@ -173,7 +173,7 @@ def take_ownership(gradients: list[Tensor]) -> list[Tensor]:
     gradients.clear()
     storages = list(map(Tensor.untyped_storage, detached))
     # Two uses: the tensor, and its place in `storages`. Memory from outside cannot be resized.
-    uses = list(map(private.storage_uses, map(_cdata, storages)))
+    uses = list(map(private.storage_uses_or_zero, map(_cdata, storages)))
     resizable = list(map(torch.UntypedStorage.resizable, storages))
     gapless = list(map(Tensor.is_contiguous, detached))
     if not all(gapless):

@@ -346,8 +346,8 @@ def where(
     skip: Tensor, old: Sequence[Tensor], new: Sequence[Tensor], *, in_place: bool = False
 ) -> list[Tensor]:
     """Return `[torch.where(skip, o, n) for o, n in zip(old, new)]`, written into `old` if
-    `in_place`. An accelerator needs few operators for any number of tensors. On a CPU the flag is
-    read, and what it chooses is copied.
+    `in_place`. An accelerator needs few operators for any number of small tensors. On a CPU the
+    flag is read, and what it chooses is copied.
     """
     if host_can_read([skip], old, new) and not is_on_a_graph([*old, *new]):
         if not in_place:

@@ -183,10 +183,12 @@ NAMES = {
     ),
     # tensors; without a count of uses memory counts as shared, and without versions or hooks no
     # write and no hook is noticed
-    # AccumulateGrad copies a gradient that is held, but not one of which a view is.
-    "storage_uses": Name("torch._C._storage_Use_Count", "gradients in place", lambda cdata: 0),
+    # AccumulateGrad copies a gradient that is kept elsewhere, but not one of which a view is kept.
+    "storage_uses_or_zero": Name(
+        "torch._C._storage_Use_Count", "gradients in place", lambda cdata: 0
+    ),
     # Without it two states could be in one memory.
-    "uses_of_storage": Name("torch._C._storage_Use_Count", "capture on a GPU"),
+    "required_storage_uses": Name("torch._C._storage_Use_Count", "capture on a GPU"),
     "version": Name(
         "torch.Tensor._version", "a write", lambda tensor: 0, lambda version: version.__get__
     ),

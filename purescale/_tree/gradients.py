@@ -1,4 +1,4 @@
-"""Gradients as dense, real tensors of this rank: one record from the backward to the kernel."""
+"""Gradients as dense, real tensors of this rank: one record from their window to the kernel."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def as_gradients(
     return Gradients(TensorList(tensors), templates, False, pending, owned)
 
 
-def flat_gradients(grads: FlatTree) -> Gradients:
+def gradients_of_tree(grads: FlatTree) -> Gradients:
     """Return the checked gradients of a flat tree, with what is known of them."""
     if grads.tensor_list.dense_without_history:
         return Gradients(grads.tensor_list, grads.leaves, True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._optim.optimizer import FlatOptimizer, Optimizer, as_flat_optimizer
-from .._optim.param_groups import FormulaOptimizer
+from .._optim.param_groups import KernelOrFormulaOptimizer
 from .._optim.step_inputs import StepInputs
 from .._torch import dtensor, foreach
 from .._torch.dtypes import is_half, wide_dtype
@@ -123,7 +123,7 @@ class Wrapper(FlatOptimizer):
             inner = inner.flat_optimizer
         if self.differentiable or torch.compiler.is_compiling():
             return False
-        return isinstance(inner, FormulaOptimizer)
+        return isinstance(inner, KernelOrFormulaOptimizer)
 
     def step_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the inner optimizer's step."""
@@ -135,7 +135,7 @@ class Wrapper(FlatOptimizer):
         [piece] = inputs.plan.pieces
         return self._step_piece(piece, inputs, grads)[0]
 
-    def step_unless(
+    def step_or_keep(
         self,
         inputs: StepInputs,
         grads: Gradients,
@@ -150,7 +150,7 @@ class Wrapper(FlatOptimizer):
         pieces = plan.pieces
         is_whole = skip is None and not in_place and len(pieces) == 1
         if is_whole or not plan.inner_skips:
-            return super().step_unless(inputs, grads, skip, in_place=in_place)
+            return super().step_or_keep(inputs, grads, skip, in_place=in_place)
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
         if plan.in_trace:
             unscaled = self.unscaled(inputs, grads, skip)
@@ -195,7 +195,7 @@ class Wrapper(FlatOptimizer):
             self._refuse_derivatives([inputs.params, inputs.opt_state, grads.tensors])
         with self.grad_mode():
             inner = self.decode(inputs)._replace(plan=piece.plan)
-            stepped = self.flat_optimizer.step_unless(inner, grads, skip, in_place=in_place)
+            stepped = self.flat_optimizer.step_or_keep(inner, grads, skip, in_place=in_place)
             return self.encode(inputs, *stepped), pytree.flatten(stepped)[0]
 
     def _refuse_derivatives(self, trees: Tree) -> None:

@@ -1,5 +1,5 @@
-"""Optimizers with settings and a state as those of torch.optim: by torch's kernels, by a formula, or
-a user's class.
+"""Optimizers with settings and a state as those of torch.optim: by torch's kernels, a formula, or a
+user's class.
 """
 
 from __future__ import annotations

@@ -285,6 +285,22 @@ def test_where_the_host_reads_nothing_a_window_is_the_same(dtype, parts):
     assert_close(read.grads, expected.grads, rtol=1e-6, atol=1e-6)
 
 
+def test_a_weight_in_the_memory_of_a_donated_mean_is_read_before_it_is_overwritten():
+    grads = [torch.tensor([3.0, 5.0], dtype=torch.float64)]
+    accum = ps.accumulate_grads(ps.init_accum(grads), grads, weight=2.0)
+    expected = ps.accumulate_grads(accum, grads, weight=accum.grads[0][0])
+    donated = ps.accumulate_grads(accum, grads, weight=accum.grads[0][0], donate=True)
+    assert same_bits(donated, expected)
+    assert donated.weight == 5.0
+
+
+def test_the_dtypes_of_a_window_do_not_depend_on_what_is_good():
+    accum = ps.init_accum([torch.zeros(2)])
+    accum = accum._replace(weight=accum.weight.float(), bad_weight=accum.bad_weight.float())
+    good, bad = (ps.accumulate_grads(accum, [torch.full((2,), x)]) for x in (1.0, INF))
+    assert [t.dtype for t in tensors(good)] == [t.dtype for t in tensors(bad)]
+
+
 # ---- windows as host arithmetic
 
 

@@ -18,8 +18,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import purescale as ps
-from purescale._grads import accumulate, clip
-from purescale._loss_scale import rules, scaling
+from purescale._loss_scale import rules
 from purescale._step import value_and_grad
 from purescale._torch.tracing import as_on_an_accelerator
 from purescale._tree.cache import TreeCache
@@ -52,21 +51,17 @@ class Call:
         self.optimizer, self.rule = ADAMW, ps.DynamicScale(2.0**4, growth_interval=2)
         self.restore = lambda state: state
 
-    def made(self):
-        """The state before the step, and what it returns."""
-        guard = self.options.get("guard")
-        state = ps.init_train_state(
-            self.params, self.buffers, self.optimizer, self.rule, guard=guard
-        )
-        state = self.restore(state._replace(params=self.params))
-        step = functools.partial(ps.train_step, optimizer=self.optimizer, rule=self.rule)
-        return state, step(state, self.batches, loss_fn=loss_fn, **self.options)
-
     def outcome(self):
         """What the caller sees: bits, forms, memory and reads, or the error."""
         with HostReads() as reads, self.context():
             try:
-                state, result = self.made()
+                guard = self.options.get("guard")
+                state = ps.init_train_state(
+                    self.params, self.buffers, self.optimizer, self.rule, guard=guard
+                )
+                state = self.restore(state._replace(params=self.params))
+                step = functools.partial(ps.train_step, optimizer=self.optimizer, rule=self.rule)
+                result = step(state, self.batches, loss_fn=loss_fn, **self.options)
             except Exception as error:
                 return type(error), str(error), reads.count
         leaves, form = pytree.tree_flatten(result)
@@ -111,8 +106,7 @@ def cold():
     """Forget what earlier calls have left, and leave out no plan from here on."""
     for optimizer in (ADAMW, GROUPS):
         vars(optimizer)["cache"] = TreeCache(None)
-    for module in (accumulate, clip, scaling, value_and_grad):
-        module._cache = TreeCache(None)
+    value_and_grad._cache = TreeCache(None)
     rules._CHECKED.clear()
 
 
@@ -292,49 +286,6 @@ def test_a_call_is_the_first_call_also_after_each_other_one_that_differs_in_a_fa
     for fact in FACTS:
         for name in (fact, "nothing"):
             assert_same_outcome(made([name]).outcome(), expected[name], fact)
-
-
-class CallByHand(Call):
-    """A function of gradients, which are the parameters of the call."""
-
-    def __init__(self, function, donate):
-        super().__init__()
-        self.function, self.donate = function, donate
-
-    def made(self):
-        return self.params, self.function(self.params, donate=self.donate)
-
-
-BY_HAND = {
-    "unscale_and_check": lambda grads, **how: ps.unscale_and_check(
-        ps.StaticScale(4.0).init(), grads, **how
-    ),
-    "clip_by_global_norm": lambda grads, **how: ps.clip_by_global_norm(grads, 0.5, **how),
-    "accumulate_grads": lambda grads, **how: ps.accumulate_grads(
-        ps.init_accum(PARAMS), grads, weight=3, **how
-    ),
-}
-OF_TREES = ["nothing", *OF_LEAVES, *list(FACTS)[list(FACTS).index("None") :][:8]]
-WHERE = ["no_grad", "inference_mode", "on an accelerator"]
-
-
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("name", BY_HAND)
-def test_a_function_of_gradients_does_the_same_after_other_calls(name, donate):
-    def outcome(*facts):
-        call = CallByHand(BY_HAND[name], donate)
-        for fact in facts:
-            FACTS[fact](call)
-        return call.outcome()
-
-    facts = [[fact] for fact in (*OF_TREES, *WHERE)] + [["float16", "on an accelerator"]]
-    for some in facts:
-        cold()
-        expected = outcome(*some)
-        cold()
-        for earlier in ([], some, some):
-            outcome(*earlier)
-        assert_same_outcome(outcome(*some), expected, some)
 
 
 some_facts = st.lists(st.sampled_from(sorted(FACTS)), max_size=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,13 +10,12 @@ from torch import Tensor
 from .._grads.measure import measure
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
-from .._torch.donation import can_write, can_write_each
+from .._torch.donation import can_write
 from .._torch.dtypes import real_dtype, to_device, wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
-from .._torch.tracing import current_plan_context, host_can_read, is_on_a_graph
+from .._torch.tracing import host_can_read, is_on_a_graph
 from .._tree import pytree
-from .._tree.cache import TreeCache
-from .._tree.gradients import Gradients, as_gradients, gradients_of_tree
+from .._tree.gradients import Gradients, as_gradients
 from .._tree.hints import document_fields
 from .._tree.leaves import are_real_floating, dense
 from .._tree.matching import (
@@ -28,7 +26,7 @@ from .._tree.matching import (
     matching_leaves,
 )
 from .._tree.poison import donates
-from .._tree.pytree import FlatTree, Leaves, Tree, TreeDef
+from .._tree.pytree import Leaves, Tree, TreeDef
 from .._tree.scalars import as_flag, as_float, checked_whole, short_repr
 
 _HEAVIEST = 2.0**64  # beyond any count of tokens, and no sum of such weights overflows
@@ -154,14 +152,16 @@ def accumulate_grads(
     Source of the rule: West's running weighted mean (CACM 22(9), 1979) in its convex form; optax's
     MultiSteps, whose accumulator stays NaN for ever after one bad microbatch.
     """
-    structure, means, new = _flatten(accum, grads)
+    leaves, structure = pytree.flatten(accum.grads)
+    new = as_gradients(_leaves_for(accum, grads, leaves, structure))
     checked_weight = as_weight("weight is", weight, accum.weight)
     if found_inf is None:
         one = torch.ones((), dtype=torch.float32, device=accum.weight.device)
         bad = measure(new, one).overflow
     else:
         bad = as_flag(found_inf, like=accum.weight)
-    in_place = donate and can_write_each([means.tensor_list], [*new.tensors, *accum[1:]])[0]
+    means = as_gradients(leaves)
+    in_place = donate and can_write(means.tensors, [*new.tensors, *accum[1:]])
     added = add_microbatch(
         accum._replace(grads=means.tensors), new, checked_weight, bad, in_place=in_place
     )
@@ -174,22 +174,24 @@ def add_microbatch(
     """`accumulate_grads` for lists of dense, real tensors: merge a window of one microbatch, whose
     gradients may still be scaled. Where the host can read that it is good, in few operators.
     """
-    numbers = [accum.weight, weight, bad]
-    if host_can_read(numbers, accum.grads, new.tensors) and not is_on_a_graph(numbers):
-        number, before = weight.item(), accum.weight.item()
-        if not bad and 0 < number <= _HEAVIEST and before >= 0:
+    numbers, tensors = [accum.weight, weight, bad], [*accum.grads, *new.tensors]
+    readable = host_can_read(numbers, tensors) and not is_on_a_graph([*numbers, *tensors])
+    if readable and not bad and accum.bad_weight.dtype is weight.dtype:
+        number, before, total = weight.item(), accum.weight.item(), accum.weight + weight
+        if 0 < number <= _HEAVIEST and before >= 0:
             share = number / (before + number)
+            grads = weighted_sum(
+                accum.grads,
+                new.tensors,
+                share,
+                True,
+                old_share=1 - share,
+                scale=new.pending.divisor,
+                in_place=in_place,
+            )
             return AccumState(
-                weighted_sum(
-                    accum.grads,
-                    new.tensors,
-                    share,
-                    True,
-                    old_share=1 - share,
-                    scale=new.pending.divisor,
-                    in_place=in_place,
-                ),
-                accum.weight + weight,
+                grads,
+                total,
                 accum.found_inf.clone(),
                 _saturating_sum(accum.num_good, torch.ones_like(accum.num_good)),
                 accum.num_bad.clone(),
@@ -429,24 +431,6 @@ def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
             f"Fix: the number of samples or tokens; 0 to leave the microbatch out."
         )
     return torch.full((), number, dtype=dtype, device=like.device)
-
-
-_cache = TreeCache(16)  # of `accumulate_grads`, which say that the gradients match
-
-
-def _flatten(accum: AccumState, grads: Tree) -> tuple[TreeDef, Gradients, Gradients]:
-    """Return the structure of `accum.grads`, these means, and the gradients, which match them."""
-    plan_context, trees = current_plan_context(), (accum.grads, grads)
-    if plan_context and (known := _cache.find(plan_context, trees)):
-        means, new = map(gradients_of_tree, known[0])
-        return known[0][0].structure, means, new
-    leaves, structure = pytree.flatten(accum.grads)
-    matching = _leaves_for(accum, grads, leaves, structure)
-    if plan_context:
-        flat_trees = list(map(FlatTree.of, trees))
-        if all(map(operator.is_, flat_trees[1].leaves, matching)):  # in the order of both trees
-            _cache.keep(plan_context, flat_trees, None)
-    return structure, as_gradients(leaves), as_gradients(matching)
 
 
 def _leaves_for(accum: AccumState, grads: Tree, means: Leaves, structure: TreeDef) -> Leaves:

@@ -15,14 +15,13 @@ from torch import Tensor
 from .._distributed.process_group import Group, object_device, resolve_group
 from .._grads.measure import StatsOptions, measure, norm_of
 from .._torch.autocast import outside_autocast
-from .._torch.donation import can_write, can_write_each
+from .._torch.donation import can_write
 from .._torch.dtypes import to_device
 from .._tree import pytree
-from .._tree.cache import TreeCache
-from .._tree.gradients import as_gradients, gradients_of_tree
+from .._tree.gradients import as_gradients
 from .._tree.matching import check_gradients, device_of
 from .._tree.poison import donates
-from .._tree.pytree import FlatTree, Tree, TreeT
+from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import as_float, checked_bound, short_repr
 
 
@@ -143,28 +142,21 @@ def clip_by_global_norm(
     norm is inf here.
     """
     max_norm, norm_type = checked_bound("max_norm", max_norm), as_norm_type(norm_type)
-    (flat_grads,), device = _cache.flatten((grads,), _check)
+    leaves, structure = pytree.flatten(grads)
+    check_gradients(grads, leaves)
+    device = device_of(grads, leaves, "grads")
     if group is not None:
         group = resolve_group(group)
         if not pytree.tensors(grads) and isinstance(group, dist.ProcessGroup):
             device = torch.device(object_device(group))
     one = torch.ones((), dtype=torch.float32, device=device)
-    gradients = gradients_of_tree(flat_grads)
+    gradients = as_gradients(leaves)
     options = StatsOptions(norm_type, norm_group=group)
     measured = norm_of(measure(gradients, one, options), device)
     factor = clip_factor(measured, max_norm).to(gradients.factor_dtype)
-    owned = donate and can_write_each([gradients.tensor_list], [max_norm])[0]
-    multiplied = gradients._replace(owned=owned).multiplied(factor)
-    return flat_grads.structure.unflatten(multiplied.leaves), measured.to(factor.dtype)
-
-
-_cache = TreeCache(16)  # the device of gradients that `clip_by_global_norm` has checked
-
-
-def _check(flat_trees: list[FlatTree]) -> torch.device:
-    [grads] = flat_trees
-    check_gradients(grads.tree, grads.leaves)
-    return device_of(grads.tree, grads.leaves, "grads")
+    gradients = gradients._replace(owned=donate and can_write(gradients.tensors, [max_norm]))
+    clipped = structure.unflatten(gradients.multiplied(factor).leaves)
+    return clipped, measured.to(factor.dtype)
 
 
 def check_grad_norm(norm: Tensor) -> None:

@@ -18,16 +18,15 @@ from .._distributed.process_group import Group
 from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale, StaticScale
 from .._torch.autocast import outside_autocast
-from .._torch.donation import can_write_each
+from .._torch.donation import can_write
 from .._torch.dtypes import wide_dtype
 from .._torch.tensor_list import TensorList
 from .._tree import pytree, scalars
-from .._tree.cache import TreeCache
-from .._tree.gradients import gradients_of_tree
+from .._tree.gradients import as_gradients
 from .._tree.leaves import device_hint, unsupported_reason
 from .._tree.matching import check_gradients
 from .._tree.poison import donates
-from .._tree.pytree import FlatTree, Tree, TreeT
+from .._tree.pytree import Tree, TreeT
 
 
 def scale_loss(scaler: HasScale, loss: TreeT) -> TreeT:
@@ -107,22 +106,14 @@ def unscale_and_check(
     only (finding 4 of pytorch#96755: scale 2**-140 makes a parameter inf), and flax's DynamicScale,
     which checks the output.
     """
-    (flat_grads, flat_scaler), _ = _cache.flatten((grads, scaler), _check)
-    gradients = gradients_of_tree(flat_grads)
-    others = pytree.tensors(flat_scaler.leaves)
-    owned = donate and can_write_each([gradients.tensor_list], others)[0]
+    leaves, structure = pytree.flatten(grads)
+    check_gradients(grads, leaves)
+    check_scale(scaler.scale, grads, leaves, "grads")
+    gradients = as_gradients(leaves)
+    owned = donate and can_write(gradients.tensors, pytree.tensors(scaler))
     unscaled = gradients._replace(owned=owned).divided(scaler.scale)
     found_inf = measure(unscaled, scaler.scale, StatsOptions(group=group)).overflow
-    return flat_grads.structure.unflatten(unscaled.leaves), found_inf
-
-
-_cache = TreeCache(16)  # of gradients that `unscale_and_check` has checked
-
-
-def _check(flat_trees: list[FlatTree]) -> None:
-    grads, scaler = flat_trees
-    check_gradients(grads.tree, grads.leaves)
-    check_scale(scaler.tree.scale, grads.tree, grads.leaves, "grads")
+    return structure.unflatten(unscaled.leaves), found_inf
 
 
 def check_scaler(

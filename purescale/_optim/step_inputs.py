@@ -15,7 +15,7 @@ from .._torch import dtensor
 from .._torch.tensor_list import ListMetadata, TensorList
 from .._torch.tracing import is_unresolved, refuse_graph_end
 from .._tree import pytree
-from .._tree.gradients import Gradients, as_gradients, gradients_of_tree
+from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import as_tensor_list
 from .._tree.matching import check_names, check_parameters, flatten_grads, refuse_autograd_history
 from .._tree.pytree import FlatTree, Leaves, Tree
@@ -102,7 +102,7 @@ class StepInputs(NamedTuple):
         naming the leaf, one that is not over the mesh of its parameter.
         """
         if self.leaves_if_dense is not None:
-            return gradients_of_tree(grads)
+            return Gradients(grads.tensor_list, grads.leaves, True)
         leaves = grads.leaves
         params = self.layout.structure.flatten_up_to((self.global_trees or self.trees)[0])
         if dtensor.any_dtensor([*leaves, *params]):

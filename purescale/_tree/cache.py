@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from .._torch.tensor_list import ListMetadata, TensorList, metadata_matcher
-from .._torch.tracing import PlanContext, current_plan_context
+from .._torch.tracing import PlanContext
 from .._tree.pytree import FlatTree, Tree, flatten, is_of_builtins
 
 ValueT = TypeVar("ValueT")
@@ -118,21 +118,6 @@ class TreeCache(MetadataCache[TreeEntry]):
                 flat_trees.append(FlatTree(tree, some, structure, tensor_list))
             return flat_trees, entry.value
         return None
-
-    def flatten(
-        self, trees: tuple[Tree, ...], check: Callable[[list[FlatTree]], Any]
-    ) -> tuple[list[FlatTree], Any]:
-        """Return the trees, flat, and what `check` returned for trees like these, which is called
-        if nothing is kept of them.
-        """
-        plan_context = current_plan_context()
-        if plan_context and (known := self.find(plan_context, trees)):
-            return known
-        flat_trees = list(map(FlatTree.of, trees))
-        value = check(flat_trees)
-        if plan_context:
-            self.keep(plan_context, flat_trees, value)
-        return flat_trees, value
 
     def keep(self, plan_context: PlanContext, trees: Sequence[FlatTree], value: Any) -> None:
         """Keep a value for trees like these, if all leaves are dense and off every graph, in

@@ -13,7 +13,6 @@ from .._torch import dtensor, foreach
 from .._torch.dtypes import wide_dtype
 from .._torch.tensor_list import TensorList
 from .._tree.leaves import are_plain_dense, as_dense_real
-from .._tree.pytree import FlatTree
 
 
 class Pending(NamedTuple):
@@ -165,13 +164,6 @@ def as_gradients(
     templates = [dtensor.reduce_partial(leaf) for leaf in leaves]
     tensors = [as_dense_real(dtensor.shard(leaf)) for leaf in templates if leaf is not None]
     return Gradients(TensorList(tensors), templates, False, pending, owned)
-
-
-def gradients_of_tree(grads: FlatTree) -> Gradients:
-    """Return the checked gradients of a flat tree, with what is known of them."""
-    if grads.tensor_list.dense_without_history:
-        return Gradients(grads.tensor_list, grads.leaves, True)
-    return as_gradients(grads.leaves)
 
 
 def _in_form_of(like: Tensor, result: Tensor) -> Tensor:

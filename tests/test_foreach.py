@@ -513,3 +513,14 @@ def test_leaves_that_lists_do_not_take_go_tensor_by_tensor(name):
     expected = optimizer.step(params, grads, state)
     with over_lists():
         assert_close(optimizer.step(params, grads, state), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_a_large_half_gradient_stays_finite_beside_a_complex_parameter(accelerator):
+    params = {"half": torch.zeros(5, dtype=torch.float16), "complex": torch.zeros(3) * 1j}
+    grads = {"half": torch.full((5,), 2.0**13, dtype=torch.float16), "complex": params["complex"]}
+    sgd, scaler = ps.from_torch(torch.optim.SGD, lr=1.0), ps.StaticScale(2.0**-4).init()
+    with tracing.as_on_an_accelerator() if accelerator else contextlib.nullcontext():
+        out = ps.unscale_and_step(sgd, scaler, params, grads, sgd.init(params))
+    assert not out.found_inf
+    assert out.params["half"].tolist() == [-65504.0] * 5

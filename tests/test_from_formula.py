@@ -393,6 +393,10 @@ WRITES = {
     ),
     "grad": lambda param, grad, slots, settings, t: (param - grad.mul_(0.1), slots),
     "t": lambda param, grad, slots, settings, t: (param - grad / t.add_(1), slots),
+    r"settings\['lr'\]": lambda param, grad, slots, settings, t: (
+        param - grad * settings["lr"].mul_(0.5),
+        slots,
+    ),
 }
 MODES = {
     "step": lambda optimizer, *trees: optimizer.step(*trees),
@@ -411,7 +415,7 @@ MODES = {
 def test_a_formula_that_writes_into_an_argument_is_refused_and_nothing_changes(what, mode):
     kinds = (False, torch.float32, SIZES), (True, torch.bfloat16, (1, *SIZES)), (True, None, (33,))
     for elementwise, dtype, sizes in kinds:
-        optimizer = ps.from_formula(WRITES[what], ("m",), elementwise)
+        optimizer = ps.from_formula(WRITES[what], ("m",), elementwise, lr=torch.tensor(0.1))
         params = {str(index): torch.ones(size, dtype=dtype) for index, size in enumerate(sizes)}
         trees = params, clone(params), optimizer.init(params)
         with Untouched(trees), pytest.raises(RuntimeError, match=rf"wrote into {what};"):

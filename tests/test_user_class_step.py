@@ -182,7 +182,7 @@ class OfOneLine(torch.optim.Optimizer):
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
-        self.calls = {"of": []}
+        self.calls = {"of": [], "number": torch.zeros(())}
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -194,6 +194,10 @@ class OfOneLine(torch.optim.Optimizer):
 def appends(self, state, p):
     self.calls["of"].append(1)
     p.mul_(len(self.calls["of"]))
+
+
+def counts_in_a_tensor(self, state, p):
+    p.mul_(self.calls["number"].add_(1))
 
 
 def changes_the_gradient(self, state, p):
@@ -209,7 +213,11 @@ def keeps_the_parameter(self, state, p):
 
 
 @pytest.mark.parametrize(
-    "line", [appends, changes_the_gradient, keeps_the_gradient, keeps_the_parameter]
+    "line",
+    [
+        *(appends, counts_in_a_tensor, changes_the_gradient),
+        *(keeps_the_gradient, keeps_the_parameter),
+    ],
 )
 def test_a_step_is_pure_whatever_the_class_writes_and_keeps(line):
     optimizer = ps.from_torch(type("Mine", (OfOneLine,), {"line": line}))

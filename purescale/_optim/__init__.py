@@ -8,7 +8,7 @@ mask; that of `from_torch` launches torch's kernel if one fits, for which no mas
 optimizer       Optimizer, the protocol of trees, `init` and `step`; FlatOptimizer, that of lists:
                 its step is found by structure and metadata, or prepared, and skipped or applied
 param_layout    the place of each parameter in its tree
-step_inputs     parameters and state of a step as lists
+step_inputs     parameters as a list, and the state, of a step
 from_torch      an optimizer from a class of torch.optim
 from_formula    an optimizer from the mathematics of one leaf
 param_groups    the optimizers of both, with parameter groups. Settings: settings (a config),

@@ -102,7 +102,7 @@ class FusedKernel:
     def update(self, call: KernelCall, skip: Tensor | None) -> None:
         """Make the call. It divides the gradients itself if it can."""
         if not _divides(call):
-            call = call._replace(grads=_unscaled(call))
+            call = call._replace(grads=_grads_for_kernel(call))
         lr, found_inf, divisor = call.bound_kernel.settings["lr"], None, call.grads.pending.divisor
         if skip is not None:
             found_inf = skip.to(call.params[0].device, torch.float32)
@@ -160,7 +160,9 @@ class ForLoopKernel:
         if len(before) == 1:
             before = list(before[0].repeat(len(call.params)).unbind())
         with torch.no_grad():
-            call.bound_kernel.function(call.params, _unscaled(call).tensors, *call.slots, before)
+            call.bound_kernel.function(
+                call.params, _grads_for_kernel(call).tensors, *call.slots, before
+            )
 
 
 Kernel = FusedKernel | ForLoopKernel
@@ -268,7 +270,7 @@ def _divides(call: KernelCall) -> bool:
     )
 
 
-def _unscaled(call: KernelCall) -> Gradients:
+def _grads_for_kernel(call: KernelCall) -> Gradients:
     """Return the gradients unscaled and clipped, in the parameters' dtype and memory order."""
     params = call.params
     with torch.no_grad():

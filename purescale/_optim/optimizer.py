@@ -245,7 +245,7 @@ class FlatOptimizer:
                 return pytree.clone((inputs.params, after_skip(inputs.opt_state, in_place=False)))
             skip = None
         with self.grad_mode():
-            new = self.apply_step(inputs, self.unscaled(inputs, grads, skip))
+            new = self.apply_step(inputs, self.grads_for_apply(inputs, grads, skip))
             if self.may_add_slots:
                 return new
             old = inputs.params, after_skip(inputs.opt_state, in_place=in_place)
@@ -255,7 +255,9 @@ class FlatOptimizer:
             flag = False if skip is None else skip
             return structure.unflatten(select_leaves(flag, before, after, in_place=in_place))
 
-    def unscaled(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> Gradients:
+    def grads_for_apply(
+        self, inputs: StepInputs, grads: Gradients, skip: Tensor | None
+    ) -> Gradients:
         """Return the gradients for `apply_step`: zeros in a skipped step that is differentiated,
         because `where` sends a derivative of 0 into what it does not choose, and 0 * inf is NaN.
         """

@@ -278,11 +278,9 @@ def _counted(inputs: StepInputs) -> StepInputs:
 
 
 def _cast_gradients(inputs: StepInputs, grads: Gradients) -> list[Tensor | None]:
-    """Return the gradient of each parameter in its dtype. Complex ones are not clamped to a
-    range.
-    """
+    """Return the gradient of each parameter in its dtype."""
     grad_leaves, params = inputs.grads_like_params(grads), inputs.params
     pairs = [(g, p.dtype) for g, p in zip(grad_leaves, params, strict=True) if g is not None]
     leaves, dtypes = [g for g, _ in pairs], [dtype for _, dtype in pairs]
-    remaining = iter(foreach.cast(leaves, dtypes, bounded=not any(map(Tensor.is_complex, leaves))))
+    remaining = iter(foreach.cast(leaves, dtypes))
     return [None if gradient is None else next(remaining) for gradient in grad_leaves]

@@ -62,6 +62,10 @@ def step_of_user_class(
     return stepped, inputs.opt_state._replace(slots=new_slots)
 
 
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and not value.requires_grad else value
+
+
 def _run(
     config: OptimizerConfig,
     params: dict[str, Tensor],
@@ -72,8 +76,8 @@ def _run(
 ) -> Slots:
     """Run the class's `step` on a copy of an optimizer that holds these tensors."""
     optimizer: Any = object.__new__(config.spec.cls)
-    # Lists and dicts are copied: a step would change those of later steps.
-    vars(optimizer).update(pytree.map(lambda value: value, vars(config.prototype)))
+    # Lists, dicts and tensors are copied: a step would change those of later steps.
+    vars(optimizer).update(pytree.map(_copied, vars(config.prototype)))
     optimizer.param_groups, optimizer.state = [], defaultdict(dict)
     for group in groups:
         present = [name for name in group.names if name in gradients]

@@ -81,8 +81,8 @@ def train_step(
     bit, the scale backs off, and `rng` moves on by what the forward has drawn. If something else
     skips the step (a guard, a tensor bound that is 0, negative or NaN, or no weight), the scale
     stays. A rule that takes amax gets that of the averaged, unscaled gradients before clipping. If
-    the loss itself is not finite, it gets `found_inf=False` and NaN, because the scale is seldom
-    the cause of that.
+    the loss itself is not finite and skips the step, it gets `found_inf=False` and NaN, because the
+    scale is seldom the cause of that.
 
     A parameter that the loss does not use has a gradient of 0, so momentum and weight decay still
     move it; torch leaves a parameter without a gradient alone. Works under

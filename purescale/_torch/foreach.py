@@ -247,22 +247,15 @@ def _within_range(bound: float, dtype: torch.dtype) -> float:
     return bound if bound == math.inf else min(float(bound), torch.finfo(dtype).max)
 
 
-def cast(
-    tensors: Sequence[Tensor],
-    dtypes: torch.dtype | Sequence[torch.dtype],
-    *,
-    bounded: bool = True,
-) -> list[Tensor]:
-    """Return `saturating` of each, or `.to` unless `bounded`. A tensor that has its dtype already
-    is returned as it is.
-    """
+def cast(tensors: Sequence[Tensor], dtypes: torch.dtype | Sequence[torch.dtype]) -> list[Tensor]:
+    """Return `saturating` of each. A tensor that has its dtype already is returned as it is."""
     if isinstance(dtypes, torch.dtype):
         dtypes = [dtypes] * len(tensors)
     pairs = list(zip(tensors, dtypes, strict=True))
     if not tensors or all(tensor.dtype is dtype for tensor, dtype in pairs):
         return list(tensors)
     if not (can_use_foreach(tensors) and is_on_accelerator(tensors[0])):
-        return [saturating(t, dtype) if bounded else t.to(dtype) for t, dtype in pairs]
+        return [saturating(tensor, dtype) for tensor, dtype in pairs]
     results = list(tensors)
     kinds: dict[Any, list[int]] = {}
     for index, (tensor, dtype) in enumerate(pairs):
@@ -274,15 +267,17 @@ def cast(
                 tensors[i] if is_gapless(tensors[i]) else tensors[i].contiguous() for i in indices
             ]
             wanted = [torch.empty_like(tensor, dtype=new) for tensor in sources]
-            listops.copy_(wanted, _bounded(sources, old, new) if bounded else sources)
+            listops.copy_(wanted, _bounded(sources, old, new))
             for index, tensor in zip(indices, wanted, strict=True):
                 results[index] = tensor
     return results
 
 
 def _bounded(tensors: list[Tensor], old: torch.dtype, new: torch.dtype) -> Sequence[Tensor]:
-    """Return the tensors with finite values clamped to the range of `new`."""
-    limit = largest_within(old, new)
+    """Return the tensors with finite values, unless they are complex, clamped to the range of
+    `new`.
+    """
+    limit = None if old.is_complex else largest_within(old, new)
     if limit is None:
         return tensors
     bounded: Sequence[Tensor] = listops.clamp_min(tensors, -limit)

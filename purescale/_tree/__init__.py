@@ -9,7 +9,7 @@ leaves dense, real and local; `select.select`, old or new; `states.stack_states`
 `cache.TreeCache`, in which a plan is found by the trees of a call.
 Hands on: `pytree.FlatTree`, the leaves of a tree and its structure; `gradients.Gradients`, dense,
 real tensors with `as_leaves`, which turns results back into leaves.
-It is the lowest room that all others can import, so it has what all need besides trees: `scalars`,
+It is the lowest room that knows trees, so it has what all need besides trees: `scalars`,
 checks of numbers; `hints`, for mistaken names; `poison`, for donated arguments.
 May import: `_torch`. Only `pytree.py` and `_torch/private.py` call optree.
 """

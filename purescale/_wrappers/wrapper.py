@@ -153,7 +153,7 @@ class Wrapper(FlatOptimizer):
             return super().step_or_keep(inputs, grads, skip, in_place=in_place)
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
         if plan.in_trace:
-            unscaled = self.unscaled(inputs, grads, skip)
+            unscaled = self.grads_for_apply(inputs, grads, skip)
             new, chosen = self._step_piece(pieces[0], inputs, unscaled, skip)
             before, after, structure = matching_leaves(old, new, "old", "new")
             done = set(map(id, chosen))

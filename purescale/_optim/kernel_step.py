@@ -128,7 +128,8 @@ class KernelStep:
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
         fits = is_dense and in_order
-        return ParamGroupPlan(groups, launches, traced(), pairs, leaves_fit_kernel=fits)
+        in_trace = traced() and isinstance(self.kernel, FusedKernel)  # the other takes no trace
+        return ParamGroupPlan(groups, launches, in_trace, pairs, leaves_fit_kernel=fits)
 
     def _launches(
         self,
@@ -242,7 +243,9 @@ class KernelStep:
         num_params = len(inputs.params)
         grads = self.kernel.fold_factor(grads)
         state = structure.unflatten(leaves[num_params:])
-        if skip is not None and host_can_read([skip]):
+        # Asked once for a `ForLoopKernel`, in `can_run`: other threads may change the answer.
+        reads_skip = isinstance(self.kernel, ForLoopKernel)
+        if skip is not None and (reads_skip or host_can_read([skip])):
             if skip:
                 return leaves[:num_params], count_step(state, skip, in_place=True)
             skip = None

@@ -438,7 +438,7 @@ def weighted_sum(
             return sums
         new = new if scale is None else divide(new, scale)
     if old_share is not None:
-        multiply(sums, old_share, in_place=True)  # type: ignore[arg-type]
+        sums = multiply(sums, old_share, in_place=True)  # type: ignore[arg-type]
     add_where_(sums, new, share, good)  # type: ignore[arg-type]
     return sums
 

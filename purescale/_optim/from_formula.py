@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._optim.formulas import SIZES, Formula, LeafSlots, NewLeaf, Settings
 from .._optim.in_state import numbers_of
+from .._optim.kernels import copied_number
 from .._optim.opt_state import NO_SLOTS, STEP
 from .._optim.param_groups import KernelOrFormulaOptimizer, ParamGroupOptimizer
 from .._optim.schedule import Schedule, ScheduleBy
@@ -122,29 +123,23 @@ class _LeafStep:
         self, param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor
     ) -> NewLeaf:
         """Return what `step` returns for a leaf, in memory apart from its arguments."""
-        of_settings = [(k, v) for k, v in _named_numbers(settings) if isinstance(v, Tensor)]
-        arguments = [param, *slots.values(), grad, t, *(number for _, number in of_settings)]
         is_first = not (self._was_called or recorded_by_make_fx())
         # By copies nothing of the caller's is overwritten, and a compiler sees that it would be.
         if is_first or torch.compiler.is_compiling():
-            arguments = [argument.clone() for argument in arguments]
-            param, *values, grad, t = arguments[: len(slots) + 3]
-            slots = dict(zip(slots, values, strict=True))
-            copies = iter(arguments[len(slots) + 3 :])
-            settings = {
-                name: tuple([next(copies) if isinstance(one, Tensor) else one for one in value])
-                if isinstance(value, tuple)
-                else next(copies)
-                if isinstance(value, Tensor)
-                else value
-                for name, value in settings.items()
-            }
+            param, grad, t = param.clone(), grad.clone(), t.clone()
+            slots = {key: slot.clone() for key, slot in slots.items()}
+            settings = {name: _copied(value) for name, value in settings.items()}
+        numbers = [number for number in numbers_of(settings) if isinstance(number, Tensor)]
+        arguments = [param, *slots.values(), grad, t, *numbers]
         before = _versions(arguments)
         result = self._step(param, grad, dict(slots), settings, t)
         if (after := _versions(arguments)) != before:
             index = list(map(int.__eq__, after, before)).index(False)
             names = ["param", *(f"slots[{key!r}]" for key in slots), "grad", "t"]
-            name = [*names, *(f"settings[{key!r}]" for key, _ in of_settings)][index]
+            for key, value in settings.items():
+                of_key = [n for n in numbers_of({key: value}) if isinstance(n, Tensor)]
+                names += [f"settings[{key!r}]"] * len(of_key)
+            name = names[index]
             raise RuntimeError(
                 f"{self._name} wrote into {name}; a step must not change its arguments, which are "
                 f"the caller's. Likely cause: `{name}.mul_(0.9)`, or `{name} *= 0.9`. Fix: a new "
@@ -178,9 +173,9 @@ def _describe(part: Any) -> str:
     return f"{{{', '.join(f'{key!r}: {describe(leaf)}' for key, leaf in part.items())}}}"
 
 
-def _named_numbers(settings: Settings) -> list[tuple[str, Any]]:
-    """Return every number of the settings, also those within tuples, with the setting's name."""
-    return [(name, one) for name in settings for one in numbers_of({name: settings[name]})]
+def _copied(value: Any) -> Any:
+    """Return a setting with the tensors in it copied."""
+    return tuple(map(copied_number, value)) if isinstance(value, tuple) else copied_number(value)
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:

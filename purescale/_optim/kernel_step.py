@@ -15,7 +15,6 @@ from torch import Tensor
 from .._optim.in_state import map_numbers, numbers_of
 from .._optim.kernels import (
     BoundKernel,
-    ForLoopKernel,
     FusedKernel,
     KernelCall,
     arguments_of_operator,
@@ -128,7 +127,7 @@ class KernelStep:
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
         fits = is_dense and in_order
-        in_trace = traced() and isinstance(self.kernel, FusedKernel)  # the other takes no trace
+        in_trace = traced() and self.kernel.takes_skip  # in a trace no flag can be read
         return ParamGroupPlan(groups, launches, in_trace, pairs, leaves_fit_kernel=fits)
 
     def _launches(
@@ -178,8 +177,7 @@ class KernelStep:
         plan, step_settings = inputs.plan, inputs.step_settings
         if plan.launches is None:
             return False
-        reads_skip = isinstance(self.kernel, ForLoopKernel)
-        if reads_skip and skip is not None and not host_can_read([skip]):
+        if skip is not None and not (self.kernel.takes_skip or host_can_read([skip])):
             return False
         if not self._config.settings_are_constant:
             numbers = numbers_of(inputs.opt_state.hyper)
@@ -243,9 +241,8 @@ class KernelStep:
         num_params = len(inputs.params)
         grads = self.kernel.fold_factor(grads)
         state = structure.unflatten(leaves[num_params:])
-        # Asked once for a `ForLoopKernel`, in `can_run`: other threads may change the answer.
-        reads_skip = isinstance(self.kernel, ForLoopKernel)
-        if skip is not None and (reads_skip or host_can_read([skip])):
+        # A kernel that takes no flag has one that can be read: `can_run` has asked.
+        if skip is not None and (not self.kernel.takes_skip or host_can_read([skip])):
             if skip:
                 return leaves[:num_params], count_step(state, skip, in_place=True)
             skip = None

@@ -44,6 +44,7 @@ class FusedKernel:
     slot_conditions: Mapping[str, str]
     setting_names: tuple[str, ...]  # of the function, without the rate
     reads_counts: bool = True  # it reads the number of the step
+    takes_skip: ClassVar[bool] = True  # the flag of a skip, which need not be read
 
     def takes(self, params: TensorList) -> bool:
         """Return True if it is right for these parameters: on an accelerator whose kernels unscale
@@ -134,6 +135,7 @@ class ForLoopKernel:
     slot_conditions: Mapping[str, str]  # as in `FusedKernel`
     setting_names: tuple[str, ...]  # of the function
     reads_counts: ClassVar[bool] = True
+    takes_skip: ClassVar[bool] = False
 
     def takes(self, params: TensorList) -> bool:
         """Return True if it may step these parameters in place of the formula."""

@@ -174,11 +174,8 @@ def train_step(
         check_options(options)
         _check_arguments(state, microbatches, options)
         flat_state = prepare_state(state, options)
-        return (
-            flat_state,
-            options,
-            weigh_microbatches(options, microbatches, flat_state.scaler.tree.scale),
-        )
+        weights = weigh_microbatches(options, microbatches, flat_state.scaler.tree.scale)
+        return flat_state, options, weights
 
     if group is None:
         return _stages(*prepare_call(None), microbatches)

@@ -11,7 +11,7 @@ import purescale as ps
 from purescale._optim import kernels
 from purescale._optim.optimizer import FlatOptimizer, as_flat_optimizer
 from purescale._optim.step_inputs import flatten_step
-from purescale._torch.tracing import as_on_an_accelerator
+from purescale._torch.tracing import as_on_an_accelerator, current_context
 from purescale._tree.gradients import Pending
 from purescale._wrappers import wrapper
 
@@ -75,7 +75,9 @@ def scaled_inputs(optimizer, factor, *, overflow):
     scaled = {name: 4 * torch.cos(leaf) for name, leaf in params.items()}
     if overflow:
         scaled["33"][7] = float("inf")
-    trees, inputs = flatten_step(as_flat_optimizer(optimizer), params, scaled, state)
+    trees, inputs = flatten_step(
+        as_flat_optimizer(optimizer), current_context(), params, scaled, state
+    )
     grads = inputs.make_gradients(trees[2])
     factor = None if factor is None else torch.tensor(factor, dtype=torch.float64)
     return inputs, grads._replace(pending=Pending(torch.tensor(4.0), factor)), params, state

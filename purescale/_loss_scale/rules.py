@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.tensor_list import metadata_matcher
-from .._torch.tracing import are_native, current_plan_context
+from .._torch.tracing import are_native, current_context
 from .._tree import scalars
 from .._tree.hints import document_fields
 from .._tree.scalars import as_flag, increment
@@ -268,8 +268,7 @@ class DynamicScale:
         """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
         Reads a value on a CPU only; raises only for the state of another rule.
         """
-        plan_context = current_plan_context()
-        if plan_context and plan_context.host_reads and may_update_on_host(scaler, found_inf):
+        if current_context().host_reads and may_update_on_host(scaler, found_inf):
             return update_on_host(self, scaler, overflow=bool(found_inf))
         found_inf = checked_flag(found_inf, scaler, ScalerState)
         # The operator leaves a scale alone that would grow to inf, the formula clamps it.

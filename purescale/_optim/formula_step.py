@@ -60,7 +60,7 @@ class FormulaStep:
         slot_lists = slot_lists_of(inputs.opt_state, layout)
         t = applied.to(widest_float(applied.device))
         step_settings = inputs.step_settings.map(lambda table: _as_arguments(table, applied.device))
-        per_leaf = self._config.differentiable or traced()
+        per_leaf = self._config.differentiable or inputs.context.traced
         operands = params, grad_leaves, slot_lists, t, step_settings, per_leaf
         if torch.compiler.is_dynamo_compiling():
             new = iter(self._opaque(list(layout.names), *operands))

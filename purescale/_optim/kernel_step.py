@@ -37,7 +37,7 @@ from .._torch import foreach
 from .._torch.dtypes import to_device
 from .._torch.foreach import same_memory_order
 from .._torch.tensor_list import TensorList
-from .._torch.tracing import host_can_read, may_be_opaque, traced
+from .._torch.tracing import host_can_read, may_be_opaque
 from .._tree.gradients import Gradients, Pending
 
 
@@ -63,7 +63,6 @@ class ParamGroupPlan(NamedTuple):
     groups: list[ParamGroup]
     # None if no kernel takes these tensors; empty in Dynamo, which does not trace launches
     launches: list[LaunchPlan] | None = None
-    in_trace: bool = False  # planned where `traced` is True, which other threads may change
     # the indices of each parameter with each of its slots
     param_slot_pairs: Sequence[tuple[int, int]] = ()
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
@@ -108,10 +107,10 @@ class KernelStep:
 
     def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> ParamGroupPlan:
         """Return the plan of a step."""
-        if self.kernel is None or not self.kernel.takes(inputs.param_list):
+        if self.kernel is None or not self.kernel.takes(inputs.param_list, inputs.context):
             return ParamGroupPlan(groups)
         if torch.compiler.is_dynamo_compiling():
-            return ParamGroupPlan(groups, launches=[], in_trace=True)
+            return ParamGroupPlan(groups, launches=[])
         leaves, structure = inputs.leaves_and_state_structure()
         state = structure.unflatten(range(len(inputs.params), len(leaves)))
         slot_lists = slot_lists_of(state, inputs.layout)
@@ -127,8 +126,7 @@ class KernelStep:
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = _slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
         fits = is_dense and in_order
-        in_trace = traced() and self.kernel.takes_skip  # in a trace no flag can be read
-        return ParamGroupPlan(groups, launches, in_trace, pairs, leaves_fit_kernel=fits)
+        return ParamGroupPlan(groups, launches, pairs, leaves_fit_kernel=fits)
 
     def _launches(
         self,
@@ -188,7 +186,7 @@ class KernelStep:
             tensors = [rate for rate in rates if isinstance(rate, Tensor)]
             if any([rate.dtype is not torch.float32 and not rate.is_cpu for rate in tensors]):
                 return False
-        if not plan.in_trace:
+        if not inputs.context.traced:
             return True
         numbers = [value for table in step_settings.tables() for value in table.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
@@ -212,7 +210,7 @@ class KernelStep:
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, unless it is skipped."""
-        if not inputs.plan.in_trace:
+        if not inputs.context.traced:
             return self._in_eager(inputs, grads, skip, in_place=in_place)
         inputs = inputs.with_state(count_step(inputs.opt_state, skip))
         if torch.compiler.is_dynamo_compiling():

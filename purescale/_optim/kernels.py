@@ -25,8 +25,8 @@ from .._optim.in_state import read_numbers
 from .._torch import foreach, private
 from .._torch.foreach import all_same_memory_order
 from .._torch.operators import define
-from .._torch.tensor_list import TensorList
-from .._torch.tracing import host_can_read
+from .._torch.tensor_list import TensorList, are_comparable
+from .._torch.tracing import CallContext, host_can_read
 from .._tree.gradients import Gradients, Pending
 
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
@@ -46,7 +46,7 @@ class FusedKernel:
     reads_counts: bool = True  # it reads the number of the step
     takes_skip: ClassVar[bool] = True  # the flag of a skip, which need not be read
 
-    def takes(self, params: TensorList) -> bool:
+    def takes(self, params: TensorList, context: CallContext) -> bool:
         """Return True if it is right for these parameters: on an accelerator whose kernels unscale
         and skip; on a CPU only in float32 and float64, because in half precision it leaves whole
         vector lanes unchanged.
@@ -137,9 +137,10 @@ class ForLoopKernel:
     reads_counts: ClassVar[bool] = True
     takes_skip: ClassVar[bool] = False
 
-    def takes(self, params: TensorList) -> bool:
+    def takes(self, params: TensorList, context: CallContext) -> bool:
         """Return True if it may step these parameters in place of the formula."""
-        return host_can_read(params.tensors) and params.dtypes <= _FULL_PRECISION
+        readable = context.host_reads and params.are_on_cpu and are_comparable(params.tensors)
+        return readable and params.dtypes <= _FULL_PRECISION
 
     def bind(self, settings: Settings) -> BoundKernel:
         """Return the function with these settings."""

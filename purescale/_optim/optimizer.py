@@ -16,10 +16,9 @@ from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
 from .._torch.tensor_list import ListMetadata, are_comparable
 from .._torch.tracing import (
-    PlanContext,
-    current_plan_context,
+    CallContext,
+    current_context,
     is_on_a_graph,
-    traced,
     under_derivative,
 )
 from .._tree import pytree
@@ -78,7 +77,6 @@ class PreparedStep(NamedTuple):
     others: list[FlatTree]  # the other arguments, in their order
     inputs: StepInputs
     facts: StepFacts
-    plan_context: PlanContext | None
 
 
 class FlatOptimizer:
@@ -116,9 +114,12 @@ class FlatOptimizer:
         """
         return self.run_step(*self.find_or_prepare_step(params, grads, opt_state))
 
-    def grad_mode(self) -> torch.set_grad_enabled:
-        """Return a context that records a graph only if a derivative may go through the step."""
-        return torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable))
+    def grad_mode(self, context: CallContext) -> torch.set_grad_enabled:
+        """Return a context manager inside of which a graph is recorded only if a derivative may go
+        through the step.
+        """
+        records = torch.is_grad_enabled() and (context.traced or self.differentiable)
+        return torch.set_grad_enabled(records)
 
     def plan(self, inputs: StepInputs) -> Any:
         """Return what settings, structure and metadata decide about a step; by default nothing. A
@@ -142,19 +143,18 @@ class FlatOptimizer:
         plan, step_settings = self.plan(inputs), self.step_settings(inputs.opt_state)
         return inputs._replace(plan=plan, step_settings=step_settings)
 
-    def find_step(
-        self, plan_context: PlanContext | None, trees: tuple[Tree, ...]
-    ) -> PreparedStep | None:
+    def find_step(self, context: CallContext, trees: tuple[Tree, ...]) -> PreparedStep | None:
         """Return a step over `trees`: parameters, the state of the optimizer, and others. None if
         none over trees like these was prepared before.
         """
-        if plan_context is None or not self.is_cached:
+        if not (self.is_cached and context.reuses_plans):  # Dynamo cannot make the cache
             return None
-        if (known := self.cache.find(plan_context, trees)) is None:
+        if (known := self.cache.find(context, trees)) is None:
             return None
         flat_trees, facts = known
         params, opt_state, *others = flat_trees
         inputs = StepInputs.of_dense(
+            context,
             facts.layout,
             params,
             opt_state,
@@ -162,11 +162,10 @@ class FlatOptimizer:
             facts.plan,
             self.step_settings(opt_state.tree),
         )
-        return PreparedStep(params, opt_state, others, inputs, facts, plan_context)
+        return PreparedStep(params, opt_state, others, inputs, facts)
 
     def prepare_step(
         self,
-        plan_context: PlanContext | None,
         trees: list[FlatTree],
         inputs: StepInputs,
         *,
@@ -182,8 +181,8 @@ class FlatOptimizer:
         can_keep = can_keep and are_real_floating(inputs.param_list.dtypes)
         inputs = self.plan_inputs(inputs)
         facts = StepFacts(inputs.layout, inputs.plan, ListMetadata())
-        if plan_context is not None and can_keep:
-            readable = plan_context.host_reads and not self.differentiable
+        if inputs.context.reuses_plans and can_keep:
+            readable = inputs.context.host_reads and not self.differentiable
             facts = facts._replace(
                 all_writable=all(
                     [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
@@ -192,9 +191,9 @@ class FlatOptimizer:
                 and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists]),
             )
             if keep and self.is_cached:
-                self.cache.keep(plan_context, trees, facts)
+                self.cache.keep(inputs.context, trees, facts)
         params, opt_state, *others = trees
-        return PreparedStep(params, opt_state, others, inputs, facts, plan_context)
+        return PreparedStep(params, opt_state, others, inputs, facts)
 
     def find_or_prepare_step(
         self, params: Tree, grads: Tree, opt_state: Tree, *others: Tree
@@ -202,16 +201,16 @@ class FlatOptimizer:
         """Return a step over these and other trees, found or prepared, and its gradients. Refuse,
         naming the leaf, gradients that do not fit `params`, and a state that belongs to others.
         """
-        plan_context = current_plan_context()
-        prepared_step = self.find_step(plan_context, (params, opt_state, grads, *others))
+        context = current_context()
+        prepared_step = self.find_step(context, (params, opt_state, grads, *others))
         if prepared_step is not None:
             return prepared_step, prepared_step.inputs.make_gradients(prepared_step.others[0])
-        trees, inputs = flatten_step(self, params, grads, opt_state)
+        trees, inputs = flatten_step(self, context, params, grads, opt_state)
         gradients = inputs.make_gradients(trees[2])
         # A step is found by `grads` in their own order: it is kept if that is the parameters'.
-        same_order = plan_context is not None and pytree.flatten(grads)[1] == trees[0].structure
+        same_order = context.reuses_plans and pytree.flatten(grads)[1] == trees[0].structure
         trees += map(FlatTree.of, others)
-        return self.prepare_step(plan_context, trees, inputs, keep=same_order), gradients
+        return self.prepare_step(trees, inputs, keep=same_order), gradients
 
     # ---- a step, run
 
@@ -244,7 +243,7 @@ class FlatOptimizer:
             if bool(skip):
                 return pytree.clone((inputs.params, after_skip(inputs.opt_state, in_place=False)))
             skip = None
-        with self.grad_mode():
+        with self.grad_mode(inputs.context):
             new = self.apply_step(inputs, self.grads_for_apply(inputs, grads, skip))
             if self.may_add_slots:
                 return new
@@ -264,7 +263,7 @@ class FlatOptimizer:
         if skip is not None and (
             self.differentiable
             or under_derivative()
-            or (traced() and is_on_a_graph([*inputs.params, *grads.tensors]))
+            or (inputs.context.traced and is_on_a_graph([*inputs.params, *grads.tensors]))
         ):
             grads = grads.zeroed(skip)
         return grads.apply_pending(wide=self.wide_grads)

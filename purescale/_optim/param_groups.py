@@ -22,7 +22,6 @@ from .._optim.step_inputs import StepInputs
 from .._optim.torch_state_dict import read_state_dict, write_state_dict
 from .._optim.user_class_step import step_of_user_class
 from .._torch import foreach
-from .._torch.tracing import captured, traced
 from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.leaves import describe
@@ -242,7 +241,7 @@ class UserClassOptimizer(ParamGroupOptimizer):
 
     def plan(self, inputs: StepInputs) -> ParamGroupPlan:
         """Return how a step is made. Refuse a state that does not belong to these parameters."""
-        if traced() or captured():
+        if inputs.context.traced or inputs.context.captured:
             raise ValueError(
                 f"{self.config.spec.name} has a step of its own, which is called and cannot "
                 "be compiled, captured, mapped or differentiated. Fix: call the step eagerly, take "

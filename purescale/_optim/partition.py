@@ -136,13 +136,17 @@ class PartitionOptimizer(FlatOptimizer):
         if dense is not None and part.state_slice is not None:
             leaves = [*params.tensors, *dense.tensors[part.state_slice]]
             dense = TensorList(leaves, part.leaves_metadata, dense_without_history=True)
-            return StepInputs(layout, params, opt_state, dense, part.state_structure)
+            return StepInputs(
+                inputs.context, layout, params, opt_state, dense, part.state_structure
+            )
         if any_dtensor(params.tensors):
             tree, flat_state = layout.unflatten(params.tensors), flatten_opt_state(opt_state)
             flat_params = FlatTree.of(tree)
-            part_inputs = make_step_inputs(self.flat_optimizers[key], flat_params, flat_state)
+            part_inputs = make_step_inputs(
+                self.flat_optimizers[key], inputs.context, flat_params, flat_state
+            )
             return part_inputs._replace(layout=layout)
-        return StepInputs(layout, params, opt_state)
+        return StepInputs(inputs.context, layout, params, opt_state)
 
     def grads_of(
         self, part_inputs: StepInputs, part: Part, inputs: StepInputs, grads: Gradients

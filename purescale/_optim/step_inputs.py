@@ -13,7 +13,7 @@ from .._optim.opt_state import OptState, without_wrappers
 from .._optim.param_layout import ParamLayout
 from .._torch import dtensor
 from .._torch.tensor_list import ListMetadata, TensorList
-from .._torch.tracing import is_unresolved, refuse_graph_end
+from .._torch.tracing import CallContext, is_unresolved, refuse_graph_end
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import as_tensor_list
@@ -39,6 +39,7 @@ class OptimizerTraits(Protocol):
 class StepInputs(NamedTuple):
     """The parameters and the state of one step of an optimizer, on this rank."""
 
+    context: CallContext
     layout: ParamLayout
     param_list: TensorList
     opt_state: Tree
@@ -54,6 +55,7 @@ class StepInputs(NamedTuple):
     @classmethod
     def of_dense(
         cls,
+        context: CallContext,
         layout: ParamLayout,
         params: FlatTree,
         opt_state: FlatTree,
@@ -66,6 +68,7 @@ class StepInputs(NamedTuple):
         """
         leaves = [*params.leaves, *opt_state.leaves]
         return cls(
+            context,
             layout,
             params.tensor_list,
             opt_state.tree,
@@ -145,7 +148,7 @@ class StepInputs(NamedTuple):
 
 
 def flatten_step(
-    optimizer: OptimizerTraits, params: Tree, grads: Tree, opt_state: Tree
+    optimizer: OptimizerTraits, context: CallContext, params: Tree, grads: Tree, opt_state: Tree
 ) -> tuple[list[FlatTree], StepInputs]:
     """Return parameters, state and gradients, flat and checked, and the inputs of a step over them,
     as `make_step_inputs`. Refuse, naming the leaf, gradients that do not fit `params`.
@@ -153,12 +156,16 @@ def flatten_step(
     flat_params, flat_state = FlatTree.of(params), flatten_opt_state(opt_state)
     check_parameters(flat_params)
     flat_grads = flatten_grads(flat_params, grads)
-    inputs = make_step_inputs(optimizer, flat_params, flat_state, flat_grads)
+    inputs = make_step_inputs(optimizer, context, flat_params, flat_state, flat_grads)
     return [flat_params, flat_state, flat_grads], inputs
 
 
 def make_step_inputs(
-    optimizer: OptimizerTraits, params: FlatTree, opt_state: FlatTree, grads: FlatTree | None = None
+    optimizer: OptimizerTraits,
+    context: CallContext,
+    params: FlatTree,
+    opt_state: FlatTree,
+    grads: FlatTree | None = None,
 ) -> StepInputs:
     """Return the inputs of a step over checked parameters. Refuse, naming the leaf, tensors on a
     graph, and shards of a parameter that the optimizer needs as a whole. `grads=None` means that
@@ -176,7 +183,7 @@ def make_step_inputs(
     has_grad = [True] * len(leaves) if grads is None else [g is not None for g in grad_leaves]
     layout = ParamLayout.of_leaves(params.structure, names, leaves, has_grad)
     if dense_without_history:
-        return StepInputs.of_dense(layout, params, opt_state)
+        return StepInputs.of_dense(context, layout, params, opt_state)
     leaves = [  # torch's kernels ignore lazy negation
         leaf.resolve_conj().resolve_neg()
         if isinstance(leaf, Tensor) and is_unresolved(leaf)
@@ -191,7 +198,7 @@ def make_step_inputs(
         shard = functools.partial(dtensor.shard, on_graph=optimizer.differentiable)
         leaves, state = list(map(shard, leaves)), pytree.map(shard, state)
     present = TensorList(layout.pick_present(leaves))
-    return StepInputs(layout, present, state, global_trees=global_trees)
+    return StepInputs(context, layout, present, state, global_trees=global_trees)
 
 
 def _check_shards(

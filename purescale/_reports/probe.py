@@ -18,7 +18,7 @@ from .._step.backward import independent_loss_error
 from .._step.forward_backward import ForwardBackward, LossFn
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
-from .._torch.tracing import current_plan_context
+from .._torch.tracing import current_context
 from .._tree import pytree, scalars
 from .._tree.hints import document_fields
 from .._tree.leaves import dense, explicit_values
@@ -223,7 +223,7 @@ def probe_scales(
         FlatTree.of(buffers),
         FlatTree.of(one),
         loss_fn,
-        current_plan_context(),
+        current_context(),
     )
     if not forward_backward.present_params:
         raise ValueError(

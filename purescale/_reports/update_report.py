@@ -17,6 +17,7 @@ from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like, full_tensor, shard
 from .._torch.dtypes import widest_float
+from .._torch.tracing import current_context
 from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.hints import document_fields
@@ -238,7 +239,7 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
     Source of the rule: the exact update of Collage (arXiv 2405.03637).
     """
     flat_optimizer = as_flat_optimizer(optimizer)
-    trees, inputs = flatten_step(flat_optimizer, params, grads, opt_state)
+    trees, inputs = flatten_step(flat_optimizer, current_context(), params, grads, opt_state)
     gradients = inputs.make_gradients(trees[2])
     flat_optimizer.plan(inputs)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from .._loss_scale.scaling import check_scale
 from .._optim.optimizer import PreparedStep
 from .._optim.step_inputs import flatten_opt_state, make_step_inputs
 from .._step.train_state import TrainState, TrainStepOptions
-from .._torch.tracing import current_plan_context
+from .._torch.tracing import current_context
 from .._tree import pytree
 from .._tree.matching import check_parameters
 from .._tree.pytree import FlatTree, Tree
@@ -47,15 +47,15 @@ class FlatState(NamedTuple):
 
 def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     """Return the flat state of a step. Refuse a state that does not fit the optimizer."""
-    optimizer, plan_context = options.optimizer, current_plan_context()
+    optimizer, context = options.optimizer, current_context()
     others = state.buffers, state.scaler, (state.step, state.rng, state.guard)
-    prepared_step = optimizer.find_step(plan_context, (state.params, state.opt_state, *others))
+    prepared_step = optimizer.find_step(context, (state.params, state.opt_state, *others))
     if prepared_step is None:
         params, opt_state = FlatTree.of(state.params), flatten_opt_state(state.opt_state)
         flat_trees = [params, opt_state, *map(FlatTree.of, others)]
         _check(state, options, params)
-        inputs = make_step_inputs(optimizer, params, opt_state)
-        prepared_step = optimizer.prepare_step(plan_context, flat_trees, inputs)
+        inputs = make_step_inputs(optimizer, context, params, opt_state)
+        prepared_step = optimizer.prepare_step(flat_trees, inputs)
     params, (buffers, scaler, step_rng_guard) = prepared_step.params, prepared_step.others
     control_leaves = [*scaler.leaves, *step_rng_guard.leaves]
     if not pytree.are_tensors(control_leaves):

@@ -20,10 +20,8 @@ from .._step.backward import (
 )
 from .._torch import donation, dtensor, private
 from .._torch.tracing import (
-    PlanContext,
-    recorded_by_make_fx,
+    CallContext,
     refuse_graph_end,
-    traced,
 )
 from .._tree import pytree
 from .._tree.aliasing import detach_and_unalias
@@ -80,7 +78,7 @@ class ForwardBackward:
         flat_buffers: FlatTree,
         flat_scaler: FlatTree,
         loss_fn: LossFn,
-        plan_context: PlanContext | None,
+        context: CallContext,
         pointers: Set[int | None] | None = None,
         *,
         differentiable: bool = False,
@@ -89,14 +87,13 @@ class ForwardBackward:
         self.flat_params, self.layout = flat_params, layout
         self.present_params = layout.pick_present(flat_params.leaves)
         self.in_leaf_form = is_dense = flat_params.tensor_list.dense_without_history
-        self.sharded, self.uses_torch_func = False, plan_context is None and traced()
+        self.sharded, self.uses_torch_func = False, context.traced
         self.keeps_graph = differentiable and not self.uses_torch_func
         self.detaches = not (self.uses_torch_func or self.keeps_graph)
         # make_fx does not see that a subclass is made, and would take parameters for constants.
-        self.in_make_fx = plan_context is not None and plan_context.in_make_fx
-        if plan_context is None and self.detaches:
+        self.in_make_fx = context.in_make_fx
+        if not context.reuses_plans and self.detaches:
             refuse_graph_end()
-            self.in_make_fx = recorded_by_make_fx()
         self.pointers = pointers if self.detaches else None
         if not is_dense:
             self.in_leaf_form = are_plain_dense(flat_params.leaves)

@@ -111,7 +111,7 @@ def accumulate_microbatches(
         buffers,
         scaler,
         options.loss_fn,
-        flat_state.prepared_step.plan_context,
+        flat_state.prepared_step.inputs.context,
         memory.pointers,
         differentiable=differentiable,
     )

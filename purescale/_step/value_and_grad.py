@@ -15,8 +15,8 @@ from .._step.forward_backward import ForwardBackward, LossFn, check_form, check_
 from .._torch import donation
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import (
-    PlanContext,
-    current_plan_context,
+    CallContext,
+    current_context,
 )
 from .._tree import pytree
 from .._tree.cache import TreeCache
@@ -102,15 +102,15 @@ def value_and_grad(
 def _value_and_grad(
     loss_fn: LossFn, params: Tree, buffers: Tree, microbatch: Any, scaler: HasScale | None = None
 ) -> tuple[Any, Tree]:
-    plan_context = current_plan_context()
-    trees, layout = _flatten(params, buffers, scaler, plan_context)
+    context = current_context()
+    trees, layout = _flatten(params, buffers, scaler, context)
     flat_params, flat_buffers, flat_scaler = trees
     batch = pytree.all_tensors(microbatch)
     arguments = [*flat_params.leaves, *flat_buffers.leaves, *flat_scaler.leaves, *batch]
     memory = donation.ArgumentMemory.of(donation.pointers_of_each([arguments]), batch)
     before = versions(memory.batch_tensors)
     forward_backward = ForwardBackward(
-        flat_params, layout, flat_buffers, flat_scaler, loss_fn, plan_context, memory.pointers
+        flat_params, layout, flat_buffers, flat_scaler, loss_fn, context, memory.pointers
     )
     out = forward_backward(flat_buffers.leaves, microbatch)
     check_unwritten(memory.batch_tensors, before)
@@ -122,11 +122,11 @@ _cache = TreeCache(16)  # the layout of parameters that were checked
 
 
 def _flatten(
-    params: Tree, buffers: Tree, scaler: HasScale | None, plan_context: PlanContext | None
+    params: Tree, buffers: Tree, scaler: HasScale | None, context: CallContext
 ) -> tuple[list[FlatTree], ParamLayout]:
     """Check parameters, buffers and scaler, and return them flat, with the layout of the first."""
     trees = params, buffers, () if scaler is None else scaler
-    if plan_context and (known := _cache.find(plan_context, trees)):
+    if known := _cache.find(context, trees):
         return known
     flat_trees = list(map(FlatTree.of, trees))
     flat_params, flat_buffers, flat_scaler = flat_trees
@@ -149,6 +149,6 @@ def _flatten(
         )
     check_scale(scale, params, flat_params.leaves, "params", flat_params.tensor_list)
     layout = ParamLayout.of(flat_params)
-    if plan_context and scaler is not None:
-        _cache.keep(plan_context, flat_trees, layout)
+    if scaler is not None:
+        _cache.keep(context, flat_trees, layout)
     return [flat_params, flat_buffers, flat_scaler], layout

@@ -8,7 +8,7 @@ recorded_by_make_fx   operators go into a graph of make_fx, whose code is that o
 is_on_a_graph         torch.autograd records operators on these tensors
 may_be_opaque         one operator may stand for a pass over many tensors, in a graph
 whole_graph           a graph of torch.autograd must not end;  refuse_graph_end: where it would
-current_plan_context    where an eager call runs, asked once; None where each call plans anew
+current_context       all of these of one call, asked once at its start
 captured              inside of a function of `capture`, whose operators may be replayed
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
 are_native            an operator with kernels for a CPU and CUDA alone may take them
@@ -107,22 +107,32 @@ def may_be_opaque(*lists: Sequence[Tensor]) -> bool:
     return not (private.transforms_active() or in_forward_mode)
 
 
-class PlanContext(NamedTuple):
-    """Where an eager call runs, which is a part of what its plan is found by."""
+class CallContext(NamedTuple):
+    """Where a call runs. It is asked once, at the start of the call: another thread may change the
+    answer of `traced`, because torch keeps some of it for the whole process.
+    """
 
-    in_make_fx: bool  # as `recorded_by_make_fx`
-    host_reads: bool  # the host may read plain tensors of a CPU
-    captured: bool  # as `captured`
+    traced: bool = False  # as `traced`; all others are False then
+    # A plan may be found again. Else each call plans anew.
+    reuses_plans: bool = False
+    in_make_fx: bool = False  # as `recorded_by_make_fx`
+    host_reads: bool = False  # the host may read plain tensors of a CPU
+    captured: bool = False  # as `captured`
 
 
-def current_plan_context() -> PlanContext | None:
-    """Return where a call runs; None where each call plans anew: under a transform, a compiler and
+def current_context() -> CallContext:
+    """Return where a call runs. Plans are not found again under a transform, a compiler and
     inference mode, and inside of `whole_graph`.
     """
-    if traced() or torch.is_inference_mode_enabled() or _in_whole_graph.get():
-        return None
+    if traced():
+        return CallContext(traced=True)
     in_make_fx = recorded_by_make_fx()
-    return PlanContext(in_make_fx, not (in_make_fx or _as_an_accelerator), _captured.get())
+    return CallContext(
+        reuses_plans=not (torch.is_inference_mode_enabled() or _in_whole_graph.get()),
+        in_make_fx=in_make_fx,
+        host_reads=not (in_make_fx or _as_an_accelerator),
+        captured=_captured.get(),
+    )
 
 
 def recorded_by_make_fx() -> bool:

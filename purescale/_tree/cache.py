@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from .._torch.tensor_list import ListMetadata, TensorList, metadata_matcher
-from .._torch.tracing import PlanContext
+from .._torch.tracing import CallContext
 from .._tree.pytree import FlatTree, Tree, flatten, is_of_builtins
 
 ValueT = TypeVar("ValueT")
@@ -97,13 +97,15 @@ class TreeCache(MetadataCache[TreeEntry]):
     """A cache of values for arguments that are trees."""
 
     def find(
-        self, plan_context: PlanContext, trees: tuple[Tree, ...]
+        self, context: CallContext, trees: tuple[Tree, ...]
     ) -> tuple[list[FlatTree], Any] | None:
         """Return the trees, flat, and the value for trees that differ from them in values only, in
         calls that ran where this one does; None if there is none.
         """
+        if not context.reuses_plans:
+            return None
         for key, matches, entry in self.entries:
-            if key != (plan_context, len(trees)) or not _has_form(trees, entry.nodes):
+            if key != (context, len(trees)) or not _has_form(trees, entry.nodes):
                 continue
             # By a known structure, which takes a sixth of the time of a new one.
             leaves = entry.structure.flatten_up_to(trees)
@@ -119,12 +121,13 @@ class TreeCache(MetadataCache[TreeEntry]):
             return flat_trees, entry.value
         return None
 
-    def keep(self, plan_context: PlanContext, trees: Sequence[FlatTree], value: Any) -> None:
+    def keep(self, context: CallContext, trees: Sequence[FlatTree], value: Any) -> None:
         """Keep a value for trees like these, if all leaves are dense and off every graph, in
         containers of Python's that keep nothing of a user's alive. Trees that hold one tensor twice
         are not kept, because their matcher never matches.
         """
-        if not all([tree.tensor_list.dense_without_history for tree in trees]):
+        all_dense = all([tree.tensor_list.dense_without_history for tree in trees])
+        if not (context.reuses_plans and all_dense):
             return
         arguments = tuple([tree.tree for tree in trees])
         leaves, structure = flatten(arguments)
@@ -139,7 +142,7 @@ class TreeCache(MetadataCache[TreeEntry]):
             may_have_graph=any(map(_requires_grad, leaves)),
             value=value,
         )
-        self.add(leaves, (plan_context, len(trees)), entry)
+        self.add(leaves, (context, len(trees)), entry)
 
 
 def _has_form(root: tuple[Tree, ...], nodes: list[Node]) -> bool:

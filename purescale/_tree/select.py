@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
-from .._torch.tracing import PlanContext, current_plan_context, is_on_a_graph, traced
+from .._torch.tracing import CallContext, current_context, is_on_a_graph
 from .._tree import pytree
 from .._tree.cache import TreeCache
 from .._tree.leaves import are_plain_dense, as_tensor_list, is_constant
@@ -48,8 +48,8 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
 
     Source of the rule: `select_tree` of jmp.
     """
-    plan_context, arguments = current_plan_context(), (found_inf, old, new)
-    if plan_context and plan_context.host_reads and (known := _cache.find(plan_context, arguments)):
+    context, arguments = current_context(), (found_inf, old, new)
+    if context.host_reads and (known := _cache.find(context, arguments)):
         _, before, after = known[0]
         chosen = before if found_inf else after
         return before.structure.unflatten(foreach.clone_list(chosen.leaves))
@@ -59,8 +59,8 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
             "`select(found_inf, old, new)`, as torch.where."
         )
     leaves, others, structure = matching_leaves(old, new, "old", "new")
-    if plan_context and plan_context.host_reads:
-        _keep_match(plan_context, arguments, leaves, others)
+    if context.host_reads:
+        _keep_match(context, arguments, leaves, others)
     return structure.unflatten(select_leaves(found_inf, leaves, others))
 
 
@@ -68,7 +68,7 @@ _cache = TreeCache(16)  # of `select`, which say that the trees match
 
 
 def _keep_match(
-    plan_context: PlanContext, arguments: tuple[Tree, ...], old: Leaves, new: Leaves
+    context: CallContext, arguments: tuple[Tree, ...], old: Leaves, new: Leaves
 ) -> None:
     """Keep a plan of `select` for arguments like these on a CPU, if the leaves, which match, are in
     the order of both trees.
@@ -78,7 +78,7 @@ def _keep_match(
         return
     trees = list(map(FlatTree.of, arguments))
     if all(map(operator.is_, trees[2].leaves, new)):
-        _cache.keep(plan_context, trees, None)
+        _cache.keep(context, trees, None)
 
 
 def _is_flag(tree: Tree) -> bool:
@@ -109,7 +109,7 @@ def _chosen(
     skip: Tensor | bool, old: list[Tensor], new: list[Tensor], *, in_place: bool
 ) -> list[Tensor]:
     # torch refuses in-place writes to a leaf that requires grad
-    if any([leaf.requires_grad for leaf in old]) and not (traced() or is_on_a_graph([*old, *new])):
+    if any([leaf.requires_grad for leaf in old]) and not is_on_a_graph([*old, *new]):
         old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
     flag = as_flag(skip, like=old[0] if old else None)
     return foreach.where(flag, old, new, in_place=in_place)

@@ -14,7 +14,7 @@ from .._optim.step_inputs import StepInputs
 from .._torch import dtensor, foreach
 from .._torch.dtypes import is_half, wide_dtype
 from .._torch.tensor_list import TensorList
-from .._torch.tracing import is_differentiated, traced
+from .._torch.tracing import current_context, is_differentiated
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import describe
@@ -98,13 +98,13 @@ class Wrapper(FlatOptimizer):
         """
         self.check_state(inputs)
         pieces = [Piece(None, self.flat_optimizer.plan(self._as_decoded(inputs)))]
-        inner_skips, in_trace = self._inner_skips(), traced()
-        can_cut = inner_skips and not in_trace
+        inner_skips = self._inner_skips()
+        can_cut = inner_skips and not inputs.context.traced
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True) if can_cut else []
         if len(cuts) > 1:
             decoded = map(self._as_decoded, _inputs_of_pieces(inputs, cuts))
             pieces = list(map(Piece, cuts, map(self.flat_optimizer.plan, decoded)))
-        return WrapperPlan(pieces, inner_skips, in_trace)
+        return WrapperPlan(pieces, inner_skips)
 
     def _as_decoded(self, inputs: StepInputs) -> StepInputs:
         """Return inputs with the metadata of `decode(inputs)`."""
@@ -127,7 +127,7 @@ class Wrapper(FlatOptimizer):
 
     def step_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the inner optimizer's step."""
-        with self.grad_mode():
+        with self.grad_mode(current_context()):
             return self.flat_optimizer.step_settings(self.inner_state(opt_state))
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
@@ -152,7 +152,7 @@ class Wrapper(FlatOptimizer):
         if is_whole or not plan.inner_skips:
             return super().step_or_keep(inputs, grads, skip, in_place=in_place)
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
-        if plan.in_trace:
+        if inputs.context.traced:
             unscaled = self.grads_for_apply(inputs, grads, skip)
             new, chosen = self._step_piece(pieces[0], inputs, unscaled, skip)
             before, after, structure = matching_leaves(old, new, "old", "new")
@@ -191,9 +191,9 @@ class Wrapper(FlatOptimizer):
         """Return parameters and state after a step with unscaled gradients: decoded, stepped and
         encoded; and the leaves of what the inner step returned.
         """
-        if self.rounds and traced() and not torch.compiler.is_dynamo_compiling():
+        if self.rounds and inputs.context.traced and not torch.compiler.is_dynamo_compiling():
             self._refuse_derivatives([inputs.params, inputs.opt_state, grads.tensors])
-        with self.grad_mode():
+        with self.grad_mode(inputs.context):
             inner = self.decode(inputs)._replace(plan=piece.plan)
             stepped = self.flat_optimizer.step_or_keep(inner, grads, skip, in_place=in_place)
             return self.encode(inputs, *stepped), pytree.flatten(stepped)[0]
@@ -223,7 +223,6 @@ class WrapperPlan(NamedTuple):
 
     pieces: list[Piece]
     inner_skips: bool  # the inner optimizer chooses between old and new
-    in_trace: bool  # planned where `traced` is True, which other threads may change
 
 
 def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
@@ -258,6 +257,7 @@ def _inputs_of_pieces(inputs: StepInputs, cuts: list[Cut]) -> list[StepInputs]:
     for cut in cuts:
         starts = [(positions[n], span.start) for n, span in cut.items()]
         piece = StepInputs(
+            inputs.context,
             inputs.layout.picked(cut),
             TensorList([_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]),
             _cut_state(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),

@@ -37,7 +37,8 @@ def is_gapless(tensor: Tensor) -> bool:
     """Return True if the elements fill a range of memory once each, in any order."""
     if tensor.is_contiguous():
         return True
-    if torch.compiler.is_compiling():  # symbolic sizes cannot be sorted
+    sizes = (*tensor.stride(), *tensor.shape)
+    if torch.compiler.is_dynamo_compiling() or {*map(type, sizes)} != {int}:  # symbolic sizes
         return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     size = 1
     for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

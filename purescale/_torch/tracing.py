@@ -87,7 +87,7 @@ def is_on_a_graph(tensors: Sequence[Tensor | None]) -> bool:
         return False
     if any([tensor is not None and tensor.requires_grad for tensor in tensors]):
         return True
-    if not private.transforms_active() or torch.compiler.is_compiling():
+    if not private.transforms_active() or torch.compiler.is_dynamo_compiling():
         return False
     return any([tensor is not None and innermost(tensor).requires_grad for tensor in tensors])
 
@@ -149,7 +149,7 @@ def traced_or_recorded() -> bool:
 
 def is_unresolved(tensor: Tensor) -> bool:
     """Return True if a negation or conjugation is pending, which torch's kernels ignore."""
-    return not torch.compiler.is_compiling() and (tensor.is_neg() or tensor.is_conj())
+    return not torch.compiler.is_dynamo_compiling() and (tensor.is_neg() or tensor.is_conj())
 
 
 def innermost(tensor: Tensor) -> Tensor:

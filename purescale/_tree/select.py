@@ -109,8 +109,11 @@ def _chosen(
     skip: Tensor | bool, old: list[Tensor], new: list[Tensor], *, in_place: bool
 ) -> list[Tensor]:
     # torch refuses in-place writes to a leaf that requires grad
-    if any([leaf.requires_grad for leaf in old]) and not is_on_a_graph([*old, *new]):
-        old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
+    if any([leaf.requires_grad for leaf in old]):
+        if is_on_a_graph(old):
+            in_place = False
+        else:
+            old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
     flag = as_flag(skip, like=old[0] if old else None)
     return foreach.where(flag, old, new, in_place=in_place)
 
